@@ -1,0 +1,51 @@
+# Everything runs in .venv, which `make setup` fills from constraints.txt. Only Python >= 3.11, make and gcc are needed.
+PYTHON ?= python3.11
+VENV ?= .venv
+BIN := $(VENV)/bin
+PY := $(BIN)/python
+TRACE ?=
+WORKERS ?= 2
+export PYTHONUNBUFFERED = 1
+
+.PHONY: setup demo up test test-all check fmt bench proto compose-check gpu-check clean
+
+setup: $(VENV)/.ready  ## install everything into .venv
+
+$(VENV)/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --disable-pip-version-check -q -c constraints.txt torch
+	$(BIN)/pip install --disable-pip-version-check -q -c constraints.txt -e '.[worker,bench,local,dev]'
+	touch $@
+
+demo: setup  ## replay a bursty trace on a local cluster and re-compute answers with transformers
+	$(PY) -m benchmarks.demo --workers $(WORKERS) $(if $(TRACE),--trace $(TRACE))
+
+up: setup  ## a cluster on this machine: make up MODEL=DIR
+	$(BIN)/ballast up --workers $(WORKERS) $(if $(MODEL),--model $(MODEL))
+
+check: setup  ## lint, types, architecture, unit and property tests
+	$(BIN)/ruff check . && $(BIN)/ruff format --check .
+	$(BIN)/basedpyright
+	$(BIN)/lint-imports
+	$(BIN)/pytest -q -m "not slow and not gpu" tests/unit tests/property
+
+test: setup  ## everything but the checks above: integration and golden tests too
+	$(BIN)/pytest -q -m "not gpu" tests
+
+fmt: setup
+	$(BIN)/ruff check --fix . && $(BIN)/ruff format .
+
+bench: setup  ## measure; results land in out/
+	$(PY) -m benchmarks.run
+
+proto: setup  ## regenerate ballastpb/ from protos/
+	$(PY) protos/generate.py
+
+compose-check: setup  ## start what docker-compose.yml says, as local processes, and send requests through
+	$(PY) -m deploy.compose_check
+
+gpu-check: setup  ## memory and golden tests on a CUDA device
+	$(BIN)/pytest -q -m gpu tests
+
+clean:
+	rm -rf $(VENV) out

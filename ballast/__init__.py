@@ -1,0 +1,1 @@
+"""Ballast: LLM serving that drops parameters instead of queueing."""

@@ -1,0 +1,1 @@
+"""Replaying load and measuring it."""

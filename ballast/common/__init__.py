@@ -1,0 +1,1 @@
+"""Plain types shared by every service and the simulator. Standard library only."""

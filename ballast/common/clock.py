@@ -1,0 +1,9 @@
+"""Where time comes from. Cores never see a clock: shells read it once per event."""
+
+from typing import Protocol
+
+
+class Clock(Protocol):
+    def now_s(self) -> float:
+        """Monotonic seconds. Comparable only inside one process."""
+        ...

@@ -1,0 +1,15 @@
+"""Identifiers. All are strings minted at an edge (SDK, servicer, `__main__`), never inside a core."""
+
+from typing import NewType
+
+RequestId = NewType("RequestId", str)  # one request of one client, for its whole life
+WorkerId = NewType("WorkerId", str)  # one instance; stable over restarts of its process
+DispatcherId = NewType("DispatcherId", str)
+GroupId = NewType("GroupId", str)  # an ordered list of instances that serve together
+
+# Number of the process life of a worker or dispatcher: grows with every start, so that messages of an
+# earlier life are recognised and refused (DESIGN, I5).
+Incarnation = NewType("Incarnation", int)
+
+# Version number of the cluster layout; grows by one with every plan.
+Epoch = NewType("Epoch", int)

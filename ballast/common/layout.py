@@ -1,0 +1,58 @@
+"""The cluster layout: which instances serve together and who holds which layers (DESIGN, sections 1 and 6)."""
+
+from dataclasses import dataclass
+
+from ballast.common.errors import InvariantViolation
+from ballast.common.ids import Epoch, GroupId, Incarnation, WorkerId
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One instance's stage in its group: it executes the layers `[first_layer, last_layer)`."""
+
+    worker_id: WorkerId
+    incarnation: Incarnation
+    address: str  # host:port of its WorkerService
+    first_layer: int
+    last_layer: int
+    draining: bool = False  # finishes what it has, takes nothing new
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    group_id: GroupId
+    members: tuple[Member, ...]  # stage order; the first is the leader and schedules for the group
+
+    @property
+    def leader(self) -> Member:
+        return self.members[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    epoch: Epoch
+    layer_count: int
+    groups: tuple[Group, ...]
+    reason: str  # why this layout follows the one before: start, join, lost, drain, overload, restore, operator ...
+
+    def check(self) -> None:
+        """Raise InvariantViolation unless every group holds a complete copy (I1) and no instance stands twice."""
+        seen: set[WorkerId] = set()
+        for group in self.groups:
+            if not group.members:
+                raise InvariantViolation(f"epoch {self.epoch}: group {group.group_id} has no members")
+            next_layer = 0
+            for member in group.members:
+                if member.worker_id in seen:
+                    raise InvariantViolation(f"epoch {self.epoch}: {member.worker_id} stands in two places")
+                seen.add(member.worker_id)
+                if member.first_layer != next_layer or member.last_layer <= member.first_layer:
+                    raise InvariantViolation(
+                        f"epoch {self.epoch}: {member.worker_id} executes [{member.first_layer}, {member.last_layer}),"
+                        f" expected to begin at layer {next_layer}"
+                    )
+                next_layer = member.last_layer
+            if next_layer != self.layer_count:
+                raise InvariantViolation(
+                    f"epoch {self.epoch}: group {group.group_id} ends at layer {next_layer} of {self.layer_count}"
+                )

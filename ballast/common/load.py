@@ -1,0 +1,43 @@
+"""What an instance says about itself: the numbers that routing, forecasting and `ballast status` are made from."""
+
+from dataclasses import dataclass
+
+from ballast.common.errors import InvariantViolation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryReport:
+    """Device memory in bytes. Parameters + KV + free = budget, always (DESIGN, I3)."""
+
+    budget_bytes: int
+    parameter_bytes: int
+    kv_bytes: int
+    free_bytes: int
+
+    def check(self) -> None:
+        if self.parameter_bytes + self.kv_bytes + self.free_bytes != self.budget_bytes:
+            raise InvariantViolation(f"device memory does not add up: {self}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadReport:
+    """State of one instance after a step. Counts of blocks are the minimum over the stages of its group."""
+
+    block_tokens: int
+    block_count: int  # KV blocks in all
+    used_block_count: int  # held by running requests
+    waiting_block_count: int  # needed by the prompts of accepted requests that do not run yet, head of line included
+    running_count: int
+    waiting_count: int
+    max_running_count: int  # --max-num-seqs
+    steps_total: int
+    preemptions_total: int
+    prompt_tokens_total: int
+    generation_tokens_total: int
+    step_age_s: float  # since the engine last completed a step or was idle; readiness is judged by it
+    draining: bool
+    memory: MemoryReport
+
+    @property
+    def kv_usage_fraction(self) -> float:
+        return self.used_block_count / self.block_count if self.block_count else 0.0

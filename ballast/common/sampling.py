@@ -1,0 +1,117 @@
+"""How the next token is chosen, and when to stop. Names and meanings are those of vLLM and Hugging Face."""
+
+import math
+from dataclasses import dataclass
+from enum import StrEnum
+
+from ballast.common.errors import InvalidRequest
+
+MAX_LOGPROBS = 20
+MAX_STOP_STRINGS = 16
+MAX_STOP_STRING_CHARS = 256
+MAX_STOP_TOKEN_IDS = 128
+
+
+class FinishReason(StrEnum):
+    """Why a request ended. The first two are success; every request gets exactly one (DESIGN, I6)."""
+
+    STOP = "stop"  # end-of-sequence token, stop token or stop string
+    LENGTH = "length"  # max_tokens or the model's maximum length
+    CANCELLED = "cancelled"
+    DEADLINE = "deadline"
+    ERROR = "error"
+
+
+class PriorityClass(StrEnum):
+    """Named classes instead of numbers, whose polarity differs between the peers. Order: first is served first."""
+
+    INTERACTIVE = "interactive"
+    DEFAULT = "default"
+    BATCH = "batch"
+
+    @property
+    def rank(self) -> int:
+        return _RANKS[self]
+
+
+_RANKS = {c: i for i, c in enumerate(PriorityClass)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """Sampling and stopping of one request.
+
+    `temperature` 0 is greedy. `top_k` 0 switches that filter off. A seed makes the tokens reproducible: the random
+    number for the token at position p depends on (seed, p) and nothing else. Without one, a seed is drawn where the
+    request enters the cluster, so that a replay after a failure still draws the same tokens.
+
+    Raises:
+        InvalidRequest: on construction, naming the field and the reason.
+    """
+
+    max_tokens: int = 256
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    logprobs: int | None = None  # number of alternatives beside the chosen token; None: no logprobs at all
+
+    def __post_init__(self) -> None:
+        _whole("max_tokens", self.max_tokens, 1, 2**31 - 1)
+        _whole("min_tokens", self.min_tokens, 0, self.max_tokens)
+        _real("temperature", self.temperature, 0.0, 100.0)
+        _real("top_p", self.top_p, 0.0, 1.0, open_low=True)
+        _whole("top_k", self.top_k, 0, 2**31 - 1)
+        _real("min_p", self.min_p, 0.0, 1.0)
+        _real("repetition_penalty", self.repetition_penalty, 0.0, 100.0, open_low=True)
+        _real("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _real("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        if self.seed is not None:
+            _whole("seed", self.seed, -(2**63), 2**63 - 1)
+        if self.logprobs is not None:
+            _whole("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        if len(self.stop) > MAX_STOP_STRINGS:
+            raise InvalidRequest("sampling.stop", f"at most {MAX_STOP_STRINGS} stop strings, got {len(self.stop)}")
+        for text in self.stop:
+            if not 1 <= len(text) <= MAX_STOP_STRING_CHARS:
+                raise InvalidRequest(
+                    "sampling.stop", f"a stop string has 1 to {MAX_STOP_STRING_CHARS} characters, got {len(text)}"
+                )
+        if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
+            raise InvalidRequest("sampling.stop_token_ids", f"at most {MAX_STOP_TOKEN_IDS}")
+        for token_id in self.stop_token_ids:
+            _whole("stop_token_ids", token_id, 0, 2**31 - 1)
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    @property
+    def penalised(self) -> bool:
+        """Whether the logits depend on the tokens seen so far."""
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+
+def _whole(field: str, value: int, low: int, high: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise InvalidRequest(f"sampling.{field}", f"must be a whole number, got {value!r}")
+    if not low <= value <= high:
+        raise InvalidRequest(f"sampling.{field}", f"must be between {low} and {high}, got {value}")
+
+
+def _real(field: str, value: float, low: float, high: float, *, open_low: bool = False) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise InvalidRequest(f"sampling.{field}", f"must be a number, got {value!r}")
+    if not math.isfinite(value) or not low <= value <= high or (open_low and value == low):
+        bracket = "(" if open_low else "["
+        raise InvalidRequest(f"sampling.{field}", f"must be in {bracket}{low:g}, {high:g}], got {value}")

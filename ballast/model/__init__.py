@@ -1,0 +1,1 @@
+"""Small random checkpoints for tests, demos and benchmarks."""

@@ -1,0 +1,161 @@
+"""A real byte-level BPE tokenizer, trained on the spot, for the small random checkpoints of `make-tiny`.
+
+The corpus is built in and, beyond its prose, generated from a fixed seed, so the same vocabulary size always gives the
+same tokenizer. It holds multi-byte characters on purpose: some of them end up split over several tokens, as in real
+tokenizers, which is what incremental detokenisation has to cope with.
+"""
+
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+from ballast.common.errors import ConfigError
+
+BOS, EOS, PAD, TURN_START, TURN_END = "<|bos|>", "<|eos|>", "<|pad|>", "<|im_start|>", "<|im_end|>"
+SPECIAL_TOKENS = (BOS, EOS, PAD, TURN_START, TURN_END)  # ids 0..4, in this order
+BOS_ID, EOS_ID, PAD_ID, TURN_START_ID, TURN_END_ID = range(len(SPECIAL_TOKENS))
+MIN_VOCAB = 256 + len(SPECIAL_TOKENS)
+
+_PROSE = """\
+A ship that carries no cargo takes stones on board so that the wind does not turn it over.
+When goods are loaded, the stones go into the water, and the place they held is free.
+The captain counts the barrels, the crates and the casks, and writes their number in the book.
+How many boats are in the harbour today? Twelve, thirteen, fourteen; yesterday there were 27, tomorrow 1,405.
+def weigh(stones: list[int]) -> int:
+    total = 0
+    for stone in stones:
+        total += stone
+    return total
+Ein Schiff fährt über das Meer, und die Wellen schlagen höher; größer als gestern. Où est l'île où naît l'été?
+船は港を出て、北へ向かった。港口的石头很重。 Корабль ушёл в море.  🚢⚓🌊 naïve café — “quoted” … €5, 10 °C.
+"""
+_SYLLABLES = [
+    "ba",
+    "be",
+    "bo",
+    "da",
+    "del",
+    "do",
+    "en",
+    "er",
+    "est",
+    "fa",
+    "fi",
+    "gar",
+    "go",
+    "han",
+    "hel",
+    "in",
+    "is",
+    "ja",
+    "ka",
+    "ker",
+    "la",
+    "lan",
+    "len",
+    "li",
+    "lo",
+    "lun",
+    "ma",
+    "mer",
+    "mi",
+    "mo",
+    "na",
+    "nen",
+    "no",
+    "or",
+    "pa",
+    "pel",
+    "ra",
+    "ren",
+    "ri",
+    "ro",
+    "sa",
+    "sen",
+    "si",
+    "sol",
+    "ta",
+    "ten",
+    "ti",
+    "tor",
+    "ul",
+    "um",
+    "va",
+    "ven",
+    "vi",
+    "wa",
+    "wen",
+    "yo",
+    "zan",
+]
+_WORDS_PER_LINE = 12
+_CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{% if message['role'] not in ['system', 'user', 'assistant'] %}"
+    "{{ raise_exception('unknown role: ' + message['role']) }}{% endif %}"
+    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+
+
+def train_tokenizer(vocab_size: int, *, adds_bos: bool) -> Tokenizer:
+    """A byte-level BPE tokenizer with exactly `vocab_size` entries, special tokens first."""
+    if vocab_size < MIN_VOCAB:
+        raise ConfigError("vocab", f"must be at least {MIN_VOCAB} (256 bytes and the special tokens), got {vocab_size}")
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        min_frequency=0,
+        special_tokens=[AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(_corpus(vocab_size), trainer)
+    if tokenizer.get_vocab_size() != vocab_size:
+        raise ConfigError("vocab", f"the built-in text gives {tokenizer.get_vocab_size()} tokens, not {vocab_size}")
+    if adds_bos:
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"{BOS} $A", pair=f"{BOS} $A {BOS} $B", special_tokens=[(BOS, BOS_ID)]
+        )
+    return tokenizer
+
+
+def _corpus(vocab_size: int) -> Iterator[str]:
+    """The prose, then enough invented words that merges do not run out."""
+    yield from _PROSE.splitlines(keepends=True)
+    rng = random.Random(20260)
+    lexicon = ["".join(rng.choices(_SYLLABLES, k=rng.randint(1, 4))) for _ in range(vocab_size)]
+    for start in range(0, len(lexicon), _WORDS_PER_LINE):
+        yield " ".join(lexicon[start : start + _WORDS_PER_LINE]) + ".\n"
+
+
+def write_tokenizer(out: Path, vocab_size: int, *, adds_bos: bool, max_len: int) -> None:
+    """Write tokenizer.json and tokenizer_config.json, chat template included."""
+    train_tokenizer(vocab_size, adds_bos=adds_bos).save(str(out / "tokenizer.json"))
+    config = {
+        "added_tokens_decoder": {
+            str(i): {
+                "content": token,
+                "lstrip": False,
+                "normalized": False,
+                "rstrip": False,
+                "single_word": False,
+                "special": True,
+            }
+            for i, token in enumerate(SPECIAL_TOKENS)
+        },
+        "bos_token": BOS,
+        "eos_token": EOS,
+        "pad_token": PAD,
+        "chat_template": ("{{ bos_token }}" if adds_bos else "") + _CHAT_TEMPLATE,
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": max_len,
+        "tokenizer_class": "PreTrainedTokenizerFast",
+    }
+    (out / "tokenizer_config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n")

@@ -1,0 +1,44 @@
+"""Client channels and the bounds that both ends of a call agree on."""
+
+from collections.abc import Sequence
+
+import grpc.aio
+
+# Large enough for a prompt of a million tokens (packed varints), small enough to bound a hostile message.
+MAX_MESSAGE_BYTES = 16 << 20
+
+_KEEPALIVE = (
+    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+)
+_BOUNDS = (
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+)
+
+SERVER_OPTIONS: Sequence[tuple[str, int]] = (
+    *_KEEPALIVE,
+    *_BOUNDS,
+    # A long generation sends no frames for a while: clients may ping meanwhile.
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
+    ("grpc.http2.max_ping_strikes", 0),
+    # Two processes on one port is a mistake here, not load balancing.
+    ("grpc.so_reuseport", 0),
+)
+
+CHANNEL_OPTIONS: Sequence[tuple[str, int]] = (
+    *_KEEPALIVE,
+    *_BOUNDS,
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 2_000),
+    # Channels of one process to one address share a connection unless told otherwise; a relay wants its own.
+    ("grpc.use_local_subchannel_pool", 1),
+)
+
+
+def open_channel(address: str) -> grpc.aio.Channel:
+    """An insecure channel to host:port. It connects lazily and reconnects by itself."""
+    return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)

@@ -1,0 +1,152 @@
+"""The one table between errors and gRPC statuses, in both directions.
+
+Details follow google.rpc: BadRequest for a client's mistake, RetryInfo for back-off, ErrorInfo always (its `reason`
+names our class, so that the caller raises the same one).
+"""
+
+import json
+import math
+
+import grpc
+from google.protobuf import any_pb2, duration_pb2
+from google.protobuf.message import DecodeError
+from google.rpc import error_details_pb2, status_pb2
+from grpc_status import rpc_status
+
+from ballast.common import errors
+
+DOMAIN = "ballast"
+
+_CODES: dict[type[errors.BallastError], grpc.StatusCode] = {
+    errors.InvalidRequest: grpc.StatusCode.INVALID_ARGUMENT,
+    errors.AlreadyExists: grpc.StatusCode.ALREADY_EXISTS,
+    errors.NotFound: grpc.StatusCode.NOT_FOUND,
+    errors.Overloaded: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    errors.Unavailable: grpc.StatusCode.UNAVAILABLE,
+    errors.DeadlineExceeded: grpc.StatusCode.DEADLINE_EXCEEDED,
+    errors.Cancelled: grpc.StatusCode.CANCELLED,
+    errors.StaleEpoch: grpc.StatusCode.FAILED_PRECONDITION,
+    errors.PeerViolation: grpc.StatusCode.INTERNAL,
+    errors.ConfigError: grpc.StatusCode.FAILED_PRECONDITION,
+    errors.InvariantViolation: grpc.StatusCode.INTERNAL,
+}
+
+
+def code_of(error: errors.BallastError) -> grpc.StatusCode:
+    return _CODES[type(error)]
+
+
+def to_status(error: errors.BallastError) -> status_pb2.Status:
+    """The rich status of an error; `rpc_status.to_status` makes of it what a servicer aborts with."""
+    fields: dict[str, str] = {}
+    details: list[any_pb2.Any] = []
+    match error:
+        case errors.InvalidRequest():
+            fields = {"field": error.field, "why": error.why}
+            violation = error_details_pb2.BadRequest.FieldViolation(field=error.field, description=error.why)
+            details.append(_pack(error_details_pb2.BadRequest(field_violations=[violation])))
+        case errors.Overloaded():
+            fields = {"why": error.why}
+            nanos, seconds = math.modf(error.retry_after_s)
+            delay = duration_pb2.Duration(seconds=int(seconds), nanos=int(nanos * 1e9))
+            details.append(_pack(error_details_pb2.RetryInfo(retry_delay=delay)))
+        case errors.Unavailable():
+            fields = {"target": error.target, "why": error.why}
+        case errors.StaleEpoch():
+            fields = {"what": error.what, "have": str(error.have), "want": str(error.want)}
+        case errors.PeerViolation():
+            fields = {"peer": error.peer, "why": error.why}
+        case errors.ConfigError():
+            fields = {"path": error.path, "why": error.why}
+        case errors.InvariantViolation():
+            fields = {"why": error.why, "story": json.dumps(error.story[-20:])}
+        case _:
+            pass
+    info = error_details_pb2.ErrorInfo(reason=type(error).__name__, domain=DOMAIN, metadata=fields)
+    details.append(_pack(info))
+    return status_pb2.Status(code=code_of(error).value[0], message=str(error), details=details)
+
+
+def from_rpc_error(error: grpc.RpcError, target: str) -> errors.BallastError:
+    """The error that the other side raised, or the nearest one for a status that is not ours.
+
+    `target` names the other side in `Unavailable` and `PeerViolation`.
+    """
+    if not isinstance(error, grpc.Call):
+        return errors.Unavailable(target, str(error))
+    info, retry_after_s = _read_details(error)
+    message = error.details() or ""
+    if info is not None:
+        return _rebuild(info, message, retry_after_s)
+    match error.code():
+        case grpc.StatusCode.INVALID_ARGUMENT | grpc.StatusCode.OUT_OF_RANGE:
+            return errors.InvalidRequest("request", message)
+        case grpc.StatusCode.RESOURCE_EXHAUSTED:
+            # gRPC itself says this about a message over the size bound: the request is at fault, waiting is no help.
+            if "larger than max" in message:
+                return errors.InvalidRequest("request", message)
+            return errors.Overloaded(message, 1.0)
+        case grpc.StatusCode.DEADLINE_EXCEEDED:
+            return errors.DeadlineExceeded(message)
+        case grpc.StatusCode.CANCELLED:
+            return errors.Cancelled(message)
+        case grpc.StatusCode.NOT_FOUND:
+            return errors.NotFound(message)
+        case grpc.StatusCode.ALREADY_EXISTS:
+            return errors.AlreadyExists(message)
+        case grpc.StatusCode.UNAVAILABLE:
+            return errors.Unavailable(target, message)
+        case code:
+            return errors.PeerViolation(target, f"{code.name if code else 'no status'}: {message}")
+
+
+def _rebuild(info: error_details_pb2.ErrorInfo, message: str, retry_after_s: float) -> errors.BallastError:
+    fields = info.metadata
+    match info.reason:
+        case "InvalidRequest":
+            return errors.InvalidRequest(fields["field"], fields["why"])
+        case "AlreadyExists":
+            return errors.AlreadyExists(message)
+        case "NotFound":
+            return errors.NotFound(message)
+        case "Overloaded":
+            return errors.Overloaded(fields["why"], retry_after_s)
+        case "Unavailable":
+            return errors.Unavailable(fields["target"], fields["why"])
+        case "DeadlineExceeded":
+            return errors.DeadlineExceeded(message)
+        case "Cancelled":
+            return errors.Cancelled(message)
+        case "StaleEpoch":
+            return errors.StaleEpoch(fields["what"], int(fields["have"]), int(fields["want"]))
+        case "PeerViolation":
+            return errors.PeerViolation(fields["peer"], fields["why"])
+        case "ConfigError":
+            return errors.ConfigError(fields["path"], fields["why"])
+        case "InvariantViolation":
+            return errors.InvariantViolation(fields["why"], json.loads(fields["story"]))
+        case _:
+            return errors.PeerViolation(info.domain, f"unknown reason {info.reason}: {message}")
+
+
+def _read_details(call: grpc.Call) -> tuple[error_details_pb2.ErrorInfo | None, float]:
+    try:
+        status = rpc_status.from_call(call)
+    except (ValueError, DecodeError):
+        return None, 1.0
+    found, retry_after_s = None, 1.0
+    for detail in status.details if status is not None else ():
+        info, retry = error_details_pb2.ErrorInfo(), error_details_pb2.RetryInfo()
+        if detail.Unpack(info) and info.domain == DOMAIN:
+            found = info
+        elif detail.Unpack(retry):
+            retry_after_s = retry.retry_delay.seconds + retry.retry_delay.nanos / 1e9
+    return found, retry_after_s
+
+
+def _pack(
+    message: error_details_pb2.BadRequest | error_details_pb2.RetryInfo | error_details_pb2.ErrorInfo,
+) -> any_pb2.Any:
+    packed = any_pb2.Any()
+    packed.Pack(message)
+    return packed

@@ -1,0 +1,141 @@
+"""A gRPC server as every service runs it: health, reflection, error translation, bounds, one listening port."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import Any, Protocol, cast
+
+import grpc
+import grpc.aio
+from google.protobuf.descriptor import ServiceDescriptor
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+from grpc_status import rpc_status
+
+from ballast.common.errors import BallastError, ConfigError, InvariantViolation
+from ballast.rpc.channel import SERVER_OPTIONS
+from ballast.rpc.errors import to_status
+
+_log = logging.getLogger(__name__)
+
+# Any: a handler's request and response types differ from call to call; grpc.aio has no better type for them.
+_Handler = grpc.RpcMethodHandler[Any, Any]
+
+
+class Register(Protocol):
+    """What protoc generates as `add_XServicer_to_server`, with the servicer bound."""
+
+    def __call__(self, server: grpc.aio.Server) -> None: ...
+
+
+class RpcServer:
+    """One listening port with the given services, grpc.health.v1 and reflection.
+
+    Health: "" says that the process lives; the full name of each service says that it can do its job, and changes
+    with `set_ready`. `Watch` delivers every change.
+    """
+
+    def __init__(
+        self,
+        *,
+        host: str,
+        port: int,
+        services: Sequence[tuple[ServiceDescriptor, Register]],
+        on_bug: Callable[[InvariantViolation], None],
+    ) -> None:
+        self._server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=[ErrorInterceptor(on_bug)])
+        self._host = host
+        self._port = port
+        self._names = [descriptor.full_name for descriptor, _ in services]
+        # Any: `health.aio` is attached at run time and has no types.
+        self._health = cast(Any, health).aio.HealthServicer()
+        for _, register in services:
+            register(self._server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        names = [*self._names, health.SERVICE_NAME, reflection.SERVICE_NAME]
+        reflection.enable_server_reflection(names, self._server)
+
+    async def start(self) -> int:
+        """Listens and returns the port (useful when 0 was asked for).
+
+        Raises:
+            ConfigError: the port is taken or the host does not exist.
+        """
+        try:
+            self._port = self._server.add_insecure_port(f"{self._host}:{self._port}")
+        except RuntimeError as error:
+            raise ConfigError(
+                "port", f"cannot listen on {self._host}:{self._port} (in use?); choose another with --port"
+            ) from error
+        await self._server.start()
+        await self._health.set("", health_pb2.HealthCheckResponse.SERVING)
+        await self.set_ready(False)
+        return self._port
+
+    async def set_ready(self, ready: bool) -> None:
+        status = health_pb2.HealthCheckResponse.SERVING if ready else health_pb2.HealthCheckResponse.NOT_SERVING
+        for name in self._names:
+            await self._health.set(name, status)
+
+    async def stop(self, grace_s: float) -> None:
+        """Takes no new calls; those running have `grace_s` to end."""
+        await self._health.enter_graceful_shutdown()
+        await self._server.stop(grace_s)
+
+
+class ErrorInterceptor(grpc.aio.ServerInterceptor):
+    """Turns errors of `ballast.common.errors` into rich statuses, and bugs into INTERNAL plus a report to the owner."""
+
+    def __init__(self, on_bug: Callable[[InvariantViolation], None]) -> None:
+        self._on_bug = on_bug
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[_Handler | None]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> _Handler | None:
+        handler = await continuation(handler_call_details)
+        if handler is None or not handler_call_details.method.startswith("/ballastpb."):
+            return handler
+        # grpc.aio calls exactly one of the four functions, by the shape of the method.
+        if handler.response_streaming:
+            inner = handler.stream_stream if handler.request_streaming else handler.unary_stream
+            return self._streaming(handler, cast(Callable[[Any, Any], AsyncIterator[Any]], inner))
+        inner = handler.stream_unary if handler.request_streaming else handler.unary_unary
+        return self._unary(handler, cast(Callable[[Any, Any], Awaitable[Any]], inner))
+
+    def _streaming(self, handler: _Handler, inner: Callable[[Any, Any], AsyncIterator[Any]]) -> _Handler:
+        async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
+            try:
+                async for response in inner(request, context):
+                    yield response
+            except Exception as error:  # noqa: BLE001 - the one place where every failure becomes a status
+                await self._abort(error, context)
+
+        make = (
+            grpc.stream_stream_rpc_method_handler if handler.request_streaming else grpc.unary_stream_rpc_method_handler
+        )
+        return make(cast(Any, call), handler.request_deserializer, handler.response_serializer)
+
+    def _unary(self, handler: _Handler, inner: Callable[[Any, Any], Awaitable[Any]]) -> _Handler:
+        async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+            try:
+                return await inner(request, context)
+            except Exception as error:  # noqa: BLE001 - as above
+                await self._abort(error, context)
+
+        make = (
+            grpc.stream_unary_rpc_method_handler if handler.request_streaming else grpc.unary_unary_rpc_method_handler
+        )
+        return make(cast(Any, call), handler.request_deserializer, handler.response_serializer)
+
+    async def _abort(self, error: Exception, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        if isinstance(error, (grpc.aio.AbortError, asyncio.CancelledError)):
+            raise error
+        if not isinstance(error, BallastError):
+            _log.exception("unexpected failure in a call", exc_info=error)
+            error = InvariantViolation(f"{type(error).__name__}: {error}")
+        if isinstance(error, InvariantViolation):
+            self._on_bug(error)
+        status = rpc_status.to_status(to_status(error))
+        await context.abort_with_status(cast(Any, status))

@@ -1,0 +1,76 @@
+"""The life of a service process: event loop, signals, exit statuses.
+
+Exit status: 0 stopped as asked, 2 configuration wrong, 70 broken invariant (our bug), 1 anything else.
+"""
+
+import asyncio
+import faulthandler
+import signal
+import sys
+from collections.abc import Awaitable, Callable, Iterator
+from typing import TypeVar
+
+import uvloop
+
+from ballast.common.errors import ConfigError, InvariantViolation
+from ballast.service.logs import get_logger
+from ballast.service.metrics import INVARIANT_VIOLATIONS
+
+E = TypeVar("E", bound=Exception)
+
+
+class Lifecycle:
+    """Handed to a service's main function: tells when to stop, and takes reports of bugs from anywhere."""
+
+    def __init__(self) -> None:
+        self.stopping = asyncio.Event()  # set by SIGTERM, SIGINT or a bug: drain, then return
+        self.bug: InvariantViolation | None = None
+
+    def stop(self) -> None:
+        self.stopping.set()
+
+    def report_bug(self, bug: InvariantViolation) -> None:
+        """Logs the story and stops the process with status 70. Safe to call from the event loop only."""
+        INVARIANT_VIOLATIONS.inc()
+        get_logger().error("invariant violated", why=bug.why, story=list(bug.story))
+        self.bug = self.bug or bug
+        self.stopping.set()
+
+
+def run_service(main: Callable[[Lifecycle], Awaitable[None]]) -> None:
+    """Runs `main` until it returns, then exits the process. SIGTERM and SIGINT set `stopping`; a second one kills."""
+    faulthandler.enable()
+    sys.exit(uvloop.run(_supervise(main)))
+
+
+async def _supervise(main: Callable[[Lifecycle], Awaitable[None]]) -> int:
+    life = Lifecycle()
+    loop = asyncio.get_running_loop()
+
+    def on_signal(number: signal.Signals) -> None:
+        life.stop()
+        loop.remove_signal_handler(number)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal, number)
+    misconfigured = False
+    try:
+        await main(life)
+    except* ConfigError as group:
+        misconfigured = True
+        for error in _leaves(group):
+            print(f"configuration error: {error}", file=sys.stderr)
+    except* InvariantViolation as group:
+        for error in _leaves(group):
+            life.report_bug(error)
+    if life.bug is not None:
+        return 70
+    return 2 if misconfigured else 0
+
+
+def _leaves(group: BaseExceptionGroup[E]) -> Iterator[E]:
+    for error in group.exceptions:
+        if isinstance(error, BaseExceptionGroup):
+            yield from _leaves(error)
+        else:
+            yield error

@@ -1,0 +1,130 @@
+"""Configuration: defaults < YAML file < BALLAST_<SERVICE>__* environment < flags. Frozen; unknown keys are errors.
+
+Each service declares one `Settings` subclass in its `config.py` and a short hand-written list of flags.
+"""
+
+import argparse
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar, cast
+
+import yaml
+from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic_settings import BaseSettings, EnvSettingsSource
+
+from ballast.common.errors import ConfigError
+
+
+class Settings(BaseModel):
+    """Base of every service's configuration. `service` names the section of the file and of the environment."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    service: ClassVar[str]
+
+
+class Section(BaseModel):
+    """A group of settings by topic, nested in `Settings`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+S = TypeVar("S", bound=Settings)
+
+
+def load_settings(
+    settings: type[S], flags: argparse.ArgumentParser, argv: Sequence[str], environ: Mapping[str, str] = os.environ
+) -> S:
+    """Reads all sources once. A flag's `dest` is the setting's path with dots (`"queue.max_requests"`).
+
+    Raises:
+        ConfigError: names the setting (dotted path) or file, and what is wrong with it.
+    """
+    flags.add_argument("--config", metavar="FILE", help="YAML file with the same settings")
+    given = vars(flags.parse_args(argv))
+    merged: dict[str, Any] = {}  # Any: raw values of any type, validated below
+    file = given.pop("config") or environ.get("BALLAST_CONFIG")
+    if file:
+        merged = _read_file(Path(file), settings.service)
+    _merge(merged, _read_environment(settings, environ))
+    for dest, value in given.items():
+        if value is not None:
+            _merge(merged, _nest(dest.split("."), value))
+    return build(settings, merged)
+
+
+def build(settings: type[S], values: Mapping[str, Any]) -> S:
+    """Validates plain values.
+
+    Raises:
+        ConfigError: for the first value that is wrong.
+    """
+    try:
+        return settings.model_validate(values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        path = ".".join(map(str, first["loc"])) or settings.service
+        why = "unknown setting" if first["type"] == "extra_forbidden" else first["msg"]
+        got = "" if first["type"] in ("missing", "extra_forbidden") else f" (got {first['input']!r})"
+        raise ConfigError(f"{settings.service}.{path}", why + got) from error
+
+
+def _read_file(path: Path, service: str) -> dict[str, Any]:
+    try:
+        content: object = yaml.safe_load(path.read_text())
+    except OSError as error:
+        raise ConfigError(str(path), f"cannot be read: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(str(path), f"is not valid YAML: {error}") from error
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise ConfigError(str(path), "must be a mapping of service names to settings")
+    section = cast(dict[str, object], content).get(service, {})
+    unknown = sorted(set(cast(dict[str, object], content)) - {"dispatcher", "planner", "monitor", "worker"})
+    if unknown:
+        raise ConfigError(str(path), f"unknown section {unknown[0]!r}; sections are the names of the services")
+    if section is None:
+        return {}
+    if not isinstance(section, dict):
+        raise ConfigError(f"{path}: {service}", "must be a mapping")
+    return cast(dict[str, Any], section)
+
+
+def _read_environment(settings: type[Settings], environ: Mapping[str, str]) -> dict[str, Any]:
+    prefix = f"BALLAST_{settings.service.upper()}__"
+    values: dict[str, Any] = {}
+    for name in sorted(environ):
+        if name.startswith(prefix):
+            path = name.removeprefix(prefix).lower().split("__")
+            _merge(values, _nest(path, _parse(settings, path, environ[name])))
+    return values
+
+
+def _parse(settings: type[BaseModel], path: list[str], text: str) -> object:
+    """Lists and mappings are written as JSON/YAML; everything else is left to the field's own type."""
+    model: type[BaseModel] = settings
+    for key in path[:-1]:
+        inner = model.model_fields[key].annotation if key in model.model_fields else None
+        if not (isinstance(inner, type) and issubclass(inner, BaseModel)):
+            return text
+        model = inner
+    field = model.model_fields.get(path[-1])
+    if field is None:
+        return text
+    source = EnvSettingsSource(cast(type[BaseSettings], model))
+    return cast(object, yaml.safe_load(text)) if source.field_is_complex(field) else text
+
+
+def _nest(path: Sequence[str], value: object) -> dict[str, Any]:
+    for key in reversed(path):
+        value = {key: value}
+    return cast(dict[str, Any], value)
+
+
+def _merge(into: dict[str, Any], more: Mapping[str, Any]) -> None:
+    for key, value in more.items():
+        if isinstance(value, dict) and isinstance(into.get(key), dict):
+            _merge(into[key], cast(dict[str, Any], value))
+        else:
+            into[key] = value

@@ -1,0 +1,1 @@
+"""The deployable services; each runs as `python -m services.<name>`."""

@@ -1,0 +1,1 @@
+"""Accepts requests, keeps the backlog, routes, relays tokens."""

@@ -1,0 +1,1 @@
+"""Decides the layout of the cluster and carries plans out."""

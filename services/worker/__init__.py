@@ -1,0 +1,1 @@
+"""One instance: engine, memory, scheduling inside the group."""

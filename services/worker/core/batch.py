@@ -1,0 +1,59 @@
+"""The contract between deciding and executing: what one step computes, and what came out.
+
+A stage keeps its own block tables (`core.blocks.BlockBook`), so a batch names sequences and positions and no blocks:
+the same batch can be executed by every stage of a pipeline. What is sent about a sequence beyond its tokens (sampling
+parameters, prompt for the penalties) is sent once, in `added`.
+"""
+
+from dataclasses import dataclass
+
+from ballast.common.sampling import SamplingParams
+
+SequenceId = int  # chosen by the leader's core, never reused within the life of a worker
+
+
+@dataclass(frozen=True, slots=True)
+class NewSequence:
+    """A sequence that enters (or, after a preemption, re-enters) the running set with this batch."""
+
+    sequence_id: SequenceId
+    prompt_token_ids: tuple[int, ...]
+    output_token_ids: tuple[int, ...]  # generated before: by an earlier attempt, or before a preemption
+    sampling: SamplingParams  # its seed is set
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """One sequence's share of a step: the tokens at positions `[first_position, first_position + len(token_ids))`."""
+
+    sequence_id: SequenceId
+    first_position: int  # so many tokens of the sequence have their KV in the cache
+    token_ids: tuple[int, ...]
+    samples: bool  # the logits of the last token give a new token; False for a chunk that is not the prompt's last
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One microbatch. `removed` sequences are forgotten before `added` ones enter and the slices run."""
+
+    step_id: int
+    removed: tuple[SequenceId, ...]
+    added: tuple[NewSequence, ...]
+    slices: tuple[Slice, ...]  # decodes (one token) first, then prefill chunks
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]  # (token id, logprob), best first
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What a batch has produced, aligned with those of its slices that sample."""
+
+    step_id: int
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs | None, ...]  # None where none were asked for
+    execute_s: float  # time the engine took

@@ -1,0 +1,1 @@
+"""Executes batches: models, attention, sampling, checkpoint loading. Knows torch, knows nothing of requests."""
