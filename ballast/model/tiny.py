@@ -27,7 +27,8 @@ _VALUE_GAIN = 1.5
 _MLP_GAIN = 1.5
 _LOGIT_STD = 4.0
 _NORM_STD = 0.1
-_BIAS_STD = 0.3
+_BIAS_STD = 0.2
+_TIED_GAIN = 2.0  # of what blocks add when the output shares the embedding: else a token predicts itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,17 +39,17 @@ class Architecture:
     model_type: str
     rms_norm_eps: float
     rope_theta: float
-    adds_bos: bool
+    qwen: bool = False
     has_qkv_bias: bool = False
     has_qk_norm: bool = False
 
 
 ARCHITECTURES = {
-    "llama": Architecture("LlamaForCausalLM", "llama", 1e-5, 10_000.0, adds_bos=True),
-    "llama3": Architecture("LlamaForCausalLM", "llama", 1e-5, 500_000.0, adds_bos=True),
-    "mistral": Architecture("MistralForCausalLM", "mistral", 1e-5, 1_000_000.0, adds_bos=True),
-    "qwen2": Architecture("Qwen2ForCausalLM", "qwen2", 1e-6, 1_000_000.0, adds_bos=False, has_qkv_bias=True),
-    "qwen3": Architecture("Qwen3ForCausalLM", "qwen3", 1e-6, 1_000_000.0, adds_bos=False, has_qk_norm=True),
+    "llama": Architecture("LlamaForCausalLM", "llama", 1e-5, 10_000.0),
+    "llama3": Architecture("LlamaForCausalLM", "llama", 1e-5, 500_000.0),
+    "mistral": Architecture("MistralForCausalLM", "mistral", 1e-5, 1_000_000.0),
+    "qwen2": Architecture("Qwen2ForCausalLM", "qwen2", 1e-6, 1_000_000.0, qwen=True, has_qkv_bias=True),
+    "qwen3": Architecture("Qwen3ForCausalLM", "qwen3", 1e-6, 1_000_000.0, qwen=True, has_qk_norm=True),
 }
 
 
@@ -162,7 +163,7 @@ def write_checkpoint(
     _write_weights(out, tensors, dtype, shards)
     _write_json(out / "config.json", _config(arch, shape, dtype))
     _write_json(out / "generation_config.json", _generation_config())
-    write_tokenizer(out, shape.vocab, adds_bos=architecture.adds_bos, max_len=shape.max_len)
+    write_tokenizer(out, shape.vocab, qwen=architecture.qwen, max_len=shape.max_len)
     return out
 
 
@@ -177,6 +178,7 @@ def _tensors(arch: Architecture, shape: TinyShape, rng: np.random.Generator) -> 
         return mean + _NORM_STD * rng.standard_normal(size)
 
     embedding_std = _LOGIT_STD / hidden**0.5 if shape.tied else 1.0
+    block_gain = _TIED_GAIN if shape.tied else 1.0
     yield "model.embed_tokens.weight", rng.standard_normal((vocab, hidden)) * embedding_std
     q_size, kv_size = shape.heads * shape.head_size, shape.kv_heads * shape.head_size
     for i in range(shape.layers):
@@ -186,14 +188,14 @@ def _tensors(arch: Architecture, shape: TinyShape, rng: np.random.Generator) -> 
             yield f"{prefix}self_attn.{name}_proj.weight", linear(size, hidden, gain)
             if arch.has_qkv_bias:
                 yield f"{prefix}self_attn.{name}_proj.bias", _BIAS_STD * rng.standard_normal(size)
-        yield prefix + "self_attn.o_proj.weight", linear(hidden, q_size, _VALUE_GAIN)
+        yield prefix + "self_attn.o_proj.weight", linear(hidden, q_size, _VALUE_GAIN * block_gain)
         if arch.has_qk_norm:
             yield prefix + "self_attn.q_norm.weight", norm(shape.head_size, _ATTENTION_GAIN)
             yield prefix + "self_attn.k_norm.weight", norm(shape.head_size, _ATTENTION_GAIN)
         yield prefix + "post_attention_layernorm.weight", norm(hidden)
         yield prefix + "mlp.gate_proj.weight", linear(shape.intermediate_size, hidden, 1.0)
         yield prefix + "mlp.up_proj.weight", linear(shape.intermediate_size, hidden, 1.0)
-        yield prefix + "mlp.down_proj.weight", linear(hidden, shape.intermediate_size, _MLP_GAIN)
+        yield prefix + "mlp.down_proj.weight", linear(hidden, shape.intermediate_size, _MLP_GAIN * block_gain)
     yield "model.norm.weight", norm(hidden)
     if not shape.tied:
         yield "lm_head.weight", linear(vocab, hidden, _LOGIT_STD)

@@ -10,11 +10,11 @@ import random
 from collections.abc import Iterator
 from pathlib import Path
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from ballast.common.errors import ConfigError
 
-BOS, EOS, PAD, TURN_START, TURN_END = "<|bos|>", "<|eos|>", "<|pad|>", "<|im_start|>", "<|im_end|>"
+BOS, EOS, PAD, TURN_START, TURN_END = "<|bos|>", "<|eos|>", "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 SPECIAL_TOKENS = (BOS, EOS, PAD, TURN_START, TURN_END)  # ids 0..4, in this order
 BOS_ID, EOS_ID, PAD_ID, TURN_START_ID, TURN_END_ID = range(len(SPECIAL_TOKENS))
 MIN_VOCAB = 256 + len(SPECIAL_TOKENS)
@@ -92,6 +92,11 @@ _SYLLABLES = [
     "zan",
 ]
 _WORDS_PER_LINE = 12
+# How published Qwen tokenizers split text. `transformers` applies it to every Qwen2 checkpoint, whatever its file says.
+_QWEN_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 _CHAT_TEMPLATE = (
     "{% for message in messages %}"
     "{% if message['role'] not in ['system', 'user', 'assistant'] %}"
@@ -102,12 +107,24 @@ _CHAT_TEMPLATE = (
 )
 
 
-def train_tokenizer(vocab_size: int, *, adds_bos: bool) -> Tokenizer:
-    """A byte-level BPE tokenizer with exactly `vocab_size` entries, special tokens first."""
+def train_tokenizer(vocab_size: int, *, qwen: bool) -> Tokenizer:
+    """A byte-level BPE tokenizer with exactly `vocab_size` entries, special tokens first.
+
+    Those of the Qwen family split digits one by one and put no beginning-of-sequence token before the text.
+    """
     if vocab_size < MIN_VOCAB:
         raise ConfigError("vocab", f"must be at least {MIN_VOCAB} (256 bytes and the special tokens), got {vocab_size}")
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    if qwen:
+        tokenizer.normalizer = normalizers.NFC()
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+            [
+                pre_tokenizers.Split(Regex(_QWEN_SPLIT), behavior="isolated"),
+                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+            ]
+        )
+    else:
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
@@ -119,7 +136,7 @@ def train_tokenizer(vocab_size: int, *, adds_bos: bool) -> Tokenizer:
     tokenizer.train_from_iterator(_corpus(vocab_size), trainer)
     if tokenizer.get_vocab_size() != vocab_size:
         raise ConfigError("vocab", f"the built-in text gives {tokenizer.get_vocab_size()} tokens, not {vocab_size}")
-    if adds_bos:
+    if not qwen:
         tokenizer.post_processor = processors.TemplateProcessing(
             single=f"{BOS} $A", pair=f"{BOS} $A {BOS} $B", special_tokens=[(BOS, BOS_ID)]
         )
@@ -135,9 +152,9 @@ def _corpus(vocab_size: int) -> Iterator[str]:
         yield " ".join(lexicon[start : start + _WORDS_PER_LINE]) + ".\n"
 
 
-def write_tokenizer(out: Path, vocab_size: int, *, adds_bos: bool, max_len: int) -> None:
+def write_tokenizer(out: Path, vocab_size: int, *, qwen: bool, max_len: int) -> None:
     """Write tokenizer.json and tokenizer_config.json, chat template included."""
-    train_tokenizer(vocab_size, adds_bos=adds_bos).save(str(out / "tokenizer.json"))
+    train_tokenizer(vocab_size, qwen=qwen).save(str(out / "tokenizer.json"))
     config = {
         "added_tokens_decoder": {
             str(i): {
@@ -153,7 +170,7 @@ def write_tokenizer(out: Path, vocab_size: int, *, adds_bos: bool, max_len: int)
         "bos_token": BOS,
         "eos_token": EOS,
         "pad_token": PAD,
-        "chat_template": ("{{ bos_token }}" if adds_bos else "") + _CHAT_TEMPLATE,
+        "chat_template": ("" if qwen else "{{ bos_token }}") + _CHAT_TEMPLATE,
         "clean_up_tokenization_spaces": False,
         "model_max_length": max_len,
         "tokenizer_class": "PreTrainedTokenizerFast",
