@@ -104,7 +104,7 @@ class StateServer:
         return Incarnation(await self.run(self._redis.hincrby(f"{KEY_PREFIX}incarnations:{kind}", name, 1)))
 
     async def acquire_lease(self, name: str, holder: str, ttl_s: float) -> int | None:
-        """Takes or renews a lease: its fencing token, which grows with every change of holder, or None if it is held."""
+        """Takes or renews a lease: its fencing token (grows with every change of holder), or None if it is held."""
         keys = [f"{KEY_PREFIX}lease:{name}", f"{KEY_PREFIX}lease:{name}:token"]
         # Any: a script's result has no type.
         token = await self.run(cast(Awaitable[Any], self._acquire(keys=keys, args=[holder, int(ttl_s * 1000)])))
