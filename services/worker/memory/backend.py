@@ -1,0 +1,80 @@
+"""What a device must offer so that memory can be moved by mapping instead of copying.
+
+An extent is a physical allocation, known by its number. A backend makes all of them at once, equal in size, and maps
+runs of them at addresses inside ranges that were reserved before. It keeps no books: who owns which extent is the
+business of `pool`, and a caller that maps one extent twice gets what it asked for.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+SUPPORTED_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class ExtentRun:
+    """The physical extents `[first, first + count)`: contiguous, so one call can map them all on the host."""
+
+    first: int
+    count: int
+
+    @property
+    def end(self) -> int:
+        return self.first + self.count
+
+
+class MemoryBackend(Protocol):
+    """One device's virtual memory. Not safe for use from two threads at once; any one thread at a time will do."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def granularity_bytes(self) -> int:
+        """Extent sizes and reserved sizes are multiples of this."""
+        ...
+
+    def create(self, extent_bytes: int, count: int) -> None:
+        """Make the physical extents `0 .. count - 1`. Once in the life of a backend. Fresh extents read as zeros.
+
+        Raises:
+            ConfigError: the device has not that much memory.
+        """
+        ...
+
+    def reserve(self, size_bytes: int) -> int:
+        """Reserve an address range that takes no memory; touching it before something is mapped is a crash."""
+        ...
+
+    def release(self, address: int, size_bytes: int) -> None:
+        """Give a reserved range back. Nothing may be mapped in it any more."""
+        ...
+
+    def map(self, address: int, run: ExtentRun) -> None:
+        """Make a run of extents readable and writable from `address` on, for this device and all its peers.
+
+        Either the whole run is mapped or an error is raised and none of it is.
+        """
+        ...
+
+    def unmap(self, address: int, count: int) -> None:
+        """Take away what was mapped at `address`, `count` extents, and leave the range reserved.
+
+        The caller has called `synchronise` since the last kernel that may touch those extents was launched.
+        """
+        ...
+
+    def tensor(self, address: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """A contiguous tensor over a reserved range, mapped or not. It does not keep the range alive."""
+        ...
+
+    def synchronise(self) -> None:
+        """Wait until the device has finished everything launched so far."""
+        ...
+
+    def close(self) -> None:
+        """Return the physical memory to the system. All ranges have been released. May be called again."""
+        ...

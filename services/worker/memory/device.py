@@ -1,0 +1,99 @@
+"""One device's memory as the engine sees it: parameters and KV cache in one budget."""
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Self
+
+from ballast.common.errors import ConfigError
+from ballast.common.load import MemoryReport
+from services.worker.memory.backend import MemoryBackend
+from services.worker.memory.kv_cache import KvCache, KvShape
+from services.worker.memory.parameters import ParameterStore, PartLayout, PartSpec, lay_out, layer_name
+from services.worker.memory.pool import PhysicalPool
+
+_EXTENTS_PER_LAYER = 16  # how finely a dropped layer can be dealt out to the others
+_MIN_EXTENT_BYTES = 16 << 10
+_MAX_EXTENT_COUNT = 16384  # far below vm.max_map_count even if no two neighbours lie side by side
+
+
+class DeviceMemory:
+    """Pool, parameters and KV cache of one device. Used by one thread; only `report` may be called from others."""
+
+    def __init__(self, pool: PhysicalPool, parameters: ParameterStore, kv: KvCache) -> None:
+        self.pool = pool
+        self.parameters = parameters
+        self.kv = kv
+
+    @classmethod
+    def open(
+        cls,
+        backend: MemoryBackend,
+        *,
+        budget_bytes: int,
+        layers: Sequence[PartSpec],
+        others: Mapping[str, PartSpec],
+        kv_shape: KvShape,
+        extent_bytes: int | None = None,
+    ) -> Self:
+        """Map all parameters, split what is left evenly over the layers' KV; what cannot be split stays free.
+
+        Without `extent_bytes` a size is chosen that suits the model. The backend belongs to the result from here on.
+
+        Raises:
+            ConfigError: the budget does not hold the parameters and one KV block per layer, or cannot be had.
+        """
+        with contextlib.ExitStack() as undo:
+            undo.callback(backend.close)
+            layouts = [lay_out(layer_name(i), specs) for i, specs in enumerate(layers)]
+            end_layouts = [lay_out(name, specs) for name, specs in others.items()]
+            if extent_bytes is None:
+                extent_bytes = choose_extent_bytes(backend.granularity_bytes, budget_bytes, layouts)
+            _require_room(budget_bytes, extent_bytes, [*layouts, *end_layouts], kv_shape)
+            pool = PhysicalPool(backend, budget_bytes, extent_bytes)
+            undo.callback(pool.close)
+            memory = cls(pool, ParameterStore(pool, layers, others), KvCache(pool, kv_shape))
+            memory.kv.grow(pool.free_count // kv_shape.layer_count, clear=False)
+            undo.pop_all()
+            return memory
+
+    def report(self) -> MemoryReport:
+        return self.pool.report()
+
+    def check(self) -> None:
+        """Raise InvariantViolation unless every byte of the budget is accounted for once (I3)."""
+        self.pool.check()
+
+    def close(self) -> None:
+        """Return everything to the system. No tensor of this memory may be touched afterwards. Idempotent."""
+        self.pool.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def choose_extent_bytes(granularity_bytes: int, budget_bytes: int, layers: Sequence[PartLayout]) -> int:
+    """A sixteenth of the largest layer, so that rounding wastes little and a drop moves few pieces."""
+    layer_bytes = max((layout.size_bytes for layout in layers), default=0)
+    wanted = max(-(-layer_bytes // _EXTENTS_PER_LAYER), -(-budget_bytes // _MAX_EXTENT_COUNT), _MIN_EXTENT_BYTES)
+    return -(-wanted // granularity_bytes) * granularity_bytes
+
+
+def _require_room(budget_bytes: int, extent_bytes: int, parts: Sequence[PartLayout], kv_shape: KvShape) -> None:
+    def rounded(size_bytes: int) -> int:
+        return -(-size_bytes // extent_bytes) * extent_bytes
+
+    parameter_bytes = sum(rounded(part.size_bytes) for part in parts)
+    kv_bytes = kv_shape.layer_count * rounded(kv_shape.block_bytes)
+    if budget_bytes // extent_bytes * extent_bytes < parameter_bytes + kv_bytes:
+        raise ConfigError(
+            "device_memory_bytes",
+            f"{budget_bytes} bytes are too few: the model needs at least {parameter_bytes} bytes for parameters and"
+            f" {kv_bytes} for one KV block of {kv_shape.block_tokens} tokens per layer"
+            f" (in extents of {extent_bytes} bytes)",
+        )

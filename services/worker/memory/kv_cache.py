@@ -1,0 +1,169 @@
+"""The KV cache: per layer one range of blocks, which grows and shrinks at its tail.
+
+Shapes: B blocks, T tokens of a block, K KV heads, H head dim. A layer's tensor is `kv_B2TKH`: `[:, 0]` are keys,
+`[:, 1]` values. It covers the largest cache the device could ever hold; blocks from `block_count` on are not there.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ballast.common.errors import ConfigError, InvariantViolation
+from services.worker.memory.backend import SUPPORTED_DTYPES
+from services.worker.memory.pool import PhysicalPool, Purpose, VirtualRange
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvShape:
+    """What the model asks of the cache. With tensor parallelism `kv_heads` are those of one rank."""
+
+    layer_count: int
+    block_tokens: int
+    kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+
+    def __post_init__(self) -> None:
+        for name in ("layer_count", "block_tokens", "kv_heads", "head_dim"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"kv_cache.{name}", f"must be at least 1, got {getattr(self, name)}")
+        if self.dtype not in SUPPORTED_DTYPES:
+            raise ConfigError("kv_cache.dtype", f"{self.dtype} is not supported")
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block in one layer, keys and values."""
+        return 2 * self.block_tokens * self.kv_heads * self.head_dim * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvGeometry:
+    """The cache as it is now; a new one after each change."""
+
+    block_tokens: int
+    block_bytes: int  # of one block in one layer
+    block_count: int
+    kv_bytes_per_token: int  # over all layers that this instance holds KV for
+
+
+class KvCache:
+    """The blocks of all layers. A block id means the same slot in every layer, so the smallest layer counts."""
+
+    def __init__(self, pool: PhysicalPool, shape: KvShape) -> None:
+        self._pool = pool
+        self.shape = shape
+        block_room = pool.extent_count * pool.extent_bytes // shape.block_bytes
+        if block_room < 1:
+            raise ConfigError(
+                "device_memory_bytes",
+                f"{pool.budget_bytes} bytes do not hold one KV block of {shape.block_bytes} bytes",
+            )
+        self._ranges = [
+            pool.reserve(f"KV of layer {i}", Purpose.KV, pool.extent_count) for i in range(shape.layer_count)
+        ]
+        tail = (2, shape.block_tokens, shape.kv_heads, shape.head_dim)
+        self._tensors = tuple(
+            r.bytes[: block_room * shape.block_bytes].view(shape.dtype).view(block_room, *tail) for r in self._ranges
+        )
+        self._held = [True] * shape.layer_count
+
+    @property
+    def held_layers(self) -> tuple[int, ...]:
+        """Layers whose KV is kept here. They alone decide how many blocks there are."""
+        return tuple(i for i, held in enumerate(self._held) if held)
+
+    @property
+    def block_count(self) -> int:
+        """Blocks that may be used: those mapped in every layer held."""
+        return self._blocks_in(min((r.mapped_bytes for r in self._held_ranges()), default=0))
+
+    @property
+    def geometry(self) -> KvGeometry:
+        token_bytes = self.shape.block_bytes // self.shape.block_tokens
+        return KvGeometry(
+            block_tokens=self.shape.block_tokens,
+            block_bytes=self.shape.block_bytes,
+            block_count=self.block_count,
+            kv_bytes_per_token=token_bytes * len(self.held_layers),
+        )
+
+    def layer(self, layer: int) -> torch.Tensor:
+        """`kv_B2TKH` of a layer, made once: same object, same base pointer, whatever is mapped.
+
+        Contiguous. Touch only blocks below `block_count`; nothing checks that on the way to the memory.
+        """
+        return self._tensors[layer]
+
+    def guard(self, blocks_end: int) -> None:
+        """Raise InvariantViolation unless all blocks below `blocks_end` exist: to be called before a step, with the
+        highest block id of its tables plus one, since the alternative is SIGSEGV inside a kernel."""
+        if blocks_end > self.block_count:
+            raise InvariantViolation(f"block {blocks_end - 1} is used, there are {self.block_count}")
+
+    def extents_for_blocks(self, block_count: int) -> int:
+        """Extents per layer that hold so many blocks."""
+        return self._pool.extents_for(block_count * self.shape.block_bytes)
+
+    def grow(self, extents_per_layer: int, *, clear: bool = True) -> int:
+        """Map that many more extents in every layer held. Returns the new `block_count`.
+
+        Extents that held something else before carry its bytes, and a NaN among them would spread through masked
+        attention (0 x NaN), so they are cleared unless the caller knows better.
+        """
+        self._require_free(extents_per_layer * len(self.held_layers))
+        for owner in self._held_ranges():
+            self._extend(owner, extents_per_layer, clear=clear)
+        return self.block_count
+
+    def shrink(self, extents_per_layer: int, *, used_blocks_end: int) -> int:
+        """Unmap that many extents at the tail of every layer held and free them. Returns the new `block_count`.
+
+        No block from `used_blocks_end` on is in use: the caller has moved those down before.
+        """
+        held = self._held_ranges()
+        left = min((r.mapped_bytes for r in held), default=0) - extents_per_layer * self._pool.extent_bytes
+        if left < 0 or self._blocks_in(left) < used_blocks_end:
+            raise InvariantViolation(
+                f"{extents_per_layer} extents less per layer leave {self._blocks_in(max(0, left))} blocks,"
+                f" those below {used_blocks_end} are in use"
+            )
+        self._pool.backend.synchronise()
+        for owner in held:
+            owner.shrink(extents_per_layer)
+        return self.block_count
+
+    def drop(self, layer: int) -> int:
+        """Free the KV of a layer that is executed elsewhere now. Returns how many extents became free."""
+        if not self._held[layer]:
+            raise InvariantViolation(f"the KV of layer {layer} is not held; held are {self.held_layers}")
+        self._pool.backend.synchronise()
+        freed = self._ranges[layer].extent_count
+        self._ranges[layer].shrink(freed)
+        self._held[layer] = False
+        return freed
+
+    def restore(self, layer: int, *, clear: bool = True) -> None:
+        """Hold a layer's KV again, with as many blocks as the others have. The contents are to be filled."""
+        if self._held[layer]:
+            raise InvariantViolation(f"the KV of layer {layer} is held already")
+        extents = self.extents_for_blocks(self.block_count)
+        self._require_free(extents)
+        self._extend(self._ranges[layer], extents, clear=clear)
+        self._held[layer] = True
+
+    def _extend(self, owner: VirtualRange, extents: int, *, clear: bool) -> None:
+        before = owner.mapped_bytes
+        owner.grow(extents)
+        if clear:
+            owner.bytes[before : owner.mapped_bytes].zero_()
+
+    def _require_free(self, wanted: int) -> None:
+        if wanted > self._pool.free_count:
+            raise InvariantViolation(f"the KV cache wants {wanted} extents, {self._pool.free_count} are free")
+
+    def _held_ranges(self) -> Sequence[VirtualRange]:
+        return [self._ranges[layer] for layer in self.held_layers]
+
+    def _blocks_in(self, mapped_bytes: int) -> int:
+        return mapped_bytes // self.shape.block_bytes

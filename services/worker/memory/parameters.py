@@ -1,0 +1,159 @@
+"""Model parameters in extents: one range per layer, and one for each part that is no layer (embedding, head ...).
+
+A layer can be dropped (its extents go to the pool, where the KV cache takes them) and restored (extents come back,
+a loader fills them again, checksums tell whether it did so right). Its tensors are made once and stay valid.
+"""
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from ballast.common.errors import ConfigError, InvariantViolation
+from services.worker.memory.backend import SUPPORTED_DTYPES
+from services.worker.memory.pool import PhysicalPool, Purpose, VirtualRange
+
+ALIGNMENT_BYTES = 64  # a cache line, and the widest vector load
+_CHECKSUM_CHUNK_BYTES = 16 << 20
+
+
+class TensorSpec(NamedTuple):
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+PartSpec = Mapping[str, TensorSpec]  # name of the tensor inside its part -> what it is
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where one tensor lies in its part's range."""
+
+    name: str
+    spec: TensorSpec
+    offset_bytes: int
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class PartLayout:
+    placements: tuple[Placement, ...]
+    size_bytes: int  # with the padding between tensors
+
+
+def lay_out(part: str, specs: PartSpec) -> PartLayout:
+    """Place a part's tensors one after the other, in the order given."""
+    placements: list[Placement] = []
+    end_bytes = 0
+    for name, spec in specs.items():
+        if spec.dtype not in SUPPORTED_DTYPES:
+            supported = ", ".join(str(dtype).removeprefix("torch.") for dtype in SUPPORTED_DTYPES)
+            raise ConfigError(f"{part}.{name}", f"dtype {spec.dtype} is not supported; use one of {supported}")
+        if any(extent <= 0 for extent in spec.shape):
+            raise ConfigError(f"{part}.{name}", f"shape {tuple(spec.shape)} has a dimension that is not positive")
+        offset_bytes = -(-end_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        size_bytes = torch.Size(spec.shape).numel() * spec.dtype.itemsize
+        placements.append(Placement(name, spec, offset_bytes, size_bytes))
+        end_bytes = offset_bytes + size_bytes
+    return PartLayout(tuple(placements), end_bytes)
+
+
+class ParameterStore:
+    """Named tensors per part, all mapped at first. Fresh ones are zero; a loader fills them in place."""
+
+    def __init__(self, pool: PhysicalPool, layers: Sequence[PartSpec], others: Mapping[str, PartSpec]) -> None:
+        self._pool = pool
+        self._layers = [_Part(pool, layer_name(i), specs) for i, specs in enumerate(layers)]
+        self._others = {name: _Part(pool, name, specs) for name, specs in others.items()}
+        self._held = [True] * len(layers)
+        for part in [*self._layers, *self._others.values()]:
+            part.range.grow(part.extent_count)
+
+    @property
+    def layer_count(self) -> int:
+        return len(self._layers)
+
+    @property
+    def held_layers(self) -> tuple[int, ...]:
+        return tuple(i for i, held in enumerate(self._held) if held)
+
+    def extents_of(self, layer: int) -> int:
+        """Extents that dropping this layer sets free, or that restoring it takes."""
+        return self._layers[layer].extent_count
+
+    def layer(self, layer: int) -> Mapping[str, torch.Tensor]:
+        """The tensors of a layer that is held. They are the same objects before a drop and after a restore."""
+        self._require_held(layer, held=True)
+        return self._layers[layer].tensors
+
+    def part(self, name: str) -> Mapping[str, torch.Tensor]:
+        """The tensors of a part that is no layer."""
+        return self._others[name].tensors
+
+    def layer_checksum(self, layer: int) -> bytes:
+        """16 bytes over names, shapes, dtypes and contents; equal if and only if the parameters are."""
+        self._require_held(layer, held=True)
+        return self._layers[layer].checksum()
+
+    def part_checksum(self, name: str) -> bytes:
+        """As `layer_checksum`, for a part that is no layer."""
+        return self._others[name].checksum()
+
+    def drop(self, layers: Iterable[int]) -> int:
+        """Unmap these layers and give their extents to the pool. Returns how many extents became free.
+
+        From here on their tensors must not be touched: that would be a crash, not an error.
+        """
+        chosen = list(layers)
+        for layer in chosen:
+            self._require_held(layer, held=True)
+        self._pool.backend.synchronise()
+        for layer in chosen:
+            self._layers[layer].range.shrink(self._layers[layer].extent_count)
+            self._held[layer] = False
+        return sum(self.extents_of(layer) for layer in chosen)
+
+    def restore(self, layer: int) -> Mapping[str, torch.Tensor]:
+        """Map extents from the pool under a dropped layer and return its tensors, whose contents are arbitrary.
+
+        Fill them and compare `layer_checksum` before the layer is executed.
+        """
+        self._require_held(layer, held=False)
+        self._layers[layer].range.grow(self._layers[layer].extent_count)
+        self._held[layer] = True
+        return self._layers[layer].tensors
+
+    def _require_held(self, layer: int, *, held: bool) -> None:
+        if self._held[layer] != held:
+            raise InvariantViolation(f"layer {layer} is {'dropped' if held else 'held'}; held are {self.held_layers}")
+
+
+def layer_name(layer: int) -> str:
+    return f"layers.{layer}"
+
+
+class _Part:
+    """One range and the tensors in it."""
+
+    def __init__(self, pool: PhysicalPool, name: str, specs: PartSpec) -> None:
+        layout = lay_out(name, specs)
+        self.extent_count = pool.extents_for(layout.size_bytes)
+        self.range: VirtualRange = pool.reserve(f"parameters of {name}", Purpose.PARAMETERS, self.extent_count)
+        self._layout = layout
+        self.tensors = {
+            placed.name: self._bytes_of(placed).view(placed.spec.dtype).view(placed.spec.shape)
+            for placed in layout.placements
+        }
+
+    def _bytes_of(self, placed: Placement) -> torch.Tensor:
+        return self.range.bytes[placed.offset_bytes : placed.offset_bytes + placed.size_bytes]
+
+    def checksum(self) -> bytes:
+        digest = hashlib.blake2b(digest_size=16)
+        for placed in self._layout.placements:
+            digest.update(f"{placed.name} {placed.spec.dtype} {tuple(placed.spec.shape)}\n".encode())
+            for chunk in self._bytes_of(placed).split(_CHECKSUM_CHUNK_BYTES):
+                digest.update(chunk.cpu().numpy().data)
+        return digest.digest()

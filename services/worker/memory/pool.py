@@ -1,0 +1,258 @@
+"""The books of one device's memory: a budget of equal extents, and the address ranges into which they are mapped.
+
+Every extent is free or belongs to one purpose, and one that belongs to a purpose is mapped in exactly one range of
+that purpose (DESIGN, I3). The pool and its ranges are used by one thread: the one that steps the engine.
+"""
+
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+from enum import IntEnum
+
+import torch
+
+from ballast.common.errors import ConfigError, InvariantViolation
+from ballast.common.load import MemoryReport
+from services.worker.memory.backend import ExtentRun, MemoryBackend
+
+
+class Purpose(IntEnum):
+    """What an extent is used for; the values are what the books hold per extent."""
+
+    PARAMETERS = 1
+    KV = 2
+
+
+_FREE = 0
+
+
+class PhysicalPool:
+    """Owns the budget. Bytes beyond the last whole extent can never be mapped; they count as free."""
+
+    def __init__(self, backend: MemoryBackend, budget_bytes: int, extent_bytes: int) -> None:
+        if extent_bytes <= 0 or extent_bytes % backend.granularity_bytes:
+            raise ConfigError(
+                "extent_bytes", f"must be a positive multiple of {backend.granularity_bytes}, got {extent_bytes}"
+            )
+        if budget_bytes < extent_bytes:
+            raise ConfigError("device_memory_bytes", f"{budget_bytes} is less than one extent of {extent_bytes} bytes")
+        self.backend = backend
+        self.budget_bytes = budget_bytes
+        self.extent_bytes = extent_bytes
+        self.extent_count = budget_bytes // extent_bytes
+        self._owners = bytearray(self.extent_count)  # extent -> _FREE or its Purpose
+        self._free: list[ExtentRun] = [ExtentRun(0, self.extent_count)]  # ascending, never adjacent
+        self._taken = dict.fromkeys(Purpose, 0)  # purpose -> extents
+        self._ranges: list[VirtualRange] = []
+        self._closed = False
+        backend.create(extent_bytes, self.extent_count)
+
+    @property
+    def free_count(self) -> int:
+        return self.extent_count - sum(self._taken.values())
+
+    def extents_for(self, size_bytes: int) -> int:
+        """How many extents hold so many bytes."""
+        return -(-size_bytes // self.extent_bytes)
+
+    def reserve(self, name: str, purpose: Purpose, extent_count: int) -> "VirtualRange":
+        """A new range with room for `extent_count` extents, nothing mapped yet. It lives as long as the pool."""
+        made = VirtualRange(self, name, purpose, extent_count)
+        self._ranges.append(made)
+        return made
+
+    def take(self, purpose: Purpose, count: int) -> list[ExtentRun]:
+        """Take free extents in as few runs as possible, the lowest that fits first.
+
+        Raises:
+            InvariantViolation: fewer than `count` are free; callers look at `free_count` first.
+        """
+        if count > self.free_count:
+            raise InvariantViolation(f"{count} extents wanted for {purpose.name}, {self.free_count} are free")
+        taken: list[ExtentRun] = []
+        while count:
+            fitting = next((run for run in self._free if run.count >= count), None)
+            source = fitting or max(self._free, key=lambda run: (run.count, -run.first))
+            part = ExtentRun(source.first, min(count, source.count))
+            self._cut(source, part.count)
+            self._owners[part.first : part.end] = bytes([purpose]) * part.count
+            taken.append(part)
+            count -= part.count
+            self._taken[purpose] += part.count
+        return sorted(taken)
+
+    def give_back(self, purpose: Purpose, runs: Iterable[ExtentRun]) -> None:
+        """Return extents that are no longer mapped anywhere."""
+        for run in runs:
+            if self._owners.count(purpose, run.first, run.end) != run.count:
+                raise InvariantViolation(f"extents {run} come back from {purpose.name}, which does not own them all")
+            self._owners[run.first : run.end] = bytes(run.count)
+            self._taken[purpose] -= run.count
+            self._insert_free(run)
+
+    def report(self) -> MemoryReport:
+        parameter_bytes = self._taken[Purpose.PARAMETERS] * self.extent_bytes
+        kv_bytes = self._taken[Purpose.KV] * self.extent_bytes
+        return MemoryReport(
+            budget_bytes=self.budget_bytes,
+            parameter_bytes=parameter_bytes,
+            kv_bytes=kv_bytes,
+            free_bytes=self.budget_bytes - parameter_bytes - kv_bytes,
+        )
+
+    def check(self) -> None:
+        """Raise InvariantViolation unless books, ranges and free list tell the same story (I3).
+
+        Holds between operations, not inside one: extents that were taken and are not mapped count as leaked.
+        """
+        self.report().check()
+        expected = bytearray(self.extent_count)
+        for owner in self._ranges:
+            for run in owner.runs:
+                for extent in range(run.first, run.end):
+                    if expected[extent] != _FREE:
+                        raise InvariantViolation(f"extent {extent} is mapped twice", story=self._story(extent))
+                    expected[extent] = owner.purpose
+        if expected != self._owners:
+            extent = next(i for i in range(self.extent_count) if expected[i] != self._owners[i])
+            why = "leaked" if expected[extent] == _FREE else "mapped by one who does not own it"
+            raise InvariantViolation(f"extent {extent} is {why}", story=self._story(extent))
+        for purpose in Purpose:
+            if expected.count(purpose) != self._taken[purpose]:
+                raise InvariantViolation(
+                    f"{purpose.name}: {self._taken[purpose]} booked, {expected.count(purpose)} mapped"
+                )
+        self._check_free_list()
+
+    def close(self) -> None:
+        """Unmap everything and return the memory. Tensors made over a range must not be touched afterwards."""
+        if self._closed:
+            return
+        self._closed = True
+        self.backend.synchronise()
+        for owner in self._ranges:
+            owner.release()
+        self.backend.close()
+
+    def _cut(self, source: ExtentRun, count: int) -> None:
+        """Take the first `count` extents off a free run."""
+        at = bisect_left(self._free, source)
+        rest = [ExtentRun(source.first + count, source.count - count)] if source.count > count else []
+        self._free[at : at + 1] = rest
+
+    def _insert_free(self, run: ExtentRun) -> None:
+        at = bisect_left(self._free, run)
+        first, end, low, high = run.first, run.end, at, at
+        if at > 0 and self._free[at - 1].end == run.first:
+            first, low = self._free[at - 1].first, at - 1
+        if at < len(self._free) and self._free[at].first == run.end:
+            end, high = self._free[at].end, at + 1
+        self._free[low:high] = [ExtentRun(first, end - first)]
+
+    def _check_free_list(self) -> None:
+        listed = bytearray(b"\x01") * self.extent_count
+        for run in self._free:
+            listed[run.first : run.end] = bytes(run.count)
+        if [bool(owner) for owner in self._owners] != [bool(owner) for owner in listed]:
+            raise InvariantViolation(f"the list of free extents disagrees with the books: {self._free}")
+        for one, other in zip(self._free, self._free[1:], strict=False):
+            if one.end >= other.first:
+                raise InvariantViolation(f"free runs {one} and {other} overlap or should be one")
+
+    def _story(self, extent: int) -> list[str]:
+        owner = self._owners[extent]
+        booked = Purpose(owner).name if owner else "free"
+        holders = [r.name for r in self._ranges if any(run.first <= extent < run.end for run in r.runs)]
+        return [f"booked as {booked}", f"mapped in {', '.join(holders) or 'no range'}"]
+
+
+class VirtualRange:
+    """An address range reserved once. Extents come and go at its tail; the base address and the tensor stay.
+
+    Only the first `mapped_bytes` of the tensor may be touched. Views, slices and index_select of those are fine;
+    reading past them, and that includes `repr` or `clone` of the whole, ends the process with SIGSEGV.
+    """
+
+    def __init__(self, pool: PhysicalPool, name: str, purpose: Purpose, extent_count: int) -> None:
+        self._pool = pool
+        self.name = name
+        self.purpose = purpose
+        self.reserved_bytes = max(1, extent_count) * pool.extent_bytes
+        self.address = pool.backend.reserve(self.reserved_bytes)
+        self.bytes = pool.backend.tensor(self.address, (self.reserved_bytes,), torch.uint8)
+        self._runs: list[ExtentRun] = []  # in address order from the base on
+        self._count = 0
+
+    @property
+    def runs(self) -> Sequence[ExtentRun]:
+        return self._runs
+
+    @property
+    def extent_count(self) -> int:
+        return self._count
+
+    @property
+    def mapped_bytes(self) -> int:
+        return self._count * self._pool.extent_bytes
+
+    def grow(self, count: int) -> None:
+        """Take `count` extents from the pool and map them at the tail."""
+        runs = self._pool.take(self.purpose, count)
+        try:
+            self.map_tail(runs)
+        except BaseException:
+            self._pool.give_back(self.purpose, runs)
+            raise
+
+    def shrink(self, count: int) -> None:
+        """Unmap `count` extents at the tail and give them back to the pool. Call `synchronise` before."""
+        self._pool.give_back(self.purpose, self.unmap_tail(count))
+
+    def map_tail(self, runs: Sequence[ExtentRun]) -> None:
+        """Map runs that were taken for this range's purpose. All or, with an error, none."""
+        added = sum(run.count for run in runs)
+        if self.mapped_bytes + added * self._pool.extent_bytes > self.reserved_bytes:
+            raise InvariantViolation(
+                f"{self.name}: {added} more extents exceed the {self.reserved_bytes} bytes reserved"
+            )
+        done = 0
+        try:
+            for run in runs:
+                self._pool.backend.map(self.address + (self._count + done) * self._pool.extent_bytes, run)
+                done += run.count
+        except BaseException:
+            if done:
+                self._pool.backend.unmap(self.address + self.mapped_bytes, done)
+            raise
+        for run in runs:
+            self._append(run)
+        self._count += added
+
+    def unmap_tail(self, count: int) -> list[ExtentRun]:
+        """Unmap `count` extents at the tail and hand them to the caller. Call `synchronise` before."""
+        if not 0 <= count <= self._count:
+            raise InvariantViolation(f"{self.name}: {count} extents to unmap of {self._count}")
+        if count == 0:
+            return []
+        self._pool.backend.unmap(self.address + self.mapped_bytes - count * self._pool.extent_bytes, count)
+        self._count -= count
+        taken: list[ExtentRun] = []
+        while count:
+            last = self._runs.pop()
+            part = min(last.count, count)
+            if part < last.count:
+                self._runs.append(ExtentRun(last.first, last.count - part))
+            taken.append(ExtentRun(last.end - part, part))
+            count -= part
+        return taken[::-1]
+
+    def release(self) -> None:
+        """Called by the pool when it closes."""
+        if self._count:
+            self._pool.backend.unmap(self.address, self._count)
+            self._runs, self._count = [], 0
+        self._pool.backend.release(self.address, self.reserved_bytes)
+
+    def _append(self, run: ExtentRun) -> None:
+        if self._runs and self._runs[-1].end == run.first:
+            run = ExtentRun(self._runs[-1].first, self._runs.pop().count + run.count)
+        self._runs.append(run)
