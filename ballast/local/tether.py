@@ -1,0 +1,30 @@
+"""Ties a command to the life of the process that starts it: `python tether.py PARENT_PID COMMAND...` becomes COMMAND.
+
+The kernel kills the command when its parent dies, however that happens, so a killed launcher leaves nothing behind.
+This runs as a script of its own (and not between fork and exec) because Python code is not safe there in a process
+with threads. Standard library only: it is started with `-I -S`.
+"""
+
+import ctypes
+import os
+import signal
+import sys
+
+_PR_SET_PDEATHSIG = 1
+_COMMAND_NOT_RUN = 127
+
+
+def main(parent_pid: int, command: list[str]) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent_pid:
+        sys.exit(f"parent {parent_pid} is gone")
+    try:
+        os.execvp(command[0], command)
+    except OSError as error:
+        print(f"{command[0]}: {error.strerror}", file=sys.stderr)
+        sys.exit(_COMMAND_NOT_RUN)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2:])
