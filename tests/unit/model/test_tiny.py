@@ -141,8 +141,9 @@ def test_llama3_short_contexts_reach_all_bands_of_the_rope_scaling(tmp_path: Pat
     ],
 )
 def test_bad_arguments_are_named(arguments: dict[str, Any], named: str, tmp_path: Path) -> None:
+    every: dict[str, Any] = {"arch": "llama", "out": tmp_path / "m"} | arguments
     with pytest.raises(ConfigError, match=named):
-        make_tiny(**({"arch": "llama", "out": tmp_path / "m"} | arguments))
+        make_tiny(**every)
 
 
 def test_a_folder_that_holds_something_is_left_alone(tmp_path: Path) -> None:
