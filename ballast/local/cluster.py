@@ -1,0 +1,265 @@
+"""A whole cluster on this machine: every service a process of its own, with a private state server.
+
+Nothing is restarted in silence: a service that ends without being told to is an error, which `crash`, `wait_crash` and
+the end of the context report with the last lines of its log. Everything ends with the process that started it, even
+when that is killed.
+"""
+
+import asyncio
+import contextlib
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Literal, Self
+
+import grpc
+
+from ballast.common.errors import ConfigError, Unavailable
+from ballast.local.process import ChildProcess
+from ballast.local.state_server import state_server_url
+from ballast.rpc.channel import open_channel
+from ballastpb.inference.v1 import inference_pb2, inference_pb2_grpc
+
+Service = Literal["monitor", "planner", "dispatcher", "worker"]
+
+_START_ORDER: tuple[Service, ...] = ("monitor", "planner", "worker", "dispatcher")
+_STOP_ORDER: tuple[tuple[Service, ...], ...] = (("dispatcher",), ("worker",), ("planner", "monitor"))
+_NEEDS_MODEL: tuple[Service, ...] = ("dispatcher", "worker")
+_POLL_S = 0.02
+_STATUS_TIMEOUT_S = 2.0
+_CONFIGURATION_WRONG = 2  # exit status
+
+
+@dataclass(slots=True)
+class ServiceProcess:
+    """One running service. `address` is where its gRPC server listens."""
+
+    service: Service
+    id: str
+    child: ChildProcess
+    address: str = ""
+    may_end: bool = False  # it was told to
+    paused: bool = False
+
+    @property
+    def pid(self) -> int:
+        return self.child.pid
+
+
+class LocalCluster:
+    """`async with LocalCluster(model, workers=2) as cluster:` serves at `cluster.address` inside the block.
+
+    Args:
+        model: Folder of the checkpoint.
+        port: Port of the first dispatcher; the others take the ports that follow. 0: any free ports.
+        device_memory_bytes: Budget of each worker for parameters and KV; None: the worker's default.
+        flags: Further command line flags for each service: `{"worker": ["--max-num-seqs", "8"]}`.
+        environ: Environment variables of the services, on top of this process's own.
+        log_dir: Where each service's log goes, as ID.log. None: a temporary folder, removed at the end.
+        redis_url: A state server that runs already; None: see `ballast.local.state_server`.
+        start_timeout_s: For the whole start, the loading of the model included.
+        stop_timeout_s: What a service gets to finish its requests before it is killed.
+
+    Raises:
+        ConfigError: a service refused its configuration, or there is no state server to start.
+        Unavailable: a service died or was not ready in time. On leaving the context: one has crashed meanwhile.
+    """
+
+    def __init__(
+        self,
+        model: Path,
+        *,
+        workers: int = 2,
+        dispatchers: int = 1,
+        monitors: int = 1,
+        planners: int = 1,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        device_memory_bytes: int | None = None,
+        flags: Mapping[Service, Sequence[str]] | None = None,
+        environ: Mapping[str, str] | None = None,
+        log_dir: Path | None = None,
+        redis_url: str | None = None,
+        start_timeout_s: float = 120.0,
+        stop_timeout_s: float = 20.0,
+    ) -> None:
+        self.model = model
+        self.processes: dict[Service, list[ServiceProcess]] = {service: [] for service in _START_ORDER}
+        self.redis_url = redis_url or ""
+        self._counts: dict[Service, int] = {
+            "monitor": monitors,
+            "planner": planners,
+            "worker": workers,
+            "dispatcher": dispatchers,
+        }
+        self._host = host
+        self._port = port
+        self._flags: dict[Service, tuple[str, ...]] = {s: tuple((flags or {}).get(s, ())) for s in _START_ORDER}
+        if device_memory_bytes is not None:
+            self._flags["worker"] = ("--device-memory-bytes", str(device_memory_bytes), *self._flags["worker"])
+        self._environ = {**os.environ, **(environ or {}), "PYTHONUNBUFFERED": "1"}
+        self._log_dir = log_dir
+        self._start_timeout_s = start_timeout_s
+        self._stop_timeout_s = stop_timeout_s
+        self._resources = contextlib.AsyncExitStack()
+        self._started: dict[Service, int] = dict.fromkeys(_START_ORDER, 0)  # for ids: never used twice
+
+    @property
+    def address(self) -> str:
+        return self.addresses[0]
+
+    @property
+    def addresses(self) -> list[str]:
+        """Of the dispatchers, those killed included."""
+        return [process.address for process in self.processes["dispatcher"]]
+
+    @property
+    def log_dir(self) -> Path:
+        assert self._log_dir is not None, "set on entering the context"
+        return self._log_dir
+
+    async def __aenter__(self) -> Self:
+        try:
+            if self._log_dir is None:
+                self._log_dir = Path(tempfile.mkdtemp(prefix="ballast-logs-"))
+                self._resources.callback(shutil.rmtree, self._log_dir, ignore_errors=True)
+            self._log_dir.mkdir(parents=True, exist_ok=True)
+            if not self.redis_url:
+                self.redis_url = await self._resources.enter_async_context(state_server_url())
+            await self._start_all()
+        except BaseException:
+            await self._stop_all(0.0)
+            await self._resources.aclose()
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        crash = self.crash()
+        try:
+            await self._stop_all(self._stop_timeout_s)
+        finally:
+            await self._resources.aclose()
+        if crash is not None:
+            if error is None:
+                raise crash
+            error.add_note(f"meanwhile {crash}")
+
+    def crash(self) -> Unavailable | None:
+        """The first service that has ended without being told to, with the end of its log; None: all is well."""
+        for processes in self.processes.values():
+            for process in processes:
+                if process.child.returncode is not None and not process.may_end:
+                    return Unavailable(process.id, process.child.describe_end())
+        return None
+
+    async def wait_crash(self) -> Unavailable:
+        """Returns when a service crashes; cancel it to stop waiting."""
+        while (crash := self.crash()) is None:  # noqa: ASYNC110 - the end of a process sets no asyncio.Event
+            await asyncio.sleep(10 * _POLL_S)
+        return crash
+
+    def kill(self, service: Service, index: int = 0, number: signal.Signals = signal.SIGKILL) -> ServiceProcess:
+        """Sends a signal to one service. If it ends of it, that is no crash."""
+        process = self.processes[service][index]
+        process.may_end = process.may_end or number not in (signal.SIGSTOP, signal.SIGCONT)
+        process.paused = number == signal.SIGSTOP
+        process.child.send_signal(number)
+        return process
+
+    async def start_worker(self, flags: Sequence[str] = (), *, routable: bool = True) -> ServiceProcess:
+        """One more worker. Returns when every dispatcher sends requests to it, or just when it is ready."""
+        process = self._spawn("worker", flags)
+        give_up_at_s = time.monotonic() + self._start_timeout_s
+        await self._wait_ready(process, give_up_at_s)
+        if routable:
+            await self._wait_routable({process.id}, give_up_at_s)
+        return process
+
+    async def _start_all(self) -> None:
+        give_up_at_s = time.monotonic() + self._start_timeout_s
+        for service in _START_ORDER:
+            for _ in range(self._counts[service]):
+                self._spawn(service)
+        for processes in self.processes.values():
+            for process in processes:
+                await self._wait_ready(process, give_up_at_s)
+        await self._wait_routable({process.id for process in self.processes["worker"]}, give_up_at_s)
+
+    def _spawn(self, service: Service, flags: Sequence[str] = ()) -> ServiceProcess:
+        number = self._started[service]
+        self._started[service] += 1
+        name = f"{service}-{number}"
+        port = self._port + number if service == "dispatcher" and self._port else 0
+        command = [sys.executable, "-m", f"services.{service}", "--host", self._host, "--port", str(port)]
+        command += ["--metrics-port", "0", "--redis-url", self.redis_url, f"--{service}-id", name]
+        if service in _NEEDS_MODEL:
+            command += ["--model", str(self.model)]
+        command += [*self._flags[service], *flags]
+        child = ChildProcess(name, command, log_path=self.log_dir / f"{name}.log", environ=self._environ)
+        process = ServiceProcess(service, name, child)
+        self.processes[service].append(process)
+        return process
+
+    async def _wait_ready(self, process: ServiceProcess, give_up_at_s: float) -> None:
+        while (line := process.child.find_line("ready service=")) is None:
+            self._raise_if_crashed()
+            if time.monotonic() > give_up_at_s:
+                why = f"not ready within {self._start_timeout_s:g} s; its log ends with\n{process.child.log_tail()}"
+                raise Unavailable(process.id, why)
+            await asyncio.sleep(_POLL_S)
+        process.address = dict(word.split("=", 1) for word in line.split()[1:])["address"]
+
+    async def _wait_routable(self, worker_ids: set[str], give_up_at_s: float) -> None:
+        for dispatcher in self.processes["dispatcher"]:
+            if dispatcher.may_end:
+                continue
+            async with open_channel(dispatcher.address) as channel:
+                stub = inference_pb2_grpc.InferenceServiceStub(channel)
+                while missing := worker_ids - await _connected_workers(stub):
+                    self._raise_if_crashed()
+                    if time.monotonic() > give_up_at_s:
+                        raise Unavailable(dispatcher.id, f"is not connected to {', '.join(sorted(missing))}")
+                    await asyncio.sleep(_POLL_S)
+
+    def _raise_if_crashed(self) -> None:
+        crash = self.crash()
+        if crash is None:
+            return
+        child = next(p.child for ps in self.processes.values() for p in ps if p.id == crash.target)
+        line = child.find_line("configuration error: ")
+        if child.returncode == _CONFIGURATION_WRONG and line is not None:
+            raise ConfigError(crash.target, line.removeprefix("configuration error: "))
+        raise crash
+
+    async def _stop_all(self, timeout_s: float) -> None:
+        """First those that own requests, then those that compute, then those that watch."""
+        everyone = [process for processes in self.processes.values() for process in processes]
+        for process in everyone:
+            process.may_end = True
+            if process.paused or timeout_s == 0.0:
+                process.child.kill()
+        try:
+            for services in _STOP_ORDER:
+                async with asyncio.TaskGroup() as tasks:
+                    for process in (p for service in services for p in self.processes[service]):
+                        tasks.create_task(process.child.stop(timeout_s), name=f"stop {process.id}")
+        finally:
+            for process in everyone:
+                process.child.kill()
+
+
+async def _connected_workers(stub: "inference_pb2_grpc.InferenceServiceAsyncStub") -> set[str]:
+    try:
+        status = await stub.GetStatus(inference_pb2.GetStatusRequest(), timeout=_STATUS_TIMEOUT_S)
+    except grpc.RpcError:
+        return set()
+    return {worker.worker_id for worker in status.workers if worker.connected}
