@@ -63,7 +63,7 @@ class MemoryBackend(Protocol):
     def unmap(self, address: int, count: int) -> None:
         """Take away what was mapped at `address`, `count` extents, and leave the range reserved.
 
-        The caller has called `synchronise` since the last kernel that may touch those extents was launched.
+        Waits for this device's kernels first, since the driver would pull the memory away under them.
         """
         ...
 

@@ -128,7 +128,6 @@ class KvCache:
                 f"{extents_per_layer} extents less per layer leave {self._blocks_in(max(0, left))} blocks,"
                 f" those below {used_blocks_end} are in use"
             )
-        self._pool.backend.synchronise()
         for owner in held:
             owner.shrink(extents_per_layer)
         return self.block_count
@@ -137,7 +136,6 @@ class KvCache:
         """Free the KV of a layer that is executed elsewhere now. Returns how many extents became free."""
         if not self._held[layer]:
             raise InvariantViolation(f"the KV of layer {layer} is not held; held are {self.held_layers}")
-        self._pool.backend.synchronise()
         freed = self._ranges[layer].extent_count
         self._ranges[layer].shrink(freed)
         self._held[layer] = False

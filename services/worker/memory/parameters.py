@@ -109,7 +109,6 @@ class ParameterStore:
         chosen = list(layers)
         for layer in chosen:
             self._require_held(layer, held=True)
-        self._pool.backend.synchronise()
         for layer in chosen:
             self._layers[layer].range.shrink(self._layers[layer].extent_count)
             self._held[layer] = False

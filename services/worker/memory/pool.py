@@ -128,7 +128,6 @@ class PhysicalPool:
         if self._closed:
             return
         self._closed = True
-        self.backend.synchronise()
         for owner in self._ranges:
             owner.release()
         self.backend.close()
@@ -204,7 +203,7 @@ class VirtualRange:
             raise
 
     def shrink(self, count: int) -> None:
-        """Unmap `count` extents at the tail and give them back to the pool. Call `synchronise` before."""
+        """Unmap `count` extents at the tail and give them back to the pool."""
         self._pool.give_back(self.purpose, self.unmap_tail(count))
 
     def map_tail(self, runs: Sequence[ExtentRun]) -> None:
@@ -228,7 +227,7 @@ class VirtualRange:
         self._count += added
 
     def unmap_tail(self, count: int) -> list[ExtentRun]:
-        """Unmap `count` extents at the tail and hand them to the caller. Call `synchronise` before."""
+        """Unmap `count` extents at the tail and hand them to the caller."""
         if not 0 <= count <= self._count:
             raise InvariantViolation(f"{self.name}: {count} extents to unmap of {self._count}")
         if count == 0:

@@ -1,0 +1,255 @@
+"""Device memory on a GPU, over the driver's virtual memory management. Needs no GPU to be imported.
+
+`CudaBackend` is the logic, `VmmDriver` the dozen driver calls it needs, `BindingsDriver` those calls through the
+`cuda-bindings` package. What the driver demands and a reader might not expect: every extent is its own mapping and is
+unmapped as a whole; a mapping is not accessible before rights are set, which one call does for a whole run; unmapping
+does not wait for kernels, so it is preceded by a synchronisation.
+"""
+
+import importlib
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any, Protocol, Self
+
+import torch
+
+from ballast.common.errors import ConfigError, InvariantViolation
+from services.worker.memory.backend import ExtentRun
+
+Handle = Any  # an opaque object of the driver bindings
+
+
+class VmmDriver(Protocol):
+    """The driver's calls, already bound to one device."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def granularity_bytes(self) -> int: ...
+
+    def available_bytes(self) -> int: ...
+
+    def create(self, size_bytes: int) -> Handle: ...
+
+    def release(self, handle: Handle) -> None: ...
+
+    def reserve_address(self, size_bytes: int) -> int: ...
+
+    def free_address(self, address: int, size_bytes: int) -> None: ...
+
+    def map(self, address: int, size_bytes: int, handle: Handle) -> None: ...
+
+    def allow_access(self, address: int, size_bytes: int) -> None:
+        """Let the device and its peers read and write `size_bytes` from `address`; may span several mappings."""
+        ...
+
+    def unmap(self, address: int, size_bytes: int) -> None: ...
+
+    def synchronise(self) -> None: ...
+
+
+class CudaError(RuntimeError):
+    """A driver call has failed."""
+
+    def __init__(self, call: str, code: str) -> None:
+        super().__init__(f"{call}: {code}")
+        self.code = code
+
+    @property
+    def out_of_memory(self) -> bool:
+        return "OUT_OF_MEMORY" in self.code
+
+
+class CudaBackend:
+    """`MemoryBackend` over a GPU. A peer that still reads an extent while it is unmapped is not waited for."""
+
+    def __init__(self, driver: VmmDriver) -> None:
+        self._driver = driver
+        self._handles: list[Handle] = []  # extent -> handle
+        self._extent_bytes = 0
+
+    @property
+    def device(self) -> torch.device:
+        return self._driver.device
+
+    @property
+    def granularity_bytes(self) -> int:
+        return self._driver.granularity_bytes
+
+    def create(self, extent_bytes: int, count: int) -> None:
+        if self._handles:
+            raise InvariantViolation("the extents of this backend were created before")
+        available_bytes = self._driver.available_bytes()
+        if extent_bytes * count > available_bytes:
+            raise _too_little(self.device, extent_bytes * count, available_bytes)
+        self._extent_bytes = extent_bytes
+        try:
+            for _ in range(count):
+                self._handles.append(self._driver.create(extent_bytes))
+            self._clear()
+        except CudaError as error:
+            self.close()
+            if error.out_of_memory:
+                raise _too_little(self.device, extent_bytes * count, available_bytes) from error
+            raise
+
+    def reserve(self, size_bytes: int) -> int:
+        return self._driver.reserve_address(size_bytes)
+
+    def release(self, address: int, size_bytes: int) -> None:
+        self._driver.free_address(address, size_bytes)
+
+    def map(self, address: int, run: ExtentRun) -> None:
+        if not 0 <= run.first <= run.end <= len(self._handles):
+            raise InvariantViolation(f"{run} is mapped, {len(self._handles)} extents exist")
+        done = 0
+        try:
+            for handle in self._handles[run.first : run.end]:
+                self._driver.map(address + done * self._extent_bytes, self._extent_bytes, handle)
+                done += 1
+            self._driver.allow_access(address, run.count * self._extent_bytes)
+        except CudaError:
+            self._unmap_each(address, done)
+            raise
+
+    def unmap(self, address: int, count: int) -> None:
+        self._driver.synchronise()
+        self._unmap_each(address, count)
+
+    def tensor(self, address: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        size_bytes = torch.Size(shape).numel() * dtype.itemsize
+        storage = torch._C._construct_storage_from_data_pointer(address, self.device, size_bytes)
+        # The public routes (DLPack, __cuda_array_interface__) ask the driver about the pointer, which fails while
+        # nothing is mapped there.
+        return torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage).view(dtype).view(tuple(shape))
+
+    def synchronise(self) -> None:
+        self._driver.synchronise()
+
+    def close(self) -> None:
+        while self._handles:
+            self._driver.release(self._handles.pop())
+
+    def _unmap_each(self, address: int, count: int) -> None:
+        for at in range(count):
+            self._driver.unmap(address + at * self._extent_bytes, self._extent_bytes)
+
+    def _clear(self) -> None:
+        """Fresh memory of a GPU holds what was there before; the contract says zeros."""
+        size_bytes = len(self._handles) * self._extent_bytes
+        address = self.reserve(size_bytes)
+        try:
+            self.map(address, ExtentRun(0, len(self._handles)))
+            self.tensor(address, (size_bytes,), torch.uint8).zero_()
+            self.unmap(address, len(self._handles))
+        finally:
+            self.release(address, size_bytes)
+
+
+def _too_little(device: torch.device, wanted_bytes: int, available_bytes: int) -> ConfigError:
+    return ConfigError(
+        "device_memory_bytes", f"{wanted_bytes} bytes asked for, {device} has {available_bytes} available"
+    )
+
+
+class BindingsDriver:
+    """`VmmDriver` through `cuda.bindings.driver`. None of its calls needs a current context on the calling thread."""
+
+    def __init__(self, cuda: ModuleType, index: int, peers: Sequence[int]) -> None:
+        self._cuda = cuda
+        self._device = torch.device("cuda", index)
+        if not self._attribute(index, "VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED"):
+            raise ConfigError(f"device cuda:{index}", "has no virtual memory management, which remapping needs")
+        self._properties = self._make_properties(index)
+        self._access = [self._make_access(each) for each in (index, *peers)]
+        size = cuda.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_RECOMMENDED
+        self._granularity_bytes = int(self._call("cuMemGetAllocationGranularity", self._properties, size))
+
+    @classmethod
+    def open(cls, index: int) -> Self:
+        """Bind to the GPU with this ordinal, and let every GPU that can reach it use its memory.
+
+        Raises:
+            ConfigError: no such GPU, no driver, no bindings, or a GPU without virtual memory management.
+        """
+        where = f"device cuda:{index}"
+        if not torch.cuda.is_available():
+            raise ConfigError(where, "torch sees no GPU (a CPU build of torch, no driver, or none visible)")
+        device_count = torch.cuda.device_count()
+        if not 0 <= index < device_count:
+            raise ConfigError(where, f"there are {device_count} GPUs, the first is cuda:0")
+        try:
+            cuda = importlib.import_module("cuda.bindings.driver")
+        except ImportError as error:
+            raise ConfigError(where, "needs the cuda-bindings package: pip install 'ballast[cuda]'") from error
+        torch.zeros(1, device=torch.device("cuda", index))  # torch creates the primary context and keeps it
+        peers = [i for i in range(device_count) if i != index and torch.cuda.can_device_access_peer(i, index)]
+        return cls(cuda, index, peers)
+
+    @property
+    def device(self) -> torch.device:
+        return self._device
+
+    @property
+    def granularity_bytes(self) -> int:
+        return self._granularity_bytes
+
+    def available_bytes(self) -> int:
+        return torch.cuda.mem_get_info(self._device)[0]
+
+    def create(self, size_bytes: int) -> Handle:
+        return self._call("cuMemCreate", size_bytes, self._properties, 0)
+
+    def release(self, handle: Handle) -> None:
+        self._call("cuMemRelease", handle)
+
+    def reserve_address(self, size_bytes: int) -> int:
+        return int(self._call("cuMemAddressReserve", size_bytes, 0, 0, 0))
+
+    def free_address(self, address: int, size_bytes: int) -> None:
+        self._call("cuMemAddressFree", address, size_bytes)
+
+    def map(self, address: int, size_bytes: int, handle: Handle) -> None:
+        self._call("cuMemMap", address, size_bytes, 0, handle, 0)
+
+    def allow_access(self, address: int, size_bytes: int) -> None:
+        self._call("cuMemSetAccess", address, size_bytes, self._access, len(self._access))
+
+    def unmap(self, address: int, size_bytes: int) -> None:
+        self._call("cuMemUnmap", address, size_bytes)
+
+    def synchronise(self) -> None:
+        torch.cuda.synchronize(self._device)
+
+    def _make_properties(self, index: int) -> Any:
+        properties = self._cuda.CUmemAllocationProp()
+        properties.type = self._cuda.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+        properties.location.type = self._cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+        properties.location.id = index
+        # Without this, a network card cannot read the memory, though the GPU could let it.
+        rdma = self._attribute(index, "GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED")
+        properties.allocFlags.gpuDirectRDMACapable = int(bool(rdma))
+        return properties
+
+    def _make_access(self, index: int) -> Any:
+        access = self._cuda.CUmemAccessDesc()
+        access.location.type = self._cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+        access.location.id = index
+        access.flags = self._cuda.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+        return access
+
+    def _attribute(self, index: int, name: str) -> int:
+        attribute = getattr(self._cuda.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
+        return int(self._call("cuDeviceGetAttribute", attribute, self._call("cuDeviceGet", index)))
+
+    def _call(self, name: str, *arguments: Any) -> Any:
+        code, *values = getattr(self._cuda, name)(*arguments)
+        if code != self._cuda.CUresult.CUDA_SUCCESS:
+            raise CudaError(name, repr(code))
+        return values[0] if values else None
+
+
+def open_cuda(index: int) -> CudaBackend:
+    """The backend for one GPU; ConfigError says what is missing where there is none."""
+    return CudaBackend(BindingsDriver.open(index))
