@@ -6,8 +6,10 @@ names our class, so that the caller raises the same one).
 
 import json
 import math
+from typing import cast
 
 import grpc
+import grpc.aio
 from google.protobuf import any_pb2, duration_pb2
 from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
@@ -26,6 +28,7 @@ _CODES: dict[type[errors.BallastError], grpc.StatusCode] = {
     errors.DeadlineExceeded: grpc.StatusCode.DEADLINE_EXCEEDED,
     errors.Cancelled: grpc.StatusCode.CANCELLED,
     errors.StaleEpoch: grpc.StatusCode.FAILED_PRECONDITION,
+    errors.NotActive: grpc.StatusCode.FAILED_PRECONDITION,
     errors.PeerViolation: grpc.StatusCode.INTERNAL,
     errors.ConfigError: grpc.StatusCode.FAILED_PRECONDITION,
     errors.InvariantViolation: grpc.StatusCode.INTERNAL,
@@ -54,6 +57,8 @@ def to_status(error: errors.BallastError) -> status_pb2.Status:
             fields = {"target": error.target, "why": error.why}
         case errors.StaleEpoch():
             fields = {"what": error.what, "have": str(error.have), "want": str(error.want)}
+        case errors.NotActive():
+            fields = {"who": error.who}
         case errors.PeerViolation():
             fields = {"peer": error.peer, "why": error.why}
         case errors.ConfigError():
@@ -72,7 +77,8 @@ def from_rpc_error(error: grpc.RpcError, target: str) -> errors.BallastError:
 
     `target` names the other side in `Unavailable` and `PeerViolation`.
     """
-    if not isinstance(error, grpc.Call):
+    # The error of grpc.aio has the same methods, but is no grpc.Call.
+    if not isinstance(error, (grpc.Call, grpc.aio.AioRpcError)):
         return errors.Unavailable(target, str(error))
     info, retry_after_s = _read_details(error)
     message = error.details() or ""
@@ -119,6 +125,8 @@ def _rebuild(info: error_details_pb2.ErrorInfo, message: str, retry_after_s: flo
             return errors.Cancelled(message)
         case "StaleEpoch":
             return errors.StaleEpoch(fields["what"], int(fields["have"]), int(fields["want"]))
+        case "NotActive":
+            return errors.NotActive(fields["who"])
         case "PeerViolation":
             return errors.PeerViolation(fields["peer"], fields["why"])
         case "ConfigError":
@@ -129,9 +137,9 @@ def _rebuild(info: error_details_pb2.ErrorInfo, message: str, retry_after_s: flo
             return errors.PeerViolation(info.domain, f"unknown reason {info.reason}: {message}")
 
 
-def _read_details(call: grpc.Call) -> tuple[error_details_pb2.ErrorInfo | None, float]:
+def _read_details(call: grpc.Call | grpc.aio.AioRpcError) -> tuple[error_details_pb2.ErrorInfo | None, float]:
     try:
-        status = rpc_status.from_call(call)
+        status = rpc_status.from_call(cast(grpc.Call, call))
     except (ValueError, DecodeError):
         return None, 1.0
     found, retry_after_s = None, 1.0
