@@ -1,0 +1,98 @@
+"""The block tables of one stage: which KV blocks hold which sequence.
+
+Every stage of a pipeline keeps a book of its own, fed by the batches that the leader forms. The leader admits and
+preempts by counts (`core.scheduler`), so a book is never asked for more than it has; if it is, that is our bug.
+"""
+
+import heapq
+from collections.abc import Sequence
+
+from ballast.common.errors import InvariantViolation
+from services.worker.core.batch import SequenceId
+
+
+def blocks_for(token_count: int, block_tokens: int) -> int:
+    """Blocks that the KV of so many tokens takes."""
+    return -(-token_count // block_tokens)
+
+
+class BlockBook:
+    """Always hands out the lowest free ids, so that what is in use stays at the low end of the cache and its tail can
+    be given back with few moves. One heap operation per block taken or freed.
+    """
+
+    def __init__(self, block_count: int, block_tokens: int) -> None:
+        self._block_count = block_count
+        self._block_tokens = block_tokens
+        self._free = list(range(block_count))  # a heap
+        self._tables: dict[SequenceId, tuple[int, ...]] = {}  # in token order
+
+    @property
+    def block_count(self) -> int:
+        return self._block_count
+
+    @property
+    def free_count(self) -> int:
+        return len(self._free)
+
+    @property
+    def used_count(self) -> int:
+        return self._block_count - len(self._free)
+
+    @property
+    def sequence_ids(self) -> Sequence[SequenceId]:
+        return tuple(self._tables)
+
+    def table(self, sequence_id: SequenceId) -> tuple[int, ...]:
+        """Empty for a sequence that holds nothing."""
+        return self._tables.get(sequence_id, ())
+
+    def cover(self, sequence_id: SequenceId, token_count: int) -> tuple[int, ...]:
+        """The sequence's table, extended until it covers so many tokens.
+
+        The same tuple object is returned until the table changes: an engine may cache by identity.
+        """
+        table = self._tables.get(sequence_id, ())
+        missing = -(-token_count // self._block_tokens) - len(table)
+        if missing <= 0:
+            return table
+        if missing > len(self._free):
+            raise InvariantViolation(
+                f"sequence {sequence_id} needs {missing} more blocks, {len(self._free)} of {self._block_count} are free"
+            )
+        free = self._free
+        table = (*table, *[heapq.heappop(free) for _ in range(missing)])
+        self._tables[sequence_id] = table
+        return table
+
+    def free(self, sequence_id: SequenceId) -> int:
+        """Give back all blocks of a sequence. Returns their number: 0 if it held none."""
+        table = self._tables.pop(sequence_id, ())
+        free = self._free
+        for block_id in table:
+            heapq.heappush(free, block_id)
+        return len(table)
+
+    def grow(self, added_block_count: int) -> None:
+        """The cache got so many more blocks, at its end."""
+        first = self._block_count
+        self._block_count += added_block_count
+        self._free.extend(range(first, self._block_count))  # larger than all others: still a heap
+
+    def check(self) -> None:
+        """Raise InvariantViolation unless every block is either free or in exactly one table (I3)."""
+        owner: dict[int, str] = {}  # block id -> who holds it
+        for block_id in self._free:
+            self._claim(owner, block_id, "the free list")
+        for sequence_id, table in self._tables.items():
+            for block_id in table:
+                self._claim(owner, block_id, f"sequence {sequence_id}")
+        if len(owner) != self._block_count:
+            raise InvariantViolation(f"{self._block_count - len(owner)} of {self._block_count} blocks are lost")
+
+    def _claim(self, owner: dict[int, str], block_id: int, who: str) -> None:
+        if not 0 <= block_id < self._block_count:
+            raise InvariantViolation(f"{who} holds block {block_id}, there are only {self._block_count}")
+        if block_id in owner:
+            raise InvariantViolation(f"block {block_id} belongs to {owner[block_id]} and to {who}")
+        owner[block_id] = who

@@ -1,0 +1,49 @@
+"""What is wrong with a request, before it becomes a sequence."""
+
+from dataclasses import replace
+
+from ballast.common.sampling import SamplingParams
+from services.worker.core.blocks import blocks_for
+from services.worker.core.events import Submitted
+from services.worker.core.limits import WorkerLimits
+
+
+def fault_of(submitted: Submitted, limits: WorkerLimits, block_count: int) -> str:
+    """Why this request can never run here, with the field at fault; empty if it can.
+
+    The dispatcher has looked at most of this already. It is looked at again because one bad token id would take the
+    whole engine down.
+    """
+    prompt, output = submitted.prompt_token_ids, submitted.output_token_ids
+    if not prompt:
+        return "prompt_token_ids: must not be empty"
+    if len(prompt) >= limits.max_model_len:
+        return (
+            f"prompt_token_ids: {len(prompt)} tokens leave no room for an answer,"
+            f" the model's maximum length is {limits.max_model_len}"
+        )
+    for field, token_ids in (
+        ("prompt_token_ids", prompt),
+        ("output_token_ids", output),
+        ("sampling.stop_token_ids", submitted.sampling.stop_token_ids),
+    ):
+        if token_ids and not (min(token_ids) >= 0 and max(token_ids) < limits.vocab_size):
+            wrong = next(token_id for token_id in token_ids if not 0 <= token_id < limits.vocab_size)
+            return f"{field}: token id {wrong} is not in the vocabulary of {limits.vocab_size}"
+    if submitted.sampling.seed is None and not submitted.sampling.greedy:
+        return "sampling.seed: must be drawn where the request enters the cluster"
+    if submitted.delivered_text_chars < 0:
+        return f"delivered_text_chars: must not be negative, got {submitted.delivered_text_chars}"
+    token_count = len(prompt) + len(output)
+    need = blocks_for(token_count + 1, limits.block_tokens)
+    if need > block_count:
+        return (
+            f"prompt_token_ids: {token_count} tokens and the next one need {need} KV blocks of"
+            f" {limits.block_tokens} tokens, this worker has {block_count}"
+        )
+    return ""
+
+
+def with_seed(sampling: SamplingParams) -> SamplingParams:
+    """A greedy request needs no seed; the engine relies on there being one."""
+    return sampling if sampling.seed is not None else replace(sampling, seed=0)

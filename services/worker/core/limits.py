@@ -1,0 +1,35 @@
+"""The bounds that a worker's core decides within. Fixed for the life of a process."""
+
+from dataclasses import dataclass
+
+from ballast.common.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerLimits:
+    """Raises ConfigError on construction, naming the setting."""
+
+    block_tokens: int
+    max_model_len: int  # prompt and output together
+    vocab_size: int
+    eos_token_ids: frozenset[int] = frozenset()
+    max_running_count: int = 64  # --max-num-seqs
+    max_batch_tokens: int = 512  # --max-num-batched-tokens
+    max_waiting_count: int = 64  # --max-num-queued-reqs
+    max_waiting_tokens: int = 65_536  # --max-num-queued-tokens
+    admission_reserve_fraction: float = 0.01  # of the KV blocks, kept free for the growth of what runs
+
+    def __post_init__(self) -> None:
+        for name in ("block_tokens", "vocab_size", "max_running_count", "max_waiting_count", "max_waiting_tokens"):
+            if getattr(self, name) < 1:
+                raise ConfigError(name, f"must be at least 1, got {getattr(self, name)}")
+        if self.max_model_len < 2:
+            raise ConfigError("max_model_len", f"must leave room for a prompt and a token, got {self.max_model_len}")
+        if self.max_batch_tokens < self.max_running_count:
+            raise ConfigError(
+                "max_num_batched_tokens",
+                f"must be at least max_num_seqs ({self.max_running_count}), so that every running request gets its"
+                f" token in each step, got {self.max_batch_tokens}",
+            )
+        if not 0.0 <= self.admission_reserve_fraction < 1.0:
+            raise ConfigError("admission_reserve_fraction", f"must be in [0, 1), got {self.admission_reserve_fraction}")

@@ -1,0 +1,85 @@
+"""Collects what one event has for each dispatcher."""
+
+from collections.abc import Callable
+
+from ballast.common.sampling import FinishReason
+from services.worker.core.batch import TokenLogprobs
+from services.worker.core.events import Emit, Ending, SequenceKey
+from services.worker.core.sequence import Sequence
+
+
+class _Letter:
+    __slots__ = ("endings", "handles", "has_text", "logprobs", "texts", "token_counts", "token_ids")
+
+    def __init__(self) -> None:
+        self.handles: list[int] = []
+        self.token_counts: list[int] = []
+        self.token_ids: list[int] = []
+        self.texts: list[str] = []
+        self.has_text = False
+        self.logprobs: list[TokenLogprobs] = []
+        self.endings: list[Ending] = []
+
+
+class Outbox:
+    def __init__(self) -> None:
+        self._letters: dict[int, _Letter] = {}  # stream id -> what goes there
+
+    def _letter(self, stream_id: int) -> _Letter:
+        letter = self._letters.get(stream_id)
+        if letter is None:
+            letter = self._letters[stream_id] = _Letter()
+        return letter
+
+    def token(self, sequence: Sequence, token_id: int, text: str, logprobs: TokenLogprobs | None) -> None:
+        letter = self._letter(sequence.key[0])
+        letter.handles.append(sequence.key[1])
+        letter.token_counts.append(1)
+        letter.token_ids.append(token_id)
+        if sequence.wants_text and text:
+            letter.texts.append(text)
+            letter.has_text = True
+        else:
+            letter.texts.append("")
+        if logprobs is not None:
+            letter.logprobs.append(logprobs)
+
+    def text(self, sequence: Sequence, text: str) -> None:
+        """Text without a token: what had been held back."""
+        if sequence.wants_text and text:
+            letter = self._letter(sequence.key[0])
+            letter.handles.append(sequence.key[1])
+            letter.token_counts.append(0)
+            letter.texts.append(text)
+            letter.has_text = True
+
+    def ended(self, sequence: Sequence, reason: FinishReason, error: str, invalid: bool) -> None:
+        self._letter(sequence.key[0]).endings.append(
+            Ending(sequence.key[1], reason, sequence.stop.matched_stop, error, invalid=invalid)
+        )
+
+    def turned_away(self, key: SequenceKey, why: str, invalid: bool) -> None:
+        """Never became a sequence: refused, or an ERROR if the request itself is at fault."""
+        reason = FinishReason.ERROR if invalid else None
+        self._letter(key.stream_id).endings.append(
+            Ending(key.handle, reason, error=why, refused=not invalid, invalid=invalid)
+        )
+
+    def take(self, seen_handle: Callable[[int], int]) -> list[Emit]:
+        """Everything collected so far, one Emit for each stream that has news. `seen_handle`: of a stream id."""
+        if not self._letters:
+            return []
+        letters, self._letters = self._letters, {}
+        return [
+            Emit(
+                stream_id,
+                tuple(letter.handles),
+                tuple(letter.token_counts),
+                tuple(letter.token_ids),
+                tuple(letter.texts) if letter.has_text else (),
+                tuple(letter.logprobs),
+                tuple(letter.endings),
+                seen_handle(stream_id),
+            )
+            for stream_id, letter in letters.items()
+        ]

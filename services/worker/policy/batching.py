@@ -1,0 +1,45 @@
+"""Which tokens run next, by counts: decodes first, prefill chunks share what is left of the token budget.
+
+A policy sees plain numbers and returns plain numbers. Another one (cost-equal microbatches, token budgets driven by an
+SLO) is another function of the same kind.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillView:
+    """A running sequence with more than one token that has no KV yet."""
+
+    rank: int  # of its priority class; 0 is served first
+    computed_tokens: int
+    remaining_tokens: int
+
+
+def chunk_prefills(decode_count: int, prefills: Sequence[PrefillView], budget_tokens: int) -> list[int]:
+    """Tokens that each of `prefills` computes in this step, aligned with it; 0 leaves a sequence out.
+
+    `prefills` come in order of service (class, then arrival). Every decode takes one token of the budget before any
+    chunk does. Half of the rest is kept for the first in line, so that a long prompt always gets on; the other half
+    goes to the others, the one nearest to its first token first within a class, so that short prompts do not wait
+    for a long one. What one side does not need, the other gets.
+    """
+    chunks = [0] * len(prefills)
+    left_tokens = budget_tokens - decode_count
+    if not prefills or left_tokens <= 0:
+        return chunks
+    head = prefills[0]
+    if len(prefills) == 1:
+        chunks[0] = min(head.remaining_tokens, left_tokens)
+        return chunks
+    chunks[0] = min(head.remaining_tokens, (left_tokens + 1) // 2)
+    left_tokens -= chunks[0]
+    others = sorted(range(1, len(prefills)), key=lambda i: (prefills[i].rank, prefills[i].remaining_tokens, i))
+    for index in others:
+        if left_tokens == 0:
+            return chunks
+        chunks[index] = min(prefills[index].remaining_tokens, left_tokens)
+        left_tokens -= chunks[index]
+    chunks[0] += min(head.remaining_tokens - chunks[0], left_tokens)
+    return chunks
