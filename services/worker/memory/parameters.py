@@ -106,7 +106,7 @@ class ParameterStore:
 
         From here on their tensors must not be touched: that would be a crash, not an error.
         """
-        chosen = list(layers)
+        chosen = sorted(set(layers))
         for layer in chosen:
             self._require_held(layer, held=True)
         for layer in chosen:

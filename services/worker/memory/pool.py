@@ -35,6 +35,7 @@ class PhysicalPool:
             )
         if budget_bytes < extent_bytes:
             raise ConfigError("device_memory_bytes", f"{budget_bytes} is less than one extent of {extent_bytes} bytes")
+        backend.create(extent_bytes, budget_bytes // extent_bytes)
         self.backend = backend
         self.budget_bytes = budget_bytes
         self.extent_bytes = extent_bytes
@@ -44,7 +45,6 @@ class PhysicalPool:
         self._taken = dict.fromkeys(Purpose, 0)  # purpose -> extents
         self._ranges: list[VirtualRange] = []
         self._closed = False
-        backend.create(extent_bytes, self.extent_count)
 
     @property
     def free_count(self) -> int:

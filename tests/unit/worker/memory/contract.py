@@ -1,0 +1,152 @@
+"""What every `MemoryBackend` must do. Subclasses give `backend`; the tests are collected with them."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from ballast.common.errors import ConfigError, InvariantViolation
+from services.worker.memory.backend import SUPPORTED_DTYPES, ExtentRun, MemoryBackend
+
+COUNT = 8  # extents of a backend under test
+ROOM = 6  # extents of a reserved range
+
+
+class Range:
+    """A reserved range that cleans up after itself."""
+
+    def __init__(self, backend: MemoryBackend, extent_bytes: int) -> None:
+        self._backend = backend
+        self.extent_bytes = extent_bytes
+        self.size_bytes = ROOM * extent_bytes
+        self.address = backend.reserve(self.size_bytes)
+        self.extents = backend.tensor(self.address, (ROOM, extent_bytes), torch.uint8)  # [extent, byte]
+
+    def map(self, slot: int, run: ExtentRun) -> None:
+        self._backend.map(self.address + slot * self.extent_bytes, run)
+
+    def unmap(self, slot: int, count: int) -> None:
+        self._backend.unmap(self.address + slot * self.extent_bytes, count)
+
+    def value(self, slot: int) -> int:
+        """The byte that fills a slot; fails when the slot is not filled with one value."""
+        low, high = self.extents[slot].min().item(), self.extents[slot].max().item()
+        assert low == high
+        return int(low)
+
+    def close(self) -> None:
+        self._backend.release(self.address, self.size_bytes)
+
+
+class BackendContract:
+    @pytest.fixture
+    def backend(self) -> Iterator[MemoryBackend]:
+        raise NotImplementedError
+
+    @pytest.fixture
+    def extent_bytes(self, backend: MemoryBackend) -> int:
+        return backend.granularity_bytes
+
+    @pytest.fixture
+    def created(self, backend: MemoryBackend, extent_bytes: int) -> MemoryBackend:
+        backend.create(extent_bytes, COUNT)
+        return backend
+
+    @pytest.fixture
+    def one(self, created: MemoryBackend, extent_bytes: int) -> Iterator[Range]:
+        made = Range(created, extent_bytes)
+        yield made
+        made.close()
+
+    @pytest.fixture
+    def other(self, created: MemoryBackend, extent_bytes: int) -> Iterator[Range]:
+        made = Range(created, extent_bytes)
+        yield made
+        made.close()
+
+    def test_fresh_extents_read_as_zeros(self, one: Range) -> None:
+        one.map(0, ExtentRun(0, ROOM))
+        assert [one.value(slot) for slot in range(ROOM)] == [0] * ROOM
+        one.unmap(0, ROOM)
+
+    def test_bytes_follow_the_extent_to_another_range(self, one: Range, other: Range) -> None:
+        one.map(0, ExtentRun(2, 3))
+        for slot in range(3):
+            one.extents[slot].fill_(10 + slot)
+        one.unmap(0, 3)
+        other.map(1, ExtentRun(3, 2))
+        assert (other.value(1), other.value(2)) == (11, 12)
+        one.map(0, ExtentRun(2, 1))
+        assert one.value(0) == 10
+        other.unmap(1, 2)
+        one.unmap(0, 1)
+
+    def test_a_view_made_before_the_mapping_sees_what_is_mapped(self, one: Range) -> None:
+        view, address = one.extents[4:6], one.extents.data_ptr()
+        one.map(0, ExtentRun(0, 6))
+        view.fill_(7)
+        assert one.value(5) == 7
+        assert one.value(3) == 0
+        assert one.extents.data_ptr() == address == one.address
+        one.unmap(0, 6)
+
+    def test_extents_are_mapped_in_any_order(self, one: Range, other: Range) -> None:
+        one.map(0, ExtentRun(0, 4))
+        for slot in range(4):
+            one.extents[slot].fill_(slot + 1)
+        one.unmap(0, 4)
+        for slot in range(4):
+            other.map(slot, ExtentRun(3 - slot, 1))
+        assert [other.value(slot) for slot in range(4)] == [4, 3, 2, 1]
+        other.unmap(0, 4)
+
+    def test_the_tail_of_a_run_is_unmapped_and_the_head_stays(self, one: Range) -> None:
+        one.map(0, ExtentRun(0, 4))
+        one.extents[:4].fill_(5)
+        one.unmap(2, 2)
+        assert (one.value(0), one.value(1)) == (5, 5)
+        one.map(2, ExtentRun(6, 1))
+        assert one.value(2) == 0
+        one.unmap(0, 3)
+
+    def test_two_ranges_do_not_touch_each_other(self, one: Range, other: Range) -> None:
+        one.map(0, ExtentRun(0, 2))
+        other.map(0, ExtentRun(2, 2))
+        one.extents[:2].fill_(1)
+        other.extents[:2].fill_(2)
+        assert (one.value(1), other.value(0)) == (1, 2)
+        one.unmap(0, 2)
+        other.unmap(0, 2)
+
+    @pytest.mark.parametrize("dtype", [*SUPPORTED_DTYPES, torch.uint8])
+    def test_tensors_of_every_dtype(self, created: MemoryBackend, one: Range, dtype: torch.dtype) -> None:
+        one.map(0, ExtentRun(0, 2))
+        rows = one.extent_bytes // dtype.itemsize // 8
+        tensor = created.tensor(one.address, (rows, 2, 4), dtype)
+        assert (tensor.dtype, tuple(tensor.shape), tensor.device) == (dtype, (rows, 2, 4), created.device)
+        assert tensor.is_contiguous()
+        tensor.copy_(torch.arange(8, dtype=dtype).view(2, 4).expand(rows, 2, 4))
+        assert tensor[rows - 1, 1].tolist() == [4, 5, 6, 7]
+        one.unmap(0, 2)
+
+    def test_index_select_of_mapped_rows_and_slices_of_a_half_mapped_tensor(self, one: Range) -> None:
+        one.map(0, ExtentRun(0, 3))
+        one.extents[2].fill_(9)
+        chosen = one.extents.index_select(0, torch.tensor([2, 0], device=one.extents.device))
+        assert chosen[:, 0].tolist() == [9, 0]
+        assert one.extents[3:, :4].shape == (3, 4)
+        one.unmap(0, 3)
+
+    def test_more_than_the_device_has_is_refused(self, backend: MemoryBackend, extent_bytes: int) -> None:
+        with pytest.raises(ConfigError, match=r"device_memory_bytes: \d+ bytes asked for"):
+            backend.create(extent_bytes, 1 << 40)
+
+    def test_extents_are_created_once(self, created: MemoryBackend, extent_bytes: int) -> None:
+        with pytest.raises(InvariantViolation):
+            created.create(extent_bytes, COUNT)
+
+    def test_a_mapping_after_the_end_of_the_backend_is_refused(self, created: MemoryBackend, one: Range) -> None:
+        created.close()
+        created.close()
+        with pytest.raises(InvariantViolation):
+            one.map(0, ExtentRun(0, 1))

@@ -1,0 +1,129 @@
+import gc
+from pathlib import Path
+
+import pytest
+import torch
+
+from ballast.common.errors import ConfigError
+from services.worker.memory.cuda import CudaBackend
+from services.worker.memory.device import DeviceMemory, choose_extent_bytes
+from services.worker.memory.host import HostBackend
+from services.worker.memory.kv_cache import KvShape
+from services.worker.memory.parameters import TensorSpec, lay_out
+from tests.unit.worker.memory.models import (
+    BUDGET_BYTES,
+    EXTENT_BYTES,
+    EXTENTS_PER_LAYER,
+    KV_EXTENTS_PER_LAYER,
+    LAYERS,
+    OTHER_EXTENTS,
+    REMAINDER_BYTES,
+    fill_layer,
+    open_small,
+)
+from tests.unit.worker.memory.simulated_driver import SimulatedDriver
+
+
+def test_parameters_kv_and_free_are_the_budget() -> None:
+    with open_small(HostBackend()) as memory:
+        report = memory.report()
+        report.check()
+        memory.check()
+    assert report.budget_bytes == BUDGET_BYTES
+    assert report.parameter_bytes == (LAYERS * EXTENTS_PER_LAYER + OTHER_EXTENTS) * EXTENT_BYTES
+    assert report.kv_bytes == LAYERS * KV_EXTENTS_PER_LAYER * EXTENT_BYTES
+    assert report.free_bytes == EXTENT_BYTES + REMAINDER_BYTES
+
+
+def test_the_smallest_budget_that_holds_the_model_is_named_and_suffices() -> None:
+    parameter_bytes = (LAYERS * EXTENTS_PER_LAYER + OTHER_EXTENTS) * EXTENT_BYTES
+    smallest = parameter_bytes + LAYERS * EXTENT_BYTES
+    with pytest.raises(ConfigError) as caught:
+        open_small(HostBackend(), budget_bytes=smallest - 1)
+    assert caught.value.path == "device_memory_bytes"
+    assert f"needs at least {parameter_bytes} bytes for parameters" in caught.value.why
+    assert f"and {LAYERS * EXTENT_BYTES} for one KV block of 4 tokens per layer" in caught.value.why
+    with open_small(HostBackend(), budget_bytes=smallest) as memory:
+        assert memory.kv.block_count >= 1
+        assert memory.pool.free_count == 0
+        memory.check()
+
+
+def test_nothing_is_left_behind_by_use_or_by_failure() -> None:
+    def fds() -> int:
+        return len(list(Path("/proc/self/fd").iterdir()))
+
+    def mapped_bytes() -> int:
+        statm = Path("/proc/self/statm").read_text(encoding="ascii").split()
+        return int(statm[0]) * 4096
+
+    def shared_lines() -> int:
+        return Path("/proc/self/maps").read_text(encoding="utf-8").count("ballast-device-memory")
+
+    def use() -> None:
+        with open_small(HostBackend()) as memory:
+            memory.parameters.drop([1, 2])
+            memory.kv.grow(2)
+            memory.kv.layer(0)[: memory.kv.block_count].fill_(1)
+            memory.close()
+        with pytest.raises(ConfigError):
+            open_small(HostBackend(), budget_bytes=1 << 18)
+        with pytest.raises(ConfigError):
+            open_small(HostBackend(), budget_bytes=1 << 60)
+
+    use()
+    gc.collect()
+    before = (fds(), shared_lines())
+    address_space_before = mapped_bytes()
+    for _ in range(20):
+        use()
+    gc.collect()
+    assert (fds(), shared_lines()) == before == (before[0], 0)
+    assert mapped_bytes() - address_space_before < 4 * BUDGET_BYTES  # one memory reserves more than that
+
+
+def test_the_same_story_on_the_gpu_backend() -> None:
+    driver = SimulatedDriver()
+    with open_small(CudaBackend(driver)) as memory:
+        fill_layer(memory, 1)
+        checksum, blocks = memory.parameters.layer_checksum(1), memory.kv.block_count
+        memory.kv.layer(3)[:blocks].fill_(4.0)
+        memory.parameters.drop([0, 2])
+        grown = memory.kv.grow(2)
+        memory.check()
+        assert memory.kv.layer(3)[:blocks].unique().tolist() == [4.0]
+        assert not memory.kv.layer(3)[blocks:grown].any()
+        memory.kv.shrink(2, used_blocks_end=blocks)
+        memory.parameters.restore(2)
+        memory.parameters.restore(0)
+        memory.check()
+        assert memory.parameters.layer_checksum(1) == checksum
+    driver.require_empty()
+
+
+def test_a_gpu_with_too_little_memory_is_left_clean() -> None:
+    driver = SimulatedDriver(available_bytes=BUDGET_BYTES // 2)
+    with pytest.raises(ConfigError, match="device_memory_bytes"):
+        open_small(CudaBackend(driver))
+    driver.require_empty()
+
+
+@pytest.mark.parametrize(
+    ("granularity_bytes", "budget_bytes", "layer_bytes", "expected"),
+    [
+        (4096, 8 << 20, 50_000, 16 << 10),  # a toy model
+        (4096, 256 << 20, 12 << 20, 768 << 10),
+        (4096, 64 << 30, 1 << 20, 4 << 20),  # a large budget is not cut into crumbs
+        (2 << 20, 80 << 30, 436 << 20, 28 << 20),  # rounded up to what a GPU can map
+        (2 << 20, 1 << 30, 100, 2 << 20),
+    ],
+)
+def test_the_extent_suits_the_model(granularity_bytes: int, budget_bytes: int, layer_bytes: int, expected: int) -> None:
+    layer = lay_out("layers.0", {"w": TensorSpec((layer_bytes // 2,), torch.bfloat16)})
+    assert choose_extent_bytes(granularity_bytes, budget_bytes, [layer]) == expected
+
+
+def test_an_extent_size_of_the_operators_choice_must_be_mappable() -> None:
+    shape = KvShape(layer_count=1, block_tokens=1, kv_heads=1, head_dim=1, dtype=torch.float32)
+    with pytest.raises(ConfigError, match="extent_bytes: must be a positive multiple of 4096"):
+        DeviceMemory.open(HostBackend(), budget_bytes=1 << 20, layers=[], others={}, kv_shape=shape, extent_bytes=5000)
