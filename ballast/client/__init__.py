@@ -1,1 +1,45 @@
-"""The SDK."""
+"""The SDK: `Client` for ordinary code, `AsyncClient` for asyncio. Needs neither torch nor a GPU.
+
+    from ballast.client import Client, SamplingParams
+
+    with Client("127.0.0.1:50051") as client:
+        print(client.generate("Once upon a time", SamplingParams(max_tokens=32)).text)
+        for chunk in client.stream(messages=[{"role": "user", "content": "Hello!"}]):
+            print(chunk.text, end="", flush=True)
+
+Errors are the classes of `ballast.common.errors`: `InvalidRequest` (fix it), `Overloaded` (wait `retry_after_s`),
+`Unavailable` (no dispatcher could take it), `DeadlineExceeded`, `Cancelled` and so on.
+"""
+
+from ballast.client.aio import AsyncClient
+from ballast.client.stream import GenerationStream
+from ballast.client.sync import Client, SyncGenerationStream
+from ballast.client.types import (
+    ChatMessage,
+    ClusterStatus,
+    Generation,
+    GenerationChunk,
+    Logprobs,
+    TokenLogprob,
+    Usage,
+    WorkerStatus,
+)
+from ballast.common.sampling import FinishReason, PriorityClass, SamplingParams
+
+__all__ = [
+    "AsyncClient",
+    "ChatMessage",
+    "Client",
+    "ClusterStatus",
+    "FinishReason",
+    "Generation",
+    "GenerationChunk",
+    "GenerationStream",
+    "Logprobs",
+    "PriorityClass",
+    "SamplingParams",
+    "SyncGenerationStream",
+    "TokenLogprob",
+    "Usage",
+    "WorkerStatus",
+]

@@ -88,7 +88,7 @@ class ChildProcess:
         code = self.returncode
         how = f"was killed by {signal.Signals(-code).name}" if code and code < 0 else f"ended with status {code}"
         tail = self.log_tail()
-        return f"{how}; its log ({self.log_path}) ends with\n{tail}" if tail else f"{how} and wrote nothing"
+        return f"{how}; its log ends with\n{tail}" if tail else f"{how} and wrote nothing"
 
     async def stop(self, timeout_s: float) -> None:
         """SIGTERM, then SIGKILL after `timeout_s`. Returns when the process is gone."""

@@ -1,0 +1,301 @@
+"""The asynchronous client."""
+
+import os
+import secrets
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import TYPE_CHECKING, Literal, Self, TypeVar, overload
+
+import grpc
+
+from ballast.client.codec import (
+    Messages,
+    checked_text,
+    conversation_to_proto,
+    request_to_proto,
+    require_one_prompt,
+    status_from_proto,
+)
+from ballast.client.endpoints import Endpoint, Endpoints
+from ballast.client.retry import OverloadRetry
+from ballast.client.stream import GenerationStream
+from ballast.client.types import ClusterStatus, Generation
+from ballast.common.errors import InvalidRequest, Unavailable
+from ballast.common.model import ModelInfo
+from ballast.common.sampling import PriorityClass, SamplingParams
+from ballast.rpc import codec
+from ballast.rpc.errors import from_rpc_error
+from ballastpb.inference.v1 import inference_pb2 as pb
+
+if TYPE_CHECKING:
+    from ballastpb.inference.v1.inference_pb2_grpc import InferenceServiceAsyncStub
+
+DEFAULT_ADDRESS = "127.0.0.1:50051"
+
+T = TypeVar("T")
+
+
+def default_address() -> str:
+    """BALLAST_ADDRESS of the environment, or port 50051 of this machine."""
+    return os.environ.get("BALLAST_ADDRESS") or DEFAULT_ADDRESS
+
+
+class AsyncClient:
+    """A connection to one or more dispatchers, for asyncio. Use it inside one event loop.
+
+    Requests go to the dispatchers in turn. When one is not available, the request moves to the next with the same id,
+    as long as none of its tokens has been delivered.
+
+    Args:
+        address: host:port, several separated by commas, or a sequence of them. None: BALLAST_ADDRESS, or
+            127.0.0.1:50051.
+        overload_retries: How often a request that is refused because the cluster is overloaded is sent again, after
+            the delay the refusal names. 0: `Overloaded` is raised at once.
+        max_retry_wait_s: A longer delay than this is not waited for.
+        connect_timeout_s: For reaching one dispatcher.
+        call_timeout_s: For everything but generating.
+
+    Raises:
+        InvalidRequest: an address is not host:port.
+    """
+
+    def __init__(
+        self,
+        address: str | Sequence[str] | None = None,
+        *,
+        overload_retries: int = 0,
+        max_retry_wait_s: float = 30.0,
+        connect_timeout_s: float = 5.0,
+        call_timeout_s: float = 10.0,
+    ) -> None:
+        self._endpoints = Endpoints(address if address is not None else default_address())
+        self._overload_retries = overload_retries
+        self._max_retry_wait_s = max_retry_wait_s
+        self._connect_timeout_s = connect_timeout_s
+        self._call_timeout_s = call_timeout_s
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Closes the connections; requests that still run are cancelled."""
+        await self._endpoints.close()
+
+    @overload
+    def generate(
+        self,
+        prompt: str | None = None,
+        sampling: SamplingParams | None = None,
+        *,
+        token_ids: Sequence[int] | None = None,
+        messages: Messages | None = None,
+        stream: Literal[False] = False,
+        deadline_s: float | None = None,
+        request_id: str | None = None,
+        priority: PriorityClass | str = PriorityClass.DEFAULT,
+        include_text: bool = True,
+    ) -> Coroutine[object, object, Generation]: ...
+
+    @overload
+    def generate(
+        self,
+        prompt: str | None = None,
+        sampling: SamplingParams | None = None,
+        *,
+        token_ids: Sequence[int] | None = None,
+        messages: Messages | None = None,
+        stream: Literal[True],
+        deadline_s: float | None = None,
+        request_id: str | None = None,
+        priority: PriorityClass | str = PriorityClass.DEFAULT,
+        include_text: bool = True,
+    ) -> GenerationStream: ...
+
+    def generate(
+        self,
+        prompt: str | None = None,
+        sampling: SamplingParams | None = None,
+        *,
+        token_ids: Sequence[int] | None = None,
+        messages: Messages | None = None,
+        stream: bool = False,
+        deadline_s: float | None = None,
+        request_id: str | None = None,
+        priority: PriorityClass | str = PriorityClass.DEFAULT,
+        include_text: bool = True,
+    ) -> Coroutine[object, object, Generation] | GenerationStream:
+        """Generates an answer to one prompt: give `prompt`, `token_ids` or `messages`.
+
+        Args:
+            prompt: Text.
+            sampling: How tokens are chosen and when to stop; the defaults of `SamplingParams` if not given.
+            token_ids: The prompt as tokens, taken as they are.
+            messages: A conversation, rendered with the model's chat template.
+            stream: False: await the result, a `Generation`. True: the result is a `GenerationStream` at once.
+            deadline_s: The request ends by then, with `DeadlineExceeded` if need be. None: no limit.
+            request_id: Names the request in logs and for `cancel`; minted if not given. Two running requests cannot
+                have the same.
+            priority: interactive, default or batch.
+            include_text: False leaves out the text: only token ids are wanted.
+
+        Raises:
+            InvalidRequest: something about the request is wrong; says what.
+            Overloaded: refused because a bound is reached; says when to try again.
+            Unavailable: no dispatcher could be reached or took the request.
+            DeadlineExceeded: the time was up.
+            Cancelled: somebody cancelled the request.
+        """
+        request = request_to_proto(
+            prompt,
+            token_ids,
+            messages,
+            sampling if sampling is not None else SamplingParams(),
+            request_id=request_id or f"sdk-{secrets.token_hex(8)}",
+            priority=_priority(priority),
+            include_text=include_text,
+            collect=not stream,
+        )
+        if deadline_s is not None and not deadline_s > 0.0:
+            raise InvalidRequest("deadline_s", f"must be above 0, got {deadline_s}")
+        generation = GenerationStream(
+            self._endpoints,
+            request,
+            deadline_s=deadline_s,
+            connect_timeout_s=self._connect_timeout_s,
+            retry=OverloadRetry(self._overload_retries, self._max_retry_wait_s),
+        )
+        return generation if stream else generation.collect()
+
+    def stream(
+        self,
+        prompt: str | None = None,
+        sampling: SamplingParams | None = None,
+        *,
+        token_ids: Sequence[int] | None = None,
+        messages: Messages | None = None,
+        deadline_s: float | None = None,
+        request_id: str | None = None,
+        priority: PriorityClass | str = PriorityClass.DEFAULT,
+        include_text: bool = True,
+    ) -> GenerationStream:
+        """`generate(..., stream=True)`: `async for chunk in client.stream("Once upon a time"): ...`"""
+        return self.generate(
+            prompt,
+            sampling,
+            token_ids=token_ids,
+            messages=messages,
+            stream=True,
+            deadline_s=deadline_s,
+            request_id=request_id,
+            priority=priority,
+            include_text=include_text,
+        )
+
+    async def cancel(self, request_id: str) -> bool:
+        """Cancels a request, whoever has sent it.
+
+        Returns:
+            Whether one of the dispatchers knew it.
+
+        Raises:
+            Unavailable: none knew it, and at least one could not be asked.
+        """
+        unavailable: Unavailable | None = None
+        for endpoint in self._endpoints.all:
+            try:
+                response = await self._ask(
+                    endpoint, lambda s, t: s.Cancel(pb.CancelRequest(request_id=request_id), timeout=t)
+                )
+            except Unavailable as error:
+                unavailable = error
+            else:
+                if response.found:
+                    return True
+        if unavailable is not None:
+            raise unavailable
+        return False
+
+    async def tokenize(self, prompt: str | None = None, *, messages: Messages | None = None) -> tuple[int, ...]:
+        """Token ids of a text or of a conversation, as the model would get them."""
+        require_one_prompt(prompt=prompt, messages=messages)
+        if prompt is not None:
+            request = pb.TokenizeRequest(text=checked_text("prompt", prompt))
+        else:
+            request = pb.TokenizeRequest(conversation=conversation_to_proto(messages or ()))
+        response = await self._ask_any(lambda s, t: s.Tokenize(request, timeout=t))
+        return tuple(response.ids)
+
+    async def model_info(self) -> ModelInfo:
+        """Facts about the model that is served."""
+        response = await self._ask_any(lambda s, t: s.GetModelInfo(pb.GetModelInfoRequest(), timeout=t))
+        return codec.model_from_proto(response.model)
+
+    async def status(self, address: str | None = None) -> ClusterStatus:
+        """The cluster as one dispatcher sees it.
+
+        Args:
+            address: Which of the dispatchers; None: any that answers.
+        """
+        endpoints = [self._endpoint(address)] if address is not None else self._endpoints.in_turn()
+        endpoint, response = await self._ask_first(
+            endpoints, lambda s, t: s.GetStatus(pb.GetStatusRequest(), timeout=t)
+        )
+        return status_from_proto(response, endpoint.address)
+
+    async def drain(self, address: str) -> int:
+        """Tells one dispatcher to take no more requests; those that run finish.
+
+        Args:
+            address: Which of the dispatchers.
+
+        Returns:
+            How many requests still run there.
+        """
+        response = await self._ask(self._endpoint(address), lambda s, t: s.Drain(pb.DrainRequest(), timeout=t))
+        return response.running_request_count
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """The dispatchers."""
+        return tuple(endpoint.address for endpoint in self._endpoints.all)
+
+    def _endpoint(self, address: str) -> Endpoint:
+        for endpoint in self._endpoints.all:
+            if endpoint.address == address:
+                return endpoint
+        raise InvalidRequest("address", f"{address} is none of {', '.join(self.addresses)}")
+
+    async def _ask_any(self, call: "Callable[[InferenceServiceAsyncStub, float], Awaitable[T]]") -> T:
+        _, response = await self._ask_first(self._endpoints.in_turn(), call)
+        return response
+
+    async def _ask_first(
+        self, endpoints: Sequence[Endpoint], call: "Callable[[InferenceServiceAsyncStub, float], Awaitable[T]]"
+    ) -> tuple[Endpoint, T]:
+        """The answer of the first of them that is available."""
+        unavailable: Unavailable | None = None
+        for endpoint in endpoints:
+            try:
+                return endpoint, await self._ask(endpoint, call)
+            except Unavailable as error:
+                endpoint.avoid()
+                unavailable = unavailable or error
+        assert unavailable is not None, "there is at least one dispatcher"
+        raise unavailable
+
+    async def _ask(self, endpoint: Endpoint, call: "Callable[[InferenceServiceAsyncStub, float], Awaitable[T]]") -> T:
+        stub = await endpoint.connect(self._connect_timeout_s)
+        try:
+            return await call(stub, self._call_timeout_s)
+        except grpc.RpcError as error:
+            raise from_rpc_error(error, endpoint.address) from error
+
+
+def _priority(name: PriorityClass | str) -> PriorityClass:
+    try:
+        return PriorityClass(name)
+    except ValueError as error:
+        known = ", ".join(PriorityClass)
+        raise InvalidRequest("priority", f"must be one of {known}; got {name!r}") from error

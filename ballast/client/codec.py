@@ -1,0 +1,146 @@
+"""Protobuf of the inference service <-> the SDK's types."""
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from ballast.client.types import (
+    ChatMessage,
+    ClusterStatus,
+    GenerationChunk,
+    Logprobs,
+    TokenLogprob,
+    Usage,
+    WorkerStatus,
+)
+from ballast.common.errors import InvalidRequest
+from ballast.common.sampling import PriorityClass, SamplingParams
+from ballast.rpc import codec
+from ballastpb.cluster.v1 import cluster_pb2
+from ballastpb.inference.v1 import inference_pb2 as pb
+
+Messages = Sequence[ChatMessage | Mapping[str, str]]
+
+
+def request_to_proto(
+    prompt: str | None,
+    token_ids: Sequence[int] | None,
+    messages: Messages | None,
+    sampling: SamplingParams,
+    *,
+    request_id: str,
+    priority: PriorityClass,
+    include_text: bool,
+    collect: bool,
+) -> pb.GenerateRequest:
+    """Raises InvalidRequest unless there is exactly one well-formed prompt."""
+    require_one_prompt(prompt=prompt, token_ids=token_ids, messages=messages)
+    request = pb.GenerateRequest(
+        request_id=request_id,
+        sampling=codec.sampling_to_proto(sampling),
+        priority=codec.priority_to_proto(priority),
+        omit_text=not include_text,
+        collect=collect,
+    )
+    if prompt is not None:
+        request.text = checked_text("prompt", prompt)
+    elif token_ids is not None:
+        try:
+            request.token_ids.ids.extend(token_ids)
+        except (ValueError, TypeError) as error:
+            raise InvalidRequest("token_ids", f"must be whole numbers below 2**31: {error}") from error
+        request.token_ids.SetInParent()  # an empty list is a prompt as well; the dispatcher refuses it by name
+    else:
+        request.conversation.CopyFrom(conversation_to_proto(messages or ()))
+    return request
+
+
+def require_one_prompt(**given: object) -> None:
+    names = [name for name, value in given.items() if value is not None]
+    if len(names) != 1:
+        raise InvalidRequest("prompt", f"give one of {', '.join(given)}; got {' and '.join(names) or 'none'}")
+
+
+def checked_text(field: str, text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequest(field, f"is not valid Unicode text: {error.reason} at {error.start}") from error
+    return text
+
+
+def conversation_to_proto(messages: Messages) -> pb.Conversation:
+    conversation = pb.Conversation()
+    for index, message in enumerate(messages):
+        if isinstance(message, Mapping):
+            if set(message) != {"role", "content"}:
+                raise InvalidRequest(f"messages[{index}]", f"needs role and content, has {', '.join(sorted(message))}")
+            message = ChatMessage(message["role"], message["content"])
+        role = checked_text(f"messages[{index}].role", message.role)
+        content = checked_text(f"messages[{index}].content", message.content)
+        conversation.messages.append(pb.ChatMessage(role=role, content=content))
+    return conversation
+
+
+def chunk_from_proto(response: pb.GenerateResponse) -> GenerationChunk:
+    return GenerationChunk(
+        request_id=response.request_id,
+        text=response.text,
+        token_ids=tuple(response.token_ids),
+        logprobs=_logprobs_from_proto(response.logprobs) if response.logprobs else (),
+        prompt_token_count=response.prompt_token_count,
+        finish_reason=codec.finish_from_proto(response.finish_reason),
+        matched_stop=response.matched_stop or None,
+        usage=_usage_from_proto(response.usage) if response.HasField("usage") else None,
+    )
+
+
+def _logprobs_from_proto(messages: Iterable[cluster_pb2.Logprobs]) -> tuple[Logprobs, ...]:
+    return tuple(
+        Logprobs(
+            TokenLogprob(message.chosen.token_id, message.chosen.logprob),
+            tuple(TokenLogprob(t.token_id, t.logprob) for t in message.top),
+        )
+        for message in messages
+    )
+
+
+def _usage_from_proto(usage: pb.Usage) -> Usage:
+    return Usage(
+        prompt_token_count=usage.prompt_token_count,
+        completion_token_count=usage.completion_token_count,
+        replay_count=usage.replay_count,
+        queue_s=usage.queue_s,
+        ttft_s=usage.ttft_s,
+        e2e_s=usage.e2e_s,
+        seed=usage.seed,
+    )
+
+
+def status_from_proto(response: pb.GetStatusResponse, address: str) -> ClusterStatus:
+    return ClusterStatus(
+        dispatcher_id=response.dispatcher_id,
+        address=address,
+        version=response.version,
+        layout=codec.layout_from_proto(response.layout) if response.HasField("layout") else None,
+        model=codec.model_from_proto(response.model) if response.HasField("model") else None,
+        workers=tuple(_worker_from_proto(worker) for worker in response.workers),
+        backlog_request_count=response.backlog_request_count,
+        backlog_token_count=response.backlog_token_count,
+        running_request_count=response.running_request_count,
+        max_queued_request_count=response.max_queued_request_count,
+        max_queued_token_count=response.max_queued_token_count,
+        requests_total=dict(sorted(response.requests_total.items())),
+        draining=response.draining,
+        uptime_s=response.uptime_s,
+        state_server_reachable=response.state_server_reachable,
+    )
+
+
+def _worker_from_proto(worker: pb.WorkerStatus) -> WorkerStatus:
+    return WorkerStatus(
+        worker_id=worker.worker_id,
+        incarnation=worker.incarnation,
+        address=worker.address,
+        group_id=worker.group_id,
+        connected=worker.connected,
+        load=codec.load_from_proto(worker.load) if worker.HasField("load") else None,
+    )

@@ -1,0 +1,34 @@
+"""What to do when a dispatcher says it is overloaded."""
+
+import asyncio
+import random
+from dataclasses import dataclass, field
+
+from ballast.common.errors import Overloaded
+
+_JITTER_FRACTION = 0.25
+
+
+@dataclass(slots=True)
+class OverloadRetry:
+    """Waits as the refusal says, at most `attempts_left` times and at most `max_wait_s` each time.
+
+    A little is added at random, so that clients that were refused together do not come back together.
+    """
+
+    attempts_left: int
+    max_wait_s: float
+    _random: random.Random = field(default_factory=random.Random)
+
+    async def wait(self, error: Overloaded, time_left_s: float | None) -> None:
+        """Returns when the request may be sent again.
+
+        Raises:
+            Overloaded: the error itself, when there is no attempt left or the wait would be too long.
+        """
+        wait_s = error.retry_after_s * (1.0 + _JITTER_FRACTION * self._random.random())
+        allowed_s = self.max_wait_s if time_left_s is None else min(self.max_wait_s, time_left_s)
+        if self.attempts_left < 1 or wait_s > allowed_s:
+            raise error
+        self.attempts_left -= 1
+        await asyncio.sleep(wait_s)

@@ -1,0 +1,285 @@
+"""The client for code without asyncio: the same calls, run by an event loop in a thread of its own."""
+
+import asyncio
+import concurrent.futures
+import threading
+from collections.abc import Coroutine, Iterator, Sequence
+from types import TracebackType
+from typing import Literal, Self, TypeVar, overload
+
+from ballast.client.aio import AsyncClient
+from ballast.client.codec import Messages
+from ballast.client.stream import GenerationStream
+from ballast.client.types import ClusterStatus, Generation, GenerationChunk
+from ballast.common.errors import Cancelled, Unavailable
+from ballast.common.model import ModelInfo
+from ballast.common.sampling import PriorityClass, SamplingParams
+
+_CLOSE_TIMEOUT_S = 10.0
+
+T = TypeVar("T")
+
+
+class _LoopThread:
+    """An event loop in a daemon thread. `run` may be called from any other thread."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._lock = threading.RLock()  # the garbage collector may end a stream while this thread holds it
+        self._open = True
+        self._thread = threading.Thread(target=self._run, name="ballast-client", daemon=True)
+        self._thread.start()
+
+    def run(self, work: Coroutine[object, object, T]) -> T:
+        """Runs it in the loop and waits; an interrupt of the waiting thread cancels it."""
+        with self._lock:
+            if not self._open:
+                work.close()
+                raise Unavailable("client", "is closed")
+            future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except concurrent.futures.CancelledError:
+            raise Cancelled("the client was closed meanwhile") from None
+        except BaseException:
+            future.cancel()
+            raise
+
+    def cancel(self, stream: GenerationStream) -> None:
+        """Cancels a stream in the loop's own thread, from which it must be dropped, too."""
+        with self._lock:
+            if self._open:
+                self._loop.call_soon_threadsafe(stream.cancel)
+
+    def close(self, last: Coroutine[object, object, None]) -> None:
+        """Cancels all that runs, then runs `last`, then ends the thread. Once is enough."""
+        with self._lock:
+            if not self._open:
+                last.close()
+                return
+            self._open = False
+            self._loop.call_soon_threadsafe(self._finish_with, last)
+        self._thread.join(_CLOSE_TIMEOUT_S)
+
+    def _run(self) -> None:
+        try:
+            self._loop.run_forever()
+            self._loop.run_until_complete(self._loop.shutdown_asyncgens())
+        finally:
+            self._loop.close()
+
+    def _finish_with(self, last: Coroutine[object, object, None]) -> None:
+        async def finish() -> None:
+            others = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in others:
+                task.cancel()
+            await asyncio.gather(*others, return_exceptions=True)
+            await last
+
+        task = self._loop.create_task(finish())
+        task.add_done_callback(lambda _: self._loop.stop())
+
+
+class SyncGenerationStream(Iterator[GenerationChunk]):
+    """The chunks of one request, as an ordinary iterator. Made by `Client.stream`.
+
+    Leaving it early cancels the request at once: `break` out of `for chunk in client.stream(...)`, `close()`, or the
+    end of `with`.
+
+    Attributes:
+        request_id: The id of the request: given, or minted by the SDK.
+    """
+
+    def __init__(self, loop: _LoopThread, stream: GenerationStream) -> None:
+        self.request_id = stream.request_id
+        self._loop = loop
+        self._stream = stream
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> GenerationChunk:
+        chunk = self._loop.run(_next_or_none(self._stream))
+        if chunk is None:
+            raise StopIteration
+        return chunk
+
+    def collect(self) -> Generation:
+        """Reads to the end and returns it as one answer."""
+        return self._loop.run(self._stream.collect())
+
+    def close(self) -> None:
+        """Cancels the request if it has not ended. Safe to call more than once."""
+        self._loop.cancel(self._stream)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        self.close()
+
+
+async def _next_or_none(stream: GenerationStream) -> GenerationChunk | None:
+    try:
+        return await anext(stream)
+    except StopAsyncIteration:  # cannot cross a coroutine's end
+        return None
+
+
+class Client:
+    """A connection to one or more dispatchers. May be used from several threads at once.
+
+    Takes the same arguments as `AsyncClient` and has the same methods, without `await`. Close it, or use it as a
+    context manager.
+    """
+
+    def __init__(
+        self,
+        address: str | Sequence[str] | None = None,
+        *,
+        overload_retries: int = 0,
+        max_retry_wait_s: float = 30.0,
+        connect_timeout_s: float = 5.0,
+        call_timeout_s: float = 10.0,
+    ) -> None:
+        self._client = AsyncClient(
+            address,
+            overload_retries=overload_retries,
+            max_retry_wait_s=max_retry_wait_s,
+            connect_timeout_s=connect_timeout_s,
+            call_timeout_s=call_timeout_s,
+        )
+        self._loop = _LoopThread()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Cancels what still runs and closes the connections. Safe to call more than once."""
+        self._loop.close(self._client.close())
+
+    @overload
+    def generate(
+        self,
+        prompt: str | None = None,
+        sampling: SamplingParams | None = None,
+        *,
+        token_ids: Sequence[int] | None = None,
+        messages: Messages | None = None,
+        stream: Literal[False] = False,
+        deadline_s: float | None = None,
+        request_id: str | None = None,
+        priority: PriorityClass | str = PriorityClass.DEFAULT,
+        include_text: bool = True,
+    ) -> Generation: ...
+
+    @overload
+    def generate(
+        self,
+        prompt: str | None = None,
+        sampling: SamplingParams | None = None,
+        *,
+        token_ids: Sequence[int] | None = None,
+        messages: Messages | None = None,
+        stream: Literal[True],
+        deadline_s: float | None = None,
+        request_id: str | None = None,
+        priority: PriorityClass | str = PriorityClass.DEFAULT,
+        include_text: bool = True,
+    ) -> SyncGenerationStream: ...
+
+    def generate(
+        self,
+        prompt: str | None = None,
+        sampling: SamplingParams | None = None,
+        *,
+        token_ids: Sequence[int] | None = None,
+        messages: Messages | None = None,
+        stream: bool = False,
+        deadline_s: float | None = None,
+        request_id: str | None = None,
+        priority: PriorityClass | str = PriorityClass.DEFAULT,
+        include_text: bool = True,
+    ) -> Generation | SyncGenerationStream:
+        """Generates an answer to one prompt; see `AsyncClient.generate` for arguments and errors."""
+        if stream:
+            return self.stream(
+                prompt,
+                sampling,
+                token_ids=token_ids,
+                messages=messages,
+                deadline_s=deadline_s,
+                request_id=request_id,
+                priority=priority,
+                include_text=include_text,
+            )
+        return self._loop.run(
+            self._client.generate(
+                prompt,
+                sampling,
+                token_ids=token_ids,
+                messages=messages,
+                deadline_s=deadline_s,
+                request_id=request_id,
+                priority=priority,
+                include_text=include_text,
+            )
+        )
+
+    def stream(
+        self,
+        prompt: str | None = None,
+        sampling: SamplingParams | None = None,
+        *,
+        token_ids: Sequence[int] | None = None,
+        messages: Messages | None = None,
+        deadline_s: float | None = None,
+        request_id: str | None = None,
+        priority: PriorityClass | str = PriorityClass.DEFAULT,
+        include_text: bool = True,
+    ) -> SyncGenerationStream:
+        """`generate(..., stream=True)`: `for chunk in client.stream("Once upon a time"): ...`"""
+        generation = self._client.stream(
+            prompt,
+            sampling,
+            token_ids=token_ids,
+            messages=messages,
+            deadline_s=deadline_s,
+            request_id=request_id,
+            priority=priority,
+            include_text=include_text,
+        )
+        return SyncGenerationStream(self._loop, generation)
+
+    def cancel(self, request_id: str) -> bool:
+        """Cancels a request, whoever has sent it; see `AsyncClient.cancel`."""
+        return self._loop.run(self._client.cancel(request_id))
+
+    def tokenize(self, prompt: str | None = None, *, messages: Messages | None = None) -> tuple[int, ...]:
+        """Token ids of a text or of a conversation, as the model would get them."""
+        return self._loop.run(self._client.tokenize(prompt, messages=messages))
+
+    def model_info(self) -> ModelInfo:
+        """Facts about the model that is served."""
+        return self._loop.run(self._client.model_info())
+
+    def status(self, address: str | None = None) -> ClusterStatus:
+        """The cluster as one dispatcher sees it; see `AsyncClient.status`."""
+        return self._loop.run(self._client.status(address))
+
+    def drain(self, address: str) -> int:
+        """Tells one dispatcher to take no more requests; see `AsyncClient.drain`."""
+        return self._loop.run(self._client.drain(address))
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """The dispatchers."""
+        return self._client.addresses

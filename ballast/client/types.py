@@ -1,0 +1,174 @@
+"""What the SDK hands out: frozen dataclasses, no protobuf."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ballast.common.layout import Layout
+from ballast.common.load import LoadReport
+from ballast.common.model import ModelInfo
+from ballast.common.sampling import FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class ChatMessage:
+    """One turn of a conversation.
+
+    Attributes:
+        role: What the model's chat template knows: system, user or assistant, as a rule.
+        content: The text of the turn.
+    """
+
+    role: str
+    content: str
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """A token and the logarithm of its probability."""
+
+    token_id: int
+    logprob: float
+
+
+@dataclass(frozen=True, slots=True)
+class Logprobs:
+    """Logprobs at one position.
+
+    Attributes:
+        chosen: The token that was generated.
+        top: The most probable tokens there, best first; as many as `SamplingParams.logprobs` says.
+    """
+
+    chosen: TokenLogprob
+    top: tuple[TokenLogprob, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
+    """What a request cost.
+
+    Attributes:
+        prompt_token_count: Tokens of the prompt, special tokens included.
+        completion_token_count: Tokens that were generated.
+        replay_count: How often it was started anew after a worker was lost; its tokens are the same all the same.
+        queue_s: Time in the dispatcher's backlog.
+        ttft_s: Time to the first token, as the dispatcher saw it.
+        e2e_s: Time from arrival to the end, as the dispatcher saw it.
+        seed: The seed that was used: given, or drawn when the request arrived.
+    """
+
+    prompt_token_count: int
+    completion_token_count: int
+    replay_count: int
+    queue_s: float
+    ttft_s: float
+    e2e_s: float
+    seed: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationChunk:
+    """What has come since the chunk before.
+
+    Attributes:
+        request_id: The id of the request.
+        text: New text; may be empty, and may lag behind the tokens.
+        token_ids: New tokens.
+        logprobs: One for each new token if they were asked for, otherwise empty.
+        prompt_token_count: Tokens of the prompt.
+        finish_reason: Why it ended; None in all chunks but the last.
+        matched_stop: The stop string or token that ended it, if one did.
+        usage: In the last chunk only.
+    """
+
+    request_id: str
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[Logprobs, ...] = ()
+    prompt_token_count: int = 0
+    finish_reason: FinishReason | None = None
+    matched_stop: str | None = None
+    usage: Usage | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generation:
+    """A complete answer.
+
+    Attributes:
+        request_id: The id of the request.
+        text: All of its text.
+        token_ids: All generated tokens.
+        logprobs: One for each token if they were asked for, otherwise empty.
+        finish_reason: STOP or LENGTH; everything else is raised as an error.
+        matched_stop: The stop string or token that ended it, if one did.
+        usage: Counts, times and the seed.
+    """
+
+    request_id: str
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[Logprobs, ...]
+    finish_reason: FinishReason
+    matched_stop: str | None
+    usage: Usage
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerStatus:
+    """One worker as a dispatcher sees it.
+
+    Attributes:
+        worker_id: Its name, stable over restarts.
+        incarnation: Number of its process's life.
+        address: host:port of its gRPC server.
+        group_id: The group it serves in.
+        connected: Whether the dispatcher has its stream to the worker's group.
+        load: Its last load report; None before the first.
+    """
+
+    worker_id: str
+    incarnation: int
+    address: str
+    group_id: str
+    connected: bool
+    load: LoadReport | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterStatus:
+    """The cluster as one dispatcher sees it.
+
+    Attributes:
+        dispatcher_id: Who answered.
+        address: Where it was asked.
+        version: Its version of Ballast.
+        layout: Groups and layer ranges; None before the first.
+        model: What is served; None before the first worker.
+        workers: All workers of the layout.
+        backlog_request_count: Requests that wait in this dispatcher.
+        backlog_token_count: Their prompt tokens.
+        running_request_count: Requests of this dispatcher that workers hold.
+        max_queued_request_count: Bound of the backlog.
+        max_queued_token_count: Bound of the backlog.
+        requests_total: Ending -> count since the dispatcher started.
+        draining: Whether it refuses new requests.
+        uptime_s: Age of the dispatcher.
+        state_server_reachable: Whether the state server answered last time.
+    """
+
+    dispatcher_id: str
+    address: str
+    version: str
+    layout: Layout | None
+    model: ModelInfo | None
+    workers: tuple[WorkerStatus, ...]
+    backlog_request_count: int
+    backlog_token_count: int
+    running_request_count: int
+    max_queued_request_count: int
+    max_queued_token_count: int
+    requests_total: Mapping[str, int]
+    draining: bool
+    uptime_s: float
+    state_server_reachable: bool
