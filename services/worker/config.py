@@ -1,0 +1,80 @@
+"""Settings of a worker. Flag names follow vLLM where it has the same setting."""
+
+import argparse
+from pathlib import Path
+from typing import ClassVar, Literal
+
+from pydantic import ByteSize, Field
+
+from ballast.service.settings import Settings
+
+
+class WorkerSettings(Settings):
+    service: ClassVar[str] = "worker"
+
+    # Where it listens and whom it knows.
+    host: str = "127.0.0.1"
+    port: int = Field(50061, ge=0, le=65535)
+    advertise_host: str | None = None  # how others reach it; default: `host`, or this machine's name if that is 0.0.0.0
+    metrics_host: str = "127.0.0.1"
+    metrics_port: int = Field(0, ge=0, le=65535)  # 0: no metrics server
+    redis_url: str = "redis://127.0.0.1:6379/0"
+    monitor_address: str | None = None  # default: looked up in the state server
+    worker_id: str | None = Field(None, min_length=1, max_length=128)  # default: minted from machine and port
+    report_interval_s: float = Field(0.2, gt=0, le=60)
+
+    # What it serves.
+    model: Path
+    served_model_name: str | None = None  # default: the checkpoint folder's name
+    dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = "auto"
+    device: Literal["cpu", "cuda"] = "cpu"
+    device_memory_bytes: ByteSize = Field(ByteSize(1 << 30), gt=0)  # parameters + KV cache
+    block_size: int = Field(16, ge=1, le=1024)  # tokens of one KV block
+    max_model_len: int | None = Field(None, ge=2)  # default: the model's own
+
+    # How it schedules.
+    max_num_seqs: int = Field(64, ge=1, le=4096)
+    max_num_batched_tokens: int = Field(512, ge=1, le=1 << 20)
+    max_num_queued_reqs: int = Field(64, ge=1, le=1 << 16)  # waiting here; the backlog proper is the dispatcher's
+    max_num_queued_tokens: int = Field(1 << 20, ge=1)
+    threads: int = Field(1, ge=1, le=1024)  # torch's intra-op threads
+    seed: int = 0
+
+    # How it ends.
+    shutdown_timeout_s: float = Field(30.0, ge=0)
+    step_timeout_s: float = Field(60.0, gt=0)  # not ready when a step takes longer
+
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    log_format: Literal["console", "json"] = "console"
+
+
+def flags() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m services.worker",
+        description="One instance: holds the model and generates tokens.",
+        argument_default=None,
+    )
+    parser.add_argument("--host")
+    parser.add_argument("--port", type=int)
+    parser.add_argument("--advertise-host", metavar="HOST")
+    parser.add_argument("--metrics-port", type=int)
+    parser.add_argument("--redis-url", metavar="URL")
+    parser.add_argument("--monitor-address", metavar="HOST:PORT")
+    parser.add_argument("--worker-id", metavar="ID")
+    parser.add_argument("--model", metavar="DIR", help="Hugging Face checkpoint folder")
+    parser.add_argument("--served-model-name", metavar="NAME")
+    parser.add_argument("--dtype", metavar="TYPE", help="auto, float32, bfloat16, float16 or float64")
+    parser.add_argument("--device", metavar="DEVICE", help="cpu or cuda")
+    parser.add_argument("--device-memory-bytes", metavar="BYTES", help="for parameters and KV cache; 512MiB, 16GiB ...")
+    parser.add_argument("--block-size", type=int, metavar="TOKENS")
+    parser.add_argument("--max-model-len", type=int, metavar="TOKENS")
+    parser.add_argument("--max-num-seqs", type=int, metavar="N")
+    parser.add_argument("--max-num-batched-tokens", type=int, metavar="TOKENS")
+    parser.add_argument("--max-num-queued-reqs", type=int, metavar="N")
+    parser.add_argument("--max-num-queued-tokens", type=int, metavar="TOKENS")
+    parser.add_argument("--threads", type=int, metavar="N")
+    parser.add_argument("--seed", type=int)
+    parser.add_argument("--shutdown-timeout", type=float, dest="shutdown_timeout_s", metavar="SECONDS")
+    parser.add_argument("--log-level", metavar="LEVEL")
+    parser.add_argument("--log-format", metavar="FORMAT", help="console or json")
+    return parser

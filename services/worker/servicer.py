@@ -1,0 +1,194 @@
+"""WorkerService: protobuf stops here. One Attach stream for each dispatcher (protos/ballastpb/worker/v1)."""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import grpc.aio
+
+from ballast import __version__
+from ballast.common.errors import BallastError, InvalidRequest, PeerViolation, StaleEpoch, Unavailable
+from ballast.common.ids import Incarnation, RequestId, WorkerId
+from ballast.common.model import ModelInfo
+from ballast.common.sampling import FinishReason
+from ballast.rpc.codec import (
+    finish_to_proto,
+    load_to_proto,
+    model_to_proto,
+    priority_from_proto,
+    sampling_from_proto,
+)
+from ballast.service.logs import get_logger
+from ballastpb.cluster.v1 import cluster_pb2
+from ballastpb.worker.v1 import worker_pb2 as pb
+from ballastpb.worker.v1 import worker_pb2_grpc
+from services.worker.core.batch import NewSequence, TokenLogprobs
+from services.worker.core.events import Aborted, Ending, SequenceKey, Submitted
+from services.worker.shell import Detokenizing, Output, OutputStream, WorkerShell
+
+_HELLO_TIMEOUT_S = 10.0
+
+# Any: grpc.aio has no better type for the context's messages.
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
+    def __init__(
+        self,
+        *,
+        shell: WorkerShell,
+        worker_id: WorkerId,
+        incarnation: Incarnation,
+        model: ModelInfo,
+        max_waiting_count: int,
+        detokenizer: Callable[[NewSequence], Detokenizing],
+    ) -> None:
+        self._shell = shell
+        self._worker_id = worker_id
+        self._incarnation = incarnation
+        self._model = model
+        self._max_waiting_count = max_waiting_count
+        self._detokenizer = detokenizer
+
+    # Writes to the context instead of yielding, which the generated base class does not know.
+    async def Attach(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, request_iterator: AsyncIterator[pb.AttachRequest], context: Context
+    ) -> None:
+        hello = await self._read_hello(request_iterator)
+        stream = await self._shell.open_stream()
+        log = get_logger().bind(dispatcher_id=hello.dispatcher_id, stream_id=stream.stream_id)
+        log.info("dispatcher attached")
+        reader = asyncio.create_task(self._read(stream, request_iterator), name=f"attach-{stream.stream_id}")
+        try:
+            await context.write(pb.AttachResponse(welcome=self._welcome()))
+            await self._write(stream, context)
+            if reader.done():
+                reader.result()  # raises what was wrong with the last message
+        finally:
+            reader.cancel()
+            with contextlib.suppress(asyncio.CancelledError, BallastError):
+                await reader
+            self._shell.close_stream(stream)
+            log.info("dispatcher detached")
+
+    async def GetStatus(self, request: pb.GetStatusRequest, context: Context) -> pb.GetStatusResponse:
+        return pb.GetStatusResponse(
+            worker_id=self._worker_id,
+            incarnation=self._incarnation,
+            version=__version__,
+            model=model_to_proto(self._model),
+            load=load_to_proto(self._shell.load()),
+            dispatcher_count=self._shell.stream_count,
+        )
+
+    async def Drain(self, request: pb.DrainRequest, context: Context) -> pb.DrainResponse:
+        self._shell.drain()
+        load = self._shell.load()
+        return pb.DrainResponse(running_request_count=load.running_count + load.waiting_count)
+
+    async def _read_hello(self, requests: AsyncIterator[pb.AttachRequest]) -> pb.Hello:
+        try:
+            async with asyncio.timeout(_HELLO_TIMEOUT_S):
+                first = await anext(requests, None)
+        except TimeoutError as error:
+            raise PeerViolation("dispatcher", f"no Hello within {_HELLO_TIMEOUT_S:g} s") from error
+        if first is None or not first.HasField("hello"):
+            raise PeerViolation("dispatcher", "the first message must be Hello")
+        hello = first.hello
+        if hello.worker_id != self._worker_id:
+            raise Unavailable(hello.worker_id, f"this is worker {self._worker_id}")
+        if hello.worker_incarnation != self._incarnation:
+            raise StaleEpoch("worker incarnation", hello.worker_incarnation, self._incarnation)
+        return hello
+
+    def _welcome(self) -> pb.Welcome:
+        return pb.Welcome(
+            worker_id=self._worker_id,
+            incarnation=self._incarnation,
+            model=model_to_proto(self._model),
+            load=load_to_proto(self._shell.load()),
+            max_waiting_request_count=self._max_waiting_count,
+        )
+
+    async def _read(self, stream: OutputStream, requests: AsyncIterator[pb.AttachRequest]) -> None:
+        """Passes messages on until the dispatcher closes its side; a broken message closes the stream."""
+        try:
+            async for request in requests:
+                match request.WhichOneof("message"):
+                    case "submit":
+                        await self._submit(stream, request.submit)
+                    case "abort":
+                        key = SequenceKey(stream.stream_id, request.abort.handle)
+                        await self._shell.post(Aborted(time.monotonic(), key))
+                    case what:
+                        raise PeerViolation("dispatcher", f"{what} in the middle of the stream")
+        finally:
+            stream.close()
+
+    async def _submit(self, stream: OutputStream, submit: pb.Submit) -> None:
+        try:
+            event = self._submitted(stream.stream_id, submit)
+        except InvalidRequest as error:
+            ending = Ending(submit.handle, FinishReason.ERROR, error=str(error), invalid=True)
+            stream.put_ending(ending, self._shell.load())
+            return
+        await self._shell.post(event)
+
+    def _submitted(self, stream_id: int, submit: pb.Submit) -> Submitted:
+        now_s = time.monotonic()
+        sampling = sampling_from_proto(submit.sampling)
+        prompt, output = tuple(submit.prompt_token_ids), tuple(submit.output_token_ids)
+        output_text = ""
+        if output and not (submit.omit_text and not sampling.stop):
+            detokenizer = self._detokenizer(NewSequence(0, prompt, (), sampling))
+            output_text = "".join(map(detokenizer.push, output))
+        return Submitted(
+            at_s=now_s,
+            key=SequenceKey(stream_id, submit.handle),
+            request_id=RequestId(submit.request_id),
+            attempt=submit.attempt,
+            prompt_token_ids=prompt,
+            sampling=sampling,
+            output_token_ids=output,
+            output_text=output_text,
+            delivered_text_chars=submit.delivered_text_chars,
+            priority=priority_from_proto(submit.priority),
+            deadline_at_s=now_s + submit.deadline_s if submit.HasField("deadline_s") else None,
+            wants_text=not submit.omit_text,
+        )
+
+    async def _write(self, stream: OutputStream, context: Context) -> None:
+        while (output := await stream.next()) is not None:
+            await context.write(pb.AttachResponse(step=step_to_proto(output)))
+
+
+def step_to_proto(output: Output) -> pb.StepOutput:
+    message = pb.StepOutput(load=load_to_proto(output.load), seen_handle=output.seen_handle)
+    if (emit := output.emit) is not None:
+        message.handles.extend(emit.handles)
+        message.token_counts.extend(emit.token_counts)
+        message.token_ids.extend(emit.token_ids)
+        message.texts.extend(emit.texts)
+        message.logprobs.extend(map(_logprobs_to_proto, emit.logprobs))
+        message.endings.extend(map(_ending_to_proto, emit.endings))
+    return message
+
+
+def _ending_to_proto(ending: Ending) -> pb.Ending:
+    return pb.Ending(
+        handle=ending.handle,
+        finish_reason=finish_to_proto(ending.finish_reason),
+        matched_stop=ending.matched_stop,
+        error=ending.error,
+        refused=ending.refused,
+        invalid=ending.invalid,
+    )
+
+
+def _logprobs_to_proto(logprobs: TokenLogprobs) -> cluster_pb2.Logprobs:
+    return cluster_pb2.Logprobs(
+        chosen=cluster_pb2.TokenLogprob(token_id=logprobs.token_id, logprob=logprobs.logprob),
+        top=[cluster_pb2.TokenLogprob(token_id=i, logprob=p) for i, p in logprobs.top],
+    )

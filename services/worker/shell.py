@@ -1,0 +1,314 @@
+"""Drives the core and the engine in a thread of their own, and connects them with the asyncio side.
+
+The engine thread is the only one that touches core, engine and device memory. Events reach it through a bounded
+inbox, taken in at step boundaries; what the core emits is handed to the event loop once per step. The event loop
+never runs a step, and the engine thread never touches a socket.
+"""
+
+import asyncio
+import contextlib
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from ballast.common.errors import BallastError, InvariantViolation, Overloaded
+from ballast.common.load import LoadReport, MemoryReport
+from ballast.service.logs import get_logger
+from services.worker.core.batch import Batch, NewSequence, SequenceId, StepResult
+from services.worker.core.events import (
+    BatchWanted,
+    Command,
+    Drained,
+    DrainRequested,
+    Emit,
+    Ending,
+    Event,
+    Execute,
+    StepDone,
+    StepFailed,
+    StreamClosed,
+    StreamOpened,
+    Tick,
+)
+from services.worker.core.worker import WorkerCore
+
+INBOX_EVENTS = 1024
+STREAM_OUTPUTS = 4096  # messages that a dispatcher may leave unread before its stream is closed
+_IDLE_WAIT_S = 1.0
+_LOAD_INTERVAL_S = 0.02  # a stream without news of its own still hears of the load so often
+_SLOTLESS = (StreamClosed, DrainRequested)  # events that do not wait for a slot in the inbox
+_FAILED_STEPS = 3  # in a row, before the engine is considered broken
+
+
+class Engine(Protocol):
+    """What executes batches. All calls come from the engine thread."""
+
+    def step(self, batch: Batch, block_tables: Sequence[Sequence[int]]) -> StepResult: ...
+
+    def memory_report(self) -> MemoryReport: ...
+
+    def check(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Detokenizing(Protocol):
+    def push(self, token_id: int) -> str: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """What one step, or a moment without one, has for one stream."""
+
+    emit: Emit | None
+    load: LoadReport
+    seen_handle: int
+
+
+class OutputStream:
+    """The outputs for one dispatcher, between the engine and its socket. Lives on the event loop."""
+
+    def __init__(self, stream_id: int) -> None:
+        self.stream_id = stream_id
+        self.sent_at_s = 0.0
+        self._outputs: deque[Output] = deque()
+        self._wake = asyncio.Event()
+        self._closed: BallastError | None = None
+        self._seen_handle = 0
+
+    def put(self, emit: Emit | None, load: LoadReport, now_s: float) -> None:
+        if emit is not None:
+            self._seen_handle = emit.seen_handle
+        if len(self._outputs) >= STREAM_OUTPUTS:
+            self.close(Overloaded(f"{STREAM_OUTPUTS} outputs are waiting to be read", 1.0))
+            return
+        self._outputs.append(Output(emit, load, self._seen_handle))
+        self.sent_at_s = now_s
+        self._wake.set()
+
+    def put_ending(self, ending: Ending, load: LoadReport) -> None:
+        """An ending that the core never hears of: the request was malformed."""
+        emit = Emit(self.stream_id, (), (), (), (), (), (ending,), self._seen_handle)
+        self.put(emit, load, self.sent_at_s)
+
+    def close(self, why: BallastError | None = None) -> None:
+        """Nothing follows. What is still queued is given out first, unless there is an error to tell."""
+        self._closed = self._closed or why or _End()
+        self._wake.set()
+
+    async def next(self) -> Output | None:
+        """The next output; None at the end. Raises what the stream was closed with."""
+        while not self._outputs:
+            if self._closed is not None:
+                if isinstance(self._closed, _End):
+                    return None
+                raise self._closed
+            self._wake.clear()
+            await self._wake.wait()
+        return self._outputs.popleft()
+
+
+class _End(BallastError):
+    """A stream's regular end; never raised."""
+
+
+class WorkerShell:
+    """The worker's engine thread and what the servicer needs of it."""
+
+    def __init__(
+        self,
+        *,
+        core: WorkerCore,
+        engine: Engine,
+        detokenizer: Callable[[NewSequence], Detokenizing],
+        check_every_steps: int = 0,
+    ) -> None:
+        self._core = core
+        self._engine = engine
+        self._detokenizer = detokenizer
+        self._check_every_steps = check_every_steps
+        self._inbox: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
+        self._slots = asyncio.Semaphore(INBOX_EVENTS)
+        self._streams: dict[int, OutputStream] = {}  # stream id -> its outputs
+        self._next_stream_id = 1
+        self._texts: dict[SequenceId, Detokenizing] = {}  # engine thread only
+        self._busy_since_s: float | None = None
+        self._failed_steps = 0
+        self._report = core.load(time.monotonic(), engine.memory_report())
+        self._stopping = False
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self.drained = asyncio.Event()
+
+    @property
+    def stream_count(self) -> int:
+        return len(self._streams)
+
+    # ------------------------------------------------------------ event loop side
+
+    async def run(self) -> None:
+        """Runs the engine thread until `stop`; raises what broke it."""
+        self._loop = asyncio.get_running_loop()
+        ended: asyncio.Future[None] = self._loop.create_future()
+        thread = threading.Thread(target=self._thread, args=(ended,), name="engine", daemon=True)
+        thread.start()
+        try:
+            await asyncio.shield(ended)
+        except asyncio.CancelledError:
+            self.stop()
+            with contextlib.suppress(BaseException):
+                await ended
+            raise
+        finally:
+            for stream in self._streams.values():
+                stream.close()
+            thread.join(timeout=5)
+
+    def stop(self) -> None:
+        """Ends the engine thread after the step that is running."""
+        self._stopping = True
+        self._inbox.put(None)
+
+    def drain(self) -> None:
+        self._inbox.put(DrainRequested(time.monotonic()))
+
+    async def post(self, event: Event) -> None:
+        """Hands an event to the engine thread. Waits while the inbox is full, which stops the caller's reading."""
+        await self._slots.acquire()
+        self._inbox.put(event)
+
+    async def open_stream(self) -> OutputStream:
+        stream = OutputStream(self._next_stream_id)
+        self._next_stream_id += 1
+        self._streams[stream.stream_id] = stream
+        await self.post(StreamOpened(time.monotonic(), stream.stream_id))
+        return stream
+
+    def close_stream(self, stream: OutputStream) -> None:
+        """The dispatcher is gone. Does not wait for a slot: there is one such event for each stream."""
+        if self._streams.pop(stream.stream_id, None) is not None:
+            self._inbox.put(StreamClosed(time.monotonic(), stream.stream_id))
+
+    def load(self) -> LoadReport:
+        """The state after the last step, with the time since it."""
+        since_s = self._busy_since_s
+        return replace(self._report, step_age_s=0.0 if since_s is None else time.monotonic() - since_s)
+
+    def _on_turn(self, slots: int, emits: list[Emit], report: LoadReport, drained: bool) -> None:
+        for _ in range(slots):
+            self._slots.release()
+        self._report = report
+        now_s = time.monotonic()
+        for emit in emits:
+            if stream := self._streams.get(emit.stream_id):
+                stream.put(emit, report, now_s)
+        quiet = report.running_count == 0
+        for stream in self._streams.values():
+            if now_s - stream.sent_at_s >= _LOAD_INTERVAL_S or (quiet and stream.sent_at_s < now_s):
+                stream.put(None, report, now_s)
+        if drained:
+            self.drained.set()
+
+    # ------------------------------------------------------------ engine thread
+
+    def _thread(self, ended: asyncio.Future[None]) -> None:
+        assert self._loop is not None
+        failure: BaseException | None = None
+        try:
+            while not self._stopping:
+                self._turn()
+        except BaseException as error:  # noqa: BLE001 - handed to the event loop, which owns this thread
+            failure = error
+        finally:
+            self._engine.close()
+            with contextlib.suppress(RuntimeError):  # the loop may be closed when the process is going down
+                self._loop.call_soon_threadsafe(_finish, ended, failure)
+
+    def _turn(self) -> None:
+        commands: list[Command] = []
+        events = self._take_in()
+        for event in events:
+            commands.extend(self._core.handle(event))
+        commands.extend(self._core.handle(Tick(time.monotonic())))
+        stepping = self._core.has_work
+        if stepping:
+            self._busy_since_s = self._busy_since_s or time.monotonic()
+            self._step(commands)
+        self._busy_since_s = time.monotonic() if self._core.has_work else None
+        if events or stepping or commands:
+            slots = sum(not isinstance(event, _SLOTLESS) for event in events)
+            emits = [c for c in commands if isinstance(c, Emit)]
+            drained = any(isinstance(c, Drained) for c in commands)
+            report = self._core.load(time.monotonic(), self._engine.memory_report())
+            assert self._loop is not None
+            self._loop.call_soon_threadsafe(self._on_turn, slots, emits, report, drained)
+
+    def _take_in(self) -> list[Event]:
+        """What has come in; waits for something if there is nothing to do."""
+        events: list[Event] = []
+        wait_s = 0.0
+        if not self._core.has_work:
+            due_at_s = self._core.next_deadline_at_s
+            wait_s = _IDLE_WAIT_S if due_at_s is None else min(_IDLE_WAIT_S, max(0.0, due_at_s - time.monotonic()))
+        with contextlib.suppress(queue.Empty):
+            event = self._inbox.get(timeout=wait_s) if wait_s else self._inbox.get_nowait()
+            while event is not None:
+                events.append(event)
+                event = self._inbox.get_nowait()
+        return events
+
+    def _step(self, commands: list[Command]) -> None:
+        for command in self._core.handle(BatchWanted(time.monotonic())):
+            if not isinstance(command, Execute):
+                commands.append(command)
+                continue
+            self._forget_and_prime(command)
+            try:
+                result = self._engine.step(command.batch, command.block_tables)
+            except (RuntimeError, ValueError, IndexError) as error:
+                commands.extend(self._on_failed_step(command.batch, error))
+                continue
+            self._failed_steps = 0
+            texts = self._make_texts(command.batch, result)
+            commands.extend(self._core.handle(StepDone(time.monotonic(), result, texts)))
+            if self._check_every_steps and command.batch.step_id % self._check_every_steps == 0:
+                self._core.check()
+                self._engine.check()
+
+    def _forget_and_prime(self, command: Execute) -> None:
+        for sequence_id in command.batch.removed:
+            self._texts.pop(sequence_id, None)
+        for new, wanted in zip(command.batch.added, command.text_wanted, strict=True):
+            if wanted:
+                self._texts[new.sequence_id] = self._detokenizer(new)
+
+    def _make_texts(self, batch: Batch, result: StepResult) -> tuple[str, ...]:
+        if not self._texts:
+            return ("",) * len(result.token_ids)
+        sampling = (s.sequence_id for s in batch.slices if s.samples)
+        texts = self._texts
+        return tuple(
+            texts[sequence_id].push(token_id) if sequence_id in texts else ""
+            for sequence_id, token_id in zip(sampling, result.token_ids, strict=True)
+        )
+
+    def _on_failed_step(self, batch: Batch, error: Exception) -> list[Command]:
+        """The step's requests end with an error and are not replayed, lest one of them fell every worker in turn."""
+        why = f"{type(error).__name__}: {error}"
+        get_logger().error("engine step failed", step_id=batch.step_id, sequences=len(batch.slices), why=why)
+        self._failed_steps += 1
+        if self._failed_steps >= _FAILED_STEPS:
+            raise InvariantViolation(f"{_FAILED_STEPS} engine steps in a row have failed, the last with {why}")
+        return self._core.handle(StepFailed(time.monotonic(), batch.step_id, why))
+
+
+def _finish(ended: asyncio.Future[None], failure: BaseException | None) -> None:
+    if ended.done():
+        return
+    if failure is None:
+        ended.set_result(None)
+    else:
+        ended.set_exception(failure)

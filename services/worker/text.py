@@ -1,0 +1,64 @@
+"""Token ids -> text, one token at a time. Never gives half a character, never gives the same character twice.
+
+A tokenizer's decoder looks at neighbours (byte sequences, word boundaries), so a window of recent tokens is decoded
+and only what is new and can no longer change is given out. An incomplete UTF-8 sequence at the end shows as U+FFFD
+(one, or one for each of its at most three bytes, depending on the decoder), which is held back until the following
+tokens complete it or prove it invalid. It is dropped if generation ends there.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from ballast.common.errors import ConfigError
+
+_CONTEXT_TOKENS = 6  # tokens before the window that keep the decoder's view of neighbours the same
+_WINDOW_TOKENS = 16  # the window is shortened to the context when it reaches this length
+_REPLACEMENT = "\ufffd"
+_INCOMPLETE_CHARS = 3  # bytes that a UTF-8 character can lack its last one of
+
+
+def load_tokenizer(model: Path) -> Tokenizer:
+    """The `tokenizer.json` of a checkpoint.
+
+    Raises:
+        ConfigError: it is missing or corrupt.
+    """
+    path = model / "tokenizer.json"
+    if not path.is_file():
+        raise ConfigError(str(path), "no such file; a checkpoint needs its tokenizer.json")
+    try:
+        return Tokenizer.from_file(str(path))  # pyright: ignore[reportUnknownMemberType]
+    except Exception as error:
+        raise ConfigError(str(path), f"is not a valid tokenizer: {error}") from error
+
+
+class Detokenizer:
+    """The text of one sequence. Created with the prompt's tokens, which are context only."""
+
+    __slots__ = ("_given_chars", "_skip_special", "_tokenizer", "_window")
+
+    def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], *, skip_special_tokens: bool) -> None:
+        self._tokenizer = tokenizer
+        self._skip_special = skip_special_tokens
+        self._window = list(prompt_token_ids[-_CONTEXT_TOKENS:])
+        self._given_chars = len(self._stable_text())  # of the window's text
+
+    def push(self, token_id: int) -> str:
+        """The new text that this token brings, possibly empty."""
+        self._window.append(token_id)
+        text = self._stable_text()
+        new = text[self._given_chars :]
+        if new:
+            if len(self._window) >= _WINDOW_TOKENS:
+                self._window = self._window[-_CONTEXT_TOKENS:]
+                text = self._stable_text()
+            self._given_chars = len(text)
+        return new
+
+    def _stable_text(self) -> str:
+        text: str = self._tokenizer.decode(self._window, skip_special_tokens=self._skip_special)
+        for _ in range(_INCOMPLETE_CHARS):
+            text = text.removesuffix(_REPLACEMENT)
+        return text

@@ -1,0 +1,85 @@
+"""Incremental detokenisation equals decoding at once, and never shows half a character."""
+
+import random
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from ballast.common.errors import ConfigError
+from services.worker.text import Detokenizer, load_tokenizer
+
+
+def byte_level() -> Tokenizer:
+    """One token per byte: every multi-byte character is split over tokens."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def byte_fallback() -> Tokenizer:
+    """Llama 2's way: pieces with a word mark, bytes as <0xNN>."""
+    vocab = {f"<0x{b:02X}>": b for b in range(256)} | {"▁hello": 256, "▁world": 257, "▁": 258, "!": 259}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], byte_fallback=True, unk_token=None))
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return tokenizer
+
+
+def streamed(tokenizer: Tokenizer, prompt: list[int], ids: list[int]) -> list[str]:
+    detokenizer = Detokenizer(tokenizer, prompt, skip_special_tokens=True)
+    return [detokenizer.push(i) for i in ids]
+
+
+@pytest.mark.parametrize("text", ["plain text, many words to pass the window " * 3, "naïve 中文 🙂🏳️‍🌈 ok", "🙂" * 20])
+def test_pieces_make_the_whole_text_and_no_piece_holds_half_a_character(text: str) -> None:
+    tokenizer = byte_level()
+    ids = tokenizer.encode(text).ids
+    pieces = streamed(tokenizer, [], ids)
+    assert "".join(pieces) == text
+    assert not any("\ufffd" in piece for piece in pieces)
+
+
+def test_a_character_is_given_with_its_last_byte() -> None:
+    tokenizer = byte_level()
+    assert streamed(tokenizer, [], tokenizer.encode("é🙂").ids) == ["", "é", "", "", "", "🙂"]
+
+
+def test_invalid_bytes_do_not_hold_the_text_back_for_ever() -> None:
+    tokenizer = byte_level()
+    lead = tokenizer.encode("中").ids[0]  # a lead byte that is never followed by its rest
+    pieces = streamed(tokenizer, [], [lead] * 50)
+    assert "".join(pieces) == "\ufffd" * 47
+
+
+def test_random_bytes_give_what_decoding_at_once_gives() -> None:
+    tokenizer, rng = byte_level(), random.Random(5)
+    for _ in range(200):
+        ids = [rng.randrange(256) for _ in range(60)]
+        whole = tokenizer.decode(ids)
+        given = "".join(streamed(tokenizer, [], ids))
+        assert whole.startswith(given)
+        assert set(whole[len(given) :]) <= {"\ufffd"}
+        assert len(whole) - len(given) <= 3
+
+
+def test_the_space_before_the_first_word_is_kept_after_a_prompt() -> None:
+    tokenizer = byte_fallback()
+    assert streamed(tokenizer, [256], [257, 259]) == [" world", "!"]
+    assert streamed(tokenizer, [], [257, 259]) == ["world", "!"]
+
+
+def test_byte_fallback_holds_every_incomplete_byte_back() -> None:
+    tokenizer = byte_fallback()
+    assert streamed(tokenizer, [256], [0xE4, 0xB8, 0xAD, 259]) == ["", "", "中", "!"]
+
+
+def test_a_corrupt_tokenizer_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no such file"):
+        load_tokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").write_text('{"model": 3')
+    with pytest.raises(ConfigError, match=r"tokenizer\.json: is not a valid tokenizer"):
+        load_tokenizer(tmp_path)
