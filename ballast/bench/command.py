@@ -1,0 +1,87 @@
+"""`ballast bench replay`."""
+
+import argparse
+import asyncio
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from ballast.bench.records import Outcome
+from ballast.bench.replay import ReplayOptions
+from ballast.bench.results import BenchResult, write_result
+from ballast.bench.session import ReplayJob, replay_on
+from ballast.bench.table import render
+from ballast.common.errors import ConfigError
+from ballast.local.cluster import LocalCluster
+
+if TYPE_CHECKING:
+    from argparse import _SubParsersAction  # pyright: ignore[reportPrivateUsage] -- it has no public name
+
+_INTERRUPTED = 130  # exit status, as a shell has it for Ctrl-C
+_FAILED = 1
+
+
+def add_parser(subparsers: "_SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = subparsers.add_parser("bench", help="put a cluster under load and measure it")
+    parser.set_defaults(run=run)
+    commands = parser.add_subparsers(dest="bench_command", required=True)
+    replay = commands.add_parser(
+        "replay",
+        help="replay a trace of requests at its own pace",
+        description="Open-loop replay: requests are sent when the trace says so, however the cluster fares. Reads"
+        " arrival_s,input_tokens,output_tokens as well as the published files of BurstGPT, Azure and Mooncake.",
+    )
+    replay.add_argument("--trace", type=Path, required=True, metavar="FILE")
+    replay.add_argument("--time-scale", type=float, default=1.0, metavar="X", help="times arrivals; 0.5: twice as fast")
+    replay.add_argument("--length-scale", type=float, default=1.0, metavar="X", help="times input and output tokens")
+    replay.add_argument("--limit", type=int, metavar="N", help="only the first N requests")
+    replay.add_argument("--seed", type=int, default=0, help="of the prompts, which are random tokens")
+    replay.add_argument("--deadline-s", type=float, default=300.0, metavar="S", help="of each request")
+    replay.add_argument("--address", metavar="HOST:PORT", help="of the dispatcher; several with commas")
+    replay.add_argument("--model", type=Path, metavar="DIR", help="without --address: start a cluster with this model")
+    replay.add_argument("--workers", type=int, default=2, metavar="N", help="of that cluster")
+    replay.add_argument("--device-memory-bytes", type=int, metavar="BYTES", help="of each of its workers")
+    replay.add_argument("--json", type=Path, metavar="OUT", help="write the result here (docs/results-schema.md)")
+    replay.add_argument("--plot", type=Path, metavar="OUT.png", help="draw the figure over time (needs matplotlib)")
+    replay.add_argument("--record-tokens", action="store_true", help="keep prompt and answer of each request")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Exit status: 0 all requests finished, 1 some did not, 130 interrupted (results are written all the same)."""
+    return asyncio.run(_replay(args))
+
+
+async def _replay(args: argparse.Namespace) -> int:
+    job = ReplayJob(
+        trace=args.trace,
+        time_scale=args.time_scale,
+        length_scale=args.length_scale,
+        limit=args.limit,
+        options=ReplayOptions(seed=args.seed, deadline_s=args.deadline_s, record_tokens=args.record_tokens),
+    )
+    console = Console()
+    if args.address:
+        return _report(await replay_on(args.address, job, console), args, console)
+    if args.model is None:
+        raise ConfigError("bench replay", "give --address of a running cluster, or --model to start one")
+    settings = {"workers": args.workers, "device_memory_bytes": args.device_memory_bytes}
+    async with LocalCluster(args.model, workers=args.workers, device_memory_bytes=args.device_memory_bytes) as cluster:
+        return _report(await replay_on(cluster.address, job, console, settings), args, console)
+
+
+def _report(result: BenchResult, args: argparse.Namespace, console: Console) -> int:
+    if args.json is not None:
+        write_result(args.json, result)
+    console.print(render(result))
+    if args.plot is not None:
+        from ballast.bench.plot import plot_result
+
+        plot_result(result, args.plot)
+    for path in (args.json, args.plot):
+        if path is not None:
+            console.print(f"wrote {path}")
+    if not result.complete:
+        return _INTERRUPTED
+    served = all(policy.outcomes[Outcome.FINISHED] == policy.request_count for policy in result.policies.values())
+    return 0 if served else _FAILED

@@ -1,0 +1,132 @@
+"""A result as a figure over time. matplotlib comes with the `bench` extra and is imported only here.
+
+Its stubs leave **kwargs without types, hence the comment below.
+"""
+
+# pyright: reportUnknownMemberType=false
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ballast.bench.records import Outcome
+from ballast.bench.results import BenchResult, PolicyResult
+from ballast.common.errors import ConfigError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+# Okabe and Ito's colours, told apart by colour-blind readers too; lines differ in style as well.
+_BLUE, _ORANGE, _GREEN, _VERMILION, _GREY = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#666666"
+_STYLE: dict[Any, Any] = {  # Any: as matplotlib declares its settings
+    "font.size": 10,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.alpha": 0.3,
+    "legend.frameon": False,
+    "legend.fontsize": 9,
+}
+_MIB = 1 << 20
+_FAILURE_MARKS = {Outcome.REFUSED: "refused", Outcome.DEADLINE: "over its deadline", Outcome.FAILED: "failed"}
+
+
+def plot_result(result: BenchResult, path: Path) -> None:
+    """Draw request rate, KV demand, TTFT and load over time, one column for each policy. The suffix names the format.
+
+    Raises:
+        ConfigError: matplotlib is not installed, the format is unknown or the file cannot be written.
+    """
+    try:
+        import matplotlib as mpl
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ConfigError("plot", "needs matplotlib: pip install 'ballast[bench]'") from error
+    with mpl.rc_context(_STYLE):
+        count = len(result.policies)
+        figure = Figure(figsize=(max(8.0, 6.0 * count), 10.0), layout="constrained")
+        axes: list[list[Axes]] = figure.subplots(4, count, sharex=True, sharey="row", squeeze=False).tolist()
+        for column, (name, policy) in enumerate(result.policies.items()):
+            _draw_policy([row[column] for row in axes], policy)
+            if count > 1:
+                axes[0][column].set_title(name)
+        figure.suptitle(_title(result), fontsize=11)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            figure.savefig(path, dpi=130)
+        except (OSError, ValueError) as error:
+            raise ConfigError(str(path), f"the figure cannot be written: {error}") from error
+
+
+def _title(result: BenchResult) -> str:
+    trace = result.trace
+    title = (
+        f"{Path(trace.source).name}: {trace.request_count} requests,"
+        f" time x{trace.time_scale:g}, length x{trace.length_scale:g}"
+    )
+    return title if result.complete else title + " (interrupted)"
+
+
+def _draw_policy(axes: "list[Axes]", policy: PolicyResult) -> None:
+    rate, memory, ttft, load = axes
+    _draw_rate(rate, policy)
+    _draw_memory(memory, policy)
+    _draw_ttft(ttft, policy)
+    _draw_load(load, policy)
+    load.set_xlabel("time since the start (s)")
+    for axis in axes:
+        axis.set_xlim(0, max(policy.duration_s, 1.0))
+        for transition in policy.transitions:
+            axis.axvline(transition.at_s, color=_GREY, linewidth=0.8, linestyle=":")
+
+
+def _draw_rate(axis: "Axes", policy: PolicyResult) -> None:
+    width_s = max(1.0, round(policy.duration_s / 75))
+    edges = np.arange(0, policy.duration_s + 2 * width_s, width_s)
+    counts, _ = np.histogram([r.planned_s for r in policy.requests], edges)
+    axis.stairs(counts / width_s, edges, fill=True, color=_BLUE, alpha=0.7)
+    axis.set_ylabel("requests/s")
+    axis.set_ylim(bottom=0)
+
+
+def _draw_memory(axis: "Axes", policy: PolicyResult) -> None:
+    series = policy.series
+    axis.plot(series.at_s, np.array(series.kv_capacity_bytes) / _MIB, color=_GREY, linestyle="--", label="capacity")
+    axis.plot(series.at_s, np.array(series.kv_demand_bytes) / _MIB, color=_VERMILION, label="wanted")
+    axis.fill_between(series.at_s, np.array(series.kv_used_bytes) / _MIB, color=_BLUE, alpha=0.3, label="used")
+    axis.set_ylabel("KV cache (MiB)")
+    axis.set_ylim(bottom=0)
+    _legend_above(axis)
+
+
+def _draw_ttft(axis: "Axes", policy: PolicyResult) -> None:
+    finished = [(r.planned_s, r.first_token_s - r.planned_s) for r in policy.requests if r.first_token_s is not None]
+    axis.set_yscale("log")
+    axis.set_ylabel("TTFT (s)")
+    if not finished:
+        return
+    axis.scatter(*zip(*finished, strict=True), s=9, color=_BLUE, alpha=0.7, linewidths=0, label="one request")
+    for value_s, label, style in ((policy.ttft_s.p50, "median", "-"), (policy.ttft_s.p99, "p99", "--")):
+        if value_s is not None:
+            axis.axhline(value_s, color=_VERMILION, linewidth=1, linestyle=style, label=label)
+    top_s = max(ttft_s for _, ttft_s in finished)
+    marks = ("x", "v", "s")
+    for (outcome, label), mark in zip(_FAILURE_MARKS.items(), marks, strict=True):
+        at_s = [r.planned_s for r in policy.requests if r.outcome is outcome]
+        if at_s:
+            axis.scatter(at_s, [2 * top_s] * len(at_s), s=18, color=_ORANGE, marker=mark, label=label)
+    _legend_above(axis)
+
+
+def _draw_load(axis: "Axes", policy: PolicyResult) -> None:
+    series = policy.series
+    axis.plot(series.at_s, series.running_count, color=_GREEN, label="running")
+    axis.plot(series.at_s, series.waiting_count, color=_ORANGE, linestyle="--", label="waiting")
+    axis.set_ylabel("requests")
+    axis.set_ylim(bottom=0)
+    _legend_above(axis)
+
+
+def _legend_above(axis: "Axes") -> None:
+    axis.legend(loc="lower right", bbox_to_anchor=(1.0, 0.98), ncols=6, borderaxespad=0.0, handlelength=1.6)

@@ -1,0 +1,76 @@
+"""What a replay writes down while it runs. All times are seconds since the replay's time zero."""
+
+from array import array
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+
+class Outcome(StrEnum):
+    FINISHED = "finished"
+    REFUSED = "refused"  # RESOURCE_EXHAUSTED: a bound of the cluster was reached
+    DEADLINE = "deadline"
+    FAILED = "failed"
+    CANCELLED = "cancelled"  # by us: the replay was interrupted
+
+
+@dataclass(slots=True)
+class RequestRecord:
+    """One request of the trace. `planned_s` is when the trace wants it, `submit_s` when it was really sent."""
+
+    index: int
+    request_id: str
+    input_tokens: int
+    wanted_tokens: int
+    planned_s: float
+    submit_s: float
+    token_times_s: "array[float]" = field(default_factory=lambda: array("d"))  # one for each token received
+    end_s: float | None = None
+    outcome: Outcome = Outcome.CANCELLED  # unless and until it ends in another way
+    error: str = ""
+    prompt_token_ids: list[int] = field(default_factory=list[int])  # only if they are to be recorded
+    output_token_ids: list[int] = field(default_factory=list[int])
+
+    @property
+    def output_tokens(self) -> int:
+        return len(self.token_times_s)
+
+    @property
+    def ttft_s(self) -> float | None:
+        """Counted from the planned arrival, so that a late sender does not hide waiting time."""
+        return self.token_times_s[0] - self.planned_s if self.token_times_s else None
+
+    @property
+    def tpot_s(self) -> float | None:
+        """Mean time per output token after the first; a single token has none."""
+        times_s = self.token_times_s
+        return (times_s[-1] - times_s[0]) / (len(times_s) - 1) if len(times_s) > 1 else None
+
+    @property
+    def e2e_s(self) -> float | None:
+        return self.end_s - self.planned_s if self.end_s is not None else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StatusSample:
+    """The cluster at one instant, summed over its instances. Demand counts what runs, waits and is in the backlog."""
+
+    at_s: float
+    kv_demand_bytes: int
+    kv_capacity_bytes: int
+    kv_used_bytes: int
+    running_count: int
+    waiting_count: int  # in workers and in the backlog
+    preemptions_total: int
+    epoch: int
+    epoch_reason: str
+
+
+@dataclass(slots=True)
+class ReplayRun:
+    """Everything a replay has seen."""
+
+    records: list[RequestRecord]
+    samples: list[StatusSample]
+    complete: bool  # False: interrupted
+    duration_s: float  # from time zero to the end of the last request
+    failed_sample_count: int

@@ -1,0 +1,119 @@
+"""One replay from the trace file to the result: read, scale, run, summarise. Shared by the CLI and the demo."""
+
+import asyncio
+import contextlib
+import secrets
+import signal
+import time
+from collections.abc import Generator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from rich.console import Console
+
+from ballast.bench.environment import describe_environment
+from ballast.bench.progress import ProgressDisplay
+from ballast.bench.records import ReplayRun
+from ballast.bench.replay import Replay, ReplayOptions
+from ballast.bench.results import BenchConfig, BenchResult, ModelFacts, TraceInfo, policy_result
+from ballast.bench.target import ClusterTarget
+from ballast.bench.traces import Trace, read_trace
+from ballast.client import AsyncClient
+from ballast.common.model import ModelInfo
+
+ClusterSettings = Mapping[str, str | int | float | bool | None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplayJob:
+    """What to replay, and how. `policy` is the overload policy that the cluster was started with."""
+
+    trace: Path
+    time_scale: float = 1.0
+    length_scale: float = 1.0
+    limit: int | None = None
+    options: ReplayOptions = field(default_factory=ReplayOptions)
+    policy: str = "recompute"
+
+
+async def replay_on(
+    address: str, job: ReplayJob, console: Console, cluster: ClusterSettings | None = None
+) -> BenchResult:
+    """Replay on the dispatchers at `address` (host:port, several with commas). Ctrl-C ends it early: complete = False.
+
+    Args:
+        cluster: Settings of the cluster worth writing down.
+
+    Raises:
+        ConfigError: the trace cannot be read or a scale makes no sense.
+        Unavailable: nobody serves there.
+    """
+    whole = read_trace(job.trace)
+    options = replace(job.options, request_id_prefix=f"replay-{secrets.token_hex(4)}")  # two at once do not collide
+    async with AsyncClient(address) as client:
+        target = ClusterTarget(client)
+        model = await target.model()
+        trace = whole.scaled(
+            time_scale=job.time_scale,
+            length_scale=job.length_scale,
+            limit=job.limit,
+            max_total_tokens=model.max_model_len,
+        )
+        with ProgressDisplay(console) as display:
+            replay = Replay(target, trace, options, model.vocab_size, display)
+            with _interrupted_by_ctrl_c(replay):
+                run = await replay.run()
+    return _result(address, job, trace, model, run, dict(cluster or {}))
+
+
+@contextlib.contextmanager
+def _interrupted_by_ctrl_c(replay: Replay) -> Generator[None]:
+    """The first Ctrl-C stops the replay, the next one does what it always does."""
+    loop = asyncio.get_running_loop()
+
+    def on_signal() -> None:
+        loop.remove_signal_handler(signal.SIGINT)
+        replay.stop()
+
+    loop.add_signal_handler(signal.SIGINT, on_signal)
+    try:
+        yield
+    finally:
+        loop.remove_signal_handler(signal.SIGINT)
+
+
+def _result(
+    address: str,
+    job: ReplayJob,
+    trace: Trace,
+    model: ModelInfo,
+    run: ReplayRun,
+    cluster: dict[str, str | int | float | bool | None],
+) -> BenchResult:
+    return BenchResult(
+        created_unix_s=time.time(),
+        complete=run.complete,
+        config=BenchConfig(seed=job.options.seed, deadline_s=job.options.deadline_s, address=address, cluster=cluster),
+        environment=describe_environment(),
+        model=ModelFacts(
+            name=model.name,
+            architecture=model.architecture,
+            dtype=model.dtype,
+            parameter_count=model.parameter_count,
+            kv_bytes_per_token=model.kv_bytes_per_token,
+            max_model_len=model.max_model_len,
+            vocab_size=model.vocab_size,
+        ),
+        trace=TraceInfo(
+            source=trace.source,
+            format=trace.format,
+            request_count=len(trace.requests),
+            span_s=trace.span_s,
+            dropped_count=trace.dropped_count,
+            clamped_count=trace.clamped_count,
+            time_scale=job.time_scale,
+            length_scale=job.length_scale,
+            limit=job.limit,
+        ),
+        policies={job.policy: policy_result(run, job.policy)},
+    )

@@ -1,0 +1,70 @@
+"""A running cluster as the replay's target, over the SDK."""
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing
+
+from ballast.bench.records import StatusSample
+from ballast.client import AsyncClient, ClusterStatus, SamplingParams, WorkerStatus
+from ballast.common.errors import Unavailable
+from ballast.common.model import ModelInfo
+
+
+class ClusterTarget:
+    """Requests are greedy, end by length alone, and are not retried when refused: a refusal is a result."""
+
+    def __init__(self, client: AsyncClient) -> None:
+        self._client = client
+
+    async def model(self) -> ModelInfo:
+        return await self._client.model_info()
+
+    async def generate(
+        self, request_id: str, prompt_token_ids: Sequence[int], max_tokens: int, deadline_s: float
+    ) -> AsyncIterator[Sequence[int]]:
+        stream = self._client.stream(
+            token_ids=prompt_token_ids,
+            sampling=SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True),
+            request_id=request_id,
+            deadline_s=deadline_s,
+            include_text=False,
+        )
+        async with aclosing(stream):
+            async for chunk in stream:
+                yield chunk.token_ids
+
+    async def sample(self) -> StatusSample:
+        return sample_of(await self._client.status())
+
+
+def sample_of(status: ClusterStatus) -> StatusSample:
+    """KV of the whole cluster: demand is what running requests hold plus what all waiting ones need for their prompts.
+
+    Raises:
+        Unavailable: the dispatcher knows no worker yet.
+    """
+    if status.model is None:
+        raise Unavailable(status.address, "knows no worker yet")
+    loads = [worker.load for worker in status.workers if worker.load is not None]
+    backlog_bytes = status.backlog_token_count * status.model.kv_bytes_per_token
+    used_bytes = sum(_kv_bytes(worker, waiting=False) for worker in status.workers)
+    waiting_bytes = sum(_kv_bytes(worker, waiting=True) for worker in status.workers)
+    return StatusSample(
+        at_s=0.0,
+        kv_demand_bytes=used_bytes + waiting_bytes + backlog_bytes,
+        kv_capacity_bytes=sum(load.memory.kv_bytes for load in loads),
+        kv_used_bytes=used_bytes,
+        running_count=sum(load.running_count for load in loads),
+        waiting_count=sum(load.waiting_count for load in loads) + status.backlog_request_count,
+        preemptions_total=sum(load.preemptions_total for load in loads),
+        epoch=status.layout.epoch if status.layout is not None else 0,
+        epoch_reason=status.layout.reason if status.layout is not None else "",
+    )
+
+
+def _kv_bytes(worker: WorkerStatus, *, waiting: bool) -> int:
+    """Blocks of one instance in bytes; what a block weighs depends on the layers that the instance holds."""
+    load = worker.load
+    if load is None or not load.block_count:
+        return 0
+    blocks = load.waiting_block_count if waiting else load.used_block_count
+    return round(blocks * load.memory.kv_bytes / load.block_count)
