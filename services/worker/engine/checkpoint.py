@@ -1,0 +1,132 @@
+"""The weights of a Hugging Face checkpoint folder, read tensor by tensor into memory that exists already."""
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, cast
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from ballast.common.errors import ConfigError
+from services.worker.engine.model_config import ModelConfig, read_json
+from services.worker.engine.parameters import Parameter, Source, end_parameters, layer_parameters
+from services.worker.memory.parameters import ParameterStore
+
+_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_FLOAT_DTYPES = ("F64", "F32", "BF16", "F16")
+_IGNORED_SUFFIXES = (".rotary_emb.inv_freq", ".attn.masked_bias", ".attn.bias")
+
+
+class Checkpoint:
+    """An open checkpoint. Files are memory-mapped; a tensor is read when it is copied to its place."""
+
+    def __init__(self, model_dir: Path) -> None:
+        self._files: dict[Path, Any] = {}  # safetensors has no types for its handle
+        self._places = _places(model_dir)  # tensor -> file
+        self._model_dir = model_dir
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._files.clear()
+
+    def fill(self, parameters: Iterable[Parameter], views: Mapping[str, torch.Tensor]) -> None:
+        """Copy each parameter's tensors into its view, converting to the view's dtype.
+
+        Raises:
+            ConfigError: a tensor is missing, has another shape or a dtype that is no float, or cannot be read.
+        """
+        for parameter in parameters:
+            for source in parameter.sources:
+                rows = views[parameter.name][source.first_row : source.first_row + source.row_count]
+                self._copy(source, rows)
+
+    def require_only(self, config: ModelConfig) -> None:
+        """Raise ConfigError if the checkpoint holds a tensor the architecture has no use for.
+
+        A silently ignored tensor (a bias, an adapter) would mean wrong tokens.
+        """
+        expected = {source.tensor for part in _all_parameters(config) for source in part.sources}
+        if config.tied_embeddings:
+            expected.add("lm_head.weight")  # some exports write the shared matrix twice
+        for name in sorted(self._places):
+            if name not in expected and not name.endswith(_IGNORED_SUFFIXES):
+                raise ConfigError(
+                    f"{self._places[name]}: {name}", f"is not a tensor of {config.architecture} as config.json has it"
+                )
+
+    def _copy(self, source: Source, destination: torch.Tensor) -> None:
+        path = self._places.get(source.tensor)
+        if path is None:
+            raise ConfigError(f"{self._model_dir}: {source.tensor}", "the checkpoint has no such tensor")
+        where = f"{path}: {source.tensor}"
+        try:
+            tensor = self._open(path).get_slice(source.tensor)
+            shape, dtype = tuple(tensor.get_shape()), str(tensor.get_dtype())
+            if shape != tuple(destination.shape):
+                raise ConfigError(where, f"has shape {list(shape)}, config.json asks for {list(destination.shape)}")
+            if dtype not in _FLOAT_DTYPES:
+                supported = ", ".join(_FLOAT_DTYPES)
+                raise ConfigError(where, f"has dtype {dtype}, supported are {supported}")
+            destination.copy_(cast(torch.Tensor, tensor[:]))
+        except (SafetensorError, OSError) as error:
+            raise ConfigError(where, f"cannot be read: {error}") from error
+
+    def _open(self, path: Path) -> Any:
+        if path not in self._files:
+            self._files[path] = _open_file(path)
+        return self._files[path]
+
+
+def load_parameters(model_dir: Path, config: ModelConfig, store: ParameterStore) -> None:
+    """Fill every parameter of the store from the checkpoint. Errors as in `Checkpoint.fill`."""
+    with Checkpoint(model_dir) as checkpoint:
+        checkpoint.require_only(config)
+        for part, parameters in end_parameters(config).items():
+            checkpoint.fill(parameters, store.part(part))
+        for layer in range(config.layer_count):
+            checkpoint.fill(layer_parameters(config, layer), store.layer(layer))
+
+
+def _all_parameters(config: ModelConfig) -> list[Parameter]:
+    parts = [*end_parameters(config).values(), *(layer_parameters(config, i) for i in range(config.layer_count))]
+    return [parameter for part in parts for parameter in part]
+
+
+def _places(model_dir: Path) -> dict[str, Path]:
+    single, index = model_dir / _SINGLE, model_dir / _INDEX
+    if index.exists():
+        return _places_by_index(model_dir, index)
+    if single.exists():
+        return dict.fromkeys(_open_file(single).keys(), single)
+    raise ConfigError(str(model_dir), f"holds neither {_SINGLE} nor {_INDEX}")
+
+
+def _places_by_index(model_dir: Path, index: Path) -> dict[str, Path]:
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise ConfigError(f"{index}: weight_map", "must be an object of tensor and file names")
+    places: dict[str, Path] = {}
+    for name, file in cast(dict[str, object], weight_map).items():
+        if not isinstance(file, str) or Path(file).name != file:
+            raise ConfigError(f"{index}: weight_map.{name}", f"must name a file beside the index, got {file!r}")
+        places[name] = model_dir / file
+    for path in sorted(set(places.values())):
+        if not path.exists():
+            raise ConfigError(str(path), f"this shard is missing, {index.name} names it")
+        held = set(_open_file(path).keys())
+        absent = sorted(name for name, place in places.items() if place == path and name not in held)
+        if absent:
+            raise ConfigError(f"{path}: {absent[0]}", f"the shard has no such tensor, {index.name} says it has")
+    return places
+
+
+def _open_file(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="pt", device="cpu")
+    except (SafetensorError, OSError) as error:
+        raise ConfigError(str(path), f"is not a readable safetensors file: {error}") from error

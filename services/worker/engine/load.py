@@ -1,0 +1,153 @@
+"""Builds an engine from a checkpoint folder."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import torch
+
+from ballast.common.errors import ConfigError
+from ballast.common.model import ModelInfo
+from services.worker.engine.attention import AttentionBackend, CpuAttention
+from services.worker.engine.checkpoint import load_parameters
+from services.worker.engine.model import Model
+from services.worker.engine.model_config import ModelConfig, read_model_config
+from services.worker.engine.parameters import end_parameters, layer_parameters, parameter_count, part_specs
+from services.worker.engine.runner import ModelRunner
+from services.worker.engine.sampler import Sampler
+from services.worker.memory.backend import MemoryBackend
+from services.worker.memory.device import DeviceMemory
+from services.worker.memory.host import HostBackend
+from services.worker.memory.kv_cache import KvShape
+
+DTYPES = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+}
+DEFAULT_BLOCK_TOKENS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """A loaded model, its memory and the runner that steps it. Close it when done."""
+
+    info: ModelInfo
+    config: ModelConfig
+    memory: DeviceMemory
+    model: Model
+    attention: AttentionBackend
+    sampler: Sampler
+    runner: ModelRunner
+
+    @property
+    def block_tokens(self) -> int:
+        return self.memory.kv.shape.block_tokens
+
+    @property
+    def block_count(self) -> int:
+        return self.memory.kv.block_count
+
+    def close(self) -> None:
+        """Return all device memory. The runner must not be stepped afterwards. Idempotent."""
+        self.memory.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def load_engine(
+    model_dir: Path,
+    *,
+    device_memory_bytes: int,
+    dtype: str = "auto",
+    block_tokens: int = DEFAULT_BLOCK_TOKENS,
+    max_model_len: int | None = None,
+    device: str = "cpu",
+    name: str | None = None,
+) -> Engine:
+    """Load a checkpoint into one device's memory.
+
+    `dtype` "auto" is the checkpoint's own. `max_model_len` None is the longest that the model allows.
+
+    Raises:
+        ConfigError: the checkpoint cannot be served as asked, or the device has not the memory.
+    """
+    config = read_model_config(model_dir)
+    run_dtype = _dtype(dtype, config, model_dir)
+    longest = _max_model_len(max_model_len, config)
+    memory = DeviceMemory.open(
+        _backend(device),
+        budget_bytes=device_memory_bytes,
+        layers=[part_specs(layer_parameters(config, i), run_dtype) for i in range(config.layer_count)],
+        others={part: part_specs(parameters, run_dtype) for part, parameters in end_parameters(config).items()},
+        kv_shape=KvShape(
+            layer_count=config.layer_count,
+            block_tokens=block_tokens,
+            kv_heads=config.kv_head_count,
+            head_dim=config.head_dim,
+            dtype=run_dtype,
+        ),
+    )
+    try:
+        load_parameters(model_dir, config, memory.parameters)
+        model = Model(config, memory.parameters, memory.kv, max_model_len=longest)
+        torch_device = memory.kv.layer(0).device
+        attention = _attention(torch_device, config, run_dtype)
+        sampler = Sampler(config.vocab_size, config.eos_token_ids, torch_device)
+        runner = ModelRunner(config, model, attention, sampler, memory.kv)
+    except BaseException:
+        memory.close()
+        raise
+    info = ModelInfo(
+        name=name or model_dir.resolve().name,
+        architecture=config.architecture,
+        layer_count=config.layer_count,
+        vocab_size=config.vocab_size,
+        max_model_len=longest,
+        dtype=str(run_dtype).removeprefix("torch."),
+        parameter_count=parameter_count(config),
+        kv_bytes_per_token=memory.kv.geometry.kv_bytes_per_token,
+        eos_token_ids=config.eos_token_ids,
+    )
+    return Engine(info, config, memory, model, attention, sampler, runner)
+
+
+def _dtype(name: str, config: ModelConfig, model_dir: Path) -> torch.dtype:
+    if name != "auto":
+        if name not in DTYPES:
+            raise ConfigError("dtype", f"{name!r} is not supported; use auto or one of {', '.join(DTYPES)}")
+        return DTYPES[name]
+    stored = config.checkpoint_dtype or "float32"
+    if stored not in DTYPES:
+        raise ConfigError(
+            f"{model_dir / 'config.json'}: dtype",
+            f"{stored!r} cannot be run as it is; choose one of {', '.join(DTYPES)}",
+        )
+    return DTYPES[stored]
+
+
+def _max_model_len(wanted: int | None, config: ModelConfig) -> int:
+    if wanted is None:
+        return config.max_position
+    if not 1 <= wanted <= config.max_position:
+        raise ConfigError(
+            "max_model_len", f"must be between 1 and {config.max_position}, the model's limit, got {wanted}"
+        )
+    return wanted
+
+
+def _backend(device: str) -> MemoryBackend:
+    if device == "cpu":
+        return HostBackend()
+    raise ConfigError("device", f"{device!r} is not supported; use cpu or cuda")
+
+
+def _attention(device: torch.device, config: ModelConfig, dtype: torch.dtype) -> AttentionBackend:
+    return CpuAttention(config.head_count, config.kv_head_count, config.head_dim, dtype)

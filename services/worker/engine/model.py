@@ -1,0 +1,184 @@
+"""The forward pass of a stage: the layers `[first, last)` of a decoder-only transformer over packed tokens.
+
+Shapes: T packed rows, D hidden size, N query heads, K KV heads, H head dim, I size inside the MLP, V vocabulary,
+R rows whose logits are wanted. Weights are [out, in]. Results of the large products go to buffers that live as long
+as the stage: on a CPU, fresh memory costs a page fault per 4 KiB.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from services.worker.engine.attention import AttentionStep
+from services.worker.engine.model_config import ModelConfig
+from services.worker.engine.parameters import EMBEDDING, HEAD
+from services.worker.engine.rotary import rotary_table
+from services.worker.memory.kv_cache import KvCache
+from services.worker.memory.parameters import ParameterStore
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """One layer's parameters and its KV. The tensors are made once and stay valid over remaps."""
+
+    kv_B2TKH: torch.Tensor
+    attention_norm_D: torch.Tensor
+    qkv: torch.Tensor  # [(N + 2K) * H, D]
+    qkv_bias: torch.Tensor | None
+    query_norm_H: torch.Tensor | None
+    key_norm_H: torch.Tensor | None
+    output: torch.Tensor  # [D, N * H]
+    output_bias: torch.Tensor | None
+    mlp_norm_D: torch.Tensor
+    gate_up: torch.Tensor  # [2 * I, D]
+    gate_up_bias: torch.Tensor | None
+    down: torch.Tensor  # [D, I]
+    down_bias: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Buffers:
+    """As many rows as the largest step so far had."""
+
+    qkv: torch.Tensor
+    attended: torch.Tensor
+    gate_up: torch.Tensor
+
+
+class Model:
+    """A model whose layers can be executed in ranges, so that several stages share it.
+
+    Not thread-safe: one step at a time.
+    """
+
+    def __init__(self, config: ModelConfig, parameters: ParameterStore, kv: KvCache, *, max_model_len: int) -> None:
+        self._config = config
+        self._embedding_VD = parameters.part(EMBEDDING)["weight"]
+        head = parameters.part(HEAD)
+        self._final_norm_D = head["norm"]
+        self._head_VD = head.get("weight", self._embedding_VD)
+        self._layers = [_layer(parameters, kv, i) for i in range(config.layer_count)]
+        dtype, device = self._embedding_VD.dtype, self._embedding_VD.device
+        self._rotary_P2H = rotary_table(config.rope, config.head_dim, max_model_len, dtype, device)
+        self._rms_norm = _fused_rms_norm if dtype == torch.float32 else _reference_rms_norm
+        self._buffers = self._make_buffers(rows=1)
+
+    def embed(self, token_ids_T: torch.Tensor) -> torch.Tensor:
+        """hidden_TD, fresh memory. For the first stage."""
+        return self._embedding_VD.index_select(0, token_ids_T)
+
+    def run_layers(
+        self,
+        hidden_TD: torch.Tensor,
+        positions_T: torch.Tensor,
+        attention: AttentionStep,
+        *,
+        first_layer: int,
+        last_layer: int,
+    ) -> torch.Tensor:
+        """Apply the layers `[first_layer, last_layer)` to `hidden_TD`, in place, and return it."""
+        if hidden_TD.shape[0] > self._buffers.qkv.shape[0]:
+            self._buffers = self._make_buffers(hidden_TD.shape[0])
+        rotary_T2H = self._rotary_P2H.index_select(0, positions_T)
+        cos_T1H, sin_T1H = rotary_T2H[:, :1], rotary_T2H[:, 1:]
+        for layer in self._layers[first_layer:last_layer]:
+            self._attend(layer, hidden_TD, cos_T1H, sin_T1H, attention)
+            self._transform(layer, hidden_TD)
+        return hidden_TD
+
+    def logits(self, hidden_RD: torch.Tensor) -> torch.Tensor:
+        """logits_RV. For the last stage."""
+        normed_RD = self._rms_norm(hidden_RD, self._final_norm_D, self._config.rms_norm_eps)
+        return F.linear(normed_RD, self._head_VD)
+
+    def _make_buffers(self, rows: int) -> _Buffers:
+        config, like = self._config, self._embedding_VD
+        return _Buffers(
+            qkv=like.new_empty(rows, config.query_size + 2 * config.kv_size),
+            attended=like.new_empty(rows, config.query_size),
+            gate_up=like.new_empty(rows, 2 * config.intermediate_size),
+        )
+
+    def _attend(
+        self,
+        layer: _Layer,
+        hidden_TD: torch.Tensor,
+        cos_T1H: torch.Tensor,
+        sin_T1H: torch.Tensor,
+        attention: AttentionStep,
+    ) -> None:
+        config, rows = self._config, hidden_TD.shape[0]
+        normed_TD = self._rms_norm(hidden_TD, layer.attention_norm_D, config.rms_norm_eps)
+        qkv = _linear(normed_TD, layer.qkv, layer.qkv_bias, self._buffers.qkv[:rows])
+        heads = qkv.view(rows, -1, config.head_dim)
+        rotating = config.head_count + config.kv_head_count
+        qk, v_TKH = heads[:, :rotating], heads[:, rotating:]
+        if layer.query_norm_H is not None and layer.key_norm_H is not None:
+            self._norm_heads(qk, layer.query_norm_H, layer.key_norm_H)
+        rotated = torch.addcmul(qk * cos_T1H, qk.roll(config.head_dim // 2, -1), sin_T1H)
+        attended = self._buffers.attended[:rows]
+        attention.run(
+            layer.kv_B2TKH,
+            rotated[:, : config.head_count],
+            rotated[:, config.head_count :],
+            v_TKH,
+            attended.view(rows, config.head_count, config.head_dim),
+        )
+        _add_linear(hidden_TD, attended, layer.output, layer.output_bias)
+
+    def _norm_heads(self, qk: torch.Tensor, query_norm_H: torch.Tensor, key_norm_H: torch.Tensor) -> None:
+        q_TNH, k_TKH = qk[:, : self._config.head_count], qk[:, self._config.head_count :]
+        q_TNH.copy_(self._rms_norm(q_TNH, query_norm_H, self._config.rms_norm_eps))
+        k_TKH.copy_(self._rms_norm(k_TKH, key_norm_H, self._config.rms_norm_eps))
+
+    def _transform(self, layer: _Layer, hidden_TD: torch.Tensor) -> None:
+        normed_TD = self._rms_norm(hidden_TD, layer.mlp_norm_D, self._config.rms_norm_eps)
+        buffer = self._buffers.gate_up[: hidden_TD.shape[0]]
+        gate_up = _linear(normed_TD, layer.gate_up, layer.gate_up_bias, buffer)
+        gate_TI, up_TI = gate_up.chunk(2, -1)
+        activated_TI = F.silu(gate_TI, inplace=True).mul_(up_TI)
+        _add_linear(hidden_TD, activated_TI, layer.down, layer.down_bias)
+
+
+def _layer(parameters: ParameterStore, kv: KvCache, index: int) -> _Layer:
+    named = parameters.layer(index)
+    return _Layer(
+        kv_B2TKH=kv.layer(index),
+        attention_norm_D=named["attention_norm"],
+        qkv=named["qkv"],
+        qkv_bias=named.get("qkv_bias"),
+        query_norm_H=named.get("query_norm"),
+        key_norm_H=named.get("key_norm"),
+        output=named["output"],
+        output_bias=named.get("output_bias"),
+        mlp_norm_D=named["mlp_norm"],
+        gate_up=named["gate_up"],
+        gate_up_bias=named.get("gate_up_bias"),
+        down=named["down"],
+        down_bias=named.get("down_bias"),
+    )
+
+
+def _fused_rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    return F.rms_norm(x, weight.shape, weight, eps)
+
+
+def _reference_rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """As the reference rounds: in float32 whatever the dtype, float64 included, back to it before the weight."""
+    wide = x.float()
+    normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    return weight * normed.to(x.dtype)
+
+
+def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
+    if bias is None:
+        return torch.mm(x, weight.t(), out=out)
+    return torch.addmm(bias, x, weight.t(), out=out)
+
+
+def _add_linear(total: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    """total += x @ weight.T + bias."""
+    total.addmm_(x, weight.t())
+    if bias is not None:
+        total.add_(bias)

@@ -1,0 +1,175 @@
+"""Chooses the next tokens. What a row gives depends on its logits, parameters, seed and position alone.
+
+Order, as in vLLM: forbidden tokens, penalties, temperature, min-p, top-k, top-p. Everything random is computed in
+float64 and row by row, so that neither batch neighbours nor their number can change a token. Tokens whose probability
+equals that of the last one a filter keeps are kept too: a border between equals would depend on sorting.
+
+Shapes: R rows that sample, V vocabulary.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from ballast.common.errors import InvariantViolation
+from ballast.common.sampling import SamplingParams
+from services.worker.core.batch import NewSequence, SequenceId, TokenLogprobs
+from services.worker.engine.penalties import TokenHistory, forbid
+from services.worker.engine.random_numbers import uniforms
+
+
+@dataclass(frozen=True, slots=True)
+class SampleRow:
+    """Whose token a row of logits gives, and at which position of the sequence it will stand."""
+
+    sequence_id: SequenceId
+    position: int
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs | None, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Sequence:
+    sampling: SamplingParams
+    seed: int
+    forbidden: tuple[int, ...]  # until min_tokens have been generated
+    forbidden_until: int  # position from which they are allowed
+    history: TokenHistory | None
+    plain: bool  # the most probable token and nothing else
+
+
+class Sampler:
+    """Keeps what sampling needs to know of each running sequence."""
+
+    def __init__(self, vocab_size: int, eos_token_ids: Sequence[int], device: torch.device) -> None:
+        self._vocab_size = vocab_size
+        self._eos_token_ids = tuple(eos_token_ids)
+        self._device = device
+        self._sequences: dict[SequenceId, _Sequence] = {}
+        self._special = 0  # sequences that are not plain
+
+    @property
+    def sequence_ids(self) -> tuple[SequenceId, ...]:
+        return tuple(self._sequences)
+
+    def add(self, new: NewSequence) -> None:
+        sampling = new.sampling
+        if sampling.seed is None and not sampling.greedy:
+            raise InvariantViolation(f"sequence {new.sequence_id} is sampled and came without a seed")
+        if new.sequence_id in self._sequences:
+            raise InvariantViolation(f"sequence {new.sequence_id} is added twice")
+        forbidden: tuple[int, ...] = ()
+        if sampling.min_tokens > 0:
+            ends = sampling.stop_token_ids + (() if sampling.ignore_eos else self._eos_token_ids)
+            forbidden = tuple(token for token in dict.fromkeys(ends) if token < self._vocab_size)
+        penalised = sampling.penalised
+        sequence = _Sequence(
+            sampling=sampling,
+            seed=sampling.seed or 0,
+            forbidden=forbidden,
+            forbidden_until=len(new.prompt_token_ids) + sampling.min_tokens,
+            history=TokenHistory(new, self._vocab_size, self._device) if penalised else None,
+            plain=sampling.greedy and not penalised and not forbidden and sampling.logprobs is None,
+        )
+        self._sequences[new.sequence_id] = sequence
+        self._special += not sequence.plain
+
+    def remove(self, sequence_id: SequenceId) -> None:
+        """Forget a sequence, if it is known."""
+        sequence = self._sequences.pop(sequence_id, None)
+        self._special -= sequence is not None and not sequence.plain
+
+    def sample(self, rows: Sequence[SampleRow], logits_RV: torch.Tensor) -> Sampled:
+        """One token per row. `logits_RV` is changed."""
+        if not self._special:
+            return Sampled(tuple(logits_RV.argmax(-1).tolist()), (None,) * len(rows))
+        sequences = [self._sequences[row.sequence_id] for row in rows]
+        raw_logprobs = {
+            i: torch.log_softmax(logits_RV[i].double(), -1)
+            for i, sequence in enumerate(sequences)
+            if sequence.sampling.logprobs is not None
+        }
+        for row, sequence, logits_V in zip(rows, sequences, logits_RV, strict=True):
+            if row.position < sequence.forbidden_until and sequence.forbidden:
+                forbid(logits_V, sequence.forbidden)
+            if sequence.history is not None:
+                sequence.history.apply(logits_V)
+        token_ids = self._choose(rows, sequences, logits_RV)
+        for sequence, token_id in zip(sequences, token_ids, strict=True):
+            if sequence.history is not None:
+                sequence.history.add(token_id)
+        return Sampled(tuple(token_ids), _logprobs(sequences, token_ids, raw_logprobs))
+
+    def _choose(self, rows: Sequence[SampleRow], sequences: Sequence[_Sequence], logits_RV: torch.Tensor) -> list[int]:
+        token_ids: list[int] = logits_RV.argmax(-1).tolist()
+        drawn = [i for i, sequence in enumerate(sequences) if not sequence.sampling.greedy]
+        if drawn:
+            seeds = np.array([sequences[i].seed for i in drawn], np.int64)
+            positions = np.array([rows[i].position for i in drawn], np.int64)
+            chosen = draw(logits_RV[drawn].double(), [sequences[i].sampling for i in drawn], uniforms(seeds, positions))
+            for i, token_id in zip(drawn, chosen, strict=True):
+                token_ids[i] = token_id
+        return token_ids
+
+
+def draw(logits_RV: torch.Tensor, sampling: Sequence[SamplingParams], uniforms_R: np.ndarray) -> list[int]:
+    """Draw one token per row by inversion, in vocabulary order. `logits_RV` is float64 and is changed."""
+
+    def column(values: Sequence[float]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.float64, device=logits_RV.device)[:, None]
+
+    logits_RV /= column([s.temperature for s in sampling])
+    if any(s.min_p > 0 for s in sampling):
+        floors = column([math.log(s.min_p) if s.min_p > 0 else -math.inf for s in sampling])
+        logits_RV.masked_fill_(logits_RV < logits_RV.amax(-1, keepdim=True) + floors, -math.inf)
+    for row_V, s in zip(logits_RV, sampling, strict=True):
+        if 0 < s.top_k < len(row_V) or s.top_p < 1:
+            _keep_best(row_V, s.top_k, s.top_p)
+    cumulated_RV = torch.softmax(logits_RV, -1).cumsum_(-1)
+    # The last value is 1 up to rounding; scaling by it keeps the draw inside the row.
+    targets_R1 = torch.from_numpy(uniforms_R).to(logits_RV.device)[:, None] * cumulated_RV[:, -1:]
+    chosen_R = torch.searchsorted(cumulated_RV, targets_R1, right=True)[:, 0]
+    return chosen_R.clamp_(max=logits_RV.shape[1] - 1).tolist()
+
+
+_FIRST_LOOK = 256  # most nuclei are smaller, and finding so many best is much cheaper than sorting a vocabulary
+
+
+def _keep_best(row_V: torch.Tensor, top_k: int, top_p: float) -> None:
+    """Make all but the top k, and of those all but the smallest set that holds top_p of their mass, impossible."""
+    size = len(row_V)
+    limit = top_k if 0 < top_k < size else size
+    if limit < size:
+        threshold = row_V.topk(limit).values[-1]
+        row_V.masked_fill_(row_V < threshold, -math.inf)
+    if top_p >= 1.0:
+        return
+    total = torch.logsumexp(row_V, -1)
+    looked_at = min(size, _FIRST_LOOK)
+    while True:
+        best = row_V.topk(looked_at).values
+        reached = (best - total).exp_().cumsum_(-1) >= top_p
+        if bool(reached[-1]) or looked_at == size:
+            break
+        looked_at = size
+    last = int(reached.int().argmax()) if bool(reached[-1]) else looked_at - 1
+    row_V.masked_fill_(row_V < best[last], -math.inf)
+
+
+def _logprobs(
+    sequences: Sequence[_Sequence], token_ids: Sequence[int], raw: Mapping[int, torch.Tensor]
+) -> tuple[TokenLogprobs | None, ...]:
+    result: list[TokenLogprobs | None] = [None] * len(sequences)
+    for i, logprobs_V in raw.items():
+        count = min(sequences[i].sampling.logprobs or 0, len(logprobs_V))
+        values, indices = logprobs_V.topk(count)
+        top = tuple(zip(indices.tolist(), values.tolist(), strict=True))
+        result[i] = TokenLogprobs(token_ids[i], float(logprobs_V[token_ids[i]]), top)
+    return tuple(result)
