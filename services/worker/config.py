@@ -44,6 +44,9 @@ class WorkerSettings(Settings):
     shutdown_timeout_s: float = Field(30.0, ge=0)
     step_timeout_s: float = Field(60.0, gt=0)  # not ready when a step takes longer
 
+    # 1: every step checks all invariants. For tests and for the hunt after a bug; costs more than the step itself.
+    check_every_steps: int = Field(0, ge=0)
+
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_format: Literal["console", "json"] = "console"
 

@@ -1,0 +1,76 @@
+"""Overload is honest: what is over a bound is refused with a delay, what is accepted ends, memory stays bounded."""
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from ballast.client import AsyncClient
+from ballast.common.errors import DeadlineExceeded, Overloaded
+from ballast.common.sampling import SamplingParams
+from ballast.model.tiny import make_tiny
+from tests.support.cluster import RunningCluster, idle, running_cluster, until
+
+REQUESTS = 10_000
+QUEUED = 500
+DEADLINE_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningCluster]:
+    model = make_tiny("llama", tmp_path_factory.mktemp("model") / "tiny", max_len=256)
+    flags = {"dispatcher": ["--max-num-queued-reqs", str(QUEUED)], "worker": ["--max-num-seqs", "32"]}
+    with running_cluster(
+        Path(model),
+        workers=2,
+        device_memory_bytes=1 << 20,
+        flags=flags,
+        environ={"BALLAST_WORKER__CHECK_EVERY_STEPS": "16"},
+    ) as cluster:
+        yield cluster
+
+
+def resident_bytes(running: RunningCluster) -> dict[str, int]:
+    return {p.id: psutil.Process(p.pid).memory_info().rss for all_ in running.cluster.processes.values() for p in all_}
+
+
+@pytest.mark.timeout(240)
+def test_ten_thousand_requests_at_once(running: RunningCluster) -> None:
+    async def one(client: AsyncClient, i: int, outcomes: Counter[str], retry_after_s: list[float]) -> None:
+        sampling = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+        began_s = time.monotonic()
+        try:
+            answer = await client.generate(
+                token_ids=[3 + i % 500] * 20, sampling=sampling, deadline_s=DEADLINE_S, include_text=False
+            )
+            assert len(answer.token_ids) == 8
+            outcomes["finished"] += 1
+        except Overloaded as error:
+            retry_after_s.append(error.retry_after_s)
+            outcomes["refused"] += 1
+        except DeadlineExceeded:
+            outcomes["deadline"] += 1
+        assert time.monotonic() - began_s < DEADLINE_S + 10.0
+
+    async def story() -> None:
+        outcomes: Counter[str] = Counter()
+        retry_after_s: list[float] = []
+        async with AsyncClient(running.cluster.address) as client:
+            await until(client, idle)
+            before = resident_bytes(running)
+            async with asyncio.TaskGroup() as tasks:
+                for i in range(REQUESTS):
+                    tasks.create_task(one(client, i, outcomes, retry_after_s))
+            await until(client, idle)
+            grown = {name: size - before[name] for name, size in resident_bytes(running).items()}
+        assert outcomes.total() == REQUESTS
+        assert outcomes["refused"] > 0
+        assert outcomes["finished"] >= QUEUED
+        assert all(0.0 < delay_s <= 60.0 for delay_s in retry_after_s)
+        assert all(size < 256 << 20 for size in grown.values()), grown
+
+    running.run(story(), timeout_s=200.0)

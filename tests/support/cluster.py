@@ -1,0 +1,67 @@
+"""A real cluster for tests: every service its own process, a private state server, a small model made on the spot."""
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Coroutine, Generator
+from pathlib import Path
+from typing import Any, TypeVar
+
+from ballast.client import AsyncClient
+from ballast.client.types import ClusterStatus
+from ballast.local.cluster import LocalCluster
+
+T = TypeVar("T")
+
+
+class RunningCluster:
+    """A cluster and the event loop it lives on. The loop runs only inside `run`."""
+
+    def __init__(self, runner: asyncio.Runner, cluster: LocalCluster) -> None:
+        self._runner = runner
+        self.cluster = cluster
+
+    def run(self, story: Coroutine[Any, Any, T], timeout_s: float = 100.0) -> T:
+        async def bounded() -> T:
+            async with asyncio.timeout(timeout_s):
+                return await story
+
+        return self._runner.run(bounded())
+
+
+@contextlib.contextmanager
+def running_cluster(model: Path, **arguments: Any) -> Generator[RunningCluster]:
+    """`arguments` as for LocalCluster. A service that crashed meanwhile fails the test that leaves the block."""
+    # Every step of every worker checks all invariants: slow, and the point of a test.
+    environ = {"BALLAST_WORKER__CHECK_EVERY_STEPS": "1", **arguments.pop("environ", {})}
+    with asyncio.Runner() as runner:
+        cluster = LocalCluster(model, environ=environ, **arguments)
+        runner.run(cluster.__aenter__())
+        try:
+            yield RunningCluster(runner, cluster)
+        finally:
+            runner.run(cluster.__aexit__(None, None, None))
+
+
+async def until(client: AsyncClient, holds: Callable[[ClusterStatus], bool], within_s: float = 20.0) -> ClusterStatus:
+    """Polls the cluster's status until it is as wished; fails with the last one otherwise."""
+    loop = asyncio.get_running_loop()
+    give_up_at_s = loop.time() + within_s
+    while not holds(status := await client.status()):
+        assert loop.time() < give_up_at_s, f"after {within_s} s the cluster is still at {status}"
+        await asyncio.sleep(0.02)
+    return status
+
+
+def idle(status: ClusterStatus) -> bool:
+    """Nothing runs, nothing waits, no block is held anywhere."""
+    loads = [worker.load for worker in status.workers]
+    return (
+        status.backlog_request_count == 0
+        and status.backlog_token_count == 0
+        and status.running_request_count == 0
+        and all(
+            load is not None
+            and (load.running_count, load.waiting_count, load.used_block_count, load.waiting_block_count) == (0,) * 4
+            for load in loads
+        )
+    )
