@@ -65,6 +65,14 @@ class StaleEpoch(BallastError):
         self.want = want
 
 
+class NotActive(BallastError):
+    """A standby was asked for what only the active one of its kind does. Find the active one, then retry there."""
+
+    def __init__(self, who: str) -> None:
+        super().__init__(f"{who} is a standby, not the active one")
+        self.who = who
+
+
 class PeerViolation(BallastError):
     """The other side broke the protocol."""
 

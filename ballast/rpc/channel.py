@@ -1,5 +1,6 @@
 """Client channels and the bounds that both ends of a call agree on."""
 
+import asyncio
 from collections.abc import Sequence
 
 import grpc.aio
@@ -42,3 +43,17 @@ CHANNEL_OPTIONS: Sequence[tuple[str, int]] = (
 def open_channel(address: str) -> grpc.aio.Channel:
     """An insecure channel to host:port. It connects lazily and reconnects by itself."""
     return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+
+
+async def is_refused(address: str, timeout_s: float = 1.0) -> bool:
+    """Whether the machine at host:port answers that nobody listens there. No answer at all is not a refusal."""
+    host, _, port = address.rpartition(":")
+    try:
+        async with asyncio.timeout(timeout_s):
+            _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+    except ConnectionRefusedError:
+        return True
+    except (OSError, TimeoutError):
+        return False
+    writer.close()
+    return False

@@ -4,7 +4,7 @@ import asyncio
 import inspect
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import grpc
 import grpc.aio
@@ -20,7 +20,20 @@ from ballast.rpc.errors import to_status
 _log = logging.getLogger(__name__)
 
 # Any: a handler's request and response types differ from call to call; grpc.aio has no better type for them.
-_Handler = grpc.RpcMethodHandler[Any, Any]
+if TYPE_CHECKING:
+    _Handler = grpc.RpcMethodHandler[Any, Any]
+else:  # generic in the type stubs only
+    _Handler = grpc.RpcMethodHandler
+
+
+# Any: the message types of a call do not matter here.
+def when_done(context: grpc.aio.ServicerContext[Any, Any], act: Callable[[], None]) -> None:
+    """Calls `act` once the call is over, however it ended. A generator's `finally` may run much later than that."""
+
+    def callback(_: object) -> None:
+        act()
+
+    context.add_done_callback(cast(Any, callback))
 
 
 class Register(Protocol):

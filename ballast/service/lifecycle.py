@@ -6,6 +6,7 @@ Exit status: 0 stopped as asked, 2 configuration wrong, 70 broken invariant (our
 import asyncio
 import faulthandler
 import signal
+import socket
 import sys
 from collections.abc import Awaitable, Callable, Iterator
 from typing import TypeVar
@@ -35,6 +36,17 @@ class Lifecycle:
         get_logger().error("invariant violated", why=bug.why, story=list(bug.story))
         self.bug = self.bug or bug
         self.stopping.set()
+
+
+def advertised_address(host: str, advertise_host: str | None, port: int) -> str:
+    """host:port under which other processes reach a server that listens on `host`."""
+    everywhere = host in ("0.0.0.0", "::", "[::]", "")
+    return f"{advertise_host or (socket.gethostname() if everywhere else host)}:{port}"
+
+
+def say_ready(service: str, instance: str, address: str) -> None:
+    """The one line on stdout that whoever started this process waits for."""
+    print(f"ready service={service} id={instance} address={address}", flush=True)
 
 
 def run_service(main: Callable[[Lifecycle], Awaitable[None]]) -> None:

@@ -23,23 +23,59 @@ _WAIT_STEP_S = 0.5
 
 T = TypeVar("T")
 
-# KEYS: lease, token counter. ARGV: holder, TTL in ms. Gives the fencing token, or 0 if somebody else holds it.
-_ACQUIRE = """
+# Numbers that must grow for ever are taken from the server's clock where their counter is behind it: a server that
+# restarted empty would otherwise hand out numbers that were used before (DESIGN, I5).
+_GROW = """
+local function grow(last)
+  local now = redis.call('TIME')
+  return math.max((tonumber(last) or 0) + 1, now[1] * 1000 + math.floor(now[2] / 1000))
+end
+"""
+
+# KEYS: lease, token counter, address. ARGV: holder, TTL in ms, address.
+# Gives the fencing token, or 0 if somebody else holds the lease.
+_ACQUIRE = (
+    _GROW
+    + """
 local holder = redis.call('HGET', KEYS[1], 'holder')
 if holder and holder ~= ARGV[1] then return 0 end
 local token = redis.call('HGET', KEYS[1], 'token')
 if not holder then
-  token = redis.call('INCR', KEYS[2])
+  token = string.format('%.0f', grow(redis.call('GET', KEYS[2])))
+  redis.call('SET', KEYS[2], token)
   redis.call('HSET', KEYS[1], 'holder', ARGV[1], 'token', token)
 end
 redis.call('PEXPIRE', KEYS[1], ARGV[2])
+redis.call('SET', KEYS[3], ARGV[3], 'PX', ARGV[2])
 return tonumber(token)
 """
+)
 
+# KEYS: lease, address. ARGV: holder.
 _RELEASE = """
-if redis.call('HGET', KEYS[1], 'holder') == ARGV[1] then return redis.call('DEL', KEYS[1]) end
+if redis.call('HGET', KEYS[1], 'holder') == ARGV[1] then return redis.call('DEL', KEYS[1], KEYS[2]) end
 return 0
 """
+
+# KEYS: incarnations of a kind. ARGV: name.
+_INCARNATION = (
+    _GROW
+    + """
+local next = string.format('%.0f', grow(redis.call('HGET', KEYS[1], ARGV[1])))
+redis.call('HSET', KEYS[1], ARGV[1], next)
+return tonumber(next)
+"""
+)
+
+
+def lease_key(name: str) -> str:
+    """Hash {holder, token}: scripts that write for a leader compare the token with theirs."""
+    return f"{KEY_PREFIX}lease:{name}"
+
+
+def address_key(name: str) -> str:
+    """host:port of the lease's holder; gone with the lease."""
+    return f"{KEY_PREFIX}{name}:address"
 
 
 class StateServer:
@@ -62,6 +98,7 @@ class StateServer:
         self.reachable = False  # whether the last operation got an answer
         self._acquire = self._redis.register_script(_ACQUIRE)
         self._release = self._redis.register_script(_RELEASE)
+        self._incarnation = self._redis.register_script(_INCARNATION)
 
     @property
     def redis(self) -> aioredis.Redis:
@@ -100,18 +137,28 @@ class StateServer:
                 return
 
     async def next_incarnation(self, kind: str, name: str) -> Incarnation:
-        """A number that grows with every start of the process called `name`."""
-        return Incarnation(await self.run(self._redis.hincrby(f"{KEY_PREFIX}incarnations:{kind}", name, 1)))
-
-    async def acquire_lease(self, name: str, holder: str, ttl_s: float) -> int | None:
-        """Takes or renews a lease: its fencing token (grows with every change of holder), or None if it is held."""
-        keys = [f"{KEY_PREFIX}lease:{name}", f"{KEY_PREFIX}lease:{name}:token"]
+        """A number that grows with every start of the process called `name`, over restarts of this server too."""
+        key = f"{KEY_PREFIX}incarnations:{kind}"
         # Any: a script's result has no type.
-        token = await self.run(cast(Awaitable[Any], self._acquire(keys=keys, args=[holder, int(ttl_s * 1000)])))
+        return Incarnation(int(await self.run(cast(Awaitable[Any], self._incarnation(keys=[key], args=[name])))))
+
+    async def acquire_lease(self, name: str, holder: str, ttl_s: float, address: str) -> int | None:
+        """Takes or renews a lease and publishes the holder's address under it.
+
+        Gives its fencing token (grows with every change of holder), or None if somebody else holds it.
+        """
+        keys = [lease_key(name), f"{lease_key(name)}:token", address_key(name)]
+        args = [holder, int(ttl_s * 1000), address]
+        token = await self.run(cast(Awaitable[Any], self._acquire(keys=keys, args=args)))
         return int(token) or None
 
     async def release_lease(self, name: str, holder: str) -> None:
-        await self.run(cast(Awaitable[Any], self._release(keys=[f"{KEY_PREFIX}lease:{name}"], args=[holder])))
+        keys = [lease_key(name), address_key(name)]
+        await self.run(cast(Awaitable[Any], self._release(keys=keys, args=[holder])))
+
+    async def leader_address(self, name: str) -> str | None:
+        """Where the holder of a lease is reached; None while nobody holds it."""
+        return await self.run(cast(Awaitable[str | None], self._redis.get(address_key(name))))
 
     async def close(self) -> None:
         await self._redis.aclose()

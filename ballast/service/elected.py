@@ -1,0 +1,97 @@
+"""The life of a service of which one replica is active and the others stand by."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from ballast.common.errors import Unavailable
+from ballast.common.ids import Incarnation
+from ballast.rpc.server import RpcServer
+from ballast.service.leadership import Leadership
+from ballast.service.lifecycle import say_ready
+from ballast.service.logs import get_logger
+from ballast.service.state import StateServer
+
+_HEALTH_INTERVAL_S = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    service: str  # also the name of the lease
+    instance: str
+    address: str  # host:port as others reach it
+    ttl_s: float  # of the lease
+
+
+async def serve_elected(
+    candidate: Candidate,
+    *,
+    state: StateServer,
+    server: RpcServer,
+    stopping: asyncio.Event,
+    work: Callable[[], Awaitable[None]],
+    on_change: Callable[[int | None], None],
+) -> None:
+    """Waits for the state server, then works and runs for the lease until `stopping` is set; gives the lease back.
+
+    Ready means: this replica is the active one and the state server answers. A standby serves nobody. `on_change`
+    gets the fencing token, or None for standing by; it is called with None before `work` is cancelled.
+    """
+    async with asyncio.TaskGroup() as tasks:
+        serving = tasks.create_task(_serve(candidate, state, server, work, on_change), name=candidate.service)
+        await stopping.wait()
+        await server.set_ready(False)
+        serving.cancel()
+
+
+async def _serve(
+    candidate: Candidate,
+    state: StateServer,
+    server: RpcServer,
+    work: Callable[[], Awaitable[None]],
+    on_change: Callable[[int | None], None],
+) -> None:
+    incarnation = await _take_incarnation(candidate, state)
+    leadership = Leadership(
+        state,
+        name=candidate.service,
+        holder=f"{candidate.instance}#{incarnation}",
+        address=candidate.address,
+        ttl_s=candidate.ttl_s,
+        on_change=on_change,
+    )
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(_run(work), name="work")
+            tasks.create_task(leadership.run(), name="leadership")
+            try:
+                await leadership.decided.wait()
+                say_ready(candidate.service, candidate.instance, candidate.address)
+                await _report_readiness(leadership, state, server)
+            finally:
+                on_change(None)
+    finally:
+        await leadership.resign()
+
+
+async def _run(work: Callable[[], Awaitable[None]]) -> None:
+    await work()
+
+
+async def _take_incarnation(candidate: Candidate, state: StateServer) -> Incarnation:
+    while True:
+        await state.wait_ready()
+        try:
+            return await state.next_incarnation(candidate.service, candidate.instance)
+        except Unavailable as error:
+            get_logger().warning("state server went away again", why=error.why)
+
+
+async def _report_readiness(leadership: Leadership, state: StateServer, server: RpcServer) -> None:
+    told: bool | None = None
+    while True:
+        ready = leadership.token is not None and state.reachable
+        if ready != told:
+            await server.set_ready(ready)
+            told = ready
+        await asyncio.sleep(_HEALTH_INTERVAL_S)

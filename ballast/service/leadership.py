@@ -1,0 +1,71 @@
+"""One active, others standing by: a lease in the state server, renewed while its holder lives.
+
+While the state server is away nobody can be elected, so the leader goes on leading; whatever it writes there carries
+its fencing token and is refused once another has taken over (DESIGN, I5).
+"""
+
+import asyncio
+from collections.abc import Callable
+
+from ballast.common.errors import Unavailable
+from ballast.service.logs import get_logger
+from ballast.service.state import StateServer
+
+
+class Leadership:
+    """Tries for the lease `name` for as long as `run` runs, and reports every change of the token to `on_change`.
+
+    `holder` must be unique to this life of the process: with a name that survives a restart, the new process would
+    get the lease, and the fencing token, of its dead predecessor.
+    """
+
+    def __init__(
+        self,
+        state: StateServer,
+        *,
+        name: str,
+        holder: str,
+        address: str,
+        ttl_s: float,
+        on_change: Callable[[int | None], None],
+    ) -> None:
+        self._state = state
+        self._name = name
+        self._holder = holder
+        self._address = address
+        self._ttl_s = ttl_s
+        self._on_change = on_change
+        self._renewable = True
+        self.token: int | None = None  # None: standing by
+        self.decided = asyncio.Event()  # the state server has answered once: active or standby
+
+    async def run(self) -> None:
+        while True:
+            await self._renew()
+            await asyncio.sleep(self._ttl_s / 3)
+
+    async def _renew(self) -> None:
+        log = get_logger()
+        try:
+            token = await self._state.acquire_lease(self._name, self._holder, self._ttl_s, self._address)
+        except Unavailable as error:
+            if self._renewable:
+                log.warning("lease cannot be renewed", lease=self._name, leading=self.token is not None, why=error.why)
+            self._renewable = False
+            return
+        self._renewable = True
+        if token != self.token:
+            log.info("leadership changed", lease=self._name, leading=token is not None, token=token)
+            self.token = token
+            self._on_change(token)
+        self.decided.set()
+
+    async def resign(self) -> None:
+        """Gives the lease back, so that a standby need not wait until it runs out. Call after `run` has ended."""
+        if self.token is None:
+            return
+        self.token = None
+        try:
+            await self._state.release_lease(self._name, self._holder)
+        except Unavailable as error:
+            get_logger().warning("lease not released, it runs out", lease=self._name, why=error.why)

@@ -1,0 +1,83 @@
+"""`python -m services.monitor`: builds the parts, wires them, and waits for the signal to stop."""
+
+import sys
+
+import grpc.aio
+
+from ballast.rpc.channel import is_refused
+from ballast.rpc.server import RpcServer
+from ballast.service import logs
+from ballast.service.elected import Candidate, serve_elected
+from ballast.service.lifecycle import Lifecycle, advertised_address, run_service
+from ballast.service.metrics import MetricsServer
+from ballast.service.settings import load_settings
+from ballast.service.state import StateServer
+from ballastpb.monitor.v1 import monitor_pb2, monitor_pb2_grpc
+from services.monitor.config import MonitorSettings, flags
+from services.monitor.core.machine import MonitorCore, MonitorRules
+from services.monitor.servicer import MonitorServicer
+from services.monitor.shell import MonitorShell
+from services.monitor.store import RedisRegistry
+
+_NAME = "monitor"
+
+
+async def main(life: Lifecycle) -> None:
+    settings = load_settings(MonitorSettings, flags(), sys.argv[1:])
+    logs.configure(service=_NAME, instance=settings.monitor_id, level=settings.log_level, form=settings.log_format)
+    state = StateServer(settings.redis_url)
+    shell = build_shell(settings, state)
+    servicer = MonitorServicer(shell)
+
+    def register(server: grpc.aio.Server) -> None:
+        monitor_pb2_grpc.add_MonitorServiceServicer_to_server(servicer, server)
+
+    descriptor = monitor_pb2.DESCRIPTOR.services_by_name["MonitorService"]
+    server = RpcServer(
+        host=settings.host,
+        port=settings.port,
+        services=[(descriptor, register)],
+        on_bug=life.report_bug,
+    )
+    metrics = MetricsServer(settings.host, settings.metrics_port)
+    try:
+        port = await server.start()
+        address = advertised_address(settings.host, settings.advertise_host, port)
+        logs.get_logger().info("starting", address=address, settings=settings.model_dump())
+        await serve_elected(
+            Candidate(_NAME, settings.monitor_id, address, settings.leadership_ttl_s),
+            state=state,
+            server=server,
+            stopping=life.stopping,
+            work=shell.run,
+            on_change=shell.change_leadership,
+        )
+    finally:
+        await server.stop(settings.shutdown_timeout_s)
+        await state.close()
+        metrics.close()
+
+
+def build_shell(settings: MonitorSettings, state: StateServer) -> MonitorShell:
+    rules = MonitorRules(
+        lease_s=settings.lease_s,
+        warmup_s=settings.warmup_s,
+        registry_interval_s=settings.registry_interval_s,
+        max_instances=settings.max_instances,
+        history_length=settings.history_length,
+    )
+    # A row outlives one missed write, and not much more.
+    ttl_s = max(settings.lease_s, 3 * settings.registry_interval_s)
+    return MonitorShell(
+        MonitorCore(rules),
+        RedisRegistry(state, ttl_s=ttl_s),
+        monitor_id=settings.monitor_id,
+        tick_interval_s=settings.tick_interval_s,
+        max_watchers=settings.max_watchers,
+        watcher_queue_length=settings.watcher_queue_length,
+        is_refused=is_refused,
+    )
+
+
+if __name__ == "__main__":
+    run_service(main)

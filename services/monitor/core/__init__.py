@@ -1,0 +1,1 @@
+"""Decides who is there: pure, no clock, no I/O."""

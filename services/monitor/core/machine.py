@@ -1,0 +1,252 @@
+"""Membership of the cluster: who is there, in which life, how loaded (pure; `handle` is the only door).
+
+Who counts as lost, and when:
+- silence: nothing heard for `lease_s`. Always decides in the end.
+- goodbye: the worker closed its stream on purpose. Lost at once.
+- a broken stream alone proves nothing (it may be the network): the address is probed, and only a refused connection,
+  which says that the process is gone, makes the instance lost before its lease runs out.
+- a newer life of the same worker replaces the older one. An older life is refused (DESIGN, I5).
+
+A monitor that has just become active knows nobody. For `warmup_s` it sends no SnapshotEnd, so that nobody is taken
+for lost only because he has not yet found the new monitor.
+"""
+
+from collections import OrderedDict, deque
+from dataclasses import dataclass, field
+
+from ballast.common.errors import InvariantViolation
+from ballast.common.ids import Incarnation, WorkerId
+from ballast.common.load import LoadReport
+from services.monitor.core.history import ClusterLoad, LoadSample, sum_load
+from services.monitor.core.messages import (
+    Announced,
+    Change,
+    CloseReason,
+    CloseStream,
+    Command,
+    ConnectionRefused,
+    DismissWatchers,
+    Event,
+    Instance,
+    InstanceDraining,
+    InstanceLost,
+    InstanceUp,
+    LeadershipChanged,
+    LoadRegistry,
+    LoadReported,
+    ProbeAddress,
+    Publish,
+    RegistryLoaded,
+    SnapshotEnd,
+    StreamEnded,
+    StreamId,
+    Ticked,
+    WriteRegistry,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MonitorRules:
+    lease_s: float  # silence for longer means lost
+    warmup_s: float  # after becoming active: time for workers to find this monitor
+    registry_interval_s: float  # between two writes of the registry
+    max_instances: int
+    history_length: int  # load samples kept per instance, and for the cluster
+    max_remembered: int = 10_000  # workers whose newest incarnation is kept after they have gone
+
+
+@dataclass(slots=True)
+class Entry:
+    """One instance that is there. Readable from outside; only the core writes."""
+
+    instance: Instance
+    heard_at_s: float
+    stream_id: StreamId | None
+    history: deque[LoadSample]
+    load: LoadReport | None = None
+    draining: bool = False
+
+
+@dataclass(slots=True)
+class MonitorCore:
+    rules: MonitorRules
+    token: int | None = None  # of the lease; None: standing by
+    warm: bool = False  # the snapshot is complete
+    entries: dict[WorkerId, Entry] = field(default_factory=dict[WorkerId, Entry])
+    cluster_history: deque[ClusterLoad] = field(init=False)
+    _streams: dict[StreamId, WorkerId] = field(default_factory=dict[StreamId, WorkerId])
+    # Newest life known of each worker, those heard of last at the end.
+    _newest: OrderedDict[WorkerId, Incarnation] = field(default_factory=OrderedDict[WorkerId, Incarnation])
+    _active_since_s: float = 0.0
+    _ticked_at_s: float | None = None
+    _registry_at_s: float = 0.0
+    _forget: list[WorkerId] = field(default_factory=list[WorkerId])
+
+    def __post_init__(self) -> None:
+        self.cluster_history = deque(maxlen=self.rules.history_length)
+
+    @property
+    def active(self) -> bool:
+        return self.token is not None
+
+    def snapshot(self) -> list[Change]:
+        """What a new watcher is told before anything else."""
+        ups: list[Change] = [InstanceUp(entry.instance, entry.draining) for _, entry in sorted(self.entries.items())]
+        return [*ups, SnapshotEnd()] if self.warm else ups
+
+    def handle(self, event: Event) -> list[Command]:
+        match event:
+            case Announced():
+                return self._announced(event)
+            case LoadReported():
+                return self._load_reported(event)
+            case StreamEnded():
+                return self._stream_ended(event)
+            case ConnectionRefused():
+                entry = self.entries.get(event.worker_id)
+                if entry is None or entry.instance.incarnation != event.incarnation or entry.stream_id is not None:
+                    return []
+                return self._lose(event.worker_id, "its process is gone: connection refused", event.cause_id)
+            case RegistryLoaded():
+                return self._registry_loaded(event)
+            case LeadershipChanged():
+                return self._leadership_changed(event)
+            case Ticked():
+                return self._ticked(event)
+
+    def _announced(self, event: Announced) -> list[Command]:
+        instance, stream_id = event.instance, event.stream_id
+        if not self.active:
+            return [CloseStream(stream_id, CloseReason.STANDBY)]
+        newest = self._newest.get(instance.worker_id, instance.incarnation)
+        if instance.incarnation < newest:
+            return [CloseStream(stream_id, CloseReason.STALE, have=instance.incarnation, want=newest)]
+        commands: list[Command] = []
+        entry = self.entries.get(instance.worker_id)
+        if entry is None and len(self.entries) >= self.rules.max_instances:
+            return [CloseStream(stream_id, CloseReason.FULL)]
+        if entry is not None and entry.stream_id not in (None, stream_id):
+            commands.append(self._close(entry, CloseReason.SUPERSEDED))
+        if entry is not None and entry.instance.incarnation < instance.incarnation:
+            commands += self._lose(instance.worker_id, "replaced by a newer life of the worker", event.cause_id)
+            entry = None
+        if entry is None:
+            entry = Entry(instance, event.at_s, stream_id, deque(maxlen=self.rules.history_length))
+            self.entries[instance.worker_id] = entry
+            commands.append(Publish(InstanceUp(instance, draining=False), event.cause_id))
+        elif entry.instance != instance:
+            commands.append(Publish(InstanceUp(instance, entry.draining), event.cause_id))
+        entry.instance, entry.stream_id, entry.heard_at_s = instance, stream_id, event.at_s
+        self._streams[stream_id] = instance.worker_id
+        self._remember(instance.worker_id, instance.incarnation)
+        return commands
+
+    def _load_reported(self, event: LoadReported) -> list[Command]:
+        worker_id = self._streams.get(event.stream_id)
+        if worker_id is None:  # of a stream that was closed meanwhile
+            return []
+        entry = self.entries[worker_id]
+        entry.heard_at_s, entry.load = event.at_s, event.load
+        entry.history.append(LoadSample(event.at_s, event.load))
+        # Draining is for good: a life that drains takes nothing new again.
+        if not event.load.draining or entry.draining:
+            return []
+        entry.draining = True
+        return [Publish(InstanceDraining(worker_id, entry.instance.incarnation), event.cause_id)]
+
+    def _stream_ended(self, event: StreamEnded) -> list[Command]:
+        worker_id = self._streams.pop(event.stream_id, None)
+        if worker_id is None:
+            return []
+        entry = self.entries[worker_id]
+        entry.stream_id = None
+        if event.said_goodbye:
+            return self._lose(worker_id, "it left", event.cause_id)
+        return [ProbeAddress(entry.instance, event.cause_id)]
+
+    def _registry_loaded(self, event: RegistryLoaded) -> list[Command]:
+        commands: list[Command] = []
+        for worker_id, incarnation in event.incarnations:
+            self._remember(worker_id, incarnation)
+            entry = self.entries.get(worker_id)
+            if entry is not None and entry.instance.incarnation < incarnation:
+                commands += self._lose(worker_id, "a newer life of the worker is known", event.cause_id)
+        return commands
+
+    def _leadership_changed(self, event: LeadershipChanged) -> list[Command]:
+        was_active, self.token = self.active, event.token
+        if self.active == was_active:
+            return []
+        if self.active:
+            self._active_since_s = self._registry_at_s = event.at_s
+            return [LoadRegistry()]
+        closed: list[Command] = [CloseStream(s, CloseReason.STANDBY) for s in sorted(self._streams)]
+        self._streams.clear()
+        self.entries.clear()
+        self.cluster_history.clear()
+        self._forget.clear()
+        self.warm = False
+        return [*closed, DismissWatchers()]
+
+    def _ticked(self, event: Ticked) -> list[Command]:
+        self._forgive_own_sleep(event.at_s)
+        if not self.active:
+            return []
+        commands: list[Command] = []
+        for worker_id in sorted(self.entries):
+            silent_s = event.at_s - self.entries[worker_id].heard_at_s
+            if silent_s > self.rules.lease_s:
+                commands += self._lose(worker_id, f"silent for {silent_s:.1f} s", event.cause_id)
+        if not self.warm and event.at_s - self._active_since_s >= self.rules.warmup_s:
+            self.warm = True
+            commands.append(Publish(SnapshotEnd(), event.cause_id))
+        self.cluster_history.append(sum_load(event.at_s, (e.load for e in self.entries.values() if e.load)))
+        if event.at_s - self._registry_at_s >= self.rules.registry_interval_s:
+            self._registry_at_s = event.at_s
+            commands.append(WriteRegistry(tuple(sorted(set(self._forget) - set(self.entries)))))
+            self._forget.clear()
+        return commands
+
+    def _forgive_own_sleep(self, at_s: float) -> None:
+        """A monitor that was stopped for a while has heard nobody, and that was not their fault."""
+        last_s, self._ticked_at_s = self._ticked_at_s, at_s
+        if last_s is None or at_s - last_s <= self.rules.lease_s / 2:
+            return
+        for entry in self.entries.values():
+            entry.heard_at_s = min(at_s, entry.heard_at_s + at_s - last_s)
+        self._active_since_s += at_s - last_s
+
+    def _lose(self, worker_id: WorkerId, why: str, cause_id: str) -> list[Command]:
+        entry = self.entries.pop(worker_id)
+        self._forget.append(worker_id)
+        lost = Publish(InstanceLost(worker_id, entry.instance.incarnation, why), cause_id)
+        return [lost] if entry.stream_id is None else [self._close(entry, CloseReason.SILENT), lost]
+
+    def _close(self, entry: Entry, why: CloseReason) -> CloseStream:
+        if entry.stream_id is None:
+            raise InvariantViolation(f"{entry.instance.worker_id} has no stream to close")
+        stream_id, entry.stream_id = entry.stream_id, None
+        del self._streams[stream_id]
+        return CloseStream(stream_id, why)
+
+    def _remember(self, worker_id: WorkerId, incarnation: Incarnation) -> None:
+        self._newest[worker_id] = max(incarnation, self._newest.get(worker_id, incarnation))
+        self._newest.move_to_end(worker_id)
+        while len(self._newest) > self.rules.max_remembered:
+            self._newest.popitem(last=False)
+
+    def check(self) -> None:
+        """Raise InvariantViolation unless streams and entries name each other and every bound holds."""
+        for stream_id, worker_id in self._streams.items():
+            entry = self.entries.get(worker_id)
+            if entry is None or entry.stream_id != stream_id:
+                raise InvariantViolation(f"stream {stream_id} belongs to {worker_id}, which does not know it")
+        for worker_id, entry in self.entries.items():
+            if entry.stream_id is not None and self._streams.get(entry.stream_id) != worker_id:
+                raise InvariantViolation(f"{worker_id} names stream {entry.stream_id}, which is not its own")
+            if entry.instance.incarnation < self._newest.get(worker_id, entry.instance.incarnation):
+                raise InvariantViolation(f"{worker_id} is registered in an old life {entry.instance.incarnation}")
+        if len(self.entries) > self.rules.max_instances:
+            raise InvariantViolation(f"{len(self.entries)} instances, more than {self.rules.max_instances}")
+        if not self.active and (self.entries or self._streams or self.warm):
+            raise InvariantViolation("a standby monitor has instances")

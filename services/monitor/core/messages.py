@@ -1,0 +1,165 @@
+"""What goes into the monitor's core (events) and what comes out (commands, and changes that watchers are told)."""
+
+from dataclasses import dataclass
+from enum import Enum, auto
+
+from ballast.common.ids import Incarnation, WorkerId
+from ballast.common.load import LoadReport
+from ballast.common.model import ModelInfo
+
+StreamId = int  # one Report stream; numbered by the shell, never reused
+
+
+@dataclass(frozen=True, slots=True)
+class Instance:
+    """One life of one worker, as it announced itself."""
+
+    worker_id: WorkerId
+    incarnation: Incarnation
+    address: str  # host:port of its WorkerService, as others reach it
+    model: ModelInfo
+
+
+# ---------------------------------------------------------------- events
+
+
+@dataclass(frozen=True, slots=True)
+class Announced:
+    at_s: float
+    cause_id: str
+    stream_id: StreamId
+    instance: Instance
+
+
+@dataclass(frozen=True, slots=True)
+class LoadReported:
+    at_s: float
+    cause_id: str
+    stream_id: StreamId
+    load: LoadReport
+
+
+@dataclass(frozen=True, slots=True)
+class StreamEnded:
+    at_s: float
+    cause_id: str
+    stream_id: StreamId
+    said_goodbye: bool  # the worker closed it on purpose: it leaves
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectionRefused:
+    """Nobody listens at the instance's address any more."""
+
+    at_s: float
+    cause_id: str
+    worker_id: WorkerId
+    incarnation: Incarnation
+
+
+@dataclass(frozen=True, slots=True)
+class RegistryLoaded:
+    """What an earlier monitor wrote down: the newest life it knew of each worker."""
+
+    at_s: float
+    cause_id: str
+    incarnations: tuple[tuple[WorkerId, Incarnation], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LeadershipChanged:
+    at_s: float
+    cause_id: str
+    token: int | None  # fencing token; None: standing by
+
+
+@dataclass(frozen=True, slots=True)
+class Ticked:
+    at_s: float
+    cause_id: str
+
+
+Event = Announced | LoadReported | StreamEnded | ConnectionRefused | RegistryLoaded | LeadershipChanged | Ticked
+
+
+# ---------------------------------------------------------------- what watchers are told
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceUp:
+    instance: Instance
+    draining: bool
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceLost:
+    worker_id: WorkerId
+    incarnation: Incarnation
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceDraining:
+    worker_id: WorkerId
+    incarnation: Incarnation
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotEnd:
+    """Whoever has not been named by now is not there."""
+
+
+Change = InstanceUp | InstanceLost | InstanceDraining | SnapshotEnd
+
+
+# ---------------------------------------------------------------- commands
+
+
+class CloseReason(Enum):
+    STANDBY = auto()  # this monitor is not the active one
+    STALE = auto()  # a newer life of the worker is known
+    SUPERSEDED = auto()  # the same worker opened a newer stream
+    SILENT = auto()  # declared lost; if it lives after all, it announces itself again
+    FULL = auto()  # as many instances as the monitor takes
+
+
+@dataclass(frozen=True, slots=True)
+class Publish:
+    change: Change
+    cause_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class CloseStream:
+    stream_id: StreamId
+    why: CloseReason
+    have: int = 0  # STALE: the incarnation that the stream announced
+    want: int = 0  # STALE: the newest one
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeAddress:
+    """Find out whether anybody listens at the address of an instance whose stream broke."""
+
+    instance: Instance
+    cause_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class WriteRegistry:
+    """Bring the rows in the state server up to date with the core; `forget` names those to delete."""
+
+    forget: tuple[WorkerId, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadRegistry:
+    """Read the rows that an earlier active monitor left."""
+
+
+@dataclass(frozen=True, slots=True)
+class DismissWatchers:
+    """This monitor is no longer the active one: watchers must look for the one that is."""
+
+
+Command = Publish | CloseStream | ProbeAddress | WriteRegistry | LoadRegistry | DismissWatchers

@@ -1,0 +1,154 @@
+"""MonitorService: protobuf stops here."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc.aio
+
+from ballast.common.errors import InvalidRequest
+from ballast.common.ids import Incarnation, WorkerId
+from ballast.rpc import codec
+from ballast.rpc.server import when_done
+from ballastpb.monitor.v1 import monitor_pb2 as pb
+from ballastpb.monitor.v1 import monitor_pb2_grpc
+from services.monitor.core.messages import (
+    Announced,
+    Change,
+    Instance,
+    InstanceDraining,
+    InstanceLost,
+    InstanceUp,
+    LoadReported,
+    SnapshotEnd,
+    StreamEnded,
+)
+from services.monitor.shell import MonitorShell, ReportStream, Row
+
+# Any: the message types of a call do not matter to its context.
+_Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class MonitorServicer(monitor_pb2_grpc.MonitorServiceServicer):
+    def __init__(self, shell: MonitorShell) -> None:
+        self._shell = shell
+
+    async def Report(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, request_iterator: AsyncIterator[pb.ReportRequest], context: _Context
+    ) -> AsyncIterator[pb.ReportResponse]:
+        stream = self._shell.open_stream()
+        said_goodbye = False
+
+        def ended() -> None:
+            self._shell.forget_stream(stream)
+            cause_id = self._shell.next_cause("stream")
+            self._shell.feed(StreamEnded(time.monotonic(), cause_id, stream.stream_id, said_goodbye))
+
+        when_done(context, ended)
+        announced = False
+        while (request := await _next_unless_closed(request_iterator, stream)) is not None:
+            self._take(request, stream, announced)
+            announced = True
+            if stream.error is not None:
+                raise stream.error
+            yield pb.ReportResponse(lease_s=self._shell.core.rules.lease_s)
+        said_goodbye = announced
+
+    def _take(self, request: pb.ReportRequest, stream: ReportStream, announced: bool) -> None:
+        at_s, cause_id = time.monotonic(), self._shell.next_cause("report")
+        match request.WhichOneof("message"):
+            case "announce" if not announced:
+                instance = _instance_from_proto(request.announce)
+                self._shell.feed(Announced(at_s, cause_id, stream.stream_id, instance))
+            case "load" if announced:
+                self._shell.feed(LoadReported(at_s, cause_id, stream.stream_id, codec.load_from_proto(request.load)))
+            case other:
+                raise InvalidRequest("message", f"expected Announce first, then LoadReports; got {other}")
+
+    async def WatchEvents(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, request: pb.WatchEventsRequest, context: _Context
+    ) -> AsyncIterator[pb.WatchEventsResponse]:
+        watcher = self._shell.watch()
+        when_done(context, lambda: self._shell.unwatch(watcher))
+        while True:
+            yield _change_to_proto(*await watcher.next())
+
+    async def GetClusterStatus(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, request: pb.GetClusterStatusRequest, context: _Context
+    ) -> pb.GetClusterStatusResponse:
+        rows = await self._shell.rows()
+        return pb.GetClusterStatusResponse(
+            monitor_id=self._shell.monitor_id,
+            active=self._shell.core.active,
+            instances=[_row_to_proto(row) for row in rows],
+        )
+
+
+async def _next_unless_closed(
+    requests: AsyncIterator[pb.ReportRequest], stream: ReportStream
+) -> pb.ReportRequest | None:
+    """The next message; None once the worker has closed its side. Raises when the core closes the stream."""
+
+    async def read() -> pb.ReportRequest | None:
+        return await anext(requests, None)
+
+    reading = asyncio.create_task(read())
+    closing = asyncio.create_task(stream.closed.wait())
+    try:
+        await asyncio.wait((reading, closing), return_when=asyncio.FIRST_COMPLETED)
+        if stream.error is not None:
+            raise stream.error
+        return await reading
+    finally:
+        for task in (reading, closing):
+            task.cancel()
+
+
+def _instance_from_proto(message: pb.Announce) -> Instance:
+    if not message.worker_id:
+        raise InvalidRequest("announce.worker_id", "must not be empty")
+    if message.incarnation <= 0:
+        raise InvalidRequest("announce.incarnation", f"must be positive, got {message.incarnation}")
+    host, _, port = message.address.rpartition(":")
+    if not host or not port.isdigit():
+        raise InvalidRequest("announce.address", f"must be host:port, got {message.address!r}")
+    if message.model.layer_count <= 0:
+        raise InvalidRequest("announce.model.layer_count", f"must be positive, got {message.model.layer_count}")
+    return Instance(
+        worker_id=WorkerId(message.worker_id),
+        incarnation=Incarnation(message.incarnation),
+        address=message.address,
+        model=codec.model_from_proto(message.model),
+    )
+
+
+def _instance_to_proto(instance: Instance) -> pb.Announce:
+    return pb.Announce(
+        worker_id=instance.worker_id,
+        incarnation=instance.incarnation,
+        address=instance.address,
+        model=codec.model_to_proto(instance.model),
+    )
+
+
+def _change_to_proto(change: Change, cause_id: str) -> pb.WatchEventsResponse:
+    match change:
+        case InstanceUp(instance, draining):
+            up = pb.InstanceUp(instance=_instance_to_proto(instance), draining=draining)
+            return pb.WatchEventsResponse(instance_up=up, cause_id=cause_id)
+        case InstanceLost(worker_id, incarnation, why):
+            lost = pb.InstanceLost(worker_id=worker_id, incarnation=incarnation, why=why)
+            return pb.WatchEventsResponse(instance_lost=lost, cause_id=cause_id)
+        case InstanceDraining(worker_id, incarnation):
+            draining_now = pb.InstanceDraining(worker_id=worker_id, incarnation=incarnation)
+            return pb.WatchEventsResponse(instance_draining=draining_now, cause_id=cause_id)
+        case SnapshotEnd():
+            return pb.WatchEventsResponse(snapshot_end=pb.SnapshotEnd(), cause_id=cause_id)
+
+
+def _row_to_proto(row: Row) -> pb.InstanceStatus:
+    status = pb.InstanceStatus(instance=_instance_to_proto(row.instance), report_age_s=row.report_age_s)
+    if row.load is not None:
+        status.load.CopyFrom(codec.load_to_proto(row.load))
+    return status

@@ -1,0 +1,318 @@
+"""Drives the monitor's core: streams and watchers in, changes out, registry written beside."""
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from prometheus_client import Counter, Gauge
+
+from ballast.common.errors import BallastError, NotActive, Overloaded, StaleEpoch, Unavailable
+from ballast.common.ids import WorkerId
+from ballast.common.load import LoadReport
+from ballast.service.logs import get_logger
+from ballast.service.metrics import REGISTRY
+from services.monitor.core.machine import MonitorCore
+from services.monitor.core.messages import (
+    Change,
+    CloseReason,
+    CloseStream,
+    Command,
+    ConnectionRefused,
+    DismissWatchers,
+    Event,
+    Instance,
+    InstanceDraining,
+    InstanceLost,
+    InstanceUp,
+    LeadershipChanged,
+    LoadRegistry,
+    ProbeAddress,
+    Publish,
+    RegistryLoaded,
+    SnapshotEnd,
+    StreamId,
+    Ticked,
+    WriteRegistry,
+)
+
+_INSTANCES = Gauge("ballast_instances", "Instances that are there", registry=REGISTRY)
+_KV_USAGE = Gauge(
+    "ballast_instance_kv_usage_fraction", "KV blocks in use, of all KV blocks", ["worker"], registry=REGISTRY
+)
+_REPORT_AGE = Gauge(
+    "ballast_instance_report_age_seconds", "Since the instance was last heard of", ["worker"], registry=REGISTRY
+)
+_LOST = Counter("ballast_instances_lost_total", "Instances that were declared lost", registry=REGISTRY)
+_STALE = Counter(
+    "ballast_monitor_stale_announcements_total", "Announcements of an old life of a worker, refused", registry=REGISTRY
+)
+_SENT_AWAY = Counter(
+    "ballast_monitor_watchers_sent_away_total", "Watchers that were too slow and have to start over", registry=REGISTRY
+)
+
+# A process that dies closes its sockets one by one: ask again before believing that somebody listens.
+_PROBE_DELAYS_S = (0.0, 0.1, 0.3)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What the registry says about one instance."""
+
+    instance: Instance
+    draining: bool
+    load: LoadReport | None
+    report_age_s: float
+
+
+class RegistryStore(Protocol):
+    """The registry in the state server. Every call ends within seconds; Unavailable when nothing answers."""
+
+    async def write(self, rows: list[Row], forget: set[WorkerId]) -> None: ...
+
+    async def read(self) -> list[Row]: ...
+
+
+class ReportStream:
+    """One Report stream. `closed` is set, with the reason in `error`, when the core wants it ended."""
+
+    def __init__(self, stream_id: StreamId) -> None:
+        self.stream_id = stream_id
+        self.closed = asyncio.Event()
+        self.error: BallastError | None = None
+
+    def close(self, error: BallastError) -> None:
+        self.error = error
+        self.closed.set()
+
+
+class Watcher:
+    """What one watcher has still to be told, in order and bounded."""
+
+    def __init__(self, first: list[tuple[Change, str]], limit: int) -> None:
+        self._pending = deque(first)
+        self._limit = limit + len(first)
+        self._wake = asyncio.Event()
+        self._error: BallastError | None = None
+
+    def push(self, change: Change, cause_id: str) -> bool:
+        """False when the watcher is too far behind; it is dismissed then."""
+        if len(self._pending) >= self._limit:
+            self.dismiss(Overloaded(f"{self._limit} events behind; watch again for a new snapshot", 0.1))
+            return False
+        self._pending.append((change, cause_id))
+        self._wake.set()
+        return True
+
+    def dismiss(self, error: BallastError) -> None:
+        self._pending.clear()
+        self._error = error
+        self._wake.set()
+
+    async def next(self) -> tuple[Change, str]:
+        """The next change with its cause. Raises the error with which the watcher was dismissed."""
+        while not self._pending:
+            if self._error is not None:
+                raise self._error
+            self._wake.clear()
+            await self._wake.wait()
+        return self._pending.popleft()
+
+
+class MonitorShell:
+    """`feed` is synchronous, so nothing interleaves with a decision; what takes time runs in the shell's own tasks."""
+
+    def __init__(
+        self,
+        core: MonitorCore,
+        store: RegistryStore,
+        *,
+        monitor_id: str,
+        tick_interval_s: float,
+        max_watchers: int,
+        watcher_queue_length: int,
+        is_refused: Callable[[str], Awaitable[bool]],
+    ) -> None:
+        self.core = core
+        self.monitor_id = monitor_id
+        self._store = store
+        self._tick_interval_s = tick_interval_s
+        self._max_watchers = max_watchers
+        self._watcher_queue_length = watcher_queue_length
+        self._is_refused = is_refused
+        self._tasks = asyncio.TaskGroup()
+        self._streams: dict[StreamId, ReportStream] = {}
+        self._watchers: set[Watcher] = set()
+        self._last_number = 0
+        self._forget: set[WorkerId] = set()
+        self._registry_due = asyncio.Event()
+        self._labelled: set[WorkerId] = set()  # workers with gauges of their own
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        async with self._tasks:
+            self._tasks.create_task(self._write_registry(), name="registry")
+            while True:
+                self.feed(Ticked(time.monotonic(), self.next_cause("tick")))
+                self.core.check()
+                self._update_gauges()
+                await asyncio.sleep(self._tick_interval_s)
+
+    def feed(self, event: Event) -> None:
+        for command in self.core.handle(event):
+            self._execute(command)
+
+    def next_cause(self, what: str) -> str:
+        self._last_number += 1
+        return f"{self.monitor_id}/{what}-{self._last_number}"
+
+    def change_leadership(self, token: int | None) -> None:
+        self.feed(LeadershipChanged(time.monotonic(), self.next_cause("lease"), token))
+
+    # ------------------------------------------------------------ for the servicer
+
+    def open_stream(self) -> ReportStream:
+        self._last_number += 1
+        stream = ReportStream(self._last_number)
+        self._streams[stream.stream_id] = stream
+        return stream
+
+    def forget_stream(self, stream: ReportStream) -> None:
+        self._streams.pop(stream.stream_id, None)
+
+    def watch(self) -> Watcher:
+        """
+        Raises:
+            NotActive: watchers belong to the active monitor.
+            Overloaded: as many watchers as the monitor takes.
+        """
+        if not self.core.active:
+            raise NotActive(self.monitor_id)
+        if len(self._watchers) >= self._max_watchers:
+            raise Overloaded(f"{self._max_watchers} watchers are connected already", 1.0)
+        cause_id = self.next_cause("snapshot")
+        watcher = Watcher([(change, cause_id) for change in self.core.snapshot()], self._watcher_queue_length)
+        self._watchers.add(watcher)
+        return watcher
+
+    def unwatch(self, watcher: Watcher) -> None:
+        self._watchers.discard(watcher)
+
+    async def rows(self) -> list[Row]:
+        """Who is there: from memory when active, from the registry when standing by."""
+        return self._current_rows() if self.core.active else await self._store.read()
+
+    # ------------------------------------------------------------ commands
+
+    def _execute(self, command: Command) -> None:
+        match command:
+            case Publish(change, cause_id):
+                self._publish(change, cause_id)
+            case CloseStream(stream_id, why, have, want):
+                stream = self._streams.get(stream_id)
+                if stream is not None:
+                    stream.close(self._error(why, have, want))
+            case ProbeAddress(instance, cause_id):
+                self._tasks.create_task(self._probe(instance, cause_id), name=f"probe {instance.worker_id}")
+            case WriteRegistry(forget):
+                self._forget.update(forget)
+                self._registry_due.set()
+            case LoadRegistry():
+                self._tasks.create_task(self._load_registry(), name="load registry")
+            case DismissWatchers():
+                for watcher in self._watchers:
+                    watcher.dismiss(NotActive(self.monitor_id))
+                self._watchers.clear()
+
+    def _publish(self, change: Change, cause_id: str) -> None:
+        log = get_logger().bind(cause_id=cause_id)
+        match change:
+            case InstanceUp(instance, draining):
+                log.info(
+                    "instance up",
+                    worker=instance.worker_id,
+                    incarnation=instance.incarnation,
+                    address=instance.address,
+                    model=instance.model.name,
+                    draining=draining,
+                )
+            case InstanceLost(worker_id, incarnation, why):
+                _LOST.inc()
+                log.warning("instance lost", worker=worker_id, incarnation=incarnation, why=why)
+            case InstanceDraining(worker_id, incarnation):
+                log.info("instance draining", worker=worker_id, incarnation=incarnation)
+            case SnapshotEnd():
+                log.info("warmed up", instances=len(self.core.entries))
+        for watcher in list(self._watchers):
+            if not watcher.push(change, cause_id):
+                _SENT_AWAY.inc()
+                log.warning("watcher sent away, it is too slow", limit=self._watcher_queue_length)
+                self._watchers.discard(watcher)
+
+    def _error(self, why: CloseReason, have: int, want: int) -> BallastError:
+        match why:
+            case CloseReason.STANDBY:
+                return NotActive(self.monitor_id)
+            case CloseReason.STALE:
+                _STALE.inc()
+                get_logger().warning("announcement of an old life refused", incarnation=have, newest=want)
+                return StaleEpoch("incarnation", have, want)
+            case CloseReason.SUPERSEDED:
+                return Unavailable(self.monitor_id, "the worker has opened a newer stream")
+            case CloseReason.SILENT:
+                return Unavailable(self.monitor_id, "declared lost; announce again")
+            case CloseReason.FULL:
+                return Overloaded(f"{self.core.rules.max_instances} instances are registered already", 1.0)
+
+    async def _probe(self, instance: Instance, cause_id: str) -> None:
+        for delay_s in _PROBE_DELAYS_S:
+            await asyncio.sleep(delay_s)
+            if await self._is_refused(instance.address):
+                self.feed(ConnectionRefused(time.monotonic(), cause_id, instance.worker_id, instance.incarnation))
+                return
+
+    async def _load_registry(self) -> None:
+        try:
+            rows = await self._store.read()
+        except Unavailable as error:
+            get_logger().warning("registry of the monitor before cannot be read", why=error.why)
+            return
+        get_logger().info("registry of the monitor before", instances=[r.instance.worker_id for r in rows][:20])
+        incarnations = tuple((r.instance.worker_id, r.instance.incarnation) for r in rows)
+        self.feed(RegistryLoaded(time.monotonic(), self.next_cause("registry"), incarnations))
+
+    async def _write_registry(self) -> None:
+        """Writes the newest state whenever it is due; while the state server is away only the newest is kept."""
+        reachable = True
+        while True:
+            await self._registry_due.wait()
+            self._registry_due.clear()
+            if not self.core.active:
+                self._forget.clear()
+                continue
+            forget, self._forget = self._forget - set(self.core.entries), set()
+            try:
+                await self._store.write(self._current_rows(), forget)
+            except Unavailable as error:
+                if reachable:
+                    get_logger().warning("registry not written", why=error.why)
+                reachable = False
+            else:
+                reachable = True
+
+    def _current_rows(self) -> list[Row]:
+        now_s = time.monotonic()
+        return [Row(e.instance, e.draining, e.load, now_s - e.heard_at_s) for _, e in sorted(self.core.entries.items())]
+
+    def _update_gauges(self) -> None:
+        _INSTANCES.set(len(self.core.entries))
+        now_s = time.monotonic()
+        for worker_id in self._labelled - set(self.core.entries):
+            _KV_USAGE.remove(worker_id)
+            _REPORT_AGE.remove(worker_id)
+        self._labelled = set(self.core.entries)
+        for worker_id, entry in self.core.entries.items():
+            _REPORT_AGE.labels(worker_id).set(now_s - entry.heard_at_s)
+            _KV_USAGE.labels(worker_id).set(entry.load.kv_usage_fraction if entry.load else 0.0)

@@ -1,0 +1,154 @@
+"""The worker's side of the monitor: finds the active one, announces this instance, and reports its load for ever."""
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+
+import grpc
+import grpc.aio
+
+from ballast.common.errors import BallastError, DeadlineExceeded, NotActive, StaleEpoch, Unavailable
+from ballast.common.ids import Incarnation, WorkerId
+from ballast.common.load import LoadReport
+from ballast.common.model import ModelInfo
+from ballast.rpc import codec
+from ballast.rpc.channel import open_channel
+from ballast.rpc.errors import from_rpc_error
+from ballast.service.logs import get_logger
+from ballast.service.state import StateServer
+from ballastpb.monitor.v1 import monitor_pb2 as pb
+from ballastpb.monitor.v1 import monitor_pb2_grpc
+
+_LEASE = "monitor"
+_ANSWER_TIMEOUT_S = 3.0
+_GOODBYE_TIMEOUT_S = 1.0
+_LOOKUP_INTERVAL_S = 0.5
+_FIRST_BACK_OFF_S = 0.1
+_LONGEST_BACK_OFF_S = 1.0
+
+# Any stream of this shape; grpc's own type is generic over the messages.
+_Call = grpc.aio.StreamStreamCall[pb.ReportRequest, pb.ReportResponse]
+
+
+class MonitorReporter:
+    """`run` keeps one Report stream to the active monitor open until `leave` is called (or it is cancelled).
+
+    Args:
+        load: Called before each report, on the event loop; must be quick.
+        monitor_address: host:port; None: whoever holds the lease in the state server, followed when it changes.
+    """
+
+    def __init__(
+        self,
+        *,
+        worker_id: WorkerId,
+        incarnation: Incarnation,
+        address: str,
+        model: ModelInfo,
+        load: Callable[[], LoadReport],
+        monitor_address: str | None,
+        state: StateServer,
+        interval_s: float = 0.2,
+    ) -> None:
+        self._announce = pb.Announce(
+            worker_id=worker_id, incarnation=incarnation, address=address, model=codec.model_to_proto(model)
+        )
+        self._load = load
+        self._fixed = monitor_address is not None
+        self._target = monitor_address
+        self._state = state
+        self._interval_s = interval_s
+        self._leaving = asyncio.Event()
+        self.connected = False  # the monitor has answered the last report
+
+    def leave(self) -> None:
+        """Tells the monitor that this instance goes, at the next report; `run` returns then."""
+        self._leaving.set()
+
+    async def run(self) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            lookup = None if self._fixed else tasks.create_task(self._follow_lease(), name="find monitor")
+            try:
+                await self._keep_reporting()
+            finally:
+                if lookup is not None:
+                    lookup.cancel()
+
+    async def _follow_lease(self) -> None:
+        """Keeps the target up to date; while the state server is away or nobody leads, the last one stays."""
+        while True:
+            with contextlib.suppress(Unavailable):
+                self._target = await self._state.leader_address(_LEASE) or self._target
+            await asyncio.sleep(_LOOKUP_INTERVAL_S)
+
+    async def _keep_reporting(self) -> None:
+        back_off_s, last_why = _FIRST_BACK_OFF_S, ""
+        while not self._leaving.is_set():
+            target = self._target
+            why = "no monitor is active"
+            if target is not None:
+                try:
+                    await self._report_to(target)
+                    continue  # left, or another monitor took over
+                except BallastError as error:
+                    why = str(error)
+                    self._log_refusal(error, target, last_why)
+            if self.connected:
+                back_off_s = _FIRST_BACK_OFF_S
+            self.connected, last_why = False, why
+            await self._pause(back_off_s)
+            back_off_s = min(2 * back_off_s, _LONGEST_BACK_OFF_S)
+
+    def _log_refusal(self, error: BallastError, target: str, last_why: str) -> None:
+        log = get_logger().bind(monitor=target)
+        if isinstance(error, StaleEpoch):
+            log.error("a newer process has the name of this worker", newest=error.want, own=error.have)
+        elif str(error) != last_why and not isinstance(error, NotActive):
+            log.warning("monitor not reached, trying again", why=str(error))
+
+    async def _report_to(self, target: str) -> None:
+        """Returns when this instance leaves or another monitor is the target; raises when the stream fails."""
+        async with open_channel(target) as channel:
+            stub = monitor_pb2_grpc.MonitorServiceStub(channel)
+            call = stub.Report()
+            try:
+                await self._exchange(call, pb.ReportRequest(announce=self._announce), target)
+                get_logger().info("reporting to the monitor", monitor=target)
+                while not self._leaving.is_set() and target == self._target:
+                    load = codec.load_to_proto(self._load())
+                    await self._exchange(call, pb.ReportRequest(load=load), target)
+                    self.connected = True
+                    await self._pause(self._interval_s)
+                if self._leaving.is_set():
+                    await self._say_goodbye(call)
+            except grpc.RpcError as error:
+                raise from_rpc_error(error, target) from error
+            finally:
+                call.cancel()
+
+    async def _exchange(self, call: _Call, request: pb.ReportRequest, target: str) -> None:
+        try:
+            async with asyncio.timeout(_ANSWER_TIMEOUT_S):
+                await call.write(request)
+                answer = await call.read()
+        except TimeoutError as error:
+            raise DeadlineExceeded(f"{target}: no answer within {_ANSWER_TIMEOUT_S} s") from error
+        except asyncio.InvalidStateError as error:
+            raise Unavailable(target, "the stream has ended") from error
+        if not isinstance(answer, pb.ReportResponse):
+            raise Unavailable(target, "the monitor closed the stream")
+
+    async def _say_goodbye(self, call: _Call) -> None:
+        try:
+            async with asyncio.timeout(_GOODBYE_TIMEOUT_S):
+                await call.done_writing()
+                await call.code()
+        except TimeoutError:
+            get_logger().warning("the monitor did not answer the goodbye")
+
+    async def _pause(self, delay_s: float) -> None:
+        try:
+            async with asyncio.timeout(delay_s):
+                await self._leaving.wait()
+        except TimeoutError:
+            return
