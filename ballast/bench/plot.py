@@ -103,6 +103,7 @@ def _draw_memory(axis: "Axes", policy: PolicyResult) -> None:
 def _draw_ttft(axis: "Axes", policy: PolicyResult) -> None:
     finished = [(r.planned_s, r.first_token_s - r.planned_s) for r in policy.requests if r.first_token_s is not None]
     axis.set_yscale("log")
+    axis.yaxis.set_major_formatter("{x:g}")
     axis.set_ylabel("TTFT (s)")
     if not finished:
         return

@@ -24,7 +24,7 @@ class ProgressDisplay:
             console=console,
             transient=True,
         )
-        self._task = self._bar.add_task("", total=None)
+        self._task = self._bar.add_task("", total=0)
         self._next_line_s = _LINE_INTERVAL_S
 
     def __enter__(self) -> Self:

@@ -1,0 +1,95 @@
+"""Records and results made up for the tests of what is computed and drawn from them."""
+
+import random
+from array import array
+
+from ballast.bench.records import Outcome, ReplayRun, RequestRecord, StatusSample
+from ballast.bench.results import BenchConfig, BenchResult, Environment, ModelFacts, TraceInfo, policy_result
+
+
+def record(index: int, planned_s: float, token_times_s: list[float], **changes: object) -> RequestRecord:
+    """A finished request unless `changes` say otherwise."""
+    made = RequestRecord(
+        index=index,
+        request_id=f"r-{index}",
+        input_tokens=10,
+        wanted_tokens=len(token_times_s),
+        planned_s=planned_s,
+        submit_s=planned_s + 0.001,
+        token_times_s=array("d", token_times_s),
+        end_s=token_times_s[-1] if token_times_s else planned_s,
+        outcome=Outcome.FINISHED,
+    )
+    for name, value in changes.items():
+        setattr(made, name, value)
+    return made
+
+
+def sample(at_s: float, demand_mib: float, epoch: int = 0) -> StatusSample:
+    return StatusSample(
+        at_s=at_s,
+        kv_demand_bytes=int(demand_mib * 2**20),
+        kv_capacity_bytes=256 << 20,
+        kv_used_bytes=int(min(demand_mib, 240) * 2**20),
+        running_count=int(demand_mib // 10),
+        waiting_count=int(max(demand_mib - 240, 0) // 10),
+        preemptions_total=0,
+        epoch=epoch,
+        epoch_reason="overload" if epoch else "start",
+    )
+
+
+def bursty_run(seed: int = 0) -> ReplayRun:
+    """A run with a burst at 25 s in which requests wait, some are refused and one fails."""
+    rng = random.Random(seed)
+    records: list[RequestRecord] = []
+    for index in range(300):
+        planned_s = rng.uniform(25, 35) if index % 3 == 0 else rng.uniform(0, 75)
+        wait_s = rng.lognormvariate(-3, 0.5) + max(0.0, 8 - abs(planned_s - 33)) * rng.random()
+        times_s = [planned_s + wait_s + 0.02 * i for i in range(rng.randint(2, 60))]
+        made = record(index, planned_s, times_s)
+        if 30 < planned_s < 33 and index % 5 == 0:
+            made = record(index, planned_s, [], outcome=Outcome.REFUSED, error="backlog full")
+        records.append(made)
+    records[7] = record(7, 50.0, [50.1], outcome=Outcome.FAILED, wanted_tokens=9, error="Unavailable: worker-0")
+    samples = [sample(t / 2, 80 + 260 * max(0.0, 1 - abs(t / 2 - 33) / 12)) for t in range(160)]
+    return ReplayRun(records, samples, complete=True, duration_s=78.0, failed_sample_count=0)
+
+
+def bench_result(run: ReplayRun, *policies: str) -> BenchResult:
+    return BenchResult(
+        created_unix_s=1.0,
+        complete=run.complete,
+        config=BenchConfig(seed=0, deadline_s=300, address="127.0.0.1:1", cluster={"workers": 2}),
+        environment=Environment(
+            cpu="a cpu",
+            core_count=2,
+            memory_bytes=1 << 33,
+            platform="Linux",
+            python="3.11",
+            packages={"numpy": "2"},
+            git_commit=None,
+            git_dirty=None,
+        ),
+        model=ModelFacts(
+            name="demo",
+            architecture="LlamaForCausalLM",
+            dtype="float32",
+            parameter_count=1,
+            kv_bytes_per_token=1,
+            max_model_len=1024,
+            vocab_size=512,
+        ),
+        trace=TraceInfo(
+            source="traces/bursty.csv",
+            format="ballast",
+            request_count=len(run.records),
+            span_s=75.0,
+            dropped_count=0,
+            clamped_count=2,
+            time_scale=1.0,
+            length_scale=0.25,
+            limit=None,
+        ),
+        policies={name: policy_result(run, name) for name in policies or ("recompute",)},
+    )

@@ -1,0 +1,113 @@
+"""Tables, figure and command line."""
+
+import argparse
+import io
+import sys
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from ballast.bench import command
+from ballast.bench.plot import plot_result
+from ballast.bench.progress import ProgressDisplay, describe
+from ballast.bench.records import ReplayRun
+from ballast.bench.replay import Progress
+from ballast.bench.table import duration, render
+from ballast.common.errors import ConfigError
+from tests.unit.bench.samples import bench_result, bursty_run
+
+
+def printed(result: object) -> str:
+    console = Console(file=io.StringIO(), width=120)
+    console.print(result)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def test_table_shows_figures_with_units() -> None:
+    run = bursty_run()
+    text = printed(render(bench_result(run)))
+    for wanted in ("TTFT", "TPOT", "p999", " ms", " s", "output tokens/s", "MiB", "refused", "1 failed", "2 cut to"):
+        assert wanted in text
+    assert "interrupted" not in text
+    run.complete = False
+    assert "interrupted" in printed(render(bench_result(run)))
+
+
+def test_table_of_nothing_has_dashes() -> None:
+    assert "-" in printed(render(bench_result(ReplayRun([], [], False, 0.0, 0))))
+
+
+def test_verification_is_shown_once_it_is_there() -> None:
+    result = bench_result(bursty_run())
+    verified = result.policies["recompute"].model_copy(
+        update={"verified_count": 24, "token_mismatches": 0, "near_ties": 1}
+    )
+    text = printed(render(result.model_copy(update={"policies": {"recompute": verified}})))
+    assert "24 answers: 0 differing tokens, 1 near-ties" in text
+
+
+@pytest.mark.parametrize(
+    ("value_s", "text"), [(None, "-"), (0.0, "0 us"), (5e-5, "50 us"), (0.0123, "12.3 ms"), (2.0, "2.00 s")]
+)
+def test_durations_read_well(value_s: float | None, text: str) -> None:
+    assert duration(value_s) == text
+
+
+@pytest.mark.parametrize("policies", [("recompute",), ("recompute", "drop")])
+@pytest.mark.parametrize("run", [bursty_run(), ReplayRun([], [], False, 0.0, 0)], ids=["burst", "nothing"])
+def test_figure_is_drawn(run: ReplayRun, policies: tuple[str, ...], tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    plot_result(bench_result(run, *policies), tmp_path / "new" / "figure.png")
+    assert (tmp_path / "new" / "figure.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_figure_errors_are_clear(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+    with pytest.raises(ConfigError, match=r"figure\.xyz"):
+        plot_result(bench_result(bursty_run()), tmp_path / "figure.xyz")
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ConfigError, match=r"pip install 'ballast\[bench\]'"):
+        plot_result(bench_result(bursty_run()), tmp_path / "figure.png")
+
+
+def test_bench_without_matplotlib_or_torch_imports() -> None:
+    import subprocess
+
+    code = "import sys, ballast.bench.command, ballast.bench.plot\n"
+    code += "assert not {'matplotlib', 'torch', 'transformers'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[3])
+
+
+def test_progress_on_a_terminal_and_in_a_log() -> None:
+    progress = Progress(total_count=300, span_s=75, elapsed_s=12, sent_count=40, finished_count=30, refused_count=2)
+    assert describe(progress) == "8 running · 2 refused · 0 tokens · 12 s · 63 s left"
+    log = io.StringIO()
+    with ProgressDisplay(Console(file=log, width=120)) as display:
+        for elapsed_s in range(25):
+            progress.elapsed_s = elapsed_s
+            display(progress)
+    assert log.getvalue().count("32/300") == 2
+    terminal = io.StringIO()
+    with ProgressDisplay(Console(file=terminal, width=120, force_terminal=True)) as display:
+        display(progress)
+    assert "32/300" in terminal.getvalue()
+
+
+def _parse(*arguments: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    command.add_parser(parser.add_subparsers())
+    return parser.parse_args(["bench", "replay", *arguments])
+
+
+def test_command_wants_a_cluster_or_a_model() -> None:
+    args = _parse("--trace", "t.csv")
+    with pytest.raises(ConfigError, match="give --address of a running cluster, or --model"):
+        args.run(args)
+
+
+def test_command_names_the_trace_that_is_missing() -> None:
+    args = _parse("--trace", "/nowhere/t.csv", "--address", "127.0.0.1:1")
+    with pytest.raises(ConfigError, match=r"/nowhere/t\.csv"):
+        args.run(args)
