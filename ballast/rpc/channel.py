@@ -33,7 +33,8 @@ CHANNEL_OPTIONS: Sequence[tuple[str, int]] = (
     *_BOUNDS,
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 100),
+    # Despite its name not a wait, but what one attempt to connect may take: a busy peer needs more than the back-off.
+    ("grpc.min_reconnect_backoff_ms", 5_000),
     ("grpc.max_reconnect_backoff_ms", 2_000),
     # Channels of one process to one address share a connection unless told otherwise; a relay wants its own.
     ("grpc.use_local_subchannel_pool", 1),

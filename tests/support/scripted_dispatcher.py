@@ -1,0 +1,136 @@
+"""An InferenceService whose behaviour a test writes down in advance: the other end of the SDK and the CLI."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, AsyncIterator
+from typing import Any
+
+import grpc.aio
+
+from ballast.common.errors import BallastError, Cancelled, NotFound
+from ballast.rpc.server import RpcServer
+from ballastpb.cluster.v1 import cluster_pb2
+from ballastpb.inference.v1 import inference_pb2 as pb
+from ballastpb.inference.v1 import inference_pb2_grpc
+
+
+class ScriptedDispatcher(inference_pb2_grpc.InferenceServiceServicer):
+    """Answers with `tokens` tokens `t0 t1 ...`, one per response; what differs is set on the attributes."""
+
+    def __init__(self, name: str = "d0") -> None:
+        self.name = name
+        self.tokens = 3
+        self.refuse: list[BallastError] = []  # raised by the next calls of Generate, one each
+        self.fail_after: tuple[int, BallastError] | None = None  # (tokens, error)
+        self.end_early = False  # OK, but without a finish reason
+        self.pause_s = 0.0  # before each token
+        self.requests: list[pb.GenerateRequest] = []
+        self.abandoned = asyncio.Event()  # a caller went away in the middle
+        self.running: dict[str, asyncio.Event] = {}  # request id -> set when cancelled by id
+        self.started = asyncio.Event()  # a request has come
+        self.drained = False
+        self.status = pb.GetStatusResponse(dispatcher_id=name, version="0.1.0", state_server_reachable=True)
+
+    async def Generate(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateResponse]:
+        self.requests.append(request)
+        if self.refuse:
+            raise self.refuse.pop(0)
+        cancelled = self.running.setdefault(request.request_id, asyncio.Event())
+        self.started.set()
+        try:
+            collected = pb.GenerateResponse(request_id=request.request_id, prompt_token_count=5)
+            for index in range(self.tokens):
+                if self.fail_after is not None and index == self.fail_after[0]:
+                    raise self.fail_after[1]
+                await self._pause(cancelled)
+                response = collected if request.collect else pb.GenerateResponse(request_id=request.request_id)
+                response.token_ids.append(index)
+                response.text += f"t{index} "
+                if index == self.tokens - 1 and not self.end_early:
+                    response.finish_reason = cluster_pb2.FINISH_REASON_LENGTH
+                    response.usage.CopyFrom(pb.Usage(prompt_token_count=5, completion_token_count=self.tokens, seed=7))
+                if not request.collect or index == self.tokens - 1:
+                    yield response
+        except asyncio.CancelledError:
+            self.abandoned.set()
+            raise
+        finally:
+            self.running.pop(request.request_id, None)
+
+    async def _pause(self, cancelled: asyncio.Event) -> None:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(cancelled.wait(), self.pause_s or 0.0001)
+        if cancelled.is_set():
+            raise Cancelled("cancelled by id")
+
+    async def Cancel(self, request: pb.CancelRequest, context: Any) -> pb.CancelResponse:
+        event = self.running.get(request.request_id)
+        if event is not None:
+            event.set()
+        return pb.CancelResponse(found=event is not None)
+
+    async def Tokenize(self, request: pb.TokenizeRequest, context: Any) -> pb.TokenizeResponse:
+        text = request.text or " ".join(f"{m.role}: {m.content}" for m in request.conversation.messages)
+        return pb.TokenizeResponse(ids=text.encode())
+
+    async def GetModelInfo(self, request: pb.GetModelInfoRequest, context: Any) -> pb.GetModelInfoResponse:
+        if not self.status.HasField("model"):
+            raise NotFound("no model yet")
+        return pb.GetModelInfoResponse(model=self.status.model)
+
+    async def GetStatus(self, request: pb.GetStatusRequest, context: Any) -> pb.GetStatusResponse:
+        return self.status
+
+    async def Drain(self, request: pb.DrainRequest, context: Any) -> pb.DrainResponse:
+        self.drained = True
+        return pb.DrainResponse(running_request_count=len(self.running))
+
+
+@contextlib.asynccontextmanager
+async def serving(dispatcher: ScriptedDispatcher) -> AsyncGenerator[str, None]:
+    """Its address, for as long as the context lasts."""
+    bugs: list[object] = []
+
+    def register(server: grpc.aio.Server) -> None:
+        inference_pb2_grpc.add_InferenceServiceServicer_to_server(dispatcher, server)
+
+    descriptor = pb.DESCRIPTOR.services_by_name["InferenceService"]
+    server = RpcServer(host="127.0.0.1", port=0, services=[(descriptor, register)], on_bug=bugs.append)
+    port = await server.start()
+    await server.set_ready(True)
+    try:
+        yield f"127.0.0.1:{port}"
+    finally:
+        await server.stop(0.0)
+    assert not bugs
+
+
+def worker_status(worker_id: str = "worker-0", *, used: int = 25, kv_bytes: int = 700 << 20) -> pb.WorkerStatus:
+    """A worker with a budget of 1 GiB whose books balance."""
+    parameter_bytes = 100 << 20
+    memory = cluster_pb2.MemoryReport(
+        budget_bytes=1 << 30,
+        parameter_bytes=parameter_bytes,
+        kv_bytes=kv_bytes,
+        free_bytes=(1 << 30) - parameter_bytes - kv_bytes,
+    )
+    load = cluster_pb2.LoadReport(
+        block_tokens=16,
+        block_count=100,
+        used_block_count=used,
+        running_count=3,
+        waiting_count=2,
+        max_running_count=64,
+        steps_total=10,
+        prompt_tokens_total=500,
+        generation_tokens_total=900,
+        memory=memory,
+    )
+    return pb.WorkerStatus(
+        worker_id=worker_id,
+        incarnation=2,
+        address="127.0.0.1:50061",
+        group_id=f"group-{worker_id}",
+        connected=True,
+        load=load,
+    )

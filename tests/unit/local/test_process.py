@@ -1,0 +1,83 @@
+import asyncio
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from ballast.local.process import ChildProcess
+
+SLEEP = [sys.executable, "-S", "-c", "print('up', flush=True); import time; time.sleep(600)"]
+DEAF = [
+    sys.executable,
+    "-S",
+    "-c",
+    "import signal, time; signal.signal(15, signal.SIG_IGN); print('up', flush=True); time.sleep(600)",
+]
+
+
+def until_up(child: ChildProcess) -> None:
+    give_up_at_s = time.monotonic() + 10
+    while child.find_line("up") is None:
+        assert child.returncode is None, child.describe_end()
+        assert time.monotonic() < give_up_at_s
+        time.sleep(0.01)
+
+
+def test_a_polite_child_ends_on_sigterm(tmp_path: Path) -> None:
+    child = ChildProcess("polite", SLEEP, log_path=tmp_path / "log")
+    until_up(child)
+    asyncio.run(child.stop(10.0))
+    assert child.returncode == -signal.SIGTERM
+    assert "was killed by SIGTERM" in child.describe_end()
+
+
+def test_a_deaf_child_is_killed_after_its_time(tmp_path: Path) -> None:
+    child = ChildProcess("deaf", DEAF, log_path=tmp_path / "log")
+    until_up(child)
+    asyncio.run(child.stop(0.2))
+    assert child.returncode == -signal.SIGKILL
+
+
+def test_the_end_is_told_with_the_last_words(tmp_path: Path) -> None:
+    (tmp_path / "log").write_text("of an earlier life\n")
+    child = ChildProcess(
+        "brief", [sys.executable, "-S", "-c", "import sys; sys.exit('no such model')"], log_path=tmp_path / "log"
+    )
+    assert asyncio.run(child.wait(10.0))
+    assert child.describe_end() == "ended with status 1; its log ends with\nno such model"
+
+
+def test_a_command_that_does_not_exist(tmp_path: Path) -> None:
+    child = ChildProcess("missing", ["/no/such/command"], log_path=tmp_path / "log")
+    assert asyncio.run(child.wait(10.0))
+    assert "/no/such/command: No such file" in child.describe_end()
+
+
+def test_a_child_does_not_outlive_a_killed_parent(tmp_path: Path) -> None:
+    script = f"""
+import time
+from pathlib import Path
+from ballast.local.process import ChildProcess
+child = ChildProcess("orphan", {SLEEP!r}, log_path=Path({str(tmp_path / "log")!r}))
+while child.find_line("up") is None: time.sleep(0.01)
+print(child.pid, flush=True)
+time.sleep(600)
+"""
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE) as parent:
+        assert parent.stdout is not None
+        pid = int(parent.stdout.readline())
+        assert Path(f"/proc/{pid}").exists()
+        parent.kill()
+    give_up_at_s = time.monotonic() + 5
+    while _running(pid):
+        assert time.monotonic() < give_up_at_s, "the child is still there"
+        time.sleep(0.01)
+
+
+def _running(pid: int) -> bool:
+    """Not gone and not a zombie that waits for an init process which never comes (in a container)."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
