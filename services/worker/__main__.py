@@ -1,0 +1,218 @@
+"""`python -m services.worker`: loads the model, wires the parts, and serves until the signal to stop."""
+
+import asyncio
+import functools
+import secrets
+import socket
+import sys
+from collections.abc import Sequence
+
+import grpc.aio
+import torch
+from tokenizers import Tokenizer
+
+from ballast.common.ids import Incarnation, WorkerId
+from ballast.common.load import MemoryReport
+from ballast.rpc.server import RpcServer
+from ballast.service import logs
+from ballast.service.lifecycle import Lifecycle, advertised_address, run_service, say_ready
+from ballast.service.metrics import REGISTRY, MetricsServer
+from ballast.service.settings import load_settings
+from ballast.service.state import StateServer
+from ballastpb.worker.v1 import worker_pb2, worker_pb2_grpc
+from services.worker.config import WorkerSettings, flags
+from services.worker.core.batch import Batch, NewSequence, StepResult
+from services.worker.core.limits import WorkerLimits
+from services.worker.core.worker import WorkerCore
+from services.worker.engine.load import Engine, load_engine
+from services.worker.metrics import export
+from services.worker.reporter import MonitorReporter
+from services.worker.servicer import WorkerServicer
+from services.worker.shell import WorkerShell
+from services.worker.text import Detokenizer, load_tokenizer
+
+_READINESS_INTERVAL_S = 0.5
+_CALLS_GRACE_S = 1.0  # for the streams to end after the last request has
+
+
+class SteppedEngine:
+    """The engine as the shell sees it."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def step(self, batch: Batch, block_tables: Sequence[Sequence[int]]) -> StepResult:
+        return self._engine.runner.step(batch, block_tables)
+
+    def memory_report(self) -> MemoryReport:
+        return self._engine.memory.report()
+
+    def check(self) -> None:
+        self._engine.memory.check()
+
+    def close(self) -> None:
+        self._engine.close()
+
+
+def load(settings: WorkerSettings) -> Engine:
+    torch.set_num_threads(settings.threads)
+    return load_engine(
+        settings.model,
+        device_memory_bytes=int(settings.device_memory_bytes),
+        dtype=settings.dtype,
+        block_tokens=settings.block_size,
+        max_model_len=settings.max_model_len,
+        device=settings.device,
+        name=settings.served_model_name,
+    )
+
+
+def build_core(settings: WorkerSettings, engine: Engine) -> WorkerCore:
+    limits = WorkerLimits(
+        block_tokens=settings.block_size,
+        max_model_len=engine.info.max_model_len,
+        vocab_size=engine.info.vocab_size,
+        eos_token_ids=frozenset(engine.info.eos_token_ids),
+        max_running_count=settings.max_num_seqs,
+        max_batch_tokens=settings.max_num_batched_tokens,
+        max_waiting_count=settings.max_num_queued_reqs,
+        max_waiting_tokens=settings.max_num_queued_tokens,
+    )
+    return WorkerCore(limits, engine.block_count)
+
+
+def primed_detokenizer(tokenizer: Tokenizer, new: NewSequence) -> Detokenizer:
+    """Ready for the token that follows what the sequence has generated before."""
+    skip = new.sampling.skip_special_tokens
+    detokenizer = Detokenizer(tokenizer, new.prompt_token_ids, skip_special_tokens=skip)
+    for token_id in new.output_token_ids:
+        detokenizer.push(token_id)
+    return detokenizer
+
+
+class WorkerProcess:
+    """Everything that one worker consists of, from the loaded engine to the drained end."""
+
+    def __init__(self, life: Lifecycle, settings: WorkerSettings, engine: Engine, state: StateServer) -> None:
+        self._life = life
+        self._settings = settings
+        self._engine = engine
+        self._state = state
+        self._detokenizer = functools.partial(primed_detokenizer, load_tokenizer(settings.model))
+        self._shell = WorkerShell(
+            core=build_core(settings, engine),
+            engine=SteppedEngine(engine),
+            detokenizer=self._detokenizer,
+            check_every_steps=settings.check_every_steps,
+        )
+        export(self._shell.load, REGISTRY)
+
+    async def run(self, worker_id: WorkerId) -> None:
+        incarnation = await self._register(worker_id)
+        if incarnation is None:
+            self._engine.close()
+            return
+        server = self._make_server(worker_id, incarnation)
+        port = await server.start()
+        address = advertised_address(self._settings.host, self._settings.advertise_host, port)
+        reporter = MonitorReporter(
+            worker_id=worker_id,
+            incarnation=incarnation,
+            address=address,
+            model=self._engine.info,
+            load=self._shell.load,
+            monitor_address=self._settings.monitor_address,
+            state=self._state,
+            interval_s=self._settings.report_interval_s,
+        )
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._shell.run(), name="engine")
+                tasks.create_task(reporter.run(), name="reporter")
+                readiness = tasks.create_task(self._keep_readiness(server), name="readiness")
+                logs.get_logger().info("serving", address=address, incarnation=incarnation)
+                say_ready("worker", worker_id, address)
+                await self._life.stopping.wait()
+                readiness.cancel()
+                await server.set_ready(False)
+                await self._drain()
+                reporter.leave()
+                self._shell.stop()
+        finally:
+            await server.stop(_CALLS_GRACE_S)
+
+    async def _register(self, worker_id: WorkerId) -> Incarnation | None:
+        """The number of this life, once the state server gives one; None if told to stop before."""
+        stopping = asyncio.ensure_future(self._life.stopping.wait())
+        taking = asyncio.ensure_future(self._take_incarnation(worker_id))
+        try:
+            await asyncio.wait((stopping, taking), return_when=asyncio.FIRST_COMPLETED)
+            return taking.result() if taking.done() else None
+        finally:
+            stopping.cancel()
+            taking.cancel()
+
+    async def _take_incarnation(self, worker_id: WorkerId) -> Incarnation:
+        await self._state.wait_ready()
+        return await self._state.next_incarnation("worker", worker_id)
+
+    def _make_server(self, worker_id: WorkerId, incarnation: Incarnation) -> RpcServer:
+        servicer = WorkerServicer(
+            shell=self._shell,
+            worker_id=worker_id,
+            incarnation=incarnation,
+            model=self._engine.info,
+            max_waiting_count=self._settings.max_num_queued_reqs,
+            detokenizer=self._detokenizer,
+        )
+
+        def register(server: grpc.aio.Server) -> None:
+            worker_pb2_grpc.add_WorkerServiceServicer_to_server(servicer, server)
+
+        return RpcServer(
+            host=self._settings.host,
+            port=self._settings.port,
+            services=[(worker_pb2.DESCRIPTOR.services_by_name["WorkerService"], register)],
+            on_bug=self._life.report_bug,
+        )
+
+    async def _keep_readiness(self, server: RpcServer) -> None:
+        """Ready while the engine makes progress: a process that merely lives serves nobody."""
+        while True:
+            load_report = self._shell.load()
+            stuck = load_report.step_age_s > self._settings.step_timeout_s
+            await server.set_ready(not stuck and not load_report.draining)
+            await asyncio.sleep(_READINESS_INTERVAL_S)
+
+    async def _drain(self) -> None:
+        log, report = logs.get_logger(), self._shell.load()
+        log.info("draining", running=report.running_count, waiting=report.waiting_count)
+        self._shell.drain()
+        try:
+            async with asyncio.timeout(self._settings.shutdown_timeout_s):
+                await self._shell.drained.wait()
+        except TimeoutError:
+            left = self._shell.load()
+            log.warning("not drained in time", running=left.running_count, waiting=left.waiting_count)
+
+
+async def main(life: Lifecycle) -> None:
+    settings = load_settings(WorkerSettings, flags(), sys.argv[1:])
+    suffix = settings.port or secrets.token_hex(3)
+    worker_id = WorkerId(settings.worker_id or f"{socket.gethostname()}-{suffix}")
+    logs.configure(service="worker", instance=worker_id, level=settings.log_level, form=settings.log_format)
+    logs.get_logger().info("starting", settings=settings.model_dump(mode="json"))
+    state = StateServer(settings.redis_url)
+    metrics = MetricsServer(settings.metrics_host, settings.metrics_port)
+    try:
+        # Loading takes long for large models; the loop stays free for signals meanwhile.
+        engine = await asyncio.to_thread(load, settings)
+        process = WorkerProcess(life, settings, engine, state)
+        await process.run(worker_id)
+    finally:
+        await state.close()
+        metrics.close()
+
+
+if __name__ == "__main__":
+    run_service(main)

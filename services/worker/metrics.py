@@ -1,0 +1,47 @@
+"""What a worker shows to Prometheus: the numbers of its load report, read when they are asked for."""
+
+from collections.abc import Callable, Iterable
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from ballast.common.load import LoadReport
+
+
+class LoadCollector(Collector):
+    def __init__(self, load: Callable[[], LoadReport]) -> None:
+        self._load = load
+
+    def collect(self) -> Iterable[Metric]:
+        load = self._load()
+        blocks = GaugeMetricFamily("ballast_kv_blocks", "KV blocks", labels=["state"])
+        blocks.add_metric(["used"], load.used_block_count)
+        blocks.add_metric(["free"], load.block_count - load.used_block_count)
+        yield blocks
+        memory = GaugeMetricFamily("ballast_device_memory_bytes", "Device memory by use", labels=["use"])
+        memory.add_metric(["parameters"], load.memory.parameter_bytes)
+        memory.add_metric(["kv"], load.memory.kv_bytes)
+        memory.add_metric(["free"], load.memory.free_bytes)
+        yield memory
+        for name, text, value in (
+            ("ballast_kv_cache_usage_fraction", "KV blocks in use, 0 to 1", load.kv_usage_fraction),
+            ("ballast_kv_waiting_blocks", "KV blocks that waiting prompts need", load.waiting_block_count),
+            ("ballast_requests_running", "Requests in the running set", load.running_count),
+            ("ballast_requests_waiting", "Requests accepted and not running yet", load.waiting_count),
+            ("ballast_engine_step_age_seconds", "Time since the engine made progress", load.step_age_s),
+            ("ballast_draining", "1 while nothing new is taken", float(load.draining)),
+        ):
+            yield GaugeMetricFamily(name, text, value=value)
+        for name, text, total in (
+            ("ballast_engine_steps", "Batches executed", load.steps_total),
+            ("ballast_preemptions", "Requests that lost their KV to others", load.preemptions_total),
+            ("ballast_prompt_tokens", "Prompt tokens computed", load.prompt_tokens_total),
+            ("ballast_generation_tokens", "Tokens generated", load.generation_tokens_total),
+        ):
+            yield CounterMetricFamily(name, text, value=total)
+
+
+def export(load: Callable[[], LoadReport], registry: CollectorRegistry) -> None:
+    registry.register(LoadCollector(load))
