@@ -60,8 +60,8 @@ class MemoryBackend(Protocol):
         """
         ...
 
-    def unmap(self, address: int, count: int) -> None:
-        """Take away what was mapped at `address`, `count` extents, and leave the range reserved.
+    def unmap(self, address: int, runs: Sequence[ExtentRun]) -> None:
+        """Take away `runs`, which are mapped one after the other from `address` on; the range stays reserved.
 
         Waits for this device's kernels first, since the driver would pull the memory away under them.
         """

@@ -113,9 +113,9 @@ class CudaBackend:
             self._unmap_each(address, done)
             raise
 
-    def unmap(self, address: int, count: int) -> None:
+    def unmap(self, address: int, runs: Sequence[ExtentRun]) -> None:
         self._driver.synchronise()
-        self._unmap_each(address, count)
+        self._unmap_each(address, sum(run.count for run in runs))
 
     def tensor(self, address: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         size_bytes = torch.Size(shape).numel() * dtype.itemsize
@@ -137,12 +137,13 @@ class CudaBackend:
 
     def _clear(self) -> None:
         """Fresh memory of a GPU holds what was there before; the contract says zeros."""
-        size_bytes = len(self._handles) * self._extent_bytes
+        everything = ExtentRun(0, len(self._handles))
+        size_bytes = everything.count * self._extent_bytes
         address = self.reserve(size_bytes)
         try:
-            self.map(address, ExtentRun(0, len(self._handles)))
+            self.map(address, everything)
             self.tensor(address, (size_bytes,), torch.uint8).zero_()
-            self.unmap(address, len(self._handles))
+            self.unmap(address, [everything])
         finally:
             self.release(address, size_bytes)
 

@@ -14,6 +14,7 @@ from services.worker.memory.pool import PhysicalPool
 
 _EXTENTS_PER_LAYER = 16  # how finely a dropped layer can be dealt out to the others
 _MIN_EXTENT_BYTES = 16 << 10
+_LARGE_EXTENT_BYTES = 2 << 20  # from here on a multiple of it: the host moves whole page tables then
 _MAX_EXTENT_COUNT = 16384  # far below vm.max_map_count even if no two neighbours lie side by side
 
 
@@ -81,7 +82,8 @@ def choose_extent_bytes(granularity_bytes: int, budget_bytes: int, layers: Seque
     """A sixteenth of the largest layer, so that rounding wastes little and a drop moves few pieces."""
     layer_bytes = max((layout.size_bytes for layout in layers), default=0)
     wanted = max(-(-layer_bytes // _EXTENTS_PER_LAYER), -(-budget_bytes // _MAX_EXTENT_COUNT), _MIN_EXTENT_BYTES)
-    return -(-wanted // granularity_bytes) * granularity_bytes
+    step_bytes = granularity_bytes if wanted < _LARGE_EXTENT_BYTES else max(granularity_bytes, _LARGE_EXTENT_BYTES)
+    return -(-wanted // step_bytes) * step_bytes
 
 
 def _require_room(budget_bytes: int, extent_bytes: int, parts: Sequence[PartLayout], kv_shape: KvShape) -> None:

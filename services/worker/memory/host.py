@@ -1,11 +1,16 @@
 """Device memory on the CPU: extents are slices of one memfd, mapped with MAP_FIXED into PROT_NONE ranges.
 
-Adjacent extents are adjacent in the file, so a run costs one call and one kernel mapping however long it is. Mapped
-runs are populated at once: faulting them in later, page by page, costs five times as much.
+Adjacent extents are adjacent in the file, so a run costs one call and one kernel mapping however long it is.
+
+Dropping a mapping and making another would cost as much as copying the bytes, because the kernel takes down and builds
+up one page table entry per 4 KiB. So page tables are moved instead: an extent that is unmapped goes, with mremap, to
+its place in a mapping of the whole file (the parking), and from there to where it is mapped next. Kernels before 5.13
+do not do that for shared memory: there an extent is unmapped plainly and faulted in again, all at once.
 """
 
 import ctypes
 import errno
+import itertools
 import mmap
 import os
 from collections.abc import Sequence
@@ -25,13 +30,19 @@ _MAP_FIXED = 0x10
 _MAP_ANONYMOUS = 0x20
 _MAP_NORESERVE = 0x4000
 _MAP_POPULATE = 0x8000
+_MREMAP_MAYMOVE = 1
+_MREMAP_FIXED = 2
+_MREMAP_DONTUNMAP = 4  # leaves a mapping without pages behind, not a hole that another thread's mmap might fill
 
 _RESERVED = _MAP_PRIVATE | _MAP_ANONYMOUS | _MAP_NORESERVE
 _MAP_FAILED = ctypes.c_void_p(-1).value
+_PAGE_TABLE_BYTES = 2 << 20  # what one page table maps; between addresses aligned to it, whole tables are moved
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+_libc.mremap.restype = ctypes.c_void_p
+_libc.mremap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p]
 _libc.munmap.restype = ctypes.c_int
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 
@@ -44,6 +55,10 @@ class HostBackend:
             raise ConfigError("device", "the cpu backend needs memfd_create, which only Linux has")
         self._fd: int | None = None
         self._extent_bytes = 0
+        self._size_bytes = 0
+        self._parking = 0  # address of the mapping of the whole file
+        self._tables_move = False
+        self._parked = bytearray()  # extent -> whether its page table entries are in the parking
 
     @property
     def device(self) -> torch.device:
@@ -54,19 +69,28 @@ class HostBackend:
         return mmap.PAGESIZE
 
     def create(self, extent_bytes: int, count: int) -> None:
-        if self._fd is not None:
+        if self._extent_bytes:
             raise InvariantViolation("the extents of this backend were created before")
-        wanted_bytes, available_bytes = extent_bytes * count, _available_bytes()
-        if wanted_bytes > available_bytes:
+        size_bytes, available_bytes = extent_bytes * count, _available_bytes()
+        if size_bytes > available_bytes:
             raise ConfigError(
-                "device_memory_bytes", f"{wanted_bytes} bytes asked for, this machine has {available_bytes} available"
+                "device_memory_bytes", f"{size_bytes} bytes asked for, this machine has {available_bytes} available"
             )
-        self._extent_bytes = extent_bytes
+        parking = self.reserve(size_bytes)
         self._fd = os.memfd_create("ballast-device-memory", os.MFD_CLOEXEC)
-        os.ftruncate(self._fd, wanted_bytes)
+        os.ftruncate(self._fd, size_bytes)
+        self._parking = _mmap(parking, size_bytes, _PROT_READ_WRITE, _MAP_SHARED | _MAP_FIXED, self._fd, 0)
+        self._extent_bytes, self._size_bytes, self._parked = extent_bytes, size_bytes, bytearray(count)
+        self._tables_move = self._kernel_moves_tables(self._fd)
 
     def reserve(self, size_bytes: int) -> int:
-        return _mmap(None, size_bytes, _PROT_NONE, _RESERVED, -1, 0)
+        """Aligned so that page tables can be moved whole."""
+        raw = _mmap(None, size_bytes + _PAGE_TABLE_BYTES, _PROT_NONE, _RESERVED, -1, 0)
+        address = -(-raw // _PAGE_TABLE_BYTES) * _PAGE_TABLE_BYTES
+        if address > raw:
+            self.release(raw, address - raw)
+        self.release(address + size_bytes, raw + _PAGE_TABLE_BYTES - address)
+        return address
 
     def release(self, address: int, size_bytes: int) -> None:
         if _libc.munmap(address, size_bytes) != 0:
@@ -75,12 +99,26 @@ class HostBackend:
     def map(self, address: int, run: ExtentRun) -> None:
         if self._fd is None:
             raise InvariantViolation("extents are mapped before they were created or after they were closed")
-        flags = _MAP_SHARED | _MAP_FIXED | _MAP_POPULATE
-        size_bytes, offset_bytes = run.count * self._extent_bytes, run.first * self._extent_bytes
-        _mmap(address, size_bytes, _PROT_READ_WRITE, flags, self._fd, offset_bytes)
+        try:
+            at = address
+            for parked, extents in itertools.groupby(range(run.first, run.end), self._parked.__getitem__):
+                first, *others = extents
+                part = ExtentRun(first, 1 + len(others))
+                if not (parked and self._move_tables(self._parking_of(part), at, part.count)):
+                    self._map_afresh(self._fd, at, part, _MAP_POPULATE)
+                at += part.count * self._extent_bytes
+        except BaseException:
+            self._reserve_again(address, run.count)
+            raise
+        finally:
+            self._parked[run.first : run.end] = bytes(run.count)
 
-    def unmap(self, address: int, count: int) -> None:
-        _mmap(address, count * self._extent_bytes, _PROT_NONE, _RESERVED | _MAP_FIXED, -1, 0)
+    def unmap(self, address: int, runs: Sequence[ExtentRun]) -> None:
+        at = address
+        for run in runs:
+            self._park(at, run)
+            at += run.count * self._extent_bytes
+        self._reserve_again(address, sum(run.count for run in runs))
 
     def tensor(self, address: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         count = torch.Size(shape).numel()
@@ -92,8 +130,45 @@ class HostBackend:
 
     def close(self) -> None:
         if self._fd is not None:
+            self.release(self._parking, self._size_bytes)
             os.close(self._fd)  # the last reference to the memory once every range has been released
             self._fd = None
+
+    def _parking_of(self, run: ExtentRun) -> int:
+        return self._parking + run.first * self._extent_bytes
+
+    def _park(self, address: int, run: ExtentRun) -> None:
+        if self._fd is None or not self._tables_move:
+            return
+        if self._move_tables(address, self._parking_of(run), run.count):
+            self._parked[run.first : run.end] = b"\x01" * run.count
+        else:  # a failed mremap may have removed its target
+            self._map_afresh(self._fd, self._parking_of(run), run, 0)
+
+    def _move_tables(self, source: int, target: int, count: int) -> bool:
+        return _move_tables(source, target, count * self._extent_bytes)
+
+    def _map_afresh(self, fd: int, address: int, run: ExtentRun, populate: int) -> None:
+        size_bytes, offset_bytes = run.count * self._extent_bytes, run.first * self._extent_bytes
+        _mmap(address, size_bytes, _PROT_READ_WRITE, _MAP_SHARED | _MAP_FIXED | populate, fd, offset_bytes)
+
+    def _kernel_moves_tables(self, fd: int) -> bool:
+        """Tried out before anything hangs on it: an mremap that is refused leaves a hole where its target was."""
+        page_bytes = mmap.PAGESIZE
+        source = _mmap(None, page_bytes, _PROT_READ_WRITE, _MAP_SHARED, fd, 0)
+        target = _mmap(None, page_bytes, _PROT_NONE, _RESERVED, -1, 0)
+        moved = _move_tables(source, target, page_bytes)
+        self.release(source, page_bytes)
+        self.release(target, page_bytes)
+        return moved
+
+    def _reserve_again(self, address: int, count: int) -> None:
+        _mmap(address, count * self._extent_bytes, _PROT_NONE, _RESERVED | _MAP_FIXED, -1, 0)
+
+
+def _move_tables(source: int, target: int, size_bytes: int) -> bool:
+    flags = _MREMAP_MAYMOVE | _MREMAP_FIXED | _MREMAP_DONTUNMAP
+    return _libc.mremap(source, size_bytes, size_bytes, flags, target) == target
 
 
 def _mmap(address: int | None, size_bytes: int, protection: int, flags: int, fd: int, offset_bytes: int) -> int:

@@ -213,14 +213,16 @@ class VirtualRange:
             raise InvariantViolation(
                 f"{self.name}: {added} more extents exceed the {self.reserved_bytes} bytes reserved"
             )
-        done = 0
+        done: list[ExtentRun] = []
+        tail_address = self.address + self.mapped_bytes
         try:
             for run in runs:
-                self._pool.backend.map(self.address + (self._count + done) * self._pool.extent_bytes, run)
-                done += run.count
+                offset_bytes = sum(each.count for each in done) * self._pool.extent_bytes
+                self._pool.backend.map(tail_address + offset_bytes, run)
+                done.append(run)
         except BaseException:
             if done:
-                self._pool.backend.unmap(self.address + self.mapped_bytes, done)
+                self._pool.backend.unmap(tail_address, done)
             raise
         for run in runs:
             self._append(run)
@@ -232,22 +234,15 @@ class VirtualRange:
             raise InvariantViolation(f"{self.name}: {count} extents to unmap of {self._count}")
         if count == 0:
             return []
-        self._pool.backend.unmap(self.address + self.mapped_bytes - count * self._pool.extent_bytes, count)
-        self._count -= count
-        taken: list[ExtentRun] = []
-        while count:
-            last = self._runs.pop()
-            part = min(last.count, count)
-            if part < last.count:
-                self._runs.append(ExtentRun(last.first, last.count - part))
-            taken.append(ExtentRun(last.end - part, part))
-            count -= part
-        return taken[::-1]
+        kept, taken = _split(self._runs, self._count - count)
+        self._pool.backend.unmap(self.address + self.mapped_bytes - count * self._pool.extent_bytes, taken)
+        self._runs, self._count = kept, self._count - count
+        return taken
 
     def release(self) -> None:
         """Called by the pool when it closes."""
         if self._count:
-            self._pool.backend.unmap(self.address, self._count)
+            self._pool.backend.unmap(self.address, self._runs)
             self._runs, self._count = [], 0
         self._pool.backend.release(self.address, self.reserved_bytes)
 
@@ -255,3 +250,17 @@ class VirtualRange:
         if self._runs and self._runs[-1].end == run.first:
             run = ExtentRun(self._runs[-1].first, self._runs.pop().count + run.count)
         self._runs.append(run)
+
+
+def _split(runs: Sequence[ExtentRun], count: int) -> tuple[list[ExtentRun], list[ExtentRun]]:
+    """The first `count` extents, and the others."""
+    head: list[ExtentRun] = []
+    tail: list[ExtentRun] = []
+    for run in runs:
+        part = min(run.count, count)
+        count -= part
+        if part:
+            head.append(ExtentRun(run.first, part))
+        if part < run.count:
+            tail.append(ExtentRun(run.first + part, run.count - part))
+    return head, tail

@@ -21,12 +21,15 @@ class Range:
         self.size_bytes = ROOM * extent_bytes
         self.address = backend.reserve(self.size_bytes)
         self.extents = backend.tensor(self.address, (ROOM, extent_bytes), torch.uint8)  # [extent, byte]
+        self._mapped = [-1] * ROOM  # slot -> extent
 
     def map(self, slot: int, run: ExtentRun) -> None:
         self._backend.map(self.address + slot * self.extent_bytes, run)
+        self._mapped[slot : slot + run.count] = range(run.first, run.end)
 
     def unmap(self, slot: int, count: int) -> None:
-        self._backend.unmap(self.address + slot * self.extent_bytes, count)
+        runs = [ExtentRun(extent, 1) for extent in self._mapped[slot : slot + count]]
+        self._backend.unmap(self.address + slot * self.extent_bytes, runs)
 
     def value(self, slot: int) -> int:
         """The byte that fills a slot; fails when the slot is not filled with one value."""
