@@ -33,19 +33,31 @@ class ClusterTarget:
                 yield chunk.token_ids
 
     async def sample(self) -> StatusSample:
-        return sample_of(await self._client.status())
+        statuses: list[ClusterStatus] = []
+        failure: Unavailable | None = None
+        for address in self._client.addresses:
+            try:
+                statuses.append(await self._client.status(address))
+            except Unavailable as error:
+                failure = error
+        if not statuses and failure is not None:
+            raise failure
+        return sample_of(statuses)
 
 
-def sample_of(status: ClusterStatus) -> StatusSample:
-    """KV of the whole cluster: demand is what running requests hold plus what all waiting ones need for their prompts.
+def sample_of(statuses: Sequence[ClusterStatus]) -> StatusSample:
+    """The whole cluster, from what each of its dispatchers says: the backlogs add up, the workers are the same.
+
+    Demand is what running requests hold plus what all waiting ones need for their prompts.
 
     Raises:
-        Unavailable: the dispatcher knows no worker yet.
+        Unavailable: the first dispatcher knows no worker yet.
     """
+    status = statuses[0]
     if status.model is None:
         raise Unavailable(status.address, "knows no worker yet")
     loads = [worker.load for worker in status.workers if worker.load is not None]
-    backlog_bytes = status.backlog_token_count * status.model.kv_bytes_per_token
+    backlog_bytes = sum(s.backlog_token_count for s in statuses) * status.model.kv_bytes_per_token
     used_bytes = sum(_kv_bytes(worker, waiting=False) for worker in status.workers)
     waiting_bytes = sum(_kv_bytes(worker, waiting=True) for worker in status.workers)
     return StatusSample(
@@ -54,7 +66,7 @@ def sample_of(status: ClusterStatus) -> StatusSample:
         kv_capacity_bytes=sum(load.memory.kv_bytes for load in loads),
         kv_used_bytes=used_bytes,
         running_count=sum(load.running_count for load in loads),
-        waiting_count=sum(load.waiting_count for load in loads) + status.backlog_request_count,
+        waiting_count=sum(load.waiting_count for load in loads) + sum(s.backlog_request_count for s in statuses),
         preemptions_total=sum(load.preemptions_total for load in loads),
         epoch=status.layout.epoch if status.layout is not None else 0,
         epoch_reason=status.layout.reason if status.layout is not None else "",

@@ -1,0 +1,100 @@
+"""Re-compute recorded answers with `transformers` on the CPU and count the tokens that differ.
+
+    python -m benchmarks.verify_answers --results out/demo/results.json --model out/demo/model --count 24
+
+The reference reads prompt and answer at once and must find each served token to be its own best choice at that place;
+by induction that is the answer it would give itself. A difference is excused, and counted as a near-tie, only where the
+reference's logits of its best and of the served token are closer than 1e-5 (DESIGN, I2). This runs in a process of its
+own, so that nothing of the cluster's engine is loaded here.
+
+Prints one line of JSON. Exit status: 0 all tokens equal, 1 some differ or too few answers, 2 bad input.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.utils import logging as transformers_logging
+
+from ballast.bench.records import Outcome
+from ballast.bench.results import RequestResult, read_result
+from ballast.common.errors import ConfigError
+
+NEAR_TIE_LOGITS = 1e-5
+
+
+@dataclass(frozen=True, slots=True)
+class Verification:
+    answers: int
+    tokens: int
+    differing_tokens: int
+    near_ties: int
+
+
+def load_reference(model_dir: Path, dtype: str = "float32") -> PreTrainedModel:
+    torch.set_num_threads(1)
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=getattr(torch, dtype), attn_implementation="eager")
+    return model.eval()
+
+
+def choose(requests: Sequence[RequestResult], count: int) -> list[RequestResult]:
+    """`count` finished requests with recorded tokens, evenly spread over the trace, its first and last included."""
+    usable = [r for r in requests if r.outcome is Outcome.FINISHED and r.prompt_token_ids and r.output_token_ids]
+    if len(usable) <= count:
+        return usable
+    return [usable[i * (len(usable) - 1) // max(count - 1, 1)] for i in range(count)]
+
+
+@torch.inference_mode()
+def compare(model: PreTrainedModel, prompt: Sequence[int], answer: Sequence[int]) -> tuple[int, int]:
+    """Tokens of `answer` that differ from the reference's choice, and near-ties that are excused."""
+    ids = torch.tensor([[*prompt, *answer[:-1]]])
+    logits_TV = model(ids, use_cache=False).logits[0, len(prompt) - 1 :].double()
+    served_T = torch.tensor(answer)
+    best_T = logits_TV.max(dim=-1).values
+    gap_T = best_T - logits_TV.gather(1, served_T[:, None])[:, 0]
+    differs_T = logits_TV.argmax(dim=-1) != served_T
+    near_T = differs_T & (gap_T < NEAR_TIE_LOGITS)
+    return int((differs_T & ~near_T).sum()), int(near_T.sum())
+
+
+def verify(model: PreTrainedModel, requests: Sequence[RequestResult]) -> Verification:
+    differing, near_ties, tokens = 0, 0, 0
+    for request in requests:
+        answer = request.output_token_ids or []
+        found, excused = compare(model, request.prompt_token_ids or [], answer)
+        differing, near_ties, tokens = differing + found, near_ties + excused, tokens + len(answer)
+    return Verification(len(requests), tokens, differing, near_ties)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Re-compute recorded answers with transformers.")
+    parser.add_argument("--results", type=Path, required=True, help="made with --record-tokens")
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--policy", help="whose answers; default: the only one")
+    parser.add_argument("--count", type=int, default=24, help="how many answers, spread over the trace")
+    parser.add_argument("--at-least", type=int, default=1, help="fail if there are fewer")
+    parser.add_argument("--dtype", choices=("float32", "float64"), default="float32")
+    args = parser.parse_args(arguments)
+    try:
+        policies = read_result(args.results).policies
+        name = args.policy or next(iter(policies))
+        if name not in policies:
+            raise ConfigError(str(args.results), f"has no policy {name!r}, only {', '.join(policies)}")
+    except ConfigError as error:
+        print(f"configuration error: {error}", file=sys.stderr)
+        return 2
+    found = verify(load_reference(args.model, args.dtype), choose(policies[name].requests, args.count))
+    print(json.dumps(asdict(found)))
+    return 0 if found.differing_tokens == 0 and found.answers >= args.at_least else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,142 @@
+"""The parts of `make demo` that decide: scale factors, verification of answers, the verdict."""
+
+from pathlib import Path
+
+import pytest
+
+from ballast.bench.records import Outcome
+from ballast.bench.results import BenchResult, write_result
+from ballast.bench.traces import Trace, TraceRequest, read_trace
+from ballast.model.tiny import make_tiny
+from tests.unit.bench.samples import bench_result, bursty_run, record
+
+pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+import torch  # noqa: E402
+
+from benchmarks import demo, verify_answers  # noqa: E402
+
+
+def test_scales_keep_any_trace_within_time_and_rate() -> None:
+    conversation = Trace(
+        source="x", format="azure", requests=tuple(TraceRequest(i * 0.2, 1158, 259) for i in range(3200))
+    )
+    time_scale, length_scale = demo.default_scales(conversation, 1024)
+    scaled = conversation.scaled(time_scale=time_scale, length_scale=length_scale)
+    tokens = sum(r.input_tokens + r.output_tokens for r in scaled.requests)
+    assert 0.9 * demo.MAX_SPAN_S < scaled.span_s <= demo.MAX_SPAN_S
+    assert 0.8 * demo.MAX_TOKENS_PER_S < tokens / scaled.span_s <= 1.05 * demo.MAX_TOKENS_PER_S
+
+
+def test_a_short_light_trace_is_not_stretched() -> None:
+    trace = Trace(source="x", format="ballast", requests=(TraceRequest(10.0, 10, 10),))
+    assert demo.default_scales(trace, 1024) == (1.0, 1.0)
+
+
+@pytest.mark.parametrize(("scale", "rounded"), [(0.1567, 0.15), (1.0, 1.0), (0.0099, 0.0099), (0.30001, 0.3)])
+def test_factors_are_rounded_down_to_two_digits(scale: float, rounded: float) -> None:
+    assert demo._two_digits(scale) == rounded
+
+
+def test_the_shipped_trace_fits_without_cutting() -> None:
+    trace = read_trace(demo.SHIPPED_TRACE)
+    time_scale, length_scale = demo.default_scales(trace, 1024)
+    assert time_scale == 1.0
+    assert trace.scaled(length_scale=length_scale, max_total_tokens=1024).clamped_count == 0
+
+
+def _answers(path: Path, count: int) -> BenchResult:
+    """`count` answers that really are those of `transformers`, from its own token-by-token decoding."""
+    model = verify_answers.load_reference(path)
+    records = []
+    for index in range(count):
+        prompt = torch.randint(5, 512, (1, 5 + 7 * index), generator=torch.Generator().manual_seed(index))
+        out = model.generate(  # pyright: ignore[reportCallIssue] -- of the mixin's types
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            min_new_tokens=12,
+            max_new_tokens=12,
+            do_sample=False,
+            suppress_tokens=None,
+            eos_token_id=-1,
+        )
+        answer = out[0, prompt.shape[1] :].tolist()
+        made = record(index, index, [index + 1.0] * 12, prompt_token_ids=prompt[0].tolist(), output_token_ids=answer)
+        records.append(made)
+    run = bursty_run()
+    run.records = records
+    return bench_result(run)
+
+
+def test_right_answers_pass_and_a_wrong_token_does_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = make_tiny("llama", tmp_path / "m")
+    result = _answers(path, 6)
+    results_path = tmp_path / "r.json"
+    arguments = ["--results", str(results_path), "--model", str(path), "--count", "4"]
+    write_result(results_path, result)
+    assert verify_answers.main(arguments) == 0
+    assert capsys.readouterr().out == '{"answers": 4, "tokens": 48, "differing_tokens": 0, "near_ties": 0}\n'
+    assert verify_answers.main([*arguments, "--at-least", "5"]) == 1
+
+    answer = result.policies["recompute"].requests[-1].output_token_ids
+    assert answer is not None
+    answer[-1] = (answer[-1] + 1) % 512
+    write_result(results_path, result)
+    capsys.readouterr()
+    assert verify_answers.main(arguments) == 1
+    assert '"differing_tokens": 1' in capsys.readouterr().out
+
+
+def test_only_near_ties_are_excused(tmp_path: Path) -> None:
+    class TwoBest:
+        """Logits whose two best are `gap` apart at every place."""
+
+        def __init__(self, gap: float) -> None:
+            self.gap = gap
+
+        def __call__(self, ids: "torch.Tensor", use_cache: bool) -> object:
+            logits = torch.zeros(1, ids.shape[1], 8, dtype=torch.float64)
+            logits[..., 3] = 1.0
+            logits[..., 4] = 1.0 - self.gap
+            return type("Output", (), {"logits": logits})
+
+    assert verify_answers.compare(TwoBest(1e-6), [1, 2], [3, 4, 5]) == (1, 1)  # pyright: ignore[reportArgumentType]
+    assert verify_answers.compare(TwoBest(1e-4), [1, 2], [3, 4, 5]) == (2, 0)  # pyright: ignore[reportArgumentType]
+
+
+def test_bad_input_of_the_verification_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--results", str(tmp_path / "none.json"), "--model", str(tmp_path)]
+    assert verify_answers.main(arguments) == 2
+    assert "none.json" in capsys.readouterr().err
+    write_result(tmp_path / "r.json", bench_result(bursty_run()))
+    assert verify_answers.main(["--results", str(tmp_path / "r.json"), "--model", "x", "--policy", "drop"]) == 2
+    assert "has no policy 'drop'" in capsys.readouterr().err
+
+
+def test_answers_are_chosen_over_the_whole_trace() -> None:
+    run = bursty_run()
+    for made in run.records:
+        made.prompt_token_ids, made.output_token_ids = [1], [2]
+    requests = bench_result(run).policies["recompute"].requests
+    chosen = verify_answers.choose(requests, 24)
+    assert len({r.index for r in chosen}) == 24
+    assert all(r.outcome is Outcome.FINISHED for r in chosen)
+    assert (chosen[0].index, chosen[-1].index) == (0, 299)
+
+
+def test_the_verdict_names_every_problem() -> None:
+    run = bursty_run()
+    result = bench_result(run)
+    assert any("4 requests did not finish" in p for p in demo.judge(result))
+    run.records = [r for r in run.records if r.outcome is Outcome.FINISHED]
+    good = bench_result(run).policies["recompute"].model_copy(update={"verified_count": 24, "token_mismatches": 0})
+    finished = bench_result(run).model_copy(update={"policies": {"recompute": good}})
+    assert demo.judge(finished) == []
+    bad = good.model_copy(update={"token_mismatches": 2, "verified_count": 19})
+    problems = demo.judge(finished.model_copy(update={"complete": False, "policies": {"recompute": bad}}))
+    assert problems == [
+        "interrupted",
+        "only 19 answers could be verified",
+        "2 tokens differ from those of transformers",
+    ]

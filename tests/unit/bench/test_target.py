@@ -1,0 +1,83 @@
+from dataclasses import replace
+
+import pytest
+
+from ballast.bench.target import sample_of
+from ballast.client import ClusterStatus, WorkerStatus
+from ballast.common.errors import Unavailable
+from ballast.common.ids import Epoch
+from ballast.common.layout import Layout
+from ballast.common.load import LoadReport, MemoryReport
+from ballast.common.model import ModelInfo
+
+MODEL = ModelInfo(
+    name="m",
+    architecture="LlamaForCausalLM",
+    layer_count=4,
+    vocab_size=512,
+    max_model_len=512,
+    dtype="float32",
+    parameter_count=1,
+    kv_bytes_per_token=100,
+    eos_token_ids=(1,),
+)
+
+
+def worker(name: str, used: int, waiting: int, kv_bytes: int = 16_000) -> WorkerStatus:
+    load = LoadReport(
+        block_tokens=16,
+        block_count=10,
+        used_block_count=used,
+        waiting_block_count=waiting,
+        running_count=used,
+        waiting_count=waiting,
+        max_running_count=64,
+        steps_total=1,
+        preemptions_total=2,
+        prompt_tokens_total=0,
+        generation_tokens_total=0,
+        step_age_s=0.0,
+        draining=False,
+        memory=MemoryReport(budget_bytes=kv_bytes, parameter_bytes=0, kv_bytes=kv_bytes, free_bytes=0),
+    )
+    return WorkerStatus(worker_id=name, incarnation=1, address="127.0.0.1:1", group_id="g", connected=True, load=load)
+
+
+def status(*workers: WorkerStatus, backlog: int = 0) -> ClusterStatus:
+    return ClusterStatus(
+        dispatcher_id="dispatcher-0",
+        address="127.0.0.1:2",
+        version="0",
+        layout=Layout(Epoch(3), 4, (), "join"),
+        model=MODEL,
+        workers=workers,
+        backlog_request_count=backlog,
+        backlog_token_count=backlog * 10,
+        running_request_count=0,
+        max_queued_request_count=100,
+        max_queued_token_count=1000,
+        requests_total={},
+        draining=False,
+        uptime_s=1.0,
+        state_server_reachable=True,
+    )
+
+
+def test_demand_is_running_waiting_and_backlog_of_all_dispatchers() -> None:
+    workers = (worker("a", used=4, waiting=2), worker("b", used=1, waiting=0, kv_bytes=32_000))
+    sample = sample_of([status(*workers, backlog=3), status(*workers, backlog=2)])
+    assert sample.kv_used_bytes == 4 * 1600 + 1 * 3200
+    assert sample.kv_demand_bytes == sample.kv_used_bytes + 2 * 1600 + 50 * 100
+    assert sample.kv_capacity_bytes == 48_000
+    assert (sample.running_count, sample.waiting_count, sample.preemptions_total) == (5, 7, 4)
+    assert (sample.epoch, sample.epoch_reason) == (3, "join")
+
+
+def test_a_worker_that_has_not_reported_counts_nothing() -> None:
+    silent = replace(worker("b", 1, 1), load=None)
+    assert sample_of([status(worker("a", 4, 2), silent)]).kv_capacity_bytes == 16_000
+
+
+def test_a_cluster_without_workers_is_not_available() -> None:
+    with pytest.raises(Unavailable, match="knows no worker yet"):
+        sample_of([replace(status(), model=None)])
