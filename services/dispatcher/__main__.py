@@ -1,0 +1,181 @@
+"""`python -m services.dispatcher`: builds the parts, wires them, and waits for the signal to stop."""
+
+import asyncio
+import contextlib
+import sys
+import time
+import uuid
+from collections.abc import AsyncGenerator, Coroutine
+from typing import Any
+
+import grpc.aio
+
+from ballast.common.ids import DispatcherId
+from ballast.common.layout import Layout
+from ballast.rpc.server import RpcServer
+from ballast.service import logs
+from ballast.service.lifecycle import Lifecycle, advertised_address, run_service, say_ready
+from ballast.service.metrics import REGISTRY, MetricsServer
+from ballast.service.settings import load_settings
+from ballast.service.state import StateServer
+from ballastpb.inference.v1 import inference_pb2, inference_pb2_grpc
+from services.dispatcher.config import DispatcherSettings, flags
+from services.dispatcher.core.dispatcher import DispatcherCore, Limits
+from services.dispatcher.core.events import LayoutChanged
+from services.dispatcher.core.placement import PlacementRules
+from services.dispatcher.policy.freeness import RoutingRules
+from services.dispatcher.servicer import DispatcherServicer, ServingBounds
+from services.dispatcher.shell.dispatcher import DispatcherShell
+from services.dispatcher.shell.links import Identity
+from services.dispatcher.shell.metrics import DispatcherMetrics
+from services.dispatcher.store import DispatcherStore
+from services.dispatcher.text import PromptEncoder
+
+_NAME = "dispatcher"
+_CLOSE_GRACE_S = 1.0  # for the last responses to reach their clients
+
+
+class MonotonicClock:
+    def now_s(self) -> float:
+        return time.monotonic()
+
+
+async def main(life: Lifecycle) -> None:
+    settings = load_settings(DispatcherSettings, flags(), sys.argv[1:])
+    dispatcher_id = DispatcherId(settings.dispatcher_id or f"dispatcher-{uuid.uuid4().hex[:8]}")
+    logs.configure(service=_NAME, instance=dispatcher_id, level=settings.log_level, form=settings.log_format)
+    logs.get_logger().info("starting", settings=settings.model_dump(mode="json"))
+    encoder = PromptEncoder(settings.model)
+    state = StateServer(settings.redis_url)
+    metrics = MetricsServer(settings.metrics_host, settings.metrics_port)
+    try:
+        if await _unless_stopped(life, state.wait_ready()):
+            incarnation = await state.next_incarnation(_NAME, dispatcher_id)
+            await _serve(life, settings, Identity(dispatcher_id, incarnation), encoder, state)
+    finally:
+        await state.close()
+        metrics.close()
+
+
+async def _unless_stopped(life: Lifecycle, waiting: Coroutine[Any, Any, None]) -> bool:
+    """Whether it ended before the signal to stop came."""
+    work, stop = asyncio.ensure_future(waiting), asyncio.ensure_future(life.stopping.wait())
+    try:
+        await asyncio.wait([work, stop], return_when=asyncio.FIRST_COMPLETED)
+        if work.done():
+            work.result()
+            return True
+        return False
+    finally:
+        work.cancel()
+        stop.cancel()
+
+
+async def _serve(
+    life: Lifecycle, settings: DispatcherSettings, identity: Identity, encoder: PromptEncoder, state: StateServer
+) -> None:
+    clock = MonotonicClock()
+    store = DispatcherStore(state, identity)
+    shell = build_shell(settings, identity, clock, life)
+    servicer = DispatcherServicer(
+        shell=shell,
+        claims=store,
+        encoder=encoder,
+        identity=identity,
+        bounds=ServingBounds(
+            max_deadline_s=settings.max_deadline_s,
+            max_queued_request_count=settings.max_num_queued_reqs,
+            max_queued_token_count=settings.max_num_queued_tokens,
+        ),
+        clock=clock,
+    )
+
+    def register(server: grpc.aio.Server) -> None:
+        inference_pb2_grpc.add_InferenceServiceServicer_to_server(servicer, server)
+
+    descriptor = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"]
+    server = RpcServer(
+        host=settings.host,
+        port=settings.port,
+        services=[(descriptor, register)],
+        on_bug=life.report_bug,
+    )
+    port = await server.start()
+    address = advertised_address(settings.host, settings.advertise_host, port)
+
+    def on_layout(layout: Layout) -> None:
+        shell.feed(LayoutChanged(clock.now_s(), layout))
+        shell.ready_changed.set()
+
+    try:
+        async with _running(
+            shell.run(),
+            store.watch_layout(settings.layout_poll_s, on_layout),
+            store.listen(),
+            store.register(address),
+            store.run_releases(),
+            _keep_health(shell, server),
+        ):
+            say_ready(_NAME, identity.dispatcher_id, address)
+            await life.stopping.wait()
+            shell.drain()
+            await server.set_ready(False)
+            await shell.drained(settings.shutdown_timeout_s)
+            await server.stop(_CLOSE_GRACE_S)
+            await store.unregister()
+    finally:
+        await server.stop(0.0)
+
+
+def build_shell(
+    settings: DispatcherSettings, identity: Identity, clock: MonotonicClock, life: Lifecycle
+) -> DispatcherShell:
+    core = DispatcherCore(
+        identity.dispatcher_id,
+        Limits(
+            max_queued_request_count=settings.max_num_queued_reqs,
+            max_queued_token_count=settings.max_num_queued_tokens,
+            replay_limit=settings.replay_limit,
+            no_worker_timeout_s=settings.no_worker_timeout_s,
+        ),
+        PlacementRules(large_patience_s=settings.large_patience_s),
+        RoutingRules(
+            worker_queue_count=settings.worker_queue_count,
+            large_fraction=settings.large_fraction,
+            growth_tokens=settings.growth_tokens,
+        ),
+    )
+    return DispatcherShell(
+        core,
+        identity=identity,
+        clock=clock,
+        metrics=DispatcherMetrics(core, REGISTRY),
+        on_bug=life.report_bug,
+        connect_timeout_s=settings.connect_timeout_s,
+        client_stall_timeout_s=settings.client_stall_timeout_s,
+    )
+
+
+@contextlib.asynccontextmanager
+async def _running(*loops: Coroutine[Any, Any, None]) -> AsyncGenerator[None, None]:
+    """Loops that never end by themselves: one that fails takes the others with it, leaving cancels them all."""
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(loop) for loop in loops]
+        yield
+        for task in tasks:
+            task.cancel()
+
+
+async def _keep_health(shell: DispatcherShell, server: RpcServer) -> None:
+    """Ready = layout known and at least one worker connected, and not draining."""
+    told = False
+    while True:
+        if shell.ready != told:
+            told = shell.ready
+            await server.set_ready(told)
+        await shell.ready_changed.wait()
+        shell.ready_changed.clear()
+
+
+if __name__ == "__main__":
+    run_service(main)

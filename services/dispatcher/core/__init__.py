@@ -1,0 +1,1 @@
+"""Deciding: events in, commands out. No await, clock, randomness or I/O."""

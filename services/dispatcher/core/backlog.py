@@ -1,0 +1,104 @@
+"""The backlog: requests that no worker has, in the order of (priority class, arrival). Bounded by its owner."""
+
+import bisect
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from ballast.common.errors import InvariantViolation
+from ballast.common.sampling import PriorityClass
+from services.dispatcher.core.events import Request
+from services.dispatcher.policy.freeness import WorkerKey
+
+
+@dataclass(slots=True, kw_only=True)
+class Tracked:
+    """One accepted request, from arrival to its ending. Either in the backlog (`worker` None) or on one worker."""
+
+    request: Request
+    serial: int  # of arrival; kept over replays, so that a replayed request stands where it stood
+    arrived_at_s: float
+    queued_at_s: float  # entered the backlog for the last time
+    worker: WorkerKey | None = None
+    handle: int = 0
+    attempt: int = 0
+    replay_count: int = 0
+    output_token_ids: list[int] = field(default_factory=list[int])
+    text_chars: int = 0
+    queue_s: float = 0.0  # spent in the backlog so far
+    first_token_at_s: float | None = None
+    blocked_since_s: float | None = None  # large, and no worker could run it at once
+
+    @property
+    def token_count(self) -> int:
+        """Tokens that an attempt begins with."""
+        return len(self.request.prompt_token_ids) + len(self.output_token_ids)
+
+
+class Backlog:
+    """Sorted by rank and serial. Insertion at the end, removal anywhere and a look at the first few are cheap."""
+
+    def __init__(self) -> None:
+        self._classes: list[list[Tracked]] = [[] for _ in PriorityClass]  # by rank; each sorted by serial
+        self.token_count = 0
+
+    def __len__(self) -> int:
+        return sum(map(len, self._classes))
+
+    def __iter__(self) -> Iterator[Tracked]:
+        return itertools.chain.from_iterable(self._classes)
+
+    def slice(self, begin: int, count: int) -> list[Tracked]:
+        return list(itertools.islice(self, begin, begin + count))
+
+    def count_before(self, priority: PriorityClass) -> int:
+        """Requests that a newcomer of this class would stand behind."""
+        return sum(len(entries) for entries in self._classes[: priority.rank + 1])
+
+    def add(self, tracked: Tracked) -> None:
+        entries = self._classes[tracked.request.priority.rank]
+        bisect.insort(entries, tracked, key=_serial)
+        self.token_count += tracked.token_count
+
+    def remove(self, tracked: Tracked) -> None:
+        entries = self._classes[tracked.request.priority.rank]
+        at = bisect.bisect_left(entries, tracked.serial, key=_serial)
+        if at == len(entries) or entries[at] is not tracked:
+            raise InvariantViolation(f"{tracked.request.request_id} is not in the backlog")
+        del entries[at]
+        self.token_count -= tracked.token_count
+
+    def check(self) -> None:
+        for rank, entries in enumerate(self._classes):
+            serials = [tracked.serial for tracked in entries]
+            if serials != sorted(set(serials)):
+                raise InvariantViolation(f"backlog of rank {rank} is out of order: {serials}")
+            for tracked in entries:
+                if tracked.request.priority.rank != rank or tracked.worker is not None or tracked.handle:
+                    raise InvariantViolation(f"{tracked.request.request_id} does not belong into the backlog")
+        if self.token_count != sum(tracked.token_count for tracked in self):
+            raise InvariantViolation(f"backlog counts {self.token_count} tokens")
+
+
+def _serial(tracked: Tracked) -> int:
+    return tracked.serial
+
+
+class DrainRate:
+    """How fast the backlog empties, smoothed over about `memory_s`."""
+
+    def __init__(self, memory_s: float = 10.0) -> None:
+        self._memory_s = memory_s
+        self._weight = 0.0
+        self._at_s = 0.0
+
+    def count(self, at_s: float) -> None:
+        self._weight = self._decayed(at_s) + 1.0
+        self._at_s = at_s
+
+    def per_s(self, at_s: float) -> float:
+        return self._decayed(at_s) / self._memory_s
+
+    def _decayed(self, at_s: float) -> float:
+        return self._weight * math.exp(-max(0.0, at_s - self._at_s) / self._memory_s)

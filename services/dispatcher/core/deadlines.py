@@ -1,0 +1,37 @@
+"""When which request must have ended. A heap whose dead entries are thrown out before they outnumber the living."""
+
+import heapq
+import math
+
+from ballast.common.ids import RequestId
+
+_SLACK = 64
+
+
+class Deadlines:
+    def __init__(self) -> None:
+        self._heap: list[tuple[float, int, RequestId]] = []  # (deadline, serial, request)
+        self._live: dict[RequestId, int] = {}  # request -> serial
+
+    def add(self, at_s: float, serial: int, request_id: RequestId) -> None:
+        self._live[request_id] = serial
+        heapq.heappush(self._heap, (at_s, serial, request_id))
+
+    def forget(self, request_id: RequestId) -> None:
+        del self._live[request_id]
+        if len(self._heap) > 2 * len(self._live) + _SLACK:
+            self._heap = [entry for entry in self._heap if self._live.get(entry[2]) == entry[1]]
+            heapq.heapify(self._heap)
+
+    def next_s(self) -> float:
+        """Infinite when nothing is due. May be the deadline of a request that has ended meanwhile."""
+        return self._heap[0][0] if self._heap else math.inf
+
+    def due(self, at_s: float) -> list[RequestId]:
+        """Requests whose time is up; each is named once."""
+        found: list[RequestId] = []
+        while self._heap and self._heap[0][0] <= at_s:
+            _, serial, request_id = heapq.heappop(self._heap)
+            if self._live.get(request_id) == serial:
+                found.append(request_id)
+        return found

@@ -1,0 +1,406 @@
+"""The dispatcher decides: who is accepted, who goes where, and how each request ends.
+
+It owns a request from `Submitted` to the one `Refuse`, `Finish` or `Fail` that ends it (DESIGN, I6). Its tokens
+are kept here while it runs on a worker, so that another worker can go on behind them when the first is lost. Each
+placement has its own handle: what an earlier placement still says is dropped and counted (I5).
+"""
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ballast.common.errors import (
+    AlreadyExists,
+    BallastError,
+    Cancelled,
+    DeadlineExceeded,
+    InvalidRequest,
+    InvariantViolation,
+    Overloaded,
+    PeerViolation,
+    Unavailable,
+)
+from ballast.common.ids import DispatcherId, RequestId
+from ballast.common.sampling import FinishReason
+from services.dispatcher.core.backlog import Backlog, Tracked
+from services.dispatcher.core.deadlines import Deadlines
+from services.dispatcher.core.events import (
+    AbortOnWorker,
+    Command,
+    Connect,
+    Deliver,
+    Disconnect,
+    DrainRequested,
+    Ending,
+    Event,
+    Facts,
+    Fail,
+    Finish,
+    LayoutChanged,
+    Refuse,
+    StepReceived,
+    Submitted,
+    Tick,
+    TimeIsUp,
+    Withdrawn,
+    WorkerConnected,
+    WorkerLost,
+)
+from services.dispatcher.core.fleet import Fleet, Worker
+from services.dispatcher.core.placement import Placement, PlacementRules
+from services.dispatcher.policy.freeness import RoutingRules
+
+_MIN_RETRY_S, _MAX_RETRY_S = 0.1, 30.0
+_NO_WORKER_CHECK_S = 0.5
+_ENDING_OF: dict[type[BallastError], str] = {
+    Cancelled: FinishReason.CANCELLED.value,
+    DeadlineExceeded: FinishReason.DEADLINE.value,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    max_queued_request_count: int = 1024
+    max_queued_token_count: int = 1_000_000
+    replay_limit: int = 3
+    no_worker_timeout_s: float = 30.0  # so long a request waits while there is no worker at all
+
+
+class DispatcherCore:
+    """`handle` is the only method that changes anything; every event may come late or twice."""
+
+    def __init__(
+        self, dispatcher_id: DispatcherId, limits: Limits, placement: PlacementRules, routing: RoutingRules
+    ) -> None:
+        self.limits = limits
+        self.fleet = Fleet()
+        self.backlog = Backlog()
+        self.requests: dict[RequestId, Tracked] = {}  # all that have been accepted and have not ended
+        self.draining = False
+        self.endings: Counter[str] = Counter()  # finish reason, or refused -> count
+        self.accepted_count = 0
+        self.replay_count = 0
+        self.stale_count = 0
+        self._id = dispatcher_id
+        self._placement = Placement(self.backlog, self.fleet, placement, routing)
+        self._deadlines = Deadlines()
+        self._next_serial = 1
+        self._no_worker_since_s: float | None = None  # None: there is one, or nothing has happened yet
+        self._no_worker_check_at_s = math.inf
+
+    def next_timer_s(self) -> float:
+        """When a `Tick` is wanted; infinite for never."""
+        return min(self._deadlines.next_s(), self._placement.retry_at_s, self._no_worker_check_at_s)
+
+    def handle(self, event: Event) -> Sequence[Command]:
+        match event:
+            case StepReceived():
+                return self._step(event)
+            case Submitted():
+                return self._submit(event)
+            case Withdrawn():
+                return self._withdraw(event)
+            case Tick():
+                return self._tick(event.at_s)
+            case WorkerConnected():
+                return self._connected(event)
+            case WorkerLost():
+                worker = self.fleet.get(event.worker)
+                if worker is None or not worker.connected:
+                    return []
+                return [*self._lose(worker, event.at_s, event.why), *self._dispatch(event.at_s)]
+            case LayoutChanged():
+                return self._adopt(event)
+            case DrainRequested():
+                self.draining = True
+                return []
+            case TimeIsUp():
+                self.draining = True
+                gone = Unavailable(self._id, "is shutting down; the request can be repeated elsewhere")
+                return [c for t in list(self.requests.values()) for c in self._fail(t, gone, event.at_s)]
+
+    # --------------------------------------------------------------------------------------------- workers
+
+    def _adopt(self, event: LayoutChanged) -> list[Command]:
+        """Any other epoch is taken: the store reads the one current value, and a lower one means it was reset."""
+        if self.fleet.layout is not None and event.layout.epoch == self.fleet.layout.epoch:
+            return []
+        new, gone = self.fleet.adopt(event.layout)
+        commands: list[Command] = []
+        for worker in gone:
+            commands.append(Disconnect(worker.key))
+            commands += self._lose(worker, event.at_s, "left the layout")
+        commands += [Connect(worker.key, worker.address) for worker in new]
+        self._watch_usable(event.at_s)
+        return commands + self._dispatch(event.at_s)
+
+    def _connected(self, event: WorkerConnected) -> list[Command]:
+        worker = self.fleet.get(event.worker)
+        if worker is None:
+            return []
+        commands = self._lose(worker, event.at_s, "connected anew") if worker.connected else []
+        worker.connected = True
+        worker.load = event.load
+        worker.max_waiting_count = event.max_waiting_count
+        worker.hold_until_s = 0.0
+        self.fleet.model = event.model
+        self._watch_usable(event.at_s)
+        return commands + self._dispatch(event.at_s)
+
+    def _lose(self, worker: Worker, at_s: float, why: str) -> list[Command]:
+        """Its requests go back to where they stood in the backlog, to be replayed elsewhere."""
+        worker.connected = False
+        commands: list[Command] = []
+        for handle, tracked in list(worker.placed.items()):
+            worker.take_off(handle)
+            commands += self._replay(tracked, at_s, f"worker {worker.key.worker_id}: {why}")
+        worker.departed.clear()
+        self._watch_usable(at_s)
+        return commands
+
+    def _replay(self, tracked: Tracked, at_s: float, why: str) -> list[Command]:
+        """`tracked` has been taken off its worker."""
+        tracked.worker, tracked.handle = None, 0
+        if tracked.replay_count >= self.limits.replay_limit:
+            self._enqueue(tracked, at_s)
+            times = f"lost {tracked.replay_count + 1} times, the last time by {why}"
+            return self._fail(tracked, Unavailable("worker", f"the request was {times}"), at_s)
+        tracked.replay_count += 1
+        self.replay_count += 1
+        self._enqueue(tracked, at_s)
+        return []
+
+    def _enqueue(self, tracked: Tracked, at_s: float) -> None:
+        tracked.queued_at_s = at_s
+        tracked.blocked_since_s = None
+        self.backlog.add(tracked)
+
+    def _watch_usable(self, at_s: float) -> None:
+        if self.fleet.usable:
+            self._no_worker_since_s = None
+            self._no_worker_check_at_s = math.inf
+        elif self._no_worker_since_s is None:
+            self._no_worker_since_s = at_s
+            self._no_worker_check_at_s = at_s + self.limits.no_worker_timeout_s
+
+    # --------------------------------------------------------------------------------------------- requests
+
+    def _submit(self, event: Submitted) -> list[Command]:
+        request, at_s = event.request, event.at_s
+        refusal = self._refusal(event)
+        if refusal is not None:
+            self.endings["refused"] += 1
+            return [Refuse(request.request_id, refusal)]
+        tracked = Tracked(request=request, serial=self._next_serial, arrived_at_s=at_s, queued_at_s=at_s)
+        self._next_serial += 1
+        self._watch_usable(at_s)
+        commands: list[Command] = []
+        ahead_count = self.backlog.count_before(request.priority)
+        self._admit(tracked)
+        # Those before it were looked at when something changed last; behind too many it would not be looked at itself.
+        if ahead_count < self._placement.rules.scan_count:
+            commands = self._dispatch(at_s)
+        overload = self._overload(tracked, at_s)
+        if overload is not None:
+            self._drop(tracked)
+            self.accepted_count -= 1
+            self.endings["refused"] += 1
+            commands.append(Refuse(request.request_id, overload))
+        return commands
+
+    def _admit(self, tracked: Tracked) -> None:
+        request = tracked.request
+        self.accepted_count += 1
+        self.requests[request.request_id] = tracked
+        self._deadlines.add(request.deadline_at_s, tracked.serial, request.request_id)
+        self.backlog.add(tracked)
+
+    def _refusal(self, event: Submitted) -> BallastError | None:
+        request = event.request
+        if self.draining:
+            return Unavailable(self._id, "is draining; use another dispatcher")
+        if request.request_id in self.requests:
+            return AlreadyExists(f"request {request.request_id} is being served")
+        if request.deadline_at_s <= event.at_s:
+            return DeadlineExceeded("the deadline had passed when the request arrived")
+        return None
+
+    def _overload(self, newcomer: Tracked, at_s: float) -> Overloaded | None:
+        """Why a request that must wait cannot: the bounds hold for what waits, not for what is placed at once."""
+        if newcomer.worker is not None or newcomer.request.request_id not in self.requests:
+            return None
+        limits = self.limits
+        request_count, token_count = len(self.backlog), self.backlog.token_count
+        if request_count > limits.max_queued_request_count:
+            why = f"{request_count - 1} requests are waiting, the most allowed (--max-num-queued-reqs)"
+        elif token_count > limits.max_queued_token_count:
+            why = (
+                f"{token_count - newcomer.token_count} tokens are waiting, with this request's"
+                f" {newcomer.token_count} more than {limits.max_queued_token_count} (--max-num-queued-tokens)"
+            )
+        else:
+            return None
+        # By then half of the backlog has gone.
+        rate = self._placement.drain_rate.per_s(at_s)
+        retry_s = request_count / 2 / rate if rate > 0.0 else 1.0
+        return Overloaded(why, min(_MAX_RETRY_S, max(_MIN_RETRY_S, retry_s)))
+
+    def _withdraw(self, event: Withdrawn) -> list[Command]:
+        tracked = self.requests.get(event.request_id)
+        if tracked is None:
+            return []
+        return [*self._fail(tracked, Cancelled(event.why), event.at_s), *self._dispatch(event.at_s)]
+
+    def _tick(self, at_s: float) -> list[Command]:
+        commands: list[Command] = []
+        for request_id in self._deadlines.due(at_s):
+            tracked = self.requests[request_id]
+            commands += self._fail(tracked, DeadlineExceeded("the deadline of the request has passed"), at_s)
+        if self._no_worker_since_s is not None:
+            latest_s = at_s - self.limits.no_worker_timeout_s
+            if self._no_worker_since_s <= latest_s:
+                gone = Unavailable("workers", f"none for {at_s - self._no_worker_since_s:.1f} s")
+                self._no_worker_check_at_s = at_s + _NO_WORKER_CHECK_S
+                overdue = [tracked for tracked in self.backlog if tracked.queued_at_s <= latest_s]
+                commands += [c for tracked in overdue for c in self._fail(tracked, gone, at_s)]
+        return commands + self._dispatch(at_s)
+
+    def _fail(self, tracked: Tracked, error: BallastError, at_s: float) -> list[Command]:
+        commands: list[Command] = []
+        if tracked.worker is not None:
+            commands.append(AbortOnWorker(tracked.worker, tracked.handle))
+        self._drop(tracked)
+        self.endings[_ENDING_OF.get(type(error), "error")] += 1
+        return [*commands, Fail(tracked.request.request_id, error, _facts(tracked, at_s))]
+
+    def _drop(self, tracked: Tracked) -> None:
+        if tracked.worker is None:
+            self.backlog.remove(tracked)
+        else:
+            worker = self.fleet.get(tracked.worker)
+            if worker is None:
+                raise InvariantViolation(f"{tracked.request.request_id} runs on {tracked.worker}, which is gone")
+            worker.take_off(tracked.handle)
+        del self.requests[tracked.request.request_id]
+        self._deadlines.forget(tracked.request.request_id)
+
+    # --------------------------------------------------------------------------------------------- steps
+
+    def _step(self, event: StepReceived) -> list[Command]:
+        worker = self.fleet.get(event.worker)
+        if worker is None or not worker.connected:
+            self.stale_count += len(event.handles) + len(event.endings)
+            return []
+        commands: list[Command] = []
+        self._deliver(worker, event, commands)
+        for ending in event.endings:
+            tracked = worker.placed.get(ending.handle)
+            if tracked is None:
+                self.stale_count += 1
+            else:
+                commands += self._end(worker, tracked, ending, event.at_s)
+        was_usable = worker.usable
+        worker.report(event.load, event.seen_handle)
+        if worker.usable != was_usable:
+            self._watch_usable(event.at_s)
+        if len(self.backlog):
+            commands += self._dispatch(event.at_s)
+        return commands
+
+    def _deliver(self, worker: Worker, event: StepReceived, commands: list[Command]) -> None:
+        token_end = logprob_end = 0
+        texts, token_ids, logprobs = event.texts, event.token_ids, event.logprobs
+        placed = worker.placed
+        for index, handle in enumerate(event.handles):
+            token_begin, token_end = token_end, token_end + event.token_counts[index]
+            tracked = placed.get(handle)
+            if tracked is None:
+                self.stale_count += 1
+                if handle in worker.departed:
+                    logprob_end += token_end - token_begin
+                continue
+            new_ids = token_ids[token_begin:token_end]
+            text = texts[index] if texts else ""
+            new_logprobs: Sequence[object] = ()
+            if tracked.request.sampling.logprobs is not None:
+                logprob_begin, logprob_end = logprob_end, logprob_end + len(new_ids)
+                new_logprobs = logprobs[logprob_begin:logprob_end]
+            tracked.output_token_ids += new_ids
+            tracked.text_chars += len(text)
+            if tracked.first_token_at_s is None and new_ids:
+                tracked.first_token_at_s = event.at_s
+            commands.append(Deliver(tracked.request.request_id, new_ids, text, new_logprobs))
+
+    def _end(self, worker: Worker, tracked: Tracked, ending: Ending, at_s: float) -> list[Command]:
+        """A worker's ending: the request's own, or a reason to try elsewhere."""
+        request_id = tracked.request.request_id
+        if ending.refused:
+            worker.take_off(tracked.handle)
+            self._placement.hold(worker, at_s)
+            tracked.worker, tracked.handle = None, 0
+            self._enqueue(tracked, at_s)
+            return []
+        match ending.finish_reason:
+            case FinishReason.STOP | FinishReason.LENGTH as reason:
+                self._drop(tracked)
+                self.endings[reason.value] += 1
+                return [Finish(request_id, reason, ending.matched_stop, _facts(tracked, at_s))]
+            case FinishReason.DEADLINE:
+                error: BallastError = DeadlineExceeded("the deadline of the request has passed")
+            case FinishReason.ERROR if ending.invalid:
+                error = InvalidRequest("request", ending.error)
+            case FinishReason.ERROR:
+                worker.take_off(tracked.handle)
+                return self._replay(tracked, at_s, f"worker {worker.key.worker_id}: {ending.error}")
+            case FinishReason.CANCELLED | None:
+                error = PeerViolation(f"worker {worker.key.worker_id}", "ended a request that nobody cancelled")
+        self._drop(tracked)
+        self.endings[_ENDING_OF.get(type(error), "error")] += 1
+        return [Fail(request_id, error, _facts(tracked, at_s))]
+
+    # --------------------------------------------------------------------------------------------- placing
+
+    def _dispatch(self, at_s: float) -> list[Command]:
+        outcome = self._placement.run(at_s)
+        commands: list[Command] = [*outcome.placed]
+        for tracked in outcome.hopeless:
+            why = f"{tracked.token_count} tokens need more KV blocks than any worker has"
+            commands += self._fail(tracked, InvalidRequest("prompt", why), at_s)
+        return commands
+
+    # --------------------------------------------------------------------------------------------- inspection
+
+    def check(self) -> None:
+        """Raises InvariantViolation unless every accepted request stands in exactly one place and all counts agree."""
+        self.backlog.check()
+        self.fleet.check()
+        queued = {tracked.request.request_id: tracked for tracked in self.backlog}
+        placed = {t.request.request_id: t for worker in self.fleet for t in worker.placed.values()}
+        if queued.keys() & placed.keys() or {**queued, **placed} != self.requests:
+            raise InvariantViolation(
+                f"queued {sorted(queued)} and placed {sorted(placed)} are not {sorted(self.requests)}"
+            )
+        newcomers = [tracked for tracked in self.backlog if tracked.attempt == 0]
+        if len(newcomers) > self.limits.max_queued_request_count:
+            raise InvariantViolation(f"{len(newcomers)} requests in the backlog")
+        if sum(tracked.token_count for tracked in newcomers) > self.limits.max_queued_token_count:
+            raise InvariantViolation(f"{self.backlog.token_count} tokens in the backlog")
+        ended_count = sum(count for ending, count in self.endings.items() if ending != "refused")
+        if self.accepted_count != ended_count + len(self.requests):
+            raise InvariantViolation(f"{self.accepted_count} accepted, {ended_count} ended, {len(self.requests)} here")
+        if (self._no_worker_since_s is not None) and self.fleet.usable:
+            raise InvariantViolation("a worker is usable, and the dispatcher does not know")
+
+
+def _facts(tracked: Tracked, at_s: float) -> Facts:
+    waited_s = at_s - tracked.queued_at_s if tracked.worker is None else 0.0
+    first_s = tracked.first_token_at_s
+    return Facts(
+        prompt_token_count=len(tracked.request.prompt_token_ids),
+        completion_token_count=len(tracked.output_token_ids),
+        replay_count=tracked.replay_count,
+        queue_s=tracked.queue_s + waited_s,
+        ttft_s=None if first_s is None else first_s - tracked.arrived_at_s,
+        e2e_s=at_s - tracked.arrived_at_s,
+    )

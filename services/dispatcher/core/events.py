@@ -1,0 +1,208 @@
+"""What can happen to a dispatcher, and what it can order. Times are seconds of the dispatcher's monotonic clock."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ballast.common.errors import BallastError
+from ballast.common.ids import RequestId
+from ballast.common.layout import Layout
+from ballast.common.load import LoadReport
+from ballast.common.model import ModelInfo
+from ballast.common.sampling import FinishReason, PriorityClass, SamplingParams
+from services.dispatcher.policy.freeness import WorkerKey
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What a client wants, validated. Its sampling has a seed, so that every attempt draws the same tokens."""
+
+    request_id: RequestId
+    prompt_token_ids: Sequence[int]
+    sampling: SamplingParams
+    priority: PriorityClass
+    deadline_at_s: float
+    omit_text: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """A worker's last word on a handle."""
+
+    handle: int
+    finish_reason: FinishReason | None  # None when refused
+    matched_stop: str = ""
+    error: str = ""
+    refused: bool = False
+    invalid: bool = False
+
+
+# ------------------------------------------------------------------------------------------------- events
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutChanged:
+    at_s: float
+    layout: Layout
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerConnected:
+    at_s: float
+    worker: WorkerKey
+    model: ModelInfo
+    load: LoadReport
+    max_waiting_count: int
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLost:
+    """The stream to a worker has ended; the worker has dropped what came over it."""
+
+    at_s: float
+    worker: WorkerKey
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Submitted:
+    at_s: float
+    request: Request
+
+
+@dataclass(frozen=True, slots=True)
+class Withdrawn:
+    """The client went away, asked to cancel, or does not read."""
+
+    at_s: float
+    request_id: RequestId
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class StepReceived:
+    """One message of a worker, in parallel arrays as on the wire; their lengths have been checked."""
+
+    at_s: float
+    worker: WorkerKey
+    handles: Sequence[int]
+    token_counts: Sequence[int]
+    token_ids: Sequence[int]
+    texts: Sequence[str]  # empty, or one for each handle
+    logprobs: Sequence[object]  # carried through, never looked at
+    endings: Sequence[Ending]
+    load: LoadReport
+    seen_handle: int
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """`next_timer_s` has passed."""
+
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class DrainRequested:
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class TimeIsUp:
+    """The time for draining has passed: what still runs is given up."""
+
+    at_s: float
+
+
+Event = (
+    LayoutChanged
+    | WorkerConnected
+    | WorkerLost
+    | Submitted
+    | Withdrawn
+    | StepReceived
+    | Tick
+    | DrainRequested
+    | TimeIsUp
+)
+
+# ------------------------------------------------------------------------------------------------- commands
+
+
+@dataclass(frozen=True, slots=True)
+class Connect:
+    """Keep a stream to this worker until told otherwise."""
+
+    worker: WorkerKey
+    address: str
+
+
+@dataclass(frozen=True, slots=True)
+class Disconnect:
+    worker: WorkerKey
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    worker: WorkerKey
+    handle: int
+    attempt: int
+    request: Request
+    output_token_ids: Sequence[int]
+    delivered_text_chars: int
+    deadline_s: float  # time left
+
+
+@dataclass(frozen=True, slots=True)
+class AbortOnWorker:
+    worker: WorkerKey
+    handle: int
+
+
+class Deliver(NamedTuple):
+    """New tokens for a client. A named tuple because there is one for each token."""
+
+    request_id: RequestId
+    token_ids: Sequence[int]
+    text: str
+    logprobs: Sequence[object]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """What is known about a request at its end."""
+
+    prompt_token_count: int
+    completion_token_count: int
+    replay_count: int
+    queue_s: float
+    ttft_s: float | None  # None: no token came
+    e2e_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    request_id: RequestId
+    finish_reason: FinishReason
+    matched_stop: str
+    facts: Facts
+
+
+@dataclass(frozen=True, slots=True)
+class Fail:
+    """An accepted request ends without having been completed."""
+
+    request_id: RequestId
+    error: BallastError
+    facts: Facts
+
+
+@dataclass(frozen=True, slots=True)
+class Refuse:
+    """The request was not accepted."""
+
+    request_id: RequestId
+    error: BallastError
+
+
+Command = Connect | Disconnect | Place | AbortOnWorker | Deliver | Finish | Fail | Refuse

@@ -1,0 +1,137 @@
+"""From the backlog to the workers: first in order first, others may overtake one that does not fit anywhere yet."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from services.dispatcher.core.backlog import Backlog, DrainRate, Tracked
+from services.dispatcher.core.events import Place
+from services.dispatcher.core.fleet import Fleet, Worker
+from services.dispatcher.policy.freeness import (
+    Need,
+    RoutingRules,
+    WorkerKey,
+    WorkerView,
+    blocks_for,
+    choose,
+    has_place,
+)
+
+_BATCH_COUNT = 16
+# Taken off the deadline that a worker gets, so that its word arrives before our own time is up.
+_DEADLINE_MARGIN_S = 0.005
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacementRules:
+    large_patience_s: float = 2.0  # so long a large request lets others overtake it
+    refused_hold_s: float = 0.05  # so long a worker that refused is not asked again
+    scan_count: int = 64  # requests that are looked at when the first ones do not fit
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    placed: Sequence[Place]
+    hopeless: Sequence[Tracked]  # larger than any worker; still in the backlog
+
+
+class Placement:
+    """Moves requests from the backlog to workers and counts them there."""
+
+    def __init__(self, backlog: Backlog, fleet: Fleet, rules: PlacementRules, routing: RoutingRules) -> None:
+        self.drain_rate = DrainRate()
+        self.retry_at_s = math.inf  # a hold or somebody's patience ends then
+        self.rules = rules
+        self._routing = routing
+        self._backlog = backlog
+        self._fleet = fleet
+        self._next_handle = 1
+
+    def run(self, at_s: float) -> Outcome:
+        """Places all that can be placed; passes over no more than `scan_count` that cannot."""
+        self.retry_at_s = math.inf
+        placed: list[Place] = []
+        hopeless: list[Tracked] = []
+        if not len(self._backlog):
+            return Outcome(placed, hopeless)
+        usable = self._fleet.usable
+        views = self._open_views(usable, at_s)
+        passed_over_count = 0
+        while views and passed_over_count < self.rules.scan_count:
+            batch = self._backlog.slice(passed_over_count, _BATCH_COUNT)
+            for tracked in batch:
+                view = self._choose(tracked, views, at_s)
+                if view is None:
+                    passed_over_count += 1
+                    if self._is_hopeless(tracked, usable):
+                        hopeless.append(tracked)
+                    continue
+                placed.append(self._place(tracked, view.worker, at_s))
+                self._refresh(views, view.worker)
+                if not views:
+                    break
+            if len(batch) < _BATCH_COUNT:
+                break
+        return Outcome(placed, hopeless)
+
+    def hold(self, worker: Worker, at_s: float) -> None:
+        """The worker has refused a request."""
+        worker.hold_until_s = at_s + self.rules.refused_hold_s
+
+    def _open_views(self, usable: Sequence[Worker], at_s: float) -> dict[WorkerKey, WorkerView]:
+        views: dict[WorkerKey, WorkerView] = {}
+        for worker in usable:
+            if worker.hold_until_s > at_s:
+                self.retry_at_s = min(self.retry_at_s, worker.hold_until_s)
+            else:
+                views[worker.key] = worker.view()
+                if not has_place(views[worker.key], self._routing):
+                    del views[worker.key]
+        return views
+
+    def _refresh(self, views: dict[WorkerKey, WorkerView], key: WorkerKey) -> None:
+        worker = self._fleet.get(key)
+        if worker is not None:
+            views[key] = worker.view()
+            if not has_place(views[key], self._routing):
+                del views[key]
+
+    def _choose(self, tracked: Tracked, views: dict[WorkerKey, WorkerView], at_s: float) -> WorkerView | None:
+        left_tokens = tracked.request.sampling.max_tokens - len(tracked.output_token_ids)
+        need = Need(tokens=tracked.token_count + 1, growth_tokens=min(left_tokens, self._routing.growth_tokens))
+        since_s = tracked.blocked_since_s
+        patience_ended = since_s is not None and at_s - since_s >= self.rules.large_patience_s
+        view = choose(list(views.values()), need, self._routing, may_queue_large=patience_ended)
+        if view is None and not patience_ended:
+            if since_s is None:
+                since_s = tracked.blocked_since_s = at_s
+            self.retry_at_s = min(self.retry_at_s, since_s + self.rules.large_patience_s)
+        return view
+
+    def _place(self, tracked: Tracked, key: WorkerKey, at_s: float) -> Place:
+        handle, self._next_handle = self._next_handle, self._next_handle + 1
+        self._backlog.remove(tracked)
+        self.drain_rate.count(at_s)
+        worker = self._fleet.get(key)
+        assert worker is not None  # it was among the usable ones a moment ago
+        worker.place(tracked, handle)
+        tracked.worker, tracked.handle = key, handle
+        tracked.attempt += 1
+        tracked.queue_s += at_s - tracked.queued_at_s
+        return Place(
+            worker=key,
+            handle=handle,
+            attempt=tracked.attempt,
+            request=tracked.request,
+            output_token_ids=tuple(tracked.output_token_ids),
+            delivered_text_chars=tracked.text_chars,
+            deadline_s=max(0.0, tracked.request.deadline_at_s - at_s - _DEADLINE_MARGIN_S),
+        )
+
+    @staticmethod
+    def _is_hopeless(tracked: Tracked, usable: Sequence[Worker]) -> bool:
+        return all(
+            worker.load is not None
+            and blocks_for(tracked.token_count + 1, worker.load.block_tokens) > worker.load.block_count
+            for worker in usable
+        )

@@ -1,0 +1,1 @@
+"""Choices as functions over snapshots of plain numbers."""

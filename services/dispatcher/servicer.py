@@ -1,0 +1,291 @@
+"""InferenceService (protos/ballastpb/inference/v1): checks what clients send; protobuf stops here."""
+
+import asyncio
+import secrets
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import grpc.aio
+
+from ballast import __version__
+from ballast.common.clock import Clock
+from ballast.common.errors import InvalidRequest, Unavailable
+from ballast.common.ids import RequestId
+from ballast.common.sampling import FinishReason, SamplingParams
+from ballast.rpc.codec import (
+    finish_to_proto,
+    layout_to_proto,
+    load_to_proto,
+    model_to_proto,
+    priority_from_proto,
+    sampling_from_proto,
+)
+from ballast.rpc.deadline import remaining_s
+from ballastpb.cluster.v1 import cluster_pb2
+from ballastpb.inference.v1 import inference_pb2 as pb
+from ballastpb.inference.v1 import inference_pb2_grpc
+from services.dispatcher.core.events import Finish, Request
+from services.dispatcher.shell.clients import ClientStream, Delivery
+from services.dispatcher.shell.dispatcher import DispatcherShell
+from services.dispatcher.shell.links import Identity
+from services.dispatcher.shell.ports import RequestClaims
+from services.dispatcher.text import PromptEncoder
+
+# Any: grpc.aio has no better type for the context's messages.
+Context = grpc.aio.ServicerContext[Any, Any]
+
+_MAX_REQUEST_ID_CHARS = 128
+# A prompt of that many tokens, and as many generated ones, fit into one message to a worker.
+_MAX_PROMPT_TOKENS = 1_000_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServingBounds:
+    max_deadline_s: float
+    max_queued_request_count: int
+    max_queued_token_count: int
+
+
+class DispatcherServicer(inference_pb2_grpc.InferenceServiceServicer):
+    def __init__(
+        self,
+        *,
+        shell: DispatcherShell,
+        claims: RequestClaims,
+        encoder: PromptEncoder,
+        identity: Identity,
+        bounds: ServingBounds,
+        clock: Clock,
+    ) -> None:
+        self._shell = shell
+        self._claims = claims
+        self._encoder = encoder
+        self._identity = identity
+        self._bounds = bounds
+        self._clock = clock
+        self._started_at_s = clock.now_s()
+
+    # Writes to the context instead of yielding: cheaper for each token, and a cancelled call ends here at once.
+    async def Generate(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, request: pb.GenerateRequest, context: Context
+    ) -> None:
+        self._refuse_if_draining()
+        submission = await self._request_from_proto(request, context)
+        stream = self._shell.open(submission)
+        claim = self._claim(request, submission)
+        try:
+            await self._relay(stream, claim, submission, collect=request.collect, context=context)
+        finally:
+            self._shell.close(stream, "the client went away")
+            if claim is not None:
+                claim.cancel()
+                self._claims.release(submission.request_id)
+
+    async def Cancel(self, request: pb.CancelRequest, context: Context) -> pb.CancelResponse:
+        if not request.request_id:
+            raise InvalidRequest("request_id", "must not be empty")
+        return pb.CancelResponse(found=self._shell.withdraw(RequestId(request.request_id), "cancelled by its id"))
+
+    async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
+        match request.WhichOneof("prompt"):
+            case "text":
+                ids = await self._encoder.encode_text(request.text)
+            case "conversation":
+                ids = await self._encode_conversation(request.conversation)
+            case None:
+                raise InvalidRequest("prompt", "is missing; give text or conversation")
+        return pb.TokenizeResponse(ids=ids)
+
+    async def GetModelInfo(self, request: pb.GetModelInfoRequest, context: Context) -> pb.GetModelInfoResponse:
+        model = self._shell.model
+        if model is None:
+            raise Unavailable("workers", "none has connected yet, so the model is not known")
+        return pb.GetModelInfoResponse(model=model_to_proto(model))
+
+    async def GetStatus(self, request: pb.GetStatusRequest, context: Context) -> pb.GetStatusResponse:
+        core, model = self._shell.core, self._shell.model
+        layout = core.fleet.layout
+        return pb.GetStatusResponse(
+            dispatcher_id=self._identity.dispatcher_id,
+            version=__version__,
+            layout=layout_to_proto(layout) if layout is not None else None,
+            workers=self._worker_statuses(),
+            model=model_to_proto(model) if model is not None else None,
+            backlog_request_count=len(core.backlog),
+            backlog_token_count=core.backlog.token_count,
+            running_request_count=core.fleet.placed_count,
+            max_queued_request_count=self._bounds.max_queued_request_count,
+            max_queued_token_count=self._bounds.max_queued_token_count,
+            requests_total=dict(core.endings),
+            draining=core.draining,
+            uptime_s=self._clock.now_s() - self._started_at_s,
+            state_server_reachable=self._claims.reachable,
+        )
+
+    async def Drain(self, request: pb.DrainRequest, context: Context) -> pb.DrainResponse:
+        self._shell.drain()
+        return pb.DrainResponse(running_request_count=len(self._shell.core.requests))
+
+    # --------------------------------------------------------------------------------------------- generate
+
+    async def _relay(
+        self,
+        stream: ClientStream,
+        claim: asyncio.Task[None] | None,
+        request: Request,
+        *,
+        collect: bool,
+        context: Context,
+    ) -> None:
+        is_first = True
+        while True:
+            delivery = await (stream.take_all() if collect else stream.take())
+            if is_first and claim is not None:
+                await claim  # raises if another dispatcher serves this id; it has had the time of the first token
+            ending = delivery.ending
+            if ending is not None and not isinstance(ending, Finish):
+                if delivery.token_ids and not collect:
+                    await context.write(_response(request, delivery, is_first=is_first))
+                raise ending.error
+            await context.write(_response(request, delivery, is_first=is_first))
+            if ending is not None:
+                return
+            is_first = False
+
+    def _claim(self, message: pb.GenerateRequest, request: Request) -> asyncio.Task[None] | None:
+        """An id that we minted is ours anyway. Runs beside the request: the first token need not wait for it."""
+        if not message.request_id or request.request_id not in self._shell.core.requests:
+            return None
+        ttl_s = request.deadline_at_s - self._clock.now_s()
+        return asyncio.create_task(self._claims.claim(request.request_id, ttl_s), name="claim")
+
+    def _refuse_if_draining(self) -> None:
+        """Before work is put into a request that the core will refuse."""
+        if self._shell.core.draining:
+            raise Unavailable(self._identity.dispatcher_id, "is draining; use another dispatcher")
+
+    async def _request_from_proto(self, message: pb.GenerateRequest, context: Context) -> Request:
+        arrived_at_s = self._clock.now_s()
+        left_s = remaining_s(context)
+        if len(message.request_id) > _MAX_REQUEST_ID_CHARS:
+            raise InvalidRequest("request_id", f"has {len(message.request_id)} characters, at most 128 are allowed")
+        priority = priority_from_proto(message.priority)
+        sampling = sampling_from_proto(message.sampling)
+        prompt = await self._encode_prompt(message)
+        longest_s = self._bounds.max_deadline_s
+        return Request(
+            request_id=RequestId(message.request_id or str(uuid.uuid4())),
+            prompt_token_ids=prompt,
+            sampling=self._complete(sampling, prompt, given_max_tokens=message.sampling.HasField("max_tokens")),
+            priority=priority,
+            deadline_at_s=arrived_at_s + (longest_s if left_s is None else min(left_s, longest_s)),
+            omit_text=message.omit_text,
+        )
+
+    async def _encode_prompt(self, message: pb.GenerateRequest) -> Sequence[int]:
+        match message.WhichOneof("prompt"):
+            case "token_ids":
+                ids = list(message.token_ids.ids)
+                self._check_token_ids(ids)
+            case "text":
+                ids = await self._encoder.encode_text(message.text)
+            case "conversation":
+                ids = await self._encode_conversation(message.conversation)
+            case None:
+                raise InvalidRequest("prompt", "is missing; give text, token_ids or conversation")
+        if not ids:
+            raise InvalidRequest("prompt", "is empty; at least one token is needed")
+        self._check_length(len(ids))
+        return ids
+
+    async def _encode_conversation(self, conversation: pb.Conversation) -> Sequence[int]:
+        return await self._encoder.encode_conversation(
+            [{"role": message.role, "content": message.content} for message in conversation.messages]
+        )
+
+    def _check_token_ids(self, ids: Sequence[int]) -> None:
+        """Against the vocabulary, once a worker has told it; the worker checks again."""
+        model = self._shell.model
+        vocab_size = model.vocab_size if model is not None else 1 << 31
+        if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
+            at, token_id = next((i, t) for i, t in enumerate(ids) if not 0 <= t < vocab_size)
+            raise InvalidRequest(f"token_ids[{at}]", f"{token_id} is outside the vocabulary [0, {vocab_size})")
+
+    def _check_length(self, token_count: int) -> None:
+        model = self._shell.model
+        longest = _MAX_PROMPT_TOKENS if model is None else min(_MAX_PROMPT_TOKENS, model.max_model_len - 1)
+        if token_count > longest:
+            why = f"has {token_count} tokens; with one generated token at most {longest} fit"
+            raise InvalidRequest("prompt", why if model is None else f"{why} (max_model_len {model.max_model_len})")
+
+    def _complete(self, sampling: SamplingParams, prompt: Sequence[int], *, given_max_tokens: bool) -> SamplingParams:
+        """Draws a seed where there is none, and fits max_tokens to the model's length.
+
+        Like in vLLM, a max_tokens that was asked for and does not fit is an error, and the default is shortened.
+        """
+        changes: dict[str, int] = {}
+        if sampling.seed is None:
+            changes["seed"] = secrets.randbits(63)
+        model = self._shell.model
+        if model is not None and len(prompt) + sampling.max_tokens > model.max_model_len:
+            room = model.max_model_len - len(prompt)
+            if given_max_tokens:
+                why = f"{sampling.max_tokens} and a prompt of {len(prompt)} tokens exceed max_model_len"
+                raise InvalidRequest("sampling.max_tokens", f"{why} {model.max_model_len}; at most {room} fit")
+            changes["max_tokens"] = room
+        return replace(sampling, **changes) if changes else sampling
+
+    # --------------------------------------------------------------------------------------------- status
+
+    def _worker_statuses(self) -> list[pb.WorkerStatus]:
+        """The leaders with what they report, and the other members of their groups."""
+        core = self._shell.core
+        statuses = [
+            pb.WorkerStatus(
+                worker_id=worker.key.worker_id,
+                incarnation=worker.key.incarnation,
+                address=worker.address,
+                group_id=worker.group_id,
+                connected=worker.connected,
+                load=load_to_proto(worker.load) if worker.load is not None else None,
+            )
+            for worker in core.fleet
+        ]
+        for group in core.fleet.layout.groups if core.fleet.layout is not None else ():
+            statuses += [
+                pb.WorkerStatus(
+                    worker_id=member.worker_id,
+                    incarnation=member.incarnation,
+                    address=member.address,
+                    group_id=group.group_id,
+                )
+                for member in group.members[1:]
+            ]
+        return sorted(statuses, key=lambda status: status.worker_id)
+
+
+def _response(request: Request, delivery: Delivery, *, is_first: bool) -> pb.GenerateResponse:
+    response = pb.GenerateResponse(request_id=request.request_id, token_ids=delivery.token_ids, text=delivery.text)
+    if delivery.logprobs:
+        response.logprobs.extend(cast(Sequence[cluster_pb2.Logprobs], delivery.logprobs))
+    if is_first:
+        response.prompt_token_count = len(request.prompt_token_ids)
+    ending = delivery.ending
+    if isinstance(ending, Finish):
+        facts = ending.facts
+        response.finish_reason = finish_to_proto(FinishReason(ending.finish_reason))
+        response.matched_stop = ending.matched_stop
+        response.usage.CopyFrom(
+            pb.Usage(
+                prompt_token_count=facts.prompt_token_count,
+                completion_token_count=facts.completion_token_count,
+                replay_count=facts.replay_count,
+                queue_s=facts.queue_s,
+                ttft_s=facts.ttft_s or 0.0,
+                e2e_s=facts.e2e_s,
+                seed=request.sampling.seed or 0,
+            )
+        )
+    return response

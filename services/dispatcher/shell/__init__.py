@@ -1,0 +1,1 @@
+"""Acting: commands become I/O, outcomes become events."""

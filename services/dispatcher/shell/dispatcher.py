@@ -1,0 +1,226 @@
+"""Carries out what the core decides: streams to workers, streams to clients, one timer."""
+
+import asyncio
+import math
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Final
+
+from ballast.common.clock import Clock
+from ballast.common.errors import InvariantViolation
+from ballast.common.ids import RequestId
+from ballast.common.model import ModelInfo
+from ballast.service.logs import get_logger
+from services.dispatcher.core.dispatcher import DispatcherCore
+from services.dispatcher.core.events import (
+    AbortOnWorker,
+    Command,
+    Connect,
+    Deliver,
+    Disconnect,
+    DrainRequested,
+    Event,
+    Fail,
+    Finish,
+    Place,
+    Refuse,
+    Request,
+    Submitted,
+    Tick,
+    TimeIsUp,
+    Withdrawn,
+)
+from services.dispatcher.policy.freeness import WorkerKey
+from services.dispatcher.shell.clients import ClientEnding, ClientStream
+from services.dispatcher.shell.links import Identity, WorkerLink
+from services.dispatcher.shell.metrics import DispatcherMetrics
+
+_SWEEP_S = 1.0
+_MIN_TIMER_S = 0.001
+_STORY_EVENTS: Final = 64
+
+
+class DispatcherShell:
+    """`run` must be running for anything to move. Everything else is synchronous and belongs to the event loop."""
+
+    def __init__(
+        self,
+        core: DispatcherCore,
+        *,
+        identity: Identity,
+        clock: Clock,
+        metrics: DispatcherMetrics,
+        on_bug: Callable[[InvariantViolation], None],
+        connect_timeout_s: float,
+        client_stall_timeout_s: float,
+    ) -> None:
+        self.core = core
+        self.ready_changed = asyncio.Event()
+        self._identity = identity
+        self._clock = clock
+        self._metrics = metrics
+        self._on_bug = on_bug
+        self._connect_timeout_s = connect_timeout_s
+        self._client_stall_timeout_s = client_stall_timeout_s
+        self._clients: dict[RequestId, ClientStream] = {}
+        self._links: dict[WorkerKey, tuple[WorkerLink, asyncio.Task[None]]] = {}
+        self._tasks = asyncio.TaskGroup()
+        self._timer: asyncio.TimerHandle | None = None
+        self._timer_at_s = math.inf
+        self._idle = asyncio.Event()
+        self._story: deque[Event] = deque(maxlen=_STORY_EVENTS)
+        self._execute: Mapping[type[Command], Callable[..., None]] = {
+            Deliver: self._deliver,
+            Finish: self._end,
+            Fail: self._end,
+            Refuse: self._end,
+            Place: self._place,
+            AbortOnWorker: self._abort,
+            Connect: self._connect,
+            Disconnect: self._disconnect,
+        }
+
+    @property
+    def model(self) -> ModelInfo | None:
+        """None until the first worker has connected."""
+        return self.core.fleet.model
+
+    @property
+    def ready(self) -> bool:
+        return not self.core.draining and any(worker.connected for worker in self.core.fleet)
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        async with self._tasks:
+            try:
+                while True:
+                    await asyncio.sleep(_SWEEP_S)
+                    self._give_up_on_stalled_clients()
+            finally:
+                for _, task in self._links.values():
+                    task.cancel()
+                if self._timer is not None:
+                    self._timer.cancel()
+
+    def feed(self, event: Event) -> None:
+        """Not async: nothing can come between a decision and what it orders."""
+        self._story.append(event)
+        try:
+            commands = self.core.handle(event)
+        except InvariantViolation as bug:
+            self._on_bug(InvariantViolation(bug.why, [*bug.story, *(repr(e)[:500] for e in self._story)]))
+            return
+        for command in commands:
+            self._execute[type(command)](command)
+        self._arm_timer()
+        if not self.core.requests:
+            self._idle.set()
+
+    # --------------------------------------------------------------------------------------------- clients
+
+    def open(self, request: Request) -> ClientStream:
+        """Submits; a refusal comes as the stream's ending."""
+        stream = ClientStream(request.request_id)
+        twin = self._clients.get(request.request_id)
+        self._clients[request.request_id] = stream
+        self._idle.clear()
+        self.feed(Submitted(self._clock.now_s(), request))
+        if twin is not None and twin.ending is None:
+            self._clients[request.request_id] = twin  # the newcomer has been refused
+        return stream
+
+    def close(self, stream: ClientStream, why: str) -> None:
+        """The call is over, whatever the reason. Cancels the request if it has not ended."""
+        if self._clients.get(stream.request_id) is stream:
+            del self._clients[stream.request_id]
+            if stream.ending is None:
+                self.withdraw(stream.request_id, why)
+
+    def withdraw(self, request_id: RequestId, why: str) -> bool:
+        """False if there is no such request."""
+        found = request_id in self.core.requests
+        self.feed(Withdrawn(self._clock.now_s(), request_id, why))
+        return found
+
+    def drain(self) -> None:
+        self.feed(DrainRequested(self._clock.now_s()))
+        self.ready_changed.set()
+
+    async def drained(self, timeout_s: float) -> None:
+        """Returns when no request is left; what still runs after `timeout_s` is given up."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                while self.core.requests:
+                    self._idle.clear()
+                    await self._idle.wait()
+        except TimeoutError:
+            get_logger().warning("giving up requests", count=len(self.core.requests), waited_s=timeout_s)
+            self.feed(TimeIsUp(self._clock.now_s()))
+
+    def _give_up_on_stalled_clients(self) -> None:
+        latest_s = self._clock.now_s() - self._client_stall_timeout_s
+        for stream in list(self._clients.values()):
+            if stream.waiting_since_s is not None and stream.waiting_since_s < latest_s:
+                get_logger().warning("client does not read", request_id=stream.request_id)
+                self.close(stream, f"the client read nothing for {self._client_stall_timeout_s:g} s")
+                if stream.task is not None:
+                    stream.task.cancel()
+
+    # --------------------------------------------------------------------------------------------- commands
+
+    def _deliver(self, command: Deliver) -> None:
+        stream = self._clients.get(command.request_id)
+        if stream is not None:
+            stream.push(command.token_ids, command.text, command.logprobs, self._story[-1].at_s)
+
+    def _end(self, command: ClientEnding) -> None:
+        if not isinstance(command, Refuse):
+            self._metrics.observe(command.facts)
+        stream = self._clients.get(command.request_id)
+        if stream is not None:
+            stream.end(command, self._story[-1].at_s)
+
+    def _place(self, command: Place) -> None:
+        self._links[command.worker][0].place(command)
+
+    def _abort(self, command: AbortOnWorker) -> None:
+        link = self._links.get(command.worker)
+        if link is not None:
+            link[0].abort(command.handle)
+
+    def _connect(self, command: Connect) -> None:
+        link = WorkerLink(
+            command.worker,
+            command.address,
+            identity=self._identity,
+            clock=self._clock,
+            feed=self._feed_from_link,
+            connect_timeout_s=self._connect_timeout_s,
+        )
+        task = self._tasks.create_task(link.run(), name=f"link-{command.worker.worker_id}")
+        self._links[command.worker] = (link, task)
+
+    def _disconnect(self, command: Disconnect) -> None:
+        _, task = self._links.pop(command.worker)
+        task.cancel()
+        self.ready_changed.set()
+
+    def _feed_from_link(self, event: Event) -> None:
+        self.feed(event)
+        self.ready_changed.set()
+
+    # --------------------------------------------------------------------------------------------- timer
+
+    def _arm_timer(self) -> None:
+        at_s = self.core.next_timer_s()
+        if at_s >= self._timer_at_s:
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+        delay_s = max(_MIN_TIMER_S, at_s - self._clock.now_s())
+        self._timer_at_s = at_s
+        self._timer = asyncio.get_running_loop().call_later(delay_s, self._on_timer)
+
+    def _on_timer(self) -> None:
+        self._timer, self._timer_at_s = None, math.inf
+        self.feed(Tick(self._clock.now_s()))

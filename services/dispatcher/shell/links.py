@@ -1,0 +1,201 @@
+"""The one stream to each worker: connecting, reconnecting, protobuf <-> events."""
+
+import asyncio
+import random
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import grpc
+import grpc.aio
+
+from ballast.common.clock import Clock
+from ballast.common.errors import BallastError, PeerViolation, Unavailable
+from ballast.common.ids import DispatcherId, Incarnation
+from ballast.rpc.channel import open_channel
+from ballast.rpc.codec import (
+    finish_from_proto,
+    load_from_proto,
+    model_from_proto,
+    priority_to_proto,
+    sampling_to_proto,
+)
+from ballast.rpc.errors import from_rpc_error
+from ballast.service.logs import get_logger
+from ballastpb.worker.v1 import worker_pb2 as pb
+from ballastpb.worker.v1 import worker_pb2_grpc
+from services.dispatcher.core.events import Ending, Event, Place, StepReceived, WorkerConnected, WorkerLost
+from services.dispatcher.policy.freeness import WorkerKey
+
+_FIRST_BACKOFF_S, _MAX_BACKOFF_S = 0.05, 2.0
+
+AttachCall = grpc.aio.StreamStreamCall[pb.AttachRequest, pb.AttachResponse]
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Who says Hello."""
+
+    dispatcher_id: DispatcherId
+    incarnation: Incarnation
+
+
+class WorkerLink:
+    """Keeps a stream to one worker until it is cancelled. What it meets comes out as events."""
+
+    def __init__(
+        self,
+        worker: WorkerKey,
+        address: str,
+        *,
+        identity: Identity,
+        clock: Clock,
+        feed: Callable[[Event], None],
+        connect_timeout_s: float,
+    ) -> None:
+        self._worker = worker
+        self._address = address
+        self._identity = identity
+        self._clock = clock
+        self._feed = feed
+        self._connect_timeout_s = connect_timeout_s
+        self._outgoing: deque[pb.AttachRequest] = deque()  # bounded by what the core places on one worker
+        self._wake = asyncio.Event()
+        self._log = get_logger().bind(worker_id=worker.worker_id, worker_incarnation=worker.incarnation)
+
+    def place(self, place: Place) -> None:
+        self._send(pb.AttachRequest(submit=submit_to_proto(place)))
+
+    def abort(self, handle: int) -> None:
+        self._send(pb.AttachRequest(abort=pb.Abort(handle=handle)))
+
+    def _send(self, message: pb.AttachRequest) -> None:
+        self._outgoing.append(message)
+        self._wake.set()
+
+    async def run(self) -> None:
+        backoff_s, rng = _FIRST_BACKOFF_S, random.Random(self._worker.worker_id)
+        while True:
+            connected_at_s = self._clock.now_s()
+            why = await self._attach()
+            self._feed(WorkerLost(self._clock.now_s(), self._worker, why))
+            if self._clock.now_s() - connected_at_s > _MAX_BACKOFF_S:
+                backoff_s = _FIRST_BACKOFF_S
+            self._log.warning("no stream to worker", address=self._address, why=why, retry_after_s=backoff_s)
+            await asyncio.sleep(backoff_s * rng.uniform(0.5, 1.0))
+            backoff_s = min(_MAX_BACKOFF_S, 2 * backoff_s)
+
+    async def _attach(self) -> str:
+        """One stream from Hello to its end; tells why it ended."""
+        self._outgoing.clear()
+        try:
+            async with open_channel(self._address) as channel:
+                call: AttachCall = worker_pb2_grpc.WorkerServiceStub(channel).Attach()
+                try:
+                    await self._greet(call)
+                    await self._relay(call)
+                finally:
+                    call.cancel()
+        except grpc.RpcError as error:
+            return str(from_rpc_error(error, self._worker.worker_id))
+        except BallastError as error:
+            return str(error)
+        return "the worker closed the stream"
+
+    async def _greet(self, call: AttachCall) -> None:
+        hello = pb.Hello(
+            dispatcher_id=self._identity.dispatcher_id,
+            dispatcher_incarnation=self._identity.incarnation,
+            worker_id=self._worker.worker_id,
+            worker_incarnation=self._worker.incarnation,
+        )
+        try:
+            async with asyncio.timeout(self._connect_timeout_s):
+                await call.write(pb.AttachRequest(hello=hello))
+                first = await call.read()
+        except TimeoutError as error:
+            why = f"no welcome within {self._connect_timeout_s:g} s"
+            raise Unavailable(self._worker.worker_id, why) from error
+        if not isinstance(first, pb.AttachResponse) or not first.HasField("welcome"):
+            raise PeerViolation(self._worker.worker_id, "answered Hello with something else than Welcome")
+        welcome = first.welcome
+        if self._worker != (welcome.worker_id, welcome.incarnation):
+            raise PeerViolation(self._worker.worker_id, f"is {welcome.worker_id}, life {welcome.incarnation}")
+        self._log.info("stream to worker is up", address=self._address)
+        self._feed(
+            WorkerConnected(
+                self._clock.now_s(),
+                self._worker,
+                model_from_proto(welcome.model),
+                load_from_proto(welcome.load),
+                welcome.max_waiting_request_count,
+            )
+        )
+
+    async def _relay(self, call: AttachCall) -> None:
+        writer = asyncio.create_task(self._write(call), name=f"write-{self._worker.worker_id}")
+        try:
+            while True:
+                message = await call.read()
+                if not isinstance(message, pb.AttachResponse):  # the end of the stream
+                    break
+                self._feed(self._decode(message))
+        finally:
+            writer.cancel()
+            await asyncio.gather(writer, return_exceptions=True)
+
+    async def _write(self, call: AttachCall) -> None:
+        """Ends with the stream: the reader sees the reason."""
+        while True:
+            while self._outgoing:
+                await call.write(self._outgoing.popleft())
+            self._wake.clear()
+            await self._wake.wait()
+
+    def _decode(self, message: pb.AttachResponse) -> StepReceived:
+        if not message.HasField("step"):
+            raise PeerViolation(self._worker.worker_id, f"sent {message.WhichOneof('message')} amid steps")
+        step = message.step
+        handles, counts, token_ids = list(step.handles), list(step.token_counts), list(step.token_ids)
+        texts = list(step.texts)
+        if len(counts) != len(handles) or sum(counts) != len(token_ids) or len(texts) not in (0, len(handles)):
+            raise PeerViolation(self._worker.worker_id, "sent a step whose arrays do not fit together")
+        return StepReceived(
+            self._clock.now_s(),
+            self._worker,
+            handles,
+            counts,
+            token_ids,
+            texts,
+            step.logprobs,
+            [_ending_from_proto(ending) for ending in step.endings] if step.endings else (),
+            load_from_proto(step.load),
+            step.seen_handle,
+        )
+
+
+def submit_to_proto(place: Place) -> pb.Submit:
+    request = place.request
+    return pb.Submit(
+        handle=place.handle,
+        request_id=request.request_id,
+        attempt=place.attempt,
+        prompt_token_ids=request.prompt_token_ids,
+        output_token_ids=place.output_token_ids,
+        sampling=sampling_to_proto(request.sampling),
+        priority=priority_to_proto(request.priority),
+        deadline_s=place.deadline_s,
+        omit_text=request.omit_text,
+        delivered_text_chars=place.delivered_text_chars,
+    )
+
+
+def _ending_from_proto(message: pb.Ending) -> Ending:
+    return Ending(
+        handle=message.handle,
+        finish_reason=finish_from_proto(message.finish_reason),
+        matched_stop=message.matched_stop,
+        error=message.error,
+        refused=message.refused,
+        invalid=message.invalid,
+    )

@@ -1,0 +1,350 @@
+"""A worker whose engine is a timer. It speaks the real WorkerService protocol over real gRPC.
+
+Its tokens are a function of prompt, seed and position, so whoever knows the request can say what must arrive, whatever
+happened on the way. Run it inside a test (`async with TimedWorker(...)`) or as a process of its own:
+`python -m tests.support.timed_worker --worker-id w0`.
+"""
+
+import argparse
+import asyncio
+import base64
+import contextlib
+import time
+import zlib
+from array import array
+from collections import deque
+from collections.abc import AsyncIterator, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+import grpc.aio
+import redis
+import uvloop
+
+from ballast.rpc.channel import SERVER_OPTIONS
+from ballastpb.cluster.v1 import cluster_pb2
+from ballastpb.worker.v1 import worker_pb2 as pb
+from ballastpb.worker.v1 import worker_pb2_grpc
+
+LAYER_COUNT = 4
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+def scripted_base(prompt_token_ids: Sequence[int], seed: int) -> int:
+    return zlib.crc32(array("q", prompt_token_ids).tobytes(), seed & 0xFFFFFFFF)
+
+
+def scripted_token(base: int, position: int, vocab_size: int) -> int:
+    return (base + position * 2_654_435_761) % 4_294_967_291 % vocab_size
+
+
+def scripted_tokens(prompt_token_ids: Sequence[int], seed: int, count: int, vocab_size: int = 1000) -> list[int]:
+    """What a timed worker generates for a request."""
+    base = scripted_base(prompt_token_ids, seed)
+    return [scripted_token(base, position, vocab_size) for position in range(count)]
+
+
+def scripted_text(token_ids: Iterable[int]) -> str:
+    return "".join(f"{token_id} " for token_id in token_ids)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TimedSettings:
+    worker_id: str = "w0"
+    incarnation: int = 1
+    step_s: float = 0.01
+    block_tokens: int = 16
+    block_count: int = 4096
+    max_running: int = 256
+    max_waiting: int = 512
+    vocab_size: int = 1000
+    max_model_len: int = 8192
+
+
+@dataclass(eq=False)
+class _Sequence:
+    submit: pb.Submit
+    stream: "_Stream"
+    base: int
+    generated: int
+    ends_at_s: float
+    held_text: str = ""  # of tokens that were given out
+    blocks: int = 0
+
+
+@dataclass(eq=False)
+class _Stream:
+    messages: asyncio.Queue[pb.AttachResponse | None] = field(default_factory=lambda: asyncio.Queue(4096))
+    sequences: dict[int, _Sequence] = field(default_factory=dict[int, _Sequence])
+    seen_handle: int = 0
+    output: pb.StepOutput = field(default_factory=pb.StepOutput)
+    sent_at_s: float = 0.0
+
+
+class TimedWorker(worker_pb2_grpc.WorkerServiceServicer):
+    """Use as an async context manager; `address` is set inside."""
+
+    def __init__(self, settings: TimedSettings, port: int = 0) -> None:
+        self.settings = settings
+        self.address = ""
+        self.draining = False
+        self.aborted: list[tuple[str, float]] = []  # request id, when
+        self.submitted: list[pb.Submit] = []
+        self._port = port
+        self._streams: list[_Stream] = []
+        self._running: dict[_Sequence, None] = {}
+        self._waiting: deque[_Sequence] = deque()
+        self._steps = 0
+        self._server: grpc.aio.Server | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> Self:
+        self._server = grpc.aio.server(options=SERVER_OPTIONS)
+        worker_pb2_grpc.add_WorkerServiceServicer_to_server(self, self._server)
+        self._port = self._server.add_insecure_port(f"127.0.0.1:{self._port}")
+        self.address = f"127.0.0.1:{self._port}"
+        await self._server.start()
+        self._task = asyncio.create_task(self._run())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.stop()
+
+    async def stop(self) -> None:
+        """Breaks every stream at once, as a killed process would."""
+        if self._task is not None and self._server is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+            await self._server.stop(None)
+            self._task = None
+
+    @property
+    def used_blocks(self) -> int:
+        return sum(sequence.blocks for sequence in self._running)
+
+    @property
+    def request_count(self) -> int:
+        return len(self._running) + len(self._waiting)
+
+    def member(self) -> cluster_pb2.Member:
+        return cluster_pb2.Member(
+            worker_id=self.settings.worker_id,
+            incarnation=self.settings.incarnation,
+            address=self.address,
+            first_layer=0,
+            last_layer=LAYER_COUNT,
+            draining=self.draining,
+        )
+
+    # ------------------------------------------------------------------ protocol
+
+    async def Attach(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, request_iterator: AsyncIterator[pb.AttachRequest], context: Context
+    ) -> None:
+        hello = (await anext(request_iterator)).hello
+        if hello.worker_incarnation != self.settings.incarnation:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "another incarnation")
+        stream = _Stream()
+        self._streams.append(stream)
+        welcome = pb.Welcome(
+            worker_id=self.settings.worker_id,
+            incarnation=self.settings.incarnation,
+            model=self._model(),
+            load=self._load(),
+            max_waiting_request_count=self.settings.max_waiting,
+        )
+        await context.write(pb.AttachResponse(welcome=welcome))
+        reader = asyncio.create_task(self._read(stream, request_iterator))
+        try:
+            while (message := await stream.messages.get()) is not None:
+                await context.write(message)
+        finally:
+            reader.cancel()
+            self._streams.remove(stream)
+            for sequence in list(stream.sequences.values()):
+                self._forget(sequence)
+
+    async def GetStatus(self, request: pb.GetStatusRequest, context: Context) -> pb.GetStatusResponse:
+        return pb.GetStatusResponse(
+            worker_id=self.settings.worker_id,
+            incarnation=self.settings.incarnation,
+            model=self._model(),
+            load=self._load(),
+            dispatcher_count=len(self._streams),
+        )
+
+    async def Drain(self, request: pb.DrainRequest, context: Context) -> pb.DrainResponse:
+        self.draining = True
+        return pb.DrainResponse(running_request_count=self.request_count)
+
+    async def _read(self, stream: _Stream, requests: AsyncIterator[pb.AttachRequest]) -> None:
+        try:
+            async for request in requests:
+                if request.HasField("submit"):
+                    self._submit(stream, request.submit)
+                elif request.HasField("abort"):
+                    sequence = stream.sequences.get(request.abort.handle)
+                    if sequence is not None:
+                        self.aborted.append((sequence.submit.request_id, time.monotonic()))
+                        self._forget(sequence)
+        finally:
+            stream.messages.put_nowait(None)
+
+    def _submit(self, stream: _Stream, submit: pb.Submit) -> None:
+        stream.seen_handle = submit.handle
+        self.submitted.append(submit)
+        if self.draining or len(self._waiting) >= self.settings.max_waiting:
+            ending = pb.Ending(handle=submit.handle, refused=True)
+            step = pb.StepOutput(endings=[ending], load=self._load(), seen_handle=submit.handle)
+            stream.messages.put_nowait(pb.AttachResponse(step=step))
+            return
+        ends_at_s = time.monotonic() + submit.deadline_s if submit.HasField("deadline_s") else float("inf")
+        base = scripted_base(submit.prompt_token_ids, submit.sampling.seed)
+        sequence = _Sequence(submit, stream, base, len(submit.output_token_ids), ends_at_s)
+        sequence.held_text = scripted_text(submit.output_token_ids)[submit.delivered_text_chars :]
+        stream.sequences[submit.handle] = sequence
+        self._waiting.append(sequence)
+
+    # ------------------------------------------------------------------ engine
+
+    async def _run(self) -> None:
+        due_s = time.monotonic()
+        while True:
+            due_s = max(due_s + self.settings.step_s, time.monotonic())
+            await asyncio.sleep(due_s - time.monotonic())
+            self._step()
+
+    def _step(self) -> None:
+        self._steps += 1
+        now_s = time.monotonic()
+        self._admit()
+        for sequence in list(self._running):
+            self._advance(sequence, now_s)
+        load = self._load()
+        for stream in self._streams:
+            output = stream.output
+            if output.handles or output.endings or now_s - stream.sent_at_s > 0.02:
+                output.load.CopyFrom(load)
+                output.seen_handle = stream.seen_handle
+                if not stream.messages.full():
+                    stream.messages.put_nowait(pb.AttachResponse(step=output))
+                stream.output = pb.StepOutput()
+                stream.sent_at_s = now_s
+
+    def _admit(self) -> None:
+        free = self.settings.block_count - self.used_blocks
+        while self._waiting and len(self._running) < self.settings.max_running:
+            need = self._need(self._waiting[0])
+            if need > free:
+                break
+            sequence = self._waiting.popleft()
+            sequence.blocks = need
+            free -= need
+            self._running[sequence] = None
+
+    def _advance(self, sequence: _Sequence, now_s: float) -> None:
+        submit, output = sequence.submit, sequence.stream.output
+        if now_s >= sequence.ends_at_s:
+            output.endings.append(pb.Ending(handle=submit.handle, finish_reason=cluster_pb2.FINISH_REASON_DEADLINE))
+            self._forget(sequence)
+            return
+        token_id = scripted_token(sequence.base, sequence.generated, self.settings.vocab_size)
+        sequence.generated += 1
+        sequence.blocks = self._need(sequence)
+        output.handles.append(submit.handle)
+        output.token_counts.append(1)
+        output.token_ids.append(token_id)
+        if submit.sampling.HasField("logprobs"):
+            chosen = cluster_pb2.TokenLogprob(token_id=token_id, logprob=-0.5)
+            output.logprobs.append(cluster_pb2.Logprobs(chosen=chosen))
+        if token_id in submit.sampling.stop_token_ids:
+            ending = pb.Ending(handle=submit.handle, finish_reason=cluster_pb2.FINISH_REASON_STOP, matched_stop="id")
+        elif sequence.generated >= submit.sampling.max_tokens:
+            ending = pb.Ending(handle=submit.handle, finish_reason=cluster_pb2.FINISH_REASON_LENGTH)
+        else:
+            ending = None
+        output.texts.append(self._next_text(sequence, token_id, is_last=ending is not None))
+        if ending is not None:
+            output.endings.append(ending)
+            self._forget(sequence)
+
+    @staticmethod
+    def _next_text(sequence: _Sequence, token_id: int, *, is_last: bool) -> str:
+        """Lags one token behind, as detokenising does."""
+        if sequence.submit.omit_text:
+            return ""
+        text, sequence.held_text = sequence.held_text, f"{token_id} "
+        return text + sequence.held_text if is_last else text
+
+    def _forget(self, sequence: _Sequence) -> None:
+        sequence.stream.sequences.pop(sequence.submit.handle, None)
+        self._running.pop(sequence, None)
+        with contextlib.suppress(ValueError):
+            self._waiting.remove(sequence)
+
+    def _need(self, sequence: _Sequence) -> int:
+        tokens = len(sequence.submit.prompt_token_ids) + sequence.generated + 1
+        return -(-tokens // self.settings.block_tokens)
+
+    def _load(self) -> cluster_pb2.LoadReport:
+        s = self.settings
+        block_bytes = s.block_tokens * 64
+        kv_bytes = s.block_count * block_bytes
+        return cluster_pb2.LoadReport(
+            block_tokens=s.block_tokens,
+            block_count=s.block_count,
+            used_block_count=self.used_blocks,
+            waiting_block_count=sum(map(self._need, self._waiting)),
+            running_count=len(self._running),
+            waiting_count=len(self._waiting),
+            max_running_count=s.max_running,
+            steps_total=self._steps,
+            draining=self.draining,
+            memory=cluster_pb2.MemoryReport(
+                budget_bytes=kv_bytes + 1024, parameter_bytes=1024, kv_bytes=kv_bytes, free_bytes=0
+            ),
+        )
+
+    def _model(self) -> cluster_pb2.ModelInfo:
+        return cluster_pb2.ModelInfo(
+            name="timed",
+            architecture="Timer",
+            layer_count=LAYER_COUNT,
+            vocab_size=self.settings.vocab_size,
+            max_model_len=self.settings.max_model_len,
+            dtype="float32",
+            parameter_count=1,
+            kv_bytes_per_token=64,
+            eos_token_ids=[0],
+        )
+
+
+def publish_layout(redis_url: str, epoch: int, members: Sequence[cluster_pb2.Member]) -> None:
+    """What the planner would write: every instance a group of its own."""
+    groups = [cluster_pb2.Group(group_id=f"g-{m.worker_id}", members=[m]) for m in members]
+    layout = cluster_pb2.Layout(epoch=epoch, layer_count=LAYER_COUNT, groups=groups, reason="test")
+    with contextlib.closing(redis.Redis.from_url(redis_url)) as client:
+        client.set("ballast:layout", base64.b64encode(layout.SerializeToString()))
+        client.publish("ballast:layout:changed", epoch)
+
+
+async def _serve(settings: TimedSettings, port: int) -> None:
+    async with TimedWorker(settings, port) as worker:
+        print(f"ready service=worker id={settings.worker_id} address={worker.address}", flush=True)
+        await asyncio.Event().wait()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="A worker whose engine is a timer.")
+    parser.add_argument("--port", type=int, default=0)
+    defaults = TimedSettings()
+    for name in TimedSettings.__dataclass_fields__:
+        default = getattr(defaults, name)
+        parser.add_argument(f"--{name.replace('_', '-')}", dest=name, type=type(default), default=default)
+    given = vars(parser.parse_args())
+    port = given.pop("port")
+    uvloop.run(_serve(TimedSettings(**given), port))
+
+
+if __name__ == "__main__":
+    main()
