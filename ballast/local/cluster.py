@@ -58,6 +58,7 @@ class LocalCluster:
 
     Args:
         model: Folder of the checkpoint.
+        host: Where dispatchers listen; nobody but them is reachable from elsewhere.
         port: Port of the first dispatcher; the others take the ports that follow. 0: any free ports.
         device_memory_bytes: Budget of each worker for parameters and KV; None: the worker's default.
         flags: Further command line flags for each service: `{"worker": ["--max-num-seqs", "8"]}`.
@@ -199,7 +200,8 @@ class LocalCluster:
         self._started[service] += 1
         name = f"{service}-{number}"
         port = self._port + number if service == "dispatcher" and self._port else 0
-        command = [sys.executable, "-m", f"services.{service}", "--host", self._host, "--port", str(port)]
+        host = self._host if service == "dispatcher" else "127.0.0.1"
+        command = [sys.executable, "-m", f"services.{service}", "--host", host, "--port", str(port)]
         command += ["--metrics-port", "0", "--redis-url", self.redis_url, f"--{service}-id", name]
         if service in _NEEDS_MODEL:
             command += ["--model", str(self.model)]

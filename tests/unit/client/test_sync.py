@@ -64,8 +64,12 @@ def test_generate_and_stream(scripted: tuple[ScriptedDispatcher, str]) -> None:
 
 def test_many_threads_share_one_client(scripted: tuple[ScriptedDispatcher, str]) -> None:
     _, address = scripted
+
+    def answer(prompt: str) -> str:
+        return "".join(chunk.text for chunk in client.stream(prompt))
+
     with Client(address) as client, ThreadPoolExecutor(8) as pool:
-        texts = list(pool.map(lambda prompt: "".join(c.text for c in client.stream(prompt)), ["a"] * 40))
+        texts = list(pool.map(answer, ["a"] * 40))
     assert texts == ["t0 t1 t2 "] * 40
 
 

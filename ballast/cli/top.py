@@ -1,0 +1,70 @@
+"""`ballast top`: the status page, live, with the rate of generated tokens."""
+
+import argparse
+import time
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.text import Text
+
+from ballast.cli.arguments import Commands, add_address
+from ballast.cli.render import render_status
+from ballast.client import Client, ClusterStatus
+from ballast.common.errors import BallastError, InvalidRequest
+
+
+def add_parser(commands: Commands) -> None:
+    parser = commands.add_parser("top", help="the status, live; Ctrl-C ends")
+    parser.set_defaults(run=run)
+    parser.add_argument("--interval-s", type=float, default=1.0, metavar="S", help="between two looks (default: 1)")
+    parser.add_argument("--once", action="store_true", help="print one page (rates over one interval) and end")
+    add_address(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    if not 0.05 <= args.interval_s <= 3600:
+        raise InvalidRequest("--interval-s", f"must be between 0.05 and 3600, got {args.interval_s:g}")
+    console = Console()
+    with Client(args.address) as client:
+        rates = Rates()
+        page = _look(client, rates)
+        if args.once:
+            time.sleep(args.interval_s)
+            console.print(_look(client, rates))
+            return 0
+        try:
+            with Live(page, console=console, screen=console.is_terminal, auto_refresh=False) as live:
+                while True:
+                    time.sleep(args.interval_s)
+                    try:
+                        page = _look(client, rates)
+                    except BallastError as error:  # may come back: keep the last page, say what is wrong
+                        live.update(Group(page, Text(f"\n{error}", style="bold red")), refresh=True)
+                    else:
+                        live.update(page, refresh=True)
+        except KeyboardInterrupt:
+            return 0
+
+
+def _look(client: Client, rates: "Rates") -> RenderableType:
+    status = client.status(client.addresses[0])
+    return render_status(status, rates.update(status, time.monotonic()))
+
+
+class Rates:
+    """Tokens per second of each worker between two looks at the same life of it."""
+
+    def __init__(self) -> None:
+        self._before: dict[tuple[str, int], int] = {}  # (worker, incarnation) -> tokens generated
+        self._at_s = 0.0
+
+    def update(self, status: ClusterStatus, at_s: float) -> dict[str, float]:
+        now = {(w.worker_id, w.incarnation): w.load.generation_tokens_total for w in status.workers if w.load}
+        elapsed_s = at_s - self._at_s
+        rates = {
+            worker_id: (tokens - self._before[worker_id, incarnation]) / elapsed_s
+            for (worker_id, incarnation), tokens in now.items()
+            if (worker_id, incarnation) in self._before and elapsed_s > 0
+        }
+        self._before, self._at_s = now, at_s
+        return rates

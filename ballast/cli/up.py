@@ -1,0 +1,157 @@
+"""`ballast up`: a whole cluster on this machine, until Ctrl-C or SIGTERM."""
+
+import argparse
+import asyncio
+import contextlib
+import signal
+import sys
+import tempfile
+from pathlib import Path
+
+from ballast.cli.arguments import Commands
+from ballast.client import AsyncClient
+from ballast.common.errors import ConfigError
+from ballast.local.cluster import LocalCluster, Service
+from ballast.model.info import read_info
+from ballast.model.tiny import make_preset
+
+_STOPPED_BY_SIGNAL = 130
+_MAX_PROCESSES = 256
+
+# Flags that are handed on as they are: flag -> the service it is for.
+_WORKER_FLAGS = {
+    "--dtype": "auto, float32, bfloat16, float16 or float64",
+    "--device": "cpu or cuda",
+    "--max-model-len": "longest prompt and answer together, in tokens",
+    "--max-num-seqs": "requests that run at once in a worker",
+    "--max-num-batched-tokens": "tokens of one engine step",
+    "--block-size": "tokens of a KV block",
+    "--threads": "of one worker's engine",
+    "--seed": "of the engine",
+}
+_DISPATCHER_FLAGS = {
+    "--max-num-queued-reqs": "requests that may wait; more are refused",
+    "--max-num-queued-tokens": "prompt tokens that may wait; more are refused",
+}
+
+
+def add_parser(commands: Commands) -> None:
+    parser = commands.add_parser(
+        "up",
+        help="run a cluster on this machine",
+        description="Starts every service as a process of its own, with a private state server. Prints one line when"
+        " ready. Ctrl-C lets running requests finish, then stops; a second Ctrl-C stops at once.",
+    )
+    parser.set_defaults(run=run)
+    parser.add_argument("--model", type=Path, metavar="DIR", help="Hugging Face checkpoint; none: a tiny random one")
+    parser.add_argument("--workers", type=int, default=2, metavar="N", help="instances (default: 2)")
+    parser.add_argument("--dispatchers", type=int, default=1, metavar="N", help="on ports that follow (default: 1)")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
+    parser.add_argument("--port", type=int, default=50051, help="of the first dispatcher; 0: a free one")
+    parser.add_argument("--device-memory-bytes", metavar="BYTES", help="of each worker; 512MiB, 16GiB ...")
+    parser.add_argument("--redis-url", metavar="URL", help="a state server that runs already")
+    parser.add_argument("--log-dir", type=Path, metavar="DIR", help="keep the services' logs there")
+    parser.add_argument("--log-level", choices=["debug", "info", "warning", "error"])
+    parser.add_argument("--start-timeout-s", type=float, default=300.0, metavar="S", help="loading the model included")
+    parser.add_argument("--stop-timeout-s", type=float, default=30.0, metavar="S", help="for requests that still run")
+    for flag, text in (_WORKER_FLAGS | _DISPATCHER_FLAGS).items():
+        parser.add_argument(flag, metavar="X", help=text)
+
+
+def run(args: argparse.Namespace) -> int:
+    for name, least in (("workers", 0), ("dispatchers", 1)):
+        if not least <= getattr(args, name) <= _MAX_PROCESSES:
+            raise ConfigError(f"--{name}", f"must be between {least} and {_MAX_PROCESSES}, got {getattr(args, name)}")
+    if not 0 <= args.port <= 65536 - args.dispatchers:
+        raise ConfigError("--port", f"{args.port} is no port that {args.dispatchers} dispatchers can start from")
+    with contextlib.ExitStack() as resources:
+        if args.model is None:
+            folder = resources.enter_context(tempfile.TemporaryDirectory(prefix="ballast-model-"))
+            args.model = make_preset("demo", Path(folder) / "demo")
+            _say("no --model given: serving a small model with random weights; its answers mean nothing")
+        else:
+            read_info(args.model)  # a wrong folder is named here, and not by four services
+        return asyncio.run(_Up(args).run())
+
+
+class _Up:
+    """First signal: drain and stop. Second: stop at once. Either before the cluster is ready: stop at once."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self._args = args
+        self._stopping = asyncio.Event()
+        self._ready = False
+
+    async def run(self) -> int:
+        main = asyncio.current_task()
+        assert main is not None, "runs in a task"
+        loop = asyncio.get_running_loop()
+
+        def on_signal() -> None:
+            if self._stopping.is_set() or not self._ready:
+                main.cancel()
+            self._stopping.set()
+
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            loop.add_signal_handler(number, on_signal)
+        try:
+            await self._serve()
+        except asyncio.CancelledError:
+            return _STOPPED_BY_SIGNAL
+        return 0
+
+    async def _serve(self) -> None:
+        args = self._args
+        _say(f"starting {args.workers} workers ...")
+        async with LocalCluster(
+            args.model,
+            workers=args.workers,
+            dispatchers=args.dispatchers,
+            host=args.host,
+            port=args.port,
+            flags=self._service_flags(),
+            log_dir=args.log_dir,
+            redis_url=args.redis_url,
+            start_timeout_s=args.start_timeout_s,
+            stop_timeout_s=args.stop_timeout_s,
+        ) as cluster:
+            print(await _ready_line(cluster, args.workers), flush=True)
+            self._ready = True
+            await _until(self._stopping, cluster)
+            if cluster.crash() is None:
+                _say("stopping; running requests finish (again: stop at once)")
+
+    def _service_flags(self) -> dict[Service, list[str]]:
+        def given(flags: dict[str, str]) -> list[str]:
+            values = ((flag, getattr(self._args, flag[2:].replace("-", "_"))) for flag in flags)
+            return [part for flag, value in values if value is not None for part in (flag, value)]
+
+        common = ["--log-level", self._args.log_level] if self._args.log_level else []
+        return {
+            "monitor": common,
+            "planner": common,
+            "worker": [*common, *given({"--device-memory-bytes": ""} | _WORKER_FLAGS)],
+            "dispatcher": [*common, *given(_DISPATCHER_FLAGS)],
+        }
+
+
+async def _ready_line(cluster: LocalCluster, workers: int) -> str:
+    served = f"{workers} worker{'' if workers == 1 else 's'}"
+    if workers:
+        async with AsyncClient(cluster.address) as client:
+            served += f" with {(await client.model_info()).name}"
+    return f"ready: {served} at {', '.join(cluster.addresses)} (logs: {cluster.log_dir})"
+
+
+async def _until(stopping: asyncio.Event, cluster: LocalCluster) -> None:
+    """Returns when it shall stop, or when a service has crashed."""
+    waiting = {asyncio.create_task(stopping.wait()), asyncio.create_task(cluster.wait_crash())}
+    try:
+        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in waiting:
+            task.cancel()
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
