@@ -30,7 +30,7 @@ from ballast.bench.results import BenchResult, write_result
 from ballast.bench.session import ReplayJob, replay_on
 from ballast.bench.table import render
 from ballast.bench.traces import Trace, read_trace
-from ballast.common.errors import BallastError
+from ballast.common.errors import BallastError, Unavailable
 from ballast.local.cluster import LocalCluster
 from ballast.model.tiny import PRESETS, make_preset
 
@@ -108,6 +108,8 @@ async def verify(result: BenchResult, model: Path, results_path: Path) -> BenchR
         if process.returncode is None:
             process.kill()
             await process.wait()
+    if process.returncode not in (0, EXIT_FAILED):
+        raise Unavailable("benchmarks.verify_answers", f"ended with status {process.returncode}")
     found = json.loads(output)
     verified = result.policies[POLICY].model_copy(
         update={

@@ -1,0 +1,125 @@
+"""From the trace file to the result over real gRPC, against a scripted dispatcher."""
+
+import asyncio
+import io
+import signal
+import sys
+from pathlib import Path
+
+from rich.console import Console
+
+from ballast.bench.records import Outcome
+from ballast.bench.replay import ReplayOptions
+from ballast.bench.results import BenchResult, read_result
+from ballast.bench.session import ReplayJob, replay_on
+from ballast.common.errors import Overloaded
+from ballastpb.cluster.v1 import cluster_pb2
+from tests.support.scripted_dispatcher import ScriptedDispatcher, serving, worker_status
+
+ROOT = Path(__file__).parents[3]
+
+
+def dispatcher_with_model(max_model_len: int = 100) -> ScriptedDispatcher:
+    dispatcher = ScriptedDispatcher()
+    dispatcher.status.model.CopyFrom(
+        cluster_pb2.ModelInfo(
+            name="m",
+            architecture="LlamaForCausalLM",
+            layer_count=4,
+            vocab_size=64,
+            max_model_len=max_model_len,
+            dtype="float32",
+            parameter_count=10,
+            kv_bytes_per_token=128,
+            eos_token_ids=[1],
+        )
+    )
+    dispatcher.status.workers.append(worker_status())
+    return dispatcher
+
+
+def write_trace(tmp_path: Path, rows: list[tuple[float, int, int]]) -> Path:
+    path = tmp_path / "trace.csv"
+    path.write_text("arrival_s,input_tokens,output_tokens\n" + "".join(f"{a},{i},{o}\n" for a, i, o in rows))
+    return path
+
+
+def test_a_trace_becomes_requests_and_their_answers_figures(tmp_path: Path) -> None:
+    trace = write_trace(tmp_path, [(0.0, 10, 6), (0.2, 20, 6), (0.4, 900, 6), (9.0, 1, 1)])
+    dispatcher = dispatcher_with_model()
+    dispatcher.refuse = [Overloaded("backlog full", 1.0)]
+    job = ReplayJob(
+        trace=trace,
+        time_scale=0.5,
+        length_scale=0.5,
+        limit=3,
+        options=ReplayOptions(seed=4, record_tokens=True, deadline_s=30),
+    )
+
+    async def story() -> BenchResult:
+        async with serving(dispatcher) as address, asyncio.timeout(20):
+            return await replay_on(address, job, Console(file=io.StringIO()), {"workers": 1})
+
+    result = asyncio.run(story())
+    policy = result.policies["recompute"]
+    assert result.complete
+    assert [r.outcome for r in policy.requests] == [Outcome.REFUSED, Outcome.FINISHED, Outcome.FINISHED]
+    assert policy.requests[0].error == "backlog full"
+    assert policy.requests[1].output_token_ids == [0, 1, 2]
+    assert (result.trace.request_count, result.trace.clamped_count, result.trace.span_s) == (3, 1, 0.2)
+    assert result.config.cluster == {"workers": 1}
+    assert policy.series.kv_capacity_bytes[0] == 700 << 20
+    assert policy.series.kv_used_bytes[0] == (700 << 20) // 4
+
+    assert len(dispatcher.requests) == 3, "a refusal is a result and not retried"
+    last = dispatcher.requests[-1]
+    assert list(last.token_ids.ids) == policy.requests[2].prompt_token_ids
+    assert len(last.token_ids.ids) == 97
+    assert max(last.token_ids.ids) < 64
+    assert last.sampling.ignore_eos
+    assert last.sampling.temperature == 0.0
+    assert last.sampling.max_tokens == 3
+    assert last.omit_text
+
+
+def test_ctrl_c_writes_what_was_seen_and_says_so(tmp_path: Path) -> None:
+    trace = write_trace(tmp_path, [(0.0, 5, 3), (60.0, 5, 3)])
+    out = tmp_path / "r.json"
+    dispatcher = dispatcher_with_model()
+
+    async def story() -> tuple[int | None, str]:
+        async with serving(dispatcher) as address, asyncio.timeout(40):
+            arguments = ["bench", "replay", "--trace", str(trace), "--address", address, "--json", str(out)]
+            process = await asyncio.create_subprocess_exec(
+                sys.executable, "-m", "ballast.cli.main", *arguments, cwd=ROOT, stdout=asyncio.subprocess.PIPE
+            )
+            await dispatcher.started.wait()
+            await asyncio.sleep(0.5)
+            process.send_signal(signal.SIGINT)
+            output, _ = await process.communicate()
+            return process.returncode, output.decode()
+
+    returncode, output = asyncio.run(story())
+    assert returncode == 130
+    assert "interrupted" in output
+    result = read_result(out)
+    assert not result.complete
+    assert [r.outcome for r in result.policies["recompute"].requests] == [Outcome.FINISHED]
+
+
+def test_nobody_there_is_said_at_once(tmp_path: Path) -> None:
+    import subprocess
+
+    trace = write_trace(tmp_path, [(0.0, 5, 3)])
+    arguments = ["bench", "replay", "--trace", str(trace), "--address", "127.0.0.1:1"]
+    done = subprocess.run(
+        [sys.executable, "-m", "ballast.cli.main", *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "127.0.0.1:1" in done.stderr
+    assert "Traceback" not in done.stderr
