@@ -117,8 +117,7 @@ class CpuAttention:
     def _prepare_chunk(self, chunk: Chunk, block_tokens: int) -> _PreparedChunk:
         if chunk.first_position == 0:
             return _PreparedChunk(chunk, None, None)
-        positions_T = np.arange(chunk.first_position, chunk.context_tokens)
-        hidden_TC = np.arange(chunk.context_tokens) > positions_T[:, None]
+        hidden_TC = np.arange(chunk.context_tokens) > chunk.positions[:, None]
         return _PreparedChunk(chunk, _planes(chunk.blocks), self._mask(hidden_TC))
 
     def _mask(self, hidden: np.ndarray) -> torch.Tensor:

@@ -1,5 +1,6 @@
 """Builds an engine from a checkpoint folder."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -8,7 +9,9 @@ from typing import Self
 import torch
 
 from ballast.common.errors import ConfigError
+from ballast.common.load import MemoryReport
 from ballast.common.model import ModelInfo
+from services.worker.core.batch import Batch, StepResult
 from services.worker.engine.attention import AttentionBackend, CpuAttention
 from services.worker.engine.checkpoint import load_parameters
 from services.worker.engine.model import Model
@@ -49,6 +52,17 @@ class Engine:
     def block_count(self) -> int:
         return self.memory.kv.block_count
 
+    def step(self, batch: Batch, block_tables: Sequence[Sequence[int]]) -> StepResult:
+        """See `ModelRunner.step`."""
+        return self.runner.step(batch, block_tables)
+
+    def memory_report(self) -> MemoryReport:
+        return self.memory.report()
+
+    def check(self) -> None:
+        """Raise InvariantViolation unless the device's memory is accounted for (I3)."""
+        self.memory.check()
+
     def close(self) -> None:
         """Return all device memory. The runner must not be stepped afterwards. Idempotent."""
         self.memory.close()
@@ -71,14 +85,18 @@ def load_engine(
     max_model_len: int | None = None,
     device: str = "cpu",
     name: str | None = None,
+    threads: int | None = 1,
 ) -> Engine:
     """Load a checkpoint into one device's memory.
 
-    `dtype` "auto" is the checkpoint's own. `max_model_len` None is the longest that the model allows.
+    `dtype` "auto" is the checkpoint's own. `max_model_len` None is the longest that the model allows. `threads` is
+    torch's number of intra-op threads in this whole process (None: as it is).
 
     Raises:
         ConfigError: the checkpoint cannot be served as asked, or the device has not the memory.
     """
+    if threads is not None:
+        torch.set_num_threads(threads)
     config = read_model_config(model_dir)
     run_dtype = _dtype(dtype, config, model_dir)
     longest = _max_model_len(max_model_len, config)

@@ -161,6 +161,9 @@ class _Reader:
     def get(self, key: str) -> object:
         return self._values.get(key)
 
+    def has(self, key: str) -> bool:
+        return key in self._values
+
     def section(self, key: str) -> "_Reader | None":
         value = self._values.get(key)
         if value is None:
@@ -221,8 +224,7 @@ def _sliding_window(config: _Reader, family: _Family) -> int | None:
         return None
     switched = config.get("use_sliding_window")
     if family.qkv_bias is False:  # Mistral has no switch: a window that is set, or absent, is used
-        absent = "sliding_window" not in cast(Json, config._values)
-        if config.get("sliding_window") is None and not absent:
+        if config.has("sliding_window") and config.get("sliding_window") is None:
             return None
     elif not switched:
         return None

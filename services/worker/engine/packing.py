@@ -4,7 +4,8 @@ Plain integers in NumPy arrays; made once per step, read by every layer. Rows: f
 token (decodes), by ascending context length so that neighbours can share a padded gather, then chunk after chunk.
 """
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,17 +30,21 @@ class Chunk:
     def context_tokens(self) -> int:
         return self.first_position + self.row_count
 
+    @property
+    def positions(self) -> Ints:
+        return np.arange(self.first_position, self.context_tokens)
+
 
 @dataclass(frozen=True, slots=True)
 class PackedStep:
-    """Legend: T rows in all, S decodes, W blocks of the longest decode."""
+    """Legend: T rows in all, S decodes, W blocks of the longest table among them."""
 
     block_tokens: int
     token_ids_T: Ints
     positions_T: Ints
     slots_T: Ints  # block * block_tokens + offset: where each row's K and V go
     decode_contexts_S: Ints  # tokens, the new one included; ascending
-    decode_blocks_SW: Ints  # padded with the sequence's own first block
+    decode_blocks_SW: Ints  # whole tables, padded with the sequence's own first block
     chunks: tuple[Chunk, ...]
     sample_rows: Ints  # aligned with the batch's slices that sample
     blocks_end: int  # highest block id in use, plus one
@@ -53,55 +58,74 @@ class PackedStep:
         return len(self.decode_contexts_S)
 
 
-def pack(slices: Sequence[Slice], block_tables: Mapping[SequenceId, Sequence[int]], block_tokens: int) -> PackedStep:
-    """Lay out a batch's slices. Row order differs from slice order; `sample_rows` leads back.
+class Packer:
+    """Lays out batches. Keeps the arrays of block tables that have not changed since the step before."""
 
-    Raises:
-        InvariantViolation: a sequence has no table, or one that does not cover the slice.
-    """
-    ends = [s.first_position + len(s.token_ids) for s in slices]
-    order = sorted(range(len(slices)), key=lambda i: (len(slices[i].token_ids) > 1, ends[i], i))
-    decode_count = sum(len(s.token_ids) == 1 for s in slices)
-    tables = [_table(slices[i], block_tables, -(-ends[i] // block_tokens)) for i in order]
-    counts = np.array([len(slices[i].token_ids) for i in order], np.int64)
-    first_rows = np.cumsum(counts) - counts
-    decode_contexts_S = np.array([ends[i] for i in order[:decode_count]], np.int64)
-    decode_blocks_SW = _padded(tables[:decode_count])
-    chunks = tuple(
-        Chunk(int(first_rows[at]), int(counts[at]), slices[order[at]].first_position, tables[at])
-        for at in range(decode_count, len(order))
-    )
-    decode_positions = decode_contexts_S - 1
-    last_blocks = decode_blocks_SW[np.arange(decode_count), decode_positions // block_tokens]
-    slots = [last_blocks * block_tokens + decode_positions % block_tokens]
-    positions = [decode_positions]
-    for chunk in chunks:
-        chunk_positions = np.arange(chunk.first_position, chunk.context_tokens)
-        positions.append(chunk_positions)
-        slots.append(chunk.blocks[chunk_positions // block_tokens] * block_tokens + chunk_positions % block_tokens)
-    last_rows = np.empty(len(slices), np.int64)  # slice -> row of its last token
-    last_rows[order] = first_rows + counts - 1
-    return PackedStep(
-        block_tokens=block_tokens,
-        token_ids_T=np.array([token for i in order for token in slices[i].token_ids], np.int64),
-        positions_T=np.concatenate(positions),
-        slots_T=np.concatenate(slots),
-        decode_contexts_S=decode_contexts_S,
-        decode_blocks_SW=decode_blocks_SW,
-        chunks=chunks,
-        sample_rows=last_rows[[s.samples for s in slices]],
-        blocks_end=max((int(table.max()) for table in tables), default=-1) + 1,
-    )
+    def __init__(self, block_tokens: int) -> None:
+        self._block_tokens = block_tokens
+        self._tables: dict[SequenceId, tuple[Sequence[int], Ints]] = {}
 
+    def forget(self, sequence_id: SequenceId) -> None:
+        self._tables.pop(sequence_id, None)
 
-def _table(part: Slice, block_tables: Mapping[SequenceId, Sequence[int]], block_count: int) -> Ints:
-    table = block_tables.get(part.sequence_id)
-    if table is None or len(table) < block_count or not part.token_ids:
-        raise InvariantViolation(
-            f"sequence {part.sequence_id} computes {len(part.token_ids)} tokens from position {part.first_position} on,"
-            f" which takes {block_count} blocks; its table has {'none' if table is None else len(table)}"
+    def pack(self, slices: Sequence[Slice], block_tables: Sequence[Sequence[int]]) -> PackedStep:
+        """Lay out a batch's slices; the tables are aligned with them. At least one slice.
+
+        A table that is the same object as in the step before is taken to be unchanged.
+
+        Raises:
+            InvariantViolation: a table does not cover its slice.
+        """
+        tables = [self._table(part, table) for part, table in zip(slices, block_tables, strict=True)]
+        lengths = np.array([len(part.token_ids) for part in slices], np.int64)
+        starts = np.array([part.first_position for part in slices], np.int64)
+        order = np.lexsort((starts + lengths, lengths > 1))
+        decode_count = int(np.count_nonzero(lengths == 1))
+        lengths, starts = lengths[order], starts[order]
+        first_rows = np.cumsum(lengths) - lengths
+        decoded, chunked = order[:decode_count].tolist(), order[decode_count:].tolist()
+        decode_blocks_SW = _padded([tables[i] for i in decoded])
+        chunks = tuple(
+            Chunk(int(row), len(slices[i].token_ids), slices[i].first_position, self._cut(tables[i], slices[i]))
+            for row, i in zip(first_rows[decode_count:], chunked, strict=True)
         )
-    return np.array(table[:block_count], np.int64)
+        token_ids = itertools.chain.from_iterable(slices[i].token_ids for i in order.tolist())
+        last_rows = np.empty(len(slices), np.int64)  # slice -> row of its last token
+        last_rows[order] = first_rows + lengths - 1
+        return PackedStep(
+            block_tokens=self._block_tokens,
+            token_ids_T=np.fromiter(token_ids, np.int64, int(lengths.sum())),
+            positions_T=np.concatenate([starts[:decode_count], *(chunk.positions for chunk in chunks)]),
+            slots_T=self._slots(starts[:decode_count], decode_blocks_SW, chunks),
+            decode_contexts_S=starts[:decode_count] + 1,
+            decode_blocks_SW=decode_blocks_SW,
+            chunks=chunks,
+            sample_rows=last_rows[[part.samples for part in slices]],
+            blocks_end=max(int(table.max()) for table in tables) + 1,
+        )
+
+    def _slots(self, decode_positions: Ints, decode_blocks_SW: Ints, chunks: Sequence[Chunk]) -> Ints:
+        size = self._block_tokens
+        rows = np.arange(len(decode_positions))
+        slots = [decode_blocks_SW[rows, decode_positions // size] * size + decode_positions % size]
+        slots += [chunk.blocks[chunk.positions // size] * size + chunk.positions % size for chunk in chunks]
+        return np.concatenate(slots)
+
+    def _table(self, part: Slice, table: Sequence[int]) -> Ints:
+        known = self._tables.get(part.sequence_id)
+        if known is None or known[0] is not table:
+            known = (table, np.array(table, np.int64))
+            self._tables[part.sequence_id] = known
+        end = part.first_position + len(part.token_ids)
+        if not part.token_ids or len(table) * self._block_tokens < end:
+            raise InvariantViolation(
+                f"sequence {part.sequence_id} computes {len(part.token_ids)} tokens up to position {end}:"
+                f" {len(table)} blocks of {self._block_tokens} tokens"
+            )
+        return known[1]
+
+    def _cut(self, table: Ints, part: Slice) -> Ints:
+        return table[: -(-(part.first_position + len(part.token_ids)) // self._block_tokens)]
 
 
 def _padded(tables: Sequence[Ints]) -> Ints:

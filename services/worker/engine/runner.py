@@ -1,7 +1,7 @@
 """Executes batches on a whole model: the engine's only entry for the thread that steps it."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -9,7 +9,7 @@ from services.worker.core.batch import Batch, SequenceId, StepResult
 from services.worker.engine.attention import AttentionBackend
 from services.worker.engine.model import Model
 from services.worker.engine.model_config import ModelConfig
-from services.worker.engine.packing import PackedStep, pack
+from services.worker.engine.packing import PackedStep, Packer
 from services.worker.engine.sampler import Sampler, SampleRow
 from services.worker.memory.kv_cache import KvCache
 
@@ -25,14 +25,17 @@ class ModelRunner:
         self._attention = attention
         self._sampler = sampler
         self._kv = kv
+        self._packer = Packer(kv.shape.block_tokens)
 
     @property
     def sequence_ids(self) -> tuple[SequenceId, ...]:
         """The sequences that were added and not removed."""
         return self._sampler.sequence_ids
 
-    def step(self, batch: Batch, block_tables: Mapping[SequenceId, Sequence[int]]) -> StepResult:
-        """Execute a batch. `block_tables` has, for every sliced sequence, at least the blocks up to its slice's end.
+    def step(self, batch: Batch, block_tables: Sequence[Sequence[int]]) -> StepResult:
+        """Execute a batch. `block_tables` is aligned with its slices; each covers at least the slice's last token.
+
+        A table that is the same object as in the step before is taken to be unchanged.
 
         Raises:
             InvariantViolation: the batch or a table contradicts what this runner was told before.
@@ -40,12 +43,13 @@ class ModelRunner:
         started_s = time.perf_counter()
         for sequence_id in batch.removed:
             self._sampler.remove(sequence_id)
+            self._packer.forget(sequence_id)
         for new in batch.added:
             self._sampler.add(new)
         if not batch.slices:
             return StepResult(batch.step_id, (), (), time.perf_counter() - started_s)
         rows = [SampleRow(s.sequence_id, s.first_position + len(s.token_ids)) for s in batch.slices if s.samples]
-        packed = pack(batch.slices, block_tables, self._kv.shape.block_tokens)
+        packed = self._packer.pack(batch.slices, block_tables)
         self._kv.guard(packed.blocks_end)
         with torch.inference_mode():
             logits_RV = self._forward(packed)
