@@ -5,6 +5,7 @@ its fencing token and is refused once another has taken over (DESIGN, I5).
 """
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 
 from ballast.common.errors import Unavailable
@@ -69,3 +70,24 @@ class Leadership:
             await self._state.release_lease(self._name, self._holder)
         except Unavailable as error:
             get_logger().warning("lease not released, it runs out", lease=self._name, why=error.why)
+
+
+class LeaderAddress:
+    """Where the holder of a lease is reached, kept up to date while `follow` runs.
+
+    While the state server is away, or nobody holds the lease, the last address stays. A fixed address, given by the
+    operator, is never looked up.
+    """
+
+    def __init__(self, state: StateServer, name: str, fixed: str | None, interval_s: float = 0.5) -> None:
+        self._state = state
+        self._name = name
+        self._is_fixed = fixed is not None
+        self._interval_s = interval_s
+        self.current = fixed  # host:port; None: nobody has been found yet
+
+    async def follow(self) -> None:
+        while not self._is_fixed:
+            with contextlib.suppress(Unavailable):
+                self.current = await self._state.leader_address(self._name) or self.current
+            await asyncio.sleep(self._interval_s)

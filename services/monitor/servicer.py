@@ -71,6 +71,8 @@ class MonitorServicer(monitor_pb2_grpc.MonitorServiceServicer):
     ) -> AsyncIterator[pb.WatchEventsResponse]:
         watcher = self._shell.watch()
         when_done(context, lambda: self._shell.unwatch(watcher))
+        # The snapshot may be empty: the caller shall know all the same that he is heard.
+        await context.send_initial_metadata(())
         while True:
             yield _change_to_proto(*await watcher.next())
 

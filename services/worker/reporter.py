@@ -1,7 +1,6 @@
 """The worker's side of the monitor: finds the active one, announces this instance, and reports its load for ever."""
 
 import asyncio
-import contextlib
 from collections.abc import Callable
 
 import grpc
@@ -14,15 +13,14 @@ from ballast.common.model import ModelInfo
 from ballast.rpc import codec
 from ballast.rpc.channel import open_channel
 from ballast.rpc.errors import from_rpc_error
+from ballast.service.leadership import LeaderAddress
 from ballast.service.logs import get_logger
 from ballast.service.state import StateServer
 from ballastpb.monitor.v1 import monitor_pb2 as pb
 from ballastpb.monitor.v1 import monitor_pb2_grpc
 
-_LEASE = "monitor"
 _ANSWER_TIMEOUT_S = 3.0
 _GOODBYE_TIMEOUT_S = 1.0
-_LOOKUP_INTERVAL_S = 0.5
 _FIRST_BACK_OFF_S = 0.1
 _LONGEST_BACK_OFF_S = 1.0
 
@@ -54,9 +52,7 @@ class MonitorReporter:
             worker_id=worker_id, incarnation=incarnation, address=address, model=codec.model_to_proto(model)
         )
         self._load = load
-        self._fixed = monitor_address is not None
-        self._target = monitor_address
-        self._state = state
+        self._monitor = LeaderAddress(state, "monitor", monitor_address)
         self._interval_s = interval_s
         self._leaving = asyncio.Event()
         self.connected = False  # the monitor has answered the last report
@@ -67,24 +63,14 @@ class MonitorReporter:
 
     async def run(self) -> None:
         async with asyncio.TaskGroup() as tasks:
-            lookup = None if self._fixed else tasks.create_task(self._follow_lease(), name="find monitor")
-            try:
-                await self._keep_reporting()
-            finally:
-                if lookup is not None:
-                    lookup.cancel()
-
-    async def _follow_lease(self) -> None:
-        """Keeps the target up to date; while the state server is away or nobody leads, the last one stays."""
-        while True:
-            with contextlib.suppress(Unavailable):
-                self._target = await self._state.leader_address(_LEASE) or self._target
-            await asyncio.sleep(_LOOKUP_INTERVAL_S)
+            lookup = tasks.create_task(self._monitor.follow(), name="find monitor")
+            await self._keep_reporting()
+            lookup.cancel()
 
     async def _keep_reporting(self) -> None:
         back_off_s, last_why = _FIRST_BACK_OFF_S, ""
         while not self._leaving.is_set():
-            target = self._target
+            target = self._monitor.current
             why = "no monitor is active"
             if target is not None:
                 try:
@@ -114,7 +100,7 @@ class MonitorReporter:
             try:
                 await self._exchange(call, pb.ReportRequest(announce=self._announce), target)
                 get_logger().info("reporting to the monitor", monitor=target)
-                while not self._leaving.is_set() and target == self._target:
+                while not self._leaving.is_set() and target == self._monitor.current:
                     load = codec.load_to_proto(self._load())
                     await self._exchange(call, pb.ReportRequest(load=load), target)
                     self.connected = True

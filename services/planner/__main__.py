@@ -1,0 +1,86 @@
+"""`python -m services.planner`: builds the parts, wires them, and waits for the signal to stop."""
+
+import asyncio
+import sys
+
+import grpc.aio
+
+from ballast.rpc.server import RpcServer
+from ballast.service import logs
+from ballast.service.elected import Candidate, serve_elected
+from ballast.service.leadership import LeaderAddress
+from ballast.service.lifecycle import Lifecycle, advertised_address, run_service
+from ballast.service.metrics import MetricsServer
+from ballast.service.settings import load_settings
+from ballast.service.state import StateServer
+from ballastpb.planner.v1 import planner_pb2, planner_pb2_grpc
+from services.planner.config import PlannerSettings, flags
+from services.planner.core.machine import PlannerCore, PlannerRules
+from services.planner.peers import MonitorEvents, drain_worker
+from services.planner.servicer import PlannerServicer
+from services.planner.shell import PlannerShell
+from services.planner.store import RedisLayoutStore
+
+_NAME = "planner"
+
+
+async def main(life: Lifecycle) -> None:
+    settings = load_settings(PlannerSettings, flags(), sys.argv[1:])
+    logs.configure(service=_NAME, instance=settings.planner_id, level=settings.log_level, form=settings.log_format)
+    state = StateServer(settings.redis_url)
+    monitor = LeaderAddress(state, "monitor", settings.monitor_address)
+    shell = build_shell(settings, state, monitor)
+    servicer = PlannerServicer(shell, settings.drain_timeout_s)
+
+    def register(server: grpc.aio.Server) -> None:
+        planner_pb2_grpc.add_PlannerServiceServicer_to_server(servicer, server)
+
+    async def work() -> None:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(shell.run(), name="shell")
+            tasks.create_task(monitor.follow(), name="find monitor")
+
+    server = RpcServer(
+        host=settings.host,
+        port=settings.port,
+        services=[(planner_pb2.DESCRIPTOR.services_by_name["PlannerService"], register)],
+        on_bug=life.report_bug,
+    )
+    metrics = MetricsServer(settings.host, settings.metrics_port)
+    try:
+        port = await server.start()
+        address = advertised_address(settings.host, settings.advertise_host, port)
+        logs.get_logger().info("starting", address=address, settings=settings.model_dump())
+        await serve_elected(
+            Candidate(_NAME, settings.planner_id, address, settings.leadership_ttl_s),
+            state=state,
+            server=server,
+            stopping=life.stopping,
+            work=work,
+            on_change=shell.change_leadership,
+        )
+    finally:
+        await server.stop(settings.shutdown_timeout_s)
+        await state.close()
+        metrics.close()
+
+
+def build_shell(settings: PlannerSettings, state: StateServer, monitor: LeaderAddress) -> PlannerShell:
+    rules = PlannerRules(
+        coalesce_s=settings.coalesce_s,
+        verify_interval_s=settings.verify_interval_s,
+        retry_s=settings.retry_s,
+        max_drains=settings.max_drains,
+    )
+    return PlannerShell(
+        PlannerCore(rules),
+        RedisLayoutStore(state),
+        MonitorEvents(monitor),
+        drain_worker,
+        planner_id=settings.planner_id,
+        max_watchers=settings.max_watchers,
+    )
+
+
+if __name__ == "__main__":
+    run_service(main)

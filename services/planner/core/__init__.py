@@ -1,0 +1,1 @@
+"""Decides the layout: pure, no clock, no I/O."""

@@ -1,0 +1,48 @@
+"""Drains that operators asked for, by request id, so that a repeated request is answered like the first (pure)."""
+
+from dataclasses import dataclass, field
+
+from ballast.common.ids import Epoch, WorkerId
+from ballast.common.layout import Layout
+
+
+@dataclass(slots=True)
+class Drain:
+    worker_id: WorkerId
+    epoch: Epoch | None = None  # None: not in the layout yet
+
+
+@dataclass(slots=True)
+class Drains:
+    limit: int
+    _by_request: dict[str, Drain] = field(default_factory=dict[str, Drain])  # oldest first
+
+    def get(self, request_id: str) -> Drain | None:
+        return self._by_request.get(request_id)
+
+    def add(self, request_id: str, worker_id: WorkerId) -> bool:
+        """False when as many as the limit are waiting. The oldest answered one makes room."""
+        if len(self._by_request) >= self.limit:
+            answered = next((r for r, drain in self._by_request.items() if drain.epoch is not None), None)
+            if answered is None:
+                return False
+            del self._by_request[answered]
+        self._by_request[request_id] = Drain(worker_id)
+        return True
+
+    def settle(self, layout: Layout) -> list[tuple[str, Epoch]]:
+        """Those for which this layout is the answer: it gives their worker nothing new."""
+        taking = {m.worker_id for group in layout.groups for m in group.members if not m.draining}
+        settled: list[tuple[str, Epoch]] = []
+        for request_id, drain in self._by_request.items():
+            if drain.epoch is None and drain.worker_id not in taking:
+                drain.epoch = layout.epoch
+                settled.append((request_id, layout.epoch))
+        return settled
+
+    def give_up(self) -> list[str]:
+        """Forgets those that wait, and names them."""
+        waiting = [request_id for request_id, drain in self._by_request.items() if drain.epoch is None]
+        for request_id in waiting:
+            del self._by_request[request_id]
+        return waiting

@@ -1,0 +1,310 @@
+"""The layout of the cluster and how it changes (pure; `handle` is the only door).
+
+One store operation is under way at a time. Every plan is written with a compare-and-set on the epoch that was read
+and with the fencing token of the lease; whatever the answer, the core ends up with what is stored: a conflict or an
+unknown outcome leads to a new read, a lost lease to standing by (DESIGN, I5). Joins that come together share an
+epoch; a loss is planned at once. While the state server is away the newest wish is kept and written when it is back.
+
+An epoch never goes back: a state server that has lost the layout gets it again under the next epoch.
+"""
+
+import math
+from dataclasses import dataclass, field, fields
+
+from ballast.common.errors import InvariantViolation
+from ballast.common.ids import Epoch, WorkerId
+from ballast.common.layout import Group, Layout
+from ballast.common.model import ModelInfo
+from services.planner.core.drains import Drains
+from services.planner.core.messages import (
+    AnswerDrain,
+    AskWorkerToDrain,
+    Command,
+    DrainRefusal,
+    DrainRequested,
+    Event,
+    FollowMonitor,
+    IgnoreStale,
+    InstanceDraining,
+    InstanceLost,
+    InstanceUp,
+    LayoutLoaded,
+    LeadershipChanged,
+    LeaveMonitor,
+    LoadFailed,
+    LoadLayout,
+    Publish,
+    RefuseDrain,
+    RejectInstance,
+    SetTimer,
+    SnapshotBegan,
+    SnapshotEnded,
+    TimerFired,
+    WriteLayout,
+    WriteOutcome,
+    WriteSettled,
+)
+from services.planner.core.reason import explain
+from services.planner.core.roster import Roster
+from services.planner.policy.replicate import one_group_each
+
+NO_LAYOUT = Layout(Epoch(0), 0, (), "nothing planned yet")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannerRules:
+    coalesce_s: float  # joins within this time share an epoch
+    verify_interval_s: float  # between two looks at what is stored
+    retry_s: float  # after the state server gave no answer
+    max_drains: int
+
+
+@dataclass(slots=True)
+class PlannerCore:
+    rules: PlannerRules
+    token: int | None = None  # of the lease; None: standing by
+    layout: Layout = NO_LAYOUT  # the newest known to be stored, now or before the state server lost it
+    layout_model: ModelInfo | None = None  # that its instances serve
+    in_flight: Layout | None = None  # being written
+    roster: Roster = field(default_factory=Roster)
+    _drains: Drains = field(init=False)
+    _stored_epoch: Epoch | None = None  # as last read or written; None: nothing is stored
+    _read: bool = False  # what is stored is known well enough to write upon
+    _reading: bool = False
+    _read_at_s: float = 0.0  # when to read next
+    _plan_at_s: float = math.inf  # when to plan; inf: nothing has changed
+    _timer_at_s: float = math.inf
+    _why_lost: dict[WorkerId, str] = field(default_factory=dict[WorkerId, str])  # since the last layout
+
+    def __post_init__(self) -> None:
+        self._drains = Drains(self.rules.max_drains)
+
+    @property
+    def active(self) -> bool:
+        return self.token is not None
+
+    def handle(self, event: Event) -> list[Command]:
+        commands = self._apply(event)
+        commands += self._act(event.at_s, event.cause_id)
+        commands += self._reset_timer()
+        return commands
+
+    def _apply(self, event: Event) -> list[Command]:
+        match event:
+            case LeadershipChanged():
+                return self._leadership_changed(event)
+            case LayoutLoaded():
+                return self._layout_loaded(event)
+            case LoadFailed():
+                self._reading, self._read_at_s = False, event.at_s + self.rules.retry_s
+                return []
+            case WriteSettled():
+                return self._write_settled(event)
+            case DrainRequested():
+                return self._drain_requested(event)
+            case TimerFired():
+                self._timer_at_s = math.inf
+                return []
+            case SnapshotBegan() | SnapshotEnded() | InstanceUp() | InstanceLost() | InstanceDraining():
+                # A late word of a monitor that a standby listened to in an earlier life as leader changes nothing.
+                return self._heard(event) if self.active else []
+
+    # ------------------------------------------------------------ leadership and store
+
+    def _leadership_changed(self, event: LeadershipChanged) -> list[Command]:
+        was_active, self.token = self.active, event.token
+        self._read, self._read_at_s, self.in_flight = False, event.at_s, None
+        if self.active:
+            self._plan_at_s = event.at_s
+            return [] if was_active else [FollowMonitor()]
+        self.roster.clear()
+        self._why_lost.clear()
+        self._plan_at_s = math.inf
+        refused = [RefuseDrain(request_id, DrainRefusal.STANDBY) for request_id in self._drains.give_up()]
+        return [*refused, LeaveMonitor()] if was_active else []
+
+    def _layout_loaded(self, event: LayoutLoaded) -> list[Command]:
+        if not self._reading:
+            return []
+        self._reading, self._read_at_s = False, event.at_s + self.rules.verify_interval_s
+        stored, first = event.stored, not self._read
+        self._stored_epoch, self._read = (stored.layout.epoch if stored else None), True
+        commands: list[Command] = []
+        newer = stored is not None and stored.layout.epoch > self.layout.epoch
+        if stored is not None and newer:
+            self.layout, self.layout_model = stored.layout, stored.model
+            commands.append(Publish(self.layout, event.cause_id))
+        if not self.active:
+            return commands
+        if first or newer:
+            self.roster.presume(self.layout, self.layout_model)
+        if (self._stored_epoch or 0) != self.layout.epoch or self._wanted() != self.layout.groups:
+            self._plan_at_s = min(self._plan_at_s, event.at_s)
+        return commands
+
+    def _write_settled(self, event: WriteSettled) -> list[Command]:
+        written = self.in_flight
+        if written is None or (event.epoch, event.token) != (written.epoch, self.token):
+            return []
+        self.in_flight = None
+        match event.outcome:
+            case WriteOutcome.WRITTEN:
+                return self._written(written, event)
+            case WriteOutcome.CONFLICT:
+                self._read, self._read_at_s, self._plan_at_s = False, event.at_s, event.at_s
+            case WriteOutcome.UNAVAILABLE:
+                self._read, self._read_at_s, self._plan_at_s = False, event.at_s + self.rules.retry_s, event.at_s
+            case WriteOutcome.FENCED:
+                # The lease's owner will say so, or bring the new token.
+                self._read, self._read_at_s, self._plan_at_s = False, event.at_s + self.rules.retry_s, event.at_s
+        return []
+
+    def _written(self, layout: Layout, event: WriteSettled) -> list[Command]:
+        self.layout, self.layout_model = layout, self.roster.model
+        self._stored_epoch, self._read_at_s = layout.epoch, event.at_s + self.rules.verify_interval_s
+        members = worker_ids(layout)
+        self._why_lost = {w: why for w, why in self._why_lost.items() if w in members}
+        if self._wanted() != layout.groups:
+            self._plan_at_s = min(self._plan_at_s, event.at_s)
+        return [Publish(layout, event.cause_id), *self._answer_drains()]
+
+    # ------------------------------------------------------------ instances
+
+    def _heard(
+        self, event: SnapshotBegan | SnapshotEnded | InstanceUp | InstanceLost | InstanceDraining
+    ) -> list[Command]:
+        match event:
+            case SnapshotBegan():
+                self.roster.begin_snapshot()
+            case SnapshotEnded():
+                for worker_id in self.roster.end_snapshot():
+                    self._note_lost(worker_id, "the monitor does not know it")
+                self._replan(event.at_s)
+            case InstanceUp():
+                return self._instance_up(event)
+            case InstanceLost(worker_id=worker_id, incarnation=incarnation):
+                if self.roster.drop(worker_id, incarnation):
+                    self._note_lost(worker_id, event.why)
+                    self._replan(event.at_s)
+            case InstanceDraining(worker_id=worker_id, incarnation=incarnation):
+                if self.roster.drain(worker_id, incarnation):
+                    self._replan(event.at_s)
+        return []
+
+    def _instance_up(self, event: InstanceUp) -> list[Command]:
+        before = self.roster.known.get(event.worker_id)
+        if not self.roster.up(event):
+            newest = self.roster.newest(event.worker_id)
+            return [IgnoreStale(event.worker_id, event.incarnation, newest, event.cause_id)]
+        commands: list[Command] = []
+        known = self.roster.known[event.worker_id]
+        same_life = before is not None and before.placeable.incarnation == event.incarnation
+        told = same_life and before is not None and before.model == known.model
+        if not told and self.roster.serves_another_model(event.worker_id):
+            why = _difference(event.model, self.roster.model)
+            commands.append(RejectInstance(event.worker_id, event.incarnation, why, event.cause_id))
+        if known.placeable.draining and not event.draining:
+            # It was to drain and does not know: the planner before had no time to tell it.
+            commands.append(AskWorkerToDrain(event.worker_id, event.incarnation, event.address, event.cause_id))
+        self._replan(event.at_s + self.rules.coalesce_s)
+        return commands
+
+    def _drain_requested(self, event: DrainRequested) -> list[Command]:
+        if not self.active:
+            return [RefuseDrain(event.request_id, DrainRefusal.STANDBY)]
+        earlier = self._drains.get(event.request_id)
+        if earlier is not None:
+            if earlier.worker_id != event.worker_id:
+                return [RefuseDrain(event.request_id, DrainRefusal.ID_REUSED)]
+            return [] if earlier.epoch is None else [AnswerDrain(event.request_id, earlier.epoch)]
+        known = self.roster.known.get(event.worker_id)
+        if known is None:
+            sure = self._read and self.roster.complete
+            why = DrainRefusal.NO_SUCH_WORKER if sure else DrainRefusal.NOT_READY
+            return [RefuseDrain(event.request_id, why)]
+        if not self._drains.add(event.request_id, event.worker_id):
+            return [RefuseDrain(event.request_id, DrainRefusal.FULL)]
+        target = known.placeable
+        self.roster.drain(target.worker_id, target.incarnation)
+        self._plan_at_s = min(self._plan_at_s, event.at_s)
+        return [AskWorkerToDrain(target.worker_id, target.incarnation, target.address, event.cause_id)]
+
+    # ------------------------------------------------------------ planning
+
+    def _replan(self, at_s: float) -> None:
+        if self._wanted() != self.layout.groups or self.in_flight is not None:
+            self._plan_at_s = min(self._plan_at_s, at_s)
+
+    def _wanted(self) -> tuple[Group, ...]:
+        placeable = self.roster.placeable()
+        return one_group_each(placeable, self._layer_count())
+
+    def _layer_count(self) -> int:
+        return self.roster.model.layer_count if self.roster.model is not None else self.layout.layer_count
+
+    def _act(self, at_s: float, cause_id: str) -> list[Command]:
+        """Starts the one store operation that is due, reading before writing."""
+        if self._reading or self.in_flight is not None:
+            return []
+        if self._read_at_s <= at_s:
+            self._reading = True
+            return [LoadLayout()]
+        if not self.active or not self._read or self._plan_at_s > at_s:
+            return []
+        return self._plan(cause_id)
+
+    def _plan(self, cause_id: str) -> list[Command]:
+        self._plan_at_s = math.inf
+        groups = self._wanted()
+        stored_epoch = self._stored_epoch or 0
+        if groups == self.layout.groups and stored_epoch == self.layout.epoch:
+            return self._answer_drains()
+        if self.token is None:
+            raise InvariantViolation("a standby planner plans")
+        epoch = Epoch(max(self.layout.epoch, stored_epoch) + 1)
+        reason = explain(self.layout.groups, groups, self._why_lost)
+        self.in_flight = Layout(epoch, self._layer_count(), groups, reason)
+        self.in_flight.check()
+        return [WriteLayout(self.in_flight, self.roster.model, self._stored_epoch, self.token, cause_id)]
+
+    def _answer_drains(self) -> list[Command]:
+        return [AnswerDrain(request_id, epoch) for request_id, epoch in self._drains.settle(self.layout)]
+
+    def _note_lost(self, worker_id: WorkerId, why: str) -> None:
+        if worker_id in worker_ids(self.layout) or (self.in_flight and worker_id in worker_ids(self.in_flight)):
+            self._why_lost[worker_id] = why
+
+    def _reset_timer(self) -> list[Command]:
+        plan_at_s = self._plan_at_s if self.active and self._read else math.inf
+        busy = self._reading or self.in_flight is not None
+        due_at_s = math.inf if busy else min(self._read_at_s, plan_at_s)
+        if due_at_s == self._timer_at_s or due_at_s == math.inf:
+            self._timer_at_s = due_at_s
+            return []
+        self._timer_at_s = due_at_s
+        return [SetTimer(due_at_s)]
+
+    def check(self) -> None:
+        """Raise InvariantViolation unless layouts are valid, epochs grow, and a leader at rest has what it wants."""
+        self.layout.check()
+        self.roster.check()
+        if self.in_flight is not None:
+            self.in_flight.check()
+            if self.in_flight.epoch <= self.layout.epoch:
+                raise InvariantViolation(f"epoch {self.in_flight.epoch} is planned after {self.layout.epoch}")
+        if not self.active and (self.in_flight is not None or self.roster.known):
+            raise InvariantViolation("a standby planner plans")
+        at_rest = self.active and self._read and self.in_flight is None and self._plan_at_s == math.inf
+        if at_rest and not self._reading and self._wanted() != self.layout.groups:
+            raise InvariantViolation(f"at rest in epoch {self.layout.epoch}, but {self._wanted()} is wanted")
+
+
+def worker_ids(layout: Layout) -> set[WorkerId]:
+    return {member.worker_id for group in layout.groups for member in group.members}
+
+
+def _difference(own: ModelInfo, cluster: ModelInfo | None) -> str:
+    if cluster is None:
+        return "the model of the cluster is not known"
+    names = [f.name for f in fields(ModelInfo) if getattr(own, f.name) != getattr(cluster, f.name)]
+    return "; ".join(f"{name} is {getattr(own, name)}, the cluster has {getattr(cluster, name)}" for name in names)

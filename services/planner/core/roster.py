@@ -1,0 +1,136 @@
+"""Who may be placed: the instances the planner knows of, in which life, with which model (pure).
+
+Rule 1: an instance enters only by word of the monitor or, before the monitor has spoken, because the layout names it.
+Rule 2: it leaves only by word of the monitor. A broken connection to the monitor says nothing about instances.
+"""
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+
+from ballast.common.errors import InvariantViolation
+from ballast.common.ids import Incarnation, WorkerId
+from ballast.common.layout import Layout, Member
+from ballast.common.model import ModelInfo
+from services.planner.core.messages import InstanceUp
+from services.planner.policy.replicate import Placeable
+
+
+@dataclass(slots=True)
+class Known:
+    placeable: Placeable
+    model: ModelInfo | None  # None: taken from a layout that does not say
+    confirmed: bool  # by the monitor, since the present connection to it began
+
+
+@dataclass(slots=True)
+class Roster:
+    max_remembered: int = 10_000  # workers whose newest incarnation is kept after they have gone
+    model: ModelInfo | None = None  # of the cluster
+    complete: bool = False  # the monitor has named everybody since the present connection began
+    known: dict[WorkerId, Known] = field(default_factory=dict[WorkerId, Known])
+    # Lives that ended before the snapshot was complete: a layout that still names them does not bring them back.
+    _gone: dict[WorkerId, Incarnation] = field(default_factory=dict[WorkerId, Incarnation])
+    _newest: OrderedDict[WorkerId, Incarnation] = field(default_factory=OrderedDict[WorkerId, Incarnation])
+
+    def clear(self) -> None:
+        """Forgets who is there, but not which lives have been seen."""
+        self.known.clear()
+        self._gone.clear()
+        self.model = None
+        self.complete = False
+
+    def newest(self, worker_id: WorkerId) -> Incarnation:
+        return self._newest.get(worker_id, Incarnation(0))
+
+    def presume(self, layout: Layout, model: ModelInfo | None) -> None:
+        """Takes the members of a layout for present, unless the monitor has already said who is."""
+        if layout.groups:
+            self.model = model
+        for member in (member for group in layout.groups for member in group.members):
+            if member.draining:
+                self.drain(member.worker_id, member.incarnation)
+            if self._may_be_there(member):
+                placeable = Placeable(member.worker_id, member.incarnation, member.address, member.draining)
+                self._put(Known(placeable, model, confirmed=False))
+
+    def _may_be_there(self, member: Member) -> bool:
+        if self.complete or self._gone.get(member.worker_id) == member.incarnation:
+            return False
+        known = self.known.get(member.worker_id)
+        return member.incarnation >= self.newest(member.worker_id) and (
+            known is None or known.placeable.incarnation < member.incarnation
+        )
+
+    def begin_snapshot(self) -> None:
+        self.complete = False
+        for known in self.known.values():
+            known.confirmed = False
+
+    def end_snapshot(self) -> list[WorkerId]:
+        """Drops and names those who have not been confirmed."""
+        self.complete = True
+        self._gone.clear()
+        missing = sorted(w for w, known in self.known.items() if not known.confirmed)
+        for worker_id in missing:
+            del self.known[worker_id]
+        return missing
+
+    def up(self, event: InstanceUp) -> bool:
+        """Puts an instance in. False: it is of an old life, and nothing was done."""
+        if event.incarnation < self.newest(event.worker_id):
+            return False
+        before = self.known.get(event.worker_id)
+        draining = event.draining
+        if before is not None and before.placeable.incarnation == event.incarnation:
+            draining = draining or before.placeable.draining
+        placeable = Placeable(event.worker_id, event.incarnation, event.address, draining)
+        self._put(Known(placeable, event.model, confirmed=True))
+        return True
+
+    def drop(self, worker_id: WorkerId, incarnation: Incarnation) -> bool:
+        """Takes out that life of the worker; False if it is not the one that is known."""
+        known = self.known.get(worker_id)
+        if known is None or known.placeable.incarnation != incarnation:
+            return False
+        del self.known[worker_id]
+        if not self.complete:
+            self._gone[worker_id] = incarnation
+        return True
+
+    def drain(self, worker_id: WorkerId, incarnation: Incarnation) -> bool:
+        """Marks that life of the worker; False if it is not known or drains already. Draining is for good."""
+        known = self.known.get(worker_id)
+        if known is None or known.placeable.incarnation != incarnation or known.placeable.draining:
+            return False
+        old = known.placeable
+        known.placeable = Placeable(old.worker_id, old.incarnation, old.address, draining=True)
+        return True
+
+    def placeable(self) -> list[Placeable]:
+        """The instances that serve the cluster's model."""
+        self._choose_model()
+        return [known.placeable for known in self.known.values() if known.model == self.model]
+
+    def serves_another_model(self, worker_id: WorkerId) -> bool:
+        self._choose_model()
+        return self.known[worker_id].model != self.model
+
+    def _choose_model(self) -> None:
+        """The model stays while one instance serves it; then that of the first remaining worker takes its place."""
+        if self.known and not any(known.model == self.model for known in self.known.values()):
+            self.model = self.known[min(self.known)].model
+
+    def _put(self, known: Known) -> None:
+        worker_id, incarnation = known.placeable.worker_id, known.placeable.incarnation
+        self.known[worker_id] = known
+        self._newest[worker_id] = incarnation
+        self._newest.move_to_end(worker_id)
+        while len(self._newest) > self.max_remembered:
+            self._newest.popitem(last=False)
+
+    def check(self) -> None:
+        for worker_id, known in self.known.items():
+            if known.placeable.incarnation < self.newest(worker_id):
+                raise InvariantViolation(
+                    f"{worker_id} is known in life {known.placeable.incarnation}, but {self.newest(worker_id)} was seen"
+                )
