@@ -13,7 +13,7 @@ from ballast.common.layout import Member
 from ballast.common.load import LoadReport, MemoryReport
 from ballast.model.info import human_bytes
 
-_BAR_CELLS = 10
+_BAR_CELLS = 8
 _HOT_FRACTION, _FULL_FRACTION = 0.8, 0.95
 
 
@@ -83,22 +83,24 @@ def _endings_line(status: ClusterStatus) -> Text:
 
 
 def _load_table(status: ClusterStatus, tokens_per_s: Mapping[str, float] | None) -> Table:
-    table = _table("worker", "group", "layers", "state")
-    for heading in ("running", "waiting", "KV blocks used", "tokens"):
+    places = _places(status)
+    merged = any(len(group.members) > 1 for group, _ in places.values())  # else each worker is its own group
+    table = _table("worker", *(["group"] if merged else []), "layers", "state")
+    for heading in ("running", "waiting", "KV blocks used"):
         table.add_column(heading, justify="right", no_wrap=True)
     if tokens_per_s is not None:
         table.add_column("tokens/s", justify="right", no_wrap=True)
-    places = _places(status)
     for worker in status.workers:
         group, member = places.get(worker.worker_id, (None, None))
-        layers = f"{member.first_layer}-{member.last_layer - 1}" if member is not None else "-"
-        row: list[RenderableType] = [worker.worker_id, group.group_id if group else "-", layers, _state(worker, member)]
+        row: list[RenderableType] = [worker.worker_id]
+        if merged:
+            row.append(group.group_id if group else "-")
+        row += [f"{member.first_layer}-{member.last_layer - 1}" if member else "-", _state(worker, member)]
         load = worker.load
         if load is None:
-            row += ["-"] * 4
+            row += ["-"] * 3
         else:
             row += [f"{load.running_count} of {load.max_running_count}", str(load.waiting_count), _kv_usage(load)]
-            row.append(f"{load.generation_tokens_total:,}")
         if tokens_per_s is not None:
             row.append(f"{tokens_per_s.get(worker.worker_id, 0.0):,.1f}")
         table.add_row(*row)
@@ -157,7 +159,7 @@ def _kv_usage(load: LoadReport) -> Text:
     cells = _BAR_CELLS if fraction >= 1.0 else min(_BAR_CELLS - 1, -int(-fraction * _BAR_CELLS // 1))
     usage = Text("█" * cells, style=style)
     usage.append("░" * (_BAR_CELLS - cells), style="dim")
-    return usage.append(f" {load.used_block_count:,} of {load.block_count:,} ({fraction:.0%})", style="default")
+    return usage.append(f" {fraction:4.0%} of {load.block_count:,}", style="default")
 
 
 def human_count(number: int) -> str:

@@ -2,7 +2,8 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator
+import threading
+from collections.abc import AsyncGenerator, AsyncIterator, Generator
 from typing import Any
 
 import grpc.aio
@@ -103,6 +104,30 @@ async def serving(dispatcher: ScriptedDispatcher) -> AsyncGenerator[str, None]:
     finally:
         await server.stop(0.0)
     assert not bugs
+
+
+@contextlib.contextmanager
+def serving_in_thread() -> Generator[tuple[ScriptedDispatcher, str], None, None]:
+    """A dispatcher with an event loop and a thread of its own, for tests that block."""
+    loop, started, stop = asyncio.new_event_loop(), threading.Event(), asyncio.Event()
+    found: list[tuple[ScriptedDispatcher, str]] = []
+
+    async def serve() -> None:
+        dispatcher = ScriptedDispatcher()
+        async with serving(dispatcher) as address:
+            found.append((dispatcher, address))
+            started.set()
+            await stop.wait()
+
+    thread = threading.Thread(target=lambda: loop.run_until_complete(serve()))
+    thread.start()
+    try:
+        assert started.wait(10)
+        yield found[0]
+    finally:
+        loop.call_soon_threadsafe(stop.set)
+        thread.join(10)
+        loop.close()
 
 
 def worker_status(worker_id: str = "worker-0", *, used: int = 25, kv_bytes: int = 700 << 20) -> pb.WorkerStatus:

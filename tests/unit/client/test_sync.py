@@ -1,4 +1,3 @@
-import asyncio
 import gc
 import threading
 from collections.abc import Iterator
@@ -8,29 +7,13 @@ import pytest
 
 from ballast.client import Client
 from ballast.common.errors import Cancelled, Overloaded, Unavailable
-from tests.support.scripted_dispatcher import ScriptedDispatcher, serving
+from tests.support.scripted_dispatcher import ScriptedDispatcher, serving_in_thread
 
 
 @pytest.fixture
 def scripted() -> Iterator[tuple[ScriptedDispatcher, str]]:
-    """A dispatcher in a loop and thread of its own, because the tests block."""
-    loop, started, stop = asyncio.new_event_loop(), threading.Event(), asyncio.Event()
-    found: list[tuple[ScriptedDispatcher, str]] = []
-
-    async def serve() -> None:
-        dispatcher = ScriptedDispatcher()
-        async with serving(dispatcher) as address:
-            found.append((dispatcher, address))
-            started.set()
-            await stop.wait()
-
-    thread = threading.Thread(target=lambda: loop.run_until_complete(serve()))
-    thread.start()
-    assert started.wait(10)
-    yield found[0]
-    loop.call_soon_threadsafe(stop.set)
-    thread.join(10)
-    loop.close()
+    with serving_in_thread() as found:
+        yield found
 
 
 def until(condition: object) -> None:

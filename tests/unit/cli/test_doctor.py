@@ -1,0 +1,84 @@
+import socket
+from io import StringIO
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from ballast.cli import checks
+from ballast.cli.checks import Finding, Verdict
+from ballast.cli.doctor import render
+from ballast.cli.main import main
+from ballast.model.tiny import make_preset
+
+
+def test_this_machine_is_fit(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    model = make_preset("tiny", tmp_path / "tiny")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    arguments = ["doctor", "--port", str(port), "--device-memory-bytes", "64MiB", "--model", str(model)]
+    assert main(arguments) == 0, capsys.readouterr().out
+    shown = capsys.readouterr().out
+    for subject in ("Python", "torch", "state server", "ports", "/dev/shm", "open files", "clock", "model"):
+        assert subject in shown
+    assert "FAIL" not in shown
+
+
+def test_a_taken_port_fails_and_says_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        port = holder.getsockname()[1]
+        finding = checks.ports(port, 1)
+    assert finding.verdict is Verdict.FAIL
+    assert str(port) in finding.text
+    assert "--port" in finding.remedy
+
+
+def test_old_software_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert checks.python_version((3, 10, 4)).verdict is Verdict.FAIL
+
+    def version(name: str) -> str | None:
+        return {"torch": "2.4.1+cu121", "grpcio": "1.60.0"}.get(name, "999.0")
+
+    monkeypatch.setattr(checks, "installed_version", version)
+    assert checks.torch_version().verdict is Verdict.FAIL
+    packages = checks.packages()
+    assert packages.verdict is Verdict.FAIL
+    assert "grpcio>=1.85.1 (there is 1.60.0)" in packages.text
+
+
+def test_too_little_memory_fails() -> None:
+    assert checks.memory(2, 1 << 50).verdict is Verdict.FAIL
+    assert checks.memory(1, 1 << 20).verdict is Verdict.OK
+
+
+def test_a_model_that_does_not_fit(tmp_path: Path) -> None:
+    model = make_preset("tiny", tmp_path / "tiny")
+    assert checks.model(model, 1 << 30).verdict is Verdict.OK
+    assert checks.model(model, 1 << 10).verdict is Verdict.FAIL
+    whole = int(checks.model(model, 1 << 10).remedy.split()[-1])
+    assert checks.model(model, whole).verdict is Verdict.OK
+    assert checks.model(model, whole - 1).verdict is Verdict.WARN
+    assert checks.model(tmp_path, 1 << 30).verdict is Verdict.FAIL
+
+
+def test_a_clock_in_the_past_is_told() -> None:
+    assert checks.clock(0.0).verdict is Verdict.WARN
+    assert checks.clock().verdict is Verdict.OK
+
+
+@pytest.mark.parametrize(("text", "version"), [("2.13.0+cpu", (2, 13, 0)), ("9.1.2.post2", (9, 1, 2)), ("2.0", (2, 0))])
+def test_versions(text: str, version: tuple[int, ...]) -> None:
+    assert checks.version_tuple(text) == version
+
+
+def test_remedies_stand_under_their_finding() -> None:
+    console = Console(file=StringIO(), width=60)
+    console.print(render([Finding("ports", Verdict.FAIL, "taken: 1", "choose another")]))
+    assert isinstance(console.file, StringIO)
+    assert [line.split() for line in console.file.getvalue().splitlines()] == [
+        ["FAIL", "ports", "taken:", "1"],
+        ["choose", "another"],
+    ]

@@ -1,0 +1,151 @@
+import dataclasses
+from io import StringIO
+
+import pytest
+from rich.console import Console
+
+from ballast.cli.render import human_count, human_duration, render_status
+from ballast.cli.top import Rates
+from ballast.client import ClusterStatus
+from ballast.client.codec import status_from_proto
+from ballast.common.ids import Epoch, GroupId, Incarnation, WorkerId
+from ballast.common.layout import Group, Layout, Member
+from ballast.rpc.codec import layout_to_proto
+from ballastpb.cluster.v1 import cluster_pb2
+from ballastpb.inference.v1 import inference_pb2 as pb
+from tests.support.scripted_dispatcher import worker_status
+
+
+def shown(status: ClusterStatus, width: int = 120, rates: dict[str, float] | None = None) -> str:
+    console = Console(file=StringIO(), width=width)
+    console.print(render_status(status, rates))
+    assert isinstance(console.file, StringIO)
+    return console.file.getvalue()
+
+
+def cluster(*workers: pb.WorkerStatus) -> ClusterStatus:
+    groups = tuple(
+        Group(GroupId(worker.group_id), (Member(WorkerId(worker.worker_id), Incarnation(2), worker.address, 0, 4),))
+        for worker in workers
+    )
+    response = pb.GetStatusResponse(
+        dispatcher_id="dispatcher-0",
+        version="0.1.0",
+        layout=layout_to_proto(Layout(Epoch(3), 4, groups, "join")),
+        workers=workers,
+        model=cluster_pb2.ModelInfo(
+            name="tiny",
+            architecture="LlamaForCausalLM",
+            layer_count=4,
+            max_model_len=1024,
+            dtype="float32",
+            parameter_count=1_234_567,
+            kv_bytes_per_token=2048,
+        ),
+        backlog_request_count=7,
+        max_queued_request_count=1024,
+        max_queued_token_count=1 << 20,
+        requests_total={"stop": 5, "cancelled": 0},
+        uptime_s=3725,
+        state_server_reachable=True,
+    )
+    return status_from_proto(response, "127.0.0.1:50051")
+
+
+def line_of(text: str, *words: str) -> str:
+    found = [line for line in text.splitlines() if all(word in line for word in words)]
+    assert len(found) == 1, text
+    return found[0]
+
+
+def test_the_page_says_who_serves_what_and_how_full_it_is() -> None:
+    text = shown(cluster(worker_status("worker-0"), worker_status("worker-1", used=96)))
+    assert "dispatcher-0 at 127.0.0.1:50051 · version 0.1.0 · up 1 h 2 min · state server reachable" in text
+    assert "tiny · LlamaForCausalLM · 4 layers · 1.2 million parameters · float32 · up to 1,024 tokens" in text
+    assert "epoch 3 (join) · 2 groups" in text
+    assert "7 of 1,024 requests" in text
+    assert line_of(text, "ended").split() == ["ended", "5", "stop"]
+    row = line_of(text, "worker-0", "serving")
+    assert "0-3" in row
+    assert "3 of 64" in row
+    assert "██░░░░░░  25% of 100" in row
+    assert "███████░  96% of 100" in line_of(text, "worker-1", "serving")
+
+
+def test_memory_is_shown_as_the_sum_that_it_is() -> None:
+    text = shown(cluster(worker_status()))
+    assert " ".join(line_of(text, "device memory").split()) == "device memory parameters + KV + free = budget"
+    row = " ".join(line_of(text, "worker-0", "adds up").split())
+    assert row == "worker-0 100.0 MiB 700.0 MiB 224.0 MiB 1.0 GiB adds up"
+
+
+def test_memory_that_does_not_add_up_is_called_out() -> None:
+    worker = worker_status()
+    worker.load.memory.free_bytes += 4096
+    assert "does not add up: +4,096 B" in shown(cluster(worker))
+
+
+def test_states_that_need_attention() -> None:
+    away, leaving, silent = worker_status("a"), worker_status("b"), worker_status("c")
+    away.connected = False
+    leaving.load.draining = True
+    silent.ClearField("load")
+    status = dataclasses.replace(cluster(away, leaving, silent), draining=True, state_server_reachable=False)
+    text = shown(status)
+    assert "not connected" in line_of(text, "a ", "0-3")
+    assert "draining" in line_of(text, "b ", "0-3")
+    assert line_of(text, "c ", "0-3").split()[-3:] == ["-"] * 3
+    assert "draining · state server not reachable" in text
+
+
+def test_an_empty_cluster_says_what_to_do() -> None:
+    status = dataclasses.replace(cluster(), layout=None, model=None, requests_total={})
+    text = shown(status)
+    assert "no workers yet" in text
+    assert "none yet: is a planner running?" in text
+    assert "no request yet" in text
+
+
+def test_it_fits_a_terminal_of_eighty_columns() -> None:
+    worker = worker_status("worker-10", used=9_000)
+    worker.load.block_count = 10_240
+    text = shown(cluster(worker), width=80, rates={"worker-10": 1234.5})
+    assert max(map(len, text.splitlines())) <= 80
+    assert "88% of 10,240   1,234.5" in text
+    assert "1.0 GiB" in text
+
+
+def test_workers_that_serve_together_show_their_group() -> None:
+    status = cluster(worker_status("worker-0"), worker_status("worker-1"))
+    first, second = (
+        Member(WorkerId(f"worker-{i}"), Incarnation(2), "127.0.0.1:50061", 2 * i, 2 * i + 2) for i in range(2)
+    )
+    layout = Layout(Epoch(4), 4, (Group(GroupId("merged"), (first, second)),), "overload")
+    text = shown(dataclasses.replace(status, layout=layout))
+    assert line_of(text, "worker-0", "serving").split()[:3] == ["worker-0", "merged", "0-1"]
+    assert line_of(text, "worker-1", "serving").split()[:3] == ["worker-1", "merged", "2-3"]
+
+
+def test_rates_are_those_of_one_life_of_a_worker() -> None:
+    rates = Rates()
+    first, second, restarted = worker_status(), worker_status(), worker_status()
+    second.load.generation_tokens_total = 1000
+    restarted.incarnation, restarted.load.generation_tokens_total = 3, 10
+    assert rates.update(cluster(first), 10.0) == {}
+    assert rates.update(cluster(second), 12.0) == {"worker-0": 50.0}
+    assert rates.update(cluster(restarted), 13.0) == {}
+    assert "50.0" in line_of(shown(cluster(second), rates={"worker-0": 50.0}), "serving")
+
+
+@pytest.mark.parametrize(
+    ("number", "text"), [(0, "0"), (999, "999"), (1500, "1.5 thousand"), (7 * 10**9, "7.0 billion")]
+)
+def test_counts(number: int, text: str) -> None:
+    assert human_count(number) == text
+
+
+@pytest.mark.parametrize(
+    ("duration_s", "text"), [(0.4, "0 s"), (61, "1 min 1 s"), (3725, "1 h 2 min"), (90000, "1 d 1 h")]
+)
+def test_durations(duration_s: float, text: str) -> None:
+    assert human_duration(duration_s) == text
