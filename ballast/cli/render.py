@@ -19,32 +19,31 @@ _HOT_FRACTION, _FULL_FRACTION = 0.8, 0.95
 
 def render_status(status: ClusterStatus, tokens_per_s: Mapping[str, float] | None = None) -> RenderableType:
     """Everything about the cluster on a page. `tokens_per_s`: generated per second, for each worker."""
-    lines = [_dispatcher_line(status), _model_line(status), _layout_line(status), _backlog_line(status)]
-    lines.append(_endings_line(status))
+    facts = Table.grid(padding=(0, 2, 0, 0))
+    facts.add_column(style="bold", no_wrap=True)
+    facts.add_column()
+    for line in (_dispatcher_line, _model_line, _layout_line, _backlog_line, _endings_line):
+        facts.add_row(*line(status))
     if not status.workers:
-        return Group(*lines, Text("\nno workers yet: start one, or see `ballast doctor`", style="yellow"))
-    return Group(*lines, Text(), _load_table(status, tokens_per_s), Text(), _memory_table(status.workers))
+        return Group(facts, Text("\nno workers yet: start one, or see `ballast doctor`", style="yellow"))
+    return Group(facts, Text(), _load_table(status, tokens_per_s), Text(), _memory_table(status.workers))
 
 
-def _line(label: str, *parts: str | Text) -> Text:
-    line = Text(f"{label:<11}", style="bold")
-    for index, part in enumerate(parts):
-        line.append(" · " if index else "", style="dim")
-        line.append_text(part if isinstance(part, Text) else Text(part, style="not bold"))
-    return line
+def _line(label: str, *parts: str | Text) -> tuple[str, Text]:
+    return label, Text(" · ", style="dim").join(Text(part) if isinstance(part, str) else part for part in parts)
 
 
-def _dispatcher_line(status: ClusterStatus) -> Text:
+def _dispatcher_line(status: ClusterStatus) -> tuple[str, Text]:
     parts: list[str | Text] = [f"{status.dispatcher_id} at {status.address}", f"version {status.version}"]
     parts.append(f"up {human_duration(status.uptime_s)}")
     if status.draining:
-        parts.append(Text("draining", style="not bold yellow"))
+        parts.append(Text("draining", style="yellow"))
     reachable = status.state_server_reachable
-    parts.append("state server reachable" if reachable else Text("state server not reachable", style="not bold red"))
+    parts.append("state server reachable" if reachable else Text("state server not reachable", style="red"))
     return _line("dispatcher", *parts)
 
 
-def _model_line(status: ClusterStatus) -> Text:
+def _model_line(status: ClusterStatus) -> tuple[str, Text]:
     model = status.model
     if model is None:
         return _line("model", "unknown until the first worker is there")
@@ -60,7 +59,7 @@ def _model_line(status: ClusterStatus) -> Text:
     )
 
 
-def _layout_line(status: ClusterStatus) -> Text:
+def _layout_line(status: ClusterStatus) -> tuple[str, Text]:
     layout = status.layout
     if layout is None:
         return _line("layout", "none yet: is a planner running?")
@@ -68,7 +67,7 @@ def _layout_line(status: ClusterStatus) -> Text:
     return _line("layout", f"epoch {layout.epoch} ({layout.reason})", f"{groups} group{'' if groups == 1 else 's'}")
 
 
-def _backlog_line(status: ClusterStatus) -> Text:
+def _backlog_line(status: ClusterStatus) -> tuple[str, Text]:
     return _line(
         "backlog",
         f"{status.backlog_request_count:,} of {status.max_queued_request_count:,} requests",
@@ -77,7 +76,7 @@ def _backlog_line(status: ClusterStatus) -> Text:
     )
 
 
-def _endings_line(status: ClusterStatus) -> Text:
+def _endings_line(status: ClusterStatus) -> tuple[str, Text]:
     endings = [f"{count:,} {ending}" for ending, count in status.requests_total.items() if count]
     return _line("ended", *(endings or ["no request yet"]))
 
@@ -124,7 +123,7 @@ def _memory_table(workers: Sequence[WorkerStatus]) -> Table:
 
 
 def _table(*left_columns: str) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     for heading in left_columns:
         table.add_column(heading, no_wrap=True)
     return table
