@@ -1,7 +1,8 @@
-"""The layout in the state server. Owner of `ballast:layout` and of the channel `ballast:layout:changed`.
+"""The layout in the state server. Owner of these keys, which change together:
 
-`ballast:layout` is a hash: `epoch`, `token` (fencing token of who wrote it), `body` (ballastpb.cluster.v1.Layout,
-base64) and `model` (JSON). The channel carries the new epoch.
+ballast:layout           string, base64 of ballastpb.cluster.v1.Layout; dispatchers read it
+ballast:layout:meta      hash {epoch, token (fencing token of who wrote it), model (JSON)}; for planners
+ballast:layout:changed   channel; carries the new epoch
 """
 
 import base64
@@ -23,15 +24,17 @@ from ballastpb.cluster.v1 import cluster_pb2 as pb
 from services.planner.core.messages import StoredLayout, WriteLayout, WriteOutcome
 
 LAYOUT_KEY = f"{KEY_PREFIX}layout"
+META_KEY = f"{KEY_PREFIX}layout:meta"
 LAYOUT_CHANNEL = f"{KEY_PREFIX}layout:changed"
 
 _MODEL = TypeAdapter(ModelInfo | None)
 
-# KEYS: layout, lease. ARGV: expected epoch ("" for none), token, new epoch, body, model, channel.
+# KEYS: layout, meta, lease. ARGV: expected epoch ("" for none), token, new epoch, body, model, channel.
 _WRITE = """
-if redis.call('HGET', KEYS[2], 'token') ~= ARGV[2] then return 'FENCED' end
-if (redis.call('HGET', KEYS[1], 'epoch') or '') ~= ARGV[1] then return 'CONFLICT' end
-redis.call('HSET', KEYS[1], 'epoch', ARGV[3], 'token', ARGV[2], 'body', ARGV[4], 'model', ARGV[5])
+if redis.call('HGET', KEYS[3], 'token') ~= ARGV[2] then return 'FENCED' end
+if (redis.call('HGET', KEYS[2], 'epoch') or '') ~= ARGV[1] then return 'CONFLICT' end
+redis.call('SET', KEYS[1], ARGV[4])
+redis.call('HSET', KEYS[2], 'epoch', ARGV[3], 'token', ARGV[2], 'model', ARGV[5])
 redis.call('PUBLISH', ARGV[6], ARGV[3])
 return 'WRITTEN'
 """
@@ -47,16 +50,24 @@ class RedisLayoutStore:
         Raises:
             Unavailable: no answer.
         """
-        fields = await self._state.run(cast(Awaitable[dict[str, str]], self._state.redis.hgetall(LAYOUT_KEY)))
-        if "epoch" not in fields:
+        pipe = self._state.redis.pipeline(transaction=True)
+        pipe.get(LAYOUT_KEY)
+        pipe.hgetall(META_KEY)
+        # Any: a list of replies.
+        body, meta = cast(
+            tuple[str | None, dict[str, str]], await self._state.run(cast(Awaitable[Any], pipe.execute()))
+        )
+        if "epoch" not in meta:
             return None
         try:
-            layout = codec.layout_from_proto(pb.Layout.FromString(base64.b64decode(fields["body"], validate=True)))
+            layout = codec.layout_from_proto(pb.Layout.FromString(base64.b64decode(body or "", validate=True)))
             layout.check()
-            return StoredLayout(layout, _MODEL.validate_json(fields["model"]))
-        except (KeyError, binascii.Error, DecodeError, ValidationError, InvariantViolation) as error:
+            if layout.epoch != int(meta["epoch"]):
+                raise ValueError(f"epoch {layout.epoch} beside {meta['epoch']}")
+            return StoredLayout(layout, _MODEL.validate_json(meta["model"]))
+        except (KeyError, ValueError, binascii.Error, DecodeError, ValidationError, InvariantViolation) as error:
             get_logger().error("stored layout cannot be read, it will be planned anew", why=str(error))
-            return StoredLayout(Layout(Epoch(int(fields["epoch"])), 0, (), "unreadable"), None)
+            return StoredLayout(Layout(Epoch(int(meta["epoch"])), 0, (), "unreadable"), None)
 
     async def write(self, command: WriteLayout) -> WriteOutcome:
         args = [
@@ -68,7 +79,7 @@ class RedisLayoutStore:
             LAYOUT_CHANNEL,
         ]
         # Any: a script's result has no type.
-        script = cast(Awaitable[Any], self._write(keys=[LAYOUT_KEY, lease_key("planner")], args=args))
+        script = cast(Awaitable[Any], self._write(keys=[LAYOUT_KEY, META_KEY, lease_key("planner")], args=args))
         try:
             return WriteOutcome[str(await self._state.run(script))]
         except Unavailable as error:
