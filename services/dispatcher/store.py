@@ -1,7 +1,7 @@
 """What dispatchers share through the state server. Serving goes on without it, with the last known layout.
 
 Keys, all under `ballast:`
-  layout                    hash; its `body` is read here, written by the planner (services.planner.store)
+  layout                    read here, written by the planner (services.planner.store)
   layout:changed            channel; a hint to read the layout now
   dispatchers:<id>          hash {address, incarnation}, expires unless renewed: who is there
   request:<request id>      "<dispatcher id>/<incarnation>", expires: who serves a request whose id the client chose
@@ -110,7 +110,7 @@ class DispatcherStore:
                 await pubsub.aclose()  # pyright: ignore[reportUnknownMemberType]
 
     async def _read_layout(self) -> str | None:
-        return await self._state.run(cast(Awaitable[str | None], self._state.redis.hget(_LAYOUT, "body")))
+        return await self._state.run(cast(Awaitable[str | None], self._state.redis.get(_LAYOUT)))
 
     # --------------------------------------------------------------------------------------------- registration
 

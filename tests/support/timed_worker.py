@@ -324,7 +324,7 @@ def publish_layout(redis_url: str, epoch: int, members: Sequence[cluster_pb2.Mem
     groups = [cluster_pb2.Group(group_id=f"g-{m.worker_id}", members=[m]) for m in members]
     layout = cluster_pb2.Layout(epoch=epoch, layer_count=LAYER_COUNT, groups=groups, reason="test")
     with contextlib.closing(redis.Redis.from_url(redis_url)) as client:
-        client.hset("ballast:layout", "body", base64.b64encode(layout.SerializeToString()).decode())
+        client.set("ballast:layout", base64.b64encode(layout.SerializeToString()))
         client.publish("ballast:layout:changed", epoch)
 
 
