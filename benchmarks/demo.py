@@ -24,6 +24,7 @@ from pathlib import Path
 from rich.console import Console
 
 from ballast.bench.plot import plot_result
+from ballast.bench.progress import open_console
 from ballast.bench.records import Outcome
 from ballast.bench.replay import ReplayOptions
 from ballast.bench.results import BenchResult, write_result
@@ -36,8 +37,8 @@ from ballast.model.tiny import PRESETS, make_preset
 
 SHIPPED_TRACE = Path(__file__).parent / "traces" / "bursty.csv"
 MAX_SPAN_S = 100.0
-MAX_TOKENS_PER_S = 1500.0
-DEVICE_MEMORY_BYTES = 32 << 20  # of each worker: the burst fills a good part of the KV that this leaves
+MAX_TOKENS_PER_S = 2000.0
+DEVICE_MEMORY_BYTES = 12 << 20  # of each worker: the burst fills a good part of the KV that this leaves
 DEADLINE_S = 120.0  # of each request
 VERIFIED_ANSWERS = 24
 MIN_VERIFIED_ANSWERS = 20
@@ -141,7 +142,7 @@ def judge(result: BenchResult) -> list[str]:
 async def demo(args: argparse.Namespace, console: Console) -> int:
     args.out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="ballast-demo-") as scratch:
-        model = make_preset("demo", Path(scratch) / "model", arch=args.arch, seed=args.seed)
+        model = make_preset("demo", Path(scratch) / "demo", arch=args.arch, seed=args.seed)
         shutil.rmtree(args.out / "logs", ignore_errors=True)
         result = await replay(args, model, console)
         results_path, figure_path = args.out / "results.json", args.out / "figure.png"
@@ -171,7 +172,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("out/demo"))
     args = parser.parse_args(arguments)
-    console = Console()
+    console = open_console()
     try:
         return asyncio.run(demo(args, console))
     except BallastError as error:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
+from ballast.bench.progress import open_console
 from ballast.bench.records import Outcome
 from ballast.bench.replay import ReplayOptions
 from ballast.bench.results import BenchResult, write_result
@@ -60,7 +61,7 @@ async def _replay(args: argparse.Namespace) -> int:
         limit=args.limit,
         options=ReplayOptions(seed=args.seed, deadline_s=args.deadline_s, record_tokens=args.record_tokens),
     )
-    console = Console()
+    console = open_console()
     if args.address:
         return _report(await replay_on(args.address, job, console), args, console)
     if args.model is None:

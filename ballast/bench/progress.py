@@ -10,6 +10,13 @@ from rich.progress import Progress as Bar
 from ballast.bench.replay import Progress
 
 _LINE_INTERVAL_S = 10.0
+_LOG_WIDTH = 120
+
+
+def open_console() -> Console:
+    """Standard output; in a file or pipe wide enough that no line is broken."""
+    console = Console()
+    return console if console.is_terminal else Console(width=_LOG_WIDTH)
 
 
 class ProgressDisplay:

@@ -90,7 +90,7 @@ class TinyShape:
 PRESETS = {
     "tiny": TinyShape(),
     # Two workers serve it on two cores beside the other services; its KV is what fills up, not the cores.
-    "demo": TinyShape(hidden=128, layers=4, heads=8, kv_heads=4, vocab=1024, max_len=1024),
+    "demo": TinyShape(hidden=128, layers=4, heads=8, kv_heads=4, vocab=1024, max_len=2048),
     # About 35 M parameters: the model of the throughput figures.
     "bench": TinyShape(
         hidden=512, layers=8, heads=8, kv_heads=4, intermediate=1792, vocab=8192, max_len=2048, tied=False

@@ -7,7 +7,7 @@ import pytest
 from ballast.bench.records import Outcome
 from ballast.bench.results import BenchResult, write_result
 from ballast.bench.traces import Trace, TraceRequest, read_trace
-from ballast.model.tiny import make_tiny
+from ballast.model.tiny import PRESETS, make_tiny
 from tests.unit.bench.samples import bench_result, bursty_run, record
 
 pytest.importorskip("torch")
@@ -41,9 +41,10 @@ def test_factors_are_rounded_down_to_two_digits(scale: float, rounded: float) ->
 
 def test_the_shipped_trace_fits_without_cutting() -> None:
     trace = read_trace(demo.SHIPPED_TRACE)
-    time_scale, length_scale = demo.default_scales(trace, 1024)
+    max_model_len = PRESETS["demo"].max_len
+    time_scale, length_scale = demo.default_scales(trace, max_model_len)
     assert time_scale == 1.0
-    assert trace.scaled(length_scale=length_scale, max_total_tokens=1024).clamped_count == 0
+    assert trace.scaled(length_scale=length_scale, max_total_tokens=max_model_len).clamped_count == 0
 
 
 def _answers(path: Path, count: int) -> BenchResult:
