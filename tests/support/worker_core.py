@@ -1,0 +1,330 @@
+"""Drives a WorkerCore as the engine thread does, with a model that is a hash of the tokens found in its KV cache.
+
+The fake cache stores token ids in blocks and the fake model reads them back through the block tables. A block given to
+two sequences, a table that lost its order, or a stale chunk therefore shows as a wrong token.
+"""
+
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import count
+
+from ballast.common.ids import RequestId
+from ballast.common.load import MemoryReport
+from ballast.common.sampling import FinishReason, PriorityClass, SamplingParams
+from services.worker.core.batch import NewSequence, Slice, StepResult, TokenLogprobs
+from services.worker.core.events import (
+    BatchWanted,
+    BlocksAdded,
+    Command,
+    Drained,
+    Emit,
+    Ending,
+    Event,
+    Execute,
+    SequenceKey,
+    StepDone,
+    StepFailed,
+    StreamOpened,
+    Submitted,
+)
+from services.worker.core.limits import WorkerLimits
+from services.worker.core.worker import WorkerCore
+
+VOCAB_SIZE = 97
+EOS = 96
+# Few letters, so that stop strings match and almost match often. A token may also have no text of its own.
+PIECES = ("a", "b", "ab", "", "ba", "aab", "c", "bc", "é", "ca ")
+MEMORY = MemoryReport(budget_bytes=4, parameter_bytes=2, kv_bytes=1, free_bytes=1)
+
+
+def next_token(token_ids: list[int]) -> int:
+    return zlib.crc32(bytes(token_ids)) % VOCAB_SIZE
+
+
+def piece(token_id: int) -> str:
+    return PIECES[token_id % len(PIECES)]
+
+
+@dataclass(frozen=True)
+class Undisturbed:
+    """What a request gives if nothing ever happens to it."""
+
+    token_ids: tuple[int, ...]
+    text: str
+    finish_reason: FinishReason
+    matched_stop: str
+
+
+def undisturbed(prompt: tuple[int, ...], sampling: SamplingParams, max_model_len: int) -> Undisturbed:
+    """Straight from the rules, token by token over the whole text: slow and independent of the code under test."""
+    output: list[int] = []
+    text = ""
+    stop_ids = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else {EOS})
+    while True:
+        token_id = next_token([*prompt, *output])
+        output.append(token_id)
+        before, text = text, text + piece(token_id)
+        if len(output) > sampling.min_tokens:
+            if token_id in stop_ids:
+                shown = text if sampling.include_stop_str_in_output else before
+                return Undisturbed(tuple(output), shown, FinishReason.STOP, str(token_id))
+            matches = [
+                (begin + len(stop), begin, stop)
+                for stop in sampling.stop
+                for begin in range(len(text))
+                if text.startswith(stop, begin) and begin + len(stop) > len(before)
+            ]
+            if matches:
+                end, begin, stop = min(matches)
+                shown = text[:end] if sampling.include_stop_str_in_output else text[:begin]
+                return Undisturbed(tuple(output), shown, FinishReason.STOP, stop)
+        if len(output) == sampling.max_tokens or len(prompt) + len(output) == max_model_len:
+            return Undisturbed(tuple(output), text, FinishReason.LENGTH, "")
+
+
+def certain_chars(text: str, stops: tuple[str, ...]) -> int:
+    """How much of `text` cannot be the beginning of a stop string."""
+    begun = [n for n in range(1, len(text) + 1) if any(s != text[-n:] and s.startswith(text[-n:]) for s in stops)]
+    return len(text) - max(begun, default=0)
+
+
+class FakeEngine:
+    """Keeps to the contract in core.batch and fails loudly if the core does not."""
+
+    def __init__(self, block_tokens: int) -> None:
+        self._block_tokens = block_tokens
+        self._cache: dict[tuple[int, int], int] = {}  # (block id, place in it) -> token id
+        self._known: dict[int, NewSequence] = {}
+        self._text_wanted: dict[int, bool] = {}
+        self._computed: dict[int, int] = {}  # sequence id -> tokens with KV
+
+    def run(self, execute: Execute) -> tuple[StepResult, tuple[str, ...]]:
+        batch = execute.batch
+        for sequence_id in batch.removed:
+            del self._known[sequence_id], self._computed[sequence_id], self._text_wanted[sequence_id]
+        for new, text_wanted in zip(batch.added, execute.text_wanted, strict=True):
+            assert new.sequence_id not in self._known
+            self._known[new.sequence_id] = new
+            self._text_wanted[new.sequence_id] = text_wanted
+            self._computed[new.sequence_id] = 0
+        assert len({s.sequence_id for s in batch.slices}) == len(batch.slices)
+        token_ids: list[int] = []
+        texts: list[str] = []
+        logprobs: list[TokenLogprobs | None] = []
+        for part, table in zip(batch.slices, execute.block_tables, strict=True):
+            self._write(part, table)
+        for part, table in zip(batch.slices, execute.block_tables, strict=True):
+            if part.samples:
+                token_id = next_token(self._read(self._computed[part.sequence_id], table))
+                token_ids.append(token_id)
+                texts.append(piece(token_id) if self._text_wanted[part.sequence_id] else "")
+                wanted = self._known[part.sequence_id].sampling.logprobs is not None
+                logprobs.append(TokenLogprobs(token_id, -1.0, ()) if wanted else None)
+        return StepResult(batch.step_id, tuple(token_ids), tuple(logprobs), 0.001), tuple(texts)
+
+    def _write(self, part: Slice, table: tuple[int, ...]) -> None:
+        assert part.first_position == self._computed[part.sequence_id]
+        assert part.token_ids
+        for position, token_id in enumerate(part.token_ids, part.first_position):
+            self._cache[table[position // self._block_tokens], position % self._block_tokens] = token_id
+        self._computed[part.sequence_id] += len(part.token_ids)
+
+    def _read(self, token_count: int, table: tuple[int, ...]) -> list[int]:
+        return [self._cache[table[p // self._block_tokens], p % self._block_tokens] for p in range(token_count)]
+
+
+@dataclass
+class Received:
+    """What a dispatcher has got for one handle."""
+
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    logprobs_count: int = 0
+    ending: Ending | None = None
+
+
+class Driver:
+    """Feeds events, keeps what comes out, calls check() after each event."""
+
+    def __init__(self, limits: WorkerLimits, block_count: int) -> None:
+        self.limits = limits
+        self.core = WorkerCore(limits, block_count)
+        self.engine = FakeEngine(limits.block_tokens)
+        self.at_s = 0.0
+        self.pending: Execute | None = None
+        self.received: dict[SequenceKey, Received] = {}
+        self.sampling: dict[SequenceKey, SamplingParams] = {}
+        self.executed: list[Execute] = []
+        self.drained_count = 0
+        self._handles: Iterator[int] = count(1)
+
+    def feed(self, event: Event) -> list[Command]:
+        commands = self.core.handle(event)
+        self.core.check()
+        assert sum(isinstance(c, Execute) for c in commands) <= 1
+        for command in commands:
+            match command:
+                case Execute():
+                    assert self.pending is None
+                    assert sum(len(s.token_ids) for s in command.batch.slices) <= self.limits.max_batch_tokens
+                    self.pending = command
+                    self.executed.append(command)
+                case Emit():
+                    self._receive(command)
+                case Drained():
+                    self.drained_count += 1
+        return commands
+
+    def _receive(self, emit: Emit) -> None:
+        assert len(emit.handles) == len(emit.token_counts)
+        assert sum(emit.token_counts) == len(emit.token_ids)
+        assert emit.texts == () or len(emit.texts) == len(emit.handles)
+        tokens, logprobs = iter(emit.token_ids), iter(emit.logprobs)
+        for index, handle in enumerate(emit.handles):
+            assert handle <= emit.seen_handle
+            key = SequenceKey(emit.stream_id, handle)
+            received = self.received[key]
+            assert received.ending is None, f"{key} goes on after its end"
+            for _ in range(emit.token_counts[index]):
+                received.token_ids.append(next(tokens))
+                if self.sampling[key].logprobs is not None:
+                    assert next(logprobs).token_id == received.token_ids[-1]
+            received.text += emit.texts[index] if emit.texts else ""
+        assert next(logprobs, None) is None
+        for ending in emit.endings:
+            received = self.received[SequenceKey(emit.stream_id, ending.handle)]
+            assert received.ending is None, f"{emit.stream_id}/{ending.handle} ends twice"
+            assert not (ending.refused and received.token_ids)
+            received.ending = ending
+
+    # ---------------------------------------------------------------- short forms of events
+
+    def open(self, stream_id: int) -> None:
+        self.feed(StreamOpened(self.at_s, stream_id))
+
+    def submit(
+        self,
+        prompt: tuple[int, ...],
+        sampling: SamplingParams | None = None,
+        *,
+        stream_id: int = 1,
+        output: tuple[int, ...] = (),
+        delivered_chars: int = 0,
+        priority: PriorityClass = PriorityClass.DEFAULT,
+        deadline_at_s: float | None = None,
+        wants_text: bool = True,
+    ) -> SequenceKey:
+        key = SequenceKey(stream_id, next(self._handles))
+        self.received[key] = Received()
+        self.sampling[key] = sampling or greedy()
+        self.feed(
+            Submitted(
+                at_s=self.at_s,
+                key=key,
+                request_id=RequestId(f"r{key.handle}"),
+                attempt=1,
+                prompt_token_ids=prompt,
+                sampling=self.sampling[key],
+                output_token_ids=output,
+                output_text="".join(piece(t) for t in output),
+                delivered_text_chars=delivered_chars,
+                priority=priority,
+                deadline_at_s=deadline_at_s,
+                wants_text=wants_text,
+            )
+        )
+        return key
+
+    def want_batch(self) -> Execute | None:
+        had_work = self.core.has_work
+        self.feed(BatchWanted(self.at_s))
+        assert self.pending is not None or not had_work or not self.core.has_work, "work to do, and no batch"
+        return self.pending
+
+    def finish_step(self) -> None:
+        assert self.pending is not None
+        result, texts = self.engine.run(self.pending)
+        self.pending = None
+        self.at_s += 0.001
+        self.feed(StepDone(self.at_s, result, texts))
+
+    def fail_step(self) -> None:
+        assert self.pending is not None
+        self.engine.run(self.pending)
+        step_id, self.pending = self.pending.batch.step_id, None
+        self.feed(StepFailed(self.at_s, step_id, "out of luck"))
+
+    def step(self) -> Execute | None:
+        execute = self.want_batch()
+        if execute is not None:
+            self.finish_step()
+        return execute
+
+    def add_blocks(self, block_count: int) -> None:
+        self.feed(BlocksAdded(self.at_s, block_count))
+
+    def run_to_end(self, max_steps: int = 5_000) -> int:
+        """Step until nothing is left. Returns the number of steps."""
+        if self.pending is not None:
+            self.finish_step()
+        for steps in range(max_steps):
+            if self.step() is None:
+                assert not self.core.has_work
+                return steps
+        raise AssertionError(f"still at work after {max_steps} steps")
+
+    def expected(self, key: SequenceKey, prompt: tuple[int, ...]) -> Undisturbed:
+        return undisturbed(prompt, self.sampling[key], self.limits.max_model_len)
+
+    def assert_empty(self) -> None:
+        """Every counter that says what is held now is back at zero."""
+        load = self.core.load(self.at_s, MEMORY)
+        held = (load.used_block_count, load.waiting_block_count, load.running_count, load.waiting_count)
+        assert held == (0, 0, 0, 0)
+        assert load.step_age_s == 0.0
+
+
+def greedy(
+    max_tokens: int = 8,
+    *,
+    min_tokens: int = 0,
+    stop: tuple[str, ...] = (),
+    stop_token_ids: tuple[int, ...] = (),
+    include_stop: bool = False,
+    ignore_eos: bool = True,
+    logprobs: int | None = None,
+) -> SamplingParams:
+    return SamplingParams(
+        temperature=0.0,
+        max_tokens=max_tokens,
+        min_tokens=min_tokens,
+        stop=stop,
+        stop_token_ids=stop_token_ids,
+        include_stop_str_in_output=include_stop,
+        ignore_eos=ignore_eos,
+        logprobs=logprobs,
+    )
+
+
+def limits(
+    *,
+    block_tokens: int = 4,
+    max_model_len: int = 64,
+    max_running_count: int = 4,
+    max_batch_tokens: int = 16,
+    max_waiting_count: int = 8,
+    max_waiting_tokens: int = 1_000,
+    admission_reserve_fraction: float = 0.0,
+) -> WorkerLimits:
+    return WorkerLimits(
+        block_tokens=block_tokens,
+        max_model_len=max_model_len,
+        vocab_size=VOCAB_SIZE,
+        eos_token_ids=frozenset({EOS}),
+        max_running_count=max_running_count,
+        max_batch_tokens=max_batch_tokens,
+        max_waiting_count=max_waiting_count,
+        max_waiting_tokens=max_waiting_tokens,
+        admission_reserve_fraction=admission_reserve_fraction,
+    )

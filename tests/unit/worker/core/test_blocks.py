@@ -1,0 +1,88 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ballast.common.errors import InvariantViolation
+from services.worker.core.blocks import BlockBook, blocks_for
+
+
+def test_blocks_for_rounds_up() -> None:
+    assert [blocks_for(n, 16) for n in (0, 1, 16, 17)] == [0, 1, 1, 2]
+
+
+def test_a_table_grows_by_whole_blocks_and_stays_the_same_object_until_then() -> None:
+    book = BlockBook(8, 4)
+    table = book.cover(1, 5)
+    assert table == (0, 1)
+    assert book.cover(1, 8) is table
+    assert book.cover(1, 9) == (0, 1, 2)
+    assert (book.used_count, book.free_count) == (3, 5)
+    book.check()
+
+
+def test_the_lowest_free_ids_are_given_first_so_that_the_tail_stays_empty() -> None:
+    book = BlockBook(8, 1)
+    book.cover(1, 2)
+    book.cover(2, 3)
+    book.cover(3, 2)
+    assert book.free(2) == 3
+    assert book.cover(3, 4) == (5, 6, 2, 3)
+    assert book.cover(4, 2) == (4, 7)
+    book.check()
+
+
+def test_what_was_freed_is_free_once() -> None:
+    book = BlockBook(4, 1)
+    book.cover(1, 3)
+    assert book.free(1) == 3
+    assert book.free(1) == 0
+    assert book.table(1) == ()
+    assert book.free_count == 4
+    book.check()
+
+
+def test_more_than_there_is_is_a_bug_of_the_caller() -> None:
+    book = BlockBook(2, 4)
+    with pytest.raises(InvariantViolation, match="sequence 7 needs 3 more blocks, 2 of 2 are free"):
+        book.cover(7, 9)
+
+
+def test_growing_appends_ids_at_the_end() -> None:
+    book = BlockBook(2, 1)
+    book.cover(1, 2)
+    book.grow(3)
+    assert book.cover(2, 3) == (2, 3, 4)
+    assert book.block_count == 5
+    book.check()
+
+
+@pytest.mark.parametrize(
+    ("free", "tables", "why"),
+    [
+        ([0, 1, 2, 3], {1: (0,)}, "block 0 belongs to the free list and to sequence 1"),
+        ([1, 2], {1: (0,)}, "1 of 4 blocks are lost"),
+        ([2, 3], {1: (0, 1), 2: (0,)}, "block 0 belongs to sequence 1 and to sequence 2"),
+        ([1, 2, 3, 4], {1: (0,)}, "the free list holds block 4, there are only 4"),
+    ],
+)
+def test_check_sees_damage(free: list[int], tables: dict[int, tuple[int, ...]], why: str) -> None:
+    book = BlockBook(4, 1)
+    book._free, book._tables = free, tables
+    with pytest.raises(InvariantViolation, match=why):
+        book.check()
+
+
+@given(st.lists(st.tuples(st.sampled_from(["cover", "free", "grow"]), st.integers(1, 4), st.integers(1, 12))))
+def test_books_balance_after_any_history(history: list[tuple[str, int, int]]) -> None:
+    book = BlockBook(6, 3)
+    for action, sequence_id, amount in history:
+        if action == "free":
+            held = len(book.table(sequence_id))
+            assert book.free(sequence_id) == held
+        elif action == "grow":
+            book.grow(amount)
+        elif blocks_for(amount, 3) - len(book.table(sequence_id)) <= book.free_count:
+            before = book.table(sequence_id)
+            assert book.cover(sequence_id, amount)[: len(before)] == before
+            assert len(book.table(sequence_id)) == max(len(before), blocks_for(amount, 3))
+        book.check()

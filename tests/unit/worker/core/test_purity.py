@@ -1,0 +1,27 @@
+"""The core decides and does nothing else: no engine, no I/O, and the same answer in every process."""
+
+import os
+import re
+import subprocess
+import sys
+
+
+def _python(*args: str, hash_seed: str = "0") -> str:
+    environment = {**os.environ, "PYTHONHASHSEED": hash_seed}
+    return subprocess.run(
+        [sys.executable, *args], capture_output=True, text=True, check=True, env=environment, timeout=60
+    ).stdout
+
+
+def test_importing_the_core_loads_neither_engine_nor_io() -> None:
+    banned = ["torch", "grpc", "redis", "asyncio", "google.protobuf", "logging"]
+    code = f"import sys, services.worker.core.worker; print([m for m in {banned} if m in sys.modules])"
+    assert _python("-c", code).strip() == "[]"
+
+
+def test_the_same_events_give_the_same_commands_under_any_hash_seed() -> None:
+    told = {_python("-m", "tests.support.worker_core_history", "11", hash_seed=seed) for seed in ("1", "2")}
+    assert len(told) == 1
+    preemptions = re.search(r"(\d+) preemptions", told.pop())
+    assert preemptions is not None
+    assert int(preemptions[1]) > 5  # the history goes through the corners

@@ -1,0 +1,627 @@
+"""Stories of a worker's core: events in, commands out. The driver calls check() after each event."""
+
+import pytest
+
+from ballast.common.errors import ConfigError, InvariantViolation
+from ballast.common.ids import RequestId
+from ballast.common.sampling import FinishReason, PriorityClass, SamplingParams
+from services.worker.core.batch import StepResult
+from services.worker.core.events import (
+    Aborted,
+    BatchWanted,
+    Drained,
+    DrainRequested,
+    Emit,
+    Ending,
+    Execute,
+    SequenceKey,
+    StepDone,
+    StreamClosed,
+    StreamOpened,
+    Submitted,
+    Tick,
+)
+from services.worker.core.limits import WorkerLimits
+from services.worker.core.worker import WorkerCore
+from tests.support.worker_core import EOS, MEMORY, VOCAB_SIZE, Driver, greedy, limits, next_token, piece, undisturbed
+
+
+def driver(block_count: int = 32, **bounds: int | float) -> Driver:
+    made = Driver(limits(**bounds), block_count)  # pyright: ignore[reportArgumentType]
+    made.open(1)
+    return made
+
+
+def prompt(length: int, first: int = 0) -> tuple[int, ...]:
+    return tuple((first + i) % (VOCAB_SIZE - 1) for i in range(length))
+
+
+def ending(made: Driver, key: SequenceKey) -> Ending:
+    found = made.received[key].ending
+    assert found is not None
+    return found
+
+
+def slices(execute: Execute | None) -> list[tuple[int, int, int, bool]]:
+    """(sequence id, first position, tokens, samples) of a batch."""
+    assert execute is not None
+    return [(s.sequence_id, s.first_position, len(s.token_ids), s.samples) for s in execute.batch.slices]
+
+
+# ---------------------------------------------------------------- batches
+
+
+def test_a_prompt_is_computed_in_chunks_and_then_decoded() -> None:
+    made = driver(max_batch_tokens=8)
+    key = made.submit(prompt(18), greedy(3))
+    assert [slices(made.step()) for _ in range(5)] == [
+        [(1, 0, 8, False)],
+        [(1, 8, 8, False)],
+        [(1, 16, 2, True)],
+        [(1, 18, 1, True)],
+        [(1, 19, 1, True)],
+    ]
+    assert made.step() is None
+    want = made.expected(key, prompt(18))
+    assert (tuple(made.received[key].token_ids), made.received[key].text) == (want.token_ids, want.text)
+    assert ending(made, key) == Ending(key.handle, FinishReason.LENGTH)
+
+
+def test_what_a_first_batch_says_about_a_sequence_is_said_once() -> None:
+    made = driver()
+    made.submit(prompt(3), greedy(2))
+    first, second = made.step(), made.step()
+    assert first is not None
+    assert second is not None
+    assert [new.prompt_token_ids for new in first.batch.added] == [prompt(3)]
+    assert second.batch.added == ()
+    made.submit(prompt(3), greedy(2))
+    third = made.step()
+    assert third is not None
+    assert third.batch.removed == (1,)
+
+
+def test_a_long_prompt_holds_up_neither_decodes_nor_short_prompts() -> None:
+    made = driver(max_batch_tokens=8)
+    made.submit(prompt(3), greedy(20))
+    made.step()
+    made.submit(prompt(40), greedy(2))
+    made.submit(prompt(3, first=9), greedy(2))
+    assert slices(made.step()) == [(1, 3, 1, True), (2, 0, 4, False), (3, 0, 3, True)]
+    assert slices(made.step()) == [(1, 4, 1, True), (3, 3, 1, True), (2, 4, 6, False)]
+
+
+def test_the_most_important_class_is_admitted_first() -> None:
+    made = driver(max_running_count=1, max_batch_tokens=16)
+    blocking = made.submit(prompt(2), greedy(1))
+    batch = made.submit(prompt(2), greedy(1), priority=PriorityClass.BATCH)
+    default = made.submit(prompt(2), greedy(1))
+    interactive = made.submit(prompt(2), greedy(1), priority=PriorityClass.INTERACTIVE)
+    order: list[SequenceKey] = []
+    while made.step() is not None:
+        order += [k for k in made.received if made.received[k].ending and k not in order]
+    assert order == [blocking, interactive, default, batch]
+
+
+def test_admission_asks_for_the_whole_prompt_not_for_its_first_chunk() -> None:
+    made = driver(block_count=10, block_tokens=4, max_batch_tokens=8)
+    made.submit(prompt(30), greedy(2))  # 8 blocks
+    made.submit(prompt(12), greedy(2))  # 4 blocks: not yet
+    assert [s[0] for s in slices(made.step())] == [1]
+    load = made.core.load(made.at_s, MEMORY)
+    assert (load.used_block_count, load.waiting_block_count, load.waiting_count) == (8, 4, 1)
+
+
+def test_nobody_overtakes_the_head_of_the_line() -> None:
+    made = driver(block_count=10, block_tokens=4)
+    made.submit(prompt(30), greedy(3))
+    made.submit(prompt(12), greedy(2))
+    made.submit(prompt(2), greedy(2))  # would fit
+    assert [s[0] for s in slices(made.step())] == [1]
+
+
+def test_the_first_answer_goes_out_with_the_step_that_made_it() -> None:
+    made = driver()
+    key = made.submit((1, 2), greedy(1))
+    made.want_batch()
+    assert made.pending is not None
+    result, texts = made.engine.run(made.pending)
+    made.pending = None
+    token = next_token([1, 2])
+    assert made.feed(StepDone(0.5, result, texts)) == [
+        Emit(
+            1,
+            (key.handle,),
+            (1,),
+            (token,),
+            (piece(token),) if piece(token) else (),
+            (),
+            (Ending(key.handle, FinishReason.LENGTH),),
+            key.handle,
+        )
+    ]
+
+
+def test_each_dispatcher_gets_one_message_with_its_own_tokens() -> None:
+    made = driver()
+    made.open(2)
+    keys = [made.submit(prompt(3, first=s), greedy(2), stream_id=s) for s in (1, 2, 1)]
+    made.want_batch()
+    assert made.pending is not None
+    result, texts = made.engine.run(made.pending)
+    made.pending = None
+    emits = made.feed(StepDone(0.5, result, texts))
+    assert [(e.stream_id, e.handles) for e in emits if isinstance(e, Emit)] == [
+        (1, (keys[0].handle, keys[2].handle)),
+        (2, (keys[1].handle,)),
+    ]
+
+
+# ---------------------------------------------------------------- a full cache
+
+
+def test_the_latest_of_the_lowest_class_gives_way_and_comes_back_with_the_same_tokens() -> None:
+    made = driver(block_count=6, block_tokens=4, max_batch_tokens=16)
+    old = made.submit(prompt(6), greedy(14))
+    young = made.submit(prompt(6, first=30), greedy(14))
+    made.run_to_end()
+    assert made.core.totals.preemptions == 1
+    assert made.executed[-1].batch.slices[0].sequence_id == 2
+    for key, first in ((old, 0), (young, 30)):
+        assert tuple(made.received[key].token_ids) == made.expected(key, prompt(6, first)).token_ids
+    re_entered = [new for execute in made.executed for new in execute.batch.added if new.output_token_ids]
+    assert [new.sequence_id for new in re_entered] == [2]
+    assert re_entered[0].output_token_ids == made.expected(young, prompt(6, 30)).token_ids[:7]
+
+
+def test_an_interactive_request_never_gives_way_to_a_batch_request() -> None:
+    made = driver(block_count=6, block_tokens=4)
+    made.submit(prompt(6), greedy(14), priority=PriorityClass.BATCH)
+    made.submit(prompt(6, first=30), greedy(14), priority=PriorityClass.INTERACTIVE)
+    made.run_to_end()
+    assert next(e.batch.removed for e in made.executed if e.batch.removed) == (1,)
+    assert made.core.totals.preemptions >= 1
+
+
+def test_whoever_gave_way_does_not_take_the_room_of_the_same_step() -> None:
+    made = driver(block_count=4, block_tokens=4, max_batch_tokens=16)
+    made.submit(prompt(7), greedy(9))
+    made.submit(prompt(7, first=30), greedy(9))
+    while not made.core.totals.preemptions:
+        made.step()
+    assert [s[0] for s in slices(made.executed[-1])] == [1]
+
+
+def test_a_request_that_can_never_fit_is_turned_away_at_once() -> None:
+    made = driver(block_count=4, block_tokens=4)
+    key = made.submit(prompt(16), greedy(1))
+    assert ending(made, key).finish_reason is FinishReason.ERROR
+    assert ending(made, key).invalid
+    assert "16 tokens and the next one need 5 KV blocks of 4 tokens, this worker has 4" in ending(made, key).error
+
+
+def test_a_request_that_outgrows_the_whole_cache_ends_as_an_error_and_harms_nobody() -> None:
+    made = driver(block_count=4, block_tokens=4)
+    big = made.submit(prompt(10), greedy(40))
+    other = made.submit(prompt(3), greedy(4))
+    made.run_to_end()
+    assert "17 tokens do not fit into the KV cache" in ending(made, big).error
+    assert ending(made, big).finish_reason is FinishReason.ERROR
+    assert len(made.received[big].token_ids) == 7
+    assert ending(made, other).finish_reason is FinishReason.LENGTH
+    made.assert_empty()
+
+
+def test_a_reserve_keeps_a_newcomer_from_taking_the_last_blocks() -> None:
+    made = driver(block_count=10, block_tokens=4, admission_reserve_fraction=0.2)
+    made.submit(prompt(20), greedy(9))  # 6 blocks
+    made.submit(prompt(7, first=5), greedy(2))  # 2 blocks: all but the reserve
+    made.submit(prompt(3, first=9), greedy(2))  # 1 block of the reserve
+    assert {s[0] for s in slices(made.step())} == {1, 2}
+
+
+def test_new_blocks_let_waiting_requests_in() -> None:
+    made = driver(block_count=4, block_tokens=4)
+    made.submit(prompt(10), greedy(3))
+    made.submit(prompt(10, first=5), greedy(3))
+    assert len(slices(made.step())) == 1
+    made.add_blocks(4)
+    assert len(slices(made.step())) == 2
+
+
+# ---------------------------------------------------------------- endings
+
+
+@pytest.mark.parametrize("steps", [0, 1, 3])
+def test_an_aborted_request_frees_its_blocks_at_once(steps: int) -> None:
+    made = driver(max_batch_tokens=8)
+    key = made.submit(prompt(16), greedy(9))  # chunks: 2 steps of prefill, then decode
+    for _ in range(steps):
+        made.step()
+    commands = made.feed(Aborted(made.at_s, key))
+    assert [c.endings for c in commands if isinstance(c, Emit)] == [(Ending(key.handle, FinishReason.CANCELLED),)]
+    made.assert_empty()
+    assert made.want_batch() is None
+
+
+def test_the_result_of_a_request_aborted_in_mid_step_is_dropped() -> None:
+    made = driver(block_count=4, block_tokens=4)
+    gone = made.submit(prompt(6), greedy(9))
+    stays = made.submit(prompt(6, first=30), greedy(2))
+    made.want_batch()
+    made.feed(Aborted(made.at_s, gone))
+    late = made.submit(prompt(6, first=60), greedy(2))  # gets the blocks, in the next step
+    made.run_to_end()
+    assert made.received[gone].token_ids == []
+    for key, first in ((stays, 30), (late, 60)):
+        assert tuple(made.received[key].token_ids) == made.expected(key, prompt(6, first)).token_ids
+
+
+def test_a_waiting_request_can_be_aborted() -> None:
+    made = driver(max_running_count=1)
+    made.submit(prompt(3), greedy(5))
+    waiting = made.submit(prompt(3), greedy(5))
+    made.step()
+    made.feed(Aborted(made.at_s, waiting))
+    assert ending(made, waiting).finish_reason is FinishReason.CANCELLED
+    assert made.core.load(made.at_s, MEMORY).waiting_block_count == 0
+
+
+def test_an_abort_that_comes_late_twice_or_for_nobody_changes_nothing() -> None:
+    made = driver()
+    key = made.submit(prompt(3), greedy(1))
+    made.run_to_end()
+    for stale in (key, SequenceKey(1, 99), SequenceKey(7, 1)):
+        assert made.feed(Aborted(made.at_s, stale)) == []
+    assert made.core.totals.stale_events == 3
+
+
+def test_a_closed_stream_takes_its_requests_with_it_and_leaves_the_others() -> None:
+    made = driver(max_running_count=2)
+    made.open(2)
+    mine = [made.submit(prompt(3), greedy(4), stream_id=1) for _ in range(3)]
+    other = made.submit(prompt(3, first=8), greedy(4), stream_id=2)
+    made.want_batch()
+    assert made.feed(StreamClosed(made.at_s, 1)) == []
+    made.run_to_end()
+    assert all(made.received[key].ending is None and not made.received[key].token_ids for key in mine)
+    assert ending(made, other).finish_reason is FinishReason.LENGTH
+    made.assert_empty()
+
+
+def test_what_comes_over_a_closed_stream_is_ignored() -> None:
+    made = driver()
+    made.feed(StreamClosed(0.0, 1))
+    made.submit(prompt(3))
+    assert not made.core.has_work
+    assert made.core.totals.stale_events == 1
+
+
+def test_a_handle_that_comes_twice_is_taken_once() -> None:
+    made = driver()
+    key = made.submit(prompt(3), greedy(1))
+    again = Submitted(
+        at_s=0.0, key=key, request_id=RequestId("r1"), attempt=1, prompt_token_ids=(1,), sampling=greedy(1)
+    )
+    assert made.feed(again) == []
+    made.run_to_end()
+    assert len(made.received[key].token_ids) == 1
+
+
+@pytest.mark.parametrize("running", [True, False])
+def test_a_deadline_ends_a_request_whether_it_runs_or_waits(running: bool) -> None:
+    made = driver(max_running_count=1)
+    if not running:
+        made.submit(prompt(3), greedy(30))
+    key = made.submit(prompt(3), greedy(30), deadline_at_s=1.0)
+    made.step()
+    assert made.core.next_deadline_at_s == 1.0
+    assert made.feed(Tick(0.99)) == []
+    made.feed(Tick(1.0))
+    assert ending(made, key).finish_reason is FinishReason.DEADLINE
+    assert made.core.next_deadline_at_s is None
+
+
+def test_a_batch_is_not_formed_with_those_whose_time_is_up() -> None:
+    made = driver()
+    key = made.submit(prompt(3), greedy(30), deadline_at_s=1.0)
+    made.at_s = 2.0
+    assert made.want_batch() is None
+    assert ending(made, key).finish_reason is FinishReason.DEADLINE
+
+
+def test_a_request_that_comes_too_late_never_runs() -> None:
+    made = driver()
+    made.at_s = 5.0
+    key = made.submit(prompt(3), deadline_at_s=5.0)
+    assert ending(made, key).finish_reason is FinishReason.DEADLINE
+    assert not made.core.has_work
+
+
+def test_deadlines_of_requests_that_have_ended_do_not_pile_up() -> None:
+    made = driver(max_waiting_count=8)
+    for _ in range(1_000):
+        key = made.submit(prompt(2), deadline_at_s=1e9)
+        made.core.handle(Aborted(made.at_s, key))
+    assert len(made.core._deadlines._heap) < 100
+
+
+def test_a_failed_step_ends_its_requests_and_no_others() -> None:
+    made = driver(max_running_count=1)
+    failed, spared = made.submit(prompt(3), greedy(3)), made.submit(prompt(4), greedy(3))
+    made.want_batch()
+    made.fail_step()
+    assert ending(made, failed) == Ending(failed.handle, FinishReason.ERROR, error="step 1 failed: out of luck")
+    made.run_to_end()
+    assert ending(made, spared).finish_reason is FinishReason.LENGTH
+    made.assert_empty()
+
+
+def test_end_of_sequence_stops_and_names_the_token() -> None:
+    made = driver()
+    start = next(p for p in ((a, b) for a in range(60) for b in range(60)) if next_token(list(p)) == EOS)
+    key = made.submit(start, greedy(5, ignore_eos=False))
+    made.run_to_end()
+    assert made.received[key].token_ids == [EOS]
+    assert made.received[key].text == ""
+    assert (ending(made, key).finish_reason, ending(made, key).matched_stop) == (FinishReason.STOP, str(EOS))
+
+
+def test_the_model_length_ends_a_request() -> None:
+    made = driver(max_model_len=20)
+    key = made.submit(prompt(15), greedy(50))
+    made.run_to_end()
+    assert len(made.received[key].token_ids) == 5
+    assert ending(made, key).finish_reason is FinishReason.LENGTH
+
+
+def test_text_held_back_comes_complete_at_a_deadline() -> None:
+    made = driver()
+    stop = tuple(p + "zz" for p in ("a", "b", "c", "é", " "))  # whatever comes last may begin one
+    key = made.submit(prompt(4), greedy(30, stop=stop), deadline_at_s=1.0)
+    for _ in range(6):
+        made.step()
+    made.feed(Tick(1.0))
+    assert made.received[key].text == "".join(piece(t) for t in made.received[key].token_ids)
+
+
+# ---------------------------------------------------------------- attempts
+
+
+def test_a_resumed_request_goes_on_where_it_was_and_repeats_no_text() -> None:
+    made = driver()
+    whole = undisturbed(prompt(5), greedy(12), made.limits.max_model_len)
+    text = "".join(piece(t) for t in whole.token_ids[:7])
+    key = made.submit(prompt(5), greedy(12), output=whole.token_ids[:7], delivered_chars=len(text) - 1)
+    made.run_to_end()
+    assert tuple(made.received[key].token_ids) == whole.token_ids[7:]
+    assert made.received[key].text == whole.text[len(text) - 1 :]
+
+
+def test_a_resumed_request_with_nothing_left_to_do_ends_at_once_with_its_last_text() -> None:
+    made = driver()
+    whole = undisturbed(prompt(5), greedy(6), made.limits.max_model_len)
+    key = made.submit(prompt(5), greedy(6), output=whole.token_ids, delivered_chars=1)
+    assert (made.received[key].token_ids, made.received[key].text) == ([], whole.text[1:])
+    assert ending(made, key).finish_reason is FinishReason.LENGTH
+    made.assert_empty()
+
+
+# ---------------------------------------------------------------- bounds
+
+
+def test_the_waiting_line_is_bounded_by_requests() -> None:
+    made = driver(max_running_count=1, max_waiting_count=2)
+    keys = [made.submit(prompt(3), greedy(2)) for _ in range(4)]
+    assert [made.received[k].ending is None for k in keys] == [True, True, True, False]
+    assert ending(made, keys[3]).refused
+    assert ending(made, keys[3]).finish_reason is None
+    assert "max_num_queued_reqs is 2" in ending(made, keys[3]).error
+    made.run_to_end()
+    assert made.core.totals.refused == 1
+
+
+def test_the_waiting_line_is_bounded_by_tokens() -> None:
+    made = driver(max_running_count=1, max_waiting_tokens=20)
+    keys = [made.submit(prompt(n), greedy(2)) for n in (3, 15, 6, 5)]
+    assert [made.received[k].ending is None for k in keys] == [True, True, False, True]
+    assert "max_num_queued_tokens 20" in ending(made, keys[2]).error
+
+
+def test_a_preempted_request_is_not_turned_away_by_a_full_line() -> None:
+    made = driver(block_count=6, block_tokens=4, max_running_count=2, max_waiting_count=1)
+    keys = [made.submit(prompt(6, first=n), greedy(14)) for n in (0, 30, 60)]
+    made.run_to_end()
+    assert made.core.totals.preemptions > 0
+    assert all(ending(made, k).finish_reason is FinishReason.LENGTH for k in keys)
+
+
+@pytest.mark.parametrize(
+    ("token_ids", "sampling", "why"),
+    [
+        ((), greedy(), "prompt_token_ids: must not be empty"),
+        (prompt(64), greedy(), "prompt_token_ids: 64 tokens leave no room for an answer"),
+        ((1, VOCAB_SIZE), greedy(), f"prompt_token_ids: token id {VOCAB_SIZE} is not in the vocabulary"),
+        ((1, -1), greedy(), "prompt_token_ids: token id -1"),
+        ((1,), greedy(stop_token_ids=(500,)), "sampling.stop_token_ids: token id 500"),
+        ((1,), SamplingParams(temperature=1.0), "sampling.seed"),
+    ],
+)
+def test_a_bad_request_is_answered_with_what_is_wrong_and_where(
+    token_ids: tuple[int, ...], sampling: SamplingParams, why: str
+) -> None:
+    made = driver()
+    key = made.submit(token_ids, sampling)
+    assert ending(made, key).error.startswith(why)
+    assert ending(made, key).invalid
+    assert not ending(made, key).refused
+    assert not made.core.has_work
+
+
+def test_the_engine_always_gets_a_seed() -> None:
+    made = driver()
+    made.submit(prompt(3), greedy(1))
+    made.submit(prompt(3), SamplingParams(temperature=1.0, seed=-4, max_tokens=1))
+    execute = made.step()
+    assert execute is not None
+    assert [new.sampling.seed for new in execute.batch.added] == [0, -4]
+
+
+def test_text_is_asked_for_only_where_somebody_needs_it() -> None:
+    made = driver()
+    made.submit(prompt(3), greedy(1), wants_text=False)
+    made.submit(prompt(3), greedy(1, stop=("x",)), wants_text=False)
+    made.submit(prompt(3), greedy(1))
+    execute = made.step()
+    assert execute is not None
+    assert execute.text_wanted == (False, True, True)
+
+
+# ---------------------------------------------------------------- drain, load
+
+
+def test_a_draining_worker_finishes_what_it_has_and_refuses_the_rest() -> None:
+    made = driver(max_running_count=1)
+    keys = [made.submit(prompt(3), greedy(2)) for _ in range(2)]
+    assert made.feed(DrainRequested(0.0)) == []
+    late = made.submit(prompt(3))
+    assert ending(made, late).refused
+    assert made.core.load(0.0, MEMORY).draining
+    made.run_to_end()
+    assert [ending(made, k).finish_reason for k in keys] == [FinishReason.LENGTH] * 2
+    assert made.drained_count == 1
+
+
+def test_an_idle_worker_is_drained_at_once_and_says_so_once() -> None:
+    made = driver()
+    assert made.feed(DrainRequested(0.0)) == [Drained()]
+    assert made.feed(DrainRequested(1.0)) == []
+
+
+def test_draining_waits_for_the_step_of_a_request_that_has_gone() -> None:
+    made = driver()
+    key = made.submit(prompt(3))
+    made.want_batch()
+    made.feed(DrainRequested(0.0))
+    made.feed(Aborted(0.0, key))
+    assert made.drained_count == 0
+    made.finish_step()
+    assert made.drained_count == 1
+
+
+def test_the_load_report_counts_what_there_is() -> None:
+    made = driver(block_count=20, block_tokens=4, max_running_count=2, max_batch_tokens=16)
+    made.at_s = 10.0
+    for length in (6, 9, 5):
+        made.submit(prompt(length), greedy(3))
+    for _ in range(2):
+        made.step()
+    load = made.core.load(made.at_s + 2.0, MEMORY)
+    assert (load.running_count, load.waiting_count, load.max_running_count) == (2, 1, 2)
+    assert (load.block_count, load.used_block_count, load.waiting_block_count) == (20, 2 + 3, 2)
+    assert (load.steps_total, load.prompt_tokens_total, load.generation_tokens_total) == (2, 15, 4)
+    assert load.step_age_s == pytest.approx(2.0)
+    made.run_to_end()
+    made.assert_empty()
+
+
+def test_the_age_of_a_step_counts_from_the_end_of_idleness() -> None:
+    made = driver()
+    made.submit(prompt(3), greedy(1))
+    made.run_to_end()
+    made.at_s = 100.0
+    assert made.core.load(made.at_s, MEMORY).step_age_s == 0.0
+    made.submit(prompt(3), greedy(1))
+    assert made.core.load(101.0, MEMORY).step_age_s == pytest.approx(1.0)
+
+
+# ---------------------------------------------------------------- our own mistakes
+
+
+def test_a_batch_wanted_during_a_step_is_a_bug() -> None:
+    made = driver()
+    made.submit(prompt(3))
+    made.want_batch()
+    with pytest.raises(InvariantViolation, match="a batch is wanted while step 1 runs"):
+        made.core.handle(BatchWanted(0.0))
+
+
+@pytest.mark.parametrize("step_id", [0, 2])
+def test_the_result_of_a_step_that_does_not_run_is_a_bug(step_id: int) -> None:
+    made = driver()
+    made.submit(prompt(3))
+    made.want_batch()
+    with pytest.raises(InvariantViolation, match=f"step {step_id} is reported, step 1 was running"):
+        made.core.handle(StepDone(0.0, StepResult(step_id, (1,), (None,), 0.0), ("",)))
+
+
+def test_a_result_of_the_wrong_size_is_a_bug() -> None:
+    made = driver()
+    made.submit(prompt(3))
+    made.want_batch()
+    with pytest.raises(InvariantViolation, match="step 1 samples 1 tokens, the result has 2 tokens"):
+        made.core.handle(StepDone(0.0, StepResult(1, (1, 2), (None, None), 0.0), ("", "")))
+
+
+def test_check_sees_blocks_that_an_ended_sequence_holds_and_tells_the_story() -> None:
+    made = driver()
+    made.submit(prompt(3))
+    made.step()
+    core = made.core
+    core._book.cover(77, 3)
+    with pytest.raises(InvariantViolation, match="sequence 77 holds blocks and does not run"):
+        core.check()
+    core._book.free(77)
+    core._book.free(1)
+    with pytest.raises(InvariantViolation, match=r"(?s)has KV in no block.*submitted: 3 tokens.*running:.*first token"):
+        core.check()
+
+
+def test_the_story_of_a_sequence_is_told_while_it_lives_and_is_bounded() -> None:
+    made = driver(block_count=6, block_tokens=4)
+    made.submit(prompt(6), greedy(14))
+    made.submit(prompt(6, first=30), greedy(14))
+    while not made.core.totals.preemptions:
+        made.step()
+    story = made.core.story(2)
+    assert [line.split(" ", 1)[1].split(":")[0] for line in story[:-1]] == [
+        "submitted",
+        "running",
+        "first token",
+        "waiting",
+    ]
+    assert "no block free for sequence 1 (request r1, attempt 1)" in story[-2]
+    made.run_to_end()
+    assert made.core.story(2) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "setting"),
+    [
+        ({"block_tokens": 0}, "block_tokens"),
+        ({"max_batch_tokens": 3}, "max_num_batched_tokens"),
+        ({"max_model_len": 1}, "max_model_len"),
+        ({"admission_reserve_fraction": 1.0}, "admission_reserve_fraction"),
+    ],
+)
+def test_limits_that_cannot_work_are_named(change: dict[str, int | float], setting: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        limits(**change)  # pyright: ignore[reportArgumentType]
+    assert raised.value.path == setting
+
+
+def test_opening_a_stream_twice_forgets_nothing() -> None:
+    core = WorkerCore(WorkerLimits(block_tokens=4, max_model_len=8, vocab_size=9), 4)
+    core.handle(StreamOpened(0.0, 1))
+    submitted = Submitted(
+        at_s=0.0,
+        key=SequenceKey(1, 1),
+        request_id=RequestId("r"),
+        attempt=0,
+        prompt_token_ids=(1,),
+        sampling=greedy(1),
+    )
+    core.handle(submitted)
+    core.handle(StreamOpened(0.0, 1))
+    core.check()
+    assert core.has_work
