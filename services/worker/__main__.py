@@ -9,7 +9,6 @@ from collections.abc import Sequence
 
 import grpc.aio
 import torch
-from tokenizers import Tokenizer
 
 from ballast.common.ids import Incarnation, WorkerId
 from ballast.common.load import MemoryReport
@@ -21,7 +20,7 @@ from ballast.service.settings import load_settings
 from ballast.service.state import StateServer
 from ballastpb.worker.v1 import worker_pb2, worker_pb2_grpc
 from services.worker.config import WorkerSettings, flags
-from services.worker.core.batch import Batch, NewSequence, StepResult
+from services.worker.core.batch import Batch, StepResult
 from services.worker.core.limits import WorkerLimits
 from services.worker.core.worker import WorkerCore
 from services.worker.engine.load import Engine, load_engine
@@ -29,7 +28,7 @@ from services.worker.metrics import export
 from services.worker.reporter import MonitorReporter
 from services.worker.servicer import WorkerServicer
 from services.worker.shell import WorkerShell
-from services.worker.text import Detokenizer, load_tokenizer
+from services.worker.text import load_tokenizer, primed_detokenizer
 
 _READINESS_INTERVAL_S = 0.5
 _CALLS_GRACE_S = 1.0  # for the streams to end after the last request has
@@ -79,15 +78,6 @@ def build_core(settings: WorkerSettings, engine: Engine) -> WorkerCore:
         max_waiting_tokens=settings.max_num_queued_tokens,
     )
     return WorkerCore(limits, engine.block_count)
-
-
-def primed_detokenizer(tokenizer: Tokenizer, new: NewSequence) -> Detokenizer:
-    """Ready for the token that follows what the sequence has generated before."""
-    skip = new.sampling.skip_special_tokens
-    detokenizer = Detokenizer(tokenizer, new.prompt_token_ids, skip_special_tokens=skip)
-    for token_id in new.output_token_ids:
-        detokenizer.push(token_id)
-    return detokenizer
 
 
 class WorkerProcess:

@@ -12,6 +12,7 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from ballast.common.errors import ConfigError
+from services.worker.core.batch import NewSequence
 
 _CONTEXT_TOKENS = 6  # tokens before the window that keep the decoder's view of neighbours the same
 _WINDOW_TOKENS = 16  # the window is shortened to the context when it reaches this length
@@ -62,3 +63,12 @@ class Detokenizer:
         for _ in range(_INCOMPLETE_CHARS):
             text = text.removesuffix(_REPLACEMENT)
         return text
+
+
+def primed_detokenizer(tokenizer: Tokenizer, new: NewSequence) -> Detokenizer:
+    """Ready for the token that follows what the sequence has generated before."""
+    skip = new.sampling.skip_special_tokens
+    detokenizer = Detokenizer(tokenizer, new.prompt_token_ids, skip_special_tokens=skip)
+    for token_id in new.output_token_ids:
+        detokenizer.push(token_id)
+    return detokenizer

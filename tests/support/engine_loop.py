@@ -1,0 +1,205 @@
+"""A worker without threads and sockets: the real core, the real engine, and the calls of the shell's engine thread.
+
+Time is virtual. After every step the books of the core and of the device's memory are checked.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+
+from tokenizers import Tokenizer
+
+from ballast.common.ids import RequestId
+from ballast.common.load import LoadReport
+from ballast.common.sampling import SamplingParams
+from services.worker.core.batch import Batch, NewSequence, SequenceId, TokenLogprobs
+from services.worker.core.events import (
+    Aborted,
+    BatchWanted,
+    Command,
+    Emit,
+    Ending,
+    Event,
+    Execute,
+    SequenceKey,
+    StepDone,
+    StreamOpened,
+    Submitted,
+    Tick,
+)
+from services.worker.core.limits import WorkerLimits
+from services.worker.core.worker import WorkerCore
+from services.worker.engine.load import Engine
+from services.worker.text import Detokenizer, primed_detokenizer
+
+_STREAM_ID = 1
+_STEP_S = 0.001
+
+
+@dataclass
+class Answer:
+    """What a dispatcher has got for one request."""
+
+    prompt: tuple[int, ...]
+    sampling: SamplingParams
+    token_ids: list[int] = field(default_factory=list[int])
+    text: str = ""
+    text_chars: list[int] = field(default_factory=list[int])  # of the text so far, after each token
+    logprobs: list[TokenLogprobs] = field(default_factory=list[TokenLogprobs])
+    ending: Ending | None = None
+
+
+class EngineLoop:
+    """`block_count` below the engine's own makes KV scarce. The engine outlives this loop; `finish` leaves it clean."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        tokenizer: Tokenizer,
+        *,
+        block_count: int | None = None,
+        max_running_count: int = 64,
+        max_batch_tokens: int = 512,
+        max_waiting_count: int = 1024,
+    ) -> None:
+        self.engine = engine
+        self.answers: dict[SequenceKey, Answer] = {}
+        self._tokenizer = tokenizer
+        self._texts: dict[SequenceId, Detokenizer] = {}
+        self._events: list[Event] = []
+        self._handles: Iterator[int] = count(1)
+        self._at_s = 0.0
+        self.core = WorkerCore(
+            WorkerLimits(
+                block_tokens=engine.block_tokens,
+                max_model_len=engine.info.max_model_len,
+                vocab_size=engine.info.vocab_size,
+                eos_token_ids=frozenset(engine.info.eos_token_ids),
+                max_running_count=max_running_count,
+                max_batch_tokens=max_batch_tokens,
+                max_waiting_count=max_waiting_count,
+                max_waiting_tokens=1 << 20,
+            ),
+            block_count or engine.block_count,
+        )
+        self.core.handle(StreamOpened(0.0, _STREAM_ID))
+
+    # ---------------------------------------------------------------- what a dispatcher does
+
+    def submit(
+        self,
+        prompt: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        output: Sequence[int] = (),
+        delivered_chars: int = 0,
+        wants_text: bool = True,
+    ) -> Answer:
+        key = SequenceKey(_STREAM_ID, next(self._handles))
+        prompt, output = tuple(prompt), tuple(output)
+        self.answers[key] = answer = Answer(prompt, sampling)
+        output_text = ""
+        if output and (wants_text or sampling.stop):
+            detokenizer = self._detokenizer(NewSequence(0, prompt, (), sampling))
+            output_text = "".join(map(detokenizer.push, output))
+        self._events.append(
+            Submitted(
+                at_s=self._at_s,
+                key=key,
+                request_id=RequestId(f"r{key.handle}"),
+                attempt=2 if output else 1,
+                prompt_token_ids=prompt,
+                sampling=sampling,
+                output_token_ids=output,
+                output_text=output_text,
+                delivered_text_chars=delivered_chars,
+                wants_text=wants_text,
+            )
+        )
+        return answer
+
+    def abort(self, answer: Answer) -> None:
+        key = next(key for key, other in self.answers.items() if other is answer)
+        self._events.append(Aborted(self._at_s, key))
+
+    # ---------------------------------------------------------------- what the engine thread does
+
+    def turn(self) -> bool:
+        """Takes in what has come and runs one step. Whether there was one to run."""
+        self._at_s += _STEP_S
+        events, self._events = self._events, []
+        for event in (*events, Tick(self._at_s)):
+            self._obey(self.core.handle(event))
+        stepping = self.core.has_work
+        if stepping:
+            self._obey(self.core.handle(BatchWanted(self._at_s)))
+        self.core.check()
+        self.engine.check()
+        return stepping
+
+    def run(self, before_turn: Callable[[], bool] = lambda: False, max_turns: int = 100_000) -> None:
+        """Turns until nothing is left to do and `before_turn` has nothing more to submit."""
+        for _ in range(max_turns):
+            more = before_turn()
+            if not self.turn() and not more and not self._events:
+                return
+        raise AssertionError(f"still at work after {max_turns} turns")
+
+    def finish(self) -> None:
+        """Nothing is left behind: every request has one ending, no block is held, the engine forgets all."""
+        assert all(answer.ending is not None for answer in self.answers.values())
+        load = self.load()
+        held = (load.used_block_count, load.waiting_block_count, load.running_count, load.waiting_count)
+        assert held == (0, 0, 0, 0)
+        self.engine.step(Batch(0, self.engine.runner.sequence_ids, (), ()), ())
+        assert self.engine.runner.sequence_ids == ()
+
+    def load(self) -> LoadReport:
+        return self.core.load(self._at_s, self.engine.memory_report())
+
+    def _detokenizer(self, new: NewSequence) -> Detokenizer:
+        return primed_detokenizer(self._tokenizer, new)
+
+    def _obey(self, commands: Sequence[Command]) -> None:
+        for command in commands:
+            match command:
+                case Execute():
+                    self._execute(command)
+                case Emit():
+                    self._receive(command)
+                case _:
+                    raise AssertionError(f"unexpected: {command}")
+
+    def _execute(self, execute: Execute) -> None:
+        batch = execute.batch
+        for sequence_id in batch.removed:
+            self._texts.pop(sequence_id, None)
+        for new, wanted in zip(batch.added, execute.text_wanted, strict=True):
+            if wanted:
+                self._texts[new.sequence_id] = self._detokenizer(new)
+        result = self.engine.step(batch, execute.block_tables)
+        sampling = [part.sequence_id for part in batch.slices if part.samples]
+        texts = tuple(
+            self._texts[sequence_id].push(token_id) if sequence_id in self._texts else ""
+            for sequence_id, token_id in zip(sampling, result.token_ids, strict=True)
+        )
+        self._obey(self.core.handle(StepDone(self._at_s, result, texts)))
+
+    def _receive(self, emit: Emit) -> None:
+        tokens, logprobs = iter(emit.token_ids), iter(emit.logprobs)
+        for index, handle in enumerate(emit.handles):
+            answer = self.answers[SequenceKey(emit.stream_id, handle)]
+            assert answer.ending is None, f"request {handle} goes on after its end"
+            for _ in range(emit.token_counts[index]):
+                answer.token_ids.append(next(tokens))
+                if answer.sampling.logprobs is not None:
+                    answer.logprobs.append(next(logprobs))
+                    assert answer.logprobs[-1].token_id == answer.token_ids[-1]
+            answer.text += emit.texts[index] if emit.texts else ""
+            answer.text_chars += [len(answer.text)] * emit.token_counts[index]
+        assert next(tokens, None) is None
+        assert next(logprobs, None) is None
+        for ending in emit.endings:
+            answer = self.answers[SequenceKey(emit.stream_id, ending.handle)]
+            assert answer.ending is None, f"request {ending.handle} ends twice"
+            answer.ending = ending
