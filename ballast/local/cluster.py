@@ -229,8 +229,13 @@ class LocalCluster:
                 while missing := worker_ids - await _connected_workers(stub):
                     self._raise_if_crashed()
                     if time.monotonic() > give_up_at_s:
-                        raise Unavailable(dispatcher.id, f"is not connected to {', '.join(sorted(missing))}")
+                        why = f"is not connected to {', '.join(sorted(missing))}\n{self._last_words()}"
+                        raise Unavailable(dispatcher.id, why)
                     await asyncio.sleep(_POLL_S)
+
+    def _last_words(self) -> str:
+        everyone = [process for processes in self.processes.values() for process in processes]
+        return "\n".join(f"{process.id}:\n{process.child.log_tail(4)}" for process in everyone)
 
     def _raise_if_crashed(self) -> None:
         crash = self.crash()
