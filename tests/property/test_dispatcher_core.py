@@ -1,0 +1,276 @@
+"""Arbitrary histories of a dispatcher: nothing is lost, doubled or skipped, and the books balance after every event.
+
+The machine plays the workers. A token is its own position in the answer, so a repeated or skipped one shows at once.
+"""
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from ballast.common.errors import Overloaded
+from ballast.common.ids import RequestId
+from ballast.common.sampling import FinishReason, PriorityClass
+from services.dispatcher.core.dispatcher import Limits
+from services.dispatcher.core.events import (
+    AbortOnWorker,
+    Connect,
+    Deliver,
+    Disconnect,
+    DrainRequested,
+    Ending,
+    Fail,
+    Finish,
+    Place,
+    Refuse,
+    Tick,
+    TimeIsUp,
+    Withdrawn,
+)
+from services.dispatcher.core.placement import PlacementRules
+from services.dispatcher.policy.freeness import RoutingRules, WorkerKey
+from tests.support.dispatcher_core import BLOCK_TOKENS, Answer, Story, key, load
+
+NAMES = ("a", "b", "c")
+LIMITS = Limits(max_queued_request_count=5, max_queued_token_count=600, replay_limit=2, no_worker_timeout_s=3.0)
+
+
+@dataclass
+class PlayedWorker:
+    """What a worker knows: its requests in order of arrival, and the last handle it has read."""
+
+    key: WorkerKey
+    requests: dict[int, Place] = field(default_factory=dict[int, Place])
+    generated: dict[int, int] = field(default_factory=dict[int, int])  # handle -> tokens so far
+    unread: list[Place] = field(default_factory=list[Place])
+    seen_handle: int = 0
+
+    def read(self, count: int) -> None:
+        for place in self.unread[:count]:
+            self.requests[place.handle] = place
+            self.generated[place.handle] = len(place.output_token_ids)
+            self.seen_handle = place.handle
+        del self.unread[:count]
+
+    def blocks(self) -> int:
+        return sum(
+            -(-(len(p.request.prompt_token_ids) + self.generated[h] + 1) // BLOCK_TOKENS)
+            for h, p in self.requests.items()
+        )
+
+
+class DispatcherMachine(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.story = Story(
+            limits=LIMITS,
+            placement=PlacementRules(large_patience_s=1.0, scan_count=4),
+            routing=RoutingRules(worker_queue_count=2, growth_tokens=16),
+        )
+        self.linked: set[WorkerKey] = set()  # as ordered by Connect and Disconnect
+        self.workers: dict[WorkerKey, PlayedWorker] = {}  # those with a stream
+        self.draining: set[WorkerKey] = set()
+        self.layout: dict[str, int] = {}  # worker -> incarnation
+        self.accepted: set[str] = set()
+        self.ended: Counter[str] = Counter()
+        self.tokens: dict[str, int] = {}  # request -> tokens delivered
+        self.serial = 0
+
+    def take(self, answer: Answer) -> Answer:
+        for command in answer.commands:
+            match command:
+                case Connect(worker=worker):
+                    self.linked.add(worker)
+                case Disconnect(worker=worker):
+                    self.linked.remove(worker)
+                    self.workers.pop(worker, None)
+                case Place():
+                    worker = self.workers[command.worker]  # a KeyError: placed where nobody listens
+                    assert command.worker not in self.draining
+                    assert len(command.output_token_ids) == self.tokens[command.request.request_id]
+                    worker.unread.append(command)
+                case AbortOnWorker(worker=key_, handle=handle):
+                    worker = self.workers.get(key_)
+                    if worker is not None:
+                        worker.requests.pop(handle, None)
+                        worker.unread = [place for place in worker.unread if place.handle != handle]
+                case Deliver(request_id=request_id, token_ids=token_ids):
+                    assert not self.ended[request_id]
+                    expected = range(self.tokens[request_id], self.tokens[request_id] + len(token_ids))
+                    assert list(token_ids) == list(expected)
+                    self.tokens[request_id] += len(token_ids)
+                case Finish(request_id=request_id) | Fail(request_id=request_id):
+                    self.ended[request_id] += 1
+                    assert request_id in self.accepted
+                    assert command.facts.completion_token_count == self.tokens[request_id]
+                case Refuse(error=error):
+                    if isinstance(error, Overloaded):
+                        assert 0.1 <= error.retry_after_s <= 30.0
+        return answer
+
+    @initialize()
+    def two_workers(self) -> None:
+        self.layout = {"a": 1, "b": 1}
+        self.take(self.story.adopt(key("a"), key("b")))
+        for name in self.layout:
+            self.workers[key(name)] = PlayedWorker(key(name))
+            self.take(self.story.connect(name))
+
+    # ------------------------------------------------------------------ clients
+
+    @rule(
+        prompt=st.sampled_from([1, 15, 16, 100, 300, 1500]),
+        priority=st.sampled_from(PriorityClass),
+        patience_s=st.sampled_from([0.5, 5.0, 1000.0]),
+    )
+    def submit(self, prompt: int, priority: PriorityClass, patience_s: float) -> None:
+        name = f"r{self.serial}"
+        self.serial += 1
+        self.tokens[name] = 0
+        self.accepted.add(name)
+        deadline_at_s = self.story.now_s + patience_s
+        answer = self.story.submit(name, prompt=prompt, priority=priority, deadline_at_s=deadline_at_s)
+        if answer.of(Refuse):
+            self.accepted.remove(name)
+        self.take(answer)
+
+    @rule(data=st.data())
+    @precondition(lambda self: self.accepted)
+    def withdraw(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(sorted(self.accepted)))
+        self.take(self.story.handle(Withdrawn(self.story.now_s, RequestId(name), "gone")))
+        assert self.ended[name] == 1
+
+    # ------------------------------------------------------------------ workers
+
+    @rule(name=st.sampled_from(NAMES), change=st.sampled_from(["up", "up", "down", "drain", "new life"]))
+    def change_layout(self, name: str, change: str) -> None:
+        life = self.layout.get(name, 1)
+        if change == "down":
+            self.layout.pop(name, None)
+        elif change == "new life":
+            self.layout[name] = life + 1
+        else:
+            self.layout[name] = life
+        keys = [key(n, i) for n, i in self.layout.items()]
+        mine = key(name, self.layout.get(name, 0))
+        self.draining = {k for k in self.draining if k in keys and k != mine} | ({mine} if change == "drain" else set())
+        self.take(self.story.adopt(*keys, draining=sorted(self.draining & set(keys))))
+        assert self.linked == set(keys)
+
+    @rule(data=st.data())
+    @precondition(lambda self: self.linked - self.workers.keys())
+    def connect(self, data: st.DataObject) -> None:
+        found = data.draw(st.sampled_from(sorted(self.linked - self.workers.keys())))
+        self.workers[found] = PlayedWorker(found)
+        self.take(self.story.connect(found.worker_id, incarnation=found.incarnation))
+
+    @rule(data=st.data())
+    @precondition(lambda self: self.workers)
+    def lose(self, data: st.DataObject) -> None:
+        found = data.draw(st.sampled_from(sorted(self.workers)))
+        del self.workers[found]
+        self.take(self.story.lose(found.worker_id, incarnation=found.incarnation))
+
+    @rule(data=st.data(), read=st.integers(0, 3), what=st.sampled_from(["tokens", "tokens", "finish", "refuse", "error"]))
+    @precondition(lambda self: self.workers)
+    def step(self, data: st.DataObject, read: int, what: str) -> None:
+        worker = self.workers[data.draw(st.sampled_from(sorted(self.workers)))]
+        worker.read(read)
+        subset = set(worker.requests)
+        if len(subset) > 1 and data.draw(st.booleans()):
+            subset = {data.draw(st.sampled_from(sorted(subset)))}
+        tokens: dict[int, list[int]] = {}
+        endings: list[Ending] = []
+        for handle in sorted(subset):
+            begin = worker.generated[handle]
+            if what in ("tokens", "finish"):
+                tokens[handle] = list(range(begin, begin + 1 + handle % 3))
+                worker.generated[handle] += len(tokens[handle])
+            if what == "finish":
+                endings.append(Ending(handle, FinishReason.STOP))
+            elif what == "refuse" and begin == len(worker.requests[handle].output_token_ids):
+                endings.append(Ending(handle, None, refused=True))
+            elif what == "error":
+                endings.append(Ending(handle, FinishReason.ERROR, error="engine", invalid=handle % 2 == 0))
+        for ending in endings:
+            del worker.requests[ending.handle]
+        blocks = worker.blocks()
+        report = load(
+            used_block_count=min(64, blocks),
+            waiting_block_count=max(0, blocks - 64),
+            running_count=len(worker.requests),
+        )
+        self.take(
+            self.story.raw_step(
+                worker.key.worker_id,
+                tokens,
+                endings=endings,
+                report=report,
+                seen_handle=worker.seen_handle,
+                texts=["x" * len(ids) for ids in tokens.values()],
+                incarnation=worker.key.incarnation,
+            )
+        )
+
+    @rule(handle=st.integers(0, 50), data=st.data())
+    @precondition(lambda self: self.workers)
+    def say_something_stale(self, handle: int, data: st.DataObject) -> None:
+        """About a handle that this worker does not have, or from another life of it."""
+        worker = self.workers[data.draw(st.sampled_from(sorted(self.workers)))]
+        known = worker.requests.keys() | {place.handle for place in worker.unread}
+        if handle in known:
+            return
+        before = self.story.core.stale_count
+        answer = self.story.raw_step(
+            worker.key.worker_id,
+            {handle: [12345]},
+            report=load(running_count=8, used_block_count=64, waiting_count=9),
+            seen_handle=worker.seen_handle,
+            incarnation=worker.key.incarnation,
+        )
+        assert not answer.of(Deliver)
+        assert self.story.core.stale_count == before + 1
+
+    # ------------------------------------------------------------------ time
+
+    @rule(pass_s=st.sampled_from([0.01, 0.3, 1.0, 4.0]))
+    def tick(self, pass_s: float) -> None:
+        self.story.now_s += pass_s
+        self.take(self.story.handle(Tick(self.story.now_s)))
+        for name, tracked in self.story.core.requests.items():
+            assert tracked.request.deadline_at_s > self.story.now_s, f"{name} has outlived its deadline"
+        assert self.story.core.next_timer_s() > self.story.now_s
+
+    # ------------------------------------------------------------------ laws
+
+    @invariant()
+    def every_accepted_request_is_here_or_has_ended_once(self) -> None:
+        here = {str(name) for name in self.story.core.requests}
+        ended = {name for name, count in self.ended.items() if count}
+        assert all(count <= 1 for count in self.ended.values())
+        assert here | ended == self.accepted
+        assert not here & ended
+
+    @invariant()
+    def workers_know_what_the_books_say(self) -> None:
+        for worker in self.workers.values():
+            book = self.story.core.fleet.get(worker.key)
+            assert book is not None
+            assert set(book.placed) == worker.requests.keys() | {place.handle for place in worker.unread}
+            assert {place.handle for place in worker.unread} <= set(book.unseen) | {
+                handle for handle in book.placed if handle <= worker.seen_handle
+            }
+
+    def teardown(self) -> None:
+        self.take(self.story.handle(DrainRequested(self.story.now_s)))
+        self.take(self.story.handle(TimeIsUp(self.story.now_s)))
+        assert not self.story.core.requests
+        assert set(self.ended.elements()) == self.accepted
+        assert all(count <= 1 for count in self.ended.values())
+
+
+TestDispatcherMachine = DispatcherMachine.TestCase
+TestDispatcherMachine.settings = settings(max_examples=150, stateful_step_count=40, deadline=None, derandomize=True)

@@ -1,0 +1,85 @@
+"""Order and counts of the backlog; the drain rate; the heap of deadlines."""
+
+import random
+
+import pytest
+
+from ballast.common.errors import InvariantViolation
+from ballast.common.ids import RequestId
+from ballast.common.sampling import PriorityClass
+from services.dispatcher.core.backlog import Backlog, DrainRate, Tracked
+from services.dispatcher.core.deadlines import Deadlines
+from tests.support.dispatcher_core import request
+
+
+def tracked(serial: int, priority: PriorityClass = PriorityClass.DEFAULT, prompt: int = 3) -> Tracked:
+    wanted = request(f"r{serial}", prompt=prompt, priority=priority)
+    return Tracked(request=wanted, serial=serial, arrived_at_s=0.0, queued_at_s=0.0)
+
+
+def test_order_is_class_then_serial_however_they_come_and_go() -> None:
+    rng, backlog = random.Random(1), Backlog()
+    entries = [tracked(serial, rng.choice(list(PriorityClass))) for serial in range(200)]
+    rng.shuffle(entries)
+    for entry in entries:
+        backlog.add(entry)
+    gone = entries[:77]
+    for entry in gone:
+        backlog.remove(entry)
+        backlog.check()
+    order = [(entry.request.priority.rank, entry.serial) for entry in backlog]
+    assert order == sorted(order)
+    assert len(backlog) == 123
+    assert backlog.token_count == 3 * 123
+    assert backlog.slice(5, 3) == list(backlog)[5:8]
+
+
+def test_removing_what_is_not_there_is_a_bug() -> None:
+    backlog = Backlog()
+    backlog.add(tracked(1))
+    with pytest.raises(InvariantViolation):
+        backlog.remove(tracked(1))
+
+
+def test_a_newcomer_stands_behind_its_own_class_and_the_better_ones() -> None:
+    backlog = Backlog()
+    for serial, priority in enumerate([PriorityClass.BATCH, PriorityClass.DEFAULT, PriorityClass.INTERACTIVE] * 2):
+        backlog.add(tracked(serial, priority))
+    assert [backlog.count_before(priority) for priority in PriorityClass] == [2, 4, 6]
+
+
+def test_the_drain_rate_is_right_when_steady_and_fades() -> None:
+    rate = DrainRate()
+    for index in range(1000):
+        rate.count(index * 0.1)
+    assert rate.per_s(100.0) == pytest.approx(10.0, rel=0.05)
+    assert rate.per_s(150.0) < 0.1
+
+
+def test_deadlines_come_due_once_and_in_order() -> None:
+    deadlines = Deadlines()
+    for serial, at_s in enumerate([5.0, 1.0, 3.0]):
+        deadlines.add(at_s, serial, RequestId(f"r{serial}"))
+    deadlines.forget(RequestId("r2"))
+    assert deadlines.due(4.0) == ["r1"]
+    assert deadlines.due(4.0) == []
+    assert deadlines.next_s() == 5.0
+
+
+def test_an_id_used_again_has_its_new_deadline_only() -> None:
+    deadlines = Deadlines()
+    deadlines.add(1.0, 1, RequestId("r"))
+    deadlines.forget(RequestId("r"))
+    deadlines.add(9.0, 2, RequestId("r"))
+    assert deadlines.due(5.0) == []
+    assert deadlines.due(9.0) == ["r"]
+
+
+def test_ended_requests_do_not_pile_up_until_their_deadline() -> None:
+    deadlines = Deadlines()
+    for serial in range(10_000):
+        deadlines.add(1e6 + serial, serial, RequestId(f"r{serial}"))
+        if serial >= 10:
+            deadlines.forget(RequestId(f"r{serial}"))
+    assert len(deadlines._heap) < 200
+    assert len(deadlines.due(1e9)) == 10

@@ -1,0 +1,404 @@
+"""Stories: what happens, and what the dispatcher orders."""
+
+import subprocess
+import sys
+
+import pytest
+
+from ballast.common.errors import Overloaded
+from ballast.common.sampling import FinishReason, PriorityClass
+from services.dispatcher.core.dispatcher import Limits
+from services.dispatcher.core.events import (
+    AbortOnWorker,
+    Connect,
+    Deliver,
+    Disconnect,
+    DrainRequested,
+    Ending,
+    Fail,
+    Finish,
+    Place,
+    Refuse,
+    Tick,
+    TimeIsUp,
+    Withdrawn,
+)
+from services.dispatcher.core.placement import PlacementRules
+from services.dispatcher.policy.freeness import RoutingRules
+from tests.support.dispatcher_core import FULL, Story, delivered, finishes, key, load
+
+
+def test_a_request_is_placed_relayed_and_finished_once() -> None:
+    story = Story("a")
+    [place] = story.submit("r").of(Place)
+    assert (place.worker, place.attempt, place.output_token_ids, place.delivered_text_chars) == (key("a"), 1, (), 0)
+    story.now_s = 2.0
+    [deliver] = story.step("a", {"r": [7, 8]}, texts=["xy"]).of(Deliver)
+    assert deliver == Deliver("r", [7, 8], "xy", ())  # pyright: ignore[reportArgumentType]
+    story.now_s = 3.0
+    [finish] = story.finish("a", "r").of(Finish)
+    assert finish.finish_reason is FinishReason.LENGTH
+    facts = finish.facts
+    assert (facts.prompt_token_count, facts.completion_token_count, facts.replay_count) == (16, 2, 0)
+    assert (facts.queue_s, facts.ttft_s, facts.e2e_s) == (0.0, 2.0, 3.0)
+    assert not story.core.requests
+    assert story.core.endings == {"length": 1}
+
+
+def test_tokens_and_ending_in_one_message_come_in_order() -> None:
+    story = Story("a")
+    story.submit("r")
+    ending = Ending(story.handle_of("r"), FinishReason.STOP, matched_stop="!")
+    answer = story.step("a", {"r": [7]}, endings=[ending])
+    assert [type(c) for c in answer.commands] == [Deliver, Finish]
+
+
+def test_a_worker_is_told_less_time_than_is_left() -> None:
+    story = Story("a")
+    story.now_s = 10.0
+    [place] = story.submit("r", deadline_at_s=12.0).of(Place)
+    assert 1.9 < place.deadline_s < 2.0
+
+
+# ------------------------------------------------------------------------------------------------- backlog
+
+
+def test_the_backlog_is_served_by_class_then_arrival() -> None:
+    story = Story("a")
+    for index in range(8):
+        story.submit(f"running{index}")
+    story.step("a", report=load(used_block_count=64, running_count=8, waiting_count=2, waiting_block_count=2))
+    story.submit("batch", priority=PriorityClass.BATCH)
+    story.submit("first")
+    story.submit("second")
+    story.submit("urgent", priority=PriorityClass.INTERACTIVE)
+    assert len(story.core.backlog) == 4
+    answer = story.step("a")
+    assert [name for name, _ in answer.places] == ["urgent", "first", "second", "batch"]
+
+
+def test_workers_hold_only_short_queues() -> None:
+    story = Story("a", routing=RoutingRules(worker_queue_count=2, growth_tokens=0))
+    story.step("a", report=FULL)
+    placed = [name for index in range(10) for name, _ in story.submit(f"r{index}").places]
+    assert placed == ["r0", "r1"]
+    assert len(story.core.backlog) == 8
+
+
+def test_a_burst_between_two_reports_spreads_over_the_workers() -> None:
+    story = Story("a", "b")
+    workers = [worker for index in range(8) for _, worker in story.submit(f"r{index}").places]
+    assert sorted(workers) == ["a"] * 4 + ["b"] * 4
+
+
+def test_a_report_that_has_not_seen_a_placement_does_not_free_its_blocks() -> None:
+    story = Story("a")
+    story.submit("big", prompt=40 * 16 - 1)
+    handle = story.handle_of("big")
+    story.step("a", seen_handle=handle - 1)
+    assert story.submit("other", prompt=40 * 16 - 1).places == []
+    story.step("a", report=load(used_block_count=40, running_count=1), seen_handle=handle)
+    worker = story.core.fleet.get(key("a"))
+    assert worker is not None
+    assert worker.unseen_block_count == 0
+
+
+def test_requests_beyond_the_bound_are_refused_with_a_delay() -> None:
+    story = Story("a", limits=Limits(max_queued_request_count=3))
+    story.step("a", report=load(used_block_count=64, running_count=8, waiting_count=2))
+    for index in range(3):
+        assert story.submit(f"r{index}").commands == []
+    [refuse] = story.submit("more").of(Refuse)
+    assert isinstance(refuse.error, Overloaded)
+    assert 0.1 <= refuse.error.retry_after_s <= 30.0
+    assert "--max-num-queued-reqs" in str(refuse.error)
+    assert story.core.endings == {"refused": 1}
+
+
+def test_tokens_beyond_the_bound_are_refused_but_only_if_they_would_wait() -> None:
+    story = Story("a", limits=Limits(max_queued_token_count=100))
+    assert story.submit("long", prompt=200).places == [("long", "a")]
+    story.step("a", report=load(used_block_count=64, running_count=8, waiting_count=2))
+    assert story.submit("waits", prompt=90).errors == {}
+    assert story.submit("too much", prompt=11).errors == {"too much": "Overloaded"}
+    assert story.submit("fits", prompt=10).errors == {}
+
+
+def test_the_delay_follows_the_rate_at_which_the_backlog_empties() -> None:
+    def delay_s(placements_per_s: int) -> float:
+        story = Story("a", limits=Limits(max_queued_request_count=50))
+        full = load(used_block_count=64, running_count=8, waiting_count=2)
+        for index in range(placements_per_s * 20):
+            story.now_s += 1 / placements_per_s
+            story.submit(f"r{index}")
+            story.finish("a", f"r{index}")
+        story.step("a", report=full)
+        for index in range(50):
+            story.submit(f"w{index}")
+        [refuse] = story.submit("more").of(Refuse)
+        assert isinstance(refuse.error, Overloaded)
+        return refuse.error.retry_after_s
+
+    assert delay_s(1) > 5 * delay_s(10)
+
+
+def test_an_id_in_use_is_refused_and_its_owner_is_not_disturbed() -> None:
+    story = Story("a")
+    story.submit("r")
+    assert story.submit("r").errors == {"r": "AlreadyExists"}
+    assert finishes(story.finish("a", "r")) == {"r": "length"}
+    assert story.submit("r").places == [("r", "a")]
+
+
+# ------------------------------------------------------------------------------------------------- large requests
+
+
+def test_small_requests_overtake_a_large_one_until_its_patience_ends() -> None:
+    story = Story("a", placement=PlacementRules(large_patience_s=2.0))
+    story.step("a", report=load(used_block_count=40, running_count=2))
+    assert story.submit("large", prompt=30 * 16).places == []
+    assert story.submit("small").places == [("small", "a")]
+    assert story.core.next_timer_s() == pytest.approx(2.0)
+    story.now_s = 2.0
+    assert story.handle(Tick(2.0)).places == [("large", "a")]
+    # Its need counts now: nothing more runs before it, so it cannot starve.
+    story.step("a", report=load(used_block_count=42, running_count=3, waiting_count=1, waiting_block_count=31))
+    story.submit("next")
+    story.submit("over")
+    assert story.core.requests["over"].worker is None  # pyright: ignore[reportArgumentType]
+
+
+def test_a_large_request_that_fits_elsewhere_does_not_wait() -> None:
+    story = Story("a", "b")
+    story.step("a", report=load(used_block_count=40, running_count=2))
+    assert story.submit("large", prompt=30 * 16).places == [("large", "b")]
+
+
+def test_a_request_larger_than_any_worker_is_told_so() -> None:
+    story = Story("a")
+    assert story.submit("huge", prompt=64 * 16).errors == {"huge": "InvalidRequest"}
+
+
+# ------------------------------------------------------------------------------------------------- losses
+
+
+def test_a_lost_workers_requests_go_on_elsewhere_behind_their_tokens() -> None:
+    story = Story("a")
+    story.submit("r")
+    first = story.step("a", {"r": [5, 6, 7]}, texts=["abc"])
+    story.adopt(key("a"), key("b"))
+    story.connect("b")
+    old_handle = story.handle_of("r")
+    [place] = story.lose("a").of(Place)
+    assert (place.worker, place.attempt) == (key("b"), 2)
+    assert (place.output_token_ids, place.delivered_text_chars) == ((5, 6, 7), 3)
+    late = story.raw_step("a", {old_handle: [8]})
+    assert late.commands == []
+    assert story.core.stale_count == 1
+    rest = story.step("b", {"r": [8, 9]})
+    assert delivered([first, late, rest], "r") == [5, 6, 7, 8, 9]
+    [finish] = story.finish("b", "r").of(Finish)
+    assert (finish.facts.replay_count, finish.facts.completion_token_count) == (1, 5)
+
+
+def test_replayed_requests_stand_where_they_stood() -> None:
+    story = Story("a")
+    for name in ("r1", "r2", "r3"):
+        story.submit(name)
+    story.step("a", report=load(used_block_count=64, running_count=8, waiting_count=2))
+    story.submit("later")
+    assert story.lose("a").places == []
+    answer = story.connect("a")
+    assert [name for name, _ in answer.places] == ["r1", "r2", "r3", "later"]
+
+
+def test_a_request_that_loses_too_many_workers_fails() -> None:
+    story = Story("a", limits=Limits(replay_limit=2))
+    story.submit("r")
+    for _ in range(2):
+        assert story.lose("a").errors == {}
+        assert story.connect("a").places == [("r", "a")]
+    assert story.lose("a").errors == {"r": "Unavailable"}
+
+
+def test_losing_a_worker_twice_is_the_same_as_once() -> None:
+    story = Story("a", "b")
+    story.submit("r")
+    assert story.lose("a").places == [("r", "b")]
+    assert story.lose("a").commands == []
+
+
+def test_a_worker_that_connects_anew_has_forgotten_what_it_had() -> None:
+    story = Story("a")
+    story.submit("r")
+    assert [p.attempt for p in story.connect("a").of(Place)] == [2]
+
+
+def test_an_engine_error_is_tried_elsewhere_unless_the_request_is_at_fault() -> None:
+    story = Story("a")
+    story.submit("r")
+    story.submit("bad")
+    broken = Ending(story.handle_of("r"), FinishReason.ERROR, error="step failed")
+    assert [p.attempt for p in story.step("a", endings=[broken]).of(Place)] == [2]
+    invalid = Ending(story.handle_of("bad"), FinishReason.ERROR, error="too long", invalid=True)
+    assert story.step("a", endings=[invalid]).errors == {"bad": "InvalidRequest"}
+
+
+def test_a_refused_request_waits_a_moment_and_is_no_replay() -> None:
+    story = Story("a")
+    story.submit("r")
+    answer = story.step("a", endings=[Ending(story.handle_of("r"), None, refused=True)])
+    assert answer.commands == []
+    assert story.core.next_timer_s() == pytest.approx(0.05)
+    story.now_s = 0.06
+    [place] = story.handle(Tick(0.06)).of(Place)
+    assert (place.attempt, story.core.replay_count) == (2, 0)
+
+
+def test_messages_of_another_life_are_dropped_and_counted() -> None:
+    story = Story("a")
+    story.submit("r")
+    handle = story.handle_of("r")
+    story.adopt(key("a", 2))
+    assert story.raw_step("a", {handle: [1]}, incarnation=1).commands == []
+    assert story.core.stale_count == 1
+    assert story.connect("a", incarnation=1).commands == []
+    assert story.connect("a", incarnation=2).places == [("r", "a")]
+
+
+def test_logprobs_of_a_request_that_has_ended_are_not_given_to_another() -> None:
+    story = Story("a")
+    story.submit("gone", logprobs=1)
+    story.submit("stays", logprobs=1)
+    gone, stays = story.handle_of("gone"), story.handle_of("stays")
+    story.handle(Withdrawn(0.0, "gone", "left"))  # pyright: ignore[reportArgumentType]
+    [deliver] = story.raw_step("a", {gone: [1, 2], stays: [3]}, logprobs=["l1", "l2", "l3"]).of(Deliver)
+    assert (deliver.request_id, deliver.logprobs) == ("stays", ["l3"])
+
+
+# ------------------------------------------------------------------------------------------------- layout
+
+
+def test_streams_follow_the_layout() -> None:
+    story = Story("a")
+    answer = story.adopt(key("b"), key("a", 2))
+    assert answer.of(Disconnect) == [Disconnect(key("a", 1))]
+    assert answer.of(Connect) == [Connect(key("a", 2), "a:1"), Connect(key("b"), "b:1")]
+
+
+def test_the_same_epoch_again_changes_nothing() -> None:
+    story = Story("a")
+    story.epoch -= 1
+    assert story.adopt(key("b")).commands == []
+
+
+def test_a_draining_worker_keeps_what_it_has_and_gets_nothing_new() -> None:
+    story = Story("a", "b")
+    story.submit("r")
+    story.adopt(key("a"), key("b"), draining=[key("a")])
+    assert [story.submit(f"n{i}").places[0][1] for i in range(3)] == ["b"] * 3
+    assert finishes(story.finish("a", "r")) == {"r": "length"}
+
+
+def test_a_worker_that_says_it_drains_gets_nothing_new() -> None:
+    story = Story("a")
+    story.step("a", report=load(draining=True))
+    assert story.submit("r").commands == []
+
+
+# ------------------------------------------------------------------------------------------------- time
+
+
+def test_a_deadline_ends_a_request_wherever_it_is() -> None:
+    story = Story("a")
+    story.submit("running", deadline_at_s=1.0)
+    story.step("a", report=load(used_block_count=64, running_count=8, waiting_count=2))
+    story.submit("waiting", deadline_at_s=1.5)
+    assert story.core.next_timer_s() == 1.0
+    handle = story.handle_of("running")
+    early = story.handle(Tick(0.9))
+    assert early.commands == []
+    answer = story.handle(Tick(2.0))
+    assert answer.of(AbortOnWorker) == [AbortOnWorker(key("a"), handle)]
+    assert answer.errors == {"running": "DeadlineExceeded", "waiting": "DeadlineExceeded"}
+    assert story.core.endings == {"deadline": 2}
+
+
+def test_a_deadline_in_the_past_is_refused() -> None:
+    story = Story("a")
+    story.now_s = 5.0
+    assert story.submit("r", deadline_at_s=5.0).errors == {"r": "DeadlineExceeded"}
+
+
+def test_without_a_worker_requests_wait_and_then_fail() -> None:
+    story = Story(limits=Limits(no_worker_timeout_s=10.0))
+    story.submit("r1")
+    story.now_s = 5.0
+    story.submit("r2")
+    assert story.core.next_timer_s() == pytest.approx(10.0)
+    assert story.handle(Tick(10.0)).errors == {"r1": "Unavailable"}
+    assert story.handle(Tick(15.0)).errors == {"r2": "Unavailable"}
+
+
+def test_a_worker_that_comes_in_time_gets_what_waited() -> None:
+    story = Story(limits=Limits(no_worker_timeout_s=10.0))
+    story.submit("r")
+    story.adopt(key("a"))
+    story.now_s = 9.0
+    assert story.connect("a").places == [("r", "a")]
+    assert story.handle(Tick(11.0)).commands == []
+
+
+def test_ended_requests_leave_no_timers_behind() -> None:
+    story = Story("a")
+    for index in range(1000):
+        story.submit(f"r{index}", deadline_at_s=1e6 + index)
+        story.finish("a", f"r{index}")
+    assert story.handle(Tick(2e6)).commands == []
+    assert story.core.endings == {"length": 1000}
+
+
+# ------------------------------------------------------------------------------------------------- endings
+
+
+def test_a_client_that_leaves_frees_the_worker_at_once() -> None:
+    story = Story("a")
+    story.submit("r")
+    handle = story.handle_of("r")
+    answer = story.handle(Withdrawn(1.0, "r", "the client went away"))  # pyright: ignore[reportArgumentType]
+    assert answer.of(AbortOnWorker) == [AbortOnWorker(key("a"), handle)]
+    assert answer.errors == {"r": "Cancelled"}
+    again = story.handle(Withdrawn(1.0, "r", "the client went away"))  # pyright: ignore[reportArgumentType]
+    assert again.commands == []
+
+
+def test_a_request_nobody_cancelled_must_not_end_cancelled() -> None:
+    story = Story("a")
+    story.submit("r")
+    answer = story.step("a", endings=[Ending(story.handle_of("r"), FinishReason.CANCELLED)])
+    assert answer.errors == {"r": "PeerViolation"}
+
+
+def test_draining_refuses_new_requests_and_finishes_old_ones() -> None:
+    story = Story("a")
+    story.submit("old")
+    story.handle(DrainRequested(1.0))
+    assert story.submit("new").errors == {"new": "Unavailable"}
+    assert finishes(story.finish("a", "old")) == {"old": "length"}
+
+
+def test_when_time_is_up_everything_ends_with_a_reason() -> None:
+    story = Story("a")
+    story.submit("r")
+    answer = story.handle(TimeIsUp(1.0))
+    assert [type(c) for c in answer.commands] == [AbortOnWorker, Fail]
+    assert answer.errors == {"r": "Unavailable"}
+
+
+def test_the_core_drags_in_no_io() -> None:
+    code = (
+        "import sys, services.dispatcher.core.dispatcher;"
+        "print([m for m in ('grpc', 'redis', 'asyncio', 'google.protobuf', 'torch') if m in sys.modules])"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"

@@ -1,0 +1,94 @@
+"""Laws of the routing policy."""
+
+import math
+
+import pytest
+
+from services.dispatcher.policy.freeness import Need, RoutingRules, WorkerView, choose, freeness, has_place
+from tests.support.dispatcher_core import key
+
+RULES = RoutingRules(growth_tokens=0)
+
+
+def view(name: str = "a", **changes: int | bool) -> WorkerView:
+    values: dict[str, int | bool] = {
+        "block_tokens": 16,
+        "block_count": 100,
+        "used_block_count": 0,
+        "waiting_block_count": 0,
+        "unseen_block_count": 0,
+        "running_count": 0,
+        "waiting_count": 0,
+        "unseen_count": 0,
+        "max_running_count": 8,
+        "max_waiting_count": 8,
+        "draining": False,
+        **changes,
+    }
+    return WorkerView(worker=key(name), **values)  # pyright: ignore[reportArgumentType] -- checked by the tests
+
+
+def chosen(views: list[WorkerView], tokens: int = 16, growth: int = 0, *, patient: bool = False) -> str | None:
+    found = choose(views, Need(tokens=tokens, growth_tokens=growth), RULES, may_queue_large=patient)
+    return None if found is None else found.worker.worker_id
+
+
+def test_freeness_is_what_is_left_for_each_running_request() -> None:
+    assert freeness(view(used_block_count=20, running_count=4)) == 20.0
+    assert freeness(view(used_block_count=20, running_count=0)) == 80.0
+
+
+def test_waiting_demand_counts_like_used_blocks_and_may_make_freeness_negative() -> None:
+    assert freeness(view(used_block_count=90, waiting_block_count=40, running_count=3)) == -10.0
+
+
+def test_a_draining_worker_is_least_free() -> None:
+    assert freeness(view(draining=True)) == -math.inf
+    assert not has_place(view(draining=True), RULES)
+
+
+def test_the_freest_worker_wins_and_ties_go_to_the_smallest_id() -> None:
+    assert chosen([view("a", used_block_count=1), view("b")]) == "b"
+    assert chosen([view("b"), view("a")]) == "a"
+
+
+@pytest.mark.parametrize("unseen", [1, 5])
+def test_what_was_placed_and_not_reported_makes_a_worker_less_free(unseen: int) -> None:
+    assert chosen([view("a", unseen_count=unseen, unseen_block_count=unseen), view("b")]) == "b"
+
+
+def test_a_worker_where_it_runs_at_once_beats_a_freer_one_where_it_would_wait() -> None:
+    waits = view("a", running_count=8, used_block_count=8)
+    runs = view("b", running_count=7, used_block_count=98)
+    assert freeness(waits) > freeness(runs)
+    assert chosen([waits, runs]) == "b"
+
+
+def test_a_full_worker_takes_only_a_short_queue() -> None:
+    full = {"running_count": 8, "used_block_count": 100}
+    assert chosen([view("a", **full, waiting_count=1)]) == "a"
+    assert chosen([view("a", **full, waiting_count=2)]) is None
+    assert not has_place(view("a", **full, waiting_count=2), RULES)
+
+
+def test_room_to_grow_is_asked_for_but_not_beyond_what_the_worker_has() -> None:
+    nearly_full = view("a", used_block_count=99, waiting_count=2)
+    assert chosen([nearly_full], tokens=16, growth=0) == "a"
+    assert chosen([nearly_full], tokens=16, growth=16) is None
+    assert chosen([view("a")], tokens=1600, growth=1000) == "a"
+
+
+def test_the_workers_bound_on_waiting_requests_holds_even_when_there_is_room() -> None:
+    assert chosen([view("a", max_waiting_count=3, unseen_count=3)]) is None
+
+
+def test_a_large_request_is_queued_only_when_its_patience_is_at_an_end() -> None:
+    busy = view("a", used_block_count=80, running_count=2)
+    assert chosen([busy], tokens=30 * 16) is None
+    assert chosen([busy], tokens=30 * 16, patient=True) == "a"
+    assert chosen([busy], tokens=25 * 16) == "a"
+
+
+def test_what_is_larger_than_a_worker_never_goes_there() -> None:
+    assert chosen([view("a")], tokens=1601, patient=True) is None
+    assert chosen([view("a"), view("b", block_count=200)], tokens=1601) == "b"
