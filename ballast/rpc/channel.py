@@ -24,6 +24,10 @@ SERVER_OPTIONS: Sequence[tuple[str, int]] = (
     # A long generation sends no frames for a while: clients may ping meanwhile.
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
     ("grpc.http2.max_ping_strikes", 0),
+    # Calls that a handler has not taken up yet. Beyond these gRPC kills calls with a bare CANCELLED, at random from the
+    # first number on; a burst should get as far as our own bounds, which refuse with a reason and a delay.
+    ("grpc.server.max_pending_requests", 16_384),
+    ("grpc.server.max_pending_requests_hard_limit", 32_768),
     # Two processes on one port is a mistake here, not load balancing.
     ("grpc.so_reuseport", 0),
 )

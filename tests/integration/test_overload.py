@@ -27,7 +27,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningCluster
     with running_cluster(
         Path(model),
         workers=2,
-        device_memory_bytes=1 << 20,
+        device_memory_bytes=2 << 20,
         flags=flags,
         environ={"BALLAST_WORKER__CHECK_EVERY_STEPS": "16"},
     ) as cluster:
