@@ -126,6 +126,9 @@ class FakeEngine:
     def _write(self, part: Slice, table: tuple[int, ...]) -> None:
         assert part.first_position == self._computed[part.sequence_id]
         assert part.token_ids
+        new = self._known[part.sequence_id]
+        known = (new.prompt_token_ids + new.output_token_ids)[part.first_position :]  # when it entered
+        assert part.token_ids[: len(known)] == known[: len(part.token_ids)]
         for position, token_id in enumerate(part.token_ids, part.first_position):
             self._cache[table[position // self._block_tokens], position % self._block_tokens] = token_id
         self._computed[part.sequence_id] += len(part.token_ids)

@@ -512,14 +512,14 @@ def test_draining_waits_for_the_step_of_a_request_that_has_gone() -> None:
 def test_the_load_report_counts_what_there_is() -> None:
     made = driver(block_count=20, block_tokens=4, max_running_count=2, max_batch_tokens=16)
     made.at_s = 10.0
-    for length in (6, 9, 5):
+    for length in (8, 9, 4):  # with the next token one block more than the prompt alone
         made.submit(prompt(length), greedy(3))
     for _ in range(2):
         made.step()
     load = made.core.load(made.at_s + 2.0, MEMORY)
     assert (load.running_count, load.waiting_count, load.max_running_count) == (2, 1, 2)
-    assert (load.block_count, load.used_block_count, load.waiting_block_count) == (20, 2 + 3, 2)
-    assert (load.steps_total, load.prompt_tokens_total, load.generation_tokens_total) == (2, 15, 4)
+    assert (load.block_count, load.used_block_count, load.waiting_block_count) == (20, 3 + 3, 2)
+    assert (load.steps_total, load.prompt_tokens_total, load.generation_tokens_total) == (2, 17, 3)
     assert load.step_age_s == pytest.approx(2.0)
     made.run_to_end()
     made.assert_empty()
