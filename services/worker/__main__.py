@@ -5,13 +5,11 @@ import functools
 import secrets
 import socket
 import sys
-from collections.abc import Sequence
 
 import grpc.aio
-import torch
 
+from ballast.common.errors import Unavailable
 from ballast.common.ids import Incarnation, WorkerId
-from ballast.common.load import MemoryReport
 from ballast.rpc.server import RpcServer
 from ballast.service import logs
 from ballast.service.lifecycle import Lifecycle, advertised_address, run_service, say_ready
@@ -20,7 +18,6 @@ from ballast.service.settings import load_settings
 from ballast.service.state import StateServer
 from ballastpb.worker.v1 import worker_pb2, worker_pb2_grpc
 from services.worker.config import WorkerSettings, flags
-from services.worker.core.batch import Batch, StepResult
 from services.worker.core.limits import WorkerLimits
 from services.worker.core.worker import WorkerCore
 from services.worker.engine.load import Engine, load_engine
@@ -34,27 +31,7 @@ _READINESS_INTERVAL_S = 0.5
 _CALLS_GRACE_S = 1.0  # for the streams to end after the last request has
 
 
-class SteppedEngine:
-    """The engine as the shell sees it."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-
-    def step(self, batch: Batch, block_tables: Sequence[Sequence[int]]) -> StepResult:
-        return self._engine.runner.step(batch, block_tables)
-
-    def memory_report(self) -> MemoryReport:
-        return self._engine.memory.report()
-
-    def check(self) -> None:
-        self._engine.memory.check()
-
-    def close(self) -> None:
-        self._engine.close()
-
-
 def load(settings: WorkerSettings) -> Engine:
-    torch.set_num_threads(settings.threads)
     return load_engine(
         settings.model,
         device_memory_bytes=int(settings.device_memory_bytes),
@@ -63,6 +40,7 @@ def load(settings: WorkerSettings) -> Engine:
         max_model_len=settings.max_model_len,
         device=settings.device,
         name=settings.served_model_name,
+        threads=settings.threads,
     )
 
 
@@ -91,7 +69,7 @@ class WorkerProcess:
         self._detokenizer = functools.partial(primed_detokenizer, load_tokenizer(settings.model))
         self._shell = WorkerShell(
             core=build_core(settings, engine),
-            engine=SteppedEngine(engine),
+            engine=engine,
             detokenizer=self._detokenizer,
             check_every_steps=settings.check_every_steps,
         )
@@ -143,8 +121,12 @@ class WorkerProcess:
             taking.cancel()
 
     async def _take_incarnation(self, worker_id: WorkerId) -> Incarnation:
-        await self._state.wait_ready()
-        return await self._state.next_incarnation("worker", worker_id)
+        while True:
+            await self._state.wait_ready()
+            try:
+                return await self._state.next_incarnation("worker", worker_id)
+            except Unavailable as error:
+                logs.get_logger().warning("lost the state server again", why=error.why)
 
     def _make_server(self, worker_id: WorkerId, incarnation: Incarnation) -> RpcServer:
         servicer = WorkerServicer(

@@ -1,7 +1,7 @@
 """WorkerService: protobuf stops here. One Attach stream for each dispatcher (protos/ballastpb/worker/v1)."""
 
 import asyncio
-import contextlib
+import math
 import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
@@ -9,7 +9,7 @@ from typing import Any
 import grpc.aio
 
 from ballast import __version__
-from ballast.common.errors import BallastError, InvalidRequest, PeerViolation, StaleEpoch, Unavailable
+from ballast.common.errors import InvalidRequest, PeerViolation, StaleEpoch, Unavailable
 from ballast.common.ids import Incarnation, RequestId, WorkerId
 from ballast.common.model import ModelInfo
 from ballast.common.sampling import FinishReason
@@ -61,16 +61,20 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         log = get_logger().bind(dispatcher_id=hello.dispatcher_id, stream_id=stream.stream_id)
         log.info("dispatcher attached")
         reader = asyncio.create_task(self._read(stream, request_iterator), name=f"attach-{stream.stream_id}")
+        writer = asyncio.create_task(self._write(stream, context), name=f"write-{stream.stream_id}")
+        broken = asyncio.create_task(stream.broken.wait(), name=f"broken-{stream.stream_id}")
         try:
-            await context.write(pb.AttachResponse(welcome=self._welcome()))
-            await self._write(stream, context)
+            await asyncio.wait((writer, broken), return_when=asyncio.FIRST_COMPLETED)
+            if broken.done():
+                await stream.next()  # raises what broke it
+            writer.result()
             if reader.done():
                 reader.result()  # raises what was wrong with the last message
         finally:
-            reader.cancel()
-            with contextlib.suppress(asyncio.CancelledError, BallastError):
-                await reader
             self._shell.close_stream(stream)
+            for task in (reader, writer, broken):
+                task.cancel()
+            await asyncio.gather(reader, writer, broken, return_exceptions=True)
             log.info("dispatcher detached")
 
     async def GetStatus(self, request: pb.GetStatusRequest, context: Context) -> pb.GetStatusResponse:
@@ -140,8 +144,13 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         now_s = time.monotonic()
         sampling = sampling_from_proto(submit.sampling)
         prompt, output = tuple(submit.prompt_token_ids), tuple(submit.output_token_ids)
+        if submit.HasField("deadline_s") and math.isnan(submit.deadline_s):
+            raise InvalidRequest("deadline_s", "must be a number of seconds, got NaN")
         output_text = ""
         if output and not (submit.omit_text and not sampling.stop):
+            # What else can be wrong with a token is the core's business; the tokenizer fails on this already.
+            if min(*prompt, *output) < 0:
+                raise InvalidRequest("token_ids", "must not be negative")
             detokenizer = self._detokenizer(NewSequence(0, prompt, (), sampling))
             output_text = "".join(map(detokenizer.push, output))
         return Submitted(
@@ -160,6 +169,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         )
 
     async def _write(self, stream: OutputStream, context: Context) -> None:
+        await context.write(pb.AttachResponse(welcome=self._welcome()))
         while (output := await stream.next()) is not None:
             await context.write(pb.AttachResponse(step=step_to_proto(output)))
 

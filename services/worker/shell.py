@@ -32,6 +32,7 @@ from services.worker.core.events import (
     StepFailed,
     StreamClosed,
     StreamOpened,
+    Submitted,
     Tick,
 )
 from services.worker.core.worker import WorkerCore
@@ -69,35 +70,59 @@ class Output:
     seen_handle: int
 
 
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    """What the engine thread tells the event loop after a turn."""
+
+    slots: int  # places in the inbox that are free again
+    seen_handles: dict[int, int]  # stream id -> the highest handle that the report takes into account, if it has grown
+    emits: list[Emit]
+    report: LoadReport
+    drained: bool
+
+
 class OutputStream:
     """The outputs for one dispatcher, between the engine and its socket. Lives on the event loop."""
 
     def __init__(self, stream_id: int) -> None:
         self.stream_id = stream_id
         self.sent_at_s = 0.0
+        self.seen_handle = 0
+        self.broken = asyncio.Event()  # closed with an error: do not even wait for what is being written
         self._outputs: deque[Output] = deque()
         self._wake = asyncio.Event()
         self._closed: BallastError | None = None
-        self._seen_handle = 0
+
+    @property
+    def backlog_count(self) -> int:
+        return len(self._outputs)
 
     def put(self, emit: Emit | None, load: LoadReport, now_s: float) -> None:
-        if emit is not None:
-            self._seen_handle = emit.seen_handle
+        """For the dispatcher to read; ignored once the stream is closed. Closes it at the bound."""
+        if self._closed is not None:
+            return
         if len(self._outputs) >= STREAM_OUTPUTS:
             self.close(Overloaded(f"{STREAM_OUTPUTS} outputs are waiting to be read", 1.0))
             return
-        self._outputs.append(Output(emit, load, self._seen_handle))
+        if emit is not None:
+            self.seen_handle = max(self.seen_handle, emit.seen_handle)
+        self._outputs.append(Output(emit, load, self.seen_handle))
         self.sent_at_s = now_s
         self._wake.set()
 
     def put_ending(self, ending: Ending, load: LoadReport) -> None:
         """An ending that the core never hears of: the request was malformed."""
-        emit = Emit(self.stream_id, (), (), (), (), (), (ending,), self._seen_handle)
+        emit = Emit(self.stream_id, (), (), (), (), (), (ending,), self.seen_handle)
         self.put(emit, load, self.sent_at_s)
 
     def close(self, why: BallastError | None = None) -> None:
         """Nothing follows. What is still queued is given out first, unless there is an error to tell."""
-        self._closed = self._closed or why or _End()
+        if self._closed is not None:
+            return
+        self._closed = why or _End()
+        if why is not None:
+            self._outputs.clear()
+            self.broken.set()
         self._wake.set()
 
     async def next(self) -> Output | None:
@@ -140,6 +165,7 @@ class WorkerShell:
         self._failed_steps = 0
         self._report = core.load(time.monotonic(), engine.memory_report())
         self._stopping = False
+        self._draining = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self.drained = asyncio.Event()
 
@@ -173,7 +199,10 @@ class WorkerShell:
         self._inbox.put(None)
 
     def drain(self) -> None:
-        self._inbox.put(DrainRequested(time.monotonic()))
+        """Nothing new from now on; `drained` is set when the last request has ended."""
+        if not self._draining:
+            self._draining = True
+            self._inbox.put(DrainRequested(time.monotonic()))
 
     async def post(self, event: Event) -> None:
         """Hands an event to the engine thread. Waits while the inbox is full, which stops the caller's reading."""
@@ -197,19 +226,25 @@ class WorkerShell:
         since_s = self._busy_since_s
         return replace(self._report, step_age_s=0.0 if since_s is None else time.monotonic() - since_s)
 
-    def _on_turn(self, slots: int, emits: list[Emit], report: LoadReport, drained: bool) -> None:
-        for _ in range(slots):
+    def _on_turn(self, turn: _Turn) -> None:
+        for _ in range(turn.slots):
             self._slots.release()
-        self._report = report
+        self._report = report = turn.report
         now_s = time.monotonic()
-        for emit in emits:
+        for stream_id, handle in turn.seen_handles.items():
+            if stream := self._streams.get(stream_id):
+                stream.seen_handle = handle
+        for emit in turn.emits:
             if stream := self._streams.get(emit.stream_id):
                 stream.put(emit, report, now_s)
         quiet = report.running_count == 0
-        for stream in self._streams.values():
-            if now_s - stream.sent_at_s >= _LOAD_INTERVAL_S or (quiet and stream.sent_at_s < now_s):
+        for stream in list(self._streams.values()):
+            due = now_s - stream.sent_at_s >= _LOAD_INTERVAL_S or (quiet and stream.sent_at_s < now_s)
+            if due and not stream.backlog_count:
                 stream.put(None, report, now_s)
-        if drained:
+            if stream.broken.is_set():
+                self.close_stream(stream)
+        if turn.drained:
             self.drained.set()
 
     # ------------------------------------------------------------ engine thread
@@ -239,12 +274,17 @@ class WorkerShell:
             self._step(commands)
         self._busy_since_s = time.monotonic() if self._core.has_work else None
         if events or stepping or commands:
-            slots = sum(not isinstance(event, _SLOTLESS) for event in events)
-            emits = [c for c in commands if isinstance(c, Emit)]
-            drained = any(isinstance(c, Drained) for c in commands)
-            report = self._core.load(time.monotonic(), self._engine.memory_report())
             assert self._loop is not None
-            self._loop.call_soon_threadsafe(self._on_turn, slots, emits, report, drained)
+            self._loop.call_soon_threadsafe(self._on_turn, self._told(events, commands))
+
+    def _told(self, events: Sequence[Event], commands: Sequence[Command]) -> _Turn:
+        return _Turn(
+            slots=sum(not isinstance(event, _SLOTLESS) for event in events),
+            seen_handles={event.key.stream_id: event.key.handle for event in events if isinstance(event, Submitted)},
+            emits=[command for command in commands if isinstance(command, Emit)],
+            report=self._core.load(time.monotonic(), self._engine.memory_report()),
+            drained=any(isinstance(command, Drained) for command in commands),
+        )
 
     def _take_in(self) -> list[Event]:
         """What has come in; waits for something if there is nothing to do."""
