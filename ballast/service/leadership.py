@@ -14,7 +14,8 @@ from ballast.service.state import StateServer
 
 
 class Leadership:
-    """Tries for the lease `name` for as long as `run` runs, and reports every change of the token to `on_change`.
+    """Tries for the lease `name` for as long as `run` runs, and reports the first outcome and every change of
+    the token to `on_change`.
 
     `holder` must be unique to this life of the process: with a name that survives a restart, the new process would
     get the lease, and the fencing token, of its dead predecessor.
@@ -55,7 +56,7 @@ class Leadership:
             self._renewable = False
             return
         self._renewable = True
-        if token != self.token:
+        if token != self.token or not self.decided.is_set():
             log.info("leadership changed", lease=self._name, leading=token is not None, token=token)
             self.token = token
             self._on_change(token)

@@ -5,7 +5,10 @@ and with the fencing token of the lease; whatever the answer, the core ends up w
 unknown outcome leads to a new read, a lost lease to standing by (DESIGN, I5). Joins that come together share an
 epoch; a loss is planned at once. While the state server is away the newest wish is kept and written when it is back.
 
-An epoch never goes back: a state server that has lost the layout gets it again under the next epoch.
+An epoch never goes back and is never used twice: a state server that has lost the layout gets it again under the next
+epoch. The number of a write whose outcome is unknown counts as used. A new leader that finds the layout lost leaves a
+gap, since the one before may have written epochs that it has not seen, and waits for the monitor's snapshot. Only if
+all planners and the state server are lost at once do epochs begin anew.
 """
 
 import math
@@ -48,6 +51,8 @@ from services.planner.core.reason import explain
 from services.planner.core.roster import Roster
 from services.planner.policy.replicate import one_group_each
 
+GAP_AFTER_LOSS = 1000  # more epochs than are ever written between two looks of a standby
+
 NO_LAYOUT = Layout(Epoch(0), 0, (), "nothing planned yet")
 
 
@@ -69,6 +74,8 @@ class PlannerCore:
     roster: Roster = field(default_factory=Roster)
     _drains: Drains = field(init=False)
     _stored_epoch: Epoch | None = None  # as last read or written; None: nothing is stored
+    _used_epoch: int = 0  # the highest that may have been written
+    _has_seen_last: bool = True  # no epoch was written that this planner does not know
     _read: bool = False  # what is stored is known well enough to write upon
     _reading: bool = False
     _read_at_s: float = 0.0  # when to read next
@@ -114,6 +121,7 @@ class PlannerCore:
     def _leadership_changed(self, event: LeadershipChanged) -> list[Command]:
         was_active, self.token = self.active, event.token
         self._read, self._read_at_s, self.in_flight = False, event.at_s, None
+        self._has_seen_last = self._has_seen_last and self.active
         if self.active:
             self._plan_at_s = event.at_s
             return [] if was_active else [FollowMonitor()]
@@ -136,6 +144,7 @@ class PlannerCore:
             commands.append(Publish(self.layout, event.cause_id))
         if not self.active:
             return commands
+        self._has_seen_last = self._has_seen_last or (stored is not None and stored.layout.epoch >= self.layout.epoch)
         if first or newer:
             self.roster.presume(self.layout, self.layout_model)
         if (self._stored_epoch or 0) != self.layout.epoch or self._wanted() != self.layout.groups:
@@ -249,9 +258,13 @@ class PlannerCore:
         if self._read_at_s <= at_s:
             self._reading = True
             return [LoadLayout()]
-        if not self.active or not self._read or self._plan_at_s > at_s:
+        if not self.active or not self._read or self._plan_at_s > at_s or self._must_hear_first():
             return []
         return self._plan(cause_id)
+
+    def _must_hear_first(self) -> bool:
+        """Whether what this planner remembers may be older than what was lost, so that only the monitor knows more."""
+        return not self._has_seen_last and not self.roster.complete
 
     def _plan(self, cause_id: str) -> list[Command]:
         self._plan_at_s = math.inf
@@ -261,11 +274,16 @@ class PlannerCore:
             return self._answer_drains()
         if self.token is None:
             raise InvariantViolation("a standby planner plans")
-        epoch = Epoch(max(self.layout.epoch, stored_epoch) + 1)
         reason = explain(self.layout.groups, groups, self._why_lost)
+        epoch = self._next_epoch()
+        self._used_epoch, self._has_seen_last = epoch, True
         self.in_flight = Layout(epoch, self._layer_count(), groups, reason)
         self.in_flight.check()
         return [WriteLayout(self.in_flight, self.roster.model, self._stored_epoch, self.token, cause_id)]
+
+    def _next_epoch(self) -> Epoch:
+        last = max(self.layout.epoch, self._used_epoch, self._stored_epoch or 0)
+        return Epoch(last + 1 + (0 if self._has_seen_last else GAP_AFTER_LOSS))
 
     def _answer_drains(self) -> list[Command]:
         return [AnswerDrain(request_id, epoch) for request_id, epoch in self._drains.settle(self.layout)]
@@ -275,7 +293,8 @@ class PlannerCore:
             self._why_lost[worker_id] = why
 
     def _reset_timer(self) -> list[Command]:
-        plan_at_s = self._plan_at_s if self.active and self._read else math.inf
+        may_plan = self.active and self._read and not self._must_hear_first()
+        plan_at_s = self._plan_at_s if may_plan else math.inf
         busy = self._reading or self.in_flight is not None
         due_at_s = math.inf if busy else min(self._read_at_s, plan_at_s)
         if due_at_s == self._timer_at_s or due_at_s == math.inf:
