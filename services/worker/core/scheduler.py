@@ -127,8 +127,9 @@ class Scheduler:
         for sequence in [s for s in self.running if s.token_count > s.reserved_tokens]:
             if sequence.state is SequenceState.RUNNING:  # not a victim of the ones before it
                 preempted += self._make_room(sequence, at_s)
-        if not preempted:  # whoever just gave way must not come back by the same door
-            self.admit(at_s)
+        self.admit(
+            at_s
+        )  # whoever just gave way does not fit: it needs at least what it had, and a part of that is taken
         decodes: list[Sequence] = []
         prefills: list[Sequence] = []
         for sequence in self.running:
