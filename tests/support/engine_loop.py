@@ -79,6 +79,7 @@ class EngineLoop:
                 max_batch_tokens=max_batch_tokens,
                 max_waiting_count=max_waiting_count,
                 max_waiting_tokens=1 << 20,
+                admission_reserve_fraction=0.0,  # no caution: preemption is what the tests are after
             ),
             block_count or engine.block_count,
         )
