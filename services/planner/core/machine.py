@@ -6,9 +6,10 @@ unknown outcome leads to a new read, a lost lease to standing by (DESIGN, I5). J
 epoch; a loss is planned at once. While the state server is away the newest wish is kept and written when it is back.
 
 An epoch never goes back and is never used twice: a state server that has lost the layout gets it again under the next
-epoch. The number of a write whose outcome is unknown counts as used. A new leader that finds the layout lost leaves a
-gap, since the one before may have written epochs that it has not seen, and waits for the monitor's snapshot. Only if
-all planners and the state server are lost at once do epochs begin anew.
+epoch. The number of a write whose outcome is unknown counts as used. A new leader that finds the layout lost
+cannot know the last epochs of the one before: it waits for the monitor's snapshot and goes on from the number of
+seconds in its token, which no earlier leader can have reached. Only if all planners and the state server are lost at
+once do epochs begin anew.
 """
 
 import math
@@ -50,8 +51,6 @@ from services.planner.core.messages import (
 from services.planner.core.reason import explain
 from services.planner.core.roster import Roster
 from services.planner.policy.replicate import one_group_each
-
-GAP_AFTER_LOSS = 1000  # more epochs than are ever written between two looks of a standby
 
 NO_LAYOUT = Layout(Epoch(0), 0, (), "nothing planned yet")
 
@@ -282,8 +281,10 @@ class PlannerCore:
         return [WriteLayout(self.in_flight, self.roster.model, self._stored_epoch, self.token, cause_id)]
 
     def _next_epoch(self) -> Epoch:
-        last = max(self.layout.epoch, self._used_epoch, self._stored_epoch or 0)
-        return Epoch(last + 1 + (0 if self._has_seen_last else GAP_AFTER_LOSS))
+        next_epoch = max(self.layout.epoch, self._used_epoch, self._stored_epoch or 0) + 1
+        # A token is a time of the state server's clock in milliseconds; plans are rarer than one a second.
+        clock = (self.token or 0) // 1000
+        return Epoch(next_epoch if self._has_seen_last else max(next_epoch, clock))
 
     def _answer_drains(self) -> list[Command]:
         return [AnswerDrain(request_id, epoch) for request_id, epoch in self._drains.settle(self.layout)]
