@@ -1,0 +1,142 @@
+import re
+from pathlib import Path
+
+import pytest
+
+from ballast.common.errors import ConfigError
+from deploy.compose_file import COMPLETED, HEALTHY, Placement, ServiceSpec, read_compose, start_order
+
+ROOT = Path(__file__).resolve().parents[3]
+OURS = read_compose(ROOT / "docker-compose.yml", {})
+SCALABLE = ("dispatcher", "worker", "monitor", "planner")
+
+
+def written(folder: Path, text: str) -> Path:
+    path = folder / "compose.yml"
+    path.write_text(text)
+    return path
+
+
+def test_ours_scales() -> None:
+    for name in SCALABLE:
+        spec = OURS[name]
+        assert "container_name" not in spec.raw
+        assert "hostname" not in spec.raw
+        # A replica needs a host port of its own: a single one collides.
+        assert all(re.match(r"\d+-\d+:\d+$", port) for port in spec.published)
+
+
+def test_every_service_of_ours_that_stays_has_a_health_check() -> None:
+    assert {name for name, spec in OURS.items() if spec.health_command is None} == {"model"}
+    for spec in OURS.values():
+        for other, condition in spec.depends_on.items():
+            assert condition == (COMPLETED if other == "model" else HEALTHY)
+
+
+def test_every_build_target_of_ours_exists() -> None:
+    stages = re.findall(r"^FROM \S+ AS (\S+)$", (ROOT / "deploy/docker/Dockerfile").read_text(), re.MULTILINE)
+    targets = {spec.raw["build"]["target"] for spec in OURS.values() if "build" in spec.raw}
+    assert targets == {"control", "worker"}
+    assert targets <= set(stages)
+
+
+def test_ours_stops_slower_than_its_services() -> None:
+    assert all(spec.raw["stop_grace_period"] == "40s" for spec in OURS.values())
+
+
+@pytest.mark.parametrize("name", SCALABLE)
+def test_settings_of_ours_exist(name: str) -> None:
+    """A misspelt variable is an error of the service; here it is found without starting one."""
+    module = __import__(f"services.{name}.config", fromlist=["config"])
+    settings = getattr(module, f"{name.capitalize()}Settings")
+    prefix = f"BALLAST_{name.upper()}__"
+    assert all(key.startswith(prefix) for key in OURS[name].environment)
+    values = {key.removeprefix(prefix).lower(): value for key, value in OURS[name].environment.items()}
+    assert settings.model_validate(values).port == int(values["port"])
+
+
+def test_variables_are_filled_in(tmp_path: Path) -> None:
+    path = written(
+        tmp_path,
+        """
+services:
+  a:
+    command: ["run", "${SET:-no}", "${UNSET:-default}", "$SET", "$$HOME", "${EMPTY:-fallback}"]
+    environment: {NUMBER: 5}
+""",
+    )
+    spec = read_compose(path, {"SET": "yes", "EMPTY": ""})["a"]
+    assert spec.command == ("run", "yes", "default", "yes", "$HOME", "fallback")
+    assert spec.environment == {"NUMBER": "5"}
+
+
+def test_names_ports_and_paths_are_exchanged() -> None:
+    placement = Placement(
+        ports={50051: 41000, 9090: 41001},
+        peers={"redis:6379": "127.0.0.1:42000"},
+        paths={"/model": "/tmp/x/volumes/model"},
+    )
+    environment = {
+        "BALLAST_DISPATCHER__HOST": "0.0.0.0",
+        "BALLAST_DISPATCHER__PORT": "50051",
+        "BALLAST_DISPATCHER__METRICS_PORT": "9090",
+        "BALLAST_DISPATCHER__REDIS_URL": "redis://redis:6379/0",
+        "BALLAST_DISPATCHER__MODEL": "/model",
+        "OTHER": "/modelling not-redis:6379 127.0.0.1:1",
+    }
+    assert list(placement.environment(environment).values()) == [
+        "127.0.0.1",
+        "41000",
+        "41001",
+        "redis://127.0.0.1:42000/0",
+        "/tmp/x/volumes/model",
+        "/modelling not-redis:6379 127.0.0.1:1",
+    ]
+    assert placement.command(("health", "127.0.0.1:50051")) == ["health", "127.0.0.1:41000"]
+    assert placement.text("test -e /model/config.json") == "test -e /tmp/x/volumes/model/config.json"
+
+
+def test_own_ports_come_from_environment_and_health_check() -> None:
+    assert OURS["dispatcher"].own_ports == [9090, 50051]
+    assert OURS["redis"].own_ports == []
+
+
+def test_the_order_follows_the_dependencies() -> None:
+    order = [spec.name for spec in start_order(OURS)]
+    assert sorted(order) == sorted(OURS)
+    for spec in OURS.values():
+        assert all(order.index(other) < order.index(spec.name) for other in spec.depends_on)
+
+
+def spec(name: str, *others: str) -> ServiceSpec:
+    return ServiceSpec(
+        name=name,
+        command=("run",),
+        environment={},
+        volumes={},
+        depends_on=dict.fromkeys(others, HEALTHY),
+        health_command=None,
+    )
+
+
+def test_circles_and_strangers_are_refused() -> None:
+    with pytest.raises(ConfigError, match="circle among a, b"):
+        start_order({"a": spec("a", "b"), "b": spec("b", "a")})
+    with pytest.raises(ConfigError, match="no such service: z"):
+        start_order({"a": spec("a", "z")})
+
+
+@pytest.mark.parametrize(
+    ("text", "where"),
+    [
+        ("services: {a: {command: run it}}", "a.command"),
+        ("services: {a: {command: []}}", "a.command"),
+        ("services: [a]", "services"),
+        ("nothing: 1", "services"),
+        ("services: {a: {command: [x], healthcheck: {test: [CMD-SHELL, x]}}}", "a.healthcheck.test"),
+        ("{", "cannot be read"),
+    ],
+)
+def test_what_the_reader_does_not_understand_is_named(tmp_path: Path, text: str, where: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(where)):
+        read_compose(written(tmp_path, text), {})

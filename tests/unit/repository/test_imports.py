@@ -1,0 +1,56 @@
+"""What importing a part pulls in, looked at in a fresh interpreter: static analysis misses dynamic imports."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+SERVICES = ("dispatcher", "monitor", "planner", "worker")
+
+
+def modules_after(statement: str) -> set[str]:
+    program = f"{statement}\nimport sys; print(' '.join(sys.modules))"
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, cwd=ROOT, check=True
+    )
+    return set(done.stdout.split())
+
+
+def deciding_modules(service: str) -> list[str]:
+    """All of its core and policy."""
+    folder = ROOT / "services" / service
+    sources = [path for part in ("core", "policy") for path in sorted((folder / part).glob("*.py"))]
+    return [".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for path in sources]
+
+
+@pytest.mark.parametrize("service", SERVICES)
+def test_a_core_is_pure(service: str) -> None:
+    names = deciding_modules(service)
+    assert len(names) >= 3
+    loaded = modules_after(f"import {', '.join(names)}")
+    assert set(names) <= loaded
+    assert loaded & {"asyncio", "grpc", "redis", "socket", "torch", "google.protobuf", "structlog"} == set()
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        "ballast.client",
+        "ballast.cli.main",
+        "ballast.local.cluster",
+        "services.dispatcher.__main__",
+        "services.monitor.__main__",
+        "services.planner.__main__",
+    ],
+)
+def test_only_the_worker_needs_torch(module: str) -> None:
+    loaded = modules_after(f"import {module}")
+    assert module in loaded
+    assert loaded & {"torch", "transformers", "safetensors", "matplotlib"} == set()
+
+
+def test_the_sdk_brings_no_service_and_no_state_server_along() -> None:
+    loaded = modules_after("import ballast.client")
+    assert {name for name in loaded if name.split(".")[0] in {"services", "sim", "redis", "uvloop", "rich"}} == set()
