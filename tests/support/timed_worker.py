@@ -53,6 +53,7 @@ class TimedSettings:
     worker_id: str = "w0"
     incarnation: int = 1
     step_s: float = 0.01
+    tokens_per_step: int = 1
     block_tokens: int = 16
     block_count: int = 4096
     max_running: int = 256
@@ -248,25 +249,31 @@ class TimedWorker(worker_pb2_grpc.WorkerServiceServicer):
             output.endings.append(pb.Ending(handle=submit.handle, finish_reason=cluster_pb2.FINISH_REASON_DEADLINE))
             self._forget(sequence)
             return
-        token_id = scripted_token(sequence.base, sequence.generated, self.settings.vocab_size)
-        sequence.generated += 1
+        texts: list[str] = []
+        ending: pb.Ending | None = None
+        while ending is None and len(texts) < self.settings.tokens_per_step:
+            token_id = scripted_token(sequence.base, sequence.generated, self.settings.vocab_size)
+            sequence.generated += 1
+            output.token_ids.append(token_id)
+            if submit.sampling.HasField("logprobs"):
+                output.logprobs.append(_logprobs(token_id, submit.sampling.logprobs))
+            ending = self._ending(submit, token_id, sequence.generated)
+            texts.append(self._next_text(sequence, token_id, is_last=ending is not None))
         sequence.blocks = self._need(sequence)
         output.handles.append(submit.handle)
-        output.token_counts.append(1)
-        output.token_ids.append(token_id)
-        if submit.sampling.HasField("logprobs"):
-            chosen = cluster_pb2.TokenLogprob(token_id=token_id, logprob=-0.5)
-            output.logprobs.append(cluster_pb2.Logprobs(chosen=chosen))
-        if token_id in submit.sampling.stop_token_ids:
-            ending = pb.Ending(handle=submit.handle, finish_reason=cluster_pb2.FINISH_REASON_STOP, matched_stop="id")
-        elif sequence.generated >= submit.sampling.max_tokens:
-            ending = pb.Ending(handle=submit.handle, finish_reason=cluster_pb2.FINISH_REASON_LENGTH)
-        else:
-            ending = None
-        output.texts.append(self._next_text(sequence, token_id, is_last=ending is not None))
+        output.token_counts.append(len(texts))
+        output.texts.append("".join(texts))
         if ending is not None:
             output.endings.append(ending)
             self._forget(sequence)
+
+    @staticmethod
+    def _ending(submit: pb.Submit, token_id: int, generated: int) -> pb.Ending | None:
+        if token_id in submit.sampling.stop_token_ids:
+            return pb.Ending(handle=submit.handle, finish_reason=cluster_pb2.FINISH_REASON_STOP, matched_stop="id")
+        if generated >= submit.sampling.max_tokens:
+            return pb.Ending(handle=submit.handle, finish_reason=cluster_pb2.FINISH_REASON_LENGTH)
+        return None
 
     @staticmethod
     def _next_text(sequence: _Sequence, token_id: int, *, is_last: bool) -> str:
@@ -317,6 +324,11 @@ class TimedWorker(worker_pb2_grpc.WorkerServiceServicer):
             kv_bytes_per_token=64,
             eos_token_ids=[0],
         )
+
+
+def _logprobs(token_id: int, count: int) -> cluster_pb2.Logprobs:
+    top = [cluster_pb2.TokenLogprob(token_id=i, logprob=-1.5 - i) for i in range(count)]
+    return cluster_pb2.Logprobs(chosen=cluster_pb2.TokenLogprob(token_id=token_id, logprob=-0.5), top=top)
 
 
 def publish_layout(redis_url: str, epoch: int, members: Sequence[cluster_pb2.Member]) -> None:

@@ -123,8 +123,9 @@ class DispatcherCore:
     # --------------------------------------------------------------------------------------------- workers
 
     def _adopt(self, event: LayoutChanged) -> list[Command]:
-        """Any other epoch is taken: the store reads the one current value, and a lower one means it was reset."""
-        if self.fleet.layout is not None and event.layout.epoch == self.fleet.layout.epoch:
+        """Whatever differs is taken, whatever its epoch: the store reads the one current value, in order, and an
+        epoch that is not higher means that the cluster's state was lost and has been made anew."""
+        if event.layout == self.fleet.layout:
             return []
         new, gone = self.fleet.adopt(event.layout)
         commands: list[Command] = []

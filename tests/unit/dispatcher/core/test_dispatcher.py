@@ -286,10 +286,17 @@ def test_streams_follow_the_layout() -> None:
     assert answer.of(Connect) == [Connect(key("a", 2), "a:1"), Connect(key("b"), "b:1")]
 
 
-def test_the_same_epoch_again_changes_nothing() -> None:
+def test_the_same_layout_again_changes_nothing() -> None:
     story = Story("a")
     story.epoch -= 1
-    assert story.adopt(key("b")).commands == []
+    assert story.adopt(key("a")).commands == []
+
+
+def test_a_layout_made_anew_is_taken_whatever_its_epoch() -> None:
+    story = Story("a")
+    for epoch in (0, -1):
+        story.epoch = epoch
+        assert story.adopt(key("b")).of(Connect) == ([Connect(key("b"), "b:1")] if epoch == 0 else [])
 
 
 def test_a_draining_worker_keeps_what_it_has_and_gets_nothing_new() -> None:
