@@ -3,6 +3,7 @@
 import asyncio
 import inspect
 import logging
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
@@ -34,6 +35,23 @@ def when_done(context: grpc.aio.ServicerContext[Any, Any], act: Callable[[], Non
         act()
 
     context.add_done_callback(cast(Any, callback))
+
+
+def ensure_free(host: str, port: int) -> None:
+    """Raise ConfigError if a server could not listen there now. For those with long work to do before they listen."""
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(
+            host.strip("[]") or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        with socket.socket(family, kind) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except OSError as error:
+        raise _cannot_listen(host, port) from error
+
+
+def _cannot_listen(host: str, port: int) -> ConfigError:
+    return ConfigError("port", f"cannot listen on {host}:{port} (in use?); choose another with --port")
 
 
 class Register(Protocol):
@@ -75,12 +93,11 @@ class RpcServer:
         Raises:
             ConfigError: the port is taken or the host does not exist.
         """
+        ensure_free(self._host, self._port)
         try:
             self._port = self._server.add_insecure_port(f"{self._host}:{self._port}")
         except RuntimeError as error:
-            raise ConfigError(
-                "port", f"cannot listen on {self._host}:{self._port} (in use?); choose another with --port"
-            ) from error
+            raise _cannot_listen(self._host, self._port) from error
         await self._server.start()
         await self._health.set("", health_pb2.HealthCheckResponse.SERVING)
         await self.set_ready(False)

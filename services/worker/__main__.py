@@ -10,7 +10,7 @@ import grpc.aio
 
 from ballast.common.errors import Unavailable
 from ballast.common.ids import Incarnation, WorkerId
-from ballast.rpc.server import RpcServer
+from ballast.rpc.server import RpcServer, ensure_free
 from ballast.service import logs
 from ballast.service.lifecycle import Lifecycle, advertised_address, run_service, say_ready
 from ballast.service.metrics import REGISTRY, MetricsServer
@@ -174,6 +174,7 @@ async def main(life: Lifecycle) -> None:
     worker_id = WorkerId(settings.worker_id or f"{socket.gethostname()}-{suffix}")
     logs.configure(service="worker", instance=worker_id, level=settings.log_level, form=settings.log_format)
     logs.get_logger().info("starting", settings=settings.model_dump(mode="json"))
+    ensure_free(settings.host, settings.port)  # before the model is loaded, which may take minutes
     state = StateServer(settings.redis_url)
     metrics = MetricsServer(settings.metrics_host, settings.metrics_port)
     try:

@@ -1,0 +1,382 @@
+"""`python -m services.worker` as a process: start, refusal to start, drain, death of a dispatcher, metrics."""
+
+import asyncio
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import sys
+import urllib.request
+from collections.abc import AsyncGenerator, Coroutine, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, cast
+
+import grpc.aio
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from ballast.common.ids import WorkerId
+from ballast.common.sampling import FinishReason
+from ballast.local.process import ChildProcess
+from ballast.local.state_server import PrivateStateServer
+from ballast.model.tiny import make_tiny
+from ballast.rpc.channel import open_channel
+from ballast.service.lifecycle import Lifecycle
+from ballast.service.settings import build
+from ballast.service.state import StateServer
+from services.worker.__main__ import WorkerProcess, load
+from services.worker.config import WorkerSettings
+from tests.support.attached import Attached, status_of, until_idle
+from tests.support.shells import Gate
+
+START_TIMEOUT_S = 60.0
+MAX_LEN = 4096
+LONG = 2500
+SERVICE = "ballastpb.worker.v1.WorkerService"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny(
+        "llama", tmp_path_factory.mktemp("model") / "llama", layers=2, hidden=32, max_len=MAX_LEN, shards=2
+    )
+
+
+@pytest.fixture(scope="module")
+def state_url() -> Iterator[str]:
+    with PrivateStateServer() as server:
+        yield server.url
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def start(folder: Path, model_dir: Path, redis_url: str, *flags: str, name: str = "w1") -> ChildProcess:
+    command = [sys.executable, "-m", "services.worker", "--model", str(model_dir), "--redis-url", redis_url]
+    command += ["--port", "0", "--device-memory-bytes", "32MiB", "--worker-id", name, *flags]
+    environ = {**os.environ, "BALLAST_WORKER__CHECK_EVERY_STEPS": "1", "OMP_NUM_THREADS": "1"}
+    return ChildProcess(name, command, log_path=folder / f"{name}.log", environ=environ)
+
+
+async def line(child: ChildProcess, prefix: str) -> str:
+    """The first line with this beginning, once it is there."""
+    give_up_at_s = asyncio.get_running_loop().time() + START_TIMEOUT_S
+    while (found := child.find_line(prefix)) is None:
+        assert child.returncode is None, child.describe_end()
+        assert asyncio.get_running_loop().time() < give_up_at_s, child.log_tail()
+        await asyncio.sleep(0.02)
+    return found
+
+
+async def has_logged(child: ChildProcess, text: str) -> None:
+    give_up_at_s = asyncio.get_running_loop().time() + START_TIMEOUT_S
+    while text not in child.log():
+        assert child.returncode is None, child.describe_end()
+        assert asyncio.get_running_loop().time() < give_up_at_s, child.log_tail()
+        await asyncio.sleep(0.02)
+
+
+@dataclass(frozen=True)
+class Serving:
+    child: ChildProcess
+    address: str
+    channel: grpc.aio.Channel
+
+    async def is_ready(self) -> bool:
+        return await is_ready(self.channel)
+
+
+async def is_ready(channel: grpc.aio.Channel) -> bool:
+    stub = cast(Any, health_pb2_grpc).HealthStub(channel)  # Any: the add-on has no types
+    answer = await stub.Check(health_pb2.HealthCheckRequest(service=SERVICE))
+    return answer.status == health_pb2.HealthCheckResponse.SERVING
+
+
+async def until_ready(channel: grpc.aio.Channel, ready: bool) -> None:
+    give_up_at_s = asyncio.get_running_loop().time() + 10.0
+    while await is_ready(channel) != ready:
+        assert asyncio.get_running_loop().time() < give_up_at_s, f"readiness is still {not ready}"
+        await asyncio.sleep(0.02)
+
+
+@contextlib.asynccontextmanager
+async def serving(child: ChildProcess) -> AsyncGenerator[Serving]:
+    try:
+        ready = await line(child, "ready service=worker id=w1 address=")
+        address = ready.rpartition("=")[2]
+        async with open_channel(address) as channel:
+            yield Serving(child, address, channel)
+    finally:
+        child.kill()
+
+
+def play(story: Coroutine[Any, Any, None]) -> None:
+    async def run() -> None:
+        async with asyncio.timeout(100):
+            await story
+
+    asyncio.run(run())
+
+
+def test_a_signal_drains_and_the_second_life_is_another_one(model: Path, state_url: str, tmp_path: Path) -> None:
+    async def story() -> None:
+        async with serving(start(tmp_path, model, state_url)) as worker:
+            assert await worker.is_ready()
+            first_life = (await status_of(worker.channel)).incarnation
+            attached = await Attached.open(worker.channel)
+            await attached.submit(1, LONG)
+            await attached.started(1)
+            worker.child.send_signal(signal.SIGTERM)
+            await until_ready(worker.channel, ready=False)
+            await attached.submit(2, 5)
+            running, late = await attached.ended(1, 2)
+            assert running.reason is FinishReason.LENGTH
+            assert len(running.token_ids) == LONG
+            assert late.ending is not None
+            assert late.ending.refused
+            assert await worker.child.wait(15.0)
+            assert worker.child.returncode == 0, worker.child.describe_end()
+        async with serving(start(tmp_path, model, state_url)) as worker:
+            assert (await status_of(worker.channel)).incarnation > first_life
+            worker.child.send_signal(signal.SIGTERM)
+            assert await worker.child.wait(15.0)
+            assert worker.child.returncode == 0, worker.child.describe_end()
+
+    play(story())
+
+
+def test_a_drain_that_takes_too_long_ends_anyway(model: Path, state_url: str, tmp_path: Path) -> None:
+    async def story() -> None:
+        async with serving(start(tmp_path, model, state_url, "--shutdown-timeout", "0.2")) as worker:
+            attached = await Attached.open(worker.channel)
+            await attached.submit(1, LONG)
+            await attached.started(1)
+            worker.child.send_signal(signal.SIGTERM)
+            assert await worker.child.wait(15.0)
+            assert worker.child.returncode == 0, worker.child.describe_end()
+            assert "not drained in time" in worker.child.log()
+
+    play(story())
+
+
+ABANDON = """
+import asyncio, sys
+from ballast.rpc.channel import open_channel
+from tests.support.attached import Attached
+
+async def main():
+    attached = await Attached.open(open_channel(sys.argv[1]))
+    for handle in range(1, 4):
+        await attached.submit(handle, 2500)
+    await attached.started(3)
+    print("started", flush=True)
+    await asyncio.sleep(600)
+
+asyncio.run(main())
+"""
+
+
+def test_a_killed_dispatcher_frees_its_blocks(model: Path, state_url: str, tmp_path: Path) -> None:
+    async def story() -> None:
+        async with serving(start(tmp_path, model, state_url)) as worker:
+            command = [sys.executable, "-c", ABANDON, worker.address]
+            dispatcher = ChildProcess("dispatcher", command, log_path=tmp_path / "dispatcher.log")
+            try:
+                await line(dispatcher, "started")
+                assert (await status_of(worker.channel)).load.running_count == 3
+            finally:
+                dispatcher.kill()
+            assert await until_idle(worker.channel) < 2.0
+            assert (await status_of(worker.channel)).dispatcher_count == 0
+            assert await worker.is_ready()
+
+    play(story())
+
+
+def test_metrics_tell_what_the_load_report_tells(model: Path, state_url: str, tmp_path: Path) -> None:
+    async def story() -> None:
+        port = free_port()
+        async with serving(start(tmp_path, model, state_url, "--metrics-port", str(port))) as worker:
+            attached = await Attached.open(worker.channel)
+            await attached.submit(1, 12)
+            await attached.ended(1)
+            load_report = (await status_of(worker.channel)).load
+            shown = await asyncio.to_thread(scrape, f"http://127.0.0.1:{port}/metrics")
+        memory = load_report.memory
+        expected = {
+            'ballast_kv_blocks{state="used"}': 0,
+            'ballast_kv_blocks{state="free"}': load_report.block_count,
+            'ballast_device_memory_bytes{use="parameters"}': memory.parameter_bytes,
+            'ballast_device_memory_bytes{use="kv"}': memory.kv_bytes,
+            'ballast_device_memory_bytes{use="free"}': memory.free_bytes,
+            "ballast_kv_cache_usage_fraction": 0,
+            "ballast_kv_waiting_blocks": 0,
+            "ballast_requests_running": 0,
+            "ballast_requests_waiting": 0,
+            "ballast_engine_step_age_seconds": 0,
+            "ballast_draining": 0,
+            "ballast_engine_steps_total": 12,
+            "ballast_preemptions_total": 0,
+            "ballast_prompt_tokens_total": 3,
+            "ballast_generation_tokens_total": 12,
+            "ballast_invariant_violations_total": 0,
+        }
+        assert {name: value for name, value in shown.items() if not name.endswith("_created")} == expected
+
+    play(story())
+
+
+def scrape(url: str) -> dict[str, float]:
+    with urllib.request.urlopen(url, timeout=10) as response:
+        lines: list[str] = response.read().decode().splitlines()
+    return {name: float(value) for name, _, value in (one.rpartition(" ") for one in lines if not one.startswith("#"))}
+
+
+def test_it_waits_for_the_state_server_and_says_so(model: Path, tmp_path: Path) -> None:
+    async def story() -> None:
+        port = free_port()
+        child = start(tmp_path, model, f"redis://127.0.0.1:{port}/0")
+        try:
+            await has_logged(child, "waiting for the state server")
+            assert child.find_line("ready") is None
+            async with PrivateStateServer(port=port), serving(child) as worker:
+                await has_logged(child, "state server is there")
+                assert await worker.is_ready()
+        finally:
+            child.kill()
+
+    play(story())
+
+
+def test_a_signal_ends_the_wait_for_the_state_server(model: Path, tmp_path: Path) -> None:
+    async def story() -> None:
+        child = start(tmp_path, model, f"redis://127.0.0.1:{free_port()}/0")
+        try:
+            await has_logged(child, "waiting for the state server")
+            child.send_signal(signal.SIGTERM)
+            assert await child.wait(10.0)
+            assert child.returncode == 0, child.describe_end()
+        finally:
+            child.kill()
+
+    play(story())
+
+
+# ---------------------------------------------------------------- refusals to start
+
+
+def damaged(folder: Path, model_dir: Path, name: str) -> Path:
+    shutil.copytree(model_dir, folder / name)
+    return folder / name
+
+
+def edit_json(path: Path, **changes: object) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def refusals(folder: Path, model_dir: Path, taken_port: int) -> dict[str, tuple[Path, tuple[str, ...]]]:
+    """What the one line on stderr must contain -> the model and the flags that it is about."""
+    lacking, narrow, garbled, strange = (damaged(folder, model_dir, str(i)) for i in range(4))
+    (lacking / "model-00002-of-00002.safetensors").unlink()
+    edit_json(narrow / "config.json", intermediate_size=48)
+    (garbled / "tokenizer.json").write_text('{"model": 3')
+    edit_json(strange / "config.json", model_type="perceptron", architectures=["Perceptron"])
+    file = folder / "ballast.yaml"
+    file.write_text("worker:\n  modle: /tmp\n")
+    return {
+        "model-00002-of-00002.safetensors": (lacking, ()),
+        "gate_proj": (narrow, ()),
+        "tokenizer.json: is not a valid tokenizer": (garbled, ()),
+        "erceptron": (strange, ()),
+        "config.json": (folder / "nowhere", ()),
+        "worker.modle: unknown setting": (model_dir, ("--config", str(file))),
+        "worker.max_num_seqs": (model_dir, ("--max-num-seqs", "0")),
+        "max_num_batched_tokens": (model_dir, ("--max-num-batched-tokens", "8")),
+        "device_memory_bytes": (model_dir, ("--device-memory-bytes", "10KiB")),
+        "max_model_len": (model_dir, ("--max-model-len", "100000")),
+        f"cannot listen on 127.0.0.1:{taken_port}": (model_dir, ("--port", str(taken_port))),
+        f"metrics_port: cannot listen on 127.0.0.1:{taken_port}": (model_dir, ("--metrics-port", str(taken_port))),
+        "redis_url": (model_dir, ("--redis-url", "http://here")),
+    }
+
+
+def test_a_wrong_configuration_ends_with_status_2_and_one_clear_line(
+    model: Path, state_url: str, tmp_path: Path
+) -> None:
+    slots = asyncio.Semaphore(3)
+
+    async def refuse(index: int, why: str, model_dir: Path, flags: tuple[str, ...]) -> None:
+        async with slots:
+            child = start(tmp_path, model_dir, state_url, "--log-level", "error", *flags, name=f"refusal-{index}")
+            try:
+                assert await child.wait(START_TIMEOUT_S), f"{why}: still alive\n{child.log_tail()}"
+            finally:
+                child.kill()
+        assert child.returncode == 2, f"{why}: {child.describe_end()}"
+        log = child.log()
+        assert log.startswith("configuration error: "), log
+        assert log.count("\n") == 1, log
+        assert why in log
+
+    async def story() -> None:
+        with socket.socket() as holder:
+            holder.bind(("127.0.0.1", 0))
+            holder.listen()
+            cases = refusals(tmp_path, model, holder.getsockname()[1])
+            async with asyncio.TaskGroup() as tasks:
+                for index, (why, (model_dir, flags)) in enumerate(cases.items()):
+                    tasks.create_task(refuse(index, why, model_dir, flags))
+
+    play(story())
+
+
+# ---------------------------------------------------------------- readiness
+
+
+class Gated:
+    """A model runner whose steps wait for the gate."""
+
+    def __init__(self, runner: Any, gate: Gate) -> None:
+        self._runner, self._gate = runner, gate
+
+    def step(self, *arguments: Any) -> Any:
+        self._gate(0)
+        return self._runner.step(*arguments)
+
+
+def test_a_worker_whose_engine_hangs_is_not_ready(
+    model: Path, state_url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def story() -> None:
+        settings = build(WorkerSettings, {"model": model, "port": 0, "redis_url": state_url, "step_timeout_s": 0.3})
+        engine, gate, life = load(settings), Gate(), Lifecycle()
+        state = StateServer(state_url)
+        hanging = replace(engine, runner=cast(Any, Gated(engine.runner, gate)))
+        process = WorkerProcess(life, settings, hanging, state)
+        async with asyncio.TaskGroup() as tasks:
+            running = tasks.create_task(process.run(WorkerId("hanging")))
+            printed = ""
+            while not (ready := re.search(r"^ready .* address=(\S+)$", printed, re.MULTILINE)):
+                await asyncio.sleep(0.02)
+                printed += capsys.readouterr().out
+            async with open_channel(ready[1]) as channel:
+                await until_ready(channel, ready=True)
+                attached = await Attached.open(channel)
+                await attached.submit(1, 3)
+                await until_ready(channel, ready=False)
+                gate.open()
+                await attached.ended(1)
+                await until_ready(channel, ready=True)
+                attached.call.cancel()
+            life.stop()
+            await running
+        await state.close()
+
+    play(story())

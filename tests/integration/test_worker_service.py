@@ -1,0 +1,307 @@
+"""The worker's gRPC service: real server, real engine, a dispatcher driven by hand."""
+
+import asyncio
+import contextlib
+import functools
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+
+from ballast.common.errors import InvariantViolation, Overloaded, PeerViolation, StaleEpoch, Unavailable
+from ballast.common.ids import Incarnation, WorkerId
+from ballast.common.model import ModelInfo
+from ballast.common.sampling import FinishReason
+from ballast.model.tiny import make_tiny
+from ballast.rpc.channel import open_channel
+from ballast.rpc.server import RpcServer
+from ballastpb.cluster.v1 import cluster_pb2
+from ballastpb.worker.v1 import worker_pb2 as pb
+from ballastpb.worker.v1 import worker_pb2_grpc
+from services.worker import servicer as servicer_module
+from services.worker import shell as shell_module
+from services.worker.servicer import WorkerServicer
+from services.worker.text import load_tokenizer, primed_detokenizer
+from tests.support.attached import Attached, hello, status_of, until_idle
+from tests.support.shells import running_shell, slow
+
+WORKER, INCARNATION = WorkerId("w1"), Incarnation(41)
+LONG = 240
+SMALL_WINDOW = (
+    ("grpc.http2.bdp_probe", 0),
+    ("grpc.http2.lookahead_bytes", 4096),
+    ("grpc.use_local_subchannel_pool", 1),
+)
+MODEL = ModelInfo(
+    name="qwen3",
+    architecture="qwen3",
+    layer_count=2,
+    vocab_size=512,
+    max_model_len=256,
+    dtype="float32",
+    parameter_count=1,
+    kv_bytes_per_token=1,
+    eos_token_ids=(1,),
+)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny("qwen3", tmp_path_factory.mktemp("model") / "qwen3", layers=2, max_len=256)
+
+
+@dataclass(frozen=True)
+class Served:
+    address: str
+    channel: grpc.aio.Channel
+
+
+@contextlib.asynccontextmanager
+async def worker(model_dir: Path) -> AsyncGenerator[Served]:
+    """A channel to a worker whose steps take 5 ms. Any bug that the server reports fails the test."""
+    bugs: list[InvariantViolation] = []
+    async with running_shell(model_dir, slow) as shell:
+        servicer = WorkerServicer(
+            shell=shell,
+            worker_id=WORKER,
+            incarnation=INCARNATION,
+            model=MODEL,
+            max_waiting_count=64,
+            detokenizer=functools.partial(primed_detokenizer, load_tokenizer(model_dir)),
+        )
+
+        def register(server: grpc.aio.Server) -> None:
+            worker_pb2_grpc.add_WorkerServiceServicer_to_server(servicer, server)
+
+        service = pb.DESCRIPTOR.services_by_name["WorkerService"]
+        server = RpcServer(host="127.0.0.1", port=0, services=[(service, register)], on_bug=bugs.append)
+        port = await server.start()
+        try:
+            address = f"127.0.0.1:{port}"
+            async with open_channel(address) as channel:
+                yield Served(address, channel)
+        finally:
+            await server.stop(1.0)
+    assert bugs == []
+
+
+def play(model_dir: Path, story: Callable[[Served], Coroutine[Any, Any, None]]) -> None:
+    async def run() -> None:
+        async with asyncio.timeout(60), worker(model_dir) as served:
+            await story(served)
+
+    asyncio.run(run())
+
+
+def test_a_request_from_hello_to_its_ending(model: Path) -> None:
+    async def story(served: Served) -> None:
+        attached = await Attached.open(served.channel)
+        await attached.submit(1, 20, logprobs=2)
+        await attached.submit(2, 10)
+        one, two = await attached.ended(1, 2)
+        assert one.reason is two.reason is FinishReason.LENGTH
+        assert (len(one.token_ids), len(two.token_ids)) == (20, 10)
+        assert one.token_ids[:10] == two.token_ids
+        assert [(lp.chosen.token_id, len(lp.top)) for lp in one.logprobs] == [(t, 2) for t in one.token_ids]
+        assert all(lp.top[0].token_id == lp.chosen.token_id for lp in one.logprobs)
+        assert one.text.startswith(two.text.rstrip("\ufffd"))
+        assert any(load.running_count == 2 for load in attached.loads)
+        for load in attached.loads:
+            memory = load.memory
+            assert memory.parameter_bytes + memory.kv_bytes + memory.free_bytes == memory.budget_bytes
+        await until_idle(served.channel)
+
+    play(model, story)
+
+
+def test_the_first_message_must_be_hello(model: Path) -> None:
+    async def story(served: Served) -> None:
+        silent = Attached(served.channel)
+        await silent.call.done_writing()
+        with pytest.raises(PeerViolation, match="first message must be Hello"):
+            await silent.read()
+        hasty = Attached(served.channel)
+        await hasty.call.write(pb.AttachRequest(abort=pb.Abort(handle=1)))
+        with pytest.raises(PeerViolation, match="first message must be Hello"):
+            await hasty.read()
+
+    play(model, story)
+
+
+def test_hello_must_come_in_time(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(servicer_module, "_HELLO_TIMEOUT_S", 0.2)
+
+    async def story(served: Served) -> None:
+        with pytest.raises(PeerViolation, match=r"no Hello within 0\.2 s"):
+            await Attached(served.channel).read()
+
+    play(model, story)
+
+
+def test_another_worker_or_another_life_of_it_is_refused(model: Path) -> None:
+    async def story(served: Served) -> None:
+        lost = Attached(served.channel)
+        await lost.call.write(hello("w2", INCARNATION))
+        with pytest.raises(Unavailable, match="this is worker w1"):
+            await lost.read()
+        stale = Attached(served.channel)
+        await stale.call.write(hello(WORKER, 40))
+        with pytest.raises(StaleEpoch) as caught:
+            await stale.read()
+        assert (caught.value.have, caught.value.want) == (40, INCARNATION)
+        assert await stale.call.code() is grpc.StatusCode.FAILED_PRECONDITION
+        assert (await status_of(served.channel)).dispatcher_count == 0
+
+    play(model, story)
+
+
+def test_a_second_hello_ends_the_stream_and_frees_its_requests(model: Path) -> None:
+    async def story(served: Served) -> None:
+        attached = await Attached.open(served.channel)
+        await attached.submit(1, LONG)
+        await attached.started(1)
+        await attached.call.write(hello(WORKER, INCARNATION))
+        with pytest.raises(PeerViolation, match="hello in the middle"):
+            await attached.ended(1)
+        await until_idle(served.channel)
+
+    play(model, story)
+
+
+def broken_submits() -> dict[str, pb.Submit]:
+    params = cluster_pb2.SamplingParams
+    fine: dict[str, Any] = {"prompt_token_ids": [5, 6], "sampling": params(temperature=0.0)}
+    changes: dict[str, dict[str, Any]] = {
+        "temperature": {"sampling": params(temperature=-1.0)},
+        "top_p": {"sampling": params(temperature=1.0, top_p=float("nan"))},
+        "max_tokens": {"sampling": params(max_tokens=0)},
+        "deadline_s": {"deadline_s": float("nan")},
+        "priority": {"priority": 77},
+        "seed": {"sampling": params(temperature=1.0)},
+        "prompt_token_ids: must not be empty": {"prompt_token_ids": []},
+        "token id 600 is not in the vocabulary": {"prompt_token_ids": [600]},
+        "token id -3 is not in the vocabulary": {"prompt_token_ids": [-3]},
+        "must not be negative": {"prompt_token_ids": [-3], "output_token_ids": [4]},
+        "leave no room for an answer": {"prompt_token_ids": [5] * 256},
+        "delivered_text_chars": {"delivered_text_chars": -1},
+    }
+    return {why: pb.Submit(handle=i, **(fine | change)) for i, (why, change) in enumerate(changes.items(), 1)}
+
+
+def test_malformed_requests_are_answered_and_harm_nobody(model: Path) -> None:
+    async def story(served: Served) -> None:
+        attached = await Attached.open(served.channel)
+        broken = broken_submits()
+        for submit in broken.values():
+            await attached.send(submit)
+        await attached.submit(100, 5)
+        for why, submit in broken.items():
+            (heard,) = await attached.ended(submit.handle)
+            assert heard.reason is FinishReason.ERROR
+            assert heard.ending is not None
+            assert heard.ending.invalid
+            assert why in heard.ending.error
+        (good,) = await attached.ended(100)
+        assert good.reason is FinishReason.LENGTH
+        await until_idle(served.channel)
+
+    play(model, story)
+
+
+def test_abort_and_deadline(model: Path) -> None:
+    async def story(served: Served) -> None:
+        attached = await Attached.open(served.channel)
+        await attached.submit(1, LONG)
+        due = cluster_pb2.SamplingParams(temperature=0.0, max_tokens=LONG, ignore_eos=True)
+        await attached.send(pb.Submit(handle=2, prompt_token_ids=[5], sampling=due, deadline_s=0.15))
+        await attached.started(1)
+        await attached.call.write(pb.AttachRequest(abort=pb.Abort(handle=1)))
+        first, second = await attached.ended(1, 2)
+        assert first.reason is FinishReason.CANCELLED
+        assert second.reason is FinishReason.DEADLINE
+        await until_idle(served.channel)
+
+    play(model, story)
+
+
+@pytest.mark.parametrize("how", ["cancel", "half close", "lost channel"])
+def test_a_dispatcher_that_goes_takes_its_requests_along(model: Path, how: str) -> None:
+    async def story(served: Served) -> None:
+        other = open_channel(served.address)
+        going, staying = await Attached.open(other), await Attached.open(served.channel)
+        for handle in range(1, 5):
+            await going.submit(handle, LONG)
+        await staying.submit(1, 60)
+        await going.started(4)
+        assert (await status_of(served.channel)).dispatcher_count == 2
+        match how:
+            case "cancel":
+                going.call.cancel()
+            case "half close":
+                await going.call.done_writing()
+            case _:
+                await other.close()
+        (heard,) = await staying.ended(1)
+        assert len(heard.token_ids) == 60
+        await until_idle(served.channel)
+        await until_dispatchers(served.channel, 1)
+        await other.close()
+
+    play(model, story)
+
+
+async def until_dispatchers(channel: grpc.aio.Channel, count: int) -> None:
+    give_up_at_s = asyncio.get_running_loop().time() + 10
+    while (attached := (await status_of(channel)).dispatcher_count) != count:
+        assert asyncio.get_running_loop().time() < give_up_at_s, f"{attached} dispatchers are attached"
+        await asyncio.sleep(0.01)
+
+
+def test_a_dispatcher_that_does_not_read_is_dropped(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shell_module, "STREAM_OUTPUTS", 20)
+
+    async def story(served: Served) -> None:
+        async with grpc.aio.insecure_channel(served.address, options=SMALL_WINDOW) as channel:
+            lazy = await Attached.open(channel)
+            for handle in range(1, 9):  # with logprobs: more than the transport takes on its own
+                await lazy.submit(handle, LONG, logprobs=20)
+            await until_dispatchers(served.channel, 0)
+            await until_idle(served.channel)
+            assert (await status_of(served.channel)).load.generation_tokens_total < 8 * LONG
+            with pytest.raises(Overloaded, match="20 outputs"):
+                await lazy.ended(*range(1, 9))
+
+    play(model, story)
+
+
+def test_drain_refuses_what_is_new(model: Path) -> None:
+    async def story(served: Served) -> None:
+        attached = await Attached.open(served.channel)
+        await attached.submit(1, 40)
+        await attached.started(1)
+        answer = await attached.stub.Drain(pb.DrainRequest())
+        assert answer.running_request_count == 1
+        await attached.submit(2, 40)
+        old, new = await attached.ended(1, 2)
+        assert len(old.token_ids) == 40
+        assert new.ending is not None
+        assert new.ending.refused
+        assert new.reason is None
+        assert (await status_of(served.channel)).load.draining
+
+    play(model, story)
+
+
+def test_status_tells_who_it_is(model: Path) -> None:
+    async def story(served: Served) -> None:
+        status = await status_of(served.channel)
+        assert (status.worker_id, status.incarnation) == (WORKER, INCARNATION)
+        assert status.model.vocab_size == 512
+        assert status.load.block_count > 0
+        assert status.load.max_running_count == 8
+
+    play(model, story)
