@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -39,7 +40,7 @@ def add_parser(subparsers: "_SubParsersAction[argparse.ArgumentParser]") -> None
     replay.add_argument("--limit", type=int, metavar="N", help="only the first N requests")
     replay.add_argument("--seed", type=int, default=0, help="of the prompts, which are random tokens")
     replay.add_argument("--deadline-s", type=float, default=300.0, metavar="S", help="of each request")
-    replay.add_argument("--address", metavar="HOST:PORT", help="of the dispatcher; several with commas")
+    replay.add_argument("--address", metavar="HOST:PORT", help="of a dispatcher, several with commas")
     replay.add_argument("--model", type=Path, metavar="DIR", help="without --address: start a cluster with this model")
     replay.add_argument("--workers", type=int, default=2, metavar="N", help="of that cluster")
     replay.add_argument("--device-memory-bytes", type=int, metavar="BYTES", help="of each of its workers")
@@ -62,8 +63,9 @@ async def _replay(args: argparse.Namespace) -> int:
         options=ReplayOptions(seed=args.seed, deadline_s=args.deadline_s, record_tokens=args.record_tokens),
     )
     console = open_console()
-    if args.address:
-        return _report(await replay_on(args.address, job, console), args, console)
+    address: str | None = args.address or (os.environ.get("BALLAST_ADDRESS") if args.model is None else None)
+    if address:
+        return _report(await replay_on(address, job, console), args, console)
     if args.model is None:
         raise ConfigError("bench replay", "give --address of a running cluster, or --model to start one")
     settings = {"workers": args.workers, "device_memory_bytes": args.device_memory_bytes}

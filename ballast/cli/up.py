@@ -102,7 +102,7 @@ class _Up:
 
     async def _serve(self) -> None:
         args = self._args
-        _say(f"starting {args.workers} workers ...")
+        _say(f"starting {args.workers} worker{'' if args.workers == 1 else 's'} ...")
         async with LocalCluster(
             args.model,
             workers=args.workers,

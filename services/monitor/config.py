@@ -1,6 +1,7 @@
 """Settings of the monitor and its flags."""
 
 import argparse
+import secrets
 from typing import ClassVar
 
 from pydantic import Field
@@ -13,23 +14,24 @@ class MonitorSettings(Settings):
     service: ClassVar[str] = "monitor"
 
     host: str = "127.0.0.1"
-    port: int = Field(50052, ge=0, le=65535)
+    port: int = Field(default=50052, ge=0, le=65535)
     advertise_host: str | None = None
-    metrics_port: int = Field(0, ge=0, le=65535)
+    metrics_port: int = Field(default=0, ge=0, le=65535)
     redis_url: str = "redis://127.0.0.1:6379"
-    monitor_id: str = Field("monitor-0", min_length=1)
-    lease_s: float = Field(3.0, gt=0)  # an instance that is silent for longer is lost
-    warmup_s: float = Field(4.0, gt=0)  # a new active monitor waits so long before it says who is missing
-    leadership_ttl_s: float = Field(3.0, ge=0.3)
-    tick_interval_s: float = Field(0.2, gt=0)
-    registry_interval_s: float = Field(1.0, gt=0)
-    max_instances: int = Field(1000, gt=0)
-    max_watchers: int = Field(64, gt=0)
-    watcher_queue_length: int = Field(4096, gt=0)  # events a watcher may be behind before it is sent away
-    history_length: int = Field(300, gt=0)  # load samples kept per instance
-    log_level: str = Field("info", pattern="^(debug|info|warning|error)$")
+    # Unique unless given: two replicas with one name would both hold the lease.
+    monitor_id: str = Field(default_factory=lambda: f"monitor-{secrets.token_hex(4)}", min_length=1)
+    lease_s: float = Field(default=3.0, gt=0)  # an instance that is silent for longer is lost
+    warmup_s: float = Field(default=4.0, gt=0)  # a new active monitor waits so long before it says who is missing
+    leadership_ttl_s: float = Field(default=3.0, ge=0.3)
+    tick_interval_s: float = Field(default=0.2, gt=0)
+    registry_interval_s: float = Field(default=1.0, gt=0)
+    max_instances: int = Field(default=1000, gt=0)
+    max_watchers: int = Field(default=64, gt=0)
+    watcher_queue_length: int = Field(default=4096, gt=0)  # events a watcher may be behind before it is sent away
+    history_length: int = Field(default=300, gt=0)  # load samples kept per instance
+    log_level: str = Field(default="info", pattern="^(debug|info|warning|error)$")
     log_format: LogFormat = "console"
-    shutdown_timeout_s: float = Field(5.0, ge=0)
+    shutdown_timeout_s: float = Field(default=5.0, ge=0)
 
 
 def flags() -> argparse.ArgumentParser:
@@ -41,7 +43,7 @@ def flags() -> argparse.ArgumentParser:
     parser.add_argument("--advertise-host", dest="advertise_host", help="name under which others reach this process")
     parser.add_argument("--metrics-port", dest="metrics_port", type=int, help="Prometheus metrics; 0: none")
     parser.add_argument("--redis-url", dest="redis_url", help="state server (redis://127.0.0.1:6379)")
-    parser.add_argument("--monitor-id", dest="monitor_id", help="tells replicas apart (monitor-0)")
+    parser.add_argument("--monitor-id", dest="monitor_id", help="tells replicas apart (minted at every start)")
     parser.add_argument("--lease-s", dest="lease_s", type=float, help="an instance silent for longer is lost (3)")
     parser.add_argument("--warmup-s", dest="warmup_s", type=float, help="patience of a new active monitor (4)")
     parser.add_argument("--leadership-ttl-s", dest="leadership_ttl_s", type=float, help="lease of the active one (3)")

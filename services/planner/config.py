@@ -1,6 +1,7 @@
 """Settings of the planner and its flags."""
 
 import argparse
+import secrets
 from typing import ClassVar
 
 from pydantic import Field
@@ -13,22 +14,23 @@ class PlannerSettings(Settings):
     service: ClassVar[str] = "planner"
 
     host: str = "127.0.0.1"
-    port: int = Field(50053, ge=0, le=65535)
+    port: int = Field(default=50053, ge=0, le=65535)
     advertise_host: str | None = None
-    metrics_port: int = Field(0, ge=0, le=65535)
+    metrics_port: int = Field(default=0, ge=0, le=65535)
     redis_url: str = "redis://127.0.0.1:6379"
-    planner_id: str = Field("planner-0", min_length=1)
+    # Unique unless given: two replicas with one name would both hold the lease.
+    planner_id: str = Field(default_factory=lambda: f"planner-{secrets.token_hex(4)}", min_length=1)
     monitor_address: str | None = None  # host:port; default: whoever holds the monitor's lease
-    leadership_ttl_s: float = Field(3.0, ge=0.3)
-    coalesce_s: float = Field(0.1, ge=0)  # joins within this time share an epoch
-    verify_interval_s: float = Field(1.0, gt=0)  # between two looks at the stored layout
-    retry_s: float = Field(0.5, gt=0)  # after the state server gave no answer
-    drain_timeout_s: float = Field(10.0, gt=0)  # longest wait for the epoch that takes a drained worker out
-    max_drains: int = Field(1000, gt=0)  # drains whose answers are remembered
-    max_watchers: int = Field(64, gt=0)
-    log_level: str = Field("info", pattern="^(debug|info|warning|error)$")
+    leadership_ttl_s: float = Field(default=3.0, ge=0.3)
+    coalesce_s: float = Field(default=0.1, ge=0)  # joins within this time share an epoch
+    verify_interval_s: float = Field(default=1.0, gt=0)  # between two looks at the stored layout
+    retry_s: float = Field(default=0.5, gt=0)  # after the state server gave no answer
+    drain_timeout_s: float = Field(default=10.0, gt=0)  # longest wait for the epoch that takes a drained worker out
+    max_drains: int = Field(default=1000, gt=0)  # drains whose answers are remembered
+    max_watchers: int = Field(default=64, gt=0)
+    log_level: str = Field(default="info", pattern="^(debug|info|warning|error)$")
     log_format: LogFormat = "console"
-    shutdown_timeout_s: float = Field(5.0, ge=0)
+    shutdown_timeout_s: float = Field(default=5.0, ge=0)
 
 
 def flags() -> argparse.ArgumentParser:
@@ -40,7 +42,7 @@ def flags() -> argparse.ArgumentParser:
     parser.add_argument("--advertise-host", dest="advertise_host", help="name under which others reach this process")
     parser.add_argument("--metrics-port", dest="metrics_port", type=int, help="Prometheus metrics; 0: none")
     parser.add_argument("--redis-url", dest="redis_url", help="state server (redis://127.0.0.1:6379)")
-    parser.add_argument("--planner-id", dest="planner_id", help="tells replicas apart (planner-0)")
+    parser.add_argument("--planner-id", dest="planner_id", help="tells replicas apart (minted at every start)")
     parser.add_argument("--monitor-address", dest="monitor_address", help="host:port; default: looked up")
     parser.add_argument("--leadership-ttl-s", dest="leadership_ttl_s", type=float, help="lease of the active one (3)")
     parser.add_argument("--log-level", dest="log_level", help="debug, info, warning or error")

@@ -1,0 +1,29 @@
+"""What docker-compose.yml says, as processes: `make compose-check` passes, and fails when it should."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def compose_check(*arguments: str) -> tuple[int, str]:
+    command = [sys.executable, "-m", "deploy.compose_check", *arguments]
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=110)
+    return done.returncode, done.stdout
+
+
+def test_the_compose_file_works() -> None:
+    status, out = compose_check()
+    assert status == 0, out
+    assert out.splitlines()[-1] == "compose-check passed: worker=2, dispatcher=2"
+    assert out.count("chunks streamed") == 2
+
+
+def test_a_wrong_setting_in_it_is_found(tmp_path: Path) -> None:
+    text = (ROOT / "docker-compose.yml").read_text()
+    wrong = tmp_path / "docker-compose.yml"
+    wrong.write_text(text.replace("BALLAST_MONITOR__REDIS_URL", "BALLAST_MONITOR__REDIS_ADDRESS"))
+    status, out = compose_check("--file", str(wrong))
+    assert status == 1
+    assert "redis_address: unknown setting" in out
