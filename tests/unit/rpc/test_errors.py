@@ -1,0 +1,158 @@
+"""The table between errors and statuses: total, and the same class and fields on both sides of a real call."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from typing import Any, TypeAlias, cast
+
+import grpc
+import grpc.aio
+import pytest
+from google.rpc import error_details_pb2
+from grpc_status import rpc_status
+
+from ballast.common import errors
+from ballast.common.errors import BallastError
+from ballast.rpc.channel import MAX_MESSAGE_BYTES, open_channel
+from ballast.rpc.errors import code_of, from_rpc_error
+from ballast.rpc.server import RpcServer
+from ballastpb.planner.v1 import planner_pb2 as pb
+from ballastpb.planner.v1 import planner_pb2_grpc
+
+EXAMPLES: list[BallastError] = [
+    errors.InvalidRequest("temperature", "must not be negative, got -1"),
+    errors.AlreadyExists("request r1 is being served"),
+    errors.NotFound("no such worker"),
+    errors.Overloaded("queue full", 2.25),
+    errors.Unavailable("worker w1", "draining"),
+    errors.DeadlineExceeded("too late"),
+    errors.Cancelled("withdrawn"),
+    errors.StaleEpoch("incarnation", 3, 4),
+    errors.NotActive("planner-1"),
+    errors.PeerViolation("worker w1", "sent a token twice"),
+    errors.ConfigError("worker.port", "taken"),
+    errors.InvariantViolation("blocks do not add up", ("first", "then")),
+]
+
+
+def all_errors() -> set[type[BallastError]]:
+    found, todo = set[type[BallastError]](), [BallastError]
+    while todo:
+        for error in todo.pop().__subclasses__():
+            found.add(error)
+            todo.append(error)
+    return found
+
+
+def test_every_error_has_a_status_and_an_example_here() -> None:
+    assert {type(example) for example in EXAMPLES} == all_errors()
+    for example in EXAMPLES:
+        assert code_of(example) is not grpc.StatusCode.OK
+
+
+class Failing(planner_pb2_grpc.PlannerServiceServicer):
+    """Raises what it is given: GetLayout at once, WatchLayout after one message."""
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+    async def GetLayout(self, request: pb.GetLayoutRequest, context: Any) -> pb.GetLayoutResponse:
+        raise self.error
+
+    async def WatchLayout(self, request: pb.WatchLayoutRequest, context: Any) -> AsyncIterator[pb.WatchLayoutResponse]:
+        yield pb.WatchLayoutResponse()
+        raise self.error
+
+    async def DrainWorker(self, request: pb.DrainWorkerRequest, context: Any) -> pb.DrainWorkerResponse:
+        return pb.DrainWorkerResponse(epoch=len(request.worker_id))
+
+
+# Known to type checkers only.
+Stub: TypeAlias = "planner_pb2_grpc.PlannerServiceAsyncStub"
+Bugs = list[errors.InvariantViolation]
+
+
+def call(error: BaseException, story: Callable[[Stub, Bugs], Any]) -> None:
+    async def run() -> None:
+        bugs: Bugs = []
+
+        def register(server: grpc.aio.Server) -> None:
+            planner_pb2_grpc.add_PlannerServiceServicer_to_server(Failing(error), server)
+
+        descriptor = pb.DESCRIPTOR.services_by_name["PlannerService"]
+        server = RpcServer(host="127.0.0.1", port=0, services=[(descriptor, register)], on_bug=bugs.append)
+        port = await server.start()
+        try:
+            async with open_channel(f"127.0.0.1:{port}") as channel:
+                await story(planner_pb2_grpc.PlannerServiceStub(channel), bugs)
+        finally:
+            await server.stop(0)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("error", EXAMPLES, ids=lambda e: type(e).__name__)
+def test_the_caller_catches_what_was_raised(error: BallastError) -> None:
+    async def story(stub: Stub, bugs: Bugs) -> None:
+        with pytest.raises(grpc.aio.AioRpcError) as unary:
+            await stub.GetLayout(pb.GetLayoutRequest(), timeout=10)
+        watch = stub.WatchLayout(pb.WatchLayoutRequest(), timeout=10)
+        assert isinstance(await watch.read(), pb.WatchLayoutResponse)
+        with pytest.raises(grpc.aio.AioRpcError) as streamed:
+            await watch.read()
+        for caught in (unary.value, streamed.value):
+            assert caught.code() is code_of(error)
+            again = from_rpc_error(caught, "planner")
+            assert type(again) is type(error)
+            assert vars(again) == vars(error)
+            assert str(again) == str(error)
+        assert bool(bugs) == isinstance(error, errors.InvariantViolation)
+
+    call(error, story)
+
+
+def test_details_follow_google_rpc() -> None:
+    async def story(stub: Stub, bugs: Bugs) -> None:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.GetLayout(pb.GetLayoutRequest(), timeout=10)
+        status = rpc_status.from_call(cast(Any, caught.value))
+        retry, info = error_details_pb2.RetryInfo(), error_details_pb2.ErrorInfo()
+        assert status is not None
+        assert [detail.Unpack(retry) or detail.Unpack(info) for detail in status.details] == [True, True]
+        assert (retry.retry_delay.seconds, retry.retry_delay.nanos) == (2, 250_000_000)
+        assert (info.domain, info.reason) == ("ballast", "Overloaded")
+
+    call(errors.Overloaded("queue full", 2.25), story)
+
+
+def test_an_unexpected_failure_is_a_bug_and_is_reported() -> None:
+    async def story(stub: Stub, bugs: Bugs) -> None:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.GetLayout(pb.GetLayoutRequest(), timeout=10)
+        assert caught.value.code() is grpc.StatusCode.INTERNAL
+        assert "ZeroDivisionError" in str(from_rpc_error(caught.value, "planner"))
+        assert len(bugs) == 1
+
+    call(ZeroDivisionError("1 / 0"), story)
+
+
+def test_a_message_over_the_bound_is_refused_and_harms_nobody() -> None:
+    async def story(stub: Stub, bugs: Bugs) -> None:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.DrainWorker(pb.DrainWorkerRequest(worker_id="x" * (MAX_MESSAGE_BYTES + 1)), timeout=20)
+        assert isinstance(from_rpc_error(caught.value, "planner"), errors.InvalidRequest)
+        assert (await stub.DrainWorker(pb.DrainWorkerRequest(worker_id="abc"), timeout=10)).epoch == 3
+
+    call(errors.NotFound(""), story)
+
+
+def test_nobody_there_is_unavailable() -> None:
+    async def run() -> None:
+        async with open_channel("127.0.0.1:1") as channel:
+            stub = planner_pb2_grpc.PlannerServiceStub(channel)
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await stub.GetLayout(pb.GetLayoutRequest(), timeout=10)
+        error = from_rpc_error(caught.value, "planner-9")
+        assert isinstance(error, errors.Unavailable)
+        assert error.target == "planner-9"
+
+    asyncio.run(run())

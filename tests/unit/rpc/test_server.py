@@ -1,0 +1,144 @@
+"""A server as every service runs it: health with Watch, reflection, a taken port, calls that end."""
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, cast
+
+import grpc.aio
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from ballast.common.errors import ConfigError
+from ballast.rpc.channel import is_refused, open_channel
+from ballast.rpc.server import RpcServer, when_done
+from ballastpb.planner.v1 import planner_pb2 as pb
+from ballastpb.planner.v1 import planner_pb2_grpc
+
+NAME = "ballastpb.planner.v1.PlannerService"
+SERVING = health_pb2.HealthCheckResponse.SERVING
+NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+class Endless(planner_pb2_grpc.PlannerServiceServicer):
+    def __init__(self) -> None:
+        self.ended = asyncio.Event()
+
+    async def GetLayout(self, request: pb.GetLayoutRequest, context: Any) -> pb.GetLayoutResponse:
+        return pb.GetLayoutResponse(planner_id="p")
+
+    async def WatchLayout(self, request: pb.WatchLayoutRequest, context: Any) -> AsyncIterator[pb.WatchLayoutResponse]:
+        when_done(context, self.ended.set)
+        while True:
+            yield pb.WatchLayoutResponse()
+            await asyncio.sleep(0.01)
+
+    async def DrainWorker(self, request: pb.DrainWorkerRequest, context: Any) -> pb.DrainWorkerResponse:
+        return pb.DrainWorkerResponse()
+
+
+def serve(story: Callable[[RpcServer, grpc.aio.Channel, Endless], Awaitable[None]]) -> None:
+    async def run() -> None:
+        servicer = Endless()
+        server = make(servicer, 0)
+        port = await server.start()
+        try:
+            async with open_channel(f"127.0.0.1:{port}") as channel, asyncio.timeout(20):
+                await story(server, channel, servicer)
+        finally:
+            await server.stop(0)
+
+    asyncio.run(run())
+
+
+def make(servicer: Endless, port: int) -> RpcServer:
+    def register(server: grpc.aio.Server) -> None:
+        planner_pb2_grpc.add_PlannerServiceServicer_to_server(servicer, server)
+
+    descriptor = pb.DESCRIPTOR.services_by_name["PlannerService"]
+    return RpcServer(host="127.0.0.1", port=port, services=[(descriptor, register)], on_bug=lambda bug: None)
+
+
+def test_health_says_alive_and_ready_apart_and_watch_delivers_every_change() -> None:
+    async def story(server: RpcServer, channel: grpc.aio.Channel, servicer: Endless) -> None:
+        stub = cast(Any, health_pb2_grpc).HealthStub(channel)
+
+        async def check(name: str) -> int:
+            return (await stub.Check(health_pb2.HealthCheckRequest(service=name), timeout=5)).status
+
+        assert (await check(""), await check(NAME)) == (SERVING, NOT_SERVING)
+        with pytest.raises(grpc.aio.AioRpcError) as unknown:
+            await check("nobody")
+        assert unknown.value.code() is grpc.StatusCode.NOT_FOUND
+        watch = stub.Watch(health_pb2.HealthCheckRequest(service=NAME))
+        seen: list[int] = []
+        for ready in (True, False, True):
+            seen.append((await watch.read()).status)
+            await server.set_ready(ready)
+        seen.append((await watch.read()).status)
+        assert seen == [NOT_SERVING, SERVING, NOT_SERVING, SERVING]
+        watch.cancel()
+
+    serve(story)
+
+
+def test_reflection_names_the_services() -> None:
+    async def story(server: RpcServer, channel: grpc.aio.Channel, servicer: Endless) -> None:
+        stub = cast(Any, reflection_pb2_grpc).ServerReflectionStub(channel)
+        call = stub.ServerReflectionInfo(iter([reflection_pb2.ServerReflectionRequest(list_services="")]))
+        answer = await call.read()
+        names = {service.name for service in answer.list_services_response.service}
+        assert {NAME, "grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection"} <= names
+
+    serve(story)
+
+
+def test_a_call_that_the_client_left_is_over_at_once() -> None:
+    async def story(server: RpcServer, channel: grpc.aio.Channel, servicer: Endless) -> None:
+        call = planner_pb2_grpc.PlannerServiceStub(channel).WatchLayout(pb.WatchLayoutRequest())
+        await call.read()
+        call.cancel()
+        async with asyncio.timeout(2):
+            await servicer.ended.wait()
+
+    serve(story)
+
+
+def test_stopping_ends_what_still_runs() -> None:
+    async def story(server: RpcServer, channel: grpc.aio.Channel, servicer: Endless) -> None:
+        call = planner_pb2_grpc.PlannerServiceStub(channel).WatchLayout(pb.WatchLayoutRequest())
+        await call.read()
+        async with asyncio.timeout(5):
+            await server.stop(0.1)
+            await servicer.ended.wait()
+        call.cancel()
+
+    serve(story)
+
+
+def test_a_taken_port_is_a_configuration_error() -> None:
+    async def run() -> None:
+        with socket.socket() as taken:
+            taken.bind(("127.0.0.1", 0))
+            taken.listen()
+            port = taken.getsockname()[1]
+            server = make(Endless(), port)
+            with pytest.raises(ConfigError, match=str(port)):
+                await server.start()
+            await server.stop(0)
+
+    asyncio.run(run())
+
+
+def test_only_a_refused_connection_counts_as_refused() -> None:
+    async def run() -> None:
+        with socket.socket() as listening, socket.socket() as free:
+            listening.bind(("127.0.0.1", 0))
+            listening.listen()
+            free.bind(("127.0.0.1", 0))
+            assert not await is_refused(f"127.0.0.1:{listening.getsockname()[1]}")
+            assert await is_refused(f"127.0.0.1:{free.getsockname()[1]}")
+        assert not await is_refused("no.such.host.invalid:1", timeout_s=2.0)
+
+    asyncio.run(run())

@@ -1,0 +1,147 @@
+"""The state server with a real Valkey: waiting, leases with fencing tokens, incarnations, leadership."""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+
+from ballast.common.errors import ConfigError, Unavailable
+from ballast.local.state_server import PrivateStateServer
+from ballast.service.leadership import LeaderAddress, Leadership
+from ballast.service.state import StateServer
+
+Story = Callable[[PrivateStateServer, StateServer], Coroutine[Any, Any, None]]
+
+
+def tell(story: Story) -> None:
+    async def run() -> None:
+        async with PrivateStateServer() as server, asyncio.timeout(40):
+            state = StateServer(server.url)
+            try:
+                await story(server, state)
+            finally:
+                await state.close()
+
+    asyncio.run(run())
+
+
+async def soon(holds: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not holds():  # noqa: ASYNC110 - what is waited for has no event
+            await asyncio.sleep(0.01)
+
+
+def test_a_lease_has_one_holder_and_its_token_grows_with_each_new_one() -> None:
+    async def story(server: PrivateStateServer, state: StateServer) -> None:
+        first = await state.acquire_lease("x", "a", 10.0, "host:1")
+        assert first is not None
+        assert await state.acquire_lease("x", "a", 10.0, "host:1") == first, "renewed"
+        assert await state.acquire_lease("x", "b", 10.0, "host:2") is None
+        assert await state.leader_address("x") == "host:1"
+        await state.release_lease("x", "b")
+        assert await state.leader_address("x") == "host:1", "only the holder releases"
+        await state.release_lease("x", "a")
+        assert await state.leader_address("x") is None
+        second = await state.acquire_lease("x", "b", 0.05, "host:2")
+        assert second is not None
+        assert second > first
+        await asyncio.sleep(0.1)
+        third = await state.acquire_lease("x", "a", 10.0, "host:1")
+        assert third is not None
+        assert third > second, "it had run out"
+
+    tell(story)
+
+
+def test_numbers_grow_over_the_loss_of_the_state_server() -> None:
+    async def story(server: PrivateStateServer, state: StateServer) -> None:
+        before = [await state.next_incarnation("worker", "w1") for _ in range(3)]
+        token = await state.acquire_lease("x", "a", 10.0, "host:1")
+        server.restart()
+        await state.wait_ready()
+        after = await state.next_incarnation("worker", "w1")
+        assert sorted({*before, after}) == [*before, after]
+        again = await state.acquire_lease("x", "a", 10.0, "host:1")
+        assert token is not None
+        assert again is not None
+        assert again > token
+
+    tell(story)
+
+
+def test_an_operation_without_an_answer_is_unavailable_and_works_again_later() -> None:
+    async def story(server: PrivateStateServer, state: StateServer) -> None:
+        assert await state.next_incarnation("worker", "w1") > 0
+        server.stop()
+        with pytest.raises(Unavailable, match="state server"):
+            await state.next_incarnation("worker", "w1")
+        assert not state.reachable
+        waiting = asyncio.create_task(state.wait_ready())
+        await asyncio.sleep(0.3)
+        assert not waiting.done()
+        server.restart()
+        await waiting
+        assert state.reachable
+        assert await state.next_incarnation("worker", "w1") > 0
+
+    tell(story)
+
+
+def test_a_bad_url_is_a_configuration_error() -> None:
+    with pytest.raises(ConfigError, match="redis_url"):
+        StateServer("http://nowhere")
+
+
+def test_leadership_is_taken_kept_over_an_outage_and_handed_over() -> None:
+    async def story(server: PrivateStateServer, state: StateServer) -> None:
+        told: dict[str, list[int | None]] = {"a": [], "b": []}
+        candidates = {
+            name: Leadership(
+                state, name="x", holder=name, address=f"host-{name}:1", ttl_s=0.3, on_change=told[name].append
+            )
+            for name in told
+        }
+        first = asyncio.create_task(candidates["a"].run())
+        await candidates["a"].decided.wait()
+        second = asyncio.create_task(candidates["b"].run())
+        await candidates["b"].decided.wait()
+        assert (len(told["a"]), told["b"]) == (1, [None])
+
+        server.stop()
+        await asyncio.sleep(0.5)
+        assert len(told["a"]) == 1, "it goes on leading: nobody else can be elected meanwhile"
+
+        server.restart()
+        await soon(lambda: any(len(told[name]) > 1 for name in told))
+        await soon(lambda: sum(c.token is not None for c in candidates.values()) == 1)
+        leader = "a" if candidates["a"].token is not None else "b"
+        other = "b" if leader == "a" else "a"
+        follower = LeaderAddress(state, "x", None, interval_s=0.02)
+        following = asyncio.create_task(follower.follow())
+        await soon(lambda: follower.current == f"host-{leader}:1")
+
+        tasks = {"a": first, "b": second}
+        tasks[leader].cancel()
+        await asyncio.wait((tasks[leader],))
+        await candidates[leader].resign()
+        await soon(lambda: candidates[other].token is not None)
+        await soon(lambda: follower.current == f"host-{other}:1")
+        tokens = [token for token in (*told["a"], *told["b"]) if token is not None]
+        assert len(tokens) == len(set(tokens)), "each term has a token of its own"
+        for task in (*tasks.values(), following):
+            task.cancel()
+        await asyncio.wait((*tasks.values(), following))
+
+    tell(story)
+
+
+def test_a_fixed_address_is_never_looked_up() -> None:
+    async def run() -> None:
+        state = StateServer("redis://127.0.0.1:1")
+        address = LeaderAddress(state, "x", "host:9")
+        await address.follow()
+        assert address.current == "host:9"
+        await state.close()
+
+    asyncio.run(run())
