@@ -1,6 +1,5 @@
 """Drives an engine without a scheduler: as many sequences at once as asked, chunk by chunk, on shuffled blocks."""
 
-import dataclasses
 import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field

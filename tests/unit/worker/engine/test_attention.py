@@ -1,0 +1,118 @@
+"""CPU attention against the definition, on caches full of other sequences' KV."""
+
+import random
+
+import pytest
+import torch
+
+from ballast.common.errors import InvariantViolation
+from services.worker.core.batch import Slice
+from services.worker.engine import attention
+from services.worker.engine.attention import CpuAttention
+from services.worker.engine.packing import PackedStep, Packer
+
+BLOCK_TOKENS, HEADS, KV_HEADS, HEAD_DIM = 4, 6, 2, 8
+BLOCKS = 400
+
+
+def attend(q_NH: torch.Tensor, k_CKH: torch.Tensor, v_CKH: torch.Tensor) -> torch.Tensor:
+    """One query over its whole context, head by head."""
+    outputs: list[torch.Tensor] = []
+    for head in range(HEADS):
+        kv_head = head // (HEADS // KV_HEADS)
+        weights = torch.softmax(k_CKH[:, kv_head] @ q_NH[head] / HEAD_DIM**0.5, 0)
+        outputs.append(weights @ v_CKH[:, kv_head])
+    return torch.stack(outputs)
+
+
+class World:
+    """Sequences with known keys and values, the earlier ones already in the cache."""
+
+    def __init__(self, shares: list[tuple[int, int]]) -> None:
+        torch.manual_seed(0)
+        self.kv_B2TKH = torch.randn(BLOCKS, 2, BLOCK_TOKENS, KV_HEADS, HEAD_DIM, dtype=torch.float64)
+        blocks = list(range(BLOCKS))
+        random.Random(0).shuffle(blocks)
+        self.slices: list[Slice] = []
+        self.tables: list[tuple[int, ...]] = []
+        self.keys: list[torch.Tensor] = []
+        self.values: list[torch.Tensor] = []
+        for i, (before, count) in enumerate(shares):
+            needed = -(-(before + count) // BLOCK_TOKENS)
+            self.tables.append(tuple(blocks.pop() for _ in range(needed)))
+            self.slices.append(Slice(i, before, (1,) * count, True))
+            self.keys.append(torch.randn(before + count, KV_HEADS, HEAD_DIM, dtype=torch.float64))
+            self.values.append(torch.randn(before + count, KV_HEADS, HEAD_DIM, dtype=torch.float64))
+            for at in range(before):
+                self.cache_row(i, at).copy_(torch.stack([self.keys[i][at], self.values[i][at]]))
+        self.packed: PackedStep = Packer(BLOCK_TOKENS).pack(self.slices, self.tables)
+
+    def cache_row(self, sequence: int, position: int) -> torch.Tensor:
+        return self.kv_B2TKH[self.tables[sequence][position // BLOCK_TOKENS], :, position % BLOCK_TOKENS]
+
+    def rows_of(self, sequence: int) -> range:
+        last = int(self.packed.sample_rows[sequence])
+        return range(last + 1 - len(self.slices[sequence].token_ids), last + 1)
+
+    def check(self) -> None:
+        rows = self.packed.row_count
+        q_TNH = torch.randn(rows, HEADS, HEAD_DIM, dtype=torch.float64)
+        k_TKH, v_TKH = (torch.empty(rows, KV_HEADS, HEAD_DIM, dtype=torch.float64) for _ in range(2))
+        for i, part in enumerate(self.slices):
+            k_TKH[self.rows_of(i)] = self.keys[i][part.first_position :]
+            v_TKH[self.rows_of(i)] = self.values[i][part.first_position :]
+        out_TNH = torch.empty_like(q_TNH)
+        backend = CpuAttention(HEADS, KV_HEADS, HEAD_DIM, torch.float64)
+        backend.prepare(self.packed).run(self.kv_B2TKH, q_TNH, k_TKH, v_TKH, out_TNH)
+        for i, part in enumerate(self.slices):
+            for at, row in enumerate(self.rows_of(i)):
+                end = part.first_position + at + 1
+                expected = attend(q_TNH[row], self.keys[i][:end], self.values[i][:end])
+                torch.testing.assert_close(out_TNH[row], expected, atol=1e-12, rtol=0)
+                written = torch.stack([self.keys[i][end - 1], self.values[i][end - 1]])
+                assert torch.equal(self.cache_row(i, end - 1), written)
+
+
+@pytest.mark.parametrize(
+    "shares",
+    [
+        [(0, 1)],
+        [(0, 9)],
+        [(3, 1), (4, 1), (0, 1), (21, 1)],
+        [(5, 3), (16, 16), (0, 5)],
+        [(7, 1), (0, 12), (2, 1), (9, 6), (40, 1), (3, 1)],
+        [(length, 1) for length in range(1, 40)],
+    ],
+)
+def test_attention_is_what_it_is_defined_as(shares: list[tuple[int, int]]) -> None:
+    World(shares).check()
+
+
+def test_small_buckets_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "_BUCKET_BYTES", 8192)
+    World([(length, 1) for length in (1, 2, 3, 30, 31, 32, 33, 90, 91, 100)]).check()
+
+
+def test_a_table_that_is_too_short_is_a_bug() -> None:
+    with pytest.raises(InvariantViolation, match="sequence 3 computes 2 tokens up to position 9: 2 blocks of 4"):
+        Packer(BLOCK_TOKENS).pack([Slice(3, 7, (1, 1), True)], [(0, 1)])
+
+
+def test_a_table_is_read_again_when_it_is_another_object() -> None:
+    packer = Packer(BLOCK_TOKENS)
+    assert packer.pack([Slice(1, 4, (1,), True)], [(7, 8)]).slots_T.tolist() == [32]
+    assert packer.pack([Slice(1, 8, (1,), True)], [(7, 8, 5)]).slots_T.tolist() == [20]
+
+
+def test_rows_of_samples_follow_the_order_of_slices() -> None:
+    slices = [
+        Slice(1, 9, (1,), True),
+        Slice(2, 0, (4, 5, 6), True),
+        Slice(3, 2, (2,), True),
+        Slice(4, 0, (8, 9), False),
+    ]
+    packed = Packer(BLOCK_TOKENS).pack(slices, [(0, 1, 2), (3,), (4,), (5,)])
+    assert packed.token_ids_T.tolist() == [2, 1, 8, 9, 4, 5, 6]
+    assert packed.positions_T.tolist() == [2, 9, 0, 1, 0, 1, 2]
+    assert packed.sample_rows.tolist() == [1, 6, 0]
+    assert packed.blocks_end == 6

@@ -1,0 +1,94 @@
+"""What a step promises beyond the tokens of greedy decoding, which tests/golden compares with the reference."""
+
+import random
+from pathlib import Path
+
+import pytest
+
+from ballast.common.errors import InvariantViolation
+from ballast.common.sampling import SamplingParams
+from services.worker.core.batch import Batch, NewSequence, Slice
+from services.worker.engine.load import Engine, load_engine
+from tests.support.engine import GREEDY, Job, generate
+
+
+def engine_of(model_dir: Path) -> Engine:
+    return load_engine(model_dir, dtype="float64", device_memory_bytes=16 << 20)
+
+
+def sampled_jobs(count: int) -> list[Job]:
+    rng = random.Random(5)
+    jobs: list[Job] = []
+    for i in range(count):
+        prompt = tuple(rng.randrange(3, 320) for _ in range(rng.randrange(1, 60)))
+        sampling = SamplingParams(
+            seed=rng.randrange(2**40),
+            temperature=rng.choice([0.6, 1.0, 1.5]),
+            top_p=rng.choice([1.0, 0.9]),
+            top_k=rng.choice([0, 20]),
+            min_p=rng.choice([0.0, 0.05]),
+            repetition_penalty=rng.choice([1.0, 1.2]),
+            presence_penalty=rng.choice([0.0, 0.4]),
+            frequency_penalty=rng.choice([0.0, 0.3]),
+            ignore_eos=True,
+        )
+        jobs.append(Job(i, prompt, 12, sampling))
+    return jobs
+
+
+def test_sampled_tokens_are_the_same_alone_in_a_batch_and_after_a_preemption(model_dir: Path) -> None:
+    with engine_of(model_dir) as engine:
+        together, alone, resumed = (sampled_jobs(32) for _ in range(3))
+        generate(engine, together, at_once=32, chunk_tokens=9)
+        generate(engine, alone, at_once=1)
+        for job, before in zip(resumed, alone, strict=True):
+            cut = 1 + job.sequence_id % 11
+            job.output, job.count = tuple(before.chosen[:cut]), job.count - cut
+        generate(engine, resumed, at_once=5, chunk_tokens=16)
+        assert [job.chosen for job in together] == [job.chosen for job in alone]
+        assert [list(job.output) + job.chosen for job in resumed] == [job.chosen for job in alone]
+        assert len({tuple(job.chosen) for job in alone}) == 32
+
+
+def test_a_preemption_removes_and_adds_in_one_batch(model_dir: Path) -> None:
+    with engine_of(model_dir) as engine:
+        (undisturbed,) = jobs = [Job(1, (5, 6, 7), 6)]
+        generate(engine, jobs)
+        table = [(0, 1)]
+        first = engine.step(
+            Batch(0, (), (NewSequence(1, (5, 6, 7), (), GREEDY),), (Slice(1, 0, (5, 6, 7), True),)), table
+        )
+        again = NewSequence(1, (5, 6, 7), first.token_ids, GREEDY)
+        tokens = (5, 6, 7, *first.token_ids)
+        second = engine.step(Batch(1, (1,), (again,), (Slice(1, 0, tokens, True),)), [(9, 4)])
+        assert [*first.token_ids, *second.token_ids] == undisturbed.chosen[:2]
+
+
+def test_results_are_aligned_with_the_slices_that_sample(model_dir: Path) -> None:
+    with engine_of(model_dir) as engine:
+        wanted = [Job(i, (10 + i,) * (1 + i), 1) for i in range(6)]
+        generate(engine, wanted, at_once=1)
+        order = [4, 0, 5, 2, 1, 3]
+        added = tuple(NewSequence(i, wanted[i].prompt, (), GREEDY) for i in range(6))
+        slices = tuple(Slice(i, 0, wanted[i].prompt, i != 5) for i in order)
+        result = engine.step(Batch(7, (), added, slices), [(i,) for i in order])
+        assert result.step_id == 7
+        assert list(result.token_ids) == [wanted[i].chosen[0] for i in order if i != 5]
+        assert len(result.logprobs) == 5
+        assert result.execute_s > 0
+
+
+def test_an_empty_batch_only_forgets(model_dir: Path) -> None:
+    with engine_of(model_dir) as engine:
+        engine.step(Batch(0, (), (NewSequence(1, (5,), (), GREEDY),), ()), [])
+        assert engine.runner.sequence_ids == (1,)
+        result = engine.step(Batch(1, (1, 99), (), ()), [])
+        assert (result.token_ids, result.logprobs) == ((), ())
+        assert engine.runner.sequence_ids == ()
+
+
+def test_a_block_that_does_not_exist_is_a_bug_and_no_crash(model_dir: Path) -> None:
+    with engine_of(model_dir) as engine, pytest.raises(InvariantViolation, match="is used, there are"):
+        engine.step(
+            Batch(0, (), (NewSequence(1, (5,), (), GREEDY),), (Slice(1, 0, (5,), True),)), [(engine.block_count,)]
+        )

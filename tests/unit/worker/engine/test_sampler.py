@@ -1,0 +1,201 @@
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from ballast.common.errors import InvariantViolation
+from ballast.common.sampling import SamplingParams
+from services.worker.core.batch import NewSequence
+from services.worker.engine.random_numbers import uniforms
+from services.worker.engine.sampler import Sampled, Sampler, SampleRow, draw
+
+VOCAB = 300
+EOS = 2
+
+
+def sampler() -> Sampler:
+    return Sampler(VOCAB, [EOS], torch.device("cpu"))
+
+
+def logits(seed: int, rows: int = 1) -> torch.Tensor:
+    return torch.randn(rows, VOCAB, generator=torch.Generator().manual_seed(seed)) * 3
+
+
+def once(
+    sampling: SamplingParams,
+    row_V: torch.Tensor,
+    *,
+    prompt: tuple[int, ...] = (5, 6),
+    output: tuple[int, ...] = (),
+) -> Sampled:
+    chosen = sampler()
+    chosen.add(NewSequence(1, prompt, output, sampling))
+    return chosen.sample([SampleRow(1, len(prompt) + len(output))], row_V[None].clone())
+
+
+def kept(sampling: SamplingParams, row_V: torch.Tensor) -> set[int]:
+    """Tokens that can be drawn: those hit by a fine sweep over the unit interval."""
+    sweep = np.linspace(0, 1, 4001, endpoint=False)
+    rows = row_V.double().expand(len(sweep), -1).clone()
+    return set(draw(rows, [sampling] * len(sweep), sweep))
+
+
+def most_probable(row_V: torch.Tensor, count: int) -> set[int]:
+    return set(row_V.topk(count).indices.tolist())
+
+
+def test_greedy_takes_the_best() -> None:
+    row = logits(1)[0]
+    assert once(SamplingParams(temperature=0.0), row).token_ids == (int(row.argmax()),)
+
+
+def test_top_k_keeps_k() -> None:
+    row = logits(2)[0] / 10
+    assert kept(SamplingParams(top_k=7), row) == most_probable(row, 7)
+
+
+def test_top_p_keeps_the_smallest_set_that_reaches_p() -> None:
+    row = logits(3)[0]
+    probabilities = torch.softmax(row.double(), -1).sort(descending=True).values.cumsum(-1)
+    count = int((probabilities < 0.8).sum()) + 1
+    assert count > 3
+    assert kept(SamplingParams(top_p=0.8), row) == most_probable(row, count)
+
+
+def test_top_p_beyond_the_first_look_sorts_everything() -> None:
+    row = torch.zeros(VOCAB)
+    row[::2] += 1e-3
+    assert kept(SamplingParams(top_p=0.99), row) == set(range(VOCAB))  # equals at the border stay
+    assert kept(SamplingParams(top_p=0.3), row) == set(range(0, VOCAB, 2))
+
+
+def test_top_p_counts_what_top_k_left() -> None:
+    row = torch.full((VOCAB,), -50.0)
+    row[10:14] = torch.tensor([4.0, 3.0, 2.0, 1.0]).exp().log()
+    # Of the two best alone, the first has 73 %.
+    assert kept(SamplingParams(top_k=2, top_p=0.7), row) == {10}
+    assert kept(SamplingParams(top_k=2, top_p=0.74), row) == {10, 11}
+
+
+def test_min_p_is_relative_to_the_best() -> None:
+    row = torch.full((VOCAB,), -math.inf)
+    row[:4] = torch.tensor([0.5, 0.3, 0.15, 0.05]).log()
+    assert kept(SamplingParams(min_p=0.25), row) == {0, 1, 2}
+    assert kept(SamplingParams(min_p=0.25, temperature=0.5), row) == {0, 1}  # after the temperature
+
+
+def test_frequencies_follow_the_probabilities() -> None:
+    row = torch.full((VOCAB,), -math.inf)
+    row[[3, 50, 299]] = torch.tensor([0.6, 0.3, 0.1]).log()
+    count = 20_000
+    numbers = uniforms(np.full(count, 9), np.arange(count))
+    drawn = draw(row.double().expand(count, -1).clone(), [SamplingParams()] * count, numbers)
+    shares = np.bincount(drawn, minlength=VOCAB) / count
+    assert shares[[3, 50, 299]] == pytest.approx([0.6, 0.3, 0.1], abs=0.015)
+    assert shares.sum() == pytest.approx(shares[[3, 50, 299]].sum())
+
+
+def test_a_row_gives_the_same_token_in_any_batch() -> None:
+    params = [
+        SamplingParams(seed=1, temperature=0.7, top_p=0.9),
+        SamplingParams(seed=2, top_k=5, repetition_penalty=1.3),
+        SamplingParams(temperature=0.0),
+        SamplingParams(seed=3, min_p=0.1, presence_penalty=0.5, logprobs=2),
+        SamplingParams(seed=4),
+    ] * 8
+    rows_RV = logits(4, len(params))
+    together = sampler()
+    for i, sampling in enumerate(params):
+        together.add(NewSequence(i, (i, 5), (), sampling))
+    batch = together.sample([SampleRow(i, 2) for i in range(len(params))], rows_RV.clone())
+    alone = [once(sampling, rows_RV[i], prompt=(i, 5)) for i, sampling in enumerate(params)]
+    assert batch.token_ids == tuple(sampled.token_ids[0] for sampled in alone)
+    assert batch.logprobs == tuple(sampled.logprobs[0] for sampled in alone)
+    assert len(set(batch.token_ids)) > 10
+
+
+def test_seed_and_position_decide() -> None:
+    row = logits(5)[0] / 10
+    drawn = {
+        (seed, position): once(SamplingParams(seed=seed), row, prompt=(5,) * position).token_ids
+        for seed in range(4)
+        for position in range(1, 5)
+    }
+    assert len(set(drawn.values())) > 8
+    assert once(SamplingParams(seed=2), row, prompt=(9, 9, 9)).token_ids == drawn[2, 3]
+    assert once(SamplingParams(seed=2), row, prompt=(9,), output=(1, 1)).token_ids == drawn[2, 3]  # resumed
+
+
+def test_repetition_penalty_counts_prompt_and_output() -> None:
+    row = torch.zeros(VOCAB)
+    row[[10, 11, 12]] = torch.tensor([4.0, 3.9, 3.8])
+    sampling = SamplingParams(temperature=0.0, repetition_penalty=1.2)
+    assert once(sampling, row).token_ids == (10,)
+    assert once(sampling, row, prompt=(10,)).token_ids == (11,)
+    assert once(sampling, row, prompt=(10,), output=(11,)).token_ids == (12,)
+    negative = torch.full((VOCAB,), -5.0)
+    negative[10] = -4.5
+    assert once(sampling, negative, prompt=(10,)).token_ids != (10,)  # below zero it multiplies
+
+
+def test_presence_and_frequency_penalties_count_the_output_only() -> None:
+    row = torch.zeros(VOCAB)
+    row[[10, 11]] = torch.tensor([2.0, 1.0])
+    presence = SamplingParams(temperature=0.0, presence_penalty=1.5)
+    frequency = SamplingParams(temperature=0.0, frequency_penalty=0.4)
+    assert once(presence, row, prompt=(10, 10)).token_ids == (10,)
+    assert once(presence, row, output=(10,)).token_ids == (11,)
+    assert once(frequency, row, output=(10, 10)).token_ids == (10,)
+    assert once(frequency, row, output=(10, 10, 10)).token_ids == (11,)
+
+
+def test_history_grows_with_what_is_sampled() -> None:
+    row = torch.zeros(1, VOCAB)
+    row[0, [10, 11, 12]] = torch.tensor([3.0, 2.5, 2.4])
+    chosen = sampler()
+    chosen.add(NewSequence(1, (5,), (), SamplingParams(temperature=0.0, presence_penalty=1.0)))
+    tokens = [chosen.sample([SampleRow(1, 1 + i)], row.clone()).token_ids[0] for i in range(4)]
+    assert tokens == [10, 11, 12, 10]
+
+
+def test_min_tokens_keeps_the_ends_away() -> None:
+    row = torch.zeros(VOCAB)
+    row[[EOS, 7, 8]] = torch.tensor([9.0, 8.0, 7.0])
+    sampling = SamplingParams(temperature=0.0, min_tokens=2, stop_token_ids=(7, 99_999))
+    assert once(sampling, row).token_ids == (8,)
+    assert once(sampling, row, output=(8,)).token_ids == (8,)
+    assert once(sampling, row, output=(8, 8)).token_ids == (EOS,)
+    ignoring = SamplingParams(temperature=0.0, min_tokens=2, stop_token_ids=(7,), ignore_eos=True)
+    assert once(ignoring, row).token_ids == (EOS,)
+
+
+def test_logprobs_are_those_of_the_raw_logits() -> None:
+    row = logits(6)[0]
+    sampling = SamplingParams(seed=1, temperature=0.3, top_k=3, repetition_penalty=2.0, logprobs=4)
+    sampled = once(sampling, row, prompt=(int(row.argmax()),))
+    expected = torch.log_softmax(row.double(), -1)
+    (logprobs,) = sampled.logprobs
+    assert logprobs is not None
+    assert logprobs.token_id == sampled.token_ids[0]
+    assert logprobs.logprob == pytest.approx(float(expected[logprobs.token_id]))
+    assert [token for token, _ in logprobs.top] == expected.topk(4).indices.tolist()
+    assert [value for _, value in logprobs.top] == pytest.approx(expected.topk(4).values.tolist())
+
+
+def test_logprobs_zero_gives_the_chosen_token_alone() -> None:
+    (logprobs,) = once(SamplingParams(temperature=0.0, logprobs=0), logits(7)[0]).logprobs
+    assert logprobs is not None
+    assert logprobs.top == ()
+
+
+def test_a_mistake_of_the_caller_is_named() -> None:
+    chosen = sampler()
+    chosen.add(NewSequence(1, (5,), (), SamplingParams(temperature=0.0)))
+    with pytest.raises(InvariantViolation, match="sequence 1 is added twice"):
+        chosen.add(NewSequence(1, (5,), (), SamplingParams(temperature=0.0)))
+    with pytest.raises(InvariantViolation, match=r"sequence 2 .* without a seed"):
+        chosen.add(NewSequence(2, (5,), (), SamplingParams()))
+    chosen.remove(99)
+    chosen.remove(1)
+    assert chosen.sequence_ids == ()
