@@ -1,0 +1,348 @@
+"""Bulk transfers out of a link: one chunk after the other, whichever the schedule names, urgent traffic first."""
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from threading import Condition
+
+import torch
+
+from ballast.common.errors import InvalidRequest, InvariantViolation, Overloaded, Unavailable
+from services.worker.transport.channel import Pending
+from services.worker.transport.config import TransportConfig
+from services.worker.transport.frame import FrameKind, Header
+from services.worker.transport.gate import UrgentGate
+from services.worker.transport.lane import FrameWriter
+from services.worker.transport.pacing import BulkSchedule, Grant, Hold, TokenBucket
+from services.worker.transport.pieces import Pieces
+from services.worker.transport.traffic import TrafficClass, TrafficCounts
+from services.worker.transport.transfer import Outcome, Transfer, TransferReport
+
+
+@dataclass(slots=True)
+class _Outgoing:
+    """A transfer until its future is done: queued, then opened, then wholly sent, then acknowledged."""
+
+    peer: str
+    number: int
+    traffic: TrafficClass
+    topic: int
+    stream: int
+    meta: bytes
+    pieces: Pieces
+    queued_at_s: float
+    done: Future[TransferReport]
+    opened: bool = False
+    sent_bytes: int = 0
+    in_flight: int = 0  # frames of it that may still be read from memory
+    verdict: Outcome | None = None
+    why: str = ""
+
+
+@dataclass(slots=True)
+class _Posted:
+    pending: list[Pending]
+    owner: _Outgoing | None
+    kind: FrameKind
+
+
+@dataclass(slots=True)
+class _State:
+    transfers: dict[int, _Outgoing] = field(default_factory=dict[int, _Outgoing])
+    notices: deque[tuple[FrameKind, _Outgoing | None]] = field(
+        default_factory=deque[tuple[FrameKind, "_Outgoing | None"]]
+    )  # go before any chunk
+    in_flight: deque[_Posted] = field(default_factory=deque[_Posted])
+    last_number: int = 0
+    promised: bool = False  # the last frame said that another one follows
+    refusal: Unavailable | None = None
+    broken: bool = False
+
+
+class BulkSender:
+    """`run` is the body of the one thread that posts and waits for completions."""
+
+    def __init__(
+        self,
+        peer: str,
+        epoch: int,
+        config: TransportConfig,
+        writer: FrameWriter,
+        max_transfer_bytes: int,
+        gate: UrgentGate,
+        counts: TrafficCounts,
+        bucket: TokenBucket | None,
+    ) -> None:
+        self._peer = peer
+        self._epoch = epoch
+        self._config = config
+        self._writer = writer
+        self._max_transfer_bytes = max_transfer_bytes
+        self._gate = gate
+        self._counts = counts
+        self._bucket = bucket
+        self._changed = Condition()
+        self._state = _State()
+        self._schedule = BulkSchedule(
+            chunk_bytes=config.chunk_bytes, hold_s=config.hold_s, patience_chunks=config.patience_chunks
+        )
+
+    # ------------------------------------------------------------ for callers
+
+    def submit(
+        self, traffic: TrafficClass, pieces: Sequence[torch.Tensor], topic: int, meta: bytes, stream: int, rank: int
+    ) -> Transfer:
+        source = Pieces(pieces, "pieces")
+        self._refuse_bad(traffic, meta, source.total_bytes)
+        done: Future[TransferReport] = Future()
+        done.set_running_or_notify_cancel()  # Transfer.cancel is the way to take it back
+        with self._changed:
+            if self._state.refusal is not None:
+                raise self._state.refusal
+            if len(self._state.transfers) >= self._config.max_transfers:
+                raise Overloaded(f"link to {self._peer}: {len(self._state.transfers)} transfers unfinished", 0.05)
+            self._state.last_number += 1
+            number = self._state.last_number
+            outgoing = _Outgoing(self._peer, number, traffic, topic, stream, meta, source, time.monotonic(), done)
+            self._state.transfers[number] = outgoing
+            if source.total_bytes:
+                self._schedule.add(number, traffic, source.total_bytes, rank)
+            else:
+                outgoing.opened = True
+                self._state.notices.append((FrameKind.OPENING, outgoing))
+            self._changed.notify_all()
+        return Transfer(number, source.total_bytes, self, done)
+
+    def cancel(self, number: int) -> bool:
+        with self._changed:
+            outgoing = self._state.transfers.get(number)
+            if outgoing is None or not self._schedule.remove(number):
+                return False
+            finished = self._withdraw(outgoing, Outcome.CANCELLED, "")
+        _settle(finished)
+        return True
+
+    def reprioritise(self, number: int, traffic: TrafficClass, rank: int) -> bool:
+        if traffic.is_urgent:
+            raise InvalidRequest("traffic", f"{traffic.name} is not bulk")
+        with self._changed:
+            moved = self._schedule.reprioritise(number, traffic, rank)
+            if moved:
+                self._state.transfers[number].traffic = traffic
+            return moved
+
+    def set_chunk_bytes(self, chunk_bytes: int) -> None:
+        """From the next chunk on."""
+        if chunk_bytes < 1:
+            raise InvalidRequest("chunk_bytes", f"must be positive, got {chunk_bytes}")
+        with self._changed:
+            self._schedule.chunk_bytes = chunk_bytes
+
+    def queued_bytes(self) -> int:
+        with self._changed:
+            return self._schedule.queued_bytes
+
+    def acknowledged(self, number: int, outcome: Outcome, why: str) -> None:
+        """The peer has the transfer in place, or does not want it."""
+        with self._changed:
+            outgoing = self._state.transfers.get(number)
+            if outgoing is None or outgoing.verdict is not None:
+                return
+            if self._schedule.remove(number):  # refused with chunks left: tell it where the transfer ends
+                finished = self._withdraw(outgoing, outcome, why)
+            else:
+                outgoing.verdict, outgoing.why = outcome, why
+                finished = self._finish_if_quiet(outgoing)
+        _settle(finished)
+
+    def close(self) -> None:
+        """Whatever is unfinished fails; CLOSE goes out as the last frame."""
+        with self._changed:
+            if self._state.refusal is not None:
+                return
+            self._state.refusal = Unavailable(self._peer, "the link is closed")
+            self._state.notices.append((FrameKind.CLOSE, None))
+            ended = [self._end(outgoing) for outgoing in list(self._state.transfers.values())]
+            self._changed.notify_all()
+        for finished in ended:
+            _settle(finished)
+
+    def fail(self, why: Unavailable) -> None:
+        """The channel is aborted: nothing reads the callers' memory any more, everything unfinished fails."""
+        with self._changed:
+            self._state.refusal, self._state.broken = why, True
+            failed = list(self._state.transfers.values())
+            self._state.transfers.clear()
+            self._changed.notify_all()
+        for outgoing in failed:
+            outgoing.verdict, outgoing.why = Outcome.BROKEN, why.why
+            _settle(outgoing)
+
+    # ------------------------------------------------------------ the thread
+
+    def run(self) -> None:
+        state = self._state
+        while not state.broken:
+            if len(state.in_flight) >= self._config.window_chunks and self._complete_oldest():
+                return
+            with self._changed:
+                decision = self._post_notice() or self._schedule.next(time.monotonic(), urgent=self._gate.is_due)
+                if decision is None and not state.in_flight:
+                    self._wait_for_work()
+                    continue
+            match decision:
+                case Grant():
+                    self._send_chunk(decision)
+                case Hold(until_s):
+                    self._stand_back(until_s)
+                case None:
+                    if self._complete_oldest():
+                        return
+                case True:
+                    pass
+
+    def _stand_back(self, until_s: float) -> None:
+        began_s = time.monotonic()
+        self._gate.wait_clear(until_s)
+        self._counts.holds += 1
+        self._counts.held_s += time.monotonic() - began_s
+
+    def _send_chunk(self, grant: Grant) -> None:
+        with self._changed:
+            outgoing = self._state.transfers.get(grant.transfer)
+            if outgoing is None or grant.transfer not in self._schedule:  # cancelled since
+                return
+            size = outgoing.pieces.chunk_bytes(grant.offset_bytes, grant.limit_bytes)
+            if self._bucket is not None:
+                self._bucket.take(size, time.monotonic())
+            if not outgoing.opened:
+                outgoing.opened = True
+                self._counts.sent[outgoing.traffic].waited_s += time.monotonic() - outgoing.queued_at_s
+                self._post(FrameKind.OPENING, outgoing, more=True)
+            self._schedule.sent(grant.transfer, size)
+            outgoing.sent_bytes += size
+            counted = self._counts.sent[outgoing.traffic]
+            counted.total_bytes += size
+            counted.messages += outgoing.sent_bytes == outgoing.pieces.total_bytes
+            outgoing.in_flight += 1
+            more = len(self._schedule) > 0 and self._bucket is None
+        # Outside of the lock: copying and writing to a socket take their time. Nobody else posts on this lane.
+        payload = outgoing.pieces.view(grant.offset_bytes, size)
+        if payload is None:
+            payload = torch.empty(size, dtype=torch.uint8, device=outgoing.pieces.device)
+            outgoing.pieces.gather(grant.offset_bytes, payload)
+            self._counts.copied_bytes += size
+        header = Header(
+            kind=FrameKind.CHUNK,
+            traffic=outgoing.traffic,
+            epoch=self._epoch,
+            transfer=outgoing.number,
+            offset_bytes=grant.offset_bytes,
+            more=more,
+        )
+        pending = self._writer.post(header, b"", payload)
+        with self._changed:
+            self._state.promised = more
+            self._state.in_flight.append(_Posted(pending, outgoing, FrameKind.CHUNK))
+            pause_until_s = 0.0 if self._bucket is None else self._bucket.ready_at_s()
+            self._changed.wait_for(lambda: self._state.broken, timeout=max(pause_until_s - time.monotonic(), 0))
+
+    def _complete_oldest(self) -> bool:
+        """Wait for one posted frame; True when it was the last this lane ever sends."""
+        posted = self._state.in_flight.popleft()
+        for pending in posted.pending:
+            pending.wait(self._config.send_timeout_s)
+        finished = None
+        if posted.owner is not None:
+            with self._changed:
+                posted.owner.in_flight -= 1
+                finished = self._finish_if_quiet(posted.owner)
+        _settle(finished)
+        return posted.kind is FrameKind.CLOSE
+
+    # ------------------------------------------------------------ below: called with _changed held
+
+    def _post_notice(self) -> bool | None:
+        """True when one was posted; None when there is none, so that the schedule is asked."""
+        if not self._state.notices:
+            return None
+        kind, outgoing = self._state.notices.popleft()
+        self._post(kind, outgoing, more=False)
+        return True
+
+    def _post(self, kind: FrameKind, outgoing: _Outgoing | None, *, more: bool) -> None:
+        header = Header(kind=kind, traffic=TrafficClass.CONTROL, epoch=self._epoch, more=more)
+        meta = b""
+        if outgoing is not None:
+            header = Header(
+                kind=kind,
+                traffic=outgoing.traffic,
+                epoch=self._epoch,
+                transfer=outgoing.number,
+                topic=outgoing.topic,
+                stream=outgoing.stream,
+                total_bytes=outgoing.pieces.total_bytes,
+                more=more,
+            )
+            meta = outgoing.meta if kind is FrameKind.OPENING else b""
+            outgoing.in_flight += 1
+        self._state.in_flight.append(_Posted(self._writer.post(header, meta), outgoing, kind))
+        self._state.promised = more
+
+    def _wait_for_work(self) -> None:
+        """Nothing to send and nothing in flight."""
+        if not self._state.promised and self._changed.wait(self._config.keepalive_s):
+            return
+        if not self._state.notices and not len(self._schedule):
+            self._state.notices.append((FrameKind.KEEPALIVE, None))
+
+    def _withdraw(self, outgoing: _Outgoing, outcome: Outcome, why: str) -> _Outgoing | None:
+        """It left the schedule early; the receiver is told if it knows of it."""
+        outgoing.verdict, outgoing.why = outcome, why
+        if not outgoing.opened:
+            return self._finish_if_quiet(outgoing)
+        self._state.notices.append((FrameKind.CANCEL, outgoing))
+        self._changed.notify_all()
+        return None
+
+    def _finish_if_quiet(self, outgoing: _Outgoing) -> _Outgoing | None:
+        if outgoing.verdict is None or outgoing.in_flight or outgoing.number not in self._state.transfers:
+            return None
+        del self._state.transfers[outgoing.number]
+        return outgoing
+
+    def _end(self, outgoing: _Outgoing) -> _Outgoing | None:
+        """The link is closing: no further chunk of it."""
+        self._schedule.remove(outgoing.number)
+        outgoing.verdict = outgoing.verdict or Outcome.BROKEN
+        outgoing.why = outgoing.why or "the link is closed"
+        return self._finish_if_quiet(outgoing)
+
+    def _refuse_bad(self, traffic: TrafficClass, meta: bytes, total_bytes: int) -> None:
+        if traffic.is_urgent:
+            raise InvalidRequest("traffic", f"{traffic.name} is not bulk: use send()")
+        if total_bytes > self._max_transfer_bytes:
+            raise InvalidRequest("pieces", f"{total_bytes} bytes, at most {self._max_transfer_bytes}")
+        if len(meta) > self._writer.max_meta_bytes():
+            raise InvalidRequest("meta", f"{len(meta)} bytes, at most {self._writer.max_meta_bytes()}")
+
+    def check(self) -> None:
+        with self._changed:
+            self._schedule.check()
+            for outgoing in self._state.transfers.values():
+                left = outgoing.pieces.total_bytes - outgoing.sent_bytes
+                if outgoing.verdict is None and bool(left) != (outgoing.number in self._schedule):
+                    raise InvariantViolation(f"transfer {outgoing.number}: {left} bytes left, not in the schedule")
+
+
+def _settle(outgoing: _Outgoing | None) -> None:
+    """Tell the caller, who may touch or unmap the source from here on. Without the lock: callbacks run in here."""
+    if outgoing is None or outgoing.verdict is None or outgoing.done.done():
+        return
+    if outgoing.verdict is Outcome.BROKEN:
+        outgoing.done.set_exception(Unavailable(outgoing.peer, outgoing.why))
+        return
+    duration_s = time.monotonic() - outgoing.queued_at_s
+    outgoing.done.set_result(TransferReport(outgoing.verdict, outgoing.sent_bytes, duration_s, outgoing.why))

@@ -1,0 +1,51 @@
+"""How links behave. One value for all links of a worker."""
+
+from dataclasses import dataclass
+
+from ballast.common.errors import ConfigError
+
+HEADER_BYTES = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransportConfig:
+    # Bulk.
+    chunk_bytes: int = 512 * 1024  # an urgent message waits for at most one of these
+    window_chunks: int = 4  # bulk chunks in flight on a link
+    hold_s: float = 0.005  # longest time bulk stands back for urgent traffic before one chunk goes anyway
+    patience_chunks: int = 64  # chunks of higher classes after which a waiting lower class gets one
+    rate_bytes_per_s: float | None = None  # emulates a slower link, both lanes together; None: as fast as it goes
+    # Frames: a header, then meta and, if it fits, the payload, in one message whose receive is posted in advance.
+    urgent_inline_bytes: int = 64 * 1024
+    bulk_inline_bytes: int = 4 * 1024
+    posted_frames: int = 4  # receives posted in advance on each lane
+    # Bounds.
+    max_message_bytes: int = 64 * 1024 * 1024  # one urgent message
+    max_transfer_bytes: int = 1 << 40
+    max_queued_messages: int = 256
+    max_queued_bytes: int = 256 * 1024 * 1024  # urgent messages not yet sent
+    max_transfers: int = 1024  # unfinished, in each direction
+    urgent_window: int = 8  # urgent messages in flight
+    # Waits.
+    connect_timeout_s: float = 10.0
+    send_timeout_s: float = 10.0  # for one message or chunk, from posting to completion
+    keepalive_s: float = 1.0
+    silence_timeout_s: float = 10.0  # a peer that sends nothing for so long is gone
+    close_timeout_s: float = 2.0
+
+    def __post_init__(self) -> None:
+        for name in ("chunk_bytes", "window_chunks", "patience_chunks", "posted_frames", "max_transfers"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"transport.{name}", f"must be at least 1, got {getattr(self, name)}")
+        if self.keepalive_s * 2 > self.silence_timeout_s:
+            raise ConfigError(
+                "transport.silence_timeout_s", f"must be at least twice keepalive_s ({self.keepalive_s} s)"
+            )
+        if self.rate_bytes_per_s is not None and self.rate_bytes_per_s <= 0:
+            raise ConfigError("transport.rate_bytes_per_s", f"must be positive, got {self.rate_bytes_per_s}")
+        if min(self.urgent_inline_bytes, self.bulk_inline_bytes) < 0:
+            raise ConfigError("transport.urgent_inline_bytes", "and bulk_inline_bytes must not be negative")
+
+    def frame_bytes(self, *, urgent: bool) -> int:
+        """Size of a posted receive; the largest frame that may be sent to us."""
+        return HEADER_BYTES + (self.urgent_inline_bytes if urgent else self.bulk_inline_bytes)

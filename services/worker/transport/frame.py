@@ -1,0 +1,144 @@
+"""What stands in front of every message on a link: 64 bytes, little-endian, always the same layout.
+
+A receiver whose buffer is smaller than the message dies in C++, so nothing is received whose size has not been
+announced: frames are bounded by what both sides agreed on when the link came up, payloads by the frame before them.
+"""
+
+import struct
+from dataclasses import dataclass
+from enum import IntEnum
+
+import torch
+
+from ballast.common.errors import PeerViolation
+from services.worker.transport.config import HEADER_BYTES
+from services.worker.transport.traffic import TrafficClass
+
+MAGIC = 0xBA57
+VERSION = 1
+MAX_DIMENSIONS = 2
+
+# magic, version, kind, class, flags, dtype, dimensions | epoch | stream | extent x2 | transfer, sequence, topic, meta
+# bytes | payload bytes
+_LAYOUT = struct.Struct("<HBBBBBBQQQQIIIIQ")
+assert _LAYOUT.size == HEADER_BYTES
+
+_INLINE = 1
+_MORE = 2
+
+_DTYPES = (
+    torch.uint8,
+    torch.float32,
+    torch.float64,
+    torch.bfloat16,
+    torch.float16,
+    torch.int32,
+    torch.int64,
+    torch.int8,
+    torch.int16,
+    torch.bool,
+)
+_DTYPE_CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
+SUPPORTED_DTYPES = frozenset(_DTYPES)
+
+
+class FrameKind(IntEnum):
+    MESSAGE = 1  # urgent: meta and one tensor
+    OPENING = 2  # bulk: a transfer begins
+    CHUNK = 3  # bulk: bytes [offset, offset + payload) of a transfer
+    CANCEL = 4  # bulk: no more chunks of this transfer
+    DELIVERED = 5  # urgent, backwards: every byte of the transfer is in place
+    REFUSED = 6  # urgent, backwards: the transfer is not wanted; meta says why
+    KEEPALIVE = 7
+    CLOSE = 8  # the last frame on its lane
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Header:
+    kind: FrameKind
+    traffic: TrafficClass
+    epoch: int
+    sequence: int = 0  # rises by one per frame of a lane and direction, modulo 2**32
+    stream: int = 0  # the caller's
+    topic: int = 0  # the caller's
+    transfer: int = 0  # the sender's number of a transfer
+    meta_bytes: int = 0
+    payload_bytes: int = 0
+    total_bytes: int = 0  # OPENING
+    offset_bytes: int = 0  # CHUNK
+    dtype: torch.dtype = torch.uint8  # MESSAGE
+    shape: tuple[int, ...] = ()  # MESSAGE
+    inline: bool = False  # the payload stands in the frame behind the meta
+    more: bool = False  # another frame follows, whatever the receiver does
+
+    def pack(self) -> bytes:
+        if self.kind is FrameKind.MESSAGE:
+            first, second = (*self.shape, 0, 0)[:2]
+        else:
+            first, second = self.total_bytes, self.offset_bytes
+        return _LAYOUT.pack(
+            MAGIC,
+            VERSION,
+            self.kind,
+            self.traffic,
+            _INLINE * self.inline | _MORE * self.more,
+            _DTYPE_CODES[self.dtype],
+            len(self.shape),
+            self.epoch,
+            self.stream,
+            first,
+            second,
+            self.transfer,
+            self.sequence,
+            self.topic,
+            self.meta_bytes,
+            self.payload_bytes,
+        )
+
+
+def unpack(data: bytes, peer: str) -> Header:
+    """Raises PeerViolation when the bytes are not a header of this version."""
+    magic, version, kind, traffic, flags, dtype, ndim, epoch, stream, first, second, *rest = _LAYOUT.unpack(data)
+    transfer, sequence, topic, meta_bytes, payload_bytes = rest
+    if magic != MAGIC or version != VERSION:
+        raise PeerViolation(peer, f"frame with magic {magic:#x} version {version}, expected {MAGIC:#x} {VERSION}")
+    try:
+        kind, traffic = FrameKind(kind), TrafficClass(traffic)
+    except ValueError as error:
+        raise PeerViolation(peer, f"frame header: {error}") from error
+    if dtype >= len(_DTYPES) or ndim > MAX_DIMENSIONS:
+        raise PeerViolation(peer, f"frame header: dtype code {dtype}, {ndim} dimensions")
+    is_message = kind is FrameKind.MESSAGE
+    header = Header(
+        kind=kind,
+        traffic=traffic,
+        epoch=epoch,
+        sequence=sequence,
+        stream=stream,
+        topic=topic,
+        transfer=transfer,
+        meta_bytes=meta_bytes,
+        payload_bytes=payload_bytes,
+        total_bytes=0 if is_message else first,
+        offset_bytes=0 if is_message else second,
+        dtype=_DTYPES[dtype],
+        shape=(first, second)[:ndim] if is_message else (),
+        inline=bool(flags & _INLINE),
+        more=bool(flags & _MORE),
+    )
+    _check_shape(header, peer)
+    return header
+
+
+def _check_shape(header: Header, peer: str) -> None:
+    """A message is a tensor of its announced shape, or nothing."""
+    if header.kind is not FrameKind.MESSAGE:
+        return
+    elements = 1
+    for size in header.shape:
+        elements *= size
+    expected = elements * header.dtype.itemsize if header.shape else 0
+    if expected != header.payload_bytes:
+        raise PeerViolation(
+            peer, f"message of shape {header.shape} {header.dtype} announces {header.payload_bytes} bytes"
+        )

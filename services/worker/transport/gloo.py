@@ -1,0 +1,96 @@
+"""Channels over gloo: one two-rank process group each, made directly and not part of any world."""
+
+from datetime import timedelta
+from typing import cast
+
+import torch
+from torch.distributed import PrefixStore, ProcessGroupGloo, Store, Work
+
+from ballast.common.errors import ConfigError
+from services.worker.transport.channel import ChannelBroken, Group
+
+_FRAMES, _PAYLOADS, _NEVER_SENT = 0, 1, 2  # tags; messages of one tag stay in order
+
+
+class GlooPending:
+    def __init__(self, work: Work) -> None:
+        self._work = work
+
+    def wait(self, timeout_s: float) -> None:
+        # Completion cannot be polled, and a wait whose time is up closes the connection: it is never tried again.
+        try:
+            self._work.wait(timedelta(seconds=timeout_s))
+        except RuntimeError as error:
+            raise ChannelBroken(_first_line(error)) from error
+
+
+class GlooChannel:
+    def __init__(self, group: Group, rank: int) -> None:
+        self._group: Group | None = group
+        self._peer = 1 - rank
+        self.device = torch.device("cpu")
+
+    def send_frame(self, frame: torch.Tensor) -> GlooPending:
+        return self._send(frame, _FRAMES)
+
+    def post_frame(self, buffer: torch.Tensor) -> GlooPending:
+        return self._post(buffer, _FRAMES)
+
+    def send_payload(self, payload: torch.Tensor) -> GlooPending:
+        return self._send(payload, _PAYLOADS)
+
+    def post_payload(self, buffer: torch.Tensor) -> GlooPending:
+        return self._post(buffer, _PAYLOADS)
+
+    def abort(self) -> None:
+        # A receive that times out closes the connection with everything that is pending on it. The group's own
+        # abort() leaves pending receives waiting.
+        try:
+            self._post(torch.empty(1, dtype=torch.uint8), _NEVER_SENT).wait(0.001)
+        except ChannelBroken:
+            return
+
+    def destroy(self) -> None:
+        self._group = None
+
+    def _open_group(self) -> Group:
+        if self._group is None:
+            raise ChannelBroken("destroyed")
+        return self._group
+
+    def _send(self, tensor: torch.Tensor, tag: int) -> GlooPending:
+        try:
+            return GlooPending(self._open_group().send([tensor], self._peer, tag))
+        except RuntimeError as error:
+            raise ChannelBroken(_first_line(error)) from error
+
+    def _post(self, tensor: torch.Tensor, tag: int) -> GlooPending:
+        try:
+            return GlooPending(self._open_group().recv([tensor], self._peer, tag))
+        except RuntimeError as error:
+            raise ChannelBroken(_first_line(error)) from error
+
+
+class GlooTransport:
+    """`host` is a name or address of this machine that peers reach it by; no lookup of the machine's own name."""
+
+    def __init__(self, host: str) -> None:
+        try:
+            self._device = ProcessGroupGloo.create_device(hostname=host, lazy_init=False)
+        except RuntimeError as error:
+            raise ConfigError("advertise_host", f"{host!r} is no address of this machine: {error}") from error
+
+    def open(self, store: Store, name: str, rank: int, timeout_s: float) -> GlooChannel:
+        options = ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue] the stubs call it Options
+        options._devices = [self._device]
+        options._threads = 1
+        options._timeout = timedelta(seconds=timeout_s)
+        try:
+            group = ProcessGroupGloo(PrefixStore(name, store), rank, 2, options)
+            return GlooChannel(cast(Group, group), rank)
+        except RuntimeError as error:
+            raise ChannelBroken(f"{name}: {_first_line(error)}") from error
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).split("\n", 1)[0]

@@ -1,0 +1,97 @@
+"""One direction of one channel: frames out, frames in."""
+
+from collections import deque
+from dataclasses import dataclass, replace
+
+import torch
+
+from ballast.common.errors import PeerViolation
+from services.worker.transport.channel import PairChannel, Pending
+from services.worker.transport.config import HEADER_BYTES
+from services.worker.transport.frame import Header, unpack
+
+_SEQUENCE_MODULUS = 1 << 32
+
+
+class FrameWriter:
+    """Posts frames in order. Used by one thread at a time."""
+
+    def __init__(self, channel: PairChannel, max_frame_bytes: int) -> None:
+        self._channel = channel
+        self._max_frame_bytes = max_frame_bytes
+        self._sequence = 0
+
+    def max_meta_bytes(self) -> int:
+        return self._max_frame_bytes - HEADER_BYTES
+
+    def post(self, header: Header, meta: bytes = b"", payload: torch.Tensor | None = None) -> list[Pending]:
+        """Post a frame and its payload (flat bytes), which is copied into the frame if the peer's receive has room."""
+        payload_bytes = 0 if payload is None else payload.numel()
+        inline = 0 < payload_bytes <= self._max_frame_bytes - HEADER_BYTES - len(meta)
+        sized = replace(
+            header, sequence=self._sequence, meta_bytes=len(meta), payload_bytes=payload_bytes, inline=inline
+        )
+        self._sequence = (self._sequence + 1) % _SEQUENCE_MODULUS
+        head = sized.pack() + meta
+        frame = torch.frombuffer(bytearray(head), dtype=torch.uint8)
+        if payload is None or not payload_bytes:
+            return [self._channel.send_frame(frame)]
+        if inline:
+            whole = torch.empty(len(head) + payload_bytes, dtype=torch.uint8)
+            whole[: len(head)].copy_(frame)
+            whole[len(head) :].copy_(payload)
+            return [self._channel.send_frame(whole)]
+        return [self._channel.send_frame(frame), self._channel.send_payload(payload.to(self._channel.device))]
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    header: Header
+    meta: bytes
+    inline: torch.Tensor | None  # flat bytes; lies in the posted buffer and is gone with the next `FrameReader.next`
+
+
+class FrameReader:
+    """Keeps receives posted and hands out one frame at a time. Used by one thread."""
+
+    def __init__(self, channel: PairChannel, peer: str, frame_bytes: int, posted_frames: int) -> None:
+        self._channel = channel
+        self._peer = peer
+        self._frame_bytes = frame_bytes
+        self._posted: deque[tuple[Pending, bytearray]] = deque()
+        self._in_use: bytearray | None = None
+        self._expected = 0
+        for _ in range(posted_frames):
+            self._post(bytearray(frame_bytes))
+
+    def next(self, timeout_s: float) -> Frame:
+        """Raises ChannelBroken when none comes in time, PeerViolation when it is not what it should be."""
+        if self._in_use is not None:
+            self._post(self._in_use)
+            self._in_use = None
+        pending, buffer = self._posted.popleft()
+        pending.wait(timeout_s)
+        self._in_use = buffer
+        header = unpack(bytes(buffer[:HEADER_BYTES]), self._peer)
+        self._check(header)
+        meta_end = HEADER_BYTES + header.meta_bytes
+        inline = None
+        if header.inline:
+            inline = torch.frombuffer(buffer, dtype=torch.uint8)[meta_end : meta_end + header.payload_bytes]
+        return Frame(header, bytes(buffer[HEADER_BYTES:meta_end]), inline)
+
+    def release(self) -> None:
+        """Drop the posted receives; the channel must be aborted."""
+        self._posted.clear()
+        self._in_use = None
+
+    def _check(self, header: Header) -> None:
+        if header.sequence != self._expected:
+            raise PeerViolation(self._peer, f"frame number {header.sequence}, expected {self._expected}")
+        self._expected = (self._expected + 1) % _SEQUENCE_MODULUS
+        in_frame_bytes = HEADER_BYTES + header.meta_bytes + header.payload_bytes * header.inline
+        if in_frame_bytes > self._frame_bytes:
+            raise PeerViolation(self._peer, f"frame of {in_frame_bytes} bytes in a buffer of {self._frame_bytes}")
+
+    def _post(self, buffer: bytearray) -> None:
+        self._posted.append((self._channel.post_frame(torch.frombuffer(buffer, dtype=torch.uint8)), buffer))

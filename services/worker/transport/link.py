@@ -1,0 +1,300 @@
+"""A link: two workers, one epoch, an urgent and a bulk lane."""
+
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import Enum
+from functools import partial
+from threading import Event, Lock, Thread
+from typing import Protocol
+
+import torch
+
+from ballast.common.errors import StaleEpoch, Unavailable
+from services.worker.transport.bulk_sender import BulkSender
+from services.worker.transport.channel import PairChannel
+from services.worker.transport.config import TransportConfig
+from services.worker.transport.frame import FrameKind, Header
+from services.worker.transport.gate import SharedBucket, UrgentGate
+from services.worker.transport.lane import FrameWriter
+from services.worker.transport.receiving import BulkHandlers, BulkReceiver, Message, UrgentHandlers, UrgentReceiver
+from services.worker.transport.rendezvous import Terms
+from services.worker.transport.traffic import TrafficClass, TrafficCounts
+from services.worker.transport.transfer import Opening, Outcome, Refusal, Transfer
+from services.worker.transport.urgent import UrgentSender
+
+
+class LinkState(Enum):
+    UP = "up"
+    CLOSING = "closing"
+    CLOSED = "closed"
+    BROKEN = "broken"
+
+
+@dataclass(frozen=True, slots=True)
+class LinkEnding:
+    state: LinkState  # CLOSED or BROKEN
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class LinkFacts:
+    peer_id: str
+    epoch: int
+    state: LinkState
+    queued_bulk_bytes: int
+    counts: TrafficCounts
+
+
+class Receiver(Protocol):
+    """Where a link brings what comes in.
+
+    Called on the link's own threads, for one link at most once at a time per lane. It must return at once and must
+    not wait for anything of the link; sending is fine. An exception breaks the link.
+    """
+
+    def on_message(self, link: "Link", message: Message) -> None: ...
+
+    def on_opening(self, link: "Link", opening: Opening) -> Sequence[torch.Tensor] | Refusal:
+        """Where the bytes shall go: contiguous tensors that together have exactly `total_bytes`.
+
+        They are written to until `on_transfer_end`; before that they must be neither freed nor unmapped.
+        """
+        ...
+
+    def on_transfer_end(self, link: "Link", opening: Opening, outcome: Outcome) -> None:
+        """Once for every opening that was not refused."""
+        ...
+
+    def on_link_end(self, link: "Link", ending: LinkEnding) -> None:
+        """Once. A broken link is reported at once; transfers it cut off end right after."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Channels:
+    urgent: PairChannel
+    bulk: PairChannel
+
+
+class Link:
+    """Safe for use from any thread."""
+
+    def __init__(
+        self,
+        peer_id: str,
+        epoch: int,
+        channels: Channels,
+        peer_terms: Terms,
+        config: TransportConfig,
+        receiver: Receiver,
+        dispose: Callable[[Callable[[], None]], None],
+    ) -> None:
+        self.peer_id = peer_id
+        self.epoch = epoch
+        self.counts = TrafficCounts()
+        self._config = config
+        self._receiver = receiver
+        self._dispose = dispose
+        self._channels: Channels | None = channels
+        self._lock = Lock()
+        self._state = LinkState.UP
+        self._retired = False
+        self._ended = Event()
+        self._gate = UrgentGate()
+        self._build(channels, peer_terms)
+        names = ("urgent-send", "urgent-receive", "bulk-send", "bulk-receive")
+        bodies = (self._urgent.run, self._urgent_in.run, self._bulk.run, self._bulk_in.run)
+        self._threads = [
+            Thread(target=self._run, args=(body,), name=f"link-{peer_id}-{epoch}-{name}", daemon=True)
+            for name, body in zip(names, bodies, strict=True)
+        ]
+        self._running = len(self._threads)
+        for thread in self._threads:
+            thread.start()
+
+    def _build(self, channels: Channels, peer_terms: Terms) -> None:
+        rate = self._config.rate_bytes_per_s
+        bucket = None if rate is None else SharedBucket(rate)
+        config, epoch, counts = self._config, self.epoch, self.counts
+        urgent_out = FrameWriter(channels.urgent, peer_terms.urgent_frame_bytes)
+        bulk_out = FrameWriter(channels.bulk, peer_terms.bulk_frame_bytes)
+        max_message = min(config.max_message_bytes, peer_terms.max_message_bytes)
+        max_transfer = min(config.max_transfer_bytes, peer_terms.max_transfer_bytes)
+        gate = self._gate
+        self._urgent = UrgentSender(self.peer_id, epoch, config, urgent_out, max_message, gate, counts, bucket)
+        self._bulk = BulkSender(self.peer_id, epoch, config, bulk_out, max_transfer, gate, counts, bucket)
+        urgent_handlers = UrgentHandlers(
+            on_message=partial(self._receiver.on_message, self),
+            on_answer=self._bulk.acknowledged,
+            on_close=self.begin_close,
+            is_stale=self._is_stale,
+        )
+        bulk_handlers = BulkHandlers(
+            on_opening=partial(self._receiver.on_opening, self),
+            on_transfer_end=partial(self._receiver.on_transfer_end, self),
+            answer=self._answer,
+            on_close=self.begin_close,
+            is_stale=self._is_stale,
+        )
+        self._urgent_in = UrgentReceiver(self.peer_id, config, channels.urgent, counts, urgent_handlers)
+        self._bulk_in = BulkReceiver(self.peer_id, config, channels.bulk, counts, bulk_handlers)
+
+    @property
+    def state(self) -> LinkState:
+        return self._state
+
+    def facts(self) -> LinkFacts:
+        return LinkFacts(self.peer_id, self.epoch, self._state, self._bulk.queued_bytes(), self.counts)
+
+    # ------------------------------------------------------------ sending
+
+    def send(
+        self,
+        traffic: TrafficClass,
+        topic: int,
+        *,
+        meta: bytes = b"",
+        tensor: torch.Tensor | None = None,
+        stream: int = 0,
+        timeout_s: float = 0.0,
+    ) -> Future[None]:
+        """Send an urgent message. The tensor must stay as it is until the future is done.
+
+        Done means that it has left our memory, not that the peer has acted on it. Messages of a class stay in order.
+
+        Raises:
+            Overloaded: no room in the queue within `timeout_s`.
+            InvalidRequest: over a bound, or not contiguous.
+            Unavailable: the link has ended.
+        """
+        self._refuse_retired()
+        return self._urgent.send(traffic, topic, meta, tensor, stream, timeout_s)
+
+    def transfer(
+        self,
+        traffic: TrafficClass,
+        pieces: Sequence[torch.Tensor],
+        *,
+        topic: int = 0,
+        meta: bytes = b"",
+        stream: int = 0,
+        rank: int = 0,
+    ) -> Transfer:
+        """Send bulk bytes from where they lie. Inside a class the smaller `rank` goes first; equals share the link.
+
+        Raises: as `send`.
+        """
+        self._refuse_retired()
+        return self._bulk.submit(traffic, pieces, topic, meta, stream, rank)
+
+    @contextmanager
+    def urgent(self) -> Generator[None]:
+        """While inside, an activation is due: bulk stands back, for `hold_s` between two chunks at most."""
+        self._gate.enter()
+        try:
+            yield
+        finally:
+            self._gate.leave()
+
+    def set_chunk_bytes(self, chunk_bytes: int) -> None:
+        self._bulk.set_chunk_bytes(chunk_bytes)
+
+    # ------------------------------------------------------------ ending
+
+    def retire(self) -> None:
+        """The epoch is over: nothing more is sent, and what still comes is refused and counted."""
+        self._retired = True
+
+    def begin_close(self) -> None:
+        """Accept nothing more, let urgent messages out, end transfers. What the peer still sends is received."""
+        with self._lock:
+            if self._state is not LinkState.UP:
+                return
+            self._state = LinkState.CLOSING
+        self._bulk.close()
+        self._urgent.close()
+
+    def close(self, timeout_s: float | None = None) -> None:
+        """`begin_close`, then wait for the peer to do the same. Not from a link's thread."""
+        self.begin_close()
+        if not self._ended.wait(self._config.close_timeout_s if timeout_s is None else timeout_s):
+            self._break("the peer did not answer the close")
+            self._ended.wait(self._config.close_timeout_s)
+
+    def wait_ended(self, timeout_s: float) -> bool:
+        """True: no thread of this link is left."""
+        if not self._ended.wait(timeout_s):
+            return False
+        for thread in self._threads:
+            thread.join(timeout_s)
+        return not any(thread.is_alive() for thread in self._threads)
+
+    def check(self) -> None:
+        self._bulk.check()
+
+    # ------------------------------------------------------------ the threads' side
+
+    def _run(self, body: Callable[[], None]) -> None:
+        try:
+            body()
+        except Exception as error:  # noqa: BLE001 whatever goes wrong, a receiver's bug included, ends this link only
+            self._break(f"{type(error).__name__}: {error}")
+        with self._lock:
+            self._running -= 1
+            is_last = self._running == 0
+        if is_last:
+            self._finish()
+
+    def _break(self, why: str) -> None:
+        """Both lanes end at once. While closing this is how the slower side sees the faster one go."""
+        with self._lock:
+            if self._state not in (LinkState.UP, LinkState.CLOSING) or self._channels is None:
+                return
+            was_up = self._state is LinkState.UP
+            self._state = LinkState.BROKEN if was_up else LinkState.CLOSED
+            channels = self._channels
+        channels.urgent.abort()  # before anyone is told: until then the channels may touch the callers' memory
+        channels.bulk.abort()
+        error = Unavailable(self.peer_id, why)
+        self._urgent.fail(error)
+        self._bulk.fail(error)
+        if was_up:
+            self._receiver.on_link_end(self, LinkEnding(LinkState.BROKEN, why))
+
+    def _finish(self) -> None:
+        """On the last thread to end."""
+        with self._lock:
+            was_broken = self._state is LinkState.BROKEN
+            self._state = LinkState.BROKEN if was_broken else LinkState.CLOSED
+            channels = self._channels
+        self._bulk_in.abandon()
+        if not was_broken:
+            self._receiver.on_link_end(self, LinkEnding(LinkState.CLOSED, "closed"))
+        self._ended.set()
+        if channels is not None:
+            self._dispose(partial(self._destroy, channels))
+
+    def _destroy(self, channels: Channels) -> None:
+        with self._lock:
+            self._channels = None
+        channels.urgent.abort()
+        channels.bulk.abort()
+        self._urgent_in.release()
+        self._bulk_in.release()
+        channels.urgent.destroy()
+        channels.bulk.destroy()
+
+    def _answer(self, kind: FrameKind, transfer: int, why: str) -> None:
+        header = Header(kind=kind, traffic=TrafficClass.CONTROL, epoch=self.epoch, transfer=transfer)
+        self._urgent.tell(header, why.encode()[:1024])
+
+    def _is_stale(self, header: Header) -> bool:
+        stale = self._retired or header.epoch != self.epoch
+        self.counts.stale_frames += stale
+        return stale
+
+    def _refuse_retired(self) -> None:
+        if self._retired:
+            raise StaleEpoch(f"link to {self.peer_id}", self.epoch, self.epoch + 1)

@@ -1,0 +1,156 @@
+"""Which chunk of which transfer goes next, or how long bulk stands back. No threads, no clock, no tensors.
+
+Order: class first; inside a class the smaller rank first; among equals the transfer that has been served fewest bytes.
+Two bounds keep this from starving anyone: a class that waits gets one chunk after `patience_chunks` chunks of higher
+classes, and bulk as a whole gets one after standing back for urgent traffic for `hold_s`.
+"""
+
+from dataclasses import dataclass
+
+from ballast.common.errors import InvariantViolation
+from services.worker.transport.traffic import TrafficClass
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """Send the bytes from `offset_bytes` on, at most `limit_bytes` of them, and report with `sent`."""
+
+    transfer: int
+    offset_bytes: int
+    limit_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Hold:
+    """Ask again at `until_s`, or earlier when the urgent traffic is through."""
+
+    until_s: float
+
+
+class TokenBucket:
+    """A link of `rate_bytes_per_s`. Taking may run into debt; the next one waits until the debt is paid."""
+
+    def __init__(self, rate_bytes_per_s: float) -> None:
+        self.rate_bytes_per_s = rate_bytes_per_s
+        self._free_at_s = 0.0
+
+    def ready_at_s(self) -> float:
+        return self._free_at_s
+
+    def take(self, size_bytes: int, at_s: float) -> None:
+        self._free_at_s = max(self._free_at_s, at_s) + size_bytes / self.rate_bytes_per_s
+
+
+@dataclass(slots=True)
+class _Entry:
+    transfer: int
+    traffic: TrafficClass
+    rank: int
+    total_bytes: int
+    sent_bytes: int
+    served_bytes: int  # sent bytes plus the head start at joining, so that a newcomer does not take everything
+
+
+class BulkSchedule:
+    """The transfers of one link that still have bytes to send."""
+
+    def __init__(self, *, chunk_bytes: int, hold_s: float, patience_chunks: int) -> None:
+        self.chunk_bytes = chunk_bytes
+        self._hold_s = hold_s
+        self._patience_chunks = patience_chunks
+        self._entries: dict[int, _Entry] = {}
+        self._passed_over: dict[TrafficClass, int] = {}  # class with waiting transfers -> chunks sent past it
+        self._holding_since_s: float | None = None
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __contains__(self, transfer: int) -> bool:
+        return transfer in self._entries
+
+    @property
+    def queued_bytes(self) -> int:
+        return sum(entry.total_bytes - entry.sent_bytes for entry in self._entries.values())
+
+    def add(self, transfer: int, traffic: TrafficClass, total_bytes: int, rank: int = 0) -> None:
+        if transfer in self._entries or total_bytes <= 0:
+            raise InvariantViolation(f"transfer {transfer} of {total_bytes} bytes cannot be added")
+        self._entries[transfer] = _Entry(transfer, traffic, rank, total_bytes, 0, self._least_served(traffic, rank))
+        self._passed_over.setdefault(traffic, 0)
+
+    def remove(self, transfer: int) -> bool:
+        """Forget it; False when it has no bytes left to send or is not known."""
+        entry = self._entries.pop(transfer, None)
+        if entry is not None:
+            self._forget_empty_class(entry.traffic)
+        return entry is not None
+
+    def reprioritise(self, transfer: int, traffic: TrafficClass, rank: int = 0) -> bool:
+        """Go on in another class; what was sent stays sent. False when it is not here any more."""
+        entry = self._entries.pop(transfer, None)
+        if entry is None:
+            return False
+        self._forget_empty_class(entry.traffic)
+        served = self._least_served(traffic, rank)
+        self._entries[transfer] = _Entry(transfer, traffic, rank, entry.total_bytes, entry.sent_bytes, served)
+        self._passed_over.setdefault(traffic, 0)
+        return True
+
+    def next(self, at_s: float, *, urgent: bool) -> Grant | Hold | None:
+        """None: nothing to send. Asking changes nothing but the time at which standing back began."""
+        if not self._entries:
+            self._holding_since_s = None
+            return None
+        if urgent:
+            if self._holding_since_s is None:
+                self._holding_since_s = at_s
+            until_s = self._holding_since_s + self._hold_s
+            if at_s < until_s:
+                return Hold(until_s)
+        else:
+            self._holding_since_s = None
+        entry = min(
+            (e for e in self._entries.values() if e.traffic is self._next_class()),
+            key=lambda e: (e.rank, e.served_bytes, e.transfer),
+        )
+        return Grant(entry.transfer, entry.sent_bytes, min(self.chunk_bytes, entry.total_bytes - entry.sent_bytes))
+
+    def sent(self, transfer: int, size_bytes: int) -> bool:
+        """A grant was used, in whole or in part. True: that was the last byte, the transfer is forgotten."""
+        entry = self._entries[transfer]
+        if not 0 < size_bytes <= entry.total_bytes - entry.sent_bytes:
+            raise InvariantViolation(f"transfer {transfer}: sent {size_bytes} bytes after {entry.sent_bytes}")
+        entry.sent_bytes += size_bytes
+        entry.served_bytes += size_bytes
+        self._holding_since_s = None  # the next hold, if any, is a new one
+        for traffic in self._passed_over:
+            if traffic > entry.traffic:
+                self._passed_over[traffic] += 1
+        self._passed_over[entry.traffic] = 0
+        if entry.sent_bytes < entry.total_bytes:
+            return False
+        del self._entries[transfer]
+        self._forget_empty_class(entry.traffic)
+        return True
+
+    def check(self) -> None:
+        waiting = {entry.traffic for entry in self._entries.values()}
+        if waiting != set(self._passed_over):
+            raise InvariantViolation(f"classes waiting {sorted(waiting)}, counted {sorted(self._passed_over)}")
+        for entry in self._entries.values():
+            if not 0 <= entry.sent_bytes < entry.total_bytes:
+                raise InvariantViolation(f"transfer {entry.transfer}: {entry.sent_bytes} of {entry.total_bytes} sent")
+
+    def _next_class(self) -> TrafficClass:
+        starving = [c for c, passed in self._passed_over.items() if passed >= self._patience_chunks]
+        if starving:
+            return max(starving, key=lambda c: (self._passed_over[c], c))
+        return min(self._passed_over)
+
+    def _least_served(self, traffic: TrafficClass, rank: int) -> int:
+        served = (e.served_bytes for e in self._entries.values() if (e.traffic, e.rank) == (traffic, rank))
+        return min(served, default=0)
+
+    def _forget_empty_class(self, traffic: TrafficClass) -> None:
+        if not any(entry.traffic is traffic for entry in self._entries.values()):
+            del self._passed_over[traffic]

@@ -1,0 +1,184 @@
+"""All links of one worker."""
+
+import time
+from collections.abc import Collection
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeout
+from threading import Event, Lock
+
+from torch.distributed import TCPStore
+
+from ballast.common.errors import DeadlineExceeded, InvalidRequest, StaleEpoch, Unavailable
+from services.worker.transport.channel import ChannelBroken, Transport
+from services.worker.transport.config import TransportConfig
+from services.worker.transport.frame import VERSION
+from services.worker.transport.gloo import GlooTransport
+from services.worker.transport.link import Channels, Link, LinkFacts, LinkState, Receiver
+from services.worker.transport.reaper import Reaper
+from services.worker.transport.rendezvous import Terms, host_store, join_store, meet, resolve_host
+
+_WARMING_THREADS = 4
+
+
+class DataPlane:
+    """Hosts the store under which peers find this worker, makes links on demand, closes those of old epochs.
+
+    Safe for use from any thread. `connect` and `close` block; keep them off the asyncio loop.
+    """
+
+    def __init__(
+        self,
+        worker_id: str,
+        receiver: Receiver,
+        config: TransportConfig,
+        advertise_host: str | None = None,
+        transport: Transport | None = None,
+    ) -> None:
+        host = resolve_host(advertise_host)
+        self.worker_id = worker_id
+        self._receiver = receiver
+        self._config = config
+        self._transport: Transport = GlooTransport(host) if transport is None else transport
+        self._store: TCPStore | None = host_store(host, config.connect_timeout_s)
+        self.store_address = f"{host}:{self._store.port}"
+        self._lock = Lock()
+        self._links: dict[tuple[str, int], Link] = {}
+        self._connecting: dict[tuple[str, int], Future[Link]] = {}
+        self._oldest_epoch = 0
+        self._stop = Event()
+        self._reaper = Reaper(f"links-reaper-{worker_id}")
+        self._warmers = ThreadPoolExecutor(_WARMING_THREADS, thread_name_prefix=f"links-warm-{worker_id}")
+
+    def link(self, peer_id: str, epoch: int) -> Link | None:
+        """The link if it is up."""
+        with self._lock:
+            link = self._links.get((peer_id, epoch))
+        return link if link is not None and link.state is LinkState.UP else None
+
+    def connect(self, peer_id: str, peer_store_address: str, epoch: int, timeout_s: float | None = None) -> Link:
+        """The link to a peer for an epoch; made if there is none, which takes until the peer has called this too.
+
+        Raises:
+            DeadlineExceeded: the peer did not come.
+            Unavailable: it cannot be reached, or this plane is closing.
+            StaleEpoch: the epoch is retired.
+        """
+        if peer_id == self.worker_id:
+            raise InvalidRequest("peer_id", f"{peer_id} is this worker")
+        timeout_s = self._config.connect_timeout_s if timeout_s is None else timeout_s
+        deadline_s = time.monotonic() + timeout_s
+        key = (peer_id, epoch)
+        with self._lock:
+            self._refuse_retired(epoch)
+            link = self._links.get(key)
+            if link is not None and link.state is LinkState.UP:
+                return link
+            others = self._connecting.get(key)
+            mine: Future[Link] = Future()
+            if others is None:
+                self._connecting[key] = mine
+        if others is not None:
+            return self._await_other(others, peer_id, timeout_s)
+        try:
+            link = self._make(peer_id, peer_store_address, epoch, deadline_s)
+        except BaseException as error:
+            with self._lock:
+                del self._connecting[key]
+            mine.set_exception(error)
+            raise
+        with self._lock:
+            del self._connecting[key]
+            self._links[key] = link
+        mine.set_result(link)
+        return link
+
+    def warm(self, peer_id: str, peer_store_address: str, epoch: int, timeout_s: float | None = None) -> Future[Link]:
+        """`connect` in the background, so that the link is there when it is needed."""
+        return self._warmers.submit(self.connect, peer_id, peer_store_address, epoch, timeout_s)
+
+    def retire(self, before_epoch: int, peers: Collection[str] | None = None) -> None:
+        """Links of older epochs (to these peers, or all) refuse what they still bring and close in the background."""
+        with self._lock:
+            if peers is None:
+                self._oldest_epoch = max(self._oldest_epoch, before_epoch)
+            retired = [
+                link
+                for (peer_id, epoch), link in sorted(self._links.items())
+                if epoch < before_epoch and (peers is None or peer_id in peers)
+            ]
+            for link in retired:
+                del self._links[link.peer_id, link.epoch]
+        for link in retired:
+            link.retire()
+            link.begin_close()
+        for link in retired:
+            self._reaper.submit(link.close)
+
+    def facts(self) -> list[LinkFacts]:
+        """Of every link that is not retired, ended ones included until they are replaced; by peer and epoch."""
+        with self._lock:
+            links = sorted(self._links.items())
+        return [link.facts() for _, link in links]
+
+    def close(self, timeout_s: float | None = None) -> None:
+        """End everything; nothing of it is left when this returns, or DeadlineExceeded says what is."""
+        deadline_s = time.monotonic() + (2 * self._config.close_timeout_s if timeout_s is None else timeout_s)
+        self._stop.set()
+        self._warmers.shutdown(wait=True, cancel_futures=True)
+        with self._lock:
+            links = list(self._links.values())
+            self._links.clear()
+        for link in links:
+            link.begin_close()
+        for link in links:
+            link.close(max(deadline_s - time.monotonic(), 0.01))
+        threads_left = [link.peer_id for link in links if not link.wait_ended(0.5)]
+        reaped = self._reaper.close(max(deadline_s - time.monotonic(), 1.0))
+        self._store = None
+        if threads_left or not reaped:
+            raise DeadlineExceeded(f"links of {self.worker_id} to {threads_left} have not ended")
+
+    def _make(self, peer_id: str, peer_store_address: str, epoch: int, deadline_s: float) -> Link:
+        is_lower = self.worker_id < peer_id
+        address = self.store_address if is_lower else peer_store_address
+        low, high = sorted((self.worker_id, peer_id))
+        store = join_store(peer_id, address, deadline_s)
+        meeting = meet(
+            store,
+            peer_id,
+            f"link/{epoch}/{low}-{high}",
+            is_lower=is_lower,
+            terms=self._terms(),
+            deadline_s=deadline_s,
+            stop=self._stop,
+        )
+        rank = 0 if is_lower else 1
+        left_s = max(deadline_s - time.monotonic(), 0.1)
+        try:
+            urgent = self._transport.open(store, f"{meeting.name}/act", rank, left_s)
+            bulk = self._transport.open(store, f"{meeting.name}/bulk", rank, left_s)
+        except ChannelBroken as error:
+            raise Unavailable(peer_id, f"link for epoch {epoch}: {error}") from error
+        config, receiver, dispose = self._config, self._receiver, self._reaper.submit
+        return Link(peer_id, epoch, Channels(urgent, bulk), meeting.peer_terms, config, receiver, dispose)
+
+    def _await_other(self, others: Future[Link], peer_id: str, timeout_s: float) -> Link:
+        try:
+            return others.result(timeout_s)
+        except FutureTimeout:
+            raise DeadlineExceeded(f"link to {peer_id}: not up after {timeout_s} s") from None
+
+    def _refuse_retired(self, epoch: int) -> None:
+        if epoch < self._oldest_epoch:
+            raise StaleEpoch("link", epoch, self._oldest_epoch)
+        if self._stop.is_set():
+            raise Unavailable(self.worker_id, "its data plane is closing")
+
+    def _terms(self) -> Terms:
+        return Terms(
+            version=VERSION,
+            urgent_frame_bytes=self._config.frame_bytes(urgent=True),
+            bulk_frame_bytes=self._config.frame_bytes(urgent=False),
+            max_message_bytes=self._config.max_message_bytes,
+            max_transfer_bytes=self._config.max_transfer_bytes,
+        )

@@ -1,0 +1,260 @@
+"""What comes in on a link: urgent messages, and bulk transfers straight into the memory they are meant for."""
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from ballast.common.errors import InvalidRequest, PeerViolation
+from services.worker.transport.channel import PairChannel, Pending
+from services.worker.transport.config import TransportConfig
+from services.worker.transport.frame import FrameKind, Header
+from services.worker.transport.lane import Frame, FrameReader
+from services.worker.transport.pieces import Pieces
+from services.worker.transport.traffic import TrafficClass, TrafficCounts
+from services.worker.transport.transfer import Destination, Opening, Outcome, Refusal
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """An urgent message. The tensor has the dtype and shape it was sent with and belongs to whoever gets it."""
+
+    traffic: TrafficClass
+    topic: int
+    stream: int
+    meta: bytes
+    tensor: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class UrgentHandlers:
+    on_message: Callable[[Message], None]
+    on_answer: Callable[[int, Outcome, str], None]  # to one of our transfers
+    on_close: Callable[[], None]
+    is_stale: Callable[[Header], bool]
+
+
+class UrgentReceiver:
+    """`run` is the body of one thread. It ends with the peer's CLOSE or an exception."""
+
+    def __init__(
+        self, peer: str, config: TransportConfig, channel: PairChannel, counts: TrafficCounts, handlers: UrgentHandlers
+    ) -> None:
+        self._peer = peer
+        self._config = config
+        self._channel = channel
+        self._counts = counts
+        self._handlers = handlers
+        frame_bytes = config.frame_bytes(urgent=True)
+        self._reader = FrameReader(channel, peer, frame_bytes, config.posted_frames)
+
+    def run(self) -> None:
+        while True:
+            frame = self._reader.next(self._config.silence_timeout_s)
+            header = frame.header
+            match header.kind:
+                case FrameKind.MESSAGE:
+                    self._take_message(frame)
+                case FrameKind.DELIVERED:
+                    self._handlers.on_answer(header.transfer, Outcome.DELIVERED, "")
+                case FrameKind.REFUSED:
+                    self._handlers.on_answer(header.transfer, Outcome.REFUSED, frame.meta.decode(errors="replace"))
+                case FrameKind.KEEPALIVE:
+                    pass
+                case FrameKind.CLOSE:
+                    self._handlers.on_close()
+                    return
+                case _:
+                    raise PeerViolation(self._peer, f"{header.kind.name} on the urgent lane")
+
+    def release(self) -> None:
+        self._reader.release()
+
+    def _take_message(self, frame: Frame) -> None:
+        header = frame.header
+        if not header.traffic.is_urgent or header.payload_bytes > self._config.max_message_bytes:
+            raise PeerViolation(self._peer, f"message of class {header.traffic.name} with {header.payload_bytes} bytes")
+        payload = torch.empty(header.payload_bytes, dtype=torch.uint8, device=self._channel.device)
+        if frame.inline is not None:
+            payload.copy_(frame.inline)
+        elif header.payload_bytes:
+            self._channel.post_payload(payload).wait(self._config.send_timeout_s)
+        if self._handlers.is_stale(header):
+            return
+        counted = self._counts.received[header.traffic]
+        counted.messages += 1
+        counted.total_bytes += header.payload_bytes + header.meta_bytes
+        tensor = payload.view(header.dtype).view(header.shape) if header.shape else None
+        self._handlers.on_message(Message(header.traffic, header.topic, header.stream, frame.meta, tensor))
+
+
+@dataclass(slots=True)
+class _Incoming:
+    opening: Opening
+    pieces: Pieces | None  # None: refused, its bytes are discarded
+    announced_bytes: int = 0
+    received_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Arriving:
+    pending: Pending
+    incoming: _Incoming
+    offset: int
+    payload: torch.Tensor
+    in_place: bool
+
+
+@dataclass(frozen=True, slots=True)
+class BulkHandlers:
+    on_opening: Destination
+    on_transfer_end: Callable[[Opening, Outcome], None]
+    answer: Callable[[FrameKind, int, str], None]
+    on_close: Callable[[], None]
+    is_stale: Callable[[Header], bool]
+
+
+class BulkReceiver:
+    """`run` is the body of one thread; `abandon` ends what it left unfinished."""
+
+    def __init__(
+        self, peer: str, config: TransportConfig, channel: PairChannel, counts: TrafficCounts, handlers: BulkHandlers
+    ) -> None:
+        self._peer = peer
+        self._config = config
+        self._channel = channel
+        self._counts = counts
+        self._handlers = handlers
+        frame_bytes = config.frame_bytes(urgent=False)
+        self._reader = FrameReader(channel, peer, frame_bytes, config.posted_frames)
+        self._incoming: dict[int, _Incoming] = {}
+        self._arriving: deque[_Arriving] = deque()
+
+    def run(self) -> None:
+        promised = False  # another frame comes, so completions can wait until the window is full
+        while True:
+            while self._arriving and (not promised or len(self._arriving) >= self._config.window_chunks):
+                self._complete(self._arriving.popleft())
+            frame = self._reader.next(self._config.silence_timeout_s)
+            promised = frame.header.more
+            match frame.header.kind:
+                case FrameKind.OPENING:
+                    self._open(frame)
+                case FrameKind.CHUNK:
+                    self._take_chunk(frame)
+                case FrameKind.CANCEL:
+                    self._cancel(frame.header)
+                case FrameKind.KEEPALIVE:
+                    pass
+                case FrameKind.CLOSE:
+                    self._drain()
+                    self._handlers.on_close()
+                    return
+                case _:
+                    raise PeerViolation(self._peer, f"{frame.header.kind.name} on the bulk lane")
+
+    def abandon(self) -> None:
+        """The lane has ended and nothing writes to the destinations any more."""
+        self._arriving.clear()
+        unfinished = [incoming for incoming in self._incoming.values() if incoming.pieces is not None]
+        self._incoming.clear()
+        for incoming in unfinished:
+            self._handlers.on_transfer_end(incoming.opening, Outcome.BROKEN)
+
+    def release(self) -> None:
+        self._reader.release()
+
+    def _open(self, frame: Frame) -> None:
+        header = frame.header
+        if header.transfer in self._incoming:
+            raise PeerViolation(self._peer, f"transfer {header.transfer} opened twice")
+        opening = Opening(header.transfer, header.traffic, header.topic, header.stream, header.total_bytes, frame.meta)
+        pieces = self._destination(header, opening)
+        if isinstance(pieces, Refusal):
+            self._handlers.answer(FrameKind.REFUSED, header.transfer, pieces.why)
+            pieces = None
+        incoming = _Incoming(opening, pieces)
+        if header.total_bytes:
+            self._incoming[header.transfer] = incoming
+        elif pieces is not None:
+            self._deliver(incoming)
+
+    def _destination(self, header: Header, opening: Opening) -> Pieces | Refusal:
+        if self._handlers.is_stale(header):
+            return Refusal(f"epoch {header.epoch} is over")
+        if header.total_bytes > self._config.max_transfer_bytes:
+            return Refusal(f"{header.total_bytes} bytes, at most {self._config.max_transfer_bytes}")
+        if len(self._incoming) >= self._config.max_transfers:
+            return Refusal(f"{len(self._incoming)} transfers are unfinished already")
+        answer = self._handlers.on_opening(opening)
+        if isinstance(answer, Refusal):
+            return answer
+        pieces = Pieces(answer, "destination")
+        if pieces.total_bytes != header.total_bytes:
+            raise InvalidRequest("destination", f"{pieces.total_bytes} bytes for {header.total_bytes}")
+        return pieces
+
+    def _take_chunk(self, frame: Frame) -> None:
+        header = frame.header
+        incoming = self._incoming.get(header.transfer)
+        if incoming is None:
+            raise PeerViolation(self._peer, f"chunk of transfer {header.transfer}, which is not open")
+        self._check_chunk(header, incoming)
+        incoming.announced_bytes += header.payload_bytes
+        if frame.inline is not None:
+            self._place(incoming, header.offset_bytes, frame.inline, in_place=False)
+            return
+        view = None
+        if incoming.pieces is not None:
+            view = incoming.pieces.view(header.offset_bytes, header.payload_bytes)
+        payload = view
+        if payload is None:
+            payload = torch.empty(header.payload_bytes, dtype=torch.uint8, device=self._channel.device)
+        pending = self._channel.post_payload(payload)
+        self._arriving.append(_Arriving(pending, incoming, header.offset_bytes, payload, view is not None))
+
+    def _check_chunk(self, header: Header, incoming: _Incoming) -> None:
+        end = header.offset_bytes + header.payload_bytes
+        in_order = header.offset_bytes == incoming.announced_bytes
+        in_bounds = 0 < header.payload_bytes <= self._config.max_message_bytes and end <= incoming.opening.total_bytes
+        if not in_order or not in_bounds:
+            raise PeerViolation(
+                self._peer,
+                f"chunk [{header.offset_bytes}, {end}) of transfer {header.transfer} after "
+                f"{incoming.announced_bytes} of {incoming.opening.total_bytes} bytes",
+            )
+
+    def _complete(self, arriving: _Arriving) -> None:
+        arriving.pending.wait(self._config.send_timeout_s)
+        self._place(arriving.incoming, arriving.offset, arriving.payload, in_place=arriving.in_place)
+
+    def _place(self, incoming: _Incoming, offset: int, payload: torch.Tensor, *, in_place: bool) -> None:
+        size = payload.numel()
+        if incoming.pieces is None:
+            self._counts.discarded_bytes += size
+        else:
+            if not in_place:
+                incoming.pieces.scatter(offset, payload)
+                self._counts.copied_bytes += size
+            self._counts.received[incoming.opening.traffic].total_bytes += size
+        incoming.received_bytes += size
+        if incoming.received_bytes == incoming.opening.total_bytes:
+            del self._incoming[incoming.opening.transfer]
+            if incoming.pieces is not None:
+                self._deliver(incoming)
+
+    def _deliver(self, incoming: _Incoming) -> None:
+        self._counts.received[incoming.opening.traffic].messages += 1
+        self._handlers.on_transfer_end(incoming.opening, Outcome.DELIVERED)
+        self._handlers.answer(FrameKind.DELIVERED, incoming.opening.transfer, "")
+
+    def _cancel(self, header: Header) -> None:
+        self._drain()
+        incoming = self._incoming.pop(header.transfer, None)
+        if incoming is not None and incoming.pieces is not None:
+            self._handlers.on_transfer_end(incoming.opening, Outcome.CANCELLED)
+
+    def _drain(self) -> None:
+        while self._arriving:
+            self._complete(self._arriving.popleft())

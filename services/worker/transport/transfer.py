@@ -1,0 +1,70 @@
+"""A bulk transfer as its two ends see it."""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from enum import Enum
+from typing import Protocol
+
+import torch
+
+from services.worker.transport.traffic import TrafficClass
+
+
+class Outcome(Enum):
+    DELIVERED = "delivered"  # every byte is in its place at the receiver
+    CANCELLED = "cancelled"  # by the sender, before the last chunk
+    REFUSED = "refused"  # by the receiver
+    BROKEN = "broken"  # the link ended first; only told to the receiver, a sender gets an exception
+
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """What a receiver learns of a transfer before its first byte."""
+
+    transfer: int
+    traffic: TrafficClass
+    topic: int
+    stream: int
+    total_bytes: int
+    meta: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class TransferReport:
+    outcome: Outcome
+    sent_bytes: int  # up to the end; less than the total unless delivered
+    duration_s: float  # from handing it over
+    why: str = ""
+
+
+class _Sender(Protocol):
+    def cancel(self, number: int) -> bool: ...
+
+    def reprioritise(self, number: int, traffic: TrafficClass, rank: int) -> bool: ...
+
+
+class Transfer:
+    """The sender's handle. The source tensors must stay as they are until `done` is."""
+
+    def __init__(self, number: int, total_bytes: int, sender: _Sender, done: Future[TransferReport]) -> None:
+        self.number = number
+        self.total_bytes = total_bytes
+        self.done = done  # fails with Unavailable when the link ends first
+        self._sender = sender
+
+    def cancel(self) -> bool:
+        """Send no further chunk. False: too late, all chunks are under way; `done` will tell how it ended."""
+        return self._sender.cancel(self.number)
+
+    def reprioritise(self, traffic: TrafficClass, rank: int = 0) -> bool:
+        """Go on as another bulk class. False: no chunk is left to send."""
+        return self._sender.reprioritise(self.number, traffic, rank)
+
+
+Destination = Callable[[Opening], Sequence[torch.Tensor] | Refusal]

@@ -1,0 +1,214 @@
+"""Urgent messages: control before activations, each posted at once if the window allows."""
+
+import heapq
+import time
+from collections import deque
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from threading import Condition
+
+import torch
+
+from ballast.common.errors import InvalidRequest, Overloaded, Unavailable
+from services.worker.transport.channel import Broken, ChannelBroken, Pending
+from services.worker.transport.config import TransportConfig
+from services.worker.transport.frame import MAX_DIMENSIONS, SUPPORTED_DTYPES, FrameKind, Header
+from services.worker.transport.gate import UrgentGate
+from services.worker.transport.lane import FrameWriter
+from services.worker.transport.pacing import TokenBucket
+from services.worker.transport.pieces import as_bytes
+from services.worker.transport.traffic import TrafficClass, TrafficCounts
+
+_LAST = max(TrafficClass) + 1  # sorts behind every class
+
+
+@dataclass(slots=True, order=True)
+class _Outgoing:
+    order: tuple[int, int]  # class, number of arrival
+    header: Header = field(compare=False)
+    meta: bytes = field(compare=False)
+    payload: torch.Tensor | None = field(compare=False)  # flat bytes; the caller's memory
+    size_bytes: int = field(compare=False)
+    queued_at_s: float = field(compare=False)
+    done: Future[None] = field(compare=False)
+    pending: list[Pending] = field(compare=False, default_factory=list[Pending])
+
+
+class UrgentSender:
+    """`run` is the body of the thread that waits for completions; posting happens in it or in the caller's thread."""
+
+    def __init__(
+        self,
+        peer: str,
+        epoch: int,
+        config: TransportConfig,
+        writer: FrameWriter,
+        max_message_bytes: int,
+        gate: UrgentGate,
+        counts: TrafficCounts,
+        bucket: TokenBucket | None,
+    ) -> None:
+        self._peer = peer
+        self._epoch = epoch
+        self._config = config
+        self._writer = writer
+        self._max_message_bytes = max_message_bytes
+        self._gate = gate
+        self._counts = counts
+        self._bucket = bucket
+        self._changed = Condition()
+        self._queue: list[_Outgoing] = []  # heap
+        self._in_flight: deque[_Outgoing] = deque()
+        self._unsent_bytes = 0  # of _queue and _in_flight
+        self._arrivals = 0
+        self._refusal: Unavailable | None = None  # why nothing is accepted any more
+        self._broken = False
+
+    def send(
+        self, traffic: TrafficClass, topic: int, meta: bytes, tensor: torch.Tensor | None, stream: int, timeout_s: float
+    ) -> Future[None]:
+        payload = None if tensor is None else as_bytes(tensor, "tensor")
+        size_bytes = len(meta) + (0 if payload is None else payload.numel())
+        self._refuse_bad(traffic, meta, tensor, size_bytes)
+        header = Header(
+            kind=FrameKind.MESSAGE,
+            traffic=traffic,
+            epoch=self._epoch,
+            stream=stream,
+            topic=topic,
+            dtype=torch.uint8 if tensor is None else tensor.dtype,
+            shape=() if tensor is None else tuple(tensor.shape) or (1,),
+        )
+        with self._changed:
+            self._wait_for_room(size_bytes, timeout_s)
+            return self._accept(header, meta, payload, size_bytes)
+
+    def tell(self, header: Header, meta: bytes = b"") -> None:
+        """A frame of the link's own, outside of the bounds: their number is bounded by what they answer."""
+        with self._changed:
+            if self._refusal is None:
+                self._accept(header, meta, None, len(meta))
+
+    def close(self) -> None:
+        """What is queued goes, then CLOSE; nothing more is accepted."""
+        with self._changed:
+            if self._refusal is not None:
+                return
+            self._refusal = Unavailable(self._peer, "the link is closed")
+            closing = Header(kind=FrameKind.CLOSE, traffic=TrafficClass.CONTROL, epoch=self._epoch)
+            self._accept(closing, b"", None, 0, order_class=_LAST)
+
+    def fail(self, why: Unavailable) -> None:
+        """The channel is gone: everything unfinished fails."""
+        with self._changed:
+            self._refusal, self._broken = why, True
+            failed = [*self._in_flight, *self._queue]
+            self._queue.clear()
+            self._changed.notify_all()
+        for outgoing in failed:
+            _settle(outgoing.done, why)
+
+    def run(self) -> None:
+        while not self._broken:
+            outgoing = self._oldest_in_flight()
+            if outgoing is None:
+                continue
+            for pending in outgoing.pending:
+                pending.wait(self._config.send_timeout_s)
+            self._complete(outgoing)
+            if outgoing.header.kind is FrameKind.CLOSE:
+                return
+
+    # ------------------------------------------------------------ below: called with _changed held, but for _complete
+
+    def _oldest_in_flight(self) -> _Outgoing | None:
+        """Post what may be posted; None when nothing is in flight after waiting a little."""
+        with self._changed:
+            self._post_ready()
+            if self._in_flight:
+                return self._in_flight[0]
+            timeout_s = self._config.keepalive_s
+            if self._queue and self._bucket is not None:
+                timeout_s = min(timeout_s, max(self._bucket.ready_at_s() - time.monotonic(), 0))
+            if not self._changed.wait(timeout_s) and not self._queue and not self._broken:
+                quiet = Header(kind=FrameKind.KEEPALIVE, traffic=TrafficClass.CONTROL, epoch=self._epoch)
+                self._accept(quiet, b"", None, 0)
+            return self._in_flight[0] if self._in_flight else None
+
+    def _complete(self, outgoing: _Outgoing) -> None:
+        with self._changed:
+            if self._broken:
+                return
+            self._in_flight.popleft()
+            self._unsent_bytes -= outgoing.size_bytes
+            self._post_ready()
+            self._changed.notify_all()
+        if outgoing.header.kind is FrameKind.MESSAGE:
+            self._gate.leave()
+        _settle(outgoing.done, None)
+
+    def _accept(
+        self, header: Header, meta: bytes, payload: torch.Tensor | None, size_bytes: int, order_class: int | None = None
+    ) -> Future[None]:
+        done: Future[None] = Future()
+        done.set_running_or_notify_cancel()  # a message that was handed over cannot be taken back
+        self._arrivals += 1
+        order = (header.traffic if order_class is None else order_class, self._arrivals)
+        outgoing = _Outgoing(order, header, meta, payload, size_bytes, time.monotonic(), done)
+        heapq.heappush(self._queue, outgoing)
+        self._unsent_bytes += size_bytes
+        self._post_ready()
+        self._changed.notify_all()
+        return done
+
+    def _post_ready(self) -> None:
+        while self._queue and len(self._in_flight) < self._config.urgent_window and not self._broken:
+            now_s = time.monotonic()
+            if self._bucket is not None and self._bucket.ready_at_s() > now_s:
+                return
+            outgoing = heapq.heappop(self._queue)
+            if self._bucket is not None:
+                self._bucket.take(outgoing.size_bytes, now_s)
+            self._in_flight.append(outgoing)
+            try:
+                outgoing.pending = self._writer.post(outgoing.header, outgoing.meta, outgoing.payload)
+            except ChannelBroken as error:
+                outgoing.pending = [Broken(error)]  # for the thread to find; the caller learns it from the future
+            if outgoing.header.kind is FrameKind.MESSAGE:
+                self._gate.enter()
+                counted = self._counts.sent[outgoing.header.traffic]
+                counted.messages += 1
+                counted.total_bytes += outgoing.size_bytes
+                counted.waited_s += now_s - outgoing.queued_at_s
+
+    def _wait_for_room(self, size_bytes: int, timeout_s: float) -> None:
+        def has_room() -> bool:
+            return self._refusal is not None or (
+                len(self._queue) + len(self._in_flight) < self._config.max_queued_messages
+                and self._unsent_bytes + size_bytes <= self._config.max_queued_bytes
+            )
+
+        if not self._changed.wait_for(has_room, timeout=timeout_s):
+            why = f"link to {self._peer}: {len(self._queue)} messages, {self._unsent_bytes} bytes unsent"
+            raise Overloaded(why, retry_after_s=0.01)
+        if self._refusal is not None:
+            raise self._refusal
+
+    def _refuse_bad(self, traffic: TrafficClass, meta: bytes, tensor: torch.Tensor | None, size_bytes: int) -> None:
+        if not traffic.is_urgent:
+            raise InvalidRequest("traffic", f"{traffic.name} is bulk: use transfer()")
+        if len(meta) > self._writer.max_meta_bytes():
+            raise InvalidRequest("meta", f"{len(meta)} bytes, at most {self._writer.max_meta_bytes()}")
+        if size_bytes > min(self._max_message_bytes, self._config.max_queued_bytes):
+            raise InvalidRequest("tensor", f"message of {size_bytes} bytes, at most {self._max_message_bytes}")
+        if tensor is not None and (tensor.dtype not in SUPPORTED_DTYPES or tensor.dim() > MAX_DIMENSIONS):
+            raise InvalidRequest("tensor", f"{tensor.dtype} with {tensor.dim()} dimensions cannot be sent")
+
+
+def _settle(done: Future[None], error: Exception | None) -> None:
+    if done.done():
+        return
+    if error is None:
+        done.set_result(None)
+    else:
+        done.set_exception(error)

@@ -1,0 +1,408 @@
+"""Links between real processes: this one, and `peer` processes driven over pipes."""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from ballast.common.errors import (
+    DeadlineExceeded,
+    InvalidRequest,
+    Overloaded,
+    StaleEpoch,
+    Unavailable,
+)
+from services.worker.transport.config import TransportConfig
+from services.worker.transport.link import Link, LinkState
+from services.worker.transport.plane import DataPlane
+from services.worker.transport.traffic import TrafficClass
+from services.worker.transport.transfer import Outcome
+from tests.unit.worker.transport.processes import CONFIG, PeerProcess
+from tests.unit.worker.transport.recorder import ECHO, REFUSE, Recorder, checksum, pattern
+
+MB = 1 << 20
+
+
+class Bench:
+    """This process's plane and those of the peers linked to it."""
+
+    def __init__(self) -> None:
+        self.recorder = Recorder()
+        self.peers: list[PeerProcess] = []
+        self.addresses: dict[str, str] = {}
+        self.plane: DataPlane | None = None
+
+    def open(self, worker_id: str = "w1", **settings: Any) -> DataPlane:
+        self.plane = DataPlane(worker_id, self.recorder, TransportConfig(**CONFIG, **settings), "127.0.0.1")
+        return self.plane
+
+    def link(self, peer: PeerProcess, peer_id: str, epoch: int = 1, **settings: Any) -> Link:
+        """A link to a peer process, whose plane is opened if need be."""
+        assert self.plane is not None
+        if peer_id not in self.addresses:
+            self.peers.append(peer)
+            self.addresses[peer_id] = peer.call("open", worker_id=peer_id, config={**CONFIG, **settings})
+        peer.begin("connect", peer_id=self.plane.worker_id, address=self.plane.store_address, epoch=epoch)
+        link = self.plane.connect(peer_id, self.addresses[peer_id], epoch)
+        peer.end()
+        return link
+
+    def close(self) -> None:
+        for peer in self.peers:
+            if peer.process.poll() is None:
+                peer.begin("close")
+        if self.plane is not None:
+            self.plane.close(10.0)
+        for peer in self.peers:
+            if peer.process.poll() is None:
+                peer.end()
+
+
+@pytest.fixture(scope="module")
+def shared_peer() -> Iterator[PeerProcess]:
+    peer = PeerProcess()
+    yield peer
+    peer.stop()
+
+
+@pytest.fixture
+def doomed_peer() -> Iterator[PeerProcess]:
+    peer = PeerProcess()
+    yield peer
+    peer.stop()
+
+
+@pytest.fixture
+def bench() -> Iterator[Bench]:
+    bench = Bench()
+    yield bench
+    bench.close()
+
+
+def test_messages_go_both_ways_in_order(bench: Bench, shared_peer: PeerProcess) -> None:
+    bench.open()
+    link = bench.link(shared_peer, "w2")
+    texts = [f"to-{i}" for i in range(300)]
+    shared_peer.begin("send", to="w1", texts=[f"from-{i}" for i in range(300)])
+    for text in texts:
+        link.send(TrafficClass.ACTIVATION, 0, meta=text.encode(), timeout_s=5)
+    shared_peer.end()
+    shared_peer.call("wait", what="messages", count=300)
+    bench.recorder.wait("messages", 300)
+    assert [m["meta"] for m in shared_peer.call("received")["messages"]] == texts
+    assert [m.meta.decode() for m in bench.recorder.messages] == [f"from-{i}" for i in range(300)]
+    assert link.counts.sent[TrafficClass.ACTIVATION].messages == 300
+    assert link.counts.received[TrafficClass.ACTIVATION].messages == 300
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("rows", [0, 3, 2048])  # nothing, inside the frame, behind it
+def test_a_tensor_comes_back_bit_for_bit(bench: Bench, shared_peer: PeerProcess, dtype: torch.dtype, rows: int) -> None:
+    bench.open("w3")  # the peer has the lower id, so its store is used
+    link = bench.link(shared_peer, "w2")
+    tensor = torch.randn(rows, 64, dtype=torch.float64).to(dtype)
+    link.send(TrafficClass.ACTIVATION, ECHO, meta=b"microbatch 4", tensor=tensor, stream=1 << 40).result(10)
+    bench.recorder.wait("messages", 1)
+    back = bench.recorder.messages[0]
+    assert back.tensor is not None
+    assert (back.tensor.dtype, back.meta, back.stream) == (dtype, b"microbatch 4", 1 << 40)
+    assert torch.equal(back.tensor, tensor)
+
+
+@pytest.mark.parametrize("bulk_inline_bytes", [4096, 600_000])  # chunks behind their frames, chunks inside them
+def test_a_transfer_lands_where_the_receiver_wants_it(
+    bench: Bench, shared_peer: PeerProcess, bulk_inline_bytes: int
+) -> None:
+    bench.open(bulk_inline_bytes=bulk_inline_bytes)
+    link = bench.link(shared_peer, "w2", bulk_inline_bytes=bulk_inline_bytes)
+    sources = [pattern(size, seed=size) for size in (1, 70_000, 3, 2 * MB, 0, 999)]
+    total = sum(t.numel() for t in sources)
+    cuts = [5, MB, 100, total - MB - 105]
+    transfer = link.transfer(TrafficClass.KV, sources, meta=str(cuts).encode(), stream=5)
+    report = transfer.done.result(20)
+    assert (report.outcome, report.sent_bytes) == (Outcome.DELIVERED, total)
+    ended = shared_peer.call("received")["ended"]
+    assert [(e["stream"], e["outcome"], e["checksum"]) for e in ended] == [(5, "delivered", checksum(sources))]
+    link.check()
+
+
+def test_whole_blocks_are_sent_and_received_in_place(bench: Bench, shared_peer: PeerProcess) -> None:
+    bench.open()
+    link = bench.link(shared_peer, "w2")
+    cache = torch.arange(8 * 65_536, dtype=torch.float32).view(8, 65_536)
+    blocks = [cache[5], cache[2]]
+    sizes = [block.numel() * 4 for block in blocks]
+    link.transfer(TrafficClass.KV, blocks, meta=str(sizes).encode()).done.result(20)
+    assert shared_peer.call("received")["ended"][0]["checksum"] == checksum(blocks)
+    assert link.counts.copied_bytes == 0
+
+
+def test_an_empty_transfer_is_delivered(bench: Bench, shared_peer: PeerProcess) -> None:
+    bench.open()
+    link = bench.link(shared_peer, "w2")
+    assert link.transfer(TrafficClass.KV, []).done.result(10).outcome is Outcome.DELIVERED
+
+
+def test_activations_overtake_bulk(bench: Bench, shared_peer: PeerProcess) -> None:
+    bench.open()
+    link = bench.link(shared_peer, "w2")
+    transfer = link.transfer(TrafficClass.KV, [pattern(64 * MB, seed=1)], stream=1)
+    trips = 0
+    activation = torch.zeros(4, 256)
+    while trips < 50:
+        link.send(TrafficClass.ACTIVATION, ECHO, tensor=activation).result(20)
+        trips += 1
+        bench.recorder.wait("messages", trips)
+    assert not transfer.done.done(), "50 round trips took longer than 64 MiB of bulk: nothing was overtaken"
+    assert transfer.done.result(60).outcome is Outcome.DELIVERED
+    assert shared_peer.call("received")["ended"][0]["urgent_before"] >= 50
+
+
+def test_a_more_urgent_class_ends_first(bench: Bench, shared_peer: PeerProcess) -> None:
+    bench.open()
+    link = bench.link(shared_peer, "w2")
+    source = pattern(8 * MB, seed=1)
+    with link.urgent():  # little leaves while the three are handed over
+        parameters = link.transfer(TrafficClass.PARAMETERS, [source], stream=1)
+        checkpoint = link.transfer(TrafficClass.CHECKPOINT, [source], stream=2)
+        kv = link.transfer(TrafficClass.KV, [source], stream=3)
+    for transfer in (parameters, checkpoint, kv):
+        transfer.done.result(30)
+    assert [e["stream"] for e in shared_peer.call("received")["ended"]] == [3, 2, 1]
+
+
+def test_a_transfer_can_be_moved_to_another_class(bench: Bench, shared_peer: PeerProcess) -> None:
+    bench.open()
+    link = bench.link(shared_peer, "w2")
+    source = pattern(8 * MB, seed=1)
+    with link.urgent():
+        first = link.transfer(TrafficClass.KV, [source], stream=1)
+        second = link.transfer(TrafficClass.PARAMETERS, [source], stream=2)
+        assert second.reprioritise(TrafficClass.KV, rank=-1)
+    first.done.result(30)
+    second.done.result(30)
+    assert [e["stream"] for e in shared_peer.call("received")["ended"]] == [2, 1]
+    assert not second.reprioritise(TrafficClass.PARAMETERS)
+
+
+def test_a_cancelled_transfer_ends_at_both_sides_and_the_link_goes_on(bench: Bench, shared_peer: PeerProcess) -> None:
+    bench.open(rate_bytes_per_s=20 * MB)
+    link = bench.link(shared_peer, "w2")
+    transfer = link.transfer(TrafficClass.KV, [pattern(64 * MB, seed=1)], stream=1)
+    waiting = link.transfer(TrafficClass.PARAMETERS, [pattern(MB, seed=2)], stream=2)
+    shared_peer.call("wait", what="openings", count=1)
+    assert waiting.cancel()  # before its first chunk: the peer never hears of it
+    assert waiting.done.result(5).outcome is Outcome.CANCELLED
+    assert transfer.cancel()
+    report = transfer.done.result(10)
+    assert report.outcome is Outcome.CANCELLED
+    assert 0 < report.sent_bytes < 64 * MB
+    shared_peer.call("wait", what="ended", count=1)
+    assert link.transfer(TrafficClass.KV, [pattern(9, seed=3)], stream=3).done.result(10).outcome is Outcome.DELIVERED
+    ended = shared_peer.call("received")["ended"]
+    assert [(e["stream"], e["outcome"]) for e in ended] == [(1, "cancelled"), (3, "delivered")]
+    assert not transfer.cancel()
+
+
+def test_a_refused_transfer_stops(bench: Bench, shared_peer: PeerProcess) -> None:
+    bench.open()
+    link = bench.link(shared_peer, "w2")
+    report = link.transfer(TrafficClass.KV, [pattern(64 * MB, seed=1)], topic=REFUSE).done.result(20)
+    assert (report.outcome, report.why) == (Outcome.REFUSED, "not wanted")
+    assert link.transfer(TrafficClass.KV, [pattern(MB, seed=2)]).done.result(10).outcome is Outcome.DELIVERED
+    assert shared_peer.call("counts", peer_id="w1")["discarded_bytes"] == report.sent_bytes < 64 * MB
+
+
+def test_over_a_bound_is_refused_before_anything_is_sent(bench: Bench, shared_peer: PeerProcess) -> None:
+    bench.open(max_transfer_bytes=MB)
+    link = bench.link(shared_peer, "w2", max_message_bytes=1000)  # the smaller bound of both sides counts
+    with pytest.raises(InvalidRequest, match="at most 1000"):
+        link.send(TrafficClass.ACTIVATION, 0, tensor=torch.zeros(1001, dtype=torch.uint8))
+    with pytest.raises(InvalidRequest, match="at most 1048576"):
+        link.transfer(TrafficClass.KV, [torch.zeros(MB + 1, dtype=torch.uint8)])
+    with pytest.raises(InvalidRequest, match="contiguous"):
+        link.send(TrafficClass.ACTIVATION, 0, tensor=torch.zeros(8, 8)[:, ::2])
+    with pytest.raises(InvalidRequest, match="bulk"):
+        link.send(TrafficClass.KV, 0)
+    with pytest.raises(InvalidRequest, match="use send"):
+        link.transfer(TrafficClass.CONTROL, [torch.zeros(1)])
+    link.send(TrafficClass.ACTIVATION, ECHO, meta=b"still here").result(10)
+    bench.recorder.wait("messages", 1)
+    assert link.state is LinkState.UP
+    assert link.counts.sent[TrafficClass.ACTIVATION].messages == 1
+
+
+def test_a_full_queue_refuses(bench: Bench, doomed_peer: PeerProcess) -> None:
+    bench.open(max_queued_messages=20, max_transfers=3, urgent_window=4)
+    link = bench.link(doomed_peer, "w2")
+    doomed_peer.signal(signal.SIGSTOP)
+    tensor = torch.zeros(256, 1024)  # behind its frame, so it waits for the peer
+    for _ in range(20):
+        link.send(TrafficClass.ACTIVATION, 0, tensor=tensor)
+    with pytest.raises(Overloaded, match="messages"):
+        link.send(TrafficClass.ACTIVATION, 0, tensor=tensor, timeout_s=0.05)
+    for _ in range(3):
+        link.transfer(TrafficClass.KV, [tensor])
+    with pytest.raises(Overloaded, match="3 transfers unfinished"):
+        link.transfer(TrafficClass.KV, [tensor])
+    doomed_peer.signal(signal.SIGCONT)
+
+
+def test_a_killed_peer_breaks_its_link_only(bench: Bench, shared_peer: PeerProcess, doomed_peer: PeerProcess) -> None:
+    bench.open()
+    healthy = bench.link(shared_peer, "w2")
+    doomed = bench.link(doomed_peer, "w3")
+    transfer = doomed.transfer(TrafficClass.KV, [pattern(256 * MB, seed=1)])
+    doomed_peer.call("wait", what="openings", count=1)
+    doomed_peer.signal(signal.SIGKILL)
+    bench.recorder.wait("endings", 1, timeout_s=10)
+    with pytest.raises(Unavailable, match="w3"):
+        transfer.done.result(5)
+    with pytest.raises(Unavailable, match="w3"):
+        doomed.send(TrafficClass.ACTIVATION, 0)
+    assert bench.recorder.endings["w3"].state is LinkState.BROKEN
+    assert doomed.wait_ended(5)
+    healthy.send(TrafficClass.ACTIVATION, ECHO, meta=b"alive").result(10)
+    bench.recorder.wait("messages", 1)
+    assert healthy.transfer(TrafficClass.KV, [pattern(MB, seed=2)]).done.result(10).outcome is Outcome.DELIVERED
+    assert set(bench.recorder.endings) == {"w3"}
+
+
+def test_a_receiver_learns_that_the_rest_will_not_come(bench: Bench, doomed_peer: PeerProcess) -> None:
+    bench.open()
+    link = bench.link(doomed_peer, "w2")
+    doomed_peer.call("transfer", to="w1", size_bytes=256 * MB, seed=4, wait=False)
+    bench.recorder.wait("openings", 1)
+    doomed_peer.signal(signal.SIGKILL)
+    bench.recorder.wait("ended", 1, timeout_s=10)
+    assert (bench.recorder.ended[0].stream, bench.recorder.ended[0].outcome) == (4, "broken")
+    assert link.state is LinkState.BROKEN
+
+
+def test_a_stopped_peer_shows_by_its_silence(bench: Bench, doomed_peer: PeerProcess) -> None:
+    bench.plane = DataPlane("w1", bench.recorder, TransportConfig(keepalive_s=0.2, silence_timeout_s=1.5), "127.0.0.1")
+    link = bench.link(doomed_peer, "w2")
+    time.sleep(2.5)
+    assert link.state is LinkState.UP, "keepalives must keep an idle link up"
+    doomed_peer.signal(signal.SIGSTOP)
+    bench.recorder.wait("endings", 1, timeout_s=15)
+    assert bench.recorder.endings["w2"].state is LinkState.BROKEN
+    assert link.wait_ended(5)
+    doomed_peer.signal(signal.SIGKILL)
+
+
+def test_a_peer_that_never_answers_a_close_does_not_hold_it_up(bench: Bench, doomed_peer: PeerProcess) -> None:
+    bench.open(close_timeout_s=0.5)
+    link = bench.link(doomed_peer, "w2")
+    transfer = link.transfer(TrafficClass.KV, [pattern(64 * MB, seed=1)])
+    doomed_peer.signal(signal.SIGSTOP)
+    link.close()
+    assert link.wait_ended(5)
+    with pytest.raises(Unavailable):
+        transfer.done.result(1)
+    doomed_peer.signal(signal.SIGKILL)
+
+
+def test_the_next_epoch_gets_a_link_of_its_own(bench: Bench, shared_peer: PeerProcess) -> None:
+    plane = bench.open()
+    first = bench.link(shared_peer, "w2", epoch=1)
+    assert plane.connect("w2", bench.addresses["w2"], 1) is first
+    second = bench.link(shared_peer, "w2", epoch=2)
+    assert second is not first
+    plane.retire(before_epoch=2)
+    with pytest.raises((StaleEpoch, Unavailable)):
+        first.send(TrafficClass.ACTIVATION, 0)
+    with pytest.raises(StaleEpoch):
+        plane.connect("w2", bench.addresses["w2"], 1)
+    assert first.wait_ended(5)
+    assert first.state is LinkState.CLOSED
+    second.send(TrafficClass.ACTIVATION, ECHO, meta=b"epoch 2").result(10)
+    bench.recorder.wait("messages", 1)
+    assert [facts.epoch for facts in plane.facts()] == [2]
+
+
+def test_a_retired_link_refuses_what_still_comes(bench: Bench, shared_peer: PeerProcess) -> None:
+    bench.open()
+    link = bench.link(shared_peer, "w2")
+    link.retire()
+    shared_peer.call("send", to="w1", texts=["late", "later"])
+    answer = shared_peer.call("transfer", to="w1", size_bytes=MB, seed=1)
+    assert answer["outcome"] == "refused"
+    assert bench.recorder.messages == []
+    assert link.counts.stale_frames == 3
+    with pytest.raises(StaleEpoch):
+        link.send(TrafficClass.ACTIVATION, 0)
+
+
+def test_a_broken_link_can_be_made_again_in_the_same_epoch(bench: Bench, shared_peer: PeerProcess) -> None:
+    bench.open()
+    first = bench.link(shared_peer, "w2")
+    first.close()
+    assert first.wait_ended(5)
+    assert bench.recorder.endings["w2"].state is LinkState.CLOSED
+    second = bench.link(shared_peer, "w2")
+    second.send(TrafficClass.ACTIVATION, ECHO, meta=b"again").result(10)
+    bench.recorder.wait("messages", 1)
+
+
+def test_a_peer_that_does_not_come_costs_the_deadline_only(bench: Bench, shared_peer: PeerProcess) -> None:
+    plane = bench.open()
+    began_s = time.monotonic()
+    with pytest.raises(DeadlineExceeded, match="w2 did not come"):
+        plane.connect("w2", "127.0.0.1:1", 1, timeout_s=0.3)  # ours is the store, so w2's address is not used
+    with pytest.raises(Unavailable, match="w0"):
+        plane.connect("w0", "127.0.0.1:1", 1, timeout_s=0.3)
+    assert time.monotonic() - began_s < 5
+    link = bench.link(shared_peer, "w2")  # the abandoned attempt is in nobody's way
+    assert link.state is LinkState.UP
+
+
+def test_a_slow_link_is_emulated(bench: Bench, shared_peer: PeerProcess) -> None:
+    bench.open(rate_bytes_per_s=8 * MB)
+    link = bench.link(shared_peer, "w2")
+    report = link.transfer(TrafficClass.KV, [pattern(4 * MB, seed=1)]).done.result(20)
+    assert report.duration_s >= 0.4
+
+
+def test_a_receiver_that_raises_breaks_the_link(bench: Bench, shared_peer: PeerProcess) -> None:
+    bench.open()
+    link = bench.link(shared_peer, "w2")
+    transfer = link.transfer(TrafficClass.KV, [pattern(MB, seed=1)], meta=b"[1]")  # one byte for a megabyte
+    with pytest.raises(Unavailable):
+        transfer.done.result(10)
+    bench.recorder.wait("endings", 1)
+    assert bench.recorder.endings["w2"].state is LinkState.BROKEN
+
+
+def test_nothing_is_left_behind(shared_peer: PeerProcess) -> None:
+    _one_life(shared_peer)  # what the process makes once and keeps
+    before = _holdings()
+    for _ in range(3):
+        _one_life(shared_peer)
+    assert _holdings() == before
+
+
+def _one_life(peer: PeerProcess) -> None:
+    bench = Bench()
+    bench.open()
+    link = bench.link(peer, "w2")
+    link.transfer(TrafficClass.KV, [pattern(MB, seed=1)]).done.result(10)
+    bench.close()
+
+
+def _holdings() -> tuple[int, int, int]:
+    """Descriptors, operating system threads, Python threads."""
+    deadline_s = time.monotonic() + 5
+    held = (0, 0, 0)
+    while time.monotonic() < deadline_s:  # the store's thread ends a moment after its last reference
+        now = (len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), threading.active_count())
+        if now == held:
+            return now
+        held = now
+        time.sleep(0.2)
+    return held
