@@ -19,6 +19,7 @@ from ballast.service.logs import get_logger
 
 KEY_PREFIX = "ballast:"
 _OPERATION_TIMEOUT_S = 2.0
+_MAX_CONNECTIONS = 32
 _WAIT_STEP_S = 0.5
 
 T = TypeVar("T")
@@ -83,17 +84,21 @@ class StateServer:
 
     def __init__(self, url: str) -> None:
         try:
-            self._redis = aioredis.from_url(
+            # Blocking: more operations at once than connections wait for their turn instead of failing.
+            # Any: redis-py types the arguments in part only.
+            pool = cast(Any, aioredis.BlockingConnectionPool).from_url(
                 url,
+                max_connections=_MAX_CONNECTIONS,
+                timeout=_OPERATION_TIMEOUT_S,
                 decode_responses=True,
                 socket_timeout=_OPERATION_TIMEOUT_S,
                 socket_connect_timeout=_OPERATION_TIMEOUT_S,
                 health_check_interval=15,
                 retry=Retry(NoBackoff(), 1),
-                max_connections=32,
             )
         except ValueError as error:
             raise ConfigError("redis_url", f"{error} (got {url!r})") from error
+        self._redis = aioredis.Redis.from_pool(pool)
         self.url = url
         self.reachable = False  # whether the last operation got an answer
         self._acquire = self._redis.register_script(_ACQUIRE)

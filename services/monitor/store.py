@@ -3,7 +3,6 @@
 It is for status tools and for the next active monitor; nothing is decided by it while a monitor is active.
 """
 
-import asyncio
 from collections.abc import Awaitable
 from typing import Any, cast
 
@@ -20,7 +19,7 @@ from services.monitor.shell import Row
 
 _ROW_PREFIX = f"{KEY_PREFIX}registry:"
 _SCAN_COUNT = 500
-_WRITE_AT_ONCE = 100  # rows per round trip: bounds the buffers on both sides
+_ROWS_AT_ONCE = 100  # rows per round trip: bounds the buffers on both sides
 
 _MODEL = TypeAdapter(ModelInfo)
 _LOAD = TypeAdapter(LoadReport)
@@ -32,9 +31,9 @@ class RedisRegistry:
         self._ttl_ms = int(ttl_s * 1000)
 
     async def write(self, rows: list[Row], forget: set[WorkerId]) -> None:
-        for first in range(0, max(len(rows), 1), _WRITE_AT_ONCE):
+        for first in range(0, max(len(rows), 1), _ROWS_AT_ONCE):
             pipe = self._state.redis.pipeline(transaction=False)
-            for row in rows[first : first + _WRITE_AT_ONCE]:
+            for row in rows[first : first + _ROWS_AT_ONCE]:
                 key = _ROW_PREFIX + row.instance.worker_id
                 pipe.hset(key, mapping=_to_fields(row))
                 pipe.pexpire(key, self._ttl_ms)
@@ -55,9 +54,15 @@ class RedisRegistry:
             keys += found
             if cursor == 0:
                 break
-        hashes = [cast(Awaitable[dict[str, str]], redis.hgetall(key)) for key in sorted(set(keys))]
-        fields = await asyncio.gather(*(self._state.run(h) for h in hashes)) if hashes else []
-        rows = (_from_fields(key, f) for key, f in zip(sorted(set(keys)), fields, strict=True))
+        keys = sorted(set(keys))
+        rows: list[Row | None] = []
+        for first in range(0, len(keys), _ROWS_AT_ONCE):
+            some = keys[first : first + _ROWS_AT_ONCE]
+            pipe = redis.pipeline(transaction=False)
+            for key in some:
+                pipe.hgetall(key)
+            reading = cast(Awaitable[list[dict[str, str]]], pipe.execute())
+            rows += [_from_fields(*pair) for pair in zip(some, await self._state.run(reading), strict=True)]
         return [row for row in rows if row is not None]
 
 

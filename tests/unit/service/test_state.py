@@ -10,6 +10,7 @@ from ballast.common.errors import ConfigError, Unavailable
 from ballast.local.state_server import PrivateStateServer
 from ballast.service.leadership import LeaderAddress, Leadership
 from ballast.service.state import StateServer
+from tests.support.waiting import soon
 
 Story = Callable[[PrivateStateServer, StateServer], Coroutine[Any, Any, None]]
 
@@ -24,12 +25,6 @@ def tell(story: Story) -> None:
                 await state.close()
 
     asyncio.run(run())
-
-
-async def soon(holds: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
-        while not holds():  # noqa: ASYNC110 - what is waited for has no event
-            await asyncio.sleep(0.01)
 
 
 def test_a_lease_has_one_holder_and_its_token_grows_with_each_new_one() -> None:
@@ -84,6 +79,14 @@ def test_an_operation_without_an_answer_is_unavailable_and_works_again_later() -
         await waiting
         assert state.reachable
         assert await state.next_incarnation("worker", "w1") > 0
+
+    tell(story)
+
+
+def test_more_operations_at_once_than_connections_wait_for_their_turn() -> None:
+    async def story(server: PrivateStateServer, state: StateServer) -> None:
+        numbers = await asyncio.gather(*(state.next_incarnation("worker", "w1") for _ in range(500)))
+        assert len(set(numbers)) == 500
 
     tell(story)
 

@@ -1,0 +1,222 @@
+"""Arbitrary histories, in any order and repeated, against the monitor's and the planner's core."""
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from ballast.common.ids import Epoch, Incarnation, WorkerId
+from ballast.common.layout import Layout
+from services.monitor.core import messages as m
+from services.monitor.core.machine import MonitorCore, MonitorRules
+from services.planner.core import messages as p
+from services.planner.core.machine import PlannerCore, PlannerRules
+from tests.support.reporting_worker import load_report, model_info
+
+WORKERS = st.sampled_from([WorkerId(name) for name in ("w0", "w1", "w2")])
+LIVES = st.integers(1, 4).map(Incarnation)
+STREAMS = st.integers(1, 8)
+PAUSES_S = st.sampled_from([0.0, 0.01, 0.2, 1.0, 5.0])
+
+
+class MonitorMachine(RuleBasedStateMachine):
+    """What watchers are told must make sense, whatever the streams bring."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        rules = MonitorRules(lease_s=2.0, warmup_s=3.0, registry_interval_s=1.0, max_instances=2, history_length=3)
+        self.core = MonitorCore(rules)
+        self.now_s = 0.0
+        self.token = 0
+        self.told: dict[WorkerId, Incarnation] = {}  # as a watcher from the beginning sees it
+        self.newest: dict[WorkerId, Incarnation] = {}
+
+    def tell(self, event: m.Event) -> list[m.Command]:
+        commands = self.core.handle(event)
+        for command in commands:
+            match command:
+                case m.Publish(m.InstanceUp(instance)):
+                    assert instance.incarnation >= self.newest.get(instance.worker_id, 0), "an old life came up"
+                    self.newest[instance.worker_id] = instance.incarnation
+                    assert self.told.get(instance.worker_id, instance.incarnation) == instance.incarnation
+                    self.told[instance.worker_id] = instance.incarnation
+                case m.Publish(m.InstanceLost(worker_id, incarnation)):
+                    assert self.told.pop(worker_id) == incarnation, "lost, but never up"
+                case m.Publish(m.InstanceDraining(worker_id, incarnation)):
+                    assert self.told[worker_id] == incarnation
+                case m.DismissWatchers():
+                    self.told.clear()
+                    self.newest.clear()
+                case _:
+                    pass
+        return commands
+
+    @rule(worker_id=WORKERS, incarnation=LIVES, stream_id=STREAMS)
+    def announce(self, worker_id: WorkerId, incarnation: Incarnation, stream_id: int) -> None:
+        instance = m.Instance(worker_id, incarnation, "host:1", model_info())
+        bound = self.core._streams.get(stream_id)
+        if bound in (None, worker_id):  # a stream announces one worker only: the servicer sees to that
+            self.tell(m.Announced(self.now_s, "c", stream_id, instance))
+
+    @rule(stream_id=STREAMS, draining=st.booleans())
+    def report(self, stream_id: int, draining: bool) -> None:
+        self.tell(m.LoadReported(self.now_s, "c", stream_id, load_report(1, draining=draining)))
+
+    @rule(stream_id=STREAMS, said_goodbye=st.booleans())
+    def end(self, stream_id: int, said_goodbye: bool) -> None:
+        self.tell(m.StreamEnded(self.now_s, "c", stream_id, said_goodbye))
+
+    @rule(worker_id=WORKERS, incarnation=LIVES)
+    def refuse(self, worker_id: WorkerId, incarnation: Incarnation) -> None:
+        self.tell(m.ConnectionRefused(self.now_s, "c", worker_id, incarnation))
+
+    @rule(worker_id=WORKERS, incarnation=LIVES)
+    def load_registry(self, worker_id: WorkerId, incarnation: Incarnation) -> None:
+        self.tell(m.RegistryLoaded(self.now_s, "c", ((worker_id, incarnation),)))
+
+    @rule(pause_s=PAUSES_S)
+    def tick(self, pause_s: float) -> None:
+        self.now_s += pause_s
+        self.tell(m.Ticked(self.now_s, "c"))
+
+    @rule(lead=st.booleans())
+    def change_leadership(self, lead: bool) -> None:
+        self.token += 1
+        self.tell(m.LeadershipChanged(self.now_s, "c", self.token if lead else None))
+
+    @invariant()
+    def consistent(self) -> None:
+        self.core.check()
+        assert {w: e.instance.incarnation for w, e in self.core.entries.items()} == self.told
+        ups = [c.instance.worker_id for c in self.core.snapshot() if isinstance(c, m.InstanceUp)]
+        assert ups == sorted(self.told)
+
+
+class PlannerMachine(RuleBasedStateMachine):
+    """A store with the rules of the real one; answers come late, wrong, or never."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.core = PlannerCore(PlannerRules(coalesce_s=0.1, verify_interval_s=1.0, retry_s=0.2, max_drains=2))
+        self.now_s = 0.0
+        self.token = 10
+        self.stored: p.StoredLayout | None = None
+        self.written: list[Layout] = []
+        self.loads = 0
+        self.write: p.WriteLayout | None = None
+        self.newest: dict[WorkerId, Incarnation] = {}
+        self.asked: dict[str, int] = {}  # drains that wait for an answer: times asked
+
+    def tell(self, event: p.Event) -> None:
+        for command in self.core.handle(event):
+            match command:
+                case p.LoadLayout():
+                    self.loads += 1
+                case p.WriteLayout():
+                    assert command.token == self.core.token
+                    self.write = command
+                case p.AnswerDrain(request_id, epoch):
+                    assert epoch <= self.core.layout.epoch
+                    self.asked.pop(request_id, None)
+                case p.RefuseDrain(request_id):
+                    self.asked.pop(request_id, None)
+                case _:
+                    pass
+
+    @rule(lead=st.booleans())
+    def change_leadership(self, lead: bool) -> None:
+        self.token += 1
+        self.tell(p.LeadershipChanged(self.now_s, "c", self.token if lead else None))
+
+    @precondition(lambda self: self.loads > 0)
+    @rule(fails=st.booleans())
+    def load(self, fails: bool) -> None:
+        self.loads -= 1
+        if fails:
+            self.tell(p.LoadFailed(self.now_s, "c"))
+        else:
+            self.tell(p.LayoutLoaded(self.now_s, "c", self.stored))
+
+    @precondition(lambda self: self.write is not None)
+    @rule(answer_is_lost=st.booleans(), fenced=st.booleans())
+    def settle(self, answer_is_lost: bool, fenced: bool) -> None:
+        write, self.write = self.write, None
+        assert write is not None
+        outcome = p.WriteOutcome.WRITTEN
+        if fenced or write.token != self.core.token:
+            outcome = p.WriteOutcome.FENCED
+        elif (self.stored.layout.epoch if self.stored else None) != write.expected_epoch:
+            outcome = p.WriteOutcome.CONFLICT
+        else:
+            self.stored = p.StoredLayout(write.layout, write.model)
+            self.written.append(write.layout)
+            for member in (member for group in write.layout.groups for member in group.members):
+                assert member.incarnation >= self.newest.get(member.worker_id, 0), "an old life entered"
+                self.newest[member.worker_id] = member.incarnation
+        if answer_is_lost:
+            outcome = p.WriteOutcome.UNAVAILABLE
+        self.tell(p.WriteSettled(self.now_s, "c", write.layout.epoch, write.token, outcome))
+
+    @rule()
+    def the_store_is_emptied(self) -> None:
+        self.stored = None
+
+    @rule(worker_id=WORKERS, incarnation=LIVES, draining=st.booleans(), layers=st.sampled_from([4, 4, 4, 6]))
+    def up(self, worker_id: WorkerId, incarnation: Incarnation, draining: bool, layers: int) -> None:
+        self.tell(p.InstanceUp(self.now_s, "c", worker_id, incarnation, "host:1", model_info(layers), draining))
+
+    @rule(worker_id=WORKERS, incarnation=LIVES)
+    def lose(self, worker_id: WorkerId, incarnation: Incarnation) -> None:
+        self.tell(p.InstanceLost(self.now_s, "c", worker_id, incarnation, "silent"))
+
+    @rule(worker_id=WORKERS, incarnation=LIVES)
+    def drain_by_itself(self, worker_id: WorkerId, incarnation: Incarnation) -> None:
+        self.tell(p.InstanceDraining(self.now_s, "c", worker_id, incarnation))
+
+    @rule(began=st.booleans())
+    def snapshot(self, began: bool) -> None:
+        self.tell((p.SnapshotBegan if began else p.SnapshotEnded)(self.now_s, "c"))
+
+    @rule(worker_id=WORKERS, request_id=st.sampled_from(["d0", "d1", "d2"]))
+    def ask_to_drain(self, worker_id: WorkerId, request_id: str) -> None:
+        self.asked[request_id] = self.asked.get(request_id, 0) + 1
+        self.tell(p.DrainRequested(self.now_s, "c", request_id, worker_id))
+
+    @rule(pause_s=PAUSES_S)
+    def fire(self, pause_s: float) -> None:
+        self.now_s += pause_s
+        self.tell(p.TimerFired(self.now_s, "c"))
+
+    @invariant()
+    def consistent(self) -> None:
+        self.core.check()
+        epochs = [layout.epoch for layout in self.written]
+        assert epochs == sorted(set(epochs)), "an epoch was written twice or went back"
+        for layout in self.written[-1:]:
+            layout.check()
+        assert all(request_id in self.core._drains._by_request for request_id in self.asked)
+
+    def teardown(self) -> None:
+        """Once everything answers, the planner comes to rest with what it wants, and every drain is answered."""
+        if not self.core.active:
+            return
+        self.snapshot(began=True)
+        for worker_id in self.core.roster.known:
+            self.core.roster.known[worker_id].confirmed = True
+        self.snapshot(began=False)
+        for _ in range(30):
+            while self.loads:
+                self.load(fails=False)
+            if self.write is not None:
+                self.settle(answer_is_lost=False, fenced=False)
+            self.fire(pause_s=0.5)
+        self.consistent()
+        wanted = {placeable.worker_id: placeable.incarnation for placeable in self.core.roster.placeable()}
+        layout = self.stored.layout if self.stored else Layout(Epoch(0), 0, (), "none")
+        assert {m.worker_id: m.incarnation for g in layout.groups for m in g.members} == wanted
+        assert not self.asked
+
+
+TestMonitor = MonitorMachine.TestCase
+TestMonitor.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestPlanner = PlannerMachine.TestCase
+TestPlanner.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)

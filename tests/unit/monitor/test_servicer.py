@@ -1,0 +1,245 @@
+"""MonitorService over a real call: what is refused, what a watcher hears, who is sent away."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from typing import Any, TypeAlias
+
+import grpc
+import grpc.aio
+import pytest
+
+from ballast.common.errors import BallastError, InvalidRequest, NotActive, Overloaded, StaleEpoch, Unavailable
+from ballast.common.ids import Incarnation, WorkerId
+from ballast.rpc import codec
+from ballast.rpc.channel import open_channel
+from ballast.rpc.errors import from_rpc_error
+from ballast.rpc.server import RpcServer
+from ballastpb.monitor.v1 import monitor_pb2 as pb
+from ballastpb.monitor.v1 import monitor_pb2_grpc
+from services.monitor.core.machine import MonitorCore, MonitorRules
+from services.monitor.core.messages import Instance, InstanceUp
+from services.monitor.servicer import MonitorServicer
+from services.monitor.shell import MonitorShell, Row, Watcher
+from tests.support.reporting_worker import load_report, model_info
+from tests.support.waiting import soon
+
+# Known to type checkers only.
+Stub: TypeAlias = "monitor_pb2_grpc.MonitorServiceAsyncStub"
+
+
+class MemoryRegistry:
+    def __init__(self) -> None:
+        self.rows: list[Row] = []
+
+    async def write(self, rows: list[Row], forget: set[WorkerId]) -> None:
+        kept = {r.instance.worker_id: r for r in self.rows if r.instance.worker_id not in forget}
+        kept.update({r.instance.worker_id: r for r in rows})
+        self.rows = list(kept.values())
+
+    async def read(self) -> list[Row]:
+        return self.rows
+
+
+async def refuses_nobody(address: str) -> bool:
+    return False
+
+
+@asynccontextmanager
+async def monitor(*, active: bool) -> AsyncGenerator[tuple[MonitorShell, Stub]]:
+    rules = MonitorRules(lease_s=5.0, warmup_s=0.2, registry_interval_s=0.1, max_instances=2, history_length=5)
+    shell = MonitorShell(
+        MonitorCore(rules),
+        MemoryRegistry(),
+        monitor_id="m1",
+        tick_interval_s=0.02,
+        max_watchers=2,
+        watcher_queue_length=5,
+        is_refused=refuses_nobody,
+    )
+
+    def register(server: grpc.aio.Server) -> None:
+        monitor_pb2_grpc.add_MonitorServiceServicer_to_server(MonitorServicer(shell), server)
+
+    bugs: list[BallastError] = []
+    descriptor = pb.DESCRIPTOR.services_by_name["MonitorService"]
+    server = RpcServer(host="127.0.0.1", port=0, services=[(descriptor, register)], on_bug=bugs.append)
+    port = await server.start()
+    running = asyncio.create_task(shell.run())
+    await asyncio.sleep(0)
+    if active:
+        shell.change_leadership(7)
+    try:
+        async with open_channel(f"127.0.0.1:{port}") as channel, asyncio.timeout(20):
+            yield shell, monitor_pb2_grpc.MonitorServiceStub(channel)
+    finally:
+        await server.stop(0)
+        running.cancel()
+        await asyncio.wait((running,))
+    assert not bugs
+
+
+def tell(story: Callable[[MonitorShell, Stub], Coroutine[Any, Any, None]], *, active: bool = True) -> None:
+    async def run() -> None:
+        async with monitor(active=active) as (shell, stub):
+            await story(shell, stub)
+
+    asyncio.run(run())
+
+
+def announce(worker_id: str = "w1", incarnation: int = 3, address: str = "host:1", layers: int = 4) -> pb.ReportRequest:
+    model = codec.model_to_proto(model_info(layers))
+    return pb.ReportRequest(
+        announce=pb.Announce(worker_id=worker_id, incarnation=incarnation, address=address, model=model)
+    )
+
+
+def load() -> pb.ReportRequest:
+    return pb.ReportRequest(load=codec.load_to_proto(load_report(5)))
+
+
+async def refusal(stub: Stub, *requests: pb.ReportRequest) -> BallastError:
+    """What a Report stream with these messages ends with."""
+    call = stub.Report()
+    try:
+        for request in requests:
+            await call.write(request)
+            await call.read()
+        await call.read()
+    except grpc.RpcError as error:
+        return from_rpc_error(error, "monitor")
+    except asyncio.InvalidStateError:
+        with pytest.raises(grpc.RpcError) as caught:
+            await call.read()
+        return from_rpc_error(caught.value, "monitor")
+    raise AssertionError("it was not refused")
+
+
+@pytest.mark.parametrize(
+    ("requests", "field"),
+    [
+        ([load()], "message"),
+        ([pb.ReportRequest()], "message"),
+        ([announce(), announce()], "message"),
+        ([announce(worker_id="")], "announce.worker_id"),
+        ([announce(incarnation=0)], "announce.incarnation"),
+        ([announce(address="nowhere")], "announce.address"),
+        ([announce(layers=0)], "announce.model.layer_count"),
+    ],
+)
+def test_what_is_no_report_is_refused_by_name(requests: list[pb.ReportRequest], field: str) -> None:
+    async def story(shell: MonitorShell, stub: Stub) -> None:
+        error = await refusal(stub, *requests)
+        assert isinstance(error, InvalidRequest)
+        assert error.field == field
+
+    tell(story)
+
+
+def test_reports_are_answered_and_seen_in_the_status() -> None:
+    async def story(shell: MonitorShell, stub: Stub) -> None:
+        call = stub.Report()
+        for request in (announce(), load(), load()):
+            await call.write(request)
+            answer = await call.read()
+            assert isinstance(answer, pb.ReportResponse)
+            assert answer.lease_s == 5.0
+        status = await stub.GetClusterStatus(pb.GetClusterStatusRequest())
+        assert (status.monitor_id, status.active) == ("m1", True)
+        assert status.instances[0].instance == announce().announce
+        assert status.instances[0].load == load().load
+        await call.done_writing()
+        assert await call.code() is grpc.StatusCode.OK
+        await soon(lambda: not shell.core.entries)
+
+    tell(story)
+
+
+def test_an_old_life_and_a_second_stream() -> None:
+    async def story(shell: MonitorShell, stub: Stub) -> None:
+        first = stub.Report()
+        await first.write(announce(incarnation=3))
+        await first.read()
+        stale = await refusal(stub, announce(incarnation=2))
+        assert isinstance(stale, StaleEpoch)
+        assert (stale.have, stale.want) == (2, 3)
+        second = stub.Report()
+        await second.write(announce(incarnation=4))
+        await second.read()
+        with pytest.raises(grpc.RpcError) as superseded:
+            await first.read()
+        assert isinstance(from_rpc_error(superseded.value, "monitor"), Unavailable)
+        assert shell.core.entries[WorkerId("w1")].instance.incarnation == 4
+        second.cancel()
+
+    tell(story)
+
+
+def test_the_bound_on_instances_is_a_clear_refusal() -> None:
+    async def story(shell: MonitorShell, stub: Stub) -> None:
+        calls = [stub.Report() for _ in range(2)]
+        for number, call in enumerate(calls):
+            await call.write(announce(worker_id=f"w{number}"))
+            await call.read()
+        assert isinstance(await refusal(stub, announce(worker_id="w9")), Overloaded)
+        for call in calls:
+            call.cancel()
+
+    tell(story)
+
+
+def test_a_standby_sends_everybody_on() -> None:
+    async def story(shell: MonitorShell, stub: Stub) -> None:
+        assert isinstance(await refusal(stub, announce()), NotActive)
+        with pytest.raises(grpc.RpcError) as caught:
+            await stub.WatchEvents(pb.WatchEventsRequest()).read()
+        assert isinstance(from_rpc_error(caught.value, "monitor"), NotActive)
+        assert not (await stub.GetClusterStatus(pb.GetClusterStatusRequest())).active
+
+    tell(story, active=False)
+
+
+def test_a_watcher_hears_the_snapshot_then_what_happens_then_the_end_of_the_leadership() -> None:
+    async def story(shell: MonitorShell, stub: Stub) -> None:
+        worker = stub.Report()
+        await worker.write(announce())
+        await worker.read()
+        watch = stub.WatchEvents(pb.WatchEventsRequest())
+        heard = [await watch.read() for _ in range(2)]
+        worker.cancel()
+        events = [event for event in heard if isinstance(event, pb.WatchEventsResponse)]
+        assert [event.WhichOneof("event") for event in events] == ["instance_up", "snapshot_end"]
+        assert all(event.cause_id for event in events)
+        shell.change_leadership(None)
+        with pytest.raises(grpc.RpcError) as caught:
+            await watch.read()
+        assert isinstance(from_rpc_error(caught.value, "monitor"), NotActive)
+
+    tell(story)
+
+
+def test_watchers_are_bounded_and_make_room_when_they_leave() -> None:
+    async def story(shell: MonitorShell, stub: Stub) -> None:
+        watches = [stub.WatchEvents(pb.WatchEventsRequest()) for _ in range(2)]
+        for watch in watches:
+            await watch.initial_metadata()
+        third = stub.WatchEvents(pb.WatchEventsRequest())
+        with pytest.raises(grpc.RpcError) as caught:
+            await third.read()
+        assert isinstance(from_rpc_error(caught.value, "monitor"), Overloaded)
+        watches[0].cancel()
+        await soon(lambda: len(shell._watchers) == 1)
+        await stub.WatchEvents(pb.WatchEventsRequest()).initial_metadata()
+
+    tell(story)
+
+
+def test_a_slow_watcher_is_sent_away_and_does_not_hold_memory() -> None:
+    async def story() -> None:
+        up = InstanceUp(Instance(WorkerId("w1"), Incarnation(1), "host:1", model_info()), draining=False)
+        watcher = Watcher([], limit=3)
+        assert [watcher.push(up, "c") for _ in range(4)] == [True, True, True, False]
+        with pytest.raises(Overloaded):
+            await watcher.next()
+
+    asyncio.run(story())
