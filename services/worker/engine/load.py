@@ -13,6 +13,7 @@ from ballast.common.load import MemoryReport
 from ballast.common.model import ModelInfo
 from services.worker.core.batch import Batch, StepResult
 from services.worker.engine.attention import AttentionBackend, CpuAttention
+from services.worker.engine.attention_cuda import CudaAttention
 from services.worker.engine.checkpoint import load_parameters
 from services.worker.engine.model import Model
 from services.worker.engine.model_config import ModelConfig, read_model_config
@@ -20,6 +21,7 @@ from services.worker.engine.parameters import end_parameters, layer_parameters, 
 from services.worker.engine.runner import ModelRunner
 from services.worker.engine.sampler import Sampler
 from services.worker.memory.backend import MemoryBackend
+from services.worker.memory.cuda import open_cuda
 from services.worker.memory.device import DeviceMemory
 from services.worker.memory.host import HostBackend
 from services.worker.memory.kv_cache import KvShape
@@ -164,8 +166,12 @@ def _max_model_len(wanted: int | None, config: ModelConfig) -> int:
 def _backend(device: str) -> MemoryBackend:
     if device == "cpu":
         return HostBackend()
+    if device == "cuda":
+        return open_cuda(0)
     raise ConfigError("device", f"{device!r} is not supported; use cpu or cuda")
 
 
 def _attention(device: torch.device, config: ModelConfig, dtype: torch.dtype) -> AttentionBackend:
+    if device.type == "cuda":
+        return CudaAttention(config.head_count, config.kv_head_count, config.head_dim, dtype, device)
     return CpuAttention(config.head_count, config.kv_head_count, config.head_dim, dtype)
