@@ -82,7 +82,7 @@ async def _take_incarnation(candidate: Candidate, state: StateServer) -> Incarna
     while True:
         await state.wait_ready()
         try:
-            return await state.next_incarnation(candidate.service, candidate.instance)
+            return await state.next_incarnation("replica", candidate.service)
         except Unavailable as error:
             get_logger().warning("state server went away again", why=error.why)
 

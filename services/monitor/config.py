@@ -18,7 +18,7 @@ class MonitorSettings(Settings):
     advertise_host: str | None = None
     metrics_port: int = Field(default=0, ge=0, le=65535)
     redis_url: str = "redis://127.0.0.1:6379"
-    # Unique unless given: two replicas with one name would both hold the lease.
+    # Unique unless given, so that replicas can be told apart.
     monitor_id: str = Field(default_factory=lambda: f"monitor-{secrets.token_hex(4)}", min_length=1)
     lease_s: float = Field(default=3.0, gt=0)  # an instance that is silent for longer is lost
     warmup_s: float = Field(default=4.0, gt=0)  # a new active monitor waits so long before it says who is missing

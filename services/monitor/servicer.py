@@ -26,6 +26,8 @@ from services.monitor.core.messages import (
 )
 from services.monitor.shell import MonitorShell, ReportStream, Row
 
+_GOODBYE_PROOF_S = 0.05
+
 # Any: the message types of a call do not matter to its context.
 _Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -53,6 +55,8 @@ class MonitorServicer(monitor_pb2_grpc.MonitorServiceServicer):
             if stream.error is not None:
                 raise stream.error
             yield pb.ReportResponse(lease_s=self._shell.core.rules.lease_s)
+        # A connection that broke looks like a closed stream at first; the call is cancelled a moment later.
+        await asyncio.sleep(_GOODBYE_PROOF_S)
         said_goodbye = announced
 
     def _take(self, request: pb.ReportRequest, stream: ReportStream, announced: bool) -> None:

@@ -18,7 +18,7 @@ class PlannerSettings(Settings):
     advertise_host: str | None = None
     metrics_port: int = Field(default=0, ge=0, le=65535)
     redis_url: str = "redis://127.0.0.1:6379"
-    # Unique unless given: two replicas with one name would both hold the lease.
+    # Unique unless given, so that replicas can be told apart.
     planner_id: str = Field(default_factory=lambda: f"planner-{secrets.token_hex(4)}", min_length=1)
     monitor_address: str | None = None  # host:port; default: whoever holds the monitor's lease
     leadership_ttl_s: float = Field(default=3.0, ge=0.3)

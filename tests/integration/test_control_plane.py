@@ -39,7 +39,7 @@ def test_workers_come_into_the_layout_and_leave_it() -> None:
         w1.send_signal(signal.SIGKILL)
         layout = await plane.layout_until(planner, lambda now: names(now) == {"w2", "w3"}, "w1 is dead")
         assert loop.time() - killed_at_s < 1.4, "a refused connection should beat the lease of 1.5 s"
-        assert "w1" in layout.reason
+        assert "connection refused" in layout.reason
 
         w2.send_signal(signal.SIGTERM)
         layout = await plane.layout_until(planner, lambda now: names(now) == {"w3"}, "w2 said goodbye")
@@ -145,7 +145,7 @@ def test_a_state_server_that_is_away_delays_plans_and_loses_none() -> None:
         assert await plane.layout_until(planner, lambda now: True, "any") == before
         plane.state.restart()
         after = await plane.layout_until(planner, lambda now: not names(now), "the pending plan is written")
-        assert after.epoch == before.epoch + 1
+        assert before.epoch < after.epoch <= before.epoch + 2, "only the write of unknown outcome costs a number"
 
     tell(story)
 

@@ -119,7 +119,8 @@ class PlannerCore:
 
     def _leadership_changed(self, event: LeadershipChanged) -> list[Command]:
         was_active, self.token = self.active, event.token
-        self._read, self._read_at_s, self.in_flight = False, event.at_s, None
+        self._give_up_write()
+        self._read, self._read_at_s = False, event.at_s
         self._has_seen_last = self._has_seen_last and self.active
         if self.active:
             self._plan_at_s = event.at_s
@@ -154,6 +155,8 @@ class PlannerCore:
         written = self.in_flight
         if written is None or (event.epoch, event.token) != (written.epoch, self.token):
             return []
+        if event.outcome is WriteOutcome.UNAVAILABLE:
+            self._give_up_write()
         self.in_flight = None
         match event.outcome:
             case WriteOutcome.WRITTEN:
@@ -167,9 +170,16 @@ class PlannerCore:
                 self._read, self._read_at_s, self._plan_at_s = False, event.at_s + self.rules.retry_s, event.at_s
         return []
 
+    def _give_up_write(self) -> None:
+        """Nobody will know whether the layout in flight has been written: its number counts as used."""
+        if self.in_flight is not None:
+            self._used_epoch = max(self._used_epoch, self.in_flight.epoch)
+        self.in_flight = None
+
     def _written(self, layout: Layout, event: WriteSettled) -> list[Command]:
         self.layout, self.layout_model = layout, self.roster.model
         self._stored_epoch, self._read_at_s = layout.epoch, event.at_s + self.rules.verify_interval_s
+        self._has_seen_last = True
         members = worker_ids(layout)
         self._why_lost = {w: why for w, why in self._why_lost.items() if w in members}
         if self._wanted() != layout.groups:
@@ -274,9 +284,7 @@ class PlannerCore:
         if self.token is None:
             raise InvariantViolation("a standby planner plans")
         reason = explain(self.layout.groups, groups, self._why_lost)
-        epoch = self._next_epoch()
-        self._used_epoch, self._has_seen_last = epoch, True
-        self.in_flight = Layout(epoch, self._layer_count(), groups, reason)
+        self.in_flight = Layout(self._next_epoch(), self._layer_count(), groups, reason)
         self.in_flight.check()
         return [WriteLayout(self.in_flight, self.roster.model, self._stored_epoch, self.token, cause_id)]
 

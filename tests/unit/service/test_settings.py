@@ -8,7 +8,7 @@ import pytest
 from pydantic import Field
 
 from ballast.common.errors import ConfigError
-from ballast.service.settings import Section, Settings, load_settings
+from ballast.service.settings import Section, Settings, build, load_settings
 from services.monitor.config import MonitorSettings
 from services.monitor.config import flags as monitor_flags
 from services.planner.config import PlannerSettings
@@ -92,4 +92,5 @@ def test_every_flag_of_the_control_plane_names_a_setting() -> None:
     for settings, parser in ((MonitorSettings, monitor_flags()), (PlannerSettings, planner_flags())):
         given = vars(parser.parse_args([]))
         assert set(given) <= set(settings.model_fields)
-        assert load_settings(settings, parser, [], {}) == settings()
+        ids = {getattr(build(settings, {}), f"{settings.service}_id") for _ in range(2)}
+        assert len(ids) == 2, "replicas that are not named can be told apart"
