@@ -38,6 +38,8 @@ class Up:
                 stdout=subprocess.PIPE,
                 stderr=stderr,
                 text=True,
+                # What a killed launcher cannot remove lies where pytest does.
+                env={**os.environ, "TMPDIR": str(log.parent)},
             )
         self.address = ""
 
