@@ -2,12 +2,16 @@
 
 import asyncio
 import signal
+import socket
+import urllib.request
 from collections.abc import Callable, Coroutine
-from typing import Any
+from typing import Any, cast
 
 import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from ballast.common.errors import StaleEpoch
+from ballast.local.process import ChildProcess
 from ballast.rpc import codec
 from ballast.rpc.channel import open_channel
 from ballast.rpc.errors import from_rpc_error
@@ -15,6 +19,9 @@ from ballastpb.monitor.v1 import monitor_pb2, monitor_pb2_grpc
 from ballastpb.planner.v1 import planner_pb2, planner_pb2_grpc
 from tests.support.control_plane import ControlPlane, address, control_plane, names
 from tests.support.reporting_worker import model_info
+
+SERVING = health_pb2.HealthCheckResponse.SERVING
+NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 
 def tell(story: Callable[[ControlPlane], Coroutine[Any, Any, None]]) -> None:
@@ -256,3 +263,51 @@ def test_a_service_that_waits_for_the_state_server_can_be_stopped() -> None:
         await plane.until(lambda: process.returncode == 0, "stops", within_s=5)
 
     tell(story)
+
+
+def test_readiness_says_who_is_active_and_metrics_say_what_is_there() -> None:
+    async def story(plane: ControlPlane) -> None:
+        port = free_port()
+        m1 = await plane.monitor("m1", "--metrics-port", str(port))
+        m2 = await plane.monitor("m2")
+        planner = await plane.planner("p1")
+        monitor_name, planner_name = "ballastpb.monitor.v1.MonitorService", "ballastpb.planner.v1.PlannerService"
+        await becomes(m1, monitor_name, SERVING)
+        await becomes(planner, planner_name, SERVING)
+        await becomes(m2, monitor_name, NOT_SERVING)
+        await becomes(m2, "", SERVING)
+
+        await plane.worker("w1")
+        await plane.layout_until(planner, lambda now: names(now) == {"w1"}, "one worker")
+        wanted = ("ballast_instances 1.0", 'ballast_instance_kv_usage_fraction{worker="w1"} 0.25')
+        await plane.until(lambda: all(line in scrape(port).splitlines() for line in wanted), "metrics")
+        assert "ballast_invariant_violations_total 0.0" in scrape(port)
+
+        plane.state.stop()
+        await becomes(m1, monitor_name, NOT_SERVING)
+        await becomes(m1, "", SERVING)
+        await becomes(planner, planner_name, NOT_SERVING)
+        plane.state.restart()
+        await becomes(planner, planner_name, SERVING)
+
+    tell(story)
+
+
+async def becomes(process: ChildProcess, service: str, wanted: int, within_s: float = 10.0) -> None:
+    async with open_channel(address(process)) as channel, asyncio.timeout(within_s):
+        # Any: the generated health stub has no types.
+        watch = cast(Any, health_pb2_grpc).HealthStub(channel).Watch(health_pb2.HealthCheckRequest(service=service))
+        while (await watch.read()).status != wanted:
+            pass
+        watch.cancel()
+
+
+def scrape(port: int) -> str:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as answer:
+        return answer.read().decode()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
