@@ -261,7 +261,9 @@ async def until_dispatchers(channel: grpc.aio.Channel, count: int) -> None:
         await asyncio.sleep(0.01)
 
 
-def test_a_dispatcher_that_does_not_read_is_dropped(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dispatcher_that_does_not_read_is_dropped(
+    model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(shell_module, "STREAM_OUTPUTS", 20)
 
     async def story(served: Served) -> None:
@@ -271,6 +273,7 @@ def test_a_dispatcher_that_does_not_read_is_dropped(model: Path, monkeypatch: py
                 await lazy.submit(handle, LONG, logprobs=20)
             await until_dispatchers(served.channel, 0)
             await until_idle(served.channel)
+            assert "dispatcher detached" in capsys.readouterr().out  # although the socket takes no more
             assert (await status_of(served.channel)).load.generation_tokens_total < 8 * LONG
             with pytest.raises(Overloaded, match="20 outputs"):
                 await lazy.ended(*range(1, 9))

@@ -80,6 +80,7 @@ async def running_shell(
     *,
     max_running_count: int = 8,
     max_waiting_count: int = 64,
+    max_batch_tokens: int = 512,
 ) -> AsyncGenerator[WorkerShell]:
     """Leaving stops the shell and looks for what it left behind. Raises what broke it."""
     real = load_engine(model_dir, device_memory_bytes=MEMORY_BYTES)
@@ -91,6 +92,7 @@ async def running_shell(
         eos_token_ids=frozenset(real.info.eos_token_ids),
         max_running_count=max_running_count,
         max_waiting_count=max_waiting_count,
+        max_batch_tokens=max_batch_tokens,
     )
     shell = WorkerShell(
         core=WorkerCore(limits, real.block_count),

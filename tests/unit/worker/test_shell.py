@@ -122,6 +122,7 @@ def test_a_closed_stream_takes_its_requests_along_and_no_others(model: Path) -> 
             heard = await listen(stays, [event.key.handle])
             assert len(heard[event.key.handle].token_ids) == 30
             await until(lambda: held(shell.load()) == NOTHING_HELD)
+            assert shell.load().generation_tokens_total < LONG
 
     play(story())
 
@@ -328,19 +329,30 @@ def test_the_report_says_which_requests_it_counts(model: Path) -> None:
     """A request in its prefill has nothing to say yet, and still it is in the load."""
 
     async def story() -> None:
-        gate = Gate()
-        async with running_shell(model, gate) as shell:
+        async with running_shell(model, slow, max_batch_tokens=8) as shell:
             stream = await shell.open_stream()
-            first, second = submission(stream, 3), submission(stream, 3)
-            await shell.post(first)
-            await until(gate.entered.is_set)
-            await shell.post(second)
-            gate.open()
+            event = submission(stream, 1, prompt=[7] * 250)
+            await shell.post(event)
             output = await stream.next()
-            while output is not None and output.seen_handle < second.key.handle:
+            while output is not None and output.load.running_count == 0:
+                assert output.seen_handle == 0
                 output = await stream.next()
             assert output is not None
-            assert output.load.running_count + output.load.waiting_count >= 1
+            assert output.emit is None
+            assert output.seen_handle == event.key.handle
+
+    play(story())
+
+
+def test_nothing_is_kept_of_requests_that_have_ended(model: Path) -> None:
+    async def story() -> None:
+        async with running_shell(model, max_running_count=2) as shell:
+            stream = await shell.open_stream()
+            events = [submission(stream, 2) for _ in range(30)]
+            for event in events:
+                await shell.post(event)
+            await listen(stream, [event.key.handle for event in events])
+            assert len(shell._texts) <= 2
 
     play(story())
 
