@@ -6,11 +6,12 @@ import sys
 import time
 import uuid
 from collections.abc import AsyncGenerator, Coroutine
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc.aio
 
-from ballast.common.ids import DispatcherId
+from ballast.common.errors import Unavailable
+from ballast.common.ids import DispatcherId, Incarnation
 from ballast.common.layout import Layout
 from ballast.rpc.server import RpcServer
 from ballast.service import logs
@@ -31,6 +32,8 @@ from services.dispatcher.shell.metrics import DispatcherMetrics
 from services.dispatcher.store import DispatcherStore
 from services.dispatcher.text import PromptEncoder
 
+T = TypeVar("T")
+
 _NAME = "dispatcher"
 _CLOSE_GRACE_S = 1.0  # for the last responses to reach their clients
 
@@ -49,23 +52,27 @@ async def main(life: Lifecycle) -> None:
     state = StateServer(settings.redis_url)
     metrics = MetricsServer(settings.metrics_host, settings.metrics_port)
     try:
-        if await _unless_stopped(life, state.wait_ready()):
-            incarnation = await state.next_incarnation(_NAME, dispatcher_id)
+        incarnation = await _unless_stopped(life, _first_incarnation(state, dispatcher_id))
+        if incarnation is not None:
             await _serve(life, settings, Identity(dispatcher_id, incarnation), encoder, state)
     finally:
         await state.close()
         metrics.close()
 
 
-async def _unless_stopped(life: Lifecycle, waiting: Coroutine[Any, Any, None]) -> bool:
-    """Whether it ended before the signal to stop came."""
+async def _first_incarnation(state: StateServer, dispatcher_id: DispatcherId) -> Incarnation:
+    while True:
+        await state.wait_ready()
+        with contextlib.suppress(Unavailable):  # gone again in between
+            return await state.next_incarnation(_NAME, dispatcher_id)
+
+
+async def _unless_stopped(life: Lifecycle, waiting: Coroutine[Any, Any, T]) -> T | None:
+    """Its result, or None if the signal to stop came first."""
     work, stop = asyncio.ensure_future(waiting), asyncio.ensure_future(life.stopping.wait())
     try:
         await asyncio.wait([work, stop], return_when=asyncio.FIRST_COMPLETED)
-        if work.done():
-            work.result()
-            return True
-        return False
+        return work.result() if work.done() else None
     finally:
         work.cancel()
         stop.cancel()

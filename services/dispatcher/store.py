@@ -32,6 +32,7 @@ _DISPATCHERS = f"{KEY_PREFIX}dispatchers:"
 _REQUEST = f"{KEY_PREFIX}request:"
 _REGISTRATION_TTL_S = 10
 _REGISTRATION_INTERVAL_S = 3.0
+_CLAIM_TIMEOUT_S = 0.5  # a first token waits no longer for a state server that does not answer
 _RELEASE_BATCH = 256
 _MAX_RELEASES = 1 << 16  # beyond that the claims expire by themselves
 
@@ -144,11 +145,14 @@ class DispatcherStore:
         Raises:
             AlreadyExists: another dispatcher does.
         """
+        if not self._state.reachable:
+            return
         keys, args = [f"{_REQUEST}{request_id}", _DISPATCHERS], [self._owner, int(ttl_s) + 1]
         try:
-            # Any: a script's result has no type.
-            ours = await self._state.run(cast(Awaitable[Any], self._claim(keys=keys, args=args)))
-        except Unavailable:
+            async with asyncio.timeout(_CLAIM_TIMEOUT_S):
+                # Any: a script's result has no type.
+                ours = await self._state.run(cast(Awaitable[Any], self._claim(keys=keys, args=args)))
+        except (Unavailable, TimeoutError):
             return
         if not ours:
             raise AlreadyExists(f"request {request_id} is being served by another dispatcher")

@@ -2,15 +2,19 @@
 
 import asyncio
 import signal
+import socket
 import time
+from pathlib import Path
 
 import grpc
 import psutil
 
 from ballast.common import errors
+from ballast.local.state_server import PrivateStateServer
+from ballast.model.tokenizer import write_tokenizer
 from ballastpb.cluster.v1 import cluster_pb2
 from ballastpb.inference.v1 import inference_pb2 as pb
-from tests.support.dispatchers import Arena, request, until, until_async
+from tests.support.dispatchers import Arena, Dispatcher, request, until, until_async
 from tests.support.timed_worker import TimedSettings, TimedWorker, scripted_text, scripted_tokens
 
 
@@ -296,6 +300,55 @@ def test_a_slow_client_gets_everything_and_one_that_never_reads_is_given_up() ->
             status = await arena.dispatcher.status()
             assert dict(status.requests_total) == {"length": 1, "cancelled": 1}
             stalled.cancel()
+
+    asyncio.run(story())
+
+
+def test_what_is_wrong_at_the_start_is_said_in_one_line_with_status_2(tmp_path: Path) -> None:
+    for name in ("good", "bad"):
+        (tmp_path / name).mkdir()
+    write_tokenizer(tmp_path / "good", 512, qwen=False, max_len=64)
+    (tmp_path / "bad" / "tokenizer.json").write_text("{")
+
+    async def story() -> None:
+        with PrivateStateServer() as state, socket.socket() as taken:
+            taken.bind(("127.0.0.1", 0))
+            taken.listen()
+            port = str(taken.getsockname()[1])
+            cases = {
+                ("bad", state.url, "0"): "tokenizer.json: is not a valid tokenizer",
+                ("none", state.url, "0"): "tokenizer.json: no such file",
+                ("good", "nonsense://x", "0"): "redis_url",
+                ("good", state.url, port): f"cannot listen on 127.0.0.1:{port}",
+            }
+            for (model, url, port), expected in cases.items():
+                dispatcher = Dispatcher(tmp_path / model, tmp_path, url, "d", ["--port", port])
+                assert await dispatcher.process.wait(20)
+                assert dispatcher.process.returncode == 2
+                [line] = [line for line in dispatcher.process.log().splitlines() if "configuration error" in line]
+                assert expected in line
+
+    asyncio.run(story())
+
+
+def test_an_unreachable_state_server_is_waited_for(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path, 512, qwen=False, max_len=64)
+
+    async def story() -> None:
+        with PrivateStateServer() as state:
+            state.stop()
+            dispatcher = Dispatcher(tmp_path, tmp_path, state.url, "d", [])
+            await until(lambda: "waiting for the state server" in dispatcher.process.log(), "a word about waiting")
+            state.restart()
+            await dispatcher.start()
+            state.stop()
+            await dispatcher.process.stop(10)
+            assert dispatcher.process.returncode == 0
+            again = Dispatcher(tmp_path, tmp_path, state.url, "d", [])
+            await until(lambda: "waiting for the state server" in again.process.log(), "a word about waiting")
+            await again.process.stop(10)
+            assert again.process.returncode == 0
+            await dispatcher.channel.close()
 
     asyncio.run(story())
 

@@ -91,6 +91,10 @@ class Worker:
                 raise InvariantViolation(f"{self.key}: {tracked.request.request_id} thinks it is elsewhere")
 
 
+def _key_of(worker: Worker) -> WorkerKey:
+    return worker.key
+
+
 class Fleet:
     """All group leaders of the current layout."""
 
@@ -101,7 +105,7 @@ class Fleet:
 
     def __iter__(self) -> Iterator[Worker]:
         """In order of id."""
-        return iter([self._workers[key] for key in sorted(self._workers)])
+        return iter(sorted(self._workers.values(), key=_key_of))
 
     def get(self, key: WorkerKey) -> Worker | None:
         return self._workers.get(key)

@@ -1,4 +1,4 @@
-"""What a client is owed. A slow reader gets more in one response, not more responses: memory stays bounded by the
+"""What clients are owed. A slow reader gets more in one response, not more responses: memory stays bounded by the
 tokens of its request."""
 
 import asyncio
@@ -9,6 +9,8 @@ from ballast.common.ids import RequestId
 from services.dispatcher.core.events import Fail, Finish, Refuse
 
 ClientEnding = Finish | Fail | Refuse
+
+_MAX_WAVE_S = 0.02
 
 
 class Delivery(NamedTuple):
@@ -23,24 +25,14 @@ class Delivery(NamedTuple):
 class ClientStream:
     """Between the core and one call of a client. Fed synchronously, read by one task."""
 
-    __slots__ = (
-        "_logprobs",
-        "_loop",
-        "_texts",
-        "_token_ids",
-        "_waiter",
-        "ending",
-        "request_id",
-        "task",
-        "waiting_since_s",
-    )
-
-    def __init__(self, request_id: RequestId) -> None:
+    def __init__(self, request_id: RequestId, pacer: "Pacer") -> None:
         self.request_id = request_id
         self.ending: ClientEnding | None = None
         self.waiting_since_s: float | None = None  # something lies here unread since then
         self.task = asyncio.current_task()  # the call that reads
         self._loop = asyncio.get_running_loop()
+        self._pacer = pacer
+        self._has_begun = False
         self._token_ids: list[int] = []
         self._texts: list[str] = []
         self._logprobs: list[object] = []
@@ -52,17 +44,33 @@ class ClientStream:
             self._texts.append(text)
         if logprobs:
             self._logprobs += logprobs
-        self._wake(at_s)
+        if self.waiting_since_s is None:
+            self.waiting_since_s = at_s
+            if not self._has_begun:
+                self.wake()  # the first token does not wait for others
+            elif self._waiter is not None:
+                self._pacer.add(self)
 
     def end(self, ending: ClientEnding, at_s: float) -> None:
         self.ending = ending
-        self._wake(at_s)
+        if self.waiting_since_s is None:
+            self.waiting_since_s = at_s
+        self.wake()
+
+    def wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
     async def take(self) -> Delivery:
         """What is there, as soon as there is anything. After the ending it must not be called again."""
-        while not self._token_ids and not self._texts and self.ending is None:
+        self._pacer.rest(self)
+        if self._has_begun and self.waiting_since_s is not None and self.ending is None:
+            self._pacer.add(self)
+            await self._wait()
+        while self.waiting_since_s is None:
             await self._wait()
         self.waiting_since_s = None
+        self._has_begun = True
         delivery = Delivery(self._token_ids, "".join(self._texts), self._logprobs, self.ending)
         self._token_ids, self._texts, self._logprobs = [], [], []
         return delivery
@@ -73,11 +81,9 @@ class ClientStream:
             await self._wait()
         return await self.take()
 
-    def _wake(self, at_s: float) -> None:
-        if self.waiting_since_s is None:
-            self.waiting_since_s = at_s
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+    def close(self) -> None:
+        """Nobody reads any more."""
+        self._pacer.rest(self)
 
     async def _wait(self) -> None:
         self._waiter = self._loop.create_future()
@@ -85,3 +91,50 @@ class ClientStream:
             await self._waiter
         finally:
             self._waiter = None
+
+
+class Pacer:
+    """Wakes the readers of client streams in waves: the next one begins when the last one's responses have gone out.
+
+    A response costs the same for one token as for ten. While there is little to do a wave is over at once and nobody
+    waits; under pressure (many streams, fast workers, a CPU shared with others) tokens merge instead of queueing up.
+    Who does not read holds up the others once, for at most `_MAX_WAVE_S`.
+    """
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._next: list[ClientStream] = []  # have something and wait for the next wave
+        self._sending: set[ClientStream] = set()  # were woken by the last one
+        self._begins: asyncio.Handle | None = None
+        self._ends: asyncio.TimerHandle | None = None
+
+    def add(self, stream: ClientStream) -> None:
+        self._next.append(stream)
+        self._begin_soon()
+
+    def rest(self, stream: ClientStream) -> None:
+        """The stream has sent what it had."""
+        if stream in self._sending:
+            self._sending.remove(stream)
+            if not self._sending:
+                self._end()
+
+    def _begin_soon(self) -> None:
+        if self._begins is None and not self._sending:
+            self._begins = self._loop.call_soon(self._begin)
+
+    def _begin(self) -> None:
+        self._begins = None
+        streams, self._next = self._next, []
+        self._sending.update(streams)
+        self._ends = self._loop.call_later(_MAX_WAVE_S, self._end)
+        for stream in streams:
+            stream.wake()
+
+    def _end(self) -> None:
+        self._sending.clear()
+        if self._ends is not None:
+            self._ends.cancel()
+            self._ends = None
+        if self._next:
+            self._begin_soon()

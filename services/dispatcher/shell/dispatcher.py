@@ -31,7 +31,7 @@ from services.dispatcher.core.events import (
     Withdrawn,
 )
 from services.dispatcher.policy.freeness import WorkerKey
-from services.dispatcher.shell.clients import ClientEnding, ClientStream
+from services.dispatcher.shell.clients import ClientEnding, ClientStream, Pacer
 from services.dispatcher.shell.links import Identity, WorkerLink
 from services.dispatcher.shell.metrics import DispatcherMetrics
 
@@ -68,6 +68,7 @@ class DispatcherShell:
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at_s = math.inf
         self._idle = asyncio.Event()
+        self._pacer = Pacer()
         self._story: deque[Event] = deque(maxlen=_STORY_EVENTS)
         self._execute: Mapping[type[Command], Callable[..., None]] = {
             Deliver: self._deliver,
@@ -120,7 +121,7 @@ class DispatcherShell:
 
     def open(self, request: Request) -> ClientStream:
         """Submits; a refusal comes as the stream's ending."""
-        stream = ClientStream(request.request_id)
+        stream = ClientStream(request.request_id, self._pacer)
         twin = self._clients.get(request.request_id)
         self._clients[request.request_id] = stream
         self._idle.clear()
@@ -131,6 +132,7 @@ class DispatcherShell:
 
     def close(self, stream: ClientStream, why: str) -> None:
         """The call is over, whatever the reason. Cancels the request if it has not ended."""
+        stream.close()
         if self._clients.get(stream.request_id) is stream:
             del self._clients[stream.request_id]
             if stream.ending is None:

@@ -98,8 +98,14 @@ class WorkerLink:
                     call.cancel()
         except grpc.RpcError as error:
             return str(from_rpc_error(error, self._worker.worker_id))
-        except BallastError as error:
+        except (BallastError, asyncio.InvalidStateError) as error:
             return str(error)
+        except asyncio.CancelledError:
+            # grpc.aio raises it for a cancelled call, too; only a cancelled task shall end.
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            return "the stream was cancelled"
         return "the worker closed the stream"
 
     async def _greet(self, call: AttachCall) -> None:

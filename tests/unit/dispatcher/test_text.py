@@ -1,0 +1,101 @@
+"""Tokenizing as `transformers` does it, and clear words when it cannot be done."""
+
+import asyncio
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer
+
+from ballast.common.errors import ConfigError, InvalidRequest
+from ballast.model.tokenizer import write_tokenizer
+from services.dispatcher.text import PromptEncoder
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    write_tokenizer(tmp_path, 512, qwen=False, max_len=2048)
+    return tmp_path
+
+
+def edit(path: Path, **changes: object) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def conversation(encoder: PromptEncoder, *messages: tuple[str, str]) -> Sequence[int]:
+    wanted = [{"role": role, "content": content} for role, content in messages]
+    return asyncio.run(encoder.encode_conversation(wanted))
+
+
+@pytest.mark.parametrize("text", ["a ship", "naïve café 🚢 \n\n x", "stones " * 2000, "<|eos|> in the text"])
+def test_ids_equal_those_of_transformers(model: Path, text: str) -> None:
+    reference = AutoTokenizer.from_pretrained(str(model))
+    encoder = PromptEncoder(model)
+    assert list(asyncio.run(encoder.encode_text(text))) == reference(text)["input_ids"]
+    messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": text}]
+    expected = reference.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
+    assert list(asyncio.run(encoder.encode_conversation(messages))) == expected
+
+
+def test_a_saved_truncation_does_not_cut_prompts(model: Path) -> None:
+    truncation = {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0}
+    edit(model / "tokenizer.json", truncation=truncation)
+    assert len(asyncio.run(PromptEncoder(model).encode_text("one two three four five six seven"))) > 4
+
+
+def test_what_the_template_refuses_is_the_clients_mistake(model: Path) -> None:
+    encoder = PromptEncoder(model)
+    with pytest.raises(InvalidRequest, match="unknown role: ghost") as caught:
+        conversation(encoder, ("ghost", "boo"))
+    assert caught.value.field == "conversation"
+    with pytest.raises(InvalidRequest, match=r"conversation\.messages"):
+        conversation(encoder)
+
+
+def test_a_template_cannot_reach_into_python(model: Path) -> None:
+    edit(model / "tokenizer_config.json", chat_template="{{ messages.__class__.__mro__ }}{{ ''.__class__.mro() }}")
+    with pytest.raises(InvalidRequest):
+        conversation(PromptEncoder(model), ("user", "x"))
+
+
+def test_without_a_template_conversations_are_refused_and_text_is_served(model: Path) -> None:
+    edit(model / "tokenizer_config.json", chat_template=None)
+    encoder = PromptEncoder(model)
+    with pytest.raises(InvalidRequest, match="no chat template"):
+        conversation(encoder, ("user", "x"))
+    assert asyncio.run(encoder.encode_text("x"))
+
+
+def test_a_template_file_goes_before_the_entry_and_of_several_the_default_is_taken(model: Path) -> None:
+    named = [{"name": "tools", "template": "wrong"}, {"name": "default", "template": "{{ messages[0]['content'] }}"}]
+    edit(model / "tokenizer_config.json", chat_template=named)
+    plain = conversation(PromptEncoder(model), ("user", "abc"))
+    (model / "chat_template.jinja").write_text("{{ messages[0]['content'] }}{{ messages[0]['content'] }}")
+    assert len(conversation(PromptEncoder(model), ("user", "abc"))) > len(plain)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "why"),
+    [
+        ("tokenizer.json", None, "no such file"),
+        ("tokenizer.json", "{", "not a valid tokenizer"),
+        ("tokenizer.json", '{"model": {"type": "BPE"}}', "not a valid tokenizer"),
+        ("tokenizer_config.json", "[", "not valid JSON"),
+        ("tokenizer_config.json", "[]", "must be a JSON object"),
+    ],
+)
+def test_a_broken_file_is_named(model: Path, name: str, content: str | None, why: str) -> None:
+    if content is None:
+        (model / name).unlink()
+    else:
+        (model / name).write_text(content)
+    with pytest.raises(ConfigError, match=why) as caught:
+        PromptEncoder(model)
+    assert caught.value.path == str(model / name)
+
+
+def test_a_template_that_does_not_parse_is_a_configuration_error(model: Path) -> None:
+    edit(model / "tokenizer_config.json", chat_template="{% for %}")
+    with pytest.raises(ConfigError, match="chat template is not valid"):
+        PromptEncoder(model)
