@@ -88,7 +88,7 @@ class GlooTransport:
         try:
             group = ProcessGroupGloo(PrefixStore(name, store), rank, 2, options)
             return GlooChannel(cast(Group, group), rank)
-        except RuntimeError as error:
+        except (RuntimeError, OSError) as error:
             raise ChannelBroken(f"{name}: {_first_line(error)}") from error
 
 

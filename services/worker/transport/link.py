@@ -19,7 +19,7 @@ from services.worker.transport.frame import FrameKind, Header
 from services.worker.transport.gate import SharedBucket, UrgentGate
 from services.worker.transport.lane import FrameWriter
 from services.worker.transport.receiving import BulkHandlers, BulkReceiver, Message, UrgentHandlers, UrgentReceiver
-from services.worker.transport.rendezvous import Terms
+from services.worker.transport.rendezvous import PairStore, Terms
 from services.worker.transport.traffic import TrafficClass, TrafficCounts
 from services.worker.transport.transfer import Opening, Outcome, Refusal, Transfer
 from services.worker.transport.urgent import UrgentSender
@@ -76,6 +76,7 @@ class Receiver(Protocol):
 class Channels:
     urgent: PairChannel
     bulk: PairChannel
+    store: PairStore  # NCCL asks it again when it first sends
 
 
 class Link:
@@ -285,6 +286,7 @@ class Link:
         self._bulk_in.release()
         channels.urgent.destroy()
         channels.bulk.destroy()
+        channels.store.close()
 
     def _answer(self, kind: FrameKind, transfer: int, why: str) -> None:
         header = Header(kind=kind, traffic=TrafficClass.CONTROL, epoch=self.epoch, transfer=transfer)

@@ -4,9 +4,7 @@ import time
 from collections.abc import Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
-from threading import Event, Lock
-
-from torch.distributed import TCPStore
+from threading import Lock
 
 from ballast.common.errors import DeadlineExceeded, InvalidRequest, StaleEpoch, Unavailable
 from services.worker.transport.channel import ChannelBroken, Transport
@@ -15,13 +13,13 @@ from services.worker.transport.frame import VERSION
 from services.worker.transport.gloo import GlooTransport
 from services.worker.transport.link import Channels, Link, LinkFacts, LinkState, Receiver
 from services.worker.transport.reaper import Reaper
-from services.worker.transport.rendezvous import Terms, host_store, join_store, meet, resolve_host
+from services.worker.transport.rendezvous import Hello, Lobby, Terms, call, resolve_host
 
 _WARMING_THREADS = 4
 
 
 class DataPlane:
-    """Hosts the store under which peers find this worker, makes links on demand, closes those of old epochs.
+    """Hosts the lobby in which peers find this worker, makes links on demand, closes those of old epochs.
 
     Safe for use from any thread. `connect` and `close` block; keep them off the asyncio loop.
     """
@@ -39,13 +37,13 @@ class DataPlane:
         self._receiver = receiver
         self._config = config
         self._transport: Transport = GlooTransport(host) if transport is None else transport
-        self._store: TCPStore | None = host_store(host, config.connect_timeout_s)
-        self.store_address = f"{host}:{self._store.port}"
+        self._lobby = Lobby(host, worker_id)
+        self.store_address = self._lobby.address
         self._lock = Lock()
         self._links: dict[tuple[str, int], Link] = {}
         self._connecting: dict[tuple[str, int], Future[Link]] = {}
         self._oldest_epoch = 0
-        self._stop = Event()
+        self._closing = False
         self._reaper = Reaper(f"links-reaper-{worker_id}")
         self._warmers = ThreadPoolExecutor(_WARMING_THREADS, thread_name_prefix=f"links-warm-{worker_id}")
 
@@ -123,7 +121,9 @@ class DataPlane:
     def close(self, timeout_s: float | None = None) -> None:
         """End everything; nothing of it is left when this returns, or DeadlineExceeded says what is."""
         deadline_s = time.monotonic() + (2 * self._config.close_timeout_s if timeout_s is None else timeout_s)
-        self._stop.set()
+        with self._lock:
+            self._closing = True
+        self._lobby.close()
         self._warmers.shutdown(wait=True, cancel_futures=True)
         with self._lock:
             links = list(self._links.values())
@@ -134,33 +134,28 @@ class DataPlane:
             link.close(max(deadline_s - time.monotonic(), 0.01))
         threads_left = [link.peer_id for link in links if not link.wait_ended(0.5)]
         reaped = self._reaper.close(max(deadline_s - time.monotonic(), 1.0))
-        self._store = None
         if threads_left or not reaped:
             raise DeadlineExceeded(f"links of {self.worker_id} to {threads_left} have not ended")
 
     def _make(self, peer_id: str, peer_store_address: str, epoch: int, deadline_s: float) -> Link:
-        is_lower = self.worker_id < peer_id
-        address = self.store_address if is_lower else peer_store_address
+        mine = Hello(self.worker_id, epoch, self._terms())
+        if self.worker_id < peer_id:
+            meeting = self._lobby.meet(mine, peer_id, deadline_s)
+        else:
+            meeting = call(mine, peer_id, peer_store_address, deadline_s)
         low, high = sorted((self.worker_id, peer_id))
-        store = join_store(peer_id, address, deadline_s)
-        meeting = meet(
-            store,
-            peer_id,
-            f"link/{epoch}/{low}-{high}",
-            is_lower=is_lower,
-            terms=self._terms(),
-            deadline_s=deadline_s,
-            stop=self._stop,
-        )
-        rank = 0 if is_lower else 1
+        name = f"link/{epoch}/{low}-{high}"
+        rank = 0 if self.worker_id == low else 1
         left_s = max(deadline_s - time.monotonic(), 0.1)
         try:
-            urgent = self._transport.open(store, f"{meeting.name}/act", rank, left_s)
-            bulk = self._transport.open(store, f"{meeting.name}/bulk", rank, left_s)
+            urgent = self._transport.open(meeting.store, f"{name}/act", rank, left_s)
+            bulk = self._transport.open(meeting.store, f"{name}/bulk", rank, left_s)
         except ChannelBroken as error:
+            meeting.store.close()
             raise Unavailable(peer_id, f"link for epoch {epoch}: {error}") from error
+        channels = Channels(urgent, bulk, meeting.store)
         config, receiver, dispose = self._config, self._receiver, self._reaper.submit
-        return Link(peer_id, epoch, Channels(urgent, bulk), meeting.peer_terms, config, receiver, dispose)
+        return Link(peer_id, epoch, channels, meeting.peer.terms, config, receiver, dispose)
 
     def _await_other(self, others: Future[Link], peer_id: str, timeout_s: float) -> Link:
         try:
@@ -171,7 +166,7 @@ class DataPlane:
     def _refuse_retired(self, epoch: int) -> None:
         if epoch < self._oldest_epoch:
             raise StaleEpoch("link", epoch, self._oldest_epoch)
-        if self._stop.is_set():
+        if self._closing:
             raise Unavailable(self.worker_id, "its data plane is closing")
 
     def _terms(self) -> Terms:

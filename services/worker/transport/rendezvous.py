@@ -1,27 +1,30 @@
-"""How two workers agree on one attempt at a link, through the store of the one with the lower id.
+"""How two workers meet to make a link: one TCP connection per attempt, to the worker with the lower id.
 
-A process group reads its peer's address under a fixed key, so keys of an earlier attempt (one side gave up, or the
-link broke and is made again in the same epoch) must never be read by a later one. Each attempt of each side draws a
-nonce: the lower side offers, the higher side answers the offer, the lower side accepts, and both nonces together are
-part of the name under which the groups meet.
+Each side says who it is and what it can take; then the connection serves as the store through which the process
+groups exchange addresses. An attempt that is given up takes its keys with it. torch's own TCPStore is not used: every
+client of it asks the name service for the name behind the address, which takes five seconds whenever an answer is
+lost.
 """
 
 import json
-import secrets
 import socket
+import struct
 import time
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from threading import Event
-from typing import NotRequired, TypedDict
+from socket import SocketIO
+from threading import Condition, Lock, Thread
+from typing import Any
 
-from torch.distributed import Store, TCPStore
+from torch.distributed import Store
 
 from ballast.common.errors import ConfigError, DeadlineExceeded, PeerViolation, Unavailable
 
-_POLL_S = 0.001
-_POLL_MAX_S = 0.02
+_HELLO_TIMEOUT_S = 1.0
+_MAX_HELLO_BYTES = 4096
+_MAX_ENTRY_BYTES = 1 << 20
+_MAX_PARKED = 256
+_ENTRY = struct.Struct("<II")  # bytes of key, bytes of value
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,16 +38,189 @@ class Terms:
     max_transfer_bytes: int
 
 
-class _Hello(TypedDict):
-    nonce: str
-    to: NotRequired[str]
-    terms: NotRequired[dict[str, int]]
+@dataclass(frozen=True, slots=True)
+class Hello:
+    worker_id: str
+    epoch: int
+    terms: Terms
+
+
+class PairStore(Store):
+    """A store of two: what one sets, the other gets. `set` never waits for `get`."""
+
+    def __init__(self, connection: socket.socket, reader: SocketIO, deadline_s: float) -> None:
+        super().__init__()
+        self._connection = connection
+        self._reader = reader
+        self._deadline_s = deadline_s
+        self._values: dict[str, bytes] = {}
+        self._writing = Lock()
+        self._reading = Lock()
+
+    def set(self, key: str, value: str | bytes) -> None:
+        name, data = key.encode(), value.encode() if isinstance(value, str) else bytes(value)
+        with self._writing:
+            self._values[key] = data
+            self._connection.sendall(_ENTRY.pack(len(name), len(data)) + name + data)
+
+    def get(self, key: str) -> bytes:
+        """Raises OSError when the other side does not set it before the deadline, or is gone."""
+        with self._reading:
+            while key not in self._values:
+                self._connection.settimeout(max(self._deadline_s - time.monotonic(), 0.001))
+                name_bytes, value_bytes = _ENTRY.unpack(_read(self._reader, _ENTRY.size))
+                if max(name_bytes, value_bytes) > _MAX_ENTRY_BYTES:
+                    raise OSError(f"store entry of {name_bytes} + {value_bytes} bytes")
+                name = _read(self._reader, name_bytes).decode()
+                self._values[name] = _read(self._reader, value_bytes)
+            return self._values[key]
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        for key in keys:
+            self.get(key)
+
+    def check(self, keys: list[str]) -> bool:
+        return all(key in self._values for key in keys)
+
+    def close(self) -> None:
+        self._reader.close()
+        self._connection.close()
 
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    name: str  # prefix under which both sides find each other
-    peer_terms: Terms
+    peer: Hello
+    store: PairStore
+
+
+@dataclass(frozen=True, slots=True)
+class _Caller:
+    hello: Hello
+    connection: socket.socket
+    reader: SocketIO
+
+    def close(self) -> None:
+        self.reader.close()
+        self.connection.close()
+
+
+class Lobby:
+    """Where peers with higher ids come to. A caller nobody waits for yet is parked."""
+
+    def __init__(self, host: str, worker_id: str) -> None:
+        self._listener = socket.create_server((host, 0))
+        self.address = f"{host}:{self._listener.getsockname()[1]}"
+        self._changed = Condition()
+        self._parked: dict[tuple[str, int], _Caller] = {}  # by peer and epoch; the latest of each
+        self._closed = False
+        self._thread = Thread(target=self._accept, name=f"links-lobby-{worker_id}", daemon=True)
+        self._thread.start()
+
+    def meet(self, mine: Hello, peer_id: str, deadline_s: float) -> Meeting:
+        """Wait for that peer to call for the same epoch.
+
+        Raises:
+            DeadlineExceeded: it did not come.
+            PeerViolation: it speaks another version.
+        """
+        while (caller := self._take((peer_id, mine.epoch), deadline_s)) is not None:
+            try:
+                caller.connection.settimeout(max(deadline_s - time.monotonic(), 0.001))
+                _say(caller.connection, mine)
+                if caller.reader.read(1) == b"!":
+                    _check_version(mine, caller.hello)
+                    return Meeting(caller.hello, PairStore(caller.connection, caller.reader, deadline_s))
+            except OSError:
+                pass  # it had given up before we came; it may call again
+            except PeerViolation:
+                caller.close()
+                raise
+            caller.close()
+        raise DeadlineExceeded(f"link for epoch {mine.epoch}: {peer_id} did not come")
+
+    def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            parked = list(self._parked.values())
+            self._parked.clear()
+            self._changed.notify_all()
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._thread.join(2 * _HELLO_TIMEOUT_S)
+        self._listener.close()
+        for caller in parked:
+            caller.close()
+
+    def _take(self, key: tuple[str, int], deadline_s: float) -> _Caller | None:
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._closed or key in self._parked, timeout=max(deadline_s - time.monotonic(), 0)
+            )
+            return self._parked.pop(key, None)
+
+    def _accept(self) -> None:
+        while not self._closed:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                return
+            self._greet(connection)
+
+    def _greet(self, connection: socket.socket) -> None:
+        connection.settimeout(_HELLO_TIMEOUT_S)
+        reader = connection.makefile("rb", buffering=0)
+        try:
+            caller = _Caller(_hear(reader), connection, reader)
+        except (OSError, ValueError, KeyError, TypeError):  # a port scanner, or nothing of ours
+            reader.close()
+            connection.close()
+            return
+        key = (caller.hello.worker_id, caller.hello.epoch)
+        with self._changed:
+            replaced = self._parked.pop(key, None)
+            if self._closed or len(self._parked) >= _MAX_PARKED:
+                replaced = caller
+            else:
+                self._parked[key] = caller
+            self._changed.notify_all()
+        if replaced is not None:
+            replaced.close()
+
+
+def call(mine: Hello, peer_id: str, address: str, deadline_s: float) -> Meeting:
+    """Go to the lobby of a peer with a lower id.
+
+    Raises:
+        Unavailable: nobody listens there, or it hung up.
+        DeadlineExceeded: it does not want a link for this epoch in time.
+        PeerViolation: it speaks another version.
+    """
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal():
+        raise ConfigError("store_address", f"of worker {peer_id} must be host:port, got {address!r}")
+    left_s = max(deadline_s - time.monotonic(), 0.001)
+    try:
+        connection = socket.create_connection((host, int(port)), timeout=left_s)
+    except OSError as error:
+        raise Unavailable(peer_id, f"data plane at {address}: {error}") from error
+    reader = connection.makefile("rb", buffering=0)
+    try:
+        _say(connection, mine)
+        theirs = _hear(reader)
+        _check_version(mine, theirs)
+        connection.sendall(b"!")
+    except TimeoutError:
+        reader.close()
+        connection.close()
+        raise DeadlineExceeded(f"link for epoch {mine.epoch}: {peer_id} did not come") from None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        reader.close()
+        connection.close()
+        raise Unavailable(peer_id, f"data plane at {address}: {error}") from error
+    except PeerViolation:
+        reader.close()
+        connection.close()
+        raise
+    return Meeting(theirs, PairStore(connection, reader, deadline_s))
 
 
 def resolve_host(advertise_host: str | None) -> str:
@@ -62,90 +238,29 @@ def resolve_host(advertise_host: str | None) -> str:
         raise ConfigError("advertise_host", f"{advertise_host!r} cannot be resolved: {error}") from error
 
 
-def host_store(host: str, timeout_s: float) -> TCPStore:
-    return TCPStore(host, 0, None, is_master=True, timeout=timedelta(seconds=timeout_s), wait_for_workers=False)
+def _say(connection: socket.socket, hello: Hello) -> None:
+    connection.sendall(json.dumps(asdict(hello)).encode() + b"\n")
 
 
-def join_store(peer: str, address: str, deadline_s: float) -> TCPStore:
-    """A client of the store at `host:port`.
-
-    Raises:
-        Unavailable: nobody listens there.
-    """
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal():
-        raise ConfigError("store_address", f"of worker {peer} must be host:port, got {address!r}")
-    left_s = max(deadline_s - time.monotonic(), 0.001)
-    try:
-        socket.create_connection((host, int(port)), timeout=left_s).close()  # the store itself retries, and loudly
-        return TCPStore(host, int(port), None, timeout=timedelta(seconds=left_s), wait_for_workers=False)
-    except (OSError, RuntimeError) as error:
-        raise Unavailable(peer, f"store at {address}: {error}") from error
+def _hear(reader: SocketIO) -> Hello:
+    line = reader.readline(_MAX_HELLO_BYTES)
+    if not line.endswith(b"\n"):
+        raise ConnectionResetError("it hung up")
+    said: dict[str, Any] = json.loads(line)  # Any: what a stranger says; the constructors below take it apart
+    return Hello(str(said["worker_id"]), int(said["epoch"]), Terms(**said["terms"]))
 
 
-def meet(
-    store: Store, peer: str, prefix: str, *, is_lower: bool, terms: Terms, deadline_s: float, stop: Event
-) -> Meeting:
-    """Agree with the peer on an attempt; both sides return the same name.
-
-    Raises:
-        DeadlineExceeded: the peer did not come.
-        PeerViolation: it speaks another version.
-    """
-    store.set_timeout(timedelta(seconds=max(deadline_s - time.monotonic(), 0.001)))
-    nonce = secrets.token_hex(8)
-    mine = json.dumps(_Hello(nonce=nonce, terms=asdict(terms)))
-    polls = _polls(deadline_s, stop)
-    try:
-        other = _offer(store, prefix, mine, nonce, polls) if is_lower else _answer(store, prefix, mine, nonce, polls)
-    except RuntimeError as error:
-        raise Unavailable(peer, f"store of link {prefix}: {error}") from error
-    if other is None:
-        raise DeadlineExceeded(f"link {prefix}: {peer} did not come")
-    peer_terms = Terms(**other.get("terms", {}))
-    if peer_terms.version != terms.version:
-        raise PeerViolation(peer, f"speaks data plane version {peer_terms.version}, we speak {terms.version}")
-    lower, higher = (nonce, other["nonce"]) if is_lower else (other["nonce"], nonce)
-    return Meeting(f"{prefix}/{lower}{higher}", peer_terms)
+def _check_version(mine: Hello, theirs: Hello) -> None:
+    if theirs.terms.version != mine.terms.version:
+        why = f"speaks data plane version {theirs.terms.version}, we speak {mine.terms.version}"
+        raise PeerViolation(theirs.worker_id, why)
 
 
-def _offer(store: Store, prefix: str, mine: str, nonce: str, polls: Iterator[None]) -> _Hello | None:
-    """Set an offer, wait for an answer to this very one, accept it."""
-    store.set(f"{prefix}/offer", mine)
-    for _ in polls:
-        answer = _read(store, f"{prefix}/answer")
-        if answer is not None and answer.get("to") == nonce:
-            store.set(f"{prefix}/accept", json.dumps({"nonce": nonce, "to": answer["nonce"]}))
-            return answer
-    store.set(f"{prefix}/offer", "null")  # not deleted: a reader may stand between check and get
-    return None
-
-
-def _answer(store: Store, prefix: str, mine: str, nonce: str, polls: Iterator[None]) -> _Hello | None:
-    """Answer whatever offer stands until one answer is accepted."""
-    answered = ""
-    for _ in polls:
-        offer = _read(store, f"{prefix}/offer")
-        if offer is None:
-            continue
-        if offer["nonce"] != answered:
-            answered = offer["nonce"]
-            store.set(f"{prefix}/answer", json.dumps({**json.loads(mine), "to": answered}))
-        accept = _read(store, f"{prefix}/accept")
-        if accept is not None and (accept["nonce"], accept.get("to")) == (answered, nonce):
-            return offer
-    return None
-
-
-def _read(store: Store, key: str) -> _Hello | None:
-    return json.loads(store.get(key)) if store.check([key]) else None
-
-
-def _polls(deadline_s: float, stop: Event) -> Iterator[None]:
-    """One turn now and then, until the deadline or the stop."""
-    pause_s = _POLL_S
-    while time.monotonic() < deadline_s:
-        yield None
-        if stop.wait(pause_s):
-            return
-        pause_s = min(pause_s * 1.5, _POLL_MAX_S)
+def _read(reader: SocketIO, size: int) -> bytes:
+    data = b""
+    while len(data) < size:
+        part = reader.read(size - len(data))
+        if not part:
+            raise ConnectionResetError("the other side hung up")
+        data += part
+    return data

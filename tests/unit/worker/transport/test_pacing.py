@@ -1,0 +1,104 @@
+"""The order of chunks, told as stories."""
+
+import pytest
+
+from ballast.common.errors import InvariantViolation
+from services.worker.transport.pacing import BulkSchedule, Grant, Hold, TokenBucket
+from services.worker.transport.traffic import TrafficClass
+
+KV, CHECKPOINT, PARAMETERS = TrafficClass.KV, TrafficClass.CHECKPOINT, TrafficClass.PARAMETERS
+
+
+def schedule(patience_chunks: int = 1000) -> BulkSchedule:
+    return BulkSchedule(chunk_bytes=10, hold_s=0.005, patience_chunks=patience_chunks)
+
+
+def send_next(s: BulkSchedule) -> int:
+    grant = s.next(0.0, urgent=False)
+    assert isinstance(grant, Grant)
+    s.sent(grant.transfer, grant.limit_bytes)
+    s.check()
+    return grant.transfer
+
+
+def test_higher_class_first_then_equals_take_turns() -> None:
+    s = schedule()
+    s.add(1, PARAMETERS, 20)
+    s.add(2, KV, 20)
+    s.add(3, KV, 20)
+    assert [send_next(s) for _ in range(6)] == [2, 3, 2, 3, 1, 1]
+    assert s.next(0.0, urgent=False) is None
+
+
+def test_a_newcomer_shares_and_does_not_catch_up() -> None:
+    s = schedule()
+    s.add(1, KV, 1000)
+    for _ in range(50):
+        send_next(s)
+    s.add(2, KV, 1000)
+    turns = [send_next(s) for _ in range(10)]
+    assert turns.count(2) == 5
+
+
+def test_smaller_rank_goes_first_inside_a_class() -> None:
+    s = schedule()
+    s.add(1, KV, 20, rank=1)
+    s.add(2, KV, 20, rank=0)
+    assert [send_next(s) for _ in range(4)] == [2, 2, 1, 1]
+
+
+def test_a_waiting_class_gets_a_chunk_in_the_end() -> None:
+    s = schedule(patience_chunks=3)
+    s.add(1, KV, 1000)
+    s.add(2, PARAMETERS, 1000)
+    assert [send_next(s) for _ in range(8)] == [1, 1, 1, 2, 1, 1, 1, 2]
+
+
+def test_bulk_stands_back_but_not_for_ever() -> None:
+    s = schedule()
+    s.add(1, KV, 100)
+    assert s.next(1.0, urgent=True) == Hold(1.005)
+    assert s.next(1.004, urgent=True) == Hold(1.005)
+    assert s.next(1.005, urgent=True) == Grant(1, 0, 10)
+    s.sent(1, 10)
+    assert s.next(1.006, urgent=True) == Hold(1.011), "after one chunk it stands back anew"
+    assert s.next(1.007, urgent=False) == Grant(1, 10, 10)
+
+
+def test_part_of_a_grant_may_be_used() -> None:
+    s = schedule()
+    s.add(1, KV, 15)
+    assert not s.sent(1, 7)
+    assert s.next(0.0, urgent=False) == Grant(1, 7, 8)
+    assert s.sent(1, 8)
+    assert 1 not in s
+
+
+def test_a_moved_transfer_goes_on_where_it_was() -> None:
+    s = schedule()
+    s.add(1, PARAMETERS, 30)
+    send_next(s)
+    s.add(2, CHECKPOINT, 10)
+    assert s.reprioritise(1, KV)
+    assert s.next(0.0, urgent=False) == Grant(1, 10, 10)
+    assert not s.reprioritise(9, KV)
+    s.check()
+
+
+def test_more_than_there_is_cannot_be_sent() -> None:
+    s = schedule()
+    s.add(1, KV, 5)
+    with pytest.raises(InvariantViolation):
+        s.sent(1, 6)
+    with pytest.raises(InvariantViolation):
+        s.add(1, KV, 5)
+
+
+def test_a_bucket_lets_the_rate_through_and_remembers_no_idle_time() -> None:
+    bucket = TokenBucket(100.0)
+    bucket.take(50, at_s=10.0)
+    assert bucket.ready_at_s() == 10.5
+    bucket.take(50, at_s=10.1)
+    assert bucket.ready_at_s() == 11.0
+    bucket.take(100, at_s=20.0)
+    assert bucket.ready_at_s() == 21.0
