@@ -57,9 +57,12 @@ class ClientStream:
             self.waiting_since_s = at_s
         self.wake()
 
-    def wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+    def wake(self) -> bool:
+        """Whether somebody slept."""
+        if self._waiter is None or self._waiter.done():
+            return False
+        self._waiter.set_result(None)
+        return True
 
     async def take(self) -> Delivery:
         """What is there, as soon as there is anything. After the ending it must not be called again."""
@@ -126,10 +129,9 @@ class Pacer:
     def _begin(self) -> None:
         self._begins = None
         streams, self._next = self._next, []
-        self._sending.update(streams)
-        self._ends = self._loop.call_later(_MAX_WAVE_S, self._end)
-        for stream in streams:
-            stream.wake()
+        self._sending.update([stream for stream in streams if stream.wake()])
+        if self._sending:
+            self._ends = self._loop.call_later(_MAX_WAVE_S, self._end)
 
     def _end(self) -> None:
         self._sending.clear()

@@ -105,3 +105,28 @@ def test_one_that_does_not_read_holds_up_the_others_once_and_briefly() -> None:
         assert got == list(range(40))
 
     asyncio.run(story())
+
+
+def test_a_request_that_ends_before_its_wave_holds_up_nobody() -> None:
+    async def story() -> None:
+        pacer, loop = Pacer(), asyncio.get_running_loop()
+        sends, ends, goes_on = (stream(name, pacer) for name in ("sends", "ends", "goes on"))
+        for one in (sends, ends, goes_on):
+            one.push([0], "", (), at_s=0.0)
+            await one.take()
+        sending, ending, going_on = (asyncio.create_task(one.take()) for one in (sends, ends, goes_on))
+        await asyncio.sleep(0)
+        sends.push([1], "", (), at_s=0.0)
+        await sending  # a wave of its own, not over before it takes again
+        ends.push([1], "", (), at_s=0.0)
+        ends.end(finish("ends"), at_s=0.0)
+        assert (await ending).ending is not None
+        ends.close()
+        begin_s = loop.time()
+        sends.close()
+        await asyncio.sleep(0)
+        goes_on.push([1], "", (), at_s=0.0)
+        await going_on
+        assert loop.time() - begin_s < 0.015
+
+    asyncio.run(story())
