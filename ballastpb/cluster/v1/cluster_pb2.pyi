@@ -79,6 +79,7 @@ class Member(_message.Message):
     FIRST_LAYER_FIELD_NUMBER: _builtins.int
     LAST_LAYER_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
+    DATA_ADDRESS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     incarnation: _builtins.int
     """Grows with every start of the worker's process; a message of an earlier life is refused."""
@@ -88,6 +89,8 @@ class Member(_message.Message):
     last_layer: _builtins.int
     draining: _builtins.bool
     """Finishes what it has, takes nothing new."""
+    data_address: _builtins.str
+    """host:port of its data plane's rendezvous, as the other members reach it."""
     def __init__(
         self,
         *,
@@ -97,10 +100,11 @@ class Member(_message.Message):
         first_layer: _builtins.int = ...,
         last_layer: _builtins.int = ...,
         draining: _builtins.bool = ...,
+        data_address: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "draining", b"draining", "first_layer", b"first_layer", "incarnation", b"incarnation", "last_layer", b"last_layer", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "data_address", b"data_address", "draining", b"draining", "first_layer", b"first_layer", "incarnation", b"incarnation", "last_layer", b"last_layer", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

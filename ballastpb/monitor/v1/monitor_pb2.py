@@ -25,37 +25,45 @@ _sym_db = _symbol_database.Default()
 from ballastpb.cluster.v1 import cluster_pb2 as ballastpb_dot_cluster_dot_v1_dot_cluster__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"ballastpb/monitor/v1/monitor.proto\x12\x14\x62\x61llastpb.monitor.v1\x1a\"ballastpb/cluster/v1/cluster.proto\"s\n\x08\x41nnounce\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x03\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12.\n\x05model\x18\x04 \x01(\x0b\x32\x1f.ballastpb.cluster.v1.ModelInfo\"\x80\x01\n\rReportRequest\x12\x32\n\x08\x61nnounce\x18\x01 \x01(\x0b\x32\x1e.ballastpb.monitor.v1.AnnounceH\x00\x12\x30\n\x04load\x18\x02 \x01(\x0b\x32 .ballastpb.cluster.v1.LoadReportH\x00\x42\t\n\x07message\"!\n\x0eReportResponse\x12\x0f\n\x07lease_s\x18\x01 \x01(\x01\"\x14\n\x12WatchEventsRequest\"\xa6\x02\n\x13WatchEventsResponse\x12\x37\n\x0binstance_up\x18\x01 \x01(\x0b\x32 .ballastpb.monitor.v1.InstanceUpH\x00\x12;\n\rinstance_lost\x18\x02 \x01(\x0b\x32\".ballastpb.monitor.v1.InstanceLostH\x00\x12\x43\n\x11instance_draining\x18\x03 \x01(\x0b\x32&.ballastpb.monitor.v1.InstanceDrainingH\x00\x12\x39\n\x0csnapshot_end\x18\x04 \x01(\x0b\x32!.ballastpb.monitor.v1.SnapshotEndH\x00\x12\x10\n\x08\x63\x61use_id\x18\x0f \x01(\tB\x07\n\x05\x65vent\"P\n\nInstanceUp\x12\x30\n\x08instance\x18\x01 \x01(\x0b\x32\x1e.ballastpb.monitor.v1.Announce\x12\x10\n\x08\x64raining\x18\x02 \x01(\x08\"C\n\x0cInstanceLost\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x03\x12\x0b\n\x03why\x18\x03 \x01(\t\":\n\x10InstanceDraining\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x03\"\r\n\x0bSnapshotEnd\"\x19\n\x17GetClusterStatusRequest\"\x88\x01\n\x0eInstanceStatus\x12\x30\n\x08instance\x18\x01 \x01(\x0b\x32\x1e.ballastpb.monitor.v1.Announce\x12.\n\x04load\x18\x02 \x01(\x0b\x32 .ballastpb.cluster.v1.LoadReport\x12\x14\n\x0creport_age_s\x18\x03 \x01(\x01\"w\n\x18GetClusterStatusResponse\x12\x12\n\nmonitor_id\x18\x01 \x01(\t\x12\x0e\n\x06\x61\x63tive\x18\x02 \x01(\x08\x12\x37\n\tinstances\x18\x03 \x03(\x0b\x32$.ballastpb.monitor.v1.InstanceStatus2\xc2\x02\n\x0eMonitorService\x12W\n\x06Report\x12#.ballastpb.monitor.v1.ReportRequest\x1a$.ballastpb.monitor.v1.ReportResponse(\x01\x30\x01\x12\x64\n\x0bWatchEvents\x12(.ballastpb.monitor.v1.WatchEventsRequest\x1a).ballastpb.monitor.v1.WatchEventsResponse0\x01\x12q\n\x10GetClusterStatus\x12-.ballastpb.monitor.v1.GetClusterStatusRequest\x1a..ballastpb.monitor.v1.GetClusterStatusResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"ballastpb/monitor/v1/monitor.proto\x12\x14\x62\x61llastpb.monitor.v1\x1a\"ballastpb/cluster/v1/cluster.proto\"\x89\x01\n\x08\x41nnounce\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x03\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12.\n\x05model\x18\x04 \x01(\x0b\x32\x1f.ballastpb.cluster.v1.ModelInfo\x12\x14\n\x0c\x64\x61ta_address\x18\x05 \x01(\t\"\x80\x01\n\rReportRequest\x12\x32\n\x08\x61nnounce\x18\x01 \x01(\x0b\x32\x1e.ballastpb.monitor.v1.AnnounceH\x00\x12\x30\n\x04load\x18\x02 \x01(\x0b\x32 .ballastpb.cluster.v1.LoadReportH\x00\x42\t\n\x07message\"!\n\x0eReportResponse\x12\x0f\n\x07lease_s\x18\x01 \x01(\x01\"\x14\n\x12WatchEventsRequest\"\xc5\x03\n\x13WatchEventsResponse\x12\x37\n\x0binstance_up\x18\x01 \x01(\x0b\x32 .ballastpb.monitor.v1.InstanceUpH\x00\x12;\n\rinstance_lost\x18\x02 \x01(\x0b\x32\".ballastpb.monitor.v1.InstanceLostH\x00\x12\x43\n\x11instance_draining\x18\x03 \x01(\x0b\x32&.ballastpb.monitor.v1.InstanceDrainingH\x00\x12\x39\n\x0csnapshot_end\x18\x04 \x01(\x0b\x32!.ballastpb.monitor.v1.SnapshotEndH\x00\x12\x32\n\x08overload\x18\x05 \x01(\x0b\x32\x1e.ballastpb.monitor.v1.OverloadH\x00\x12.\n\x06relief\x18\x06 \x01(\x0b\x32\x1c.ballastpb.monitor.v1.ReliefH\x00\x12\x39\n\x0cscale_advice\x18\x07 \x01(\x0b\x32!.ballastpb.monitor.v1.ScaleAdviceH\x00\x12\x10\n\x08\x63\x61use_id\x18\x0f \x01(\tB\x07\n\x05\x65vent\"P\n\nInstanceUp\x12\x30\n\x08instance\x18\x01 \x01(\x0b\x32\x1e.ballastpb.monitor.v1.Announce\x12\x10\n\x08\x64raining\x18\x02 \x01(\x08\"C\n\x0cInstanceLost\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x03\x12\x0b\n\x03why\x18\x03 \x01(\t\":\n\x10InstanceDraining\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x03\"\r\n\x0bSnapshotEnd\"\x85\x01\n\x0bGroupDemand\x12\x11\n\tleader_id\x18\x01 \x01(\t\x12\x14\n\x0c\x64\x65mand_bytes\x18\x02 \x01(\x03\x12\x16\n\x0e\x63\x61pacity_bytes\x18\x03 \x01(\x03\x12\x12\n\nused_bytes\x18\x04 \x01(\x03\x12!\n\x19\x64\x65mand_growth_bytes_per_s\x18\x05 \x01(\x01\"h\n\x08Overload\x12\x16\n\x0erequired_bytes\x18\x01 \x01(\x03\x12\x11\n\thorizon_s\x18\x02 \x01(\x01\x12\x31\n\x06groups\x18\x03 \x03(\x0b\x32!.ballastpb.monitor.v1.GroupDemand\"q\n\x06Relief\x12\x12\n\nused_bytes\x18\x01 \x01(\x03\x12 \n\x18undropped_capacity_bytes\x18\x02 \x01(\x03\x12\x31\n\x06groups\x18\x03 \x03(\x0b\x32!.ballastpb.monitor.v1.GroupDemand\">\n\x0bScaleAdvice\x12\x0b\n\x03out\x18\x01 \x01(\x08\x12\x0b\n\x03why\x18\x02 \x01(\t\x12\x15\n\rmissing_bytes\x18\x03 \x01(\x03\"\x19\n\x17GetClusterStatusRequest\"\x88\x01\n\x0eInstanceStatus\x12\x30\n\x08instance\x18\x01 \x01(\x0b\x32\x1e.ballastpb.monitor.v1.Announce\x12.\n\x04load\x18\x02 \x01(\x0b\x32 .ballastpb.cluster.v1.LoadReport\x12\x14\n\x0creport_age_s\x18\x03 \x01(\x01\"w\n\x18GetClusterStatusResponse\x12\x12\n\nmonitor_id\x18\x01 \x01(\t\x12\x0e\n\x06\x61\x63tive\x18\x02 \x01(\x08\x12\x37\n\tinstances\x18\x03 \x03(\x0b\x32$.ballastpb.monitor.v1.InstanceStatus2\xc2\x02\n\x0eMonitorService\x12W\n\x06Report\x12#.ballastpb.monitor.v1.ReportRequest\x1a$.ballastpb.monitor.v1.ReportResponse(\x01\x30\x01\x12\x64\n\x0bWatchEvents\x12(.ballastpb.monitor.v1.WatchEventsRequest\x1a).ballastpb.monitor.v1.WatchEventsResponse0\x01\x12q\n\x10GetClusterStatus\x12-.ballastpb.monitor.v1.GetClusterStatusRequest\x1a..ballastpb.monitor.v1.GetClusterStatusResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'ballastpb.monitor.v1.monitor_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_ANNOUNCE']._serialized_start=96
-  _globals['_ANNOUNCE']._serialized_end=211
-  _globals['_REPORTREQUEST']._serialized_start=214
-  _globals['_REPORTREQUEST']._serialized_end=342
-  _globals['_REPORTRESPONSE']._serialized_start=344
-  _globals['_REPORTRESPONSE']._serialized_end=377
-  _globals['_WATCHEVENTSREQUEST']._serialized_start=379
-  _globals['_WATCHEVENTSREQUEST']._serialized_end=399
-  _globals['_WATCHEVENTSRESPONSE']._serialized_start=402
-  _globals['_WATCHEVENTSRESPONSE']._serialized_end=696
-  _globals['_INSTANCEUP']._serialized_start=698
-  _globals['_INSTANCEUP']._serialized_end=778
-  _globals['_INSTANCELOST']._serialized_start=780
-  _globals['_INSTANCELOST']._serialized_end=847
-  _globals['_INSTANCEDRAINING']._serialized_start=849
-  _globals['_INSTANCEDRAINING']._serialized_end=907
-  _globals['_SNAPSHOTEND']._serialized_start=909
-  _globals['_SNAPSHOTEND']._serialized_end=922
-  _globals['_GETCLUSTERSTATUSREQUEST']._serialized_start=924
-  _globals['_GETCLUSTERSTATUSREQUEST']._serialized_end=949
-  _globals['_INSTANCESTATUS']._serialized_start=952
-  _globals['_INSTANCESTATUS']._serialized_end=1088
-  _globals['_GETCLUSTERSTATUSRESPONSE']._serialized_start=1090
-  _globals['_GETCLUSTERSTATUSRESPONSE']._serialized_end=1209
-  _globals['_MONITORSERVICE']._serialized_start=1212
-  _globals['_MONITORSERVICE']._serialized_end=1534
+  _globals['_ANNOUNCE']._serialized_start=97
+  _globals['_ANNOUNCE']._serialized_end=234
+  _globals['_REPORTREQUEST']._serialized_start=237
+  _globals['_REPORTREQUEST']._serialized_end=365
+  _globals['_REPORTRESPONSE']._serialized_start=367
+  _globals['_REPORTRESPONSE']._serialized_end=400
+  _globals['_WATCHEVENTSREQUEST']._serialized_start=402
+  _globals['_WATCHEVENTSREQUEST']._serialized_end=422
+  _globals['_WATCHEVENTSRESPONSE']._serialized_start=425
+  _globals['_WATCHEVENTSRESPONSE']._serialized_end=878
+  _globals['_INSTANCEUP']._serialized_start=880
+  _globals['_INSTANCEUP']._serialized_end=960
+  _globals['_INSTANCELOST']._serialized_start=962
+  _globals['_INSTANCELOST']._serialized_end=1029
+  _globals['_INSTANCEDRAINING']._serialized_start=1031
+  _globals['_INSTANCEDRAINING']._serialized_end=1089
+  _globals['_SNAPSHOTEND']._serialized_start=1091
+  _globals['_SNAPSHOTEND']._serialized_end=1104
+  _globals['_GROUPDEMAND']._serialized_start=1107
+  _globals['_GROUPDEMAND']._serialized_end=1240
+  _globals['_OVERLOAD']._serialized_start=1242
+  _globals['_OVERLOAD']._serialized_end=1346
+  _globals['_RELIEF']._serialized_start=1348
+  _globals['_RELIEF']._serialized_end=1461
+  _globals['_SCALEADVICE']._serialized_start=1463
+  _globals['_SCALEADVICE']._serialized_end=1525
+  _globals['_GETCLUSTERSTATUSREQUEST']._serialized_start=1527
+  _globals['_GETCLUSTERSTATUSREQUEST']._serialized_end=1552
+  _globals['_INSTANCESTATUS']._serialized_start=1555
+  _globals['_INSTANCESTATUS']._serialized_end=1691
+  _globals['_GETCLUSTERSTATUSRESPONSE']._serialized_start=1693
+  _globals['_GETCLUSTERSTATUSRESPONSE']._serialized_end=1812
+  _globals['_MONITORSERVICE']._serialized_start=1815
+  _globals['_MONITORSERVICE']._serialized_end=2137
 # @@protoc_insertion_point(module_scope)

@@ -27,10 +27,13 @@ class Announce(_message.Message):
     INCARNATION_FIELD_NUMBER: _builtins.int
     ADDRESS_FIELD_NUMBER: _builtins.int
     MODEL_FIELD_NUMBER: _builtins.int
+    DATA_ADDRESS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     incarnation: _builtins.int
     address: _builtins.str
     """host:port of its WorkerService, as others reach it."""
+    data_address: _builtins.str
+    """host:port of its data plane's rendezvous."""
     @_builtins.property
     def model(self) -> _cluster_pb2.ModelInfo: ...
     def __init__(
@@ -40,10 +43,11 @@ class Announce(_message.Message):
         incarnation: _builtins.int = ...,
         address: _builtins.str = ...,
         model: _cluster_pb2.ModelInfo | None = ...,
+        data_address: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["model", b"model"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "incarnation", b"incarnation", "model", b"model", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "data_address", b"data_address", "incarnation", b"incarnation", "model", b"model", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -118,6 +122,9 @@ class WatchEventsResponse(_message.Message):
     INSTANCE_LOST_FIELD_NUMBER: _builtins.int
     INSTANCE_DRAINING_FIELD_NUMBER: _builtins.int
     SNAPSHOT_END_FIELD_NUMBER: _builtins.int
+    OVERLOAD_FIELD_NUMBER: _builtins.int
+    RELIEF_FIELD_NUMBER: _builtins.int
+    SCALE_ADVICE_FIELD_NUMBER: _builtins.int
     CAUSE_ID_FIELD_NUMBER: _builtins.int
     cause_id: _builtins.str
     """Copied into everything that follows from this event: logs, plans, metadata."""
@@ -129,6 +136,12 @@ class WatchEventsResponse(_message.Message):
     def instance_draining(self) -> Global___InstanceDraining: ...
     @_builtins.property
     def snapshot_end(self) -> Global___SnapshotEnd: ...
+    @_builtins.property
+    def overload(self) -> Global___Overload: ...
+    @_builtins.property
+    def relief(self) -> Global___Relief: ...
+    @_builtins.property
+    def scale_advice(self) -> Global___ScaleAdvice: ...
     def __init__(
         self,
         *,
@@ -136,13 +149,16 @@ class WatchEventsResponse(_message.Message):
         instance_lost: Global___InstanceLost | None = ...,
         instance_draining: Global___InstanceDraining | None = ...,
         snapshot_end: Global___SnapshotEnd | None = ...,
+        overload: Global___Overload | None = ...,
+        relief: Global___Relief | None = ...,
+        scale_advice: Global___ScaleAdvice | None = ...,
         cause_id: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "instance_draining", b"instance_draining", "instance_lost", b"instance_lost", "instance_up", b"instance_up", "snapshot_end", b"snapshot_end"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "instance_draining", b"instance_draining", "instance_lost", b"instance_lost", "instance_up", b"instance_up", "overload", b"overload", "relief", b"relief", "scale_advice", b"scale_advice", "snapshot_end", b"snapshot_end"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cause_id", b"cause_id", "event", b"event", "instance_draining", b"instance_draining", "instance_lost", b"instance_lost", "instance_up", b"instance_up", "snapshot_end", b"snapshot_end"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cause_id", b"cause_id", "event", b"event", "instance_draining", b"instance_draining", "instance_lost", b"instance_lost", "instance_up", b"instance_up", "overload", b"overload", "relief", b"relief", "scale_advice", b"scale_advice", "snapshot_end", b"snapshot_end"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["instance_up", "instance_lost", "instance_draining", "snapshot_end"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["instance_up", "instance_lost", "instance_draining", "snapshot_end", "overload", "relief", "scale_advice"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
@@ -232,6 +248,123 @@ class SnapshotEnd(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SnapshotEnd: _TypeAlias = SnapshotEnd  # noqa: Y015
+
+@_typing.final
+class GroupDemand(_message.Message):
+    """KV of one group, in bytes. Demand = running + growth expected in the forecast horizon + queued, head of line included."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LEADER_ID_FIELD_NUMBER: _builtins.int
+    DEMAND_BYTES_FIELD_NUMBER: _builtins.int
+    CAPACITY_BYTES_FIELD_NUMBER: _builtins.int
+    USED_BYTES_FIELD_NUMBER: _builtins.int
+    DEMAND_GROWTH_BYTES_PER_S_FIELD_NUMBER: _builtins.int
+    leader_id: _builtins.str
+    """Worker id of the group's leader."""
+    demand_bytes: _builtins.int
+    capacity_bytes: _builtins.int
+    used_bytes: _builtins.int
+    demand_growth_bytes_per_s: _builtins.float
+    def __init__(
+        self,
+        *,
+        leader_id: _builtins.str = ...,
+        demand_bytes: _builtins.int = ...,
+        capacity_bytes: _builtins.int = ...,
+        used_bytes: _builtins.int = ...,
+        demand_growth_bytes_per_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capacity_bytes", b"capacity_bytes", "demand_bytes", b"demand_bytes", "demand_growth_bytes_per_s", b"demand_growth_bytes_per_s", "leader_id", b"leader_id", "used_bytes", b"used_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GroupDemand: _TypeAlias = GroupDemand  # noqa: Y015
+
+@_typing.final
+class Overload(_message.Message):
+    """Demand will exceed capacity within the forecast horizon."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUIRED_BYTES_FIELD_NUMBER: _builtins.int
+    HORIZON_S_FIELD_NUMBER: _builtins.int
+    GROUPS_FIELD_NUMBER: _builtins.int
+    required_bytes: _builtins.int
+    """Over the whole cluster: what has to be freed."""
+    horizon_s: _builtins.float
+    @_builtins.property
+    def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___GroupDemand]: ...
+    def __init__(
+        self,
+        *,
+        required_bytes: _builtins.int = ...,
+        horizon_s: _builtins.float = ...,
+        groups: _abc.Iterable[Global___GroupDemand] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["groups", b"groups", "horizon_s", b"horizon_s", "required_bytes", b"required_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Overload: _TypeAlias = Overload  # noqa: Y015
+
+@_typing.final
+class Relief(_message.Message):
+    """Usage has been below the threshold of the un-dropped KV memory for the dwell time."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    USED_BYTES_FIELD_NUMBER: _builtins.int
+    UNDROPPED_CAPACITY_BYTES_FIELD_NUMBER: _builtins.int
+    GROUPS_FIELD_NUMBER: _builtins.int
+    used_bytes: _builtins.int
+    undropped_capacity_bytes: _builtins.int
+    @_builtins.property
+    def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___GroupDemand]: ...
+    def __init__(
+        self,
+        *,
+        used_bytes: _builtins.int = ...,
+        undropped_capacity_bytes: _builtins.int = ...,
+        groups: _abc.Iterable[Global___GroupDemand] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["groups", b"groups", "undropped_capacity_bytes", b"undropped_capacity_bytes", "used_bytes", b"used_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Relief: _TypeAlias = Relief  # noqa: Y015
+
+@_typing.final
+class ScaleAdvice(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OUT_FIELD_NUMBER: _builtins.int
+    WHY_FIELD_NUMBER: _builtins.int
+    MISSING_BYTES_FIELD_NUMBER: _builtins.int
+    out: _builtins.bool
+    """true: more instances are needed; false: fewer would do."""
+    why: _builtins.str
+    missing_bytes: _builtins.int
+    def __init__(
+        self,
+        *,
+        out: _builtins.bool = ...,
+        why: _builtins.str = ...,
+        missing_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["missing_bytes", b"missing_bytes", "out", b"out", "why", b"why"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ScaleAdvice: _TypeAlias = ScaleAdvice  # noqa: Y015
 
 @_typing.final
 class GetClusterStatusRequest(_message.Message):

@@ -4,8 +4,10 @@ isort:skip_file
 The layout of the cluster. One planner is active, others stand by (lease in the state server)."""
 
 from ballastpb.cluster.v1 import cluster_pb2 as _cluster_pb2
+from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
+from google.protobuf.internal import containers as _containers
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -134,3 +136,260 @@ class DrainWorkerResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DrainWorkerResponse: _TypeAlias = DrainWorkerResponse  # noqa: Y015
+
+@_typing.final
+class ExplainPlanRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUIRED_BYTES_FIELD_NUMBER: _builtins.int
+    METHOD_FIELD_NUMBER: _builtins.int
+    required_bytes: _builtins.int
+    """KV memory to free; absent: what the monitor's demand asks for now."""
+    method: _builtins.str
+    """auto, figure6, exact or memory-greedy."""
+    def __init__(
+        self,
+        *,
+        required_bytes: _builtins.int | None = ...,
+        method: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_required_bytes", b"_required_bytes", "required_bytes", b"required_bytes"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_required_bytes", b"_required_bytes", "method", b"method", "required_bytes", b"required_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__required_bytes: _TypeAlias = _typing.Literal["required_bytes"]  # noqa: Y015
+    _WhichOneofArgType__required_bytes: _TypeAlias = _typing.Literal["_required_bytes", b"_required_bytes"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__required_bytes) -> _WhichOneofReturnType__required_bytes | None: ...
+
+Global___ExplainPlanRequest: _TypeAlias = ExplainPlanRequest  # noqa: Y015
+
+@_typing.final
+class ExplainPlanResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LINES_FIELD_NUMBER: _builtins.int
+    REQUIRED_BYTES_FIELD_NUMBER: _builtins.int
+    FREED_BYTES_FIELD_NUMBER: _builtins.int
+    SHORTFALL_BYTES_FIELD_NUMBER: _builtins.int
+    LAYOUT_FIELD_NUMBER: _builtins.int
+    required_bytes: _builtins.int
+    freed_bytes: _builtins.int
+    shortfall_bytes: _builtins.int
+    @_builtins.property
+    def lines(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Readable, one statement each."""
+
+    @_builtins.property
+    def layout(self) -> _cluster_pb2.Layout: ...
+    def __init__(
+        self,
+        *,
+        lines: _abc.Iterable[_builtins.str] | None = ...,
+        required_bytes: _builtins.int = ...,
+        freed_bytes: _builtins.int = ...,
+        shortfall_bytes: _builtins.int = ...,
+        layout: _cluster_pb2.Layout | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["freed_bytes", b"freed_bytes", "layout", b"layout", "lines", b"lines", "required_bytes", b"required_bytes", "shortfall_bytes", b"shortfall_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ExplainPlanResponse: _TypeAlias = ExplainPlanResponse  # noqa: Y015
+
+@_typing.final
+class DropRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUIRED_BYTES_FIELD_NUMBER: _builtins.int
+    METHOD_FIELD_NUMBER: _builtins.int
+    WORKER_IDS_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    required_bytes: _builtins.int
+    method: _builtins.str
+    request_id: _builtins.str
+    @_builtins.property
+    def worker_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """By hand: merge exactly these workers into one group, in this order."""
+
+    def __init__(
+        self,
+        *,
+        required_bytes: _builtins.int | None = ...,
+        method: _builtins.str = ...,
+        worker_ids: _abc.Iterable[_builtins.str] | None = ...,
+        request_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_required_bytes", b"_required_bytes", "required_bytes", b"required_bytes"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_required_bytes", b"_required_bytes", "method", b"method", "request_id", b"request_id", "required_bytes", b"required_bytes", "worker_ids", b"worker_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__required_bytes: _TypeAlias = _typing.Literal["required_bytes"]  # noqa: Y015
+    _WhichOneofArgType__required_bytes: _TypeAlias = _typing.Literal["_required_bytes", b"_required_bytes"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__required_bytes) -> _WhichOneofReturnType__required_bytes | None: ...
+
+Global___DropRequest: _TypeAlias = DropRequest  # noqa: Y015
+
+@_typing.final
+class DropResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EPOCH_FIELD_NUMBER: _builtins.int
+    LINES_FIELD_NUMBER: _builtins.int
+    epoch: _builtins.int
+    @_builtins.property
+    def lines(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def __init__(
+        self,
+        *,
+        epoch: _builtins.int = ...,
+        lines: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "lines", b"lines"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DropResponse: _TypeAlias = DropResponse  # noqa: Y015
+
+@_typing.final
+class RestoreRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RestoreRequest: _TypeAlias = RestoreRequest  # noqa: Y015
+
+@_typing.final
+class RestoreResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EPOCH_FIELD_NUMBER: _builtins.int
+    epoch: _builtins.int
+    def __init__(
+        self,
+        *,
+        epoch: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RestoreResponse: _TypeAlias = RestoreResponse  # noqa: Y015
+
+@_typing.final
+class ListTransitionsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListTransitionsRequest: _TypeAlias = ListTransitionsRequest  # noqa: Y015
+
+@_typing.final
+class Transition(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EPOCH_FIELD_NUMBER: _builtins.int
+    KIND_FIELD_NUMBER: _builtins.int
+    PHASE_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    SUMMARY_FIELD_NUMBER: _builtins.int
+    AGE_S_FIELD_NUMBER: _builtins.int
+    PREPARE_S_FIELD_NUMBER: _builtins.int
+    COMMIT_S_FIELD_NUMBER: _builtins.int
+    EXCHANGE_S_FIELD_NUMBER: _builtins.int
+    REMAP_S_FIELD_NUMBER: _builtins.int
+    FREED_PARAMETER_BYTES_FIELD_NUMBER: _builtins.int
+    KV_BYTES_EXCHANGED_FIELD_NUMBER: _builtins.int
+    PARAMETER_BYTES_PULLED_FIELD_NUMBER: _builtins.int
+    VICTIM_COUNT_FIELD_NUMBER: _builtins.int
+    VICTIMS_RECOMPUTED_FIELD_NUMBER: _builtins.int
+    MAX_STALL_S_FIELD_NUMBER: _builtins.int
+    epoch: _builtins.int
+    kind: _builtins.str
+    """drop or restore."""
+    phase: _builtins.str
+    """planned, preparing, committing, exchanging, done, aborting or aborted."""
+    reason: _builtins.str
+    summary: _builtins.str
+    """One readable line, complete once it has ended."""
+    age_s: _builtins.float
+    prepare_s: _builtins.float
+    commit_s: _builtins.float
+    exchange_s: _builtins.float
+    remap_s: _builtins.float
+    freed_parameter_bytes: _builtins.int
+    kv_bytes_exchanged: _builtins.int
+    parameter_bytes_pulled: _builtins.int
+    victim_count: _builtins.int
+    victims_recomputed: _builtins.int
+    max_stall_s: _builtins.float
+    def __init__(
+        self,
+        *,
+        epoch: _builtins.int = ...,
+        kind: _builtins.str = ...,
+        phase: _builtins.str = ...,
+        reason: _builtins.str = ...,
+        summary: _builtins.str = ...,
+        age_s: _builtins.float = ...,
+        prepare_s: _builtins.float = ...,
+        commit_s: _builtins.float = ...,
+        exchange_s: _builtins.float = ...,
+        remap_s: _builtins.float = ...,
+        freed_parameter_bytes: _builtins.int = ...,
+        kv_bytes_exchanged: _builtins.int = ...,
+        parameter_bytes_pulled: _builtins.int = ...,
+        victim_count: _builtins.int = ...,
+        victims_recomputed: _builtins.int = ...,
+        max_stall_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_s", b"age_s", "commit_s", b"commit_s", "epoch", b"epoch", "exchange_s", b"exchange_s", "freed_parameter_bytes", b"freed_parameter_bytes", "kind", b"kind", "kv_bytes_exchanged", b"kv_bytes_exchanged", "max_stall_s", b"max_stall_s", "parameter_bytes_pulled", b"parameter_bytes_pulled", "phase", b"phase", "prepare_s", b"prepare_s", "reason", b"reason", "remap_s", b"remap_s", "summary", b"summary", "victim_count", b"victim_count", "victims_recomputed", b"victims_recomputed"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Transition: _TypeAlias = Transition  # noqa: Y015
+
+@_typing.final
+class ListTransitionsResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TRANSITIONS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def transitions(self) -> _containers.RepeatedCompositeFieldContainer[Global___Transition]: ...
+    def __init__(
+        self,
+        *,
+        transitions: _abc.Iterable[Global___Transition] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["transitions", b"transitions"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListTransitionsResponse: _TypeAlias = ListTransitionsResponse  # noqa: Y015

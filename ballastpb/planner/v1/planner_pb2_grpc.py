@@ -49,6 +49,26 @@ class PlannerServiceStub:
                 request_serializer=ballastpb_dot_planner_dot_v1_dot_planner__pb2.DrainWorkerRequest.SerializeToString,
                 response_deserializer=ballastpb_dot_planner_dot_v1_dot_planner__pb2.DrainWorkerResponse.FromString,
                 _registered_method=True)
+        self.ExplainPlan = channel.unary_unary(
+                '/ballastpb.planner.v1.PlannerService/ExplainPlan',
+                request_serializer=ballastpb_dot_planner_dot_v1_dot_planner__pb2.ExplainPlanRequest.SerializeToString,
+                response_deserializer=ballastpb_dot_planner_dot_v1_dot_planner__pb2.ExplainPlanResponse.FromString,
+                _registered_method=True)
+        self.Drop = channel.unary_unary(
+                '/ballastpb.planner.v1.PlannerService/Drop',
+                request_serializer=ballastpb_dot_planner_dot_v1_dot_planner__pb2.DropRequest.SerializeToString,
+                response_deserializer=ballastpb_dot_planner_dot_v1_dot_planner__pb2.DropResponse.FromString,
+                _registered_method=True)
+        self.Restore = channel.unary_unary(
+                '/ballastpb.planner.v1.PlannerService/Restore',
+                request_serializer=ballastpb_dot_planner_dot_v1_dot_planner__pb2.RestoreRequest.SerializeToString,
+                response_deserializer=ballastpb_dot_planner_dot_v1_dot_planner__pb2.RestoreResponse.FromString,
+                _registered_method=True)
+        self.ListTransitions = channel.unary_unary(
+                '/ballastpb.planner.v1.PlannerService/ListTransitions',
+                request_serializer=ballastpb_dot_planner_dot_v1_dot_planner__pb2.ListTransitionsRequest.SerializeToString,
+                response_deserializer=ballastpb_dot_planner_dot_v1_dot_planner__pb2.ListTransitionsResponse.FromString,
+                _registered_method=True)
 
 
 class PlannerServiceServicer:
@@ -74,6 +94,34 @@ class PlannerServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ExplainPlan(self, request, context):
+        """What would be done now, and why; changes nothing.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Drop(self, request, context):
+        """Drops parameters now. FAILED_PRECONDITION: a transition is under way. Returns once the plan is journaled.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Restore(self, request, context):
+        """Restores all parameters now.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListTransitions(self, request, context):
+        """The transition under way, if there is one, and the last ones that ended, newest first.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_PlannerServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -91,6 +139,26 @@ def add_PlannerServiceServicer_to_server(servicer, server):
                     servicer.DrainWorker,
                     request_deserializer=ballastpb_dot_planner_dot_v1_dot_planner__pb2.DrainWorkerRequest.FromString,
                     response_serializer=ballastpb_dot_planner_dot_v1_dot_planner__pb2.DrainWorkerResponse.SerializeToString,
+            ),
+            'ExplainPlan': grpc.unary_unary_rpc_method_handler(
+                    servicer.ExplainPlan,
+                    request_deserializer=ballastpb_dot_planner_dot_v1_dot_planner__pb2.ExplainPlanRequest.FromString,
+                    response_serializer=ballastpb_dot_planner_dot_v1_dot_planner__pb2.ExplainPlanResponse.SerializeToString,
+            ),
+            'Drop': grpc.unary_unary_rpc_method_handler(
+                    servicer.Drop,
+                    request_deserializer=ballastpb_dot_planner_dot_v1_dot_planner__pb2.DropRequest.FromString,
+                    response_serializer=ballastpb_dot_planner_dot_v1_dot_planner__pb2.DropResponse.SerializeToString,
+            ),
+            'Restore': grpc.unary_unary_rpc_method_handler(
+                    servicer.Restore,
+                    request_deserializer=ballastpb_dot_planner_dot_v1_dot_planner__pb2.RestoreRequest.FromString,
+                    response_serializer=ballastpb_dot_planner_dot_v1_dot_planner__pb2.RestoreResponse.SerializeToString,
+            ),
+            'ListTransitions': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListTransitions,
+                    request_deserializer=ballastpb_dot_planner_dot_v1_dot_planner__pb2.ListTransitionsRequest.FromString,
+                    response_serializer=ballastpb_dot_planner_dot_v1_dot_planner__pb2.ListTransitionsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -174,6 +242,114 @@ class PlannerService:
             '/ballastpb.planner.v1.PlannerService/DrainWorker',
             ballastpb_dot_planner_dot_v1_dot_planner__pb2.DrainWorkerRequest.SerializeToString,
             ballastpb_dot_planner_dot_v1_dot_planner__pb2.DrainWorkerResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ExplainPlan(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ballastpb.planner.v1.PlannerService/ExplainPlan',
+            ballastpb_dot_planner_dot_v1_dot_planner__pb2.ExplainPlanRequest.SerializeToString,
+            ballastpb_dot_planner_dot_v1_dot_planner__pb2.ExplainPlanResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Drop(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ballastpb.planner.v1.PlannerService/Drop',
+            ballastpb_dot_planner_dot_v1_dot_planner__pb2.DropRequest.SerializeToString,
+            ballastpb_dot_planner_dot_v1_dot_planner__pb2.DropResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Restore(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ballastpb.planner.v1.PlannerService/Restore',
+            ballastpb_dot_planner_dot_v1_dot_planner__pb2.RestoreRequest.SerializeToString,
+            ballastpb_dot_planner_dot_v1_dot_planner__pb2.RestoreResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListTransitions(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ballastpb.planner.v1.PlannerService/ListTransitions',
+            ballastpb_dot_planner_dot_v1_dot_planner__pb2.ListTransitionsRequest.SerializeToString,
+            ballastpb_dot_planner_dot_v1_dot_planner__pb2.ListTransitionsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -36,6 +36,14 @@ class PlannerServiceStub:
     """The current layout, then each following one. A slow reader may miss epochs, never the latest."""
     DrainWorker: _grpc.UnaryUnaryMultiCallable[_planner_pb2.DrainWorkerRequest, _planner_pb2.DrainWorkerResponse]
     """Takes an instance out of routing: running requests finish. NOT_FOUND: no such worker."""
+    ExplainPlan: _grpc.UnaryUnaryMultiCallable[_planner_pb2.ExplainPlanRequest, _planner_pb2.ExplainPlanResponse]
+    """What would be done now, and why; changes nothing."""
+    Drop: _grpc.UnaryUnaryMultiCallable[_planner_pb2.DropRequest, _planner_pb2.DropResponse]
+    """Drops parameters now. FAILED_PRECONDITION: a transition is under way. Returns once the plan is journaled."""
+    Restore: _grpc.UnaryUnaryMultiCallable[_planner_pb2.RestoreRequest, _planner_pb2.RestoreResponse]
+    """Restores all parameters now."""
+    ListTransitions: _grpc.UnaryUnaryMultiCallable[_planner_pb2.ListTransitionsRequest, _planner_pb2.ListTransitionsResponse]
+    """The transition under way, if there is one, and the last ones that ended, newest first."""
 
 @_typing.type_check_only
 class PlannerServiceAsyncStub(PlannerServiceStub):
@@ -45,6 +53,14 @@ class PlannerServiceAsyncStub(PlannerServiceStub):
     """The current layout, then each following one. A slow reader may miss epochs, never the latest."""
     DrainWorker: _aio.UnaryUnaryMultiCallable[_planner_pb2.DrainWorkerRequest, _planner_pb2.DrainWorkerResponse]  # type: ignore[assignment]
     """Takes an instance out of routing: running requests finish. NOT_FOUND: no such worker."""
+    ExplainPlan: _aio.UnaryUnaryMultiCallable[_planner_pb2.ExplainPlanRequest, _planner_pb2.ExplainPlanResponse]  # type: ignore[assignment]
+    """What would be done now, and why; changes nothing."""
+    Drop: _aio.UnaryUnaryMultiCallable[_planner_pb2.DropRequest, _planner_pb2.DropResponse]  # type: ignore[assignment]
+    """Drops parameters now. FAILED_PRECONDITION: a transition is under way. Returns once the plan is journaled."""
+    Restore: _aio.UnaryUnaryMultiCallable[_planner_pb2.RestoreRequest, _planner_pb2.RestoreResponse]  # type: ignore[assignment]
+    """Restores all parameters now."""
+    ListTransitions: _aio.UnaryUnaryMultiCallable[_planner_pb2.ListTransitionsRequest, _planner_pb2.ListTransitionsResponse]  # type: ignore[assignment]
+    """The transition under way, if there is one, and the last ones that ended, newest first."""
 
 class PlannerServiceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -69,5 +85,37 @@ class PlannerServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_planner_pb2.DrainWorkerResponse, _abc.Awaitable[_planner_pb2.DrainWorkerResponse]]:
         """Takes an instance out of routing: running requests finish. NOT_FOUND: no such worker."""
+
+    @_abc_1.abstractmethod
+    def ExplainPlan(
+        self,
+        request: _planner_pb2.ExplainPlanRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_planner_pb2.ExplainPlanResponse, _abc.Awaitable[_planner_pb2.ExplainPlanResponse]]:
+        """What would be done now, and why; changes nothing."""
+
+    @_abc_1.abstractmethod
+    def Drop(
+        self,
+        request: _planner_pb2.DropRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_planner_pb2.DropResponse, _abc.Awaitable[_planner_pb2.DropResponse]]:
+        """Drops parameters now. FAILED_PRECONDITION: a transition is under way. Returns once the plan is journaled."""
+
+    @_abc_1.abstractmethod
+    def Restore(
+        self,
+        request: _planner_pb2.RestoreRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_planner_pb2.RestoreResponse, _abc.Awaitable[_planner_pb2.RestoreResponse]]:
+        """Restores all parameters now."""
+
+    @_abc_1.abstractmethod
+    def ListTransitions(
+        self,
+        request: _planner_pb2.ListTransitionsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_planner_pb2.ListTransitionsResponse, _abc.Awaitable[_planner_pb2.ListTransitionsResponse]]:
+        """The transition under way, if there is one, and the last ones that ended, newest first."""
 
 def add_PlannerServiceServicer_to_server(servicer: PlannerServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -25,37 +25,61 @@ _sym_db = _symbol_database.Default()
 from ballastpb.cluster.v1 import cluster_pb2 as ballastpb_dot_cluster_dot_v1_dot_cluster__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n ballastpb/worker/v1/worker.proto\x12\x13\x62\x61llastpb.worker.v1\x1a\"ballastpb/cluster/v1/cluster.proto\"\xa3\x01\n\rAttachRequest\x12+\n\x05hello\x18\x01 \x01(\x0b\x32\x1a.ballastpb.worker.v1.HelloH\x00\x12-\n\x06submit\x18\x02 \x01(\x0b\x32\x1b.ballastpb.worker.v1.SubmitH\x00\x12+\n\x05\x61\x62ort\x18\x03 \x01(\x0b\x32\x1a.ballastpb.worker.v1.AbortH\x00\x42\t\n\x07message\"m\n\x05Hello\x12\x15\n\rdispatcher_id\x18\x01 \x01(\t\x12\x1e\n\x16\x64ispatcher_incarnation\x18\x02 \x01(\x03\x12\x11\n\tworker_id\x18\x03 \x01(\t\x12\x1a\n\x12worker_incarnation\x18\x04 \x01(\x03\"\xb9\x02\n\x06Submit\x12\x0e\n\x06handle\x18\x01 \x01(\x03\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\x05\x12\x18\n\x10prompt_token_ids\x18\x04 \x03(\x05\x12\x18\n\x10output_token_ids\x18\x05 \x03(\x05\x12\x36\n\x08sampling\x18\x06 \x01(\x0b\x32$.ballastpb.cluster.v1.SamplingParams\x12\x35\n\x08priority\x18\x07 \x01(\x0e\x32#.ballastpb.cluster.v1.PriorityClass\x12\x17\n\ndeadline_s\x18\x08 \x01(\x01H\x00\x88\x01\x01\x12\x11\n\tomit_text\x18\t \x01(\x08\x12\x1c\n\x14\x64\x65livered_text_chars\x18\n \x01(\x05\x42\r\n\x0b_deadline_s\"\x17\n\x05\x41\x62ort\x12\x0e\n\x06handle\x18\x01 \x01(\x03\"}\n\x0e\x41ttachResponse\x12/\n\x07welcome\x18\x01 \x01(\x0b\x32\x1c.ballastpb.worker.v1.WelcomeH\x00\x12/\n\x04step\x18\x02 \x01(\x0b\x32\x1f.ballastpb.worker.v1.StepOutputH\x00\x42\t\n\x07message\"\xb4\x01\n\x07Welcome\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x03\x12.\n\x05model\x18\x03 \x01(\x0b\x32\x1f.ballastpb.cluster.v1.ModelInfo\x12.\n\x04load\x18\x04 \x01(\x0b\x32 .ballastpb.cluster.v1.LoadReport\x12!\n\x19max_waiting_request_count\x18\x05 \x01(\x05\"\xfa\x01\n\nStepOutput\x12\x0f\n\x07handles\x18\x01 \x03(\x03\x12\x14\n\x0ctoken_counts\x18\x02 \x03(\x05\x12\x11\n\ttoken_ids\x18\x03 \x03(\x05\x12\r\n\x05texts\x18\x04 \x03(\t\x12\x30\n\x08logprobs\x18\x05 \x03(\x0b\x32\x1e.ballastpb.cluster.v1.Logprobs\x12,\n\x07\x65ndings\x18\x06 \x03(\x0b\x32\x1b.ballastpb.worker.v1.Ending\x12.\n\x04load\x18\x07 \x01(\x0b\x32 .ballastpb.cluster.v1.LoadReport\x12\x13\n\x0bseen_handle\x18\x08 \x01(\x03\"\x9a\x01\n\x06\x45nding\x12\x0e\n\x06handle\x18\x01 \x01(\x03\x12\x39\n\rfinish_reason\x18\x02 \x01(\x0e\x32\".ballastpb.cluster.v1.FinishReason\x12\x14\n\x0cmatched_stop\x18\x03 \x01(\t\x12\r\n\x05\x65rror\x18\x04 \x01(\t\x12\x0f\n\x07refused\x18\x05 \x01(\x08\x12\x0f\n\x07invalid\x18\x06 \x01(\x08\"\x12\n\x10GetStatusRequest\"\xc6\x01\n\x11GetStatusResponse\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x03\x12\x0f\n\x07version\x18\x03 \x01(\t\x12.\n\x05model\x18\x04 \x01(\x0b\x32\x1f.ballastpb.cluster.v1.ModelInfo\x12.\n\x04load\x18\x05 \x01(\x0b\x32 .ballastpb.cluster.v1.LoadReport\x12\x18\n\x10\x64ispatcher_count\x18\x06 \x01(\x05\"\x0e\n\x0c\x44rainRequest\".\n\rDrainResponse\x12\x1d\n\x15running_request_count\x18\x01 \x01(\x05\x32\x92\x02\n\rWorkerService\x12U\n\x06\x41ttach\x12\".ballastpb.worker.v1.AttachRequest\x1a#.ballastpb.worker.v1.AttachResponse(\x01\x30\x01\x12Z\n\tGetStatus\x12%.ballastpb.worker.v1.GetStatusRequest\x1a&.ballastpb.worker.v1.GetStatusResponse\x12N\n\x05\x44rain\x12!.ballastpb.worker.v1.DrainRequest\x1a\".ballastpb.worker.v1.DrainResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n ballastpb/worker/v1/worker.proto\x12\x13\x62\x61llastpb.worker.v1\x1a\"ballastpb/cluster/v1/cluster.proto\"\xa3\x01\n\rAttachRequest\x12+\n\x05hello\x18\x01 \x01(\x0b\x32\x1a.ballastpb.worker.v1.HelloH\x00\x12-\n\x06submit\x18\x02 \x01(\x0b\x32\x1b.ballastpb.worker.v1.SubmitH\x00\x12+\n\x05\x61\x62ort\x18\x03 \x01(\x0b\x32\x1a.ballastpb.worker.v1.AbortH\x00\x42\t\n\x07message\"m\n\x05Hello\x12\x15\n\rdispatcher_id\x18\x01 \x01(\t\x12\x1e\n\x16\x64ispatcher_incarnation\x18\x02 \x01(\x03\x12\x11\n\tworker_id\x18\x03 \x01(\t\x12\x1a\n\x12worker_incarnation\x18\x04 \x01(\x03\"\xd3\x02\n\x06Submit\x12\x0e\n\x06handle\x18\x01 \x01(\x03\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\x05\x12\x18\n\x10prompt_token_ids\x18\x04 \x03(\x05\x12\x18\n\x10output_token_ids\x18\x05 \x03(\x05\x12\x36\n\x08sampling\x18\x06 \x01(\x0b\x32$.ballastpb.cluster.v1.SamplingParams\x12\x35\n\x08priority\x18\x07 \x01(\x0e\x32#.ballastpb.cluster.v1.PriorityClass\x12\x17\n\ndeadline_s\x18\x08 \x01(\x01H\x00\x88\x01\x01\x12\x11\n\tomit_text\x18\t \x01(\x08\x12\x1c\n\x14\x64\x65livered_text_chars\x18\n \x01(\x05\x12\x18\n\x10\x65xpects_handover\x18\x0b \x01(\x08\x42\r\n\x0b_deadline_s\"\x17\n\x05\x41\x62ort\x12\x0e\n\x06handle\x18\x01 \x01(\x03\"}\n\x0e\x41ttachResponse\x12/\n\x07welcome\x18\x01 \x01(\x0b\x32\x1c.ballastpb.worker.v1.WelcomeH\x00\x12/\n\x04step\x18\x02 \x01(\x0b\x32\x1f.ballastpb.worker.v1.StepOutputH\x00\x42\t\n\x07message\"\xb4\x01\n\x07Welcome\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x03\x12.\n\x05model\x18\x03 \x01(\x0b\x32\x1f.ballastpb.cluster.v1.ModelInfo\x12.\n\x04load\x18\x04 \x01(\x0b\x32 .ballastpb.cluster.v1.LoadReport\x12!\n\x19max_waiting_request_count\x18\x05 \x01(\x05\"\xfa\x01\n\nStepOutput\x12\x0f\n\x07handles\x18\x01 \x03(\x03\x12\x14\n\x0ctoken_counts\x18\x02 \x03(\x05\x12\x11\n\ttoken_ids\x18\x03 \x03(\x05\x12\r\n\x05texts\x18\x04 \x03(\t\x12\x30\n\x08logprobs\x18\x05 \x03(\x0b\x32\x1e.ballastpb.cluster.v1.Logprobs\x12,\n\x07\x65ndings\x18\x06 \x03(\x0b\x32\x1b.ballastpb.worker.v1.Ending\x12.\n\x04load\x18\x07 \x01(\x0b\x32 .ballastpb.cluster.v1.LoadReport\x12\x13\n\x0bseen_handle\x18\x08 \x01(\x03\"\xac\x01\n\x06\x45nding\x12\x0e\n\x06handle\x18\x01 \x01(\x03\x12\x39\n\rfinish_reason\x18\x02 \x01(\x0e\x32\".ballastpb.cluster.v1.FinishReason\x12\x14\n\x0cmatched_stop\x18\x03 \x01(\t\x12\r\n\x05\x65rror\x18\x04 \x01(\t\x12\x0f\n\x07refused\x18\x05 \x01(\x08\x12\x0f\n\x07invalid\x18\x06 \x01(\x08\x12\x10\n\x08moved_to\x18\x07 \x01(\t\"\x12\n\x10GetStatusRequest\"\xc6\x01\n\x11GetStatusResponse\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x03\x12\x0f\n\x07version\x18\x03 \x01(\t\x12.\n\x05model\x18\x04 \x01(\x0b\x32\x1f.ballastpb.cluster.v1.ModelInfo\x12.\n\x04load\x18\x05 \x01(\x0b\x32 .ballastpb.cluster.v1.LoadReport\x12\x18\n\x10\x64ispatcher_count\x18\x06 \x01(\x05\"\x0e\n\x0c\x44rainRequest\".\n\rDrainResponse\x12\x1d\n\x15running_request_count\x18\x01 \x01(\x05\"/\n\x0bLayerSource\x12\r\n\x05layer\x18\x01 \x01(\x05\x12\x11\n\tworker_id\x18\x02 \x01(\t\"\xe2\x01\n\x0ePrepareRequest\x12\x31\n\x04kind\x18\x01 \x01(\x0e\x32#.ballastpb.worker.v1.TransitionKind\x12*\n\x04\x62\x61se\x18\x02 \x01(\x0b\x32\x1c.ballastpb.cluster.v1.Layout\x12,\n\x06target\x18\x03 \x01(\x0b\x32\x1c.ballastpb.cluster.v1.Layout\x12\x31\n\x07sources\x18\x04 \x03(\x0b\x32 .ballastpb.worker.v1.LayerSource\x12\x10\n\x08\x63\x61use_id\x18\x05 \x01(\t\"H\n\x0fPrepareResponse\x12\x35\n\x06status\x18\x01 \x01(\x0b\x32%.ballastpb.worker.v1.TransitionStatus\"\x1e\n\rCommitRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\"G\n\x0e\x43ommitResponse\x12\x35\n\x06status\x18\x01 \x01(\x0b\x32%.ballastpb.worker.v1.TransitionStatus\"*\n\x0c\x41\x62ortRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12\x0b\n\x03why\x18\x02 \x01(\t\"F\n\rAbortResponse\x12\x35\n\x06status\x18\x01 \x01(\x0b\x32%.ballastpb.worker.v1.TransitionStatus\"%\n\x14GetTransitionRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\"N\n\x15GetTransitionResponse\x12\x35\n\x06status\x18\x01 \x01(\x0b\x32%.ballastpb.worker.v1.TransitionStatus\"\x90\x04\n\x10TransitionStatus\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12\x33\n\x05phase\x18\x02 \x01(\x0e\x32$.ballastpb.worker.v1.TransitionPhase\x12\x0b\n\x03why\x18\x03 \x01(\t\x12\x1a\n\x12\x62lock_count_before\x18\x04 \x01(\x05\x12\x19\n\x11\x62lock_count_after\x18\x05 \x01(\x05\x12\x1d\n\x15\x66reed_parameter_bytes\x18\x06 \x01(\x03\x12\x18\n\x10kv_bytes_to_send\x18\x07 \x01(\x03\x12\x15\n\rkv_bytes_sent\x18\x08 \x01(\x03\x12\x19\n\x11kv_bytes_received\x18\t \x01(\x03\x12\x1f\n\x17parameter_bytes_to_pull\x18\n \x01(\x03\x12\x1e\n\x16parameter_bytes_pulled\x18\x0b \x01(\x03\x12\x14\n\x0cvictim_count\x18\x0c \x01(\x05\x12\x17\n\x0fvictims_waiting\x18\r \x01(\x05\x12\x1a\n\x12victims_recomputed\x18\x0e \x01(\x05\x12\x11\n\tprepare_s\x18\x0f \x01(\x01\x12\x0f\n\x07remap_s\x18\x10 \x01(\x01\x12\x17\n\x0f\x62oundary_wait_s\x18\x11 \x01(\x01\x12\x12\n\nexchange_s\x18\x12 \x01(\x01\x12\x13\n\x0bmax_stall_s\x18\x13 \x01(\x01\x12\x17\n\x0frepulled_layers\x18\x14 \x01(\x05*h\n\x0eTransitionKind\x12\x1f\n\x1bTRANSITION_KIND_UNSPECIFIED\x10\x00\x12\x18\n\x14TRANSITION_KIND_DROP\x10\x01\x12\x1b\n\x17TRANSITION_KIND_RESTORE\x10\x02*\x8a\x02\n\x0fTransitionPhase\x12 \n\x1cTRANSITION_PHASE_UNSPECIFIED\x10\x00\x12\x1e\n\x1aTRANSITION_PHASE_PREPARING\x10\x01\x12\x1d\n\x19TRANSITION_PHASE_PREPARED\x10\x02\x12\x1f\n\x1bTRANSITION_PHASE_COMMITTING\x10\x03\x12\x1f\n\x1bTRANSITION_PHASE_EXCHANGING\x10\x04\x12\x19\n\x15TRANSITION_PHASE_DONE\x10\x05\x12\x1c\n\x18TRANSITION_PHASE_ABORTED\x10\x06\x12\x1b\n\x17TRANSITION_PHASE_FAILED\x10\x07\x32\xf3\x04\n\rWorkerService\x12U\n\x06\x41ttach\x12\".ballastpb.worker.v1.AttachRequest\x1a#.ballastpb.worker.v1.AttachResponse(\x01\x30\x01\x12Z\n\tGetStatus\x12%.ballastpb.worker.v1.GetStatusRequest\x1a&.ballastpb.worker.v1.GetStatusResponse\x12T\n\x07Prepare\x12#.ballastpb.worker.v1.PrepareRequest\x1a$.ballastpb.worker.v1.PrepareResponse\x12Q\n\x06\x43ommit\x12\".ballastpb.worker.v1.CommitRequest\x1a#.ballastpb.worker.v1.CommitResponse\x12N\n\x05\x41\x62ort\x12!.ballastpb.worker.v1.AbortRequest\x1a\".ballastpb.worker.v1.AbortResponse\x12\x66\n\rGetTransition\x12).ballastpb.worker.v1.GetTransitionRequest\x1a*.ballastpb.worker.v1.GetTransitionResponse\x12N\n\x05\x44rain\x12!.ballastpb.worker.v1.DrainRequest\x1a\".ballastpb.worker.v1.DrainResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'ballastpb.worker.v1.worker_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
+  _globals['_TRANSITIONKIND']._serialized_start=2983
+  _globals['_TRANSITIONKIND']._serialized_end=3087
+  _globals['_TRANSITIONPHASE']._serialized_start=3090
+  _globals['_TRANSITIONPHASE']._serialized_end=3356
   _globals['_ATTACHREQUEST']._serialized_start=94
   _globals['_ATTACHREQUEST']._serialized_end=257
   _globals['_HELLO']._serialized_start=259
   _globals['_HELLO']._serialized_end=368
   _globals['_SUBMIT']._serialized_start=371
-  _globals['_SUBMIT']._serialized_end=684
-  _globals['_ABORT']._serialized_start=686
-  _globals['_ABORT']._serialized_end=709
-  _globals['_ATTACHRESPONSE']._serialized_start=711
-  _globals['_ATTACHRESPONSE']._serialized_end=836
-  _globals['_WELCOME']._serialized_start=839
-  _globals['_WELCOME']._serialized_end=1019
-  _globals['_STEPOUTPUT']._serialized_start=1022
-  _globals['_STEPOUTPUT']._serialized_end=1272
-  _globals['_ENDING']._serialized_start=1275
-  _globals['_ENDING']._serialized_end=1429
-  _globals['_GETSTATUSREQUEST']._serialized_start=1431
-  _globals['_GETSTATUSREQUEST']._serialized_end=1449
-  _globals['_GETSTATUSRESPONSE']._serialized_start=1452
-  _globals['_GETSTATUSRESPONSE']._serialized_end=1650
-  _globals['_DRAINREQUEST']._serialized_start=1652
-  _globals['_DRAINREQUEST']._serialized_end=1666
-  _globals['_DRAINRESPONSE']._serialized_start=1668
-  _globals['_DRAINRESPONSE']._serialized_end=1714
-  _globals['_WORKERSERVICE']._serialized_start=1717
-  _globals['_WORKERSERVICE']._serialized_end=1991
+  _globals['_SUBMIT']._serialized_end=710
+  _globals['_ABORT']._serialized_start=712
+  _globals['_ABORT']._serialized_end=735
+  _globals['_ATTACHRESPONSE']._serialized_start=737
+  _globals['_ATTACHRESPONSE']._serialized_end=862
+  _globals['_WELCOME']._serialized_start=865
+  _globals['_WELCOME']._serialized_end=1045
+  _globals['_STEPOUTPUT']._serialized_start=1048
+  _globals['_STEPOUTPUT']._serialized_end=1298
+  _globals['_ENDING']._serialized_start=1301
+  _globals['_ENDING']._serialized_end=1473
+  _globals['_GETSTATUSREQUEST']._serialized_start=1475
+  _globals['_GETSTATUSREQUEST']._serialized_end=1493
+  _globals['_GETSTATUSRESPONSE']._serialized_start=1496
+  _globals['_GETSTATUSRESPONSE']._serialized_end=1694
+  _globals['_DRAINREQUEST']._serialized_start=1696
+  _globals['_DRAINREQUEST']._serialized_end=1710
+  _globals['_DRAINRESPONSE']._serialized_start=1712
+  _globals['_DRAINRESPONSE']._serialized_end=1758
+  _globals['_LAYERSOURCE']._serialized_start=1760
+  _globals['_LAYERSOURCE']._serialized_end=1807
+  _globals['_PREPAREREQUEST']._serialized_start=1810
+  _globals['_PREPAREREQUEST']._serialized_end=2036
+  _globals['_PREPARERESPONSE']._serialized_start=2038
+  _globals['_PREPARERESPONSE']._serialized_end=2110
+  _globals['_COMMITREQUEST']._serialized_start=2112
+  _globals['_COMMITREQUEST']._serialized_end=2142
+  _globals['_COMMITRESPONSE']._serialized_start=2144
+  _globals['_COMMITRESPONSE']._serialized_end=2215
+  _globals['_ABORTREQUEST']._serialized_start=2217
+  _globals['_ABORTREQUEST']._serialized_end=2259
+  _globals['_ABORTRESPONSE']._serialized_start=2261
+  _globals['_ABORTRESPONSE']._serialized_end=2331
+  _globals['_GETTRANSITIONREQUEST']._serialized_start=2333
+  _globals['_GETTRANSITIONREQUEST']._serialized_end=2370
+  _globals['_GETTRANSITIONRESPONSE']._serialized_start=2372
+  _globals['_GETTRANSITIONRESPONSE']._serialized_end=2450
+  _globals['_TRANSITIONSTATUS']._serialized_start=2453
+  _globals['_TRANSITIONSTATUS']._serialized_end=2981
+  _globals['_WORKERSERVICE']._serialized_start=3359
+  _globals['_WORKERSERVICE']._serialized_end=3986
 # @@protoc_insertion_point(module_scope)

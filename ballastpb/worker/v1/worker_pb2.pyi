@@ -8,6 +8,7 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -18,6 +19,63 @@ else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class _TransitionKind:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _TransitionKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_TransitionKind.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    TRANSITION_KIND_UNSPECIFIED: _TransitionKind.ValueType  # 0
+    TRANSITION_KIND_DROP: _TransitionKind.ValueType  # 1
+    """Members merge into groups, duplicated layers make room for KV."""
+    TRANSITION_KIND_RESTORE: _TransitionKind.ValueType  # 2
+    """Members get all layers back, groups dissolve."""
+
+class TransitionKind(_TransitionKind, metaclass=_TransitionKindEnumTypeWrapper): ...
+
+TRANSITION_KIND_UNSPECIFIED: TransitionKind.ValueType  # 0
+TRANSITION_KIND_DROP: TransitionKind.ValueType  # 1
+"""Members merge into groups, duplicated layers make room for KV."""
+TRANSITION_KIND_RESTORE: TransitionKind.ValueType  # 2
+"""Members get all layers back, groups dissolve."""
+Global___TransitionKind: _TypeAlias = TransitionKind  # noqa: Y015
+
+class _TransitionPhase:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _TransitionPhaseEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_TransitionPhase.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    TRANSITION_PHASE_UNSPECIFIED: _TransitionPhase.ValueType  # 0
+    """this worker knows nothing of it"""
+    TRANSITION_PHASE_PREPARING: _TransitionPhase.ValueType  # 1
+    TRANSITION_PHASE_PREPARED: _TransitionPhase.ValueType  # 2
+    TRANSITION_PHASE_COMMITTING: _TransitionPhase.ValueType  # 3
+    """waits for the step boundary, or for the other members"""
+    TRANSITION_PHASE_EXCHANGING: _TransitionPhase.ValueType  # 4
+    """the new layout serves; KV of victims travels"""
+    TRANSITION_PHASE_DONE: _TransitionPhase.ValueType  # 5
+    TRANSITION_PHASE_ABORTED: _TransitionPhase.ValueType  # 6
+    TRANSITION_PHASE_FAILED: _TransitionPhase.ValueType  # 7
+    """before commit only: `why` says it; Abort follows"""
+
+class TransitionPhase(_TransitionPhase, metaclass=_TransitionPhaseEnumTypeWrapper):
+    """Closed."""
+
+TRANSITION_PHASE_UNSPECIFIED: TransitionPhase.ValueType  # 0
+"""this worker knows nothing of it"""
+TRANSITION_PHASE_PREPARING: TransitionPhase.ValueType  # 1
+TRANSITION_PHASE_PREPARED: TransitionPhase.ValueType  # 2
+TRANSITION_PHASE_COMMITTING: TransitionPhase.ValueType  # 3
+"""waits for the step boundary, or for the other members"""
+TRANSITION_PHASE_EXCHANGING: TransitionPhase.ValueType  # 4
+"""the new layout serves; KV of victims travels"""
+TRANSITION_PHASE_DONE: TransitionPhase.ValueType  # 5
+TRANSITION_PHASE_ABORTED: TransitionPhase.ValueType  # 6
+TRANSITION_PHASE_FAILED: TransitionPhase.ValueType  # 7
+"""before commit only: `why` says it; Abort follows"""
+Global___TransitionPhase: _TypeAlias = TransitionPhase  # noqa: Y015
 
 @_typing.final
 class AttachRequest(_message.Message):
@@ -92,6 +150,7 @@ class Submit(_message.Message):
     DEADLINE_S_FIELD_NUMBER: _builtins.int
     OMIT_TEXT_FIELD_NUMBER: _builtins.int
     DELIVERED_TEXT_CHARS_FIELD_NUMBER: _builtins.int
+    EXPECTS_HANDOVER_FIELD_NUMBER: _builtins.int
     handle: _builtins.int
     """Chosen by the dispatcher, unique on this stream: stands for (request_id, attempt) in all that follows."""
     request_id: _builtins.str
@@ -103,6 +162,8 @@ class Submit(_message.Message):
     omit_text: _builtins.bool
     delivered_text_chars: _builtins.int
     """Characters of text that earlier attempts have delivered: not sent again."""
+    expects_handover: _builtins.bool
+    """The request was handed over to this worker (Ending.moved_to named it), or will be in a moment."""
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -124,10 +185,11 @@ class Submit(_message.Message):
         deadline_s: _builtins.float | None = ...,
         omit_text: _builtins.bool = ...,
         delivered_text_chars: _builtins.int = ...,
+        expects_handover: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_deadline_s", b"_deadline_s", "deadline_s", b"deadline_s", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_deadline_s", b"_deadline_s", "attempt", b"attempt", "deadline_s", b"deadline_s", "delivered_text_chars", b"delivered_text_chars", "handle", b"handle", "omit_text", b"omit_text", "output_token_ids", b"output_token_ids", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_deadline_s", b"_deadline_s", "attempt", b"attempt", "deadline_s", b"deadline_s", "delivered_text_chars", b"delivered_text_chars", "expects_handover", b"expects_handover", "handle", b"handle", "omit_text", b"omit_text", "output_token_ids", b"output_token_ids", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__deadline_s: _TypeAlias = _typing.Literal["deadline_s"]  # noqa: Y015
     _WhichOneofArgType__deadline_s: _TypeAlias = _typing.Literal["_deadline_s", b"_deadline_s"]  # noqa: Y015
@@ -282,6 +344,7 @@ class Ending(_message.Message):
     ERROR_FIELD_NUMBER: _builtins.int
     REFUSED_FIELD_NUMBER: _builtins.int
     INVALID_FIELD_NUMBER: _builtins.int
+    MOVED_TO_FIELD_NUMBER: _builtins.int
     handle: _builtins.int
     finish_reason: _cluster_pb2.FinishReason.ValueType
     """UNSPECIFIED when refused."""
@@ -292,6 +355,8 @@ class Ending(_message.Message):
     """Not taken at all (queue full, draining): place it elsewhere or later. Never after a token was sent."""
     invalid: _builtins.bool
     """With ERROR: the request itself is at fault, and no other worker would do better."""
+    moved_to: _builtins.str
+    """The request goes on at this worker: submit it there (attempt + 1, expects_handover) with the tokens received."""
     def __init__(
         self,
         *,
@@ -301,10 +366,11 @@ class Ending(_message.Message):
         error: _builtins.str = ...,
         refused: _builtins.bool = ...,
         invalid: _builtins.bool = ...,
+        moved_to: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "finish_reason", b"finish_reason", "handle", b"handle", "invalid", b"invalid", "matched_stop", b"matched_stop", "refused", b"refused"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "finish_reason", b"finish_reason", "handle", b"handle", "invalid", b"invalid", "matched_stop", b"matched_stop", "moved_to", b"moved_to", "refused", b"refused"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -394,3 +460,289 @@ class DrainResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DrainResponse: _TypeAlias = DrainResponse  # noqa: Y015
+
+@_typing.final
+class LayerSource(_message.Message):
+    """Where a member gets a layer it does not hold."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LAYER_FIELD_NUMBER: _builtins.int
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    layer: _builtins.int
+    worker_id: _builtins.str
+    """A member of today's layout that holds the layer; empty: host copy or checkpoint."""
+    def __init__(
+        self,
+        *,
+        layer: _builtins.int = ...,
+        worker_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["layer", b"layer", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LayerSource: _TypeAlias = LayerSource  # noqa: Y015
+
+@_typing.final
+class PrepareRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KIND_FIELD_NUMBER: _builtins.int
+    BASE_FIELD_NUMBER: _builtins.int
+    TARGET_FIELD_NUMBER: _builtins.int
+    SOURCES_FIELD_NUMBER: _builtins.int
+    CAUSE_ID_FIELD_NUMBER: _builtins.int
+    kind: Global___TransitionKind.ValueType
+    cause_id: _builtins.str
+    @_builtins.property
+    def base(self) -> _cluster_pb2.Layout:
+        """The layout that is in force, and the one to come. Groups that do not change stand in both."""
+
+    @_builtins.property
+    def target(self) -> _cluster_pb2.Layout: ...
+    @_builtins.property
+    def sources(self) -> _containers.RepeatedCompositeFieldContainer[Global___LayerSource]:
+        """For this member, in the order in which they should be tried, layer by layer."""
+
+    def __init__(
+        self,
+        *,
+        kind: Global___TransitionKind.ValueType = ...,
+        base: _cluster_pb2.Layout | None = ...,
+        target: _cluster_pb2.Layout | None = ...,
+        sources: _abc.Iterable[Global___LayerSource] | None = ...,
+        cause_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "target", b"target"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "cause_id", b"cause_id", "kind", b"kind", "sources", b"sources", "target", b"target"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PrepareRequest: _TypeAlias = PrepareRequest  # noqa: Y015
+
+@_typing.final
+class PrepareResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STATUS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def status(self) -> Global___TransitionStatus: ...
+    def __init__(
+        self,
+        *,
+        status: Global___TransitionStatus | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["status", b"status"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["status", b"status"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PrepareResponse: _TypeAlias = PrepareResponse  # noqa: Y015
+
+@_typing.final
+class CommitRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EPOCH_FIELD_NUMBER: _builtins.int
+    epoch: _builtins.int
+    def __init__(
+        self,
+        *,
+        epoch: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CommitRequest: _TypeAlias = CommitRequest  # noqa: Y015
+
+@_typing.final
+class CommitResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STATUS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def status(self) -> Global___TransitionStatus: ...
+    def __init__(
+        self,
+        *,
+        status: Global___TransitionStatus | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["status", b"status"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["status", b"status"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CommitResponse: _TypeAlias = CommitResponse  # noqa: Y015
+
+@_typing.final
+class AbortRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EPOCH_FIELD_NUMBER: _builtins.int
+    WHY_FIELD_NUMBER: _builtins.int
+    epoch: _builtins.int
+    why: _builtins.str
+    def __init__(
+        self,
+        *,
+        epoch: _builtins.int = ...,
+        why: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "why", b"why"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AbortRequest: _TypeAlias = AbortRequest  # noqa: Y015
+
+@_typing.final
+class AbortResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STATUS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def status(self) -> Global___TransitionStatus: ...
+    def __init__(
+        self,
+        *,
+        status: Global___TransitionStatus | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["status", b"status"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["status", b"status"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AbortResponse: _TypeAlias = AbortResponse  # noqa: Y015
+
+@_typing.final
+class GetTransitionRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EPOCH_FIELD_NUMBER: _builtins.int
+    epoch: _builtins.int
+    def __init__(
+        self,
+        *,
+        epoch: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetTransitionRequest: _TypeAlias = GetTransitionRequest  # noqa: Y015
+
+@_typing.final
+class GetTransitionResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STATUS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def status(self) -> Global___TransitionStatus: ...
+    def __init__(
+        self,
+        *,
+        status: Global___TransitionStatus | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["status", b"status"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["status", b"status"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetTransitionResponse: _TypeAlias = GetTransitionResponse  # noqa: Y015
+
+@_typing.final
+class TransitionStatus(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EPOCH_FIELD_NUMBER: _builtins.int
+    PHASE_FIELD_NUMBER: _builtins.int
+    WHY_FIELD_NUMBER: _builtins.int
+    BLOCK_COUNT_BEFORE_FIELD_NUMBER: _builtins.int
+    BLOCK_COUNT_AFTER_FIELD_NUMBER: _builtins.int
+    FREED_PARAMETER_BYTES_FIELD_NUMBER: _builtins.int
+    KV_BYTES_TO_SEND_FIELD_NUMBER: _builtins.int
+    KV_BYTES_SENT_FIELD_NUMBER: _builtins.int
+    KV_BYTES_RECEIVED_FIELD_NUMBER: _builtins.int
+    PARAMETER_BYTES_TO_PULL_FIELD_NUMBER: _builtins.int
+    PARAMETER_BYTES_PULLED_FIELD_NUMBER: _builtins.int
+    VICTIM_COUNT_FIELD_NUMBER: _builtins.int
+    VICTIMS_WAITING_FIELD_NUMBER: _builtins.int
+    VICTIMS_RECOMPUTED_FIELD_NUMBER: _builtins.int
+    PREPARE_S_FIELD_NUMBER: _builtins.int
+    REMAP_S_FIELD_NUMBER: _builtins.int
+    BOUNDARY_WAIT_S_FIELD_NUMBER: _builtins.int
+    EXCHANGE_S_FIELD_NUMBER: _builtins.int
+    MAX_STALL_S_FIELD_NUMBER: _builtins.int
+    REPULLED_LAYERS_FIELD_NUMBER: _builtins.int
+    epoch: _builtins.int
+    phase: Global___TransitionPhase.ValueType
+    why: _builtins.str
+    block_count_before: _builtins.int
+    """KV blocks of this stage: before, and when all is done."""
+    block_count_after: _builtins.int
+    freed_parameter_bytes: _builtins.int
+    kv_bytes_to_send: _builtins.int
+    kv_bytes_sent: _builtins.int
+    kv_bytes_received: _builtins.int
+    parameter_bytes_to_pull: _builtins.int
+    parameter_bytes_pulled: _builtins.int
+    victim_count: _builtins.int
+    """of the whole group; the leader says it"""
+    victims_waiting: _builtins.int
+    victims_recomputed: _builtins.int
+    """no room for their KV: they start over"""
+    prepare_s: _builtins.float
+    """Durations of this member's clock."""
+    remap_s: _builtins.float
+    boundary_wait_s: _builtins.float
+    """from Commit to the new layout in force"""
+    exchange_s: _builtins.float
+    max_stall_s: _builtins.float
+    """Longest time that a victim has waited for its KV."""
+    repulled_layers: _builtins.int
+    """Layers pulled twice because their checksum was wrong."""
+    def __init__(
+        self,
+        *,
+        epoch: _builtins.int = ...,
+        phase: Global___TransitionPhase.ValueType = ...,
+        why: _builtins.str = ...,
+        block_count_before: _builtins.int = ...,
+        block_count_after: _builtins.int = ...,
+        freed_parameter_bytes: _builtins.int = ...,
+        kv_bytes_to_send: _builtins.int = ...,
+        kv_bytes_sent: _builtins.int = ...,
+        kv_bytes_received: _builtins.int = ...,
+        parameter_bytes_to_pull: _builtins.int = ...,
+        parameter_bytes_pulled: _builtins.int = ...,
+        victim_count: _builtins.int = ...,
+        victims_waiting: _builtins.int = ...,
+        victims_recomputed: _builtins.int = ...,
+        prepare_s: _builtins.float = ...,
+        remap_s: _builtins.float = ...,
+        boundary_wait_s: _builtins.float = ...,
+        exchange_s: _builtins.float = ...,
+        max_stall_s: _builtins.float = ...,
+        repulled_layers: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_count_after", b"block_count_after", "block_count_before", b"block_count_before", "boundary_wait_s", b"boundary_wait_s", "epoch", b"epoch", "exchange_s", b"exchange_s", "freed_parameter_bytes", b"freed_parameter_bytes", "kv_bytes_received", b"kv_bytes_received", "kv_bytes_sent", b"kv_bytes_sent", "kv_bytes_to_send", b"kv_bytes_to_send", "max_stall_s", b"max_stall_s", "parameter_bytes_pulled", b"parameter_bytes_pulled", "parameter_bytes_to_pull", b"parameter_bytes_to_pull", "phase", b"phase", "prepare_s", b"prepare_s", "remap_s", b"remap_s", "repulled_layers", b"repulled_layers", "victim_count", b"victim_count", "victims_recomputed", b"victims_recomputed", "victims_waiting", b"victims_waiting", "why", b"why"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TransitionStatus: _TypeAlias = TransitionStatus  # noqa: Y015

@@ -44,6 +44,26 @@ class WorkerServiceStub:
                 request_serializer=ballastpb_dot_worker_dot_v1_dot_worker__pb2.GetStatusRequest.SerializeToString,
                 response_deserializer=ballastpb_dot_worker_dot_v1_dot_worker__pb2.GetStatusResponse.FromString,
                 _registered_method=True)
+        self.Prepare = channel.unary_unary(
+                '/ballastpb.worker.v1.WorkerService/Prepare',
+                request_serializer=ballastpb_dot_worker_dot_v1_dot_worker__pb2.PrepareRequest.SerializeToString,
+                response_deserializer=ballastpb_dot_worker_dot_v1_dot_worker__pb2.PrepareResponse.FromString,
+                _registered_method=True)
+        self.Commit = channel.unary_unary(
+                '/ballastpb.worker.v1.WorkerService/Commit',
+                request_serializer=ballastpb_dot_worker_dot_v1_dot_worker__pb2.CommitRequest.SerializeToString,
+                response_deserializer=ballastpb_dot_worker_dot_v1_dot_worker__pb2.CommitResponse.FromString,
+                _registered_method=True)
+        self.Abort = channel.unary_unary(
+                '/ballastpb.worker.v1.WorkerService/Abort',
+                request_serializer=ballastpb_dot_worker_dot_v1_dot_worker__pb2.AbortRequest.SerializeToString,
+                response_deserializer=ballastpb_dot_worker_dot_v1_dot_worker__pb2.AbortResponse.FromString,
+                _registered_method=True)
+        self.GetTransition = channel.unary_unary(
+                '/ballastpb.worker.v1.WorkerService/GetTransition',
+                request_serializer=ballastpb_dot_worker_dot_v1_dot_worker__pb2.GetTransitionRequest.SerializeToString,
+                response_deserializer=ballastpb_dot_worker_dot_v1_dot_worker__pb2.GetTransitionResponse.FromString,
+                _registered_method=True)
         self.Drain = channel.unary_unary(
                 '/ballastpb.worker.v1.WorkerService/Drain',
                 request_serializer=ballastpb_dot_worker_dot_v1_dot_worker__pb2.DrainRequest.SerializeToString,
@@ -72,6 +92,36 @@ class WorkerServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Prepare(self, request, context):
+        """First phase of a transition: validate, bring links up, compute memory; for a restore also pull the missing layers
+        while serving goes on. Returns at once; GetTransition tells how far it is. Idempotent by epoch; nothing that was
+        there before is disturbed. FAILED_PRECONDITION (StaleEpoch): the epoch is an old one, or another is in progress.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Commit(self, request, context):
+        """Second phase: the new layout is taken up at the next step boundary; from here on only forward. Returns at once.
+        FAILED_PRECONDITION: not prepared, or a stale epoch.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Abort(self, request, context):
+        """Takes a prepared transition back; memory and requests are as if it had never been. Refused after Commit.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetTransition(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Drain(self, request, context):
         """Takes nothing new; running requests finish. Returns at once. The monitor tells the planner, which routes around.
         """
@@ -91,6 +141,26 @@ def add_WorkerServiceServicer_to_server(servicer, server):
                     servicer.GetStatus,
                     request_deserializer=ballastpb_dot_worker_dot_v1_dot_worker__pb2.GetStatusRequest.FromString,
                     response_serializer=ballastpb_dot_worker_dot_v1_dot_worker__pb2.GetStatusResponse.SerializeToString,
+            ),
+            'Prepare': grpc.unary_unary_rpc_method_handler(
+                    servicer.Prepare,
+                    request_deserializer=ballastpb_dot_worker_dot_v1_dot_worker__pb2.PrepareRequest.FromString,
+                    response_serializer=ballastpb_dot_worker_dot_v1_dot_worker__pb2.PrepareResponse.SerializeToString,
+            ),
+            'Commit': grpc.unary_unary_rpc_method_handler(
+                    servicer.Commit,
+                    request_deserializer=ballastpb_dot_worker_dot_v1_dot_worker__pb2.CommitRequest.FromString,
+                    response_serializer=ballastpb_dot_worker_dot_v1_dot_worker__pb2.CommitResponse.SerializeToString,
+            ),
+            'Abort': grpc.unary_unary_rpc_method_handler(
+                    servicer.Abort,
+                    request_deserializer=ballastpb_dot_worker_dot_v1_dot_worker__pb2.AbortRequest.FromString,
+                    response_serializer=ballastpb_dot_worker_dot_v1_dot_worker__pb2.AbortResponse.SerializeToString,
+            ),
+            'GetTransition': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetTransition,
+                    request_deserializer=ballastpb_dot_worker_dot_v1_dot_worker__pb2.GetTransitionRequest.FromString,
+                    response_serializer=ballastpb_dot_worker_dot_v1_dot_worker__pb2.GetTransitionResponse.SerializeToString,
             ),
             'Drain': grpc.unary_unary_rpc_method_handler(
                     servicer.Drain,
@@ -152,6 +222,114 @@ class WorkerService:
             '/ballastpb.worker.v1.WorkerService/GetStatus',
             ballastpb_dot_worker_dot_v1_dot_worker__pb2.GetStatusRequest.SerializeToString,
             ballastpb_dot_worker_dot_v1_dot_worker__pb2.GetStatusResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Prepare(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ballastpb.worker.v1.WorkerService/Prepare',
+            ballastpb_dot_worker_dot_v1_dot_worker__pb2.PrepareRequest.SerializeToString,
+            ballastpb_dot_worker_dot_v1_dot_worker__pb2.PrepareResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Commit(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ballastpb.worker.v1.WorkerService/Commit',
+            ballastpb_dot_worker_dot_v1_dot_worker__pb2.CommitRequest.SerializeToString,
+            ballastpb_dot_worker_dot_v1_dot_worker__pb2.CommitResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Abort(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ballastpb.worker.v1.WorkerService/Abort',
+            ballastpb_dot_worker_dot_v1_dot_worker__pb2.AbortRequest.SerializeToString,
+            ballastpb_dot_worker_dot_v1_dot_worker__pb2.AbortResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetTransition(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ballastpb.worker.v1.WorkerService/GetTransition',
+            ballastpb_dot_worker_dot_v1_dot_worker__pb2.GetTransitionRequest.SerializeToString,
+            ballastpb_dot_worker_dot_v1_dot_worker__pb2.GetTransitionResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -40,6 +40,18 @@ class WorkerServiceStub:
     FAILED_PRECONDITION: Hello names another incarnation. UNAVAILABLE: draining.
     """
     GetStatus: _grpc.UnaryUnaryMultiCallable[_worker_pb2.GetStatusRequest, _worker_pb2.GetStatusResponse]
+    Prepare: _grpc.UnaryUnaryMultiCallable[_worker_pb2.PrepareRequest, _worker_pb2.PrepareResponse]
+    """First phase of a transition: validate, bring links up, compute memory; for a restore also pull the missing layers
+    while serving goes on. Returns at once; GetTransition tells how far it is. Idempotent by epoch; nothing that was
+    there before is disturbed. FAILED_PRECONDITION (StaleEpoch): the epoch is an old one, or another is in progress.
+    """
+    Commit: _grpc.UnaryUnaryMultiCallable[_worker_pb2.CommitRequest, _worker_pb2.CommitResponse]
+    """Second phase: the new layout is taken up at the next step boundary; from here on only forward. Returns at once.
+    FAILED_PRECONDITION: not prepared, or a stale epoch.
+    """
+    Abort: _grpc.UnaryUnaryMultiCallable[_worker_pb2.AbortRequest, _worker_pb2.AbortResponse]
+    """Takes a prepared transition back; memory and requests are as if it had never been. Refused after Commit."""
+    GetTransition: _grpc.UnaryUnaryMultiCallable[_worker_pb2.GetTransitionRequest, _worker_pb2.GetTransitionResponse]
     Drain: _grpc.UnaryUnaryMultiCallable[_worker_pb2.DrainRequest, _worker_pb2.DrainResponse]
     """Takes nothing new; running requests finish. Returns at once. The monitor tells the planner, which routes around."""
 
@@ -55,6 +67,18 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
     FAILED_PRECONDITION: Hello names another incarnation. UNAVAILABLE: draining.
     """
     GetStatus: _aio.UnaryUnaryMultiCallable[_worker_pb2.GetStatusRequest, _worker_pb2.GetStatusResponse]  # type: ignore[assignment]
+    Prepare: _aio.UnaryUnaryMultiCallable[_worker_pb2.PrepareRequest, _worker_pb2.PrepareResponse]  # type: ignore[assignment]
+    """First phase of a transition: validate, bring links up, compute memory; for a restore also pull the missing layers
+    while serving goes on. Returns at once; GetTransition tells how far it is. Idempotent by epoch; nothing that was
+    there before is disturbed. FAILED_PRECONDITION (StaleEpoch): the epoch is an old one, or another is in progress.
+    """
+    Commit: _aio.UnaryUnaryMultiCallable[_worker_pb2.CommitRequest, _worker_pb2.CommitResponse]  # type: ignore[assignment]
+    """Second phase: the new layout is taken up at the next step boundary; from here on only forward. Returns at once.
+    FAILED_PRECONDITION: not prepared, or a stale epoch.
+    """
+    Abort: _aio.UnaryUnaryMultiCallable[_worker_pb2.AbortRequest, _worker_pb2.AbortResponse]  # type: ignore[assignment]
+    """Takes a prepared transition back; memory and requests are as if it had never been. Refused after Commit."""
+    GetTransition: _aio.UnaryUnaryMultiCallable[_worker_pb2.GetTransitionRequest, _worker_pb2.GetTransitionResponse]  # type: ignore[assignment]
     Drain: _aio.UnaryUnaryMultiCallable[_worker_pb2.DrainRequest, _worker_pb2.DrainResponse]  # type: ignore[assignment]
     """Takes nothing new; running requests finish. Returns at once. The monitor tells the planner, which routes around."""
 
@@ -79,6 +103,42 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _worker_pb2.GetStatusRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_worker_pb2.GetStatusResponse, _abc.Awaitable[_worker_pb2.GetStatusResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def Prepare(
+        self,
+        request: _worker_pb2.PrepareRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.PrepareResponse, _abc.Awaitable[_worker_pb2.PrepareResponse]]:
+        """First phase of a transition: validate, bring links up, compute memory; for a restore also pull the missing layers
+        while serving goes on. Returns at once; GetTransition tells how far it is. Idempotent by epoch; nothing that was
+        there before is disturbed. FAILED_PRECONDITION (StaleEpoch): the epoch is an old one, or another is in progress.
+        """
+
+    @_abc_1.abstractmethod
+    def Commit(
+        self,
+        request: _worker_pb2.CommitRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.CommitResponse, _abc.Awaitable[_worker_pb2.CommitResponse]]:
+        """Second phase: the new layout is taken up at the next step boundary; from here on only forward. Returns at once.
+        FAILED_PRECONDITION: not prepared, or a stale epoch.
+        """
+
+    @_abc_1.abstractmethod
+    def Abort(
+        self,
+        request: _worker_pb2.AbortRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.AbortResponse, _abc.Awaitable[_worker_pb2.AbortResponse]]:
+        """Takes a prepared transition back; memory and requests are as if it had never been. Refused after Commit."""
+
+    @_abc_1.abstractmethod
+    def GetTransition(
+        self,
+        request: _worker_pb2.GetTransitionRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.GetTransitionResponse, _abc.Awaitable[_worker_pb2.GetTransitionResponse]]: ...
 
     @_abc_1.abstractmethod
     def Drain(
