@@ -147,7 +147,7 @@ Global___StageResult: _TypeAlias = StageResult  # noqa: Y015
 
 @_typing.final
 class SequenceState(_message.Message):
-    """A sequence in the hands of its next leader. Token counts say how far its KV is computed."""
+    """A sequence in the hands of its next leader. Everything about time is relative: clocks are never compared."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -155,33 +155,62 @@ class SequenceState(_message.Message):
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     ATTEMPT_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
+    AGE_S_FIELD_NUMBER: _builtins.int
+    DEADLINE_S_FIELD_NUMBER: _builtins.int
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     OUTPUT_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
-    COMPUTED_TOKENS_FIELD_NUMBER: _builtins.int
-    DEADLINE_S_FIELD_NUMBER: _builtins.int
     WANTS_TEXT_FIELD_NUMBER: _builtins.int
-    OUTPUT_TEXT_FIELD_NUMBER: _builtins.int
-    RELEASED_TEXT_CHARS_FIELD_NUMBER: _builtins.int
-    AGE_S_FIELD_NUMBER: _builtins.int
+    COMPUTED_TOKENS_FIELD_NUMBER: _builtins.int
+    ON_STAGES_FIELD_NUMBER: _builtins.int
+    SUSPENDED_FIELD_NUMBER: _builtins.int
+    GONE_FIELD_NUMBER: _builtins.int
+    HELD_TEXT_FIELD_NUMBER: _builtins.int
+    SKIP_CHARS_FIELD_NUMBER: _builtins.int
+    PASSED_CHARS_FIELD_NUMBER: _builtins.int
+    EMITTED_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    EMITTED_CHARS_FIELD_NUMBER: _builtins.int
+    UNSENT_TEXT_FIELD_NUMBER: _builtins.int
+    UNSENT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    FINISH_REASON_FIELD_NUMBER: _builtins.int
+    MATCHED_STOP_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    INVALID_FIELD_NUMBER: _builtins.int
     sequence_id: _builtins.int
     request_id: _builtins.str
     attempt: _builtins.int
     priority: _cluster_pb2.PriorityClass.ValueType
-    computed_tokens: _builtins.int
-    deadline_s: _builtins.float
-    """Relative: clocks of two machines are never compared."""
-    wants_text: _builtins.bool
-    output_text: _builtins.str
-    """Text of the output so far, and how much of it the stop matcher has let go."""
-    released_text_chars: _builtins.int
     age_s: _builtins.float
+    deadline_s: _builtins.float
+    wants_text: _builtins.bool
+    computed_tokens: _builtins.int
+    """So many tokens have their KV, in the stages of the group that it comes from."""
+    on_stages: _builtins.bool
+    suspended: _builtins.bool
+    """Its KV was still travelling when it was handed on."""
+    gone: _builtins.bool
+    """Ended; only its blocks wait."""
+    held_text: _builtins.str
+    """The stop matcher: text held back, characters not to be passed on, characters passed on."""
+    skip_chars: _builtins.int
+    passed_chars: _builtins.int
+    emitted_token_count: _builtins.int
+    """What the dispatcher was sent."""
+    emitted_chars: _builtins.int
+    unsent_text: _builtins.str
+    """Produced while nobody had claimed it."""
+    finish_reason: _cluster_pb2.FinishReason.ValueType
+    matched_stop: _builtins.str
+    error: _builtins.str
+    invalid: _builtins.bool
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
     def output_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
     def sampling(self) -> _cluster_pb2.SamplingParams: ...
+    @_builtins.property
+    def unsent_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_cluster_pb2.Logprobs]: ...
     def __init__(
         self,
         *,
@@ -189,19 +218,31 @@ class SequenceState(_message.Message):
         request_id: _builtins.str = ...,
         attempt: _builtins.int = ...,
         priority: _cluster_pb2.PriorityClass.ValueType = ...,
+        age_s: _builtins.float = ...,
+        deadline_s: _builtins.float | None = ...,
         prompt_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         output_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         sampling: _cluster_pb2.SamplingParams | None = ...,
-        computed_tokens: _builtins.int = ...,
-        deadline_s: _builtins.float | None = ...,
         wants_text: _builtins.bool = ...,
-        output_text: _builtins.str = ...,
-        released_text_chars: _builtins.int = ...,
-        age_s: _builtins.float = ...,
+        computed_tokens: _builtins.int = ...,
+        on_stages: _builtins.bool = ...,
+        suspended: _builtins.bool = ...,
+        gone: _builtins.bool = ...,
+        held_text: _builtins.str = ...,
+        skip_chars: _builtins.int = ...,
+        passed_chars: _builtins.int = ...,
+        emitted_token_count: _builtins.int = ...,
+        emitted_chars: _builtins.int = ...,
+        unsent_text: _builtins.str = ...,
+        unsent_logprobs: _abc.Iterable[_cluster_pb2.Logprobs] | None = ...,
+        finish_reason: _cluster_pb2.FinishReason.ValueType = ...,
+        matched_stop: _builtins.str = ...,
+        error: _builtins.str = ...,
+        invalid: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_deadline_s", b"_deadline_s", "deadline_s", b"deadline_s", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_deadline_s", b"_deadline_s", "age_s", b"age_s", "attempt", b"attempt", "computed_tokens", b"computed_tokens", "deadline_s", b"deadline_s", "output_text", b"output_text", "output_token_ids", b"output_token_ids", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "released_text_chars", b"released_text_chars", "request_id", b"request_id", "sampling", b"sampling", "sequence_id", b"sequence_id", "wants_text", b"wants_text"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_deadline_s", b"_deadline_s", "age_s", b"age_s", "attempt", b"attempt", "computed_tokens", b"computed_tokens", "deadline_s", b"deadline_s", "emitted_chars", b"emitted_chars", "emitted_token_count", b"emitted_token_count", "error", b"error", "finish_reason", b"finish_reason", "gone", b"gone", "held_text", b"held_text", "invalid", b"invalid", "matched_stop", b"matched_stop", "on_stages", b"on_stages", "output_token_ids", b"output_token_ids", "passed_chars", b"passed_chars", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "sequence_id", b"sequence_id", "skip_chars", b"skip_chars", "suspended", b"suspended", "unsent_logprobs", b"unsent_logprobs", "unsent_text", b"unsent_text", "wants_text", b"wants_text"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__deadline_s: _TypeAlias = _typing.Literal["deadline_s"]  # noqa: Y015
     _WhichOneofArgType__deadline_s: _TypeAlias = _typing.Literal["_deadline_s", b"_deadline_s"]  # noqa: Y015
@@ -211,15 +252,18 @@ Global___SequenceState: _TypeAlias = SequenceState  # noqa: Y015
 
 @_typing.final
 class Handover(_message.Message):
-    """To the new leader at commit: what this member was leading, and its own stage."""
+    """To a new leader at commit: this member is ready for its new role; what it has led comes along."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     EPOCH_FIELD_NUMBER: _builtins.int
     SEQUENCES_FIELD_NUMBER: _builtins.int
     BLOCK_COUNT_FIELD_NUMBER: _builtins.int
+    FREE_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     block_count: _builtins.int
+    """Blocks of this member's stage in the coming group; and how many of them are free."""
+    free_block_count: _builtins.int
     @_builtins.property
     def sequences(self) -> _containers.RepeatedCompositeFieldContainer[Global___SequenceState]: ...
     def __init__(
@@ -228,61 +272,100 @@ class Handover(_message.Message):
         epoch: _builtins.int = ...,
         sequences: _abc.Iterable[Global___SequenceState] | None = ...,
         block_count: _builtins.int = ...,
+        free_block_count: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_count", b"block_count", "epoch", b"epoch", "sequences", b"sequences"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_count", b"block_count", "epoch", b"epoch", "free_block_count", b"free_block_count", "sequences", b"sequences"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Handover: _TypeAlias = Handover  # noqa: Y015
 
 @_typing.final
+class Victim(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SEQUENCE_ID_FIELD_NUMBER: _builtins.int
+    COMPUTED_TOKENS_FIELD_NUMBER: _builtins.int
+    OLD_LEADER_FIELD_NUMBER: _builtins.int
+    sequence_id: _builtins.int
+    computed_tokens: _builtins.int
+    old_leader: _builtins.str
+    """Who led it before: its KV lies with that group's members."""
+    def __init__(
+        self,
+        *,
+        sequence_id: _builtins.int = ...,
+        computed_tokens: _builtins.int = ...,
+        old_leader: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["computed_tokens", b"computed_tokens", "old_leader", b"old_leader", "sequence_id", b"sequence_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Victim: _TypeAlias = Victim  # noqa: Y015
+
+@_typing.final
 class Roster(_message.Message):
-    """From the new leader to every member once all have handed over: whose KV must be where."""
+    """From a new leader to everybody concerned: whose KV must be where."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     EPOCH_FIELD_NUMBER: _builtins.int
-    SEQUENCE_IDS_FIELD_NUMBER: _builtins.int
-    COMPUTED_TOKENS_FIELD_NUMBER: _builtins.int
-    OLD_LEADERS_FIELD_NUMBER: _builtins.int
+    VICTIMS_FIELD_NUMBER: _builtins.int
     RECOMPUTED_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     @_builtins.property
-    def sequence_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
-    @_builtins.property
-    def computed_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Aligned: tokens whose KV exists."""
-
-    @_builtins.property
-    def old_leaders(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Aligned: the leader of its group before."""
-
+    def victims(self) -> _containers.RepeatedCompositeFieldContainer[Global___Victim]: ...
     @_builtins.property
     def recomputed(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """No room for these: their blocks are released everywhere and they are computed anew."""
+        """No room for these: they are computed anew, and hold nothing anywhere."""
 
     def __init__(
         self,
         *,
         epoch: _builtins.int = ...,
-        sequence_ids: _abc.Iterable[_builtins.int] | None = ...,
-        computed_tokens: _abc.Iterable[_builtins.int] | None = ...,
-        old_leaders: _abc.Iterable[_builtins.str] | None = ...,
+        victims: _abc.Iterable[Global___Victim] | None = ...,
         recomputed: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["computed_tokens", b"computed_tokens", "epoch", b"epoch", "old_leaders", b"old_leaders", "recomputed", b"recomputed", "sequence_ids", b"sequence_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "recomputed", b"recomputed", "victims", b"victims"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Roster: _TypeAlias = Roster  # noqa: Y015
 
 @_typing.final
+class KvWanted(_message.Message):
+    """From a stage to a holder of KV: the blocks are ready, send."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EPOCH_FIELD_NUMBER: _builtins.int
+    SEQUENCE_ID_FIELD_NUMBER: _builtins.int
+    epoch: _builtins.int
+    sequence_id: _builtins.int
+    def __init__(
+        self,
+        *,
+        epoch: _builtins.int = ...,
+        sequence_id: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "sequence_id", b"sequence_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KvWanted: _TypeAlias = KvWanted  # noqa: Y015
+
+@_typing.final
 class KvComplete(_message.Message):
-    """From a stage to the leader: this sequence's KV is complete here."""
+    """From a stage to its leader: this victim's KV is complete here."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -306,7 +389,7 @@ Global___KvComplete: _TypeAlias = KvComplete  # noqa: Y015
 
 @_typing.final
 class Capacity(_message.Message):
-    """From a stage to the leader: blocks of its layers, from now on."""
+    """From a stage to its leader: the blocks of its layers, from now on."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -327,3 +410,61 @@ class Capacity(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Capacity: _TypeAlias = Capacity  # noqa: Y015
+
+@_typing.final
+class KvPiece(_message.Message):
+    """Names a transfer of KV: layer by layer, block by block in the order of the sequence."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EPOCH_FIELD_NUMBER: _builtins.int
+    SEQUENCE_ID_FIELD_NUMBER: _builtins.int
+    FIRST_LAYER_FIELD_NUMBER: _builtins.int
+    LAST_LAYER_FIELD_NUMBER: _builtins.int
+    epoch: _builtins.int
+    sequence_id: _builtins.int
+    first_layer: _builtins.int
+    last_layer: _builtins.int
+    def __init__(
+        self,
+        *,
+        epoch: _builtins.int = ...,
+        sequence_id: _builtins.int = ...,
+        first_layer: _builtins.int = ...,
+        last_layer: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "first_layer", b"first_layer", "last_layer", b"last_layer", "sequence_id", b"sequence_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KvPiece: _TypeAlias = KvPiece  # noqa: Y015
+
+@_typing.final
+class LayerWanted(_message.Message):
+    """Asks a peer for a layer's parameters, and names the transfer that brings them."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EPOCH_FIELD_NUMBER: _builtins.int
+    LAYER_FIELD_NUMBER: _builtins.int
+    CHECKSUM_FIELD_NUMBER: _builtins.int
+    epoch: _builtins.int
+    layer: _builtins.int
+    checksum: _builtins.bytes
+    """With the transfer: what the sender's checksum says."""
+    def __init__(
+        self,
+        *,
+        epoch: _builtins.int = ...,
+        layer: _builtins.int = ...,
+        checksum: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "epoch", b"epoch", "layer", b"layer"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LayerWanted: _TypeAlias = LayerWanted  # noqa: Y015
