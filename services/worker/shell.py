@@ -42,6 +42,7 @@ STREAM_OUTPUTS = 4096  # messages that a dispatcher may leave unread before its 
 _IDLE_WAIT_S = 1.0
 _LOAD_INTERVAL_S = 0.02  # a stream without news of its own still hears of the load so often
 _SLOTLESS = (StreamClosed, DrainRequested)  # events that do not wait for a slot in the inbox
+_LAST_STEP_S = 30.0  # what the step that runs when the worker stops may take
 _FAILED_STEPS = 3  # in a row, before the engine is considered broken
 
 
@@ -165,6 +166,7 @@ class WorkerShell:
         self._failed_steps = 0
         self._report = core.load(time.monotonic(), engine.memory_report())
         self._stopping = False
+        self._stop_asked = asyncio.Event()
         self._draining = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self.drained = asyncio.Event()
@@ -181,21 +183,26 @@ class WorkerShell:
         ended: asyncio.Future[None] = self._loop.create_future()
         thread = threading.Thread(target=self._thread, args=(ended,), name="engine", daemon=True)
         thread.start()
+        stopped = asyncio.ensure_future(self._stop_asked.wait())
         try:
-            await asyncio.shield(ended)
-        except asyncio.CancelledError:
-            self.stop()
-            with contextlib.suppress(BaseException):
-                await ended
-            raise
+            await asyncio.wait((ended, stopped), return_when=asyncio.FIRST_COMPLETED)
         finally:
+            stopped.cancel()
+            self.stop()
             for stream in self._streams.values():
                 stream.close()
-            thread.join(timeout=5)
+            if not ended.done():
+                await asyncio.wait((ended,), timeout=_LAST_STEP_S)
+            if ended.done():
+                thread.join()
+                ended.result()  # what broke the engine is the cause of all else that goes wrong now
+        if not ended.done():
+            raise InvariantViolation(f"the engine's last step has not ended within {_LAST_STEP_S:g} s")
 
     def stop(self) -> None:
         """Ends the engine thread after the step that is running."""
         self._stopping = True
+        self._stop_asked.set()
         self._inbox.put(None)
 
     def drain(self) -> None:
@@ -212,8 +219,8 @@ class WorkerShell:
     async def open_stream(self) -> OutputStream:
         stream = OutputStream(self._next_stream_id)
         self._next_stream_id += 1
-        self._streams[stream.stream_id] = stream
         await self.post(StreamOpened(time.monotonic(), stream.stream_id))
+        self._streams[stream.stream_id] = stream  # not before: the caller may give up while the inbox is full
         return stream
 
     def close_stream(self, stream: OutputStream) -> None:

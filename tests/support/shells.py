@@ -107,7 +107,10 @@ async def running_shell(
             yield shell
             shell.stop()
     finally:
-        assert [t for t in set(threading.enumerate()) - before if t.name == "engine"] == []
+        for thread in set(threading.enumerate()) - before:
+            if thread.name == "engine":
+                thread.join(timeout=5.0)
+                assert not thread.is_alive()
         assert engine.closed
 
 

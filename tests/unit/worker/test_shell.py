@@ -279,6 +279,20 @@ def test_cancelling_the_shell_waits_for_its_thread(model: Path) -> None:
     assert caught.group_contains(KeyError)
 
 
+def test_a_step_that_hangs_does_not_keep_the_worker_from_ending(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shell_module, "_LAST_STEP_S", 0.2)
+
+    async def story() -> None:
+        async with running_shell(model, lambda step: time.sleep(2.0)) as shell:
+            stream = await shell.open_stream()
+            await shell.post(submission(stream, 1))
+            await until(lambda: shell.load().step_age_s > 0.05)
+
+    with pytest.raises(ExceptionGroup) as caught:
+        play(story())
+    assert caught.group_contains(InvariantViolation, match=r"has not ended within 0\.2 s")
+
+
 def test_a_hanging_step_shows_by_its_age(model: Path) -> None:
     async def story() -> None:
         gate = Gate()
@@ -321,6 +335,24 @@ def test_a_full_inbox_makes_callers_wait(model: Path) -> None:
             await shell.post(stale)
             heard = await listen(stream, [event.key.handle])
             assert len(heard[event.key.handle].token_ids) == 3
+
+    play(story())
+
+
+def test_a_dispatcher_that_gives_up_on_a_full_inbox_leaves_no_stream(model: Path) -> None:
+    async def story() -> None:
+        gate = Gate()
+        async with running_shell(model, gate) as shell:
+            stream = await shell.open_stream()
+            await shell.post(submission(stream, 3))
+            await until(gate.entered.is_set)
+            stale = Aborted(time.monotonic(), SequenceKey(stream.stream_id, 10**9))
+            while not shell._slots.locked():
+                await shell.post(stale)
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(shell.open_stream(), 0.1)
+            gate.open()
+            assert shell.stream_count == 1
 
     play(story())
 

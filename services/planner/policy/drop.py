@@ -1,0 +1,250 @@
+"""Drop plans: which groups to merge and which layers each member gives up, so that so many bytes become free.
+
+`Method.AUTO` is exact where that is affordable (see `services.planner.policy.exact`): always for units of equal size
+and weight, up to `EXACT_LIMIT` groups otherwise. Beyond, the cheaper of figure 6 and of an even partition with the
+heaviest groups in the shortest pipelines is taken. A plan that exact methods find but no split of the layers allows
+(pipelines whose members hold too little in common) is replaced by figure 6, which passes such merges over.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from math import inf
+
+from ballast.common.errors import InvariantViolation
+from ballast.common.ids import GroupId, WorkerId
+from services.planner.policy.cost import WEIGHT_UNIT, StageCost
+from services.planner.policy.exact import cheapest, evened, lower_bound
+from services.planner.policy.greedy import figure6, memory_greedy
+from services.planner.policy.snapshot import GroupState, ModelShape, Snapshot
+from services.planner.policy.split import Candidate, Splitter, SplitTolerance, Stage
+from services.planner.policy.units import Partition, Units
+
+EXACT_LIMIT = 128  # groups of different load: 4 ms
+_USABLE_ATTEMPTS = 8
+
+
+class Method(StrEnum):
+    AUTO = "auto"
+    FIGURE6 = "figure6"
+    EXACT = "exact"
+    EVEN = "even"
+    MEMORY_GREEDY = "memory-greedy"
+
+
+@dataclass(frozen=True, slots=True)
+class MemberPlan:
+    worker_id: WorkerId
+    first_layer: int  # executes and keeps [first_layer, last_layer)
+    last_layer: int
+    dropped_layers: tuple[int, ...]
+    freed_bytes: int
+    block_count: int  # its own KV blocks, once the exchange is over
+
+
+@dataclass(frozen=True, slots=True)
+class GroupPlan:
+    group_id: GroupId  # the leader's worker id
+    merged: tuple[GroupState, ...]  # by id
+    members: tuple[MemberPlan, ...]  # stage order
+    freed_bytes: int
+    exchange_bytes: int  # KV of running sequences that changes its holder
+    block_count_before: int  # of all that was merged
+    block_count: int  # the minimum over the stages
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DropPlan:
+    method: Method  # that found it
+    needed_bytes: int
+    freed_bytes: int
+    shortfall_bytes: int  # 0: the need is met
+    usable_bytes: int  # KV that admission can count with beyond today's; less than freed where layers split unevenly
+    exchange_bytes: int
+    cost_before: float
+    cost_after: float
+    cost_bound: float | None  # no plan with as many merges costs less; None: not known for so many groups
+    groups: tuple[GroupPlan, ...]  # those that change, by id
+    unchanged: tuple[GroupState, ...]
+
+    @property
+    def is_optimal(self) -> bool:
+        return self.cost_bound is not None and self.cost_after <= self.cost_bound * (1.0 + 1e-9)
+
+
+def plan(
+    snapshot: Snapshot,
+    needed_bytes: int,
+    method: Method = Method.AUTO,
+    *,
+    cost: StageCost | None = None,
+    tolerance: SplitTolerance | None = None,
+    count_usable: bool = False,
+) -> DropPlan:
+    """The snapshot is consistent (`Snapshot.check`). Existing groups may be merged, none is split.
+
+    `count_usable`: the need is met by KV that admission can count with, not by freed bytes; where layers do not
+    divide evenly over the members, that takes more merges.
+    """
+    planning = _Planning(snapshot, needed_bytes, cost or StageCost(), tolerance)
+    return planning.until_usable(method) if count_usable else planning.with_merges(method, planning.least_merges)
+
+
+class _Planning:
+    """One plan in the making."""
+
+    def __init__(
+        self, snapshot: Snapshot, needed_bytes: int, cost: StageCost, tolerance: SplitTolerance | None
+    ) -> None:
+        self.model = snapshot.model
+        self.needed_bytes = max(0, needed_bytes)
+        self.splitter = Splitter(self.model, tolerance)
+        self.groups = sorted(snapshot.groups, key=lambda group: group.group_id)
+        stages = [len(group.members) for group in self.groups]
+        self.units = Units(stages, cost.weights(self.groups), cost.factors(sum(stages)), self.model.layer_count)
+        self.surplus_bytes = [surplus_bytes(group, self.model) for group in self.groups]
+        self.is_full_copy = [len(g.members) == 1 for g in self.groups]
+        self.trimmed = self._trims()
+        left_bytes = self.needed_bytes - sum(self.surplus_bytes[i] for i in self.trimmed)
+        self.most_merges = len(stages) - max(1, -(-sum(stages) // self.model.layer_count)) if stages else 0
+        self.least_merges = min(max(0, -(-left_bytes // self.model.copy_bytes)), self.most_merges)
+
+    def until_usable(self, method: Method) -> DropPlan:
+        """Merge more until enough is usable: by as much as is still missing, for a few attempts."""
+        merges = self.least_merges
+        best = _judged_by_usable(self.with_merges(method, merges))
+        for _ in range(_USABLE_ATTEMPTS):
+            if best.shortfall_bytes == 0 or merges == self.most_merges:
+                break
+            merges = min(self.most_merges, merges + max(1, best.shortfall_bytes // self.model.copy_bytes))
+            more = _judged_by_usable(self.with_merges(method, merges))
+            best = min(best, more, key=lambda found: (found.shortfall_bytes, found.cost_after))
+        return best
+
+    def with_merges(self, method: Method, merge_count: int) -> DropPlan:
+        if merge_count == 0 or not self.groups:
+            found_by = Method.EXACT if method is Method.AUTO else method
+            return self._assemble([[i] for i in range(len(self.groups))], found_by)
+        return self._assemble(*self._group(method, merge_count))
+
+    def _trims(self) -> list[int]:
+        """Pipelines that hold layers which they do not execute give these first: that costs nothing."""
+        trimmed: list[int] = []
+        freed_bytes = 0
+        for i in sorted(range(len(self.groups)), key=lambda i: (-self.surplus_bytes[i], i)):
+            if freed_bytes >= self.needed_bytes or self.surplus_bytes[i] == 0:
+                break
+            trimmed.append(i)
+            freed_bytes += self.surplus_bytes[i]
+        return trimmed
+
+    def _group(self, method: Method, merge_count: int) -> tuple[Partition, Method]:
+        if method is Method.MEMORY_GREEDY:
+            kv_bytes = sum(g.block_count for g in self.groups) * self.model.block_bytes * self.model.layer_count
+            return memory_greedy(self.units, kv_bytes // self.model.copy_bytes + 1, self._can_merge), method
+        if method is Method.FIGURE6:
+            return figure6(self.units, merge_count, self._can_merge), method
+        if method is not Method.EVEN and self._is_affordable():
+            found, found_by = self._cheapest(merge_count), Method.EXACT
+        else:
+            found, found_by = evened(self.units, len(self.groups) - merge_count), Method.EVEN
+        if found is not None and all(len(members) == 1 or self._can_merge(members) for members in found):
+            greedy = figure6(self.units, merge_count, self._can_merge) if found_by is Method.EVEN else None
+            if greedy is None or method is Method.EVEN or self.units.cost(found) <= self.units.cost(greedy):
+                return found, found_by
+        return figure6(self.units, merge_count, self._can_merge), Method.FIGURE6
+
+    def _is_affordable(self) -> bool:
+        is_uniform = len(set(self.units.stages)) == len(set(self.units.weights)) == 1
+        return is_uniform or len(self.groups) <= EXACT_LIMIT
+
+    def _cheapest(self, merge_count: int) -> Partition | None:
+        """With as many merges as the number of layers allows (pipelines do not fill groups evenly)."""
+        for merges in range(merge_count, 0, -1):
+            found = cheapest(self.units, len(self.groups) - merges)
+            if found is not None:
+                return found
+        return None
+
+    def _can_merge(self, members: Sequence[int]) -> bool:
+        if sum(self.units.stages[i] for i in members) > self.units.max_stages:
+            return False
+        if all(self.is_full_copy[i] for i in members):
+            return True
+        return self.splitter.is_feasible([instance for i in members for instance in self.groups[i].members])
+
+    def _assemble(self, partition: Partition, method: Method) -> DropPlan:
+        changing = {i for members in partition if len(members) > 1 for i in members} | set(self.trimmed)
+        changed = [
+            group_plan([self.groups[i] for i in sorted(members)], self.splitter)
+            for members in partition
+            if changing.issuperset(members)
+        ]
+        freed_bytes = sum(group.freed_bytes for group in changed)
+        added_blocks = sum(group.block_count - group.block_count_before for group in changed)
+        units = range(len(self.groups))
+        return DropPlan(
+            method=method,
+            needed_bytes=self.needed_bytes,
+            freed_bytes=freed_bytes,
+            shortfall_bytes=max(0, self.needed_bytes - freed_bytes),
+            usable_bytes=added_blocks * self.model.block_bytes * self.model.layer_count,
+            exchange_bytes=sum(group.exchange_bytes for group in changed),
+            cost_before=self._scaled(self.units.cost([[i] for i in units])),
+            cost_after=self._scaled(self.units.cost(partition)),
+            cost_bound=self._bound(partition, method),
+            groups=tuple(sorted(changed, key=lambda group: group.group_id)),
+            unchanged=tuple(self.groups[i] for i in units if i not in changing),
+        )
+
+    def _bound(self, partition: Partition, method: Method) -> float | None:
+        if not self.groups or (method is Method.EXACT and len(set(self.units.stages)) == 1):
+            return self._scaled(self.units.cost(partition))
+        bound = lower_bound(self.units, len(partition)) if self._is_affordable() else inf
+        return None if bound == inf else self._scaled(bound)
+
+    def _scaled(self, cost: float) -> float:
+        return cost / WEIGHT_UNIT
+
+
+def _judged_by_usable(plan: DropPlan) -> DropPlan:
+    return replace(plan, shortfall_bytes=max(0, plan.needed_bytes - plan.usable_bytes))
+
+
+def surplus_bytes(group: GroupState, model: ModelShape) -> int:
+    """Parameters in the memory of a group's members beyond one copy of all layers."""
+    if len(group.members) == 1:
+        return 0
+    return sum(model.occupied_bytes(member.held_layers) for member in group.members) - model.copy_bytes
+
+
+def group_plan(merged: Sequence[GroupState], splitter: Splitter) -> GroupPlan:
+    """One pipeline of all their members. Raises InvariantViolation if there is none (ask `is_feasible` before)."""
+    model = splitter.model
+    candidates = [Candidate(i, group.used_block_count * model.block_bytes) for group in merged for i in group.members]
+    stages = splitter.split(candidates)
+    if stages is None:
+        raise InvariantViolation(f"no pipeline of {', '.join(c.instance.worker_id for c in candidates)} is complete")
+    members = tuple(_member_plan(stage, splitter) for stage in stages)
+    running_bytes = sum(group.used_block_count for group in merged) * model.block_bytes * model.layer_count
+    kept_bytes = sum(stage.candidate.kv_bytes_per_layer * _kept_layers(stage) for stage in stages)
+    return GroupPlan(
+        group_id=GroupId(members[0].worker_id),
+        merged=tuple(merged),
+        members=members,
+        freed_bytes=sum(member.freed_bytes for member in members),
+        exchange_bytes=running_bytes - kept_bytes,
+        block_count_before=sum(group.block_count for group in merged),
+        block_count=min(member.block_count for member in members),
+    )
+
+
+def _member_plan(stage: Stage, splitter: Splitter) -> MemberPlan:
+    instance, first_layer, last_layer = stage.candidate.instance, stage.first_layer, stage.last_layer
+    aftermath = splitter.aftermath(instance, first_layer, last_layer)
+    return MemberPlan(instance.worker_id, first_layer, last_layer, *aftermath)
+
+
+def _kept_layers(stage: Stage) -> int:
+    instance = stage.candidate.instance
+    return max(0, min(stage.last_layer, instance.last_layer) - max(stage.first_layer, instance.first_layer))

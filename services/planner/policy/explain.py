@@ -1,0 +1,87 @@
+"""Plans in words, for `ballast plan --explain` and for one log line per transition."""
+
+from collections.abc import Sequence
+
+from services.planner.policy.drop import DropPlan, GroupPlan
+from services.planner.policy.restore import RestorePlan
+from services.planner.policy.snapshot import ModelShape
+
+
+def explain(plan: DropPlan, model: ModelShape) -> list[str]:
+    """One line for the need, one for the cost, one per group that changes."""
+    lines = [_need_line(plan)]
+    if not plan.groups:
+        return [*lines, "nothing changes"]
+    lines.append(_cost_line(plan))
+    if plan.usable_bytes < plan.needed_bytes <= plan.freed_bytes:
+        lines.append(
+            f"only {megabytes(plan.usable_bytes)} of it count for admission:"
+            " the stage with most layers has room for fewest blocks"
+        )
+    lines += [group_line(group, model) for group in plan.groups]
+    if plan.unchanged:
+        lines.append(f"unchanged: {len(plan.unchanged)} of {len(plan.unchanged) + _merged_count(plan)} groups")
+    return lines
+
+
+def group_line(group: GroupPlan, model: ModelShape) -> str:
+    names = ",".join(member.worker_id for member in group.members)
+    dropped = " ".join(f"{m.worker_id}{layer_ranges(m.dropped_layers)}" for m in group.members if m.dropped_layers)
+    added_bytes = (group.block_count - group.block_count_before) * model.block_bytes * model.layer_count
+    before, after = (count * model.block_tokens for count in (group.block_count_before, group.block_count))
+    return (
+        f"group {{{names}}}: dropped layers {dropped or 'none'},"
+        f" {megabytes(added_bytes, signed=True)} KV ({thousands(before)} -> {thousands(after)} tokens)"
+    )
+
+
+def explain_restore(plan: RestorePlan) -> list[str]:
+    lines = [
+        f"group {{{','.join(d.members)}}}: dissolved, {megabytes(d.pull_bytes)} of parameters to pull from"
+        f" {', '.join(sorted({p.source or 'host or disk' for p in d.pulls})) or 'nobody'}"
+        for d in plan.dissolutions
+    ]
+    lines += [f"group {group_id} stays: {why}" for group_id, why in plan.kept]
+    return lines or ["no group is a pipeline: nothing to restore"]
+
+
+def layer_ranges(layers: Sequence[int]) -> str:
+    """Ascending layers as half-open ranges: [0:4)[6:8)."""
+    ranges: list[list[int]] = []
+    for layer in layers:
+        if ranges and ranges[-1][1] == layer:
+            ranges[-1][1] = layer + 1
+        else:
+            ranges.append([layer, layer + 1])
+    return "".join(f"[{first}:{last})" for first, last in ranges)
+
+
+def megabytes(size_bytes: int, *, signed: bool = False) -> str:
+    sign = "+" if signed else ""
+    return f"{size_bytes / 1e6:{sign}.1f} MB" if abs(size_bytes) < 1e10 else f"{size_bytes / 1e9:{sign}.1f} GB"
+
+
+def thousands(count: int) -> str:
+    return str(count) if count < 1000 else f"{count / 1000:.1f}k"
+
+
+def _need_line(plan: DropPlan) -> str:
+    outcome = f"falls short by {megabytes(plan.shortfall_bytes)}" if plan.shortfall_bytes else "meets it"
+    return f"needed {megabytes(plan.needed_bytes)}, the plan frees {megabytes(plan.freed_bytes)} and {outcome}"
+
+
+def _cost_line(plan: DropPlan) -> str:
+    if plan.is_optimal:
+        quality = "the least possible"
+    elif plan.cost_bound:
+        quality = f"at most {plan.cost_after / plan.cost_bound - 1.0:.1%} above the least possible"
+    else:
+        quality = "not compared with the least possible"
+    return (
+        f"stage cost {plan.cost_before:.2f} -> {plan.cost_after:.2f} ({plan.method}; {quality}),"
+        f" {megabytes(plan.exchange_bytes)} of KV to exchange"
+    )
+
+
+def _merged_count(plan: DropPlan) -> int:
+    return sum(len(group.merged) for group in plan.groups)

@@ -1,0 +1,150 @@
+"""Restore plans: which pipelines to dissolve into full copies, and where each member gets its missing layers from."""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from ballast.common.ids import GroupId, WorkerId
+from services.planner.policy.snapshot import GroupState, ModelShape, Snapshot
+
+SOURCE_CHOICES = 8  # holders looked at for each layer to pull
+
+
+@dataclass(frozen=True, slots=True)
+class Pull:
+    worker_id: WorkerId
+    layer: int
+    size_bytes: int
+    source: WorkerId | None  # None: nobody reachable holds it; host copy, then checkpoint on disk
+    others: tuple[WorkerId, ...]  # hold it too: next to ask if the checksum does not fit
+
+
+@dataclass(frozen=True, slots=True)
+class Dissolution:
+    """A pipeline whose members become instances of their own."""
+
+    group_id: GroupId
+    members: tuple[WorkerId, ...]  # stage order
+    block_counts: tuple[int, ...]  # of each member with a full copy
+    pulls: tuple[Pull, ...]
+
+    @property
+    def pull_bytes(self) -> int:
+        return sum(pull.size_bytes for pull in self.pulls)
+
+
+@dataclass(frozen=True, slots=True)
+class RestorePlan:
+    dissolutions: tuple[Dissolution, ...]  # the least used first
+    kept: tuple[tuple[GroupId, str], ...]  # pipelines that stay, and why
+
+    @property
+    def pull_bytes(self) -> int:
+        return sum(d.pull_bytes for d in self.dissolutions)
+
+
+def plan_restore(
+    snapshot: Snapshot,
+    *,
+    usage_limit: float = 0.5,
+    backlog_blocks: int = 0,
+    unavailable: Collection[WorkerId] = frozenset(),
+    only: Collection[GroupId] | None = None,
+    max_groups: int | None = None,
+) -> RestorePlan:
+    """Dissolve pipelines, the least used first, while demand stays within `usage_limit` of what is left.
+
+    Both must hold: a group's own demand against the KV of its members with full copies (its requests stay with
+    them), and all demand with the dispatchers' backlog against all capacity, since a pipeline that stays is relief
+    for the others. `unavailable` workers are no sources. `only`: those that an operator named.
+    """
+    model = snapshot.model
+    choice = _Choice(snapshot, usage_limit, backlog_blocks, max_groups)
+    kept: list[tuple[GroupId, str]] = []
+    chosen: list[tuple[GroupState, tuple[int, ...]]] = []
+    pipelines = [g for g in snapshot.groups if len(g.members) > 1 and (only is None or g.group_id in only)]
+    blocks = {g.group_id: _full_copy_blocks(g, model) for g in pipelines}
+    for group in sorted(pipelines, key=lambda g: (g.load_blocks / max(1, sum(blocks[g.group_id])), g.group_id)):
+        why_not = choice.refusal(group, blocks[group.group_id])
+        if why_not is None:
+            choice.take(group, blocks[group.group_id])
+            chosen.append((group, blocks[group.group_id]))
+        else:
+            kept.append((group.group_id, why_not))
+    sources = _Sources(snapshot, unavailable)
+    pulls = sources.assign([group for group, _ in chosen])
+    dissolutions = [
+        Dissolution(group.group_id, tuple(m.worker_id for m in group.members), counts, tuple(pulls[group.group_id]))
+        for group, counts in chosen
+    ]
+    return RestorePlan(tuple(dissolutions), tuple(kept))
+
+
+def _full_copy_blocks(group: GroupState, model: ModelShape) -> tuple[int, ...]:
+    return tuple(model.block_count(member.budget_bytes, 0, model.layer_count) for member in group.members)
+
+
+class _Choice:
+    """Capacity as it will be with the groups dissolved that were taken so far."""
+
+    def __init__(self, snapshot: Snapshot, usage_limit: float, backlog_blocks: int, max_groups: int | None) -> None:
+        self.usage_limit = usage_limit
+        self.demand_blocks = backlog_blocks + sum(group.load_blocks for group in snapshot.groups)
+        self.capacity_blocks = sum(group.block_count for group in snapshot.groups)
+        self.left = len(snapshot.groups) if max_groups is None else max_groups
+
+    def refusal(self, group: GroupState, blocks: Sequence[int]) -> str | None:
+        percent = f"{self.usage_limit:.0%}"
+        if min(blocks) < 1:
+            return "a member's memory does not hold a full copy and KV"
+        if group.load_blocks > self.usage_limit * sum(blocks):
+            return f"its demand of {group.load_blocks} blocks exceeds {percent} of {sum(blocks)} un-dropped ones"
+        after_blocks = self.capacity_blocks - group.block_count + sum(blocks)
+        if self.demand_blocks > self.usage_limit * after_blocks:
+            return f"all demand, {self.demand_blocks} blocks, would exceed {percent} of {after_blocks} left"
+        return "enough groups are being restored" if self.left < 1 else None
+
+    def take(self, group: GroupState, blocks: Sequence[int]) -> None:
+        self.capacity_blocks += sum(blocks) - group.block_count
+        self.left -= 1
+
+
+class _Sources:
+    """Who holds which layer, and how much each was asked for."""
+
+    def __init__(self, snapshot: Snapshot, unavailable: Collection[WorkerId]) -> None:
+        self.model = snapshot.model
+        self.asked_bytes: dict[WorkerId, int] = {}
+        self.holders: list[list[WorkerId]] = [[] for _ in range(snapshot.model.layer_count)]
+        members = [m for g in snapshot.groups for m in g.members if m.worker_id not in unavailable]
+        for member in sorted(members, key=lambda m: m.worker_id):
+            self.asked_bytes[member.worker_id] = 0
+            for layer in member.held_layers:
+                self.holders[layer].append(member.worker_id)
+        self._turn = 0
+
+    def assign(self, groups: Sequence[GroupState]) -> Mapping[GroupId, list[Pull]]:
+        """Layers with fewest holders choose first; each takes the holder that was asked for least so far."""
+        wanted = [
+            (len(self.holders[layer]), layer, member.worker_id, group.group_id)
+            for group in groups
+            for member in group.members
+            for layer in sorted(set(range(self.model.layer_count)) - set(member.held_layers))
+        ]
+        pulls: dict[GroupId, list[Pull]] = {group.group_id: [] for group in groups}
+        for _, layer, worker_id, group_id in sorted(wanted):
+            pulls[group_id].append(self._pull(worker_id, layer))
+        for planned in pulls.values():
+            planned.sort(key=lambda pull: (pull.layer, pull.worker_id))
+        return pulls
+
+    def _pull(self, worker_id: WorkerId, layer: int) -> Pull:
+        size_bytes = self.model.layer_parameter_bytes[layer]
+        holders = self.holders[layer]
+        begin = self._turn % max(1, len(holders))
+        self._turn += SOURCE_CHOICES
+        window = (holders[begin:] + holders[:begin])[:SOURCE_CHOICES]
+        by_load = sorted(window, key=lambda w: (self.asked_bytes[w], w))
+        if not by_load:
+            return Pull(worker_id, layer, size_bytes, None, ())
+        self.asked_bytes[by_load[0]] += size_bytes
+        return Pull(worker_id, layer, size_bytes, by_load[0], tuple(by_load[1:]))

@@ -1,0 +1,141 @@
+"""What drop and restore plans are made from: the cluster at one moment, as plain numbers."""
+
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+
+from ballast.common.errors import InvariantViolation
+from ballast.common.ids import GroupId, WorkerId
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelShape:
+    """What the model takes of a device, equal on all instances. Layers may differ in size and in time."""
+
+    layer_parameter_bytes: tuple[int, ...]
+    other_parameter_bytes: int  # embedding, head ...: kept by every instance
+    block_tokens: int
+    block_bytes: int  # of one KV block in one layer
+    extent_bytes: int = 1  # memory is dealt out in multiples of this
+    layer_costs_s: tuple[float, ...] = ()  # measured; empty: every layer costs 1
+
+    @property
+    def layer_count(self) -> int:
+        return len(self.layer_parameter_bytes)
+
+    @cached_property
+    def extents(self) -> tuple[int, ...]:
+        """Extents that each layer's parameters occupy."""
+        return tuple(-(-size // self.extent_bytes) for size in self.layer_parameter_bytes)
+
+    @cached_property
+    def extents_before(self) -> tuple[int, ...]:
+        """Extents of all layers before each layer, so that ranges are differences."""
+        return (0, *accumulate(self.extents))
+
+    @cached_property
+    def costs_before_s(self) -> tuple[float, ...]:
+        return (0.0, *accumulate(self.layer_costs_s or (1.0,) * self.layer_count))
+
+    @cached_property
+    def is_uniform(self) -> bool:
+        """All layers take the same memory and time."""
+        return len(set(self.extents)) == 1 and len(set(self.layer_costs_s)) <= 1
+
+    @cached_property
+    def copy_bytes(self) -> int:
+        """Memory that one copy of all layers occupies: what a merge of two groups sets free."""
+        return self.extents_before[-1] * self.extent_bytes
+
+    def occupied_bytes(self, layers: tuple[int, ...]) -> int:
+        if len(layers) == self.layer_count:
+            return self.copy_bytes
+        return sum(self.extents[layer] for layer in layers) * self.extent_bytes
+
+    def block_count(self, budget_bytes: int, first_layer: int, last_layer: int) -> int:
+        """KV blocks of an instance that holds exactly these layers; negative if they do not even fit."""
+        taken = -(-self.other_parameter_bytes // self.extent_bytes)
+        taken += self.extents_before[last_layer] - self.extents_before[first_layer]
+        free = budget_bytes // self.extent_bytes - taken
+        return free // (last_layer - first_layer) * self.extent_bytes // self.block_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceState:
+    worker_id: WorkerId
+    budget_bytes: int  # of device memory: parameters + KV + free
+    first_layer: int  # executes [first_layer, last_layer)
+    last_layer: int
+    held_layers: tuple[int, ...]  # parameters in memory, ascending; at least those it executes
+
+
+@dataclass(frozen=True, slots=True)
+class GroupState:
+    """Counts of blocks as its leader reports them: the same on all stages, capacity the minimum over them."""
+
+    group_id: GroupId
+    members: tuple[InstanceState, ...]  # stage order
+    block_count: int
+    used_block_count: int
+    waiting_block_count: int
+
+    @property
+    def load_blocks(self) -> int:
+        return self.used_block_count + self.waiting_block_count
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    model: ModelShape
+    groups: tuple[GroupState, ...]
+
+    def check(self) -> None:
+        """Raise InvariantViolation unless every group holds and executes a complete copy within its budgets."""
+        _check_model(self.model)
+        seen: set[WorkerId] = set()
+        for group in self.groups:
+            _check_group(self.model, group)
+            for member in group.members:
+                if member.worker_id in seen:
+                    raise InvariantViolation(f"{member.worker_id} stands in two places of the snapshot")
+                seen.add(member.worker_id)
+        if len({group.group_id for group in self.groups}) != len(self.groups):
+            raise InvariantViolation("two groups of the snapshot have the same id")
+
+
+def _check_model(model: ModelShape) -> None:
+    sizes = (*model.layer_parameter_bytes, model.block_tokens, model.block_bytes, model.extent_bytes)
+    if not model.layer_parameter_bytes or min(sizes) < 1 or model.other_parameter_bytes < 0:
+        raise InvariantViolation(f"a model has layers, and sizes are positive: {model}")
+    if model.layer_costs_s and (len(model.layer_costs_s) != model.layer_count or min(model.layer_costs_s) <= 0.0):
+        raise InvariantViolation(
+            f"{len(model.layer_costs_s)} layer costs for {model.layer_count} layers, or not positive"
+        )
+
+
+def _check_group(model: ModelShape, group: GroupState) -> None:
+    if not group.members:
+        raise InvariantViolation(f"group {group.group_id} has no members")
+    if min(group.block_count, group.used_block_count, group.waiting_block_count) < 0:
+        raise InvariantViolation(f"group {group.group_id} counts blocks below zero")
+    next_layer = 0
+    for member in group.members:
+        if member.first_layer != next_layer or member.last_layer <= member.first_layer:
+            raise InvariantViolation(
+                f"group {group.group_id}: {member.worker_id} executes [{member.first_layer}, {member.last_layer}),"
+                f" expected to begin at layer {next_layer}"
+            )
+        next_layer = member.last_layer
+        _check_memory(model, member)
+    if next_layer != model.layer_count:
+        raise InvariantViolation(f"group {group.group_id} ends at layer {next_layer} of {model.layer_count}")
+
+
+def _check_memory(model: ModelShape, member: InstanceState) -> None:
+    held = member.held_layers
+    if list(held) != sorted(set(held)) or not set(range(member.first_layer, member.last_layer)) <= set(held):
+        raise InvariantViolation(f"{member.worker_id} does not hold what it executes: {held}")
+    if held[0] < 0 or held[-1] >= model.layer_count:
+        raise InvariantViolation(f"{member.worker_id} holds layers that the model lacks: {held}")
+    if model.occupied_bytes(held) + model.other_parameter_bytes > member.budget_bytes:
+        raise InvariantViolation(f"{member.worker_id}: its parameters exceed its budget of {member.budget_bytes} bytes")
