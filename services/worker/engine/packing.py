@@ -68,6 +68,9 @@ class Packer:
     def forget(self, sequence_id: SequenceId) -> None:
         self._tables.pop(sequence_id, None)
 
+    def forget_all(self) -> None:
+        self._tables.clear()
+
     def pack(self, slices: Sequence[Slice], block_tables: Sequence[Sequence[int]]) -> PackedStep:
         """Lay out a batch's slices; the tables are aligned with them. At least one slice.
 

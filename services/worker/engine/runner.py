@@ -33,41 +33,70 @@ class ModelRunner:
         return self._sampler.sequence_ids
 
     def step(self, batch: Batch, block_tables: Sequence[Sequence[int]]) -> StepResult:
-        """Execute a batch. `block_tables` is aligned with its slices; each covers at least the slice's last token.
+        """Execute a batch on the whole model; see `run_stage`."""
+        result = self.run_stage(batch, block_tables, None, first_layer=0, last_layer=self._config.layer_count)
+        assert isinstance(result, StepResult)
+        return result
 
-        A table that is the same object as in the step before is taken to be unchanged.
+    def run_stage(
+        self,
+        batch: Batch,
+        block_tables: Sequence[Sequence[int]],
+        hidden_TD: torch.Tensor | None,
+        *,
+        first_layer: int,
+        last_layer: int,
+    ) -> StepResult | torch.Tensor:
+        """Execute the layers `[first_layer, last_layer)` of a batch.
+
+        `hidden_TD` comes from the stage before and is changed; None for the first stage. Rows have the same order on
+        every stage: it follows from the slices alone. Returns the hidden states, or from the last stage the result.
+
+        `block_tables` is aligned with the batch's slices; each covers at least the slice's last token. A table that is
+        the same object as in the step before is taken to be unchanged.
 
         Raises:
             InvariantViolation: the batch or a table contradicts what this runner was told before.
         """
         started_s = time.perf_counter()
+        samples = last_layer == self._config.layer_count
         for sequence_id in batch.removed:
             self._sampler.remove(sequence_id)
             self._packer.forget(sequence_id)
-        for new in batch.added:
-            self._sampler.add(new)
+        if samples:
+            for new in batch.added:
+                self._sampler.add(new)
         if not batch.slices:
             return StepResult(batch.step_id, (), (), time.perf_counter() - started_s)
-        rows = [SampleRow(s.sequence_id, s.first_position + len(s.token_ids)) for s in batch.slices if s.samples]
         packed = self._packer.pack(batch.slices, block_tables)
         self._kv.guard(packed.blocks_end)
         with torch.inference_mode():
-            logits_RV = self._forward(packed)
+            hidden_TD = self._forward(packed, hidden_TD, first_layer, last_layer)
+            if not samples:
+                return hidden_TD
+            rows = [SampleRow(s.sequence_id, s.first_position + len(s.token_ids)) for s in batch.slices if s.samples]
+            sample_rows = torch.from_numpy(packed.sample_rows).to(hidden_TD.device)
+            logits_RV = self._model.logits(hidden_TD.index_select(0, sample_rows))
             sampled = self._sampler.sample(rows, logits_RV) if rows else None
         token_ids, logprobs = (sampled.token_ids, sampled.logprobs) if sampled else ((), ())
         return StepResult(batch.step_id, token_ids, logprobs, time.perf_counter() - started_s)
 
-    def _forward(self, packed: PackedStep) -> torch.Tensor:
-        """logits_RV of the rows that sample."""
+    def forget_all(self) -> None:
+        """Another leader's batches follow: they bring every sequence anew."""
+        for sequence_id in self._sampler.sequence_ids:
+            self._sampler.remove(sequence_id)
+        self._packer.forget_all()
+
+    def _forward(
+        self, packed: PackedStep, hidden_TD: torch.Tensor | None, first_layer: int, last_layer: int
+    ) -> torch.Tensor:
         device = self._kv.layer(0).device
-        token_ids_T = torch.from_numpy(packed.token_ids_T).to(device)
-        positions_T = torch.from_numpy(packed.positions_T).to(device)
-        hidden_TD = self._model.run_layers(
-            self._model.embed(token_ids_T),
-            positions_T,
+        if hidden_TD is None:
+            hidden_TD = self._model.embed(torch.from_numpy(packed.token_ids_T).to(device))
+        return self._model.run_layers(
+            hidden_TD,
+            torch.from_numpy(packed.positions_T).to(device),
             self._attention.prepare(packed),
-            first_layer=0,
-            last_layer=self._config.layer_count,
+            first_layer=first_layer,
+            last_layer=last_layer,
         )
-        sample_rows = torch.from_numpy(packed.sample_rows).to(device)
-        return self._model.logits(hidden_TD.index_select(0, sample_rows))

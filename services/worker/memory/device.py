@@ -25,6 +25,7 @@ class DeviceMemory:
         self.pool = pool
         self.parameters = parameters
         self.kv = kv
+        self._home_extents = 0  # of each layer's KV while all layers are held
 
     @classmethod
     def open(
@@ -55,8 +56,62 @@ class DeviceMemory:
             undo.callback(pool.close)
             memory = cls(pool, ParameterStore(pool, layers, others), KvCache(pool, kv_shape))
             memory.kv.grow(pool.free_count // kv_shape.layer_count, clear=False)
+            memory._home_extents = memory.kv.extents_per_layer
             undo.pop_all()
             return memory
+
+    # ------------------------------------------------------------ dropping and restoring layers
+    # Parameters and KV have one dtype and finite values, so extents that change hands need not be cleared.
+
+    def drop_layers(self, layers: Sequence[int]) -> int:
+        """Give up layers that another member executes: their parameters make room for the KV of those that are kept.
+
+        The KV of the layers given up stays readable until `release_retired`. Returns the new number of blocks.
+        """
+        self.parameters.drop(layers)
+        self.kv.retire(layers)
+        return self._grow_kv()
+
+    def release_retired(self) -> int:
+        """Nobody needs the KV of layers given up any more: it follows the parameters. Returns the number of blocks."""
+        for layer in self.kv.retired_layers:
+            self.kv.drop(layer)
+        return self._grow_kv()
+
+    def _grow_kv(self) -> int:
+        extents_per_layer = self.pool.free_count // max(1, len(self.kv.held_layers))
+        return self.kv.grow(extents_per_layer, clear=False)
+
+    def blocks_after_drop(self, layers: Sequence[int]) -> int:
+        """Blocks that there will be once these layers and their KV have been given up."""
+        kept = [layer for layer in self.kv.held_layers if layer not in layers]
+        freed = sum(self.parameters.extents_of(layer) for layer in layers)
+        freed += len([layer for layer in layers if layer in self.kv.held_layers]) * self.kv.extents_per_layer
+        more = (self.pool.free_count + freed) // max(1, len(kept))
+        return (self.kv.extents_per_layer + more) * self.pool.extent_bytes // self.kv.shape.block_bytes
+
+    @property
+    def home_block_count(self) -> int:
+        """Blocks that there are when all layers are held."""
+        return self._home_extents * self.pool.extent_bytes // self.kv.shape.block_bytes
+
+    def make_room(self, layers: Sequence[int], *, used_blocks_end: int) -> int:
+        """Shrink the KV to its size at home and map the parameter ranges of missing layers, to be filled.
+
+        All blocks from `home_block_count` on have been moved down before. Returns the number of blocks.
+        """
+        self.pool.backend.synchronise()
+        surplus = self.kv.extents_per_layer - self._home_extents
+        if surplus > 0:
+            self.kv.shrink(surplus, used_blocks_end=used_blocks_end)
+        for layer in layers:
+            self.parameters.restore(layer)
+        return self.kv.block_count
+
+    def hold_kv_again(self, layers: Sequence[int]) -> None:
+        """KV ranges of layers that are back."""
+        for layer in layers:
+            self.kv.restore(layer, clear=False)
 
     def report(self) -> MemoryReport:
         return self.pool.report()

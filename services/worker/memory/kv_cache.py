@@ -67,6 +67,17 @@ class KvCache:
             r.bytes[: block_room * shape.block_bytes].view(shape.dtype).view(block_room, *tail) for r in self._ranges
         )
         self._held = [True] * shape.layer_count
+        self._retired: list[int] = []
+
+    @property
+    def retired_layers(self) -> tuple[int, ...]:
+        """Layers that are executed elsewhere, whose KV is still mapped here because victims' KV is being sent."""
+        return tuple(self._retired)
+
+    @property
+    def extents_per_layer(self) -> int:
+        """Extents mapped in every layer held."""
+        return min((r.extent_count for r in self._held_ranges()), default=0)
 
     @property
     def held_layers(self) -> tuple[int, ...]:
@@ -132,9 +143,19 @@ class KvCache:
             owner.shrink(extents_per_layer)
         return self.block_count
 
+    def retire(self, layers: Sequence[int]) -> None:
+        """These layers are executed elsewhere now. They stay mapped until `drop`, and neither grow nor count."""
+        for layer in layers:
+            if not self._held[layer]:
+                raise InvariantViolation(f"the KV of layer {layer} is not held; held are {self.held_layers}")
+            self._held[layer] = False
+            self._retired.append(layer)
+
     def drop(self, layer: int) -> int:
         """Free the KV of a layer that is executed elsewhere now. Returns how many extents became free."""
-        if not self._held[layer]:
+        if layer in self._retired:
+            self._retired.remove(layer)
+        elif not self._held[layer]:
             raise InvariantViolation(f"the KV of layer {layer} is not held; held are {self.held_layers}")
         freed = self._ranges[layer].extent_count
         self._ranges[layer].shrink(freed)

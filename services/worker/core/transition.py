@@ -1,0 +1,677 @@
+"""One worker's part in a change of the layout: prepare, commit at a step boundary, exchange, done (DESIGN, section 6).
+
+Rule 1: everything that decides about a transition is here; the shell connects links, moves memory and KV, and reports.
+Rule 2: every message may come twice, late or never. An event that does not fit the phase changes nothing.
+
+A drop, a merge of pipelines and a restore are the same thing here. Who must send which KV to whom follows from one
+rule: the KV of (sequence, layer) travels if and only if the layer's holder changes.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from ballast.common.errors import InvariantViolation
+from ballast.common.ids import Epoch, WorkerId
+from ballast.common.layout import Group, Layout
+
+SequenceId = int
+
+
+class Kind(StrEnum):
+    DROP = "drop"
+    RESTORE = "restore"
+
+
+class Phase(StrEnum):
+    PREPARING = "preparing"
+    PREPARED = "prepared"
+    COMMITTING = "committing"  # waits for the step boundary
+    EXCHANGING = "exchanging"  # the new layout is in force; KV of victims travels
+    DONE = "done"
+    ABORTED = "aborted"
+    FAILED = "failed"  # before commit only
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    kind: Kind
+    base: Layout
+    target: Layout
+
+    @property
+    def epoch(self) -> Epoch:
+        return self.target.epoch
+
+
+@dataclass(frozen=True, slots=True)
+class Victim:
+    """A sequence that existed when the layout changed."""
+
+    sequence_id: SequenceId
+    computed_tokens: int  # so many have their KV
+    old_leader: WorkerId
+
+
+# ---------------------------------------------------------------- events: from the planner
+
+
+@dataclass(frozen=True, slots=True)
+class PrepareRequested:
+    at_s: float
+    plan: Plan
+
+
+@dataclass(frozen=True, slots=True)
+class CommitRequested:
+    at_s: float
+    epoch: Epoch
+
+
+@dataclass(frozen=True, slots=True)
+class AbortRequested:
+    at_s: float
+    epoch: Epoch
+    why: str
+
+
+# ---------------------------------------------------------------- events: from this worker
+
+
+@dataclass(frozen=True, slots=True)
+class LinksUp:
+    at_s: float
+    epoch: Epoch
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryReady:
+    """Drop: the plan fits. Restore: the missing layers are here and verified, and the KV has made room for them."""
+
+    at_s: float
+    epoch: Epoch
+
+
+@dataclass(frozen=True, slots=True)
+class PreparationFailed:
+    at_s: float
+    epoch: Epoch
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class BoundaryReached:
+    """No batch of the old layout that this worker leads is under way any more."""
+
+    at_s: float
+    epoch: Epoch
+
+
+@dataclass(frozen=True, slots=True)
+class TakenUp:
+    """Memory and role are those of the new layout."""
+
+    at_s: float
+    epoch: Epoch
+
+
+@dataclass(frozen=True, slots=True)
+class Led:
+    """Answer to Lead: these victims keep their KV, for the others there is no room and they are computed anew."""
+
+    at_s: float
+    epoch: Epoch
+    victims: tuple[Victim, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class KvSent:
+    """The receiver has all of it."""
+
+    at_s: float
+    epoch: Epoch
+    sequence_id: SequenceId
+    to: WorkerId
+
+
+@dataclass(frozen=True, slots=True)
+class KvReceived:
+    at_s: float
+    epoch: Epoch
+    sequence_id: SequenceId
+    source: WorkerId
+
+
+@dataclass(frozen=True, slots=True)
+class PeerLost:
+    at_s: float
+    peer: WorkerId
+    why: str
+
+
+# ---------------------------------------------------------------- events: from other members, over links
+
+
+@dataclass(frozen=True, slots=True)
+class EpochEnded:
+    """From the leader that was: every batch of the old layout has come by."""
+
+    at_s: float
+    epoch: Epoch
+    source: WorkerId
+
+
+@dataclass(frozen=True, slots=True)
+class HandoverReceived:
+    """A member is ready for its new role; an old leader's sequences have come with it."""
+
+    at_s: float
+    epoch: Epoch
+    source: WorkerId
+    victims: tuple[Victim, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RosterReceived:
+    """From a new leader: the victims of its group, whose KV is to be gathered there."""
+
+    at_s: float
+    epoch: Epoch
+    source: WorkerId
+    victims: tuple[Victim, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class KvCompleteReceived:
+    """A stage of the group that this worker leads has all KV of a victim."""
+
+    at_s: float
+    epoch: Epoch
+    sequence_id: SequenceId
+    source: WorkerId
+
+
+Event = (
+    PrepareRequested
+    | CommitRequested
+    | AbortRequested
+    | LinksUp
+    | MemoryReady
+    | PreparationFailed
+    | BoundaryReached
+    | TakenUp
+    | Led
+    | KvSent
+    | KvReceived
+    | PeerLost
+    | EpochEnded
+    | HandoverReceived
+    | RosterReceived
+    | KvCompleteReceived
+)
+
+# ---------------------------------------------------------------- commands
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectLinks:
+    """Answered with LinksUp or PreparationFailed."""
+
+    epoch: Epoch
+    peers: tuple[WorkerId, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PrepareMemory:
+    """Answered with MemoryReady or PreparationFailed."""
+
+    plan: Plan
+
+
+@dataclass(frozen=True, slots=True)
+class UndoPreparation:
+    plan: Plan
+
+
+@dataclass(frozen=True, slots=True)
+class Quiesce:
+    """Form no batch any more; answered with BoundaryReached. For a worker that leads."""
+
+    epoch: Epoch
+
+
+@dataclass(frozen=True, slots=True)
+class SendEpochEnded:
+    epoch: Epoch
+    to: tuple[WorkerId, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TakeUp:
+    """Move memory, change role; an old leader hands its sequences over. Answered with TakenUp."""
+
+    plan: Plan
+
+
+@dataclass(frozen=True, slots=True)
+class SendHandover:
+    """With the sequences that go to this leader's group, if this worker has led any."""
+
+    epoch: Epoch
+    to: WorkerId
+
+
+@dataclass(frozen=True, slots=True)
+class Lead:
+    """All members are ready: adopt the victims, see who has room, form batches. Answered with Led."""
+
+    epoch: Epoch
+    victims: tuple[Victim, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SendRoster:
+    epoch: Epoch
+    victims: tuple[Victim, ...]
+    to: tuple[WorkerId, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SendKv:
+    """The KV of the victim's computed tokens in `[first_layer, last_layer)`. Answered with KvSent."""
+
+    epoch: Epoch
+    victim: Victim
+    to: WorkerId
+    first_layer: int
+    last_layer: int
+
+
+@dataclass(frozen=True, slots=True)
+class ExpectKv:
+    """Have blocks ready for a victim of the new group. Each piece is reported with KvReceived."""
+
+    epoch: Epoch
+    victim: Victim
+    sources: tuple[WorkerId, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SendKvComplete:
+    epoch: Epoch
+    sequence_id: SequenceId
+    to: WorkerId
+
+
+@dataclass(frozen=True, slots=True)
+class Resume:
+    """Every stage has the victim's KV."""
+
+    epoch: Epoch
+    sequence_id: SequenceId
+
+
+@dataclass(frozen=True, slots=True)
+class ReleaseLost:
+    """Nobody needs the KV of the layers this worker has given up: its extents follow the parameters."""
+
+    plan: Plan
+
+
+@dataclass(frozen=True, slots=True)
+class Broken:
+    """A member of the group in force is gone: what the group was doing cannot go on."""
+
+    peer: WorkerId
+    why: str
+
+
+Command = (
+    ConnectLinks
+    | PrepareMemory
+    | UndoPreparation
+    | Quiesce
+    | SendEpochEnded
+    | TakeUp
+    | SendHandover
+    | Lead
+    | SendRoster
+    | SendKv
+    | ExpectKv
+    | SendKvComplete
+    | Resume
+    | ReleaseLost
+    | Broken
+)
+
+
+# ---------------------------------------------------------------- who takes part
+
+
+def group_of(layout: Layout, worker_id: WorkerId) -> Group | None:
+    return next((g for g in layout.groups if any(m.worker_id == worker_id for m in g.members)), None)
+
+
+def members_of(group: Group | None) -> tuple[WorkerId, ...]:
+    return () if group is None else tuple(m.worker_id for m in group.members)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What a plan means for one worker."""
+
+    old: Group | None
+    new: Group
+    peers: tuple[WorkerId, ...]  # it has a link to each
+    handovers_to: tuple[WorkerId, ...]  # new leaders that wait for its word, itself excepted
+    handovers_from: tuple[WorkerId, ...]  # if it is a new leader: whose word it waits for
+    rosters_from: tuple[WorkerId, ...]  # new leaders whose victims' KV it holds or gets, itself included
+    roster_to: tuple[WorkerId, ...]  # if it is a new leader: everybody concerned, itself excepted
+
+    @property
+    def was_leader(self) -> bool:
+        return self.old is not None
+
+
+def part_of(plan: Plan, me: WorkerId) -> Part | None:
+    """None if nothing changes for this worker, or it is not in the coming layout."""
+    new = group_of(plan.target, me)
+    if new is None or group_of(plan.base, me) == new:
+        return None
+    concerned = [g for g in plan.target.groups if me in participants(plan, g)]
+    peers = {p for g in concerned for p in participants(plan, g)} - {me}
+    leads = new.leader.worker_id == me
+    return Part(
+        old=group_of(plan.base, me),
+        new=new,
+        peers=tuple(sorted(peers)),
+        handovers_to=tuple(g.leader.worker_id for g in concerned if g.leader.worker_id != me),
+        handovers_from=tuple(sorted(participants(plan, new) - {me})) if leads else (),
+        rosters_from=tuple(g.leader.worker_id for g in concerned),
+        roster_to=tuple(sorted(participants(plan, new) - {me})) if leads else (),
+    )
+
+
+def participants(plan: Plan, group: Group) -> set[WorkerId]:
+    """The members of a coming group, and those of every old group that one of them comes from."""
+    chosen = set(members_of(group))
+    for worker_id in members_of(group):
+        chosen.update(members_of(group_of(plan.base, worker_id)))
+    return chosen
+
+
+def transfers(plan: Plan, victim: Victim, new_leader: WorkerId) -> list[tuple[WorkerId, WorkerId, int, int]]:
+    """(from, to, first layer, last layer) of the victim's KV that has to move; by destination, then by layer."""
+    old, new = group_of(plan.base, victim.old_leader), group_of(plan.target, new_leader)
+    if old is None or new is None or victim.computed_tokens == 0:
+        return []
+    moves: list[tuple[WorkerId, WorkerId, int, int]] = []
+    for stage in new.members:
+        for holder in old.members:
+            first, last = max(stage.first_layer, holder.first_layer), min(stage.last_layer, holder.last_layer)
+            if first < last and stage.worker_id != holder.worker_id:
+                moves.append((holder.worker_id, stage.worker_id, first, last))
+    return moves
+
+
+# ---------------------------------------------------------------- the machine
+
+
+@dataclass(slots=True)
+class _Progress:
+    """What is still to happen in one transition."""
+
+    links_up: bool = False
+    memory_ready: bool = False
+    boundary: bool = False  # own batches, if it led
+    epoch_ended: bool = False  # word of the old leader, if it followed
+    taken_up: bool = False
+    handovers: dict[WorkerId, tuple[Victim, ...]] = field(default_factory=dict)  # sender -> its victims
+    rosters: set[WorkerId] = field(default_factory=set)  # whose has been handled
+    outgoing: set[tuple[SequenceId, WorkerId]] = field(default_factory=set)
+    incoming: dict[SequenceId, set[WorkerId]] = field(default_factory=dict)  # victim -> sources not yet done
+    early: set[tuple[SequenceId, WorkerId]] = field(default_factory=set)  # KV that came before the roster
+    stages_missing: dict[SequenceId, set[WorkerId]] = field(default_factory=dict)  # leader: victim -> stages
+    early_complete: set[tuple[SequenceId, WorkerId]] = field(default_factory=set)
+    led: bool = False
+    own_victims: tuple[Victim, ...] = ()
+
+
+class Transition:
+    """One worker and one plan. `handle` is the only method that changes anything."""
+
+    def __init__(self, me: WorkerId, plan: Plan) -> None:
+        part = part_of(plan, me)
+        if part is None:
+            raise InvariantViolation(f"{me} has no part in epoch {plan.epoch}")
+        self.me = me
+        self.plan = plan
+        self.part = part
+        self.phase = Phase.PREPARING
+        self.why = ""
+        self._is = _Progress()
+
+    @property
+    def epoch(self) -> Epoch:
+        return self.plan.epoch
+
+    @property
+    def leads(self) -> bool:
+        return self.part.new.leader.worker_id == self.me
+
+    @property
+    def led_before(self) -> bool:
+        return self.part.old is not None and self.part.old.leader.worker_id == self.me
+
+    def begin(self) -> list[Command]:
+        return [ConnectLinks(self.epoch, self.part.peers), PrepareMemory(self.plan)]
+
+    def handle(self, event: Event) -> list[Command]:
+        match event:
+            case LinksUp():
+                self._is.links_up = True
+                return self._maybe_prepared()
+            case MemoryReady():
+                self._is.memory_ready = True
+                return self._maybe_prepared()
+            case PreparationFailed(why=why):
+                return self._fail(why)
+            case AbortRequested(why=why):
+                return self._abort(why)
+            case CommitRequested():
+                return self._commit()
+            case BoundaryReached():
+                return self._boundary()
+            case EpochEnded():
+                self._is.epoch_ended = True
+                return self._maybe_take_up()
+            case TakenUp():
+                return self._taken_up()
+            case HandoverReceived(source=source, victims=victims):
+                self._is.handovers.setdefault(source, victims)
+                return self._maybe_lead()
+            case RosterReceived(source=source, victims=victims):
+                return self._roster(source, victims)
+            case Led(victims=victims):
+                return self._led(victims)
+            case KvSent(sequence_id=sequence_id, to=to):
+                self._is.outgoing.discard((sequence_id, to))
+                return self._maybe_done()
+            case KvReceived(sequence_id=sequence_id, source=source):
+                return self._kv_received(sequence_id, source)
+            case KvCompleteReceived(sequence_id=sequence_id, source=source):
+                return self._stage_complete(sequence_id, source)
+            case PeerLost(peer=peer, why=why):
+                return self._peer_lost(peer, why)
+            case PrepareRequested():
+                return []  # the same plan once more
+
+    # ------------------------------------------------------------ before commit
+
+    def _maybe_prepared(self) -> list[Command]:
+        if self.phase is Phase.PREPARING and self._is.links_up and self._is.memory_ready:
+            self.phase = Phase.PREPARED
+        return []
+
+    def _fail(self, why: str) -> list[Command]:
+        if self.phase not in (Phase.PREPARING, Phase.PREPARED):
+            return []
+        self.phase, self.why = Phase.FAILED, why
+        return [UndoPreparation(self.plan)]
+
+    def _abort(self, why: str) -> list[Command]:
+        if self.phase is Phase.FAILED:
+            self.phase = Phase.ABORTED
+            return []
+        if self.phase not in (Phase.PREPARING, Phase.PREPARED):
+            return []
+        self.phase, self.why = Phase.ABORTED, why
+        return [UndoPreparation(self.plan)]
+
+    # ------------------------------------------------------------ commit
+
+    def _commit(self) -> list[Command]:
+        if self.phase is not Phase.PREPARED:
+            return []
+        self.phase = Phase.COMMITTING
+        if self.led_before:
+            return [Quiesce(self.epoch)]
+        return self._maybe_take_up()
+
+    def _boundary(self) -> list[Command]:
+        if self.phase is not Phase.COMMITTING or self._is.boundary:
+            return []
+        self._is.boundary = True
+        followers = tuple(w for w in members_of(self.part.old) if w != self.me)
+        told: list[Command] = [SendEpochEnded(self.epoch, followers)] if followers else []
+        return told + self._maybe_take_up()
+
+    def _maybe_take_up(self) -> list[Command]:
+        """An old leader waits for its own batches, a follower for its leader's word; a newcomer for nothing."""
+        if self.phase is not Phase.COMMITTING or self._is.taken_up:
+            return []
+        ready = self._is.boundary if self.led_before else self._is.epoch_ended or self.part.old is None
+        if not ready:
+            return []
+        self._is.taken_up = True
+        return [TakeUp(self.plan)]
+
+    def _taken_up(self) -> list[Command]:
+        if self.phase is not Phase.COMMITTING:
+            return []
+        self.phase = Phase.EXCHANGING
+        commands: list[Command] = [SendHandover(self.epoch, to) for to in self.part.handovers_to]
+        return commands + self._maybe_lead()
+
+    def own_victims(self, victims: Iterable[Victim]) -> None:
+        """The sequences this worker led and goes on leading; told before TakenUp."""
+        self._is.own_victims = tuple(victims)
+
+    def _maybe_lead(self) -> list[Command]:
+        is_ = self._is
+        if self.phase is not Phase.EXCHANGING or not self.leads or is_.led:
+            return []
+        if set(self.part.handovers_from) - set(is_.handovers):
+            return []
+        is_.led = True
+        victims = is_.own_victims + tuple(v for sender in sorted(is_.handovers) for v in is_.handovers[sender])
+        return [Lead(self.epoch, victims)]
+
+    def _led(self, victims: tuple[Victim, ...]) -> list[Command]:
+        is_ = self._is
+        if self.phase is not Phase.EXCHANGING or not is_.led or self.me in is_.rosters:
+            return []
+        for victim in victims:
+            stages = {to for _, to, _, _ in transfers(self.plan, victim, self.me)}
+            stages -= {s for i, s in is_.early_complete if i == victim.sequence_id}
+            if stages:
+                is_.stages_missing[victim.sequence_id] = stages
+        commands: list[Command] = [SendRoster(self.epoch, victims, self.part.roster_to)]
+        commands += [Resume(self.epoch, v.sequence_id) for v in victims if v.sequence_id not in is_.stages_missing]
+        return commands + self._roster(self.me, victims)
+
+    # ------------------------------------------------------------ exchange
+
+    def _roster(self, source: WorkerId, victims: tuple[Victim, ...]) -> list[Command]:
+        is_ = self._is
+        if source in is_.rosters or source not in self.part.rosters_from:
+            return []
+        if self.phase is Phase.FAILED:
+            return []  # a member was lost; what the others still say of it comes to nothing
+        if self.phase is not Phase.EXCHANGING:
+            raise InvariantViolation(f"{self.me} got a roster of epoch {self.epoch} while {self.phase}")
+        is_.rosters.add(source)
+        commands: list[Command] = []
+        for victim in victims:
+            moves = transfers(self.plan, victim, source)
+            sources = tuple(sorted({giver for giver, to, _, _ in moves if to == self.me}))
+            if self.me in members_of(group_of(self.plan.target, source)):
+                commands.append(ExpectKv(self.epoch, victim, sources))
+            if sources:
+                is_.incoming[victim.sequence_id] = set(sources)
+            for giver, to, first, last in moves:
+                if giver == self.me:
+                    is_.outgoing.add((victim.sequence_id, to))
+                    commands.append(SendKv(self.epoch, victim, to, first, last))
+        for sequence_id, giver in sorted(is_.early):
+            commands += self._kv_received(sequence_id, giver)
+        return commands + self._maybe_done()
+
+    def _kv_received(self, sequence_id: SequenceId, source: WorkerId) -> list[Command]:
+        waiting = self._is.incoming.get(sequence_id)
+        if waiting is None:
+            self._is.early.add((sequence_id, source))
+            return []
+        self._is.early.discard((sequence_id, source))
+        waiting.discard(source)
+        if waiting:
+            return []
+        del self._is.incoming[sequence_id]
+        leader = self.part.new.leader.worker_id
+        commands: list[Command] = (
+            self._stage_complete(sequence_id, self.me)
+            if leader == self.me
+            else [SendKvComplete(self.epoch, sequence_id, leader)]
+        )
+        return commands + self._maybe_done()
+
+    def _stage_complete(self, sequence_id: SequenceId, stage: WorkerId) -> list[Command]:
+        missing = self._is.stages_missing.get(sequence_id)
+        if missing is None:
+            self._is.early_complete.add((sequence_id, stage))
+            return []
+        missing.discard(stage)
+        if missing:
+            return []
+        del self._is.stages_missing[sequence_id]
+        return [Resume(self.epoch, sequence_id), *self._maybe_done()]
+
+    def _maybe_done(self) -> list[Command]:
+        is_ = self._is
+        open_ = is_.outgoing or is_.incoming or is_.stages_missing or (self.leads and not is_.led)
+        if self.phase is not Phase.EXCHANGING or open_ or set(self.part.rosters_from) - is_.rosters:
+            return []
+        self.phase = Phase.DONE
+        return [ReleaseLost(self.plan)]
+
+    # ------------------------------------------------------------ failure
+
+    def _peer_lost(self, peer: WorkerId, why: str) -> list[Command]:
+        if peer not in self.part.peers:
+            return []
+        if self.phase in (Phase.PREPARING, Phase.PREPARED):
+            return self._fail(f"{peer}: {why}")
+        if self.phase in (Phase.COMMITTING, Phase.EXCHANGING):
+            self.phase, self.why = Phase.FAILED, f"{peer}: {why}"
+            return [Broken(peer, why)]
+        return []
+
+    def check(self) -> None:
+        """Raise InvariantViolation if what is done contradicts what is open."""
+        is_ = self._is
+        if self.phase is Phase.DONE and (is_.outgoing or is_.incoming or is_.stages_missing):
+            raise InvariantViolation(f"{self.me}: epoch {self.epoch} is done with KV still on its way")
+        if is_.taken_up and not (is_.boundary if self.led_before else is_.epoch_ended or self.part.old is None):
+            raise InvariantViolation(f"{self.me}: epoch {self.epoch} was taken up inside a step")
+        if self.phase in (Phase.PREPARING, Phase.ABORTED) and is_.taken_up:
+            raise InvariantViolation(f"{self.me}: epoch {self.epoch} is {self.phase} after it was taken up")

@@ -1,0 +1,91 @@
+"""What happens to a worker as a member of a group. Posted from any thread, handled by the engine thread."""
+
+from dataclasses import dataclass
+
+import torch
+
+from ballast.common.ids import Epoch, WorkerId
+from services.worker.core.batch import Batch, SequenceId, StepResult
+from services.worker.core.snapshot import SequenceSnapshot
+from services.worker.core.transition import Event as TransitionEvent
+from services.worker.core.transition import Plan
+from services.worker.shell import MemberEvent
+
+
+@dataclass(frozen=True, slots=True)
+class PlanReceived(MemberEvent):
+    """From the planner: Prepare."""
+
+    plan: Plan
+    data_addresses: dict[WorkerId, str]  # where each member's links meet
+    sources: dict[int, tuple[WorkerId, ...]]  # missing layer -> peers that hold it, in the order to be asked
+
+
+@dataclass(frozen=True, slots=True)
+class Told(MemberEvent):
+    """Something that the state machine of the transition wants to know."""
+
+    epoch: Epoch
+    event: TransitionEvent
+
+
+@dataclass(frozen=True, slots=True)
+class BatchArrived(MemberEvent):
+    epoch: Epoch
+    batch: Batch
+    hidden_TD: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class ResultArrived(MemberEvent):
+    epoch: Epoch
+    result: StepResult | tuple[int, str]
+
+
+@dataclass(frozen=True, slots=True)
+class HandoverArrived(MemberEvent):
+    epoch: Epoch
+    source: WorkerId
+    snapshots: tuple[SequenceSnapshot, ...]
+    block_count: int
+    free_block_count: int
+
+
+@dataclass(frozen=True, slots=True)
+class RosterArrived(MemberEvent):
+    epoch: Epoch
+    source: WorkerId
+    event: TransitionEvent
+    recomputed: tuple[SequenceId, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class KvAsked(MemberEvent):
+    """A peer has blocks ready for a victim's KV."""
+
+    epoch: Epoch
+    sequence_id: SequenceId
+    peer: WorkerId
+
+
+@dataclass(frozen=True, slots=True)
+class CapacityTold(MemberEvent):
+    epoch: Epoch
+    source: WorkerId
+    block_count: int
+
+
+@dataclass(frozen=True, slots=True)
+class LayerAsked(MemberEvent):
+    epoch: Epoch
+    layer: int
+    peer: WorkerId
+
+
+@dataclass(frozen=True, slots=True)
+class LayerArrived(MemberEvent):
+    epoch: Epoch
+    layer: int
+    peer: WorkerId | None  # None: read from the checkpoint
+    checksum: bytes
+    failure: str = ""

@@ -1,0 +1,106 @@
+"""The ends of this worker's links: what comes in becomes an event for the engine thread.
+
+Called on link threads, so it only translates, looks up destinations and posts.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+
+from ballast.common.ids import Epoch, WorkerId
+from ballastpb.worker.v1 import stage_pb2 as pb
+from services.worker.core.transition import EpochEnded, KvCompleteReceived, KvReceived, PeerLost, RosterReceived
+from services.worker.pipeline.events import (
+    BatchArrived,
+    CapacityTold,
+    HandoverArrived,
+    KvAsked,
+    LayerArrived,
+    LayerAsked,
+    ResultArrived,
+    RosterArrived,
+    Told,
+)
+from services.worker.pipeline.exchange import Destinations
+from services.worker.pipeline.wire import (
+    Topic,
+    batch_from_bytes,
+    result_from_bytes,
+    snapshot_from_proto,
+    victim_from_proto,
+)
+from services.worker.shell import MemberEvent
+from services.worker.transport.link import Link, LinkEnding, LinkState, Message, Opening
+from services.worker.transport.transfer import Outcome, Refusal
+
+
+class Hub:
+    """`Receiver` of all links of a worker."""
+
+    def __init__(self, post: Callable[[MemberEvent], None]) -> None:
+        self._post = post
+        self.kv = Destinations()
+        self.layers = Destinations()  # keyed (epoch, layer, source, 0)
+
+    def on_message(self, link: Link, message: Message) -> None:
+        epoch, peer, now_s = Epoch(link.epoch), WorkerId(link.peer_id), time.monotonic()
+        match Topic(message.topic):
+            case Topic.BATCH:
+                self._post(BatchArrived(epoch, batch_from_bytes(message.meta), message.tensor))
+            case Topic.RESULT:
+                self._post(ResultArrived(epoch, result_from_bytes(message.meta)))
+            case Topic.EPOCH_ENDED:
+                ending = Epoch(message.stream)
+                self._post(Told(ending, EpochEnded(now_s, ending, peer)))
+            case Topic.HANDOVER:
+                handover = pb.Handover.FromString(_whole(message))
+                snapshots = tuple(snapshot_from_proto(s) for s in handover.sequences)
+                self._post(
+                    HandoverArrived(epoch, peer, snapshots, handover.block_count, handover.free_block_count)
+                )
+            case Topic.ROSTER:
+                roster = pb.Roster.FromString(_whole(message))
+                event = RosterReceived(now_s, epoch, peer, tuple(victim_from_proto(v) for v in roster.victims))
+                self._post(RosterArrived(epoch, peer, event, tuple(roster.recomputed)))
+            case Topic.KV_WANTED:
+                self._post(KvAsked(epoch, message.stream, peer))
+            case Topic.KV_COMPLETE:
+                self._post(Told(epoch, KvCompleteReceived(now_s, epoch, message.stream, peer)))
+            case Topic.CAPACITY:
+                self._post(CapacityTold(epoch, peer, message.stream))
+            case Topic.LAYER_WANTED:
+                self._post(LayerAsked(epoch, message.stream, peer))
+            case Topic.KV | Topic.LAYER:
+                raise ValueError(f"{peer} sends {Topic(message.topic).name} as a message")
+
+    def on_opening(self, link: Link, opening: Opening) -> Sequence[torch.Tensor] | Refusal:
+        peer, epoch = WorkerId(link.peer_id), Epoch(link.epoch)
+        if opening.topic == Topic.KV:
+            piece = pb.KvPiece.FromString(opening.meta)
+            pieces = self.kv.take((epoch, piece.sequence_id, peer, piece.first_layer))
+        else:
+            pieces = self.layers.take((epoch, pb.LayerWanted.FromString(opening.meta).layer, peer, 0))
+        return Refusal("nobody waits for this") if pieces is None else pieces
+
+    def on_transfer_end(self, link: Link, opening: Opening, outcome: Outcome) -> None:
+        peer, epoch = WorkerId(link.peer_id), Epoch(link.epoch)
+        delivered = outcome is Outcome.DELIVERED
+        if opening.topic == Topic.KV:
+            if delivered:
+                piece = pb.KvPiece.FromString(opening.meta)
+                self._post(Told(epoch, KvReceived(time.monotonic(), epoch, piece.sequence_id, peer)))
+            return
+        wanted = pb.LayerWanted.FromString(opening.meta)
+        failure = "" if delivered else f"{peer}: {outcome.value}"
+        self._post(LayerArrived(epoch, wanted.layer, peer, wanted.checksum, failure))
+
+    def on_link_end(self, link: Link, ending: LinkEnding) -> None:
+        if ending.state is LinkState.BROKEN:
+            epoch = Epoch(link.epoch)
+            self._post(Told(epoch, PeerLost(time.monotonic(), WorkerId(link.peer_id), ending.why)))
+
+
+def _whole(message: Message) -> bytes:
+    """A control message's body: small ones travel as meta, large ones as a tensor of bytes."""
+    return message.meta if message.tensor is None else message.tensor.numpy().tobytes()

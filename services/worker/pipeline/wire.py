@@ -1,0 +1,184 @@
+"""What members of a group say to each other: plain types <-> protos/ballastpb/worker/v1/stage.proto."""
+
+from enum import IntEnum
+
+from ballast.common.ids import Epoch, RequestId, WorkerId
+from ballast.rpc.codec import (
+    finish_from_proto,
+    finish_to_proto,
+    priority_from_proto,
+    priority_to_proto,
+    sampling_from_proto,
+    sampling_to_proto,
+)
+from ballastpb.cluster.v1 import cluster_pb2
+from ballastpb.worker.v1 import stage_pb2 as pb
+from services.worker.core.batch import Batch, NewSequence, Slice, StepResult, TokenLogprobs
+from services.worker.core.snapshot import SequenceSnapshot
+from services.worker.core.transition import Victim
+
+
+class Topic(IntEnum):
+    """What a message or a transfer is about; the number that travels with it."""
+
+    BATCH = 1  # StageBatch and the hidden states of its tokens
+    RESULT = 2
+    EPOCH_ENDED = 3  # no payload
+    HANDOVER = 4
+    ROSTER = 5
+    KV_WANTED = 6
+    KV_COMPLETE = 7
+    CAPACITY = 8
+    LAYER_WANTED = 9
+    KV = 16  # transfers
+    LAYER = 17
+
+
+def batch_to_bytes(batch: Batch) -> bytes:
+    slices = batch.slices
+    return pb.StageBatch(
+        step_id=batch.step_id,
+        removed=batch.removed,
+        added=[_new_to_proto(new) for new in batch.added],
+        sequence_ids=[s.sequence_id for s in slices],
+        first_positions=[s.first_position for s in slices],
+        token_counts=[len(s.token_ids) for s in slices],
+        token_ids=[token_id for s in slices for token_id in s.token_ids],
+        samples=[s.samples for s in slices],
+    ).SerializeToString()
+
+
+def batch_from_bytes(data: bytes) -> Batch:
+    message = pb.StageBatch.FromString(data)
+    token_ids, slices, at = tuple(message.token_ids), list[Slice](), 0
+    for sequence_id, first, count, samples in zip(
+        message.sequence_ids, message.first_positions, message.token_counts, message.samples, strict=True
+    ):
+        slices.append(Slice(sequence_id, first, token_ids[at : at + count], samples))
+        at += count
+    added = tuple(_new_from_proto(new) for new in message.added)
+    return Batch(message.step_id, tuple(message.removed), added, tuple(slices))
+
+
+def result_to_bytes(result: StepResult) -> bytes:
+    rows = [i for i, logprobs in enumerate(result.logprobs) if logprobs is not None]
+    return pb.StageResult(
+        step_id=result.step_id,
+        token_ids=result.token_ids,
+        logprob_rows=rows,
+        logprobs=[logprobs_to_proto(logprobs) for logprobs in result.logprobs if logprobs is not None],
+        execute_s=result.execute_s,
+    ).SerializeToString()
+
+
+def failure_to_bytes(step_id: int, why: str) -> bytes:
+    return pb.StageResult(step_id=step_id, error=why or "unknown").SerializeToString()
+
+
+def result_from_bytes(data: bytes) -> StepResult | tuple[int, str]:
+    """A result, or the number of the step and why it could not be run."""
+    message = pb.StageResult.FromString(data)
+    if message.error:
+        return message.step_id, message.error
+    logprobs: list[TokenLogprobs | None] = [None] * len(message.token_ids)
+    for row, entry in zip(message.logprob_rows, message.logprobs, strict=True):
+        logprobs[row] = logprobs_from_proto(entry)
+    return StepResult(message.step_id, tuple(message.token_ids), tuple(logprobs), message.execute_s)
+
+
+def victim_to_proto(victim: Victim) -> pb.Victim:
+    return pb.Victim(
+        sequence_id=victim.sequence_id, computed_tokens=victim.computed_tokens, old_leader=victim.old_leader
+    )
+
+
+def victim_from_proto(message: pb.Victim) -> Victim:
+    return Victim(message.sequence_id, message.computed_tokens, WorkerId(message.old_leader))
+
+
+def roster_to_bytes(epoch: Epoch, victims: tuple[Victim, ...], recomputed: tuple[int, ...]) -> bytes:
+    return pb.Roster(
+        epoch=epoch, victims=[victim_to_proto(v) for v in victims], recomputed=recomputed
+    ).SerializeToString()
+
+
+def logprobs_to_proto(logprobs: TokenLogprobs) -> cluster_pb2.Logprobs:
+    return cluster_pb2.Logprobs(
+        chosen=cluster_pb2.TokenLogprob(token_id=logprobs.token_id, logprob=logprobs.logprob),
+        top=[cluster_pb2.TokenLogprob(token_id=i, logprob=p) for i, p in logprobs.top],
+    )
+
+
+def logprobs_from_proto(message: cluster_pb2.Logprobs) -> TokenLogprobs:
+    top = tuple((entry.token_id, entry.logprob) for entry in message.top)
+    return TokenLogprobs(message.chosen.token_id, message.chosen.logprob, top)
+
+
+_PLAIN = (
+    "sequence_id",
+    "attempt",
+    "age_s",
+    "wants_text",
+    "computed_tokens",
+    "on_stages",
+    "suspended",
+    "gone",
+    "held_text",
+    "skip_chars",
+    "passed_chars",
+    "emitted_token_count",
+    "emitted_chars",
+    "unsent_text",
+    "matched_stop",
+    "error",
+    "invalid",
+)
+
+
+def snapshot_to_proto(snapshot: SequenceSnapshot) -> pb.SequenceState:
+    message = pb.SequenceState(
+        request_id=snapshot.request_id,
+        priority=priority_to_proto(snapshot.priority),
+        prompt_token_ids=snapshot.prompt_token_ids,
+        output_token_ids=snapshot.output_token_ids,
+        sampling=sampling_to_proto(snapshot.sampling),
+        unsent_logprobs=[logprobs_to_proto(logprobs) for logprobs in snapshot.unsent_logprobs],
+        finish_reason=finish_to_proto(snapshot.finish_reason),
+    )
+    if snapshot.deadline_s is not None:
+        message.deadline_s = snapshot.deadline_s
+    for name in _PLAIN:
+        setattr(message, name, getattr(snapshot, name))
+    return message
+
+
+def snapshot_from_proto(message: pb.SequenceState) -> SequenceSnapshot:
+    return SequenceSnapshot(
+        request_id=RequestId(message.request_id),
+        priority=priority_from_proto(message.priority),
+        deadline_s=message.deadline_s if message.HasField("deadline_s") else None,
+        prompt_token_ids=tuple(message.prompt_token_ids),
+        output_token_ids=tuple(message.output_token_ids),
+        sampling=sampling_from_proto(message.sampling),
+        unsent_logprobs=tuple(logprobs_from_proto(entry) for entry in message.unsent_logprobs),
+        finish_reason=finish_from_proto(message.finish_reason),
+        **{name: getattr(message, name) for name in _PLAIN},
+    )
+
+
+def _new_to_proto(new: NewSequence) -> pb.NewSequence:
+    return pb.NewSequence(
+        sequence_id=new.sequence_id,
+        prompt_token_ids=new.prompt_token_ids,
+        output_token_ids=new.output_token_ids,
+        sampling=sampling_to_proto(new.sampling),
+    )
+
+
+def _new_from_proto(message: pb.NewSequence) -> NewSequence:
+    return NewSequence(
+        message.sequence_id,
+        tuple(message.prompt_token_ids),
+        tuple(message.output_token_ids),
+        sampling_from_proto(message.sampling),
+    )
