@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import sys
 import time
 import uuid
@@ -123,6 +124,7 @@ async def _serve(
             store.run_releases(),
             _keep_health(shell, server),
         ):
+            gc.freeze()  # what was loaded stays: collections need not look at it while requests run
             say_ready(_NAME, identity.dispatcher_id, address)
             await life.stopping.wait()
             shell.drain()

@@ -28,6 +28,7 @@ from services.worker.core.events import (
     Ending,
     Event,
     Execute,
+    Removed,
     StepDone,
     StepFailed,
     StreamClosed,
@@ -273,8 +274,8 @@ class WorkerShell:
         commands: list[Command] = []
         events = self._take_in()
         for event in events:
-            commands.extend(self._core.handle(event))
-        commands.extend(self._core.handle(Tick(time.monotonic())))
+            commands.extend(self._feed(event))
+        commands.extend(self._feed(Tick(time.monotonic())))
         stepping = self._core.has_work
         if stepping:
             self._busy_since_s = self._busy_since_s or time.monotonic()
@@ -307,8 +308,16 @@ class WorkerShell:
                 event = self._inbox.get_nowait()
         return events
 
+    def _feed(self, event: Event) -> list[Command]:
+        commands = self._core.handle(event)
+        for command in commands:
+            if isinstance(command, Removed):
+                self._drop_texts(command.batch)
+                self._engine.step(command.batch, ())
+        return commands
+
     def _step(self, commands: list[Command]) -> None:
-        for command in self._core.handle(BatchWanted(time.monotonic())):
+        for command in self._feed(BatchWanted(time.monotonic())):
             if not isinstance(command, Execute):
                 commands.append(command)
                 continue
@@ -320,17 +329,20 @@ class WorkerShell:
                 continue
             self._failed_steps = 0
             texts = self._make_texts(command.batch, result)
-            commands.extend(self._core.handle(StepDone(time.monotonic(), result, texts)))
+            commands.extend(self._feed(StepDone(time.monotonic(), result, texts)))
             if self._check_every_steps and command.batch.step_id % self._check_every_steps == 0:
                 self._core.check()
                 self._engine.check()
 
     def _forget_and_prime(self, command: Execute) -> None:
-        for sequence_id in command.batch.removed:
-            self._texts.pop(sequence_id, None)
+        self._drop_texts(command.batch)
         for new, wanted in zip(command.batch.added, command.text_wanted, strict=True):
             if wanted:
                 self._texts[new.sequence_id] = self._detokenizer(new)
+
+    def _drop_texts(self, batch: Batch) -> None:
+        for sequence_id in batch.removed:
+            self._texts.pop(sequence_id, None)
 
     def _make_texts(self, batch: Batch, result: StepResult) -> tuple[str, ...]:
         if not self._texts:
@@ -349,7 +361,7 @@ class WorkerShell:
         self._failed_steps += 1
         if self._failed_steps >= _FAILED_STEPS:
             raise InvariantViolation(f"{_FAILED_STEPS} engine steps in a row have failed, the last with {why}")
-        return self._core.handle(StepFailed(time.monotonic(), batch.step_id, why))
+        return self._feed(StepFailed(time.monotonic(), batch.step_id, why))
 
 
 def _finish(ended: asyncio.Future[None], failure: BaseException | None) -> None:

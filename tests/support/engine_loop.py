@@ -21,6 +21,7 @@ from services.worker.core.events import (
     Ending,
     Event,
     Execute,
+    Removed,
     SequenceKey,
     StepDone,
     StreamOpened,
@@ -168,13 +169,15 @@ class EngineLoop:
                     self._execute(command)
                 case Emit():
                     self._receive(command)
+                case Removed():
+                    self._drop_texts(command.batch)
+                    self.engine.step(command.batch, ())
                 case _:
                     raise AssertionError(f"unexpected: {command}")
 
     def _execute(self, execute: Execute) -> None:
         batch = execute.batch
-        for sequence_id in batch.removed:
-            self._texts.pop(sequence_id, None)
+        self._drop_texts(batch)
         for new, wanted in zip(batch.added, execute.text_wanted, strict=True):
             if wanted:
                 self._texts[new.sequence_id] = self._detokenizer(new)
@@ -185,6 +188,10 @@ class EngineLoop:
             for sequence_id, token_id in zip(sampling, result.token_ids, strict=True)
         )
         self._obey(self.core.handle(StepDone(self._at_s, result, texts)))
+
+    def _drop_texts(self, batch: Batch) -> None:
+        for sequence_id in batch.removed:
+            self._texts.pop(sequence_id, None)
 
     def _receive(self, emit: Emit) -> None:
         tokens, logprobs = iter(emit.token_ids), iter(emit.logprobs)

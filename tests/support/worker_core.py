@@ -22,6 +22,7 @@ from services.worker.core.events import (
     Ending,
     Event,
     Execute,
+    Removed,
     SequenceKey,
     StepDone,
     StepFailed,
@@ -99,6 +100,10 @@ class FakeEngine:
         self._text_wanted: dict[int, bool] = {}
         self._computed: dict[int, int] = {}  # sequence id -> tokens with KV
 
+    @property
+    def known_ids(self) -> list[int]:
+        return list(self._known)
+
     def run(self, execute: Execute) -> tuple[StepResult, tuple[str, ...]]:
         batch = execute.batch
         for sequence_id in batch.removed:
@@ -175,8 +180,13 @@ class Driver:
                     self.executed.append(command)
                 case Emit():
                     self._receive(command)
+                case Removed():
+                    assert not command.batch.slices
+                    self.engine.run(Execute(command.batch, (), ()))
                 case Drained():
                     self.drained_count += 1
+                case _:
+                    raise AssertionError(f"unexpected: {command}")
         return commands
 
     def _receive(self, emit: Emit) -> None:
@@ -285,6 +295,7 @@ class Driver:
         load = self.core.load(self.at_s, MEMORY)
         held = (load.used_block_count, load.waiting_block_count, load.running_count, load.waiting_count)
         assert held == (0, 0, 0, 0)
+        assert self.engine.known_ids == []
         assert load.step_age_s == 0.0
 
 

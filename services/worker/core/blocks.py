@@ -79,6 +79,38 @@ class BlockBook:
         self._block_count += added_block_count
         self._free.extend(range(first, self._block_count))  # larger than all others: still a heap
 
+    def tail_moves(self, block_count: int) -> tuple[tuple[int, int], ...]:
+        """(from, to) for every held block at or behind `block_count`, onto the lowest free ones before it."""
+        tail = sorted(b for table in self._tables.values() for b in table if b >= block_count)
+        targets = heapq.nsmallest(len(tail), (b for b in self._free if b < block_count))
+        if len(targets) < len(tail):
+            raise InvariantViolation(f"{self.used_count} blocks are held, they do not fit into {block_count}")
+        return tuple(zip(tail, targets, strict=True))
+
+    def move(self, moves: Sequence[tuple[int, int]]) -> None:
+        """The content of held blocks has been copied to free ones, which take their places in the tables."""
+        if not moves:
+            return
+        moved = dict(moves)
+        held = {b for table in self._tables.values() for b in table}
+        free = set(self._free)
+        if len(moved) != len(moves) or not held.issuperset(moved) or not free.issuperset(moved.values()):
+            raise InvariantViolation(f"moves of blocks that are not held, or to blocks that are not free: {moves}")
+        for sequence_id, table in self._tables.items():
+            if not moved.keys().isdisjoint(table):
+                self._tables[sequence_id] = tuple(moved.get(b, b) for b in table)
+        self._free = [*(free - set(moved.values())), *moved]
+        heapq.heapify(self._free)
+
+    def shrink(self, block_count: int) -> None:
+        """The cache ends earlier now. The blocks cut off must be free."""
+        kept = [b for b in self._free if b < block_count]
+        if len(self._free) - len(kept) != self._block_count - block_count:
+            raise InvariantViolation(f"of the blocks from {block_count} to {self._block_count} some are held")
+        heapq.heapify(kept)
+        self._free = kept
+        self._block_count = block_count
+
     def check(self) -> None:
         """Raise InvariantViolation unless every block is either free or in exactly one table (I3)."""
         owner: dict[int, str] = {}  # block id -> who holds it

@@ -3,12 +3,14 @@
 Every event carries the instant it happened at (`at_s`, monotonic seconds of this process); a core sees no clock.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ballast.common.ids import RequestId
+from ballast.common.ids import RequestId, WorkerId
 from ballast.common.sampling import FinishReason, PriorityClass, SamplingParams
-from services.worker.core.batch import Batch, StepResult, TokenLogprobs
+from services.worker.core.batch import Batch, SequenceId, StepResult, TokenLogprobs
+from services.worker.core.snapshot import SequenceSnapshot
 
 
 class SequenceKey(NamedTuple):
@@ -51,6 +53,7 @@ class Submitted:
     priority: PriorityClass = PriorityClass.DEFAULT
     deadline_at_s: float | None = None
     wants_text: bool = True
+    expects_handover: bool = False  # it ran in another leader, which is handing it over to this one
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,14 +66,16 @@ class Aborted:
 
 @dataclass(frozen=True, slots=True)
 class BatchWanted:
-    """The engine is free. Answered with Execute, or with nothing if there is nothing to run."""
+    """The first stage is free. Answered with Execute, or with nothing if there is nothing to run: in a pipeline also
+    because all that could run is in flight. At most as many batches as there are stages are in flight.
+    """
 
     at_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class StepDone:
-    """The batch of the last Execute has been run."""
+    """The batch of the oldest Execute that is in flight has been run."""
 
     at_s: float
     result: StepResult
@@ -79,7 +84,7 @@ class StepDone:
 
 @dataclass(frozen=True, slots=True)
 class StepFailed:
-    """The engine could not run the batch. Its sequences end with ERROR, the others go on."""
+    """The oldest batch in flight could not be run. Its sequences end with ERROR, the others go on."""
 
     at_s: float
     step_id: int
@@ -102,10 +107,86 @@ class DrainRequested:
 
 @dataclass(frozen=True, slots=True)
 class BlocksAdded:
-    """The KV cache has grown at its end. Told between two steps."""
+    """The KV cache of a lone worker has grown at its end. Told between two steps. See CapacityChanged for a group."""
 
     at_s: float
     block_count: int  # so many more
+
+
+@dataclass(frozen=True, slots=True)
+class CapacityChanged:
+    """The smallest stage of the group has so many blocks now, or is about to.
+
+    Less than are reserved: the latest of the lowest class are preempted, those in flight as soon as they land. The
+    blocks may be taken away once the core is `settled`.
+    """
+
+    at_s: float
+    block_count: int
+
+
+@dataclass(frozen=True, slots=True)
+class AdmissionLimited:
+    """Fewer blocks are coming: nothing new is admitted above that, what runs may go on growing. None: no limit."""
+
+    at_s: float
+    block_count: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class RoleChanged:
+    """This worker leads a group of so many stages, or it follows (and has handed everything over). Told while nothing
+    is in flight.
+    """
+
+    at_s: float
+    leads: bool
+    stage_count: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class KvTravels:
+    """Layers of these sequences have moved to another member, and their KV follows. They are left out of batches until
+    KvArrived or KvLost is told for each. Told while nothing is in flight; who has no KV is not affected.
+    """
+
+    at_s: float
+    sequence_ids: frozenset[SequenceId]
+
+
+@dataclass(frozen=True, slots=True)
+class KvArrived:
+    """All stages have all KV of the sequence: it goes on where it was."""
+
+    at_s: float
+    sequence_id: SequenceId
+
+
+@dataclass(frozen=True, slots=True)
+class KvLost:
+    """Some KV of the sequence will never come, and nothing of it is being written any more. It is computed again."""
+
+    at_s: float
+    sequence_id: SequenceId
+
+
+@dataclass(frozen=True, slots=True)
+class HandOver:
+    """Give sequences to other leaders. Told while nothing is in flight. Answered with HandedOver."""
+
+    at_s: float
+    to: WorkerId | Mapping[SequenceId, WorkerId]  # all there is to one, or those named; the others stay
+
+
+@dataclass(frozen=True, slots=True)
+class Adopted:
+    """Sequences of another leader. They run on at once and keep what they produce until their dispatchers ask."""
+
+    at_s: float
+    snapshots: tuple[SequenceSnapshot, ...]
+    suspended_ids: frozenset[SequenceId] = frozenset()  # their KV is on its way: KvArrived or KvLost will follow
+    lost_ids: frozenset[SequenceId] = frozenset()  # their KV will not come: computed again
+    last: bool = False  # no other handover is coming: who still waits for one need not
 
 
 Event = (
@@ -119,6 +200,14 @@ Event = (
     | Tick
     | DrainRequested
     | BlocksAdded
+    | CapacityChanged
+    | AdmissionLimited
+    | RoleChanged
+    | KvTravels
+    | KvArrived
+    | KvLost
+    | HandOver
+    | Adopted
 )
 
 # ---------------------------------------------------------------- commands
@@ -126,27 +215,44 @@ Event = (
 
 @dataclass(frozen=True, slots=True)
 class Execute:
-    """Run the batch, then report StepDone or StepFailed. No other batch is formed before that.
+    """Run the batch, then report StepDone or StepFailed. Reports come in the order of the batches.
 
-    A sequence may end while its batch runs. Its blocks are free at once, and yet this step may still write them:
-    nobody else gets them before the next Execute.
+    A sequence may end while its batch runs. A later batch removes it and may give its blocks to others: as every
+    stage runs batches in order, nobody writes into them after that.
     """
 
     batch: Batch
-    block_tables: tuple[tuple[int, ...], ...]  # this stage's, aligned with batch.slices; same object while unchanged
+    block_tables: tuple[
+        tuple[int, ...], ...
+    ]  # the leader's own stage's, aligned with batch.slices; same object while unchanged
     text_wanted: tuple[bool, ...]  # aligned with batch.added: whether StepDone must bring the sequence's text
 
 
 @dataclass(frozen=True, slots=True)
+class Removed:
+    """A batch that only removes, for every stage, in order with the others. Nothing is reported for it."""
+
+    batch: Batch
+
+
+@dataclass(frozen=True, slots=True)
+class HandedOver:
+    """What HandOver has asked for. The core knows nothing of these sequences any more, the stages' tables still do."""
+
+    snapshots: tuple[tuple[WorkerId, tuple[SequenceSnapshot, ...]], ...]  # by receiver
+
+
+@dataclass(frozen=True, slots=True)
 class Ending:
-    """The one ending of a sequence; or, with `refused`, that it was never taken."""
+    """The one ending of a sequence here; or, with `refused`, that it was never taken; or that another leader has it."""
 
     handle: int
-    finish_reason: FinishReason | None  # None when refused
+    finish_reason: FinishReason | None  # None when refused or moved
     matched_stop: str = ""  # the stop string, or the decimal id of the stop token
     error: str = ""
     refused: bool = False  # not taken: place it elsewhere or later
     invalid: bool = False  # with ERROR: the request itself is at fault, no other worker would do better
+    moved_to: str = ""  # not at its end: this worker has it, and will tell the rest to whoever submits it there
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,4 +274,4 @@ class Drained:
     """Draining, and the last sequence has ended. Said once."""
 
 
-Command = Execute | Emit | Drained
+Command = Execute | Removed | HandedOver | Emit | Drained

@@ -20,6 +20,8 @@ class WorkerLimits:
     # Of the KV blocks, kept free for the growth of what runs. In a full cache 0.05 leaves a third to a twentieth of
     # the preemptions that 0 causes, for 2 to 3 % more steps (benchmarks.worker_core).
     admission_reserve_fraction: float = 0.05
+    orphan_timeout_s: float = 10.0  # so long a sequence that was handed over waits for its dispatcher, and vice versa
+    max_held_count: int = 1024  # requests that wait for their sequence to be handed over
 
     def __post_init__(self) -> None:
         for name in ("block_tokens", "vocab_size", "max_running_count", "max_waiting_count", "max_waiting_tokens"):
@@ -32,6 +34,11 @@ class WorkerLimits:
                 "max_num_batched_tokens",
                 f"must be at least max_num_seqs ({self.max_running_count}), so that every running request gets its"
                 f" token in each step, got {self.max_batch_tokens}",
+            )
+        if self.orphan_timeout_s <= 0.0 or self.max_held_count < 0:
+            raise ConfigError(
+                "orphan_timeout_s, max_held_count",
+                f"must be positive, and not negative, got {self.orphan_timeout_s} and {self.max_held_count}",
             )
         if not 0.0 <= self.admission_reserve_fraction < 1.0:
             raise ConfigError("admission_reserve_fraction", f"must be in [0, 1), got {self.admission_reserve_fraction}")

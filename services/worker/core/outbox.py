@@ -53,6 +53,21 @@ class Outbox:
             letter.texts.append(text)
             letter.has_text = True
 
+    def caught_up(self, sequence: Sequence, token_ids: list[int], text: str, logprobs: list[TokenLogprobs]) -> None:
+        """All that a sequence has produced while its dispatcher was away."""
+        if token_ids or text:
+            letter = self._letter(sequence.key.stream_id)
+            letter.handles.append(sequence.key.handle)
+            letter.token_counts.append(len(token_ids))
+            letter.token_ids.extend(token_ids)
+            letter.texts.append(text)
+            letter.has_text = letter.has_text or bool(text)
+            letter.logprobs.extend(logprobs)
+
+    def moved(self, key: SequenceKey, to: str) -> None:
+        """Another leader has it, and tells the rest."""
+        self._letter(key.stream_id).endings.append(Ending(key.handle, None, moved_to=to))
+
     def ended(self, sequence: Sequence, reason: FinishReason, error: str, invalid: bool) -> None:
         self._letter(sequence.key[0]).endings.append(
             Ending(sequence.key[1], reason, sequence.stop.matched_stop, error, invalid=invalid)

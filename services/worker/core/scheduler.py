@@ -6,11 +6,19 @@ allow.
 
 Order of service is (class, arrival). A running sequence is not preempted for a waiting one, whatever their classes;
 classes decide who is admitted first and who gives way when the cache is full.
+
+With several batches in flight, a sequence that is in one of them can be neither scheduled nor preempted. Who needs
+the block of such a one skips a batch; as it comes before its victim in the order of service, it is the first to get
+the block when the victim has landed.
+
+A suspended sequence keeps its reservation and is left alone, even if it ends meanwhile: its blocks are being written
+on the stages until `resume`, `lose` or `let_go` is called for it.
 """
 
 import bisect
 from collections import OrderedDict
 from dataclasses import dataclass
+from itertools import islice
 
 from ballast.common.errors import InvariantViolation
 from ballast.common.sampling import PriorityClass
@@ -20,6 +28,7 @@ from services.worker.core.limits import WorkerLimits
 from services.worker.core.sequence import Sequence, SequenceState
 from services.worker.policy.admission import AdmissionView, admits
 from services.worker.policy.batching import PrefillView, chunk_prefills
+from services.worker.policy.microbatching import Microbatching, PipelineView, by_token_count
 from services.worker.policy.preemption import VictimView, choose_victim
 
 
@@ -32,17 +41,21 @@ class Plan:
     preempted: list[Sequence]  # they wait again
 
 
-def _order(sequence: Sequence) -> tuple[int, int]:
+def _order(sequence: Sequence) -> tuple[int, tuple[float, SequenceId]]:
     return sequence.rank, sequence.arrival
 
 
 class Scheduler:
-    def __init__(self, limits: WorkerLimits, block_count: int) -> None:
+    def __init__(self, limits: WorkerLimits, block_count: int, microbatching: Microbatching = by_token_count) -> None:
         self._limits = limits
         self._block_tokens = limits.block_tokens
+        self._microbatching = microbatching
         self.block_count = block_count
+        self.admission_limit: int | None = None  # blocks; nothing new above it
+        self.stage_count = 1
         self.reserved_block_count = 0
         self.running: list[Sequence] = []  # in order of service
+        self.suspended: dict[SequenceId, Sequence] = {}  # those that have ended meanwhile are still among them
         self._waiting: tuple[OrderedDict[SequenceId, Sequence], ...] = tuple(OrderedDict() for _ in PriorityClass)
         self.waiting_count = 0
         self.waiting_tokens = 0
@@ -53,31 +66,73 @@ class Scheduler:
     def free_block_count(self) -> int:
         return self.block_count - self.reserved_block_count
 
-    def grow(self, added_block_count: int) -> None:
-        """More blocks. What waits may need a block more than counted before, so its needs are counted anew."""
-        self.block_count += added_block_count
-        self.waiting_block_count = sum(self._need(s) for line in self._waiting for s in line.values())
+    @property
+    def max_running_count(self) -> int:
+        """Each of the microbatches in flight may be a full one."""
+        return self._limits.max_running_count * self.stage_count
+
+    @property
+    def running_count(self) -> int:
+        return len(self.running) + len(self.suspended)
+
+    @property
+    def waiting(self) -> list[Sequence]:
+        """In order of service."""
+        return [s for line in self._waiting for s in line.values()]
+
+    @property
+    def settled(self) -> bool:
+        """Whether what is reserved and what runs is within what there is."""
+        return self.free_block_count >= 0 and self.running_count <= self.max_running_count
+
+    def resize(self, block_count: int) -> None:
+        """What waits may need a block more or less than counted before, so its needs are counted anew."""
+        self.block_count = block_count
+        self.waiting_block_count = sum(self.need(s) for s in self.waiting)
+
+    def has_ready(self, landed_step_id: int) -> bool:
+        """Whether the next plan would have something to run, unless it lacks blocks."""
+        if any(s.step_id <= landed_step_id for s in self.running):
+            return True
+        head = self._head()
+        return head is not None and self._admits(self.need(head))
 
     # ---------------------------------------------------------------- waiting
 
     def enqueue(self, sequence: Sequence) -> None:
-        """At the end of its class."""
-        self._waiting[sequence.rank][sequence.sequence_id] = sequence
+        """In its class by arrival: newcomers at the end, who gave way at the head, others in between."""
+        line = self._waiting[sequence.rank]
+        line[sequence.sequence_id] = sequence
         self._count_waiting(sequence, 1)
+        if len(line) > 1 and next(islice(reversed(line.values()), 1, None)).arrival > sequence.arrival:
+            if next(iter(line.values())).arrival > sequence.arrival:
+                line.move_to_end(sequence.sequence_id, last=False)
+            else:
+                for other in sorted(line.values(), key=_order):
+                    line.move_to_end(other.sequence_id)
 
     def admit(self, at_s: float) -> None:
         """Let the head of the line in while it fits. Nobody overtakes it: it would starve."""
         while (sequence := self._head()) is not None:
-            need = self._need(sequence)
-            view = AdmissionView(
-                self.block_count, self.free_block_count, len(self.running), self._limits.max_running_count
-            )
-            if not admits(view, need, self._limits.admission_reserve_fraction):
+            need = self.need(sequence)
+            if not self._admits(need):
                 return
             self._leave_line(sequence)
-            sequence.move(SequenceState.RUNNING, at_s, f"{need} of {self.free_block_count} free blocks")
-            self._reserve(sequence, need)
-            bisect.insort(self.running, sequence, key=_order)
+            self._run(sequence, need, at_s, f"{need} of {self.free_block_count} free blocks")
+
+    def _admits(self, need_block_count: int) -> bool:
+        block_count = self.block_count
+        if self.admission_limit is not None:
+            block_count = min(block_count, self.admission_limit)
+        view = AdmissionView(
+            block_count, block_count - self.reserved_block_count, self.running_count, self.max_running_count
+        )
+        return admits(view, need_block_count, self._limits.admission_reserve_fraction)
+
+    def _run(self, sequence: Sequence, added_block_count: int, at_s: float, why: str) -> None:
+        sequence.move(SequenceState.RUNNING, at_s, why)
+        self._reserve(sequence, added_block_count)
+        bisect.insort(self.running, sequence, key=_order)
 
     def _head(self) -> Sequence | None:
         if self.waiting_count:
@@ -86,7 +141,7 @@ class Scheduler:
                     return next(iter(line.values()))
         return None
 
-    def _need(self, sequence: Sequence) -> int:
+    def need(self, sequence: Sequence) -> int:
         """Blocks for all its tokens and the next one. Less by that one only where the cache ends."""
         return min(blocks_for(sequence.token_count + 1, self._block_tokens), self.block_count)
 
@@ -97,17 +152,25 @@ class Scheduler:
     def _count_waiting(self, sequence: Sequence, sign: int) -> None:
         self.waiting_count += sign
         self.waiting_tokens += sign * sequence.token_count
-        self.waiting_block_count += sign * self._need(sequence)
+        self.waiting_block_count += sign * self.need(sequence)
 
     # ---------------------------------------------------------------- running
 
     def release(self, sequence: Sequence) -> None:
-        """The sequence ends (its state has not changed yet): out of the line, or its reservation is given back."""
-        if sequence.state is SequenceState.WAITING:
-            self._leave_line(sequence)
-        else:
-            self.running.remove(sequence)
-            self._reserve(sequence, -sequence.reserved_block_count)
+        """The sequence leaves (its state has not changed yet): out of the line, or its reservation is given back."""
+        match sequence.state:
+            case SequenceState.WAITING:
+                self._leave_line(sequence)
+            case SequenceState.RUNNING:
+                self.running.remove(sequence)
+                self._reserve(sequence, -sequence.reserved_block_count)
+            case _:
+                self.let_go(sequence)
+
+    def let_go(self, sequence: Sequence) -> None:
+        """Nothing is written any more into the blocks of a suspended sequence, and it does not need them."""
+        del self.suspended[sequence.sequence_id]
+        self._reserve(sequence, -sequence.reserved_block_count)
 
     def _reserve(self, sequence: Sequence, added_block_count: int) -> None:
         self.reserved_block_count += added_block_count
@@ -121,37 +184,57 @@ class Scheduler:
         capacity_tokens = self.block_count * self._block_tokens
         return [s for s in self.running if s.token_count > capacity_tokens]
 
-    def plan(self, at_s: float) -> Plan:
-        """The next step. Called between two steps only: whoever is preempted here takes part in none."""
+    def too_big(self, sequence: Sequence) -> bool:
+        return sequence.token_count > self.block_count * self._block_tokens
+
+    def plan(self, at_s: float, landed_step_id: int, in_flight: bool) -> Plan:
+        """The next step, without those that take part in one after `landed_step_id`."""
         preempted: list[Sequence] = []
         for sequence in [s for s in self.running if s.token_count > s.reserved_tokens]:
             if sequence.state is SequenceState.RUNNING:  # not a victim of the ones before it
-                preempted += self._make_room(sequence, at_s)
-        self.admit(
-            at_s
-        )  # whoever just gave way does not fit: it needs at least what it had, and a part of that is taken
+                preempted += self._make_room(sequence, at_s, landed_step_id)
+        # Whoever just gave way does not fit: it needs at least what it had, and a part of that is taken.
+        self.admit(at_s)
+        ready = self.running
+        if in_flight:
+            ready = [s for s in ready if s.step_id <= landed_step_id and s.token_count <= s.reserved_tokens]
         decodes: list[Sequence] = []
         prefills: list[Sequence] = []
-        for sequence in self.running:
+        for sequence in ready:
             if sequence.token_count - sequence.computed_tokens == 1:
                 decodes.append(sequence)
             else:
                 prefills.append(sequence)
-        return Plan(decodes, self._chunks(len(decodes), prefills), preempted)
+        budget_tokens = self._limits.max_batch_tokens
+        if self.stage_count > 1:
+            shape = self._microbatching(self._pipeline_view())
+            budget_tokens = shape.budget_tokens
+            if len(decodes) > shape.max_decode_count:  # who has waited longest goes first
+                decodes = sorted(decodes, key=lambda s: s.step_id)[: shape.max_decode_count]
+        return Plan(decodes, self._chunks(len(decodes), prefills, budget_tokens), preempted)
 
-    def _chunks(self, decode_count: int, prefills: list[Sequence]) -> list[tuple[Sequence, int]]:
+    def _pipeline_view(self) -> PipelineView:
+        prefills = [left for s in self.running if (left := s.token_count - s.computed_tokens) > 1]
+        return PipelineView(
+            self.stage_count, len(self.running) - len(prefills), sum(prefills), self._limits.max_batch_tokens
+        )
+
+    def _chunks(self, decode_count: int, prefills: list[Sequence], budget_tokens: int) -> list[tuple[Sequence, int]]:
         if not prefills:
             return []
         views = [PrefillView(s.rank, s.computed_tokens, s.token_count - s.computed_tokens) for s in prefills]
-        counts = chunk_prefills(decode_count, views, self._limits.max_batch_tokens)
+        counts = chunk_prefills(decode_count, views, budget_tokens)
         return [(sequence, count) for sequence, count in zip(prefills, counts, strict=True) if count]
 
-    def _make_room(self, sequence: Sequence, at_s: float) -> list[Sequence]:
-        """Reserve the block for the next token. Returns the victims, the sequence itself perhaps among them."""
+    def _make_room(self, sequence: Sequence, at_s: float, landed_step_id: int) -> list[Sequence]:
+        """Reserve the block for the next token, if it is not one of a sequence in flight. Returns the victims, the
+        sequence itself perhaps among them.
+        """
         victims: list[Sequence] = []
-        while not self.free_block_count:
-            views = [VictimView(s.rank, s.arrival, s.reserved_block_count, s.computed_tokens) for s in self.running]
-            victim = self.running[choose_victim(views)]
+        while self.free_block_count < 1:
+            victim = self._victim()
+            if victim.step_id > landed_step_id:
+                return victims
             self._preempt(victim, at_s, f"no block free for {sequence.name}")
             victims.append(victim)
             if victim is sequence:
@@ -159,44 +242,94 @@ class Scheduler:
         self._reserve(sequence, 1)
         return victims
 
+    def _victim(self) -> Sequence:
+        views = [VictimView(s.rank, s.arrival, s.reserved_block_count, s.computed_tokens) for s in self.running]
+        return self.running[choose_victim(views)]
+
+    def shed(self, at_s: float, landed_step_id: int) -> list[Sequence]:
+        """Preempt until all is within what there is, or until the next victim is one in flight."""
+        victims: list[Sequence] = []
+        while not self.settled and self.running:
+            victim = self._victim()
+            if victim.step_id > landed_step_id:
+                break
+            self._preempt(victim, at_s, "the group has become smaller")
+            victims.append(victim)
+        return victims
+
     def _preempt(self, victim: Sequence, at_s: float, why: str) -> None:
-        """Back to the head of its class: all that wait there arrived later."""
         self.running.remove(victim)
-        self._reserve(victim, -victim.reserved_block_count)
-        victim.computed_tokens = 0
-        victim.preemption_count += 1
         self.preemptions_total += 1
-        victim.move(SequenceState.WAITING, at_s, f"preempted, {why}")
-        line = self._waiting[victim.rank]
-        line[victim.sequence_id] = victim
-        line.move_to_end(victim.sequence_id, last=False)
-        self._count_waiting(victim, 1)
+        self._recompute(victim, at_s, f"preempted, {why}")
+
+    def _recompute(self, sequence: Sequence, at_s: float, why: str) -> None:
+        self._reserve(sequence, -sequence.reserved_block_count)
+        sequence.computed_tokens = 0
+        sequence.preemption_count += 1
+        sequence.may_overfill = True
+        sequence.move(SequenceState.WAITING, at_s, why)
+        self.enqueue(sequence)
+
+    # ---------------------------------------------------------------- KV on its way
+
+    def suspend(self, sequence: Sequence, at_s: float) -> None:
+        self.running.remove(sequence)
+        sequence.move(SequenceState.SUSPENDED, at_s, "its KV travels")
+        self.suspended[sequence.sequence_id] = sequence
+
+    def resume(self, sequence: Sequence, at_s: float) -> None:
+        del self.suspended[sequence.sequence_id]
+        self._run(sequence, 0, at_s, "its KV is complete")
+
+    def lose(self, sequence: Sequence, at_s: float) -> None:
+        """It loses its KV, suspended or running."""
+        if sequence.state is SequenceState.RUNNING:
+            self.running.remove(sequence)
+        else:
+            del self.suspended[sequence.sequence_id]
+        self._recompute(sequence, at_s, "its KV is lost")
+
+    def adopt(self, sequence: Sequence, at_s: float, *, suspended: bool) -> None:
+        """It comes with its KV. Room is made afterwards, if need be, by `shed`."""
+        need = blocks_for(sequence.token_count, self._block_tokens)
+        if not suspended:
+            self._run(sequence, need, at_s, "adopted")
+            return
+        if sequence.state is not SequenceState.ENDED:
+            sequence.move(SequenceState.SUSPENDED, at_s, "adopted, its KV travels")
+        self.suspended[sequence.sequence_id] = sequence
+        self._reserve(sequence, need)
 
     # ---------------------------------------------------------------- inspector
 
-    def check(self) -> None:
+    def check(self, landed_step_id: int) -> None:
         """Raise InvariantViolation unless counts equal sums, orders hold and every sequence has what it needs."""
-        waiting = [s for line in self._waiting for s in line.values()]
+        if not self.settled and any(s is self._victim() and s.step_id <= landed_step_id for s in self.running):
+            raise InvariantViolation(
+                f"{self.reserved_block_count} of {self.block_count} blocks are reserved, {self.running_count} of"
+                f" {self.max_running_count} sequences run"
+            )
+        waiting = self.waiting
+        held = [*self.running, *self.suspended.values()]
         for what, have, want in (
             ("waiting_count", self.waiting_count, len(waiting)),
             ("waiting_tokens", self.waiting_tokens, sum(s.token_count for s in waiting)),
-            ("waiting_block_count", self.waiting_block_count, sum(self._need(s) for s in waiting)),
-            ("reserved_block_count", self.reserved_block_count, sum(s.reserved_block_count for s in self.running)),
+            ("waiting_block_count", self.waiting_block_count, sum(self.need(s) for s in waiting)),
+            ("reserved_block_count", self.reserved_block_count, sum(s.reserved_block_count for s in held)),
         ):
             if have != want:
                 raise InvariantViolation(f"{what} is {have}, the sum is {want}")
-        if self.reserved_block_count > self.block_count:
-            raise InvariantViolation(f"{self.reserved_block_count} of {self.block_count} blocks are reserved")
-        if len(self.running) > self._limits.max_running_count:
-            raise InvariantViolation(f"{len(self.running)} sequences run, {self._limits.max_running_count} may")
-        bound = self._limits.max_waiting_count + self._limits.max_running_count  # preempted ones are not turned away
-        if len(waiting) > bound:
+        bound = self._limits.max_waiting_count
+        if sum(not s.may_overfill for s in waiting) > bound:
             raise InvariantViolation(f"{len(waiting)} sequences wait, {bound} may")
         for sequences in (self.running, waiting):
             if [_order(s) for s in sequences] != sorted(_order(s) for s in sequences):
                 raise InvariantViolation(f"out of order: {[_order(s) for s in sequences]}")
         for sequence in self.running:
             self._check_running(sequence)
+        for sequence in self.suspended.values():
+            if sequence.state not in (SequenceState.SUSPENDED, SequenceState.ENDED):
+                raise InvariantViolation(f"{sequence.name} is among the suspended", sequence.story())
         for sequence in waiting:
             if sequence.state is not SequenceState.WAITING or sequence.computed_tokens or sequence.reserved_tokens:
                 raise InvariantViolation(f"{sequence.name} waits and holds something", sequence.story())

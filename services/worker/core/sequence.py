@@ -4,16 +4,22 @@ from collections import deque
 from enum import Enum
 
 from ballast.common.errors import InvariantViolation
-from services.worker.core.batch import NewSequence, SequenceId
+from ballast.common.sampling import FinishReason
+from services.worker.core.batch import NewSequence, SequenceId, TokenLogprobs
 from services.worker.core.events import SequenceKey, Submitted
 from services.worker.core.stop import StopRule
 
 STORY_LINES = 32
 
 
+NOBODY = SequenceKey(0, 0)  # the key of a sequence that no dispatcher's stream is attached to
+
+
 class SequenceState(Enum):
     WAITING = "waiting"  # accepted; holds no KV
     RUNNING = "running"  # its KV is reserved; takes part in batches
+    SUSPENDED = "suspended"  # its KV is reserved and on its way from stage to stage
+    HELD = "held"  # in no line yet: another leader may be handing its tokens and KV over
     ENDED = "ended"
 
 
@@ -21,10 +27,39 @@ _MOVES = frozenset(
     {
         (SequenceState.WAITING, SequenceState.RUNNING),  # admitted
         (SequenceState.RUNNING, SequenceState.WAITING),  # preempted
-        (SequenceState.WAITING, SequenceState.ENDED),
-        (SequenceState.RUNNING, SequenceState.ENDED),
+        (SequenceState.RUNNING, SequenceState.SUSPENDED),
+        (SequenceState.WAITING, SequenceState.SUSPENDED),  # adopted while its KV travels
+        (SequenceState.SUSPENDED, SequenceState.RUNNING),  # its KV is complete
+        (SequenceState.SUSPENDED, SequenceState.WAITING),  # its KV is lost
+        (SequenceState.WAITING, SequenceState.HELD),
+        (SequenceState.HELD, SequenceState.WAITING),
+        *((state, SequenceState.ENDED) for state in SequenceState if state is not SequenceState.ENDED),
     }
 )
+
+
+class Unsent:
+    """What an orphan produces while nobody listens, kept for the dispatcher that asks for it.
+
+    The tokens are those of the sequence itself, from `token_count` on.
+    """
+
+    __slots__ = ("char_count", "error", "finish_reason", "invalid", "logprobs", "texts", "token_count")
+
+    def __init__(self, token_count: int, char_count: int) -> None:
+        self.token_count = token_count  # so many tokens, and
+        self.char_count = char_count  # so many characters, were sent before it became an orphan
+        self.texts: list[str] = []
+        self.logprobs: list[TokenLogprobs] = []
+        self.finish_reason: FinishReason | None = None  # it has ended
+        self.error = ""
+        self.invalid = False
+
+    def add(self, text: str, logprobs: TokenLogprobs | None = None) -> None:
+        if text:
+            self.texts.append(text)
+        if logprobs is not None:
+            self.logprobs.append(logprobs)
 
 
 class Sequence:
@@ -39,6 +74,8 @@ class Sequence:
         "first_token_at_s",
         "in_engine",
         "key",
+        "may_overfill",
+        "on_stages",
         "output_token_ids",
         "preemption_count",
         "prompt_token_ids",
@@ -49,8 +86,10 @@ class Sequence:
         "sampling",
         "sequence_id",
         "state",
+        "step_id",
         "stop",
         "token_count",
+        "unsent",
         "wants_text",
     )
 
@@ -64,7 +103,7 @@ class Sequence:
         self.token_count = len(self.prompt_token_ids) + len(self.output_token_ids)
         self.sampling = submitted.sampling
         self.rank = submitted.priority.rank
-        self.arrival: int = sequence_id  # ids are given in order of arrival
+        self.arrival = (submitted.at_s, sequence_id)
         self.deadline_at_s = submitted.deadline_at_s
         self.wants_text = submitted.wants_text
         self.stop = stop
@@ -72,7 +111,11 @@ class Sequence:
         self.computed_tokens = 0  # so many of the first tokens have their KV in the cache
         self.reserved_block_count = 0
         self.reserved_tokens = 0  # what the reserved blocks hold
-        self.in_engine = False  # a batch has added it and none has removed it
+        self.step_id = 0  # of the last batch that it took part in
+        self.in_engine = False  # a batch of this leader has added it and none has removed it
+        self.on_stages = False  # stages hold blocks for it, or know it: they have to be told when it goes
+        self.unsent: Unsent | None = None  # of an orphan
+        self.may_overfill = False  # it had been let in before it came to the waiting line: the bound is for others
         self.first_token_at_s: float | None = None  # of this attempt
         self.preemption_count = 0
         self._story: deque[tuple[float, str]] = deque(maxlen=STORY_LINES)

@@ -9,7 +9,7 @@ class VictimView:
     """A running sequence that could be preempted."""
 
     rank: int  # of its priority class; a higher one matters less
-    arrival: int  # serial number of its submission
+    arrival: tuple[float, int]  # instant of its submission, then its id
     reserved_block_count: int
     computed_tokens: int  # what recomputing would cost
 

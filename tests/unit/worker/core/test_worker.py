@@ -5,7 +5,7 @@ import pytest
 from ballast.common.errors import ConfigError, InvariantViolation
 from ballast.common.ids import RequestId
 from ballast.common.sampling import FinishReason, PriorityClass, SamplingParams
-from services.worker.core.batch import StepResult
+from services.worker.core.batch import Batch, StepResult
 from services.worker.core.events import (
     Aborted,
     BatchWanted,
@@ -14,6 +14,7 @@ from services.worker.core.events import (
     Emit,
     Ending,
     Execute,
+    Removed,
     SequenceKey,
     StepDone,
     StreamClosed,
@@ -76,9 +77,24 @@ def test_what_a_first_batch_says_about_a_sequence_is_said_once() -> None:
     assert [new.prompt_token_ids for new in first.batch.added] == [prompt(3)]
     assert second.batch.added == ()
     made.submit(prompt(3), greedy(2))
+    made.submit(prompt(3), greedy(3))
+    made.step()
+    made.step()
     third = made.step()
     assert third is not None
-    assert third.batch.removed == (1,)
+    assert (third.batch.added, third.batch.removed) == ((), (2,))
+
+
+def test_when_nothing_follows_the_engine_is_told_at_once_what_to_forget() -> None:
+    made = driver()
+    made.submit(prompt(3), greedy(1))
+    made.want_batch()
+    assert made.pending is not None
+    result, texts = made.engine.run(made.pending)
+    made.pending = None
+    *_, removed = made.feed(StepDone(0.5, result, texts))
+    assert removed == Removed(Batch(2, (1,), (), ()))
+    assert made.engine.known_ids == []
 
 
 def test_a_long_prompt_holds_up_neither_decodes_nor_short_prompts() -> None:
@@ -138,7 +154,8 @@ def test_the_first_answer_goes_out_with_the_step_that_made_it() -> None:
             (),
             (Ending(key.handle, FinishReason.LENGTH),),
             key.handle,
-        )
+        ),
+        Removed(Batch(2, (1,), (), ())),
     ]
 
 
@@ -343,7 +360,7 @@ def test_deadlines_of_requests_that_have_ended_do_not_pile_up() -> None:
     for _ in range(1_000):
         key = made.submit(prompt(2), deadline_at_s=1e9)
         made.core.handle(Aborted(made.at_s, key))
-    assert len(made.core._deadlines._heap) < 100
+    assert len(made.core._residents._deadlines._heap) < 100
 
 
 def test_a_failed_step_ends_its_requests_and_no_others() -> None:
@@ -568,11 +585,11 @@ def test_check_sees_blocks_that_an_ended_sequence_holds_and_tells_the_story() ->
     made.submit(prompt(3))
     made.step()
     core = made.core
-    core._book.cover(77, 3)
+    core._book.hold(77, 3)
     with pytest.raises(InvariantViolation, match="sequence 77 holds blocks and does not run"):
         core.check()
-    core._book.free(77)
-    core._book.free(1)
+    core._book.release(77)
+    core._book.release(1)
     with pytest.raises(InvariantViolation, match=r"(?s)has KV in no block.*submitted: 3 tokens.*running:.*first token"):
         core.check()
 

@@ -1,0 +1,121 @@
+"""The batches that are under way, and what the stages have yet to be told to forget."""
+
+from collections import deque
+
+from ballast.common.errors import InvariantViolation
+from services.worker.core.batch import Batch, NewSequence, SequenceId, Slice, StepResult
+from services.worker.core.events import Execute, Removed
+from services.worker.core.scheduler import Plan
+from services.worker.core.sequence import Sequence, SequenceState
+from services.worker.core.stage import StageBook
+
+
+class Flight:
+    """A batch that the stages run."""
+
+    __slots__ = ("sampled_count", "shares", "step_id")
+
+    def __init__(self, step_id: int) -> None:
+        self.step_id = step_id
+        self.shares: list[tuple[Sequence, int, bool]] = []  # sequence, its tokens with KV afterwards, samples
+        self.sampled_count = 0
+
+    def check_result(self, result: StepResult, text_count: int) -> None:
+        counts = (len(result.token_ids), len(result.logprobs), text_count)
+        if counts != (self.sampled_count,) * 3:
+            raise InvariantViolation(
+                f"step {self.step_id} samples {self.sampled_count} tokens, the result has {counts[0]} tokens,"
+                f" {counts[1]} logprobs and {counts[2]} texts"
+            )
+
+
+class Flights:
+    """Batches land in the order in which they depart. A sequence is in flight if its last batch has not landed."""
+
+    def __init__(self, book: StageBook) -> None:
+        self._book = book
+        self._flights: deque[Flight] = deque()
+        self._last_step_id = 0
+        self.landed_step_id = 0
+        self.to_remove: list[SequenceId] = []  # the next batch tells the stages
+
+    def __len__(self) -> int:
+        return len(self._flights)
+
+    def in_flight(self, sequence: Sequence) -> bool:
+        return sequence.step_id > self.landed_step_id
+
+    def forget(self, sequence: Sequence) -> None:
+        """The stages are to drop its blocks and all they know of it, before the next batch runs."""
+        if sequence.on_stages:
+            sequence.on_stages = sequence.in_engine = False
+            self.to_remove.append(sequence.sequence_id)
+
+    def depart(self, plan: Plan) -> Execute:
+        step_id = self._next_step_id()
+        flight = Flight(step_id)
+        slices: list[Slice] = []
+        added: list[Sequence] = []
+        shares = flight.shares
+        for sequence in plan.decodes:
+            if not sequence.in_engine:
+                added.append(sequence)
+            end = sequence.token_count
+            sequence.step_id = step_id
+            slices.append(Slice(sequence.sequence_id, end - 1, (sequence.last_token_id,), True))
+            shares.append((sequence, end, True))
+        flight.sampled_count = len(shares)
+        for sequence, count in plan.chunks:
+            if not sequence.in_engine:
+                added.append(sequence)
+            first = sequence.computed_tokens
+            samples = first + count == sequence.token_count
+            sequence.step_id = step_id
+            slices.append(Slice(sequence.sequence_id, first, sequence.token_ids(first, count), samples))
+            shares.append((sequence, first + count, samples))
+            flight.sampled_count += samples
+        batch = Batch(step_id, self._take_removed(), tuple(_enter(s) for s in added), tuple(slices))
+        self._flights.append(flight)
+        return Execute(batch, self._book.apply(batch), tuple(s.stop.needs_text for s in added))
+
+    def tell_removed(self) -> Removed:
+        """A batch for what the stages are to forget, when no other one is going to come soon."""
+        batch = Batch(self._next_step_id(), self._take_removed(), (), ())
+        self._book.apply(batch)
+        return Removed(batch)
+
+    def land(self, step_id: int) -> Flight:
+        if not self._flights or self._flights[0].step_id != step_id:
+            running = f"step {self._flights[0].step_id}" if self._flights else "none"
+            raise InvariantViolation(f"step {step_id} is reported, {running} was running")
+        self.landed_step_id = step_id
+        return self._flights.popleft()
+
+    def demand_none(self, why: str) -> None:
+        if self._flights:
+            raise InvariantViolation(f"{why} while step {self._flights[0].step_id} runs")
+
+    def _next_step_id(self) -> int:
+        self._last_step_id += 1
+        return self._last_step_id
+
+    def _take_removed(self) -> tuple[SequenceId, ...]:
+        removed = tuple(self.to_remove)
+        self.to_remove.clear()
+        return removed
+
+    def check(self) -> None:
+        """Raise InvariantViolation unless the batches in flight are disjoint and nobody in them was preempted."""
+        seen: set[SequenceId] = set()
+        for flight in self._flights:
+            for sequence, _, _ in flight.shares:
+                if sequence.sequence_id in seen:
+                    raise InvariantViolation(f"{sequence.name} is in two batches at once", sequence.story())
+                seen.add(sequence.sequence_id)
+                if sequence.state not in (SequenceState.RUNNING, SequenceState.ENDED):
+                    raise InvariantViolation(f"{sequence.name} is computed and waits", sequence.story())
+
+
+def _enter(sequence: Sequence) -> NewSequence:
+    sequence.in_engine = sequence.on_stages = True
+    return sequence.as_new()

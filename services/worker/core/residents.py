@@ -1,0 +1,194 @@
+"""Every sequence of a worker from its coming to its going, and whom to tell of it.
+
+A sequence has a dispatcher's stream, or it is an orphan: handed over by another leader, producing into its `unsent`
+until its dispatcher submits the request here.
+"""
+
+from ballast.common.errors import InvariantViolation
+from ballast.common.sampling import FinishReason
+from services.worker.core.batch import SequenceId
+from services.worker.core.deadlines import Deadlines
+from services.worker.core.events import SequenceKey, Submitted
+from services.worker.core.flights import Flights
+from services.worker.core.limits import WorkerLimits
+from services.worker.core.outbox import Outbox
+from services.worker.core.scheduler import Scheduler
+from services.worker.core.sequence import Sequence, SequenceState, Unsent
+from services.worker.core.waits import Waits
+
+
+class Stream:
+    __slots__ = ("live", "seen_handle")
+
+    def __init__(self) -> None:
+        self.live: dict[int, Sequence] = {}  # handle -> sequence
+        self.seen_handle = 0
+
+
+class Residents:
+    def __init__(self, limits: WorkerLimits, scheduler: Scheduler, flights: Flights) -> None:
+        self._limits = limits
+        self._scheduler = scheduler
+        self._flights = flights
+        self.streams: dict[int, Stream] = {}  # stream id -> what came over it
+        self.live: dict[SequenceId, Sequence] = {}
+        self.orphans = Waits(limits.orphan_timeout_s)  # for their dispatchers; those that have ended, too
+        self.held = Waits(limits.orphan_timeout_s)  # for their sequence to be handed over
+        self.claims: dict[SequenceId, Submitted] = {}  # what those were submitted with
+        self.outbox = Outbox()
+        self.endings_total = dict.fromkeys(FinishReason, 0)
+        self.refused_total = 0
+        self._deadlines = Deadlines()
+
+    @property
+    def next_deadline_at_s(self) -> float | None:
+        instants = (self._deadlines.next_at_s, self.orphans.next_at_s, self.held.next_at_s)
+        return min((at_s for at_s in instants if at_s is not None), default=None)
+
+    # ---------------------------------------------------------------- coming
+
+    def enter(self, sequence: Sequence, at_s: float) -> None:
+        """Of a stream, or an orphan. In a line it is not yet."""
+        self.live[sequence.sequence_id] = sequence
+        if sequence.unsent is None:
+            self.streams[sequence.key.stream_id].live[sequence.key.handle] = sequence
+        else:
+            self.orphans.add(sequence, at_s)
+        self.watch(sequence)
+
+    def watch(self, sequence: Sequence) -> None:
+        """Its deadline is new."""
+        if sequence.deadline_at_s is not None:
+            self._deadlines.add(sequence.deadline_at_s, sequence.sequence_id)
+            self._deadlines.tidy(self.live)
+
+    def attach(self, orphan: Sequence, claim: Submitted) -> None:
+        """Its dispatcher is here, and gets what it does not have yet."""
+        unsent = orphan.unsent
+        assert unsent is not None
+        self.orphans.discard(orphan)
+        orphan.unsent = None
+        orphan.key, orphan.attempt = claim.key, claim.attempt
+        orphan.wants_text, orphan.deadline_at_s = claim.wants_text, claim.deadline_at_s
+        orphan.note(claim.at_s, f"claimed as attempt {claim.attempt}")
+        self._tell_unsent(orphan, unsent, claim)
+        if unsent.finish_reason is not None:
+            self.outbox.ended(orphan, unsent.finish_reason, unsent.error, unsent.invalid)
+        else:
+            self.streams[claim.key.stream_id].live[claim.key.handle] = orphan
+            self.watch(orphan)
+
+    def _tell_unsent(self, orphan: Sequence, unsent: Unsent, claim: Submitted) -> None:
+        claimed_count = len(claim.output_token_ids)
+        text = "".join(unsent.texts)[claim.delivered_text_chars - unsent.char_count :] if claim.wants_text else ""
+        logprobs = unsent.logprobs[max(0, claimed_count - unsent.token_count) :]
+        self.outbox.caught_up(orphan, orphan.output_token_ids[claimed_count:], text, logprobs)
+
+    def turn_away(self, key: SequenceKey, why: str, *, invalid: bool) -> None:
+        if invalid:
+            self.endings_total[FinishReason.ERROR] += 1
+        else:
+            self.refused_total += 1
+        self.outbox.turned_away(key, why, invalid)
+
+    # ---------------------------------------------------------------- going
+
+    def end(
+        self, sequence: Sequence, at_s: float, reason: FinishReason, error: str = "", *, invalid: bool = False
+    ) -> None:
+        """The one place where a dispatcher learns of an ending; of an orphan's as soon as it asks."""
+        unsent, rest = sequence.unsent, sequence.stop.flush()
+        if unsent is None:
+            self.outbox.text(sequence, rest)
+            self.remove(sequence, at_s, reason, error)
+            self.outbox.ended(sequence, reason, error, invalid)
+        else:
+            unsent.add(rest)
+            self.remove(sequence, at_s, reason, error)
+            unsent.finish_reason, unsent.error, unsent.invalid = reason, error, invalid
+
+    def end_too_big(self, sequence: Sequence, at_s: float) -> None:
+        error = (
+            f"{sequence.token_count} tokens do not fit into the KV cache of this worker"
+            f" ({self._scheduler.block_count} blocks of {self._limits.block_tokens} tokens), even alone"
+        )
+        self.end(sequence, at_s, FinishReason.ERROR, error, invalid=True)
+
+    def remove(self, sequence: Sequence, at_s: float, reason: FinishReason, why: str = "") -> None:
+        """Without a word. Its blocks are free for the next batch even if it is in flight (see `core.stage`); not yet
+        if KV is being written into them.
+        """
+        if sequence.state is not SequenceState.SUSPENDED:
+            if sequence.state is not SequenceState.HELD:
+                self._scheduler.release(sequence)
+            self._flights.forget(sequence)
+        self._leave(sequence, at_s, f"{reason.value} {why}".rstrip())
+        self.endings_total[reason] += 1
+
+    def move_out(self, sequence: Sequence, at_s: float, why: str) -> None:
+        """Somebody else has it now, with all that it holds."""
+        if sequence.state is SequenceState.ENDED:
+            if sequence.sequence_id in self._scheduler.suspended:
+                self._scheduler.let_go(sequence)
+        else:
+            if sequence.state is not SequenceState.HELD:
+                self._scheduler.release(sequence)
+            self._leave(sequence, at_s, why)
+        self.orphans.discard(sequence)
+
+    def drop_orphan(self, orphan: Sequence, at_s: float, why: str) -> None:
+        self.orphans.discard(orphan)
+        if orphan.state is not SequenceState.ENDED:
+            self.remove(orphan, at_s, FinishReason.CANCELLED, why)
+        orphan.unsent = None
+
+    def hold(self, sequence: Sequence, claim: Submitted) -> None:
+        self.held.add(sequence, claim.at_s)
+        self.claims[sequence.sequence_id] = claim
+
+    def unhold(self, sequence: Sequence) -> None:
+        self.held.discard(sequence)
+        self.claims.pop(sequence.sequence_id, None)
+
+    def _leave(self, sequence: Sequence, at_s: float, why: str) -> None:
+        if sequence.state is SequenceState.HELD:
+            self.unhold(sequence)
+        sequence.move(SequenceState.ENDED, at_s, why)
+        del self.live[sequence.sequence_id]
+        if sequence.unsent is None:
+            del self.streams[sequence.key.stream_id].live[sequence.key.handle]
+
+    def close(self, stream_id: int, at_s: float) -> None:
+        for sequence in list(self.streams[stream_id].live.values()):
+            self.remove(sequence, at_s, FinishReason.CANCELLED, "its stream has closed")
+        del self.streams[stream_id]
+
+    def expire(self, at_s: float) -> None:
+        for sequence_id in self._deadlines.pop_due(at_s):
+            sequence = self.live.get(sequence_id)
+            if sequence is not None and sequence.deadline_at_s is not None and sequence.deadline_at_s <= at_s:
+                self.end(sequence, at_s, FinishReason.DEADLINE)
+        for orphan in self.orphans.pop_due(at_s):
+            self.drop_orphan(orphan, at_s, "nobody has asked for it")
+
+    # ---------------------------------------------------------------- inspector
+
+    def check(self) -> None:
+        """Raise InvariantViolation unless every live sequence is known where it has to be, and nothing else is."""
+        for sequence_id, sequence in self.live.items():
+            self._check_live(sequence_id, sequence)
+        streamed = sum(len(stream.live) for stream in self.streams.values())
+        orphaned = sum(s.state is not SequenceState.ENDED for s in self.orphans.sequences)
+        if len(self.live) != streamed + orphaned:
+            raise InvariantViolation(f"{len(self.live)} sequences live, {streamed} streamed, {orphaned} are orphans")
+
+    def _check_live(self, sequence_id: SequenceId, sequence: Sequence) -> None:
+        if sequence.sequence_id != sequence_id or sequence.state is SequenceState.ENDED:
+            raise InvariantViolation(f"{sequence.name} is listed as {sequence_id}", sequence.story())
+        if sequence.unsent is not None:
+            if self.orphans.get(sequence.request_id) is not sequence:
+                raise InvariantViolation(f"{sequence.name} is an orphan that nobody can claim", sequence.story())
+        elif self.streams[sequence.key.stream_id].live.get(sequence.key.handle) is not sequence:
+            raise InvariantViolation(f"{sequence.name} is unknown to its stream", sequence.story())
+        if sequence.token_count != len(sequence.prompt_token_ids) + len(sequence.output_token_ids):
+            raise InvariantViolation(f"{sequence.name} miscounts its tokens", sequence.story())

@@ -1,0 +1,85 @@
+"""The block tables of one stage, for the whole life of a worker process.
+
+Whoever leads, every stage keeps its own tables: `apply` is all that a follower does with a batch, and the leader does
+the same for its own layers. Sequence ids are unique over the cluster, so the tables outlive every change of group.
+
+Stages take batches in the order in which the leader formed them, and a batch frees before it covers. A block that
+batch k frees was therefore last touched by a batch before k, and whoever gets it does so in batch k or later: no
+stage, however far behind the others, can see it used by two.
+"""
+
+from collections.abc import Sequence
+
+from services.worker.core.batch import Batch, SequenceId
+from services.worker.core.blocks import BlockBook, blocks_for
+
+Table = tuple[int, ...]
+
+
+class StageBook:
+    def __init__(self, block_count: int, block_tokens: int) -> None:
+        self._block_tokens = block_tokens
+        self._book = BlockBook(block_count, block_tokens)
+
+    @property
+    def block_count(self) -> int:
+        return self._book.block_count
+
+    @property
+    def free_count(self) -> int:
+        return self._book.free_count
+
+    @property
+    def used_count(self) -> int:
+        return self._book.used_count
+
+    @property
+    def sequence_ids(self) -> Sequence[SequenceId]:
+        """Those that hold blocks."""
+        return self._book.sequence_ids
+
+    def table(self, sequence_id: SequenceId) -> Table:
+        return self._book.table(sequence_id)
+
+    def apply(self, batch: Batch) -> tuple[Table, ...]:
+        """The tables of the batch's slices, each covering its slice; the same object as long as a table is the same."""
+        for sequence_id in batch.removed:
+            self._book.free(sequence_id)
+        cover = self._book.cover
+        return tuple([cover(part.sequence_id, part.first_position + len(part.token_ids)) for part in batch.slices])
+
+    def missing_count(self, sequence_id: SequenceId, token_count: int) -> int:
+        """Blocks that `hold` would take."""
+        return max(0, blocks_for(token_count, self._block_tokens) - len(self._book.table(sequence_id)))
+
+    def hold(self, sequence_id: SequenceId, token_count: int) -> Table:
+        """Blocks for KV that is going to arrive. What the sequence holds here already, for other layers, it keeps:
+        a block id means the same place in every layer.
+        """
+        return self._book.cover(sequence_id, token_count)
+
+    def release(self, sequence_id: SequenceId) -> int:
+        """The sequence has left this stage: its KV has been sent away. Returns the number of its blocks."""
+        return self._book.free(sequence_id)
+
+    def grow(self, added_block_count: int) -> None:
+        """The cache got so many more blocks, at its end."""
+        self._book.grow(added_block_count)
+
+    def compaction_plan(self, to_block_count: int) -> tuple[tuple[int, int], ...]:
+        """(from, to) for every block that must be copied before the cache can end at `to_block_count`.
+
+        Valid until the next batch; to be carried out between two batches and confirmed with `compacted`.
+        """
+        return self._book.tail_moves(to_block_count)
+
+    def compacted(self, moves: Sequence[tuple[int, int]]) -> None:
+        self._book.move(moves)
+
+    def shrink(self, to_block_count: int) -> None:
+        """The cache ends there now. What is cut off holds nothing: see `compaction_plan`."""
+        self._book.shrink(to_block_count)
+
+    def check(self) -> None:
+        """Raise InvariantViolation unless every block is either free or in exactly one table (I3)."""
+        self._book.check()

@@ -1,0 +1,42 @@
+"""How large the next microbatch of a pipeline is, so that as many as there are stages circulate and are alike.
+
+A function of this kind sees all that the leader has to run. Another one, which cuts a whole backlog into parts of
+equal cost, takes the same view and gives the same answer.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineView:
+    """Work of all running sequences, those in flight included."""
+
+    stage_count: int
+    decode_count: int  # sequences that need one token
+    prefill_tokens: int  # prompt tokens that have no KV yet
+    max_batch_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class MicrobatchShape:
+    max_decode_count: int
+    budget_tokens: int  # decodes and chunks together
+
+
+Microbatching = Callable[[PipelineView], MicrobatchShape]
+
+
+def by_token_count(view: PipelineView) -> MicrobatchShape:
+    """Equal shares of the tokens for each stage. The longest wait for a place is then one trip through the pipeline.
+
+    A lone prompt is not cut finer than into one part for each stage of a full batch: its parts cannot overlap, since
+    a sequence is in one microbatch at a time.
+    """
+    stages = view.stage_count
+    share_tokens = -(-(view.decode_count + view.prefill_tokens) // stages)
+    floor_tokens = -(-view.max_batch_tokens // stages)
+    return MicrobatchShape(
+        max_decode_count=-(-view.decode_count // stages),
+        budget_tokens=min(view.max_batch_tokens, max(share_tokens, floor_tokens)),
+    )
