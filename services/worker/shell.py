@@ -59,6 +59,44 @@ class Engine(Protocol):
     def close(self) -> None: ...
 
 
+class MemberEvent:
+    """Base of what concerns this worker as a member of a group; handled by `Member`, not by the core."""
+
+    __slots__ = ()
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutcome:
+    """A batch has come back: its result, or why it could not be run."""
+
+    step_id: int
+    result: StepResult | None
+    why: str = ""
+
+
+class Member(Protocol):
+    """This worker's place in its group. All calls come from the engine thread."""
+
+    @property
+    def may_form(self) -> bool:
+        """Whether batches may be formed: not while the layout changes."""
+        ...
+
+    def handle(self, event: MemberEvent) -> list[Command | StepOutcome]: ...
+
+    def poll(self) -> list[Command | StepOutcome]:
+        """Between two turns: whatever waits for a step boundary or for room."""
+        ...
+
+    def run(self, command: Execute | Removed) -> StepOutcome | None:
+        """Executes a batch. None: it has gone on to the next stage, its outcome follows, or there is none."""
+        ...
+
+    def check(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
 class Detokenizing(Protocol):
     def push(self, token_id: int) -> str: ...
 
@@ -158,7 +196,9 @@ class WorkerShell:
         self._engine = engine
         self._detokenizer = detokenizer
         self._check_every_steps = check_every_steps
-        self._inbox: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
+        self._member: Member | None = None
+        self._in_flight: dict[int, Batch] = {}  # step id -> what has been sent and not come back
+        self._inbox: queue.SimpleQueue[Event | MemberEvent | None] = queue.SimpleQueue()
         self._slots = asyncio.Semaphore(INBOX_EVENTS)
         self._streams: dict[int, OutputStream] = {}  # stream id -> its outputs
         self._next_stream_id = 1
@@ -211,6 +251,14 @@ class WorkerShell:
         if not self._draining:
             self._draining = True
             self._inbox.put(DrainRequested(time.monotonic()))
+
+    def join_group(self, member: Member) -> None:
+        """Before `run`: what this worker does as a member of a group."""
+        self._member = member
+
+    def post_member(self, event: MemberEvent) -> None:
+        """From any thread. Not bounded here: links and the planner bound what they send."""
+        self._inbox.put(event)
 
     async def post(self, event: Event) -> None:
         """Hands an event to the engine thread. Waits while the inbox is full, which stops the caller's reading."""
@@ -266,6 +314,8 @@ class WorkerShell:
         except BaseException as error:  # noqa: BLE001 - handed to the event loop, which owns this thread
             failure = error
         finally:
+            if self._member is not None:
+                self._member.close()
             self._engine.close()
             with contextlib.suppress(RuntimeError):  # the loop may be closed when the process is going down
                 self._loop.call_soon_threadsafe(_finish, ended, failure)
@@ -274,31 +324,58 @@ class WorkerShell:
         commands: list[Command] = []
         events = self._take_in()
         for event in events:
-            commands.extend(self._feed(event))
+            if isinstance(event, MemberEvent):
+                commands.extend(self._of_member(self._the_member().handle(event)))
+            else:
+                commands.extend(self._feed(event))
         commands.extend(self._feed(Tick(time.monotonic())))
-        stepping = self._core.has_work
-        if stepping:
+        if self._member is not None:
+            commands.extend(self._of_member(self._member.poll()))
+        stepping = self._may_step
+        while self._may_step:
             self._busy_since_s = self._busy_since_s or time.monotonic()
-            self._step(commands)
-        self._busy_since_s = time.monotonic() if self._core.has_work else None
+            if not self._step(commands):
+                break
+            if self._core.in_flight_count == 0:
+                break  # alone: what has come in meanwhile is looked at after each step
+        busy = self._core.has_work or self._core.in_flight_count
+        self._busy_since_s = time.monotonic() if busy else None
         if events or stepping or commands:
             assert self._loop is not None
             self._loop.call_soon_threadsafe(self._on_turn, self._told(events, commands))
 
-    def _told(self, events: Sequence[Event], commands: Sequence[Command]) -> _Turn:
+    @property
+    def _may_step(self) -> bool:
+        return self._core.has_work and (self._member is None or self._member.may_form)
+
+    def _the_member(self) -> Member:
+        if self._member is None:
+            raise InvariantViolation("an event for a member of a group, and this worker is none")
+        return self._member
+
+    def _of_member(self, answers: Sequence[Command | StepOutcome]) -> list[Command]:
+        commands: list[Command] = []
+        for answer in answers:
+            if isinstance(answer, StepOutcome):
+                commands.extend(self._on_outcome(answer))
+            else:
+                commands.append(answer)
+        return commands
+
+    def _told(self, events: Sequence[Event | MemberEvent], commands: Sequence[Command]) -> _Turn:
         return _Turn(
-            slots=sum(not isinstance(event, _SLOTLESS) for event in events),
+            slots=sum(not isinstance(event, (*_SLOTLESS, MemberEvent)) for event in events),
             seen_handles={event.key.stream_id: event.key.handle for event in events if isinstance(event, Submitted)},
             emits=[command for command in commands if isinstance(command, Emit)],
             report=self._core.load(time.monotonic(), self._engine.memory_report()),
             drained=any(isinstance(command, Drained) for command in commands),
         )
 
-    def _take_in(self) -> list[Event]:
+    def _take_in(self) -> list[Event | MemberEvent]:
         """What has come in; waits for something if there is nothing to do."""
-        events: list[Event] = []
+        events: list[Event | MemberEvent] = []
         wait_s = 0.0
-        if not self._core.has_work:
+        if not self._may_step:
             due_at_s = self._core.next_deadline_at_s
             wait_s = _IDLE_WAIT_S if due_at_s is None else min(_IDLE_WAIT_S, max(0.0, due_at_s - time.monotonic()))
         with contextlib.suppress(queue.Empty):
@@ -313,26 +390,46 @@ class WorkerShell:
         for command in commands:
             if isinstance(command, Removed):
                 self._drop_texts(command.batch)
-                self._engine.step(command.batch, ())
+                self._run(command)
         return commands
 
-    def _step(self, commands: list[Command]) -> None:
+    def _run(self, command: Execute | Removed) -> StepOutcome | None:
+        if self._member is not None:
+            return self._member.run(command)
+        tables = command.block_tables if isinstance(command, Execute) else ()
+        try:
+            return StepOutcome(command.batch.step_id, self._engine.step(command.batch, tables))
+        except (RuntimeError, ValueError, IndexError) as error:
+            return StepOutcome(command.batch.step_id, None, f"{type(error).__name__}: {error}")
+
+    def _step(self, commands: list[Command]) -> bool:
+        """Forms a batch and runs it. False if there was none to form."""
+        formed = False
         for command in self._feed(BatchWanted(time.monotonic())):
             if not isinstance(command, Execute):
                 commands.append(command)
                 continue
+            formed = True
             self._forget_and_prime(command)
-            try:
-                result = self._engine.step(command.batch, command.block_tables)
-            except (RuntimeError, ValueError, IndexError) as error:
-                commands.extend(self._on_failed_step(command.batch, error))
-                continue
-            self._failed_steps = 0
-            texts = self._make_texts(command.batch, result)
-            commands.extend(self._feed(StepDone(time.monotonic(), result, texts)))
-            if self._check_every_steps and command.batch.step_id % self._check_every_steps == 0:
-                self._core.check()
-                self._engine.check()
+            self._in_flight[command.batch.step_id] = command.batch
+            outcome = self._run(command)
+            if outcome is not None:
+                commands.extend(self._on_outcome(outcome))
+        return formed
+
+    def _on_outcome(self, outcome: StepOutcome) -> list[Command]:
+        batch = self._in_flight.pop(outcome.step_id)
+        if outcome.result is None:
+            return self._on_failed_step(batch, outcome.why)
+        self._failed_steps = 0
+        texts = self._make_texts(batch, outcome.result)
+        commands = self._feed(StepDone(time.monotonic(), outcome.result, texts))
+        if self._check_every_steps and batch.step_id % self._check_every_steps == 0:
+            self._core.check()
+            self._engine.check()
+            if self._member is not None:
+                self._member.check()
+        return commands
 
     def _forget_and_prime(self, command: Execute) -> None:
         self._drop_texts(command.batch)
@@ -354,9 +451,8 @@ class WorkerShell:
             for sequence_id, token_id in zip(sampling, result.token_ids, strict=True)
         )
 
-    def _on_failed_step(self, batch: Batch, error: Exception) -> list[Command]:
+    def _on_failed_step(self, batch: Batch, why: str) -> list[Command]:
         """The step's requests end with an error and are not replayed, lest one of them fell every worker in turn."""
-        why = f"{type(error).__name__}: {error}"
         get_logger().error("engine step failed", step_id=batch.step_id, sequences=len(batch.slices), why=why)
         self._failed_steps += 1
         if self._failed_steps >= _FAILED_STEPS:

@@ -68,6 +68,8 @@ class Group:
         busy_count = self._scheduler.running_count + self._scheduler.waiting_count
         if not event.leads and busy_count:
             raise InvariantViolation(f"a follower has {busy_count} sequences that were not handed over")
+        for sequence in self._residents.live.values():
+            sequence.in_engine = False  # the engines of the new stages have not heard of it
         self.leads = event.leads
         self._scheduler.stage_count = event.stage_count
         self.shed(event.at_s)

@@ -176,6 +176,12 @@ class WorkerCore:
     def orphan_count(self) -> int:
         return len(self._residents.orphans)
 
+    @property
+    def with_kv(self) -> tuple[tuple[SequenceId, int], ...]:
+        """(sequence, tokens whose KV is in the stages' caches) of all that run, by id."""
+        running = (s for s in self._scheduler.running if s.computed_tokens)
+        return tuple(sorted((s.sequence_id, s.computed_tokens) for s in running))
+
     def placements(self) -> tuple[PlacementView, ...]:
         """What `policy.placement.place` needs to know of all that waits, runs or is suspended."""
         return self._group.placements()

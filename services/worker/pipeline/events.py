@@ -1,5 +1,6 @@
 """What happens to a worker as a member of a group. Posted from any thread, handled by the engine thread."""
 
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +11,8 @@ from services.worker.core.snapshot import SequenceSnapshot
 from services.worker.core.transition import Event as TransitionEvent
 from services.worker.core.transition import Plan
 from services.worker.shell import MemberEvent
+from services.worker.transport.link import Link
+from services.worker.transport.transfer import TransferReport
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +76,23 @@ class CapacityTold(MemberEvent):
     epoch: Epoch
     source: WorkerId
     block_count: int
+
+
+@dataclass(frozen=True, slots=True)
+class LinkMade(MemberEvent):
+    epoch: Epoch
+    peer: WorkerId
+    link: Future[Link]
+
+
+@dataclass(frozen=True, slots=True)
+class PieceSent(MemberEvent):
+    """A transfer of KV to this member has ended."""
+
+    epoch: Epoch
+    sequence_id: SequenceId
+    to: WorkerId
+    report: Future[TransferReport]
 
 
 @dataclass(frozen=True, slots=True)

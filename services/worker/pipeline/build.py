@@ -1,0 +1,59 @@
+"""Puts a worker's parts together, so that it can be a member of groups."""
+
+from dataclasses import dataclass
+
+from ballast.common.ids import WorkerId
+from services.worker.core.limits import WorkerLimits
+from services.worker.core.stage import StageBook
+from services.worker.core.worker import WorkerCore
+from services.worker.engine.load import Engine
+from services.worker.pipeline.hub import Hub
+from services.worker.pipeline.member import GroupMember
+from services.worker.shell import MemberEvent, WorkerShell
+from services.worker.transport.config import TransportConfig
+from services.worker.transport.plane import DataPlane
+
+
+def stage_core(limits: WorkerLimits, engine: Engine, ordinal: int) -> tuple[WorkerCore, StageBook]:
+    """`ordinal` is unique over the cluster: it makes the ids of sequences so."""
+    book = StageBook(engine.block_count, limits.block_tokens)
+    core = WorkerCore(limits, engine.block_count, book=book, first_sequence_id=ordinal << 32)
+    return core, book
+
+
+@dataclass(frozen=True, slots=True)
+class Membership:
+    member: GroupMember
+    plane: DataPlane
+
+
+def join(
+    shell: WorkerShell,
+    *,
+    me: WorkerId,
+    core: WorkerCore,
+    book: StageBook,
+    engine: Engine,
+    config: TransportConfig,
+    advertise_host: str | None,
+) -> Membership:
+    """Opens the data plane. The shell closes it when its engine thread ends."""
+
+    def post(event: MemberEvent) -> None:
+        shell.post_member(event)
+
+    hub = Hub(post)
+    plane = DataPlane(me, hub, config, advertise_host=advertise_host)
+    member = GroupMember(
+        me=me,
+        layer_count=engine.info.layer_count,
+        core=core,
+        book=book,
+        memory=engine.memory,
+        runner=engine.runner,
+        plane=plane,
+        hub=hub,
+        post=post,
+    )
+    shell.join_group(member)
+    return Membership(member, plane)

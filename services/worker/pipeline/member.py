@@ -1,0 +1,676 @@
+"""This worker in its group: runs its stage of every batch and carries transitions out. Engine thread only.
+
+What decides is pure (`core.transition`, `core.worker`); here links, device memory and the engine do what they say.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Protocol
+
+import torch
+
+from ballast.common.errors import BallastError, InvariantViolation
+from ballast.common.ids import Epoch, WorkerId
+from ballast.common.layout import Member as LayoutMember
+from ballast.service.logs import get_logger
+from ballastpb.worker.v1 import stage_pb2 as pb
+from services.worker.core.batch import Batch, SequenceId, StepResult
+from services.worker.core.blocks import blocks_for
+from services.worker.core.events import (
+    Adopted,
+    CapacityChanged,
+    Command,
+    Execute,
+    HandedOver,
+    HandOver,
+    KvArrived,
+    KvLost,
+    KvTravels,
+    Removed,
+    RoleChanged,
+)
+from services.worker.core.snapshot import SequenceSnapshot
+from services.worker.core.stage import StageBook
+from services.worker.core.transition import (
+    BoundaryReached,
+    Broken,
+    ConnectLinks,
+    EpochEnded,
+    ExpectKv,
+    HandoverReceived,
+    KvReceived,
+    KvSent,
+    Lead,
+    Led,
+    LinksUp,
+    MemoryReady,
+    Phase,
+    PreparationFailed,
+    PrepareMemory,
+    Quiesce,
+    ReleaseLost,
+    Resume,
+    SendEpochEnded,
+    SendHandover,
+    SendKv,
+    SendKvComplete,
+    SendRoster,
+    TakenUp,
+    TakeUp,
+    Transition,
+    UndoPreparation,
+    Victim,
+    part_of,
+    transfers,
+)
+from services.worker.core.transition import Command as TransitionCommand
+from services.worker.core.transition import Event as TransitionEvent
+from services.worker.core.worker import WorkerCore
+from services.worker.memory.device import DeviceMemory
+from services.worker.pipeline.events import (
+    BatchArrived,
+    CapacityTold,
+    HandoverArrived,
+    KvAsked,
+    LinkMade,
+    PieceSent,
+    PlanReceived,
+    ResultArrived,
+    RosterArrived,
+    Told,
+)
+from services.worker.pipeline.exchange import kv_bytes, kv_pieces
+from services.worker.pipeline.hub import Hub
+from services.worker.pipeline.status import Progress
+from services.worker.pipeline.wire import (
+    Topic,
+    batch_to_bytes,
+    failure_to_bytes,
+    result_to_bytes,
+    roster_to_bytes,
+    snapshot_to_proto,
+)
+from services.worker.shell import MemberEvent, StepOutcome
+from services.worker.transport.link import Link
+from services.worker.transport.plane import DataPlane
+from services.worker.transport.traffic import TrafficClass
+from services.worker.transport.transfer import Outcome
+
+_LINK_TIMEOUT_S = 5.0
+_SEND_TIMEOUT_S = 5.0
+_KEPT_TRANSITIONS = 16
+_UNDER_WAY = (Phase.PREPARING, Phase.PREPARED, Phase.COMMITTING, Phase.EXCHANGING)
+_META_BYTES = 2048  # longer bodies of control messages travel as a tensor of bytes
+
+Answer = Command | StepOutcome
+
+
+class StageEngine(Protocol):
+    """The part of the engine that runs batches."""
+
+    def run_stage(
+        self,
+        batch: Batch,
+        block_tables: Sequence[Sequence[int]],
+        hidden_TD: torch.Tensor | None,
+        *,
+        first_layer: int,
+        last_layer: int,
+    ) -> StepResult | torch.Tensor: ...
+
+    def forget_all(self) -> None: ...
+
+
+class GroupMember:
+    """See `services.worker.shell.Member`."""
+
+    def __init__(
+        self,
+        *,
+        me: WorkerId,
+        layer_count: int,
+        core: WorkerCore,
+        book: StageBook,
+        memory: DeviceMemory,
+        runner: StageEngine,
+        plane: DataPlane,
+        hub: Hub,
+        post: Callable[[MemberEvent], None],
+    ) -> None:
+        self.me = me
+        self._core = core
+        self._book = book
+        self._memory = memory
+        self._runner = runner
+        self._plane = plane
+        self._hub = hub
+        self._post = post
+        self._layer_count = layer_count
+        self._epoch = Epoch(0)  # of the layout that this worker plays its role in
+        self._stages: tuple[LayoutMember, ...] = ()  # of its group; empty: alone
+        self._first_layer, self._last_layer = 0, layer_count
+        self._capacities: dict[WorkerId, int] = {}  # leader: stage -> blocks
+        self._transition: Transition | None = None
+        self._received: PlanReceived | None = None
+        self._quiescing = False
+        self._links_missing: set[WorkerId] = set()
+        self._going: dict[WorkerId, tuple[SequenceSnapshot, ...]] = {}  # handed over, by the leader they go to
+        self._coming: list[SequenceSnapshot] = []  # new leader: handed over to it
+        self._to_send: dict[tuple[SequenceId, WorkerId], list[SendKv]] = {}
+        self._asked: set[tuple[SequenceId, WorkerId]] = set()
+        self._unsent: dict[tuple[SequenceId, WorkerId], int] = {}  # transfers under way
+        self._pieces_due: dict[tuple[SequenceId, WorkerId], int] = {}  # receiver: transfers still to come
+        self._early: list[BatchArrived] = []  # batches of a leader that is ahead of this member
+        self._answers: list[Answer] = []
+        self._progress: Progress | None = None
+        self.progress: dict[Epoch, Progress] = {}  # what others may read: replaced, never changed
+        self.stale_total = 0
+
+    # ------------------------------------------------------------ what the shell calls
+
+    @property
+    def may_form(self) -> bool:
+        return not self._quiescing
+
+    @property
+    def leads(self) -> bool:
+        return not self._stages or self._stages[0].worker_id == self.me
+
+    def handle(self, event: MemberEvent) -> list[Answer]:
+        match event:
+            case PlanReceived():
+                self._receive(event)
+            case Told(epoch=epoch, event=told):
+                self._told(epoch, told)
+            case BatchArrived():
+                self._batch(event)
+            case ResultArrived():
+                self._result(event)
+            case HandoverArrived():
+                self._handover(event)
+            case RosterArrived():
+                self._told(event.epoch, event.event)
+            case KvAsked():
+                self._kv_asked(event)
+            case CapacityTold():
+                self._capacity_told(event)
+            case LinkMade():
+                self._link_made(event)
+            case PieceSent():
+                self._piece_sent(event)
+            case _:
+                raise InvariantViolation(f"{type(event).__name__} is not known here")
+        return self._take_answers()
+
+    def poll(self) -> list[Answer]:
+        transition = self._transition
+        if self._quiescing and transition is not None and transition.phase is Phase.COMMITTING:
+            boundary = not self._core.in_flight_count and not self._core.suspended_ids
+            if boundary and transition.led_before:
+                self._drive(BoundaryReached(time.monotonic(), transition.epoch))
+        return self._take_answers()
+
+    def run(self, command: Execute | Removed) -> StepOutcome | None:
+        tables = command.block_tables if isinstance(command, Execute) else ()
+        return self._run_stage(command.batch, tables, None)
+
+    def check(self) -> None:
+        self._book.check()
+        if self._transition is not None:
+            self._transition.check()
+        if self._book.block_count > self._memory.kv.block_count:
+            raise InvariantViolation(
+                f"{self._book.block_count} blocks in the book, {self._memory.kv.block_count} mapped"
+            )
+
+    def close(self) -> None:
+        self._plane.close()
+
+    def _take_answers(self) -> list[Answer]:
+        answers, self._answers = self._answers, []
+        return answers
+
+    def _tell_core(self, commands: Iterable[Command]) -> None:
+        """The core's answer to something told it here: HandedOver is ours, the rest is the shell's."""
+        for command in commands:
+            if isinstance(command, HandedOver):
+                for to, snapshots in command.snapshots:
+                    self._going[to] = snapshots
+            elif isinstance(command, Removed):
+                outcome = self.run(command)
+                assert outcome is None or not command.batch.slices
+            else:
+                self._answers.append(command)
+
+    # ------------------------------------------------------------ batches
+
+    def _run_stage(
+        self, batch: Batch, tables: Sequence[Sequence[int]], hidden_TD: torch.Tensor | None
+    ) -> StepOutcome | None:
+        """This member's layers of a batch, and on to whoever is next."""
+        try:
+            out = self._runner.run_stage(
+                batch, tables, hidden_TD, first_layer=self._first_layer, last_layer=self._last_layer
+            )
+        except (RuntimeError, ValueError, IndexError) as error:
+            return self._failed(batch, f"{type(error).__name__}: {error}")
+        is_last = not self._stages or self._stages[-1].worker_id == self.me
+        if is_last:
+            if not batch.slices:
+                return None
+            assert isinstance(out, StepResult)
+            if self.leads:
+                return StepOutcome(batch.step_id, out)
+            self._send(self._stages[0].worker_id, TrafficClass.ACTIVATION, Topic.RESULT, result_to_bytes(out))
+            return None
+        tensor = out if isinstance(out, torch.Tensor) else None
+        self._send(self._next_stage(), TrafficClass.ACTIVATION, Topic.BATCH, batch_to_bytes(batch), tensor)
+        return None
+
+    def _failed(self, batch: Batch, why: str) -> StepOutcome | None:
+        get_logger().error("stage could not run a batch", step_id=batch.step_id, why=why)
+        if self.leads:
+            return StepOutcome(batch.step_id, None, why)
+        self._send(
+            self._stages[0].worker_id, TrafficClass.ACTIVATION, Topic.RESULT, failure_to_bytes(batch.step_id, why)
+        )
+        return None
+
+    def _next_stage(self) -> WorkerId:
+        index = next(i for i, stage in enumerate(self._stages) if stage.worker_id == self.me)
+        return self._stages[index + 1].worker_id
+
+    def _batch(self, event: BatchArrived) -> None:
+        if event.epoch > self._epoch:
+            self._early.append(event)  # its leader has everybody's word but ours has not been carried out yet
+            return
+        if event.epoch < self._epoch or self.leads:
+            self.stale_total += 1
+            return
+        outcome = self._run_stage(event.batch, self._book.apply(event.batch), event.hidden_TD)
+        assert outcome is None
+
+    def _result(self, event: ResultArrived) -> None:
+        if event.epoch != self._epoch or not self.leads:
+            self.stale_total += 1
+        elif isinstance(event.result, StepResult):
+            self._answers.append(StepOutcome(event.result.step_id, event.result))
+        else:
+            step_id, why = event.result
+            self._answers.append(StepOutcome(step_id, None, why))
+
+    def _send(
+        self,
+        to: WorkerId,
+        traffic: TrafficClass,
+        topic: Topic,
+        meta: bytes,
+        tensor: torch.Tensor | None = None,
+        stream: int = 0,
+        epoch: Epoch | None = None,
+    ) -> None:
+        """A link that is gone swallows the message: its end is told as an event of its own."""
+        link = self._link(to, epoch)
+        if link is None:
+            return
+        try:
+            if tensor is None and len(meta) > _META_BYTES:
+                tensor, meta = torch.frombuffer(bytearray(meta), dtype=torch.uint8), b""
+            link.send(traffic, topic, meta=meta, tensor=tensor, stream=stream, timeout_s=_SEND_TIMEOUT_S)
+        except BallastError as error:
+            get_logger().warning("message to a member was not sent", to=to, topic=topic.name, why=str(error))
+
+    def _link(self, to: WorkerId, epoch: Epoch | None = None) -> Link | None:
+        return self._plane.link(to, self._epoch if epoch is None else epoch)
+
+    # ------------------------------------------------------------ transitions
+
+    def _receive(self, event: PlanReceived) -> None:
+        plan, current = event.plan, self._transition
+        if current is not None and current.epoch >= plan.epoch:
+            return  # the same once more, or an old one
+        if current is not None and current.phase in (
+            Phase.PREPARING,
+            Phase.PREPARED,
+            Phase.COMMITTING,
+            Phase.EXCHANGING,
+        ):
+            return  # one after the other: the planner asks again
+        if part_of(plan, self.me) is None:
+            return
+        self._transition = Transition(self.me, plan)
+        self._received = event
+        self._progress = Progress(plan.epoch, time.monotonic(), block_count_before=self._book.block_count)
+        self._going, self._coming = {}, []
+        self._to_send.clear()
+        self._asked.clear()
+        self._unsent.clear()
+        self._pieces_due.clear()
+        self._execute(self._transition.begin())
+        self._publish()
+
+    def _told(self, epoch: Epoch, event: TransitionEvent) -> None:
+        transition = self._transition
+        if transition is None or transition.epoch != epoch:
+            self.stale_total += 1
+            return
+        match event:
+            case EpochEnded():
+                self._pass_on_epoch_end(epoch)
+            case KvReceived(sequence_id=sequence_id, source=source):
+                if not self._last_piece(sequence_id, source):
+                    return
+            case _:
+                pass
+        self._drive(event)
+
+    def _drive(self, event: TransitionEvent) -> None:
+        assert self._transition is not None
+        self._execute(self._transition.handle(event))
+        self._publish()
+
+    def _execute(self, commands: Iterable[TransitionCommand]) -> None:
+        for command in commands:
+            match command:
+                case ConnectLinks(epoch=epoch, peers=peers):
+                    self._connect(epoch, peers)
+                case PrepareMemory():
+                    self._prepare_memory()
+                case UndoPreparation():
+                    self._quiescing = False
+                case Quiesce():
+                    self._quiescing = True
+                    self._note_commit()
+                case SendEpochEnded(epoch=epoch):
+                    self._pass_on_epoch_end(epoch)
+                case TakeUp():
+                    self._take_up()
+                case SendHandover(epoch=epoch, to=to):
+                    self._send_handover(epoch, to)
+                case Lead(victims=victims):
+                    self._lead(victims)
+                case SendRoster(epoch=epoch, victims=victims, to=to):
+                    for member in to:
+                        body = roster_to_bytes(epoch, victims, ())
+                        self._send(member, TrafficClass.CONTROL, Topic.ROSTER, body)
+                case SendKv():
+                    self._send_kv(command)
+                case ExpectKv():
+                    self._expect_kv(command)
+                case SendKvComplete(sequence_id=sequence_id, to=to):
+                    self._send(to, TrafficClass.CONTROL, Topic.KV_COMPLETE, b"", stream=sequence_id)
+                case Resume(sequence_id=sequence_id):
+                    self._resume(sequence_id)
+                case ReleaseLost():
+                    self._release_lost()
+                case Broken(peer=peer, why=why):
+                    raise InvariantViolation(f"{peer}, a member of this group, is gone: {why}")
+
+    # ------------------------------------------------------------ prepare
+
+    def _connect(self, epoch: Epoch, peers: tuple[WorkerId, ...]) -> None:
+        assert self._received is not None
+        self._links_missing = set(peers)
+        for peer in peers:
+            future = self._plane.warm(peer, self._received.data_addresses[peer], epoch, timeout_s=_LINK_TIMEOUT_S)
+            future.add_done_callback(lambda f, p=peer: self._post(LinkMade(epoch, p, f)))
+        if not peers:
+            self._post(Told(epoch, LinksUp(time.monotonic(), epoch)))
+
+    def _link_made(self, event: LinkMade) -> None:
+        error = event.link.exception()
+        now_s = time.monotonic()
+        if error is not None:
+            self._told(event.epoch, PreparationFailed(now_s, event.epoch, f"no link to {event.peer}: {error}"))
+            return
+        self._links_missing.discard(event.peer)
+        if not self._links_missing:
+            self._told(event.epoch, LinksUp(now_s, event.epoch))
+
+    def _prepare_memory(self) -> None:
+        transition = self._current()
+        dropped = self._layers_lost()
+        progress = self._counted()
+        progress.block_count_after = self._memory.blocks_after_drop(dropped)
+        self._post(Told(transition.epoch, MemoryReady(time.monotonic(), transition.epoch)))
+
+    # ------------------------------------------------------------ commit
+
+    def _note_commit(self) -> None:
+        progress = self._counted()
+        progress.commit_at_s = progress.commit_at_s or time.monotonic()
+
+    def _pass_on_epoch_end(self, epoch: Epoch) -> None:
+        """Down the old pipeline, behind the last batch: so it goes as an activation, on the old layout's link."""
+        if self._stages and self._stages[-1].worker_id != self.me:
+            self._send(self._next_stage(), TrafficClass.ACTIVATION, Topic.EPOCH_ENDED, b"", stream=epoch)
+
+    def _take_up(self) -> None:
+        """Between two batches: sequences change hands, memory is moved, and the role is another one."""
+        transition, now_s = self._current(), time.monotonic()
+        self._note_commit()
+        new = transition.part.new
+        own: tuple[Victim, ...] = ()
+        if transition.led_before:
+            own = self._hand_over(transition, now_s)
+        self._runner.forget_all()
+        self._remap(transition)
+        stage = next(m for m in new.members if m.worker_id == self.me)
+        self._first_layer, self._last_layer = stage.first_layer, stage.last_layer
+        self._stages = new.members if len(new.members) > 1 else ()
+        self._epoch = transition.epoch
+        self._capacities = {self.me: self._book.block_count}
+        self._tell_core(self._core.handle(RoleChanged(now_s, self.leads, len(new.members))))
+        self._quiescing = self.leads  # a leader forms batches once all members are ready
+        transition.own_victims(own)
+        progress = self._counted()
+        progress.taken_up_at_s = time.monotonic()
+        progress.boundary_wait_s = progress.taken_up_at_s - progress.commit_at_s - progress.remap_s
+        self._drive(TakenUp(time.monotonic(), transition.epoch))
+        early, self._early = self._early, []
+        for event in early:
+            self._batch(event)
+
+    def _hand_over(self, transition: Transition, now_s: float) -> tuple[Victim, ...]:
+        """What this worker has led goes to the leader of its new group; if that is itself, its victims stay."""
+        leader = transition.part.new.leader.worker_id
+        if leader != self.me:
+            self._tell_core(self._core.handle(HandOver(now_s, leader)))
+            return ()
+        return tuple(Victim(sequence_id, count, self.me) for sequence_id, count in self._core.with_kv)
+
+    def _layers_lost(self) -> list[int]:
+        stage = next(m for m in self._current().part.new.members if m.worker_id == self.me)
+        held = self._memory.parameters.held_layers
+        return [layer for layer in held if not stage.first_layer <= layer < stage.last_layer]
+
+    def _remap(self, transition: Transition) -> None:
+        lost, began_s = self._layers_lost(), time.perf_counter()
+        progress = self._counted()
+        progress.freed_parameter_bytes = (
+            sum(self._memory.parameters.extents_of(layer) for layer in lost) * self._memory.pool.extent_bytes
+        )
+        self._grow_book(self._memory.drop_layers(lost))
+        progress.remap_s += time.perf_counter() - began_s
+
+    def _grow_book(self, block_count: int) -> None:
+        self._book.grow(block_count - self._book.block_count)
+
+    def _send_handover(self, epoch: Epoch, to: WorkerId) -> None:
+        snapshots = self._going.pop(to, ())
+        body = pb.Handover(
+            epoch=epoch,
+            sequences=[snapshot_to_proto(snapshot) for snapshot in snapshots],
+            block_count=self._book.block_count,
+            free_block_count=self._book.free_count,
+        )
+        self._send(to, TrafficClass.CONTROL, Topic.HANDOVER, body.SerializeToString())
+
+    def _handover(self, event: HandoverArrived) -> None:
+        self._coming.extend(event.snapshots)
+        self._capacities[event.source] = event.block_count
+        victims = tuple(
+            Victim(s.sequence_id, s.computed_tokens, event.source) for s in event.snapshots if s.computed_tokens
+        )
+        self._told(event.epoch, HandoverReceived(time.monotonic(), event.epoch, event.source, victims))
+
+    def _lead(self, victims: tuple[Victim, ...]) -> None:
+        """All members are ready. Whoever finds no room in the smallest stage starts over; the youngest first."""
+        transition, now_s = self._current(), time.monotonic()
+        capacity = min(self._capacities.values())
+        kept, lost = self._fitting(victims, capacity)
+        moving = frozenset(v.sequence_id for v in kept if transfers(transition.plan, v, self.me))
+        own = frozenset(v.sequence_id for v in victims if v.old_leader == self.me)
+        lost_ids = frozenset(v.sequence_id for v in lost)
+        self._tell_core(self._core.handle(KvTravels(now_s, own)))
+        self._tell_core(self._core.handle(CapacityChanged(now_s, capacity)))
+        for sequence_id in sorted(own & lost_ids):
+            self._tell_core(self._core.handle(KvLost(now_s, sequence_id)))
+        adopted = Adopted(now_s, tuple(self._coming), moving - own, lost_ids - own, last=True)
+        self._tell_core(self._core.handle(adopted))
+        self._coming = []
+        self._quiescing = False
+        progress = self._counted()
+        progress.victim_count, progress.victims_recomputed = len(victims), len(lost)
+        progress.victims_waiting = len(kept)
+        self._drive(Led(now_s, transition.epoch, kept))
+
+    def _fitting(self, victims: tuple[Victim, ...], capacity: int) -> tuple[tuple[Victim, ...], tuple[Victim, ...]]:
+        size = self._memory.kv.shape.block_tokens
+        kept: list[Victim] = []
+        lost: list[Victim] = []
+        used = 0
+        for victim in sorted(victims, key=lambda v: v.sequence_id):
+            blocks = blocks_for(victim.computed_tokens + 1, size)
+            if used + blocks <= capacity:
+                used += blocks
+                kept.append(victim)
+            else:
+                lost.append(victim)
+        return tuple(kept), tuple(lost)
+
+    # ------------------------------------------------------------ exchange
+
+    def _expect_kv(self, command: ExpectKv) -> None:
+        """Blocks first, then the question for the KV: a transfer never finds its destination missing."""
+        transition, victim = self._current(), command.victim
+        table = self._book.hold(victim.sequence_id, victim.computed_tokens)
+        leader = transition.part.new.leader.worker_id
+        for source, to, first, last in transfers(transition.plan, victim, leader):
+            if to != self.me:
+                continue
+            pieces = kv_pieces(self._memory.kv, table, victim.computed_tokens, first, last)
+            self._hub.kv.put((command.epoch, victim.sequence_id, source, first), pieces)
+            key = (victim.sequence_id, source)
+            self._pieces_due[key] = self._pieces_due.get(key, 0) + 1
+            received = self._counted()
+            received.kv_bytes_received += kv_bytes(self._memory.kv, victim.computed_tokens, last - first)
+        for source in command.sources:
+            self._send(source, TrafficClass.CONTROL, Topic.KV_WANTED, b"", stream=victim.sequence_id)
+
+    def _last_piece(self, sequence_id: SequenceId, source: WorkerId) -> bool:
+        key = (sequence_id, source)
+        self._pieces_due[key] = self._pieces_due.get(key, 1) - 1
+        return self._pieces_due[key] == 0
+
+    def _send_kv(self, command: SendKv) -> None:
+        key = (command.victim.sequence_id, command.to)
+        self._to_send.setdefault(key, []).append(command)
+        layers = command.last_layer - command.first_layer
+        self._counted().kv_bytes_to_send += kv_bytes(self._memory.kv, command.victim.computed_tokens, layers)
+        if key in self._asked:
+            self._start_sending(key)
+
+    def _kv_asked(self, event: KvAsked) -> None:
+        if self._transition is None or event.epoch != self._transition.epoch:
+            self.stale_total += 1
+            return
+        key = (event.sequence_id, event.peer)
+        self._asked.add(key)
+        self._start_sending(key)
+
+    def _start_sending(self, key: tuple[SequenceId, WorkerId]) -> None:
+        commands = self._to_send.pop(key, [])
+        link = self._link(key[1])
+        if not commands or link is None:
+            return
+        self._unsent[key] = len(commands)
+        for command in commands:
+            victim = command.victim
+            table = self._book.table(victim.sequence_id)
+            pieces = kv_pieces(self._memory.kv, table, victim.computed_tokens, command.first_layer, command.last_layer)
+            meta = pb.KvPiece(
+                epoch=command.epoch,
+                sequence_id=victim.sequence_id,
+                first_layer=command.first_layer,
+                last_layer=command.last_layer,
+            ).SerializeToString()
+            transfer = link.transfer(TrafficClass.KV, pieces, topic=Topic.KV, meta=meta, stream=victim.sequence_id)
+            transfer.done.add_done_callback(lambda f, k=key, e=command.epoch: self._post(PieceSent(e, *k, f)))
+
+    def _piece_sent(self, event: PieceSent) -> None:
+        if self._transition is None or event.epoch != self._transition.epoch:
+            return
+        error = event.report.exception()
+        report = None if error is not None else event.report.result()
+        if report is None or report.outcome is not Outcome.DELIVERED:
+            why = str(error) if report is None else f"{report.outcome.value}: {report.why}"
+            get_logger().error("KV was not sent", sequence_id=event.sequence_id, to=event.to, why=why)
+            return  # the link is broken, and its end is told too
+        self._counted().kv_bytes_sent += report.sent_bytes
+        key = (event.sequence_id, event.to)
+        self._unsent[key] -= 1
+        if not self._unsent[key]:
+            del self._unsent[key]
+            self._drive(KvSent(time.monotonic(), event.epoch, event.sequence_id, event.to))
+
+    def _resume(self, sequence_id: SequenceId) -> None:
+        now_s, progress = time.monotonic(), self._counted()
+        progress.victims_waiting -= 1
+        progress.max_stall_s = max(progress.max_stall_s, now_s - progress.commit_at_s)
+        self._tell_core(self._core.handle(KvArrived(now_s, sequence_id)))
+
+    def _release_lost(self) -> None:
+        progress, began_s = self._counted(), time.perf_counter()
+        self._grow_book(self._memory.release_retired())
+        progress.remap_s += time.perf_counter() - began_s
+        progress.exchange_s = time.monotonic() - progress.taken_up_at_s
+        progress.block_count_after = self._book.block_count
+        self._tell_capacity()
+        self._plane.retire(self._epoch)
+
+    def _tell_capacity(self) -> None:
+        if self.leads:
+            self._capacity_told(CapacityTold(self._epoch, self.me, self._book.block_count))
+        else:
+            leader = self._stages[0].worker_id
+            self._send(leader, TrafficClass.CONTROL, Topic.CAPACITY, b"", stream=self._book.block_count)
+
+    def _capacity_told(self, event: CapacityTold) -> None:
+        if event.epoch != self._epoch or not self.leads:
+            self.stale_total += 1
+            return
+        self._capacities[event.source] = event.block_count
+        capacity = min(self._capacities.values())
+        self._tell_core(self._core.handle(CapacityChanged(time.monotonic(), capacity)))
+
+    # ------------------------------------------------------------ what others may read
+
+    def _current(self) -> Transition:
+        if self._transition is None:
+            raise InvariantViolation("no transition is under way")
+        return self._transition
+
+    def _counted(self) -> Progress:
+        assert self._progress is not None, "set with the transition"
+        return self._progress
+
+    def _publish(self) -> None:
+        transition, progress = self._current(), self._counted()
+        progress.phase, progress.why = transition.phase, transition.why
+        if progress.phase is Phase.PREPARED and not progress.prepare_s:
+            progress.prepare_s = time.monotonic() - progress.began_s
+        published = dict(list(self.progress.items())[-_KEPT_TRANSITIONS:])
+        published[transition.epoch] = replace(progress)
+        self.progress = published

@@ -1,0 +1,35 @@
+"""How far a transition is on this worker, as the planner and operators see it."""
+
+from dataclasses import dataclass
+
+from ballast.common.ids import Epoch
+from services.worker.core.transition import Phase
+
+
+@dataclass(slots=True)
+class Progress:
+    """Counted while a transition goes on. Seconds are of this worker's clock."""
+
+    epoch: Epoch
+    began_s: float
+    phase: Phase = Phase.PREPARING
+    why: str = ""
+    block_count_before: int = 0
+    block_count_after: int = 0
+    freed_parameter_bytes: int = 0
+    kv_bytes_to_send: int = 0
+    kv_bytes_sent: int = 0
+    kv_bytes_received: int = 0
+    parameter_bytes_to_pull: int = 0
+    parameter_bytes_pulled: int = 0
+    victim_count: int = 0
+    victims_waiting: int = 0
+    victims_recomputed: int = 0
+    prepare_s: float = 0.0
+    remap_s: float = 0.0
+    boundary_wait_s: float = 0.0
+    exchange_s: float = 0.0
+    max_stall_s: float = 0.0
+    repulled_layers: int = 0
+    commit_at_s: float = 0.0
+    taken_up_at_s: float = 0.0
