@@ -150,18 +150,16 @@ def test_an_empty_transfer_is_delivered(bench: Bench, shared_peer: PeerProcess) 
 
 
 def test_activations_overtake_bulk(bench: Bench, shared_peer: PeerProcess) -> None:
-    bench.open()
+    bench.open(rate_bytes_per_s=24 * MB)  # 64 MiB take seconds, ten round trips behind one chunk each a fraction
     link = bench.link(shared_peer, "w2")
     transfer = link.transfer(TrafficClass.KV, [torch.zeros(64 * MB, dtype=torch.uint8)], stream=1)
-    trips = 0
-    activation = torch.zeros(4, 256)
-    while trips < 50:
-        link.send(TrafficClass.ACTIVATION, ECHO, tensor=activation).result(20)
-        trips += 1
+    shared_peer.call("wait", what="openings", count=1)
+    for trips in range(1, 11):
+        link.send(TrafficClass.ACTIVATION, ECHO, tensor=torch.zeros(4, 256)).result(20)
         bench.recorder.wait("messages", trips)
-    assert not transfer.done.done(), "50 round trips took longer than 64 MiB of bulk: nothing was overtaken"
+    assert not transfer.done.done(), "ten round trips took longer than 64 MiB of bulk: nothing was overtaken"
     assert transfer.done.result(60).outcome is Outcome.DELIVERED
-    assert shared_peer.call("received")["ended"][0]["urgent_before"] >= 50
+    assert shared_peer.call("received")["ended"][0]["urgent_before"] == 10
 
 
 def test_a_more_urgent_class_ends_first(bench: Bench, shared_peer: PeerProcess) -> None:
