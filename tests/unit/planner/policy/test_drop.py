@@ -149,7 +149,7 @@ def test_pipelines_and_single_instances_together_are_judged_by_the_bound() -> No
     done = plan(mixed, 6 * 8_000)
     assert done.method is Method.SEARCH
     assert done.cost_bound is not None
-    assert done.cost_bound <= done.cost_after <= 1.02 * done.cost_bound
+    assert done.cost_bound <= done.cost_after <= 1.05 * done.cost_bound
     assert done.freed_bytes == 6 * 8_000
 
 
