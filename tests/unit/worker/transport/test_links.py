@@ -239,7 +239,7 @@ def test_over_a_bound_is_refused_before_anything_is_sent(bench: Bench, shared_pe
 def test_a_full_queue_refuses(bench: Bench, doomed_peer: PeerProcess) -> None:
     bench.open(max_queued_messages=20, max_transfers=3, urgent_window=4)
     link = bench.link(doomed_peer, "w2")
-    doomed_peer.signal(signal.SIGSTOP)
+    doomed_peer.freeze()
     tensor = torch.zeros(256, 1024)  # behind its frame, so it waits for the peer
     for _ in range(20):
         link.send(TrafficClass.ACTIVATION, 0, tensor=tensor)
@@ -288,7 +288,7 @@ def test_a_stopped_peer_shows_by_its_silence(bench: Bench, doomed_peer: PeerProc
     link = bench.link(doomed_peer, "w2")
     time.sleep(2.5)
     assert link.state is LinkState.UP, "keepalives must keep an idle link up"
-    doomed_peer.signal(signal.SIGSTOP)
+    doomed_peer.freeze()
     bench.recorder.wait("endings", 1, timeout_s=15)
     assert bench.recorder.endings["w2"].state is LinkState.BROKEN
     assert link.wait_ended(5)
@@ -299,7 +299,7 @@ def test_a_peer_that_never_answers_a_close_does_not_hold_it_up(bench: Bench, doo
     bench.open(close_timeout_s=0.5)
     link = bench.link(doomed_peer, "w2")
     transfer = link.transfer(TrafficClass.KV, [torch.zeros(64 * MB, dtype=torch.uint8)])
-    doomed_peer.signal(signal.SIGSTOP)
+    doomed_peer.freeze()
     link.close()
     assert link.wait_ended(5)
     with pytest.raises(Unavailable):
