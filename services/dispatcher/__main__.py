@@ -121,6 +121,7 @@ async def _serve(
             store.watch_layout(settings.layout_poll_s, on_layout),
             store.listen(),
             store.register(address),
+            store.share_backlog(lambda: (len(shell.core.backlog), shell.core.backlog.token_count)),
             store.run_releases(),
             _keep_health(shell, server),
         ):

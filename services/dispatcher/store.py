@@ -4,6 +4,8 @@ Keys, all under `ballast:`
   layout                    read here, written by the planner (services.planner.store)
   layout:changed            channel; a hint to read the layout now
   dispatchers:<id>          hash {address, incarnation}, expires unless renewed: who is there
+  backlogs                  hash dispatcher id -> "<serial> <requests> <tokens>"; the monitor counts it as demand for as
+                            long as the serial goes on changing (services.monitor.store)
   request:<request id>      "<dispatcher id>/<incarnation>", expires: who serves a request whose id the client chose
 """
 
@@ -29,9 +31,11 @@ from services.dispatcher.shell.links import Identity
 _LAYOUT = f"{KEY_PREFIX}layout"
 _LAYOUT_CHANGED = f"{KEY_PREFIX}layout:changed"
 _DISPATCHERS = f"{KEY_PREFIX}dispatchers:"
+_BACKLOGS = f"{KEY_PREFIX}backlogs"
 _REQUEST = f"{KEY_PREFIX}request:"
 _REGISTRATION_TTL_S = 10
 _REGISTRATION_INTERVAL_S = 3.0
+_BACKLOG_INTERVAL_S = 0.2
 _CLAIM_TIMEOUT_S = 0.5  # a first token waits no longer for a state server that does not answer
 _RELEASE_BATCH = 256
 _MAX_RELEASES = 1 << 16  # beyond that the claims expire by themselves
@@ -136,6 +140,24 @@ class DispatcherStore:
             await self._state.run(self._state.redis.delete(f"{_DISPATCHERS}{self._identity.dispatcher_id}"))
         except Unavailable:
             get_logger().warning("registration is left to expire")
+
+    async def share_backlog(self, backlog: Callable[[], tuple[int, int]]) -> None:
+        """Says for ever how many requests wait here and how many tokens they have; nothing when there are none."""
+        told, serial = False, 0
+        while True:
+            request_count, token_count = backlog()
+            serial += 1
+            word = f"{self._identity.incarnation}.{serial} {request_count} {token_count}"
+            try:
+                if request_count:
+                    await self._state.run(self._state.redis.hset(_BACKLOGS, self._identity.dispatcher_id, word))
+                    told = True
+                elif told:
+                    await self._state.run(self._state.redis.hdel(_BACKLOGS, self._identity.dispatcher_id))
+                    told = False
+            except Unavailable:
+                pass  # the monitor stops counting it by itself
+            await asyncio.sleep(_BACKLOG_INTERVAL_S)
 
     # --------------------------------------------------------------------------------------------- request ids
 

@@ -2,12 +2,40 @@
 
 import argparse
 import secrets
-from typing import ClassVar
+from typing import ClassVar, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from ballast.service.logs import LogFormat
-from ballast.service.settings import Settings
+from ballast.service.settings import Section, Settings
+
+
+class PressureSettings(Section):
+    """When memory counts as short, and when as plentiful again. Fractions are of KV memory, over the whole cluster."""
+
+    horizon_s: float = Field(default=1.0, gt=0)  # demand is forecast so far ahead
+    trend_window_s: float = Field(default=2.0, gt=0)  # from what the last seconds have shown
+    # Forecast demand above this share of the capacity is an overload ...
+    overload_threshold_fraction: float = Field(default=0.95, gt=0)
+    # ... if demand itself is above this one already: early drops win nothing, and a pipeline costs something.
+    overload_arming_fraction: float = Field(default=0.75, gt=0)
+    overload_margin_fraction: float = Field(default=0.1, ge=0)  # of the forecast demand: freed in excess
+    relief_threshold_fraction: float = Field(default=0.5, gt=0)  # of the un-dropped memory
+    relief_after_s: float = Field(default=5.0, ge=0)  # usage has to be below it for so long
+    dwell_s: float = Field(default=3.0, ge=0)  # between any two transitions
+    scale_out_after_s: float = Field(default=5.0, ge=0)  # an overload has lasted so long in spite of everything
+    scale_in_threshold_fraction: float = Field(default=0.2, gt=0)  # of the un-dropped memory
+    scale_in_after_s: float = Field(default=300.0, ge=0)
+    scale_dwell_s: float = Field(default=60.0, ge=0)  # between any two pieces of advice
+
+    @model_validator(mode="after")
+    def _thresholds_are_in_order(self) -> Self:
+        if not self.relief_threshold_fraction < self.overload_arming_fraction <= self.overload_threshold_fraction:
+            raise ValueError(
+                "must satisfy relief_threshold_fraction < overload_arming_fraction <= overload_threshold_fraction,"
+                " else a drop and its restore would chase each other"
+            )
+        return self
 
 
 class MonitorSettings(Settings):
@@ -29,6 +57,8 @@ class MonitorSettings(Settings):
     max_watchers: int = Field(default=64, gt=0)
     watcher_queue_length: int = Field(default=4096, gt=0)  # events a watcher may be behind before it is sent away
     history_length: int = Field(default=300, gt=0)  # load samples kept per instance
+    backlog_lease_s: float = Field(default=1.0, gt=0)  # a dispatcher that says nothing for longer is not there
+    pressure: PressureSettings = PressureSettings()
     log_level: str = Field(default="info", pattern="^(debug|info|warning|error)$")
     log_format: LogFormat = "console"
     shutdown_timeout_s: float = Field(default=5.0, ge=0)
@@ -47,6 +77,9 @@ def flags() -> argparse.ArgumentParser:
     parser.add_argument("--lease-s", dest="lease_s", type=float, help="an instance silent for longer is lost (3)")
     parser.add_argument("--warmup-s", dest="warmup_s", type=float, help="patience of a new active monitor (4)")
     parser.add_argument("--leadership-ttl-s", dest="leadership_ttl_s", type=float, help="lease of the active one (3)")
+    parser.add_argument(
+        "--dwell-s", dest="pressure.dwell_s", type=float, help="least time between two drops or restores (3)"
+    )
     parser.add_argument("--log-level", dest="log_level", help="debug, info, warning or error")
     parser.add_argument("--log-format", dest="log_format", help="console or json")
     parser.add_argument("--shutdown-timeout", dest="shutdown_timeout_s", type=float, help="seconds for calls to end")

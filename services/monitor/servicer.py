@@ -21,6 +21,7 @@ from services.monitor.core.messages import (
     InstanceLost,
     InstanceUp,
     LoadReported,
+    Raised,
     SnapshotEnd,
     StreamEnded,
 )
@@ -78,7 +79,9 @@ class MonitorServicer(monitor_pb2_grpc.MonitorServiceServicer):
         # The snapshot may be empty: the caller shall know all the same that he is heard.
         await context.send_initial_metadata(())
         while True:
-            yield _change_to_proto(*await watcher.next())
+            message = _change_to_proto(*await watcher.next())
+            if message is not None:
+                yield message
 
     async def GetClusterStatus(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, request: pb.GetClusterStatusRequest, context: _Context
@@ -138,7 +141,7 @@ def _instance_to_proto(instance: Instance) -> pb.Announce:
     )
 
 
-def _change_to_proto(change: Change, cause_id: str) -> pb.WatchEventsResponse:
+def _change_to_proto(change: Change, cause_id: str) -> pb.WatchEventsResponse | None:
     match change:
         case InstanceUp(instance, draining):
             up = pb.InstanceUp(instance=_instance_to_proto(instance), draining=draining)
@@ -151,6 +154,8 @@ def _change_to_proto(change: Change, cause_id: str) -> pb.WatchEventsResponse:
             return pb.WatchEventsResponse(instance_draining=draining_now, cause_id=cause_id)
         case SnapshotEnd():
             return pb.WatchEventsResponse(snapshot_end=pb.SnapshotEnd(), cause_id=cause_id)
+        case Raised():
+            return None  # not on the wire yet
 
 
 def _row_to_proto(row: Row) -> pb.InstanceStatus:

@@ -1,6 +1,7 @@
 """Drives the monitor's core: streams and watchers in, changes out, registry written beside."""
 
 import asyncio
+import contextlib
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable
@@ -8,14 +9,17 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from prometheus_client import Counter, Gauge
+from structlog.typing import FilteringBoundLogger
 
 from ballast.common.errors import BallastError, NotActive, Overloaded, StaleEpoch, Unavailable
-from ballast.common.ids import WorkerId
+from ballast.common.ids import DispatcherId, WorkerId
+from ballast.common.layout import Layout
 from ballast.common.load import LoadReport
 from ballast.service.logs import get_logger
 from ballast.service.metrics import REGISTRY
 from services.monitor.core.machine import MonitorCore
 from services.monitor.core.messages import (
+    BacklogWord,
     Change,
     CloseReason,
     CloseStream,
@@ -23,6 +27,7 @@ from services.monitor.core.messages import (
     ConnectionRefused,
     DismissWatchers,
     Event,
+    ForgetBacklogs,
     Instance,
     InstanceDraining,
     InstanceLost,
@@ -31,12 +36,17 @@ from services.monitor.core.messages import (
     LoadRegistry,
     ProbeAddress,
     Publish,
+    Raised,
     RegistryLoaded,
     SnapshotEnd,
     StreamId,
+    SurroundingsRead,
     Ticked,
+    WholeMemory,
     WriteRegistry,
 )
+from services.monitor.policy.demand import GroupDemand
+from services.monitor.policy.pressure import Overload, Relief, ScaleAdvice, Signal
 
 _INSTANCES = Gauge("ballast_instances", "Instances that are there", registry=REGISTRY)
 _KV_USAGE = Gauge(
@@ -52,6 +62,25 @@ _STALE = Counter(
 _SENT_AWAY = Counter(
     "ballast_monitor_watchers_sent_away_total", "Watchers that were too slow and have to start over", registry=REGISTRY
 )
+_KV_DEMAND = Gauge(
+    "ballast_kv_demand_bytes",
+    "KV memory wanted by the requests of a group, queued ones too",
+    ["leader"],
+    registry=REGISTRY,
+)
+_KV_CAPACITY = Gauge("ballast_kv_capacity_bytes", "KV memory of a group", ["leader"], registry=REGISTRY)
+_CLUSTER_DEMAND = Gauge(
+    "ballast_cluster_kv_demand_bytes",
+    "KV memory wanted in the whole cluster, the backlogs' need too",
+    registry=REGISTRY,
+)
+_CLUSTER_CAPACITY = Gauge("ballast_cluster_kv_capacity_bytes", "KV memory of all groups", registry=REGISTRY)
+_CLUSTER_UNDROPPED = Gauge(
+    "ballast_cluster_kv_undropped_bytes", "KV memory of all groups when nothing is dropped", registry=REGISTRY
+)
+_OVERLOADS = Counter("ballast_overloads_total", "Times that memory was about to run short", registry=REGISTRY)
+_RELIEFS = Counter("ballast_reliefs_total", "Times that dropped parameters could come back", registry=REGISTRY)
+_SCALE_ADVICE = Counter("ballast_scale_advice_total", "Advice to change the cluster", ["advice"], registry=REGISTRY)
 
 # A process that dies closes its sockets one by one: ask again before believing that somebody listens.
 _PROBE_DELAYS_S = (0.0, 0.1, 0.3)
@@ -65,6 +94,7 @@ class Row:
     draining: bool
     load: LoadReport | None
     report_age_s: float
+    whole: WholeMemory | None = None  # what it holds when it has all layers
 
 
 class RegistryStore(Protocol):
@@ -73,6 +103,14 @@ class RegistryStore(Protocol):
     async def write(self, rows: list[Row], forget: set[WorkerId]) -> None: ...
 
     async def read(self) -> list[Row]: ...
+
+
+class Surroundings(Protocol):
+    """What others have written into the state server. Every call ends within seconds; Unavailable without an answer."""
+
+    async def read(self) -> tuple[Layout | None, tuple[BacklogWord, ...]]: ...
+
+    async def forget(self, dispatcher_ids: tuple[DispatcherId, ...]) -> None: ...
 
 
 class ReportStream:
@@ -128,6 +166,7 @@ class MonitorShell:
         self,
         core: MonitorCore,
         store: RegistryStore,
+        surroundings: Surroundings,
         *,
         monitor_id: str,
         tick_interval_s: float,
@@ -138,6 +177,7 @@ class MonitorShell:
         self.core = core
         self.monitor_id = monitor_id
         self._store = store
+        self._surroundings = surroundings
         self._tick_interval_s = tick_interval_s
         self._max_watchers = max_watchers
         self._watcher_queue_length = watcher_queue_length
@@ -149,11 +189,13 @@ class MonitorShell:
         self._forget: set[WorkerId] = set()
         self._registry_due = asyncio.Event()
         self._labelled: set[WorkerId] = set()  # workers with gauges of their own
+        self._leaders: set[WorkerId] = set()  # the same for groups
 
     async def run(self) -> None:
         """Until cancelled."""
         async with self._tasks:
             self._tasks.create_task(self._write_registry(), name="registry")
+            self._tasks.create_task(self._look_around(), name="surroundings")
             while True:
                 self.feed(Ticked(time.monotonic(), self.next_cause("tick")))
                 self.core.check()
@@ -204,6 +246,9 @@ class MonitorShell:
         """Who is there: from memory when active, from the registry when standing by."""
         return self._current_rows() if self.core.active else await self._store.read()
 
+    def group_demands(self) -> tuple[GroupDemand, ...]:
+        return self.core.group_demands(time.monotonic())
+
     # ------------------------------------------------------------ commands
 
     def _execute(self, command: Command) -> None:
@@ -221,6 +266,8 @@ class MonitorShell:
                 self._registry_due.set()
             case LoadRegistry():
                 self._tasks.create_task(self._load_registry(), name="load registry")
+            case ForgetBacklogs(dispatcher_ids):
+                self._tasks.create_task(self._forget_backlogs(dispatcher_ids), name="forget backlogs")
             case DismissWatchers():
                 for watcher in self._watchers:
                     watcher.dismiss(NotActive(self.monitor_id))
@@ -245,11 +292,25 @@ class MonitorShell:
                 log.info("instance draining", worker=worker_id, incarnation=incarnation)
             case SnapshotEnd():
                 log.info("warmed up", instances=len(self.core.entries))
+            case Raised(signal):
+                self._log_signal(signal, log)
         for watcher in list(self._watchers):
             if not watcher.push(change, cause_id):
                 _SENT_AWAY.inc()
                 log.warning("watcher sent away, it is too slow", limit=self._watcher_queue_length)
                 self._watchers.discard(watcher)
+
+    def _log_signal(self, signal: Signal, log: FilteringBoundLogger) -> None:
+        match signal:
+            case Overload(required_bytes):
+                _OVERLOADS.inc()
+                log.warning("overload", required_bytes=required_bytes, **self._sums())
+            case Relief():
+                _RELIEFS.inc()
+                log.info("relief", **self._sums())
+            case ScaleAdvice(out, why, missing_bytes):
+                _SCALE_ADVICE.labels("out" if out else "in").inc()
+                log.warning("scale out" if out else "scale in", why=why, missing_bytes=missing_bytes)
 
     def _error(self, why: CloseReason, have: int, want: int) -> BallastError:
         match why:
@@ -281,7 +342,24 @@ class MonitorShell:
             return
         get_logger().info("registry of the monitor before", instances=[r.instance.worker_id for r in rows][:20])
         incarnations = tuple((r.instance.worker_id, r.instance.incarnation) for r in rows)
-        self.feed(RegistryLoaded(time.monotonic(), self.next_cause("registry"), incarnations))
+        wholes = tuple((r.instance.worker_id, r.instance.incarnation, r.whole) for r in rows if r.whole is not None)
+        self.feed(RegistryLoaded(time.monotonic(), self.next_cause("registry"), incarnations, wholes))
+
+    async def _look_around(self) -> None:
+        """Reads layout and backlogs once per tick while this monitor is the active one."""
+        while True:
+            if self.core.active:
+                try:
+                    layout, backlogs = await self._surroundings.read()
+                except Unavailable:
+                    pass  # the core sees that it has not been told for long
+                else:
+                    self.feed(SurroundingsRead(time.monotonic(), self.next_cause("state"), layout, backlogs))
+            await asyncio.sleep(self._tick_interval_s)
+
+    async def _forget_backlogs(self, dispatcher_ids: tuple[DispatcherId, ...]) -> None:
+        with contextlib.suppress(Unavailable):  # asked again with the next look
+            await self._surroundings.forget(dispatcher_ids)
 
     async def _write_registry(self) -> None:
         """Writes the newest state whenever it is due; while the state server is away only the newest is kept."""
@@ -304,11 +382,23 @@ class MonitorShell:
 
     def _current_rows(self) -> list[Row]:
         now_s = time.monotonic()
-        return [Row(e.instance, e.draining, e.load, now_s - e.heard_at_s) for _, e in sorted(self.core.entries.items())]
+        entries = [entry for _, entry in sorted(self.core.entries.items())]
+        return [Row(e.instance, e.draining, e.load, now_s - e.heard_at_s, e.whole) for e in entries]
+
+    def _sums(self) -> dict[str, int]:
+        newest = self.core.pressure.history[-1]
+        return {
+            "wanted_bytes": newest.wanted_bytes,
+            "used_bytes": newest.used_bytes,
+            "capacity_bytes": newest.capacity_bytes,
+            "undropped_bytes": newest.undropped_bytes,
+            "groups": len(newest.groups),
+        }
 
     def _update_gauges(self) -> None:
         _INSTANCES.set(len(self.core.entries))
         now_s = time.monotonic()
+        self._update_demand_gauges(now_s)
         for worker_id in self._labelled - set(self.core.entries):
             _KV_USAGE.remove(worker_id)
             _REPORT_AGE.remove(worker_id)
@@ -316,3 +406,17 @@ class MonitorShell:
         for worker_id, entry in self.core.entries.items():
             _REPORT_AGE.labels(worker_id).set(now_s - entry.heard_at_s)
             _KV_USAGE.labels(worker_id).set(entry.load.kv_usage_fraction if entry.load else 0.0)
+
+    def _update_demand_gauges(self, now_s: float) -> None:
+        cluster = self.core.cluster_demand(now_s)
+        _CLUSTER_DEMAND.set(cluster.wanted_bytes)
+        _CLUSTER_CAPACITY.set(cluster.capacity_bytes)
+        _CLUSTER_UNDROPPED.set(cluster.undropped_bytes)
+        groups = self.core.group_demands(now_s)
+        for leader_id in self._leaders - {group.leader_id for group in groups}:
+            _KV_DEMAND.remove(leader_id)
+            _KV_CAPACITY.remove(leader_id)
+        self._leaders = {group.leader_id for group in groups}
+        for group in groups:
+            _KV_DEMAND.labels(group.leader_id).set(group.demand_bytes)
+            _KV_CAPACITY.labels(group.leader_id).set(group.capacity_bytes)

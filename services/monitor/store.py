@@ -1,28 +1,43 @@
-"""The registry in the state server: one hash per instance, gone when it is not renewed. Owner of `ballast:registry:*`.
+"""What the monitor writes into the state server and reads from it. Keys, all under `ballast:`
 
-It is for status tools and for the next active monitor; nothing is decided by it while a monitor is active.
+registry:<worker id>   hash, one per instance, gone when it is not renewed. For status tools and the next active
+                       monitor; nothing is decided by it while a monitor is active
+layout                 read here, written by the planner (services.planner.store)
+backlogs               hash dispatcher id -> "<serial> <requests> <tokens>", written by the dispatchers
+                       (services.dispatcher.store); words of dispatchers that died are deleted here
 """
 
+import base64
+import binascii
 from collections.abc import Awaitable
 from typing import Any, cast
 
+from google.protobuf.message import DecodeError
 from pydantic import TypeAdapter, ValidationError
 from redis.typing import EncodableT, FieldT
 
-from ballast.common.ids import Incarnation, WorkerId
+from ballast.common.errors import InvariantViolation
+from ballast.common.ids import DispatcherId, Incarnation, WorkerId
+from ballast.common.layout import Layout
 from ballast.common.load import LoadReport
 from ballast.common.model import ModelInfo
+from ballast.rpc.codec import layout_from_proto
 from ballast.service.logs import get_logger
 from ballast.service.state import KEY_PREFIX, StateServer
-from services.monitor.core.messages import Instance
+from ballastpb.cluster.v1 import cluster_pb2
+from services.monitor.core.messages import BacklogWord, Instance, WholeMemory
+from services.monitor.policy.demand import Backlog
 from services.monitor.shell import Row
 
+_LAYOUT = f"{KEY_PREFIX}layout"
+_BACKLOGS = f"{KEY_PREFIX}backlogs"
 _ROW_PREFIX = f"{KEY_PREFIX}registry:"
 _SCAN_COUNT = 500
 _ROWS_AT_ONCE = 100  # rows per round trip: bounds the buffers on both sides
 
 _MODEL = TypeAdapter(ModelInfo)
 _LOAD = TypeAdapter(LoadReport)
+_WHOLE = TypeAdapter(WholeMemory)
 
 
 class RedisRegistry:
@@ -76,6 +91,8 @@ def _to_fields(row: Row) -> dict[FieldT, EncodableT]:
     }
     if row.load is not None:
         fields["load"] = _LOAD.dump_json(row.load).decode()
+    if row.whole is not None:
+        fields["whole"] = _WHOLE.dump_json(row.whole).decode()
     return fields
 
 
@@ -90,7 +107,52 @@ def _from_fields(key: str, fields: dict[str, str]) -> Row | None:
             model=_MODEL.validate_json(fields["model"]),
         )
         load = _LOAD.validate_json(fields["load"]) if "load" in fields else None
-        return Row(instance, fields["draining"] == "1", load, float(fields["report_age_s"]))
+        whole = _WHOLE.validate_json(fields["whole"]) if "whole" in fields else None
+        return Row(instance, fields["draining"] == "1", load, float(fields["report_age_s"]), whole)
     except (KeyError, ValueError, ValidationError) as error:
         get_logger().warning("registry row of another version left out", key=key, why=str(error))
+        return None
+
+
+class RedisSurroundings:
+    """What planner and dispatchers have written."""
+
+    def __init__(self, state: StateServer) -> None:
+        self._state = state
+        self._body: str | None = None  # of the layout below
+        self._layout: Layout | None = None
+
+    async def read(self) -> tuple[Layout | None, tuple[BacklogWord, ...]]:
+        pipe = self._state.redis.pipeline(transaction=False)
+        pipe.get(_LAYOUT)
+        pipe.hgetall(_BACKLOGS)
+        reading = cast(Awaitable[tuple[str | None, dict[str, str]]], pipe.execute())
+        body, backlogs = await self._state.run(reading)
+        if body != self._body:  # decoded once, not with every look
+            self._body, self._layout = body, _layout_from(body)
+        words = [_word_from(*item) for item in sorted(backlogs.items())]
+        return self._layout, tuple(word for word in words if word is not None)
+
+    async def forget(self, dispatcher_ids: tuple[DispatcherId, ...]) -> None:
+        await self._state.run(self._state.redis.hdel(_BACKLOGS, *dispatcher_ids))
+
+
+def _layout_from(body: str | None) -> Layout | None:
+    if body is None:
+        return None
+    try:
+        layout = layout_from_proto(cluster_pb2.Layout.FromString(base64.b64decode(body, validate=True)))
+        layout.check()
+    except (binascii.Error, ValueError, DecodeError, InvariantViolation) as error:
+        get_logger().error("layout in the state server cannot be used", why=str(error))
+        return None
+    return layout
+
+
+def _word_from(dispatcher_id: str, text: str) -> BacklogWord | None:
+    try:
+        serial, request_count, token_count = text.split(" ")
+        return BacklogWord(DispatcherId(dispatcher_id), serial, Backlog(int(request_count), int(token_count)))
+    except ValueError:
+        get_logger().warning("backlog of another version left out", dispatcher=dispatcher_id, word=text[:100])
         return None

@@ -1,12 +1,16 @@
 """Monitor and planner together in virtual time: what must hold whatever the network, the nodes and the store do."""
 
+import itertools
 import subprocess
 import sys
 
 import pytest
 
 from ballast.common.ids import Incarnation, WorkerId
+from services.monitor.policy.pressure import Overload
 from tests.support.control_sim import LEASE_S, REPORT_S, TICK_S, ClusterModel, Faults, World, Written
+from tests.support.pressure import RULES
+from tests.support.reporting_worker import load_report
 
 _ROUGH = Faults(lost=0.1, doubled=0.2, delay_s=0.3, answer_lost=0.1, stream_breaks_per_s=0.3)
 _CALM = Faults()
@@ -147,6 +151,42 @@ def test_a_new_monitor_does_not_declare_everybody_lost() -> None:
     cluster.start_monitor()
     world.run(16.0)
     assert cluster.state.history[-1] == before
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_an_oscillating_load_is_told_once_per_dwell_time_even_over_changes_of_the_monitor(seed: int) -> None:
+    world = World(seed, _ROUGH)
+    cluster = ClusterModel(world)
+    for _ in range(2):
+        cluster.start_monitor()
+        cluster.start_planner()
+    for number in range(4):
+        cluster.start_worker(f"w{number}")
+    period_s = world.rng.uniform(0.4, 6.0)
+    cluster.load = lambda: load_report(97 if world.now_s % period_s < period_s / 2 else 5)
+
+    def replace_monitor() -> None:
+        world.rng.choice([n for n in cluster.monitors if n.alive]).alive = False
+        cluster.start_monitor()
+
+    world.every(9.0, "monitor fault", replace_monitor, lambda: True)
+    world.run(60.0)
+    told = [at_s for at_s, signal in cluster.raised if isinstance(signal, Overload)]
+    assert len(told) > 3
+    assert all(later - earlier >= RULES.dwell_s for earlier, later in itertools.pairwise(told))
+
+
+def test_a_burst_is_told_within_a_report_and_a_tick_of_its_arrival() -> None:
+    world = World(5, _CALM)
+    cluster = ClusterModel(world)
+    cluster.start_monitor()
+    cluster.start_planner()
+    for number in range(4):
+        cluster.start_worker(f"w{number}")
+    cluster.load = lambda: load_report(98 if world.now_s >= 10.0 else 40)
+    world.run(12.0)
+    assert [type(signal) for _, signal in cluster.raised] == [Overload]
+    assert 10.0 <= cluster.raised[0][0] <= 10.0 + REPORT_S + TICK_S + 2 * _CALM.delay_s
 
 
 _TRACE = """

@@ -10,6 +10,7 @@ from services.monitor.core import messages as m
 from services.monitor.core.machine import MonitorCore, MonitorRules
 from services.planner.core import messages as p
 from services.planner.core.machine import PlannerCore, PlannerRules
+from tests.support.pressure import RULES
 from tests.support.reporting_worker import load_report, model_info
 
 WORKERS = st.sampled_from([WorkerId(name) for name in ("w0", "w1", "w2")])
@@ -23,7 +24,15 @@ class MonitorMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        rules = MonitorRules(lease_s=2.0, warmup_s=3.0, registry_interval_s=1.0, max_instances=2, history_length=3)
+        rules = MonitorRules(
+            lease_s=2.0,
+            warmup_s=3.0,
+            registry_interval_s=1.0,
+            max_instances=2,
+            history_length=3,
+            pressure=RULES,
+            backlog_lease_s=1.0,
+        )
         self.core = MonitorCore(rules)
         self.now_s = 0.0
         self.token = 0

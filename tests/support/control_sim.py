@@ -13,10 +13,13 @@ from dataclasses import dataclass
 
 from ballast.common.ids import Epoch, Incarnation, WorkerId
 from ballast.common.layout import Layout
+from ballast.common.load import LoadReport
 from services.monitor.core import messages as m
 from services.monitor.core.machine import MonitorCore, MonitorRules
+from services.monitor.policy.pressure import Signal
 from services.planner.core import messages as p
 from services.planner.core.machine import PlannerCore, PlannerRules
+from tests.support.pressure import RULES
 from tests.support.reporting_worker import load_report, model_info
 
 LEASE_S = 1.5
@@ -131,7 +134,13 @@ class MonitorNode:
         self.alive = True
         self.core = MonitorCore(
             MonitorRules(
-                lease_s=LEASE_S, warmup_s=LEASE_S + 1.0, registry_interval_s=0.5, max_instances=100, history_length=20
+                lease_s=LEASE_S,
+                warmup_s=LEASE_S + 1.0,
+                registry_interval_s=0.5,
+                max_instances=100,
+                history_length=20,
+                pressure=RULES,
+                backlog_lease_s=1.0,
             )
         )
         self.closed: set[int] = set()
@@ -140,6 +149,10 @@ class MonitorNode:
         self.world.every(TTL_S / 3, f"{name} renews", self._renew, lambda: self.alive)
 
     def _tick(self) -> None:
+        state = self.cluster.state
+        if state.up:
+            layout = state.stored.layout if state.stored else None
+            self.feed(m.SurroundingsRead(self.world.now_s, f"{self.name} state", layout, ()))
         self.feed(m.Ticked(self.world.now_s, f"{self.name} tick"))
 
     def _renew(self) -> None:
@@ -156,6 +169,8 @@ class MonitorNode:
         for command in self.core.handle(event):
             match command:
                 case m.Publish(change, cause_id):
+                    if isinstance(change, m.Raised):
+                        self.cluster.raised.append((self.world.now_s, change.signal))
                     for tell in list(self.watchers.values()):
                         tell(change, cause_id)
                 case m.CloseStream(stream_id=stream_id):
@@ -164,7 +179,7 @@ class MonitorNode:
                     self._probe(instance, cause_id)
                 case m.DismissWatchers():
                     self.watchers.clear()
-                case m.WriteRegistry() | m.LoadRegistry():
+                case m.WriteRegistry() | m.LoadRegistry() | m.ForgetBacklogs():
                     pass
         self.core.check()
 
@@ -291,8 +306,9 @@ class PlannerNode:
             last_s = max(last_s, self.world.now_s + self.world.rng.uniform(0.0005, self.world.faults.delay_s))
 
             def arrive() -> None:
-                if number == self._connection:
-                    self.feed(_translate(change, self.world.now_s, cause_id))
+                event = _translate(change, self.world.now_s, cause_id)
+                if number == self._connection and event is not None:
+                    self.feed(event)
 
             self.world.after(last_s - self.world.now_s, "event", arrive)
 
@@ -302,8 +318,11 @@ class PlannerNode:
         target.watchers[(self.name, number)] = tell
 
 
-def _translate(change: m.Change | None, at_s: float, cause_id: str) -> p.MonitorEvent:
+def _translate(change: m.Change | None, at_s: float, cause_id: str) -> p.MonitorEvent | None:
+    """None for what the planner has no event for."""
     match change:
+        case m.Raised():
+            return None
         case None:
             return p.SnapshotBegan(at_s, cause_id)
         case m.SnapshotEnd():
@@ -325,6 +344,8 @@ class ClusterModel:
         self.monitors: list[MonitorNode] = []
         self.planners: list[PlannerNode] = []
         self.lives: dict[tuple[WorkerId, Incarnation], WorkerLife] = {}
+        self.load: Callable[[], LoadReport] = lambda: load_report(3)  # of every worker, now
+        self.raised: list[tuple[float, Signal]] = []  # by whichever monitor
         self._streams = itertools.count(1)
         self._starts = itertools.count(1)
 
@@ -375,7 +396,7 @@ class ClusterModel:
                 "announce", lambda: target.feed(m.Announced(self.world.now_s, f"s{number}", number, life.instance))
             )
             self.world.send(
-                "report", lambda: target.feed(m.LoadReported(self.world.now_s, f"s{number}", number, load_report(3)))
+                "report", lambda: target.feed(m.LoadReported(self.world.now_s, f"s{number}", number, self.load()))
             )
 
         def alive() -> bool:

@@ -8,7 +8,7 @@ Who counts as lost, and when:
 - a newer life of the same worker replaces the older one. An older life is refused (DESIGN, I5).
 
 A monitor that has just become active knows nobody. For `warmup_s` it sends no SnapshotEnd, so that nobody is taken
-for lost only because he has not yet found the new monitor.
+for lost only because he has not yet found the new monitor, and raises no alarm about memory.
 """
 
 from collections import OrderedDict, deque
@@ -16,8 +16,9 @@ from dataclasses import dataclass, field
 
 from ballast.common.errors import InvariantViolation
 from ballast.common.ids import Incarnation, WorkerId
-from ballast.common.load import LoadReport
-from services.monitor.core.history import ClusterLoad, LoadSample, sum_load
+from services.monitor.core.backlogs import Backlogs
+from services.monitor.core.entry import Entry
+from services.monitor.core.groups import Groups
 from services.monitor.core.messages import (
     Announced,
     Change,
@@ -27,7 +28,7 @@ from services.monitor.core.messages import (
     ConnectionRefused,
     DismissWatchers,
     Event,
-    Instance,
+    ForgetBacklogs,
     InstanceDraining,
     InstanceLost,
     InstanceUp,
@@ -36,13 +37,18 @@ from services.monitor.core.messages import (
     LoadReported,
     ProbeAddress,
     Publish,
+    Raised,
     RegistryLoaded,
     SnapshotEnd,
     StreamEnded,
     StreamId,
+    SurroundingsRead,
     Ticked,
+    WholeMemory,
     WriteRegistry,
 )
+from services.monitor.policy.demand import ClusterDemand, GroupDemand, backlog_bytes, sum_demand
+from services.monitor.policy.pressure import Pressure, PressureRules
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,20 +57,11 @@ class MonitorRules:
     warmup_s: float  # after becoming active: time for workers to find this monitor
     registry_interval_s: float  # between two writes of the registry
     max_instances: int
-    history_length: int  # load samples kept per instance, and for the cluster
+    history_length: int  # load samples kept per instance
+    pressure: PressureRules
+    backlog_lease_s: float  # a dispatcher that says nothing new for longer is not there
+    backlog_forget_s: float = 60.0
     max_remembered: int = 10_000  # workers whose newest incarnation is kept after they have gone
-
-
-@dataclass(slots=True)
-class Entry:
-    """One instance that is there. Readable from outside; only the core writes."""
-
-    instance: Instance
-    heard_at_s: float
-    stream_id: StreamId | None
-    history: deque[LoadSample]
-    load: LoadReport | None = None
-    draining: bool = False
 
 
 @dataclass(slots=True)
@@ -73,7 +70,12 @@ class MonitorCore:
     token: int | None = None  # of the lease; None: standing by
     warm: bool = False  # the snapshot is complete
     entries: dict[WorkerId, Entry] = field(default_factory=dict[WorkerId, Entry])
-    cluster_history: deque[ClusterLoad] = field(init=False)
+    groups: Groups = field(default_factory=Groups)
+    pressure: Pressure = field(init=False)
+    _backlogs: Backlogs = field(init=False)
+    _wholes: dict[tuple[WorkerId, Incarnation], WholeMemory] = field(  # by the monitor before, of whom has not come yet
+        default_factory=dict[tuple[WorkerId, Incarnation], WholeMemory]
+    )
     _streams: dict[StreamId, WorkerId] = field(default_factory=dict[StreamId, WorkerId])
     # Newest life known of each worker, those heard of last at the end.
     _newest: OrderedDict[WorkerId, Incarnation] = field(default_factory=OrderedDict[WorkerId, Incarnation])
@@ -83,7 +85,8 @@ class MonitorCore:
     _forget: list[WorkerId] = field(default_factory=list[WorkerId])
 
     def __post_init__(self) -> None:
-        self.cluster_history = deque(maxlen=self.rules.history_length)
+        self.pressure = Pressure(self.rules.pressure)
+        self._backlogs = Backlogs(self.rules.backlog_lease_s)
 
     @property
     def active(self) -> bool:
@@ -109,6 +112,8 @@ class MonitorCore:
                 return self._lose(event.worker_id, "its process is gone: connection refused", event.cause_id)
             case RegistryLoaded():
                 return self._registry_loaded(event)
+            case SurroundingsRead():
+                return self._surroundings_read(event)
             case LeadershipChanged():
                 return self._leadership_changed(event)
             case Ticked():
@@ -132,6 +137,7 @@ class MonitorCore:
             entry = None
         if entry is None:
             entry = Entry(instance, event.at_s, stream_id, deque(maxlen=self.rules.history_length))
+            entry.whole = self._wholes.pop((instance.worker_id, instance.incarnation), None)
             self.entries[instance.worker_id] = entry
             commands.append(Publish(InstanceUp(instance, draining=False), event.cause_id))
         elif entry.instance != instance:
@@ -146,8 +152,7 @@ class MonitorCore:
         if worker_id is None:  # of a stream that was closed meanwhile
             return []
         entry = self.entries[worker_id]
-        entry.heard_at_s, entry.load = event.at_s, event.load
-        entry.history.append(LoadSample(event.at_s, event.load))
+        entry.take(event.at_s, event.load)
         # Draining is for good: a life that drains takes nothing new again.
         if not event.load.draining or entry.draining:
             return []
@@ -166,6 +171,12 @@ class MonitorCore:
 
     def _registry_loaded(self, event: RegistryLoaded) -> list[Command]:
         commands: list[Command] = []
+        for worker_id, incarnation, whole in event.wholes if self.active else ():
+            entry = self.entries.get(worker_id)
+            if entry is None:
+                self._wholes[worker_id, incarnation] = whole
+            elif entry.instance.incarnation == incarnation:
+                entry.learn(whole)
         for worker_id, incarnation in event.incarnations:
             self._remember(worker_id, incarnation)
             entry = self.entries.get(worker_id)
@@ -173,18 +184,29 @@ class MonitorCore:
                 commands += self._lose(worker_id, "a newer life of the worker is known", event.cause_id)
         return commands
 
+    def _surroundings_read(self, event: SurroundingsRead) -> list[Command]:
+        if not self.active:
+            return []
+        self.groups.adopt(event.at_s, event.layout)
+        self._backlogs.read(event.at_s, event.backlogs)
+        silent = self._backlogs.silent(event.at_s, self.rules.backlog_forget_s)
+        return [ForgetBacklogs(silent)] if silent else []
+
     def _leadership_changed(self, event: LeadershipChanged) -> list[Command]:
         was_active, self.token = self.active, event.token
         if self.active == was_active:
             return []
         if self.active:
             self._active_since_s = self._registry_at_s = event.at_s
+            self.pressure.begin(event.at_s)
             return [LoadRegistry()]
         closed: list[Command] = [CloseStream(s, CloseReason.STANDBY) for s in sorted(self._streams)]
         self._streams.clear()
         self.entries.clear()
-        self.cluster_history.clear()
         self._forget.clear()
+        self._wholes.clear()
+        self._backlogs.clear()
+        self.groups.clear()
         self.warm = False
         return [*closed, DismissWatchers()]
 
@@ -200,12 +222,36 @@ class MonitorCore:
         if not self.warm and event.at_s - self._active_since_s >= self.rules.warmup_s:
             self.warm = True
             commands.append(Publish(SnapshotEnd(), event.cause_id))
-        self.cluster_history.append(sum_load(event.at_s, (e.load for e in self.entries.values() if e.load)))
+        if self.warm:
+            commands += self._watch_pressure(event.at_s, event.cause_id)
         if event.at_s - self._registry_at_s >= self.rules.registry_interval_s:
             self._registry_at_s = event.at_s
             commands.append(WriteRegistry(tuple(sorted(set(self._forget) - set(self.entries)))))
             self._forget.clear()
         return commands
+
+    def _watch_pressure(self, at_s: float, cause_id: str) -> list[Command]:
+        signals = self.pressure.observe(self.cluster_demand(at_s))
+        if not signals:
+            return []
+        groups = self.group_demands(at_s)
+        return [Publish(Raised(signal, groups), cause_id) for signal in signals]
+
+    def cluster_demand(self, at_s: float) -> ClusterDemand:
+        loads, complete = self.groups.loads(self.entries)
+        return sum_demand(at_s, loads, self._backlog_bytes(at_s), complete=complete and self._backlogs.known(at_s))
+
+    def group_demands(self, at_s: float) -> tuple[GroupDemand, ...]:
+        rules = self.rules.pressure
+        return self.groups.demands(at_s, self.entries, window_s=rules.trend_window_s, horizon_s=rules.horizon_s)
+
+    def _backlog_bytes(self, at_s: float) -> int:
+        """Blocks and bytes of a token are the same on all instances of a cluster; any of them tells."""
+        loaded = next(((e, e.load) for e in self.entries.values() if e.load is not None), None)
+        if loaded is None:
+            return 0
+        entry, load = loaded
+        return backlog_bytes(self._backlogs.total(at_s), load.block_tokens, entry.instance.model.kv_bytes_per_token)
 
     def _forgive_own_sleep(self, at_s: float) -> None:
         """A monitor that was stopped for a while has heard nobody, and that was not their fault."""
@@ -248,5 +294,6 @@ class MonitorCore:
                 raise InvariantViolation(f"{worker_id} is registered in an old life {entry.instance.incarnation}")
         if len(self.entries) > self.rules.max_instances:
             raise InvariantViolation(f"{len(self.entries)} instances, more than {self.rules.max_instances}")
+        self.pressure.check()
         if not self.active and (self.entries or self._streams or self.warm):
             raise InvariantViolation("a standby monitor has instances")

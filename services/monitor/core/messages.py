@@ -3,9 +3,12 @@
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from ballast.common.ids import Incarnation, WorkerId
+from ballast.common.ids import DispatcherId, Incarnation, WorkerId
+from ballast.common.layout import Layout
 from ballast.common.load import LoadReport
 from ballast.common.model import ModelInfo
+from services.monitor.policy.demand import Backlog, GroupDemand
+from services.monitor.policy.pressure import Signal
 
 StreamId = int  # one Report stream; numbered by the shell, never reused
 
@@ -18,6 +21,23 @@ class Instance:
     incarnation: Incarnation
     address: str  # host:port of its WorkerService, as others reach it
     model: ModelInfo
+
+
+@dataclass(frozen=True, slots=True)
+class WholeMemory:
+    """Of an instance that holds all layers."""
+
+    parameter_bytes: int
+    kv_bytes: int  # of KV over all layers: block slots, not device memory
+
+
+@dataclass(frozen=True, slots=True)
+class BacklogWord:
+    """What one dispatcher says about its backlog."""
+
+    dispatcher_id: DispatcherId
+    serial: str  # differs from word to word
+    backlog: Backlog
 
 
 # ---------------------------------------------------------------- events
@@ -59,11 +79,22 @@ class ConnectionRefused:
 
 @dataclass(frozen=True, slots=True)
 class RegistryLoaded:
-    """What an earlier monitor wrote down: the newest life it knew of each worker."""
+    """What an earlier monitor wrote down: the newest life it knew of each worker, and what that one can hold."""
 
     at_s: float
     cause_id: str
     incarnations: tuple[tuple[WorkerId, Incarnation], ...]
+    wholes: tuple[tuple[WorkerId, Incarnation, WholeMemory], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class SurroundingsRead:
+    """What planner and dispatchers have written into the state server."""
+
+    at_s: float
+    cause_id: str
+    layout: Layout | None  # None: there is none
+    backlogs: tuple[BacklogWord, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +110,16 @@ class Ticked:
     cause_id: str
 
 
-Event = Announced | LoadReported | StreamEnded | ConnectionRefused | RegistryLoaded | LeadershipChanged | Ticked
+Event = (
+    Announced
+    | LoadReported
+    | StreamEnded
+    | ConnectionRefused
+    | RegistryLoaded
+    | SurroundingsRead
+    | LeadershipChanged
+    | Ticked
+)
 
 
 # ---------------------------------------------------------------- what watchers are told
@@ -109,7 +149,15 @@ class SnapshotEnd:
     """Whoever has not been named by now is not there."""
 
 
-Change = InstanceUp | InstanceLost | InstanceDraining | SnapshotEnd
+@dataclass(frozen=True, slots=True)
+class Raised:
+    """Memory is or will be short, or is plentiful again. Said once: a watcher that comes later is not told."""
+
+    signal: Signal
+    groups: tuple[GroupDemand, ...]
+
+
+Change = InstanceUp | InstanceLost | InstanceDraining | SnapshotEnd | Raised
 
 
 # ---------------------------------------------------------------- commands
@@ -162,4 +210,11 @@ class DismissWatchers:
     """This monitor is no longer the active one: watchers must look for the one that is."""
 
 
-Command = Publish | CloseStream | ProbeAddress | WriteRegistry | LoadRegistry | DismissWatchers
+@dataclass(frozen=True, slots=True)
+class ForgetBacklogs:
+    """These dispatchers have said nothing for long: delete what they said last."""
+
+    dispatcher_ids: tuple[DispatcherId, ...]
+
+
+Command = Publish | CloseStream | ProbeAddress | WriteRegistry | LoadRegistry | DismissWatchers | ForgetBacklogs

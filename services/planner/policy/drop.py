@@ -14,13 +14,15 @@ from math import inf
 from ballast.common.errors import InvariantViolation
 from ballast.common.ids import GroupId, WorkerId
 from services.planner.policy.cost import WEIGHT_UNIT, StageCost
-from services.planner.policy.exact import cheapest, evened, lower_bound
+from services.planner.policy.exact import cheapest, evened, is_exact, lower_bound
 from services.planner.policy.greedy import figure6, memory_greedy
 from services.planner.policy.snapshot import GroupState, ModelShape, Snapshot
 from services.planner.policy.split import Candidate, Splitter, SplitTolerance, Stage
 from services.planner.policy.units import Partition, Units
+from services.planner.policy.usable import blocks_by_size, cheapest_by_count, useful_sizes
 
 EXACT_LIMIT = 128  # groups of different load: 4 ms
+USABLE_LIMIT = 64  # groups whose useful sizes are tried for every number of groups
 _USABLE_ATTEMPTS = 8
 
 
@@ -28,8 +30,10 @@ class Method(StrEnum):
     AUTO = "auto"
     FIGURE6 = "figure6"
     EXACT = "exact"
+    SEARCH = "search"  # cuts and local search: more groups of different sizes than can be solved exactly
     EVEN = "even"
     MEMORY_GREEDY = "memory-greedy"
+    USABLE = "usable"  # of plans with `count_usable`
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +90,8 @@ def plan(
     `count_usable`: the need is met by KV that admission can count with, not by freed bytes; where layers do not
     divide evenly over the members, that takes more merges.
     """
+    if tolerance is None:
+        tolerance = SplitTolerance(capacity=0.0) if count_usable else SplitTolerance()
     planning = _Planning(snapshot, needed_bytes, cost or StageCost(), tolerance)
     return planning.until_usable(method) if count_usable else planning.with_merges(method, planning.least_merges)
 
@@ -93,9 +99,7 @@ def plan(
 class _Planning:
     """One plan in the making."""
 
-    def __init__(
-        self, snapshot: Snapshot, needed_bytes: int, cost: StageCost, tolerance: SplitTolerance | None
-    ) -> None:
+    def __init__(self, snapshot: Snapshot, needed_bytes: int, cost: StageCost, tolerance: SplitTolerance) -> None:
         self.model = snapshot.model
         self.needed_bytes = max(0, needed_bytes)
         self.splitter = Splitter(self.model, tolerance)
@@ -110,7 +114,9 @@ class _Planning:
         self.least_merges = min(max(0, -(-left_bytes // self.model.copy_bytes)), self.most_merges)
 
     def until_usable(self, method: Method) -> DropPlan:
-        """Merge more until enough is usable: by as much as is still missing, for a few attempts."""
+        """Sizes of groups that are of use (equal single instances), or merge more by as much as is still missing."""
+        if method in (Method.AUTO, Method.USABLE) and self._are_equal_singles():
+            return _judged_by_usable(self._assemble(self._usable_groups(), Method.USABLE))
         merges = self.least_merges
         best = _judged_by_usable(self.with_merges(method, merges))
         for _ in range(_USABLE_ATTEMPTS):
@@ -120,6 +126,22 @@ class _Planning:
             more = _judged_by_usable(self.with_merges(method, merges))
             best = min(best, more, key=lambda found: (found.shortfall_bytes, found.cost_after))
         return best
+
+    def _are_equal_singles(self) -> bool:
+        budgets = {member.budget_bytes for group in self.groups for member in group.members}
+        return (
+            len(budgets) == 1 and all(self.is_full_copy) and self.model.is_uniform and len(self.groups) <= EXACT_LIMIT
+        )
+
+    def _usable_groups(self) -> Partition:
+        """For each number of groups the cheapest; of these the cheapest with enough blocks, else the most blocks."""
+        most = min(len(self.groups), self.model.layer_count)
+        blocks = blocks_by_size(self.model, self.groups[0].members[0].budget_bytes, most)
+        block_bytes = self.model.block_bytes * self.model.layer_count
+        wanted = sum(group.block_count for group in self.groups) + -(-self.needed_bytes // block_bytes)
+        found = [p for p in cheapest_by_count(self.units, useful_sizes(blocks)) if p is not None]
+        missing = [max(0, wanted - sum(blocks[len(members)] for members in p)) for p in found]
+        return min(zip(missing, map(self.units.cost, found), found, strict=True))[2]
 
     def with_merges(self, method: Method, merge_count: int) -> DropPlan:
         if merge_count == 0 or not self.groups:
@@ -145,7 +167,7 @@ class _Planning:
         if method is Method.FIGURE6:
             return figure6(self.units, merge_count, self._can_merge), method
         if method is not Method.EVEN and self._is_affordable():
-            found, found_by = self._cheapest(merge_count), Method.EXACT
+            found, found_by = self._cheapest(merge_count), Method.EXACT if is_exact(self.units) else Method.SEARCH
         else:
             found, found_by = evened(self.units, len(self.groups) - merge_count), Method.EVEN
         if found is not None and all(len(members) == 1 or self._can_merge(members) for members in found):

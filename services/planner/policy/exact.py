@@ -32,6 +32,11 @@ def cheapest(units: Units, group_count: int) -> Partition | None:
     return _best_cut(units, sorted(range(len(units.stages)), key=lambda i: (-units.weights[i], i)), group_count)
 
 
+def is_exact(units: Units) -> bool:
+    """Whether `cheapest` gives the optimum, rather than a good partition that `lower_bound` judges."""
+    return len(units.stages) <= SUBSET_LIMIT or len(set(units.stages)) == 1
+
+
 def lower_bound(units: Units, group_count: int) -> float:
     """No partition into so many groups costs less. Equal to the optimum for units of equal size.
 

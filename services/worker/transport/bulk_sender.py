@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from threading import Condition
+from threading import Condition, Lock
 
 import torch
 
@@ -84,6 +84,7 @@ class BulkSender:
         self._counts = counts
         self._bucket = bucket
         self._changed = Condition()
+        self._reading = Lock()  # held while the callers' memory is read outside of _changed
         self._state = _State()
         self._schedule = BulkSchedule(
             chunk_bytes=config.chunk_bytes, hold_s=config.hold_s, patience_chunks=config.patience_chunks
@@ -176,6 +177,8 @@ class BulkSender:
             failed = list(self._state.transfers.values())
             self._state.transfers.clear()
             self._changed.notify_all()
+        with self._reading:  # a chunk that is being gathered right now
+            pass
         for outgoing in failed:
             outgoing.verdict, outgoing.why = Outcome.BROKEN, why.why
             _settle(outgoing)
@@ -228,26 +231,34 @@ class BulkSender:
             counted.messages += outgoing.sent_bytes == outgoing.pieces.total_bytes
             outgoing.in_flight += 1
             more = len(self._schedule) > 0 and self._bucket is None
-        # Outside of the lock: copying and writing to a socket take their time. Nobody else posts on this lane.
-        payload = outgoing.pieces.view(grant.offset_bytes, size)
-        if payload is None:
-            payload = torch.empty(size, dtype=torch.uint8, device=outgoing.pieces.device)
-            outgoing.pieces.gather(grant.offset_bytes, payload)
-            self._counts.copied_bytes += size
-        header = Header(
-            kind=FrameKind.CHUNK,
-            traffic=outgoing.traffic,
-            epoch=self._epoch,
-            transfer=outgoing.number,
-            offset_bytes=grant.offset_bytes,
-            more=more,
-        )
-        pending = self._writer.post(header, b"", payload)
+        pending = self._post_chunk(outgoing, grant.offset_bytes, size, more=more)
+        if pending is None:
+            return
         with self._changed:
             self._state.promised = more
             self._state.in_flight.append(_Posted(pending, outgoing, FrameKind.CHUNK))
             pause_until_s = 0.0 if self._bucket is None else self._bucket.ready_at_s()
             self._changed.wait_for(lambda: self._state.broken, timeout=max(pause_until_s - time.monotonic(), 0))
+
+    def _post_chunk(self, outgoing: _Outgoing, offset: int, size: int, *, more: bool) -> list[Pending] | None:
+        """Without _changed: copying and writing to a socket take their time, and nobody else posts on this lane."""
+        with self._reading:
+            if self._state.broken:  # its owner has been told and may have unmapped the memory
+                return None
+            payload = outgoing.pieces.view(offset, size)
+            if payload is None:
+                payload = torch.empty(size, dtype=torch.uint8, device=outgoing.pieces.device)
+                outgoing.pieces.gather(offset, payload)
+                self._counts.copied_bytes += size
+            header = Header(
+                kind=FrameKind.CHUNK,
+                traffic=outgoing.traffic,
+                epoch=self._epoch,
+                transfer=outgoing.number,
+                offset_bytes=offset,
+                more=more,
+            )
+            return self._writer.post(header, b"", payload)
 
     def _complete_oldest(self) -> bool:
         """Wait for one posted frame; True when it was the last this lane ever sends."""

@@ -1,5 +1,6 @@
 """Channels over gloo: one two-rank process group each, made directly and not part of any world."""
 
+import re
 from datetime import timedelta
 from typing import cast
 
@@ -10,6 +11,8 @@ from ballast.common.errors import ConfigError
 from services.worker.transport.channel import ChannelBroken, Group
 
 _FRAMES, _PAYLOADS, _NEVER_SENT = 0, 1, 2  # tags; messages of one tag stay in order
+
+_SOURCE_PLACE = re.compile(r"^\[\S+\] ")
 
 
 class GlooPending:
@@ -93,4 +96,5 @@ class GlooTransport:
 
 
 def _first_line(error: BaseException) -> str:
-    return str(error).split("\n", 1)[0]
+    """What happened, without where in gloo's source and without its advice."""
+    return _SOURCE_PLACE.sub("", str(error).split("\n", 1)[0]).split(". This is", 1)[0]

@@ -242,11 +242,12 @@ class Link:
             body()
         except Exception as error:  # noqa: BLE001 whatever goes wrong, a receiver's bug included, ends this link only
             self._break(f"{type(error).__name__}: {error}")
-        with self._lock:
-            self._running -= 1
-            is_last = self._running == 0
-        if is_last:
-            self._finish()
+        finally:
+            with self._lock:
+                self._running -= 1
+                is_last = self._running == 0
+            if is_last:
+                self._finish()
 
     def _break(self, why: str) -> None:
         """Both lanes end at once. While closing this is how the slower side sees the faster one go."""
@@ -270,12 +271,14 @@ class Link:
             was_broken = self._state is LinkState.BROKEN
             self._state = LinkState.BROKEN if was_broken else LinkState.CLOSED
             channels = self._channels
-        self._bulk_in.abandon()
-        if not was_broken:
-            self._receiver.on_link_end(self, LinkEnding(LinkState.CLOSED, "closed"))
-        self._ended.set()
-        if channels is not None:
-            self._dispose(partial(self._destroy, channels))
+        try:
+            self._bulk_in.abandon()
+            if not was_broken:
+                self._receiver.on_link_end(self, LinkEnding(LinkState.CLOSED, "closed"))
+        finally:
+            self._ended.set()
+            if channels is not None:
+                self._dispose(partial(self._destroy, channels))
 
     def _destroy(self, channels: Channels) -> None:
         with self._lock:

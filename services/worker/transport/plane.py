@@ -86,8 +86,13 @@ class DataPlane:
             raise
         with self._lock:
             del self._connecting[key]
-            self._links[key] = link
+            is_wanted = not self._closing and epoch >= self._oldest_epoch
+            if is_wanted:
+                self._links[key] = link
         mine.set_result(link)
+        if not is_wanted:
+            link.close()
+            raise Unavailable(peer_id, f"link for epoch {epoch} was given up while it was made")
         return link
 
     def warm(self, peer_id: str, peer_store_address: str, epoch: int, timeout_s: float | None = None) -> Future[Link]:

@@ -20,7 +20,7 @@ from torch.distributed import Store
 
 from ballast.common.errors import ConfigError, DeadlineExceeded, PeerViolation, Unavailable
 
-_HELLO_TIMEOUT_S = 1.0
+_HELLO_TIMEOUT_S = 0.5  # callers behind a silent one wait so long
 _MAX_HELLO_BYTES = 4096
 _MAX_ENTRY_BYTES = 1 << 20
 _MAX_PARKED = 256

@@ -10,7 +10,8 @@ import grpc.aio
 import pytest
 
 from ballast.common.errors import BallastError, InvalidRequest, NotActive, Overloaded, StaleEpoch, Unavailable
-from ballast.common.ids import Incarnation, WorkerId
+from ballast.common.ids import DispatcherId, Incarnation, WorkerId
+from ballast.common.layout import Layout
 from ballast.rpc import codec
 from ballast.rpc.channel import open_channel
 from ballast.rpc.errors import from_rpc_error
@@ -18,9 +19,10 @@ from ballast.rpc.server import RpcServer
 from ballastpb.monitor.v1 import monitor_pb2 as pb
 from ballastpb.monitor.v1 import monitor_pb2_grpc
 from services.monitor.core.machine import MonitorCore, MonitorRules
-from services.monitor.core.messages import Instance, InstanceUp
+from services.monitor.core.messages import BacklogWord, Instance, InstanceUp
 from services.monitor.servicer import MonitorServicer
 from services.monitor.shell import MonitorShell, Row, Watcher
+from tests.support.pressure import RULES
 from tests.support.reporting_worker import load_report, model_info
 from tests.support.waiting import soon
 
@@ -41,16 +43,40 @@ class MemoryRegistry:
         return self.rows
 
 
+class MemorySurroundings:
+    def __init__(self) -> None:
+        self.layout: Layout | None = None
+        self.backlogs: tuple[BacklogWord, ...] = ()
+        self.forgotten: set[DispatcherId] = set()
+
+    async def read(self) -> tuple[Layout | None, tuple[BacklogWord, ...]]:
+        return self.layout, self.backlogs
+
+    async def forget(self, dispatcher_ids: tuple[DispatcherId, ...]) -> None:
+        self.forgotten.update(dispatcher_ids)
+
+
 async def refuses_nobody(address: str) -> bool:
     return False
 
 
 @asynccontextmanager
-async def monitor(*, active: bool) -> AsyncGenerator[tuple[MonitorShell, Stub]]:
-    rules = MonitorRules(lease_s=5.0, warmup_s=0.2, registry_interval_s=0.1, max_instances=2, history_length=5)
+async def monitor(
+    *, active: bool, surroundings: MemorySurroundings | None = None
+) -> AsyncGenerator[tuple[MonitorShell, Stub]]:
+    rules = MonitorRules(
+        lease_s=5.0,
+        warmup_s=0.2,
+        registry_interval_s=0.1,
+        max_instances=2,
+        history_length=5,
+        pressure=RULES,
+        backlog_lease_s=1.0,
+    )
     shell = MonitorShell(
         MonitorCore(rules),
         MemoryRegistry(),
+        surroundings or MemorySurroundings(),
         monitor_id="m1",
         tick_interval_s=0.02,
         max_watchers=2,

@@ -5,7 +5,10 @@ import select
 import signal
 import subprocess
 import sys
+import time
 from typing import Any
+
+import psutil
 
 CONFIG: dict[str, Any] = {"keepalive_s": 0.2, "silence_timeout_s": 20.0}
 
@@ -41,6 +44,16 @@ class PeerProcess:
 
     def signal(self, number: signal.Signals) -> None:
         self.process.send_signal(number)
+
+    def freeze(self) -> None:
+        """SIGSTOP, and every thread of it has taken notice."""
+        self.signal(signal.SIGSTOP)
+        deadline_s = time.monotonic() + 10
+        process = psutil.Process(self.process.pid)
+        while any(psutil.Process(thread.id).status() != psutil.STATUS_STOPPED for thread in process.threads()):
+            if time.monotonic() > deadline_s:
+                raise TimeoutError("the peer process does not stop")
+            time.sleep(0.01)
 
     def stop(self) -> None:
         self.process.kill()

@@ -150,18 +150,16 @@ def test_an_empty_transfer_is_delivered(bench: Bench, shared_peer: PeerProcess) 
 
 
 def test_activations_overtake_bulk(bench: Bench, shared_peer: PeerProcess) -> None:
-    bench.open()
+    bench.open(rate_bytes_per_s=24 * MB)  # 64 MiB take seconds, ten round trips behind one chunk each a fraction
     link = bench.link(shared_peer, "w2")
     transfer = link.transfer(TrafficClass.KV, [torch.zeros(64 * MB, dtype=torch.uint8)], stream=1)
-    trips = 0
-    activation = torch.zeros(4, 256)
-    while trips < 50:
-        link.send(TrafficClass.ACTIVATION, ECHO, tensor=activation).result(20)
-        trips += 1
+    shared_peer.call("wait", what="openings", count=1)
+    for trips in range(1, 11):
+        link.send(TrafficClass.ACTIVATION, ECHO, tensor=torch.zeros(4, 256)).result(20)
         bench.recorder.wait("messages", trips)
-    assert not transfer.done.done(), "50 round trips took longer than 64 MiB of bulk: nothing was overtaken"
+    assert not transfer.done.done(), "ten round trips took longer than 64 MiB of bulk: nothing was overtaken"
     assert transfer.done.result(60).outcome is Outcome.DELIVERED
-    assert shared_peer.call("received")["ended"][0]["urgent_before"] >= 50
+    assert shared_peer.call("received")["ended"][0]["urgent_before"] == 10
 
 
 def test_a_more_urgent_class_ends_first(bench: Bench, shared_peer: PeerProcess) -> None:
@@ -241,7 +239,7 @@ def test_over_a_bound_is_refused_before_anything_is_sent(bench: Bench, shared_pe
 def test_a_full_queue_refuses(bench: Bench, doomed_peer: PeerProcess) -> None:
     bench.open(max_queued_messages=20, max_transfers=3, urgent_window=4)
     link = bench.link(doomed_peer, "w2")
-    doomed_peer.signal(signal.SIGSTOP)
+    doomed_peer.freeze()
     tensor = torch.zeros(256, 1024)  # behind its frame, so it waits for the peer
     for _ in range(20):
         link.send(TrafficClass.ACTIVATION, 0, tensor=tensor)
@@ -290,7 +288,7 @@ def test_a_stopped_peer_shows_by_its_silence(bench: Bench, doomed_peer: PeerProc
     link = bench.link(doomed_peer, "w2")
     time.sleep(2.5)
     assert link.state is LinkState.UP, "keepalives must keep an idle link up"
-    doomed_peer.signal(signal.SIGSTOP)
+    doomed_peer.freeze()
     bench.recorder.wait("endings", 1, timeout_s=15)
     assert bench.recorder.endings["w2"].state is LinkState.BROKEN
     assert link.wait_ended(5)
@@ -301,7 +299,7 @@ def test_a_peer_that_never_answers_a_close_does_not_hold_it_up(bench: Bench, doo
     bench.open(close_timeout_s=0.5)
     link = bench.link(doomed_peer, "w2")
     transfer = link.transfer(TrafficClass.KV, [torch.zeros(64 * MB, dtype=torch.uint8)])
-    doomed_peer.signal(signal.SIGSTOP)
+    doomed_peer.freeze()
     link.close()
     assert link.wait_ended(5)
     with pytest.raises(Unavailable):

@@ -1,0 +1,43 @@
+"""What waits in the dispatchers, by their own words in the state server.
+
+Clocks of two machines are never compared: a word is fresh while its serial number goes on changing here.
+"""
+
+from dataclasses import dataclass, field
+
+from ballast.common.ids import DispatcherId
+from services.monitor.core.messages import BacklogWord
+from services.monitor.policy.demand import Backlog
+
+_NOTHING = Backlog(0, 0)
+
+
+@dataclass(slots=True)
+class Backlogs:
+    lease_s: float  # a dispatcher that says nothing new for longer is not there: its requests are not either
+    _words: dict[DispatcherId, tuple[BacklogWord, float]] = field(  # and when it was new
+        default_factory=dict[DispatcherId, tuple[BacklogWord, float]]
+    )
+    _read_at_s: float | None = None
+
+    def read(self, at_s: float, words: tuple[BacklogWord, ...]) -> None:
+        known, self._words, self._read_at_s = self._words, {}, at_s
+        for word in words:
+            before = known.get(word.dispatcher_id)
+            unchanged = before is not None and before[0].serial == word.serial
+            self._words[word.dispatcher_id] = (word, before[1] if before is not None and unchanged else at_s)
+
+    def total(self, at_s: float) -> Backlog:
+        fresh = [word.backlog for word, since_s in self._words.values() if at_s - since_s <= self.lease_s]
+        return Backlog(sum(b.request_count for b in fresh), sum(b.token_count for b in fresh)) if fresh else _NOTHING
+
+    def known(self, at_s: float) -> bool:
+        """Whether the state server has been read lately: without it an empty backlog is no news."""
+        return self._read_at_s is not None and at_s - self._read_at_s <= self.lease_s
+
+    def silent(self, at_s: float, for_s: float) -> tuple[DispatcherId, ...]:
+        return tuple(sorted(name for name, (_, since_s) in self._words.items() if at_s - since_s > for_s))
+
+    def clear(self) -> None:
+        self._words.clear()
+        self._read_at_s = None

@@ -1,0 +1,38 @@
+"""What the core remembers of one instance."""
+
+from collections import deque
+from dataclasses import dataclass
+
+from ballast.common.load import LoadReport
+from services.monitor.core.messages import Instance, StreamId, WholeMemory
+from services.monitor.policy.demand import capacity_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class LoadSample:
+    at_s: float
+    load: LoadReport
+
+
+@dataclass(slots=True)
+class Entry:
+    """One instance that is there. Readable from outside; only the core writes."""
+
+    instance: Instance
+    heard_at_s: float
+    stream_id: StreamId | None
+    history: deque[LoadSample]
+    load: LoadReport | None = None
+    draining: bool = False
+    whole: WholeMemory | None = None
+
+    def take(self, at_s: float, load: LoadReport) -> None:
+        self.heard_at_s, self.load = at_s, load
+        self.history.append(LoadSample(at_s, load))
+        kv_bytes = capacity_bytes(load, self.instance.model.kv_bytes_per_token)
+        self.learn(WholeMemory(load.memory.parameter_bytes, kv_bytes))
+
+    def learn(self, seen: WholeMemory) -> None:
+        """An instance starts with all layers, so it has all of them whenever its parameters are as large as ever."""
+        if self.whole is None or seen.parameter_bytes >= self.whole.parameter_bytes:
+            self.whole = seen

@@ -1,0 +1,96 @@
+"""From the layout and the instances' reports to what each group wants and has."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from ballast.common.ids import WorkerId
+from ballast.common.layout import Group, Layout, Member
+from services.monitor.core.entry import Entry
+from services.monitor.policy.demand import GroupDemand, GroupLoad, capacity_bytes, used_bytes, waiting_bytes
+from services.monitor.policy.trend import Point, slope_per_s
+
+Entries = Mapping[WorkerId, Entry]
+
+
+@dataclass(slots=True)
+class Groups:
+    """Follows the layout. Without one nobody serves: dispatchers know of nobody."""
+
+    layout: Layout | None = None
+    _formed: dict[WorkerId, tuple[tuple[Member, ...], float]] = field(  # leader -> its group and since when it leads it
+        default_factory=dict[WorkerId, tuple[tuple[Member, ...], float]]
+    )
+
+    def adopt(self, at_s: float, layout: Layout | None) -> None:
+        """None: the state server has lost it; the one before stays in force, as it does for the dispatchers."""
+        if layout is None or layout == self.layout:
+            return
+        before, self.layout = self._formed, layout
+        self._formed = {}
+        for group in layout.groups:
+            leader_id, known = group.leader.worker_id, before.get(group.leader.worker_id)
+            same = known is not None and known[0] == group.members
+            self._formed[leader_id] = (group.members, known[1] if known is not None and same else at_s)
+
+    def clear(self) -> None:
+        self.layout = None
+        self._formed.clear()
+
+    def loads(self, entries: Entries) -> tuple[tuple[GroupLoad, ...], bool]:
+        """The groups that serve, and whether each of them is known in full.
+
+        A group that drains is left out: it takes nothing new, and what it has goes with its requests.
+        """
+        if self.layout is None:
+            return (), False
+        found: list[GroupLoad] = []
+        complete = True
+        for group in self.layout.groups:
+            leader = _living(group.leader, entries)
+            if group.leader.draining or (leader is not None and leader.draining):
+                continue
+            if leader is None or leader.load is None:
+                complete = False
+                continue
+            found.append(_group_load(group, leader, entries))
+            complete = complete and all(_living(member, entries) is not None for member in group.members)
+        return tuple(sorted(found, key=lambda g: g.leader_id)), complete
+
+    def demands(self, at_s: float, entries: Entries, *, window_s: float, horizon_s: float) -> tuple[GroupDemand, ...]:
+        return tuple(self._demand(at_s, load, entries, window_s, horizon_s) for load in self.loads(entries)[0])
+
+    def _demand(self, at_s: float, load: GroupLoad, entries: Entries, window_s: float, horizon_s: float) -> GroupDemand:
+        leader = entries[load.leader_id]
+        token_bytes = leader.instance.model.kv_bytes_per_token
+        since_s = max(at_s - window_s, self._formed[load.leader_id][1])
+        recent = [sample for sample in reversed(leader.history) if sample.at_s >= since_s]
+        used: list[Point] = [(sample.at_s, used_bytes(sample.load, token_bytes)) for sample in reversed(recent)]
+        queued = [waiting_bytes(sample.load, token_bytes) for sample in reversed(recent)]
+        wanted = [(at, held + more) for (at, held), more in zip(used, queued, strict=True)]
+        growth = max(0.0, slope_per_s(used)) * horizon_s
+        return GroupDemand(
+            leader_id=load.leader_id,
+            demand_bytes=load.wanted_bytes + int(growth),
+            capacity_bytes=load.capacity_bytes,
+            used_bytes=load.used_bytes,
+            demand_growth_bytes_per_s=slope_per_s(wanted),
+        )
+
+
+def _living(member: Member, entries: Entries) -> Entry | None:
+    entry = entries.get(member.worker_id)
+    return entry if entry is not None and entry.instance.incarnation == member.incarnation else None
+
+
+def _group_load(group: Group, leader: Entry, entries: Entries) -> GroupLoad:
+    assert leader.load is not None  # the caller has looked
+    token_bytes = leader.instance.model.kv_bytes_per_token
+    living = [entry for entry in (_living(member, entries) for member in group.members) if entry is not None]
+    return GroupLoad(
+        leader_id=group.leader.worker_id,
+        member_ids=tuple(member.worker_id for member in group.members),
+        used_bytes=used_bytes(leader.load, token_bytes),
+        waiting_bytes=waiting_bytes(leader.load, token_bytes),
+        capacity_bytes=capacity_bytes(leader.load, token_bytes),
+        undropped_bytes=sum(entry.whole.kv_bytes for entry in living if entry.whole is not None),
+    )

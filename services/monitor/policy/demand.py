@@ -1,0 +1,95 @@
+"""What requests want of the KV memory and what there is, in bytes of KV over all layers.
+
+Only these bytes can be added up over groups: blocks of a pipeline's stages differ in size, but a token's KV over all
+layers is the same everywhere.
+"""
+
+from dataclasses import dataclass
+
+from ballast.common.ids import WorkerId
+from ballast.common.load import LoadReport
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupLoad:
+    """One group by its leader's newest report. The other members only follow: their own counts mean nothing."""
+
+    leader_id: WorkerId
+    member_ids: tuple[WorkerId, ...]
+    used_bytes: int  # held by running requests
+    waiting_bytes: int  # wanted by the prompts of requests in the leader's own queue, head of line included
+    capacity_bytes: int
+    undropped_bytes: int  # what the members' KV holds together when each has all layers
+
+    @property
+    def wanted_bytes(self) -> int:
+        return self.used_bytes + self.waiting_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Backlog:
+    """Requests that wait in a dispatcher and that no worker knows of."""
+
+    request_count: int
+    token_count: int  # of prompts, and of what earlier attempts have generated
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupDemand:
+    """One group as watchers and status tools are told."""
+
+    leader_id: WorkerId
+    demand_bytes: int  # wanted now, and the growth of the running requests until the horizon
+    capacity_bytes: int
+    used_bytes: int
+    demand_growth_bytes_per_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterDemand:
+    """The whole cluster at one moment."""
+
+    at_s: float
+    wanted_bytes: int  # held by running requests, and wanted by queued ones wherever they wait
+    used_bytes: int
+    capacity_bytes: int
+    undropped_bytes: int
+    groups: tuple[tuple[WorkerId, ...], ...]  # members of each group, leaders first
+    complete: bool  # nothing is unknown: what seems idle is idle
+
+    @property
+    def merged(self) -> tuple[tuple[WorkerId, ...], ...]:
+        """Groups whose members have dropped layers."""
+        return tuple(group for group in self.groups if len(group) > 1)
+
+
+def capacity_bytes(load: LoadReport, kv_bytes_per_token: int) -> int:
+    return load.block_count * load.block_tokens * kv_bytes_per_token
+
+
+def used_bytes(load: LoadReport, kv_bytes_per_token: int) -> int:
+    return load.used_block_count * load.block_tokens * kv_bytes_per_token
+
+
+def waiting_bytes(load: LoadReport, kv_bytes_per_token: int) -> int:
+    return load.waiting_block_count * load.block_tokens * kv_bytes_per_token
+
+
+def backlog_bytes(backlog: Backlog, block_tokens: int, kv_bytes_per_token: int) -> int:
+    """Expected need: the next token belongs to it, and a last block is half empty on average."""
+    tokens = backlog.token_count + backlog.request_count * (1 + block_tokens // 2)
+    return tokens * kv_bytes_per_token
+
+
+def sum_demand(
+    at_s: float, groups: tuple[GroupLoad, ...], backlog_need_bytes: int, *, complete: bool = True
+) -> ClusterDemand:
+    return ClusterDemand(
+        at_s=at_s,
+        wanted_bytes=sum(g.wanted_bytes for g in groups) + backlog_need_bytes,
+        used_bytes=sum(g.used_bytes for g in groups),
+        capacity_bytes=sum(g.capacity_bytes for g in groups),
+        undropped_bytes=sum(g.undropped_bytes for g in groups),
+        groups=tuple(g.member_ids for g in groups),
+        complete=complete,
+    )

@@ -1,0 +1,202 @@
+"""When to ask for memory and when to give it back.
+
+Forecast: what is wanted now, plus its trend over the horizon where it grows. What is wanted contains everything that
+waits, so a burst counts in full at the moment it arrives and does not have to become a trend first.
+
+- Overload: the forecast is above the threshold, and demand itself is near it (armed), because dropping early wins
+  nothing and a pipeline costs something. Demand above the threshold needs no trend.
+- Relief: parameters are dropped, and forecast and usage have been below half of the un-dropped memory for a while.
+- Between any two of these lies at least the dwell time, and a change of the merged groups, whoever made it, starts it
+  anew: a load that oscillates over any threshold causes one transition per dwell time at most.
+- Scale out: an overload was raised, nothing has helped for a while (no plan, or demand outgrew what was freed).
+- Scale in: everything has been idle for long and nothing is dropped.
+"""
+
+import math
+from collections import deque
+from dataclasses import dataclass, field
+
+from ballast.common.errors import InvariantViolation
+from services.monitor.policy.demand import ClusterDemand
+from services.monitor.policy.trend import slope_per_s, window
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PressureRules:
+    horizon_s: float  # how far ahead is looked
+    trend_window_s: float  # samples not older than this make a trend
+    overload_threshold_fraction: float  # of the capacity at the horizon: forecast demand above it is an overload
+    overload_arming_fraction: float  # of the capacity: below it no trend is alarming
+    overload_margin_fraction: float  # of the forecast demand: freed in excess
+    relief_threshold_fraction: float  # of the un-dropped memory: usage below it is a relief
+    relief_after_s: float  # usage has to be that low for so long
+    dwell_s: float  # between any two transitions
+    scale_out_after_s: float  # an overload has lasted so long in spite of everything
+    scale_in_threshold_fraction: float  # of the un-dropped memory
+    scale_in_after_s: float
+    scale_dwell_s: float  # between any two pieces of advice
+    sample_count: int  # bound of the history
+
+    def check(self) -> None:
+        if not 0 < self.relief_threshold_fraction < self.overload_arming_fraction <= self.overload_threshold_fraction:
+            raise InvariantViolation(f"thresholds are not in order: {self}")
+
+
+@dataclass(frozen=True, slots=True)
+class Overload:
+    """Demand will exceed capacity within the horizon, or does already."""
+
+    required_bytes: int  # to be freed over the whole cluster
+    horizon_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Relief:
+    """The dropped parameters can come back."""
+
+    used_bytes: int
+    undropped_capacity_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class ScaleAdvice:
+    out: bool  # False: fewer instances would do
+    why: str
+    missing_bytes: int
+
+
+Signal = Overload | Relief | ScaleAdvice
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forecast:
+    """At the horizon."""
+
+    demand_bytes: float
+    capacity_bytes: float
+    growth_bytes_per_s: float
+
+    def missing_bytes(self, fraction: float, margin_fraction: float = 0.0) -> int:
+        """What capacity lacks for the demand, and the margin, to be just `fraction` of it."""
+        return max(0, math.ceil(self.demand_bytes * (1 + margin_fraction) / fraction - self.capacity_bytes))
+
+
+@dataclass(slots=True)
+class Pressure:
+    """`observe` takes one sample after the other, in order of time."""
+
+    rules: PressureRules
+    history: deque[ClusterDemand] = field(init=False)
+    forecast: Forecast | None = None  # of the newest sample
+    quiet_until_s: float = -math.inf  # no transition is asked for before
+    _scale_quiet_until_s: float = -math.inf
+    _low_since_s: float | None = None
+    _idle_since_s: float | None = None
+    _short_since_s: float | None = None  # an overload was raised, and since then it has not ended
+
+    def __post_init__(self) -> None:
+        self.rules.check()
+        self.history = deque(maxlen=self.rules.sample_count)
+
+    def begin(self, at_s: float) -> None:
+        """Forgets everything. The monitor before may have asked for a transition a moment ago: a dwell time begins."""
+        self.history.clear()
+        self.forecast = None
+        self.quiet_until_s, self._scale_quiet_until_s = at_s + self.rules.dwell_s, -math.inf
+        self._low_since_s = self._idle_since_s = self._short_since_s = None
+
+    def observe(self, sample: ClusterDemand) -> list[Signal]:
+        self._append(sample)
+        if sample.capacity_bytes <= 0:  # nobody serves: there is nothing to drop and nothing to restore
+            self.forecast = self._low_since_s = self._idle_since_s = self._short_since_s = None
+            return []
+        self.forecast = forecast = self._look_ahead(sample)
+        short = self._is_short(sample, forecast)
+        self._note(sample, forecast, short)
+        return [*self._transition(sample, forecast, short), *self._scale(sample, forecast)]
+
+    def _append(self, sample: ClusterDemand) -> None:
+        before = self.history[-1] if self.history else None
+        if before is not None and sample.at_s < before.at_s:
+            raise InvariantViolation(f"sample of {sample.at_s} after {before.at_s}")
+        if before is not None and before.groups != sample.groups:
+            self.history.clear()  # sums over other groups are no trend
+            if before.merged != sample.merged:
+                self.quiet_until_s = max(self.quiet_until_s, sample.at_s + self.rules.dwell_s)
+        self.history.append(sample)
+
+    def _look_ahead(self, sample: ClusterDemand) -> Forecast:
+        rules, since_s = self.rules, sample.at_s - self.rules.trend_window_s
+        wanted = slope_per_s(window(((s.at_s, s.wanted_bytes) for s in reversed(self.history)), since_s))
+        capacity = slope_per_s(window(((s.at_s, s.capacity_bytes) for s in reversed(self.history)), since_s))
+        # Memory on its way back to parameters shrinks by plan, and never below what all parameters leave.
+        floor = min(sample.capacity_bytes, sample.undropped_bytes)
+        shrunk = max(floor, sample.capacity_bytes + min(0.0, capacity) * rules.horizon_s)
+        return Forecast(
+            demand_bytes=sample.wanted_bytes + max(0.0, wanted) * rules.horizon_s,
+            capacity_bytes=shrunk,
+            growth_bytes_per_s=wanted,
+        )
+
+    def _is_short(self, sample: ClusterDemand, forecast: Forecast) -> bool:
+        if sample.wanted_bytes < self.rules.overload_arming_fraction * sample.capacity_bytes:
+            return False
+        return forecast.demand_bytes > self.rules.overload_threshold_fraction * forecast.capacity_bytes
+
+    def _note(self, sample: ClusterDemand, forecast: Forecast, short: bool) -> None:
+        """Since when what has to last for a while has lasted."""
+        at_s, rules = sample.at_s, self.rules
+        demand_bytes = max(forecast.demand_bytes, sample.used_bytes)
+        low = sample.complete and demand_bytes < rules.relief_threshold_fraction * sample.undropped_bytes
+        idle = sample.complete and demand_bytes < rules.scale_in_threshold_fraction * sample.undropped_bytes
+        self._low_since_s = _since(self._low_since_s, at_s, low)
+        self._idle_since_s = _since(self._idle_since_s, at_s, idle)
+        if not short:
+            self._short_since_s = None
+
+    def _transition(self, sample: ClusterDemand, forecast: Forecast, short: bool) -> list[Signal]:
+        at_s, rules = sample.at_s, self.rules
+        if at_s < self.quiet_until_s:
+            return []
+        if short:
+            required = forecast.missing_bytes(rules.overload_threshold_fraction, rules.overload_margin_fraction)
+            self.quiet_until_s = at_s + rules.dwell_s
+            self._short_since_s = at_s if self._short_since_s is None else self._short_since_s
+            return [Overload(required, rules.horizon_s)]
+        lasted = self._low_since_s is not None and at_s - self._low_since_s >= rules.relief_after_s
+        if sample.merged and lasted:
+            self.quiet_until_s = at_s + rules.dwell_s
+            return [Relief(sample.used_bytes, sample.undropped_bytes)]
+        return []
+
+    def _scale(self, sample: ClusterDemand, forecast: Forecast) -> list[Signal]:
+        at_s, rules = sample.at_s, self.rules
+        if at_s < self._scale_quiet_until_s:
+            return []
+        if self._short_since_s is not None and at_s - self._short_since_s >= rules.scale_out_after_s:
+            self._scale_quiet_until_s = at_s + rules.scale_dwell_s
+            done = "although parameters are dropped" if sample.merged else "and no parameters were dropped"
+            why = f"demand has exceeded capacity for {at_s - self._short_since_s:.1f} s {done}"
+            return [ScaleAdvice(True, why, forecast.missing_bytes(rules.overload_threshold_fraction))]
+        lasted = self._idle_since_s is not None and at_s - self._idle_since_s >= rules.scale_in_after_s
+        if lasted and not sample.merged and len(sample.groups) > 1:
+            self._scale_quiet_until_s = at_s + rules.scale_dwell_s
+            share = forecast.demand_bytes / sample.undropped_bytes
+            return [
+                ScaleAdvice(False, f"only {share:.0%} of the KV memory of {len(sample.groups)} groups is wanted", 0)
+            ]
+        return []
+
+    def check(self) -> None:
+        """Raise InvariantViolation unless the history is in order and of one set of groups."""
+        times = [sample.at_s for sample in self.history]
+        if times != sorted(times):
+            raise InvariantViolation(f"samples are out of order: {times}")
+        if len({sample.groups for sample in self.history}) > 1:
+            raise InvariantViolation("samples of different groups are in one history")
+
+
+def _since(since_s: float | None, at_s: float, holds: bool) -> float | None:
+    if not holds:
+        return None
+    return at_s if since_s is None else since_s

@@ -1,0 +1,191 @@
+"""Drop plans over arbitrary clusters: complete, contiguous, honest about memory, no worse than brute force."""
+
+import itertools
+import random
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ballast.common.ids import WorkerId
+from services.planner.policy.cost import StageCost
+from services.planner.policy.drop import DropPlan, Method, plan
+from services.planner.policy.restore import plan_restore
+from services.planner.policy.snapshot import GroupState, InstanceState, Snapshot
+from services.planner.policy.split import Candidate, Splitter, SplitTolerance
+from services.planner.policy.units import Units
+from tests.support.drop_plans import acceptable_splits, after, group, kept_bytes, least_cost, model, parameter_bytes
+
+METHODS = st.sampled_from(list(Method))
+
+
+@st.composite
+def clusters(draw: st.DrawFn, max_groups: int = 7) -> Snapshot:
+    """Single instances and pipelines, some of which still hold more than they execute; memory and loads differ."""
+    layer_count = draw(st.integers(1, 8))
+    shape = model(
+        layer_count,
+        layer_parameter_bytes=tuple(
+            draw(st.lists(st.sampled_from([1000, 1000, 640]), min_size=layer_count, max_size=layer_count))
+        ),
+        extent_bytes=draw(st.sampled_from([1, 64, 100])),
+        layer_costs_s=draw(st.sampled_from([(), tuple(1.0 + i % 3 for i in range(layer_count))])),
+    )
+    kv_bytes = st.sampled_from([4000, 4000, 900, 7777])
+    groups: list[GroupState] = []
+    for g in range(draw(st.integers(1, max_groups))):
+        cuts = sorted(draw(st.sets(st.integers(1, max(1, layer_count - 1)), max_size=2))) if layer_count > 1 else []
+        bounds = [0, *draw(st.sampled_from([cuts, []])), layer_count]
+        members: list[InstanceState] = []
+        for i, (first, last) in enumerate(itertools.pairwise(bounds)):
+            extra = draw(st.sets(st.integers(0, layer_count - 1), max_size=1)) if len(bounds) > 2 else set[int]()
+            held = tuple(sorted({*range(first, last), *extra}))
+            # Room for a full copy with its rounding to extents, so that every drop keeps within the budget.
+            budget_bytes = shape.copy_bytes + 600 + 64 * layer_count + draw(kv_bytes)
+            members.append(InstanceState(WorkerId(f"w{g}{'abc'[i]}"), budget_bytes, first, last, held))
+        used = draw(st.integers(0, 30))
+        groups.append(group(shape, *members, used=used, waiting=draw(st.integers(0, 30))))
+    snapshot = Snapshot(shape, tuple(groups))
+    snapshot.check()
+    return snapshot
+
+
+def check_plan(snapshot: Snapshot, done: DropPlan) -> Snapshot:
+    then = after(snapshot, done)
+    then.check()  # I1: complete, contiguous, in memory, within budget
+    assert {m.worker_id for g in then.groups for m in g.members} == {
+        m.worker_id for g in snapshot.groups for m in g.members
+    }
+    assert parameter_bytes(snapshot) - parameter_bytes(then) == done.freed_bytes
+    assert done.freed_bytes == sum(m.freed_bytes for g in done.groups for m in g.members)
+    assert done.shortfall_bytes == max(0, done.needed_bytes - done.freed_bytes)
+    shape = snapshot.model
+    held_before = {m.worker_id: set(m.held_layers) for g in snapshot.groups for m in g.members}
+    budgets = {m.worker_id: m.budget_bytes for g in snapshot.groups for m in g.members}
+    for planned in done.groups:
+        for m in planned.members:
+            kept = set(range(m.first_layer, m.last_layer))
+            assert kept | set(m.dropped_layers) == held_before[m.worker_id]
+            assert not kept & set(m.dropped_layers)
+            per_layer = -(-m.block_count * shape.block_bytes // shape.extent_bytes) * shape.extent_bytes
+            others = -(-shape.other_parameter_bytes // shape.extent_bytes) * shape.extent_bytes
+            taken = others + shape.occupied_bytes(tuple(sorted(kept))) + per_layer * len(kept)
+            assert taken <= budgets[m.worker_id]
+        assert planned.block_count == min(m.block_count for m in planned.members) >= 1
+    check_exchange(snapshot, then, done)
+    return then
+
+
+def check_exchange(snapshot: Snapshot, then: Snapshot, done: DropPlan) -> None:
+    """KV of a sequence and layer travels when the layer's holder in its group changes."""
+    new_holder = {
+        (m.worker_id, layer): holder.worker_id
+        for g in then.groups
+        for m in g.members
+        for holder in g.members
+        for layer in range(holder.first_layer, holder.last_layer)
+    }
+    moved = sum(
+        g.used_block_count * snapshot.model.block_bytes
+        for g in snapshot.groups
+        for m in g.members
+        for layer in range(m.first_layer, m.last_layer)
+        if new_holder[m.worker_id, layer] != m.worker_id
+    )
+    assert moved == done.exchange_bytes
+
+
+@settings(max_examples=150, deadline=None)
+@given(clusters(), st.integers(0, 60_000), METHODS, st.booleans())
+def test_every_plan_is_sound(snapshot: Snapshot, needed_bytes: int, method: Method, count_usable: bool) -> None:
+    done = plan(snapshot, needed_bytes, method, count_usable=count_usable)
+    if count_usable:
+        assert done.shortfall_bytes == max(0, needed_bytes - done.usable_bytes)
+        done = replace(done, shortfall_bytes=max(0, needed_bytes - done.freed_bytes))
+    then = check_plan(snapshot, done)
+    again = plan(then, needed_bytes // 2, method)  # pipelines are merged further
+    check_plan(then, again)
+
+
+@settings(max_examples=100, deadline=None)
+@given(clusters(), st.integers(0, 60_000), METHODS, st.randoms(use_true_random=False))
+def test_the_order_of_the_input_does_not_matter(
+    snapshot: Snapshot, needed_bytes: int, method: Method, rng: random.Random
+) -> None:
+    shuffled = list(snapshot.groups)
+    rng.shuffle(shuffled)
+    assert plan(Snapshot(snapshot.model, tuple(shuffled)), needed_bytes, method) == plan(snapshot, needed_bytes, method)
+
+
+@settings(max_examples=100, deadline=None)
+@given(clusters(), st.integers(0, 40_000), st.integers(0, 20_000))
+def test_a_larger_need_never_frees_less_with_figure_6(snapshot: Snapshot, needed_bytes: int, more_bytes: int) -> None:
+    little = plan(snapshot, needed_bytes, Method.FIGURE6)
+    much = plan(snapshot, needed_bytes + more_bytes, Method.FIGURE6)
+    assert little.freed_bytes <= much.freed_bytes
+    assert little.cost_after <= much.cost_after
+
+
+@settings(max_examples=100, deadline=None)
+@given(clusters(), st.integers(0, 40_000), st.integers(0, 20_000))
+def test_a_larger_need_never_frees_less_on_full_copies(snapshot: Snapshot, needed_bytes: int, more_bytes: int) -> None:
+    single = Snapshot(snapshot.model, tuple(g for g in snapshot.groups if len(g.members) == 1))
+    little, much = plan(single, needed_bytes), plan(single, needed_bytes + more_bytes)
+    assert little.freed_bytes <= much.freed_bytes
+    assert little.cost_after <= much.cost_after * (1 + 1e-9)
+    assert little.is_optimal
+    most = plan(single, 10**9)
+    assert little.shortfall_bytes == max(0, needed_bytes - most.freed_bytes)
+
+
+@settings(max_examples=60, deadline=None)
+@given(clusters(max_groups=6), st.integers(1, 40_000))
+def test_no_partition_costs_less(snapshot: Snapshot, needed_bytes: int) -> None:
+    done = plan(snapshot, needed_bytes)
+    groups = sorted(snapshot.groups, key=lambda g: g.group_id)
+    stages = [len(g.members) for g in groups]
+    cost = StageCost()
+    units = Units(stages, cost.weights(groups), cost.factors(sum(stages)), snapshot.model.layer_count)
+    merged = [g for g in done.groups if len(g.merged) > 1]
+    group_count = len(groups) - sum(len(g.merged) - 1 for g in merged)
+    best = least_cost(units, group_count)
+    assert best is not None
+    assert done.cost_bound is not None
+    assert done.cost_bound <= best / 1000 * (1 + 1e-9)
+    if done.method is Method.EXACT:
+        assert done.cost_after == pytest.approx(best / 1000)
+
+
+@settings(max_examples=60, deadline=None)
+@given(clusters(max_groups=2))
+def test_no_split_sends_less(snapshot: Snapshot) -> None:
+    shape = snapshot.model
+    candidates = [Candidate(m, g.used_block_count * shape.block_bytes) for g in snapshot.groups for m in g.members][:4]
+    found = Splitter(shape).split(candidates)
+    acceptable = acceptable_splits(candidates, shape, SplitTolerance())
+    assert (found is None) == (not acceptable)
+    if found is not None:
+        assert kept_bytes(found) == max(kept_bytes(s) for s in acceptable)
+
+
+@settings(max_examples=100, deadline=None)
+@given(clusters(), st.integers(0, 60_000), st.integers(0, 40), st.sets(st.sampled_from(["w0a", "w1a", "w2a"])))
+def test_a_restore_pulls_what_is_missing_and_no_more(
+    snapshot: Snapshot, needed_bytes: int, backlog_blocks: int, lost: set[str]
+) -> None:
+    then = after(snapshot, plan(snapshot, needed_bytes))
+    unavailable = {WorkerId(name) for name in lost}
+    restore = plan_restore(then, backlog_blocks=backlog_blocks, unavailable=unavailable)
+    holders = {m.worker_id: set(m.held_layers) for g in then.groups for m in g.members}
+    pipelines = {g.group_id: g for g in then.groups if len(g.members) > 1}
+    assert {d.group_id for d in restore.dissolutions} | {group_id for group_id, _ in restore.kept} == set(pipelines)
+    for dissolved in restore.dissolutions:
+        for m in pipelines[dissolved.group_id].members:
+            pulled = [p.layer for p in dissolved.pulls if p.worker_id == m.worker_id]
+            assert sorted([*pulled, *m.held_layers]) == list(range(then.model.layer_count))
+        for pull in dissolved.pulls:
+            reachable = {w for w, held in holders.items() if pull.layer in held and w not in unavailable}
+            assert {pull.source, *pull.others} - {None} <= reachable
+            assert (pull.source is None) == (not reachable)
+        assert pipelines[dissolved.group_id].load_blocks <= 0.5 * sum(dissolved.block_counts)

@@ -1,0 +1,153 @@
+"""What holds for every history of demand."""
+
+import itertools
+import math
+
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from services.monitor.policy.demand import ClusterDemand
+from services.monitor.policy.pressure import Overload, Pressure, Relief, ScaleAdvice, Signal
+from tests.support.pressure import ALONE, MERGED, RULES, sample
+
+STEP_S = 0.2
+CAPACITY, UNDROPPED = 1000, 1000
+ENLARGED = 3000
+
+LEVELS = st.integers(0, 4 * CAPACITY)
+STEPS_S = st.sampled_from([0.05, 0.2, 0.21, 0.5, 2.0])
+
+
+@st.composite
+def histories(draw: st.DrawFn) -> list[ClusterDemand]:
+    """Any demand at any times, while groups merge and dissolve as they like."""
+    at_s, merged, found = 0.0, False, list[ClusterDemand]()
+    for step_s, level, toggles in draw(
+        st.lists(st.tuples(STEPS_S, LEVELS, st.integers(0, 9)), min_size=1, max_size=150)
+    ):
+        at_s += step_s
+        merged = merged != (toggles == 0)
+        capacity = ENLARGED if merged else CAPACITY
+        found.append(
+            sample(at_s, level, capacity_bytes=capacity, undropped_bytes=UNDROPPED, groups=MERGED if merged else ALONE)
+        )
+    return found
+
+
+def run(history: list[ClusterDemand]) -> list[tuple[ClusterDemand, Signal]]:
+    pressure = Pressure(RULES)
+    said: list[tuple[ClusterDemand, Signal]] = []
+    for one in history:
+        said += [(one, signal) for signal in pressure.observe(one)]
+        pressure.check()
+    return said
+
+
+def transitions(said: list[tuple[ClusterDemand, Signal]]) -> list[float]:
+    return [one.at_s for one, signal in said if not isinstance(signal, ScaleAdvice)]
+
+
+@given(histories())
+@settings(max_examples=300, deadline=None)
+def test_at_most_one_transition_per_dwell_time(history: list[ClusterDemand]) -> None:
+    times = transitions(run(history))
+    assert all(b - a >= RULES.dwell_s - 1e-9 for a, b in itertools.pairwise(times))
+
+
+@given(histories())
+@settings(max_examples=300, deadline=None)
+def test_relief_only_below_half_and_overload_only_near_capacity(history: list[ClusterDemand]) -> None:
+    for one, signal in run(history):
+        match signal:
+            case Relief():
+                assert one.merged
+                assert one.used_bytes < RULES.relief_threshold_fraction * one.undropped_bytes
+                assert one.wanted_bytes < RULES.relief_threshold_fraction * one.undropped_bytes
+            case Overload(required_bytes):
+                assert required_bytes > 0
+                assert one.wanted_bytes >= RULES.overload_arming_fraction * one.capacity_bytes
+            case ScaleAdvice(out, _, missing_bytes):
+                assert (missing_bytes > 0) == out
+
+
+@given(histories())
+@settings(max_examples=100, deadline=None)
+def test_the_same_history_is_judged_the_same(history: list[ClusterDemand]) -> None:
+    assert run(history) == run(history)
+
+
+@given(histories())
+@settings(max_examples=200, deadline=None)
+def test_usage_was_low_for_the_whole_time_before_a_relief(history: list[ClusterDemand]) -> None:
+    for one, signal in run(history):
+        if isinstance(signal, Relief):
+            since_s = one.at_s - RULES.relief_after_s
+            before = [h for h in history if since_s <= h.at_s <= one.at_s]
+            assert all(h.wanted_bytes < RULES.relief_threshold_fraction * UNDROPPED for h in before)
+
+
+@given(
+    period_s=st.floats(0.3, 30.0),
+    low=st.integers(0, CAPACITY),
+    high=st.integers(0, 4 * CAPACITY),
+    duty=st.floats(0.05, 0.95),
+    smooth=st.booleans(),
+)
+@settings(max_examples=200, deadline=None)
+def test_an_oscillating_load_that_is_obeyed_flaps_no_faster_than_the_dwell_time(
+    period_s: float, low: int, high: int, duty: float, smooth: bool
+) -> None:
+    """Whoever listens drops at each Overload and restores at each Relief, half a second later."""
+    pressure, merged, due_at_s = Pressure(RULES), False, math.inf
+    changes: list[float] = []
+    for i in range(600):
+        at_s = i * STEP_S
+        if at_s >= due_at_s:
+            merged, due_at_s = not merged, math.inf
+            changes.append(at_s)
+        phase = (at_s % period_s) / period_s
+        share = (1 - math.cos(2 * math.pi * phase)) / 2 if smooth else float(phase < duty)
+        wanted = int(low + (high - low) * share)
+        capacity, groups = (ENLARGED, MERGED) if merged else (CAPACITY, ALONE)
+        for signal in pressure.observe(sample(at_s, wanted, capacity_bytes=capacity, groups=groups)):
+            wants_merged = isinstance(signal, Overload)
+            if not isinstance(signal, ScaleAdvice) and wants_merged != merged:
+                due_at_s = at_s + 0.5
+    assert all(b - a >= RULES.dwell_s - 1e-6 for a, b in itertools.pairwise(changes))
+
+
+@given(start=st.integers(0, 700), growth_per_step=st.integers(1, 400))
+@settings(max_examples=300, deadline=None)
+def test_steady_growth_is_told_before_capacity_is_exceeded_by_more_than_one_interval(
+    start: int, growth_per_step: int
+) -> None:
+    history = [sample(i * STEP_S, start + growth_per_step * i) for i in range(1, 1200)]
+    first = next(one for one, signal in run(history) if isinstance(signal, Overload))
+    assert first.wanted_bytes <= RULES.overload_threshold_fraction * CAPACITY + growth_per_step
+    armed_and_seen = [
+        one
+        for count, one in enumerate(history, start=1)
+        if count >= 3
+        and one.wanted_bytes >= RULES.overload_arming_fraction * CAPACITY
+        and one.wanted_bytes + growth_per_step / STEP_S * RULES.horizon_s
+        > RULES.overload_threshold_fraction * CAPACITY + 1e-6
+    ]
+    assert first.at_s <= armed_and_seen[0].at_s + 1e-9, "the forecast tells it a horizon ahead"
+
+
+@given(st.lists(st.integers(0, 749), min_size=1, max_size=300), st.booleans())
+@settings(max_examples=200, deadline=None)
+def test_no_overload_while_demand_stays_below(levels: list[int], ordered: bool) -> None:
+    history = [sample(i * STEP_S, level) for i, level in enumerate(sorted(levels) if ordered else levels)]
+    assert not any(isinstance(signal, Overload) for _, signal in run(history))
+
+
+@given(st.integers(750, 949), st.lists(st.integers(-40, 40), min_size=20, max_size=100))
+@settings(max_examples=200, deadline=None)
+def test_no_overload_for_noise_that_no_trend_carries_over_the_threshold(level: int, noise: list[int]) -> None:
+    """Near capacity, but neither a level nor a level plus the steepest slope of the noise over the horizon exceeds."""
+    steepest_per_s = 80 / (RULES.trend_window_s / 2 - STEP_S)
+    assume(level + 40 + steepest_per_s * RULES.horizon_s <= RULES.overload_threshold_fraction * CAPACITY)
+    history = [sample(i * STEP_S, level) for i in range(10)]
+    history += [sample((10 + i) * STEP_S, level + more) for i, more in enumerate(noise)]
+    assert not any(isinstance(signal, Overload) for _, signal in run(history))

@@ -1,0 +1,172 @@
+"""Snapshots for tests of drop and restore plans, the snapshot that follows a plan, and slow, obvious oracles."""
+
+import hashlib
+import itertools
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from ballast.common.ids import GroupId, WorkerId
+from services.planner.policy.drop import DropPlan, GroupPlan, Method, plan
+from services.planner.policy.restore import plan_restore
+from services.planner.policy.snapshot import GroupState, InstanceState, ModelShape, Snapshot
+from services.planner.policy.split import Candidate, SplitTolerance, Stage
+from services.planner.policy.units import Partition, Units
+
+
+def model(layer_count: int = 8, **changes: object) -> ModelShape:
+    shape = ModelShape(
+        layer_parameter_bytes=(1000,) * layer_count,
+        other_parameter_bytes=500,
+        block_tokens=16,
+        block_bytes=10,
+    )
+    return replace(shape, **changes)  # pyright: ignore[reportArgumentType]
+
+
+def stage(name: str, first_layer: int, last_layer: int, shape: ModelShape, kv_bytes: int = 4000) -> InstanceState:
+    """An instance with memory for a full copy and `kv_bytes` of KV, which holds what it executes."""
+    budget_bytes = shape.copy_bytes + shape.other_parameter_bytes + kv_bytes
+    return InstanceState(WorkerId(name), budget_bytes, first_layer, last_layer, tuple(range(first_layer, last_layer)))
+
+
+def group(shape: ModelShape, *members: InstanceState, used: int = 0, waiting: int = 0) -> GroupState:
+    blocks = min(shape.block_count(m.budget_bytes, m.first_layer, m.last_layer) for m in members)
+    return GroupState(GroupId(members[0].worker_id), members, blocks, used, waiting)
+
+
+def singles(count: int, shape: ModelShape, used: Sequence[int] = (), kv_bytes: int = 4000) -> Snapshot:
+    loads = [*used, *[0] * (count - len(used))]
+    names = [f"w{i:0{len(str(count - 1))}d}" for i in range(count)]
+    return Snapshot(
+        shape,
+        tuple(
+            group(shape, stage(name, 0, shape.layer_count, shape, kv_bytes), used=load)
+            for name, load in zip(names, loads, strict=True)
+        ),
+    )
+
+
+def after(snapshot: Snapshot, done: DropPlan) -> Snapshot:
+    """The cluster once the plan is carried out."""
+    return Snapshot(snapshot.model, (*done.unchanged, *(_as_state(planned) for planned in done.groups)))
+
+
+def _as_state(planned: GroupPlan) -> GroupState:
+    budgets = {m.worker_id: m.budget_bytes for merged in planned.merged for m in merged.members}
+    held = {m.worker_id: m.held_layers for merged in planned.merged for m in merged.members}
+    members = tuple(
+        InstanceState(
+            m.worker_id,
+            budgets[m.worker_id],
+            m.first_layer,
+            m.last_layer,
+            tuple(layer for layer in held[m.worker_id] if layer not in m.dropped_layers),
+        )
+        for m in planned.members
+    )
+    used = sum(merged.used_block_count for merged in planned.merged)
+    waiting = sum(merged.waiting_block_count for merged in planned.merged)
+    return GroupState(planned.group_id, members, planned.block_count, used, waiting)
+
+
+def parameter_bytes(snapshot: Snapshot) -> int:
+    return sum(snapshot.model.occupied_bytes(m.held_layers) for g in snapshot.groups for m in g.members)
+
+
+def partitions(items: Sequence[int]) -> Iterator[Partition]:
+    """All of them: Bell numbers, so at most nine or ten items."""
+    if not items:
+        yield []
+        return
+    for smaller in partitions(items[1:]):
+        yield [[items[0]], *smaller]
+        for i, members in enumerate(smaller):
+            yield [*smaller[:i], [items[0], *members], *smaller[i + 1 :]]
+
+
+def least_cost(units: Units, group_count: int) -> float | None:
+    """Brute force over all partitions into so many groups."""
+    return min(
+        (
+            units.cost(partition)
+            for partition in partitions(range(len(units.stages)))
+            if len(partition) == group_count
+            and all(sum(units.stages[i] for i in members) <= units.max_stages for members in partition)
+        ),
+        default=None,
+    )
+
+
+def all_splits(candidates: Sequence[Candidate], shape: ModelShape) -> Iterator[list[Stage]]:
+    """Every order and every cut in which each member executes something, and only what it holds."""
+    for order in itertools.permutations(candidates):
+        for inner in itertools.combinations(range(1, shape.layer_count), len(candidates) - 1):
+            cuts = (0, *inner, shape.layer_count)
+            stages = [Stage(c, first, last) for c, (first, last) in zip(order, itertools.pairwise(cuts), strict=True)]
+            if all(set(range(s.first_layer, s.last_layer)) <= set(s.candidate.instance.held_layers) for s in stages):
+                yield stages
+
+
+def slowest_s(stages: Sequence[Stage], shape: ModelShape) -> float:
+    costs = shape.layer_costs_s or (1.0,) * shape.layer_count
+    return max(sum(costs[s.first_layer : s.last_layer]) for s in stages)
+
+
+def extents_per_layer(stages: Sequence[Stage], shape: ModelShape) -> int:
+    """The least that a stage can give to the KV of each of its layers."""
+    others = -(-shape.other_parameter_bytes // shape.extent_bytes)
+    return min(
+        (
+            s.candidate.instance.budget_bytes // shape.extent_bytes
+            - others
+            - sum(shape.extents[s.first_layer : s.last_layer])
+        )
+        // (s.last_layer - s.first_layer)
+        for s in stages
+    )
+
+
+def kept_bytes(stages: Sequence[Stage]) -> int:
+    return sum(
+        s.candidate.kv_bytes_per_layer
+        * len(
+            set(range(s.first_layer, s.last_layer))
+            & set(range(s.candidate.instance.first_layer, s.candidate.instance.last_layer))
+        )
+        for s in stages
+    )
+
+
+def acceptable_splits(
+    candidates: Sequence[Candidate], shape: ModelShape, tolerance: SplitTolerance
+) -> list[list[Stage]]:
+    """Those that conditions 1 to 3 of `services.planner.policy.split` leave."""
+    least = -(-shape.block_bytes // shape.extent_bytes)
+    feasible = [s for s in all_splits(candidates, shape) if extents_per_layer(s, shape) >= least]
+    if not feasible:
+        return []
+    limit_s = min(slowest_s(s, shape) for s in feasible) * (1.0 + tolerance.balance) * (1.0 + 1e-9)
+    quick = [s for s in feasible if slowest_s(s, shape) <= limit_s]
+    best = max(extents_per_layer(s, shape) for s in quick)
+    enough = max(least, int(best * (1.0 - tolerance.capacity)))
+    return [s for s in quick if extents_per_layer(s, shape) >= enough]
+
+
+def history(seed: int) -> str:
+    """Drops and restores on clusters of many kinds, as a hash."""
+    rng = random.Random(seed)
+    digest = hashlib.sha256()
+    for _ in range(30):
+        shape = model(rng.randint(3, 12), layer_costs_s=())
+        snapshot = singles(rng.randint(2, 20), shape, [rng.randint(0, 40) for _ in range(2)])
+        for _ in range(3):
+            done = plan(snapshot, rng.randint(0, 6) * shape.copy_bytes, rng.choice(list(Method)))
+            digest.update(repr(done).encode())
+            snapshot = after(snapshot, done)
+            digest.update(repr(plan_restore(snapshot, unavailable={WorkerId("w1"), WorkerId("w2")})).encode())
+    return digest.hexdigest()
+
+
+if __name__ == "__main__":
+    print(history(11))

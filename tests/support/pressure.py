@@ -1,0 +1,47 @@
+"""Rules and samples of memory pressure for tests."""
+
+from ballast.common.ids import WorkerId
+from services.monitor.policy.demand import ClusterDemand
+from services.monitor.policy.pressure import PressureRules
+
+RULES = PressureRules(
+    horizon_s=1.0,
+    trend_window_s=2.0,
+    overload_threshold_fraction=0.95,
+    overload_arming_fraction=0.75,
+    overload_margin_fraction=0.1,
+    relief_threshold_fraction=0.5,
+    relief_after_s=2.0,
+    dwell_s=3.0,
+    scale_out_after_s=4.0,
+    scale_in_threshold_fraction=0.2,
+    scale_in_after_s=20.0,
+    scale_dwell_s=30.0,
+    sample_count=12,
+)
+
+W0, W1, W2 = (WorkerId(name) for name in ("w0", "w1", "w2"))
+ALONE = ((W0,), (W1,))
+MERGED = ((W0, W1),)
+
+
+def sample(
+    at_s: float,
+    wanted_bytes: int,
+    *,
+    used_bytes: int | None = None,
+    capacity_bytes: int = 1000,
+    undropped_bytes: int = 1000,
+    groups: tuple[tuple[WorkerId, ...], ...] = ALONE,
+    complete: bool = True,
+) -> ClusterDemand:
+    """`used_bytes`: by default as much of what is wanted as fits."""
+    return ClusterDemand(
+        at_s=at_s,
+        wanted_bytes=wanted_bytes,
+        used_bytes=min(wanted_bytes, capacity_bytes) if used_bytes is None else used_bytes,
+        capacity_bytes=capacity_bytes,
+        undropped_bytes=undropped_bytes,
+        groups=groups,
+        complete=complete,
+    )

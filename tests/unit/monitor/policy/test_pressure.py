@@ -1,0 +1,175 @@
+"""When memory is short and when it is plentiful: stories in samples of five per second."""
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterable
+
+import pytest
+
+from ballast.common.errors import InvariantViolation
+from services.monitor.policy.demand import ClusterDemand
+from services.monitor.policy.pressure import Overload, Pressure, Relief, ScaleAdvice, Signal
+from tests.support.pressure import ALONE, MERGED, RULES, W0, W1, W2, sample
+
+STEP_S = 0.2
+Said = list[tuple[float, Signal]]
+
+
+def tell(pressure: Pressure, samples: Iterable[ClusterDemand]) -> Said:
+    said: Said = []
+    for one in samples:
+        said += [(one.at_s, signal) for signal in pressure.observe(one)]
+        pressure.check()
+    return said
+
+
+def series(until_s: float, make: Callable[[float], ClusterDemand], from_s: float = 0.0) -> list[ClusterDemand]:
+    return [make(round(STEP_S * i, 6)) for i in range(round(from_s / STEP_S), round(until_s / STEP_S))]
+
+
+def test_steady_growth_is_an_overload_one_horizon_before_capacity_is_reached() -> None:
+    said = tell(Pressure(RULES), series(10, lambda t: sample(t, int(600 + 50 * t))))
+    at_s, overload = said[0]
+    assert 600 + 50 * (at_s + 1.0) > 950 >= 600 + 50 * (at_s - STEP_S + 1.0)
+    assert isinstance(overload, Overload)
+    forecast = 600 + 50 * (at_s + 1.0)
+    assert overload.required_bytes == pytest.approx(forecast * 1.1 / 0.95 - 1000, abs=3)
+    assert overload.required_bytes > 0
+
+
+def test_a_burst_is_an_overload_at_the_first_sample_that_shows_it() -> None:
+    said = tell(Pressure(RULES), series(4, lambda t: sample(t, 300 if t < 2 else 5000)))
+    assert [at_s for at_s, _ in said] == [2.0]
+    assert said[0][1] == Overload(required_bytes=4790, horizon_s=1.0)
+
+
+def test_fast_growth_far_below_capacity_is_no_overload() -> None:
+    """From 10 % to 70 % within a second, then flat: any line drawn through it ends above capacity."""
+    said = tell(Pressure(RULES), series(6, lambda t: sample(t, int(100 + 600 * min(1.0, max(0.0, t - 2.0))))))
+    assert said == []
+
+
+def test_capacity_on_its_way_down_counts_as_it_will_be_but_not_below_the_undropped() -> None:
+    def shrinking(t: float) -> ClusterDemand:
+        return sample(t, 1000, capacity_bytes=int(2000 - 300 * t), undropped_bytes=1000, groups=MERGED)
+
+    early = tell(Pressure(dataclasses.replace(RULES, overload_arming_fraction=0.6)), series(2.8, shrinking))
+    assert early, "1000 wanted, 1160 there, 860 in a second"
+    assert isinstance(early[0][1], Overload)
+
+    def by_plan(t: float) -> ClusterDemand:
+        return sample(t, 900, capacity_bytes=2000 if t < 2 else 1000, undropped_bytes=1000, groups=MERGED)
+
+    assert tell(Pressure(RULES), series(6, by_plan)) == [], "a restore takes what it was given and no more"
+
+
+def test_relief_only_when_something_is_dropped_and_usage_stayed_low_for_long_enough() -> None:
+    low_alone = series(10, lambda t: sample(t, 100))
+    assert tell(Pressure(RULES), low_alone) == []
+    low_merged = series(10, lambda t: sample(t, 499 if t > 1 else 700, capacity_bytes=3000, groups=MERGED))
+    said = tell(Pressure(RULES), low_merged)
+    assert said[0] == (3.2, Relief(used_bytes=499, undropped_capacity_bytes=1000))
+    one_peak = series(10, lambda t: sample(t, 600 if t == 1.0 else 100, capacity_bytes=3000, groups=MERGED))
+    assert next(at_s for at_s, _ in tell(Pressure(RULES), one_peak)) == pytest.approx(3.2), (
+        "the peak starts the time anew"
+    )
+
+
+def test_half_of_the_undropped_memory_is_meant_not_of_the_enlarged_one() -> None:
+    held = series(20, lambda t: sample(t, 600, capacity_bytes=3000, groups=MERGED))
+    assert tell(Pressure(RULES), held) == []
+
+
+def test_queued_requests_keep_parameters_dropped_even_when_little_memory_is_used() -> None:
+    queued = series(20, lambda t: sample(t, 800, used_bytes=10, capacity_bytes=3000, groups=MERGED))
+    assert tell(Pressure(RULES), queued) == []
+
+
+def test_nothing_counts_as_idle_while_the_backlogs_are_unknown() -> None:
+    blind = series(40, lambda t: sample(t, 0, capacity_bytes=3000, groups=MERGED, complete=False))
+    assert tell(Pressure(RULES), blind) == []
+    blind_alone = series(60, lambda t: sample(t, 0, complete=False))
+    assert tell(Pressure(RULES), blind_alone) == []
+
+
+def test_between_two_transitions_lies_the_dwell_time() -> None:
+    flapping = series(60, lambda t: sample(t, 2000 if int(t) % 2 else 0, capacity_bytes=1000, groups=MERGED))
+    times = [at_s for at_s, signal in tell(Pressure(RULES), flapping) if not isinstance(signal, ScaleAdvice)]
+    assert len(times) > 5
+    assert all(later - earlier >= RULES.dwell_s for earlier, later in itertools.pairwise(times))
+
+
+def test_a_transition_that_somebody_else_made_starts_the_dwell_time_too() -> None:
+    pressure = Pressure(RULES)
+    tell(pressure, series(2, lambda t: sample(t, 500)))
+    after = series(8, lambda t: sample(t, 5000, capacity_bytes=3000, groups=MERGED), from_s=2.0)
+    assert tell(pressure, after)[0][0] == pytest.approx(5.0)
+
+
+def test_an_instance_that_joins_or_leaves_is_no_transition_and_no_trend() -> None:
+    pressure = Pressure(RULES)
+    tell(pressure, series(4, lambda t: sample(t, 700)))
+    three = (*ALONE, (W2,))
+    assert tell(pressure, series(8, lambda t: sample(t, 940, groups=three), from_s=4.0)) == [], "a step, not a slope"
+    assert [at for at, _ in tell(pressure, [sample(8.0, 1200, groups=three)])] == [8.0], "no dwell time"
+
+
+def dropped_after_1_s(t: float, wanted_bytes: int) -> ClusterDemand:
+    merged = t >= 1
+    return sample(t, wanted_bytes, capacity_bytes=3000 if merged else 1000, groups=MERGED if merged else ALONE)
+
+
+def test_demand_that_outgrows_what_was_freed_asks_for_instances_once() -> None:
+    story = series(
+        30, lambda t: sample(t, 4000, capacity_bytes=1000 if t < 1 else 3000, groups=MERGED if t >= 1 else ALONE)
+    )
+    advice = [(at_s, signal) for at_s, signal in tell(Pressure(RULES), story) if isinstance(signal, ScaleAdvice)]
+    assert len(advice) == 1
+    at_s, signal = advice[0]
+    assert at_s == pytest.approx(RULES.scale_out_after_s)
+    assert signal.out
+    assert signal.missing_bytes == pytest.approx(4000 / 0.95 - 3000, abs=1)
+    assert "although" in signal.why
+
+
+def test_a_drop_that_helped_asks_for_nothing_more() -> None:
+    story = series(
+        30, lambda t: sample(t, 2000, capacity_bytes=1000 if t < 1 else 3000, groups=MERGED if t >= 1 else ALONE)
+    )
+    assert [type(signal) for _, signal in tell(Pressure(RULES), story)] == [Overload]
+
+
+def test_no_plan_shows_as_an_overload_that_nothing_ends() -> None:
+    alone = ((W0,),)
+    story = series(6, lambda t: sample(t, 2000, groups=alone))
+    advice = [signal for _, signal in tell(Pressure(RULES), story) if isinstance(signal, ScaleAdvice)]
+    assert advice
+    assert "no parameters" in advice[0].why
+
+
+def test_long_idle_instances_could_be_fewer_but_not_while_parameters_are_dropped_and_never_the_last() -> None:
+    idle = series(40, lambda t: sample(t, 150))
+    said = tell(Pressure(RULES), idle)
+    assert [(at_s, signal.out) for at_s, signal in said if isinstance(signal, ScaleAdvice)] == [(20.0, False)]
+    assert tell(Pressure(RULES), series(40, lambda t: sample(t, 0, groups=((W0,),)))) == []
+    merged = tell(Pressure(RULES), series(40, lambda t: sample(t, 0, groups=MERGED)))
+    assert {type(signal) for _, signal in merged} == {Relief}
+
+
+def test_without_anybody_who_serves_nothing_is_said() -> None:
+    assert tell(Pressure(RULES), series(40, lambda t: sample(t, 5000, capacity_bytes=0, groups=()))) == []
+
+
+def test_thresholds_in_the_wrong_order_and_time_that_goes_back_are_bugs() -> None:
+    with pytest.raises(InvariantViolation, match="thresholds"):
+        Pressure(dataclasses.replace(RULES, relief_threshold_fraction=0.9))
+    pressure = Pressure(RULES)
+    pressure.observe(sample(2.0, 1))
+    with pytest.raises(InvariantViolation, match="after"):
+        pressure.observe(sample(1.0, 1))
+
+
+def test_the_history_is_bounded() -> None:
+    pressure = Pressure(RULES)
+    tell(pressure, series(100, lambda t: sample(t, 1, groups=((W0,), (W1,)))))
+    assert len(pressure.history) == RULES.sample_count

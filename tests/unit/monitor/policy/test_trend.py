@@ -1,0 +1,32 @@
+"""Slopes: exact where the series is straight, calm where it is not."""
+
+import pytest
+
+from services.monitor.policy.trend import slope_per_s, window
+
+
+@pytest.mark.parametrize("count", [3, 4, 5, 10, 11])
+def test_a_straight_line_has_its_own_slope(count: int) -> None:
+    assert slope_per_s([(0.2 * i, 7 + 3 * 0.2 * i) for i in range(count)]) == pytest.approx(3.0)
+
+
+def test_uneven_times_do_not_bend_a_line() -> None:
+    assert slope_per_s([(t, 5 * t) for t in (0.0, 0.1, 0.5, 0.55, 1.3, 2.0)]) == pytest.approx(5.0)
+
+
+@pytest.mark.parametrize("at", range(10))
+def test_one_outlier_changes_nothing(at: int) -> None:
+    points = [(0.2 * i, 10.0 * i) for i in range(10)]
+    points[at] = (points[at][0], 1e9)
+    assert slope_per_s(points) == pytest.approx(50.0)
+
+
+def test_too_few_samples_and_samples_of_one_moment_are_no_trend() -> None:
+    assert slope_per_s([]) == slope_per_s([(0.0, 0.0), (1.0, 100.0)]) == 0.0
+    assert slope_per_s([(1.0, 0.0), (1.0, 5.0), (1.0, 9.0)]) == 0.0
+
+
+def test_a_window_holds_what_is_recent_in_order() -> None:
+    points = [(float(t), float(-t)) for t in range(6)]
+    assert window(reversed(points), 3.0) == points[3:]
+    assert window(reversed(points), 9.0) == []

@@ -1,0 +1,87 @@
+from collections import Counter
+
+from ballast.common.ids import GroupId, WorkerId
+from services.planner.policy.drop import plan
+from services.planner.policy.restore import plan_restore
+from services.planner.policy.snapshot import Snapshot
+from tests.support.drop_plans import after, group, model, singles, stage
+
+
+def dropped(count: int, copies: int, used: list[int] | None = None) -> Snapshot:
+    snapshot = singles(count, model(8), used or [])
+    return after(snapshot, plan(snapshot, copies * 8_000))
+
+
+def test_an_idle_pipeline_is_dissolved_and_everybody_pulls_what_it_lacks() -> None:
+    restore = plan_restore(dropped(2, 1))
+    (pair,) = restore.dissolutions
+    assert pair.members == ("w0", "w1")
+    assert pair.block_counts == (50, 50)
+    assert [(p.worker_id, p.layer, p.source) for p in pair.pulls] == [
+        *[("w1", layer, "w0") for layer in range(4)],
+        *[("w0", layer, "w1") for layer in range(4, 8)],
+    ]
+    assert restore.pull_bytes == pair.pull_bytes == 8_000
+    assert restore.kept == ()
+
+
+def test_sources_share_the_work() -> None:
+    shape = model(8)
+    pair = group(shape, stage("a", 0, 4, shape), stage("b", 4, 8, shape))
+    others = [group(shape, stage(f"c{i}", 0, 8, shape)) for i in range(6)]
+    restore = plan_restore(Snapshot(shape, (pair, *others)))
+    asked = Counter(p.source for d in restore.dissolutions for p in d.pulls)
+    assert sum(asked.values()) == 8
+    assert max(asked.values()) == 1
+
+
+def test_nobody_left_to_ask_means_host_or_disk() -> None:
+    restore = plan_restore(dropped(2, 1), unavailable={WorkerId("w1")})
+    sources = {p.worker_id: p.source for d in restore.dissolutions for p in d.pulls}
+    assert sources == {"w0": None, "w1": "w0"}
+
+
+def test_a_second_source_is_named_where_there_is_one() -> None:
+    restore = plan_restore(dropped(3, 1))
+    for pull in restore.dissolutions[0].pulls:
+        assert pull.source is not None
+        assert {pull.source, *pull.others} >= {"w0"}
+        assert pull.worker_id not in (pull.source, *pull.others)
+
+
+def test_a_busy_pipeline_stays_and_the_idle_one_goes() -> None:
+    snapshot = dropped(4, 2, [30, 30, 1, 1])
+    assert len(snapshot.groups) == 2
+    restore = plan_restore(snapshot, usage_limit=0.5)
+    used = {g.group_id: g.used_block_count for g in snapshot.groups}
+    assert len(restore.dissolutions) == 1
+    assert used[restore.dissolutions[0].group_id] == min(used.values())
+    ((kept, why),) = restore.kept
+    assert used[kept] == max(used.values())
+    assert "exceed" in why
+
+
+def test_all_demand_must_fit_and_backlog_counts() -> None:
+    snapshot = dropped(2, 1, [10, 10])
+    assert plan_restore(snapshot, backlog_blocks=30).dissolutions != ()
+    restore = plan_restore(snapshot, backlog_blocks=31)
+    assert restore.dissolutions == ()
+    assert "all demand, 51 blocks" in restore.kept[0][1]
+
+
+def test_an_operator_names_groups_and_bounds_their_number() -> None:
+    snapshot = dropped(4, 2)
+    first, second = (g.group_id for g in snapshot.groups)
+    assert [d.group_id for d in plan_restore(snapshot, only={second}).dissolutions] == [second]
+    assert plan_restore(snapshot, only={GroupId("nobody")}).dissolutions == ()
+    limited = plan_restore(snapshot, max_groups=1)
+    assert [d.group_id for d in limited.dissolutions] == [first]
+    assert limited.kept == ((second, "enough groups are being restored"),)
+
+
+def test_a_pipeline_that_can_be_nothing_else_stays() -> None:
+    shape = model(8)
+    small = [stage("a", 0, 4, shape, kv_bytes=-3000), stage("b", 4, 8, shape, kv_bytes=-3000)]
+    restore = plan_restore(Snapshot(shape, (group(shape, *small),)))
+    assert restore.dissolutions == ()
+    assert "full copy" in restore.kept[0][1]

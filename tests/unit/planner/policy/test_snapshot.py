@@ -1,0 +1,48 @@
+from dataclasses import replace
+
+import pytest
+
+from ballast.common.errors import InvariantViolation
+from ballast.common.ids import GroupId
+from services.planner.policy.snapshot import GroupState, InstanceState, Snapshot
+from tests.support.drop_plans import group, model, singles, stage
+
+SHAPE = model(4)
+WHOLE = stage("a", 0, 4, SHAPE)
+TWIN = replace(group(SHAPE, stage("b", 0, 4, SHAPE)), group_id=GroupId("a"))
+
+
+def snapshot(*members: InstanceState, blocks: int = 5) -> Snapshot:
+    return Snapshot(SHAPE, (GroupState(GroupId("g"), members, blocks, 0, 0),))
+
+
+def test_what_is_sound_passes() -> None:
+    singles(3, SHAPE).check()
+    Snapshot(SHAPE, (group(SHAPE, stage("a", 0, 2, SHAPE), stage("b", 2, 4, SHAPE)),)).check()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "why"),
+    [
+        (snapshot(), "no members"),
+        (snapshot(replace(WHOLE, last_layer=3)), "ends at layer 3 of 4"),
+        (snapshot(stage("a", 0, 2, SHAPE), stage("b", 3, 4, SHAPE)), "expected to begin at layer 2"),
+        (snapshot(replace(WHOLE, held_layers=(0, 1, 2))), "does not hold what it executes"),
+        (snapshot(replace(WHOLE, held_layers=(0, 1, 2, 3, 4))), "layers that the model lacks"),
+        (snapshot(replace(WHOLE, held_layers=(1, 0, 2, 3))), "does not hold what it executes"),
+        (snapshot(replace(WHOLE, budget_bytes=4499)), "exceed its budget"),
+        (snapshot(WHOLE, blocks=-1), "below zero"),
+        (Snapshot(SHAPE, (group(SHAPE, WHOLE), replace(group(SHAPE, WHOLE), group_id=GroupId("b")))), "two places"),
+        (
+            Snapshot(
+                SHAPE, (group(SHAPE, WHOLE), replace(group(SHAPE, stage("b", 0, 4, SHAPE)), group_id=GroupId("a")))
+            ),
+            "same id",
+        ),
+        (Snapshot(model(4, block_bytes=0), ()), "sizes are positive"),
+        (Snapshot(model(4, layer_costs_s=(1.0, 2.0)), ()), "layer costs"),
+    ],
+)
+def test_what_is_not_is_named(wrong: Snapshot, why: str) -> None:
+    with pytest.raises(InvariantViolation, match=why):
+        wrong.check()
