@@ -16,6 +16,7 @@ class Member:
     first_layer: int
     last_layer: int
     draining: bool = False  # finishes what it has, takes nothing new
+    data_address: str = ""  # host:port where links to it are made
 
 
 @dataclass(frozen=True, slots=True)

@@ -94,6 +94,7 @@ def layout_to_proto(layout: Layout) -> pb.Layout:
                     first_layer=m.first_layer,
                     last_layer=m.last_layer,
                     draining=m.draining,
+                    data_address=m.data_address,
                 )
                 for m in group.members
             ],
@@ -115,6 +116,7 @@ def layout_from_proto(message: pb.Layout) -> Layout:
                     first_layer=m.first_layer,
                     last_layer=m.last_layer,
                     draining=m.draining,
+                    data_address=m.data_address,
                 )
                 for m in group.members
             ),

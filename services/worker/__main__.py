@@ -19,13 +19,15 @@ from ballast.service.state import StateServer
 from ballastpb.worker.v1 import worker_pb2, worker_pb2_grpc
 from services.worker.config import WorkerSettings, flags
 from services.worker.core.limits import WorkerLimits
-from services.worker.core.worker import WorkerCore
 from services.worker.engine.load import Engine, load_engine
 from services.worker.metrics import export
+from services.worker.pipeline.build import join, stage_core
+from services.worker.pipeline.planner_side import Transitions
 from services.worker.reporter import MonitorReporter
 from services.worker.servicer import WorkerServicer
 from services.worker.shell import WorkerShell
 from services.worker.text import load_tokenizer, primed_detokenizer
+from services.worker.transport.config import TransportConfig
 
 _READINESS_INTERVAL_S = 0.5
 _CALLS_GRACE_S = 1.0  # for the streams to end after the last request has
@@ -44,8 +46,8 @@ def load(settings: WorkerSettings) -> Engine:
     )
 
 
-def build_core(settings: WorkerSettings, engine: Engine) -> WorkerCore:
-    limits = WorkerLimits(
+def limits_of(settings: WorkerSettings, engine: Engine) -> WorkerLimits:
+    return WorkerLimits(
         block_tokens=settings.block_size,
         max_model_len=engine.info.max_model_len,
         vocab_size=engine.info.vocab_size,
@@ -54,30 +56,45 @@ def build_core(settings: WorkerSettings, engine: Engine) -> WorkerCore:
         max_batch_tokens=settings.max_num_batched_tokens,
         max_waiting_count=settings.max_num_queued_reqs,
         max_waiting_tokens=settings.max_num_queued_tokens,
+        admission_reserve_fraction=settings.admission_reserve_fraction,
     )
-    return WorkerCore(limits, engine.block_count)
 
 
 class WorkerProcess:
     """Everything that one worker consists of, from the loaded engine to the drained end."""
 
-    def __init__(self, life: Lifecycle, settings: WorkerSettings, engine: Engine, state: StateServer) -> None:
+    def __init__(
+        self, life: Lifecycle, settings: WorkerSettings, engine: Engine, state: StateServer, worker_id: WorkerId
+    ) -> None:
         self._life = life
         self._settings = settings
         self._engine = engine
         self._state = state
         self._detokenizer = functools.partial(primed_detokenizer, load_tokenizer(settings.model))
+        # Unique but for one chance in 2^31 per pair: the ids of sequences that meet in a group begin with it.
+        core, book = stage_core(limits_of(settings, engine), engine, ordinal=secrets.randbits(31))
         self._shell = WorkerShell(
-            core=build_core(settings, engine),
+            core=core,
             engine=engine,
             detokenizer=self._detokenizer,
             check_every_steps=settings.check_every_steps,
+        )
+        host = settings.advertise_host or advertised_address(settings.host, None, 0).rpartition(":")[0]
+        self._membership = join(
+            self._shell,
+            me=worker_id,
+            core=core,
+            book=book,
+            engine=engine,
+            config=TransportConfig(),
+            advertise_host=host,
         )
         export(self._shell.load, REGISTRY)
 
     async def run(self, worker_id: WorkerId) -> None:
         incarnation = await self._register(worker_id)
         if incarnation is None:
+            self._membership.member.close()
             self._engine.close()
             return
         server = self._make_server(worker_id, incarnation)
@@ -88,6 +105,7 @@ class WorkerProcess:
             incarnation=incarnation,
             address=address,
             model=self._engine.info,
+            data_address=self._membership.plane.store_address,
             load=self._shell.load,
             monitor_address=self._settings.monitor_address,
             state=self._state,
@@ -136,6 +154,7 @@ class WorkerProcess:
             model=self._engine.info,
             max_waiting_count=self._settings.max_num_queued_reqs,
             detokenizer=self._detokenizer,
+            transitions=Transitions(self._membership.member, self._shell.post_member),
         )
 
         def register(server: grpc.aio.Server) -> None:
@@ -180,7 +199,7 @@ async def main(life: Lifecycle) -> None:
     try:
         # Loading takes long for large models; the loop stays free for signals meanwhile.
         engine = await asyncio.to_thread(load, settings)
-        process = WorkerProcess(life, settings, engine, state)
+        process = WorkerProcess(life, settings, engine, state, worker_id)
         await process.run(worker_id)
     finally:
         await state.close()

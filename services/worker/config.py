@@ -37,6 +37,7 @@ class WorkerSettings(Settings):
     max_num_batched_tokens: int = Field(512, ge=1, le=1 << 20)
     max_num_queued_reqs: int = Field(64, ge=1, le=1 << 16)  # waiting here; the backlog proper is the dispatcher's
     max_num_queued_tokens: int = Field(1 << 20, ge=1)
+    admission_reserve_fraction: float = Field(0.05, ge=0, lt=1)  # of the KV blocks, for the growth of what runs
     threads: int = Field(1, ge=1, le=1024)  # torch's intra-op threads
     seed: int = 0
 

@@ -43,13 +43,18 @@ class MonitorReporter:
         incarnation: Incarnation,
         address: str,
         model: ModelInfo,
+        data_address: str = "",
         load: Callable[[], LoadReport],
         monitor_address: str | None,
         state: StateServer,
         interval_s: float = 0.2,
     ) -> None:
         self._announce = pb.Announce(
-            worker_id=worker_id, incarnation=incarnation, address=address, model=codec.model_to_proto(model)
+            worker_id=worker_id,
+            incarnation=incarnation,
+            address=address,
+            model=codec.model_to_proto(model),
+            data_address=data_address,
         )
         self._load = load
         self._monitor = LeaderAddress(state, "monitor", monitor_address)

@@ -26,6 +26,7 @@ from ballastpb.worker.v1 import worker_pb2 as pb
 from ballastpb.worker.v1 import worker_pb2_grpc
 from services.worker.core.batch import NewSequence, TokenLogprobs
 from services.worker.core.events import Aborted, Ending, SequenceKey, Submitted
+from services.worker.pipeline.planner_side import Transitions
 from services.worker.shell import Detokenizing, Output, OutputStream, WorkerShell
 
 _HELLO_TIMEOUT_S = 10.0
@@ -44,7 +45,9 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         model: ModelInfo,
         max_waiting_count: int,
         detokenizer: Callable[[NewSequence], Detokenizing],
+        transitions: Transitions,
     ) -> None:
+        self._transitions = transitions
         self._shell = shell
         self._worker_id = worker_id
         self._incarnation = incarnation
@@ -91,6 +94,23 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         self._shell.drain()
         load = self._shell.load()
         return pb.DrainResponse(running_request_count=load.running_count + load.waiting_count)
+
+    # ------------------------------------------------------------ transitions
+
+    async def Prepare(self, request: pb.PrepareRequest, context: Context) -> pb.PrepareResponse:
+        self._transitions.prepare(request)
+        return pb.PrepareResponse(status=self._transitions.status(request.target.epoch))
+
+    async def Commit(self, request: pb.CommitRequest, context: Context) -> pb.CommitResponse:
+        self._transitions.commit(request.epoch)
+        return pb.CommitResponse(status=self._transitions.status(request.epoch))
+
+    async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
+        self._transitions.abort(request.epoch, request.why)
+        return pb.AbortResponse(status=self._transitions.status(request.epoch))
+
+    async def GetTransition(self, request: pb.GetTransitionRequest, context: Context) -> pb.GetTransitionResponse:
+        return pb.GetTransitionResponse(status=self._transitions.status(request.epoch))
 
     async def _read_hello(self, requests: AsyncIterator[pb.AttachRequest]) -> pb.Hello:
         try:
@@ -166,6 +186,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             priority=priority_from_proto(submit.priority),
             deadline_at_s=now_s + submit.deadline_s if submit.HasField("deadline_s") else None,
             wants_text=not submit.omit_text,
+            expects_handover=submit.expects_handover,
         )
 
     async def _write(self, stream: OutputStream, context: Context) -> None:
@@ -194,6 +215,7 @@ def _ending_to_proto(ending: Ending) -> pb.Ending:
         error=ending.error,
         refused=ending.refused,
         invalid=ending.invalid,
+        moved_to=ending.moved_to,
     )
 
 

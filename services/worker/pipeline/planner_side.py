@@ -1,0 +1,103 @@
+"""What the planner asks of this worker: protobuf <-> events of the member, and how far it is."""
+
+import time
+from collections.abc import Callable
+
+from ballast.common.errors import InvalidRequest, InvariantViolation, StaleEpoch
+from ballast.common.ids import Epoch, WorkerId
+from ballast.rpc.codec import layout_from_proto
+from ballastpb.worker.v1 import worker_pb2 as pb
+from services.worker.core.transition import AbortRequested, CommitRequested, Kind, Phase, Plan, part_of
+from services.worker.pipeline.events import PlanReceived, Told
+from services.worker.pipeline.member import GroupMember
+from services.worker.pipeline.status import Progress
+from services.worker.shell import MemberEvent
+
+_KINDS = {pb.TRANSITION_KIND_DROP: Kind.DROP, pb.TRANSITION_KIND_RESTORE: Kind.RESTORE}
+_PHASES = {
+    Phase.PREPARING: pb.TRANSITION_PHASE_PREPARING,
+    Phase.PREPARED: pb.TRANSITION_PHASE_PREPARED,
+    Phase.COMMITTING: pb.TRANSITION_PHASE_COMMITTING,
+    Phase.EXCHANGING: pb.TRANSITION_PHASE_EXCHANGING,
+    Phase.DONE: pb.TRANSITION_PHASE_DONE,
+    Phase.ABORTED: pb.TRANSITION_PHASE_ABORTED,
+    Phase.FAILED: pb.TRANSITION_PHASE_FAILED,
+}
+_COPIED = (
+    "why",
+    "block_count_before",
+    "block_count_after",
+    "freed_parameter_bytes",
+    "kv_bytes_to_send",
+    "kv_bytes_sent",
+    "kv_bytes_received",
+    "parameter_bytes_to_pull",
+    "parameter_bytes_pulled",
+    "victim_count",
+    "victims_waiting",
+    "victims_recomputed",
+    "prepare_s",
+    "remap_s",
+    "boundary_wait_s",
+    "exchange_s",
+    "max_stall_s",
+    "repulled_layers",
+)
+
+
+class Transitions:
+    """Lives on the event loop; the member does the work on the engine thread."""
+
+    def __init__(self, member: GroupMember, post: Callable[[MemberEvent], None]) -> None:
+        self._member = member
+        self._post = post
+        self._aborted: dict[Epoch, str] = {}  # before this worker had heard of them: a Prepare that comes late is stale
+
+    def prepare(self, request: pb.PrepareRequest) -> None:
+        """Raises InvalidRequest or StaleEpoch; a plan this worker has already is no error."""
+        kind = _KINDS.get(request.kind)
+        if kind is None:
+            raise InvalidRequest("kind", f"unknown kind {request.kind}")
+        plan = Plan(kind, layout_from_proto(request.base), layout_from_proto(request.target))
+        try:
+            plan.base.check()
+            plan.target.check()
+        except InvariantViolation as error:
+            raise InvalidRequest("target", error.why) from error
+        newest = max(self._member.progress, default=Epoch(0))
+        if plan.epoch < newest:
+            raise StaleEpoch("layout epoch", plan.epoch, newest)
+        if plan.epoch in self._aborted:
+            return
+        if part_of(plan, self._member.me) is None:
+            raise InvalidRequest("target", f"{self._member.me} has no part in it")
+        addresses = {m.worker_id: m.data_address for g in plan.target.groups for m in g.members}
+        sources: dict[int, tuple[WorkerId, ...]] = {}
+        for source in request.sources:
+            named = (WorkerId(source.worker_id),) if source.worker_id else ()
+            sources[source.layer] = sources.get(source.layer, ()) + named
+        self._post(PlanReceived(plan, addresses, sources))
+
+    def commit(self, epoch: int) -> None:
+        self._post(Told(Epoch(epoch), CommitRequested(time.monotonic(), Epoch(epoch))))
+
+    def abort(self, epoch: int, why: str) -> None:
+        if Epoch(epoch) not in self._member.progress:
+            self._aborted = {Epoch(epoch): why}
+        self._post(Told(Epoch(epoch), AbortRequested(time.monotonic(), Epoch(epoch), why)))
+
+    def status(self, epoch: int) -> pb.TransitionStatus:
+        """UNSPECIFIED for an epoch this worker has not heard of."""
+        progress = self._member.progress.get(Epoch(epoch))
+        if progress is not None:
+            return _to_proto(progress)
+        if (why := self._aborted.get(Epoch(epoch))) is not None:
+            return pb.TransitionStatus(epoch=epoch, phase=pb.TRANSITION_PHASE_ABORTED, why=why)
+        return pb.TransitionStatus(epoch=epoch)
+
+
+def _to_proto(progress: Progress) -> pb.TransitionStatus:
+    message = pb.TransitionStatus(epoch=progress.epoch, phase=_PHASES[progress.phase])
+    for name in _COPIED:
+        setattr(message, name, getattr(progress, name))
+    return message
