@@ -17,7 +17,7 @@ class PressureSettings(Section):
     trend_window_s: float = Field(default=2.0, gt=0)  # from what the last seconds have shown
     # Forecast demand above this share of the capacity is an overload ...
     overload_threshold_fraction: float = Field(default=0.95, gt=0)
-    # ... if demand itself is above this one already: early drops win nothing, and a pipeline costs something.
+    # ... if the workers' memory is taken to this share already: early drops win nothing, and a pipeline is slower.
     overload_arming_fraction: float = Field(default=0.75, gt=0)
     overload_margin_fraction: float = Field(default=0.1, ge=0)  # of the forecast demand: freed in excess
     relief_threshold_fraction: float = Field(default=0.5, gt=0)  # of the un-dropped memory

@@ -174,7 +174,11 @@ class DispatcherMachine(RuleBasedStateMachine):
         del self.workers[found]
         self.take(self.story.lose(found.worker_id, incarnation=found.incarnation))
 
-    @rule(data=st.data(), read=st.integers(0, 3), what=st.sampled_from(["tokens", "tokens", "finish", "refuse", "error"]))
+    @rule(
+        data=st.data(),
+        read=st.integers(0, 3),
+        what=st.sampled_from(["tokens", "tokens", "finish", "refuse", "error"]),
+    )
     @precondition(lambda self: self.workers)
     def step(self, data: st.DataObject, read: int, what: str) -> None:
         worker = self.workers[data.draw(st.sampled_from(sorted(self.workers)))]

@@ -29,16 +29,18 @@ def sample(
     at_s: float,
     wanted_bytes: int,
     *,
+    engaged_bytes: int | None = None,
     used_bytes: int | None = None,
     capacity_bytes: int = 1000,
     undropped_bytes: int = 1000,
     groups: tuple[tuple[WorkerId, ...], ...] = ALONE,
     complete: bool = True,
 ) -> ClusterDemand:
-    """`used_bytes`: by default as much of what is wanted as fits."""
+    """`engaged_bytes`: by default all that is wanted; `used_bytes`: as much of it as fits."""
     return ClusterDemand(
         at_s=at_s,
         wanted_bytes=wanted_bytes,
+        engaged_bytes=wanted_bytes if engaged_bytes is None else engaged_bytes,
         used_bytes=min(wanted_bytes, capacity_bytes) if used_bytes is None else used_bytes,
         capacity_bytes=capacity_bytes,
         undropped_bytes=undropped_bytes,

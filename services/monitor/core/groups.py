@@ -67,7 +67,9 @@ class Groups:
         used: list[Point] = [(sample.at_s, used_bytes(sample.load, token_bytes)) for sample in reversed(recent)]
         queued = [waiting_bytes(sample.load, token_bytes) for sample in reversed(recent)]
         wanted = [(at, held + more) for (at, held), more in zip(used, queued, strict=True)]
-        growth = max(0.0, slope_per_s(used)) * horizon_s
+        generated = slope_per_s([(s.at_s, s.load.generation_tokens_total * token_bytes) for s in reversed(recent)])
+        # What is admitted moves from waiting to used: only what is generated grows.
+        growth = max(0.0, min(slope_per_s(used), generated)) * horizon_s
         return GroupDemand(
             leader_id=load.leader_id,
             demand_bytes=load.wanted_bytes + int(growth),

@@ -51,6 +51,7 @@ class ClusterDemand:
 
     at_s: float
     wanted_bytes: int  # held by running requests, and wanted by queued ones wherever they wait
+    engaged_bytes: int  # the same without the backlogs: what workers hold, and what waits for memory in their queues
     used_bytes: int
     capacity_bytes: int
     undropped_bytes: int
@@ -84,9 +85,11 @@ def backlog_bytes(backlog: Backlog, block_tokens: int, kv_bytes_per_token: int) 
 def sum_demand(
     at_s: float, groups: tuple[GroupLoad, ...], backlog_need_bytes: int, *, complete: bool = True
 ) -> ClusterDemand:
+    engaged_bytes = sum(g.wanted_bytes for g in groups)
     return ClusterDemand(
         at_s=at_s,
-        wanted_bytes=sum(g.wanted_bytes for g in groups) + backlog_need_bytes,
+        wanted_bytes=engaged_bytes + backlog_need_bytes,
+        engaged_bytes=engaged_bytes,
         used_bytes=sum(g.used_bytes for g in groups),
         capacity_bytes=sum(g.capacity_bytes for g in groups),
         undropped_bytes=sum(g.undropped_bytes for g in groups),

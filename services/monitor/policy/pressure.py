@@ -3,8 +3,9 @@
 Forecast: what is wanted now, plus its trend over the horizon where it grows. What is wanted contains everything that
 waits, so a burst counts in full at the moment it arrives and does not have to become a trend first.
 
-- Overload: the forecast is above the threshold, and demand itself is near it (armed), because dropping early wins
-  nothing and a pipeline costs something. Demand above the threshold needs no trend.
+- Overload: the forecast is above the threshold, and the workers' memory is nearly taken already (armed): dropping early
+  wins nothing and a pipeline costs something, and what waits in a backlog while workers have memory to spare waits for
+  something else, which no memory buys. Demand above the threshold needs no trend.
 - Relief: parameters are dropped, and forecast and usage have been below half of the un-dropped memory for a while.
 - Between any two of these lies at least the dwell time, and a change of the merged groups, whoever made it, starts it
   anew: a load that oscillates over any threshold causes one transition per dwell time at most.
@@ -26,7 +27,7 @@ class PressureRules:
     horizon_s: float  # how far ahead is looked
     trend_window_s: float  # samples not older than this make a trend
     overload_threshold_fraction: float  # of the capacity at the horizon: forecast demand above it is an overload
-    overload_arming_fraction: float  # of the capacity: below it no trend is alarming
+    overload_arming_fraction: float  # of the capacity, taken or waited for in the workers: below it nothing is alarming
     overload_margin_fraction: float  # of the forecast demand: freed in excess
     relief_threshold_fraction: float  # of the un-dropped memory: usage below it is a relief
     relief_after_s: float  # usage has to be that low for so long
@@ -139,7 +140,7 @@ class Pressure:
         )
 
     def _is_short(self, sample: ClusterDemand, forecast: Forecast) -> bool:
-        if sample.wanted_bytes < self.rules.overload_arming_fraction * sample.capacity_bytes:
+        if sample.engaged_bytes < self.rules.overload_arming_fraction * sample.capacity_bytes:
             return False
         return forecast.demand_bytes > self.rules.overload_threshold_fraction * forecast.capacity_bytes
 

@@ -17,6 +17,8 @@ from services.worker.engine.rotary import rotary_table
 from services.worker.memory.kv_cache import KvCache
 from services.worker.memory.parameters import ParameterStore
 
+_HAS_ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
@@ -77,20 +79,20 @@ class Model:
         first_layer: int,
         last_layer: int,
     ) -> torch.Tensor:
-        """Apply the layers `[first_layer, last_layer)` to `hidden_TD`, in place, and return it."""
+        """Apply the layers `[first_layer, last_layer)` to `hidden_TD`, which may be overwritten."""
         if hidden_TD.shape[0] > self._buffers.qkv.shape[0]:
             self._buffers = self._make_buffers(hidden_TD.shape[0])
         rotary_T2H = self._rotary_P2H.index_select(0, positions_T)
         cos_T1H, sin_T1H = rotary_T2H[:, :1], rotary_T2H[:, 1:]
         for layer in self._layers[first_layer:last_layer]:
-            self._attend(layer, hidden_TD, cos_T1H, sin_T1H, attention)
-            self._transform(layer, hidden_TD)
+            hidden_TD = self._attend(layer, hidden_TD, cos_T1H, sin_T1H, attention)
+            hidden_TD = self._transform(layer, hidden_TD)
         return hidden_TD
 
     def logits(self, hidden_RD: torch.Tensor) -> torch.Tensor:
         """logits_RV. For the last stage."""
         normed_RD = self._rms_norm(hidden_RD, self._final_norm_D, self._config.rms_norm_eps)
-        return F.linear(normed_RD, self._head_VD)
+        return _linear(normed_RD, self._head_VD, None, normed_RD.new_empty(0))
 
     def _make_buffers(self, rows: int) -> _Buffers:
         config, like = self._config, self._embedding_VD
@@ -107,7 +109,7 @@ class Model:
         cos_T1H: torch.Tensor,
         sin_T1H: torch.Tensor,
         attention: AttentionStep,
-    ) -> None:
+    ) -> torch.Tensor:
         config, rows = self._config, hidden_TD.shape[0]
         normed_TD = self._rms_norm(hidden_TD, layer.attention_norm_D, config.rms_norm_eps)
         qkv = _linear(normed_TD, layer.qkv, layer.qkv_bias, self._buffers.qkv[:rows])
@@ -125,20 +127,20 @@ class Model:
             v_TKH,
             attended.view(rows, config.head_count, config.head_dim),
         )
-        _add_linear(hidden_TD, attended, layer.output, layer.output_bias)
+        return _add_linear(hidden_TD, attended, layer.output, layer.output_bias)
 
     def _norm_heads(self, qk: torch.Tensor, query_norm_H: torch.Tensor, key_norm_H: torch.Tensor) -> None:
         q_TNH, k_TKH = qk[:, : self._config.head_count], qk[:, self._config.head_count :]
         q_TNH.copy_(self._rms_norm(q_TNH, query_norm_H, self._config.rms_norm_eps))
         k_TKH.copy_(self._rms_norm(k_TKH, key_norm_H, self._config.rms_norm_eps))
 
-    def _transform(self, layer: _Layer, hidden_TD: torch.Tensor) -> None:
+    def _transform(self, layer: _Layer, hidden_TD: torch.Tensor) -> torch.Tensor:
         normed_TD = self._rms_norm(hidden_TD, layer.mlp_norm_D, self._config.rms_norm_eps)
         buffer = self._buffers.gate_up[: hidden_TD.shape[0]]
         gate_up = _linear(normed_TD, layer.gate_up, layer.gate_up_bias, buffer)
         gate_TI, up_TI = gate_up.chunk(2, -1)
         activated_TI = F.silu(gate_TI, inplace=True).mul_(up_TI)
-        _add_linear(hidden_TD, activated_TI, layer.down, layer.down_bias)
+        return _add_linear(hidden_TD, activated_TI, layer.down, layer.down_bias)
 
 
 def _layer(parameters: ParameterStore, kv: KvCache, index: int) -> _Layer:
@@ -172,13 +174,22 @@ def _reference_rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> to
 
 
 def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
+    """x @ weight.T + bias, in `out` where that is the fast way."""
+    if _onednn_suits(x):
+        return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
     if bias is None:
         return torch.mm(x, weight.t(), out=out)
     return torch.addmm(bias, x, weight.t(), out=out)
 
 
-def _add_linear(total: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-    """total += x @ weight.T + bias."""
+def _add_linear(total: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """total + x @ weight.T + bias; `total` may be overwritten."""
+    if _onednn_suits(x):
+        return torch.ops.mkldnn._linear_pointwise.binary(x, total, weight, bias, "add")
     total.addmm_(x, weight.t())
-    if bias is not None:
-        total.add_(bias)
+    return total if bias is None else total.add_(bias)
+
+
+def _onednn_suits(x: torch.Tensor) -> bool:
+    """oneDNN multiplies float32 by a [out, in] matrix 8 to 15 % faster than MKL, which torch takes by itself."""
+    return x.dtype == torch.float32 and x.device.type == "cpu" and _HAS_ONEDNN

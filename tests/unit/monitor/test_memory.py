@@ -36,10 +36,10 @@ D = DispatcherId("d")
 class Cluster:
     """Two workers and a core that has warmed up; `pass_time` reports and ticks five times a second."""
 
-    def __init__(self, layout: Layout | None, **loads: LoadReport) -> None:
+    def __init__(self, layout: Layout | None, *, w0: LoadReport, w1: LoadReport, warmup_s: float = 0.5) -> None:
         rules = MonitorRules(
             lease_s=3.0,
-            warmup_s=0.5,
+            warmup_s=warmup_s,
             registry_interval_s=1000.0,
             max_instances=10,
             history_length=20,
@@ -50,11 +50,11 @@ class Cluster:
         self.core = MonitorCore(rules)
         self.now_s = 0.0
         self.layout = layout
-        self.loads = loads
+        self.loads = {"w0": w0, "w1": w1}
         self.backlogs: tuple[BacklogWord, ...] = ()
         self.is_state_server_up = True
         self.tell(LeadershipChanged(0.0, "c", 7))
-        for stream_id, name in enumerate(loads, start=1):
+        for stream_id, name in enumerate(self.loads, start=1):
             instance = Instance(WorkerId(name), Incarnation(1), f"{name}:1", model_info())
             self.tell(Announced(0.0, "c", stream_id, instance))
 
@@ -77,13 +77,21 @@ class Cluster:
 
 
 def load(
-    used: int, *, blocks: int = 100, waiting: int = 0, parameter_bytes: int = 40, draining: bool = False
+    used: int,
+    *,
+    blocks: int = 100,
+    waiting: int = 0,
+    generated: int = 0,
+    parameter_bytes: int = 40,
+    draining: bool = False,
 ) -> LoadReport:
     memory = MemoryReport(
         budget_bytes=100, parameter_bytes=parameter_bytes, kv_bytes=100 - parameter_bytes, free_bytes=0
     )
     report = load_report(used, draining=draining)
-    return dataclasses.replace(report, block_count=blocks, waiting_block_count=waiting, memory=memory)
+    return dataclasses.replace(
+        report, block_count=blocks, waiting_block_count=waiting, generation_tokens_total=generated, memory=memory
+    )
 
 
 def member(worker_id: WorkerId, first: int, last: int, *, draining: bool = False) -> Member:
@@ -133,10 +141,10 @@ def test_a_drop_enlarges_the_capacity_and_not_the_undropped_one() -> None:
 
 
 def test_a_monitor_that_comes_into_a_drop_knows_the_undropped_memory_from_the_one_before() -> None:
-    dropped = {"w0": load(60, blocks=350, parameter_bytes=20), "w1": load(60, blocks=350, parameter_bytes=20)}
+    dropped = load(60, blocks=350, parameter_bytes=20)
     whole = WholeMemory(parameter_bytes=40, kv_bytes=100 * BLOCK_BYTES)
     lives = ((W0, Incarnation(1)), (W1, Incarnation(1)))
-    cluster = Cluster(MERGED, **dropped)
+    cluster = Cluster(MERGED, w0=dropped, w1=dropped)
     cluster.pass_time(1.0)
     cluster.tell(RegistryLoaded(1.0, "c", lives, tuple((*life, whole) for life in lives)))
     cluster.pass_time(1.0)
@@ -180,14 +188,14 @@ def test_backlogs_are_demand_while_their_dispatcher_lives() -> None:
 
 
 def test_a_backlog_that_fits_nowhere_is_an_overload_with_its_cause_and_groups() -> None:
-    cluster = Cluster(ALONE, w0=load(70), w1=load(60))
+    cluster = Cluster(ALONE, w0=load(80), w1=load(75))
     assert cluster.pass_time(4.0) == []
     cluster.backlogs = (BacklogWord(D, "1.1", Backlog(40, 4000)),)
     raised = cluster.pass_time(0.2)
     assert len(raised) == 1
     signal = raised[0].signal
     assert isinstance(signal, Overload)
-    forecast = 130 * BLOCK_BYTES + (4000 + 40 * 9) * 1024
+    forecast = 155 * BLOCK_BYTES + (4000 + 40 * 9) * 1024
     assert signal.required_bytes >= forecast - 200 * BLOCK_BYTES > 0
     assert [g.leader_id for g in raised[0].groups] == [W0, W1]
     assert all(c.cause_id == "c" for c in cluster.last if isinstance(c, Publish))
@@ -197,6 +205,9 @@ def test_no_alarm_before_the_monitor_has_warmed_up_and_none_without_a_layout() -
     cluster = Cluster(ALONE, w0=load(99), w1=load(99))
     assert cluster.pass_time(RULES.dwell_s - 0.2) == []
     assert [type(r.signal) for r in cluster.pass_time(0.4)] == [Overload]
+    slow = Cluster(ALONE, warmup_s=RULES.dwell_s + 2.0, w0=load(99), w1=load(99))
+    assert slow.pass_time(RULES.dwell_s + 1.8) == []
+    assert [type(r.signal) for r in slow.pass_time(0.4)] == [Overload]
     nobody_serves = Cluster(None, w0=load(99), w1=load(99))
     assert nobody_serves.pass_time(10.0) == []
 
@@ -222,17 +233,24 @@ def test_a_lost_layout_stays_in_force() -> None:
     assert cluster.core.cluster_demand(cluster.now_s).merged == ((W0, W1),)
 
 
-def test_growth_of_a_group_is_measured_since_it_was_formed() -> None:
-    cluster = Cluster(ALONE, w0=load(10), w1=load(10))
-    for used in range(10, 40, 2):
-        cluster.loads = {"w0": load(used), "w1": load(10)}
+def test_growth_of_a_group_is_what_it_generates_and_keeps_and_is_measured_since_it_was_formed() -> None:
+    def first_group(used_per_report: int, generated_per_report: int) -> tuple[int, float]:
+        cluster = Cluster(ALONE, w0=load(10), w1=load(10))
+        for i in range(15):
+            cluster.loads["w0"] = load(10 + used_per_report * i, generated=generated_per_report * i)
+            cluster.pass_time(0.2)
+        group = cluster.core.group_demands(cluster.now_s)[0]
+        cluster.layout = MERGED
         cluster.pass_time(0.2)
-    first = cluster.core.group_demands(cluster.now_s)[0]
-    assert first.demand_growth_bytes_per_s == pytest.approx(10 * BLOCK_BYTES)
-    assert first.demand_bytes == pytest.approx((38 + 10) * BLOCK_BYTES, rel=0.01)
-    cluster.layout = MERGED
-    cluster.pass_time(0.2)
-    assert cluster.core.group_demands(cluster.now_s)[0].demand_growth_bytes_per_s == 0.0
+        assert cluster.core.group_demands(cluster.now_s)[0].demand_growth_bytes_per_s == 0.0
+        return group.demand_bytes - group.used_bytes, group.demand_growth_bytes_per_s
+
+    tokens_per_s = 5 * 10
+    growth_bytes, growth_per_s = first_group(2, 10)
+    assert growth_bytes == pytest.approx(tokens_per_s * 1024, abs=2), "the rest was admitted, not generated"
+    assert growth_per_s == pytest.approx(10 * BLOCK_BYTES)
+    assert first_group(0, 1000)[0] == 0, "as much ends as is generated"
+    assert first_group(2, 1000)[0] == pytest.approx(10 * BLOCK_BYTES, abs=2)
 
 
 def test_a_deposed_monitor_forgets_what_it_knew_of_memory() -> None:

@@ -1,19 +1,27 @@
-"""The registry in a real state server: rows come back as written, expire, and strange ones are left out."""
+"""A real state server: registry rows come back as written and expire, planner's and dispatchers' words are read."""
 
 import asyncio
+import base64
+from collections.abc import Awaitable, Callable
 
-from ballast.common.ids import Incarnation, WorkerId
+from ballast.common.ids import DispatcherId, Epoch, GroupId, Incarnation, WorkerId
+from ballast.common.layout import Group, Layout, Member
 from ballast.local.state_server import PrivateStateServer
+from ballast.rpc import codec
 from ballast.service.state import KEY_PREFIX, StateServer
-from services.monitor.core.messages import Instance
+from services.dispatcher.shell.links import Identity
+from services.dispatcher.store import DispatcherStore
+from services.monitor.core.messages import BacklogWord, Instance, WholeMemory
+from services.monitor.policy.demand import Backlog
 from services.monitor.shell import Row
-from services.monitor.store import RedisRegistry
+from services.monitor.store import RedisRegistry, RedisSurroundings
 from tests.support.reporting_worker import load_report, model_info
 
 
 def row(name: str, *, reported: bool = True) -> Row:
     instance = Instance(WorkerId(name), Incarnation(3), f"{name}:1", model_info())
-    return Row(instance, draining=False, load=load_report(7) if reported else None, report_age_s=0.25)
+    whole = WholeMemory(parameter_bytes=40, kv_bytes=7 << 40) if reported else None
+    return Row(instance, draining=False, load=load_report(7) if reported else None, report_age_s=0.25, whole=whole)
 
 
 def test_rows_come_back_as_written_until_they_are_forgotten_or_expire() -> None:
@@ -35,3 +43,62 @@ def test_rows_come_back_as_written_until_they_are_forgotten_or_expire() -> None:
             await state.close()
 
     asyncio.run(story())
+
+
+def test_the_layout_is_read_as_the_planner_wrote_it_and_one_that_is_broken_counts_as_none() -> None:
+    async def story() -> None:
+        async with PrivateStateServer() as server, asyncio.timeout(30):
+            state = StateServer(server.url)
+            surroundings = RedisSurroundings(state)
+            assert await surroundings.read() == (None, ())
+            member = Member(WorkerId("w1"), Incarnation(1), "w1:1", 0, 4)
+            layout = Layout(Epoch(3), 4, (Group(GroupId("g"), (member,)),), "test")
+            body = base64.b64encode(codec.layout_to_proto(layout).SerializeToString()).decode()
+            await state.run(state.redis.set(f"{KEY_PREFIX}layout", body))
+            assert (await surroundings.read())[0] == layout
+            assert (await surroundings.read())[0] == layout
+            await state.run(state.redis.set(f"{KEY_PREFIX}layout", "nonsense"))
+            assert (await surroundings.read())[0] is None
+            await state.close()
+
+    asyncio.run(story())
+
+
+def test_a_dispatcher_says_what_waits_and_falls_silent_when_nothing_does() -> None:
+    async def story() -> None:
+        async with PrivateStateServer() as server, asyncio.timeout(30):
+            state = StateServer(server.url)
+            surroundings = RedisSurroundings(state)
+            dispatcher = DispatcherStore(state, Identity(DispatcherId("d 1"), Incarnation(7)))
+            waiting = (3, 170)
+            sharing = asyncio.create_task(dispatcher.share_backlog(lambda: waiting))
+
+            async def heard() -> tuple[BacklogWord, ...]:
+                return (await surroundings.read())[1]
+
+            first = await _until(heard, lambda words: bool(words))
+            assert [(w.dispatcher_id, w.backlog) for w in first] == [("d 1", Backlog(3, 170))]
+            later = await _until(heard, lambda words: words != first)
+            assert later[0].backlog == first[0].backlog, "only the serial has changed"
+            waiting = (0, 0)
+            await _until(heard, lambda words: not words)
+            sharing.cancel()
+            strange = state.redis.hset(f"{KEY_PREFIX}backlogs", mapping={"old": "3 4", "x": "1 2 three", "ok": "9 1 2"})
+            await state.run(strange)
+            assert await heard() == (BacklogWord(DispatcherId("ok"), "9", Backlog(1, 2)),)
+            await surroundings.forget((DispatcherId("ok"), DispatcherId("old")))
+            assert await heard() == ()
+            await state.close()
+
+    asyncio.run(story())
+
+
+async def _until(
+    read: Callable[[], Awaitable[tuple[BacklogWord, ...]]], holds: Callable[[tuple[BacklogWord, ...]], bool]
+) -> tuple[BacklogWord, ...]:
+    """The story's own timeout bounds it."""
+    while True:
+        words = await read()
+        if holds(words):
+            return words
+        await asyncio.sleep(0.02)

@@ -49,6 +49,13 @@ def test_fast_growth_far_below_capacity_is_no_overload() -> None:
     assert said == []
 
 
+def test_what_waits_while_workers_have_memory_to_spare_waits_for_something_else() -> None:
+    slots_taken = series(20, lambda t: sample(t, 9000, engaged_bytes=700, used_bytes=650))
+    assert tell(Pressure(RULES), slots_taken) == []
+    memory_taken = series(1, lambda t: sample(t, 9000, engaged_bytes=760, used_bytes=650))
+    assert [at_s for at_s, _ in tell(Pressure(RULES), memory_taken)] == [0.0]
+
+
 def test_capacity_on_its_way_down_counts_as_it_will_be_but_not_below_the_undropped() -> None:
     def shrinking(t: float) -> ClusterDemand:
         return sample(t, 1000, capacity_bytes=int(2000 - 300 * t), undropped_bytes=1000, groups=MERGED)

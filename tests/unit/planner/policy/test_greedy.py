@@ -44,6 +44,11 @@ def test_no_group_has_more_stages_than_layers() -> None:
     assert sizes(four, figure6(four, 99, anything)) == [2, 2]
 
 
+def test_a_group_may_have_as_many_stages_as_there_are_layers() -> None:
+    two = units(1, 2, max_stages=3)
+    assert sizes(two, figure6(two, 1, anything)) == [3]
+
+
 def test_a_pair_that_cannot_be_split_is_passed_over() -> None:
     four = units(1, 1, 1, 1)
     merged = figure6(four, 2, lambda members: not {0, 1} <= set(members))

@@ -1,5 +1,7 @@
 import random
 
+import pytest
+
 from ballast.common.ids import WorkerId
 from services.planner.policy.snapshot import InstanceState, ModelShape
 from services.planner.policy.split import Candidate, Splitter, SplitTolerance, Stage
@@ -37,6 +39,16 @@ def test_seven_layers_on_three_members() -> None:
 def test_who_has_most_kv_leads_and_takes_the_larger_part() -> None:
     shape = model(5)
     assert ranges(Splitter(shape).split([full("a", shape, 10), full("b", shape, 90)])) == [("b", 0, 3), ("a", 3, 5)]
+
+
+@pytest.mark.parametrize("layer_costs_s", [(), (1.0,) * 9 + (1.001,)])
+def test_capacity_is_given_up_for_less_exchange_within_the_tolerance_only(layer_costs_s: tuple[float, ...]) -> None:
+    # Five layers leave 1800 bytes for the KV of each, six leave 1333 (26 % less), seven 1000 (44 % less).
+    shape = model(10, layer_costs_s=layer_costs_s)
+    members = [full("a", shape, 10), full("b", shape, 90)]
+    for capacity, largest in ((0.0, 5), (0.25, 5), (0.27, 6), (0.43, 6), (0.45, 7)):
+        found = ranges(Splitter(shape, SplitTolerance(balance=1.0, capacity=capacity)).split(members))
+        assert found[0] == ("b", 0, largest)
 
 
 def test_slow_layers_are_shared_out() -> None:

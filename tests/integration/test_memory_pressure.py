@@ -1,0 +1,85 @@
+"""The monitor of a real cluster sees a burst coming, in bytes, and sees it go."""
+
+import asyncio
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from ballast.client import AsyncClient
+from ballast.common.sampling import SamplingParams
+from ballast.model.tiny import make_tiny
+from tests.integration.test_control_plane import free_port
+from tests.support.cluster import RunningCluster, idle, running_cluster, until
+
+WORKERS = 2
+PROMPT_TOKENS, OUTPUT_TOKENS = 40, 24
+
+
+@pytest.fixture(scope="module")
+def metrics_port() -> int:
+    return free_port()
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory, metrics_port: int) -> Iterator[RunningCluster]:
+    model = make_tiny("llama", tmp_path_factory.mktemp("model") / "tiny", max_len=256)
+    flags = {"monitor": ["--warmup-s", "1", "--dwell-s", "1", "--metrics-port", str(metrics_port)]}
+    with running_cluster(Path(model), workers=WORKERS, device_memory_bytes=2 << 20, flags=flags) as cluster:
+        yield cluster
+
+
+def metrics(port: int) -> dict[str, float]:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as answer:
+        lines = answer.read().decode().splitlines()
+    return {line.rsplit(" ", 1)[0]: float(line.rsplit(" ", 1)[1]) for line in lines if not line.startswith("#")}
+
+
+async def generate(client: AsyncClient, count: int) -> None:
+    sampling = SamplingParams(temperature=0.0, max_tokens=OUTPUT_TOKENS, ignore_eos=True)
+    async with asyncio.TaskGroup() as tasks:
+        for i in range(count):
+            token_ids = [3 + i % 500] * PROMPT_TOKENS
+            tasks.create_task(client.generate(token_ids=token_ids, sampling=sampling, include_text=False))
+
+
+def test_a_burst_is_an_overload_and_a_moderate_load_is_none(running: RunningCluster, metrics_port: int) -> None:
+    async def story() -> None:
+        async with AsyncClient(running.cluster.address) as client:
+            status = await until(client, idle)
+            blocks = sum(worker.load.block_count * worker.load.block_tokens for worker in status.workers if worker.load)
+            assert status.model is not None
+            kv_bytes = blocks * status.model.kv_bytes_per_token
+            await metrics_until(metrics_port, lambda now: now["ballast_cluster_kv_capacity_bytes"] == kv_bytes)
+
+            for _ in range(20):
+                await generate(client, 4)
+            quiet = metrics(metrics_port)
+            assert quiet["ballast_overloads_total"] == 0
+            groups = [value for name, value in quiet.items() if name.startswith("ballast_kv_capacity_bytes{")]
+            assert len(groups) == WORKERS
+            assert sum(groups) == quiet["ballast_cluster_kv_undropped_bytes"] == kv_bytes
+
+            burst = asyncio.create_task(generate(client, 600))
+            seen = await metrics_until(metrics_port, lambda now: now["ballast_overloads_total"] > 0)
+            assert not burst.done(), "it was told when it was over"
+            assert seen["ballast_cluster_kv_demand_bytes"] > 0.7 * kv_bytes
+            await burst
+            await metrics_until(metrics_port, lambda now: now["ballast_cluster_kv_demand_bytes"] == 0)
+            assert metrics(metrics_port)["ballast_reliefs_total"] == 0, "nothing is dropped"
+
+    running.run(story())
+
+
+async def metrics_until(
+    port: int, holds: Callable[[dict[str, float]], bool], within_s: float = 20.0
+) -> dict[str, float]:
+    loop = asyncio.get_running_loop()
+    give_up_at_s = loop.time() + within_s
+    while True:
+        now = await asyncio.to_thread(metrics, port)
+        if holds(now):
+            return now
+        assert loop.time() < give_up_at_s, f"after {within_s} s the metrics are {now}"
+        await asyncio.sleep(0.05)

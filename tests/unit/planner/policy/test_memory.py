@@ -1,0 +1,47 @@
+"""What plans say about memory is what a worker's memory then does."""
+
+import pytest
+import torch
+
+from ballast.common.ids import WorkerId
+from services.planner.policy.snapshot import InstanceState, ModelShape
+from services.planner.policy.split import Splitter
+from services.worker.memory.device import DeviceMemory
+from services.worker.memory.host import HostBackend
+from services.worker.memory.kv_cache import KvShape
+from services.worker.memory.parameters import TensorSpec
+
+LAYERS = 7
+
+
+@pytest.mark.parametrize(("first_layer", "last_layer"), [(0, 3), (3, 5), (5, 7), (0, 7)])
+def test_freed_bytes_and_blocks_come_true(first_layer: int, last_layer: int) -> None:
+    budget_bytes = 4 << 20
+    with DeviceMemory.open(
+        HostBackend(),
+        budget_bytes=budget_bytes,
+        layers=[{"weight": TensorSpec((100, 700 + 10 * i), torch.float32)} for i in range(LAYERS)],
+        others={"embedding": {"weight": TensorSpec((33, 100), torch.float32)}},
+        kv_shape=KvShape(layer_count=LAYERS, block_tokens=4, kv_heads=2, head_dim=8, dtype=torch.float32),
+        extent_bytes=16 << 10,
+    ) as memory:
+        sizes = tuple(memory.parameters.extents_of(i) * memory.pool.extent_bytes for i in range(LAYERS))
+        model = ModelShape(
+            layer_parameter_bytes=sizes,
+            other_parameter_bytes=memory.report().parameter_bytes - sum(sizes),
+            block_tokens=4,
+            block_bytes=memory.kv.shape.block_bytes,
+            extent_bytes=memory.pool.extent_bytes,
+        )
+        instance = InstanceState(WorkerId("w0"), budget_bytes, 0, LAYERS, tuple(range(LAYERS)))
+        assert model.block_count(budget_bytes, 0, LAYERS) == memory.kv.block_count
+
+        told = Splitter(model).aftermath(instance, first_layer, last_layer)
+        before_bytes = memory.report().parameter_bytes
+        memory.parameters.drop(told.dropped_layers)
+        assert before_bytes - memory.report().parameter_bytes == told.freed_bytes
+        for layer in told.dropped_layers:
+            memory.kv.drop(layer)
+        memory.kv.grow(memory.pool.free_count // (last_layer - first_layer))
+        assert memory.kv.block_count == told.block_count
+        memory.check()
