@@ -147,6 +147,7 @@ def build_shell(
             max_queued_token_count=settings.max_num_queued_tokens,
             replay_limit=settings.replay_limit,
             no_worker_timeout_s=settings.no_worker_timeout_s,
+            move_wait_s=settings.move_wait_s,
         ),
         PlacementRules(large_patience_s=settings.large_patience_s),
         RoutingRules(

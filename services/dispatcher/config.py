@@ -35,6 +35,8 @@ class DispatcherSettings(Settings):
     large_patience_s: float = Field(2.0, ge=0)  # for so long
     growth_tokens: int = Field(64, ge=0)  # room for generation that a request should find
     replay_limit: int = Field(3, ge=0)  # how often a request is started anew after its worker was lost
+    # So long one that was handed over waits for the stream to its new worker; that one keeps it for 10 s.
+    move_wait_s: float = Field(5.0, gt=0)
 
     # How it watches.
     layout_poll_s: float = Field(1.0, gt=0)

@@ -115,7 +115,7 @@ class DispatcherServicer(inference_pb2_grpc.InferenceServiceServicer):
             model=model_to_proto(model) if model is not None else None,
             backlog_request_count=len(core.backlog),
             backlog_token_count=core.backlog.token_count,
-            running_request_count=core.fleet.placed_count,
+            running_request_count=core.fleet.placed_count + core.moving_count,
             max_queued_request_count=self._bounds.max_queued_request_count,
             max_queued_token_count=self._bounds.max_queued_token_count,
             requests_total=dict(core.endings),
@@ -240,29 +240,22 @@ class DispatcherServicer(inference_pb2_grpc.InferenceServiceServicer):
     # --------------------------------------------------------------------------------------------- status
 
     def _worker_statuses(self) -> list[pb.WorkerStatus]:
-        """The leaders with what they report, and the other members of their groups."""
-        core = self._shell.core
-        statuses = [
-            pb.WorkerStatus(
-                worker_id=worker.key.worker_id,
-                incarnation=worker.key.incarnation,
-                address=worker.address,
-                group_id=worker.group_id,
-                connected=worker.connected,
-                load=load_to_proto(worker.load) if worker.load is not None else None,
-            )
-            for worker in core.fleet
-        ]
-        for group in core.fleet.layout.groups if core.fleet.layout is not None else ():
-            statuses += [
-                pb.WorkerStatus(
+        """Everybody in the layout. A leader's report is its group's; the others are connected if it is."""
+        fleet = self._shell.core.fleet
+        statuses: list[pb.WorkerStatus] = []
+        for group in fleet.layout.groups if fleet.layout is not None else ():
+            leader = fleet.member(group.leader.worker_id)
+            for member in group.members:
+                load = leader.load if leader is not None and member is group.leader else None
+                status = pb.WorkerStatus(
                     worker_id=member.worker_id,
                     incarnation=member.incarnation,
                     address=member.address,
                     group_id=group.group_id,
+                    connected=leader is not None and leader.connected,
+                    load=load_to_proto(load) if load is not None else None,
                 )
-                for member in group.members[1:]
-            ]
+                statuses.append(status)
         return sorted(statuses, key=lambda status: status.worker_id)
 
 

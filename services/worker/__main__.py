@@ -88,6 +88,7 @@ class WorkerProcess:
             engine=engine,
             config=TransportConfig(),
             advertise_host=host,
+            max_running_count=settings.max_num_seqs,
         )
         export(self._shell.load, REGISTRY)
 

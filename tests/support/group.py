@@ -12,7 +12,7 @@ from pathlib import Path
 from ballast.common.ids import Epoch, GroupId, Incarnation, RequestId, WorkerId
 from ballast.common.layout import Group, Layout, Member
 from ballast.common.sampling import FinishReason, SamplingParams
-from services.worker.core.events import SequenceKey, StreamOpened, Submitted
+from services.worker.core.events import SequenceKey, Submitted
 from services.worker.core.limits import WorkerLimits
 from services.worker.core.transition import AbortRequested, CommitRequested, Kind, Phase, Plan
 from services.worker.engine.load import Engine, load_engine
@@ -85,6 +85,7 @@ class GroupWorker:
             engine=self.engine,
             config=TransportConfig(),
             advertise_host="127.0.0.1",
+            max_running_count=limits.max_running_count,
         )
 
     def progress(self, epoch: int) -> Progress | None:
@@ -176,7 +177,7 @@ class Cluster:
     def post(self, name: str, event: PlanReceived | Told) -> None:
         self.workers[name].shell.post_member(event)
 
-    async def prepare(self, kind: Kind, target: Layout) -> list[str]:
+    async def prepare(self, kind: Kind, target: Layout) -> Sequence[str]:
         """Returns the members once all are prepared."""
         base = self.in_force
         kept = set(base.groups) & set(target.groups)

@@ -14,7 +14,7 @@ from services.dispatcher.policy.freeness import WorkerKey
 
 @dataclass(slots=True, kw_only=True)
 class Tracked:
-    """One accepted request, from arrival to its ending. Either in the backlog (`worker` None) or on one worker."""
+    """One accepted request, from arrival to its ending: in the backlog, on one worker, or `moving` between two."""
 
     request: Request
     serial: int  # of arrival; kept over replays, so that a replayed request stands where it stood
@@ -22,8 +22,10 @@ class Tracked:
     queued_at_s: float  # entered the backlog for the last time
     worker: WorkerKey | None = None
     handle: int = 0
+    moving: bool = False  # the worker it has gone to has no stream yet
     attempt: int = 0
     replay_count: int = 0
+    idle_move_count: int = 0  # since its last token
     output_token_ids: list[int] = field(default_factory=list[int])
     text_chars: int = 0
     queue_s: float = 0.0  # spent in the backlog so far
@@ -75,7 +77,12 @@ class Backlog:
             if serials != sorted(set(serials)):
                 raise InvariantViolation(f"backlog of rank {rank} is out of order: {serials}")
             for tracked in entries:
-                if tracked.request.priority.rank != rank or tracked.worker is not None or tracked.handle:
+                if (
+                    tracked.request.priority.rank != rank
+                    or tracked.worker is not None
+                    or tracked.handle
+                    or tracked.moving
+                ):
                     raise InvariantViolation(f"{tracked.request.request_id} does not belong into the backlog")
         if self.token_count != sum(tracked.token_count for tracked in self):
             raise InvariantViolation(f"backlog counts {self.token_count} tokens")

@@ -3,6 +3,9 @@
 It owns a request from `Submitted` to the one `Refuse`, `Finish` or `Fail` that ends it (DESIGN, I6). Its tokens
 are kept here while it runs on a worker, so that another worker can go on behind them when the first is lost. Each
 placement has its own handle: what an earlier placement still says is dropped and counted (I5).
+
+When groups form or dissolve, workers hand running requests over to one another and say where each has gone. The
+dispatcher follows with what it has received, so that nothing is lost or repeated whatever was under way.
 """
 
 import math
@@ -21,7 +24,7 @@ from ballast.common.errors import (
     PeerViolation,
     Unavailable,
 )
-from ballast.common.ids import DispatcherId, RequestId
+from ballast.common.ids import DispatcherId, RequestId, WorkerId
 from ballast.common.sampling import FinishReason
 from services.dispatcher.core.backlog import Backlog, Tracked
 from services.dispatcher.core.deadlines import Deadlines
@@ -48,11 +51,13 @@ from services.dispatcher.core.events import (
     WorkerLost,
 )
 from services.dispatcher.core.fleet import Fleet, Worker
+from services.dispatcher.core.moves import Moves
 from services.dispatcher.core.placement import Placement, PlacementRules
 from services.dispatcher.policy.freeness import RoutingRules
 
 _MIN_RETRY_S, _MAX_RETRY_S = 0.1, 30.0
 _NO_WORKER_CHECK_S = 0.5
+_MAX_IDLE_MOVES = 16  # without a token in between; more are no progress but a quarrel between workers
 _ENDING_OF: dict[type[BallastError], str] = {
     Cancelled: FinishReason.CANCELLED.value,
     DeadlineExceeded: FinishReason.DEADLINE.value,
@@ -65,6 +70,7 @@ class Limits:
     max_queued_token_count: int = 1_000_000
     replay_limit: int = 3
     no_worker_timeout_s: float = 30.0  # so long a request waits while there is no worker at all
+    move_wait_s: float = 5.0  # so long one that was handed over waits for the stream to its new worker
 
 
 class DispatcherCore:
@@ -82,8 +88,10 @@ class DispatcherCore:
         self.accepted_count = 0
         self.replay_count = 0
         self.stale_count = 0
+        self.move_counts: Counter[str] = Counter()  # at_once, waited or replayed -> requests that were handed over
         self._id = dispatcher_id
         self._placement = Placement(self.backlog, self.fleet, placement, routing)
+        self._moves = Moves(limits.move_wait_s, self.fleet)
         self._deadlines = Deadlines()
         self._next_serial = 1
         self._no_worker_since_s: float | None = None  # None: there is one, or nothing has happened yet
@@ -91,9 +99,21 @@ class DispatcherCore:
 
     def next_timer_s(self) -> float:
         """When a `Tick` is wanted; infinite for never."""
-        return min(self._deadlines.next_s(), self._placement.retry_at_s, self._no_worker_check_at_s)
+        due_s = min(self._deadlines.next_s(), self._moves.next_s())
+        return min(due_s, self._placement.retry_at_s, self._no_worker_check_at_s)
+
+    @property
+    def moving_count(self) -> int:
+        """Requests that have gone to a worker to which there is no stream yet."""
+        return len(self._moves)
 
     def handle(self, event: Event) -> Sequence[Command]:
+        commands = self._handle(event)
+        if released := self.fleet.release_former():
+            return [*commands, *map(Disconnect, released)]
+        return commands
+
+    def _handle(self, event: Event) -> Sequence[Command]:
         match event:
             case StepReceived():
                 return self._step(event)
@@ -133,6 +153,8 @@ class DispatcherCore:
             commands.append(Disconnect(worker.key))
             commands += self._lose(worker, event.at_s, "left the layout")
         commands += [Connect(worker.key, worker.address) for worker in new]
+        for tracked in self._moves.take_stranded():
+            self._resume_from_backlog(tracked, event.at_s)
         self._watch_usable(event.at_s)
         return commands + self._dispatch(event.at_s)
 
@@ -146,6 +168,9 @@ class DispatcherCore:
         worker.max_waiting_count = event.max_waiting_count
         worker.hold_until_s = 0.0
         self.fleet.model = event.model
+        for tracked in self._moves.take_arrivals(worker.key):
+            self.move_counts["waited"] += 1
+            commands.append(self._placement.move(tracked, worker, event.at_s))
         self._watch_usable(event.at_s)
         return commands + self._dispatch(event.at_s)
 
@@ -176,6 +201,25 @@ class DispatcherCore:
         tracked.queued_at_s = at_s
         tracked.blocked_since_s = None
         self.backlog.add(tracked)
+
+    def _move(self, tracked: Tracked, worker_id: WorkerId, at_s: float) -> list[Command]:
+        """`tracked` has been taken off its worker, which has handed it over to `worker_id`."""
+        tracked.worker, tracked.handle = None, 0
+        tracked.idle_move_count += 1
+        if tracked.idle_move_count > _MAX_IDLE_MOVES:
+            tracked.idle_move_count = 0
+            return self._replay(tracked, at_s, f"workers that handed it to one another, at last to {worker_id}")
+        target = self.fleet.member(worker_id)
+        if target is None or not target.connected:
+            self._moves.add(tracked, worker_id, at_s)
+            return []
+        self.move_counts["at_once"] += 1
+        return [self._placement.move(tracked, target, at_s)]
+
+    def _resume_from_backlog(self, tracked: Tracked, at_s: float) -> None:
+        """The worker to which `tracked` has gone cannot be reached. That is no fault of the request: no replay."""
+        self.move_counts["replayed"] += 1
+        self._enqueue(tracked, at_s)
 
     def _watch_usable(self, at_s: float) -> None:
         if self.fleet.usable:
@@ -258,6 +302,8 @@ class DispatcherCore:
         for request_id in self._deadlines.due(at_s):
             tracked = self.requests[request_id]
             commands += self._fail(tracked, DeadlineExceeded("the deadline of the request has passed"), at_s)
+        for tracked in self._moves.take_overdue(at_s):
+            self._resume_from_backlog(tracked, at_s)
         if self._no_worker_since_s is not None:
             latest_s = at_s - self.limits.no_worker_timeout_s
             if self._no_worker_since_s <= latest_s:
@@ -276,7 +322,9 @@ class DispatcherCore:
         return [*commands, Fail(tracked.request.request_id, error, _facts(tracked, at_s))]
 
     def _drop(self, tracked: Tracked) -> None:
-        if tracked.worker is None:
+        if tracked.moving:
+            self._moves.remove(tracked)
+        elif tracked.worker is None:
             self.backlog.remove(tracked)
         else:
             worker = self.fleet.get(tracked.worker)
@@ -329,8 +377,10 @@ class DispatcherCore:
                 new_logprobs = logprobs[logprob_begin:logprob_end]
             tracked.output_token_ids += new_ids
             tracked.text_chars += len(text)
-            if tracked.first_token_at_s is None and new_ids:
-                tracked.first_token_at_s = event.at_s
+            if new_ids:
+                tracked.idle_move_count = 0
+                if tracked.first_token_at_s is None:
+                    tracked.first_token_at_s = event.at_s
             commands.append(Deliver(tracked.request.request_id, new_ids, text, new_logprobs))
 
     def _end(self, worker: Worker, tracked: Tracked, ending: Ending, at_s: float) -> list[Command]:
@@ -338,7 +388,8 @@ class DispatcherCore:
         request_id = tracked.request.request_id
         if ending.refused:
             worker.take_off(tracked.handle)
-            self._placement.hold(worker, at_s)
+            if worker.leads:
+                self._placement.hold(worker, at_s)
             tracked.worker, tracked.handle = None, 0
             self._enqueue(tracked, at_s)
             return []
@@ -354,6 +405,9 @@ class DispatcherCore:
             case FinishReason.ERROR:
                 worker.take_off(tracked.handle)
                 return self._replay(tracked, at_s, f"worker {worker.key.worker_id}: {ending.error}")
+            case None if ending.moved_to:
+                worker.take_off(tracked.handle)
+                return self._move(tracked, WorkerId(ending.moved_to), at_s)
             case FinishReason.CANCELLED | None:
                 error = PeerViolation(f"worker {worker.key.worker_id}", "ended a request that nobody cancelled")
         self._drop(tracked)
@@ -376,11 +430,15 @@ class DispatcherCore:
         """Raises InvariantViolation unless every accepted request stands in exactly one place and all counts agree."""
         self.backlog.check()
         self.fleet.check()
+        self._moves.check()
+        moving = {tracked.request.request_id: tracked for tracked in self._moves.tracked}
         queued = {tracked.request.request_id: tracked for tracked in self.backlog}
         placed = {t.request.request_id: t for worker in self.fleet for t in worker.placed.values()}
-        if queued.keys() & placed.keys() or {**queued, **placed} != self.requests:
+        count = len(queued) + len(placed) + len(moving)
+        if {**queued, **placed, **moving} != self.requests or count != len(self.requests):
             raise InvariantViolation(
-                f"queued {sorted(queued)} and placed {sorted(placed)} are not {sorted(self.requests)}"
+                f"queued {sorted(queued)}, placed {sorted(placed)} and moving {sorted(moving)} are not"
+                f" {sorted(self.requests)}"
             )
         newcomers = [tracked for tracked in self.backlog if tracked.attempt == 0]
         if len(newcomers) > self.limits.max_queued_request_count:
@@ -395,7 +453,7 @@ class DispatcherCore:
 
 
 def _facts(tracked: Tracked, at_s: float) -> Facts:
-    waited_s = at_s - tracked.queued_at_s if tracked.worker is None else 0.0
+    waited_s = at_s - tracked.queued_at_s if tracked.worker is None and not tracked.moving else 0.0
     first_s = tracked.first_token_at_s
     return Facts(
         prompt_token_count=len(tracked.request.prompt_token_ids),

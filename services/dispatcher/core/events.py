@@ -30,11 +30,12 @@ class Ending:
     """A worker's last word on a handle."""
 
     handle: int
-    finish_reason: FinishReason | None  # None when refused
+    finish_reason: FinishReason | None  # None when refused or moved
     matched_stop: str = ""
     error: str = ""
     refused: bool = False
     invalid: bool = False
+    moved_to: str = ""  # this worker goes on with it
 
 
 # ------------------------------------------------------------------------------------------------- events
@@ -151,6 +152,7 @@ class Place:
     output_token_ids: Sequence[int]
     delivered_text_chars: int
     deadline_s: float  # time left
+    expects_handover: bool = False  # the worker has the request already, or will be handed it in a moment
 
 
 @dataclass(frozen=True, slots=True)

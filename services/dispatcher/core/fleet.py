@@ -1,9 +1,13 @@
-"""The books on the workers: who leads a group, who is connected, what was placed where."""
+"""The books on the workers: who leads a group, who is connected, what was placed where.
+
+Only leaders are given requests. Who stops being one keeps its stream until its requests have moved or ended.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from ballast.common.errors import InvariantViolation
+from ballast.common.ids import Incarnation, WorkerId
 from ballast.common.layout import Layout
 from ballast.common.load import LoadReport
 from ballast.common.model import ModelInfo
@@ -16,12 +20,13 @@ _MAX_DEPARTED = 1024
 
 @dataclass(slots=True, kw_only=True)
 class Worker:
-    """The leader of one group."""
+    """The leader of one group, or one that was it a moment ago."""
 
     key: WorkerKey
     address: str
     group_id: str
-    draining_in_layout: bool
+    draining_in_layout: bool = False
+    leads: bool = True
     connected: bool = False
     load: LoadReport | None = None
     max_waiting_count: int = 0
@@ -33,7 +38,8 @@ class Worker:
 
     @property
     def usable(self) -> bool:
-        return self.connected and self.load is not None and not (self.draining_in_layout or self.load.draining)
+        load = self.load
+        return self.connected and self.leads and load is not None and not (self.draining_in_layout or load.draining)
 
     def view(self) -> WorkerView:
         """Only of a connected worker."""
@@ -96,12 +102,14 @@ def _key_of(worker: Worker) -> WorkerKey:
 
 
 class Fleet:
-    """All group leaders of the current layout."""
+    """All group leaders of the current layout, and former ones that still have requests of ours."""
 
     def __init__(self) -> None:
         self.layout: Layout | None = None
         self.model: ModelInfo | None = None  # of whoever connected last; equal on all
+        self.lives: dict[WorkerId, Incarnation] = {}  # of all members of the layout
         self._workers: dict[WorkerKey, Worker] = {}
+        self._former: set[WorkerKey] = set()  # those that lead no more
 
     def __iter__(self) -> Iterator[Worker]:
         """In order of id."""
@@ -109,6 +117,11 @@ class Fleet:
 
     def get(self, key: WorkerKey) -> Worker | None:
         return self._workers.get(key)
+
+    def member(self, worker_id: WorkerId) -> Worker | None:
+        """The one of this name, if there is or should be a stream to it."""
+        incarnation = self.lives.get(worker_id)
+        return None if incarnation is None else self._workers.get(WorkerKey(worker_id, incarnation))
 
     @property
     def usable(self) -> list[Worker]:
@@ -119,27 +132,44 @@ class Fleet:
         return sum(len(worker.placed) for worker in list(self._workers.values()))
 
     def adopt(self, layout: Layout) -> tuple[list[Worker], list[Worker]]:
-        """Takes over a layout; gives the leaders that are new and those that are gone, in order of id."""
+        """Takes over a layout; gives the leaders that are new and the workers that are gone, in order of id."""
         self.layout = layout
-        wanted = {WorkerKey(group.leader.worker_id, group.leader.incarnation): group for group in layout.groups}
-        gone = [
-            worker for worker in self if worker.key not in wanted or worker.address != wanted[worker.key].leader.address
-        ]
+        members = {WorkerKey(m.worker_id, m.incarnation): (group, m) for group in layout.groups for m in group.members}
+        self.lives = {key.worker_id: key.incarnation for key in members}
+        gone = [w for w in self if w.key not in members or w.address != members[w.key][1].address]
         for worker in gone:
             del self._workers[worker.key]
         new: list[Worker] = []
-        for key in sorted(wanted):
-            group = wanted[key]
+        for key, (group, member) in sorted(members.items()):
+            leads = member is group.leader
             worker = self._workers.get(key)
             if worker is None:
-                worker = self._workers[key] = Worker(
-                    key=key, address=group.leader.address, group_id=group.group_id, draining_in_layout=False
-                )
+                if not leads:
+                    continue
+                worker = self._workers[key] = Worker(key=key, address=member.address, group_id=group.group_id)
                 new.append(worker)
+            worker.leads = leads
             worker.group_id = group.group_id
-            worker.draining_in_layout = group.leader.draining
+            worker.draining_in_layout = member.draining
+        self._former = {worker.key for worker in self._workers.values() if not worker.leads}
         return new, gone
+
+    def release_former(self) -> list[WorkerKey]:
+        """Takes former leaders that have nothing of ours any more out of the books."""
+        if not self._former:
+            return []
+        done = sorted(key for key in self._former if not self._workers[key].placed)
+        for key in done:
+            self._former.remove(key)
+            del self._workers[key]
+        return done
 
     def check(self) -> None:
         for worker in self:
             worker.check()
+        if self._former != {worker.key for worker in self if not worker.leads}:
+            raise InvariantViolation(f"former leaders are not {sorted(self._former)}")
+        groups = self.layout.groups if self.layout is not None else ()
+        leaders = {WorkerKey(group.leader.worker_id, group.leader.incarnation) for group in groups}
+        if leaders != {worker.key for worker in self if worker.leads}:
+            raise InvariantViolation(f"leaders of the layout are {sorted(leaders)}")

@@ -74,6 +74,13 @@ class Placement:
                 break
         return Outcome(placed, hopeless)
 
+    def move(self, tracked: Tracked, worker: Worker, at_s: float) -> Place:
+        """Follows a request to the worker that goes on with it: the request runs there, whether there is room or not.
+
+        It is neither in the backlog nor on a worker.
+        """
+        return self._send(tracked, worker, at_s, expects_handover=True)
+
     def hold(self, worker: Worker, at_s: float) -> None:
         """The worker has refused a request."""
         worker.hold_until_s = at_s + self.rules.refused_hold_s
@@ -109,23 +116,27 @@ class Placement:
         return view
 
     def _place(self, tracked: Tracked, key: WorkerKey, at_s: float) -> Place:
-        handle, self._next_handle = self._next_handle, self._next_handle + 1
         self._backlog.remove(tracked)
         self.drain_rate.count(at_s)
+        tracked.queue_s += at_s - tracked.queued_at_s
         worker = self._fleet.get(key)
         assert worker is not None  # it was among the usable ones a moment ago
+        return self._send(tracked, worker, at_s, expects_handover=False)
+
+    def _send(self, tracked: Tracked, worker: Worker, at_s: float, *, expects_handover: bool) -> Place:
+        handle, self._next_handle = self._next_handle, self._next_handle + 1
         worker.place(tracked, handle)
-        tracked.worker, tracked.handle = key, handle
+        tracked.worker, tracked.handle = worker.key, handle
         tracked.attempt += 1
-        tracked.queue_s += at_s - tracked.queued_at_s
         return Place(
-            worker=key,
+            worker=worker.key,
             handle=handle,
             attempt=tracked.attempt,
             request=tracked.request,
             output_token_ids=tuple(tracked.output_token_ids),
             delivered_text_chars=tracked.text_chars,
             deadline_s=max(0.0, tracked.request.deadline_at_s - at_s - _DEADLINE_MARGIN_S),
+            expects_handover=expects_handover,
         )
 
     @staticmethod

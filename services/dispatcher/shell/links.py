@@ -193,6 +193,7 @@ def submit_to_proto(place: Place) -> pb.Submit:
         deadline_s=place.deadline_s,
         omit_text=request.omit_text,
         delivered_text_chars=place.delivered_text_chars,
+        expects_handover=place.expects_handover,
     )
 
 
@@ -204,4 +205,5 @@ def _ending_from_proto(message: pb.Ending) -> Ending:
         error=message.error,
         refused=message.refused,
         invalid=message.invalid,
+        moved_to=message.moved_to,
     )

@@ -20,7 +20,7 @@ _WORKER_GAUGES = (
 
 
 class DispatcherMetrics(Collector):
-    """Registers itself. Labels: `worker` (those of the layout) and `ending` (a closed set)."""
+    """Registers itself. Labels: `worker` (those of the layout), `ending` and `how` (closed sets)."""
 
     def __init__(self, core: DispatcherCore, registry: CollectorRegistry) -> None:
         self._core = core
@@ -46,6 +46,10 @@ class DispatcherMetrics(Collector):
         yield GaugeMetricFamily("ballast_placed_requests", "Requests on workers", core.fleet.placed_count)
         yield CounterMetricFamily("ballast_replays", "Requests started anew after a loss", core.replay_count)
         yield CounterMetricFamily("ballast_stale_messages", "Messages for what had ended", core.stale_count)
+        moves = CounterMetricFamily("ballast_moves", "Requests handed over to another worker", labels=["how"])
+        for how, count in sorted(dict(core.move_counts).items()):
+            moves.add_metric([how], count)
+        yield moves
         endings = CounterMetricFamily("ballast_requests", "Requests by how they ended", labels=["ending"])
         for ending, count in sorted(dict(core.endings).items()):
             endings.add_metric([ending], count)

@@ -1,11 +1,19 @@
 """What goes into the planner's core (events, past tense) and what comes out (commands)."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
 
 from ballast.common.ids import Epoch, Incarnation, WorkerId
-from ballast.common.layout import Layout
+from ballast.common.layout import Layout, Member
+from ballast.common.load import LoadReport
 from ballast.common.model import ModelInfo
+from services.planner.core.record import TransitionRecord
+from services.planner.core.transition import Journal, MemberSaid, Stage
+from services.planner.policy.drop import Method
+from services.planner.policy.replicate import Partial
+
+Sources = tuple[tuple[int, WorkerId | None], ...]  # (layer, holder) in the order to be tried; None: host copy or disk
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,6 +22,8 @@ class StoredLayout:
 
     layout: Layout
     model: ModelInfo | None  # that its instances serve; None before any instance was there
+    partial: Partial = ()  # instances outside the layout that hold only some layers
+    journal: Journal | None = None  # of the newest transition
 
 
 class WriteOutcome(Enum):
@@ -78,6 +88,7 @@ class InstanceUp:
     address: str
     model: ModelInfo
     draining: bool
+    data_address: str = ""  # host:port where links to it are made
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,13 +117,90 @@ class DrainRequested:
 
 
 @dataclass(frozen=True, slots=True)
+class OverloadRaised:
+    at_s: float
+    cause_id: str
+    required_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReliefRaised:
+    at_s: float
+    cause_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class DropRequested:
+    """By hand."""
+
+    at_s: float
+    cause_id: str
+    request_id: str  # a repeated one is answered like the first time
+    required_bytes: int | None = None  # None: what demand asks for now, at least one merge
+    method: Method = Method.AUTO
+    worker_ids: tuple[WorkerId, ...] = ()  # not empty: one group of exactly these, in this order
+
+
+@dataclass(frozen=True, slots=True)
+class RestoreRequested:
+    """By hand: all pipelines, whatever the load."""
+
+    at_s: float
+    cause_id: str
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class LoadsRead:
+    """Answer to ReadLoads."""
+
+    at_s: float
+    cause_id: str
+    loads: Mapping[WorkerId, LoadReport]
+    failure: str = ""  # why there are none
+
+
+@dataclass(frozen=True, slots=True)
+class JournalSettled:
+    at_s: float
+    cause_id: str
+    epoch: Epoch
+    stage: Stage
+    token: int
+    outcome: WriteOutcome
+
+
+@dataclass(frozen=True, slots=True)
+class MemberAnswered:
+    at_s: float
+    cause_id: str
+    epoch: Epoch
+    said: MemberSaid
+
+
+@dataclass(frozen=True, slots=True)
 class TimerFired:
     at_s: float
     cause_id: str
 
 
-MonitorEvent = SnapshotBegan | SnapshotEnded | InstanceUp | InstanceLost | InstanceDraining
-Event = LeadershipChanged | LayoutLoaded | LoadFailed | WriteSettled | MonitorEvent | DrainRequested | TimerFired
+MonitorEvent = (
+    SnapshotBegan | SnapshotEnded | InstanceUp | InstanceLost | InstanceDraining | OverloadRaised | ReliefRaised
+)
+ChangeRequest = DropRequested | RestoreRequested
+Event = (
+    LeadershipChanged
+    | LayoutLoaded
+    | LoadFailed
+    | WriteSettled
+    | MonitorEvent
+    | DrainRequested
+    | ChangeRequest
+    | LoadsRead
+    | JournalSettled
+    | MemberAnswered
+    | TimerFired
+)
 
 
 # ---------------------------------------------------------------- commands
@@ -131,6 +219,90 @@ class WriteLayout:
     model: ModelInfo | None
     expected_epoch: Epoch | None  # None: nothing is stored
     token: int
+    cause_id: str
+    partial: Partial = ()
+
+
+@dataclass(frozen=True, slots=True)
+class WriteJournal:
+    """Answered by JournalSettled. Written once more with the same content, it is WRITTEN again.
+
+    PREPARING and COMMITTING are refused unless `expected_epoch` is stored; with COMMITTING the target becomes the
+    layout in the same write.
+    """
+
+    journal: Journal
+    expected_epoch: Epoch | None
+    model: ModelInfo | None
+    partial: Partial  # once committed
+    token: int
+    cause_id: str
+
+
+class Call(Enum):
+    """What the planner asks of a member of a transition. Every answer is a MemberAnswered, or none."""
+
+    PREPARE = auto()
+    COMMIT = auto()
+    ABORT = auto()
+    POLL = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class CallMember:
+    call: Call
+    member: Member
+    journal: Journal
+    cause_id: str
+    sources: Sources = ()
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ReadLoads:
+    """Ask the monitor how loaded everybody is."""
+
+    cause_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerChange:
+    request_id: str
+    epoch: Epoch
+    lines: tuple[str, ...]
+
+
+class ChangeRefusal(Enum):
+    STANDBY = auto()
+    BUSY = auto()  # a transition or another change is under way
+    NOT_POSSIBLE = auto()
+    WRONG = auto()  # the request contradicts the cluster: no such worker
+    NO_LOADS = auto()  # the monitor does not answer
+    ID_REUSED = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class RefuseChange:
+    request_id: str
+    refusal: ChangeRefusal
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class TransitionMoved:
+    """A transition has reached another stage. Once it is over, the summary is complete."""
+
+    record: TransitionRecord
+    cause_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class NothingDone:
+    """What the monitor asked for is not, or not wholly, done."""
+
+    what: str
+    why: str
+    shortfall_bytes: int
     cause_id: str
 
 
@@ -219,4 +391,11 @@ Command = (
     | RejectInstance
     | IgnoreStale
     | SetTimer
+    | WriteJournal
+    | CallMember
+    | ReadLoads
+    | AnswerChange
+    | RefuseChange
+    | TransitionMoved
+    | NothingDone
 )

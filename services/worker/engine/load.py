@@ -14,7 +14,7 @@ from ballast.common.model import ModelInfo
 from services.worker.core.batch import Batch, StepResult
 from services.worker.engine.attention import AttentionBackend, CpuAttention
 from services.worker.engine.attention_cuda import CudaAttention
-from services.worker.engine.checkpoint import load_parameters
+from services.worker.engine.checkpoint import Checkpoint, load_parameters
 from services.worker.engine.model import Model
 from services.worker.engine.model_config import ModelConfig, read_model_config
 from services.worker.engine.parameters import end_parameters, layer_parameters, parameter_count, part_specs
@@ -39,6 +39,7 @@ class Engine:
     """A loaded model, its memory and the runner that steps it. Close it when done."""
 
     info: ModelInfo
+    model_dir: Path
     config: ModelConfig
     memory: DeviceMemory
     model: Model
@@ -57,6 +58,11 @@ class Engine:
     def step(self, batch: Batch, block_tables: Sequence[Sequence[int]]) -> StepResult:
         """See `ModelRunner.step`."""
         return self.runner.step(batch, block_tables)
+
+    def read_layer(self, layer: int) -> None:
+        """Fill a layer's parameters from the checkpoint again. Any thread; the layer is not executed meanwhile."""
+        with Checkpoint(self.model_dir) as checkpoint:
+            checkpoint.fill(layer_parameters(self.config, layer), self.memory.parameters.layer(layer))
 
     def memory_report(self) -> MemoryReport:
         return self.memory.report()
@@ -136,7 +142,7 @@ def load_engine(
         kv_bytes_per_token=memory.kv.geometry.kv_bytes_per_token,
         eos_token_ids=config.eos_token_ids,
     )
-    return Engine(info, config, memory, model, attention, sampler, runner)
+    return Engine(info, model_dir, config, memory, model, attention, sampler, runner)
 
 
 def _dtype(name: str, config: ModelConfig, model_dir: Path) -> torch.dtype:

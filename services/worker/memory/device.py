@@ -69,7 +69,7 @@ class DeviceMemory:
         The KV of the layers given up stays readable until `release_retired`. Returns the new number of blocks.
         """
         self.parameters.drop(layers)
-        self.kv.retire(layers)
+        self.kv.retire([layer for layer in layers if layer in self.kv.held_layers])
         return self._grow_kv()
 
     def release_retired(self) -> int:

@@ -36,6 +36,7 @@ def join(
     engine: Engine,
     config: TransportConfig,
     advertise_host: str | None,
+    max_running_count: int,
 ) -> Membership:
     """Opens the data plane. The shell closes it when its engine thread ends."""
 
@@ -53,6 +54,8 @@ def join(
         runner=engine.runner,
         plane=plane,
         hub=hub,
+        read_layer=engine.read_layer,
+        max_running_count=max_running_count,
         post=post,
     )
     shell.join_group(member)

@@ -109,3 +109,17 @@ class LayerArrived(MemberEvent):
     peer: WorkerId | None  # None: read from the checkpoint
     checksum: bytes
     failure: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerChecked(MemberEvent):
+    epoch: Epoch
+    layer: int
+    right: bool
+
+
+@dataclass(frozen=True, slots=True)
+class RoomGranted(MemberEvent):
+    """From the leader, behind the last batch that could need them: the blocks beyond the size at home are free."""
+
+    epoch: Epoch

@@ -19,6 +19,7 @@ from services.worker.pipeline.events import (
     LayerArrived,
     LayerAsked,
     ResultArrived,
+    RoomGranted,
     RosterArrived,
     Told,
 )
@@ -69,6 +70,8 @@ class Hub:
                 self._post(CapacityTold(epoch, peer, message.stream))
             case Topic.LAYER_WANTED:
                 self._post(LayerAsked(epoch, message.stream, peer))
+            case Topic.ROOM:
+                self._post(RoomGranted(Epoch(message.stream)))
             case Topic.KV | Topic.LAYER:
                 raise ValueError(f"{peer} sends {Topic(message.topic).name} as a message")
 

@@ -5,6 +5,7 @@ What decides is pure (`core.transition`, `core.worker`); here links, device memo
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Protocol
 
@@ -39,6 +40,7 @@ from services.worker.core.transition import (
     EpochEnded,
     ExpectKv,
     HandoverReceived,
+    Kind,
     KvReceived,
     KvSent,
     Lead,
@@ -61,6 +63,8 @@ from services.worker.core.transition import (
     Transition,
     UndoPreparation,
     Victim,
+    group_of,
+    members_of,
     part_of,
     transfers,
 )
@@ -73,15 +77,20 @@ from services.worker.pipeline.events import (
     CapacityTold,
     HandoverArrived,
     KvAsked,
+    LayerArrived,
+    LayerAsked,
+    LayerChecked,
     LinkMade,
     PieceSent,
     PlanReceived,
     ResultArrived,
+    RoomGranted,
     RosterArrived,
     Told,
 )
 from services.worker.pipeline.exchange import kv_bytes, kv_pieces
 from services.worker.pipeline.hub import Hub
+from services.worker.pipeline.restore import LayerPull, LayerServer
 from services.worker.pipeline.status import Progress
 from services.worker.pipeline.wire import (
     Topic,
@@ -91,6 +100,7 @@ from services.worker.pipeline.wire import (
     roster_to_bytes,
     snapshot_to_proto,
 )
+from services.worker.policy.placement import MemberView, place
 from services.worker.shell import MemberEvent, StepOutcome
 from services.worker.transport.link import Link
 from services.worker.transport.plane import DataPlane
@@ -136,8 +146,11 @@ class GroupMember:
         runner: StageEngine,
         plane: DataPlane,
         hub: Hub,
+        read_layer: Callable[[int], None],
+        max_running_count: int,
         post: Callable[[MemberEvent], None],
     ) -> None:
+        """`read_layer` fills a layer's parameters from the checkpoint; called on a thread of its own."""
         self.me = me
         self._core = core
         self._book = book
@@ -163,6 +176,14 @@ class GroupMember:
         self._pieces_due: dict[tuple[SequenceId, WorkerId], int] = {}  # receiver: transfers still to come
         self._early: list[BatchArrived] = []  # batches of a leader that is ahead of this member
         self._answers: list[Answer] = []
+        self._max_running_count = max_running_count
+        self._read_layer = read_layer
+        self._workers = ThreadPoolExecutor(2, thread_name_prefix="layers")
+        self._server = LayerServer(memory.parameters, self._workers)
+        self._pull: LayerPull | None = None
+        self._room_wanted = False  # restore: the KV is to shrink to its size at home
+        self._room_granted = False
+        self._undoing = False
         self._progress: Progress | None = None
         self.progress: dict[Epoch, Progress] = {}  # what others may read: replaced, never changed
         self.stale_total = 0
@@ -197,6 +218,18 @@ class GroupMember:
                 self._capacity_told(event)
             case LinkMade():
                 self._link_made(event)
+            case RoomGranted(epoch=epoch):
+                self._room_is_granted(epoch)
+            case LayerAsked():
+                self._layer_asked(event)
+            case LayerArrived():
+                if self._pull is not None and event.epoch == self._current().epoch:
+                    self._pull.arrived(event)
+                    self._pulled()
+            case LayerChecked():
+                if self._pull is not None and event.epoch == self._current().epoch:
+                    self._pull.checked(event)
+                    self._pulled()
             case PieceSent():
                 self._piece_sent(event)
             case _:
@@ -209,6 +242,10 @@ class GroupMember:
             boundary = not self._core.in_flight_count and not self._core.suspended_ids
             if boundary and transition.led_before:
                 self._drive(BoundaryReached(time.monotonic(), transition.epoch))
+        if self._room_wanted and self.leads and self._core.settled and not self._core.in_flight_count:
+            self._grant_room()
+        if self._undoing:
+            self._undo_restore()
         return self._take_answers()
 
     def run(self, command: Execute | Removed) -> StepOutcome | None:
@@ -225,6 +262,7 @@ class GroupMember:
             )
 
     def close(self) -> None:
+        self._workers.shutdown(wait=True, cancel_futures=True)
         self._plane.close()
 
     def _take_answers(self) -> list[Answer]:
@@ -379,6 +417,7 @@ class GroupMember:
                     self._prepare_memory()
                 case UndoPreparation():
                     self._quiescing = False
+                    self._undoing = self._current().plan.kind is Kind.RESTORE
                 case Quiesce():
                     self._quiescing = True
                     self._note_commit()
@@ -430,6 +469,12 @@ class GroupMember:
 
     def _prepare_memory(self) -> None:
         transition = self._current()
+        if transition.plan.kind is Kind.RESTORE:
+            self._counted().block_count_after = self._memory.home_block_count
+            self._room_wanted, self._room_granted = True, False
+            if self.leads:
+                self._limit(self._memory.home_block_count)
+            return
         dropped = self._layers_lost()
         progress = self._counted()
         progress.block_count_after = self._memory.blocks_after_drop(dropped)
@@ -474,11 +519,23 @@ class GroupMember:
 
     def _hand_over(self, transition: Transition, now_s: float) -> tuple[Victim, ...]:
         """What this worker has led goes to the leader of its new group; if that is itself, its victims stay."""
+        if transition.plan.kind is Kind.RESTORE:
+            return self._deal_out(transition, now_s)
         leader = transition.part.new.leader.worker_id
         if leader != self.me:
             self._tell_core(self._core.handle(HandOver(now_s, leader)))
             return ()
         return tuple(Victim(sequence_id, count, self.me) for sequence_id, count in self._core.with_kv)
+
+    def _deal_out(self, transition: Transition, now_s: float) -> tuple[Victim, ...]:
+        """Every member becomes a leader of its own and gets its share of the sequences."""
+        leaders = sorted({group_of_member(transition, w) for w in members_of(transition.part.old)})
+        home = self._memory.home_block_count
+        views = [MemberView(leader, home, self._max_running_count) for leader in leaders]
+        placed = place(self._core.placements(), views)
+        going = {sequence_id: to for sequence_id, to in placed.items() if to != self.me}
+        self._tell_core(self._core.handle(HandOver(now_s, going)))
+        return tuple(Victim(i, count, self.me) for i, count in self._core.with_kv)
 
     def _layers_lost(self) -> list[int]:
         stage = next(m for m in self._current().part.new.members if m.worker_id == self.me)
@@ -509,7 +566,8 @@ class GroupMember:
 
     def _handover(self, event: HandoverArrived) -> None:
         self._coming.extend(event.snapshots)
-        self._capacities[event.source] = event.block_count
+        if event.source in members_of(self._current().part.new):
+            self._capacities[event.source] = event.block_count
         victims = tuple(
             Victim(s.sequence_id, s.computed_tokens, event.source) for s in event.snapshots if s.computed_tokens
         )
@@ -518,6 +576,8 @@ class GroupMember:
     def _lead(self, victims: tuple[Victim, ...]) -> None:
         """All members are ready. Whoever finds no room in the smallest stage starts over; the youngest first."""
         transition, now_s = self._current(), time.monotonic()
+        if not self._stages:
+            self._capacities[self.me] = self._book.block_count - self._foreign_block_count()
         capacity = min(self._capacities.values())
         kept, lost = self._fitting(victims, capacity)
         moving = frozenset(v.sequence_id for v in kept if transfers(transition.plan, v, self.me))
@@ -535,6 +595,11 @@ class GroupMember:
         progress.victim_count, progress.victims_recomputed = len(victims), len(lost)
         progress.victims_waiting = len(kept)
         self._drive(Led(now_s, transition.epoch, kept))
+
+    def _foreign_block_count(self) -> int:
+        """Blocks of sequences that others lead now, still here because their KV is being sent."""
+        mine = {*self._core.sequence_ids, *(snapshot.sequence_id for snapshot in self._coming)}
+        return sum(len(self._book.table(i)) for i in self._book.sequence_ids if i not in mine)
 
     def _fitting(self, victims: tuple[Victim, ...], capacity: int) -> tuple[tuple[Victim, ...], tuple[Victim, ...]]:
         size = self._memory.kv.shape.block_tokens
@@ -633,6 +698,11 @@ class GroupMember:
 
     def _release_lost(self) -> None:
         progress, began_s = self._counted(), time.perf_counter()
+        if not self._stages:  # alone: what the group has shared out to others leaves nothing here
+            mine = {*self._core.sequence_ids, *self._core.suspended_ids}
+            for sequence_id in self._book.sequence_ids:
+                if sequence_id not in mine:
+                    self._book.release(sequence_id)
         self._grow_book(self._memory.release_retired())
         progress.remap_s += time.perf_counter() - began_s
         progress.exchange_s = time.monotonic() - progress.taken_up_at_s
@@ -655,6 +725,108 @@ class GroupMember:
         capacity = min(self._capacities.values())
         self._tell_core(self._core.handle(CapacityChanged(time.monotonic(), capacity)))
 
+    # ------------------------------------------------------------ restore
+
+    def _limit(self, block_count: int) -> None:
+        """Leader: the group is about to have so many blocks; nothing is counted on beyond them from now on."""
+        self._capacities = {stage.worker_id: block_count for stage in self._stages} or {self.me: block_count}
+        self._tell_core(self._core.handle(CapacityChanged(time.monotonic(), block_count)))
+
+    def _grant_room(self) -> None:
+        """Leader: nobody holds or will take a block beyond the limit. Told down the pipeline, behind all batches."""
+        self._room_is_granted(self._current().epoch)
+
+    def _room_is_granted(self, epoch: Epoch) -> None:
+        if self._stages and self._stages[-1].worker_id != self.me:
+            self._send(self._next_stage(), TrafficClass.ACTIVATION, Topic.ROOM, b"", stream=epoch)
+        transition = self._transition
+        if transition is None or transition.epoch != epoch or transition.phase is not Phase.PREPARING:
+            return
+        if self._room_wanted:
+            self._make_room()
+        else:
+            self._room_granted = True  # the leader was faster than the planner
+
+    def _make_room(self) -> None:
+        """The blocks in the tail move down, the tail goes, and the missing layers get their memory back."""
+        transition, began_s = self._current(), time.perf_counter()
+        self._room_wanted = False
+        home = self._memory.home_block_count
+        moves = self._book.compaction_plan(home)
+        if moves:
+            origin = torch.tensor([move[0] for move in moves])
+            target = torch.tensor([move[1] for move in moves])
+            for layer in self._memory.kv.held_layers:
+                blocks = self._memory.kv.layer(layer)
+                blocks.index_copy_(0, target, blocks.index_select(0, origin))
+            self._book.compacted(moves)
+        missing = [i for i in range(self._layer_count) if i not in self._memory.parameters.held_layers]
+        self._memory.make_room(missing, used_blocks_end=home)
+        self._book.shrink(home)
+        progress = self._counted()
+        progress.remap_s += time.perf_counter() - began_s
+        assert self._received is not None
+        self._pull = LayerPull(
+            transition.epoch,
+            missing,
+            self._received.sources,
+            parameters=self._memory.parameters,
+            hub=self._hub,
+            ask=self._ask_for_layer,
+            read=self._read_layer,
+            server=self._server,
+            workers=self._workers,
+            post=self._post,
+        )
+        progress.parameter_bytes_to_pull = sum(
+            t.nbytes for layer in missing for t in self._memory.parameters.layer(layer).values()
+        )
+        self._pull.go_on()
+        self._pulled()
+
+    def _ask_for_layer(self, peer: WorkerId, layer: int) -> bool:
+        epoch = self._current().epoch
+        if self._link(peer, epoch) is None:
+            return False
+        self._send(peer, TrafficClass.CONTROL, Topic.LAYER_WANTED, b"", stream=layer, epoch=epoch)
+        return True
+
+    def _layer_asked(self, event: LayerAsked) -> None:
+        link = self._link(event.peer, event.epoch)
+        if link is not None and event.layer in self._memory.parameters.held_layers:
+            self._server.send(link, event.epoch, event.layer)
+
+    def _pulled(self) -> None:
+        pull, transition = self._pull, self._current()
+        if pull is None or transition.phase is not Phase.PREPARING:
+            return
+        progress = self._counted()
+        progress.parameter_bytes_pulled, progress.repulled_layers = pull.pulled_bytes, pull.repulled
+        now_s = time.monotonic()
+        if pull.failure:
+            self._drive(PreparationFailed(now_s, transition.epoch, pull.failure))
+        elif pull.finished:
+            self._memory.hold_kv_again([i for i in range(self._layer_count) if i not in self._memory.kv.held_layers])
+            self._pull = None
+            self._drive(MemoryReady(now_s, transition.epoch))
+        else:
+            self._publish()
+
+    def _undo_restore(self) -> None:
+        """The burst is back: give the layers up again, once nothing writes into them any more."""
+        if self._pull is not None:
+            self._pull.cancel()
+        self._server.cancel()
+        if not self._server.idle or (self._pull is not None and not self._pull.idle):
+            return
+        self._undoing = self._room_wanted = False
+        self._pull = None
+        kept = range(self._first_layer, self._last_layer)
+        lost = [i for i in self._memory.parameters.held_layers if i not in kept]
+        self._memory.drop_layers(lost)
+        self._grow_book(self._memory.release_retired())
+        self._tell_capacity()
+
     # ------------------------------------------------------------ what others may read
 
     def _current(self) -> Transition:
@@ -674,3 +846,11 @@ class GroupMember:
         published = dict(list(self.progress.items())[-_KEPT_TRANSITIONS:])
         published[transition.epoch] = replace(progress)
         self.progress = published
+
+
+def group_of_member(transition: Transition, worker_id: WorkerId) -> WorkerId:
+    """The leader of the coming group that a member goes to."""
+    group = group_of(transition.plan.target, worker_id)
+    if group is None:
+        raise InvariantViolation(f"{worker_id} is in no group of epoch {transition.epoch}")
+    return group.leader.worker_id

@@ -30,6 +30,7 @@ class Topic(IntEnum):
     KV_COMPLETE = 7
     CAPACITY = 8
     LAYER_WANTED = 9
+    ROOM = 10  # no payload
     KV = 16  # transfers
     LAYER = 17
 

@@ -1,0 +1,84 @@
+"""Requests that have left one worker for another and wait for the stream to it.
+
+The layout that makes the other a leader, and the stream to it, may come a moment after the word that the request has
+gone there. That moment is bounded: whoever waits longer goes on from the backlog like a request whose worker was lost.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ballast.common.errors import InvariantViolation
+from ballast.common.ids import Incarnation, RequestId, WorkerId
+from services.dispatcher.core.backlog import Tracked
+from services.dispatcher.core.fleet import Fleet
+from services.dispatcher.policy.freeness import WorkerKey
+
+
+@dataclass(slots=True)
+class _Waiting:
+    tracked: Tracked
+    worker_id: WorkerId
+    incarnation: Incarnation | None  # of the life that has the request; None: no layout has named the worker yet
+    until_s: float
+
+
+class Moves:
+    """In order of arrival; all wait equally long."""
+
+    def __init__(self, wait_s: float, fleet: Fleet) -> None:
+        self._wait_s = wait_s
+        self._fleet = fleet
+        self._waiting: dict[RequestId, _Waiting] = {}
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def tracked(self) -> list[Tracked]:
+        return [waiting.tracked for waiting in self._waiting.values()]
+
+    def next_s(self) -> float:
+        """When somebody has waited long enough; infinite for nobody."""
+        return next((waiting.until_s for waiting in self._waiting.values()), float("inf"))
+
+    def add(self, tracked: Tracked, worker_id: WorkerId, at_s: float) -> None:
+        """`tracked` is on no worker and not in the backlog."""
+        tracked.moving = True
+        incarnation = self._fleet.lives.get(worker_id)
+        self._waiting[tracked.request.request_id] = _Waiting(tracked, worker_id, incarnation, at_s + self._wait_s)
+
+    def remove(self, tracked: Tracked) -> None:
+        del self._waiting[tracked.request.request_id]
+        tracked.moving = False
+
+    def take_arrivals(self, worker: WorkerKey) -> list[Tracked]:
+        """There is a stream to `worker`: who has waited for it."""
+        return self._take(lambda w: w.worker_id == worker.worker_id and w.incarnation in (None, worker.incarnation))
+
+    def take_overdue(self, at_s: float) -> list[Tracked]:
+        return self._take(lambda w: w.until_s <= at_s)
+
+    def take_stranded(self) -> list[Tracked]:
+        """The layout has changed: whose worker has died or begun another life since."""
+        for waiting in self._waiting.values():
+            if waiting.incarnation is None:
+                waiting.incarnation = self._fleet.lives.get(waiting.worker_id)
+        return self._take(lambda w: w.incarnation != self._fleet.lives.get(w.worker_id))
+
+    def _take(self, wanted: Callable[[_Waiting], bool]) -> list[Tracked]:
+        found = [waiting.tracked for waiting in self._waiting.values() if wanted(waiting)]
+        for tracked in found:
+            self.remove(tracked)
+        return found
+
+    def check(self) -> None:
+        for request_id, waiting in self._waiting.items():
+            tracked = waiting.tracked
+            if not tracked.moving or tracked.worker is not None or tracked.handle:
+                raise InvariantViolation(f"{request_id} is not on its way to {waiting.worker_id}")
+            target = self._fleet.member(waiting.worker_id)
+            if target is not None and target.connected and waiting.incarnation in (None, target.key.incarnation):
+                raise InvariantViolation(f"{request_id} waits for {waiting.worker_id}, which is connected")
+        ends = [waiting.until_s for waiting in self._waiting.values()]
+        if ends != sorted(ends):
+            raise InvariantViolation(f"moves are out of order: {ends}")

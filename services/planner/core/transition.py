@@ -1,0 +1,378 @@
+"""The planner's side of a transition: two phases over the members of the groups that change, journaled.
+
+The decision to commit is in the journal before the first Commit is sent, so whoever leads next carries on: forward
+from COMMITTING, back from PREPARING (DESIGN, section 6 and I5). Nothing here waits; time comes with events.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+from ballast.common.errors import InvariantViolation
+from ballast.common.ids import Epoch, WorkerId
+from ballast.common.layout import Layout
+
+
+class Kind(StrEnum):
+    DROP = "drop"
+    RESTORE = "restore"
+
+
+class Stage(StrEnum):
+    """As journaled."""
+
+    PREPARING = "preparing"
+    COMMITTING = "committing"
+    EXCHANGING = "exchanging"
+    ABORTING = "aborting"
+    DONE = "done"
+    ABORTED = "aborted"
+
+    @property
+    def over(self) -> bool:
+        return self in (Stage.DONE, Stage.ABORTED)
+
+
+class MemberPhase(StrEnum):
+    """What a member says of itself; NONE: it knows nothing of the epoch."""
+
+    NONE = "none"
+    PREPARING = "preparing"
+    PREPARED = "prepared"
+    COMMITTING = "committing"
+    EXCHANGING = "exchanging"
+    DONE = "done"
+    FAILED = "failed"
+    ABORTED = "aborted"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemberStatus:
+    """What a member counts. Seconds are of its clock."""
+
+    block_count_before: int = 0
+    block_count_after: int = 0
+    freed_parameter_bytes: int = 0
+    kv_bytes_sent: int = 0
+    kv_bytes_received: int = 0
+    parameter_bytes_pulled: int = 0
+    victim_count: int = 0
+    victims_waiting: int = 0
+    victims_recomputed: int = 0
+    prepare_s: float = 0.0
+    remap_s: float = 0.0
+    boundary_wait_s: float = 0.0
+    exchange_s: float = 0.0
+    max_stall_s: float = 0.0
+    repulled_layers: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Journal:
+    """What has to survive the planner."""
+
+    kind: Kind
+    base: Layout
+    target: Layout
+    stage: Stage
+    why: str  # it was planned
+    failure: str = ""  # why it is or was taken back
+
+    @property
+    def epoch(self) -> Epoch:
+        return self.target.epoch
+
+
+@dataclass(frozen=True, slots=True)
+class CoordinatorRules:
+    prepare_timeout_s: float = 10.0
+    restore_prepare_timeout_s: float = 600.0
+    poll_s: float = 0.02  # requests wait for memory: between two questions to a member that will be ready soon
+    slow_poll_s: float = 0.1  # while it is busy for longer: pulling parameters, exchanging KV
+
+
+# ---------------------------------------------------------------- events
+
+
+@dataclass(frozen=True, slots=True)
+class Journaled:
+    """The last WriteJournal has been carried out."""
+
+    at_s: float
+    stage: Stage
+
+
+@dataclass(frozen=True, slots=True)
+class JournalRefused:
+    """The last WriteJournal was refused for good: another layout is stored than the plan begins with."""
+
+    at_s: float
+    stage: Stage
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class MemberSaid:
+    at_s: float
+    worker_id: WorkerId
+    phase: MemberPhase
+    why: str = ""
+    status: MemberStatus | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class MemberLost:
+    at_s: float
+    worker_id: WorkerId
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class AbortWanted:
+    at_s: float
+    why: str
+
+
+Event = Journaled | JournalRefused | MemberSaid | MemberLost | Tick | AbortWanted
+
+# ---------------------------------------------------------------- commands
+
+
+@dataclass(frozen=True, slots=True)
+class WriteJournal:
+    """Write with the fencing token; with COMMITTING the target layout becomes the cluster's in the same write."""
+
+    journal: Journal
+
+
+@dataclass(frozen=True, slots=True)
+class SendPrepare:
+    worker_id: WorkerId
+
+
+@dataclass(frozen=True, slots=True)
+class SendCommit:
+    worker_id: WorkerId
+
+
+@dataclass(frozen=True, slots=True)
+class SendAbort:
+    worker_id: WorkerId
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Poll:
+    """Ask how far it is; like the others answered with MemberSaid, or not at all."""
+
+    worker_id: WorkerId
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    stage: Stage
+    why: str
+    lost: tuple[WorkerId, ...]  # after commit: the next plan has to do without these
+
+
+Command = WriteJournal | SendPrepare | SendCommit | SendAbort | Poll | Ended
+
+
+def changed_members(base: Layout, target: Layout) -> tuple[WorkerId, ...]:
+    """Everybody whose group is not the same afterwards."""
+    kept = {group for group in base.groups if group in target.groups}
+    return tuple(sorted(m.worker_id for g in target.groups if g not in kept for m in g.members))
+
+
+class Coordinator:
+    """One transition, from the first Prepare to its end."""
+
+    def __init__(self, journal: Journal, at_s: float, rules: CoordinatorRules) -> None:
+        self.journal = journal
+        self.rules = rules
+        self.members = changed_members(journal.base, journal.target)
+        if not self.members:
+            raise InvariantViolation(f"epoch {journal.epoch} changes nothing")
+        self._said: dict[WorkerId, MemberPhase] = dict.fromkeys(self.members, MemberPhase.NONE)
+        self._lost: dict[WorkerId, str] = {}
+        self._began_s = at_s
+        self._sent_s = at_s
+        self._writing: Journal | None = None
+        self.statuses: dict[WorkerId, MemberStatus] = {}
+
+    @property
+    def stage(self) -> Stage:
+        return self.journal.stage
+
+    @property
+    def said(self) -> Mapping[WorkerId, MemberPhase]:
+        return self._said
+
+    def begin(self) -> list[Command]:
+        """Start, or go on with what a planner before has left in the journal."""
+        match self.stage:
+            case Stage.PREPARING:
+                return self._write(Stage.PREPARING)
+            case Stage.COMMITTING | Stage.EXCHANGING | Stage.ABORTING:
+                return self._send()
+            case Stage.DONE | Stage.ABORTED:
+                return []
+
+    @property
+    def decided(self) -> bool:
+        """From here on only forward: the target layout is the cluster's."""
+        return self.stage in (Stage.COMMITTING, Stage.EXCHANGING, Stage.DONE)
+
+    @classmethod
+    def resume(cls, journal: Journal, at_s: float, rules: CoordinatorRules) -> tuple["Coordinator", list[Command]]:
+        """For a new leader: a transition that was not committed is taken back, one that was is completed."""
+        coordinator = cls(journal, at_s, rules)
+        if journal.stage is Stage.PREPARING:
+            return coordinator, coordinator._write(Stage.ABORTING, "the planner changed before the decision")
+        return coordinator, coordinator.begin()
+
+    def handle(self, event: Event) -> list[Command]:
+        if self.stage.over:
+            return []
+        match event:
+            case Journaled(stage=stage):
+                return self._journaled(stage, event.at_s)
+            case JournalRefused():
+                return self._refused(event)
+            case MemberSaid():
+                return self._member_said(event)
+            case MemberLost():
+                return self._member_lost(event)
+            case AbortWanted(why=why):
+                return self._abort(why)
+            case Tick(at_s=at_s):
+                return self._tick(at_s)
+
+    # ------------------------------------------------------------ steps
+
+    def _write(self, stage: Stage, failure: str = "") -> list[Command]:
+        self._writing = replace(self.journal, stage=stage, failure=failure or self.journal.failure)
+        return [WriteJournal(self._writing)]
+
+    def _journaled(self, stage: Stage, at_s: float) -> list[Command]:
+        if self._writing is None or stage is not self._writing.stage:
+            return []
+        self.journal, self._writing = self._writing, None
+        self._sent_s = at_s
+        if stage is Stage.COMMITTING:  # whoever failed while the decision was written does not come along
+            for worker_id in (w for w, phase in self._said.items() if phase is MemberPhase.FAILED):
+                self._lost.setdefault(worker_id, "it failed before the commit")
+        if stage.over:
+            return [Ended(stage, self.journal.failure, tuple(sorted(self._lost)))]
+        return self._send() + self._advance()
+
+    def _refused(self, event: JournalRefused) -> list[Command]:
+        """Before the decision only: later stages are written on no condition but the lease."""
+        if self._writing is None or event.stage is not self._writing.stage:
+            return []
+        self._writing = None
+        if event.stage is Stage.PREPARING:  # nobody has been told anything
+            self.journal = replace(self.journal, stage=Stage.ABORTED, failure=event.why)
+            return [Ended(Stage.ABORTED, event.why, ())]
+        return self._abort(event.why)
+
+    def _send(self) -> list[Command]:
+        """To each member what it has not done yet."""
+        commands: list[Command] = []
+        for worker_id in self.members:
+            if worker_id in self._lost:
+                continue
+            phase = self._said[worker_id]
+            match self.stage:
+                case Stage.PREPARING:
+                    commands.append(SendPrepare(worker_id) if phase is MemberPhase.NONE else Poll(worker_id))
+                case Stage.COMMITTING:
+                    done = phase in (MemberPhase.COMMITTING, MemberPhase.EXCHANGING, MemberPhase.DONE)
+                    commands.append(Poll(worker_id) if done else SendCommit(worker_id))
+                case Stage.EXCHANGING:
+                    if phase is not MemberPhase.DONE:
+                        commands.append(Poll(worker_id))
+                case Stage.ABORTING:
+                    if phase is not MemberPhase.ABORTED:
+                        commands.append(SendAbort(worker_id, self.journal.failure))
+                case Stage.DONE | Stage.ABORTED:
+                    pass
+        return commands
+
+    def _tick(self, at_s: float) -> list[Command]:
+        if self._writing is not None:
+            return []
+        limit_s = self.rules.prepare_timeout_s
+        if self.journal.kind is Kind.RESTORE:
+            limit_s = self.rules.restore_prepare_timeout_s
+        if self.stage is Stage.PREPARING and at_s - self._began_s >= limit_s:
+            slow = [w for w in self.members if self._said[w] is not MemberPhase.PREPARED]
+            return self._abort(f"not prepared within {limit_s:g} s: {', '.join(slow)}")
+        if at_s < self.tick_at_s:
+            return []
+        self._sent_s = at_s
+        return self._send()
+
+    @property
+    def tick_at_s(self) -> float:
+        """When the next Tick is due."""
+        slow = self.stage in (Stage.EXCHANGING, Stage.ABORTING) or (
+            self.stage is Stage.PREPARING and self.journal.kind is Kind.RESTORE
+        )
+        return self._sent_s + (self.rules.slow_poll_s if slow else self.rules.poll_s)
+
+    def _member_said(self, event: MemberSaid) -> list[Command]:
+        if event.worker_id not in self._said or event.worker_id in self._lost:
+            return []
+        if _ORDER[event.phase] < _ORDER[self._said[event.worker_id]]:
+            return []  # an answer that was overtaken
+        self._said[event.worker_id] = event.phase
+        if event.status is not None:
+            self.statuses[event.worker_id] = event.status
+        if event.phase is MemberPhase.FAILED:
+            if self.stage is Stage.PREPARING:
+                return self._abort(f"{event.worker_id}: {event.why}")
+            if self.stage in (Stage.COMMITTING, Stage.EXCHANGING):
+                self._lost.setdefault(event.worker_id, event.why)
+        return self._advance()
+
+    def _member_lost(self, event: MemberLost) -> list[Command]:
+        if event.worker_id not in self._said:
+            return []
+        self._lost.setdefault(event.worker_id, event.why)
+        if self.stage is Stage.PREPARING:
+            return self._abort(f"{event.worker_id} is lost: {event.why}")
+        return self._advance()
+
+    def _abort(self, why: str) -> list[Command]:
+        """Only before the decision; what is being journaled as committed is decided."""
+        writing = self._writing.stage if self._writing is not None else None
+        if self.stage is not Stage.PREPARING or writing in (Stage.COMMITTING, Stage.ABORTING):
+            return []
+        return self._write(Stage.ABORTING, why)
+
+    def _advance(self) -> list[Command]:
+        if self._writing is not None:
+            return []
+        alive = [w for w in self.members if w not in self._lost]
+        said = [self._said[w] for w in alive]
+        match self.stage:
+            case Stage.PREPARING if len(alive) == len(self.members) and all(p is MemberPhase.PREPARED for p in said):
+                return self._write(Stage.COMMITTING)
+            case Stage.COMMITTING if all(p in (MemberPhase.EXCHANGING, MemberPhase.DONE) for p in said):
+                return self._write(Stage.EXCHANGING)
+            case Stage.EXCHANGING if all(p is MemberPhase.DONE for p in said):
+                return self._write(Stage.DONE)
+            case Stage.ABORTING if all(p is MemberPhase.ABORTED for p in said):
+                return self._write(Stage.ABORTED)
+            case _:
+                return []
+
+
+# A later one is never followed by an earlier one: an answer that says so was overtaken on its way.
+_ORDER = {phase: i for i, phase in enumerate(MemberPhase)}

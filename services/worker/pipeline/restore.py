@@ -1,0 +1,182 @@
+"""Getting layers back while the group goes on serving: from peers, else from the checkpoint, verified by checksum.
+
+The KV has made room before (`GroupMember`). Layers come a few at a time at the lowest priority; each is compared with
+a checksum, and one that is wrong is asked for again from the next source. Engine thread only, but for the checksums
+and the disk, which have a thread of their own.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import torch
+
+from ballast.common.errors import BallastError
+from ballast.common.ids import Epoch, WorkerId
+from ballast.service.logs import get_logger
+from ballastpb.worker.v1 import stage_pb2 as pb
+from services.worker.memory.parameters import ParameterStore
+from services.worker.pipeline.events import LayerArrived, LayerChecked
+from services.worker.pipeline.hub import Hub
+from services.worker.pipeline.wire import Topic
+from services.worker.shell import MemberEvent
+from services.worker.transport.link import Link
+from services.worker.transport.traffic import TrafficClass
+from services.worker.transport.transfer import Transfer
+
+_AT_ONCE = 2  # layers under way
+_ROUNDS = 3  # how often every source is tried before giving up
+
+
+class LayerServer:
+    """Sends layers that this worker holds to peers that ask."""
+
+    def __init__(self, parameters: ParameterStore, workers: ThreadPoolExecutor) -> None:
+        self._parameters = parameters
+        self._workers = workers
+        self._checksums: dict[int, bytes] = {}  # layer -> of its contents, which never change while it is held
+        self._sending: list[Transfer] = []
+
+    def checksum(self, layer: int) -> bytes:
+        """Slow the first time; not on the engine thread."""
+        known = self._checksums.get(layer)
+        if known is None:
+            known = self._checksums[layer] = self._parameters.layer_checksum(layer)
+        return known
+
+    def known_checksum(self, layer: int) -> bytes | None:
+        """What this worker itself has found the layer's to be, in an earlier time when it held it."""
+        return self._checksums.get(layer)
+
+    def send(self, link: Link, epoch: Epoch, layer: int) -> None:
+        pieces = list(self._parameters.layer(layer).values())
+        self._workers.submit(self._send, link, epoch, layer, pieces)
+
+    def _send(self, link: Link, epoch: Epoch, layer: int, pieces: Sequence[torch.Tensor]) -> None:
+        meta = pb.LayerWanted(epoch=epoch, layer=layer, checksum=self.checksum(layer)).SerializeToString()
+        try:
+            transfer = link.transfer(TrafficClass.PARAMETERS, pieces, topic=Topic.LAYER, meta=meta, stream=layer)
+        except BallastError as error:
+            get_logger().warning("layer was not sent", layer=layer, to=link.peer_id, why=str(error))
+            return
+        self._sending = [t for t in self._sending if not t.done.done()] + [transfer]
+
+    def cancel(self) -> None:
+        for transfer in self._sending:
+            transfer.cancel()
+
+    @property
+    def idle(self) -> bool:
+        return all(transfer.done.done() for transfer in self._sending)
+
+
+class LayerPull:
+    """Brings the missing layers of one restore. Ends with `finished` or with `failure`."""
+
+    def __init__(
+        self,
+        epoch: Epoch,
+        missing: Sequence[int],
+        sources: Mapping[int, Sequence[WorkerId]],
+        *,
+        parameters: ParameterStore,
+        hub: Hub,
+        ask: Callable[[WorkerId, int], bool],
+        read: Callable[[int], None],
+        server: LayerServer,
+        workers: ThreadPoolExecutor,
+        post: Callable[[MemberEvent], None],
+    ) -> None:
+        self._epoch = epoch
+        self._queue = list(missing)
+        self._sources = {layer: [*sources.get(layer, ()), None] * _ROUNDS for layer in missing}  # None: the disk
+        self._parameters = parameters
+        self._hub = hub
+        self._ask = ask
+        self._read = read
+        self._server = server
+        self._workers = workers
+        self._post = post
+        self._under_way: dict[int, WorkerId | None] = {}
+        self._cancelled = False
+        self.failure = ""
+        self.pulled_bytes = 0
+        self.repulled = 0
+
+    @property
+    def finished(self) -> bool:
+        return not self._queue and not self._under_way and not self.failure
+
+    @property
+    def idle(self) -> bool:
+        """Nothing writes into the layers' memory."""
+        return not self._under_way
+
+    def go_on(self) -> None:
+        while self._queue and len(self._under_way) < _AT_ONCE and not self.failure and not self._cancelled:
+            self._begin(self._queue.pop(0))
+
+    def cancel(self) -> None:
+        """What is under way ends by itself; nothing more is asked for."""
+        self._cancelled = True
+        self._queue.clear()
+
+    def _begin(self, layer: int) -> None:
+        while self._sources[layer]:
+            source = self._sources[layer].pop(0)
+            self._under_way[layer] = source
+            if source is None:
+                future = self._workers.submit(self._read, layer)
+                future.add_done_callback(lambda f, i=layer: self._post(_arrival(self._epoch, i, f)))
+                return
+            self._hub.layers.put((self._epoch, layer, source, 0), list(self._parameters.layer(layer).values()))
+            if self._ask(source, layer):
+                return
+            self._hub.layers.take((self._epoch, layer, source, 0))
+        self._under_way.pop(layer, None)
+        self.failure = f"layer {layer} could not be had from any source"
+
+    def arrived(self, event: LayerArrived) -> None:
+        if self._under_way.get(event.layer, _NOBODY) != event.peer:
+            return
+        if event.failure or self._cancelled:
+            self._again(event.layer, event.failure)
+            return
+        if event.peer is None:  # the checkpoint is the source of truth
+            self.checked(LayerChecked(event.epoch, event.layer, True))
+            return
+        future = self._workers.submit(self._parameters.layer_checksum, event.layer)
+        wanted = self._server.known_checksum(event.layer) or event.checksum
+        future.add_done_callback(lambda f, i=event.layer: self._post(_verdict(self._epoch, i, f, wanted)))
+
+    def checked(self, event: LayerChecked) -> None:
+        source = self._under_way.get(event.layer, _NOBODY)
+        if source == _NOBODY:
+            return
+        if not event.right:
+            get_logger().error("a pulled layer has a wrong checksum", layer=event.layer, source=source)
+            self.repulled += 1
+            self._again(event.layer, "wrong checksum")
+            return
+        del self._under_way[event.layer]
+        self.pulled_bytes += sum(t.nbytes for t in self._parameters.layer(event.layer).values())
+        self.go_on()
+
+    def _again(self, layer: int, why: str) -> None:
+        del self._under_way[layer]
+        if self._cancelled:
+            return
+        get_logger().warning("layer is asked for again", layer=layer, why=why)
+        self._queue.insert(0, layer)
+        self.go_on()
+
+
+_NOBODY = WorkerId("")
+
+
+def _arrival(epoch: Epoch, layer: int, read: Future[None]) -> LayerArrived:
+    error = read.exception()
+    return LayerArrived(epoch, layer, None, b"", str(error) if error else "")
+
+
+def _verdict(epoch: Epoch, layer: int, checksum: Future[bytes], wanted: bytes) -> LayerChecked:
+    return LayerChecked(epoch, layer, checksum.exception() is None and checksum.result() == wanted)

@@ -1,0 +1,301 @@
+"""Stories about groups that form and dissolve: requests follow the worker that goes on with them."""
+
+from collections import Counter
+
+from ballast.common.sampling import FinishReason
+from services.dispatcher.core.dispatcher import Limits
+from services.dispatcher.core.events import (
+    AbortOnWorker,
+    Connect,
+    Disconnect,
+    Ending,
+    Fail,
+    Place,
+    Tick,
+    TimeIsUp,
+    Withdrawn,
+)
+from services.dispatcher.policy.freeness import RoutingRules
+from tests.support.dispatcher_core import FULL, Story, delivered, finishes, key, load
+
+
+def test_a_moved_request_goes_on_behind_all_that_was_received() -> None:
+    story = Story("a", "b")
+    story.submit("r", prompt=20)
+    first = story.step("a", {"r": [5, 6]}, texts=["xyz"])
+    ending = Ending(story.handle_of("r"), None, moved_to="b")
+    last = story.step("a", {"r": [7]}, texts=["é!"], endings=[ending])
+    [place] = last.of(Place)
+    assert (place.worker, place.attempt, place.expects_handover) == (key("b"), 2, True)
+    assert (place.output_token_ids, place.delivered_text_chars) == ((5, 6, 7), 5)
+    rest = story.step("b", {"r": [8]})
+    assert delivered([first, last, rest], "r") == [5, 6, 7, 8]
+    assert finishes(story.finish("b", "r")) == {"r": "length"}
+    assert story.core.move_counts == {"at_once": 1}
+    assert story.core.replay_count == 0
+
+
+def test_what_the_old_worker_still_says_is_dropped() -> None:
+    story = Story("a", "b")
+    story.submit("r")
+    old = story.handle_of("r")
+    story.move("a", "r", "b")
+    answer = story.raw_step("a", {old: [9]}, endings=[Ending(old, None, moved_to="b"), Ending(old, FinishReason.STOP)])
+    assert answer.commands == []
+    assert story.core.stale_count == 3
+
+
+def test_moves_pass_by_backlog_room_and_holds() -> None:
+    story = Story("a", "b", routing=RoutingRules(worker_queue_count=1, growth_tokens=0))
+    story.submit("r")
+    story.step("b", report=load(used_block_count=64, running_count=8, waiting_count=3, waiting_block_count=9))
+    story.step("a", report=FULL)
+    for index in range(4):
+        story.submit(f"w{index}")
+    assert len(story.core.backlog) == 3
+    assert story.move("a", "r", "b").places[:1] == [("r", "b")]
+
+
+def test_a_draining_worker_gets_what_was_handed_over_to_it() -> None:
+    story = Story("a", "b")
+    story.submit("r")
+    story.adopt(key("a"), key("b"), draining=[key("b")])
+    assert story.move("a", "r", "b").places == [("r", "b")]
+
+
+def test_a_request_waits_for_the_stream_to_its_new_worker() -> None:
+    story = Story(limits=Limits(move_wait_s=5.0))
+    story.merge("ab")
+    story.connect("a")
+    story.submit("r")
+    story.step("a", {"r": [1, 2]})
+    assert story.move("a", "r", "b").commands == []  # a restore: b was a follower
+    assert story.core.moving_count == 1
+    assert story.core.next_timer_s() == 5.0
+    assert story.merge("a", "b").of(Connect) == [Connect(key("b"), "b:1")]
+    [place] = story.connect("b").of(Place)
+    assert (place.worker, place.output_token_ids, place.expects_handover) == (key("b"), (1, 2), True)
+    assert story.core.move_counts == {"waited": 1}
+
+
+def test_a_move_to_a_worker_that_no_layout_has_named_yet_waits_too() -> None:
+    story = Story("a")
+    story.submit("r")
+    story.move("a", "r", "newcomer")
+    story.merge("a", "b")
+    assert story.core.moving_count == 1
+    story.adopt(key("a"), key("newcomer", 3))
+    assert story.connect("newcomer", incarnation=3).places == [("r", "newcomer")]
+
+
+def test_who_waits_too_long_goes_on_from_the_backlog_without_a_replay() -> None:
+    story = Story("a", "c", limits=Limits(move_wait_s=5.0, replay_limit=0))
+    story.submit("r")
+    story.step("a", {"r": [1]})
+    story.move("a", "r", "b")
+    story.step("a", report=FULL)
+    story.step("c", report=FULL)
+    for index in range(6):
+        story.submit(f"later{index}")
+    story.now_s = 4.9
+    assert story.handle(Tick(4.9)).commands == []
+    story.now_s = 5.0
+    story.handle(Tick(5.0))
+    assert story.core.backlog.slice(0, 1)[0].request.request_id == "r"
+    [place, *_] = story.step("c").of(Place)
+    assert (place.request.request_id, place.output_token_ids, place.expects_handover) == ("r", (1,), False)
+    facts_of_r = story.core.requests[place.request.request_id]
+    assert facts_of_r.replay_count == 0
+    assert story.core.move_counts == {"replayed": 1}
+
+
+def test_a_new_worker_that_dies_or_restarts_meanwhile_is_not_waited_for() -> None:
+    for keys in ([key("a")], [key("a"), key("b", 2)]):
+        story = Story("a")
+        story.merge("ab")
+        story.submit("r")
+        story.move("a", "r", "b")
+        [place] = story.adopt(*keys).of(Place)
+        assert (place.worker, place.expects_handover) == (key("a"), False)
+
+
+def test_a_request_may_move_on_before_its_new_worker_has_said_a_word() -> None:
+    story = Story("a", "b", "c")
+    story.submit("r")
+    story.step("a", {"r": [1]})
+    assert story.move("a", "r", "b").places == [("r", "b")]
+    [place] = story.move("b", "r", "c").of(Place)
+    assert (place.worker, place.attempt, place.output_token_ids) == (key("c"), 3, (1,))
+
+
+def test_workers_that_hand_a_request_to_one_another_for_ever_are_stopped() -> None:
+    story = Story("a", "b", limits=Limits(replay_limit=2))
+    story.submit("r")
+    errors: dict[str, str] = {}
+    for _ in range(200):
+        if not story.core.requests:
+            break
+        worker = story.core.requests[next(iter(story.core.requests))].worker
+        assert worker is not None
+        answer = story.move(worker.worker_id, "r", "b" if worker.worker_id == "a" else "a")
+        errors |= answer.errors
+    assert errors == {"r": "Unavailable"}
+
+
+def test_moves_do_not_count_as_replays_and_a_loss_after_one_does() -> None:
+    story = Story("a", "b", limits=Limits(replay_limit=1))
+    story.submit("r")
+    for source, target in ("ab", "ba", "ab"):
+        story.move(source, "r", target)
+    assert story.lose("b").places == [("r", "a")]
+    assert story.lose("a").errors == {"r": "Unavailable"}
+
+
+def test_a_request_ends_by_cancel_deadline_or_shutdown_while_it_is_between_workers() -> None:
+    story = Story("a")
+    for name in ("cancelled", "late", "given up"):
+        story.submit(name, deadline_at_s=3.0 if name == "late" else 1000.0)
+        story.move("a", name, "b")
+    cancelled = story.handle(
+        Withdrawn(1.0, story.core.requests[next(iter(story.core.requests))].request.request_id, "")
+    )
+    assert cancelled.errors == {"cancelled": "Cancelled"}
+    assert not cancelled.of(AbortOnWorker)
+    story.now_s = 3.0
+    late = story.handle(Tick(3.0))
+    assert late.errors == {"late": "DeadlineExceeded"}
+    [fail] = late.of(Fail)
+    assert fail.facts.queue_s == 0.0  # being between workers is not waiting in the backlog
+    assert story.handle(TimeIsUp(3.1)).errors == {"given up": "Unavailable"}
+    story.merge("a", "b")
+    assert story.connect("b").commands == []
+
+
+def test_a_worker_lost_after_a_move_replays_with_the_tokens_of_both() -> None:
+    story = Story("a", "b", "c")
+    story.submit("r")
+    story.step("a", {"r": [1]})
+    story.move("a", "r", "b")
+    story.step("b", {"r": [2]})
+    [place] = story.lose("b").of(Place)
+    assert (place.output_token_ids, place.expects_handover) == ((1, 2), False)
+
+
+def test_logprobs_keep_their_requests_over_a_move() -> None:
+    story = Story("a", "b")
+    story.submit("r", logprobs=1)
+    story.step("a", {"r": [1]}, logprobs=["l1"])
+    old = story.handle_of("r")
+    story.move("a", "r", "b")
+    story.raw_step("a", {old: [5]}, logprobs=["stale"])
+    answer = story.step("b", {"r": [2]}, logprobs=["l2"])
+    assert [c.logprobs for c in answer.commands if hasattr(c, "logprobs")] == [["l2"]]  # pyright: ignore[reportAttributeAccessIssue]
+
+
+# ------------------------------------------------------------------------------------------------- layout
+
+
+def test_a_former_leader_keeps_its_stream_until_its_requests_have_moved() -> None:
+    story = Story("a", "b")
+    story.submit("r0")
+    story.submit("r1")
+    assert story.handle_of("r1") in story.core.fleet.get(key("b")).placed  # pyright: ignore[reportOptionalMemberAccess]
+    assert story.merge("ab").commands == []
+    assert delivered([story.step("b", {"r1": [1]})], "r1") == [1]
+    answer = story.move("b", "r1", "a")
+    assert answer.places == [("r1", "a")]
+    assert answer.commands[-1] == Disconnect(key("b"))
+    assert story.core.fleet.get(key("b")) is None
+
+
+def test_a_former_leader_without_requests_is_let_go_at_once() -> None:
+    story = Story("a", "b")
+    assert story.merge("ab").commands == [Disconnect(key("b"))]
+
+
+def test_a_former_leader_gets_nothing_new() -> None:
+    story = Story("a", "b")
+    story.submit("r0")
+    story.submit("r1")
+    story.merge("ab")
+    assert {worker for i in range(5) for _, worker in story.submit(f"n{i}").places} == {"a"}
+
+
+def test_a_former_leader_that_is_lost_is_let_go_and_its_requests_are_replayed() -> None:
+    story = Story("a", "b")
+    story.submit("r0")
+    story.submit("r1")
+    story.merge("ab")
+    answer = story.lose("b")
+    assert answer.places == [("r1", "a")]
+    assert answer.commands[-1] == Disconnect(key("b"))
+
+
+def test_a_former_leader_that_leads_again_keeps_its_stream() -> None:
+    story = Story("a", "b")
+    story.submit("r0")
+    story.submit("r1")
+    story.merge("ab")
+    assert story.merge("a", "b").commands == []
+    assert story.submit("n").places
+    assert {w.key for w in story.core.fleet.usable} == {key("a"), key("b")}
+
+
+def test_a_refusal_by_a_former_leader_places_the_request_elsewhere_at_once() -> None:
+    story = Story("a", "b")
+    story.submit("r0")
+    story.submit("r1")
+    story.merge("ab")
+    answer = story.step("b", endings=[Ending(story.handle_of("r1"), None, refused=True)])
+    assert answer.places == [("r1", "a")]
+    assert story.core.replay_count == 0
+
+
+def test_a_former_leader_that_leaves_the_layout_is_gone() -> None:
+    story = Story("a", "b")
+    story.submit("r0")
+    story.submit("r1")
+    story.merge("ab")
+    answer = story.adopt(key("a"))
+    assert answer.of(Disconnect) == [Disconnect(key("b"))]
+    assert answer.places == [("r1", "a")]
+
+
+# ------------------------------------------------------------------------------------------------- room
+
+
+def test_the_backlog_goes_where_a_drop_has_made_room_in_proportion_to_it() -> None:
+    story = Story("a", "b", "c", routing=RoutingRules(worker_queue_count=1, growth_tokens=0))
+    for name in "abc":
+        story.step(name, report=FULL)
+    for index in range(103):
+        story.submit(f"r{index}", prompt=31)  # two blocks each
+    assert len(story.core.backlog) == 100
+    story.merge("ab", "c")
+    room = load(used_block_count=64, block_count=264, running_count=8, max_running_count=200)
+    c_room = load(used_block_count=0, block_count=50, running_count=0, max_running_count=100)
+    answers = [story.step("c", report=c_room), story.step("a", report=room)]
+    # c was told of first and takes what fits there; later it is a's room that is larger.
+    assert Counter(w for answer in answers for _, w in answer.places) == {"a": 75, "c": 25}
+
+
+def test_a_burst_after_a_drop_spreads_in_proportion_to_capacity() -> None:
+    story = Story("a", "b", "c")
+    story.merge("ab", "c")
+    story.step("a", report=load(block_count=240, max_running_count=200))
+    story.step("c", report=load(block_count=80, max_running_count=100))
+    counts = Counter(w for i in range(120) for _, w in story.submit(f"r{i}", prompt=31).places)
+    assert abs(counts["a"] - 90) <= 2
+    assert counts.total() == 120
+
+
+def test_no_group_gets_more_than_its_maximum_batch_however_much_room_it_has() -> None:
+    story = Story("a", "b", "c", routing=RoutingRules(worker_queue_count=1, growth_tokens=0))
+    story.merge("ab", "c")
+    story.step("a", report=load(block_count=10_000, max_running_count=16))
+    story.step("c", report=load(block_count=10_000, max_running_count=8))
+    places = [p for i in range(100) for p in story.submit(f"r{i}").places]
+    assert Counter(w for _, w in places) == {"a": 16, "c": 8}
+    assert len(story.core.backlog) == 76
+    handed_over = load(block_count=10_000, running_count=20, max_running_count=16)
+    assert story.step("a", report=handed_over).places == [("r24", "a")]  # one may wait there, so that it never idles
