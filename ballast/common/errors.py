@@ -65,6 +65,10 @@ class StaleEpoch(BallastError):
         self.want = want
 
 
+class NotPossible(BallastError):
+    """What was asked for does not fit what is there now. Look (`ballast status`), then decide anew."""
+
+
 class NotActive(BallastError):
     """A standby was asked for what only the active one of its kind does. Find the active one, then retry there."""
 

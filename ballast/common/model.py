@@ -14,3 +14,8 @@ class ModelInfo:
     parameter_count: int
     kv_bytes_per_token: int  # over all layers
     eos_token_ids: tuple[int, ...]
+    # What plans are made from; empty or 0: the worker does not say. In whole extents of device memory.
+    layer_parameter_bytes: tuple[int, ...] = ()
+    other_parameter_bytes: int = 0  # embedding, head ...: never dropped
+    block_bytes: int = 0  # of one KV block in one layer
+    extent_bytes: int = 0  # memory is dealt out in multiples of this

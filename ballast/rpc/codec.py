@@ -193,6 +193,10 @@ def model_to_proto(model: ModelInfo) -> pb.ModelInfo:
         parameter_count=model.parameter_count,
         kv_bytes_per_token=model.kv_bytes_per_token,
         eos_token_ids=model.eos_token_ids,
+        layer_parameter_bytes=model.layer_parameter_bytes,
+        other_parameter_bytes=model.other_parameter_bytes,
+        block_bytes=model.block_bytes,
+        extent_bytes=model.extent_bytes,
     )
 
 
@@ -207,4 +211,8 @@ def model_from_proto(message: pb.ModelInfo) -> ModelInfo:
         parameter_count=message.parameter_count,
         kv_bytes_per_token=message.kv_bytes_per_token,
         eos_token_ids=tuple(message.eos_token_ids),
+        layer_parameter_bytes=tuple(message.layer_parameter_bytes),
+        other_parameter_bytes=message.other_parameter_bytes,
+        block_bytes=message.block_bytes,
+        extent_bytes=message.extent_bytes,
     )

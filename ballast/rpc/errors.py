@@ -28,6 +28,7 @@ _CODES: dict[type[errors.BallastError], grpc.StatusCode] = {
     errors.DeadlineExceeded: grpc.StatusCode.DEADLINE_EXCEEDED,
     errors.Cancelled: grpc.StatusCode.CANCELLED,
     errors.StaleEpoch: grpc.StatusCode.FAILED_PRECONDITION,
+    errors.NotPossible: grpc.StatusCode.FAILED_PRECONDITION,
     errors.NotActive: grpc.StatusCode.FAILED_PRECONDITION,
     errors.PeerViolation: grpc.StatusCode.INTERNAL,
     errors.ConfigError: grpc.StatusCode.FAILED_PRECONDITION,
@@ -125,6 +126,8 @@ def _rebuild(info: error_details_pb2.ErrorInfo, message: str, retry_after_s: flo
             return errors.Cancelled(message)
         case "StaleEpoch":
             return errors.StaleEpoch(fields["what"], int(fields["have"]), int(fields["want"]))
+        case "NotPossible":
+            return errors.NotPossible(message)
         case "NotActive":
             return errors.NotActive(fields["who"])
         case "PeerViolation":

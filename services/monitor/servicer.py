@@ -25,6 +25,8 @@ from services.monitor.core.messages import (
     SnapshotEnd,
     StreamEnded,
 )
+from services.monitor.policy.demand import GroupDemand
+from services.monitor.policy.pressure import Overload, Relief, ScaleAdvice, Signal
 from services.monitor.shell import MonitorShell, ReportStream, Row
 
 _GOODBYE_PROOF_S = 0.05
@@ -79,9 +81,7 @@ class MonitorServicer(monitor_pb2_grpc.MonitorServiceServicer):
         # The snapshot may be empty: the caller shall know all the same that he is heard.
         await context.send_initial_metadata(())
         while True:
-            message = _change_to_proto(*await watcher.next())
-            if message is not None:
-                yield message
+            yield _change_to_proto(*await watcher.next())
 
     async def GetClusterStatus(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, request: pb.GetClusterStatusRequest, context: _Context
@@ -129,6 +129,7 @@ def _instance_from_proto(message: pb.Announce) -> Instance:
         incarnation=Incarnation(message.incarnation),
         address=message.address,
         model=codec.model_from_proto(message.model),
+        data_address=message.data_address,
     )
 
 
@@ -138,10 +139,11 @@ def _instance_to_proto(instance: Instance) -> pb.Announce:
         incarnation=instance.incarnation,
         address=instance.address,
         model=codec.model_to_proto(instance.model),
+        data_address=instance.data_address,
     )
 
 
-def _change_to_proto(change: Change, cause_id: str) -> pb.WatchEventsResponse | None:
+def _change_to_proto(change: Change, cause_id: str) -> pb.WatchEventsResponse:
     match change:
         case InstanceUp(instance, draining):
             up = pb.InstanceUp(instance=_instance_to_proto(instance), draining=draining)
@@ -154,8 +156,31 @@ def _change_to_proto(change: Change, cause_id: str) -> pb.WatchEventsResponse | 
             return pb.WatchEventsResponse(instance_draining=draining_now, cause_id=cause_id)
         case SnapshotEnd():
             return pb.WatchEventsResponse(snapshot_end=pb.SnapshotEnd(), cause_id=cause_id)
-        case Raised():
-            return None  # not on the wire yet
+        case Raised(signal, groups):
+            return _signal_to_proto(signal, groups, cause_id)
+
+
+def _signal_to_proto(signal: Signal, groups: tuple[GroupDemand, ...], cause_id: str) -> pb.WatchEventsResponse:
+    demands = [
+        pb.GroupDemand(
+            leader_id=group.leader_id,
+            demand_bytes=group.demand_bytes,
+            capacity_bytes=group.capacity_bytes,
+            used_bytes=group.used_bytes,
+            demand_growth_bytes_per_s=group.demand_growth_bytes_per_s,
+        )
+        for group in groups
+    ]
+    match signal:
+        case Overload(required_bytes, horizon_s):
+            overload = pb.Overload(required_bytes=required_bytes, horizon_s=horizon_s, groups=demands)
+            return pb.WatchEventsResponse(overload=overload, cause_id=cause_id)
+        case Relief(used_bytes, undropped):
+            relief = pb.Relief(used_bytes=used_bytes, undropped_capacity_bytes=undropped, groups=demands)
+            return pb.WatchEventsResponse(relief=relief, cause_id=cause_id)
+        case ScaleAdvice(out, why, missing_bytes):
+            advice = pb.ScaleAdvice(out=out, why=why, missing_bytes=missing_bytes)
+            return pb.WatchEventsResponse(scale_advice=advice, cause_id=cause_id)
 
 
 def _row_to_proto(row: Row) -> pb.InstanceStatus:

@@ -86,6 +86,7 @@ def _to_fields(row: Row) -> dict[FieldT, EncodableT]:
         "incarnation": str(row.instance.incarnation),
         "address": row.instance.address,
         "model": _MODEL.dump_json(row.instance.model).decode(),
+        "data_address": row.instance.data_address,
         "draining": str(int(row.draining)),
         "report_age_s": f"{row.report_age_s:.3f}",
     }
@@ -105,6 +106,7 @@ def _from_fields(key: str, fields: dict[str, str]) -> Row | None:
             incarnation=Incarnation(int(fields["incarnation"])),
             address=fields["address"],
             model=_MODEL.validate_json(fields["model"]),
+            data_address=fields.get("data_address", ""),
         )
         load = _LOAD.validate_json(fields["load"]) if "load" in fields else None
         whole = _WHOLE.validate_json(fields["whole"]) if "whole" in fields else None

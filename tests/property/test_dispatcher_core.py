@@ -34,7 +34,13 @@ from services.dispatcher.policy.freeness import RoutingRules, WorkerKey
 from tests.support.dispatcher_core import BLOCK_TOKENS, Answer, Story, key, load
 
 NAMES = ("a", "b", "c")
-LIMITS = Limits(max_queued_request_count=5, max_queued_token_count=600, replay_limit=2, no_worker_timeout_s=3.0)
+LIMITS = Limits(
+    max_queued_request_count=5,
+    max_queued_token_count=600,
+    replay_limit=2,
+    no_worker_timeout_s=3.0,
+    move_wait_s=1.5,
+)
 
 
 @dataclass
@@ -73,6 +79,8 @@ class DispatcherMachine(RuleBasedStateMachine):
         self.workers: dict[WorkerKey, PlayedWorker] = {}  # those with a stream
         self.draining: set[WorkerKey] = set()
         self.layout: dict[str, int] = {}  # worker -> incarnation
+        self.groups: list[list[str]] = []  # each with its leader first
+        self.moved_at_s: dict[str, float] = {}  # request -> when a worker last said that it had handed it over
         self.accepted: set[str] = set()
         self.ended: Counter[str] = Counter()
         self.tokens: dict[str, int] = {}  # request -> tokens delivered
@@ -88,7 +96,11 @@ class DispatcherMachine(RuleBasedStateMachine):
                     self.workers.pop(worker, None)
                 case Place():
                     worker = self.workers[command.worker]  # a KeyError: placed where nobody listens
-                    assert command.worker not in self.draining
+                    if command.expects_handover:
+                        assert command.request.request_id in self.moved_at_s
+                    else:
+                        assert command.worker not in self.draining
+                        assert command.worker in self.leaders
                     assert len(command.output_token_ids) == self.tokens[command.request.request_id]
                     worker.unread.append(command)
                 case AbortOnWorker(worker=key_, handle=handle):
@@ -110,9 +122,14 @@ class DispatcherMachine(RuleBasedStateMachine):
                         assert 0.1 <= error.retry_after_s <= 30.0
         return answer
 
+    @property
+    def leaders(self) -> set[WorkerKey]:
+        return {key(group[0], self.layout[group[0]]) for group in self.groups}
+
     @initialize()
     def two_workers(self) -> None:
         self.layout = {"a": 1, "b": 1}
+        self.groups = [["a"], ["b"]]
         self.take(self.story.adopt(key("a"), key("b")))
         for name in self.layout:
             self.workers[key(name)] = PlayedWorker(key(name))
@@ -150,15 +167,37 @@ class DispatcherMachine(RuleBasedStateMachine):
         life = self.layout.get(name, 1)
         if change == "down":
             self.layout.pop(name, None)
-        elif change == "new life":
-            self.layout[name] = life + 1
+            self.groups = [rest for group in self.groups if (rest := [member for member in group if member != name])]
         else:
-            self.layout[name] = life
-        keys = [key(n, i) for n, i in self.layout.items()]
-        mine = key(name, self.layout.get(name, 0))
-        self.draining = {k for k in self.draining if k in keys and k != mine} | ({mine} if change == "drain" else set())
-        self.take(self.story.adopt(*keys, draining=sorted(self.draining & set(keys))))
-        assert self.linked == set(keys)
+            self.layout[name] = life + 1 if change == "new life" else life
+            if not any(name in group for group in self.groups):
+                self.groups.append([name])
+        self.draining.discard(key(name, life))
+        if change == "drain":
+            self.draining.add(key(name, self.layout[name]))
+        self.publish()
+
+    @rule(source=st.sampled_from(NAMES), target=st.sampled_from(NAMES), behind=st.booleans())
+    def merge(self, source: str, target: str, behind: bool) -> None:
+        """The group of one joins that of the other, behind it or, leading, before it."""
+        found = [group for group in self.groups if source in group or target in group]
+        if len(found) == 2:
+            first, second = found if behind else reversed(found)
+            self.groups = [group for group in self.groups if group not in found] + [first + second]
+            self.publish()
+
+    @rule()
+    @precondition(lambda self: any(len(group) > 1 for group in self.groups))
+    def dissolve(self) -> None:
+        self.groups = [[name] for name in sorted(self.layout)]
+        self.publish()
+
+    def publish(self) -> None:
+        groups = [[key(name, self.layout[name]) for name in group] for group in self.groups]
+        members = {member for group in groups for member in group}
+        self.draining &= members
+        self.take(self.story.adopt_groups(*groups, draining=sorted(self.draining)))
+        assert self.leaders <= self.linked <= members
 
     @rule(data=st.data())
     @precondition(lambda self: self.linked - self.workers.keys())

@@ -273,6 +273,10 @@ class ModelInfo(_message.Message):
     PARAMETER_COUNT_FIELD_NUMBER: _builtins.int
     KV_BYTES_PER_TOKEN_FIELD_NUMBER: _builtins.int
     EOS_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    LAYER_PARAMETER_BYTES_FIELD_NUMBER: _builtins.int
+    OTHER_PARAMETER_BYTES_FIELD_NUMBER: _builtins.int
+    BLOCK_BYTES_FIELD_NUMBER: _builtins.int
+    EXTENT_BYTES_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     architecture: _builtins.str
     layer_count: _builtins.int
@@ -281,8 +285,16 @@ class ModelInfo(_message.Message):
     dtype: _builtins.str
     parameter_count: _builtins.int
     kv_bytes_per_token: _builtins.int
+    other_parameter_bytes: _builtins.int
+    block_bytes: _builtins.int
+    """One KV block in one layer."""
+    extent_bytes: _builtins.int
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def layer_parameter_bytes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """What drop plans are made from, in whole extents of device memory."""
+
     def __init__(
         self,
         *,
@@ -295,10 +307,14 @@ class ModelInfo(_message.Message):
         parameter_count: _builtins.int = ...,
         kv_bytes_per_token: _builtins.int = ...,
         eos_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        layer_parameter_bytes: _abc.Iterable[_builtins.int] | None = ...,
+        other_parameter_bytes: _builtins.int = ...,
+        block_bytes: _builtins.int = ...,
+        extent_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "kv_bytes_per_token", b"kv_bytes_per_token", "layer_count", b"layer_count", "max_model_len", b"max_model_len", "name", b"name", "parameter_count", b"parameter_count", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "block_bytes", b"block_bytes", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "extent_bytes", b"extent_bytes", "kv_bytes_per_token", b"kv_bytes_per_token", "layer_count", b"layer_count", "layer_parameter_bytes", b"layer_parameter_bytes", "max_model_len", b"max_model_len", "name", b"name", "other_parameter_bytes", b"other_parameter_bytes", "parameter_count", b"parameter_count", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

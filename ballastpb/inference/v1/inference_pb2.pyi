@@ -429,6 +429,7 @@ class GetStatusResponse(_message.Message):
     DRAINING_FIELD_NUMBER: _builtins.int
     UPTIME_S_FIELD_NUMBER: _builtins.int
     STATE_SERVER_REACHABLE_FIELD_NUMBER: _builtins.int
+    PLANNER_ADDRESS_FIELD_NUMBER: _builtins.int
     dispatcher_id: _builtins.str
     version: _builtins.str
     backlog_request_count: _builtins.int
@@ -440,6 +441,8 @@ class GetStatusResponse(_message.Message):
     uptime_s: _builtins.float
     state_server_reachable: _builtins.bool
     """Whether the state server answered last time."""
+    planner_address: _builtins.str
+    """host:port of the active planner; empty while nobody knows."""
     @_builtins.property
     def layout(self) -> _cluster_pb2.Layout: ...
     @_builtins.property
@@ -467,10 +470,11 @@ class GetStatusResponse(_message.Message):
         draining: _builtins.bool = ...,
         uptime_s: _builtins.float = ...,
         state_server_reachable: _builtins.bool = ...,
+        planner_address: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout", "model", b"model"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["backlog_request_count", b"backlog_request_count", "backlog_token_count", b"backlog_token_count", "dispatcher_id", b"dispatcher_id", "draining", b"draining", "layout", b"layout", "max_queued_request_count", b"max_queued_request_count", "max_queued_token_count", b"max_queued_token_count", "model", b"model", "requests_total", b"requests_total", "running_request_count", b"running_request_count", "state_server_reachable", b"state_server_reachable", "uptime_s", b"uptime_s", "version", b"version", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backlog_request_count", b"backlog_request_count", "backlog_token_count", b"backlog_token_count", "dispatcher_id", b"dispatcher_id", "draining", b"draining", "layout", b"layout", "max_queued_request_count", b"max_queued_request_count", "max_queued_token_count", b"max_queued_token_count", "model", b"model", "planner_address", b"planner_address", "requests_total", b"requests_total", "running_request_count", b"running_request_count", "state_server_reachable", b"state_server_reachable", "uptime_s", b"uptime_s", "version", b"version", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -317,9 +317,10 @@ class DispatcherCore:
         commands: list[Command] = []
         if tracked.worker is not None:
             commands.append(AbortOnWorker(tracked.worker, tracked.handle))
+        facts = _facts(tracked, at_s)
         self._drop(tracked)
         self.endings[_ENDING_OF.get(type(error), "error")] += 1
-        return [*commands, Fail(tracked.request.request_id, error, _facts(tracked, at_s))]
+        return [*commands, Fail(tracked.request.request_id, error, facts)]
 
     def _drop(self, tracked: Tracked) -> None:
         if tracked.moving:

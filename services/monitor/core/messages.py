@@ -21,6 +21,7 @@ class Instance:
     incarnation: Incarnation
     address: str  # host:port of its WorkerService, as others reach it
     model: ModelInfo
+    data_address: str = ""  # host:port where other members' links to it are made
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ Rule 2: it leaves only by word of the monitor. A broken connection to the monito
 """
 
 from collections import OrderedDict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ballast.common.errors import InvariantViolation
 from ballast.common.ids import Incarnation, WorkerId
@@ -50,7 +50,9 @@ class Roster:
             if member.draining:
                 self.drain(member.worker_id, member.incarnation)
             if self._may_be_there(member):
-                placeable = Placeable(member.worker_id, member.incarnation, member.address, member.draining)
+                placeable = Placeable(
+                    member.worker_id, member.incarnation, member.address, member.draining, member.data_address
+                )
                 self._put(Known(placeable, model, confirmed=False))
 
     def _may_be_there(self, member: Member) -> bool:
@@ -83,7 +85,7 @@ class Roster:
         draining = event.draining
         if before is not None and before.placeable.incarnation == event.incarnation:
             draining = draining or before.placeable.draining
-        placeable = Placeable(event.worker_id, event.incarnation, event.address, draining)
+        placeable = Placeable(event.worker_id, event.incarnation, event.address, draining, event.data_address)
         self._put(Known(placeable, event.model, confirmed=True))
         return True
 
@@ -103,7 +105,7 @@ class Roster:
         if known is None or known.placeable.incarnation != incarnation or known.placeable.draining:
             return False
         old = known.placeable
-        known.placeable = Placeable(old.worker_id, old.incarnation, old.address, draining=True)
+        known.placeable = replace(old, draining=True)
         return True
 
     def placeable(self) -> list[Placeable]:

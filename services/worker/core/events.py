@@ -118,11 +118,12 @@ class CapacityChanged:
     """The smallest stage of the group has so many blocks now, or is about to.
 
     Less than are reserved: the latest of the lowest class are preempted, those in flight as soon as they land. The
-    blocks may be taken away once the core is `settled`.
+    blocks may be taken away once the core is `settled`. Who does not fit into `block_count` even alone ends with ERROR.
     """
 
     at_s: float
     block_count: int
+    lent_block_count: int = 0  # of those, held for KV that is not the leader's: leaving, or not adopted yet
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +137,7 @@ class AdmissionLimited:
 @dataclass(frozen=True, slots=True)
 class RoleChanged:
     """This worker leads a group of so many stages, or it follows (and has handed everything over). Told while nothing
-    is in flight.
+    is in flight. Every stage forgets what it knows of sequences, except their blocks: batches add them anew.
     """
 
     at_s: float

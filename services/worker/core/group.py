@@ -71,13 +71,17 @@ class Group:
         for sequence in self._residents.live.values():
             sequence.in_engine = False  # the engines of the new stages have not heard of it
         self.leads = event.leads
+        if not event.leads:
+            self._scheduler.resize(self._scheduler.block_count, 0)
         self._scheduler.stage_count = event.stage_count
+        for sequence in self._residents.live.values():
+            sequence.in_engine = False  # the stages of the new group have yet to hear of it
         self.shed(event.at_s)
 
     # ---------------------------------------------------------------- capacity
 
     def _resize(self, event: CapacityChanged) -> None:
-        self._scheduler.resize(event.block_count)
+        self._scheduler.resize(event.block_count, event.lent_block_count)
         self._end_too_big(event.at_s)
         self.shed(event.at_s)
 
@@ -108,6 +112,7 @@ class Group:
             self._let_go(sequence)
         else:
             self._scheduler.resume(sequence, event.at_s)
+            self._end_too_big(event.at_s)
             self.shed(event.at_s)
 
     def _kv_lost(self, event: KvLost) -> None:
@@ -121,6 +126,7 @@ class Group:
                 raise InvariantViolation(f"{sequence.name} loses its KV while it is in flight", sequence.story())
             self._scheduler.lose(sequence, event.at_s)
             self._flights.forget(sequence)
+            self._end_too_big(event.at_s)
 
     def _let_go(self, sequence: Sequence) -> None:
         self._scheduler.let_go(sequence)

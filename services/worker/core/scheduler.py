@@ -51,6 +51,7 @@ class Scheduler:
         self._block_tokens = limits.block_tokens
         self._microbatching = microbatching
         self.block_count = block_count
+        self.lent_block_count = 0
         self.admission_limit: int | None = None  # blocks; nothing new above it
         self.stage_count = 1
         self.reserved_block_count = 0
@@ -64,7 +65,7 @@ class Scheduler:
 
     @property
     def free_block_count(self) -> int:
-        return self.block_count - self.reserved_block_count
+        return self.block_count - self.lent_block_count - self.reserved_block_count
 
     @property
     def max_running_count(self) -> int:
@@ -85,9 +86,10 @@ class Scheduler:
         """Whether what is reserved and what runs is within what there is."""
         return self.free_block_count >= 0 and self.running_count <= self.max_running_count
 
-    def resize(self, block_count: int) -> None:
+    def resize(self, block_count: int, lent_block_count: int) -> None:
         """What waits may need a block more or less than counted before, so its needs are counted anew."""
         self.block_count = block_count
+        self.lent_block_count = lent_block_count
         self.waiting_block_count = sum(self.need(s) for s in self.waiting)
 
     def has_ready(self, landed_step_id: int) -> bool:
@@ -125,7 +127,10 @@ class Scheduler:
         if self.admission_limit is not None:
             block_count = min(block_count, self.admission_limit)
         view = AdmissionView(
-            block_count, block_count - self.reserved_block_count, self.running_count, self.max_running_count
+            block_count,
+            block_count - self.lent_block_count - self.reserved_block_count,
+            self.running_count,
+            self.max_running_count,
         )
         return admits(view, need_block_count, self._limits.admission_reserve_fraction)
 

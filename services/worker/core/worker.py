@@ -116,7 +116,7 @@ class WorkerCore:
             case DrainRequested():
                 self._draining = True
             case BlocksAdded():
-                self._scheduler.resize(self._scheduler.block_count + event.block_count)
+                self._scheduler.resize(self._scheduler.block_count + event.block_count, 0)
                 self._book.grow(event.block_count)
             case HandOver():
                 handed_over = self._group.hand_over(event)
@@ -177,10 +177,11 @@ class WorkerCore:
         return len(self._residents.orphans)
 
     @property
-    def with_kv(self) -> tuple[tuple[SequenceId, int], ...]:
-        """(sequence, tokens whose KV is in the stages' caches) of all that run, by id."""
-        running = (s for s in self._scheduler.running if s.computed_tokens)
-        return tuple(sorted((s.sequence_id, s.computed_tokens) for s in running))
+    def kv_tokens(self) -> dict[SequenceId, int]:
+        """Of each sequence with KV on the stages, for how many of its tokens: what has to travel when layers move."""
+        scheduler = self._scheduler
+        held = (*scheduler.running, *scheduler.suspended.values())
+        return {s.sequence_id: s.computed_tokens for s in held if s.computed_tokens}
 
     def placements(self) -> tuple[PlacementView, ...]:
         """What `policy.placement.place` needs to know of all that waits, runs or is suspended."""
@@ -210,7 +211,7 @@ class WorkerCore:
         return LoadReport(
             block_tokens=self._limits.block_tokens,
             block_count=scheduler.block_count,
-            used_block_count=scheduler.reserved_block_count,
+            used_block_count=scheduler.reserved_block_count + scheduler.lent_block_count,
             waiting_block_count=scheduler.waiting_block_count,
             running_count=scheduler.running_count,
             waiting_count=scheduler.waiting_count,

@@ -131,6 +131,8 @@ def load_engine(
     except BaseException:
         memory.close()
         raise
+    extent_bytes = memory.pool.extent_bytes
+    layer_bytes = tuple(memory.parameters.extents_of(i) * extent_bytes for i in range(config.layer_count))
     info = ModelInfo(
         name=name or model_dir.resolve().name,
         architecture=config.architecture,
@@ -141,6 +143,10 @@ def load_engine(
         parameter_count=parameter_count(config),
         kv_bytes_per_token=memory.kv.geometry.kv_bytes_per_token,
         eos_token_ids=config.eos_token_ids,
+        layer_parameter_bytes=layer_bytes,
+        other_parameter_bytes=memory.report().parameter_bytes - sum(layer_bytes),
+        block_bytes=memory.kv.shape.block_bytes,
+        extent_bytes=extent_bytes,
     )
     return Engine(info, model_dir, config, memory, model, attention, sampler, runner)
 

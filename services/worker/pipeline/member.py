@@ -525,7 +525,7 @@ class GroupMember:
         if leader != self.me:
             self._tell_core(self._core.handle(HandOver(now_s, leader)))
             return ()
-        return tuple(Victim(sequence_id, count, self.me) for sequence_id, count in self._core.with_kv)
+        return tuple(Victim(sequence_id, count, self.me) for sequence_id, count in sorted(self._core.kv_tokens.items()))
 
     def _deal_out(self, transition: Transition, now_s: float) -> tuple[Victim, ...]:
         """Every member becomes a leader of its own and gets its share of the sequences."""
@@ -535,7 +535,7 @@ class GroupMember:
         placed = place(self._core.placements(), views)
         going = {sequence_id: to for sequence_id, to in placed.items() if to != self.me}
         self._tell_core(self._core.handle(HandOver(now_s, going)))
-        return tuple(Victim(i, count, self.me) for i, count in self._core.with_kv)
+        return tuple(Victim(i, count, self.me) for i, count in sorted(self._core.kv_tokens.items()))
 
     def _layers_lost(self) -> list[int]:
         stage = next(m for m in self._current().part.new.members if m.worker_id == self.me)
@@ -576,15 +576,14 @@ class GroupMember:
     def _lead(self, victims: tuple[Victim, ...]) -> None:
         """All members are ready. Whoever finds no room in the smallest stage starts over; the youngest first."""
         transition, now_s = self._current(), time.monotonic()
-        if not self._stages:
-            self._capacities[self.me] = self._book.block_count - self._foreign_block_count()
         capacity = min(self._capacities.values())
-        kept, lost = self._fitting(victims, capacity)
+        lent = 0 if self._stages else self._foreign_block_count()
+        kept, lost = self._fitting(victims, capacity - lent)
         moving = frozenset(v.sequence_id for v in kept if transfers(transition.plan, v, self.me))
         own = frozenset(v.sequence_id for v in victims if v.old_leader == self.me)
         lost_ids = frozenset(v.sequence_id for v in lost)
         self._tell_core(self._core.handle(KvTravels(now_s, own)))
-        self._tell_core(self._core.handle(CapacityChanged(now_s, capacity)))
+        self._tell_core(self._core.handle(CapacityChanged(now_s, capacity, lent)))
         for sequence_id in sorted(own & lost_ids):
             self._tell_core(self._core.handle(KvLost(now_s, sequence_id)))
         adopted = Adopted(now_s, tuple(self._coming), moving - own, lost_ids - own, last=True)

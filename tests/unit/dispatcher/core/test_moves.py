@@ -2,6 +2,7 @@
 
 from collections import Counter
 
+from ballast.common.ids import RequestId
 from ballast.common.sampling import FinishReason
 from services.dispatcher.core.dispatcher import Limits
 from services.dispatcher.core.events import (
@@ -104,8 +105,7 @@ def test_who_waits_too_long_goes_on_from_the_backlog_without_a_replay() -> None:
     assert story.core.backlog.slice(0, 1)[0].request.request_id == "r"
     [place, *_] = story.step("c").of(Place)
     assert (place.request.request_id, place.output_token_ids, place.expects_handover) == ("r", (1,), False)
-    facts_of_r = story.core.requests[place.request.request_id]
-    assert facts_of_r.replay_count == 0
+    assert story.core.requests[place.request.request_id].replay_count == 0
     assert story.core.move_counts == {"replayed": 1}
 
 
@@ -156,9 +156,7 @@ def test_a_request_ends_by_cancel_deadline_or_shutdown_while_it_is_between_worke
     for name in ("cancelled", "late", "given up"):
         story.submit(name, deadline_at_s=3.0 if name == "late" else 1000.0)
         story.move("a", name, "b")
-    cancelled = story.handle(
-        Withdrawn(1.0, story.core.requests[next(iter(story.core.requests))].request.request_id, "")
-    )
+    cancelled = story.handle(Withdrawn(1.0, RequestId("cancelled"), "gone"))
     assert cancelled.errors == {"cancelled": "Cancelled"}
     assert not cancelled.of(AbortOnWorker)
     story.now_s = 3.0

@@ -1,0 +1,151 @@
+"""From the layout and what instances report to what plans are made from, and from plans to layouts (pure)."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from ballast.common.ids import Epoch, GroupId, WorkerId
+from ballast.common.layout import Group, Layout, Member
+from ballast.common.load import LoadReport
+from ballast.common.model import ModelInfo
+from services.planner.core.messages import Sources
+from services.planner.policy.drop import DropPlan
+from services.planner.policy.restore import RestorePlan
+from services.planner.policy.snapshot import GroupState, InstanceState, ModelShape, Snapshot
+
+Loads = Mapping[WorkerId, LoadReport]
+_MARGIN = 1.1  # of demand, freed in excess
+
+
+class NoSurvey(Exception):  # noqa: N818 - a reason, not a failure of this project's
+    """What is known of the cluster is not enough to plan on."""
+
+
+def shape_of(model: ModelInfo | None, loads: Loads) -> ModelShape:
+    """
+    Raises:
+        NoSurvey: instances do not say how large their layers are.
+    """
+    if model is None or not loads:
+        raise NoSurvey("no instance is there")
+    if not model.layer_parameter_bytes or not model.block_bytes:
+        raise NoSurvey(f"the workers do not say how large the layers of {model.name} are")
+    return ModelShape(
+        layer_parameter_bytes=model.layer_parameter_bytes,
+        other_parameter_bytes=model.other_parameter_bytes,
+        block_tokens=next(iter(loads.values())).block_tokens,
+        block_bytes=model.block_bytes,
+        extent_bytes=max(1, model.extent_bytes),
+    )
+
+
+def survey(layout: Layout, model: ModelInfo | None, loads: Loads) -> Snapshot:
+    """The groups that take part in plans: all that do not drain and of which all members have reported."""
+    shape = shape_of(model, loads)
+    groups = [
+        _group_state(group, loads)
+        for group in layout.groups
+        if all(m.worker_id in loads for m in group.members) and not any(m.draining for m in group.members)
+    ]
+    if not groups:
+        raise NoSurvey("no group has reported its load")
+    snapshot = Snapshot(shape, tuple(groups))
+    snapshot.check()
+    return snapshot
+
+
+def _group_state(group: Group, loads: Loads) -> GroupState:
+    load = loads[group.leader.worker_id]
+    members = tuple(
+        InstanceState(
+            worker_id=m.worker_id,
+            budget_bytes=loads[m.worker_id].memory.budget_bytes,
+            first_layer=m.first_layer,
+            last_layer=m.last_layer,
+            held_layers=tuple(range(m.first_layer, m.last_layer)),
+        )
+        for m in group.members
+    )
+    return GroupState(group.group_id, members, load.block_count, load.used_block_count, load.waiting_block_count)
+
+
+def demand_bytes(snapshot: Snapshot) -> int:
+    """KV that is wanted now beyond what there is."""
+    model = snapshot.model
+    wanted = sum(group.load_blocks for group in snapshot.groups) * _MARGIN
+    missing = wanted - sum(group.block_count for group in snapshot.groups)
+    return max(0, int(missing * model.block_bytes * model.layer_count))
+
+
+def dropped(base: Layout, plan: DropPlan, epoch: Epoch, why: str) -> Layout:
+    """The layout in which the plan's groups are merged."""
+    of = _members(base)
+    merged = {m.worker_id for group in plan.groups for m in group.members}
+    made = [
+        Group(g.group_id, tuple(_stage(of[m.worker_id], m.first_layer, m.last_layer) for m in g.members))
+        for g in plan.groups
+    ]
+    return _layout(base, merged, made, epoch, why)
+
+
+def merged_by_hand(base: Layout, names: Sequence[WorkerId], epoch: Epoch, why: str) -> Layout:
+    """One group of these instances, which hold all layers each, in this order; layers as even as it goes.
+
+    Raises:
+        NoSurvey: they cannot form a group.
+    """
+    of = _members(base)
+    strangers = [name for name in names if name not in of]
+    if strangers:
+        raise NoSurvey(f"not in the layout: {', '.join(strangers)}")
+    if len(set(names)) != len(names) or not 1 < len(names) <= base.layer_count:
+        raise NoSurvey(f"a group takes 2 to {base.layer_count} different workers, got {', '.join(names)}")
+    parts = [w for w in names if of[w].last_layer - of[w].first_layer < base.layer_count]
+    if parts:
+        raise NoSurvey(f"not all layers are held by {', '.join(parts)}; restore first")
+    bounds = [i * base.layer_count // len(names) for i in range(len(names) + 1)]
+    stages = tuple(_stage(of[w], bounds[i], bounds[i + 1]) for i, w in enumerate(names))
+    return _layout(base, set(names), [Group(GroupId(names[0]), stages)], epoch, why)
+
+
+def dissolved(base: Layout, groups: Sequence[GroupId], epoch: Epoch, why: str) -> Layout:
+    """The layout in which the members of these groups serve alone."""
+    members = [m for group in base.groups if group.group_id in groups for m in group.members]
+    return _layout(base, {m.worker_id for m in members}, [_alone(m, base.layer_count) for m in members], epoch, why)
+
+
+def completed(base: Layout, members: Sequence[Member], epoch: Epoch, why: str) -> Layout:
+    """The layout with these instances, which are outside it, serving alone."""
+    return _layout(base, set(), [_alone(m, base.layer_count) for m in members], epoch, why)
+
+
+def sources_of(plan: RestorePlan, worker_id: WorkerId) -> Sources:
+    """Members of its own group first: links to them are there."""
+    found: list[tuple[int, WorkerId | None]] = []
+    for dissolution in plan.dissolutions:
+        for pull in dissolution.pulls:
+            if pull.worker_id != worker_id:
+                continue
+            holders = [pull.source, *pull.others] if pull.source is not None else []
+            holders.sort(key=lambda holder: holder not in dissolution.members)
+            found += [(pull.layer, holder) for holder in (*holders, None)]
+    return tuple(found)
+
+
+def _members(layout: Layout) -> dict[WorkerId, Member]:
+    return {member.worker_id: member for group in layout.groups for member in group.members}
+
+
+def _stage(member: Member, first_layer: int, last_layer: int) -> Member:
+    return replace(member, first_layer=first_layer, last_layer=last_layer)
+
+
+def _alone(member: Member, layer_count: int) -> Group:
+    return Group(GroupId(member.worker_id), (_stage(member, 0, layer_count),))
+
+
+def _layout(base: Layout, changed: set[WorkerId], made: Sequence[Group], epoch: Epoch, why: str) -> Layout:
+    kept = [group for group in base.groups if not any(m.worker_id in changed for m in group.members)]
+    groups = tuple(sorted((*kept, *made), key=lambda group: group.group_id))
+    layout = Layout(epoch, base.layer_count, groups, why)
+    layout.check()
+    return layout
