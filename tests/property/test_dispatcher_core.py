@@ -102,6 +102,7 @@ class DispatcherMachine(RuleBasedStateMachine):
                         assert command.worker not in self.draining
                         assert command.worker in self.leaders
                     assert len(command.output_token_ids) == self.tokens[command.request.request_id]
+                    assert command.delivered_text_chars == len(command.output_token_ids)
                     worker.unread.append(command)
                 case AbortOnWorker(worker=key_, handle=handle):
                     worker = self.workers.get(key_)
@@ -177,10 +178,10 @@ class DispatcherMachine(RuleBasedStateMachine):
             self.draining.add(key(name, self.layout[name]))
         self.publish()
 
-    @rule(source=st.sampled_from(NAMES), target=st.sampled_from(NAMES), behind=st.booleans())
-    def merge(self, source: str, target: str, behind: bool) -> None:
-        """The group of one joins that of the other, behind it or, leading, before it."""
-        found = [group for group in self.groups if source in group or target in group]
+    @rule(one=st.sampled_from(NAMES), other=st.sampled_from(NAMES), behind=st.booleans())
+    def merge(self, one: str, other: str, behind: bool) -> None:
+        """Their groups become one, in either order."""
+        found = [group for group in self.groups if one in group or other in group]
         if len(found) == 2:
             first, second = found if behind else reversed(found)
             self.groups = [group for group in self.groups if group not in found] + [first + second]
@@ -216,7 +217,7 @@ class DispatcherMachine(RuleBasedStateMachine):
     @rule(
         data=st.data(),
         read=st.integers(0, 3),
-        what=st.sampled_from(["tokens", "tokens", "finish", "refuse", "error"]),
+        what=st.sampled_from(["tokens", "tokens", "finish", "refuse", "error", "move", "move"]),
     )
     @precondition(lambda self: self.workers)
     def step(self, data: st.DataObject, read: int, what: str) -> None:
@@ -229,17 +230,21 @@ class DispatcherMachine(RuleBasedStateMachine):
         endings: list[Ending] = []
         for handle in sorted(subset):
             begin = worker.generated[handle]
-            if what in ("tokens", "finish"):
+            if what in ("tokens", "finish") or (what == "move" and data.draw(st.booleans())):
                 tokens[handle] = list(range(begin, begin + 1 + handle % 3))
                 worker.generated[handle] += len(tokens[handle])
             if what == "finish":
                 endings.append(Ending(handle, FinishReason.STOP))
             elif what == "refuse" and begin == len(worker.requests[handle].output_token_ids):
                 endings.append(Ending(handle, None, refused=True))
+            elif what == "move":
+                endings.append(Ending(handle, None, moved_to=data.draw(st.sampled_from((*NAMES, "unheard-of")))))
+                self.moved_at_s[worker.requests[handle].request.request_id] = self.story.now_s
             elif what == "error":
                 endings.append(Ending(handle, FinishReason.ERROR, error="engine", invalid=handle % 2 == 0))
         for ending in endings:
             del worker.requests[ending.handle]
+        moved = [ending for ending in endings if ending.moved_to]
         blocks = worker.blocks()
         report = load(
             used_block_count=min(64, blocks),
@@ -257,6 +262,16 @@ class DispatcherMachine(RuleBasedStateMachine):
                 incarnation=worker.key.incarnation,
             )
         )
+        if moved and data.draw(st.booleans()):  # said twice
+            answer = self.story.raw_step(
+                worker.key.worker_id,
+                {},
+                endings=moved,
+                report=report,
+                seen_handle=worker.seen_handle,
+                incarnation=worker.key.incarnation,
+            )
+            assert not [place for place in self.take(answer).of(Place) if place.expects_handover]
 
     @rule(handle=st.integers(0, 50), data=st.data())
     @precondition(lambda self: self.workers)
@@ -285,6 +300,7 @@ class DispatcherMachine(RuleBasedStateMachine):
         self.take(self.story.handle(Tick(self.story.now_s)))
         for name, tracked in self.story.core.requests.items():
             assert tracked.request.deadline_at_s > self.story.now_s, f"{name} has outlived its deadline"
+            assert not tracked.moving or self.moved_at_s[name] + LIMITS.move_wait_s > self.story.now_s, f"{name} waits"
         assert self.story.core.next_timer_s() > self.story.now_s
 
     # ------------------------------------------------------------------ laws
@@ -296,6 +312,12 @@ class DispatcherMachine(RuleBasedStateMachine):
         assert all(count <= 1 for count in self.ended.values())
         assert here | ended == self.accepted
         assert not here & ended
+
+    @invariant()
+    def a_stream_is_kept_to_leaders_and_to_those_who_still_have_requests(self) -> None:
+        books = {worker.key: worker for worker in self.story.core.fleet}
+        assert books.keys() == self.linked
+        assert all(books[worker].placed for worker in self.linked - self.leaders)
 
     @invariant()
     def workers_know_what_the_books_say(self) -> None:

@@ -84,15 +84,15 @@ def layout(epoch: int, *workers: WorkerKey, draining: Sequence[WorkerKey] = ()) 
     return Layout(Epoch(epoch), 4, groups, "test")
 
 
-def merged(epoch: int, *groups: Sequence[WorkerKey], layer_count: int = 4) -> Layout:
-    """Groups of several members, in stage order, each with an equal share of the layers."""
-    return Layout(Epoch(epoch), layer_count, tuple(_group(group, layer_count) for group in groups), "overload")
+def merged(epoch: int, *groups: Sequence[WorkerKey], draining: Sequence[WorkerKey] = ()) -> Layout:
+    """Groups of several members, in stage order, each with a share of the layers."""
+    return Layout(Epoch(epoch), 4, tuple(_group(group, draining) for group in groups), "overload")
 
 
-def _group(workers: Sequence[WorkerKey], layer_count: int) -> Group:
-    ends = [layer_count * (index + 1) // len(workers) for index in range(len(workers))]
+def _group(workers: Sequence[WorkerKey], draining: Sequence[WorkerKey]) -> Group:
+    ends = [4 * (index + 1) // len(workers) for index in range(len(workers))]
     members = [
-        Member(w.worker_id, w.incarnation, f"{w.worker_id}:1", first, last)
+        Member(w.worker_id, w.incarnation, f"{w.worker_id}:1", first, last, draining=w in draining)
         for w, first, last in zip(workers, [0, *ends], ends, strict=False)
     ]
     return Group(GroupId("g-" + "-".join(w.worker_id for w in workers)), tuple(members))
@@ -167,10 +167,14 @@ class Story:
         self.epoch += 1
         return self.handle(LayoutChanged(self.now_s, layout(self.epoch, *workers, draining=draining)))
 
+    def adopt_groups(self, *groups: Sequence[WorkerKey], draining: Sequence[WorkerKey] = ()) -> Answer:
+        """Each with its leader first."""
+        self.epoch += 1
+        return self.handle(LayoutChanged(self.now_s, merged(self.epoch, *groups, draining=draining)))
+
     def merge(self, *groups: str) -> Answer:
         """A layout with these groups: "ab" is worker a leading worker b."""
-        self.epoch += 1
-        return self.handle(LayoutChanged(self.now_s, merged(self.epoch, *([key(name) for name in g] for g in groups))))
+        return self.adopt_groups(*([key(name) for name in group] for group in groups))
 
     def move(self, worker: str, name: str, to: str) -> Answer:
         """The worker has handed the request over."""
