@@ -17,6 +17,7 @@ class TransitionRecord:
     journal: Journal
     began_at_s: float
     by: str  # overload, relief, operator, loss or drain
+    request_id: str = ""
     shape: ModelShape | None = None  # None: begun by a planner before this one
     reached_at_s: dict[Stage, float] = field(default_factory=dict[Stage, float])
     statuses: Mapping[WorkerId, MemberStatus] = field(default_factory=dict[WorkerId, MemberStatus])

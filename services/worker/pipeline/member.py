@@ -470,7 +470,12 @@ class GroupMember:
     def _prepare_memory(self) -> None:
         transition = self._current()
         if transition.plan.kind is Kind.RESTORE:
-            self._counted().block_count_after = self._memory.home_block_count
+            home = self._counted().block_count_after = self._memory.home_block_count
+            largest = max((view.block_count for view in self._core.placements()), default=0)
+            if largest > home:
+                why = f"a request holds {largest} blocks, more than the {home} there are without its group"
+                self._post(Told(transition.epoch, PreparationFailed(time.monotonic(), transition.epoch, why)))
+                return
             self._room_wanted, self._room_granted = True, False
             if self.leads:
                 self._limit(self._memory.home_block_count)
