@@ -63,9 +63,9 @@ class TimedSettings:
 
 
 @dataclass(eq=False)
-class _Sequence:
+class TimedSequence:
     submit: pb.Submit
-    stream: "_Stream"
+    stream: "TimedStream"
     base: int
     generated: int
     ends_at_s: float
@@ -74,9 +74,9 @@ class _Sequence:
 
 
 @dataclass(eq=False)
-class _Stream:
+class TimedStream:
     messages: asyncio.Queue[pb.AttachResponse | None] = field(default_factory=lambda: asyncio.Queue(4096))
-    sequences: dict[int, _Sequence] = field(default_factory=dict[int, _Sequence])
+    sequences: dict[int, TimedSequence] = field(default_factory=dict[int, TimedSequence])
     seen_handle: int = 0
     output: pb.StepOutput = field(default_factory=pb.StepOutput)
     sent_at_s: float = 0.0
@@ -92,9 +92,9 @@ class TimedWorker(worker_pb2_grpc.WorkerServiceServicer):
         self.aborted: list[tuple[str, float]] = []  # request id, when
         self.submitted: list[pb.Submit] = []
         self._port = port
-        self._streams: list[_Stream] = []
-        self._running: dict[_Sequence, None] = {}
-        self._waiting: deque[_Sequence] = deque()
+        self._streams: list[TimedStream] = []
+        self.running: dict[TimedSequence, None] = {}
+        self.waiting: deque[TimedSequence] = deque()
         self._steps = 0
         self._server: grpc.aio.Server | None = None
         self._task: asyncio.Task[None] | None = None
@@ -121,11 +121,15 @@ class TimedWorker(worker_pb2_grpc.WorkerServiceServicer):
 
     @property
     def used_blocks(self) -> int:
-        return sum(sequence.blocks for sequence in self._running)
+        return sum(sequence.blocks for sequence in self.running)
+
+    @property
+    def has_streams(self) -> bool:
+        return bool(self._streams)
 
     @property
     def request_count(self) -> int:
-        return len(self._running) + len(self._waiting)
+        return len(self.running) + len(self.waiting)
 
     def member(self) -> cluster_pb2.Member:
         return cluster_pb2.Member(
@@ -145,13 +149,13 @@ class TimedWorker(worker_pb2_grpc.WorkerServiceServicer):
         hello = (await anext(request_iterator)).hello
         if hello.worker_incarnation != self.settings.incarnation:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "another incarnation")
-        stream = _Stream()
+        stream = TimedStream()
         self._streams.append(stream)
         welcome = pb.Welcome(
             worker_id=self.settings.worker_id,
             incarnation=self.settings.incarnation,
             model=self._model(),
-            load=self._load(),
+            load=self.load(),
             max_waiting_request_count=self.settings.max_waiting,
         )
         await context.write(pb.AttachResponse(welcome=welcome))
@@ -163,14 +167,14 @@ class TimedWorker(worker_pb2_grpc.WorkerServiceServicer):
             reader.cancel()
             self._streams.remove(stream)
             for sequence in list(stream.sequences.values()):
-                self._forget(sequence)
+                self.forget(sequence)
 
     async def GetStatus(self, request: pb.GetStatusRequest, context: Context) -> pb.GetStatusResponse:
         return pb.GetStatusResponse(
             worker_id=self.settings.worker_id,
             incarnation=self.settings.incarnation,
             model=self._model(),
-            load=self._load(),
+            load=self.load(),
             dispatcher_count=len(self._streams),
         )
 
@@ -178,33 +182,42 @@ class TimedWorker(worker_pb2_grpc.WorkerServiceServicer):
         self.draining = True
         return pb.DrainResponse(running_request_count=self.request_count)
 
-    async def _read(self, stream: _Stream, requests: AsyncIterator[pb.AttachRequest]) -> None:
+    async def _refuse_transitions(self, request: Any, context: Context) -> Any:
+        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "a timed worker has no layers")
+
+    Prepare = Commit = Abort = GetTransition = _refuse_transitions
+
+    async def _read(self, stream: TimedStream, requests: AsyncIterator[pb.AttachRequest]) -> None:
         try:
             async for request in requests:
                 if request.HasField("submit"):
-                    self._submit(stream, request.submit)
+                    self.submit(stream, request.submit)
                 elif request.HasField("abort"):
                     sequence = stream.sequences.get(request.abort.handle)
                     if sequence is not None:
                         self.aborted.append((sequence.submit.request_id, time.monotonic()))
-                        self._forget(sequence)
+                        self.forget(sequence)
         finally:
             stream.messages.put_nowait(None)
 
-    def _submit(self, stream: _Stream, submit: pb.Submit) -> None:
+    def submit(self, stream: TimedStream, submit: pb.Submit) -> None:
         stream.seen_handle = submit.handle
         self.submitted.append(submit)
-        if self.draining or len(self._waiting) >= self.settings.max_waiting:
-            ending = pb.Ending(handle=submit.handle, refused=True)
-            step = pb.StepOutput(endings=[ending], load=self._load(), seen_handle=submit.handle)
-            stream.messages.put_nowait(pb.AttachResponse(step=step))
+        if self.draining or len(self.waiting) >= self.settings.max_waiting:
+            self.refuse(stream, submit)
             return
         ends_at_s = time.monotonic() + submit.deadline_s if submit.HasField("deadline_s") else float("inf")
         base = scripted_base(submit.prompt_token_ids, submit.sampling.seed)
-        sequence = _Sequence(submit, stream, base, len(submit.output_token_ids), ends_at_s)
+        sequence = TimedSequence(submit, stream, base, len(submit.output_token_ids), ends_at_s)
         sequence.held_text = scripted_text(submit.output_token_ids)[submit.delivered_text_chars :]
         stream.sequences[submit.handle] = sequence
-        self._waiting.append(sequence)
+        self.waiting.append(sequence)
+
+    def refuse(self, stream: TimedStream, submit: pb.Submit) -> None:
+        stream.seen_handle = submit.handle
+        ending = pb.Ending(handle=submit.handle, refused=True)
+        step = pb.StepOutput(endings=[ending], load=self.load(), seen_handle=submit.handle)
+        stream.messages.put_nowait(pb.AttachResponse(step=step))
 
     # ------------------------------------------------------------------ engine
 
@@ -219,9 +232,9 @@ class TimedWorker(worker_pb2_grpc.WorkerServiceServicer):
         self._steps += 1
         now_s = time.monotonic()
         self._admit()
-        for sequence in list(self._running):
+        for sequence in list(self.running):
             self._advance(sequence, now_s)
-        load = self._load()
+        load = self.load()
         for stream in self._streams:
             output = stream.output
             if output.handles or output.endings or now_s - stream.sent_at_s > 0.02:
@@ -234,20 +247,20 @@ class TimedWorker(worker_pb2_grpc.WorkerServiceServicer):
 
     def _admit(self) -> None:
         free = self.settings.block_count - self.used_blocks
-        while self._waiting and len(self._running) < self.settings.max_running:
-            need = self._need(self._waiting[0])
+        while self.waiting and len(self.running) < self.settings.max_running:
+            need = self._need(self.waiting[0])
             if need > free:
                 break
-            sequence = self._waiting.popleft()
+            sequence = self.waiting.popleft()
             sequence.blocks = need
             free -= need
-            self._running[sequence] = None
+            self.running[sequence] = None
 
-    def _advance(self, sequence: _Sequence, now_s: float) -> None:
+    def _advance(self, sequence: TimedSequence, now_s: float) -> None:
         submit, output = sequence.submit, sequence.stream.output
         if now_s >= sequence.ends_at_s:
             output.endings.append(pb.Ending(handle=submit.handle, finish_reason=cluster_pb2.FINISH_REASON_DEADLINE))
-            self._forget(sequence)
+            self.forget(sequence)
             return
         texts: list[str] = []
         ending: pb.Ending | None = None
@@ -256,7 +269,7 @@ class TimedWorker(worker_pb2_grpc.WorkerServiceServicer):
             sequence.generated += 1
             output.token_ids.append(token_id)
             if submit.sampling.HasField("logprobs"):
-                output.logprobs.append(_logprobs(token_id, submit.sampling.logprobs))
+                output.logprobs.append(scripted_logprobs(token_id, submit.sampling.logprobs))
             ending = self._ending(submit, token_id, sequence.generated)
             texts.append(self._next_text(sequence, token_id, is_last=ending is not None))
         sequence.blocks = self._need(sequence)
@@ -265,7 +278,7 @@ class TimedWorker(worker_pb2_grpc.WorkerServiceServicer):
         output.texts.append("".join(texts))
         if ending is not None:
             output.endings.append(ending)
-            self._forget(sequence)
+            self.forget(sequence)
 
     @staticmethod
     def _ending(submit: pb.Submit, token_id: int, generated: int) -> pb.Ending | None:
@@ -276,24 +289,24 @@ class TimedWorker(worker_pb2_grpc.WorkerServiceServicer):
         return None
 
     @staticmethod
-    def _next_text(sequence: _Sequence, token_id: int, *, is_last: bool) -> str:
+    def _next_text(sequence: TimedSequence, token_id: int, *, is_last: bool) -> str:
         """Lags one token behind, as detokenising does."""
         if sequence.submit.omit_text:
             return ""
         text, sequence.held_text = sequence.held_text, f"{token_id} "
         return text + sequence.held_text if is_last else text
 
-    def _forget(self, sequence: _Sequence) -> None:
+    def forget(self, sequence: TimedSequence) -> None:
         sequence.stream.sequences.pop(sequence.submit.handle, None)
-        self._running.pop(sequence, None)
+        self.running.pop(sequence, None)
         with contextlib.suppress(ValueError):
-            self._waiting.remove(sequence)
+            self.waiting.remove(sequence)
 
-    def _need(self, sequence: _Sequence) -> int:
+    def _need(self, sequence: TimedSequence) -> int:
         tokens = len(sequence.submit.prompt_token_ids) + sequence.generated + 1
         return -(-tokens // self.settings.block_tokens)
 
-    def _load(self) -> cluster_pb2.LoadReport:
+    def load(self) -> cluster_pb2.LoadReport:
         s = self.settings
         block_bytes = s.block_tokens * 64
         kv_bytes = s.block_count * block_bytes
@@ -301,9 +314,9 @@ class TimedWorker(worker_pb2_grpc.WorkerServiceServicer):
             block_tokens=s.block_tokens,
             block_count=s.block_count,
             used_block_count=self.used_blocks,
-            waiting_block_count=sum(map(self._need, self._waiting)),
-            running_count=len(self._running),
-            waiting_count=len(self._waiting),
+            waiting_block_count=sum(map(self._need, self.waiting)),
+            running_count=len(self.running),
+            waiting_count=len(self.waiting),
             max_running_count=s.max_running,
             steps_total=self._steps,
             draining=self.draining,
@@ -326,15 +339,26 @@ class TimedWorker(worker_pb2_grpc.WorkerServiceServicer):
         )
 
 
-def _logprobs(token_id: int, count: int) -> cluster_pb2.Logprobs:
+def scripted_logprobs(token_id: int, count: int) -> cluster_pb2.Logprobs:
     top = [cluster_pb2.TokenLogprob(token_id=i, logprob=-1.5 - i) for i in range(count)]
     return cluster_pb2.Logprobs(chosen=cluster_pb2.TokenLogprob(token_id=token_id, logprob=-0.5), top=top)
 
 
 def publish_layout(redis_url: str, epoch: int, members: Sequence[cluster_pb2.Member]) -> None:
     """What the planner would write: every instance a group of its own."""
-    groups = [cluster_pb2.Group(group_id=f"g-{m.worker_id}", members=[m]) for m in members]
-    layout = cluster_pb2.Layout(epoch=epoch, layer_count=LAYER_COUNT, groups=groups, reason="test")
+    publish_groups(redis_url, epoch, [[member] for member in members])
+
+
+def publish_groups(redis_url: str, epoch: int, groups: Sequence[Sequence[cluster_pb2.Member]]) -> None:
+    """Each in stage order; the members of a group share the layers."""
+    layout = cluster_pb2.Layout(epoch=epoch, layer_count=LAYER_COUNT, reason="test")
+    for members in groups:
+        group = layout.groups.add(group_id="g-" + "-".join(m.worker_id for m in members))
+        for index, member in enumerate(members):
+            stage = group.members.add()
+            stage.CopyFrom(member)
+            stage.first_layer = LAYER_COUNT * index // len(members)
+            stage.last_layer = LAYER_COUNT * (index + 1) // len(members)
     with contextlib.closing(redis.Redis.from_url(redis_url)) as client:
         client.set("ballast:layout", base64.b64encode(layout.SerializeToString()))
         client.publish("ballast:layout:changed", epoch)
