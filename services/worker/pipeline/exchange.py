@@ -4,18 +4,28 @@ The receiver asks (KvWanted) once its blocks are ready, so a transfer never find
 name the pieces layer by layer and block by block in the order of the sequence; ids of neighbours are merged, and runs
 need not match on the two sides.
 
-`Destinations` is shared with link threads; everything else here belongs to the engine thread.
 """
 
-from collections.abc import Sequence
-from threading import Lock
+from collections.abc import Callable, Sequence
 
 import torch
 
-from ballast.common.ids import Epoch, WorkerId
+from ballast.common.ids import WorkerId
+from ballast.service.logs import get_logger
+from ballastpb.worker.v1 import stage_pb2 as pb
 from services.worker.core.batch import SequenceId
 from services.worker.core.blocks import blocks_for
+from services.worker.core.stage import StageBook
+from services.worker.core.transition import ExpectKv, SendKv, Transition, transfers
 from services.worker.memory.kv_cache import KvCache
+from services.worker.pipeline.events import KvAsked, PieceSent
+from services.worker.pipeline.hub import Hub
+from services.worker.pipeline.status import Progress
+from services.worker.pipeline.wire import Topic
+from services.worker.shell import MemberEvent
+from services.worker.transport.link import Link
+from services.worker.transport.traffic import TrafficClass
+from services.worker.transport.transfer import Outcome
 
 
 def kv_pieces(
@@ -40,24 +50,102 @@ def _runs(blocks: Sequence[int]) -> list[tuple[int, int]]:
     return runs
 
 
-Key = tuple[Epoch, SequenceId, WorkerId, int]  # epoch, sequence, source, first layer
+class KvExchange:
+    """The KV that comes and goes in one transition. Engine thread only."""
 
+    def __init__(
+        self,
+        transition: Transition,
+        progress: Progress,
+        *,
+        kv: KvCache,
+        book: StageBook,
+        hub: Hub,
+        link: Callable[[WorkerId], Link | None],
+        ask: Callable[[WorkerId, SequenceId], None],
+        post: Callable[[MemberEvent], None],
+    ) -> None:
+        """`ask` tells a holder that this member's blocks are ready."""
+        self._transition = transition
+        self._progress = progress
+        self._kv = kv
+        self._book = book
+        self._hub = hub
+        self._link = link
+        self._ask = ask
+        self._post = post
+        self._to_send: dict[tuple[SequenceId, WorkerId], list[SendKv]] = {}
+        self._asked: set[tuple[SequenceId, WorkerId]] = set()
+        self._unsent: dict[tuple[SequenceId, WorkerId], int] = {}  # transfers under way
+        self._pieces_due: dict[tuple[SequenceId, WorkerId], int] = {}  # receiver: transfers still to come
 
-class Destinations:
-    """Where arriving KV goes. Filled by the engine thread, read by link threads."""
+    def expect(self, command: ExpectKv) -> None:
+        """Blocks first, then the question for the KV: a transfer never finds its destination missing."""
+        transition, victim = self._transition, command.victim
+        table = self._book.hold(victim.sequence_id, victim.computed_tokens)
+        leader = transition.part.new.leader.worker_id
+        for source, to, first, last in transfers(transition.plan, victim, leader):
+            if to != transition.me:
+                continue
+            pieces = kv_pieces(self._kv, table, victim.computed_tokens, first, last)
+            self._hub.kv.put((command.epoch, victim.sequence_id, source, first), pieces)
+            key = (victim.sequence_id, source)
+            self._pieces_due[key] = self._pieces_due.get(key, 0) + 1
+            received = self._progress
+            received.kv_bytes_received += kv_bytes(self._kv, victim.computed_tokens, last - first)
+        for source in command.sources:
+            self._ask(source, victim.sequence_id)
 
-    def __init__(self) -> None:
-        self._lock = Lock()
-        self._pieces: dict[Key, list[torch.Tensor]] = {}
+    def is_last_piece(self, sequence_id: SequenceId, source: WorkerId) -> bool:
+        key = (sequence_id, source)
+        self._pieces_due[key] = self._pieces_due.get(key, 1) - 1
+        return self._pieces_due[key] == 0
 
-    def put(self, key: Key, pieces: list[torch.Tensor]) -> None:
-        with self._lock:
-            self._pieces[key] = pieces
+    def send(self, command: SendKv) -> None:
+        key = (command.victim.sequence_id, command.to)
+        self._to_send.setdefault(key, []).append(command)
+        layers = command.last_layer - command.first_layer
+        self._progress.kv_bytes_to_send += kv_bytes(self._kv, command.victim.computed_tokens, layers)
+        if key in self._asked:
+            self._start_sending(key)
 
-    def take(self, key: Key) -> list[torch.Tensor] | None:
-        with self._lock:
-            return self._pieces.pop(key, None)
+    def asked(self, event: KvAsked) -> None:
+        """A peer has its blocks ready."""
+        key = (event.sequence_id, event.peer)
+        self._asked.add(key)
+        self._start_sending(key)
 
-    def clear(self) -> None:
-        with self._lock:
-            self._pieces.clear()
+    def _start_sending(self, key: tuple[SequenceId, WorkerId]) -> None:
+        commands = self._to_send.pop(key, [])
+        link = self._link(key[1])
+        if not commands or link is None:
+            return
+        self._unsent[key] = len(commands)
+        for command in commands:
+            victim = command.victim
+            table = self._book.table(victim.sequence_id)
+            pieces = kv_pieces(self._kv, table, victim.computed_tokens, command.first_layer, command.last_layer)
+            meta = pb.KvPiece(
+                epoch=command.epoch,
+                sequence_id=victim.sequence_id,
+                first_layer=command.first_layer,
+                last_layer=command.last_layer,
+            ).SerializeToString()
+            transfer = link.transfer(TrafficClass.KV, pieces, topic=Topic.KV, meta=meta, stream=victim.sequence_id)
+            transfer.done.add_done_callback(lambda f, k=key, e=command.epoch: self._post(PieceSent(e, *k, f)))
+
+    def sent(self, event: PieceSent) -> bool:
+        """Counts a transfer that has ended. True if it was the sequence's last to that member."""
+        error = event.report.exception()
+        report = None if error is not None else event.report.result()
+        if report is None or report.outcome is not Outcome.DELIVERED:
+            why = str(error) if report is None else f"{report.outcome.value}: {report.why}"
+            get_logger().error("KV was not sent", sequence_id=event.sequence_id, to=event.to, why=why)
+            return False  # the link is broken, and its end is told too
+        self._progress.kv_bytes_sent += report.sent_bytes
+        key = (event.sequence_id, event.to)
+        self._unsent[key] -= 1
+        if self._unsent[key]:
+            return False
+        del self._unsent[key]
+        return True

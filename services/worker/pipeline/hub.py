@@ -11,6 +11,7 @@ import torch
 from ballast.common.ids import Epoch, WorkerId
 from ballastpb.worker.v1 import stage_pb2 as pb
 from services.worker.core.transition import EpochEnded, KvCompleteReceived, KvReceived, PeerLost, RosterReceived
+from services.worker.pipeline.destinations import Destinations
 from services.worker.pipeline.events import (
     BatchArrived,
     CapacityTold,
@@ -23,7 +24,6 @@ from services.worker.pipeline.events import (
     RosterArrived,
     Told,
 )
-from services.worker.pipeline.exchange import Destinations
 from services.worker.pipeline.wire import (
     Topic,
     batch_from_bytes,

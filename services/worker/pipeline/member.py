@@ -5,7 +5,6 @@ What decides is pure (`core.transition`, `core.worker`); here links, device memo
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Protocol
 
@@ -88,9 +87,9 @@ from services.worker.pipeline.events import (
     RosterArrived,
     Told,
 )
-from services.worker.pipeline.exchange import kv_bytes, kv_pieces
+from services.worker.pipeline.exchange import KvExchange
+from services.worker.pipeline.homecoming import Homecoming
 from services.worker.pipeline.hub import Hub
-from services.worker.pipeline.restore import LayerPull, LayerServer
 from services.worker.pipeline.status import Progress
 from services.worker.pipeline.wire import (
     Topic,
@@ -105,7 +104,6 @@ from services.worker.shell import MemberEvent, StepOutcome
 from services.worker.transport.link import Link
 from services.worker.transport.plane import DataPlane
 from services.worker.transport.traffic import TrafficClass
-from services.worker.transport.transfer import Outcome
 
 _LINK_TIMEOUT_S = 5.0
 _SEND_TIMEOUT_S = 5.0
@@ -170,20 +168,16 @@ class GroupMember:
         self._links_missing: set[WorkerId] = set()
         self._going: dict[WorkerId, tuple[SequenceSnapshot, ...]] = {}  # handed over, by the leader they go to
         self._coming: list[SequenceSnapshot] = []  # new leader: handed over to it
-        self._to_send: dict[tuple[SequenceId, WorkerId], list[SendKv]] = {}
-        self._asked: set[tuple[SequenceId, WorkerId]] = set()
-        self._unsent: dict[tuple[SequenceId, WorkerId], int] = {}  # transfers under way
-        self._pieces_due: dict[tuple[SequenceId, WorkerId], int] = {}  # receiver: transfers still to come
+        self._told_capacities: dict[WorkerId, int] = {}  # with the handovers, perhaps before this worker's take-up
         self._early: list[BatchArrived] = []  # batches of a leader that is ahead of this member
         self._answers: list[Answer] = []
+        self._recomputed: tuple[SequenceId, ...] = ()  # new leader: victims for whom there is no room
+        self._exchange: KvExchange | None = None  # of the transition under way
         self._max_running_count = max_running_count
-        self._read_layer = read_layer
-        self._workers = ThreadPoolExecutor(2, thread_name_prefix="layers")
-        self._server = LayerServer(memory.parameters, self._workers)
-        self._pull: LayerPull | None = None
-        self._room_wanted = False  # restore: the KV is to shrink to its size at home
-        self._room_granted = False
-        self._undoing = False
+        self._homecoming = Homecoming(
+            layer_count, memory=memory, book=book, hub=hub, ask=self._ask_for_layer, read=read_layer, post=post
+        )
+        self._undoing = False  # a restore was aborted
         self._progress: Progress | None = None
         self.progress: dict[Epoch, Progress] = {}  # what others may read: replaced, never changed
         self.stale_total = 0
@@ -211,9 +205,13 @@ class GroupMember:
             case HandoverArrived():
                 self._handover(event)
             case RosterArrived():
-                self._told(event.epoch, event.event)
+                if self._is_current(event.epoch):
+                    for sequence_id in event.recomputed:  # their blocks are needed for those who keep their KV
+                        self._book.release(sequence_id)
+                    self._drive(event.event)
             case KvAsked():
-                self._kv_asked(event)
+                if self._is_current(event.epoch):
+                    self._the_exchange().asked(event)
             case CapacityTold():
                 self._capacity_told(event)
             case LinkMade():
@@ -221,17 +219,13 @@ class GroupMember:
             case RoomGranted(epoch=epoch):
                 self._room_is_granted(epoch)
             case LayerAsked():
-                self._layer_asked(event)
-            case LayerArrived():
-                if self._pull is not None and event.epoch == self._current().epoch:
-                    self._pull.arrived(event)
-                    self._pulled()
-            case LayerChecked():
-                if self._pull is not None and event.epoch == self._current().epoch:
-                    self._pull.checked(event)
-                    self._pulled()
+                if (link := self._link(event.peer, event.epoch)) is not None:
+                    self._homecoming.serve(link, event)
+            case LayerArrived() | LayerChecked():
+                self._layer_news(event)
             case PieceSent():
-                self._piece_sent(event)
+                if self._is_current(event.epoch) and self._the_exchange().sent(event):
+                    self._drive(KvSent(time.monotonic(), event.epoch, event.sequence_id, event.to))
             case _:
                 raise InvariantViolation(f"{type(event).__name__} is not known here")
         return self._take_answers()
@@ -241,8 +235,10 @@ class GroupMember:
         if self._quiescing and transition is not None and transition.phase is Phase.COMMITTING:
             boundary = not self._core.in_flight_count and not self._core.suspended_ids
             if boundary and transition.led_before:
+                self._tell_removed()
                 self._drive(BoundaryReached(time.monotonic(), transition.epoch))
-        if self._room_wanted and self.leads and self._core.settled and not self._core.in_flight_count:
+        wanted = self._homecoming.wants_room and self.leads
+        if wanted and self._core.settled:  # batches in flight stay within it, and word of it comes behind them
             self._grant_room()
         if self._undoing:
             self._undo_restore()
@@ -262,15 +258,19 @@ class GroupMember:
             )
 
     def close(self) -> None:
-        self._workers.shutdown(wait=True, cancel_futures=True)
+        self._homecoming.close()
         self._plane.close()
+
+    def _tell_removed(self) -> None:
+        """What has ended since the last batch, while the stages still follow this leader: it would stay with them."""
+        self._tell_core(self._core.handle(CapacityChanged(time.monotonic(), min(self._capacities.values()))))
 
     def _take_answers(self) -> list[Answer]:
         answers, self._answers = self._answers, []
         return answers
 
     def _tell_core(self, commands: Iterable[Command]) -> None:
-        """The core's answer to something told it here: HandedOver is ours, the rest is the shell's."""
+        """The core's answer to something told it here. The shell hears of it too: it forgets texts."""
         for command in commands:
             if isinstance(command, HandedOver):
                 for to, snapshots in command.snapshots:
@@ -278,8 +278,7 @@ class GroupMember:
             elif isinstance(command, Removed):
                 outcome = self.run(command)
                 assert outcome is None or not command.batch.slices
-            else:
-                self._answers.append(command)
+            self._answers.append(command)
 
     # ------------------------------------------------------------ batches
 
@@ -380,11 +379,17 @@ class GroupMember:
         self._transition = Transition(self.me, plan)
         self._received = event
         self._progress = Progress(plan.epoch, time.monotonic(), block_count_before=self._book.block_count)
-        self._going, self._coming = {}, []
-        self._to_send.clear()
-        self._asked.clear()
-        self._unsent.clear()
-        self._pieces_due.clear()
+        self._going, self._coming, self._told_capacities = {}, [], {}
+        self._exchange = KvExchange(
+            self._transition,
+            self._progress,
+            kv=self._memory.kv,
+            book=self._book,
+            hub=self._hub,
+            link=lambda to: self._link(to),
+            ask=lambda to, i: self._send(to, TrafficClass.CONTROL, Topic.KV_WANTED, b"", stream=i),
+            post=self._post,
+        )
         self._execute(self._transition.begin())
         self._publish()
 
@@ -397,7 +402,7 @@ class GroupMember:
             case EpochEnded():
                 self._pass_on_epoch_end(epoch)
             case KvReceived(sequence_id=sequence_id, source=source):
-                if not self._last_piece(sequence_id, source):
+                if not self._the_exchange().is_last_piece(sequence_id, source):
                     return
             case _:
                 pass
@@ -431,12 +436,12 @@ class GroupMember:
                     self._lead(victims)
                 case SendRoster(epoch=epoch, victims=victims, to=to):
                     for member in to:
-                        body = roster_to_bytes(epoch, victims, ())
+                        body = roster_to_bytes(epoch, victims, self._recomputed)
                         self._send(member, TrafficClass.CONTROL, Topic.ROSTER, body)
                 case SendKv():
-                    self._send_kv(command)
+                    self._the_exchange().send(command)
                 case ExpectKv():
-                    self._expect_kv(command)
+                    self._the_exchange().expect(command)
                 case SendKvComplete(sequence_id=sequence_id, to=to):
                     self._send(to, TrafficClass.CONTROL, Topic.KV_COMPLETE, b"", stream=sequence_id)
                 case Resume(sequence_id=sequence_id):
@@ -476,7 +481,8 @@ class GroupMember:
                 why = f"a request holds {largest} blocks, more than the {home} there are without its group"
                 self._post(Told(transition.epoch, PreparationFailed(time.monotonic(), transition.epoch, why)))
                 return
-            self._room_wanted, self._room_granted = True, False
+            assert self._received is not None
+            self._homecoming.begin(transition.epoch, self._received.sources, self._counted())
             if self.leads:
                 self._limit(self._memory.home_block_count)
             return
@@ -570,9 +576,12 @@ class GroupMember:
         self._send(to, TrafficClass.CONTROL, Topic.HANDOVER, body.SerializeToString())
 
     def _handover(self, event: HandoverArrived) -> None:
+        transition = self._transition
+        if transition is None or transition.epoch != event.epoch or event.source in self._told_capacities:
+            self.stale_total += 1
+            return
         self._coming.extend(event.snapshots)
-        if event.source in members_of(self._current().part.new):
-            self._capacities[event.source] = event.block_count
+        self._told_capacities[event.source] = event.block_count
         victims = tuple(
             Victim(s.sequence_id, s.computed_tokens, event.source) for s in event.snapshots if s.computed_tokens
         )
@@ -581,6 +590,8 @@ class GroupMember:
     def _lead(self, victims: tuple[Victim, ...]) -> None:
         """All members are ready. Whoever finds no room in the smallest stage starts over; the youngest first."""
         transition, now_s = self._current(), time.monotonic()
+        members = members_of(transition.part.new)
+        self._capacities |= {peer: count for peer, count in self._told_capacities.items() if peer in members}
         capacity = min(self._capacities.values())
         lent = 0 if self._stages else self._foreign_block_count()
         kept, lost = self._fitting(victims, capacity - lent)
@@ -594,6 +605,7 @@ class GroupMember:
         adopted = Adopted(now_s, tuple(self._coming), moving - own, lost_ids - own, last=True)
         self._tell_core(self._core.handle(adopted))
         self._coming = []
+        self._recomputed = tuple(sorted(lost_ids))
         self._quiescing = False
         progress = self._counted()
         progress.victim_count, progress.victims_recomputed = len(victims), len(lost)
@@ -620,79 +632,6 @@ class GroupMember:
         return tuple(kept), tuple(lost)
 
     # ------------------------------------------------------------ exchange
-
-    def _expect_kv(self, command: ExpectKv) -> None:
-        """Blocks first, then the question for the KV: a transfer never finds its destination missing."""
-        transition, victim = self._current(), command.victim
-        table = self._book.hold(victim.sequence_id, victim.computed_tokens)
-        leader = transition.part.new.leader.worker_id
-        for source, to, first, last in transfers(transition.plan, victim, leader):
-            if to != self.me:
-                continue
-            pieces = kv_pieces(self._memory.kv, table, victim.computed_tokens, first, last)
-            self._hub.kv.put((command.epoch, victim.sequence_id, source, first), pieces)
-            key = (victim.sequence_id, source)
-            self._pieces_due[key] = self._pieces_due.get(key, 0) + 1
-            received = self._counted()
-            received.kv_bytes_received += kv_bytes(self._memory.kv, victim.computed_tokens, last - first)
-        for source in command.sources:
-            self._send(source, TrafficClass.CONTROL, Topic.KV_WANTED, b"", stream=victim.sequence_id)
-
-    def _last_piece(self, sequence_id: SequenceId, source: WorkerId) -> bool:
-        key = (sequence_id, source)
-        self._pieces_due[key] = self._pieces_due.get(key, 1) - 1
-        return self._pieces_due[key] == 0
-
-    def _send_kv(self, command: SendKv) -> None:
-        key = (command.victim.sequence_id, command.to)
-        self._to_send.setdefault(key, []).append(command)
-        layers = command.last_layer - command.first_layer
-        self._counted().kv_bytes_to_send += kv_bytes(self._memory.kv, command.victim.computed_tokens, layers)
-        if key in self._asked:
-            self._start_sending(key)
-
-    def _kv_asked(self, event: KvAsked) -> None:
-        if self._transition is None or event.epoch != self._transition.epoch:
-            self.stale_total += 1
-            return
-        key = (event.sequence_id, event.peer)
-        self._asked.add(key)
-        self._start_sending(key)
-
-    def _start_sending(self, key: tuple[SequenceId, WorkerId]) -> None:
-        commands = self._to_send.pop(key, [])
-        link = self._link(key[1])
-        if not commands or link is None:
-            return
-        self._unsent[key] = len(commands)
-        for command in commands:
-            victim = command.victim
-            table = self._book.table(victim.sequence_id)
-            pieces = kv_pieces(self._memory.kv, table, victim.computed_tokens, command.first_layer, command.last_layer)
-            meta = pb.KvPiece(
-                epoch=command.epoch,
-                sequence_id=victim.sequence_id,
-                first_layer=command.first_layer,
-                last_layer=command.last_layer,
-            ).SerializeToString()
-            transfer = link.transfer(TrafficClass.KV, pieces, topic=Topic.KV, meta=meta, stream=victim.sequence_id)
-            transfer.done.add_done_callback(lambda f, k=key, e=command.epoch: self._post(PieceSent(e, *k, f)))
-
-    def _piece_sent(self, event: PieceSent) -> None:
-        if self._transition is None or event.epoch != self._transition.epoch:
-            return
-        error = event.report.exception()
-        report = None if error is not None else event.report.result()
-        if report is None or report.outcome is not Outcome.DELIVERED:
-            why = str(error) if report is None else f"{report.outcome.value}: {report.why}"
-            get_logger().error("KV was not sent", sequence_id=event.sequence_id, to=event.to, why=why)
-            return  # the link is broken, and its end is told too
-        self._counted().kv_bytes_sent += report.sent_bytes
-        key = (event.sequence_id, event.to)
-        self._unsent[key] -= 1
-        if not self._unsent[key]:
-            del self._unsent[key]
-            self._drive(KvSent(time.monotonic(), event.epoch, event.sequence_id, event.to))
 
     def _resume(self, sequence_id: SequenceId) -> None:
         now_s, progress = time.monotonic(), self._counted()
@@ -746,92 +685,50 @@ class GroupMember:
         transition = self._transition
         if transition is None or transition.epoch != epoch or transition.phase is not Phase.PREPARING:
             return
-        if self._room_wanted:
-            self._make_room()
-        else:
-            self._room_granted = True  # the leader was faster than the planner
+        if self._homecoming.wants_room:
+            self._homecoming.make_room()
+            self._after_pull(transition)
 
-    def _make_room(self) -> None:
-        """The blocks in the tail move down, the tail goes, and the missing layers get their memory back."""
-        transition, began_s = self._current(), time.perf_counter()
-        self._room_wanted = False
-        home = self._memory.home_block_count
-        moves = self._book.compaction_plan(home)
-        if moves:
-            origin = torch.tensor([move[0] for move in moves])
-            target = torch.tensor([move[1] for move in moves])
-            for layer in self._memory.kv.held_layers:
-                blocks = self._memory.kv.layer(layer)
-                blocks.index_copy_(0, target, blocks.index_select(0, origin))
-            self._book.compacted(moves)
-        missing = [i for i in range(self._layer_count) if i not in self._memory.parameters.held_layers]
-        self._memory.make_room(missing, used_blocks_end=home)
-        self._book.shrink(home)
-        progress = self._counted()
-        progress.remap_s += time.perf_counter() - began_s
-        assert self._received is not None
-        self._pull = LayerPull(
-            transition.epoch,
-            missing,
-            self._received.sources,
-            parameters=self._memory.parameters,
-            hub=self._hub,
-            ask=self._ask_for_layer,
-            read=self._read_layer,
-            server=self._server,
-            workers=self._workers,
-            post=self._post,
-        )
-        progress.parameter_bytes_to_pull = sum(
-            t.nbytes for layer in missing for t in self._memory.parameters.layer(layer).values()
-        )
-        self._pull.go_on()
-        self._pulled()
-
-    def _ask_for_layer(self, peer: WorkerId, layer: int) -> bool:
-        epoch = self._current().epoch
+    def _ask_for_layer(self, peer: WorkerId, epoch: Epoch, layer: int) -> bool:
         if self._link(peer, epoch) is None:
             return False
         self._send(peer, TrafficClass.CONTROL, Topic.LAYER_WANTED, b"", stream=layer, epoch=epoch)
         return True
 
-    def _layer_asked(self, event: LayerAsked) -> None:
-        link = self._link(event.peer, event.epoch)
-        if link is not None and event.layer in self._memory.parameters.held_layers:
-            self._server.send(link, event.epoch, event.layer)
-
-    def _pulled(self) -> None:
-        pull, transition = self._pull, self._current()
-        if pull is None or transition.phase is not Phase.PREPARING:
+    def _layer_news(self, event: LayerArrived | LayerChecked) -> None:
+        transition = self._transition
+        if transition is None or not self._homecoming.handle(event) or transition.phase is not Phase.PREPARING:
             return
-        progress = self._counted()
-        progress.parameter_bytes_pulled, progress.repulled_layers = pull.pulled_bytes, pull.repulled
+        self._after_pull(transition)
+
+    def _after_pull(self, transition: Transition) -> None:
         now_s = time.monotonic()
-        if pull.failure:
-            self._drive(PreparationFailed(now_s, transition.epoch, pull.failure))
-        elif pull.finished:
-            self._memory.hold_kv_again([i for i in range(self._layer_count) if i not in self._memory.kv.held_layers])
-            self._pull = None
+        if self._homecoming.failure:
+            self._drive(PreparationFailed(now_s, transition.epoch, self._homecoming.failure))
+        elif self._homecoming.complete:
             self._drive(MemoryReady(now_s, transition.epoch))
         else:
             self._publish()
 
     def _undo_restore(self) -> None:
-        """The burst is back: give the layers up again, once nothing writes into them any more."""
-        if self._pull is not None:
-            self._pull.cancel()
-        self._server.cancel()
-        if not self._server.idle or (self._pull is not None and not self._pull.idle):
-            return
-        self._undoing = self._room_wanted = False
-        self._pull = None
-        kept = range(self._first_layer, self._last_layer)
-        lost = [i for i in self._memory.parameters.held_layers if i not in kept]
-        self._memory.drop_layers(lost)
-        self._grow_book(self._memory.release_retired())
-        self._tell_capacity()
+        """The burst is back: layers are given up again, once nothing writes into them any more."""
+        block_count = self._homecoming.undo(range(self._first_layer, self._last_layer))
+        if block_count is not None:
+            self._undoing = False
+            self._grow_book(block_count)
+            self._tell_capacity()
 
     # ------------------------------------------------------------ what others may read
+
+    def _is_current(self, epoch: Epoch) -> bool:
+        current = self._transition is not None and self._transition.epoch == epoch
+        self.stale_total += not current
+        return current
+
+    def _the_exchange(self) -> KvExchange:
+        if self._exchange is None:
+            raise InvariantViolation("KV is exchanged and no transition is under way")
+        return self._exchange
 
     def _current(self) -> Transition:
         if self._transition is None:

@@ -1,0 +1,154 @@
+"""Taking all layers back: the KV shrinks to its size at home, the missing layers come, and their KV is mapped again.
+
+The other direction of a drop, prepared while the group goes on serving. Engine thread only.
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+from ballast.common.errors import InvariantViolation
+from ballast.common.ids import Epoch, WorkerId
+from services.worker.core.stage import StageBook
+from services.worker.memory.device import DeviceMemory
+from services.worker.pipeline.events import LayerArrived, LayerAsked, LayerChecked
+from services.worker.pipeline.hub import Hub
+from services.worker.pipeline.layers import LayerPull, LayerServer
+from services.worker.pipeline.status import Progress
+from services.worker.shell import MemberEvent
+from services.worker.transport.link import Link
+
+_THREADS = 2  # for checksums and the disk
+
+
+class Homecoming:
+    """One restore at a time: `begin`, `make_room` once the leader grants it, `handle` until `complete`; or `undo`."""
+
+    def __init__(
+        self,
+        layer_count: int,
+        *,
+        memory: DeviceMemory,
+        book: StageBook,
+        hub: Hub,
+        ask: Callable[[WorkerId, Epoch, int], bool],
+        read: Callable[[int], None],
+        post: Callable[[MemberEvent], None],
+    ) -> None:
+        """`ask` asks a peer for a layer (False: it cannot be reached), `read` fills one from the checkpoint."""
+        self._layer_count = layer_count
+        self._memory = memory
+        self._book = book
+        self._hub = hub
+        self._ask = ask
+        self._read = read
+        self._post = post
+        self._workers = ThreadPoolExecutor(_THREADS, thread_name_prefix="layers")
+        self._server = LayerServer(memory.parameters, self._workers)
+        self._pull: LayerPull | None = None
+        self._epoch = Epoch(0)
+        self._sources: Mapping[int, Sequence[WorkerId]] = {}
+        self._progress: Progress | None = None
+        self.wants_room = False
+        self.complete = False
+        self.failure = ""
+
+    def serve(self, link: Link, event: LayerAsked) -> None:
+        """A peer wants a layer. One that is not held is not answered: the peer is told by the planner whom to ask."""
+        if event.layer in self._memory.parameters.held_layers:
+            self._server.send(link, event.epoch, event.layer)
+
+    def begin(self, epoch: Epoch, sources: Mapping[int, Sequence[WorkerId]], progress: Progress) -> None:
+        self._epoch, self._sources, self._progress = epoch, sources, progress
+        self.wants_room, self.complete, self.failure = True, False, ""
+
+    def make_room(self) -> None:
+        """Blocks in the tail move down, the tail goes, and the missing layers get memory again: asks for them.
+
+        No more blocks are held than there are at home, and none beyond will be asked for.
+        """
+        progress, began_s = self._counted(), time.perf_counter()
+        self.wants_room = False
+        home = self._memory.home_block_count
+        self._compact(home)
+        missing = [i for i in range(self._layer_count) if i not in self._memory.parameters.held_layers]
+        self._memory.make_room(missing, used_blocks_end=home)
+        self._book.shrink(home)
+        progress.remap_s += time.perf_counter() - began_s
+        progress.parameter_bytes_to_pull = sum(
+            t.nbytes for layer in missing for t in self._memory.parameters.layer(layer).values()
+        )
+        self._pull = LayerPull(
+            self._epoch,
+            missing,
+            self._sources,
+            parameters=self._memory.parameters,
+            hub=self._hub,
+            ask=lambda peer, layer: self._ask(peer, self._epoch, layer),
+            read=self._read,
+            server=self._server,
+            workers=self._workers,
+            post=self._post,
+        )
+        self._pull.go_on()
+        self._settle(self._pull)
+
+    def _compact(self, block_count: int) -> None:
+        moves = self._book.compaction_plan(block_count)
+        if not moves:
+            return
+        origin = torch.tensor([move[0] for move in moves])
+        target = torch.tensor([move[1] for move in moves])
+        for layer in self._memory.kv.held_layers:
+            blocks = self._memory.kv.layer(layer)
+            device = blocks.device
+            blocks.index_copy_(0, target.to(device), blocks.index_select(0, origin.to(device)))
+        self._book.compacted(moves)
+
+    def handle(self, event: LayerArrived | LayerChecked) -> bool:
+        """False: it was about another restore, or one that has been given up."""
+        pull = self._pull
+        if pull is None or event.epoch != self._epoch:
+            return False
+        if isinstance(event, LayerArrived):
+            pull.arrived(event)
+        else:
+            pull.checked(event)
+        self._settle(pull)
+        return True
+
+    def _settle(self, pull: LayerPull) -> None:
+        progress = self._counted()
+        progress.parameter_bytes_pulled, progress.repulled_layers = pull.pulled_bytes, pull.repulled
+        self.failure = pull.failure
+        if pull.finished and not self.complete:
+            held = self._memory.kv.held_layers
+            self._memory.hold_kv_again([i for i in range(self._layer_count) if i not in held])
+            self.complete = True
+
+    def undo(self, kept: range) -> int | None:
+        """Gives up all but the layers `kept` again. None: something still writes into them; ask again later.
+
+        Returns the number of blocks there are now.
+        """
+        self.wants_room = False
+        self._server.cancel()
+        if self._pull is not None:
+            self._pull.cancel()
+            if not self._pull.idle:
+                return None
+        if not self._server.idle:
+            return None
+        self._pull, self.complete = None, False
+        self._memory.drop_layers([i for i in self._memory.parameters.held_layers if i not in kept])
+        return self._memory.release_retired()
+
+    def close(self) -> None:
+        self._workers.shutdown(wait=True, cancel_futures=True)
+
+    def _counted(self) -> Progress:
+        if self._progress is None:
+            raise InvariantViolation("no restore has begun")
+        return self._progress
