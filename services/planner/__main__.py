@@ -15,8 +15,10 @@ from ballast.service.settings import load_settings
 from ballast.service.state import StateServer
 from ballastpb.planner.v1 import planner_pb2, planner_pb2_grpc
 from services.planner.config import PlannerSettings, flags
+from services.planner.core.conductor import ConductorRules
 from services.planner.core.machine import PlannerCore, PlannerRules
-from services.planner.peers import MonitorEvents, drain_worker
+from services.planner.core.transition import CoordinatorRules
+from services.planner.peers import Members, MonitorEvents, drain_worker
 from services.planner.servicer import PlannerServicer
 from services.planner.shell import PlannerShell
 from services.planner.store import RedisLayoutStore
@@ -71,12 +73,19 @@ def build_shell(settings: PlannerSettings, state: StateServer, monitor: LeaderAd
         verify_interval_s=settings.verify_interval_s,
         retry_s=settings.retry_s,
         max_drains=settings.max_drains,
+        transitions=ConductorRules(
+            drops=settings.overload_policy == "drop",
+            coordinator=CoordinatorRules(
+                prepare_timeout_s=settings.prepare_timeout_s, restore_prepare_timeout_s=settings.restore_timeout_s
+            ),
+        ),
     )
     return PlannerShell(
         PlannerCore(rules),
         RedisLayoutStore(state),
         MonitorEvents(monitor),
         drain_worker,
+        Members(),
         planner_id=settings.planner_id,
         max_watchers=settings.max_watchers,
     )

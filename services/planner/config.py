@@ -2,7 +2,7 @@
 
 import argparse
 import secrets
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
@@ -28,6 +28,10 @@ class PlannerSettings(Settings):
     drain_timeout_s: float = Field(default=10.0, gt=0)  # longest wait for the epoch that takes a drained worker out
     max_drains: int = Field(default=1000, gt=0)  # drains whose answers are remembered
     max_watchers: int = Field(default=64, gt=0)
+    # drop: parameters make room when memory runs short. recompute: they do not, overloads are only counted.
+    overload_policy: Literal["drop", "recompute"] = "drop"
+    prepare_timeout_s: float = Field(default=10.0, gt=0)  # of a drop; nothing has changed for anybody until then
+    restore_timeout_s: float = Field(default=600.0, gt=0)  # for missing parameters to come back
     log_level: str = Field(default="info", pattern="^(debug|info|warning|error)$")
     log_format: LogFormat = "console"
     shutdown_timeout_s: float = Field(default=5.0, ge=0)
@@ -45,6 +49,12 @@ def flags() -> argparse.ArgumentParser:
     parser.add_argument("--planner-id", dest="planner_id", help="tells replicas apart (minted at every start)")
     parser.add_argument("--monitor-address", dest="monitor_address", help="host:port; default: looked up")
     parser.add_argument("--leadership-ttl-s", dest="leadership_ttl_s", type=float, help="lease of the active one (3)")
+    parser.add_argument(
+        "--overload-policy",
+        dest="overload_policy",
+        choices=("drop", "recompute"),
+        help="what to do when KV memory runs short: drop parameters (default), or only count it",
+    )
     parser.add_argument("--log-level", dest="log_level", help="debug, info, warning or error")
     parser.add_argument("--log-format", dest="log_format", help="console or json")
     parser.add_argument("--shutdown-timeout", dest="shutdown_timeout_s", type=float, help="seconds for calls to end")

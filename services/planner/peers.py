@@ -1,14 +1,25 @@
-"""Who the planner talks to by gRPC: the monitor, to which it listens, and the workers, which it asks to drain."""
+"""Who the planner talks to by gRPC: the monitor, to which it listens, and the workers, whom it asks things."""
 
 import asyncio
+import dataclasses
 import itertools
 import time
 from collections.abc import AsyncGenerator
 
 import grpc
+import grpc.aio
 
-from ballast.common.errors import BallastError, DeadlineExceeded, NotActive, StaleEpoch
+from ballast.common.errors import (
+    BallastError,
+    DeadlineExceeded,
+    InvalidRequest,
+    NotActive,
+    NotPossible,
+    StaleEpoch,
+    Unavailable,
+)
 from ballast.common.ids import Incarnation, WorkerId
+from ballast.common.load import LoadReport
 from ballast.rpc import codec
 from ballast.rpc.channel import open_channel
 from ballast.rpc.errors import from_rpc_error
@@ -18,18 +29,34 @@ from ballastpb.monitor.v1 import monitor_pb2 as pb
 from ballastpb.monitor.v1 import monitor_pb2_grpc
 from ballastpb.worker.v1 import worker_pb2, worker_pb2_grpc
 from services.planner.core.messages import (
+    Call,
+    CallMember,
     InstanceDraining,
     InstanceLost,
     InstanceUp,
     MonitorEvent,
+    OverloadRaised,
+    ReliefRaised,
     SnapshotBegan,
     SnapshotEnded,
 )
+from services.planner.core.transition import Journal, Kind, MemberPhase, MemberSaid, MemberStatus
 
 _FIRST_BACK_OFF_S = 0.1
 _LONGEST_BACK_OFF_S = 1.0
 _LOOK_UP_S = 0.5  # how often a silent stream is checked for a monitor that has taken over
 _ANSWER_TIMEOUT_S = 3.0
+_KINDS = {Kind.DROP: worker_pb2.TRANSITION_KIND_DROP, Kind.RESTORE: worker_pb2.TRANSITION_KIND_RESTORE}
+_PHASES = {
+    worker_pb2.TRANSITION_PHASE_UNSPECIFIED: MemberPhase.NONE,
+    worker_pb2.TRANSITION_PHASE_PREPARING: MemberPhase.PREPARING,
+    worker_pb2.TRANSITION_PHASE_PREPARED: MemberPhase.PREPARED,
+    worker_pb2.TRANSITION_PHASE_COMMITTING: MemberPhase.COMMITTING,
+    worker_pb2.TRANSITION_PHASE_EXCHANGING: MemberPhase.EXCHANGING,
+    worker_pb2.TRANSITION_PHASE_DONE: MemberPhase.DONE,
+    worker_pb2.TRANSITION_PHASE_ABORTED: MemberPhase.ABORTED,
+    worker_pb2.TRANSITION_PHASE_FAILED: MemberPhase.FAILED,
+}
 
 
 class MonitorEvents:
@@ -54,6 +81,24 @@ class MonitorEvents:
                     last_why = str(error)
             await asyncio.sleep(back_off_s)
             back_off_s = min(2 * back_off_s, _LONGEST_BACK_OFF_S)
+
+    async def loads(self, timeout_s: float) -> dict[WorkerId, LoadReport]:
+        """How loaded everybody is, as the active monitor knows it.
+
+        Raises:
+            BallastError: no monitor is active, or it does not answer.
+        """
+        target = self._monitor.current
+        if target is None:
+            raise Unavailable("monitor", "none is active")
+        async with open_channel(target) as channel:
+            stub = monitor_pb2_grpc.MonitorServiceStub(channel)
+            try:
+                answer = await stub.GetClusterStatus(pb.GetClusterStatusRequest(), timeout=timeout_s)
+            except grpc.RpcError as error:
+                raise from_rpc_error(error, target) from error
+        reported = (row for row in answer.instances if row.HasField("load"))
+        return {WorkerId(row.instance.worker_id): codec.load_from_proto(row.load) for row in reported}
 
     async def _listen(self, target: str) -> AsyncGenerator[MonitorEvent, None]:
         """Ends when the stream ends or another monitor takes over; raises when the stream fails."""
@@ -119,6 +164,7 @@ def _event_from_proto(message: pb.WatchEventsResponse) -> MonitorEvent | None:
                 address=instance.address,
                 model=codec.model_from_proto(instance.model),
                 draining=message.instance_up.draining,
+                data_address=instance.data_address,
             )
         case "instance_lost":
             lost = message.instance_lost
@@ -126,7 +172,73 @@ def _event_from_proto(message: pb.WatchEventsResponse) -> MonitorEvent | None:
         case "instance_draining":
             draining = message.instance_draining
             return InstanceDraining(at_s, cause_id, WorkerId(draining.worker_id), Incarnation(draining.incarnation))
+        case "overload":
+            return OverloadRaised(at_s, cause_id, message.overload.required_bytes)
+        case "relief":
+            return ReliefRaised(at_s, cause_id)
         case "snapshot_end":
             return SnapshotEnded(at_s, cause_id)
         case _:
             return None
+
+
+class Members:
+    """Calls to the members of transitions. Connections are kept while there is something to ask."""
+
+    def __init__(self) -> None:
+        self._channels: dict[str, grpc.aio.Channel] = {}
+
+    async def call(self, command: CallMember, timeout_s: float) -> MemberSaid | None:
+        """What the member says; None if it says nothing (in time). A refusal to prepare is FAILED."""
+        worker_id, epoch = command.member.worker_id, command.journal.epoch
+        try:
+            status = await self._ask(command, timeout_s)
+        except grpc.RpcError as error:
+            why = from_rpc_error(error, worker_id)
+            if command.call is Call.PREPARE and isinstance(why, (InvalidRequest, StaleEpoch, NotPossible)):
+                return MemberSaid(time.monotonic(), worker_id, MemberPhase.FAILED, str(why))
+            if not isinstance(why, (Unavailable, DeadlineExceeded)):
+                get_logger().warning("member does not do as asked", worker=worker_id, epoch=epoch, why=str(why))
+            return None
+        if status.epoch != epoch:
+            return None
+        phase = _PHASES.get(status.phase, MemberPhase.NONE)
+        return MemberSaid(time.monotonic(), worker_id, phase, status.why, _status_from_proto(status))
+
+    async def _ask(self, command: CallMember, timeout_s: float) -> worker_pb2.TransitionStatus:
+        address, epoch = command.member.address, command.journal.epoch
+        channel = self._channels.get(address)
+        if channel is None:
+            channel = self._channels[address] = open_channel(address)
+        stub = worker_pb2_grpc.WorkerServiceStub(channel)
+        match command.call:
+            case Call.PREPARE:
+                return (await stub.Prepare(_prepare_request(command), timeout=timeout_s)).status
+            case Call.COMMIT:
+                return (await stub.Commit(worker_pb2.CommitRequest(epoch=epoch), timeout=timeout_s)).status
+            case Call.ABORT:
+                request = worker_pb2.AbortRequest(epoch=epoch, why=command.why)
+                return (await stub.Abort(request, timeout=timeout_s)).status
+            case Call.POLL:
+                request = worker_pb2.GetTransitionRequest(epoch=epoch)
+                return (await stub.GetTransition(request, timeout=timeout_s)).status
+
+    async def close(self) -> None:
+        channels, self._channels = list(self._channels.values()), {}
+        for channel in channels:
+            await channel.close()
+
+
+def _prepare_request(command: CallMember) -> worker_pb2.PrepareRequest:
+    journal: Journal = command.journal
+    return worker_pb2.PrepareRequest(
+        kind=_KINDS[journal.kind],
+        base=codec.layout_to_proto(journal.base),
+        target=codec.layout_to_proto(journal.target),
+        sources=[worker_pb2.LayerSource(layer=layer, worker_id=holder or "") for layer, holder in command.sources],
+        cause_id=command.cause_id,
+    )
+
+
+def _status_from_proto(status: worker_pb2.TransitionStatus) -> MemberStatus:
+    return MemberStatus(**{f.name: getattr(status, f.name) for f in dataclasses.fields(MemberStatus)})

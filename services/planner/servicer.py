@@ -1,17 +1,24 @@
 """PlannerService: protobuf stops here."""
 
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc.aio
 
-from ballast.common.errors import InvalidRequest
+from ballast.common.errors import InvalidRequest, NotActive, NotPossible
 from ballast.common.ids import WorkerId
 from ballast.rpc import codec
 from ballast.rpc.deadline import remaining_s
 from ballast.rpc.server import when_done
 from ballastpb.planner.v1 import planner_pb2 as pb
 from ballastpb.planner.v1 import planner_pb2_grpc
+from services.planner.core.messages import AnswerChange, ChangeRequest, DropRequested, RestoreRequested
+from services.planner.core.record import TransitionRecord
+from services.planner.core.survey import NoSurvey
+from services.planner.core.transition import Stage
+from services.planner.core.wishes import explain_now
+from services.planner.policy.drop import Method
 from services.planner.shell import PlannerShell
 
 # Any: the message types of a call do not matter to its context.
@@ -47,7 +54,100 @@ class PlannerServicer(planner_pb2_grpc.PlannerServiceServicer):
             raise InvalidRequest("worker_id", "must not be empty")
         if not request.request_id:
             raise InvalidRequest("request_id", "must not be empty; any unique name will do")
-        left_s = remaining_s(context)
-        timeout_s = self._drain_timeout_s if left_s is None else min(left_s, self._drain_timeout_s)
-        epoch = await self._shell.drain(request.request_id, WorkerId(request.worker_id), timeout_s)
+        epoch = await self._shell.drain(request.request_id, WorkerId(request.worker_id), self._timeout_s(context))
         return pb.DrainWorkerResponse(epoch=epoch)
+
+    # ------------------------------------------------------------ transitions
+
+    async def ExplainPlan(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, request: pb.ExplainPlanRequest, context: _Context
+    ) -> pb.ExplainPlanResponse:
+        required = _required(request)
+        method = _method(request.method)
+        core = self._shell.core
+        if not core.active:
+            raise NotActive(self._shell.planner_id)
+        loads = await self._shell.loads()
+        try:
+            told = explain_now(core.layout, core.layout_model, loads, required, method)
+        except NoSurvey as reason:
+            raise NotPossible(str(reason)) from reason
+        return pb.ExplainPlanResponse(
+            lines=told.lines,
+            required_bytes=told.required_bytes,
+            freed_bytes=told.freed_bytes,
+            shortfall_bytes=told.shortfall_bytes,
+            layout=codec.layout_to_proto(told.layout),
+        )
+
+    async def Drop(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, request: pb.DropRequest, context: _Context
+    ) -> pb.DropResponse:
+        names = tuple(WorkerId(name) for name in request.worker_ids)
+        required = _required(request)
+        if names and (required is not None or request.method):
+            raise InvalidRequest("worker_ids", "exclude required_bytes and method: they say all")
+        at_s, cause_id = time.monotonic(), f"{self._shell.planner_id}/{request.request_id}"
+        event = DropRequested(at_s, cause_id, request.request_id, required, _method(request.method), names)
+        answer = await self._change(event, context)
+        return pb.DropResponse(epoch=answer.epoch, lines=answer.lines)
+
+    async def Restore(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, request: pb.RestoreRequest, context: _Context
+    ) -> pb.RestoreResponse:
+        cause_id = f"{self._shell.planner_id}/{request.request_id}"
+        answer = await self._change(RestoreRequested(time.monotonic(), cause_id, request.request_id), context)
+        return pb.RestoreResponse(epoch=answer.epoch)
+
+    async def ListTransitions(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, request: pb.ListTransitionsRequest, context: _Context
+    ) -> pb.ListTransitionsResponse:
+        now_s = time.monotonic()
+        records = self._shell.core.conductor.records()
+        return pb.ListTransitionsResponse(transitions=[_record_to_proto(record, now_s) for record in records])
+
+    async def _change(self, event: ChangeRequest, context: _Context) -> AnswerChange:
+        if not event.request_id:
+            raise InvalidRequest("request_id", "must not be empty; any unique name will do")
+        return await self._shell.change(event, self._timeout_s(context))
+
+    def _timeout_s(self, context: _Context) -> float:
+        left_s = remaining_s(context)
+        return self._drain_timeout_s if left_s is None else min(left_s, self._drain_timeout_s)
+
+
+def _required(request: pb.ExplainPlanRequest | pb.DropRequest) -> int | None:
+    if not request.HasField("required_bytes"):
+        return None
+    if request.required_bytes < 1:
+        raise InvalidRequest("required_bytes", f"must be positive, got {request.required_bytes}")
+    return request.required_bytes
+
+
+def _method(name: str) -> Method:
+    try:
+        return Method(name or Method.AUTO)
+    except ValueError:
+        raise InvalidRequest("method", f"{name!r} is not known; known are {', '.join(Method)}") from None
+
+
+def _record_to_proto(record: TransitionRecord, now_s: float) -> pb.Transition:
+    journal = record.journal
+    return pb.Transition(
+        epoch=record.epoch,
+        kind=str(journal.kind),
+        phase=str(journal.stage),
+        reason=journal.why,
+        summary=record.summary,
+        age_s=now_s - record.began_at_s,
+        prepare_s=record.prepare_s,
+        commit_s=record.seconds_in(Stage.COMMITTING),
+        exchange_s=record.seconds_in(Stage.EXCHANGING),
+        remap_s=record.longest_s("remap_s"),
+        freed_parameter_bytes=record.total("freed_parameter_bytes"),
+        kv_bytes_exchanged=record.total("kv_bytes_sent"),
+        parameter_bytes_pulled=record.total("parameter_bytes_pulled"),
+        victim_count=record.victim_count,
+        victims_recomputed=record.total("victims_recomputed"),
+        max_stall_s=record.longest_s("max_stall_s"),
+    )

@@ -6,7 +6,7 @@ import time
 from collections.abc import AsyncGenerator, Awaitable
 from typing import Protocol
 
-from prometheus_client import Counter, Gauge
+from prometheus_client import Counter, Gauge, Histogram
 
 from ballast.common.errors import (
     AlreadyExists,
@@ -14,39 +14,56 @@ from ballast.common.errors import (
     DeadlineExceeded,
     NotActive,
     NotFound,
+    NotPossible,
     Overloaded,
     Unavailable,
 )
 from ballast.common.ids import Epoch, Incarnation, WorkerId
 from ballast.common.layout import Layout
+from ballast.common.load import LoadReport
 from ballast.service.logs import get_logger
 from ballast.service.metrics import REGISTRY
 from services.planner.core.machine import PlannerCore
 from services.planner.core.messages import (
+    AnswerChange,
     AnswerDrain,
     AskWorkerToDrain,
+    Call,
+    CallMember,
+    ChangeRefusal,
+    ChangeRequest,
     Command,
     DrainRefusal,
     DrainRequested,
     Event,
     FollowMonitor,
     IgnoreStale,
+    JournalSettled,
     LayoutLoaded,
     LeadershipChanged,
     LeaveMonitor,
     LoadFailed,
     LoadLayout,
+    LoadsRead,
+    MemberAnswered,
     MonitorEvent,
+    NothingDone,
     Publish,
+    ReadLoads,
+    RefuseChange,
     RefuseDrain,
     RejectInstance,
     SetTimer,
     StoredLayout,
     TimerFired,
+    TransitionMoved,
+    WriteJournal,
     WriteLayout,
     WriteOutcome,
     WriteSettled,
 )
+from services.planner.core.record import TransitionRecord
+from services.planner.core.transition import MemberSaid, Stage
 
 _EPOCH = Gauge("ballast_layout_epoch", "Epoch of the layout", registry=REGISTRY)
 _GROUPS = Gauge("ballast_layout_groups", "Groups in the layout", registry=REGISTRY)
@@ -56,8 +73,42 @@ _REJECTED = Counter(
     "ballast_instances_rejected_total", "Instances kept out because they serve another model", registry=REGISTRY
 )
 _STALE = Counter("ballast_planner_stale_events_total", "News of an old life of a worker, ignored", registry=REGISTRY)
+_TRANSITIONS = Counter(
+    "ballast_transitions_total", "Drops and restores that have ended", ["kind", "ending"], registry=REGISTRY
+)
+_DURATIONS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+_PHASES = Histogram(
+    "ballast_transition_phase_seconds",
+    "Time in a phase of transitions that took effect",
+    ["kind", "phase"],
+    buckets=_DURATIONS_S,
+    registry=REGISTRY,
+)
+_FREED = Counter("ballast_freed_parameter_bytes_total", "Parameter memory that was dropped", registry=REGISTRY)
+_EXCHANGED = Counter("ballast_exchanged_kv_bytes_total", "KV that went to another member", registry=REGISTRY)
+_PULLED = Counter("ballast_pulled_parameter_bytes_total", "Parameters that came back", registry=REGISTRY)
+_VICTIMS = Counter(
+    "ballast_transition_victims_total", "Requests that ran during a transition", ["fate"], registry=REGISTRY
+)
+_STALL = Histogram(
+    "ballast_transition_stall_seconds",
+    "Longest wait of a request for its KV, per transition",
+    buckets=_DURATIONS_S,
+    registry=REGISTRY,
+)
+_GROUP_SIZES = Gauge("ballast_layout_group_size", "Groups by number of members", ["members"], registry=REGISTRY)
+_NOTHING_DONE = Counter(
+    "ballast_plans_insufficient_total", "Times that no plan met what was asked for", ["asked_by"], registry=REGISTRY
+)
+_SHORTFALL = Gauge(
+    "ballast_plan_shortfall_bytes",
+    "What the newest plan for an overload lacked; more instances help",
+    registry=REGISTRY,
+)
 
 _MOST_GROUPS_LOGGED = 16
+_LOADS_TIMEOUT_S = 2.0
+_CALL_TIMEOUT_S = 2.0  # of a call to a member; it is repeated until the transition ends
 _DRAIN_DELAYS_S = (0.0, 0.5, 2.0)
 _DRAIN_CALL_TIMEOUT_S = 3.0
 
@@ -69,9 +120,21 @@ class LayoutStore(Protocol):
 
     async def write(self, command: WriteLayout) -> WriteOutcome: ...
 
+    async def write_journal(self, command: WriteJournal) -> WriteOutcome: ...
+
 
 class MonitorPort(Protocol):
     def events(self) -> AsyncGenerator[MonitorEvent, None]: ...
+
+    async def loads(self, timeout_s: float) -> dict[WorkerId, LoadReport]: ...
+
+
+class MembersPort(Protocol):
+    """Calls to members of transitions. None: no answer that could be used."""
+
+    async def call(self, command: CallMember, timeout_s: float) -> MemberSaid | None: ...
+
+    async def close(self) -> None: ...
 
 
 class DrainWorker(Protocol):
@@ -118,6 +181,7 @@ class PlannerShell:
         store: LayoutStore,
         monitor: MonitorPort,
         drain_worker: DrainWorker,
+        members: MembersPort,
         *,
         planner_id: str,
         max_watchers: int,
@@ -127,6 +191,10 @@ class PlannerShell:
         self._store = store
         self._monitor = monitor
         self._drain_worker = drain_worker
+        self._members = members
+        self._calls: set[tuple[WorkerId, Call]] = set()  # one of a kind at a time
+        self._changes: dict[str, list[asyncio.Future[AnswerChange]]] = {}  # request id -> those who wait
+        self._sizes: set[str] = set()  # of groups, that the gauge has labels for
         self._max_watchers = max_watchers
         self._tasks = asyncio.TaskGroup()
         self._listening: asyncio.Task[None] | None = None
@@ -148,6 +216,7 @@ class PlannerShell:
                     self._timer.cancel()
                 for watcher in self._watchers:
                     watcher.dismiss(Unavailable(self.planner_id, "stopping"))
+                await self._members.close()
 
     def feed(self, event: Event) -> None:
         for command in self.core.handle(event):
@@ -196,6 +265,29 @@ class PlannerShell:
             if not waiting and self._drains.get(request_id) is waiting:
                 del self._drains[request_id]
 
+    async def change(self, event: ChangeRequest, timeout_s: float) -> AnswerChange:
+        """A drop or restore by hand; returns once the plan is journaled."""
+        answer: asyncio.Future[AnswerChange] = asyncio.get_running_loop().create_future()
+        waiting = self._changes.setdefault(event.request_id, [])
+        waiting.append(answer)
+        try:
+            self.feed(event)
+            async with asyncio.timeout(timeout_s):
+                return await answer
+        except TimeoutError as error:
+            raise DeadlineExceeded(
+                f"no plan was journaled within {timeout_s:.1f} s (is the state server away?);"
+                " ask again with the same request id"
+            ) from error
+        finally:
+            waiting.remove(answer)
+            if not waiting and self._changes.get(event.request_id) is waiting:
+                del self._changes[event.request_id]
+
+    async def loads(self) -> dict[WorkerId, LoadReport]:
+        """Raises BallastError: the monitor does not answer."""
+        return await self._monitor.loads(_LOADS_TIMEOUT_S)
+
     # ------------------------------------------------------------ commands
 
     def _execute(self, command: Command) -> None:
@@ -237,6 +329,24 @@ class PlannerShell:
                 )
             case SetTimer(at_s):
                 self._set_timer(at_s)
+            case ReadLoads(cause_id):
+                self._tasks.create_task(self._read_loads(cause_id), name="read loads")
+            case WriteJournal():
+                self._tasks.create_task(self._write_journal(command), name="write journal")
+            case CallMember():
+                self._call_member(command)
+            case AnswerChange(request_id):
+                for answer in self._changes.pop(request_id, []):
+                    if not answer.done():
+                        answer.set_result(command)
+            case RefuseChange(request_id, refusal, why):
+                for answer in self._changes.pop(request_id, []):
+                    if not answer.done():
+                        answer.set_exception(self._change_error(refusal, why))
+            case TransitionMoved(record, cause_id):
+                self._note_transition(record, cause_id)
+            case NothingDone(what, why, shortfall_bytes, cause_id):
+                self._note_nothing(what, why, shortfall_bytes, cause_id)
 
     def _set_timer(self, at_s: float) -> None:
         if self._timer is not None:
@@ -273,6 +383,42 @@ class PlannerShell:
             )
         self.feed(WriteSettled(time.monotonic(), command.cause_id, command.layout.epoch, command.token, outcome))
 
+    async def _read_loads(self, cause_id: str) -> None:
+        try:
+            loads, failure = await self.loads(), ""
+        except BallastError as error:
+            loads, failure = {}, str(error)
+        self.feed(LoadsRead(time.monotonic(), cause_id, loads, failure))
+
+    async def _write_journal(self, command: WriteJournal) -> None:
+        outcome = await self._store.write_journal(command)
+        journal = command.journal
+        if outcome in (WriteOutcome.CONFLICT, WriteOutcome.FENCED):
+            get_logger().warning(
+                "journal refused by the state server",
+                epoch=journal.epoch,
+                stage=journal.stage,
+                outcome=outcome.name.lower(),
+                cause_id=command.cause_id,
+            )
+        at_s = time.monotonic()
+        self.feed(JournalSettled(at_s, command.cause_id, journal.epoch, journal.stage, command.token, outcome))
+
+    def _call_member(self, command: CallMember) -> None:
+        key = (command.member.worker_id, command.call)
+        if key in self._calls:
+            return
+        self._calls.add(key)
+        self._tasks.create_task(self._ask_member(command), name=f"{command.call.name} {key[0]}")
+
+    async def _ask_member(self, command: CallMember) -> None:
+        try:
+            said = await self._members.call(command, _CALL_TIMEOUT_S)
+        finally:
+            self._calls.discard((command.member.worker_id, command.call))
+        if said is not None:
+            self.feed(MemberAnswered(time.monotonic(), command.cause_id, command.journal.epoch, said))
+
     async def _listen(self) -> None:
         async with contextlib.aclosing(self._monitor.events()) as events:
             async for event in events:
@@ -297,12 +443,74 @@ class PlannerShell:
     def _publish(self, layout: Layout, cause_id: str) -> None:
         _EPOCH.set(layout.epoch)
         _GROUPS.set(len(layout.groups))
+        self._count_sizes(layout)
         _CHANGES.inc()
         get_logger().info(
             "layout", epoch=layout.epoch, reason=layout.reason, groups=describe(layout), cause_id=cause_id
         )
         for watcher in self._watchers:
             watcher.offer(layout)
+
+    def _count_sizes(self, layout: Layout) -> None:
+        sizes = [str(len(group.members)) for group in layout.groups]
+        for gone in self._sizes - set(sizes):
+            _GROUP_SIZES.remove(gone)
+        self._sizes = set(sizes)
+        for size in self._sizes:
+            _GROUP_SIZES.labels(size).set(sizes.count(size))
+
+    def _note_transition(self, record: TransitionRecord, cause_id: str) -> None:
+        journal = record.journal
+        log = get_logger().bind(epoch=journal.epoch, kind=str(journal.kind), cause_id=cause_id)
+        if not journal.stage.over:
+            log.info("transition", stage=str(journal.stage), by=record.by, why=journal.why or journal.failure)
+            return
+        _TRANSITIONS.labels(str(journal.kind), str(journal.stage)).inc()
+        if journal.stage is not Stage.DONE:
+            log.warning("transition taken back", summary=record.summary, seconds=round(record.prepare_s, 3))
+            return
+        for phase, seconds in (
+            ("prepare", record.prepare_s),
+            ("commit", record.seconds_in(Stage.COMMITTING)),
+            ("exchange", record.seconds_in(Stage.EXCHANGING)),
+            ("remap", record.longest_s("remap_s")),
+        ):
+            _PHASES.labels(str(journal.kind), phase).observe(seconds)
+        recomputed = record.total("victims_recomputed")
+        _FREED.inc(record.total("freed_parameter_bytes"))
+        _EXCHANGED.inc(record.total("kv_bytes_sent"))
+        _PULLED.inc(record.total("parameter_bytes_pulled"))
+        _VICTIMS.labels("recomputed").inc(recomputed)
+        _VICTIMS.labels("kept").inc(max(0, record.victim_count - recomputed))
+        _STALL.observe(record.longest_s("max_stall_s"))
+        log.info(
+            "transition ended",
+            summary=record.summary,
+            prepare_s=round(record.prepare_s, 3),
+            commit_s=round(record.seconds_in(Stage.COMMITTING), 3),
+            exchange_s=round(record.seconds_in(Stage.EXCHANGING), 3),
+            remap_s=round(record.longest_s("remap_s"), 4),
+        )
+
+    def _note_nothing(self, what: str, why: str, shortfall_bytes: int, cause_id: str) -> None:
+        _NOTHING_DONE.labels(what).inc()
+        log = get_logger().bind(asked_by=what, why=why, cause_id=cause_id)
+        if what != "overload":
+            log.info("no transition")
+            return
+        _SHORTFALL.set(shortfall_bytes)
+        log.warning("memory is short and stays so", shortfall_bytes=shortfall_bytes)
+
+    def _change_error(self, refusal: ChangeRefusal, why: str) -> BallastError:
+        match refusal:
+            case ChangeRefusal.STANDBY:
+                return NotActive(self.planner_id)
+            case ChangeRefusal.BUSY | ChangeRefusal.NOT_POSSIBLE:
+                return NotPossible(why)
+            case ChangeRefusal.NO_LOADS:
+                return Unavailable("monitor", why)
+            case ChangeRefusal.ID_REUSED:
+                return AlreadyExists(why)
 
     def _error(self, why: DrainRefusal, request_id: str) -> BallastError:
         match why:

@@ -1,41 +1,76 @@
 """The layout in the state server. Owner of these keys, which change together:
 
 ballast:layout           string, base64 of ballastpb.cluster.v1.Layout; dispatchers read it
-ballast:layout:meta      hash {epoch, token (fencing token of who wrote it), model (JSON)}; for planners
+ballast:layout:meta      hash {epoch, token (fencing token of who wrote it), model (JSON), partial (JSON)}; for planners
 ballast:layout:changed   channel; carries the new epoch
+ballast:transition       hash {epoch, stage, token, body (JSON)}: the journal of the newest transition
 """
 
 import base64
 import binascii
 from collections.abc import Awaitable
+from dataclasses import dataclass
 from typing import Any, cast
 
 from google.protobuf.message import DecodeError
 from pydantic import TypeAdapter, ValidationError
 
 from ballast.common.errors import InvariantViolation, Unavailable
-from ballast.common.ids import Epoch
+from ballast.common.ids import Epoch, Incarnation, WorkerId
 from ballast.common.layout import Layout
 from ballast.common.model import ModelInfo
 from ballast.rpc import codec
 from ballast.service.logs import get_logger
 from ballast.service.state import KEY_PREFIX, StateServer, lease_key
 from ballastpb.cluster.v1 import cluster_pb2 as pb
-from services.planner.core.messages import StoredLayout, WriteLayout, WriteOutcome
+from services.planner.core.messages import StoredLayout, WriteJournal, WriteLayout, WriteOutcome
+from services.planner.core.transition import Journal, Kind, Stage
+from services.planner.policy.replicate import Partial
 
 LAYOUT_KEY = f"{KEY_PREFIX}layout"
 META_KEY = f"{KEY_PREFIX}layout:meta"
 LAYOUT_CHANNEL = f"{KEY_PREFIX}layout:changed"
+JOURNAL_KEY = f"{KEY_PREFIX}transition"
 
 _MODEL = TypeAdapter(ModelInfo | None)
+_PARTIAL = TypeAdapter(tuple[tuple[str, int], ...])
 
-# KEYS: layout, meta, lease. ARGV: expected epoch ("" for none), token, new epoch, body, model, channel.
+
+@dataclass(frozen=True, slots=True)
+class _JournalBody:
+    kind: Kind
+    base: str  # base64 of ballastpb.cluster.v1.Layout
+    target: str
+    why: str
+    failure: str
+
+
+_JOURNAL = TypeAdapter(_JournalBody)
+
+# KEYS: layout, meta, lease. ARGV: expected epoch ("" for none), token, new epoch, body, model, channel, partial.
 _WRITE = """
 if redis.call('HGET', KEYS[3], 'token') ~= ARGV[2] then return 'FENCED' end
 if (redis.call('HGET', KEYS[2], 'epoch') or '') ~= ARGV[1] then return 'CONFLICT' end
 redis.call('SET', KEYS[1], ARGV[4])
-redis.call('HSET', KEYS[2], 'epoch', ARGV[3], 'token', ARGV[2], 'model', ARGV[5])
+redis.call('HSET', KEYS[2], 'epoch', ARGV[3], 'token', ARGV[2], 'model', ARGV[5], 'partial', ARGV[7])
 redis.call('PUBLISH', ARGV[6], ARGV[3])
+return 'WRITTEN'
+"""
+
+# KEYS: layout, meta, lease, journal. ARGV: expected epoch ("-": any), token, epoch of the transition, layout body
+# ("": the layout stays), model, channel, partial, stage, journal body.
+_WRITE_JOURNAL = """
+if redis.call('HGET', KEYS[3], 'token') ~= ARGV[2] then return 'FENCED' end
+local old = redis.call('HMGET', KEYS[4], 'epoch', 'stage', 'body')
+if old[1] == ARGV[3] and old[2] == ARGV[8] and old[3] == ARGV[9] then return 'WRITTEN' end
+if tonumber(old[1] or '0') > tonumber(ARGV[3]) then return 'CONFLICT' end
+if ARGV[1] ~= '-' and (redis.call('HGET', KEYS[2], 'epoch') or '') ~= ARGV[1] then return 'CONFLICT' end
+if ARGV[4] ~= '' then
+  redis.call('SET', KEYS[1], ARGV[4])
+  redis.call('HSET', KEYS[2], 'epoch', ARGV[3], 'token', ARGV[2], 'model', ARGV[5], 'partial', ARGV[7])
+  redis.call('PUBLISH', ARGV[6], ARGV[3])
+end
+redis.call('HSET', KEYS[4], 'epoch', ARGV[3], 'stage', ARGV[8], 'token', ARGV[2], 'body', ARGV[9])
 return 'WRITTEN'
 """
 
@@ -44,6 +79,7 @@ class RedisLayoutStore:
     def __init__(self, state: StateServer) -> None:
         self._state = state
         self._write = state.redis.register_script(_WRITE)
+        self._write_journal = state.redis.register_script(_WRITE_JOURNAL)
 
     async def load(self) -> StoredLayout | None:
         """
@@ -53,30 +89,34 @@ class RedisLayoutStore:
         pipe = self._state.redis.pipeline(transaction=True)
         pipe.get(LAYOUT_KEY)
         pipe.hgetall(META_KEY)
+        pipe.hgetall(JOURNAL_KEY)
         # Any: a list of replies.
-        body, meta = cast(
-            tuple[str | None, dict[str, str]], await self._state.run(cast(Awaitable[Any], pipe.execute()))
+        body, meta, noted = cast(
+            tuple[str | None, dict[str, str], dict[str, str]],
+            await self._state.run(cast(Awaitable[Any], pipe.execute())),
         )
         if "epoch" not in meta:
             return None
+        journal = _journal_from(noted)
         try:
-            layout = codec.layout_from_proto(pb.Layout.FromString(base64.b64decode(body or "", validate=True)))
-            layout.check()
+            layout = _layout_from(body or "")
             if layout.epoch != int(meta["epoch"]):
                 raise ValueError(f"epoch {layout.epoch} beside {meta['epoch']}")
-            return StoredLayout(layout, _MODEL.validate_json(meta["model"]))
+            partial = _partial_from(meta.get("partial", "[]"))
+            return StoredLayout(layout, _MODEL.validate_json(meta["model"]), partial, journal)
         except (KeyError, ValueError, binascii.Error, DecodeError, ValidationError, InvariantViolation) as error:
             get_logger().error("stored layout cannot be read, it will be planned anew", why=str(error))
-            return StoredLayout(Layout(Epoch(int(meta["epoch"])), 0, (), "unreadable"), None)
+            return StoredLayout(Layout(Epoch(int(meta["epoch"])), 0, (), "unreadable"), None, (), journal)
 
     async def write(self, command: WriteLayout) -> WriteOutcome:
         args = [
             "" if command.expected_epoch is None else str(command.expected_epoch),
             str(command.token),
             str(command.layout.epoch),
-            base64.b64encode(codec.layout_to_proto(command.layout).SerializeToString(deterministic=True)).decode(),
+            _layout_body(command.layout),
             _MODEL.dump_json(command.model).decode(),
             LAYOUT_CHANNEL,
+            _PARTIAL.dump_json(command.partial).decode(),
         ]
         # Any: a script's result has no type.
         script = cast(Awaitable[Any], self._write(keys=[LAYOUT_KEY, META_KEY, lease_key("planner")], args=args))
@@ -85,3 +125,61 @@ class RedisLayoutStore:
         except Unavailable as error:
             get_logger().warning("layout not written", epoch=command.layout.epoch, why=error.why)
             return WriteOutcome.UNAVAILABLE
+
+    async def write_journal(self, command: WriteJournal) -> WriteOutcome:
+        journal = command.journal
+        conditional = journal.stage in (Stage.PREPARING, Stage.COMMITTING)
+        expected = "" if command.expected_epoch is None else str(command.expected_epoch)
+        args = [
+            expected if conditional else "-",
+            str(command.token),
+            str(journal.epoch),
+            _layout_body(journal.target) if journal.stage is Stage.COMMITTING else "",
+            _MODEL.dump_json(command.model).decode(),
+            LAYOUT_CHANNEL,
+            _PARTIAL.dump_json(command.partial).decode(),
+            journal.stage.value,
+            _journal_body(journal),
+        ]
+        keys = [LAYOUT_KEY, META_KEY, lease_key("planner"), JOURNAL_KEY]
+        # Any: a script's result has no type.
+        script = cast(Awaitable[Any], self._write_journal(keys=keys, args=args))
+        try:
+            return WriteOutcome[str(await self._state.run(script))]
+        except Unavailable as error:
+            get_logger().warning("transition not journaled", epoch=journal.epoch, stage=journal.stage, why=error.why)
+            return WriteOutcome.UNAVAILABLE
+
+
+def _layout_body(layout: Layout) -> str:
+    return base64.b64encode(codec.layout_to_proto(layout).SerializeToString(deterministic=True)).decode()
+
+
+def _layout_from(body: str) -> Layout:
+    layout = codec.layout_from_proto(pb.Layout.FromString(base64.b64decode(body, validate=True)))
+    layout.check()
+    return layout
+
+
+def _partial_from(text: str) -> Partial:
+    return tuple((WorkerId(w), Incarnation(incarnation)) for w, incarnation in _PARTIAL.validate_json(text))
+
+
+def _journal_body(journal: Journal) -> str:
+    body = _JournalBody(
+        journal.kind, _layout_body(journal.base), _layout_body(journal.target), journal.why, journal.failure
+    )
+    return _JOURNAL.dump_json(body).decode()
+
+
+def _journal_from(noted: dict[str, str]) -> Journal | None:
+    """None if there is none, or another version wrote it."""
+    if not noted:
+        return None
+    try:
+        body = _JOURNAL.validate_json(noted["body"])
+        stage = Stage(noted["stage"])
+        return Journal(body.kind, _layout_from(body.base), _layout_from(body.target), stage, body.why, body.failure)
+    except (KeyError, ValueError, binascii.Error, DecodeError, ValidationError, InvariantViolation) as error:
+        get_logger().error("journal of a transition cannot be read, it is left alone", why=str(error))
+        return None

@@ -10,6 +10,10 @@ epoch. The number of a write whose outcome is unknown counts as used. A new lead
 cannot know the last epochs of the one before: it waits for the monitor's snapshot and goes on from the number of
 seconds in its token, which no earlier leader can have reached. Only if all planners and the state server are lost at
 once do epochs begin anew.
+
+Transitions (drop, restore) are the conductor's. While one is not decided, the layout stays as it is; joins and losses
+are written afterwards. Of a pipeline that has lost a member the others leave the layout with it: they hold only some
+layers, and come back once they have all of them.
 """
 
 import math
@@ -19,38 +23,50 @@ from ballast.common.errors import InvariantViolation
 from ballast.common.ids import Epoch, WorkerId
 from ballast.common.layout import Group, Layout
 from ballast.common.model import ModelInfo
+from services.planner.core.conductor import Conductor, ConductorRules, Ground
 from services.planner.core.drains import Drains
 from services.planner.core.messages import (
     AnswerDrain,
     AskWorkerToDrain,
+    ChangeRefusal,
     Command,
     DrainRefusal,
     DrainRequested,
+    DropRequested,
     Event,
     FollowMonitor,
     IgnoreStale,
     InstanceDraining,
     InstanceLost,
     InstanceUp,
+    JournalSettled,
     LayoutLoaded,
     LeadershipChanged,
     LeaveMonitor,
     LoadFailed,
     LoadLayout,
+    LoadsRead,
+    MemberAnswered,
+    OverloadRaised,
     Publish,
+    RefuseChange,
     RefuseDrain,
     RejectInstance,
+    ReliefRaised,
+    RestoreRequested,
     SetTimer,
     SnapshotBegan,
     SnapshotEnded,
     TimerFired,
+    WriteJournal,
     WriteLayout,
     WriteOutcome,
     WriteSettled,
 )
 from services.planner.core.reason import explain
 from services.planner.core.roster import Roster
-from services.planner.policy.replicate import one_group_each
+from services.planner.core.transition import Journal, Stage
+from services.planner.policy.replicate import Partial, keep_pipelines
 
 NO_LAYOUT = Layout(Epoch(0), 0, (), "nothing planned yet")
 
@@ -61,6 +77,7 @@ class PlannerRules:
     verify_interval_s: float  # between two looks at what is stored
     retry_s: float  # after the state server gave no answer
     max_drains: int
+    transitions: ConductorRules = field(default_factory=ConductorRules)
 
 
 @dataclass(slots=True)
@@ -71,7 +88,11 @@ class PlannerCore:
     layout_model: ModelInfo | None = None  # that its instances serve
     in_flight: Layout | None = None  # being written
     roster: Roster = field(default_factory=Roster)
+    partial: Partial = ()  # lives of workers that hold only some layers, as last written
+    conductor: Conductor = field(init=False)
     _drains: Drains = field(init=False)
+    _journaling: Journal | None = None  # being written
+    _journal_at_s: float = 0.0  # when to try again
     _stored_epoch: Epoch | None = None  # as last read or written; None: nothing is stored
     _used_epoch: int = 0  # the highest that may have been written
     _has_seen_last: bool = True  # no epoch was written that this planner does not know
@@ -84,15 +105,19 @@ class PlannerCore:
 
     def __post_init__(self) -> None:
         self._drains = Drains(self.rules.max_drains)
+        self.conductor = Conductor(self.rules.transitions)
 
     @property
     def active(self) -> bool:
         return self.token is not None
 
     def handle(self, event: Event) -> list[Command]:
+        was_busy = self.conductor.busy
         commands = self._apply(event)
+        if was_busy and not self.conductor.busy:
+            self._transition_ended(event.at_s)
         commands += self._act(event.at_s, event.cause_id)
-        commands += self._reset_timer()
+        commands += self._reset_timer(event.at_s)
         return commands
 
     def _apply(self, event: Event) -> list[Command]:
@@ -108,9 +133,23 @@ class PlannerCore:
                 return self._write_settled(event)
             case DrainRequested():
                 return self._drain_requested(event)
+            case JournalSettled():
+                return self._journal_settled(event)
+            case DropRequested() | RestoreRequested():
+                if not self.active:
+                    return [RefuseChange(event.request_id, ChangeRefusal.STANDBY, "")]
+                return self.conductor.requested(event)
+            case LoadsRead():
+                return self.conductor.loads_read(event)
+            case MemberAnswered():
+                return self.conductor.member_answered(event)
+            case OverloadRaised():
+                return self.conductor.overload(event) if self.active else []
+            case ReliefRaised():
+                return self.conductor.relief(event) if self.active else []
             case TimerFired():
                 self._timer_at_s = math.inf
-                return []
+                return self.conductor.tick(event.at_s, event.cause_id)
             case SnapshotBegan() | SnapshotEnded() | InstanceUp() | InstanceLost() | InstanceDraining():
                 # A late word of a monitor that a standby listened to in an earlier life as leader changes nothing.
                 return self._heard(event) if self.active else []
@@ -122,13 +161,15 @@ class PlannerCore:
         self._give_up_write()
         self._read, self._read_at_s = False, event.at_s
         self._has_seen_last = self._has_seen_last and self.active
+        self._journaling = None
+        refused: list[Command] = [*self.conductor.stand_by()]
         if self.active:
             self._plan_at_s = event.at_s
-            return [] if was_active else [FollowMonitor()]
+            return refused if was_active else [*refused, FollowMonitor()]
         self.roster.clear()
         self._why_lost.clear()
         self._plan_at_s = math.inf
-        refused = [RefuseDrain(request_id, DrainRefusal.STANDBY) for request_id in self._drains.give_up()]
+        refused += [RefuseDrain(request_id, DrainRefusal.STANDBY) for request_id in self._drains.give_up()]
         return [*refused, LeaveMonitor()] if was_active else []
 
     def _layout_loaded(self, event: LayoutLoaded) -> list[Command]:
@@ -140,14 +181,19 @@ class PlannerCore:
         commands: list[Command] = []
         newer = stored is not None and stored.layout.epoch > self.layout.epoch
         if stored is not None and newer:
-            self.layout, self.layout_model = stored.layout, stored.model
+            self.layout, self.layout_model, self.partial = stored.layout, stored.model, stored.partial
             commands.append(Publish(self.layout, event.cause_id))
+        journal = stored.journal if stored is not None else None
+        self._used_epoch = max(self._used_epoch, journal.epoch if journal is not None else 0)
         if not self.active:
+            self.conductor.observe(journal)
             return commands
+        if first and not self.conductor.busy:
+            commands += self.conductor.take_over(journal, event.at_s, event.cause_id)
         self._has_seen_last = self._has_seen_last or (stored is not None and stored.layout.epoch >= self.layout.epoch)
         if first or newer:
             self.roster.presume(self.layout, self.layout_model)
-        if (self._stored_epoch or 0) != self.layout.epoch or self._wanted() != self.layout.groups:
+        if (self._stored_epoch or 0) != self.layout.epoch or self._wanted()[0] != self.layout.groups:
             self._plan_at_s = min(self._plan_at_s, event.at_s)
         return commands
 
@@ -177,14 +223,55 @@ class PlannerCore:
         self.in_flight = None
 
     def _written(self, layout: Layout, event: WriteSettled) -> list[Command]:
-        self.layout, self.layout_model = layout, self.roster.model
+        self.layout_model, self.partial = self.roster.model, self._wanted()[1]
+        self.layout, self.conductor.failed = layout, ()
         self._stored_epoch, self._read_at_s = layout.epoch, event.at_s + self.rules.verify_interval_s
         self._has_seen_last = True
         members = worker_ids(layout)
         self._why_lost = {w: why for w, why in self._why_lost.items() if w in members}
-        if self._wanted() != layout.groups:
+        if self._wanted()[0] != layout.groups:
             self._plan_at_s = min(self._plan_at_s, event.at_s)
         return [Publish(layout, event.cause_id), *self._answer_drains()]
+
+    def _journal_settled(self, event: JournalSettled) -> list[Command]:
+        journal = self._journaling
+        if journal is None or (event.epoch, event.stage, event.token) != (journal.epoch, journal.stage, self.token):
+            return []
+        self._journaling = None
+        match event.outcome:
+            case WriteOutcome.WRITTEN:
+                commands: list[Command] = []
+                if journal.stage is Stage.COMMITTING:
+                    commands += self._committed(journal, event)
+                return commands + self.conductor.journaled(journal, event.at_s, event.cause_id)
+            case WriteOutcome.CONFLICT:
+                self._read, self._read_at_s = False, event.at_s
+                return self.conductor.journal_refused(journal, event.at_s, event.cause_id)
+            case WriteOutcome.UNAVAILABLE:
+                self._journal_at_s = event.at_s + self.rules.retry_s
+            case WriteOutcome.FENCED:
+                # The lease's owner will say so, or bring the new token; what is stored is taken up then.
+                self._journal_at_s = event.at_s + self.rules.retry_s
+        return []
+
+    def _committed(self, journal: Journal, event: JournalSettled) -> list[Command]:
+        """The target has become the layout, in the same write."""
+        if journal.target.epoch < self.layout.epoch:
+            return []
+        self.layout, self.partial = journal.target, self._partial_after(journal)
+        self._stored_epoch, self._read_at_s = journal.epoch, event.at_s + self.rules.verify_interval_s
+        if self._wanted()[0] != self.layout.groups:
+            self._plan_at_s = min(self._plan_at_s, event.at_s)
+        return [Publish(self.layout, event.cause_id), *self._answer_drains()]
+
+    def _transition_ended(self, at_s: float) -> None:
+        self._replan(at_s)
+        if self._wanted()[0] == self.layout.groups:
+            self.conductor.failed = ()
+
+    def _partial_after(self, journal: Journal) -> Partial:
+        served = worker_ids(journal.target)
+        return tuple((w, incarnation) for w, incarnation in self.partial if w not in served)
 
     # ------------------------------------------------------------ instances
 
@@ -198,12 +285,14 @@ class PlannerCore:
                 for worker_id in self.roster.end_snapshot():
                     self._note_lost(worker_id, "the monitor does not know it")
                 self._replan(event.at_s)
+                return self._tell_lost(event)
             case InstanceUp():
-                return self._instance_up(event)
+                return self._instance_up(event) + self._tell_lost(event)
             case InstanceLost(worker_id=worker_id, incarnation=incarnation):
                 if self.roster.drop(worker_id, incarnation):
                     self._note_lost(worker_id, event.why)
                     self._replan(event.at_s)
+                return self._tell_lost(event)
             case InstanceDraining(worker_id=worker_id, incarnation=incarnation):
                 if self.roster.drain(worker_id, incarnation):
                     self._replan(event.at_s)
@@ -225,6 +314,23 @@ class PlannerCore:
             # It was to drain and does not know: the planner before had no time to tell it.
             commands.append(AskWorkerToDrain(event.worker_id, event.incarnation, event.address, event.cause_id))
         self._replan(event.at_s + self.rules.coalesce_s)
+        return commands
+
+    def _tell_lost(self, event: InstanceUp | InstanceLost | SnapshotEnded) -> list[Command]:
+        """Tells the transition under way whom it has to do without."""
+        coordinator = self.conductor.coordinator
+        if coordinator is None:
+            return []
+        lost: dict[WorkerId, str] = {}
+        for member in (m for group in coordinator.journal.target.groups for m in group.members):
+            known = self.roster.known.get(member.worker_id)
+            there = known is not None and known.placeable.incarnation == member.incarnation
+            named = not isinstance(event, SnapshotEnded) and event.worker_id == member.worker_id
+            if not there and (named or self.roster.complete):
+                lost[member.worker_id] = self._why_lost.get(member.worker_id, "it is not there any more")
+        commands = self.conductor.members_lost(lost, event.at_s, event.cause_id)
+        if lost:
+            commands += self.conductor.make_way("another instance was lost", event.at_s, event.cause_id)
         return commands
 
     def _drain_requested(self, event: DrainRequested) -> list[Command]:
@@ -250,26 +356,61 @@ class PlannerCore:
     # ------------------------------------------------------------ planning
 
     def _replan(self, at_s: float) -> None:
-        if self._wanted() != self.layout.groups or self.in_flight is not None:
+        if self._wanted()[0] != self.layout.groups or self.in_flight is not None:
             self._plan_at_s = min(self._plan_at_s, at_s)
 
-    def _wanted(self) -> tuple[Group, ...]:
-        placeable = self.roster.placeable()
-        return one_group_each(placeable, self._layer_count())
+    def _wanted(self) -> tuple[tuple[Group, ...], Partial]:
+        """The groups, and who stands outside for lack of layers."""
+        return keep_pipelines(self.layout.groups, self.roster.placeable(), self._stranded(), self._layer_count())
+
+    def _stranded(self) -> Partial:
+        """With those whose transition failed although they live: nobody knows what they hold."""
+        failed = set(self.conductor.failed)
+        if not failed:
+            return self.partial
+        groups = [g for g in self.layout.groups if any(m.worker_id in failed for m in g.members)]
+        lives = {m.worker_id: m.incarnation for group in groups for m in group.members}
+        return tuple(sorted({**dict(self.partial), **lives}.items()))
 
     def _layer_count(self) -> int:
         return self.roster.model.layer_count if self.roster.model is not None else self.layout.layer_count
 
     def _act(self, at_s: float, cause_id: str) -> list[Command]:
         """Starts the one store operation that is due, reading before writing."""
-        if self._reading or self.in_flight is not None:
+        if self._reading or self.in_flight is not None or self._journaling is not None:
             return []
+        journal = self.conductor.to_write
+        if journal is not None and self.active and self._journal_at_s <= at_s and self.token is not None:
+            self._journaling = journal
+            model, partial = self.roster.model or self.layout_model, self._partial_after(journal)
+            return [WriteJournal(journal, journal.base.epoch, model, partial, self.token, cause_id)]
         if self._read_at_s <= at_s:
             self._reading = True
             return [LoadLayout()]
-        if not self.active or not self._read or self._plan_at_s > at_s or self._must_hear_first():
+        if not self.active or not self._read or self._must_hear_first() or self.conductor.holds_layout:
             return []
-        return self._plan(cause_id)
+        if self._plan_at_s <= at_s:
+            return self._plan(cause_id)
+        return self._begin_transition(at_s, cause_id)
+
+    def _begin_transition(self, at_s: float, cause_id: str) -> list[Command]:
+        """If one is wanted, nothing else is to be done, and everybody is known."""
+        groups, partial = self._wanted()
+        at_rest = self._plan_at_s == math.inf and groups == self.layout.groups
+        if self.conductor.busy or not at_rest or self._stored_epoch != self.layout.epoch:
+            return []
+        left_over = [self.roster.known[w].placeable for w, _ in partial]
+        stranded = tuple(p.member(0, self._layer_count()) for p in left_over if not p.draining)
+        ground = Ground(self.layout, self.layout_model, self._next_epoch(), stranded)
+        commands = self.conductor.begin_completion(ground, at_s, cause_id)
+        if not commands and not self.conductor.busy and self.conductor.wants_to_begin:
+            commands = self.conductor.begin(ground, at_s, cause_id)
+        if not commands and not self.conductor.busy:
+            commands = self.conductor.dissolve_draining(self.layout, at_s, cause_id)
+        if self.conductor.coordinator is not None:
+            self._used_epoch = max(self._used_epoch, ground.epoch)
+            commands += self._act(at_s, cause_id)
+        return commands
 
     def _must_hear_first(self) -> bool:
         """Whether what this planner remembers may be older than what was lost, so that only the monitor knows more."""
@@ -277,7 +418,7 @@ class PlannerCore:
 
     def _plan(self, cause_id: str) -> list[Command]:
         self._plan_at_s = math.inf
-        groups = self._wanted()
+        groups, partial = self._wanted()
         stored_epoch = self._stored_epoch or 0
         if groups == self.layout.groups and stored_epoch == self.layout.epoch:
             return self._answer_drains()
@@ -286,7 +427,7 @@ class PlannerCore:
         reason = explain(self.layout.groups, groups, self._why_lost)
         self.in_flight = Layout(self._next_epoch(), self._layer_count(), groups, reason)
         self.in_flight.check()
-        return [WriteLayout(self.in_flight, self.roster.model, self._stored_epoch, self.token, cause_id)]
+        return [WriteLayout(self.in_flight, self.roster.model, self._stored_epoch, self.token, cause_id, partial)]
 
     def _next_epoch(self) -> Epoch:
         next_epoch = max(self.layout.epoch, self._used_epoch, self._stored_epoch or 0) + 1
@@ -301,21 +442,30 @@ class PlannerCore:
         if worker_id in worker_ids(self.layout) or (self.in_flight and worker_id in worker_ids(self.in_flight)):
             self._why_lost[worker_id] = why
 
-    def _reset_timer(self) -> list[Command]:
-        may_plan = self.active and self._read and not self._must_hear_first()
+    def _reset_timer(self, at_s: float) -> list[Command]:
+        may_plan = self.active and self._read and not self._must_hear_first() and not self.conductor.holds_layout
         plan_at_s = self._plan_at_s if may_plan else math.inf
-        busy = self._reading or self.in_flight is not None
-        due_at_s = math.inf if busy else min(self._read_at_s, plan_at_s)
+        busy = self._reading or self.in_flight is not None or self._journaling is not None
+        due_at_s = math.inf if busy else min(self._read_at_s, plan_at_s, self._own_at_s(at_s))
+        if not busy and self.conductor.to_write is not None:
+            due_at_s = min(due_at_s, self._journal_at_s)
+        due_at_s = min(due_at_s, self.conductor.due_at_s)
         if due_at_s == self._timer_at_s or due_at_s == math.inf:
             self._timer_at_s = due_at_s
             return []
         self._timer_at_s = due_at_s
         return [SetTimer(due_at_s)]
 
+    def _own_at_s(self, at_s: float) -> float:
+        """When a transition of the planner's own will, put off before, may begin; inf if it may already."""
+        own_at_s = self.conductor.own_at_s
+        return own_at_s if self.active and not self.conductor.busy and own_at_s > at_s else math.inf
+
     def check(self) -> None:
         """Raise InvariantViolation unless layouts are valid, epochs grow, and a leader at rest has what it wants."""
         self.layout.check()
         self.roster.check()
+        self.conductor.check()
         if self.in_flight is not None:
             self.in_flight.check()
             if self.in_flight.epoch <= self.layout.epoch:
@@ -323,8 +473,10 @@ class PlannerCore:
         if not self.active and (self.in_flight is not None or self.roster.known):
             raise InvariantViolation("a standby planner plans")
         at_rest = self.active and self._read and self.in_flight is None and self._plan_at_s == math.inf
-        if at_rest and not self._reading and self._wanted() != self.layout.groups:
-            raise InvariantViolation(f"at rest in epoch {self.layout.epoch}, but {self._wanted()} is wanted")
+        if at_rest and not self._reading and self._wanted()[0] != self.layout.groups:
+            raise InvariantViolation(f"at rest in epoch {self.layout.epoch}, but {self._wanted()[0]} is wanted")
+        if not self.active and self.conductor.busy:
+            raise InvariantViolation("a standby planner conducts a transition")
 
 
 def worker_ids(layout: Layout) -> set[WorkerId]:

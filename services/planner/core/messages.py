@@ -276,7 +276,6 @@ class ChangeRefusal(Enum):
     STANDBY = auto()
     BUSY = auto()  # a transition or another change is under way
     NOT_POSSIBLE = auto()
-    WRONG = auto()  # the request contradicts the cluster: no such worker
     NO_LOADS = auto()  # the monitor does not answer
     ID_REUSED = auto()
 

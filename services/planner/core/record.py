@@ -54,7 +54,9 @@ class TransitionRecord:
     @property
     def victim_count(self) -> int:
         """The leader of each group counts for all of it."""
-        leaders = [self.statuses[g.leader.worker_id] for g in self.changed_groups if g.leader.worker_id in self.statuses]
+        leaders = [
+            self.statuses[g.leader.worker_id] for g in self.changed_groups if g.leader.worker_id in self.statuses
+        ]
         return sum(status.victim_count for status in leaders)
 
     @property

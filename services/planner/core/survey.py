@@ -16,7 +16,7 @@ Loads = Mapping[WorkerId, LoadReport]
 _MARGIN = 1.1  # of demand, freed in excess
 
 
-class NoSurvey(Exception):  # noqa: N818 - a reason, not a failure of this project's
+class NoSurvey(Exception):
     """What is known of the cluster is not enough to plan on."""
 
 

@@ -265,7 +265,9 @@ class Coordinator:
         self.journal, self._writing = self._writing, None
         self._sent_s = at_s
         if stage is Stage.COMMITTING:  # whoever failed while the decision was written does not come along
-            for worker_id in (w for w, phase in self._said.items() if phase is MemberPhase.FAILED):
+            for worker_id in (
+                w for w, phase in self._said.items() if phase in (MemberPhase.FAILED, MemberPhase.ABORTED)
+            ):
                 self._lost.setdefault(worker_id, "it failed before the commit")
         if stage.over:
             return [Ended(stage, self.journal.failure, tuple(sorted(self._lost)))]
@@ -334,7 +336,7 @@ class Coordinator:
         self._said[event.worker_id] = event.phase
         if event.status is not None:
             self.statuses[event.worker_id] = event.status
-        if event.phase is MemberPhase.FAILED:
+        if event.phase in (MemberPhase.FAILED, MemberPhase.ABORTED):
             if self.stage is Stage.PREPARING:
                 return self._abort(f"{event.worker_id}: {event.why}")
             if self.stage in (Stage.COMMITTING, Stage.EXCHANGING):

@@ -1,0 +1,402 @@
+"""Transitions of the cluster, one at a time: who wants one, how it goes, what is remembered of it (pure).
+
+Rule 1: a transition begins only on a layout at rest; it holds other changes of the layout back until it is decided.
+Rule 2: what has been journaled last counts. A new leader takes up what it finds, forward or back.
+"""
+
+import dataclasses
+import math
+from collections import OrderedDict, deque
+from dataclasses import dataclass, field
+
+from ballast.common.errors import InvariantViolation
+from ballast.common.ids import Epoch, GroupId, WorkerId
+from ballast.common.layout import Layout, Member
+from ballast.common.model import ModelInfo
+from services.planner.core.messages import (
+    AnswerChange,
+    Call,
+    CallMember,
+    ChangeRefusal,
+    ChangeRequest,
+    Command,
+    DropRequested,
+    LoadsRead,
+    MemberAnswered,
+    NothingDone,
+    OverloadRaised,
+    ReadLoads,
+    RefuseChange,
+    ReliefRaised,
+    Sources,
+    TransitionMoved,
+)
+from services.planner.core.record import TransitionRecord
+from services.planner.core.survey import Loads
+from services.planner.core.transition import (
+    AbortWanted,
+    Coordinator,
+    CoordinatorRules,
+    Ended,
+    Journal,
+    Journaled,
+    JournalRefused,
+    Kind,
+    MemberLost,
+    Poll,
+    SendAbort,
+    SendCommit,
+    SendPrepare,
+    Stage,
+    Tick,
+    WriteJournal,
+)
+from services.planner.core.transition import Command as Step
+from services.planner.core.transition import Event as StepEvent
+from services.planner.core.wishes import Denied, DropWish, Granted, RestoreWish, Wish, complete, decide
+
+_STAGES = tuple(Stage)
+_KEPT_RECORDS = 32
+_KEPT_REQUESTS = 1000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConductorRules:
+    drops: bool = True  # False: overloads are counted, and requests that do not fit are computed anew
+    coordinator: CoordinatorRules = field(default_factory=CoordinatorRules)
+    wish_timeout_s: float = 5.0  # a change that cannot begin by then is given up
+    retry_s: float = 2.0  # after a transition that the planner itself wanted has failed
+
+
+@dataclass(frozen=True, slots=True)
+class Ground:
+    """What a transition begins on."""
+
+    layout: Layout
+    model: ModelInfo | None
+    epoch: Epoch  # of the transition
+    stranded: tuple[Member, ...]  # hold some layers only and serve nowhere
+
+
+@dataclass(slots=True)
+class _Request:
+    """By hand; kept so that a repetition is answered alike."""
+
+    what: tuple[object, ...]
+    epoch: Epoch | None = None
+    lines: tuple[str, ...] = ()
+
+
+@dataclass(slots=True)
+class Conductor:
+    rules: ConductorRules
+    coordinator: Coordinator | None = None
+    record: TransitionRecord | None = None  # of the transition under way
+    history: deque[TransitionRecord] = field(default_factory=lambda: deque[TransitionRecord](maxlen=_KEPT_RECORDS))
+    to_write: Journal | None = None  # not yet known to be stored
+    newest: Journal | None = None  # known to be, or to have been, stored
+    failed: tuple[WorkerId, ...] = ()  # of the transition that ended last, for the core to take up
+    _wish: Wish | None = None
+    _wished_at_s: float = 0.0
+    _loads: Loads | None = None  # for the wish
+    _sources: dict[WorkerId, Sources] = field(default_factory=dict[WorkerId, Sources])
+    _requests: OrderedDict[str, _Request] = field(default_factory=OrderedDict[str, _Request])
+    _own_at_s: float = 0.0  # no transition of the planner's own will before
+    _dropped_at_s: dict[GroupId, float] = field(default_factory=dict[GroupId, float])
+
+    @property
+    def busy(self) -> bool:
+        return self.coordinator is not None
+
+    @property
+    def holds_layout(self) -> bool:
+        """Nothing else may change the layout: a transition that is based on it is not decided yet."""
+        return self.coordinator is not None and not self.coordinator.decided
+
+    @property
+    def due_at_s(self) -> float:
+        """When `tick` wants to be called."""
+        if self.coordinator is not None:
+            return self.coordinator.tick_at_s if self.to_write is None else math.inf
+        return self._wished_at_s + self.rules.wish_timeout_s if self._wish is not None else math.inf
+
+    @property
+    def own_at_s(self) -> float:
+        return self._own_at_s
+
+    def records(self) -> list[TransitionRecord]:
+        """Newest first."""
+        return ([self.record] if self.record is not None else []) + list(reversed(self.history))
+
+    # ------------------------------------------------------------ who wants a change
+
+    def overload(self, event: OverloadRaised) -> list[Command]:
+        if not self.rules.drops:
+            return [NothingDone("overload", "the policy is recompute", event.required_bytes, event.cause_id)]
+        if self.coordinator is not None and self.coordinator.journal.kind is Kind.RESTORE:
+            return self._steps(AbortWanted(event.at_s, "demand is back"), event.at_s, event.cause_id)
+        if self.busy or isinstance(self._wish, DropWish):
+            return []
+        return self._take(DropWish("overload", event.cause_id, required_bytes=event.required_bytes), event.at_s)
+
+    def relief(self, event: ReliefRaised) -> list[Command]:
+        if self.busy or self._wish is not None or not self.rules.drops:
+            return []
+        return self._take(RestoreWish("relief", event.cause_id), event.at_s)
+
+    def requested(self, event: ChangeRequest) -> list[Command]:
+        wish: Wish
+        if isinstance(event, DropRequested):
+            wish = DropWish(
+                "operator", event.cause_id, event.request_id, event.required_bytes, event.method, event.worker_ids
+            )
+        else:
+            wish = RestoreWish("operator", event.cause_id, event.request_id, whatever_the_load=True)
+        what = dataclasses.astuple(dataclasses.replace(wish, cause_id=""))
+        earlier = self._requests.get(event.request_id)
+        if earlier is not None:
+            if earlier.what != what:
+                why = f"request id {event.request_id!r} was given for another change"
+                return [RefuseChange(event.request_id, ChangeRefusal.ID_REUSED, why)]
+            return [] if earlier.epoch is None else [AnswerChange(event.request_id, earlier.epoch, earlier.lines)]
+        if self.busy or self._wish is not None:
+            return [RefuseChange(event.request_id, ChangeRefusal.BUSY, self._why_busy())]
+        self._requests[event.request_id] = _Request(what)
+        while len(self._requests) > _KEPT_REQUESTS:
+            self._requests.popitem(last=False)
+        return self._take(wish, event.at_s)
+
+    def dissolve_draining(self, layout: Layout, at_s: float, cause_id: str) -> list[Command]:
+        """A member that is to leave takes its group apart first."""
+        groups = tuple(g.group_id for g in layout.groups if len(g.members) > 1 and any(m.draining for m in g.members))
+        if not groups or self.busy or self._wish is not None or at_s < self._own_at_s:
+            return []
+        self._own_at_s = at_s + self.rules.retry_s
+        return self._take(RestoreWish("drain", cause_id, only=groups, whatever_the_load=True), at_s)
+
+    def _take(self, wish: Wish, at_s: float) -> list[Command]:
+        self._wish, self._wished_at_s, self._loads = wish, at_s, None
+        return [ReadLoads(wish.cause_id)]
+
+    def _why_busy(self) -> str:
+        if self.record is not None:
+            return f"the transition to epoch {self.record.epoch} ({self.record.journal.kind}) is under way"
+        return "another change is about to begin"
+
+    def loads_read(self, event: LoadsRead) -> list[Command]:
+        if self._wish is None:
+            return []
+        if event.failure:
+            return self._deny(ChangeRefusal.NO_LOADS, Denied(event.failure))
+        self._loads = event.loads
+        return []
+
+    # ------------------------------------------------------------ begin
+
+    @property
+    def wants_to_begin(self) -> bool:
+        return not self.busy and self._wish is not None and self._loads is not None
+
+    def begin(self, ground: Ground, at_s: float, cause_id: str) -> list[Command]:
+        """The layout is at rest: carries out what is wished, if that can be."""
+        wish, loads = self._wish, self._loads
+        if wish is None or loads is None:
+            return []
+        granted = decide(wish, ground.layout, ground.model, loads, ground.epoch)
+        if isinstance(granted, Denied):
+            return self._deny(ChangeRefusal.NOT_POSSIBLE, granted)
+        self._wish = self._loads = None
+        told: list[Command] = []
+        if granted.shortfall_bytes:
+            told.append(NothingDone(wish.by, "no plan frees enough", granted.shortfall_bytes, wish.cause_id))
+        if wish.request_id:
+            self._requests[wish.request_id].lines = granted.lines
+        return told + self._start(granted, ground, at_s, wish)
+
+    def begin_completion(self, ground: Ground, at_s: float, cause_id: str) -> list[Command]:
+        """Those who serve nowhere for lack of layers get them."""
+        if self.busy or not ground.stranded or at_s < self._own_at_s:
+            return []
+        self._own_at_s = at_s + self.rules.retry_s
+        names = " ".join(m.worker_id for m in ground.stranded)
+        granted = complete(ground.layout, ground.stranded, ground.epoch, f"loss: {names} were left of a group")
+        return self._start(granted, ground, at_s, RestoreWish("loss", cause_id))
+
+    def _start(self, granted: Granted, ground: Ground, at_s: float, wish: Wish) -> list[Command]:
+        journal = Journal(granted.kind, ground.layout, granted.target, Stage.PREPARING, granted.target.reason)
+        self.coordinator = Coordinator(journal, at_s, self.rules.coordinator)
+        self.record = TransitionRecord(journal, at_s, wish.by, wish.request_id, granted.shape)
+        self._sources = dict(granted.sources)
+        gone = [g for g in ground.layout.groups if g not in granted.target.groups]
+        if granted.kind is Kind.RESTORE:
+            since = [self._dropped_at_s[g.group_id] for g in gone if g.group_id in self._dropped_at_s]
+            self.record.dropped_at_s = min(since, default=None)
+        return self._carry_out(self.coordinator.begin(), at_s, wish.cause_id)
+
+    def _deny(self, refusal: ChangeRefusal, denied: Denied) -> list[Command]:
+        wish, self._wish, self._loads = self._wish, None, None
+        if wish is None:
+            raise InvariantViolation("nobody wished for what is denied")
+        if wish.request_id:
+            self._requests.pop(wish.request_id, None)
+            return [RefuseChange(wish.request_id, refusal, denied.why)]
+        return [NothingDone(wish.by, denied.why, denied.shortfall_bytes, wish.cause_id)]
+
+    # ------------------------------------------------------------ go on
+
+    def journaled(self, journal: Journal, at_s: float, cause_id: str) -> list[Command]:
+        self.newest = journal
+        if self.to_write == journal:
+            self.to_write = None
+        if self.coordinator is None or self.coordinator.journal.epoch != journal.epoch:
+            return []
+        return self._steps(Journaled(at_s, journal.stage), at_s, cause_id)
+
+    def journal_refused(self, journal: Journal, at_s: float, cause_id: str) -> list[Command]:
+        if self.to_write == journal:
+            self.to_write = None
+        return self._steps(JournalRefused(at_s, journal.stage, "the layout has changed meanwhile"), at_s, cause_id)
+
+    def member_answered(self, event: MemberAnswered) -> list[Command]:
+        if self.coordinator is None or self.coordinator.journal.epoch != event.epoch:
+            return []
+        return self._steps(event.said, event.at_s, event.cause_id)
+
+    def members_lost(self, lost: dict[WorkerId, str], at_s: float, cause_id: str) -> list[Command]:
+        commands: list[Command] = []
+        for worker_id, why in sorted(lost.items()):
+            commands += self._steps(MemberLost(at_s, worker_id, why), at_s, cause_id)
+        return commands
+
+    def make_way(self, why: str, at_s: float, cause_id: str) -> list[Command]:
+        """The layout has to change soon: a restore, which may take long, is put off."""
+        if self.coordinator is None or self.coordinator.journal.kind is Kind.DROP:
+            return []
+        return self._steps(AbortWanted(at_s, why), at_s, cause_id)
+
+    def tick(self, at_s: float, cause_id: str) -> list[Command]:
+        if self._wish is not None and at_s >= self._wished_at_s + self.rules.wish_timeout_s:
+            return self._deny(ChangeRefusal.NOT_POSSIBLE, Denied("the layout did not come to rest in time"))
+        return self._steps(Tick(at_s), at_s, cause_id)
+
+    def _steps(self, event: StepEvent, at_s: float, cause_id: str) -> list[Command]:
+        if self.coordinator is None:
+            return []
+        return self._carry_out(self.coordinator.handle(event), at_s, cause_id)
+
+    def _carry_out(self, steps: list[Step], at_s: float, cause_id: str) -> list[Command]:
+        if self.coordinator is None or self.record is None:
+            raise InvariantViolation("steps without a transition")
+        journal, record = self.coordinator.journal, self.record
+        commands: list[Command] = []
+        record.statuses = dict(self.coordinator.statuses)
+        if journal.stage not in record.reached_at_s and self.to_write is None and self.newest == journal:
+            record.journal = journal
+            record.reached_at_s[journal.stage] = at_s
+            if not journal.stage.over:
+                commands.append(TransitionMoved(record, cause_id))
+            commands += self._answer(journal)
+        for step in steps:
+            commands += self._carry_out_one(step, at_s, cause_id)
+        return commands
+
+    def _answer(self, journal: Journal) -> list[Command]:
+        assert self.record is not None
+        request = self._requests.get(self.record.request_id)
+        if request is None or request.epoch is not None or journal.stage is not Stage.PREPARING:
+            return []
+        request.epoch = journal.epoch
+        return [AnswerChange(self.record.request_id, journal.epoch, request.lines)]
+
+    def _carry_out_one(self, step: Step, at_s: float, cause_id: str) -> list[Command]:
+        match step:
+            case WriteJournal(journal):
+                self.to_write = journal
+                return []
+            case SendPrepare(worker_id):
+                sources = self._sources.get(worker_id, ())
+                return [self._call(Call.PREPARE, worker_id, cause_id, sources=sources)]
+            case SendCommit(worker_id):
+                return [self._call(Call.COMMIT, worker_id, cause_id)]
+            case SendAbort(worker_id, why):
+                return [self._call(Call.ABORT, worker_id, cause_id, why=why)]
+            case Poll(worker_id):
+                return [self._call(Call.POLL, worker_id, cause_id)]
+            case Ended():
+                return self._ended(step, at_s, cause_id)
+
+    def _call(
+        self, call: Call, worker_id: WorkerId, cause_id: str, *, sources: Sources = (), why: str = ""
+    ) -> CallMember:
+        assert self.coordinator is not None
+        journal = self.coordinator.journal
+        member = next(m for g in journal.target.groups for m in g.members if m.worker_id == worker_id)
+        return CallMember(call, member, journal, cause_id, sources, why)
+
+    def _ended(self, step: Ended, at_s: float, cause_id: str) -> list[Command]:
+        assert self.coordinator is not None
+        assert self.record is not None
+        record, journal = self.record, self.coordinator.journal
+        record.journal, record.lost = journal, step.lost
+        record.reached_at_s.setdefault(journal.stage, at_s)
+        self.history.append(record)
+        self.coordinator = self.record = None
+        commands: list[Command] = [TransitionMoved(record, cause_id)]
+        if journal.stage is Stage.DONE:
+            self.failed = step.lost
+            self._remember_drops(record, at_s)
+        else:
+            self._own_at_s = at_s + self.rules.retry_s
+        request = self._requests.get(record.request_id)
+        if request is not None and request.epoch is None:
+            del self._requests[record.request_id]
+            commands.append(RefuseChange(record.request_id, ChangeRefusal.NOT_POSSIBLE, step.why))
+        return commands
+
+    def _remember_drops(self, record: TransitionRecord, at_s: float) -> None:
+        there = {g.group_id for g in record.journal.target.groups if len(g.members) > 1}
+        self._dropped_at_s = {g: since for g, since in self._dropped_at_s.items() if g in there}
+        if record.journal.kind is Kind.DROP:
+            began = record.reached_at_s.get(Stage.COMMITTING, at_s)
+            self._dropped_at_s |= {
+                g.group_id: began for g in record.changed_groups if g.group_id not in self._dropped_at_s
+            }
+
+    # ------------------------------------------------------------ leadership
+
+    def take_over(self, stored: Journal | None, at_s: float, cause_id: str) -> list[Command]:
+        """Go on with what is stored; with what is remembered, if the state server has lost it."""
+        journal = self._latest(stored, self.newest)
+        self._give_up()
+        self.newest = journal
+        if journal is None or journal.stage.over:
+            return []
+        self.record = TransitionRecord(journal, at_s, "a planner before", "")
+        self.coordinator, steps = Coordinator.resume(journal, at_s, self.rules.coordinator)
+        return self._carry_out(steps, at_s, cause_id)
+
+    def observe(self, stored: Journal | None) -> None:
+        """A standby looks on."""
+        self.newest = self._latest(stored, self.newest)
+
+    def stand_by(self) -> list[Command]:
+        waiting = [request_id for request_id, request in self._requests.items() if request.epoch is None]
+        self._give_up()
+        for request_id in waiting:
+            del self._requests[request_id]
+        return [RefuseChange(request_id, ChangeRefusal.STANDBY, "") for request_id in waiting]
+
+    def _give_up(self) -> None:
+        self.coordinator = self.record = self.to_write = self._wish = self._loads = None
+
+    @staticmethod
+    def _latest(one: Journal | None, other: Journal | None) -> Journal | None:
+        if one is None or other is None:
+            return one or other
+        return max(one, other, key=lambda journal: (journal.epoch, _STAGES.index(journal.stage)))
+
+    def check(self) -> None:
+        if (self.coordinator is None) != (self.record is None):
+            raise InvariantViolation("a transition without a record, or the reverse")
+        if self.to_write is not None and self.coordinator is None:
+            raise InvariantViolation(f"epoch {self.to_write.epoch} is journaled without a transition")

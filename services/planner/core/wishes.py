@@ -1,0 +1,152 @@
+"""Changes that somebody wants, and what becomes of them: a target layout, or the reason why not (pure)."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import inf
+
+from ballast.common.ids import Epoch, GroupId, WorkerId
+from ballast.common.layout import Layout, Member
+from ballast.common.model import ModelInfo
+from services.planner.core.messages import Sources
+from services.planner.core.survey import (
+    Loads,
+    NoSurvey,
+    completed,
+    demand_bytes,
+    dissolved,
+    dropped,
+    merged_by_hand,
+    shape_of,
+    sources_of,
+    survey,
+)
+from services.planner.core.transition import Kind, changed_members
+from services.planner.policy.drop import DropPlan, Method, plan
+from services.planner.policy.explain import explain, explain_restore, megabytes
+from services.planner.policy.restore import RestorePlan, plan_restore
+from services.planner.policy.snapshot import ModelShape, Snapshot
+
+
+@dataclass(frozen=True, slots=True)
+class DropWish:
+    by: str  # overload or operator
+    cause_id: str
+    request_id: str = ""  # who waits for an answer
+    required_bytes: int | None = None
+    method: Method = Method.AUTO
+    worker_ids: tuple[WorkerId, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class RestoreWish:
+    by: str  # relief, operator or drain
+    cause_id: str
+    request_id: str = ""
+    only: tuple[GroupId, ...] | None = None  # None: as many as the load allows
+    whatever_the_load: bool = False
+
+
+Wish = DropWish | RestoreWish
+
+
+@dataclass(frozen=True, slots=True)
+class Granted:
+    kind: Kind
+    target: Layout
+    shape: ModelShape | None
+    lines: tuple[str, ...]
+    shortfall_bytes: int = 0
+    sources: Mapping[WorkerId, Sources] = field(default_factory=dict[WorkerId, Sources])
+
+
+@dataclass(frozen=True, slots=True)
+class Denied:
+    why: str
+    shortfall_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Explained:
+    lines: tuple[str, ...]
+    required_bytes: int
+    freed_bytes: int
+    shortfall_bytes: int
+    layout: Layout
+
+
+def decide(wish: Wish, base: Layout, model: ModelInfo | None, loads: Loads, epoch: Epoch) -> Granted | Denied:
+    try:
+        return (
+            _drop(wish, base, model, loads, epoch)
+            if isinstance(wish, DropWish)
+            else _restore(wish, base, survey(base, model, loads), epoch)
+        )
+    except NoSurvey as reason:
+        return Denied(str(reason))
+
+
+def complete(base: Layout, members: tuple[Member, ...], epoch: Epoch, why: str) -> Granted:
+    """Survivors of a pipeline get what they lack from the disk, for lack of anybody with whom they share links."""
+    layers = range(base.layer_count)
+    sources: dict[WorkerId, Sources] = {m.worker_id: tuple((layer, None) for layer in layers) for m in members}
+    return Granted(Kind.RESTORE, completed(base, members, epoch, why), None, (), sources=sources)
+
+
+def explain_now(
+    base: Layout, model: ModelInfo | None, loads: Loads, required_bytes: int | None, method: Method
+) -> Explained:
+    """
+    Raises:
+        NoSurvey: too little is known.
+    """
+    snapshot = survey(base, model, loads)
+    needed = demand_bytes(snapshot) if required_bytes is None else required_bytes
+    found = _plan(snapshot, needed, method)
+    target = dropped(base, found, Epoch(base.epoch + 1), "explained") if found.groups else base
+    lines = tuple(explain(found, snapshot.model))
+    return Explained(lines, found.needed_bytes, found.freed_bytes, found.shortfall_bytes, target)
+
+
+def _drop(wish: DropWish, base: Layout, model: ModelInfo | None, loads: Loads, epoch: Epoch) -> Granted | Denied:
+    if wish.worker_ids:
+        target = merged_by_hand(base, wish.worker_ids, epoch, f"{wish.by}: {'+'.join(wish.worker_ids)}")
+        return Granted(Kind.DROP, target, _shape(model, loads), (f"merged: {' '.join(wish.worker_ids)}",))
+    snapshot = survey(base, model, loads)
+    needed = wish.required_bytes
+    if needed is None:
+        needed = max(1, demand_bytes(snapshot))
+    found = _plan(snapshot, needed, wish.method)
+    lines = tuple(explain(found, snapshot.model))
+    if not found.groups:
+        return Denied("no groups are left that could be merged", found.shortfall_bytes)
+    target = dropped(base, found, epoch, f"{wish.by}: {megabytes(needed)} of KV needed")
+    if not changed_members(base, target):
+        return Denied("nothing would change", found.shortfall_bytes)
+    return Granted(Kind.DROP, target, snapshot.model, lines, found.shortfall_bytes)
+
+
+def _restore(wish: RestoreWish, base: Layout, snapshot: Snapshot, epoch: Epoch) -> Granted | Denied:
+    limit = inf if wish.whatever_the_load else 0.5
+    found = plan_restore(snapshot, usage_limit=limit, only=wish.only)
+    lines = tuple(explain_restore(found))
+    chosen = [dissolution.group_id for dissolution in found.dissolutions]
+    if not chosen:
+        return Denied("; ".join(lines))
+    target = dissolved(base, chosen, epoch, f"{wish.by}: restore")
+    return Granted(Kind.RESTORE, target, snapshot.model, lines, sources=_sources(found))
+
+
+def _sources(found: RestorePlan) -> dict[WorkerId, Sources]:
+    names = sorted({pull.worker_id for d in found.dissolutions for pull in d.pulls})
+    return {name: sources_of(found, name) for name in names}
+
+
+def _plan(snapshot: Snapshot, needed_bytes: int, method: Method) -> DropPlan:
+    return plan(snapshot, needed_bytes, method, count_usable=method in (Method.AUTO, Method.USABLE))
+
+
+def _shape(model: ModelInfo | None, loads: Loads) -> ModelShape | None:
+    try:
+        return shape_of(model, loads)
+    except NoSurvey:
+        return None
