@@ -6,19 +6,18 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from ballast.cli.groups import load_table, plain_table
+from ballast.cli.history import DemandHistory
 from ballast.client import ClusterStatus, WorkerStatus
 from ballast.common.errors import InvariantViolation
-from ballast.common.layout import Group as WorkerGroup
-from ballast.common.layout import Member
-from ballast.common.load import LoadReport, MemoryReport
+from ballast.common.load import MemoryReport
 from ballast.model.info import human_bytes
 
-_BAR_CELLS = 8
-_HOT_FRACTION, _FULL_FRACTION = 0.8, 0.95
 
-
-def render_status(status: ClusterStatus, tokens_per_s: Mapping[str, float] | None = None) -> RenderableType:
-    """Everything about the cluster on a page. `tokens_per_s`: generated per second, for each worker."""
+def render_status(
+    status: ClusterStatus, tokens_per_s: Mapping[str, float] | None = None, history: DemandHistory | None = None
+) -> RenderableType:
+    """Everything about the cluster on a page. `tokens_per_s`: generated per second, for each leader of a group."""
     facts = Table.grid(padding=(0, 2, 0, 0))
     facts.add_column(style="bold", no_wrap=True)
     facts.add_column()
@@ -26,7 +25,10 @@ def render_status(status: ClusterStatus, tokens_per_s: Mapping[str, float] | Non
         facts.add_row(*line(status))
     if not status.workers:
         return Group(facts, Text("\nno workers yet: start one, or see `ballast doctor`", style="yellow"))
-    return Group(facts, Text(), _load_table(status, tokens_per_s), Text(), _memory_table(status.workers))
+    parts: list[RenderableType] = [facts, Text(), load_table(status, tokens_per_s)]
+    if history is not None:
+        parts += [Text(), history.table(status)]
+    return Group(*parts, Text(), _memory_table(status.workers))
 
 
 def _line(label: str, *parts: str | Text) -> tuple[str, Text]:
@@ -81,34 +83,9 @@ def _endings_line(status: ClusterStatus) -> tuple[str, Text]:
     return _line("ended", *(endings or ["no request yet"]))
 
 
-def _load_table(status: ClusterStatus, tokens_per_s: Mapping[str, float] | None) -> Table:
-    places = _places(status)
-    merged = any(len(group.members) > 1 for group, _ in places.values())  # else each worker is its own group
-    table = _table("worker", *(["group"] if merged else []), "layers", "state")
-    for heading in ("running", "waiting", "KV blocks used"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    if tokens_per_s is not None:
-        table.add_column("tokens/s", justify="right", no_wrap=True)
-    for worker in status.workers:
-        group, member = places.get(worker.worker_id, (None, None))
-        row: list[RenderableType] = [worker.worker_id]
-        if merged:
-            row.append(group.group_id if group else "-")
-        row += [f"{member.first_layer}-{member.last_layer - 1}" if member else "-", _state(worker, member)]
-        load = worker.load
-        if load is None:
-            row += ["-"] * 3
-        else:
-            row += [f"{load.running_count} of {load.max_running_count}", str(load.waiting_count), _kv_usage(load)]
-        if tokens_per_s is not None:
-            row.append(f"{tokens_per_s.get(worker.worker_id, 0.0):,.1f}")
-        table.add_row(*row)
-    return table
-
-
 def _memory_table(workers: Sequence[WorkerStatus]) -> Table:
     """The sum is shown so that anybody can check it: parameters + KV + free = budget."""
-    table = _table("device memory")
+    table = plain_table("device memory")
     for heading in ("parameters", "+ KV", "+ free", "= budget"):
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("")
@@ -122,13 +99,6 @@ def _memory_table(workers: Sequence[WorkerStatus]) -> Table:
     return table
 
 
-def _table(*left_columns: str) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    for heading in left_columns:
-        table.add_column(heading, no_wrap=True)
-    return table
-
-
 def _verdict(memory: MemoryReport) -> Text:
     try:
         memory.check()
@@ -136,29 +106,6 @@ def _verdict(memory: MemoryReport) -> Text:
         sum_bytes = memory.parameter_bytes + memory.kv_bytes + memory.free_bytes
         return Text(f"does not add up: {sum_bytes - memory.budget_bytes:+,} B", style="bold red")
     return Text("adds up", style="dim")
-
-
-def _places(status: ClusterStatus) -> dict[str, tuple[WorkerGroup, Member]]:
-    groups = status.layout.groups if status.layout is not None else ()
-    return {member.worker_id: (group, member) for group in groups for member in group.members}
-
-
-def _state(worker: WorkerStatus, member: Member | None) -> Text:
-    if not worker.connected:
-        return Text("not connected", style="red")
-    if (member is not None and member.draining) or (worker.load is not None and worker.load.draining):
-        return Text("draining", style="yellow")
-    return Text("serving", style="green")
-
-
-def _kv_usage(load: LoadReport) -> Text:
-    fraction = load.kv_usage_fraction
-    style = "red" if fraction >= _FULL_FRACTION else "yellow" if fraction >= _HOT_FRACTION else "green"
-    # Anything in use shows, and only full looks full.
-    cells = _BAR_CELLS if fraction >= 1.0 else min(_BAR_CELLS - 1, -int(-fraction * _BAR_CELLS // 1))
-    usage = Text("█" * cells, style=style)
-    usage.append("░" * (_BAR_CELLS - cells), style="dim")
-    return usage.append(f" {fraction:4.0%} of {load.block_count:,}", style="default")
 
 
 def human_count(number: int) -> str:

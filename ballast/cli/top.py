@@ -1,4 +1,4 @@
-"""`ballast top`: the status page, live, with the rate of generated tokens."""
+"""`ballast top`: the status page, live, with the rate of generated tokens and KV demand over time."""
 
 import argparse
 import time
@@ -8,6 +8,7 @@ from rich.live import Live
 from rich.text import Text
 
 from ballast.cli.arguments import Commands, add_address
+from ballast.cli.history import DemandHistory
 from ballast.cli.render import render_status
 from ballast.client import Client, ClusterStatus
 from ballast.common.errors import BallastError, InvalidRequest
@@ -26,18 +27,18 @@ def run(args: argparse.Namespace) -> int:
         raise InvalidRequest("--interval-s", f"must be between 0.05 and 3600, got {args.interval_s:g}")
     console = Console()
     with Client(args.address) as client:
-        rates = Rates()
-        page = _look(client, rates)
+        look = Look(client)
+        page = look()
         if args.once:
             time.sleep(args.interval_s)
-            console.print(_look(client, rates))
+            console.print(look())
             return 0
         try:
             with Live(page, console=console, screen=console.is_terminal, auto_refresh=False) as live:
                 while True:
                     time.sleep(args.interval_s)
                     try:
-                        page = _look(client, rates)
+                        page = look()
                     except BallastError as error:  # may come back: keep the last page, say what is wrong
                         live.update(Group(page, Text(f"\n{error}", style="bold red")), refresh=True)
                     else:
@@ -46,9 +47,18 @@ def run(args: argparse.Namespace) -> int:
             return 0
 
 
-def _look(client: Client, rates: "Rates") -> RenderableType:
-    status = client.status(client.addresses[0])
-    return render_status(status, rates.update(status, time.monotonic()))
+class Look:
+    """One call is one look at the cluster, shown beside what earlier looks have seen."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+        self._rates = Rates()
+        self._history = DemandHistory()
+
+    def __call__(self) -> RenderableType:
+        status = self._client.status(self._client.addresses[0])
+        self._history.add(status)
+        return render_status(status, self._rates.update(status, time.monotonic()), self._history)
 
 
 class Rates:

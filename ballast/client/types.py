@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ballast.common.layout import Layout
+from ballast.common.layout import Layout, Member
 from ballast.common.load import LoadReport
 from ballast.common.model import ModelInfo
 from ballast.common.sampling import FinishReason
@@ -124,7 +124,8 @@ class WorkerStatus:
         address: host:port of its gRPC server.
         group_id: The group it serves in.
         connected: Whether the dispatcher has its stream to the worker's group.
-        load: Its last load report; None before the first.
+        load: Its last load report; None before the first, and for those that do not lead their group: the leader's
+            report is the group's, except for the memory, which is each worker's own.
     """
 
     worker_id: str
@@ -133,6 +134,50 @@ class WorkerStatus:
     group_id: str
     connected: bool
     load: LoadReport | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupStatus:
+    """Workers that hold one complete copy of the model together and serve as a pipeline. Most groups have one member.
+
+    Attributes:
+        group_id: Its name; another one after every change of its members.
+        members: Stages in order, each with its layers; the first is the leader.
+        workers: The same workers, as the dispatcher sees them; None for one of which it says nothing.
+    """
+
+    group_id: str
+    members: tuple[Member, ...]
+    workers: tuple[WorkerStatus | None, ...]
+
+    @property
+    def leader_id(self) -> str:
+        return self.members[0].worker_id
+
+    @property
+    def leader(self) -> WorkerStatus | None:
+        return self.workers[0]
+
+    @property
+    def load(self) -> LoadReport | None:
+        """The whole group's: its blocks are those that every stage has."""
+        return self.leader.load if self.leader is not None else None
+
+    @property
+    def capacity_tokens(self) -> int:
+        """Tokens whose KV fits; 0 before the first report."""
+        return self.load.block_count * self.load.block_tokens if self.load is not None else 0
+
+    @property
+    def used_tokens(self) -> int:
+        """Room held by running requests."""
+        return self.load.used_block_count * self.load.block_tokens if self.load is not None else 0
+
+    @property
+    def demand_tokens(self) -> int:
+        """Room that running requests hold and waiting ones need."""
+        waiting = self.load.waiting_block_count * self.load.block_tokens if self.load is not None else 0
+        return self.used_tokens + waiting
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,3 +217,16 @@ class ClusterStatus:
     draining: bool
     uptime_s: float
     state_server_reachable: bool
+
+    @property
+    def groups(self) -> tuple[GroupStatus, ...]:
+        """The layout's groups with what is known about their workers; empty before the first layout."""
+        known = {(worker.worker_id, worker.incarnation): worker for worker in self.workers}
+        return tuple(
+            GroupStatus(
+                group_id=group.group_id,
+                members=group.members,
+                workers=tuple(known.get((m.worker_id, m.incarnation)) for m in group.members),
+            )
+            for group in (self.layout.groups if self.layout is not None else ())
+        )

@@ -4,6 +4,7 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
+from ballast.cli.history import DemandHistory
 from ballast.cli.render import human_count, human_duration, render_status
 from ballast.cli.top import Rates
 from ballast.client import ClusterStatus
@@ -16,9 +17,14 @@ from ballastpb.inference.v1 import inference_pb2 as pb
 from tests.support.scripted_dispatcher import worker_status
 
 
-def shown(status: ClusterStatus, width: int = 120, rates: dict[str, float] | None = None) -> str:
+def shown(
+    status: ClusterStatus,
+    width: int = 120,
+    rates: dict[str, float] | None = None,
+    history: DemandHistory | None = None,
+) -> str:
     console = Console(file=StringIO(), width=width)
-    console.print(render_status(status, rates))
+    console.print(render_status(status, rates, history))
     assert isinstance(console.file, StringIO)
     return console.file.getvalue()
 
@@ -115,15 +121,89 @@ def test_it_fits_a_terminal_of_eighty_columns() -> None:
     assert "1.0 GiB" in text
 
 
-def test_workers_that_serve_together_show_their_group() -> None:
-    status = cluster(worker_status("worker-0"), worker_status("worker-1"))
-    first, second = (
-        Member(WorkerId(f"worker-{i}"), Incarnation(2), "127.0.0.1:50061", 2 * i, 2 * i + 2) for i in range(2)
+def merge(status: ClusterStatus, group_id: str = "merged") -> ClusterStatus:
+    """All workers as stages of one group; only the leader has a report."""
+    count = len(status.workers)
+    members = tuple(
+        Member(WorkerId(worker.worker_id), Incarnation(2), worker.address, 4 * i // count, 4 * (i + 1) // count)
+        for i, worker in enumerate(status.workers)
     )
-    layout = Layout(Epoch(4), 4, (Group(GroupId("merged"), (first, second)),), "overload")
-    text = shown(dataclasses.replace(status, layout=layout))
-    assert line_of(text, "worker-0", "serving").split()[:3] == ["worker-0", "merged", "0-1"]
-    assert line_of(text, "worker-1", "serving").split()[:3] == ["worker-1", "merged", "2-3"]
+    followers = (dataclasses.replace(worker, load=None, group_id=group_id) for worker in status.workers[1:])
+    return dataclasses.replace(
+        status,
+        layout=Layout(Epoch(4), 4, (Group(GroupId(group_id), members),), "overload"),
+        workers=(dataclasses.replace(status.workers[0], group_id=group_id), *followers),
+    )
+
+
+def test_workers_that_serve_together_are_one_block() -> None:
+    text = shown(merge(cluster(worker_status("worker-0"), worker_status("worker-1"))))
+    row = line_of(text, "merged", "serving")
+    assert row.split()[:2] == ["merged", "0-3"]
+    assert "3 of 64" in row
+    assert " 25% of 100" in row
+    assert line_of(text, "├ worker-0").split() == ["├", "worker-0", "0-1", "leads"]
+    assert line_of(text, "└ worker-1").split() == ["└", "worker-1", "2-3", "follows"]
+    assert text.index("├ worker-0") < text.index("└ worker-1") < text.index("device memory")
+
+
+def test_a_member_that_drains_and_a_group_without_a_stream_stand_out() -> None:
+    status = merge(cluster(worker_status("worker-0"), worker_status("worker-1")))
+    assert status.layout is not None
+    [group] = status.layout.groups
+    leaving = dataclasses.replace(group.members[1], draining=True)
+    layout = dataclasses.replace(
+        status.layout, groups=(dataclasses.replace(group, members=(group.members[0], leaving)),)
+    )
+    workers = tuple(dataclasses.replace(worker, connected=False) for worker in status.workers)
+    text = shown(dataclasses.replace(status, layout=layout, workers=workers))
+    assert "not connected" in line_of(text, "merged", "0-3")
+    assert "draining" in line_of(text, "└ worker-1")
+
+
+def test_demand_is_drawn_over_time_against_the_capacity_of_each_group() -> None:
+    history = DemandHistory()
+    for used in (10, 50, 90):
+        history.add(cluster(worker_status("worker-0", used=used), worker_status("worker-1")))
+    over = worker_status("worker-0", used=100)
+    over.load.waiting_block_count = 40
+    status = dataclasses.replace(cluster(over, worker_status("worker-1")), backlog_token_count=800)
+    history.add(status)
+    text = shown(status, history=history)
+    assert line_of(text, "2,240 of 1,600").split()[:3] == ["worker-0", "▁▅██", "140%"]
+    assert line_of(text, "400 of 1,600").split()[:3] == ["worker-1", "▃▃▃▃", "25%"]
+    assert line_of(text, "all, with backlog").split()[3:] == ["▂▄▅█", "108%", "3,440", "of", "3,200"]
+    bigger = merge(status)
+    history.add(bigger)  # the leader goes on, the other has no demand of its own any more
+    text = shown(bigger, history=history)
+    assert "▁▅███" in line_of(text, "merged", "140%")
+    assert "▃▃▃" not in text
+
+
+def test_a_group_that_has_not_reported_has_no_demand_to_show() -> None:
+    silent = worker_status("worker-0")
+    silent.ClearField("load")
+    history = DemandHistory()
+    history.add(cluster(silent))
+    assert line_of(shown(cluster(silent), history=history), "worker-0", "0 of 0").split()[1:] == [
+        "▁",
+        "-",
+        "0",
+        "of",
+        "0",
+    ]
+
+
+def test_the_page_of_top_fits_eighty_columns() -> None:
+    history = DemandHistory()
+    status = merge(cluster(worker_status("worker-0"), worker_status("worker-1")), "group-17")
+    for _ in range(50):
+        history.add(status)
+    text = shown(status, width=80, rates={"worker-0": 1234.5}, history=history)
+    assert max(map(len, text.splitlines())) <= 80
+    assert "…" not in text
+    assert "▃" * 24 in text
+    assert "▃" * 25 not in text
 
 
 def test_rates_are_those_of_one_life_of_a_worker() -> None:
