@@ -2,13 +2,14 @@
 
 from dataclasses import dataclass, field
 
-from ballast.common.ids import Epoch, WorkerId
+from ballast.common.ids import Epoch, Incarnation, WorkerId
 from ballast.common.layout import Layout
 
 
 @dataclass(slots=True)
 class Drain:
     worker_id: WorkerId
+    incarnation: Incarnation  # the life that is to end; a later one of the worker is not meant
     epoch: Epoch | None = None  # None: not in the layout yet
 
 
@@ -20,22 +21,22 @@ class Drains:
     def get(self, request_id: str) -> Drain | None:
         return self._by_request.get(request_id)
 
-    def add(self, request_id: str, worker_id: WorkerId) -> bool:
+    def add(self, request_id: str, worker_id: WorkerId, incarnation: Incarnation) -> bool:
         """False when as many as the limit are waiting. The oldest answered one makes room."""
         if len(self._by_request) >= self.limit:
             answered = next((r for r, drain in self._by_request.items() if drain.epoch is not None), None)
             if answered is None:
                 return False
             del self._by_request[answered]
-        self._by_request[request_id] = Drain(worker_id)
+        self._by_request[request_id] = Drain(worker_id, incarnation)
         return True
 
     def settle(self, layout: Layout) -> list[tuple[str, Epoch]]:
         """Those for which this layout is the answer: it gives their worker nothing new."""
-        taking = {m.worker_id for group in layout.groups for m in group.members if not m.draining}
+        taking = {(m.worker_id, m.incarnation) for group in layout.groups for m in group.members if not m.draining}
         settled: list[tuple[str, Epoch]] = []
         for request_id, drain in self._by_request.items():
-            if drain.epoch is None and drain.worker_id not in taking:
+            if drain.epoch is None and (drain.worker_id, drain.incarnation) not in taking:
                 drain.epoch = layout.epoch
                 settled.append((request_id, layout.epoch))
         return settled

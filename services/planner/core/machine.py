@@ -346,9 +346,9 @@ class PlannerCore:
             sure = self._read and self.roster.complete
             why = DrainRefusal.NO_SUCH_WORKER if sure else DrainRefusal.NOT_READY
             return [RefuseDrain(event.request_id, why)]
-        if not self._drains.add(event.request_id, event.worker_id):
-            return [RefuseDrain(event.request_id, DrainRefusal.FULL)]
         target = known.placeable
+        if not self._drains.add(event.request_id, target.worker_id, target.incarnation):
+            return [RefuseDrain(event.request_id, DrainRefusal.FULL)]
         self.roster.drain(target.worker_id, target.incarnation)
         self._plan_at_s = min(self._plan_at_s, event.at_s)
         return [AskWorkerToDrain(target.worker_id, target.incarnation, target.address, event.cause_id)]

@@ -263,7 +263,8 @@ class GroupMember:
 
     def _tell_removed(self) -> None:
         """What has ended since the last batch, while the stages still follow this leader: it would stay with them."""
-        self._tell_core(self._core.handle(CapacityChanged(time.monotonic(), min(self._capacities.values()))))
+        capacity = min(self._capacities.values(), default=self._book.block_count)
+        self._tell_core(self._core.handle(CapacityChanged(time.monotonic(), capacity)))
 
     def _take_answers(self) -> list[Answer]:
         answers, self._answers = self._answers, []
