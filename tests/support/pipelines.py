@@ -123,6 +123,7 @@ class Cluster:
         self.kv_tokens: dict[int, int] = {}  # of those
         self.told: list[Command] = []
         self.resumed_from_kv = 0
+        self._wants: dict[RequestId, Undisturbed] = {}
         self._stream_ids, self._handles = count(1), count(1)
 
     # ---------------------------------------------------------------- workers
@@ -575,7 +576,11 @@ class Cluster:
     # ---------------------------------------------------------------- what must hold
 
     def undisturbed(self, request: Request) -> Undisturbed:
-        return undisturbed(request.prompt, request.sampling, self.limits.max_model_len)
+        want = self._wants.get(request.request_id)
+        if want is None:
+            want = undisturbed(request.prompt, request.sampling, self.limits.max_model_len)
+            self._wants[request.request_id] = want
+        return want
 
     def judge(self, request: Request) -> None:
         """What the dispatcher has is what the undisturbed request gives, or the beginning of it."""
