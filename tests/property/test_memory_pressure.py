@@ -121,33 +121,34 @@ def test_an_oscillating_load_that_is_obeyed_flaps_no_faster_than_the_dwell_time(
 def test_steady_growth_is_told_before_capacity_is_exceeded_by_more_than_one_interval(
     start: int, growth_per_step: int
 ) -> None:
+    """Once the growth is known, that is from the third sample on; until then only its level can tell."""
     history = [sample(i * STEP_S, start + growth_per_step * i) for i in range(1, 1200)]
     first = next(one for one, signal in run(history) if isinstance(signal, Overload))
-    assert first.wanted_bytes <= RULES.overload_threshold_fraction * CAPACITY + growth_per_step
-    armed_and_seen = [
-        one
+    alarming = next(
+        count
         for count, one in enumerate(history, start=1)
-        if count >= 3
-        and one.wanted_bytes >= RULES.overload_arming_fraction * CAPACITY
-        and one.wanted_bytes + growth_per_step / STEP_S * RULES.horizon_s
+        if one.wanted_bytes >= RULES.overload_arming_fraction * CAPACITY
+        and one.wanted_bytes + (growth_per_step / STEP_S * RULES.horizon_s if count >= 3 else 0.0)
         > RULES.overload_threshold_fraction * CAPACITY + 1e-6
-    ]
-    assert first.at_s <= armed_and_seen[0].at_s + 1e-9, "the forecast tells it a horizon ahead"
+    )
+    assert first.at_s <= history[alarming].at_s + 1e-9, "the sample after the first alarming one agrees"
+    if alarming >= 3:
+        assert first.wanted_bytes <= RULES.overload_threshold_fraction * CAPACITY + growth_per_step
 
 
-@given(st.lists(st.integers(0, 749), min_size=1, max_size=300), st.booleans())
+@given(st.lists(st.integers(0, 849), min_size=1, max_size=300), st.booleans())
 @settings(max_examples=200, deadline=None)
 def test_no_overload_while_demand_stays_below(levels: list[int], ordered: bool) -> None:
     history = [sample(i * STEP_S, level) for i, level in enumerate(sorted(levels) if ordered else levels)]
     assert not any(isinstance(signal, Overload) for _, signal in run(history))
 
 
-@given(st.integers(750, 949), st.lists(st.integers(-40, 40), min_size=20, max_size=100))
+@given(st.integers(850, 949), st.lists(st.integers(-10, 10), min_size=20, max_size=100))
 @settings(max_examples=200, deadline=None)
 def test_no_overload_for_noise_that_no_trend_carries_over_the_threshold(level: int, noise: list[int]) -> None:
     """Near capacity, but neither a level nor a level plus the steepest slope of the noise over the horizon exceeds."""
-    steepest_per_s = 80 / (RULES.trend_window_s / 2 - STEP_S)
-    assume(level + 40 + steepest_per_s * RULES.horizon_s <= RULES.overload_threshold_fraction * CAPACITY)
+    steepest_per_s = 20 / (RULES.trend_window_s / 2 - STEP_S)
+    assume(level + 10 + steepest_per_s * RULES.horizon_s <= RULES.overload_threshold_fraction * CAPACITY)
     history = [sample(i * STEP_S, level) for i in range(10)]
     history += [sample((10 + i) * STEP_S, level + more) for i, more in enumerate(noise)]
     assert not any(isinstance(signal, Overload) for _, signal in run(history))

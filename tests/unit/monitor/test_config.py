@@ -31,7 +31,7 @@ def test_the_rules_of_the_core_are_the_settings() -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("RELIEF_THRESHOLD_FRACTION", "0.75"),
+        ("RELIEF_THRESHOLD_FRACTION", "0.85"),
         ("OVERLOAD_ARMING_FRACTION", "0.96"),
         ("OVERLOAD_THRESHOLD_FRACTION", "0.7"),
     ],
