@@ -2,7 +2,9 @@
 
 import itertools
 import math
+import random
 
+import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
@@ -152,3 +154,28 @@ def test_no_overload_for_noise_that_no_trend_carries_over_the_threshold(level: i
     history = [sample(i * STEP_S, level) for i in range(10)]
     history += [sample((10 + i) * STEP_S, level + more) for i, more in enumerate(noise)]
     assert not any(isinstance(signal, Overload) for _, signal in run(history))
+
+
+@pytest.mark.parametrize(("seed", "slots"), [(0, 16), (1, 16), (2, 64), (3, 64)])
+def test_chance_seldom_looks_like_a_burst_and_a_burst_does(seed: int, slots: int) -> None:
+    """Requests arrive at random and fill 40 % of so many places; after 300 s four times as many arrive."""
+    rng, pressure = random.Random(seed), Pressure(RULES)
+    mean_s, burst_at_s = 2.0, 300.0
+    arrival_s, queue, running = 0.0, list[float](), list[tuple[float, float]]()
+    alarms: list[float] = []
+    short_at_s = math.inf
+    for i in range(int((burst_at_s + 15.0) / STEP_S)):
+        at_s = i * STEP_S
+        while arrival_s <= at_s:
+            queue.append(rng.expovariate(1 / mean_s))
+            arrival_s += rng.expovariate(0.4 * slots / mean_s * (4 if arrival_s >= burst_at_s else 1))
+        running = [(began_s, lasts_s) for began_s, lasts_s in running if began_s + lasts_s > at_s]
+        while queue and len(running) < slots:
+            running.append((at_s, queue.pop(0)))
+        wanted = len(running) + len(queue)
+        if at_s >= burst_at_s and wanted > slots:
+            short_at_s = min(short_at_s, at_s)
+        one = sample(at_s, 100 * wanted, used_bytes=100 * len(running), capacity_bytes=100 * slots)
+        alarms += [at_s for signal in pressure.observe(one) if isinstance(signal, Overload)]
+    assert len([at_s for at_s in alarms if at_s < burst_at_s]) <= 5
+    assert min(at_s for at_s in alarms if at_s >= burst_at_s) <= short_at_s + STEP_S + RULES.overload_after_s
