@@ -482,6 +482,10 @@ class Cluster:
                 self.feed(group.leader, KvArrived(0.0, sequence_id))
 
     def deliver_handover(self, group: Group) -> None:
+        """Between two batches: a stage must not give away blocks that a batch on its way counts on."""
+        self.drain_pipeline(group)
+        self.tell_capacity(group)
+        self.drain_pipeline(group)
         snapshots = group.handovers.pop(0)
         with_kv = {s.sequence_id for s in snapshots if s.sequence_id in self.where}
         lost = {s for s in sorted(with_kv) if not self._hold(group, s)}

@@ -367,11 +367,11 @@ def test_dispatchers_hear_where_their_requests_go_and_the_rest_stays() -> None:
     assert leader.core.totals.moved == 2
 
 
-def test_nothing_is_handed_over_in_mid_step() -> None:
+def test_nothing_changes_hands_in_mid_step() -> None:
     leader = Leader()
     leader.submit()
     leader.batch()
-    for event in (HandOver(0.0, WorkerId("w2")), RoleChanged(0.0, leads=False), KvTravels(0.0, frozenset())):
+    for event in (HandOver(0.0, W2), RoleChanged(0.0, leads=False), KvTravels(0.0, frozenset()), Adopted(0.0, ())):
         with pytest.raises(InvariantViolation, match="while step 1 runs"):
             leader.core.handle(event)
 
