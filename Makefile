@@ -25,7 +25,7 @@ up: setup  ## a cluster on this machine: make up MODEL=DIR
 
 check: setup  ## lint, types, architecture, unit and property tests
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .
-	$(BIN)/basedpyright
+	$(BIN)/basedpyright --pythonpath $(PY)
 	$(BIN)/lint-imports
 	$(BIN)/pytest -q -m "not slow and not gpu" tests/unit tests/property
 

@@ -18,7 +18,10 @@ class PressureSettings(Section):
     # Forecast demand above this share of the capacity is an overload ...
     overload_threshold_fraction: float = Field(default=0.95, gt=0)
     # ... if the workers' memory is taken to this share already: early drops win nothing, and a pipeline is slower.
-    overload_arming_fraction: float = Field(default=0.75, gt=0)
+    overload_arming_fraction: float = Field(default=0.85, gt=0)
+    # Chance makes small clusters look short for a moment: that has to last, unless a great deal is missing.
+    overload_after_s: float = Field(default=0.15, ge=0)
+    overload_urgent_fraction: float = Field(default=1.25, gt=0)
     overload_margin_fraction: float = Field(default=0.1, ge=0)  # of the forecast demand: freed in excess
     relief_threshold_fraction: float = Field(default=0.5, gt=0)  # of the un-dropped memory
     relief_after_s: float = Field(default=5.0, ge=0)  # usage has to be below it for so long

@@ -4,10 +4,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from ballast.common.ids import Epoch, Incarnation, WorkerId
-from ballast.common.layout import Layout
+from ballast.common.ids import DispatcherId, Epoch, GroupId, Incarnation, WorkerId
+from ballast.common.layout import Group, Layout, Member
 from services.monitor.core import messages as m
 from services.monitor.core.machine import MonitorCore, MonitorRules
+from services.monitor.policy.demand import Backlog
 from services.planner.core import messages as p
 from services.planner.core.machine import PlannerCore, PlannerRules
 from tests.support.pressure import RULES
@@ -17,6 +18,29 @@ WORKERS = st.sampled_from([WorkerId(name) for name in ("w0", "w1", "w2")])
 LIVES = st.integers(1, 4).map(Incarnation)
 STREAMS = st.integers(1, 8)
 PAUSES_S = st.sampled_from([0.0, 0.01, 0.2, 1.0, 5.0])
+
+
+def _layout(epoch: int, *groups: tuple[tuple[str, int], ...]) -> Layout:
+    """Each group: (worker, its life) in stage order, one layer each; the last stage has the rest of four."""
+    found: list[Group] = []
+    for group in groups:
+        ends = [*range(1, len(group)), 4]
+        members = tuple(
+            Member(WorkerId(name), Incarnation(life), "host:1", end - 1 if end < 4 else len(group) - 1, end)
+            for (name, life), end in zip(group, ends, strict=True)
+        )
+        found.append(Group(GroupId(group[0][0]), members))
+    result = Layout(Epoch(epoch), 4, tuple(found), "test")
+    result.check()
+    return result
+
+
+LAYOUTS = [
+    _layout(1, (("w0", 1),), (("w1", 1),)),
+    _layout(2, (("w0", 1), ("w1", 1))),
+    _layout(3, (("w1", 2), ("w0", 3), ("w2", 4))),
+    _layout(4, (("w2", 2),), (("w0", 2), ("w1", 3))),
+]
 
 
 class MonitorMachine(RuleBasedStateMachine):
@@ -81,6 +105,19 @@ class MonitorMachine(RuleBasedStateMachine):
     @rule(worker_id=WORKERS, incarnation=LIVES)
     def load_registry(self, worker_id: WorkerId, incarnation: Incarnation) -> None:
         self.tell(m.RegistryLoaded(self.now_s, "c", ((worker_id, incarnation),)))
+
+    @rule(layout=st.sampled_from([None, *LAYOUTS]), serial=st.integers(0, 3), waiting=st.integers(0, 5))
+    def look_around(self, layout: Layout | None, serial: int, waiting: int) -> None:
+        word = m.BacklogWord(DispatcherId("d"), str(serial), Backlog(waiting, 1000 * waiting))
+        self.tell(m.SurroundingsRead(self.now_s, "c", layout, (word,) if waiting else ()))
+
+    @invariant()
+    def demand_is_of_members_of_the_layout_that_are_there(self) -> None:
+        demand = self.core.cluster_demand(self.now_s)
+        leaders = {group[0] for group in demand.groups}
+        assert leaders <= set(self.core.entries)
+        assert 0 <= demand.used_bytes <= demand.engaged_bytes <= demand.wanted_bytes
+        assert [g.leader_id for g in self.core.group_demands(self.now_s)] == sorted(leaders)
 
     @rule(pause_s=PAUSES_S)
     def tick(self, pause_s: float) -> None:

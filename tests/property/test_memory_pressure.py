@@ -2,7 +2,9 @@
 
 import itertools
 import math
+import random
 
+import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
@@ -121,33 +123,59 @@ def test_an_oscillating_load_that_is_obeyed_flaps_no_faster_than_the_dwell_time(
 def test_steady_growth_is_told_before_capacity_is_exceeded_by_more_than_one_interval(
     start: int, growth_per_step: int
 ) -> None:
+    """Once the growth is known, that is from the third sample on; until then only its level can tell."""
     history = [sample(i * STEP_S, start + growth_per_step * i) for i in range(1, 1200)]
     first = next(one for one, signal in run(history) if isinstance(signal, Overload))
-    assert first.wanted_bytes <= RULES.overload_threshold_fraction * CAPACITY + growth_per_step
-    armed_and_seen = [
-        one
+    alarming = next(
+        count
         for count, one in enumerate(history, start=1)
-        if count >= 3
-        and one.wanted_bytes >= RULES.overload_arming_fraction * CAPACITY
-        and one.wanted_bytes + growth_per_step / STEP_S * RULES.horizon_s
+        if one.wanted_bytes >= RULES.overload_arming_fraction * CAPACITY
+        and one.wanted_bytes + (growth_per_step / STEP_S * RULES.horizon_s if count >= 3 else 0.0)
         > RULES.overload_threshold_fraction * CAPACITY + 1e-6
-    ]
-    assert first.at_s <= armed_and_seen[0].at_s + 1e-9, "the forecast tells it a horizon ahead"
+    )
+    assert first.at_s <= history[alarming].at_s + 1e-9, "the sample after the first alarming one agrees"
+    if alarming >= 3:
+        assert first.wanted_bytes <= RULES.overload_threshold_fraction * CAPACITY + growth_per_step
 
 
-@given(st.lists(st.integers(0, 749), min_size=1, max_size=300), st.booleans())
+@given(st.lists(st.integers(0, 849), min_size=1, max_size=300), st.booleans())
 @settings(max_examples=200, deadline=None)
 def test_no_overload_while_demand_stays_below(levels: list[int], ordered: bool) -> None:
     history = [sample(i * STEP_S, level) for i, level in enumerate(sorted(levels) if ordered else levels)]
     assert not any(isinstance(signal, Overload) for _, signal in run(history))
 
 
-@given(st.integers(750, 949), st.lists(st.integers(-40, 40), min_size=20, max_size=100))
+@given(st.integers(850, 949), st.lists(st.integers(-10, 10), min_size=20, max_size=100))
 @settings(max_examples=200, deadline=None)
 def test_no_overload_for_noise_that_no_trend_carries_over_the_threshold(level: int, noise: list[int]) -> None:
     """Near capacity, but neither a level nor a level plus the steepest slope of the noise over the horizon exceeds."""
-    steepest_per_s = 80 / (RULES.trend_window_s / 2 - STEP_S)
-    assume(level + 40 + steepest_per_s * RULES.horizon_s <= RULES.overload_threshold_fraction * CAPACITY)
+    steepest_per_s = 20 / (RULES.trend_window_s / 2 - STEP_S)
+    assume(level + 10 + steepest_per_s * RULES.horizon_s <= RULES.overload_threshold_fraction * CAPACITY)
     history = [sample(i * STEP_S, level) for i in range(10)]
     history += [sample((10 + i) * STEP_S, level + more) for i, more in enumerate(noise)]
     assert not any(isinstance(signal, Overload) for _, signal in run(history))
+
+
+@pytest.mark.parametrize(("seed", "slots"), [(0, 16), (1, 16), (2, 64), (3, 64)])
+def test_chance_seldom_looks_like_a_burst_and_a_burst_does(seed: int, slots: int) -> None:
+    """Requests arrive at random and fill 40 % of so many places; after 300 s four times as many arrive."""
+    rng, pressure = random.Random(seed), Pressure(RULES)
+    mean_s, burst_at_s = 2.0, 300.0
+    arrival_s, queue, running = 0.0, list[float](), list[tuple[float, float]]()
+    alarms: list[float] = []
+    short_at_s = math.inf
+    for i in range(int((burst_at_s + 15.0) / STEP_S)):
+        at_s = i * STEP_S
+        while arrival_s <= at_s:
+            queue.append(rng.expovariate(1 / mean_s))
+            arrival_s += rng.expovariate(0.4 * slots / mean_s * (4 if arrival_s >= burst_at_s else 1))
+        running = [(began_s, lasts_s) for began_s, lasts_s in running if began_s + lasts_s > at_s]
+        while queue and len(running) < slots:
+            running.append((at_s, queue.pop(0)))
+        wanted = len(running) + len(queue)
+        if at_s >= burst_at_s and wanted > slots:
+            short_at_s = min(short_at_s, at_s)
+        one = sample(at_s, 100 * wanted, used_bytes=100 * len(running), capacity_bytes=100 * slots)
+        alarms += [at_s for signal in pressure.observe(one) if isinstance(signal, Overload)]
+    assert len([at_s for at_s in alarms if at_s < burst_at_s]) <= 5
+    assert min(at_s for at_s in alarms if at_s >= burst_at_s) <= short_at_s + STEP_S + RULES.overload_after_s

@@ -123,6 +123,7 @@ class Cluster:
         self.kv_tokens: dict[int, int] = {}  # of those
         self.told: list[Command] = []
         self.resumed_from_kv = 0
+        self._wants: dict[RequestId, Undisturbed] = {}
         self._stream_ids, self._handles = count(1), count(1)
 
     # ---------------------------------------------------------------- workers
@@ -481,6 +482,10 @@ class Cluster:
                 self.feed(group.leader, KvArrived(0.0, sequence_id))
 
     def deliver_handover(self, group: Group) -> None:
+        """Between two batches: a stage must not give away blocks that a batch on its way counts on."""
+        self.drain_pipeline(group)
+        self.tell_capacity(group)
+        self.drain_pipeline(group)
         snapshots = group.handovers.pop(0)
         with_kv = {s.sequence_id for s in snapshots if s.sequence_id in self.where}
         lost = {s for s in sorted(with_kv) if not self._hold(group, s)}
@@ -575,7 +580,11 @@ class Cluster:
     # ---------------------------------------------------------------- what must hold
 
     def undisturbed(self, request: Request) -> Undisturbed:
-        return undisturbed(request.prompt, request.sampling, self.limits.max_model_len)
+        want = self._wants.get(request.request_id)
+        if want is None:
+            want = undisturbed(request.prompt, request.sampling, self.limits.max_model_len)
+            self._wants[request.request_id] = want
+        return want
 
     def judge(self, request: Request) -> None:
         """What the dispatcher has is what the undisturbed request gives, or the beginning of it."""

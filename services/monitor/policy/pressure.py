@@ -5,7 +5,8 @@ waits, so a burst counts in full at the moment it arrives and does not have to b
 
 - Overload: the forecast is above the threshold, and the workers' memory is nearly taken already (armed): dropping early
   wins nothing and a pipeline costs something, and what waits in a backlog while workers have memory to spare waits for
-  something else, which no memory buys. Demand above the threshold needs no trend.
+  something else, which no memory buys. Demand above the threshold needs no trend. Chance makes small clusters look
+  short for a moment again and again, so the next sample has to agree, except when a great deal is missing.
 - Relief: parameters are dropped, and forecast and usage have been below half of the un-dropped memory for a while.
 - Between any two of these lies at least the dwell time, and a change of the merged groups, whoever made it, starts it
   anew: a load that oscillates over any threshold causes one transition per dwell time at most.
@@ -21,6 +22,9 @@ from ballast.common.errors import InvariantViolation
 from services.monitor.policy.demand import ClusterDemand
 from services.monitor.policy.trend import slope_per_s, window
 
+# Of the slopes in the window: growth that three out of four show is no accident.
+_SURE_QUANTILE = 0.25
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PressureRules:
@@ -28,6 +32,8 @@ class PressureRules:
     trend_window_s: float  # samples not older than this make a trend
     overload_threshold_fraction: float  # of the capacity at the horizon: forecast demand above it is an overload
     overload_arming_fraction: float  # of the capacity, taken or waited for in the workers: below it nothing is alarming
+    overload_after_s: float  # the forecast has to stay above the threshold for so long
+    overload_urgent_fraction: float  # of the capacity: a forecast above it needs no confirmation
     overload_margin_fraction: float  # of the forecast demand: freed in excess
     relief_threshold_fraction: float  # of the un-dropped memory: usage below it is a relief
     relief_after_s: float  # usage has to be that low for so long
@@ -91,6 +97,7 @@ class Pressure:
     forecast: Forecast | None = None  # of the newest sample
     quiet_until_s: float = -math.inf  # no transition is asked for before
     _scale_quiet_until_s: float = -math.inf
+    _alarming_since_s: float | None = None
     _low_since_s: float | None = None
     _idle_since_s: float | None = None
     _short_since_s: float | None = None  # an overload was raised, and since then it has not ended
@@ -104,16 +111,20 @@ class Pressure:
         self.history.clear()
         self.forecast = None
         self.quiet_until_s, self._scale_quiet_until_s = at_s + self.rules.dwell_s, -math.inf
-        self._low_since_s = self._idle_since_s = self._short_since_s = None
+        self._forget_durations()
+
+    def _forget_durations(self) -> None:
+        self._alarming_since_s = self._low_since_s = self._idle_since_s = self._short_since_s = None
 
     def observe(self, sample: ClusterDemand) -> list[Signal]:
         self._append(sample)
         if sample.capacity_bytes <= 0:  # nobody serves: there is nothing to drop and nothing to restore
-            self.forecast = self._low_since_s = self._idle_since_s = self._short_since_s = None
+            self.forecast = None
+            self._forget_durations()
             return []
         self.forecast = forecast = self._look_ahead(sample)
+        self._note(sample, forecast)
         short = self._is_short(sample, forecast)
-        self._note(sample, forecast, short)
         return [*self._transition(sample, forecast, short), *self._scale(sample, forecast)]
 
     def _append(self, sample: ClusterDemand) -> None:
@@ -128,7 +139,8 @@ class Pressure:
 
     def _look_ahead(self, sample: ClusterDemand) -> Forecast:
         rules, since_s = self.rules, sample.at_s - self.rules.trend_window_s
-        wanted = slope_per_s(window(((s.at_s, s.wanted_bytes) for s in reversed(self.history)), since_s))
+        wanted_points = window(((s.at_s, s.wanted_bytes) for s in reversed(self.history)), since_s)
+        wanted = slope_per_s(wanted_points, at_quantile=_SURE_QUANTILE)
         capacity = slope_per_s(window(((s.at_s, s.capacity_bytes) for s in reversed(self.history)), since_s))
         # Memory on its way back to parameters shrinks by plan, and never below what all parameters leave.
         floor = min(sample.capacity_bytes, sample.undropped_bytes)
@@ -140,11 +152,17 @@ class Pressure:
         )
 
     def _is_short(self, sample: ClusterDemand, forecast: Forecast) -> bool:
+        if self._alarming_since_s is None:
+            return False
+        is_urgent = forecast.demand_bytes > self.rules.overload_urgent_fraction * forecast.capacity_bytes
+        return is_urgent or sample.at_s - self._alarming_since_s >= self.rules.overload_after_s
+
+    def _is_alarming(self, sample: ClusterDemand, forecast: Forecast) -> bool:
         if sample.engaged_bytes < self.rules.overload_arming_fraction * sample.capacity_bytes:
             return False
         return forecast.demand_bytes > self.rules.overload_threshold_fraction * forecast.capacity_bytes
 
-    def _note(self, sample: ClusterDemand, forecast: Forecast, short: bool) -> None:
+    def _note(self, sample: ClusterDemand, forecast: Forecast) -> None:
         """Since when what has to last for a while has lasted."""
         at_s, rules = sample.at_s, self.rules
         demand_bytes = max(forecast.demand_bytes, sample.used_bytes)
@@ -152,7 +170,8 @@ class Pressure:
         idle = sample.complete and demand_bytes < rules.scale_in_threshold_fraction * sample.undropped_bytes
         self._low_since_s = _since(self._low_since_s, at_s, low)
         self._idle_since_s = _since(self._idle_since_s, at_s, idle)
-        if not short:
+        self._alarming_since_s = _since(self._alarming_since_s, at_s, self._is_alarming(sample, forecast))
+        if self._alarming_since_s is None:
             self._short_since_s = None
 
     def _transition(self, sample: ClusterDemand, forecast: Forecast, short: bool) -> list[Signal]:

@@ -181,7 +181,11 @@ class HandOver:
 
 @dataclass(frozen=True, slots=True)
 class Adopted:
-    """Sequences of another leader. They run on at once and keep what they produce until their dispatchers ask."""
+    """Sequences of another leader. They run on at once and keep what they produce until their dispatchers ask.
+
+    Told while nothing is in flight, on any stage: the stages take blocks for their KV just before, and those must not
+    be blocks that a batch on its way has been promised.
+    """
 
     at_s: float
     snapshots: tuple[SequenceSnapshot, ...]

@@ -174,6 +174,7 @@ class Group:
     # ---------------------------------------------------------------- coming
 
     def _adopt_all(self, event: Adopted) -> None:
+        self._flights.demand_none("sequences are adopted")
         if not self.leads:
             raise InvariantViolation("a follower is handed sequences over")
         for snapshot in event.snapshots:

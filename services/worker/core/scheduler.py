@@ -216,13 +216,13 @@ class Scheduler:
             budget_tokens = shape.budget_tokens
             if len(decodes) > shape.max_decode_count:  # who has waited longest goes first
                 decodes = sorted(decodes, key=lambda s: s.step_id)[: shape.max_decode_count]
+            prefills = prefills[: shape.max_prefill_count]
         return Plan(decodes, self._chunks(len(decodes), prefills, budget_tokens), preempted)
 
     def _pipeline_view(self) -> PipelineView:
         prefills = [left for s in self.running if (left := s.token_count - s.computed_tokens) > 1]
-        return PipelineView(
-            self.stage_count, len(self.running) - len(prefills), sum(prefills), self._limits.max_batch_tokens
-        )
+        decode_count = len(self.running) - len(prefills)
+        return PipelineView(self.stage_count, decode_count, len(prefills), sum(prefills), self._limits.max_batch_tokens)
 
     def _chunks(self, decode_count: int, prefills: list[Sequence], budget_tokens: int) -> list[tuple[Sequence, int]]:
         if not prefills:

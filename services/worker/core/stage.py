@@ -54,7 +54,7 @@ class StageBook:
 
     def hold(self, sequence_id: SequenceId, token_count: int) -> Table:
         """Blocks for KV that is going to arrive. What the sequence holds here already, for other layers, it keeps:
-        a block id means the same place in every layer.
+        a block id means the same place in every layer. To be called between two batches, none of which is on its way.
         """
         return self._book.cover(sequence_id, token_count)
 

@@ -34,15 +34,17 @@ class Checkpoint:
     ) -> None:
         self._files.clear()
 
-    def fill(self, parameters: Iterable[Parameter], views: Mapping[str, torch.Tensor]) -> None:
-        """Copy each parameter's tensors into its view, converting to the view's dtype.
+    def fill(self, parameters: Iterable[Parameter], stored: Mapping[str, torch.Tensor]) -> None:
+        """Copy each parameter's tensors into its memory, converting to the dtype of that.
 
         Raises:
             ConfigError: a tensor is missing, has another shape or a dtype that is no float, or cannot be read.
         """
         for parameter in parameters:
+            memory = stored[parameter.name]
+            parameter.padded_view(memory)[parameter.shape[0] :].zero_()  # checksums cover the padding
             for source in parameter.sources:
-                rows = views[parameter.name][source.first_row : source.first_row + source.row_count]
+                rows = parameter.view(memory)[source.first_row : source.first_row + source.row_count]
                 self._copy(source, rows)
 
     def require_only(self, config: ModelConfig) -> None:

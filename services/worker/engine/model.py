@@ -1,10 +1,11 @@
 """The forward pass of a stage: the layers `[first, last)` of a decoder-only transformer over packed tokens.
 
 Shapes: T packed rows, D hidden size, N query heads, K KV heads, H head dim, I size inside the MLP, V vocabulary,
-R rows whose logits are wanted. Weights are [out, in]. Results of the large products go to buffers that live as long
-as the stage: on a CPU, fresh memory costs a page fault per 4 KiB.
+R rows whose logits are wanted. Weights are [out, in], outputs perhaps padded. Where torch can, results of the large
+products go to buffers that live as long as the model: on a CPU, fresh memory may cost a page fault per 4 KiB.
 """
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +13,7 @@ import torch.nn.functional as F
 
 from services.worker.engine.attention import AttentionStep
 from services.worker.engine.model_config import ModelConfig
-from services.worker.engine.parameters import EMBEDDING, HEAD
+from services.worker.engine.parameters import EMBEDDING, HEAD, Parameter, end_parameters, layer_parameters
 from services.worker.engine.rotary import rotary_table
 from services.worker.memory.kv_cache import KvCache
 from services.worker.memory.parameters import ParameterStore
@@ -46,6 +47,7 @@ class _Buffers:
     qkv: torch.Tensor
     attended: torch.Tensor
     gate_up: torch.Tensor
+    added: torch.Tensor
 
 
 class Model:
@@ -57,10 +59,10 @@ class Model:
     def __init__(self, config: ModelConfig, parameters: ParameterStore, kv: KvCache, *, max_model_len: int) -> None:
         self._config = config
         self._embedding_VD = parameters.part(EMBEDDING)["weight"]
-        head = parameters.part(HEAD)
+        head = _views(end_parameters(config)[HEAD], parameters.part(HEAD))
         self._final_norm_D = head["norm"]
         self._head_VD = head.get("weight", self._embedding_VD)
-        self._layers = [_layer(parameters, kv, i) for i in range(config.layer_count)]
+        self._layers = [_layer(config, parameters, kv, i) for i in range(config.layer_count)]
         dtype, device = self._embedding_VD.dtype, self._embedding_VD.device
         self._rotary_P2H = rotary_table(config.rope, config.head_dim, max_model_len, dtype, device)
         self._rms_norm = _fused_rms_norm if dtype == torch.float32 else _reference_rms_norm
@@ -79,27 +81,29 @@ class Model:
         first_layer: int,
         last_layer: int,
     ) -> torch.Tensor:
-        """Apply the layers `[first_layer, last_layer)` to `hidden_TD`, which may be overwritten."""
+        """Apply the layers `[first_layer, last_layer)` to `hidden_TD`, in place, and return it."""
         if hidden_TD.shape[0] > self._buffers.qkv.shape[0]:
             self._buffers = self._make_buffers(hidden_TD.shape[0])
         rotary_T2H = self._rotary_P2H.index_select(0, positions_T)
         cos_T1H, sin_T1H = rotary_T2H[:, :1], rotary_T2H[:, 1:]
         for layer in self._layers[first_layer:last_layer]:
-            hidden_TD = self._attend(layer, hidden_TD, cos_T1H, sin_T1H, attention)
-            hidden_TD = self._transform(layer, hidden_TD)
+            self._attend(layer, hidden_TD, cos_T1H, sin_T1H, attention)
+            self._transform(layer, hidden_TD)
         return hidden_TD
 
     def logits(self, hidden_RD: torch.Tensor) -> torch.Tensor:
         """logits_RV. For the last stage."""
         normed_RD = self._rms_norm(hidden_RD, self._final_norm_D, self._config.rms_norm_eps)
-        return _linear(normed_RD, self._head_VD, None, normed_RD.new_empty(0))
+        logits = _linear(normed_RD, self._head_VD, None, normed_RD.new_empty(0))
+        return logits[:, : self._config.vocab_size]
 
     def _make_buffers(self, rows: int) -> _Buffers:
-        config, like = self._config, self._embedding_VD
+        like, layer = self._embedding_VD, self._layers[0]
         return _Buffers(
-            qkv=like.new_empty(rows, config.query_size + 2 * config.kv_size),
-            attended=like.new_empty(rows, config.query_size),
-            gate_up=like.new_empty(rows, 2 * config.intermediate_size),
+            qkv=like.new_empty(rows, layer.qkv.shape[0]),
+            attended=like.new_empty(rows, self._config.query_size),
+            gate_up=like.new_empty(rows, layer.gate_up.shape[0]),
+            added=like.new_empty(rows, layer.down.shape[0]),
         )
 
     def _attend(
@@ -109,11 +113,11 @@ class Model:
         cos_T1H: torch.Tensor,
         sin_T1H: torch.Tensor,
         attention: AttentionStep,
-    ) -> torch.Tensor:
+    ) -> None:
         config, rows = self._config, hidden_TD.shape[0]
         normed_TD = self._rms_norm(hidden_TD, layer.attention_norm_D, config.rms_norm_eps)
         qkv = _linear(normed_TD, layer.qkv, layer.qkv_bias, self._buffers.qkv[:rows])
-        heads = qkv.view(rows, -1, config.head_dim)
+        heads = qkv[:, : config.query_size + 2 * config.kv_size].view(rows, -1, config.head_dim)
         rotating = config.head_count + config.kv_head_count
         qk, v_TKH = heads[:, :rotating], heads[:, rotating:]
         if layer.query_norm_H is not None and layer.key_norm_H is not None:
@@ -127,24 +131,31 @@ class Model:
             v_TKH,
             attended.view(rows, config.head_count, config.head_dim),
         )
-        return _add_linear(hidden_TD, attended, layer.output, layer.output_bias)
+        projected = _linear(attended, layer.output, layer.output_bias, self._buffers.added[:rows])
+        hidden_TD.add_(projected[:, : config.hidden_size])
 
     def _norm_heads(self, qk: torch.Tensor, query_norm_H: torch.Tensor, key_norm_H: torch.Tensor) -> None:
         q_TNH, k_TKH = qk[:, : self._config.head_count], qk[:, self._config.head_count :]
         q_TNH.copy_(self._rms_norm(q_TNH, query_norm_H, self._config.rms_norm_eps))
         k_TKH.copy_(self._rms_norm(k_TKH, key_norm_H, self._config.rms_norm_eps))
 
-    def _transform(self, layer: _Layer, hidden_TD: torch.Tensor) -> torch.Tensor:
-        normed_TD = self._rms_norm(hidden_TD, layer.mlp_norm_D, self._config.rms_norm_eps)
-        buffer = self._buffers.gate_up[: hidden_TD.shape[0]]
-        gate_up = _linear(normed_TD, layer.gate_up, layer.gate_up_bias, buffer)
-        gate_TI, up_TI = gate_up.chunk(2, -1)
+    def _transform(self, layer: _Layer, hidden_TD: torch.Tensor) -> None:
+        config, rows = self._config, hidden_TD.shape[0]
+        normed_TD = self._rms_norm(hidden_TD, layer.mlp_norm_D, config.rms_norm_eps)
+        gate_up = _linear(normed_TD, layer.gate_up, layer.gate_up_bias, self._buffers.gate_up[:rows])
+        inner = config.intermediate_size
+        gate_TI, up_TI = gate_up[:, :inner], gate_up[:, inner : 2 * inner]
         activated_TI = F.silu(gate_TI, inplace=True).mul_(up_TI)
-        return _add_linear(hidden_TD, activated_TI, layer.down, layer.down_bias)
+        projected = _linear(activated_TI, layer.down, layer.down_bias, self._buffers.added[:rows])
+        hidden_TD.add_(projected[:, : config.hidden_size])
 
 
-def _layer(parameters: ParameterStore, kv: KvCache, index: int) -> _Layer:
-    named = parameters.layer(index)
+def _views(parameters: Iterable[Parameter], stored: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {parameter.name: parameter.padded_view(stored[parameter.name]) for parameter in parameters}
+
+
+def _layer(config: ModelConfig, parameters: ParameterStore, kv: KvCache, index: int) -> _Layer:
+    named = _views(layer_parameters(config, index), parameters.layer(index))
     return _Layer(
         kv_B2TKH=kv.layer(index),
         attention_norm_D=named["attention_norm"],
@@ -182,14 +193,8 @@ def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, ou
     return torch.addmm(bias, x, weight.t(), out=out)
 
 
-def _add_linear(total: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """total + x @ weight.T + bias; `total` may be overwritten."""
-    if _onednn_suits(x):
-        return torch.ops.mkldnn._linear_pointwise.binary(x, total, weight, bias, "add")
-    total.addmm_(x, weight.t())
-    return total if bias is None else total.add_(bias)
-
-
 def _onednn_suits(x: torch.Tensor) -> bool:
-    """oneDNN multiplies float32 by a [out, in] matrix 8 to 15 % faster than MKL, which torch takes by itself."""
-    return x.dtype == torch.float32 and x.device.type == "cpu" and _HAS_ONEDNN
+    """Whether oneDNN is faster than MKL, which torch takes by itself: by a tenth, and by a third with few rows and a
+    matrix stored as [in, out]; not with one row.
+    """
+    return _HAS_ONEDNN and x.dtype == torch.float32 and x.shape[0] > 1 and x.device.type == "cpu"

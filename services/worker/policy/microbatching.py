@@ -14,13 +14,15 @@ class PipelineView:
 
     stage_count: int
     decode_count: int  # sequences that need one token
-    prefill_tokens: int  # prompt tokens that have no KV yet
+    prefill_count: int  # sequences that need more
+    prefill_tokens: int  # which have no KV yet
     max_batch_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
 class MicrobatchShape:
     max_decode_count: int
+    max_prefill_count: int
     budget_tokens: int  # decodes and chunks together
 
 
@@ -30,13 +32,15 @@ Microbatching = Callable[[PipelineView], MicrobatchShape]
 def by_token_count(view: PipelineView) -> MicrobatchShape:
     """Equal shares of the tokens for each stage. The longest wait for a place is then one trip through the pipeline.
 
-    A lone prompt is not cut finer than into one part for each stage of a full batch: its parts cannot overlap, since
-    a sequence is in one microbatch at a time.
+    A sequence is in one microbatch at a time, so prompts are spread too: a part of each in one microbatch would leave
+    nothing for the next. A lone prompt is not cut finer than a full batch is among the stages, as its parts cannot
+    overlap.
     """
     stages = view.stage_count
     share_tokens = -(-(view.decode_count + view.prefill_tokens) // stages)
     floor_tokens = -(-view.max_batch_tokens // stages)
     return MicrobatchShape(
         max_decode_count=-(-view.decode_count // stages),
+        max_prefill_count=-(-view.prefill_count // stages),
         budget_tokens=min(view.max_batch_tokens, max(share_tokens, floor_tokens)),
     )

@@ -188,14 +188,14 @@ def test_backlogs_are_demand_while_their_dispatcher_lives() -> None:
 
 
 def test_a_backlog_that_fits_nowhere_is_an_overload_with_its_cause_and_groups() -> None:
-    cluster = Cluster(ALONE, w0=load(80), w1=load(75))
+    cluster = Cluster(ALONE, w0=load(90), w1=load(85))
     assert cluster.pass_time(4.0) == []
     cluster.backlogs = (BacklogWord(D, "1.1", Backlog(40, 4000)),)
     raised = cluster.pass_time(0.2)
     assert len(raised) == 1
     signal = raised[0].signal
     assert isinstance(signal, Overload)
-    forecast = 155 * BLOCK_BYTES + (4000 + 40 * 9) * 1024
+    forecast = 175 * BLOCK_BYTES + (4000 + 40 * 9) * 1024
     assert signal.required_bytes >= forecast - 200 * BLOCK_BYTES > 0
     assert [g.leader_id for g in raised[0].groups] == [W0, W1]
     assert all(c.cause_id == "c" for c in cluster.last if isinstance(c, Publish))

@@ -28,13 +28,20 @@ def series(until_s: float, make: Callable[[float], ClusterDemand], from_s: float
 
 
 def test_steady_growth_is_an_overload_one_horizon_before_capacity_is_reached() -> None:
-    said = tell(Pressure(RULES), series(10, lambda t: sample(t, int(600 + 50 * t))))
+    said = tell(Pressure(RULES), series(10, lambda t: sample(t, int(600 + 100 * t))))
     at_s, overload = said[0]
-    assert 600 + 50 * (at_s + 1.0) > 950 >= 600 + 50 * (at_s - STEP_S + 1.0)
+    forecast = 600 + 100 * (at_s + 1.0)
+    assert forecast - 100 * STEP_S > 950 >= forecast - 2 * 100 * STEP_S, "at the second sample that shows it"
     assert isinstance(overload, Overload)
-    forecast = 600 + 50 * (at_s + 1.0)
     assert overload.required_bytes == pytest.approx(forecast * 1.1 / 0.95 - 1000, abs=3)
     assert overload.required_bytes > 0
+
+
+def test_a_shortage_of_one_moment_is_chance_and_a_lasting_one_is_not() -> None:
+    moments = series(20, lambda t: sample(t, 1100 if int(t / STEP_S + 0.5) % 5 == 0 else 900))
+    assert tell(Pressure(RULES), moments) == []
+    lasting = series(4, lambda t: sample(t, 1100 if t >= 2 else 900))
+    assert [at_s for at_s, _ in tell(Pressure(RULES), lasting)] == [2.2]
 
 
 def test_a_burst_is_an_overload_at_the_first_sample_that_shows_it() -> None:
@@ -50,9 +57,9 @@ def test_fast_growth_far_below_capacity_is_no_overload() -> None:
 
 
 def test_what_waits_while_workers_have_memory_to_spare_waits_for_something_else() -> None:
-    slots_taken = series(20, lambda t: sample(t, 9000, engaged_bytes=700, used_bytes=650))
+    slots_taken = series(20, lambda t: sample(t, 9000, engaged_bytes=840, used_bytes=650))
     assert tell(Pressure(RULES), slots_taken) == []
-    memory_taken = series(1, lambda t: sample(t, 9000, engaged_bytes=760, used_bytes=650))
+    memory_taken = series(1, lambda t: sample(t, 9000, engaged_bytes=860, used_bytes=650))
     assert [at_s for at_s, _ in tell(Pressure(RULES), memory_taken)] == [0.0]
 
 
@@ -118,7 +125,7 @@ def test_an_instance_that_joins_or_leaves_is_no_transition_and_no_trend() -> Non
     tell(pressure, series(4, lambda t: sample(t, 700)))
     three = (*ALONE, (W2,))
     assert tell(pressure, series(8, lambda t: sample(t, 940, groups=three), from_s=4.0)) == [], "a step, not a slope"
-    assert [at for at, _ in tell(pressure, [sample(8.0, 1200, groups=three)])] == [8.0], "no dwell time"
+    assert [at for at, _ in tell(pressure, [sample(8.0, 1300, groups=three)])] == [8.0], "no dwell time"
 
 
 def dropped_after_1_s(t: float, wanted_bytes: int) -> ClusterDemand:

@@ -30,3 +30,10 @@ def test_a_window_holds_what_is_recent_in_order() -> None:
     points = [(float(t), float(-t)) for t in range(6)]
     assert window(reversed(points), 3.0) == points[3:]
     assert window(reversed(points), 9.0) == []
+
+
+def test_a_low_quantile_is_what_nearly_all_samples_confirm() -> None:
+    line = [(0.2 * i, 10.0 * i) for i in range(10)]
+    step = [(0.2 * i, 0.0 if i < 7 else 100.0) for i in range(10)]
+    assert slope_per_s(line, at_quantile=0.25) == pytest.approx(50.0)
+    assert slope_per_s(step, at_quantile=0.25) == 0.0 < slope_per_s(step)

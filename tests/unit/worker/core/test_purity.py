@@ -25,3 +25,11 @@ def test_the_same_events_give_the_same_commands_under_any_hash_seed() -> None:
     preemptions = re.search(r"(\d+) preemptions", told.pop())
     assert preemptions is not None
     assert int(preemptions[1]) > 5  # the history goes through the corners
+
+
+def test_groups_that_merge_and_split_do_so_alike_under_any_hash_seed() -> None:
+    told = {_python("-m", "tests.support.pipeline_history", "3", hash_seed=seed) for seed in ("1", "2")}
+    assert len(told) == 1
+    resumed = re.search(r"(\d+) resumed", told.pop())
+    assert resumed is not None
+    assert int(resumed[1]) > 5

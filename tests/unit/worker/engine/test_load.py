@@ -8,6 +8,7 @@ from safetensors.torch import load_file, save_file
 from ballast.common.errors import ConfigError
 from ballast.model.tiny import make_tiny
 from services.worker.engine.load import Engine, load_engine
+from services.worker.engine.parameters import end_parameters, layer_parameters
 
 MEMORY_BYTES = 8 << 20
 SHARD_1, SHARD_2 = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
@@ -50,12 +51,15 @@ def test_facts_and_memory(model_dir: Path) -> None:
 def test_fused_parameters_hold_the_checkpoint(model_dir: Path) -> None:
     stored = {**load_file(model_dir / SHARD_1), **load_file(model_dir / SHARD_2)}
     with load(model_dir) as engine:
-        layer = engine.memory.parameters.layer(1)
+        stored_layer = engine.memory.parameters.layer(1)
+        layer = {p.name: p.view(stored_layer[p.name]) for p in layer_parameters(engine.config, 1)}
         parts = [stored[f"model.layers.1.self_attn.{name}_proj.weight"] for name in "qkv"]
         assert torch.equal(layer["qkv"], torch.cat(parts))
         parts = [stored[f"model.layers.1.mlp.{name}_proj.weight"] for name in ("gate", "up")]
         assert torch.equal(layer["gate_up"], torch.cat(parts))
-        assert torch.equal(engine.memory.parameters.part("head")["weight"], stored["lm_head.weight"])
+        assert torch.equal(layer["output"], stored["model.layers.1.self_attn.o_proj.weight"])
+        head = end_parameters(engine.config)["head"][1]
+        assert torch.equal(head.view(engine.memory.parameters.part("head")["weight"]), stored["lm_head.weight"])
 
 
 def test_tied_checkpoints_store_the_table_once(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from services.worker.policy.preemption import VictimView, choose_victim
 
 
 def view(rank: int, arrival: int) -> VictimView:
-    return VictimView(rank, arrival, reserved_block_count=3, computed_tokens=40)
+    return VictimView(rank, (0.5, arrival), reserved_block_count=3, computed_tokens=40)
 
 
 def test_the_lowest_class_gives_way_first() -> None:

@@ -1,0 +1,25 @@
+"""Groups that merge and split while requests run: whatever happens, their tokens are those of the undisturbed ones.
+
+A history is drawn from its seed (see tests.support.pipeline_history): a failure is repeated with `tell(seed)`.
+"""
+
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+from tests.support.pipeline_history import History
+
+
+@settings(max_examples=40, deadline=None, phases=(Phase.explicit, Phase.reuse, Phase.generate))
+@given(seed=st.integers(0, 2**31))
+def test_no_history_changes_a_token_loses_an_ending_or_keeps_a_block(seed: int) -> None:
+    History(seed).play()
+
+
+def test_histories_go_where_it_hurts() -> None:
+    played = [History(seed).play() for seed in range(8)]
+    for name in ("merge", "split", "carry", "lose_kv", "claims", "roll_back", "shrink", "lose_stream"):
+        assert sum(history.counts[name] for history in played) >= 5, name
+    assert sum(history.cluster.resumed_from_kv for history in played) >= 50
+    cores = [worker.core.totals for history in played for worker in history.cluster.workers]
+    assert sum(totals.adopted for totals in cores) >= 100
+    assert sum(totals.preemptions for totals in cores) >= 100
