@@ -168,6 +168,7 @@ class GroupMember:
         self._links_missing: set[WorkerId] = set()
         self._going: dict[WorkerId, tuple[SequenceSnapshot, ...]] = {}  # handed over, by the leader they go to
         self._coming: list[SequenceSnapshot] = []  # new leader: handed over to it
+        self._room_epoch = Epoch(0)  # the restore for which the leader has granted room
         self._told_capacities: dict[WorkerId, int] = {}  # with the handovers, perhaps before this worker's take-up
         self._early: list[BatchArrived] = []  # batches of a leader that is ahead of this member
         self._answers: list[Answer] = []
@@ -240,6 +241,8 @@ class GroupMember:
         wanted = self._homecoming.wants_room and self.leads
         if wanted and self._core.settled:  # batches in flight stay within it, and word of it comes behind them
             self._grant_room()
+        elif self._homecoming.wants_room:
+            self._take_room()
         if self._undoing:
             self._undo_restore()
         return self._take_answers()
@@ -683,9 +686,13 @@ class GroupMember:
     def _room_is_granted(self, epoch: Epoch) -> None:
         if self._stages and self._stages[-1].worker_id != self.me:
             self._send(self._next_stage(), TrafficClass.ACTIVATION, Topic.ROOM, b"", stream=epoch)
+        self._room_epoch = epoch
+        self._take_room()
+
+    def _take_room(self) -> None:
         transition = self._transition
-        if transition is None or transition.epoch != epoch or transition.phase is not Phase.PREPARING:
-            return
+        if transition is None or transition.epoch != self._room_epoch or transition.phase is not Phase.PREPARING:
+            return  # the leader's word may come before the planner's
         if self._homecoming.wants_room:
             self._homecoming.make_room()
             self._after_pull(transition)
