@@ -132,6 +132,7 @@ def status_from_proto(response: pb.GetStatusResponse, address: str) -> ClusterSt
         draining=response.draining,
         uptime_s=response.uptime_s,
         state_server_reachable=response.state_server_reachable,
+        planner_address=response.planner_address,
     )
 
 

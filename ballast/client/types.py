@@ -200,6 +200,7 @@ class ClusterStatus:
         draining: Whether it refuses new requests.
         uptime_s: Age of the dispatcher.
         state_server_reachable: Whether the state server answered last time.
+        planner_address: host:port of the active planner; empty while the dispatcher knows of none.
     """
 
     dispatcher_id: str
@@ -217,6 +218,7 @@ class ClusterStatus:
     draining: bool
     uptime_s: float
     state_server_reachable: bool
+    planner_address: str = ""
 
     @property
     def groups(self) -> tuple[GroupStatus, ...]:

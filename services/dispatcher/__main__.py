@@ -16,6 +16,7 @@ from ballast.common.ids import DispatcherId, Incarnation
 from ballast.common.layout import Layout
 from ballast.rpc.server import RpcServer
 from ballast.service import logs
+from ballast.service.leadership import LeaderAddress
 from ballast.service.lifecycle import Lifecycle, advertised_address, run_service, say_ready
 from ballast.service.metrics import REGISTRY, MetricsServer
 from ballast.service.settings import load_settings
@@ -36,6 +37,7 @@ from services.dispatcher.text import PromptEncoder
 T = TypeVar("T")
 
 _NAME = "dispatcher"
+_PLANNER_LOOKUP_S = 2.0
 _CLOSE_GRACE_S = 1.0  # for the last responses to reach their clients
 
 
@@ -85,6 +87,7 @@ async def _serve(
     clock = MonotonicClock()
     store = DispatcherStore(state, identity)
     shell = build_shell(settings, identity, clock, life)
+    planner = LeaderAddress(state, "planner", None, interval_s=_PLANNER_LOOKUP_S)
     servicer = DispatcherServicer(
         shell=shell,
         claims=store,
@@ -96,6 +99,7 @@ async def _serve(
             max_queued_token_count=settings.max_num_queued_tokens,
         ),
         clock=clock,
+        planner=planner,
     )
 
     def register(server: grpc.aio.Server) -> None:
@@ -123,6 +127,7 @@ async def _serve(
             store.register(address),
             store.share_backlog(lambda: (len(shell.core.backlog), shell.core.backlog.token_count)),
             store.run_releases(),
+            planner.follow(),
             _keep_health(shell, server),
         ):
             gc.freeze()  # what was loaded stays: collections need not look at it while requests run

@@ -23,6 +23,7 @@ from ballast.rpc.codec import (
     sampling_from_proto,
 )
 from ballast.rpc.deadline import remaining_s
+from ballast.service.leadership import LeaderAddress
 from ballastpb.cluster.v1 import cluster_pb2
 from ballastpb.inference.v1 import inference_pb2 as pb
 from ballastpb.inference.v1 import inference_pb2_grpc
@@ -58,7 +59,9 @@ class DispatcherServicer(inference_pb2_grpc.InferenceServiceServicer):
         identity: Identity,
         bounds: ServingBounds,
         clock: Clock,
+        planner: LeaderAddress,
     ) -> None:
+        self._planner = planner
         self._shell = shell
         self._claims = claims
         self._encoder = encoder
@@ -122,6 +125,7 @@ class DispatcherServicer(inference_pb2_grpc.InferenceServiceServicer):
             draining=core.draining,
             uptime_s=self._clock.now_s() - self._started_at_s,
             state_server_reachable=self._claims.reachable,
+            planner_address=self._planner.current or "",
         )
 
     async def Drain(self, request: pb.DrainRequest, context: Context) -> pb.DrainResponse:
