@@ -101,7 +101,8 @@ async def replay(args: argparse.Namespace, model: Path, console: Console) -> Ben
             f" over {trace.span_s * job.time_scale:.0f} s (time x{job.time_scale:g}, length x{job.length_scale:g})"
         )
         settings = {"workers": args.workers, "device_memory_bytes": DEVICE_MEMORY_BYTES}
-        return await replay_on(cluster.address, job, console, settings)
+        planner = cluster.processes["planner"][0].address
+        return await replay_on(cluster.address, job, console, settings, planner=planner)
 
 
 async def verify(result: BenchResult, model: Path, results_path: Path) -> BenchResult:

@@ -41,6 +41,7 @@ def add_parser(subparsers: "_SubParsersAction[argparse.ArgumentParser]") -> None
     replay.add_argument("--seed", type=int, default=0, help="of the prompts, which are random tokens")
     replay.add_argument("--deadline-s", type=float, default=300.0, metavar="S", help="of each request")
     replay.add_argument("--address", metavar="HOST:PORT", help="of a dispatcher, several with commas")
+    replay.add_argument("--planner", metavar="HOST:PORT", help="of the planner, which knows the transitions")
     replay.add_argument("--model", type=Path, metavar="DIR", help="without --address: start a cluster with this model")
     replay.add_argument("--workers", type=int, default=2, metavar="N", help="of that cluster")
     replay.add_argument("--device-memory-bytes", type=int, metavar="BYTES", help="of each of its workers")
@@ -65,12 +66,13 @@ async def _replay(args: argparse.Namespace) -> int:
     console = open_console()
     address: str | None = args.address or (os.environ.get("BALLAST_ADDRESS") if args.model is None else None)
     if address:
-        return _report(await replay_on(address, job, console), args, console)
+        return _report(await replay_on(address, job, console, planner=args.planner), args, console)
     if args.model is None:
         raise ConfigError("bench replay", "give --address of a running cluster, or --model to start one")
     settings = {"workers": args.workers, "device_memory_bytes": args.device_memory_bytes}
     async with LocalCluster(args.model, workers=args.workers, device_memory_bytes=args.device_memory_bytes) as cluster:
-        return _report(await replay_on(cluster.address, job, console, settings), args, console)
+        planner = cluster.processes["planner"][0].address
+        return _report(await replay_on(cluster.address, job, console, settings, planner=planner), args, console)
 
 
 def _report(result: BenchResult, args: argparse.Namespace, console: Console) -> int:

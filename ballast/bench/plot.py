@@ -35,6 +35,8 @@ _FAILURE_MARKS = {Outcome.REFUSED: "refused", Outcome.DEADLINE: "over its deadli
 def plot_result(result: BenchResult, path: Path) -> None:
     """Draw request rate, KV demand, TTFT and load over time, one column for each policy. The suffix names the format.
 
+    Grey: groups of several members, so parameters are dropped; darker while a transition is under way.
+
     Raises:
         ConfigError: matplotlib is not installed, the format is unknown or the file cannot be written.
     """
@@ -75,10 +77,55 @@ def _draw_policy(axes: "list[Axes]", policy: PolicyResult) -> None:
     _draw_ttft(ttft, policy)
     _draw_load(load, policy)
     load.set_xlabel("time since the start (s)")
+    spans = merged_spans(policy)
     for axis in axes:
         axis.set_xlim(0, max(policy.duration_s, 1.0))
+        for begin_s, end_s, _ in spans:
+            axis.axvspan(begin_s, end_s, color=_GREY, alpha=0.13, linewidth=0, zorder=0)
         for transition in policy.transitions:
             axis.axvline(transition.at_s, color=_GREY, linewidth=0.8, linestyle=":")
+            if transition.duration_s:
+                end_s = transition.at_s + transition.duration_s
+                axis.axvspan(transition.at_s, end_s, color=_GREY, alpha=0.3, linewidth=0, zorder=0)
+    _name_groups(rate, spans)
+
+
+Span = tuple[float, float, str]
+
+
+def merged_spans(policy: PolicyResult) -> list[Span]:
+    """(begin, end, sizes of the groups) while the layout had groups of several members, at the samples' resolution.
+
+    Begins with the transition where one is known for the change.
+    """
+    spans: list[Span] = []
+    begins_s = {t.epoch: t.at_s for t in policy.transitions}
+    series = policy.series
+    names = ["+".join(map(str, sizes)) if max(sizes, default=1) > 1 else "" for sizes in series.group_sizes]
+    for index, name in enumerate(names):
+        end_s = series.at_s[index + 1] if index + 1 < len(names) else policy.duration_s
+        if not name:
+            continue
+        if spans and index and names[index - 1] == name:
+            spans[-1] = (spans[-1][0], end_s, name)
+        else:
+            spans.append((begins_s.get(series.epoch[index], series.at_s[index]), end_s, name))
+    return spans
+
+
+def _name_groups(axis: "Axes", spans: list[Span]) -> None:
+    """Above the first panel: how many members the groups have."""
+    for begin_s, _, name in spans:
+        axis.annotate(
+            f"groups of {name}",
+            (begin_s, 1.0),
+            xycoords=axis.get_xaxis_transform(),
+            xytext=(2, -2),
+            textcoords="offset points",
+            va="top",
+            fontsize=8,
+            color=_GREY,
+        )
 
 
 def _draw_rate(axis: "Axes", policy: PolicyResult) -> None:
@@ -92,7 +139,8 @@ def _draw_rate(axis: "Axes", policy: PolicyResult) -> None:
 
 def _draw_memory(axis: "Axes", policy: PolicyResult) -> None:
     series = policy.series
-    axis.plot(series.at_s, np.array(series.kv_capacity_bytes) / _MIB, color=_GREY, linestyle="--", label="capacity")
+    capacity_mib = np.array(series.kv_capacity_bytes) / _MIB
+    axis.step(series.at_s, capacity_mib, where="post", color=_GREY, linestyle="--", label="capacity")
     axis.plot(series.at_s, np.array(series.kv_demand_bytes) / _MIB, color=_VERMILION, label="wanted")
     axis.fill_between(series.at_s, np.array(series.kv_used_bytes) / _MIB, color=_BLUE, alpha=0.3, label="used")
     axis.set_ylabel("KV cache (MiB)")

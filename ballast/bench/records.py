@@ -4,6 +4,8 @@ from array import array
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from ballast.bench.transitions import PlannerTransition
+
 
 class Outcome(StrEnum):
     FINISHED = "finished"
@@ -63,6 +65,15 @@ class StatusSample:
     preemptions_total: int
     epoch: int
     epoch_reason: str
+    group_sizes: tuple[int, ...] = ()  # members of each group of the layout
+
+
+@dataclass(frozen=True, slots=True)
+class TimedTransition:
+    """A drop or restore as the planner tells it."""
+
+    at_s: float  # when it began
+    told: PlannerTransition
 
 
 @dataclass(slots=True)
@@ -74,3 +85,4 @@ class ReplayRun:
     complete: bool  # False: interrupted
     duration_s: float  # from time zero to the end of the last request
     failed_sample_count: int
+    transitions: list[TimedTransition] = field(default_factory=list[TimedTransition])

@@ -99,6 +99,10 @@ class Replay:
     def stop(self) -> None:
         self._stopped.set()
 
+    def now_s(self) -> float:
+        """Since time zero of the replay."""
+        return asyncio.get_running_loop().time() - self._zero_s
+
     async def run(self) -> ReplayRun:
         self._zero_s = asyncio.get_running_loop().time()
         async with asyncio.TaskGroup() as watchers:
@@ -124,7 +128,7 @@ class Replay:
         async with asyncio.TaskGroup() as requests:
             for index, request in enumerate(self._trace.requests):
                 prompt = random_prompt(self._options.seed, index, request.input_tokens, self._vocab_size)
-                await asyncio.sleep(request.arrival_s - self._now_s())
+                await asyncio.sleep(request.arrival_s - self.now_s())
                 record = self._begin(index, request, prompt)
                 requests.create_task(self._follow(record, prompt), name=record.request_id)
 
@@ -135,7 +139,7 @@ class Replay:
             input_tokens=len(prompt),
             wanted_tokens=request.output_tokens,
             planned_s=request.arrival_s,
-            submit_s=self._now_s(),
+            submit_s=self.now_s(),
         )
         if self._options.record_tokens:
             record.prompt_token_ids = prompt
@@ -149,7 +153,7 @@ class Replay:
         try:
             stream = self._target.generate(record.request_id, prompt, record.wanted_tokens, self._options.deadline_s)
             async for token_ids in stream:
-                record.token_times_s.extend([self._now_s()] * len(token_ids))
+                record.token_times_s.extend([self.now_s()] * len(token_ids))
                 self.progress.token_count += len(token_ids)
                 if self._options.record_tokens:
                     record.output_token_ids.extend(token_ids)
@@ -164,7 +168,7 @@ class Replay:
         except BallastError as error:
             record.outcome, record.error = Outcome.FAILED, f"{type(error).__name__}: {error}"
         finally:
-            record.end_s = self._now_s()
+            record.end_s = self.now_s()
             self._count(record.outcome)
 
     def _count(self, outcome: Outcome) -> None:
@@ -177,18 +181,15 @@ class Replay:
         while True:
             try:
                 sample = await self._target.sample()
-                self._samples.append(replace(sample, at_s=self._now_s()))
+                self._samples.append(replace(sample, at_s=self.now_s()))
             except BallastError:
                 self._failed_sample_count += 1
             self._tell()
             await asyncio.sleep(_STATUS_INTERVAL_S)
 
     def _tell(self) -> None:
-        self.progress.elapsed_s = self._now_s()
+        self.progress.elapsed_s = self.now_s()
         self._on_progress(self.progress)
-
-    def _now_s(self) -> float:
-        return asyncio.get_running_loop().time() - self._zero_s
 
 
 def random_prompt(seed: int, index: int, token_count: int, vocab_size: int) -> list[int]:

@@ -10,7 +10,7 @@ from typing import Literal
 import numpy as np
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from ballast.bench.records import Outcome, ReplayRun, RequestRecord, StatusSample
+from ballast.bench.records import Outcome, ReplayRun, RequestRecord, StatusSample, TimedTransition
 from ballast.common.errors import ConfigError
 
 SCHEMA_VERSION = 1
@@ -59,16 +59,26 @@ class Series(_Strict):
     running_count: list[int]
     waiting_count: list[int]
     preemptions_total: list[int]
+    epoch: list[int] = []  # of the layout; empty in files that are older than the column
+    group_sizes: list[list[int]] = []  # members of each group
 
 
 class Transition(_Strict):
-    """One change of the layout. Null: not measured."""
+    """One change of the layout. Null: not measured, or no drop or restore."""
 
     at_s: float
     epoch: int
     reason: str
+    kind: str | None = None
+    phase: str | None = None
+    summary: str | None = None
     duration_s: float | None = None
+    exchange_s: float | None = None
     moved_bytes: int | None = None
+    freed_parameter_bytes: int | None = None
+    victim_count: int | None = None
+    victims_recomputed: int | None = None
+    max_stall_s: float | None = None
 
 
 class RequestResult(_Strict):
@@ -201,7 +211,7 @@ def policy_result(run: ReplayRun, policy: str, reference: SloReference | None = 
         tpot_slo_violation_fraction=tpot_only,
         series=_series(run.samples),
         failed_sample_count=run.failed_sample_count,
-        transitions=_transitions(run.samples),
+        transitions=_transitions(run),
         requests=[_request(r) for r in run.records],
     )
 
@@ -246,13 +256,36 @@ def _series(samples: list[StatusSample]) -> Series:
         running_count=[s.running_count for s in samples],
         waiting_count=[s.waiting_count for s in samples],
         preemptions_total=[s.preemptions_total for s in samples],
+        epoch=[s.epoch for s in samples],
+        group_sizes=[list(s.group_sizes) for s in samples],
     )
 
 
-def _transitions(samples: list[StatusSample]) -> list[Transition]:
-    """Changes of the epoch as the samples saw them; the layout at the start is none."""
-    changes = [after for before, after in itertools.pairwise(samples) if after.epoch != before.epoch]
-    return [Transition(at_s=s.at_s, epoch=s.epoch, reason=s.epoch_reason) for s in changes]
+def _transitions(run: ReplayRun) -> list[Transition]:
+    """What the planner told, and other changes of the epoch as the samples saw them; the first layout is none."""
+    told = {timed.told.epoch for timed in run.transitions}
+    changes = [after for before, after in itertools.pairwise(run.samples) if after.epoch != before.epoch]
+    seen = [Transition(at_s=s.at_s, epoch=s.epoch, reason=s.epoch_reason) for s in changes if s.epoch not in told]
+    return sorted([*seen, *map(_told_transition, run.transitions)], key=lambda transition: transition.at_s)
+
+
+def _told_transition(timed: TimedTransition) -> Transition:
+    told = timed.told
+    return Transition(
+        at_s=timed.at_s,
+        epoch=told.epoch,
+        reason=told.reason,
+        kind=told.kind,
+        phase=told.phase,
+        summary=told.summary,
+        duration_s=told.duration_s,
+        exchange_s=told.exchange_s,
+        moved_bytes=told.kv_bytes_exchanged + told.parameter_bytes_pulled,
+        freed_parameter_bytes=told.freed_parameter_bytes,
+        victim_count=told.victim_count,
+        victims_recomputed=told.victims_recomputed,
+        max_stall_s=told.max_stall_s,
+    )
 
 
 def _request(record: RequestRecord) -> RequestResult:

@@ -13,11 +13,12 @@ from rich.console import Console
 
 from ballast.bench.environment import describe_environment
 from ballast.bench.progress import ProgressDisplay
-from ballast.bench.records import ReplayRun
+from ballast.bench.records import ReplayRun, TimedTransition
 from ballast.bench.replay import Replay, ReplayOptions
 from ballast.bench.results import BenchConfig, BenchResult, ModelFacts, TraceInfo, policy_result
 from ballast.bench.target import ClusterTarget
 from ballast.bench.traces import Trace, read_trace
+from ballast.bench.transitions import transitions_or_why
 from ballast.client import AsyncClient
 from ballast.common.model import ModelInfo
 
@@ -37,12 +38,18 @@ class ReplayJob:
 
 
 async def replay_on(
-    address: str, job: ReplayJob, console: Console, cluster: ClusterSettings | None = None
+    address: str,
+    job: ReplayJob,
+    console: Console,
+    cluster: ClusterSettings | None = None,
+    *,
+    planner: str | None = None,
 ) -> BenchResult:
     """Replay on the dispatchers at `address` (host:port, several with commas). Ctrl-C ends it early: complete = False.
 
     Args:
         cluster: Settings of the cluster worth writing down.
+        planner: host:port of the active planner, which is asked for the transitions of the run.
 
     Raises:
         ConfigError: the trace cannot be read or a scale makes no sense.
@@ -63,7 +70,19 @@ async def replay_on(
             replay = Replay(target, trace, options, model.vocab_size, display)
             with _interrupted_by_ctrl_c(replay):
                 run = await replay.run()
+        if planner is not None:
+            run.transitions = await _transitions(planner, replay, console)
     return _result(address, job, trace, model, run, dict(cluster or {}))
+
+
+async def _transitions(planner: str, replay: Replay, console: Console) -> list[TimedTransition]:
+    """Those that were under way since the first request. Without them a result is still a result."""
+    told, why = await transitions_or_why(planner)
+    if why:
+        console.print(f"transitions are only what was seen from outside: {why}", style="yellow")
+    now_s = replay.now_s()
+    timed = [TimedTransition(now_s - transition.age_s, transition) for transition in told]
+    return [one for one in timed if one.at_s + one.told.duration_s >= 0.0]
 
 
 @contextlib.contextmanager

@@ -4,7 +4,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
 
 from ballast.bench.records import StatusSample
-from ballast.client import AsyncClient, ClusterStatus, SamplingParams, WorkerStatus
+from ballast.client import AsyncClient, ClusterStatus, SamplingParams
 from ballast.common.errors import Unavailable
 from ballast.common.model import ModelInfo
 
@@ -48,7 +48,8 @@ class ClusterTarget:
 def sample_of(statuses: Sequence[ClusterStatus]) -> StatusSample:
     """The whole cluster, from what each of its dispatchers says: the backlogs add up, the workers are the same.
 
-    Demand is what running requests hold plus what all waiting ones need for their prompts.
+    Demand is what running requests hold plus what all waiting ones need for their prompts. A group counts with the
+    room that all of its stages have.
 
     Raises:
         Unavailable: the first dispatcher knows no worker yet.
@@ -56,27 +57,18 @@ def sample_of(statuses: Sequence[ClusterStatus]) -> StatusSample:
     status = statuses[0]
     if status.model is None:
         raise Unavailable(status.address, "knows no worker yet")
-    loads = [worker.load for worker in status.workers if worker.load is not None]
-    backlog_bytes = sum(s.backlog_token_count for s in statuses) * status.model.kv_bytes_per_token
-    used_bytes = sum(_kv_bytes(worker, waiting=False) for worker in status.workers)
-    waiting_bytes = sum(_kv_bytes(worker, waiting=True) for worker in status.workers)
+    groups, token_bytes = status.groups, status.model.kv_bytes_per_token
+    loads = [group.load for group in groups if group.load is not None]
+    backlog_token_count = sum(s.backlog_token_count for s in statuses)
     return StatusSample(
         at_s=0.0,
-        kv_demand_bytes=used_bytes + waiting_bytes + backlog_bytes,
-        kv_capacity_bytes=sum(load.memory.kv_bytes for load in loads),
-        kv_used_bytes=used_bytes,
+        kv_demand_bytes=(sum(group.demand_tokens for group in groups) + backlog_token_count) * token_bytes,
+        kv_capacity_bytes=sum(group.capacity_tokens for group in groups) * token_bytes,
+        kv_used_bytes=sum(group.used_tokens for group in groups) * token_bytes,
         running_count=sum(load.running_count for load in loads),
         waiting_count=sum(load.waiting_count for load in loads) + sum(s.backlog_request_count for s in statuses),
         preemptions_total=sum(load.preemptions_total for load in loads),
         epoch=status.layout.epoch if status.layout is not None else 0,
         epoch_reason=status.layout.reason if status.layout is not None else "",
+        group_sizes=tuple(len(group.members) for group in groups),
     )
-
-
-def _kv_bytes(worker: WorkerStatus, *, waiting: bool) -> int:
-    """Blocks of one instance in bytes; what a block weighs depends on the layers that the instance holds."""
-    load = worker.load
-    if load is None or not load.block_count:
-        return 0
-    blocks = load.waiting_block_count if waiting else load.used_block_count
-    return round(blocks * load.memory.kv_bytes / load.block_count)

@@ -3,8 +3,9 @@
 import random
 from array import array
 
-from ballast.bench.records import Outcome, ReplayRun, RequestRecord, StatusSample
+from ballast.bench.records import Outcome, ReplayRun, RequestRecord, StatusSample, TimedTransition
 from ballast.bench.results import BenchConfig, BenchResult, Environment, ModelFacts, TraceInfo, policy_result
+from ballast.bench.transitions import PlannerTransition
 
 
 def record(index: int, planned_s: float, token_times_s: list[float], **changes: object) -> RequestRecord:
@@ -25,18 +26,43 @@ def record(index: int, planned_s: float, token_times_s: list[float], **changes: 
     return made
 
 
-def sample(at_s: float, demand_mib: float, epoch: int = 0) -> StatusSample:
+def sample(at_s: float, demand_mib: float, epoch: int = 0, *, merged: bool = False) -> StatusSample:
     return StatusSample(
         at_s=at_s,
         kv_demand_bytes=int(demand_mib * 2**20),
-        kv_capacity_bytes=256 << 20,
-        kv_used_bytes=int(min(demand_mib, 240) * 2**20),
+        kv_capacity_bytes=(460 if merged else 256) << 20,
+        kv_used_bytes=int(min(demand_mib, 440 if merged else 240) * 2**20),
         running_count=int(demand_mib // 10),
         waiting_count=int(max(demand_mib - 240, 0) // 10),
         preemptions_total=0,
         epoch=epoch,
         epoch_reason="overload" if epoch else "start",
+        group_sizes=(2, 1) if merged else (1, 1, 1),
     )
+
+
+def drop_and_restore(at_s: float, duration_s: float, epoch: int) -> list[TimedTransition]:
+    """As a planner tells them: the drop begins at `at_s`, the restore `duration_s` later."""
+
+    def told(kind: str, epoch: int) -> PlannerTransition:
+        return PlannerTransition(
+            age_s=0.0,
+            epoch=epoch,
+            kind=kind,
+            phase="done",
+            reason="overload",
+            summary=f"a {kind}",
+            duration_s=1.5,
+            exchange_s=1.0,
+            freed_parameter_bytes=200 << 20,
+            kv_bytes_exchanged=30 << 20,
+            parameter_bytes_pulled=5,
+            victim_count=12,
+            victims_recomputed=1,
+            max_stall_s=0.25,
+        )
+
+    return [TimedTransition(at_s, told("drop", epoch)), TimedTransition(at_s + duration_s, told("restore", epoch + 1))]
 
 
 def bursty_run(seed: int = 0) -> ReplayRun:
@@ -54,6 +80,19 @@ def bursty_run(seed: int = 0) -> ReplayRun:
     records[7] = record(7, 50.0, [50.1], outcome=Outcome.FAILED, wanted_tokens=9, error="Unavailable: worker-0")
     samples = [sample(t / 2, 80 + 260 * max(0.0, 1 - abs(t / 2 - 33) / 12)) for t in range(160)]
     return ReplayRun(records, samples, complete=True, duration_s=78.0, failed_sample_count=0)
+
+
+def dropped_run() -> ReplayRun:
+    """The same, with the parameters dropped from 27 s to 52 s."""
+    run = bursty_run()
+    run.samples = [
+        sample(s.at_s, s.kv_demand_bytes / 2**20, epoch=1, merged=True)
+        if 27 <= s.at_s < 52
+        else sample(s.at_s, s.kv_demand_bytes / 2**20, epoch=0 if s.at_s < 27 else 2)
+        for s in run.samples
+    ]
+    run.transitions = drop_and_restore(26.8, 25.0, 1)
+    return run
 
 
 def bench_result(run: ReplayRun, *policies: str) -> BenchResult:

@@ -3,19 +3,21 @@
 import argparse
 import io
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from ballast.bench import command
-from ballast.bench.plot import plot_result
+from ballast.bench.plot import merged_spans, plot_result
 from ballast.bench.progress import ProgressDisplay, describe
 from ballast.bench.records import ReplayRun
 from ballast.bench.replay import Progress
+from ballast.bench.results import policy_result
 from ballast.bench.table import duration, render
 from ballast.common.errors import ConfigError
-from tests.unit.bench.samples import bench_result, bursty_run
+from tests.unit.bench.samples import bench_result, bursty_run, dropped_run
 
 
 def printed(result: object) -> str:
@@ -56,11 +58,30 @@ def test_durations_read_well(value_s: float | None, text: str) -> None:
 
 
 @pytest.mark.parametrize("policies", [("recompute",), ("recompute", "drop")])
-@pytest.mark.parametrize("run", [bursty_run(), ReplayRun([], [], False, 0.0, 0)], ids=["burst", "nothing"])
+@pytest.mark.parametrize(
+    "run", [bursty_run(), dropped_run(), ReplayRun([], [], False, 0.0, 0)], ids=["burst", "drop", "nothing"]
+)
 def test_figure_is_drawn(run: ReplayRun, policies: tuple[str, ...], tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     plot_result(bench_result(run, *policies), tmp_path / "new" / "figure.png")
     assert (tmp_path / "new" / "figure.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_grey_is_the_time_with_groups_of_several_members() -> None:
+    assert merged_spans(policy_result(bursty_run(), "drop")) == []
+    assert merged_spans(policy_result(dropped_run(), "drop")) == [(26.8, 52.0, "2+1")]
+    unfinished = dropped_run()
+    unfinished.samples = [s for s in unfinished.samples if s.at_s < 40]
+    unfinished.transitions = []
+    assert merged_spans(policy_result(unfinished, "drop")) == [(27.0, 78.0, "2+1")]
+
+
+def test_a_second_merge_begins_another_span() -> None:
+    run = bursty_run()
+    run.samples = [
+        replace(s, epoch=int(s.at_s >= 10), group_sizes=(2, 1) if s.at_s < 10 else (3,)) for s in run.samples
+    ]
+    assert merged_spans(policy_result(run, "drop")) == [(0.0, 10.0, "2+1"), (10.0, 78.0, "3")]
 
 
 def test_figure_errors_are_clear(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from ballast.bench.results import (
     write_result,
 )
 from ballast.common.errors import ConfigError
-from tests.unit.bench.samples import bench_result, bursty_run, record, sample
+from tests.unit.bench.samples import bench_result, bursty_run, dropped_run, record, sample
 
 SCHEMA_PAGE = Path(__file__).parents[3] / "docs" / "results-schema.md"
 
@@ -64,6 +64,18 @@ def test_figures_of_a_run() -> None:
     assert sum(policy.outcomes.values()) == 4
     assert [(t.at_s, t.epoch, t.reason) for t in policy.transitions] == [(1, 1, "overload")]
     assert policy.series.kv_demand_bytes == [100 << 20, 300 << 20]
+
+
+def test_the_planners_word_on_a_transition_takes_the_place_of_what_was_seen() -> None:
+    run = dropped_run()
+    run.samples.append(sample(80.0, 10, epoch=5))
+    drop, restore, other = policy_result(run, "drop").transitions
+    assert (drop.at_s, drop.epoch, drop.kind, drop.phase) == (26.8, 1, "drop", "done")
+    assert (drop.duration_s, drop.exchange_s, drop.max_stall_s) == (1.5, 1.0, 0.25)
+    assert (drop.moved_bytes, drop.freed_parameter_bytes) == ((30 << 20) + 5, 200 << 20)
+    assert (drop.victim_count, drop.victims_recomputed) == (12, 1)
+    assert (restore.epoch, restore.kind, restore.summary) == (2, "restore", "a restore")
+    assert (other.at_s, other.epoch, other.kind, other.duration_s) == (80.0, 5, None, None)
 
 
 def test_slo_counts_late_and_unserved_requests_but_not_those_we_cancelled() -> None:

@@ -34,7 +34,10 @@ def dispatcher_with_model(max_model_len: int = 100) -> ScriptedDispatcher:
             eos_token_ids=[1],
         )
     )
-    dispatcher.status.workers.append(worker_status())
+    worker = worker_status()
+    dispatcher.status.workers.append(worker)
+    group = dispatcher.status.layout.groups.add(group_id=worker.group_id)
+    group.members.add(worker_id=worker.worker_id, incarnation=worker.incarnation, last_layer=4)
     return dispatcher
 
 
@@ -68,8 +71,8 @@ def test_a_trace_becomes_requests_and_their_answers_figures(tmp_path: Path) -> N
     assert policy.requests[1].output_token_ids == [0, 1, 2]
     assert (result.trace.request_count, result.trace.clamped_count, result.trace.span_s) == (3, 1, 0.2)
     assert result.config.cluster == {"workers": 1}
-    assert policy.series.kv_capacity_bytes[0] == 700 << 20
-    assert policy.series.kv_used_bytes[0] == (700 << 20) // 4
+    assert policy.series.kv_capacity_bytes[0] == 100 * 16 * 128
+    assert policy.series.kv_used_bytes[0] == 25 * 16 * 128
 
     assert len(dispatcher.requests) == 3, "a refusal is a result and not retried"
     last = dispatcher.requests[-1]

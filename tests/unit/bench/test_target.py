@@ -1,3 +1,4 @@
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -5,8 +6,8 @@ import pytest
 from ballast.bench.target import sample_of
 from ballast.client import ClusterStatus, WorkerStatus
 from ballast.common.errors import Unavailable
-from ballast.common.ids import Epoch
-from ballast.common.layout import Layout
+from ballast.common.ids import Epoch, GroupId, Incarnation, WorkerId
+from ballast.common.layout import Group, Layout, Member
 from ballast.common.load import LoadReport, MemoryReport
 from ballast.common.model import ModelInfo
 
@@ -23,10 +24,10 @@ MODEL = ModelInfo(
 )
 
 
-def worker(name: str, used: int, waiting: int, kv_bytes: int = 16_000) -> WorkerStatus:
+def worker(name: str, used: int, waiting: int, block_count: int = 10) -> WorkerStatus:
     load = LoadReport(
         block_tokens=16,
-        block_count=10,
+        block_count=block_count,
         used_block_count=used,
         waiting_block_count=waiting,
         running_count=used,
@@ -38,17 +39,18 @@ def worker(name: str, used: int, waiting: int, kv_bytes: int = 16_000) -> Worker
         generation_tokens_total=0,
         step_age_s=0.0,
         draining=False,
-        memory=MemoryReport(budget_bytes=kv_bytes, parameter_bytes=0, kv_bytes=kv_bytes, free_bytes=0),
+        memory=MemoryReport(budget_bytes=0, parameter_bytes=0, kv_bytes=0, free_bytes=0),
     )
     return WorkerStatus(worker_id=name, incarnation=1, address="127.0.0.1:1", group_id="g", connected=True, load=load)
 
 
-def status(*workers: WorkerStatus, backlog: int = 0) -> ClusterStatus:
+def status(*workers: WorkerStatus, backlog: int = 0, groups: Sequence[Sequence[str]] | None = None) -> ClusterStatus:
+    """Each worker for itself unless `groups` says otherwise."""
     return ClusterStatus(
         dispatcher_id="dispatcher-0",
         address="127.0.0.1:2",
         version="0",
-        layout=Layout(Epoch(3), 4, (), "join"),
+        layout=Layout(Epoch(3), 4, tuple(map(_group, groups or [[w.worker_id] for w in workers])), "join"),
         model=MODEL,
         workers=workers,
         backlog_request_count=backlog,
@@ -63,14 +65,30 @@ def status(*workers: WorkerStatus, backlog: int = 0) -> ClusterStatus:
     )
 
 
+def _group(names: Sequence[str]) -> Group:
+    share = 4 // len(names)
+    members = (Member(WorkerId(n), Incarnation(1), "", share * i, share * i + share) for i, n in enumerate(names))
+    return Group(GroupId("-".join(names)), tuple(members))
+
+
 def test_demand_is_running_waiting_and_backlog_of_all_dispatchers() -> None:
-    workers = (worker("a", used=4, waiting=2), worker("b", used=1, waiting=0, kv_bytes=32_000))
+    workers = (worker("a", used=4, waiting=2), worker("b", used=1, waiting=0, block_count=20))
     sample = sample_of([status(*workers, backlog=3), status(*workers, backlog=2)])
-    assert sample.kv_used_bytes == 4 * 1600 + 1 * 3200
+    assert sample.kv_used_bytes == 5 * 1600
     assert sample.kv_demand_bytes == sample.kv_used_bytes + 2 * 1600 + 50 * 100
     assert sample.kv_capacity_bytes == 48_000
     assert (sample.running_count, sample.waiting_count, sample.preemptions_total) == (5, 7, 4)
-    assert (sample.epoch, sample.epoch_reason) == (3, "join")
+    assert (sample.epoch, sample.epoch_reason, sample.group_sizes) == (3, "join", (1, 1))
+
+
+def test_a_group_counts_once_with_the_room_of_the_whole_copy() -> None:
+    follower = replace(worker("b", 0, 0), load=None)
+    workers = (worker("a", used=9, waiting=3, block_count=32), follower, worker("c", used=1, waiting=0))
+    sample = sample_of([status(*workers, groups=["ab", "c"])])
+    assert sample.kv_capacity_bytes == (32 + 10) * 1600
+    assert sample.kv_used_bytes == 10 * 1600
+    assert sample.kv_demand_bytes == 13 * 1600
+    assert sample.group_sizes == (2, 1)
 
 
 def test_a_worker_that_has_not_reported_counts_nothing() -> None:
