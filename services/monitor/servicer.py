@@ -87,10 +87,15 @@ class MonitorServicer(monitor_pb2_grpc.MonitorServiceServicer):
         self, request: pb.GetClusterStatusRequest, context: _Context
     ) -> pb.GetClusterStatusResponse:
         rows = await self._shell.rows()
+        demand = self._shell.cluster_demand()
         return pb.GetClusterStatusResponse(
             monitor_id=self._shell.monitor_id,
             active=self._shell.core.active,
             instances=[_row_to_proto(row) for row in rows],
+            groups=[_group_to_proto(group) for group in self._shell.group_demands()],
+            demand_bytes=demand.wanted_bytes,
+            capacity_bytes=demand.capacity_bytes,
+            undropped_capacity_bytes=demand.undropped_bytes,
         )
 
 
@@ -119,9 +124,9 @@ def _instance_from_proto(message: pb.Announce) -> Instance:
         raise InvalidRequest("announce.worker_id", "must not be empty")
     if message.incarnation <= 0:
         raise InvalidRequest("announce.incarnation", f"must be positive, got {message.incarnation}")
-    host, _, port = message.address.rpartition(":")
-    if not host or not port.isdigit():
-        raise InvalidRequest("announce.address", f"must be host:port, got {message.address!r}")
+    _require_address("announce.address", message.address)
+    if message.data_address:
+        _require_address("announce.data_address", message.data_address)
     if message.model.layer_count <= 0:
         raise InvalidRequest("announce.model.layer_count", f"must be positive, got {message.model.layer_count}")
     return Instance(
@@ -131,6 +136,12 @@ def _instance_from_proto(message: pb.Announce) -> Instance:
         model=codec.model_from_proto(message.model),
         data_address=message.data_address,
     )
+
+
+def _require_address(field: str, address: str) -> None:
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit():
+        raise InvalidRequest(field, f"must be host:port, got {address!r}")
 
 
 def _instance_to_proto(instance: Instance) -> pb.Announce:
@@ -157,30 +168,30 @@ def _change_to_proto(change: Change, cause_id: str) -> pb.WatchEventsResponse:
         case SnapshotEnd():
             return pb.WatchEventsResponse(snapshot_end=pb.SnapshotEnd(), cause_id=cause_id)
         case Raised(signal, groups):
-            return _signal_to_proto(signal, groups, cause_id)
+            return _signal_to_proto(signal, [_group_to_proto(group) for group in groups], cause_id)
 
 
-def _signal_to_proto(signal: Signal, groups: tuple[GroupDemand, ...], cause_id: str) -> pb.WatchEventsResponse:
-    demands = [
-        pb.GroupDemand(
-            leader_id=group.leader_id,
-            demand_bytes=group.demand_bytes,
-            capacity_bytes=group.capacity_bytes,
-            used_bytes=group.used_bytes,
-            demand_growth_bytes_per_s=group.demand_growth_bytes_per_s,
-        )
-        for group in groups
-    ]
+def _signal_to_proto(signal: Signal, groups: list[pb.GroupDemand], cause_id: str) -> pb.WatchEventsResponse:
     match signal:
         case Overload(required_bytes, horizon_s):
-            overload = pb.Overload(required_bytes=required_bytes, horizon_s=horizon_s, groups=demands)
+            overload = pb.Overload(required_bytes=required_bytes, horizon_s=horizon_s, groups=groups)
             return pb.WatchEventsResponse(overload=overload, cause_id=cause_id)
-        case Relief(used_bytes, undropped):
-            relief = pb.Relief(used_bytes=used_bytes, undropped_capacity_bytes=undropped, groups=demands)
+        case Relief(used_bytes, undropped_bytes):
+            relief = pb.Relief(used_bytes=used_bytes, undropped_capacity_bytes=undropped_bytes, groups=groups)
             return pb.WatchEventsResponse(relief=relief, cause_id=cause_id)
         case ScaleAdvice(out, why, missing_bytes):
             advice = pb.ScaleAdvice(out=out, why=why, missing_bytes=missing_bytes)
             return pb.WatchEventsResponse(scale_advice=advice, cause_id=cause_id)
+
+
+def _group_to_proto(group: GroupDemand) -> pb.GroupDemand:
+    return pb.GroupDemand(
+        leader_id=group.leader_id,
+        demand_bytes=group.demand_bytes,
+        capacity_bytes=group.capacity_bytes,
+        used_bytes=group.used_bytes,
+        demand_growth_bytes_per_s=group.demand_growth_bytes_per_s,
+    )
 
 
 def _row_to_proto(row: Row) -> pb.InstanceStatus:

@@ -46,7 +46,7 @@ from services.monitor.core.messages import (
     WholeMemory,
     WriteRegistry,
 )
-from services.monitor.policy.demand import GroupDemand
+from services.monitor.policy.demand import ClusterDemand, GroupDemand
 from services.monitor.policy.pressure import Overload, Relief, ScaleAdvice, Signal
 
 _INSTANCES = Gauge("ballast_instances", "Instances that are there", registry=REGISTRY)
@@ -252,6 +252,9 @@ class MonitorShell:
 
     def group_demands(self) -> tuple[GroupDemand, ...]:
         return self.core.group_demands(time.monotonic())
+
+    def cluster_demand(self) -> ClusterDemand:
+        return self.core.cluster_demand(time.monotonic())
 
     # ------------------------------------------------------------ commands
 

@@ -33,6 +33,7 @@ class MonitorReporter:
 
     Args:
         load: Called before each report, on the event loop; must be quick.
+        data_address: host:port of the data plane's rendezvous; "" for a worker that cannot join a pipeline.
         monitor_address: host:port; None: whoever holds the lease in the state server, followed when it changes.
     """
 
@@ -48,6 +49,7 @@ class MonitorReporter:
         monitor_address: str | None,
         state: StateServer,
         interval_s: float = 0.2,
+        data_address: str = "",
     ) -> None:
         self._announce = pb.Announce(
             worker_id=worker_id,

@@ -10,6 +10,8 @@ import pytest
 from ballast.client import AsyncClient
 from ballast.common.sampling import SamplingParams
 from ballast.model.tiny import make_tiny
+from ballast.rpc.channel import open_channel
+from ballastpb.monitor.v1 import monitor_pb2, monitor_pb2_grpc
 from tests.integration.test_control_plane import free_port
 from tests.support.cluster import RunningCluster, idle, running_cluster, until
 
@@ -61,7 +63,13 @@ def test_a_burst_is_an_overload_and_a_moderate_load_is_none(running: RunningClus
             assert len(groups) == WORKERS
             assert sum(groups) == quiet["ballast_cluster_kv_undropped_bytes"] == kv_bytes
 
+            told = asyncio.create_task(first_overload(running))
             burst = asyncio.create_task(generate(client, 600))
+            overload = await told
+            assert overload.required_bytes > 0
+            assert {group.leader_id for group in overload.groups} == {w.worker_id for w in status.workers}
+            assert sum(group.capacity_bytes for group in overload.groups) == kv_bytes
+            assert all(group.used_bytes <= group.capacity_bytes for group in overload.groups)
             seen = await metrics_until(metrics_port, lambda now: now["ballast_overloads_total"] > 0)
             assert not burst.done(), "it was told when it was over"
             assert seen["ballast_cluster_kv_demand_bytes"] > 0.7 * kv_bytes
@@ -70,6 +78,19 @@ def test_a_burst_is_an_overload_and_a_moderate_load_is_none(running: RunningClus
             assert metrics(metrics_port)["ballast_reliefs_total"] == 0, "nothing is dropped"
 
     running.run(story())
+
+
+async def first_overload(running: RunningCluster) -> monitor_pb2.Overload:
+    """As the planner hears it."""
+    async with open_channel(running.cluster.processes["monitor"][0].address) as channel:
+        watch = monitor_pb2_grpc.MonitorServiceStub(channel).WatchEvents(monitor_pb2.WatchEventsRequest())
+        async with asyncio.timeout(20):
+            while True:
+                event = await watch.read()
+                assert isinstance(event, monitor_pb2.WatchEventsResponse), "the monitor has ended the stream"
+                if event.WhichOneof("event") == "overload":
+                    assert event.cause_id
+                    return event.overload
 
 
 async def metrics_until(

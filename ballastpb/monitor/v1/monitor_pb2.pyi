@@ -416,20 +416,37 @@ class GetClusterStatusResponse(_message.Message):
     MONITOR_ID_FIELD_NUMBER: _builtins.int
     ACTIVE_FIELD_NUMBER: _builtins.int
     INSTANCES_FIELD_NUMBER: _builtins.int
+    GROUPS_FIELD_NUMBER: _builtins.int
+    DEMAND_BYTES_FIELD_NUMBER: _builtins.int
+    CAPACITY_BYTES_FIELD_NUMBER: _builtins.int
+    UNDROPPED_CAPACITY_BYTES_FIELD_NUMBER: _builtins.int
     monitor_id: _builtins.str
     active: _builtins.bool
+    demand_bytes: _builtins.int
+    """Over all groups: the backlogs of the dispatchers are in the demand."""
+    capacity_bytes: _builtins.int
+    undropped_capacity_bytes: _builtins.int
+    """What capacity is when nothing is dropped."""
     @_builtins.property
     def instances(self) -> _containers.RepeatedCompositeFieldContainer[Global___InstanceStatus]: ...
+    @_builtins.property
+    def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___GroupDemand]:
+        """Groups that serve, by their leaders' reports. Only the active monitor knows them."""
+
     def __init__(
         self,
         *,
         monitor_id: _builtins.str = ...,
         active: _builtins.bool = ...,
         instances: _abc.Iterable[Global___InstanceStatus] | None = ...,
+        groups: _abc.Iterable[Global___GroupDemand] | None = ...,
+        demand_bytes: _builtins.int = ...,
+        capacity_bytes: _builtins.int = ...,
+        undropped_capacity_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["active", b"active", "instances", b"instances", "monitor_id", b"monitor_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["active", b"active", "capacity_bytes", b"capacity_bytes", "demand_bytes", b"demand_bytes", "groups", b"groups", "instances", b"instances", "monitor_id", b"monitor_id", "undropped_capacity_bytes", b"undropped_capacity_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

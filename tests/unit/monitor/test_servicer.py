@@ -1,6 +1,7 @@
 """MonitorService over a real call: what is refused, what a watcher hears, who is sent away."""
 
 import asyncio
+import dataclasses
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any, TypeAlias
@@ -10,8 +11,8 @@ import grpc.aio
 import pytest
 
 from ballast.common.errors import BallastError, InvalidRequest, NotActive, Overloaded, StaleEpoch, Unavailable
-from ballast.common.ids import DispatcherId, Incarnation, WorkerId
-from ballast.common.layout import Layout
+from ballast.common.ids import DispatcherId, Epoch, GroupId, Incarnation, WorkerId
+from ballast.common.layout import Group, Layout, Member
 from ballast.rpc import codec
 from ballast.rpc.channel import open_channel
 from ballast.rpc.errors import from_rpc_error
@@ -19,8 +20,10 @@ from ballast.rpc.server import RpcServer
 from ballastpb.monitor.v1 import monitor_pb2 as pb
 from ballastpb.monitor.v1 import monitor_pb2_grpc
 from services.monitor.core.machine import MonitorCore, MonitorRules
-from services.monitor.core.messages import BacklogWord, Instance, InstanceUp
-from services.monitor.servicer import MonitorServicer
+from services.monitor.core.messages import BacklogWord, Instance, InstanceUp, Raised
+from services.monitor.policy.demand import Backlog
+from services.monitor.policy.pressure import ScaleAdvice
+from services.monitor.servicer import MonitorServicer, _change_to_proto
 from services.monitor.shell import MonitorShell, Row, Watcher
 from tests.support.pressure import RULES
 from tests.support.reporting_worker import load_report, model_info
@@ -28,6 +31,9 @@ from tests.support.waiting import soon
 
 # Known to type checkers only.
 Stub: TypeAlias = "monitor_pb2_grpc.MonitorServiceAsyncStub"
+
+
+QUICK = dataclasses.replace(RULES, dwell_s=0.3, relief_after_s=0.2)
 
 
 class MemoryRegistry:
@@ -70,8 +76,9 @@ async def monitor(
         registry_interval_s=0.1,
         max_instances=2,
         history_length=5,
-        pressure=RULES,
+        pressure=QUICK,
         backlog_lease_s=1.0,
+        backlog_forget_s=0.1,
     )
     shell = MonitorShell(
         MonitorCore(rules),
@@ -113,10 +120,18 @@ def tell(story: Callable[[MonitorShell, Stub], Coroutine[Any, Any, None]], *, ac
     asyncio.run(run())
 
 
-def announce(worker_id: str = "w1", incarnation: int = 3, address: str = "host:1", layers: int = 4) -> pb.ReportRequest:
+def announce(
+    worker_id: str = "w1",
+    incarnation: int = 3,
+    address: str = "host:1",
+    layers: int = 4,
+    data_address: str = "host:2",
+) -> pb.ReportRequest:
     model = codec.model_to_proto(model_info(layers))
     return pb.ReportRequest(
-        announce=pb.Announce(worker_id=worker_id, incarnation=incarnation, address=address, model=model)
+        announce=pb.Announce(
+            worker_id=worker_id, incarnation=incarnation, address=address, model=model, data_address=data_address
+        )
     )
 
 
@@ -150,6 +165,7 @@ async def refusal(stub: Stub, *requests: pb.ReportRequest) -> BallastError:
         ([announce(worker_id="")], "announce.worker_id"),
         ([announce(incarnation=0)], "announce.incarnation"),
         ([announce(address="nowhere")], "announce.address"),
+        ([announce(data_address="nowhere")], "announce.data_address"),
         ([announce(layers=0)], "announce.model.layer_count"),
     ],
 )
@@ -242,6 +258,86 @@ def test_a_watcher_hears_the_snapshot_then_what_happens_then_the_end_of_the_lead
         assert isinstance(from_rpc_error(caught.value, "monitor"), NotActive)
 
     tell(story)
+
+
+def test_a_watcher_hears_of_memory_and_the_status_shows_it() -> None:
+    """One worker, full, alone; a second, empty, whose group it joins."""
+    surroundings = MemorySurroundings()
+    members = tuple(
+        Member(WorkerId(name), Incarnation(3), "host:1", first, first + 2) for name, first in (("w1", 0), ("w2", 2))
+    )
+    alone = dataclasses.replace(members[0], last_layer=4)
+    layouts = [
+        Layout(Epoch(epoch), 4, (Group(GroupId("g"), group),), "test") for epoch, group in ((1, (alone,)), (2, members))
+    ]
+
+    async def story(shell: MonitorShell, stub: Stub) -> None:
+        streams: list[Any] = [stub.Report(), stub.Report()]
+        for name, stream in zip(("w1", "w2"), streams, strict=True):
+            await stream.write(announce(name))
+            await stream.read()
+
+        async def report(used: int, seen: list[str], until: str) -> pb.WatchEventsResponse:
+            while True:
+                for stream in streams:
+                    await stream.write(pb.ReportRequest(load=codec.load_to_proto(load_report(used))))
+                    await stream.read()
+                if not reading.done():
+                    await asyncio.sleep(0.02)
+                    continue
+                event = reading.result()
+                assert isinstance(event, pb.WatchEventsResponse)
+                seen.append(event.WhichOneof("event") or "")
+                if seen[-1] == until:
+                    return event
+                read_next()
+
+        def read_next() -> None:
+            nonlocal reading
+            reading = asyncio.ensure_future(watch.read())
+
+        watch = stub.WatchEvents(pb.WatchEventsRequest())
+        reading: asyncio.Future[Any] = asyncio.ensure_future(watch.read())
+        surroundings.layout = layouts[0]
+        seen: list[str] = []
+        overload = (await report(99, seen, "overload")).overload
+        assert overload.required_bytes > 0
+        assert overload.horizon_s == RULES.horizon_s
+        assert [(g.leader_id, g.used_bytes, g.capacity_bytes) for g in overload.groups] == [
+            ("w1", 99 * 16 * 1024, 100 * 16 * 1024)
+        ]
+        status = await stub.GetClusterStatus(pb.GetClusterStatusRequest())
+        assert [g.leader_id for g in status.groups] == ["w1"]
+        assert (status.demand_bytes, status.capacity_bytes) == (99 * 16 * 1024, 100 * 16 * 1024)
+
+        read_next()
+        surroundings.layout = layouts[1]
+        relief = (await report(10, seen, "relief")).relief
+        assert (relief.used_bytes, relief.undropped_capacity_bytes) == (10 * 16 * 1024, 200 * 16 * 1024)
+        watch.cancel()
+
+    async def run() -> None:
+        async with monitor(active=True, surroundings=surroundings) as (shell, stub):
+            await story(shell, stub)
+
+    asyncio.run(run())
+
+
+def test_advice_to_scale_goes_over_the_wire() -> None:
+    message = _change_to_proto(Raised(ScaleAdvice(True, "why", 7), ()), "c")
+    assert message.scale_advice == pb.ScaleAdvice(out=True, why="why", missing_bytes=7)
+    assert message.cause_id == "c"
+
+
+def test_words_of_dead_dispatchers_are_deleted() -> None:
+    surroundings = MemorySurroundings()
+    surroundings.backlogs = (BacklogWord(DispatcherId("d"), "1", Backlog(1, 1)),)
+
+    async def run() -> None:
+        async with monitor(active=True, surroundings=surroundings):
+            await soon(lambda: surroundings.forgotten == {"d"})
+
+    asyncio.run(run())
 
 
 def test_watchers_are_bounded_and_make_room_when_they_leave() -> None:

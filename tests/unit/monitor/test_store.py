@@ -19,7 +19,7 @@ from tests.support.reporting_worker import load_report, model_info
 
 
 def row(name: str, *, reported: bool = True) -> Row:
-    instance = Instance(WorkerId(name), Incarnation(3), f"{name}:1", model_info())
+    instance = Instance(WorkerId(name), Incarnation(3), f"{name}:1", model_info(), f"{name}:2")
     whole = WholeMemory(parameter_bytes=40, kv_bytes=7 << 40) if reported else None
     return Row(instance, draining=False, load=load_report(7) if reported else None, report_age_s=0.25, whole=whole)
 
