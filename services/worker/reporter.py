@@ -49,7 +49,6 @@ class MonitorReporter:
         monitor_address: str | None,
         state: StateServer,
         interval_s: float = 0.2,
-        data_address: str = "",
     ) -> None:
         self._announce = pb.Announce(
             worker_id=worker_id,
