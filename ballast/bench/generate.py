@@ -1,6 +1,7 @@
-"""The generator of the small synthetic trace that ships as `benchmarks/traces/bursty.csv`.
+"""The generator of the small synthetic traces that ship in `benchmarks/traces`.
 
     python -m ballast.bench.generate --out benchmarks/traces/bursty.csv
+    python -m ballast.bench.generate --kind answers --out benchmarks/traces/answers.csv
 
 **Arrivals.** A gamma renewal process (shape 1/cv², so cv 1 is Poisson and more is clumpier) whose rate is `base_rate`
 and, from `burst_start_s` for `burst_s` seconds, `burst_factor` times that. Intervals of mean one are drawn in
@@ -10,6 +11,9 @@ operational time and mapped through the inverse of the rate's integral, which ke
 through the quantiles P50, P80, P95 and P99 which the first arXiv version of KunServe states for BurstGPT (its table
 2), with straight lines in the logarithm between them. The ends are free: the upper one lies a little above P99, the
 lower one is chosen so that the mean is the stated one. Stated means: 603 input, 289 output tokens.
+
+The kind `answers` has lengths of its own: short prompts and longer answers, so that a request keeps its memory for
+long and computes little. A burst of such requests runs out of memory first.
 
 All draws come from `random.Random(seed)`; the same arguments give the same file.
 """
@@ -27,11 +31,13 @@ from ballast.bench.traces import TraceRequest, write_trace
 Quantiles = tuple[tuple[float, float], ...]
 BURSTGPT_INPUT: Quantiles = ((0.0, 37), (0.5, 400), (0.8, 1146), (0.95, 1804), (0.99, 2009), (1.0, 2100))
 BURSTGPT_OUTPUT: Quantiles = ((0.0, 25), (0.5, 249), (0.8, 462), (0.95, 715), (0.99, 1161), (1.0, 1500))
+ANSWERS_INPUT: Quantiles = ((0.0, 24), (0.5, 56), (0.8, 96), (0.95, 144), (1.0, 200))
+ANSWERS_OUTPUT: Quantiles = ((0.0, 60), (0.5, 150), (0.8, 220), (0.95, 280), (1.0, 340))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BurstySpec:
-    """What is drawn; the defaults are those of the shipped trace."""
+    """What is drawn; the defaults are those of `bursty.csv`."""
 
     span_s: float = 75.0
     base_rate: float = 3.4  # requests per second
@@ -41,6 +47,19 @@ class BurstySpec:
     cv: float = 1.4
     input_quantiles: Quantiles = BURSTGPT_INPUT
     output_quantiles: Quantiles = BURSTGPT_OUTPUT
+
+
+ANSWERS = BurstySpec(
+    span_s=80.0,
+    base_rate=2.0,
+    burst_start_s=20.0,
+    burst_s=12.0,
+    burst_factor=4.0,
+    cv=0.7,
+    input_quantiles=ANSWERS_INPUT,
+    output_quantiles=ANSWERS_OUTPUT,
+)
+KINDS = {"bursty": BurstySpec(), "answers": ANSWERS}
 
 
 def generate(spec: BurstySpec = BurstySpec(), seed: int = 1) -> tuple[TraceRequest, ...]:
@@ -78,11 +97,12 @@ def sample_length(quantiles: Quantiles, probability: float) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Write the synthetic bursty trace.")
+    parser = argparse.ArgumentParser(description="Write a synthetic bursty trace.")
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--kind", choices=list(KINDS), default="bursty")
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
-    requests = generate(seed=args.seed)
+    requests = generate(KINDS[args.kind], seed=args.seed)
     write_trace(args.out, requests)
     print(f"{args.out}: {len(requests)} requests over {requests[-1].arrival_s:.1f} s")
 

@@ -52,7 +52,9 @@ def plot_result(result: BenchResult, path: Path) -> None:
         for column, (name, policy) in enumerate(result.policies.items()):
             _draw_policy([row[column] for row in axes], policy)
             if count > 1:
-                axes[0][column].set_title(name)
+                axes[0][column].set_title(name, pad=14)
+        for row in (0, 1, 3):
+            axes[row][0].set_ylim(bottom=0)  # last: it ends the scaling that all columns of the row share
         figure.suptitle(_title(result), fontsize=11)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -120,9 +122,9 @@ def _name_groups(axis: "Axes", spans: list[Span]) -> None:
             f"groups of {name}",
             (begin_s, 1.0),
             xycoords=axis.get_xaxis_transform(),
-            xytext=(2, -2),
+            xytext=(0, 2),
             textcoords="offset points",
-            va="top",
+            va="bottom",
             fontsize=8,
             color=_GREY,
         )
@@ -134,7 +136,6 @@ def _draw_rate(axis: "Axes", policy: PolicyResult) -> None:
     counts, _ = np.histogram([r.planned_s for r in policy.requests], edges)
     axis.stairs(counts / width_s, edges, fill=True, color=_BLUE, alpha=0.7)
     axis.set_ylabel("requests/s")
-    axis.set_ylim(bottom=0)
 
 
 def _draw_memory(axis: "Axes", policy: PolicyResult) -> None:
@@ -144,7 +145,6 @@ def _draw_memory(axis: "Axes", policy: PolicyResult) -> None:
     axis.plot(series.at_s, np.array(series.kv_demand_bytes) / _MIB, color=_VERMILION, label="wanted")
     axis.fill_between(series.at_s, np.array(series.kv_used_bytes) / _MIB, color=_BLUE, alpha=0.3, label="used")
     axis.set_ylabel("KV cache (MiB)")
-    axis.set_ylim(bottom=0)
     _legend_above(axis)
 
 
@@ -173,7 +173,6 @@ def _draw_load(axis: "Axes", policy: PolicyResult) -> None:
     axis.plot(series.at_s, series.running_count, color=_GREEN, label="running")
     axis.plot(series.at_s, series.waiting_count, color=_ORANGE, linestyle="--", label="waiting")
     axis.set_ylabel("requests")
-    axis.set_ylim(bottom=0)
     _legend_above(axis)
 
 

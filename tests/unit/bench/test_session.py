@@ -5,7 +5,9 @@ import io
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
+import grpc.aio
 from rich.console import Console
 
 from ballast.bench.records import Outcome
@@ -14,6 +16,7 @@ from ballast.bench.results import BenchResult, read_result
 from ballast.bench.session import ReplayJob, replay_on
 from ballast.common.errors import Overloaded
 from ballastpb.cluster.v1 import cluster_pb2
+from ballastpb.planner.v1 import planner_pb2, planner_pb2_grpc
 from tests.support.scripted_dispatcher import ScriptedDispatcher, serving, worker_status
 
 ROOT = Path(__file__).parents[3]
@@ -83,6 +86,63 @@ def test_a_trace_becomes_requests_and_their_answers_figures(tmp_path: Path) -> N
     assert last.sampling.temperature == 0.0
     assert last.sampling.max_tokens == 3
     assert last.omit_text
+
+
+class ToldPlanner(planner_pb2_grpc.PlannerServiceServicer):
+    """Remembers one drop that began 100 s ago and one that began just now."""
+
+    async def ListTransitions(
+        self, request: planner_pb2.ListTransitionsRequest, context: Any
+    ) -> planner_pb2.ListTransitionsResponse:
+        recent = planner_pb2.Transition(
+            epoch=4,
+            kind="drop",
+            phase="done",
+            reason="overload",
+            age_s=0.05,
+            prepare_s=0.01,
+            commit_s=0.02,
+            exchange_s=0.03,
+            kv_bytes_exchanged=1000,
+        )
+        old = planner_pb2.Transition(epoch=2, kind="drop", phase="done", age_s=100.0, exchange_s=1.0)
+        return planner_pb2.ListTransitionsResponse(transitions=[recent, old])
+
+
+def replayed(tmp_path: Path, planner: str | None) -> tuple[BenchResult, str]:
+    job = ReplayJob(trace=write_trace(tmp_path, [(0.0, 5, 3), (0.1, 5, 3)]))
+    log = io.StringIO()
+
+    async def story() -> BenchResult:
+        server = grpc.aio.server()
+        planner_pb2_grpc.add_PlannerServiceServicer_to_server(ToldPlanner(), server)  # pyright: ignore[reportAbstractUsage]
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        try:
+            async with serving(dispatcher_with_model()) as address, asyncio.timeout(20):
+                return await replay_on(address, job, Console(file=log), planner=planner or f"127.0.0.1:{port}")
+        finally:
+            await server.stop(None)
+
+    return asyncio.run(story()), log.getvalue()
+
+
+def test_the_planner_tells_the_transitions_of_the_run_and_no_earlier_ones(tmp_path: Path) -> None:
+    result, log = replayed(tmp_path, None)
+    [transition] = result.policies["recompute"].transitions
+    assert (transition.epoch, transition.kind, transition.moved_bytes) == (4, "drop", 1000)
+    assert transition.duration_s is not None
+    assert abs(transition.duration_s - 0.06) < 1e-9
+    assert 0.0 <= transition.at_s < 5.0
+    assert "transitions" not in log
+
+
+def test_a_planner_that_does_not_answer_costs_no_result(tmp_path: Path) -> None:
+    result, log = replayed(tmp_path, "127.0.0.1:1")
+    assert result.complete
+    assert result.policies["recompute"].transitions == []
+    assert "transitions are only what was seen from outside" in log
+    assert "127.0.0.1:1" in log
 
 
 def test_ctrl_c_writes_what_was_seen_and_says_so(tmp_path: Path) -> None:

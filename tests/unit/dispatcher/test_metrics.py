@@ -2,7 +2,7 @@
 
 from prometheus_client import CollectorRegistry, generate_latest
 
-from services.dispatcher.core.events import Finish
+from services.dispatcher.core.events import Ending, Finish
 from services.dispatcher.shell.metrics import DispatcherMetrics
 from tests.support.dispatcher_core import Story, load
 
@@ -24,16 +24,18 @@ def test_gauges_totals_and_histograms_tell_the_story() -> None:
     story.step("b", report=full)
     story.submit("waits", prompt=5)
     story.raw_step("b", {99: [1]}, report=full)
+    story.step("a", endings=[Ending(story.handle_of("runs"), None, moved_to="b")], report=full)
     lines = set(generate_latest(registry).decode().splitlines())
     expected = {
         "ballast_backlog_requests 1.0",
         "ballast_backlog_tokens 5.0",
         "ballast_placed_requests 1.0",
         "ballast_replays_total 0.0",
+        'ballast_moves_total{how="at_once"} 1.0',
         "ballast_stale_messages_total 1.0",
         'ballast_requests_total{ending="length"} 1.0',
         'ballast_worker_connected{worker="a"} 1.0',
-        'ballast_worker_placed_requests{worker="b"} 0.0',
+        'ballast_worker_placed_requests{worker="b"} 1.0',
         'ballast_worker_running_requests{worker="b"} 8.0',
         'ballast_worker_kv_usage_fraction{worker="b"} 1.0',
         "ballast_request_ttft_seconds_sum 0.5",
