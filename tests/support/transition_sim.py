@@ -1,0 +1,484 @@
+"""The two sides of a transition in virtual time: messages lost, doubled, late; members and planner crashing anywhere.
+
+What the state machines cannot do themselves is modelled: remaps, links (reliable, in order, broken when an end dies)
+and calls (lost, doubled, re-ordered). KV is a set of layers per sequence and worker, so a victim that resumes without
+all of its KV, or a batch that meets a stage in another layout, is seen at once.
+"""
+
+import hashlib
+import heapq
+import itertools
+import random
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from ballast.common.ids import Epoch, GroupId, Incarnation, WorkerId
+from ballast.common.layout import Group, Layout, Member
+from services.planner.core import transition as pt
+from services.worker.core import transition as wt
+
+
+def layout(epoch: int, layers: int, groups: list[list[str]]) -> Layout:
+    """Each group splits the layers as evenly as it goes."""
+    made: list[Group] = []
+    for names in groups:
+        bounds = [round(i * layers / len(names)) for i in range(len(names) + 1)]
+        members = tuple(
+            Member(WorkerId(n), Incarnation(1), f"{n}:1", bounds[i], bounds[i + 1]) for i, n in enumerate(names)
+        )
+        made.append(Group(GroupId(names[0]), members))
+    result = Layout(Epoch(epoch), layers, tuple(made), "test")
+    result.check()
+    return result
+
+
+@dataclass
+class SimWorker:
+    name: WorkerId
+    layout: Layout  # whose role it plays
+    led: dict[int, int] = field(default_factory=dict[int, int])  # sequence -> computed tokens, if it leads
+    waiting: set[int] = field(default_factory=set[int])  # suspended ones among them
+    kv: dict[int, set[int]] = field(default_factory=dict[int, set[int]])  # sequence -> layers whose KV is here
+    transition: wt.Transition | None = None
+    aborted: int = 0  # an epoch that was taken back before its Prepare came
+    forming: bool = True  # may form batches
+    alive: bool = True
+    broken: bool = False
+
+
+class World:
+    def __init__(self, seed: int, groups: list[list[str]], layers: int) -> None:
+        self.rng = random.Random(seed)
+        self.now_s = 0.0
+        self._queue: list[tuple[float, int, Callable[[], None]]] = []
+        self._serial = itertools.count()
+        self.trace = hashlib.sha256()
+        self.layers = layers
+        base = layout(1, layers, groups)
+        self.in_force = base
+        self.workers = {m.worker_id: SimWorker(m.worker_id, base) for g in base.groups for m in g.members}
+        self.journal: pt.Journal | None = None
+        self.coordinator: pt.Coordinator | None = None
+        self.planner_life = 0
+        self.planned_epoch = 1
+        self.faults = True
+        self.sequences = itertools.count()
+        self.expected_count: int | None = None
+        self._journal_at_s = 0.0
+        self.link_clock: dict[tuple[WorkerId, WorkerId], float] = {}
+        for group in base.groups:
+            for _ in range(self.rng.randint(0, 4)):
+                self.start_sequence(group.leader.worker_id)
+
+    # ------------------------------------------------------------ time
+
+    def after(self, delay_s: float, what: str, act: Callable[[], None]) -> None:
+        def step() -> None:
+            self.trace.update(f"{self.now_s!r} {what}\n".encode())
+            act()
+            self.check()
+
+        heapq.heappush(self._queue, (self.now_s + delay_s, next(self._serial), step))
+
+    def run(self, until_s: float) -> None:
+        while self._queue and self._queue[0][0] <= until_s:
+            self.now_s, _, step = heapq.heappop(self._queue)
+            step()
+        self.now_s = until_s
+
+    # ------------------------------------------------------------ serving
+
+    def start_sequence(self, leader: WorkerId) -> None:
+        worker = self.workers[leader]
+        sequence = next(self.sequences)
+        worker.led[sequence] = self.rng.randint(0, 50)
+        for member in self.group(worker).members:
+            self.workers[member.worker_id].kv[sequence] = set(range(member.first_layer, member.last_layer))
+
+    def group(self, worker: SimWorker) -> Group:
+        found = wt.group_of(worker.layout, worker.name)
+        assert found is not None
+        return found
+
+    def leads(self, worker: SimWorker) -> bool:
+        return self.group(worker).leader.worker_id == worker.name
+
+    def batch(self, worker: SimWorker) -> None:
+        """The leader runs a step: every stage must be in the same layout and have the KV of what runs."""
+        if (
+            not worker.alive
+            or not worker.forming
+            or worker.broken
+            or self.group(worker).leader.worker_id != worker.name
+        ):
+            return
+        for sequence in worker.led:
+            if sequence in worker.waiting:
+                continue
+            for member in self.group(worker).members:
+                stage = self.workers[member.worker_id]
+                if not stage.alive:
+                    return
+                assert wt.group_of(stage.layout, stage.name) == self.group(worker), "a stage in another layout"
+                wanted = set(range(member.first_layer, member.last_layer))
+                if worker.led[sequence]:
+                    assert wanted <= stage.kv.get(sequence, set()), f"{member.worker_id} lacks KV of {sequence}"
+                stage.kv.setdefault(sequence, set()).update(wanted)
+            worker.led[sequence] += 1
+
+    # ------------------------------------------------------------ planner
+
+    def plan(self, kind: pt.Kind, groups: list[list[str]]) -> None:
+        assert self.journal is None or self.journal.stage.over
+        epoch = self.planned_epoch + 1
+        target = layout(epoch, self.layers, groups)
+        journal = pt.Journal(kind, self.in_force, target, pt.Stage.PREPARING, "test")
+        self.planned_epoch = epoch
+        self.coordinator = pt.Coordinator(journal, self.now_s, pt.CoordinatorRules())
+        self.planner(self.coordinator.begin())
+
+    def tell_planner(self, event: pt.Event) -> None:
+        if self.coordinator is not None:
+            self.planner(self.coordinator.handle(event))
+
+    def tick_planner(self) -> None:
+        self.tell_planner(pt.Tick(self.now_s))
+        self.after(0.1, "tick", self.tick_planner)
+
+    def crash_planner(self) -> None:
+        """Another one takes over with what is in the journal by then."""
+        self.planner_life += 1
+        life, self.coordinator = self.planner_life, None
+
+        def take_over() -> None:
+            if life == self.planner_life and self.journal is not None and not self.journal.stage.over:
+                self.coordinator, commands = pt.Coordinator.resume(self.journal, self.now_s, pt.CoordinatorRules())
+                self.planner(commands)
+                for worker in self.workers.values():
+                    if not worker.alive:
+                        self.tell_planner(pt.MemberLost(self.now_s, worker.name, "dead"))
+
+        self.after(self.rng.uniform(0.1, 2.0), "take over", take_over)
+
+    def planner(self, commands: list[pt.Command]) -> None:
+        for command in commands:
+            match command:
+                case pt.WriteJournal(journal=journal):
+                    # A planner that dies may have written already: its writes are carried out, its answers lost.
+                    at_s = max(self.now_s + self.rng.uniform(0, 0.02), self._journal_at_s)
+                    self._journal_at_s = at_s
+                    told = self.for_life(lambda j=journal: self.tell_planner(pt.Journaled(self.now_s, j.stage)))
+                    self.after(at_s - self.now_s, "journal", lambda j=journal, t=told: self.write(j, t))
+                case pt.SendPrepare(worker_id=worker_id):
+                    self.call(worker_id, self.prepare)
+                case pt.SendCommit(worker_id=worker_id):
+                    self.call(worker_id, self.commit)
+                case pt.SendAbort(worker_id=worker_id):
+                    self.call(worker_id, self.abort)
+                case pt.Poll(worker_id=worker_id):
+                    self.call(worker_id, lambda worker, journal: None)
+                case pt.Ended():
+                    pass
+
+    def for_life(self, act: Callable[[], None]) -> Callable[[], None]:
+        life = self.planner_life
+        return lambda: act() if life == self.planner_life else None
+
+    def write(self, journal: pt.Journal, told: Callable[[], None]) -> None:
+        self.journal = journal
+        if journal.stage is pt.Stage.COMMITTING:
+            self.in_force = journal.target
+        told()
+
+    def call(self, worker_id: WorkerId, act: Callable[[SimWorker, pt.Journal], None]) -> None:
+        """A call by the planner: it or its answer may be lost, doubled, late."""
+        assert self.coordinator is not None
+        journal, life = self.coordinator.journal, self.planner_life
+
+        def arrive() -> None:
+            worker = self.workers[worker_id]
+            if not worker.alive:
+                return
+            act(worker, journal)
+            answer = self.status(worker, journal.epoch)
+
+            def reply() -> None:
+                current = self.coordinator
+                if life == self.planner_life and current is not None and current.journal.epoch == journal.epoch:
+                    self.tell_planner(answer)
+
+            if not (self.faults and self.rng.random() < 0.15):
+                self.after(self.rng.uniform(0, 0.1), "reply", reply)
+
+        for _ in range(2 if self.faults and self.rng.random() < 0.15 else 1):
+            if not (self.faults and self.rng.random() < 0.15):
+                self.after(self.rng.uniform(0, 0.1), f"call {worker_id}", arrive)
+
+    def status(self, worker: SimWorker, epoch: Epoch) -> pt.MemberSaid:
+        transition = worker.transition
+        if transition is not None and transition.epoch == epoch:
+            return pt.MemberSaid(self.now_s, worker.name, pt.MemberPhase(transition.phase), transition.why)
+        phase = pt.MemberPhase.ABORTED if worker.aborted == epoch else pt.MemberPhase.NONE
+        return pt.MemberSaid(self.now_s, worker.name, phase)
+
+    # ------------------------------------------------------------ workers
+
+    def prepare(self, worker: SimWorker, journal: pt.Journal) -> None:
+        plan = wt.Plan(wt.Kind(journal.kind), journal.base, journal.target)
+        current = worker.transition
+        if worker.aborted >= plan.epoch or (
+            current is not None and (current.epoch >= plan.epoch or current.phase in _BUSY)
+        ):
+            return
+        if wt.part_of(plan, worker.name) is None or worker.layout.epoch > plan.base.epoch:
+            return
+        worker.transition = wt.Transition(worker.name, plan)
+        self.execute(worker, worker.transition.begin())
+
+    def commit(self, worker: SimWorker, journal: pt.Journal) -> None:
+        if worker.transition is not None and worker.transition.epoch == journal.epoch:
+            self.drive(worker, wt.CommitRequested(self.now_s, journal.epoch))
+
+    def abort(self, worker: SimWorker, journal: pt.Journal) -> None:
+        if worker.transition is None or worker.transition.epoch < journal.epoch:
+            worker.aborted = max(worker.aborted, journal.epoch)
+        elif worker.transition.epoch == journal.epoch:
+            self.drive(worker, wt.AbortRequested(self.now_s, journal.epoch, journal.failure))
+
+    def drive(self, worker: SimWorker, event: wt.Event) -> None:
+        if worker.alive and worker.transition is not None:
+            self.execute(worker, worker.transition.handle(event))
+            worker.transition.check()
+
+    def local(self, worker: SimWorker, delay_s: float, event: wt.Event) -> None:
+        transition = worker.transition
+        self.after(
+            delay_s,
+            f"{worker.name} {type(event).__name__}",
+            lambda: self.drive(worker, event) if worker.transition is transition else None,
+        )
+
+    def over_link(self, source: SimWorker, to: WorkerId, event: wt.Event, epoch: int) -> None:
+        """Reliable and in order, unless an end dies."""
+        at_s = max(self.now_s + self.rng.uniform(0.001, 0.05), self.link_clock.get((source.name, to), 0.0))
+        self.link_clock[source.name, to] = at_s
+
+        def arrive() -> None:
+            receiver = self.workers[to]
+            if source.alive and receiver.transition is not None and receiver.transition.epoch == epoch:
+                self.drive(receiver, event)
+
+        self.after(at_s - self.now_s, f"{source.name}->{to} {type(event).__name__}", arrive)
+
+    def execute(self, worker: SimWorker, commands: list[wt.Command]) -> None:
+        transition = worker.transition
+        assert transition is not None
+        epoch = transition.epoch
+        for command in commands:
+            match command:
+                case wt.ConnectLinks(peers=peers):
+                    if any(not self.workers[p].alive for p in peers):
+                        self.local(worker, 0.1, wt.PreparationFailed(self.now_s, epoch, "no link"))
+                    else:
+                        self.local(worker, self.rng.uniform(0, 0.1), wt.LinksUp(self.now_s, epoch))
+                case wt.PrepareMemory():
+                    if self.faults and self.rng.random() < 0.03:
+                        self.local(worker, 0.01, wt.PreparationFailed(self.now_s, epoch, "too little memory"))
+                    else:
+                        self.local(worker, self.rng.uniform(0, 0.3), wt.MemoryReady(self.now_s, epoch))
+                case wt.UndoPreparation():
+                    pass
+                case wt.Quiesce():
+                    worker.forming = False
+                    self.local(worker, self.rng.uniform(0, 0.05), wt.BoundaryReached(self.now_s, epoch))
+                case wt.SendEpochEnded(to=to):
+                    for name in to:
+                        self.over_link(worker, name, wt.EpochEnded(self.now_s, epoch, worker.name), epoch)
+                case wt.TakeUp():
+                    self.take_up(worker)
+                case wt.SendHandover(to=to):
+                    self.over_link(
+                        worker,
+                        to,
+                        wt.HandoverReceived(self.now_s, epoch, worker.name, self.hand_over(worker, to)),
+                        epoch,
+                    )
+                case wt.Lead(victims=victims):
+                    self.lead(worker, victims)
+                case wt.SendRoster(victims=victims, to=to):
+                    for name in to:
+                        self.over_link(worker, name, wt.RosterReceived(self.now_s, epoch, worker.name, victims), epoch)
+                case wt.SendKv(victim=victim, to=to, first_layer=first, last_layer=last):
+                    self.send_kv(worker, victim, to, first, last, epoch)
+                case wt.ExpectKv(victim=victim):
+                    worker.kv.setdefault(victim.sequence_id, set())
+                case wt.SendKvComplete(sequence_id=sequence_id, to=to):
+                    event = wt.KvCompleteReceived(self.now_s, epoch, sequence_id, worker.name)
+                    self.over_link(worker, to, event, epoch)
+                case wt.Resume(sequence_id=sequence_id):
+                    worker.waiting.discard(sequence_id)
+                case wt.ReleaseLost():
+                    member = next(m for m in self.group(worker).members if m.worker_id == worker.name)
+                    kept = set(range(member.first_layer, member.last_layer))
+                    for layers in worker.kv.values():
+                        layers &= kept
+                case wt.Broken():
+                    worker.broken = True
+
+    def lead(self, worker: SimWorker, victims: tuple[wt.Victim, ...]) -> None:
+        """Adopts the victims; now and then there is no room for one, which begins anew."""
+        assert worker.transition is not None
+        worker.forming = True
+        kept: list[wt.Victim] = []
+        for victim in victims:
+            if self.rng.random() < 0.05:
+                worker.led[victim.sequence_id] = 0
+                worker.waiting.discard(victim.sequence_id)
+                continue
+            kept.append(victim)
+            worker.led[victim.sequence_id] = victim.computed_tokens
+            worker.waiting.add(victim.sequence_id)
+        self.local(worker, 0.0, wt.Led(self.now_s, worker.transition.epoch, tuple(kept)))
+
+    def take_up(self, worker: SimWorker) -> None:
+        assert worker.transition is not None
+        plan = worker.transition.plan
+        worker.layout = plan.target
+        mine = {s: n for s, n in worker.led.items() if self.assigned(plan, worker, s) == worker.name}
+        worker.transition.own_victims(wt.Victim(s, n, self.old_leader(plan, worker)) for s, n in sorted(mine.items()))
+        self.local(worker, self.rng.uniform(0, 0.02), wt.TakenUp(self.now_s, plan.epoch))
+
+    def assigned(self, plan: wt.Plan, worker: SimWorker, sequence: int) -> WorkerId:
+        """Of the new leaders that its old group's members go to, one."""
+        old = wt.group_of(plan.base, worker.name)
+        assert old is not None
+        groups = [wt.group_of(plan.target, m.worker_id) for m in old.members]
+        leaders = sorted({group.leader.worker_id for group in groups if group is not None})
+        return leaders[sequence % len(leaders)]
+
+    def old_leader(self, plan: wt.Plan, worker: SimWorker) -> WorkerId:
+        old = wt.group_of(plan.base, worker.name)
+        assert old is not None
+        return old.leader.worker_id
+
+    def hand_over(self, worker: SimWorker, to: WorkerId) -> tuple[wt.Victim, ...]:
+        assert worker.transition is not None
+        plan = worker.transition.plan
+        if self.old_leader(plan, worker) != worker.name:
+            return ()
+        going = sorted(s for s in worker.led if self.assigned(plan, worker, s) == to)
+        return tuple(wt.Victim(s, worker.led.pop(s), worker.name) for s in going)
+
+    def send_kv(self, worker: SimWorker, victim: wt.Victim, to: WorkerId, first: int, last: int, epoch: Epoch) -> None:
+        wanted = set(range(first, last))
+        assert wanted <= worker.kv[victim.sequence_id], "KV is sent that is not there"
+
+        def arrive() -> None:
+            receiver = self.workers[to]
+            if (
+                not worker.alive
+                or not receiver.alive
+                or receiver.transition is None
+                or receiver.transition.epoch != epoch
+            ):
+                return
+            receiver.kv.setdefault(victim.sequence_id, set()).update(wanted)
+            self.drive(receiver, wt.KvReceived(self.now_s, epoch, victim.sequence_id, worker.name))
+            self.local(worker, 0.001, wt.KvSent(self.now_s, epoch, victim.sequence_id, to))
+
+        self.after(self.rng.uniform(0.01, 1.0), f"kv {victim.sequence_id} {worker.name}->{to}", arrive)
+
+    def kill(self, worker: SimWorker) -> None:
+        worker.alive = False
+        for other in self.workers.values():
+            if other.alive and other.transition is not None and worker.name in other.transition.part.peers:
+                self.local(other, 0.02, wt.PeerLost(self.now_s, worker.name, "killed"))
+        self.after(
+            self.rng.uniform(0.1, 1.0),
+            "lost",
+            lambda: self.tell_planner(pt.MemberLost(self.now_s, worker.name, "killed")),
+        )
+
+    # ------------------------------------------------------------ judgement
+
+    def check(self) -> None:
+        for worker in self.workers.values():
+            if worker.alive:
+                self.batch(worker)
+
+    def settled(self) -> bool:
+        """Or it never was: the planner crashed before it had written anything."""
+        journal = self.journal
+        return journal is None or journal.stage.over
+
+
+_BUSY = (wt.Phase.PREPARING, wt.Phase.PREPARED, wt.Phase.COMMITTING, wt.Phase.EXCHANGING)
+
+
+def story(seed: int) -> World:
+    """A drop, a drop of everything, a restore, with faults of all kinds; each is judged when it has ended."""
+    rng = random.Random(seed)
+    count, layers = rng.choice([2, 3, 4, 5]), rng.choice([5, 7, 8])
+    names = [f"w{i}" for i in range(count)]
+    world = World(seed, [[name] for name in names], layers)
+    world.tick_planner()
+    first = partition(rng, names)
+    alone = [[name] for name in names]
+    for kind, groups in ((pt.Kind.DROP, first), (pt.Kind.DROP, [list(names)]), (pt.Kind.RESTORE, alone)):
+        if sorted(sorted(g) for g in groups) == sorted(
+            sorted(m.worker_id for m in g.members) for g in world.in_force.groups
+        ):
+            continue
+        _change(world, rng, kind, groups)
+        if any(not worker.alive or worker.broken for worker in world.workers.values()):
+            break
+        _judge(world)
+    return world
+
+
+def _change(world: World, rng: random.Random, kind: pt.Kind, groups: list[list[str]]) -> None:
+    world.faults = True
+    world.plan(kind, groups)
+    for _ in range(rng.choice([0, 0, 1, 2])):
+        world.after(rng.uniform(0, 1.5), "planner crash", world.crash_planner)
+    victim = world.workers[WorkerId(rng.choice(sorted(world.workers)))]
+    if rng.random() < 0.2:
+        world.after(rng.uniform(0, 1.5), "kill", lambda: world.kill(victim))
+    world.run(world.now_s + 4.0)
+    world.faults = False
+    for _ in range(16):
+        world.run(world.now_s + 1.0)
+        if world.settled():
+            break
+    said = world.coordinator.said if world.coordinator is not None else None
+    assert world.settled(), f"{kind} ends at {world.journal}, {said}"
+
+
+def _judge(world: World) -> None:
+    """Nobody waits any more, every sequence has one leader, and none is gone."""
+    assert world.journal is not None
+    for worker in world.workers.values():
+        assert not worker.waiting, f"{worker.name} still waits for {worker.waiting}"
+        assert worker.forming or not world.leads(worker), f"{worker.name} serves nobody"
+        phase = worker.transition.phase if worker.transition is not None else None
+        assert phase in (None, wt.Phase.DONE, wt.Phase.ABORTED), f"{worker.name} ends as {phase}"
+    led = [sequence for worker in world.workers.values() for sequence in worker.led]
+    assert len(led) == len(set(led)), "a sequence has two leaders"
+    world.expected_count = len(led) if world.expected_count is None else world.expected_count
+    assert len(led) == world.expected_count, f"{len(led)} of {world.expected_count} sequences are left"
+
+
+def partition(rng: random.Random, names: list[str]) -> list[list[str]]:
+    shuffled = rng.sample(names, len(names))
+    groups: list[list[str]] = []
+    while shuffled:
+        size = rng.randint(1, min(3, len(shuffled)))
+        groups.append(shuffled[:size])
+        shuffled = shuffled[size:]
+    return groups
+
+
+if __name__ == "__main__":
+    for number in range(int(sys.argv[1]), int(sys.argv[2])):
+        print(number, story(number).trace.hexdigest())
