@@ -9,7 +9,8 @@ from collections.abc import Callable
 from ballast.common.ids import RequestId
 from ballast.common.sampling import PriorityClass
 from services.worker.core.events import AdmissionLimited
-from tests.support.pipelines import LAYERS, Cluster, Group, Request
+from tests.support.pipeline_parts import LAYERS, Group, Request
+from tests.support.pipelines import Cluster
 from tests.support.worker_core import VOCAB_SIZE, greedy, limits
 
 _STOPS = ("bcbc", "aba", "babab", "ca aab", "é", "aab ca")
@@ -42,10 +43,10 @@ class History:
                 self.counts[name] += 1
             for request in self.cluster.requests:
                 if request.is_open:
-                    self.cluster.judge(request)
+                    request.judge(self.cluster.limits.max_model_len)
         self.cluster.run_to_end()
         for request in self.cluster.requests:
-            self.cluster.judge(request)
+            request.judge(self.cluster.limits.max_model_len)
         self.cluster.assert_empty()
         return self
 
@@ -124,7 +125,7 @@ class History:
     def roll_back(self) -> bool:
         request = self._request(lambda r: r.at is None)
         if request is not None:
-            self.cluster.roll_back(request, self.rng.choice(request.past))
+            request.roll_back(self.rng.choice(request.past))
         return request is not None
 
     def abort(self) -> bool:

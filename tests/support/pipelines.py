@@ -8,15 +8,12 @@ Stages take their turns one by one and in any order, messages between workers an
 delivered, and every worker's clock is ahead by another amount.
 """
 
-from collections import deque
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Sequence
+from dataclasses import replace
 from itertools import count
-from typing import TypeVar
 
-from ballast.common.ids import RequestId, WorkerId
-from ballast.common.sampling import FinishReason, PriorityClass, SamplingParams
-from services.worker.core.batch import Batch, NewSequence, StepResult, TokenLogprobs
+from ballast.common.ids import WorkerId
+from services.worker.core.batch import Batch, StepResult, TokenLogprobs
 from services.worker.core.events import (
     Aborted,
     AdmissionLimited,
@@ -45,70 +42,10 @@ from services.worker.core.events import (
 )
 from services.worker.core.limits import WorkerLimits
 from services.worker.core.snapshot import SequenceSnapshot
-from services.worker.core.stage import StageBook, Table
-from services.worker.core.worker import WorkerCore
+from services.worker.core.stage import Table
 from services.worker.policy.placement import MemberView, place
-from tests.support.worker_core import MEMORY, Undisturbed, next_token, piece, undisturbed
-
-LAYERS = 5
-T = TypeVar("T")
-Pick = Callable[[Sequence[T]], T]
-
-
-@dataclass
-class Request:
-    """What its dispatcher knows of a request."""
-
-    request_id: RequestId
-    prompt: tuple[int, ...]
-    sampling: SamplingParams
-    wants_text: bool
-    priority: PriorityClass
-    deadline_at_s: float | None
-    tokens: list[int] = field(default_factory=list)
-    text: str = ""
-    logprobs: list[int] = field(default_factory=list)
-    past: list[tuple[int, int]] = field(default_factory=lambda: [(0, 0)])  # (tokens, characters) after each message
-    attempt: int = 0
-    at: tuple["Worker", SequenceKey] | None = None
-    claim_at: "Worker | None" = None  # it has moved there, and the dispatcher has yet to follow
-    ending: Ending | None = None
-    abandoned: bool = False  # its dispatcher has forgotten it
-
-    @property
-    def is_open(self) -> bool:
-        return self.ending is None and not self.abandoned
-
-
-class Worker:
-    def __init__(self, ordinal: int, limits: WorkerLimits, memory_units: int) -> None:
-        self.worker_id = WorkerId(f"w{ordinal}")
-        self.clock_ahead_s = 1000.0 * ordinal
-        self.memory_units = memory_units  # a block of one layer takes one
-        self.book = StageBook(self.blocks_with(LAYERS), limits.block_tokens)
-        self.core = WorkerCore(limits, self.book.block_count, book=self.book, first_sequence_id=ordinal << 32)
-        self.layers = range(LAYERS)
-        self.cache: dict[tuple[int, int, int], int] = {}  # (layer, block, place in it) -> token id
-        self.known: dict[int, NewSequence] = {}
-        self.queue: deque[tuple[Batch, tuple[Table, ...] | None, dict[int, list[int]]]] = deque()
-        self.stream_id = 0
-        self.letters: deque[Emit] = deque()  # written and not read yet
-        self.detokenizers: dict[int, list[int]] = {}
-
-    def blocks_with(self, layer_count: int) -> int:
-        return self.memory_units // layer_count
-
-
-@dataclass(eq=False)
-class Group:
-    members: list[Worker]
-    results: deque[StepResult] = field(default_factory=deque)
-    batches: dict[int, Batch] = field(default_factory=dict)  # step id -> batch in flight
-    handovers: list[tuple[SequenceSnapshot, ...]] = field(default_factory=list)  # on their way to the leader
-
-    @property
-    def leader(self) -> Worker:
-        return self.members[0]
+from tests.support.pipeline_parts import LAYERS, Group, Request, Worker
+from tests.support.worker_core import MEMORY, next_token, piece
 
 
 class Cluster:
@@ -123,7 +60,6 @@ class Cluster:
         self.kv_tokens: dict[int, int] = {}  # of those
         self.told: list[Command] = []
         self.resumed_from_kv = 0
-        self._wants: dict[RequestId, Undisturbed] = {}
         self._stream_ids, self._handles = count(1), count(1)
 
     # ---------------------------------------------------------------- workers
@@ -326,14 +262,6 @@ class Cluster:
             if request.at is not None and request.at[0] is worker:
                 del self.by_key[worker.worker_id, request.at[1]]
                 request.at = None
-
-    def roll_back(self, request: Request, point: tuple[int, int]) -> None:
-        """The dispatcher has lost what came after."""
-        token_count, char_count = point
-        del request.tokens[token_count:]
-        del request.logprobs[token_count:]
-        request.text = request.text[:char_count]
-        request.past = [p for p in request.past if p <= point]
 
     def pass_time(self, seconds: float) -> None:
         self.at_s += seconds
@@ -578,34 +506,6 @@ class Cluster:
             self.submit(request, otherwise)
 
     # ---------------------------------------------------------------- what must hold
-
-    def undisturbed(self, request: Request) -> Undisturbed:
-        want = self._wants.get(request.request_id)
-        if want is None:
-            want = undisturbed(request.prompt, request.sampling, self.limits.max_model_len)
-            self._wants[request.request_id] = want
-        return want
-
-    def judge(self, request: Request) -> None:
-        """What the dispatcher has is what the undisturbed request gives, or the beginning of it."""
-        want = self.undisturbed(request)
-        tokens, text = tuple(request.tokens), request.text
-        assert tokens == want.token_ids[: len(tokens)]
-        if request.sampling.logprobs is not None:
-            assert tuple(request.logprobs) == tokens
-        wanted_text = want.text if request.wants_text else ""
-        if request.ending is None:
-            assert wanted_text.startswith(text)
-        elif request.ending.finish_reason is FinishReason.ERROR and "out of luck" not in request.ending.error:
-            assert "KV" in request.ending.error  # too long for the smallest group it came to
-        elif request.ending.finish_reason in (FinishReason.CANCELLED, FinishReason.DEADLINE, FinishReason.ERROR):
-            assert text == ("".join(piece(t) for t in tokens) if request.wants_text else "")
-        else:
-            assert (tokens, text) == (want.token_ids, wanted_text)
-            assert (request.ending.finish_reason, request.ending.matched_stop) == (
-                want.finish_reason,
-                want.matched_stop,
-            )
 
     def assert_empty(self) -> None:
         """Nobody holds anything any more, and every request has its ending."""

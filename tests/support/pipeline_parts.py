@@ -1,0 +1,108 @@
+"""What a simulated cluster of cores is made of: requests as dispatchers know them, workers, groups."""
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from ballast.common.ids import RequestId, WorkerId
+from ballast.common.sampling import FinishReason, PriorityClass, SamplingParams
+from services.worker.core.batch import Batch, NewSequence, StepResult
+from services.worker.core.events import (
+    Emit,
+    Ending,
+    SequenceKey,
+)
+from services.worker.core.limits import WorkerLimits
+from services.worker.core.snapshot import SequenceSnapshot
+from services.worker.core.stage import StageBook, Table
+from services.worker.core.worker import WorkerCore
+from tests.support.worker_core import Undisturbed, piece, undisturbed
+
+LAYERS = 5
+
+
+@dataclass
+class Request:
+    """What its dispatcher knows of a request."""
+
+    request_id: RequestId
+    prompt: tuple[int, ...]
+    sampling: SamplingParams
+    wants_text: bool
+    priority: PriorityClass
+    deadline_at_s: float | None
+    tokens: list[int] = field(default_factory=list)
+    text: str = ""
+    logprobs: list[int] = field(default_factory=list)
+    past: list[tuple[int, int]] = field(default_factory=lambda: [(0, 0)])  # (tokens, characters) after each message
+    attempt: int = 0
+    at: tuple["Worker", SequenceKey] | None = None
+    claim_at: "Worker | None" = None  # it has moved there, and the dispatcher has yet to follow
+    ending: Ending | None = None
+    abandoned: bool = False  # its dispatcher has forgotten it
+    want: Undisturbed | None = None
+
+    @property
+    def is_open(self) -> bool:
+        return self.ending is None and not self.abandoned
+
+    def roll_back(self, point: tuple[int, int]) -> None:
+        """The dispatcher has lost what came after."""
+        token_count, char_count = point
+        del self.tokens[token_count:]
+        del self.logprobs[token_count:]
+        self.text = self.text[:char_count]
+        self.past = [p for p in self.past if p <= point]
+
+    def judge(self, max_model_len: int) -> None:
+        """What the dispatcher has is what the undisturbed request gives, or the beginning of it."""
+        if self.want is None:
+            self.want = undisturbed(self.prompt, self.sampling, max_model_len)
+        want = self.want
+        tokens, text = tuple(self.tokens), self.text
+        assert tokens == want.token_ids[: len(tokens)]
+        if self.sampling.logprobs is not None:
+            assert tuple(self.logprobs) == tokens
+        wanted_text = want.text if self.wants_text else ""
+        if self.ending is None:
+            assert wanted_text.startswith(text)
+        elif self.ending.finish_reason is FinishReason.ERROR and "out of luck" not in self.ending.error:
+            assert "KV" in self.ending.error  # too long for the smallest group it came to
+        elif self.ending.finish_reason in (FinishReason.CANCELLED, FinishReason.DEADLINE, FinishReason.ERROR):
+            assert text == ("".join(piece(t) for t in tokens) if self.wants_text else "")
+        else:
+            assert (tokens, text) == (want.token_ids, wanted_text)
+            assert (self.ending.finish_reason, self.ending.matched_stop) == (
+                want.finish_reason,
+                want.matched_stop,
+            )
+
+
+class Worker:
+    def __init__(self, ordinal: int, limits: WorkerLimits, memory_units: int) -> None:
+        self.worker_id = WorkerId(f"w{ordinal}")
+        self.clock_ahead_s = 1000.0 * ordinal
+        self.memory_units = memory_units  # a block of one layer takes one
+        self.book = StageBook(self.blocks_with(LAYERS), limits.block_tokens)
+        self.core = WorkerCore(limits, self.book.block_count, book=self.book, first_sequence_id=ordinal << 32)
+        self.layers = range(LAYERS)
+        self.cache: dict[tuple[int, int, int], int] = {}  # (layer, block, place in it) -> token id
+        self.known: dict[int, NewSequence] = {}
+        self.queue: deque[tuple[Batch, tuple[Table, ...] | None, dict[int, list[int]]]] = deque()
+        self.stream_id = 0
+        self.letters: deque[Emit] = deque()  # written and not read yet
+        self.detokenizers: dict[int, list[int]] = {}
+
+    def blocks_with(self, layer_count: int) -> int:
+        return self.memory_units // layer_count
+
+
+@dataclass(eq=False)
+class Group:
+    members: list[Worker]
+    results: deque[StepResult] = field(default_factory=deque)
+    batches: dict[int, Batch] = field(default_factory=dict)  # step id -> batch in flight
+    handovers: list[tuple[SequenceSnapshot, ...]] = field(default_factory=list)  # on their way to the leader
+
+    @property
+    def leader(self) -> Worker:
+        return self.members[0]
