@@ -11,7 +11,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -28,6 +28,7 @@ from services.worker.core.events import (
     Ending,
     Event,
     Execute,
+    HandedOver,
     Removed,
     StepDone,
     StepFailed,
@@ -358,8 +359,12 @@ class WorkerShell:
         for answer in answers:
             if isinstance(answer, StepOutcome):
                 commands.extend(self._on_outcome(answer))
-            else:
-                commands.append(answer)
+                continue
+            if isinstance(answer, Removed):
+                self._drop_texts(answer.batch.removed)
+            elif isinstance(answer, HandedOver):
+                self._drop_texts(s.sequence_id for _, snapshots in answer.snapshots for s in snapshots)
+            commands.append(answer)
         return commands
 
     def _told(self, events: Sequence[Event | MemberEvent], commands: Sequence[Command]) -> _Turn:
@@ -389,7 +394,7 @@ class WorkerShell:
         commands = self._core.handle(event)
         for command in commands:
             if isinstance(command, Removed):
-                self._drop_texts(command.batch)
+                self._drop_texts(command.batch.removed)
                 self._run(command)
         return commands
 
@@ -432,13 +437,13 @@ class WorkerShell:
         return commands
 
     def _forget_and_prime(self, command: Execute) -> None:
-        self._drop_texts(command.batch)
+        self._drop_texts(command.batch.removed)
         for new, wanted in zip(command.batch.added, command.text_wanted, strict=True):
             if wanted:
                 self._texts[new.sequence_id] = self._detokenizer(new)
 
-    def _drop_texts(self, batch: Batch) -> None:
-        for sequence_id in batch.removed:
+    def _drop_texts(self, sequence_ids: Iterable[SequenceId]) -> None:
+        for sequence_id in sequence_ids:
             self._texts.pop(sequence_id, None)
 
     def _make_texts(self, batch: Batch, result: StepResult) -> tuple[str, ...]:

@@ -490,6 +490,12 @@ class GroupMember:
             if self.leads:
                 self._limit(self._memory.home_block_count)
             return
+        stage = next(m for m in transition.part.new.members if m.worker_id == self.me)
+        lacking = set(range(stage.first_layer, stage.last_layer)) - set(self._memory.parameters.held_layers)
+        if lacking:
+            why = f"{self.me} does not hold layers {sorted(lacking)}, which it is to execute"
+            self._post(Told(transition.epoch, PreparationFailed(time.monotonic(), transition.epoch, why)))
+            return
         dropped = self._layers_lost()
         progress = self._counted()
         progress.block_count_after = self._memory.blocks_after_drop(dropped)
