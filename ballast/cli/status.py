@@ -7,6 +7,7 @@ import json
 from rich.console import Console
 
 from ballast.cli.arguments import Commands, add_address
+from ballast.cli.followers import with_followers
 from ballast.cli.render import render_status
 from ballast.client import Client
 
@@ -20,7 +21,7 @@ def add_parser(commands: Commands) -> None:
 
 def run(args: argparse.Namespace) -> int:
     with Client(args.address) as client:
-        status = client.status()
+        status = with_followers(client.status())
     if args.json:
         print(json.dumps(dataclasses.asdict(status), indent=2))
     else:

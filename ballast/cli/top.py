@@ -8,6 +8,7 @@ from rich.live import Live
 from rich.text import Text
 
 from ballast.cli.arguments import Commands, add_address
+from ballast.cli.followers import with_followers
 from ballast.cli.history import DemandHistory
 from ballast.cli.render import render_status
 from ballast.client import Client, ClusterStatus
@@ -56,7 +57,7 @@ class Look:
         self._history = DemandHistory()
 
     def __call__(self) -> RenderableType:
-        status = self._client.status(self._client.addresses[0])
+        status = with_followers(self._client.status(self._client.addresses[0]))
         self._history.add(status)
         return render_status(status, self._rates.update(status, time.monotonic()), self._history)
 

@@ -124,8 +124,8 @@ class WorkerStatus:
         address: host:port of its gRPC server.
         group_id: The group it serves in.
         connected: Whether the dispatcher has its stream to the worker's group.
-        load: Its last load report; None before the first, and for those that do not lead their group: the leader's
-            report is the group's, except for the memory, which is each worker's own.
+        load: Its last load report; None before the first. Only leaders of groups report to dispatchers, for the whole
+            group; the memory in the report is the leader's own.
     """
 
     worker_id: str

@@ -1,0 +1,38 @@
+"""The memory of workers that follow in a group. No dispatcher hears from them, so they are asked themselves."""
+
+import dataclasses
+from concurrent.futures import ThreadPoolExecutor
+
+import grpc
+
+from ballast.client import ClusterStatus, WorkerStatus
+from ballast.rpc.codec import load_from_proto
+from ballastpb.worker.v1 import worker_pb2, worker_pb2_grpc
+
+_TIMEOUT_S = 0.5
+_MAX_AT_ONCE = 32
+
+
+def with_followers(status: ClusterStatus) -> ClusterStatus:
+    """The status with their own reports, as far as they can be reached from here."""
+    leaders = {group.leader_id for group in status.groups}
+    asked = [worker for worker in status.workers if worker.load is None and worker.worker_id not in leaders]
+    if not asked:
+        return status
+    with ThreadPoolExecutor(min(len(asked), _MAX_AT_ONCE)) as threads:
+        told = {worker.worker_id: worker for worker in threads.map(_ask, asked)}
+    workers = tuple(told.get(worker.worker_id, worker) for worker in status.workers)
+    return dataclasses.replace(status, workers=workers)
+
+
+def _ask(worker: WorkerStatus) -> WorkerStatus:
+    """Left as it was if it does not answer or is another life by now."""
+    with grpc.insecure_channel(worker.address) as channel:
+        stub = worker_pb2_grpc.WorkerServiceStub(channel)
+        try:
+            answer = stub.GetStatus(worker_pb2.GetStatusRequest(), timeout=_TIMEOUT_S)
+        except grpc.RpcError:
+            return worker
+    if answer.incarnation != worker.incarnation:
+        return worker
+    return dataclasses.replace(worker, load=load_from_proto(answer.load))
