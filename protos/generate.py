@@ -10,6 +10,7 @@ from pathlib import Path
 from grpc_tools import protoc
 
 ROOT = Path(__file__).resolve().parent.parent
+PLUGINS = ("protoc-gen-mypy", "protoc-gen-mypy_grpc")
 HEADER = '"""Generated from protos/ by `make proto`. Never edited."""\n'
 
 
@@ -21,6 +22,8 @@ def generate(out: Path) -> None:
         f"--proto_path={files('grpc_tools') / '_proto'}",
         f"--python_out={out}",
         f"--grpc_python_out={out}",
+        # Beside this interpreter: its environment need not be on the PATH.
+        *(f"--plugin={plugin}={Path(sys.executable).parent / plugin}" for plugin in PLUGINS),
         f"--mypy_out={out}",
         f"--mypy_grpc_out={out}",
         *map(str, sources),

@@ -132,7 +132,7 @@ class OutputStream:
         self.broken = asyncio.Event()  # closed with an error: do not even wait for what is being written
         self._outputs: deque[Output] = deque()
         self._wake = asyncio.Event()
-        self._closed: BallastError | None = None
+        self._closed: BallastError | _End | None = None
 
     @property
     def backlog_count(self) -> int:
@@ -178,8 +178,8 @@ class OutputStream:
         return self._outputs.popleft()
 
 
-class _End(BallastError):
-    """A stream's regular end; never raised."""
+class _End:
+    """A stream's regular end."""
 
 
 class WorkerShell:
