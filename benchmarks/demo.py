@@ -1,24 +1,22 @@
-"""`make demo`: a bursty trace on a real cluster of separate processes, measured, drawn and verified.
+"""`make demo`: a burst overflows the KV cache of two workers, once with recomputation and once with dropped parameters.
 
-1. Makes a small random checkpoint (preset `demo`) with a real tokenizer.
-2. Starts monitor, planner, dispatcher, workers and a private state server, each a process of its own.
-3. Replays the trace open-loop, prints the table, writes results.json and figure.png.
-4. Re-computes answers with `transformers` in a process of its own; any token that differs fails the demo.
-
-Scale factors. Unless given, they follow from the trace: time is compressed so that the trace spans at most
-MAX_SPAN_S, and lengths are shortened so that no PEAK_WINDOW_S of it ask for more than MAX_PEAK_TOKENS_PER_S prompt and
-answer tokens per second, and that the mean request fits the model four times. Neither is ever stretched. The factors
-used are printed and stand in the results.
+1. Makes a small random checkpoint (preset `ballast`) with a real tokenizer.
+2. Starts a cluster of separate processes, measures what un-dropped memory can serve, and derives the scale factors
+   from that: see the head of benchmarks/demo_sizing.py. They are printed and stand in the results.
+3. Replays the trace open-loop twice, each time on a fresh cluster: overload policy `recompute` (requests queue, and are
+   preempted and recomputed), then `drop`. Prints both beside each other, writes results.json and figure.png.
+4. Compares the answers of both runs, and re-computes some of `drop` with `transformers` in a process of its own; any
+   token that differs fails the demo.
 """
 
 import argparse
 import asyncio
 import json
-import math
 import shutil
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
@@ -27,90 +25,143 @@ from ballast.bench.plot import plot_result
 from ballast.bench.progress import open_console
 from ballast.bench.records import Outcome
 from ballast.bench.replay import ReplayOptions
-from ballast.bench.results import BenchResult, write_result
+from ballast.bench.results import BenchResult, PolicyResult, write_result
 from ballast.bench.session import ReplayJob, replay_on
-from ballast.bench.table import render
-from ballast.bench.traces import Trace, TraceRequest, read_trace
+from ballast.bench.traces import Trace, read_trace
 from ballast.common.errors import BallastError, Unavailable
 from ballast.local.cluster import LocalCluster
-from ballast.model.tiny import PRESETS, make_preset
+from ballast.model.info import CheckpointInfo, human_bytes, read_info
+from ballast.model.tiny import make_preset
+from benchmarks import demo_sizing as sizing
+from benchmarks.demo_report import compare
 
-SHIPPED_TRACE = Path(__file__).parent / "traces" / "bursty.csv"
-MAX_SPAN_S = 100.0
-PEAK_WINDOW_S = 10.0
-MAX_PEAK_TOKENS_PER_S = 4500.0  # about what two workers on two busy cores can do
-DEVICE_MEMORY_BYTES = 12 << 20  # of each worker: the burst fills a good part of the KV that this leaves
+SHIPPED_TRACE = Path(__file__).parent / "traces" / "answers.csv"
+PRESET = "ballast"
 DEADLINE_S = 120.0  # of each request
-VERIFIED_ANSWERS = 24
+VERIFIED_ANSWERS = 40
 MIN_VERIFIED_ANSWERS = 20
 VERIFY_TIMEOUT_S = 120.0
-POLICY = "recompute"
+POLICIES = ("recompute", "drop")
+# Shorter than the defaults, because the whole trace is short.
+MONITOR_ENVIRON = {
+    "BALLAST_MONITOR__PRESSURE__DWELL_S": "2",
+    "BALLAST_MONITOR__PRESSURE__RELIEF_AFTER_S": "2",
+}
+MAX_NUM_SEQS = 64
 EXIT_FAILED, EXIT_CONFIGURATION = 1, 2
 
 
-def default_scales(trace: Trace, max_model_len: int) -> tuple[float, float]:
-    """(time scale, length scale) as the head of this file says, rounded down to two digits that matter."""
-    time_scale = _two_digits(min(1.0, MAX_SPAN_S / trace.span_s)) if trace.span_s > 0 else 1.0
-    requests = trace.scaled(time_scale=time_scale).requests
-    mean_tokens = sum(r.input_tokens + r.output_tokens for r in requests) / len(requests)
-    peak_tokens_per_s = _peak_tokens(requests) / PEAK_WINDOW_S
-    length_scale = min(1.0, MAX_PEAK_TOKENS_PER_S / peak_tokens_per_s, max_model_len / 4 / mean_tokens)
-    return time_scale, _two_digits(length_scale)
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What both runs have in common."""
+
+    model: Path
+    memory: sizing.Memory
+    trace: Trace  # scaled
+    time_scale: float
+    length_scale: float
 
 
-def _peak_tokens(requests: Sequence[TraceRequest]) -> int:
-    """The most prompt and answer tokens of requests that arrive within PEAK_WINDOW_S."""
-    peak, tokens, first = 0, 0, 0
-    for request in requests:
-        tokens += request.input_tokens + request.output_tokens
-        while requests[first].arrival_s <= request.arrival_s - PEAK_WINDOW_S:
-            tokens -= requests[first].input_tokens + requests[first].output_tokens
-            first += 1
-        peak = max(peak, tokens)
-    return peak
-
-
-def _two_digits(scale: float) -> float:
-    """0.1567 -> 0.15."""
-    digits = 1 - math.floor(math.log10(scale))
-    return math.floor(scale * 10**digits) / 10**digits
-
-
-async def replay(args: argparse.Namespace, model: Path, console: Console) -> BenchResult:
-    trace = read_trace(args.trace).scaled(limit=args.limit)
-    time_scale, length_scale = default_scales(trace, PRESETS["demo"].max_len)
-    job = ReplayJob(
-        trace=args.trace,
-        time_scale=time_scale if args.time_scale is None else args.time_scale,
-        length_scale=length_scale if args.length_scale is None else args.length_scale,
-        limit=args.limit,
-        options=ReplayOptions(seed=args.seed, deadline_s=DEADLINE_S, record_tokens=True),
-        policy=POLICY,
-    )
-    console.print(f"starting {args.workers} workers, a dispatcher, a monitor, a planner and a state server ...")
-    cluster = LocalCluster(
+def start_cluster(args: argparse.Namespace, model: Path, memory: sizing.Memory, policy: str, name: str) -> LocalCluster:
+    return LocalCluster(
         model,
         workers=args.workers,
-        device_memory_bytes=DEVICE_MEMORY_BYTES,
-        environ={"OMP_NUM_THREADS": "1"},
-        log_dir=args.out / "logs",
+        device_memory_bytes=memory.device_memory_bytes,
+        flags={
+            "planner": ["--overload-policy", policy],
+            "worker": ["--max-num-seqs", str(MAX_NUM_SEQS)],
+        },
+        environ={"OMP_NUM_THREADS": "1", **MONITOR_ENVIRON},
+        log_dir=args.out / "logs" / name,
     )
-    async with cluster:
-        console.print(
-            f"serving at {cluster.address}; replaying {len(trace.requests)} requests of {args.trace}"
-            f" over {trace.span_s * job.time_scale:.0f} s (time x{job.time_scale:g}, length x{job.length_scale:g})"
+
+
+async def make_plan(args: argparse.Namespace, model: Path, console: Console) -> Plan:
+    """Sizes the memory, probes the machine, scales the trace; says what it found."""
+    info = read_info(model)
+    whole = read_trace(args.trace).scaled(limit=args.limit)
+    length_scale = sizing.first_length_scale(whole) if args.length_scale is None else args.length_scale
+    trace = whole.scaled(length_scale=length_scale, max_total_tokens=info.max_model_len)
+    memory = _size_memory(args, info, trace)
+    time_scale = args.time_scale
+    concurrency = sizing.SEQUENCES_EACH * args.workers
+    input_tokens, output_tokens = sizing.mean_request(trace.requests)
+    console.print(f"probing the machine with {concurrency} requests of {input_tokens} + {output_tokens} tokens ...")
+    async with start_cluster(args, model, memory, "recompute", "probe") as cluster:
+        pace = await sizing.probe(
+            cluster.address, concurrency=concurrency, input_tokens=input_tokens, output_tokens=output_tokens
         )
-        settings = {"workers": args.workers, "device_memory_bytes": DEVICE_MEMORY_BYTES}
+    console.print(f"{pace.output_tokens_per_s:,.0f} output tokens/s with un-dropped memory full")
+    if time_scale is None:
+        time_scale, shorter = sizing.scales(trace, pace)
+        length_scale = sizing.two_digits(length_scale * shorter) if args.length_scale is None else length_scale
+    trace = whole.scaled(time_scale=time_scale, length_scale=length_scale, max_total_tokens=info.max_model_len)
+    memory = _size_memory(args, info, trace)
+    _say_plan(trace, memory, info, pace, console)
+    return Plan(model, memory, trace, time_scale, length_scale)
+
+
+def _size_memory(args: argparse.Namespace, info: CheckpointInfo, trace: Trace) -> sizing.Memory:
+    ends_bytes = info.parameter_bytes * 2 * info.vocab_size * info.hidden_size // info.parameter_count
+    return sizing.size_memory(
+        trace.requests,
+        parameter_bytes=info.parameter_bytes,
+        layer_parameter_bytes=info.parameter_bytes - ends_bytes,
+        kv_bytes_per_token=info.kv_bytes_per_token(),
+        workers=args.workers,
+    )
+
+
+def _say_plan(
+    trace: Trace, memory: sizing.Memory, info: CheckpointInfo, pace: sizing.Pace, console: Console
+) -> None:
+    demand = sizing.forecast(trace.requests, pace.seconds_per_token)
+    whole, dropped = memory.undropped_tokens, memory.dropped_tokens
+    kv_bytes = memory.device_memory_bytes - info.parameter_bytes
+    console.print(
+        f"each worker: {human_bytes(info.parameter_bytes)} of parameters, {human_bytes(kv_bytes)} of KV;"
+        f" all workers: KV of {whole:,} tokens, {dropped:,} with parameters dropped"
+    )
+    console.print(
+        f"KV demand if nobody waited: {demand.mean_tokens / whole:.0%} of it on average,"
+        f" {demand.peak_tokens / whole:.0%} at the peak ({demand.peak_tokens / dropped:.0%} when dropped)"
+    )
+    settings = ", ".join(f"{k.rsplit('__', 1)[1].lower()} {v}" for k, v in MONITOR_ENVIRON.items())
+    console.print(f"monitor: {settings}; all else as it is by default")
+
+
+async def replay(args: argparse.Namespace, plan: Plan, policy: str, console: Console) -> BenchResult:
+    job = ReplayJob(
+        trace=args.trace,
+        time_scale=plan.time_scale,
+        length_scale=plan.length_scale,
+        limit=args.limit,
+        options=ReplayOptions(seed=args.seed, deadline_s=DEADLINE_S, record_tokens=True),
+        policy=policy,
+    )
+    settings = {
+        "workers": args.workers,
+        "device_memory_bytes": plan.memory.device_memory_bytes,
+        "max_num_seqs": MAX_NUM_SEQS,
+        **{name.removeprefix("BALLAST_").lower(): value for name, value in MONITOR_ENVIRON.items()},
+    }
+    async with start_cluster(args, plan.model, plan.memory, policy, policy) as cluster:
+        console.print(
+            f"{policy}: replaying {len(plan.trace.requests)} requests of {args.trace} over {plan.trace.span_s:.0f} s"
+            f" (time x{plan.time_scale:g}, length x{plan.length_scale:g})"
+        )
         planner = cluster.processes["planner"][0].address
         return await replay_on(cluster.address, job, console, settings, planner=planner)
 
 
-async def verify(result: BenchResult, model: Path, results_path: Path) -> BenchResult:
-    """The result with what `benchmarks.verify_answers` found out about its answers."""
+async def verify(result: BenchResult, policy: str, model: Path, results_path: Path) -> BenchResult:
+    """The result with what `benchmarks.verify_answers` found out about the answers of one policy."""
     command = ["-m", "benchmarks.verify_answers", "--results", str(results_path), "--model", str(model)]
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         *command,
+        "--policy",
+        policy,
         "--count",
         str(VERIFIED_ANSWERS),
         stdout=asyncio.subprocess.PIPE,
@@ -126,60 +177,74 @@ async def verify(result: BenchResult, model: Path, results_path: Path) -> BenchR
     if process.returncode not in (0, EXIT_FAILED):
         raise Unavailable("benchmarks.verify_answers", f"ended with status {process.returncode}")
     found = json.loads(output)
-    verified = result.policies[POLICY].model_copy(
+    verified = result.policies[policy].model_copy(
         update={
             "verified_count": found["answers"],
             "token_mismatches": found["differing_tokens"],
             "near_ties": found["near_ties"],
         }
     )
-    return result.model_copy(update={"policies": {POLICY: verified}})
+    return result.model_copy(update={"policies": {**result.policies, policy: verified}})
 
 
 def judge(result: BenchResult) -> list[str]:
-    """What is wrong; empty: the demo has succeeded."""
-    policy = result.policies[POLICY]
-    problems: list[str] = []
-    if not result.complete:
-        problems.append("interrupted")
-    unserved = policy.request_count - policy.outcomes[Outcome.FINISHED]
-    if unserved:
-        first = next(r for r in policy.requests if r.outcome is not Outcome.FINISHED)
-        problems.append(f"{unserved} requests did not finish; the first: {first.outcome}: {first.error}")
-    if (policy.verified_count or 0) < min(MIN_VERIFIED_ANSWERS, policy.request_count):
-        problems.append(f"only {policy.verified_count} answers could be verified")
-    if policy.token_mismatches:
-        problems.append(f"{policy.token_mismatches} tokens differ from those of transformers")
+    """What is wrong; empty: the demo has succeeded. The last policy is the one whose answers were verified."""
+    problems = [] if result.complete else ["interrupted"]
+    for name, policy in result.policies.items():
+        problems += [f"{name}: {problem}" for problem in _unserved(policy)]
+    *_, last = result.policies.values()
+    if (last.verified_count or 0) < min(MIN_VERIFIED_ANSWERS, last.request_count):
+        problems.append(f"only {last.verified_count} answers could be verified")
+    if last.token_mismatches:
+        problems.append(f"{last.token_mismatches} tokens differ from those of transformers")
     return problems
+
+
+def _unserved(policy: PolicyResult) -> list[str]:
+    unserved = [r for r in policy.requests if r.outcome is not Outcome.FINISHED]
+    if not unserved:
+        return []
+    return [f"{len(unserved)} requests did not finish; the first: {unserved[0].outcome}: {unserved[0].error}"]
 
 
 async def demo(args: argparse.Namespace, console: Console) -> int:
     args.out.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(args.out / "logs", ignore_errors=True)
+    results_path, figure_path = args.out / "results.json", args.out / "figure.png"
     with tempfile.TemporaryDirectory(prefix="ballast-demo-") as scratch:
-        model = make_preset("demo", Path(scratch) / "demo", arch=args.arch, seed=args.seed)
-        shutil.rmtree(args.out / "logs", ignore_errors=True)
-        result = await replay(args, model, console)
-        results_path, figure_path = args.out / "results.json", args.out / "figure.png"
+        model = make_preset(PRESET, Path(scratch) / PRESET, arch=args.arch, seed=args.seed)
+        plan = await make_plan(args, model, console)
+        result: BenchResult | None = None
+        for policy in POLICIES:
+            one = await replay(args, plan, policy, console)
+            result = one if result is None else merged(result, one)
+            if not result.complete:
+                break
+        assert result is not None, "there is a policy"
         write_result(results_path, result)
         console.print("re-computing answers with transformers ...")
-        result = await verify(result, model, results_path)
+        result = await verify(result, [*result.policies][-1], model, results_path)
     write_result(results_path, result)
     plot_result(result, figure_path)
-    console.print(render(result))
+    console.print(compare(result))
     console.print(f"wrote {results_path} and {figure_path}")
-    policy = result.policies[POLICY]
-    console.print(f"{policy.verified_count} answers re-computed: {policy.token_mismatches} differing tokens")
     problems = judge(result)
     for problem in problems:
         console.print(f"FAILED: {problem}", style="bold red")
     return EXIT_FAILED if problems else 0
 
 
+def merged(result: BenchResult, other: BenchResult) -> BenchResult:
+    """Both policies in one file; everything else is the first one's."""
+    policies = {**result.policies, **other.policies}
+    return result.model_copy(update={"policies": policies, "complete": result.complete and other.complete})
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Replay a bursty trace on a local cluster and verify the answers.")
+    parser = argparse.ArgumentParser(description="Let a burst overflow the KV cache, and drop parameters against it.")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--trace", type=Path, default=SHIPPED_TRACE)
-    parser.add_argument("--time-scale", type=float, help="default: see the head of benchmarks/demo.py")
+    parser.add_argument("--time-scale", type=float, help="default: see the head of benchmarks/demo_sizing.py")
     parser.add_argument("--length-scale", type=float, help="default: likewise")
     parser.add_argument("--limit", type=int, help="only the first requests of the trace")
     parser.add_argument("--arch", default="llama")

@@ -91,6 +91,8 @@ PRESETS = {
     "tiny": TinyShape(),
     # Two workers serve it on two cores beside the other services; its KV is what fills up, not the cores.
     "demo": TinyShape(hidden=128, layers=4, heads=8, kv_heads=4, vocab=1024, max_len=2048),
+    # Its parameters weigh several times the KV of the requests that the demo lets it serve at once.
+    "ballast": TinyShape(hidden=256, layers=8, heads=8, kv_heads=2, intermediate=768, vocab=1024, max_len=1024),
     # About 35 M parameters: the model of the throughput figures.
     "bench": TinyShape(
         hidden=512, layers=8, heads=8, kv_heads=4, intermediate=1792, vocab=8192, max_len=2048, tied=False
@@ -139,7 +141,7 @@ def make_tiny(
 def make_preset(
     preset: str, out: Path, *, arch: str = "llama", seed: int = 0, dtype: str = "float32", shards: int = 1
 ) -> Path:
-    """`make_tiny` with the sizes of a preset: tiny, demo or bench."""
+    """`make_tiny` with the sizes of a preset: tiny, demo, ballast or bench."""
     if preset not in PRESETS:
         raise ConfigError("preset", f"unknown: {preset!r}; there are {', '.join(PRESETS)}")
     return write_checkpoint(arch, out, PRESETS[preset], seed=seed, dtype=dtype, shards=shards)

@@ -1,0 +1,102 @@
+"""The demo's table: two overload policies on the same trace beside each other."""
+
+from collections.abc import Callable
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from ballast.bench.results import BenchResult, PolicyResult
+from ballast.bench.table import duration
+
+_GOAL_TTFT_TIMES, _GOAL_TPOT_FRACTION = 10.0, 0.25
+
+
+def compare(result: BenchResult) -> RenderableType:
+    trace, policies = result.trace, result.policies
+    table = Table(
+        title=f"{trace.source}: {trace.request_count} requests over {trace.span_s:.0f} s"
+        f" (time x{trace.time_scale:g}, length x{trace.length_scale:g})",
+        title_justify="left",
+    )
+    table.add_column("")
+    for name in policies:
+        table.add_column(name, justify="right")
+    for label, cell in _ROWS:
+        table.add_row(label, *map(cell, policies.values()))
+    lines = [Text(line) for line in (*_transition_lines(result), *_verdicts(result))]
+    return Group(table, *lines)
+
+
+def differing_answers(one: PolicyResult, other: PolicyResult) -> tuple[int, int]:
+    """(answers that differ, answers that both runs finished). Prompts and sampling are the same in both."""
+    answers = {r.index: r.output_token_ids for r in one.requests if r.end_s is not None and not r.error}
+    pairs = [(answers[r.index], r.output_token_ids) for r in other.requests if not r.error and r.index in answers]
+    return sum(a != b for a, b in pairs), len(pairs)
+
+
+def _throughput(policy: PolicyResult) -> str:
+    rate = policy.throughput_tokens_per_s
+    return "-" if rate is None else f"{rate:,.0f} tokens/s"
+
+
+def _transitions(policy: PolicyResult) -> str:
+    kinds = [t.kind for t in policy.transitions if t.phase == "done"]
+    counts = {kind: kinds.count(kind) for kind in dict.fromkeys(kinds) if kind}
+    return ", ".join(f"{count} {kind}" for kind, count in counts.items()) or "0"
+
+
+def _differing(policy: PolicyResult) -> str:
+    if policy.verified_count is None:
+        return "-"
+    return f"{policy.token_mismatches} of {policy.verified_count} answers"
+
+
+def _preemptions(policy: PolicyResult) -> str:
+    return str(max(policy.series.preemptions_total, default=0))
+
+
+_ROWS: tuple[tuple[str, Callable[[PolicyResult], str]], ...] = (
+    ("TTFT p50", lambda p: duration(p.ttft_s.p50)),
+    ("TTFT p99", lambda p: duration(p.ttft_s.p99)),
+    ("TPOT p50", lambda p: duration(p.tpot_s.p50)),
+    ("TPOT p99", lambda p: duration(p.tpot_s.p99)),
+    ("throughput", _throughput),
+    ("run", lambda p: duration(p.duration_s)),
+    ("preemptions", _preemptions),
+    ("transitions", _transitions),
+    ("differing tokens", _differing),
+)
+
+
+def _transition_lines(result: BenchResult) -> list[str]:
+    return [
+        f"{t.at_s:6.1f} s  {t.kind}: {t.summary or t.phase}"
+        for policy in result.policies.values()
+        for t in policy.transitions
+        if t.kind
+    ]
+
+
+def _verdicts(result: BenchResult) -> list[str]:
+    if len(result.policies) < 2:
+        return []
+    before, after = list(result.policies.values())[:2]
+    lines: list[str] = []
+    if before.ttft_s.p99 and after.ttft_s.p99:
+        times = before.ttft_s.p99 / after.ttft_s.p99
+        lines.append(f"p99 TTFT {times:.1f} times better (goal: at least {_GOAL_TTFT_TIMES:g})")
+    if before.tpot_s.p50 and after.tpot_s.p50:
+        worse = after.tpot_s.p50 / before.tpot_s.p50 - 1
+        lines.append(f"p50 TPOT {worse:+.0%} (goal: at most {_GOAL_TPOT_FRACTION:+.0%})")
+    demand, capacity = before.series.kv_demand_bytes, before.series.kv_capacity_bytes
+    if demand and max(capacity):
+        lines.append(f"average KV demand {_mean_share(after):.0%} of un-dropped capacity (with drop)")
+    differ, count = differing_answers(before, after)
+    lines.append(f"{differ} of {count} answers differ between the two runs")
+    return lines
+
+
+def _mean_share(policy: PolicyResult) -> float:
+    series = policy.series
+    return sum(series.kv_demand_bytes) / len(series.kv_demand_bytes) / series.kv_capacity_bytes[0]
