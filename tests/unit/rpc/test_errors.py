@@ -22,6 +22,7 @@ EXAMPLES: list[BallastError] = [
     errors.InvalidRequest("temperature", "must not be negative, got -1"),
     errors.AlreadyExists("request r1 is being served"),
     errors.NotFound("no such worker"),
+    errors.NotPossible("a transition is under way"),
     errors.Overloaded("queue full", 2.25),
     errors.Unavailable("worker w1", "draining"),
     errors.DeadlineExceeded("too late"),
