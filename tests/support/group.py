@@ -12,16 +12,19 @@ from pathlib import Path
 from ballast.common.ids import Epoch, GroupId, Incarnation, RequestId, WorkerId
 from ballast.common.layout import Group, Layout, Member
 from ballast.common.sampling import FinishReason, SamplingParams
-from services.worker.core.events import SequenceKey, Submitted
+from services.worker.core.batch import TokenLogprobs
+from services.worker.core.events import Aborted, Emit, Ending, SequenceKey, Submitted
 from services.worker.core.limits import WorkerLimits
 from services.worker.core.transition import AbortRequested, CommitRequested, Kind, Phase, Plan
 from services.worker.engine.load import Engine, load_engine
 from services.worker.pipeline.build import Membership, join, stage_core
 from services.worker.pipeline.events import PlanReceived, Told
+from services.worker.pipeline.member import GroupMember
 from services.worker.pipeline.status import Progress
-from services.worker.shell import OutputStream, WorkerShell
+from services.worker.shell import MemberEvent, OutputStream, WorkerShell
 from services.worker.text import load_tokenizer, primed_detokenizer
 from services.worker.transport.config import TransportConfig
+from tests.support.shells import until
 
 
 def layout(epoch: int, groups: Sequence[Sequence[tuple[str, int, int]]], layer_count: int) -> Layout:
@@ -52,23 +55,44 @@ class Answer:
     error: str = ""
     attempts: int = 0
     token_at_s: list[float] = field(default_factory=list[float])
+    logprobs: list[TokenLogprobs] = field(default_factory=list[TokenLogprobs])
+    matched_stop: str = ""
+    deadline_at_s: float | None = None
+    cancelled: bool = False
+    place: tuple[str, int] | None = None  # worker and handle of the attempt that is under way
+    steps: list[str] = field(default_factory=list[str])
+
+    @property
+    def story(self) -> str:
+        return f"{self.request_id} ({len(self.prompt)} tokens in): {'; '.join(self.steps)}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """What the workers of a cluster have. `transport` may differ from worker to worker."""
+
+    memory_bytes: int = 4 << 20
+    max_running_count: int = 16
+    max_batch_tokens: int = 64
+    max_waiting_count: int = 64
+    orphan_timeout_s: float = 10.0
+    transport: TransportConfig = field(default_factory=TransportConfig)
 
 
 class GroupWorker:
-    def __init__(self, name: str, model_dir: Path, ordinal: int, **given: object) -> None:
-        memory_bytes = int(given.get("memory_bytes", 4 << 20))  # pyright: ignore[reportArgumentType]
+    def __init__(self, name: str, model_dir: Path, ordinal: int, sizes: Sizes) -> None:
         self.name = WorkerId(name)
-        self.engine: Engine = load_engine(
-            model_dir, device_memory_bytes=memory_bytes, dtype=str(given.get("dtype", "float64"))
-        )
+        self.engine: Engine = load_engine(model_dir, device_memory_bytes=sizes.memory_bytes, dtype="float64")
         info = self.engine.info
         limits = WorkerLimits(
             block_tokens=self.engine.block_tokens,
             max_model_len=info.max_model_len,
             vocab_size=info.vocab_size,
             eos_token_ids=frozenset(info.eos_token_ids),
-            max_running_count=int(given.get("max_running_count", 16)),  # pyright: ignore[reportArgumentType]
-            max_batch_tokens=int(given.get("max_batch_tokens", 64)),  # pyright: ignore[reportArgumentType]
+            max_running_count=sizes.max_running_count,
+            max_batch_tokens=sizes.max_batch_tokens,
+            max_waiting_count=sizes.max_waiting_count,
+            orphan_timeout_s=sizes.orphan_timeout_s,
         )
         self.core, self.book = stage_core(limits, self.engine, ordinal)
         self.shell = WorkerShell(
@@ -83,17 +107,21 @@ class GroupWorker:
             core=self.core,
             book=self.book,
             engine=self.engine,
-            config=TransportConfig(),
+            config=sizes.transport,
             advertise_host="127.0.0.1",
             max_running_count=limits.max_running_count,
         )
 
+    @property
+    def member(self) -> GroupMember:
+        return self.membership.member
+
     def progress(self, epoch: int) -> Progress | None:
-        return self.membership.member.progress.get(Epoch(epoch))
+        return self.member.progress.get(Epoch(epoch))
 
 
 class Dispatcher:
-    """One stream to each worker; follows `moved_to` as the real one does."""
+    """One stream to each worker; follows `moved_to` as the real one does, and goes elsewhere when it is refused."""
 
     def __init__(self, workers: dict[str, GroupWorker]) -> None:
         self._workers = workers
@@ -102,15 +130,22 @@ class Dispatcher:
         self._live: dict[tuple[str, int], Answer] = {}
         self._done: dict[RequestId, asyncio.Event] = {}
         self._serial = count(1)
-        self._tasks: list[asyncio.Task[None]] = []
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self.closed_streams = 0  # by workers
 
     async def attach(self) -> None:
-        for name, worker in self._workers.items():
-            self._streams[name] = await worker.shell.open_stream()
-            self._tasks.append(asyncio.create_task(self._listen(name)))
+        for name in self._workers:
+            await self._open(name)
 
-    async def submit(self, name: str, prompt: Sequence[int], sampling: SamplingParams) -> Answer:
+    async def _open(self, name: str) -> None:
+        self._streams[name] = await self._workers[name].shell.open_stream()
+        self._tasks[name] = asyncio.create_task(self._listen(name, self._streams[name]))
+
+    async def submit(
+        self, name: str, prompt: Sequence[int], sampling: SamplingParams, within_s: float | None = None
+    ) -> Answer:
         answer = Answer(tuple(prompt), sampling, RequestId(f"r{next(self._serial)}"))
+        answer.deadline_at_s = None if within_s is None else time.monotonic() + within_s
         self._done[answer.request_id] = asyncio.Event()
         await self._place(name, answer, follows=False)
         return answer
@@ -118,14 +153,37 @@ class Dispatcher:
     async def end(self, answer: Answer) -> None:
         await self._done[answer.request_id].wait()
 
+    async def cancel(self, answer: Answer) -> None:
+        """Also if the request is between two workers at the moment."""
+        answer.cancelled = True
+        if answer.place is not None:
+            name, handle = answer.place
+            await self._workers[name].shell.post(Aborted(time.monotonic(), self._key(name, handle)))
+
+    async def reattach(self, name: str) -> None:
+        """The stream to a worker is lost; what ran over it is replayed over a new one."""
+        self._tasks[name].cancel()
+        self._workers[name].shell.close_stream(self._streams[name])
+        await self._open(name)
+        await self._replay(name)
+
+    async def _replay(self, name: str) -> None:
+        for place in [place for place in self._live if place[0] == name]:
+            await self._place(name, self._live.pop(place), follows=False)
+
+    def _key(self, name: str, handle: int) -> SequenceKey:
+        return SequenceKey(self._streams[name].stream_id, handle)
+
     async def _place(self, name: str, answer: Answer, *, follows: bool) -> None:
-        stream, handle = self._streams[name], next(self._handles)
+        handle = next(self._handles)
         answer.attempts += 1
+        answer.place = (name, handle)
+        answer.steps.append(f"{'moved' if follows else 'submitted'} to {name} with {len(answer.token_ids)} tokens")
         self._live[name, handle] = answer
         await self._workers[name].shell.post(
             Submitted(
                 at_s=time.monotonic(),
-                key=SequenceKey(stream.stream_id, handle),
+                key=self._key(name, handle),
                 request_id=answer.request_id,
                 attempt=answer.attempts,
                 prompt_token_ids=answer.prompt,
@@ -133,98 +191,173 @@ class Dispatcher:
                 output_token_ids=tuple(answer.token_ids),
                 output_text=answer.text,
                 delivered_text_chars=len(answer.text),
+                deadline_at_s=answer.deadline_at_s,
                 expects_handover=follows,
             )
         )
+        if answer.cancelled:
+            await self.cancel(answer)
 
-    async def _listen(self, name: str) -> None:
-        while (output := await self._streams[name].next()) is not None:
-            if output.emit is None:
-                continue
-            at = 0
-            texts = output.emit.texts or ("",) * len(output.emit.handles)
-            for handle, n, text in zip(output.emit.handles, output.emit.token_counts, texts, strict=True):
-                answer = self._live[name, handle]
-                answer.token_ids.extend(output.emit.token_ids[at : at + n])
-                answer.token_at_s.extend([time.monotonic()] * n)
-                answer.text += text
-                at += n
-            for ending in output.emit.endings:
-                answer = self._live.pop((name, ending.handle))
-                if ending.moved_to:
-                    await self._place(ending.moved_to, answer, follows=True)
-                elif ending.refused:
-                    others = sorted(self._workers)
-                    await asyncio.sleep(0.01)
-                    await self._place(others[answer.attempts % len(others)], answer, follows=False)
-                else:
-                    answer.finish_reason, answer.error = ending.finish_reason, ending.error
-                    self._done[answer.request_id].set()
+    async def _listen(self, name: str, stream: OutputStream) -> None:
+        while (output := await stream.next()) is not None:
+            if output.emit is not None:
+                self._take(name, output.emit)
+                for ending in output.emit.endings:
+                    await self._ended(name, ending)
+        self.closed_streams += 1
+        await self._open(name)
+        await self._replay(name)
+
+    def _take(self, name: str, emit: Emit) -> None:
+        at, now_s = 0, time.monotonic()
+        texts = emit.texts or ("",) * len(emit.handles)
+        logprobs = iter(emit.logprobs)
+        for handle, n, text in zip(emit.handles, emit.token_counts, texts, strict=True):
+            answer = self._live[name, handle]
+            answer.token_ids.extend(emit.token_ids[at : at + n])
+            answer.token_at_s.extend([now_s] * n)
+            answer.text += text
+            if answer.sampling.logprobs is not None:
+                answer.logprobs.extend(next(logprobs) for _ in range(n))
+            at += n
+
+    async def _ended(self, name: str, ending: Ending) -> None:
+        answer = self._live.pop((name, ending.handle))
+        answer.place = None
+        if ending.moved_to:
+            await self._place(ending.moved_to, answer, follows=True)
+        elif ending.refused:
+            others = sorted(self._workers)
+            await asyncio.sleep(0.01)
+            await self._place(others[answer.attempts % len(others)], answer, follows=False)
+        else:
+            answer.finish_reason, answer.error = ending.finish_reason, ending.error
+            answer.matched_stop = ending.matched_stop
+            self._done[answer.request_id].set()
 
     async def close(self) -> None:
-        for task in self._tasks:
+        for task in self._tasks.values():
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for said in await asyncio.gather(*self._tasks.values(), return_exceptions=True):
+            if isinstance(said, Exception):
+                raise said
 
 
 class Cluster:
+    """The test is its planner."""
+
     def __init__(self, workers: dict[str, GroupWorker], layer_count: int) -> None:
         self.workers = workers
         self.layer_count = layer_count
         self.in_force = alone(1, sorted(workers), layer_count)
         self.dispatcher = Dispatcher(workers)
 
-    def post(self, name: str, event: PlanReceived | Told) -> None:
+    def post(self, name: str, event: MemberEvent) -> None:
         self.workers[name].shell.post_member(event)
 
-    async def prepare(self, kind: Kind, target: Layout) -> Sequence[str]:
-        """Returns the members once all are prepared."""
-        base = self.in_force
-        kept = set(base.groups) & set(target.groups)
-        members = [m.worker_id for g in target.groups if g not in kept for m in g.members]
-        addresses = {n: w.membership.plane.store_address for n, w in self.workers.items()}
+    def members(self, target: Layout) -> list[WorkerId]:
+        """Those for whom something changes."""
+        kept = set(self.in_force.groups) & set(target.groups)
+        return [m.worker_id for g in target.groups if g not in kept for m in g.members]
+
+    def ask_to_prepare(self, kind: Kind, target: Layout) -> list[WorkerId]:
+        """A planner says so again and again until it is heard."""
+        members = self.members(target)
+        addresses = {WorkerId(n): w.membership.plane.store_address for n, w in self.workers.items()}
+        holders = {m.worker_id: range(m.first_layer, m.last_layer) for g in self.in_force.groups for m in g.members}
+        plan = Plan(kind, self.in_force, target)
         for name in members:
-            held = {m.worker_id: range(m.first_layer, m.last_layer) for g in base.groups for m in g.members}
+            own = holders[name]
             sources = {
-                layer: tuple(sorted(w for w, r in held.items() if layer in r and w != name))
+                layer: tuple(sorted(w for w, held in holders.items() if layer in held))
                 for layer in range(self.layer_count)
-                if layer not in self.workers[name].engine.memory.parameters.held_layers
+                if layer not in own
             }
-            self.post(name, PlanReceived(Plan(kind, base, target), addresses, sources))  # pyright: ignore[reportArgumentType]
+            self.post(name, PlanReceived(plan, addresses, sources))
+        return members
+
+    async def prepare(self, kind: Kind, target: Layout) -> Sequence[WorkerId]:
+        """Returns the members once all are prepared."""
+        members = self.ask_to_prepare(kind, target)
+        async with asyncio.timeout(30.0):
+            while any(self.workers[n].progress(target.epoch) is None for n in members):
+                await asyncio.sleep(0.005)
+                self.ask_to_prepare(kind, target)
         await self.until(members, target.epoch, Phase.PREPARED)
         return members
 
-    async def change(self, kind: Kind, target: Layout) -> dict[str, Progress]:
-        members = await self.prepare(kind, target)
+    def commit(self, members: Sequence[WorkerId], target: Layout) -> None:
         for name in members:
             self.post(name, Told(target.epoch, CommitRequested(time.monotonic(), target.epoch)))
-        await self.until(members, target.epoch, Phase.DONE)
         self.in_force = target
-        return {name: self.workers[name].progress(target.epoch) for name in members}  # pyright: ignore[reportReturnType]
 
-    async def abort(self, members: Sequence[str], epoch: Epoch) -> None:
+    async def change(self, kind: Kind, target: Layout) -> dict[str, Progress]:
+        members = await self.prepare(kind, target)
+        self.commit(members, target)
+        return await self.done(members, target.epoch)
+
+    async def done(self, members: Sequence[WorkerId], epoch: Epoch) -> dict[str, Progress]:
+        await self.until(members, epoch, Phase.DONE)
+        found = {name: self.workers[name].progress(epoch) for name in members}
+        return {name: progress for name, progress in found.items() if progress is not None}
+
+    async def abort(self, members: Sequence[WorkerId], epoch: Epoch) -> None:
+        """Until all that have heard of the plan have undone it."""
+        stale = {n: self.workers[n].member.stale_total for n in members}
         for name in members:
             self.post(name, Told(epoch, AbortRequested(time.monotonic(), epoch, "test")))
-        await self.until(members, epoch, Phase.ABORTED)
 
-    async def until(self, members: Sequence[str], epoch: Epoch, phase: Phase) -> None:
-        async with asyncio.timeout(30.0):
-            while True:
-                said = {n: self.workers[n].progress(epoch) for n in members}
-                phases = {n: p and p.phase for n, p in said.items()}
-                if all(p is phase for p in phases.values()):
-                    return
-                failed = {n: p.why for n, p in said.items() if p and p.phase is Phase.FAILED}
-                assert not failed, failed
-                await asyncio.sleep(0.002)
+        def undone(name: WorkerId) -> bool:
+            progress = self.workers[name].progress(epoch)
+            if progress is None:
+                return self.workers[name].member.stale_total > stale[name]
+            return progress.phase is Phase.ABORTED
+
+        await until(lambda: all(undone(name) for name in members))
+
+    async def until(self, members: Sequence[WorkerId], epoch: Epoch, phase: Phase) -> None:
+        give_up_at_s = time.monotonic() + 30.0
+        while True:
+            said = {n: self.workers[n].progress(epoch) for n in members}
+            if all(p is not None and p.phase is phase for p in said.values()):
+                return
+            failed = {n: p.why for n, p in said.items() if p and p.phase is Phase.FAILED}
+            assert not failed, failed
+            if time.monotonic() > give_up_at_s:
+                left = {n: _left(self.workers[n]) for n in members}
+                raise AssertionError(f"epoch {epoch} is not {phase} everywhere: {left}")
+            await asyncio.sleep(0.002)
+
+    async def quiet(self) -> None:
+        """Until no worker holds a block; within the time that orphans wait for their dispatchers."""
+        try:
+            await until(lambda: not any(w.book.used_count or w.core.orphan_count for w in self.workers.values()))
+        except AssertionError as error:
+            for name, worker in self.workers.items():
+                error.add_note(f"{name}: {_left(worker)}")
+            raise
+
+
+def _left(worker: GroupWorker) -> str:
+    ids = worker.book.sequence_ids
+    return (
+        f"leads {worker.member.leads}, blocks of {[(i >> 32, i & 0xFFFFFFFF) for i in ids]}, live"
+        f" {worker.core.sequence_ids}, {worker.core.orphan_count} orphans, {list(worker.member.progress.values())[-1:]}"
+    )
+
+
+_PLAIN = Sizes()
 
 
 @contextlib.asynccontextmanager
-async def running_group(model_dir: Path, names: Sequence[str], **given: object) -> AsyncGenerator[Cluster]:
-    workers = {name: GroupWorker(name, model_dir, i + 1, **given) for i, name in enumerate(names)}
+async def running_group(
+    model_dir: Path, names: Sequence[str], sizes: Sizes = _PLAIN, within_s: float = 120.0, **own: Sizes
+) -> AsyncGenerator[Cluster]:
+    """`own`: sizes of single workers by name."""
+    workers = {name: GroupWorker(name, model_dir, i + 1, own.get(name, sizes)) for i, name in enumerate(names)}
     layer_count = next(iter(workers.values())).engine.info.layer_count
     cluster = Cluster(workers, layer_count)
-    async with asyncio.timeout(120.0), asyncio.TaskGroup() as tasks:
+    async with asyncio.timeout(within_s), asyncio.TaskGroup() as tasks:
         for worker in workers.values():
             tasks.create_task(worker.shell.run())
         await cluster.dispatcher.attach()

@@ -79,6 +79,11 @@ class CapacityTold(MemberEvent):
 
 
 @dataclass(frozen=True, slots=True)
+class Woken(MemberEvent):
+    """Something that the member waits for between two steps may have happened."""
+
+
+@dataclass(frozen=True, slots=True)
 class LinkMade(MemberEvent):
     epoch: Epoch
     peer: WorkerId

@@ -46,7 +46,7 @@ class Homecoming:
         self._read = read
         self._post = post
         self._workers = ThreadPoolExecutor(_THREADS, thread_name_prefix="layers")
-        self._server = LayerServer(memory.parameters, self._workers)
+        self._server = LayerServer(memory.parameters, self._workers, post)
         self._pull: LayerPull | None = None
         self._epoch = Epoch(0)
         self._sources: Mapping[int, Sequence[WorkerId]] = {}
@@ -55,10 +55,25 @@ class Homecoming:
         self.complete = False
         self.failure = ""
 
-    def serve(self, link: Link, event: LayerAsked) -> None:
-        """A peer wants a layer. One that is not held is not answered: the peer is told by the planner whom to ask."""
-        if event.layer in self._memory.parameters.held_layers:
+    def serve(self, link: Link, event: LayerAsked, executed: range) -> None:
+        """A peer wants a layer: one that is executed here, as others may be held and not be filled yet."""
+        if event.layer in executed:
             self._server.send(link, event.epoch, event.layer)
+        else:
+            self._server.refuse(link, event.layer)
+
+    def refuse(self, link: Link, event: LayerAsked) -> None:
+        self._server.refuse(link, event.layer)
+
+    def learn(self, layers: Sequence[int]) -> None:
+        """What these layers are, before they are given up. Done once nothing reads layers any more."""
+        self._server.cancel()
+        self._server.learn(layers)
+
+    @property
+    def reads_layers(self) -> bool:
+        """Some thread does: they must stay where they are."""
+        return not self._server.idle
 
     def begin(self, epoch: Epoch, sources: Mapping[int, Sequence[WorkerId]], progress: Progress) -> None:
         self._epoch, self._sources, self._progress = epoch, sources, progress

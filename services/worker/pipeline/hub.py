@@ -70,6 +70,8 @@ class Hub:
                 self._post(CapacityTold(epoch, peer, message.stream))
             case Topic.LAYER_WANTED:
                 self._post(LayerAsked(epoch, message.stream, peer))
+            case Topic.LAYER_REFUSED:
+                self._post(LayerArrived(epoch, message.stream, peer, b"", f"{peer} does not give it"))
             case Topic.ROOM:
                 self._post(RoomGranted(Epoch(message.stream)))
             case Topic.KV | Topic.LAYER:

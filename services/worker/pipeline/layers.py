@@ -5,8 +5,11 @@ a checksum, and one that is wrong is asked for again from the next source. Engin
 and the disk, which have a thread of their own.
 """
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from threading import Lock
+from typing import TypeVarTuple
 
 import torch
 
@@ -15,7 +18,7 @@ from ballast.common.ids import Epoch, WorkerId
 from ballast.service.logs import get_logger
 from ballastpb.worker.v1 import stage_pb2 as pb
 from services.worker.memory.parameters import ParameterStore
-from services.worker.pipeline.events import LayerArrived, LayerChecked
+from services.worker.pipeline.events import LayerArrived, LayerChecked, Woken
 from services.worker.pipeline.hub import Hub
 from services.worker.pipeline.wire import Topic
 from services.worker.shell import MemberEvent
@@ -23,6 +26,7 @@ from services.worker.transport.link import Link
 from services.worker.transport.traffic import TrafficClass
 from services.worker.transport.transfer import Transfer
 
+_Given = TypeVarTuple("_Given")
 _AT_ONCE = 2  # layers under way
 _ROUNDS = 3  # how often every source is tried before giving up
 
@@ -30,18 +34,34 @@ _ROUNDS = 3  # how often every source is tried before giving up
 class LayerServer:
     """Sends layers that this worker holds to peers that ask."""
 
-    def __init__(self, parameters: ParameterStore, workers: ThreadPoolExecutor) -> None:
+    def __init__(
+        self, parameters: ParameterStore, workers: ThreadPoolExecutor, post: Callable[[MemberEvent], None]
+    ) -> None:
         self._parameters = parameters
         self._workers = workers
-        self._checksums: dict[int, bytes] = {}  # layer -> of its contents, which never change while it is held
+        self._post = post
+        self._checksums: dict[int, bytes] = {}  # layer -> of its contents, which are always the same
+        self._hashing = Lock()  # whoever has it may read a layer that the others are waiting for
+        self._jobs: list[Future[None]] = []  # they read layers
+        self._lock = Lock()
         self._sending: list[Transfer] = []
 
     def checksum(self, layer: int) -> bytes:
         """Slow the first time; not on the engine thread."""
-        known = self._checksums.get(layer)
-        if known is None:
-            known = self._checksums[layer] = self._parameters.layer_checksum(layer)
-        return known
+        with self._hashing:
+            known = self._checksums.get(layer)
+            if known is None:
+                known = self._checksums[layer] = self._parameters.layer_checksum(layer)
+            return known
+
+    def learn(self, layers: Sequence[int]) -> None:
+        """Layers that are about to be given up: whoever brings them back is to be checked by what they are now."""
+        if unknown := [layer for layer in layers if layer not in self._checksums]:
+            self._start(self._learn, unknown)
+
+    def _learn(self, layers: Sequence[int]) -> None:
+        for layer in layers:
+            self.checksum(layer)
 
     def known_checksum(self, layer: int) -> bytes | None:
         """What this worker itself has found the layer's to be, in an earlier time when it held it."""
@@ -49,7 +69,17 @@ class LayerServer:
 
     def send(self, link: Link, epoch: Epoch, layer: int) -> None:
         pieces = list(self._parameters.layer(layer).values())
-        self._workers.submit(self._send, link, epoch, layer, pieces)
+        self._start(self._send, link, epoch, layer, pieces)
+
+    def _start(self, job: Callable[[*_Given], None], *given: *_Given) -> None:
+        future = self._workers.submit(job, *given)
+        self._jobs = [f for f in self._jobs if not f.done()] + [future]
+        future.add_done_callback(lambda _: self._post(Woken()))
+
+    def refuse(self, link: Link, layer: int) -> None:
+        """The peer asks another one at once."""
+        with contextlib.suppress(BallastError):  # a link that ends is told of anyway
+            link.send(TrafficClass.CONTROL, Topic.LAYER_REFUSED, stream=layer)
 
     def _send(self, link: Link, epoch: Epoch, layer: int, pieces: Sequence[torch.Tensor]) -> None:
         meta = pb.LayerWanted(epoch=epoch, layer=layer, checksum=self.checksum(layer)).SerializeToString()
@@ -57,16 +87,28 @@ class LayerServer:
             transfer = link.transfer(TrafficClass.PARAMETERS, pieces, topic=Topic.LAYER, meta=meta, stream=layer)
         except BallastError as error:
             get_logger().warning("layer was not sent", layer=layer, to=link.peer_id, why=str(error))
+            self.refuse(link, layer)
             return
-        self._sending = [t for t in self._sending if not t.done.done()] + [transfer]
+        with self._lock:
+            self._sending = [t for t in self._sending if not t.done.done()] + [transfer]
+        transfer.done.add_done_callback(lambda _: self._post(Woken()))
 
     def cancel(self) -> None:
-        for transfer in self._sending:
+        """To be called until `idle`: a job that had begun may yet start a transfer."""
+        for job in self._jobs:
+            job.cancel()
+        with self._lock:
+            sending = list(self._sending)
+        for transfer in sending:
             transfer.cancel()
 
     @property
     def idle(self) -> bool:
-        return all(transfer.done.done() for transfer in self._sending)
+        """No thread reads a layer."""
+        if not all(job.done() for job in self._jobs):
+            return False
+        with self._lock:
+            return all(transfer.done.done() for transfer in self._sending)
 
 
 class LayerPull:
@@ -104,7 +146,7 @@ class LayerPull:
 
     @property
     def finished(self) -> bool:
-        return not self._queue and not self._under_way and not self.failure
+        return not (self._queue or self._under_way or self.failure or self._cancelled)
 
     @property
     def idle(self) -> bool:
@@ -116,9 +158,12 @@ class LayerPull:
             self._begin(self._queue.pop(0))
 
     def cancel(self) -> None:
-        """What is under way ends by itself; nothing more is asked for."""
+        """Nothing more is asked for. What is being written ends by itself; what has not begun is not taken any more."""
         self._cancelled = True
         self._queue.clear()
+        for layer, source in list(self._under_way.items()):
+            if source is not None and self._hub.layers.take((self._epoch, layer, source, 0)) is not None:
+                del self._under_way[layer]
 
     def _begin(self, layer: int) -> None:
         while self._sources[layer]:
@@ -162,7 +207,9 @@ class LayerPull:
         self.go_on()
 
     def _again(self, layer: int, why: str) -> None:
-        del self._under_way[layer]
+        source = self._under_way.pop(layer)
+        if source is not None:
+            self._hub.layers.take((self._epoch, layer, source, 0))
         if self._cancelled:
             return
         get_logger().warning("layer is asked for again", layer=layer, why=why)

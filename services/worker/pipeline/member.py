@@ -86,6 +86,7 @@ from services.worker.pipeline.events import (
     RoomGranted,
     RosterArrived,
     Told,
+    Woken,
 )
 from services.worker.pipeline.exchange import KvExchange
 from services.worker.pipeline.homecoming import Homecoming
@@ -109,6 +110,7 @@ _LINK_TIMEOUT_S = 5.0
 _SEND_TIMEOUT_S = 5.0
 _KEPT_TRANSITIONS = 16
 _UNDER_WAY = (Phase.PREPARING, Phase.PREPARED, Phase.COMMITTING, Phase.EXCHANGING)
+_BEFORE_COMMIT = (Phase.PREPARING, Phase.PREPARED)
 _META_BYTES = 2048  # longer bodies of control messages travel as a tensor of bytes
 
 Answer = Command | StepOutcome
@@ -179,6 +181,7 @@ class GroupMember:
             layer_count, memory=memory, book=book, hub=hub, ask=self._ask_for_layer, read=read_layer, post=post
         )
         self._undoing = False  # a restore was aborted
+        self._learning = False  # a drop is prepared: checksums are taken of what is to be given up
         self._progress: Progress | None = None
         self.progress: dict[Epoch, Progress] = {}  # what others may read: replaced, never changed
         self.stale_total = 0
@@ -220,8 +223,9 @@ class GroupMember:
             case RoomGranted(epoch=epoch):
                 self._room_is_granted(epoch)
             case LayerAsked():
-                if (link := self._link(event.peer, event.epoch)) is not None:
-                    self._homecoming.serve(link, event)
+                self._layer_asked(event)
+            case Woken():
+                pass  # see `poll`
             case LayerArrived() | LayerChecked():
                 self._layer_news(event)
             case PieceSent():
@@ -245,6 +249,10 @@ class GroupMember:
             self._take_room()
         if self._undoing:
             self._undo_restore()
+        if self._learning and not self._homecoming.reads_layers:
+            self._learning = False
+            if transition is not None:
+                self._drive(MemoryReady(time.monotonic(), transition.epoch))
         return self._take_answers()
 
     def run(self, command: Execute | Removed) -> StepOutcome | None:
@@ -378,8 +386,9 @@ class GroupMember:
             Phase.EXCHANGING,
         ):
             return  # one after the other: the planner asks again
-        if part_of(plan, self.me) is None:
+        if part_of(plan, self.me) is None or self._undoing:
             return
+        self._learning = False
         self._transition = Transition(self.me, plan)
         self._received = event
         self._progress = Progress(plan.epoch, time.monotonic(), block_count_before=self._book.block_count)
@@ -499,7 +508,8 @@ class GroupMember:
         dropped = self._layers_lost()
         progress = self._counted()
         progress.block_count_after = self._memory.blocks_after_drop(dropped)
-        self._post(Told(transition.epoch, MemoryReady(time.monotonic(), transition.epoch)))
+        self._homecoming.learn(dropped)
+        self._learning = True  # see `poll`
 
     # ------------------------------------------------------------ commit
 
@@ -708,6 +718,15 @@ class GroupMember:
             return False
         self._send(peer, TrafficClass.CONTROL, Topic.LAYER_WANTED, b"", stream=layer, epoch=epoch)
         return True
+
+    def _layer_asked(self, event: LayerAsked) -> None:
+        link, transition = self._link(event.peer, event.epoch), self._transition
+        if link is None:
+            return
+        if transition is not None and transition.epoch == event.epoch and transition.phase in _BEFORE_COMMIT:
+            self._homecoming.serve(link, event, range(self._first_layer, self._last_layer))
+        else:
+            self._homecoming.refuse(link, event)
 
     def _layer_news(self, event: LayerArrived | LayerChecked) -> None:
         transition = self._transition

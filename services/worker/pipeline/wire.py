@@ -31,6 +31,7 @@ class Topic(IntEnum):
     CAPACITY = 8
     LAYER_WANTED = 9
     ROOM = 10  # no payload
+    LAYER_REFUSED = 11  # no payload
     KV = 16  # transfers
     LAYER = 17
 

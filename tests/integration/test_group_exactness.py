@@ -1,0 +1,68 @@
+"""Whatever happens to the layout, every token is the one that an undisturbed worker would have said (I2).
+
+`make test-exactness` runs many more histories: BALLAST_EXACTNESS_HISTORIES says how many.
+"""
+
+import asyncio
+import functools
+import os
+import threading
+from collections.abc import Callable, Generator
+from pathlib import Path
+
+import pytest
+
+from ballast.model.tiny import make_tiny
+from tests.support.exactness import Expected, History, Tally, Wish, make_wishes, undisturbed
+
+HISTORIES = int(os.environ.get("BALLAST_EXACTNESS_HISTORIES", "42"))
+FIRST_SEED = int(os.environ.get("BALLAST_EXACTNESS_FIRST_SEED", "0"))
+REQUESTS = 50
+LAYERS = (4, 7, 5)
+
+Known = tuple[Path, list[Wish], list[Expected]]
+
+
+@pytest.fixture(scope="module")
+def known(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Known]:
+    """By number of layers: a checkpoint, requests, and what an undisturbed worker answers."""
+
+    @functools.cache
+    def get(layers: int) -> Known:
+        model_dir = make_tiny("llama", tmp_path_factory.mktemp("model") / "tiny", layers=layers, max_len=256)
+        wishes = make_wishes(150, layers)
+        return model_dir, wishes, asyncio.run(undisturbed(model_dir, wishes))
+
+    return get
+
+
+@pytest.fixture(scope="module")
+def tally() -> Generator[Tally]:
+    total = Tally()
+    yield total
+    print(f"\n{total}")
+
+
+@pytest.mark.parametrize("seed", range(FIRST_SEED, FIRST_SEED + HISTORIES))
+def test_no_token_changes_whatever_happens_to_the_layout(
+    seed: int, known: Callable[[int], Known], tally: Tally
+) -> None:
+    model_dir, wishes, expected = known(LAYERS[seed % len(LAYERS)])
+    threads, descriptors = set(threading.enumerate()), _descriptors()
+    history = History(seed, model_dir, wishes, expected, REQUESTS)
+    asyncio.run(history.run())
+    assert set(threading.enumerate()) <= threads
+    assert _descriptors() == descriptors
+    assert history.tally.requests == REQUESTS
+    tally.add(history.tally)
+
+
+def test_the_histories_have_seen_what_they_are_about(tally: Tally) -> None:
+    assert tally.requests == HISTORIES * REQUESTS
+    assert tally.whole > tally.requests * 0.5
+    if HISTORIES >= 20:
+        assert min(tally.drops, tally.restores, tally.aborts, tally.victims, tally.moved, tally.exchanged_bytes) > 0
+
+
+def _descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))

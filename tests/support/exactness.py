@@ -1,0 +1,375 @@
+"""Random histories of a cluster of real workers whose layout changes, and what an undisturbed worker answers.
+
+Everything random comes from the seed, but not when things happen: threads race. A seed that fails fails often, not
+always.
+"""
+
+import asyncio
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from ballast.common.ids import Epoch, WorkerId
+from ballast.common.layout import Layout
+from ballast.common.sampling import FinishReason, SamplingParams
+from services.worker.core.batch import Batch, TokenLogprobs
+from services.worker.core.transition import (
+    AbortRequested,
+    CommitRequested,
+    EpochEnded,
+    HandoverReceived,
+    Kind,
+    KvCompleteReceived,
+    KvReceived,
+    Phase,
+    RosterReceived,
+)
+from services.worker.pipeline.events import (
+    BatchArrived,
+    CapacityTold,
+    HandoverArrived,
+    KvAsked,
+    ResultArrived,
+    RoomGranted,
+    RosterArrived,
+    Told,
+)
+from services.worker.shell import MemberEvent
+from services.worker.transport.config import TransportConfig
+from tests.support.group import Answer, Cluster, Sizes, layout, running_group
+from tests.support.shells import until
+
+_STOPS = ((), (), ("e",), ("the", "\n"), ("ab", "a b"))
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    prompt: tuple[int, ...]
+    sampling: SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    token_ids: tuple[int, ...]
+    text: str
+    finish_reason: FinishReason | None
+    matched_stop: str
+    logprobs: tuple[TokenLogprobs, ...]
+
+
+def make_wishes(count: int, seed: int) -> list[Wish]:
+    rng = random.Random(seed)
+    return [_wish(rng, i) for i in range(count)]
+
+
+def _wish(rng: random.Random, seed: int) -> Wish:
+    penalised = rng.random() < 0.3
+    sampling = SamplingParams(
+        temperature=0.0 if rng.random() < 0.5 else rng.uniform(0.5, 1.5),
+        seed=seed,
+        max_tokens=rng.randint(1, 60),
+        top_k=rng.choice([0, 0, 20]),
+        top_p=rng.choice([1.0, 1.0, 0.9]),
+        repetition_penalty=1.2 if penalised else 1.0,
+        presence_penalty=0.3 if penalised else 0.0,
+        frequency_penalty=0.2 if penalised else 0.0,
+        stop=rng.choice(_STOPS),
+        ignore_eos=rng.random() < 0.7,
+        logprobs=rng.choice([None, None, None, 0, 2]),
+    )
+    return Wish(tuple(rng.randrange(5, 500) for _ in range(rng.choice([1, 3, 20, 40, 90]))), sampling)
+
+
+async def undisturbed(model_dir: Path, wishes: Sequence[Wish]) -> list[Expected]:
+    """One worker, nothing happens."""
+    async with running_group(model_dir, ["w0"], Sizes(memory_bytes=8 << 20, max_waiting_count=len(wishes))) as cluster:
+        answers = [await cluster.dispatcher.submit("w0", w.prompt, w.sampling) for w in wishes]
+        for answer in answers:
+            await cluster.dispatcher.end(answer)
+    return [Expected(tuple(a.token_ids), a.text, a.finish_reason, a.matched_stop, tuple(a.logprobs)) for a in answers]
+
+
+Spans = list[list[tuple[str, int, int]]]  # groups of (worker, first layer, last layer)
+
+
+@dataclass
+class Tally:
+    """So that a test can tell that it has seen what it is about."""
+
+    requests: int = 0
+    whole: int = 0
+    drops: int = 0
+    restores: int = 0
+    aborts: int = 0
+    victims: int = 0
+    recomputed: int = 0
+    exchanged_bytes: int = 0
+    moved: int = 0
+    epochs: list[int] = field(default_factory=list[int])
+
+    def add(self, other: "Tally") -> None:
+        for name in ("requests", "whole", "drops", "restores", "aborts", "victims", "recomputed", "exchanged_bytes"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.moved += other.moved
+
+
+class History:
+    """One cluster, requests and transitions as the seed has it."""
+
+    def __init__(
+        self, seed: int, model_dir: Path, wishes: Sequence[Wish], expected: Sequence[Expected], request_count: int
+    ) -> None:
+        self._rng = rng = random.Random(seed)
+        self._model_dir = model_dir
+        self._wishes = wishes
+        self._expected = expected
+        self._names = [f"w{i}" for i in range(rng.choice([2, 2, 3, 3, 4]))]
+        rate = rng.choice([None, None, None, 2e6, 10e6])
+        self._sizes = Sizes(
+            memory_bytes=rng.choice([9, 10, 12]) << 19,
+            max_running_count=rng.choice([4, 16]),
+            max_batch_tokens=rng.choice([32, 64]),
+            orphan_timeout_s=1.0,
+            transport=TransportConfig(rate_bytes_per_s=rate),
+        )
+        self._chosen = [rng.randrange(len(wishes)) for _ in range(request_count)]
+        self._asked: list[tuple[int, Answer]] = []
+        self._all_asked = False
+        self.tally = Tally()
+
+    async def run(self) -> Tally:
+        async with running_group(self._model_dir, self._names, self._sizes) as cluster:
+            pristine = _checksums(cluster)
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._ask(cluster))
+                tasks.create_task(self._disturb(cluster))
+                tasks.create_task(self._change_layouts(cluster))
+            await cluster.quiet()
+            _check_at_rest(cluster, pristine)
+            self._count(cluster)
+        self._compare()
+        return self.tally
+
+    # ------------------------------------------------------------ what happens
+
+    async def _ask(self, cluster: Cluster) -> None:
+        rng, pause_s = self._rng, self._rng.choice([0.0, 0.002, 0.01])
+        for index in self._chosen:
+            wish = self._wishes[index]
+            within_s = rng.uniform(0.01, 0.5) if rng.random() < 0.05 else None
+            leader = rng.choice(self._names)
+            answer = await cluster.dispatcher.submit(leader, wish.prompt, wish.sampling, within_s)
+            self._asked.append((index, answer))
+            if pause_s:
+                await asyncio.sleep(rng.expovariate(1 / pause_s))
+        self._all_asked = True
+        for _, answer in self._asked:
+            await cluster.dispatcher.end(answer)
+
+    def _under_way(self) -> bool:
+        return not self._all_asked or any(a.finish_reason is None for _, a in self._asked)
+
+    async def _disturb(self, cluster: Cluster) -> None:
+        """Clients that withdraw, streams that end, messages that come late."""
+        rng = self._rng
+        while self._under_way():
+            await asyncio.sleep(rng.expovariate(1 / 0.05))
+            what = rng.random()
+            live = [a for _, a in self._asked if a.finish_reason is None]
+            if what < 0.3 and live:
+                await cluster.dispatcher.cancel(rng.choice(live))
+            elif what < 0.4:
+                await cluster.dispatcher.reattach(rng.choice(self._names))
+            else:
+                name = rng.choice(self._names)
+                for event in _stale(rng, cluster, name):
+                    cluster.post(name, event)
+
+    async def _change_layouts(self, cluster: Cluster) -> None:
+        rng, epoch = self._rng, 1
+        while self._under_way():
+            await asyncio.sleep(rng.choice([0.0, 0.02, 0.1]) * rng.random())
+            epoch += 1
+            kind, target = self._next_layout(cluster, epoch)
+            if rng.random() < 0.25:
+                members = cluster.ask_to_prepare(kind, target)
+                await asyncio.sleep(rng.choice([0.0, 0.01, 0.1]) * rng.random())
+                await cluster.abort(members, target.epoch)
+                self.tally.aborts += 1
+                continue
+            members = await cluster.prepare(kind, target)
+            if rng.random() < 0.15:
+                await cluster.abort(members, target.epoch)
+                self.tally.aborts += 1
+                continue
+            cluster.commit(members, target)
+            self.tally.epochs.append(epoch)
+            if kind is Kind.DROP:
+                self.tally.drops += 1
+            else:
+                self.tally.restores += 1
+            if rng.random() < 0.6:  # else the next plan comes while KV is on its way
+                await cluster.done(members, target.epoch)
+        await _all_done(cluster)
+
+    def _next_layout(self, cluster: Cluster, epoch: int) -> tuple[Kind, Layout]:
+        """Some pipelines dissolved, or some groups merged, several at once."""
+        spans = [[(m.worker_id, m.first_layer, m.last_layer) for m in g.members] for g in cluster.in_force.groups]
+        while True:
+            if any(len(g) > 1 for g in spans) and (len(spans) == 1 or self._rng.random() < 0.4):
+                made = self._dissolve(spans, cluster.layer_count)
+                kind = Kind.RESTORE
+            else:
+                made = self._merge(spans, cluster.layer_count)
+                kind = Kind.DROP
+            if made is not None:
+                return kind, layout(epoch, made, cluster.layer_count)
+
+    def _dissolve(self, spans: Spans, layer_count: int) -> Spans | None:
+        made: Spans = []
+        for group in spans:
+            if len(group) > 1 and self._rng.random() < 0.7:
+                made += [[(w, 0, layer_count)] for w, _, _ in group]
+            else:
+                made.append(group)
+        return made if len(made) > len(spans) else None
+
+    def _merge(self, spans: Spans, layer_count: int) -> Spans | None:
+        rng, left, made = self._rng, self._rng.sample(spans, len(spans)), list[list[tuple[str, int, int]]]()
+        while left:
+            size = min(len(left), rng.choice([1, 2, 2, 3]))
+            part, left = left[:size], left[size:]
+            if size == 1:
+                made.append(part[0])
+            elif (merged := self._split([m for g in part for m in g], layer_count)) is not None:
+                made.append(merged)
+            else:
+                return None
+        return made if len(made) < len(spans) else None
+
+    def _split(self, members: list[tuple[str, int, int]], layer_count: int) -> list[tuple[str, int, int]] | None:
+        """A random order and random cuts, but nobody gets a layer that it does not hold."""
+        for _ in range(300):
+            order = self._rng.sample(members, len(members))
+            cuts = [0, *sorted(self._rng.sample(range(1, layer_count), len(members) - 1)), layer_count]
+            if all(first <= cuts[i] and cuts[i + 1] <= last for i, (_, first, last) in enumerate(order)):
+                return [(w, cuts[i], cuts[i + 1]) for i, (w, _, _) in enumerate(order)]
+        return None
+
+    # ------------------------------------------------------------ what has come of it
+
+    def _count(self, cluster: Cluster) -> None:
+        for worker in cluster.workers.values():
+            self.tally.moved += worker.core.totals.moved
+            for epoch in self.tally.epochs:
+                if progress := worker.progress(epoch):
+                    self.tally.victims += progress.victim_count
+                    self.tally.recomputed += progress.victims_recomputed
+                    self.tally.exchanged_bytes += progress.kv_bytes_sent
+
+    def _compare(self) -> None:
+        for index, answer in self._asked:
+            self.tally.requests += 1
+            self.tally.whole += _compare(self._expected[index], answer)
+
+
+def _compare(expected: Expected, answer: Answer) -> bool:
+    """Whether it has come to its end."""
+    cut = answer.finish_reason in (FinishReason.CANCELLED, FinishReason.DEADLINE)
+    count = len(answer.token_ids) if cut else len(expected.token_ids)
+    assert not answer.error, f"{answer.story}: {answer.error}"
+    assert tuple(answer.token_ids) == expected.token_ids[:count], answer.story
+    if answer.sampling.logprobs is not None:
+        _compare_logprobs(expected.logprobs[:count], answer.logprobs, answer.story)
+    if cut:
+        assert answer.cancelled or answer.deadline_at_s is not None
+        assert expected.text.startswith(answer.text) or expected.matched_stop
+        return False
+    assert answer.text == expected.text, answer.story
+    assert (answer.finish_reason, answer.matched_stop) == (expected.finish_reason, expected.matched_stop)
+    return True
+
+
+def _compare_logprobs(expected: Sequence[TokenLogprobs], found: Sequence[TokenLogprobs], name: str) -> None:
+    """Members tell each other single precision. KV that is wrong for one token of small weight shows all the same."""
+    assert len(found) == len(expected), name
+    for at, (one, other) in enumerate(zip(expected, found, strict=True)):
+        assert one.token_id == other.token_id, f"{name}: token {at}"
+        difference = abs(one.logprob - other.logprob)
+        assert difference <= 1e-9 + 2e-7 * abs(one.logprob), f"{name}: the logprob of token {at} of {len(found)} is off by {difference:g}"
+
+
+async def _all_done(cluster: Cluster) -> None:
+    """Every worker has carried out the last plan that it has a part in."""
+    for group in cluster.in_force.groups:
+        for member in group.members:
+            worker = cluster.workers[member.worker_id]
+            done = (Phase.DONE, Phase.ABORTED)
+            await until(lambda w=worker: all(p.phase in done for p in w.member.progress.values()))
+
+
+def _checksums(cluster: Cluster) -> list[bytes]:
+    parameters = next(iter(cluster.workers.values())).engine.memory.parameters
+    return [parameters.layer_checksum(layer) for layer in range(cluster.layer_count)]
+
+
+def _check_at_rest(cluster: Cluster, pristine: Sequence[bytes]) -> None:
+    """Nothing is left of the requests, every byte is accounted for (I3), and each group has a complete copy (I1)."""
+    for group in cluster.in_force.groups:
+        held: set[int] = set()
+        for member in group.members:
+            worker = cluster.workers[member.worker_id]
+            worker.engine.check()
+            worker.core.check()
+            worker.member.check()
+            parameters, kv = worker.engine.memory.parameters, worker.engine.memory.kv
+            assert (
+                set(parameters.held_layers) == set(kv.held_layers) == set(range(member.first_layer, member.last_layer))
+            )
+            assert not kv.retired_layers
+            assert worker.book.block_count == kv.block_count
+            assert not worker.core.sequence_ids
+            assert not worker.engine.runner.sequence_ids
+            assert not worker.shell._texts
+            held.update(parameters.held_layers)
+            for layer in parameters.held_layers:
+                assert parameters.layer_checksum(layer) == pristine[layer], f"{member.worker_id} layer {layer}"
+        assert held == set(range(cluster.layer_count))
+        leader = cluster.workers[group.leader.worker_id]
+        smallest = min(cluster.workers[m.worker_id].book.block_count for m in group.members)
+        report = leader.core.load(0.0, leader.engine.memory_report())
+        assert report.block_count == smallest
+        assert (report.used_block_count, report.running_count, report.waiting_count) == (0, 0, 0)
+
+
+def _stale(rng: random.Random, cluster: Cluster, name: str) -> list[MemberEvent]:
+    """Messages of an epoch that is over, and of one that nobody knows. They must change nothing (I5)."""
+    worker = cluster.workers[name]
+    own = int(worker.member._epoch)
+    peer = WorkerId(rng.choice(sorted(set(cluster.workers) - {name})))
+    ids = worker.book.sequence_ids
+    some_id = rng.choice(ids) if ids else 1
+    hidden = torch.zeros(1, 64, dtype=torch.float64)
+    found: list[MemberEvent] = []
+    for epoch in (Epoch(max(0, own - 1)), Epoch(own - 2 if own > 2 else 0)):
+        if epoch == own:
+            continue
+        found += [
+            BatchArrived(epoch, Batch(1 << 30, (some_id,), (), ()), hidden),
+            ResultArrived(epoch, (1, "from another time")),
+            CapacityTold(epoch, peer, 1),
+            HandoverArrived(epoch, peer, (), 1, 1),
+            RosterArrived(epoch, peer, RosterReceived(0.0, epoch, peer, ()), (some_id,)),
+            KvAsked(epoch, some_id, peer),
+            RoomGranted(epoch),
+            Told(epoch, CommitRequested(0.0, epoch)),
+            Told(epoch, AbortRequested(0.0, epoch, "late")),
+            Told(epoch, EpochEnded(0.0, epoch, peer)),
+            Told(epoch, HandoverReceived(0.0, epoch, peer, ())),
+            Told(epoch, KvReceived(0.0, epoch, some_id, peer)),
+            Told(epoch, KvCompleteReceived(0.0, epoch, some_id, peer)),
+        ]
+    return [event for event in found if rng.random() < 0.5]
