@@ -27,7 +27,10 @@ def metrics_port() -> int:
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory, metrics_port: int) -> Iterator[RunningCluster]:
     model = make_tiny("llama", tmp_path_factory.mktemp("model") / "tiny", max_len=256)
-    flags = {"monitor": ["--warmup-s", "1", "--dwell-s", "1", "--metrics-port", str(metrics_port)]}
+    flags = {
+        "planner": ["--overload-policy", "recompute"],
+        "monitor": ["--warmup-s", "1", "--dwell-s", "1", "--metrics-port", str(metrics_port)],
+    }
     with running_cluster(Path(model), workers=WORKERS, device_memory_bytes=2 << 20, flags=flags) as cluster:
         yield cluster
 

@@ -54,7 +54,7 @@ async def until(client: AsyncClient, holds: Callable[[ClusterStatus], bool], wit
 
 def idle(status: ClusterStatus) -> bool:
     """Nothing runs, nothing waits, no block is held anywhere."""
-    loads = [worker.load for worker in status.workers]
+    loads = [group.load for group in status.groups]
     return (
         status.backlog_request_count == 0
         and status.backlog_token_count == 0

@@ -1,0 +1,142 @@
+"""A drop and a restore by hand under load, on a real cluster: nobody waits for another one's end, no token changes."""
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+
+from ballast.cli.main import main as ballast
+from ballast.client import AsyncClient
+from ballast.common.errors import NotPossible
+from ballast.common.sampling import SamplingParams
+from ballast.model.tiny import make_tiny
+from ballast.rpc.channel import open_channel
+from ballast.rpc.errors import from_rpc_error
+from ballastpb.planner.v1 import planner_pb2 as pb
+from ballastpb.planner.v1 import planner_pb2_grpc
+from tests.support.cluster import RunningCluster, idle, running_cluster, until
+
+PROMPTS = [[3 + i, 9, 4 + 2 * i, 7] * (3 + i % 4) for i in range(12)]
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningCluster]:
+    model = make_tiny("llama", tmp_path_factory.mktemp("model") / "tiny", max_len=512)
+    flags = {"worker": ["--dtype", "float64"], "planner": ["--overload-policy", "recompute"]}
+    with running_cluster(Path(model), workers=2, device_memory_bytes=8 << 20, flags=flags) as cluster:
+        yield cluster
+
+
+async def answers(client: AsyncClient, max_tokens: int) -> list[tuple[int, ...]]:
+    """Greedy and seeded requests, all at once."""
+
+    async def one(i: int) -> tuple[int, ...]:
+        sampling = SamplingParams(
+            temperature=0.0 if i % 2 else 1.0, seed=i, max_tokens=max_tokens + 7 * i, ignore_eos=True
+        )
+        return (await client.generate(token_ids=PROMPTS[i], sampling=sampling)).token_ids
+
+    return list(await asyncio.gather(*(one(i) for i in range(len(PROMPTS)))))
+
+
+class Planner:
+    def __init__(self, address: str) -> None:
+        self._channel = open_channel(address)
+        self.stub = planner_pb2_grpc.PlannerServiceStub(self._channel)
+
+    async def end(self, epoch: int) -> pb.Transition:
+        loop = asyncio.get_running_loop()
+        give_up_at_s = loop.time() + 20.0
+        while True:
+            listed = (await self.stub.ListTransitions(pb.ListTransitionsRequest(), timeout=5)).transitions
+            found = next((one for one in listed if one.epoch == epoch), None)
+            if found is not None and found.phase in ("done", "aborted"):
+                return found
+            assert loop.time() < give_up_at_s, f"epoch {epoch} does not end: {listed}"
+            await asyncio.sleep(0.02)
+
+    async def close(self) -> None:
+        await self._channel.close()
+
+
+def test_drop_and_restore_under_load_change_no_token(running: RunningCluster) -> None:
+    async def story() -> None:
+        planner = Planner(running.cluster.processes["planner"][0].address)
+        async with AsyncClient(running.cluster.address) as client:
+            expected = await answers(client, 150)
+            before = await until(client, idle)
+
+            load = asyncio.create_task(answers(client, 150))
+            await until(client, lambda now: now.running_request_count >= 8)
+            request = pb.DropRequest(worker_ids=["worker-1", "worker-0"], request_id="drop-1")
+            answer = await planner.stub.Drop(request, timeout=10)
+            again = await planner.stub.Drop(request, timeout=10)
+            assert again.epoch == answer.epoch, "a repeated request is answered like the first time"
+            dropped = await planner.end(answer.epoch)
+            assert dropped.phase == "done", dropped.summary
+            assert dropped.victim_count > 0
+            assert dropped.kv_bytes_exchanged > 0
+            assert dropped.summary.startswith("group {worker-1,worker-0}: dropped layers worker-1[2:4) worker-0[0:2)")
+            assert await load == expected
+            grouped = await until(client, idle)
+            assert grouped.layout is not None
+            assert [len(group.members) for group in grouped.layout.groups] == [2]
+            capacity = [sum(group.capacity_tokens for group in status.groups) for status in (before, grouped)]
+            assert capacity[1] > capacity[0]
+            assert await answers(client, 20) == [tokens[: 20 + 7 * i] for i, tokens in enumerate(expected)]
+
+            load = asyncio.create_task(answers(client, 150))
+            await until(client, lambda now: now.running_request_count >= 8)
+            answer = await planner.stub.Restore(pb.RestoreRequest(request_id="restore-1"), timeout=10)
+            restored = await planner.end(answer.epoch)
+            assert restored.phase == "done", restored.summary
+            assert restored.parameter_bytes_pulled > 0
+            assert await load == expected
+            after = await until(client, idle)
+            assert after.layout is not None
+            assert before.layout is not None
+            assert after.layout.groups == before.layout.groups
+            assert [w.load and w.load.memory for w in after.workers] == [
+                w.load and w.load.memory for w in before.workers
+            ]
+        await planner.close()
+
+    running.run(story())
+
+
+def test_what_cannot_be_is_refused(running: RunningCluster) -> None:
+    async def story() -> None:
+        planner = Planner(running.cluster.processes["planner"][0].address)
+        for request, why in (
+            (pb.DropRequest(worker_ids=["worker-0", "nobody"], request_id="r1"), "not in the layout: nobody"),
+            (pb.DropRequest(worker_ids=["worker-0"], request_id="r2"), "2 to 4 different workers"),
+        ):
+            with pytest.raises(grpc.RpcError) as caught:
+                await planner.stub.Drop(request, timeout=10)
+            error = from_rpc_error(caught.value, "planner")
+            assert isinstance(error, NotPossible)
+            assert why in str(error)
+        with pytest.raises(grpc.RpcError) as caught:
+            await planner.stub.Restore(pb.RestoreRequest(request_id="r3"), timeout=10)
+        assert "no group is a pipeline" in str(from_rpc_error(caught.value, "planner"))
+        await planner.close()
+
+    running.run(story())
+
+
+def test_the_command_line_does_it_too(running: RunningCluster, capsys: pytest.CaptureFixture[str]) -> None:
+    address = ["--address", running.cluster.address]
+    assert ballast(["plan", "--explain", "--bytes", "1000", *address]) == 0
+    assert "group {worker-0,worker-1}: dropped layers" in capsys.readouterr().out
+    assert ballast(["drop", "--bytes", "1000", *address]) == 0
+    assert "drop done" in capsys.readouterr().out
+    assert ballast(["restore", *address]) == 0
+    assert "dissolved, restored after" in capsys.readouterr().out
+    assert ballast(["transitions", *address]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "restore done" in lines[0]
+    assert "drop done" in lines[1]
+    assert ballast(["restore", *address]) == 1
+    assert "no group is a pipeline" in capsys.readouterr().err
