@@ -168,7 +168,7 @@ class DispatcherCore:
         worker.max_waiting_count = event.max_waiting_count
         worker.hold_until_s = 0.0
         self.fleet.model = event.model
-        for tracked in self._moves.take_arrivals(worker.key):
+        for tracked in self._moves.take_arrivals(worker.key.worker_id):
             self.move_counts["waited"] += 1
             commands.append(self._placement.move(tracked, worker, event.at_s))
         self._watch_usable(event.at_s)
@@ -389,8 +389,7 @@ class DispatcherCore:
         request_id = tracked.request.request_id
         if ending.refused:
             worker.take_off(tracked.handle)
-            if worker.leads:
-                self._placement.hold(worker, at_s)
+            self._placement.hold(worker, at_s)
             tracked.worker, tracked.handle = None, 0
             self._enqueue(tracked, at_s)
             return []

@@ -11,7 +11,6 @@ from ballast.common.errors import InvariantViolation
 from ballast.common.ids import Incarnation, RequestId, WorkerId
 from services.dispatcher.core.backlog import Tracked
 from services.dispatcher.core.fleet import Fleet
-from services.dispatcher.policy.freeness import WorkerKey
 
 
 @dataclass(slots=True)
@@ -51,9 +50,9 @@ class Moves:
         del self._waiting[tracked.request.request_id]
         tracked.moving = False
 
-    def take_arrivals(self, worker: WorkerKey) -> list[Tracked]:
-        """There is a stream to `worker`: who has waited for it."""
-        return self._take(lambda w: w.worker_id == worker.worker_id and w.incarnation in (None, worker.incarnation))
+    def take_arrivals(self, worker_id: WorkerId) -> list[Tracked]:
+        """There is a stream to `worker_id` in the life that the layout names: who has waited for it."""
+        return self._take(lambda w: w.worker_id == worker_id)
 
     def take_overdue(self, at_s: float) -> list[Tracked]:
         return self._take(lambda w: w.until_s <= at_s)
@@ -77,8 +76,8 @@ class Moves:
             if not tracked.moving or tracked.worker is not None or tracked.handle:
                 raise InvariantViolation(f"{request_id} is not on its way to {waiting.worker_id}")
             target = self._fleet.member(waiting.worker_id)
-            if target is not None and target.connected and waiting.incarnation in (None, target.key.incarnation):
-                raise InvariantViolation(f"{request_id} waits for {waiting.worker_id}, which is connected")
+            if target is not None and (target.connected or target.key.incarnation != waiting.incarnation):
+                raise InvariantViolation(f"{request_id} waits for {target.key}, connected: {target.connected}")
         ends = [waiting.until_s for waiting in self._waiting.values()]
         if ends != sorted(ends):
             raise InvariantViolation(f"moves are out of order: {ends}")
