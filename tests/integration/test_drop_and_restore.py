@@ -129,7 +129,7 @@ def test_what_cannot_be_is_refused(running: RunningCluster) -> None:
 def test_the_command_line_does_it_too(running: RunningCluster, capsys: pytest.CaptureFixture[str]) -> None:
     address = ["--address", running.cluster.address]
     assert ballast(["plan", "--explain", "--bytes", "1000", *address]) == 0
-    assert "group {worker-0,worker-1}: dropped layers" in capsys.readouterr().out
+    assert "dropped layers worker-" in capsys.readouterr().out
     assert ballast(["drop", "--bytes", "1000", *address]) == 0
     assert "drop done" in capsys.readouterr().out
     assert ballast(["restore", *address]) == 0

@@ -38,13 +38,13 @@ def shape_of(model: ModelInfo | None, loads: Loads) -> ModelShape:
     )
 
 
-def survey(layout: Layout, model: ModelInfo | None, loads: Loads) -> Snapshot:
-    """The groups that take part in plans: all that do not drain and of which all members have reported."""
+def survey(layout: Layout, model: ModelInfo | None, loads: Loads, *, draining: bool = False) -> Snapshot:
+    """The groups that take part in plans: of which all members have reported and, unless `draining`, none drains."""
     shape = shape_of(model, loads)
     groups = [
         _group_state(group, loads)
         for group in layout.groups
-        if all(m.worker_id in loads for m in group.members) and not any(m.draining for m in group.members)
+        if all(m.worker_id in loads for m in group.members) and (draining or not any(m.draining for m in group.members))
     ]
     if not groups:
         raise NoSurvey("no group has reported its load")

@@ -79,7 +79,7 @@ def decide(wish: Wish, base: Layout, model: ModelInfo | None, loads: Loads, epoc
         return (
             _drop(wish, base, model, loads, epoch)
             if isinstance(wish, DropWish)
-            else _restore(wish, base, survey(base, model, loads), epoch)
+            else _restore(wish, base, survey(base, model, loads, draining=True), epoch)
         )
     except NoSurvey as reason:
         return Denied(str(reason))

@@ -1,0 +1,559 @@
+"""Stories of the planner's core with transitions: events in, commands out."""
+
+from dataclasses import replace
+
+import pytest
+
+from ballast.common.ids import Epoch, Incarnation, WorkerId
+from ballast.common.layout import Layout
+from ballast.common.load import LoadReport, MemoryReport
+from services.planner.core.conductor import ConductorRules
+from services.planner.core.machine import PlannerCore, PlannerRules
+from services.planner.core.messages import (
+    AnswerChange,
+    Call,
+    CallMember,
+    ChangeRefusal,
+    Command,
+    DropRequested,
+    Event,
+    InstanceDraining,
+    InstanceLost,
+    InstanceUp,
+    JournalSettled,
+    LayoutLoaded,
+    LeadershipChanged,
+    LoadLayout,
+    LoadsRead,
+    MemberAnswered,
+    NothingDone,
+    OverloadRaised,
+    Publish,
+    ReadLoads,
+    RefuseChange,
+    ReliefRaised,
+    RestoreRequested,
+    SetTimer,
+    SnapshotBegan,
+    SnapshotEnded,
+    StoredLayout,
+    TimerFired,
+    TransitionMoved,
+    WriteJournal,
+    WriteLayout,
+    WriteOutcome,
+    WriteSettled,
+)
+from services.planner.core.transition import Kind, MemberPhase, MemberSaid, MemberStatus, Stage
+from tests.support.reporting_worker import load_report, model_info
+
+EXTENT = 1024
+MODEL = replace(model_info(4), layer_parameter_bytes=(8 * EXTENT,) * 4, block_bytes=256, extent_bytes=EXTENT)
+# 64 extents: 32 for parameters, 8 for the KV of each layer, of 4 blocks each.
+MEMORY = MemoryReport(budget_bytes=64 * EXTENT, parameter_bytes=32 * EXTENT, kv_bytes=32 * EXTENT, free_bytes=0)
+LOAD = replace(load_report(8), block_count=32, used_block_count=8, memory=MEMORY)
+
+
+class Planner:
+    """A core, checked after each event, on a store that does as asked, and members that answer as told."""
+
+    def __init__(self, **rules: object) -> None:
+        transitions = ConductorRules(**rules)  # pyright: ignore[reportArgumentType]
+        self.core = PlannerCore(
+            PlannerRules(coalesce_s=0.1, verify_interval_s=100.0, retry_s=0.5, max_drains=2, transitions=transitions)
+        )
+        self.now_s = 0.0
+        self.timer_s: float | None = None
+        self.token = 1_700_000_000_000
+        self.stored: StoredLayout | None = None
+        self.outcomes: list[WriteOutcome] = []  # of the next writes, instead of WRITTEN
+        self.journal: list[Stage] = []
+        self.phases: dict[str, MemberPhase] = {}  # what members answer; absent: they are silent
+        self.said: list[Command] = []
+        self.events: list[Event] = []
+        self.answered = 0  # events that have been handled
+        self.load: LoadReport | None = LOAD
+        self.lives: dict[str, int] = {}
+
+    def tell(self, event: Event) -> None:
+        """And what the store and the monitor answer to the commands that follow."""
+        self.events.append(event)
+        while len(self.events) > self.answered:
+            commands = self.core.handle(self.events[self.answered])
+            self.answered += 1
+            self.core.check()
+            self.said += commands
+            for command in commands:
+                self.execute(command)
+
+    def execute(self, command: Command) -> None:
+        match command:
+            case SetTimer(at_s):
+                self.timer_s = at_s
+            case LoadLayout():
+                self.events.append(LayoutLoaded(self.now_s, "c", self.stored))
+            case WriteLayout():
+                outcome = self.outcomes.pop(0) if self.outcomes else WriteOutcome.WRITTEN
+                if outcome is WriteOutcome.WRITTEN:
+                    journal = self.stored.journal if self.stored else None
+                    self.stored = StoredLayout(command.layout, command.model, command.partial, journal)
+                self.events.append(WriteSettled(self.now_s, "c", command.layout.epoch, command.token, outcome))
+            case WriteJournal(journal):
+                outcome = self.outcomes.pop(0) if self.outcomes else WriteOutcome.WRITTEN
+                if outcome is WriteOutcome.WRITTEN:
+                    self.write(command)
+                self.events.append(
+                    JournalSettled(self.now_s, "c", journal.epoch, journal.stage, command.token, outcome)
+                )
+            case ReadLoads():
+                loads = {WorkerId(w): self.load for w in self.lives if self.load is not None}
+                failure = "" if loads else "no monitor"
+                self.events.append(LoadsRead(self.now_s, "c", loads, failure))
+            case _:
+                pass
+
+    def write(self, command: WriteJournal) -> None:
+        journal = command.journal
+        assert self.stored is not None
+        self.journal.append(journal.stage)
+        self.stored = replace(self.stored, journal=journal)
+        if journal.stage is Stage.COMMITTING:
+            self.stored = replace(self.stored, layout=journal.target, partial=command.partial)
+
+    def lead(self) -> None:
+        self.tell(LeadershipChanged(self.now_s, "c", self.token))
+
+    def start(self, *workers: str) -> None:
+        self.lead()
+        self.tell(SnapshotBegan(self.now_s, "c"))
+        for worker in workers:
+            self.up(worker)
+        self.tell(SnapshotEnded(self.now_s, "c"))
+        self.fire()
+        self.said.clear()
+
+    def up(self, worker: str) -> None:
+        self.lives[worker] = self.lives.get(worker, 0) + 1
+        life = Incarnation(self.lives[worker])
+        self.tell(InstanceUp(self.now_s, "c", WorkerId(worker), life, f"{worker}:1", MODEL, False, f"{worker}:2"))
+
+    def lose(self, worker: str) -> None:
+        self.tell(InstanceLost(self.now_s, "c", WorkerId(worker), Incarnation(self.lives[worker]), "silent"))
+
+    def fire(self) -> None:
+        assert self.timer_s is not None, "no timer is set"
+        self.now_s = max(self.now_s, self.timer_s)
+        self.timer_s = None
+        self.tell(TimerFired(self.now_s, "c"))
+
+    def wait(self, seconds: float) -> None:
+        until_s = self.now_s + seconds
+        while self.timer_s is not None and self.timer_s <= until_s:
+            self.fire()
+        self.now_s = until_s
+
+    def answer(self, phase: MemberPhase, *workers: str, why: str = "", status: MemberStatus | None = None) -> None:
+        record = self.core.conductor.record
+        for worker in workers:
+            said = MemberSaid(self.now_s, WorkerId(worker), phase, why, status)
+            self.tell(MemberAnswered(self.now_s, "c", record.epoch if record else Epoch(0), said))
+
+    def go_through(self, *workers: str) -> None:
+        for phase in (MemberPhase.PREPARED, MemberPhase.EXCHANGING, MemberPhase.DONE):
+            self.answer(phase, *workers)
+
+    def drop(self, *workers: str, request_id: str = "d1") -> None:
+        names = tuple(WorkerId(w) for w in workers)
+        self.tell(DropRequested(self.now_s, "c", request_id, worker_ids=names))
+
+    def told(self, kind: type[Command]) -> list[Command]:
+        found = [command for command in self.said if isinstance(command, kind)]
+        self.said.clear()
+        return found
+
+    def calls(self, call: Call) -> list[str]:
+        return [c.member.worker_id for c in self.said if isinstance(c, CallMember) and c.call is call]
+
+    @property
+    def shape(self) -> list[str]:
+        return shape(self.core.layout)
+
+
+def shape(layout: Layout) -> list[str]:
+    return ["+".join(f"{m.worker_id}[{m.first_layer}:{m.last_layer}]" for m in g.members) for g in layout.groups]
+
+
+def test_an_overload_is_planned_prepared_committed_and_exchanged() -> None:
+    planner = Planner()
+    planner.start("w0", "w1", "w2")
+    planner.tell(OverloadRaised(planner.now_s, "o1", 16 * EXTENT))
+    assert planner.journal == [Stage.PREPARING]
+    members = sorted(planner.calls(Call.PREPARE))
+    assert len(members) == 2
+    assert planner.core.layout.epoch == 1, "nothing has changed for anybody"
+
+    planner.answer(MemberPhase.PREPARED, members[0])
+    assert planner.journal == [Stage.PREPARING]
+    planner.answer(MemberPhase.PREPARED, members[1])
+    assert planner.journal == [Stage.PREPARING, Stage.COMMITTING]
+    assert planner.stored is not None
+    assert planner.stored.layout.epoch == planner.core.layout.epoch == 2
+    assert sorted(len(group.members) for group in planner.core.layout.groups) == [1, 2]
+    assert sorted(planner.calls(Call.COMMIT)) == members
+
+    planner.answer(MemberPhase.EXCHANGING, *members)
+    planner.answer(MemberPhase.DONE, *members)
+    assert planner.journal[2:] == [Stage.EXCHANGING, Stage.DONE]
+    record = planner.core.conductor.records()[0]
+    assert record.journal.stage is Stage.DONE
+    assert record.by == "overload"
+    assert not planner.core.conductor.busy
+
+
+def test_data_addresses_reach_the_members() -> None:
+    planner = Planner()
+    planner.start("w0", "w1")
+    planner.drop("w1", "w0")
+    assert planner.shape == ["w0[0:4]", "w1[0:4]"]
+    call = next(c for c in planner.said if isinstance(c, CallMember))
+    assert shape(call.journal.target) == ["w1[0:2]+w0[2:4]"]
+    assert [m.data_address for m in call.journal.target.groups[0].members] == ["w1:2", "w0:2"]
+
+
+def test_a_drop_by_hand_is_answered_once_it_is_journaled_and_alike_when_repeated() -> None:
+    planner = Planner()
+    planner.start("w0", "w1")
+    planner.outcomes = [WriteOutcome.UNAVAILABLE]
+    planner.drop("w0", "w1")
+    assert not planner.told(AnswerChange)
+    planner.wait(0.6)
+    assert [c.epoch for c in planner.told(AnswerChange) if isinstance(c, AnswerChange)] == [2]
+    planner.drop("w0", "w1")
+    assert [c.epoch for c in planner.told(AnswerChange) if isinstance(c, AnswerChange)] == [2]
+    planner.drop("w1", "w0")
+    planner.drop("w1", "w0", request_id="d2")
+    refusals = [c.refusal for c in planner.told(RefuseChange) if isinstance(c, RefuseChange)]
+    assert refusals == [ChangeRefusal.ID_REUSED, ChangeRefusal.BUSY]
+
+
+def test_a_member_that_cannot_prepare_takes_everything_back() -> None:
+    planner = Planner()
+    planner.start("w0", "w1")
+    planner.drop("w0", "w1")
+    planner.answer(MemberPhase.PREPARED, "w0")
+    planner.answer(MemberPhase.FAILED, "w1", why="too little memory")
+    assert planner.journal == [Stage.PREPARING, Stage.ABORTING]
+    assert planner.calls(Call.ABORT) == ["w0", "w1"]
+    planner.answer(MemberPhase.ABORTED, "w0", "w1")
+    assert planner.journal[-1] is Stage.ABORTED
+    assert planner.shape == ["w0[0:4]", "w1[0:4]"]
+    assert "taken back: w1: too little memory" in planner.core.conductor.records()[0].summary
+
+
+def test_members_that_stay_silent_are_waited_for_in_vain() -> None:
+    planner = Planner()
+    planner.start("w0", "w1")
+    planner.drop("w0", "w1")
+    planner.wait(1.0)
+    assert planner.calls(Call.PREPARE).count("w0") > 10, "asked again and again"
+    planner.wait(9.5)
+    assert planner.journal[-1] is Stage.ABORTING
+    assert "not prepared within 10 s" in planner.core.conductor.records()[0].journal.failure
+
+
+def test_joins_and_losses_wait_for_the_decision() -> None:
+    planner = Planner()
+    planner.start("w0", "w1", "w2")
+    planner.drop("w0", "w1")
+    planner.up("w3")
+    planner.lose("w2")
+    planner.wait(0.5)
+    assert planner.shape == ["w0[0:4]", "w1[0:4]", "w2[0:4]"]
+    planner.answer(MemberPhase.PREPARED, "w0", "w1")
+    assert planner.shape == ["w0[0:2]+w1[2:4]", "w3[0:4]"], "written right behind the decision"
+    assert planner.core.layout.epoch == 3
+    planner.answer(MemberPhase.DONE, "w0", "w1")
+    assert planner.journal[-1] is Stage.DONE
+
+
+def test_a_member_lost_before_the_decision_aborts() -> None:
+    planner = Planner()
+    planner.start("w0", "w1")
+    planner.drop("w0", "w1")
+    planner.answer(MemberPhase.PREPARED, "w0")
+    planner.lose("w1")
+    assert planner.journal[-1] is Stage.ABORTING
+    planner.answer(MemberPhase.ABORTED, "w0")
+    assert planner.journal[-1] is Stage.ABORTED
+    assert planner.shape == ["w0[0:4]"]
+
+
+def test_a_member_lost_after_the_decision_leaves_survivors_that_get_all_layers_again() -> None:
+    planner = Planner()
+    planner.start("w0", "w1", "w2")
+    planner.drop("w0", "w1")
+    planner.answer(MemberPhase.PREPARED, "w0", "w1")
+    planner.answer(MemberPhase.EXCHANGING, "w0", "w1")
+    planner.lose("w1")
+    assert planner.shape == ["w2[0:4]"], "w0 holds a part only"
+    assert planner.core.partial == (("w0", 1),)
+    planner.answer(MemberPhase.FAILED, "w0", why="w1 is gone")
+    assert planner.journal[-2:] == [Stage.DONE, Stage.PREPARING], "the survivor's restore begins at once"
+    call = next(c for c in planner.said if isinstance(c, CallMember) and c.journal.kind is Kind.RESTORE)
+    assert call.member.worker_id == "w0"
+    assert {holder for _, holder in call.sources} == {None}
+    assert shape(call.journal.base) == ["w2[0:4]"]
+    planner.go_through("w0")
+    assert planner.shape == ["w0[0:4]", "w2[0:4]"]
+    assert planner.core.partial == ()
+
+
+def test_a_member_lost_at_rest_takes_its_group_apart() -> None:
+    planner = Planner()
+    planner.start("w0", "w1", "w2")
+    planner.drop("w0", "w1", "w2")
+    planner.go_through("w0", "w1", "w2")
+    assert planner.shape == ["w0[0:1]+w1[1:2]+w2[2:4]"]
+    planner.lose("w0")
+    assert planner.shape == []
+    planner.go_through("w1", "w2")
+    assert planner.shape == ["w1[0:4]", "w2[0:4]"]
+    planner.up("w0")
+    planner.wait(0.2)
+    assert planner.shape == ["w0[0:4]", "w1[0:4]", "w2[0:4]"], "a new life has all layers"
+
+
+def test_a_failed_link_between_living_members_restores_both() -> None:
+    planner = Planner()
+    planner.start("w0", "w1")
+    planner.drop("w0", "w1")
+    planner.answer(MemberPhase.PREPARED, "w0", "w1")
+    planner.answer(MemberPhase.FAILED, "w0", "w1", why="link broke")
+    assert planner.shape == []
+    assert dict(planner.core.partial) == {"w0": 1, "w1": 1}
+    planner.go_through("w0", "w1")
+    assert planner.shape == ["w0[0:4]", "w1[0:4]"]
+    planner.drop("w0", "w1", request_id="d2")
+    planner.go_through("w0", "w1")
+    assert planner.shape == ["w0[0:2]+w1[2:4]"], "past failures do not count"
+
+
+def test_a_survivor_that_cannot_be_restored_is_tried_again_later() -> None:
+    planner = Planner()
+    planner.start("w0", "w1")
+    planner.drop("w0", "w1")
+    planner.go_through("w0", "w1")
+    planner.lose("w1")
+    planner.answer(MemberPhase.FAILED, "w0", why="disk")
+    planner.answer(MemberPhase.ABORTED, "w0")
+    count = planner.journal.count(Stage.PREPARING)
+    planner.wait(1.5)
+    assert planner.journal.count(Stage.PREPARING) == count
+    planner.wait(1.0)
+    assert planner.journal.count(Stage.PREPARING) == count + 1
+
+
+@pytest.mark.parametrize("stage", [Stage.PREPARING, Stage.COMMITTING, Stage.EXCHANGING])
+def test_a_new_leader_takes_up_what_is_journaled(stage: Stage) -> None:
+    old = Planner()
+    old.start("w0", "w1")
+    old.drop("w0", "w1")
+    if stage is not Stage.PREPARING:
+        old.answer(MemberPhase.PREPARED, "w0", "w1")
+    if stage is Stage.EXCHANGING:
+        old.answer(MemberPhase.EXCHANGING, "w0", "w1")
+    assert old.journal[-1] is stage
+    new = Planner()
+    new.stored, new.lives = old.stored, old.lives
+    new.token += 1
+    new.lead()
+    if stage is Stage.PREPARING:
+        assert new.journal == [Stage.ABORTING]
+        new.answer(MemberPhase.ABORTED, "w0", "w1")
+        assert new.shape == ["w0[0:4]", "w1[0:4]"]
+    else:
+        assert new.shape == ["w0[0:2]+w1[2:4]"]
+        new.answer(MemberPhase.DONE, "w0", "w1")
+        assert new.journal[-1] is Stage.DONE
+        assert new.shape == ["w0[0:2]+w1[2:4]"]
+
+
+def test_a_deposed_planner_stops_and_refuses() -> None:
+    planner = Planner()
+    planner.start("w0", "w1")
+    planner.outcomes = [WriteOutcome.UNAVAILABLE]
+    planner.drop("w0", "w1")
+    planner.said.clear()
+    planner.tell(LeadershipChanged(planner.now_s, "c", None))
+    refused = planner.told(RefuseChange)
+    assert [c.refusal for c in refused if isinstance(c, RefuseChange)] == [ChangeRefusal.STANDBY]
+    assert not planner.core.conductor.busy
+
+
+def test_another_layout_than_planned_on_is_a_conflict_and_nobody_is_told() -> None:
+    planner = Planner()
+    planner.start("w0", "w1")
+    planner.outcomes = [WriteOutcome.CONFLICT]
+    planner.drop("w0", "w1")
+    assert planner.journal == []
+    assert not planner.calls(Call.PREPARE)
+    refused = [c for c in planner.said if isinstance(c, RefuseChange)]
+    assert [c.refusal for c in refused] == [ChangeRefusal.NOT_POSSIBLE]
+
+
+def test_a_conflict_at_the_decision_aborts() -> None:
+    planner = Planner()
+    planner.start("w0", "w1")
+    planner.drop("w0", "w1")
+    planner.outcomes = [WriteOutcome.CONFLICT]
+    planner.answer(MemberPhase.PREPARED, "w0", "w1")
+    assert planner.journal == [Stage.PREPARING, Stage.ABORTING]
+    planner.answer(MemberPhase.ABORTED, "w0", "w1")
+    assert planner.shape == ["w0[0:4]", "w1[0:4]"]
+
+
+def test_a_burst_that_returns_aborts_the_restore() -> None:
+    planner = Planner()
+    planner.start("w0", "w1")
+    planner.drop("w0", "w1")
+    planner.go_through("w0", "w1")
+    planner.load = replace(LOAD, used_block_count=0, running_count=0)
+    planner.tell(ReliefRaised(planner.now_s, "r1"))
+    assert planner.journal[-1] is Stage.PREPARING
+    call = next(c for c in reversed(planner.said) if isinstance(c, CallMember) and c.call is Call.PREPARE)
+    assert call.journal.kind is Kind.RESTORE
+    assert call.sources, "each missing layer has a holder"
+    planner.tell(OverloadRaised(planner.now_s, "o2", EXTENT))
+    assert planner.journal[-1] is Stage.ABORTING
+    planner.answer(MemberPhase.ABORTED, "w0", "w1")
+    assert planner.shape == ["w0[0:2]+w1[2:4]"]
+    assert "demand is back" in planner.core.conductor.records()[0].summary
+
+
+def test_never_two_transitions_at_once() -> None:
+    planner = Planner()
+    planner.start("w0", "w1", "w2", "w3")
+    planner.drop("w0", "w1")
+    for number in range(3):
+        planner.tell(OverloadRaised(planner.now_s, f"o{number}", EXTENT))
+        planner.tell(ReliefRaised(planner.now_s, f"r{number}"))
+    assert planner.journal == [Stage.PREPARING]
+    planner.go_through("w0", "w1")
+    assert planner.journal.count(Stage.PREPARING) == 1
+
+
+def test_nothing_left_to_merge_is_said() -> None:
+    planner = Planner()
+    planner.start("w0")
+    planner.tell(OverloadRaised(planner.now_s, "o1", EXTENT))
+    [nothing] = planner.told(NothingDone)
+    assert isinstance(nothing, NothingDone)
+    assert nothing.shortfall_bytes == EXTENT
+    assert planner.journal == []
+
+
+def test_a_plan_that_falls_short_is_carried_out_and_said() -> None:
+    planner = Planner()
+    planner.start("w0", "w1")
+    planner.tell(OverloadRaised(planner.now_s, "o1", 1000 * EXTENT))
+    nothing = [c for c in planner.said if isinstance(c, NothingDone)]
+    assert [c.why for c in nothing] == ["no plan frees enough"]
+    assert planner.journal == [Stage.PREPARING]
+
+
+def test_the_policy_recompute_only_counts() -> None:
+    planner = Planner(drops=False)
+    planner.start("w0", "w1")
+    planner.tell(OverloadRaised(planner.now_s, "o1", EXTENT))
+    assert len(planner.told(NothingDone)) == 1
+    assert planner.journal == []
+
+
+def test_loads_that_are_not_to_be_had_refuse_a_change() -> None:
+    planner = Planner()
+    planner.start("w0", "w1")
+    planner.load = None
+    planner.tell(DropRequested(planner.now_s, "c", "d1", required_bytes=1))
+    [refused] = planner.told(RefuseChange)
+    assert isinstance(refused, RefuseChange)
+    assert refused.refusal is ChangeRefusal.NO_LOADS
+
+
+def test_a_member_that_drains_takes_its_group_apart_first() -> None:
+    planner = Planner()
+    planner.start("w0", "w1")
+    planner.drop("w0", "w1")
+    planner.go_through("w0", "w1")
+    planner.tell(InstanceDraining(planner.now_s, "c", WorkerId("w1"), Incarnation(1)))
+    planner.wait(3.0)
+    assert planner.core.conductor.record is not None
+    assert planner.core.conductor.record.by == "drain"
+    planner.go_through("w0", "w1")
+    assert planner.shape == ["w0[0:4]", "w1[0:4]"]
+    assert [g.leader.draining for g in planner.core.layout.groups] == [False, True]
+
+
+def test_a_restore_by_hand_asks_nobody_about_load() -> None:
+    planner = Planner()
+    planner.start("w0", "w1")
+    planner.drop("w0", "w1")
+    planner.go_through("w0", "w1")
+    planner.load = replace(LOAD, block_count=96, used_block_count=40)
+    planner.tell(ReliefRaised(planner.now_s, "r1"))
+    assert planner.journal[-1] is Stage.DONE, "too much is in use for one by itself"
+    planner.now_s += 41.0
+    planner.tell(RestoreRequested(planner.now_s, "c", "x1"))
+    planner.go_through("w0", "w1")
+    assert planner.shape == ["w0[0:4]", "w1[0:4]"]
+    assert "restored after 41 s" in planner.core.conductor.records()[0].summary
+
+
+def test_the_summary_names_layers_memory_victims_and_times() -> None:
+    planner = Planner()
+    planner.start("w0", "w1")
+    planner.drop("w0", "w1")
+    planner.answer(MemberPhase.PREPARED, "w0", "w1")
+    for worker, victims, sent in (("w0", 37, 5_000_000), ("w1", 0, 3_100_000)):
+        status = MemberStatus(
+            block_count_before=32,
+            block_count_after=96,
+            victim_count=victims,
+            kv_bytes_sent=sent,
+            exchange_s=0.21,
+            max_stall_s=0.3,
+        )
+        planner.answer(MemberPhase.DONE, worker, status=status)
+    moved = [c for c in planner.said if isinstance(c, TransitionMoved)]
+    assert moved[-1].record.summary == (
+        "group {w0,w1}: dropped layers w0[2:4) w1[0:2), +0.0 MB KV (1.0k -> 1.5k tokens), 37 victims,"
+        " exchanged 8.1 MB in 0.21 s, longest stall 0.3 s"
+    )
+    assert [c for c in planner.said if isinstance(c, Publish)]
+
+
+def test_an_unknown_outcome_of_the_decision_is_written_again_until_it_is_known() -> None:
+    planner = Planner()
+    planner.start("w0", "w1")
+    planner.drop("w0", "w1")
+    planner.outcomes = [WriteOutcome.UNAVAILABLE, WriteOutcome.UNAVAILABLE]
+    planner.answer(MemberPhase.PREPARED, "w0", "w1")
+    assert planner.shape == ["w0[0:4]", "w1[0:4]"]
+    planner.tell(OverloadRaised(planner.now_s, "o", EXTENT))
+    planner.wait(2.0)
+    assert planner.journal == [Stage.PREPARING, Stage.COMMITTING]
+    assert planner.shape == ["w0[0:2]+w1[2:4]"]
+
+
+def test_epochs_of_transitions_taken_back_are_not_used_again() -> None:
+    planner = Planner()
+    planner.start("w0", "w1")
+    planner.drop("w0", "w1")
+    planner.answer(MemberPhase.FAILED, "w0", why="x")
+    planner.answer(MemberPhase.ABORTED, "w0", "w1")
+    new = Planner()
+    new.stored, new.lives, new.token = planner.stored, planner.lives, planner.token + 1
+    new.lead()
+    for one in (planner, new):
+        one.up("w2")
+        one.wait(0.2)
+        assert one.core.layout.epoch == 3
