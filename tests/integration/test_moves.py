@@ -147,7 +147,7 @@ def test_cancel_and_deadline_between_two_workers() -> None:
             group.publish([leader, other])
             await group.adopted()
             dispatcher = group.arena.dispatcher
-            late = asyncio.create_task(dispatcher.generate(request(max_tokens=4000, request_id="late"), timeout_s=1.0))
+            late = asyncio.create_task(dispatcher.generate(request(max_tokens=4000, request_id="late"), timeout_s=4.0))
             call = dispatcher.stub.Generate(request(max_tokens=4000, request_id="cancelled"))
             await call.read()
             await until(lambda: len(leader.running) == 2, "both to run")
