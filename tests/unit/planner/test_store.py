@@ -3,20 +3,22 @@
 import asyncio
 import base64
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from ballast.common.errors import Unavailable
-from ballast.common.ids import Epoch, Incarnation, WorkerId
-from ballast.common.layout import Layout
+from ballast.common.ids import Epoch, GroupId, Incarnation, WorkerId
+from ballast.common.layout import Group, Layout
 from ballast.local.state_server import PrivateStateServer
 from ballast.rpc import codec
 from ballast.service.state import StateServer
 from ballastpb.cluster.v1 import cluster_pb2
-from services.planner.core.messages import StoredLayout, WriteLayout, WriteOutcome
+from services.planner.core.messages import StoredLayout, WriteJournal, WriteLayout, WriteOutcome
+from services.planner.core.transition import Journal, Kind, Stage
 from services.planner.policy.replicate import Placeable, one_group_each
-from services.planner.store import LAYOUT_CHANNEL, LAYOUT_KEY, RedisLayoutStore
+from services.planner.store import JOURNAL_KEY, LAYOUT_CHANNEL, LAYOUT_KEY, RedisLayoutStore
 from tests.support.reporting_worker import model_info
 
 MODEL = model_info(4)
@@ -123,5 +125,118 @@ def test_without_a_state_server_nothing_hangs() -> None:
         with pytest.raises(Unavailable):
             await store.load()
         assert await store.write(write(1, None, 5)) is WriteOutcome.UNAVAILABLE
+
+    tell(story)
+
+
+def change(stage: Stage, epoch: int = 2) -> Journal:
+    base = layout(epoch - 1, "w1", "w2")
+    stages = tuple(
+        replace(g.leader, first_layer=2 * i, last_layer=2 * i + 2, data_address=f"w{i}:2")
+        for i, g in enumerate(base.groups)
+    )
+    target = Layout(Epoch(epoch), 4, (Group(GroupId("w1"), stages),), "drop")
+    return Journal(Kind.DROP, base, target, stage, "overload", "taken back" if stage is Stage.ABORTED else "")
+
+
+def note(stage: Stage, token: int, expected: int = 1, epoch: int = 2) -> WriteJournal:
+    return WriteJournal(change(stage, epoch), Epoch(expected), MODEL, ((WorkerId("w9"), Incarnation(3)),), token, "c")
+
+
+async def base_written(state: StateServer, store: RedisLayoutStore) -> int:
+    token = await state.acquire_lease("planner", "p1", 10.0, "host:1")
+    assert token is not None
+    command = WriteLayout(layout(1, "w1", "w2"), MODEL, None, token, "c")
+    assert await store.write(command) is WriteOutcome.WRITTEN
+    return token
+
+
+def test_with_the_decision_the_layout_changes_and_not_before() -> None:
+    async def story(server: PrivateStateServer, state: StateServer, store: RedisLayoutStore) -> None:
+        token = await base_written(state, store)
+        pubsub = state.redis.pubsub()
+        await pubsub.subscribe(LAYOUT_CHANNEL)
+        before, after = layout(1, "w1", "w2"), change(Stage.COMMITTING).target
+        for stage, in_force in (
+            (Stage.PREPARING, before),
+            (Stage.COMMITTING, after),
+            (Stage.EXCHANGING, after),
+            (Stage.DONE, after),
+        ):
+            assert await store.write_journal(note(stage, token)) is WriteOutcome.WRITTEN
+            stored = await store.load()
+            assert stored is not None
+            assert (stored.layout, stored.journal) == (in_force, change(stage))
+        assert stored.partial == ((WorkerId("w9"), Incarnation(3)),)
+        told: list[str] = []
+        while message := await pubsub.get_message(timeout=0.2):
+            if message["type"] == "message":
+                told.append(str(message["data"]))
+        assert told == ["2"], "dispatchers hear of the decision once"
+        await pubsub.aclose()
+        assert await store.write(write(3, 2, token)) is WriteOutcome.WRITTEN, "layouts go on behind the transition's"
+
+    tell(story)
+
+
+def test_a_deposed_planner_cannot_journal() -> None:
+    async def story(server: PrivateStateServer, state: StateServer, store: RedisLayoutStore) -> None:
+        old = await base_written(state, store)
+        assert await store.write_journal(note(Stage.PREPARING, old)) is WriteOutcome.WRITTEN
+        await state.release_lease("planner", "p1")
+        assert await store.write_journal(note(Stage.COMMITTING, old)) is WriteOutcome.FENCED, "nobody leads"
+        new = await state.acquire_lease("planner", "p2", 10.0, "host:2")
+        assert new is not None
+        for stage in Stage:
+            assert await store.write_journal(note(stage, old)) is WriteOutcome.FENCED
+        stored = await store.load()
+        assert stored is not None
+        assert (stored.layout.epoch, stored.journal) == (1, change(Stage.PREPARING))
+        assert await store.write_journal(note(Stage.ABORTED, new)) is WriteOutcome.WRITTEN
+        stored = await store.load()
+        assert stored is not None
+        assert stored.journal == change(Stage.ABORTED)
+
+    tell(story)
+
+
+def test_a_decision_on_another_layout_than_planned_is_refused_as_a_whole() -> None:
+    async def story(server: PrivateStateServer, state: StateServer, store: RedisLayoutStore) -> None:
+        token = await base_written(state, store)
+        assert await store.write(WriteLayout(layout(4, "w1"), MODEL, Epoch(1), token, "c")) is WriteOutcome.WRITTEN
+        assert await store.write_journal(note(Stage.PREPARING, token)) is WriteOutcome.CONFLICT
+        assert await store.write_journal(note(Stage.COMMITTING, token)) is WriteOutcome.CONFLICT
+        stored = await store.load()
+        assert stored is not None
+        assert (stored.layout.epoch, stored.journal) == (4, None)
+
+    tell(story)
+
+
+def test_the_same_decision_written_again_is_written_and_an_older_one_refused() -> None:
+    async def story(server: PrivateStateServer, state: StateServer, store: RedisLayoutStore) -> None:
+        token = await base_written(state, store)
+        for _ in range(2):
+            assert await store.write_journal(note(Stage.COMMITTING, token)) is WriteOutcome.WRITTEN
+        assert await store.write(write(3, 2, token)) is WriteOutcome.WRITTEN
+        assert await store.write_journal(note(Stage.COMMITTING, token)) is WriteOutcome.WRITTEN
+        stored = await store.load()
+        assert stored is not None
+        assert stored.layout.epoch == 3, "a repetition does not bring the old layout back"
+        assert await store.write_journal(note(Stage.PREPARING, token, 3, 4)) is WriteOutcome.WRITTEN
+        assert await store.write_journal(note(Stage.DONE, token)) is WriteOutcome.CONFLICT
+
+    tell(story)
+
+
+def test_a_journal_of_another_version_is_left_alone() -> None:
+    async def story(server: PrivateStateServer, state: StateServer, store: RedisLayoutStore) -> None:
+        token = await base_written(state, store)
+        assert await store.write_journal(note(Stage.PREPARING, token)) is WriteOutcome.WRITTEN
+        await state.run(state.redis.hset(JOURNAL_KEY, "body", "{}"))  # pyright: ignore[reportArgumentType]
+        stored = await store.load()
+        assert stored is not None
+        assert stored.journal is None
+        assert stored.layout.epoch == 1
 
     tell(story)
