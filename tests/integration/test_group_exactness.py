@@ -5,6 +5,7 @@
 
 import asyncio
 import functools
+import gc
 import os
 import threading
 from collections.abc import Callable, Generator
@@ -48,9 +49,11 @@ def test_no_token_changes_whatever_happens_to_the_layout(
     seed: int, known: Callable[[int], Known], tally: Tally
 ) -> None:
     model_dir, wishes, expected = known(LAYERS[seed % len(LAYERS)])
+    gc.collect()
     threads, descriptors = set(threading.enumerate()), _descriptors()
     history = History(seed, model_dir, wishes, expected, REQUESTS)
     asyncio.run(history.run())
+    gc.collect()
     assert set(threading.enumerate()) <= threads
     assert _descriptors() == descriptors
     assert history.tally.requests == REQUESTS

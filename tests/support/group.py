@@ -12,7 +12,7 @@ from pathlib import Path
 from ballast.common.ids import Epoch, GroupId, Incarnation, RequestId, WorkerId
 from ballast.common.layout import Group, Layout, Member
 from ballast.common.sampling import FinishReason, SamplingParams
-from services.worker.core.batch import TokenLogprobs
+from services.worker.core.batch import NewSequence, TokenLogprobs
 from services.worker.core.events import Aborted, Emit, Ending, SequenceKey, Submitted
 from services.worker.core.limits import WorkerLimits
 from services.worker.core.transition import AbortRequested, CommitRequested, Kind, Phase, Plan
@@ -125,6 +125,8 @@ class Dispatcher:
 
     def __init__(self, workers: dict[str, GroupWorker]) -> None:
         self._workers = workers
+        model_dir = next(iter(workers.values())).engine.model_dir
+        self._detokenizer = functools.partial(primed_detokenizer, load_tokenizer(model_dir))
         self._streams: dict[str, OutputStream] = {}
         self._handles = count(1)
         self._live: dict[tuple[str, int], Answer] = {}
@@ -189,7 +191,7 @@ class Dispatcher:
                 prompt_token_ids=answer.prompt,
                 sampling=answer.sampling,
                 output_token_ids=tuple(answer.token_ids),
-                output_text=answer.text,
+                output_text=self._text_of(answer),
                 delivered_text_chars=len(answer.text),
                 deadline_at_s=answer.deadline_at_s,
                 expects_handover=follows,
@@ -197,6 +199,11 @@ class Dispatcher:
         )
         if answer.cancelled:
             await self.cancel(answer)
+
+    def _text_of(self, answer: Answer) -> str:
+        """As a worker's servicer makes it of the tokens."""
+        new = NewSequence(0, answer.prompt, (), answer.sampling)
+        return "".join(map(self._detokenizer(new).push, answer.token_ids))
 
     async def _listen(self, name: str, stream: OutputStream) -> None:
         while (output := await stream.next()) is not None:
@@ -339,8 +346,14 @@ class Cluster:
 
 
 def _left(worker: GroupWorker) -> str:
-    ids = worker.book.sequence_ids
+    ids, member, transition = worker.book.sequence_ids, worker.member, worker.member._transition
+    open_ = transition and (transition.phase, transition._is)
+    home = member._homecoming
     return (
+        f"{open_} undoing {member._undoing} learning {member._learning} quiescing {member._quiescing} wants room"
+        f" {home.wants_room} granted {member._room_epoch} links missing {member._links_missing} pulls"
+        f" {home._pull and home._pull._under_way}, suspended {worker.core.suspended_ids}, in flight"
+        f" {worker.core.in_flight_count}, settled {worker.core.settled}; "
         f"leads {worker.member.leads}, blocks of {[(i >> 32, i & 0xFFFFFFFF) for i in ids]}, live"
         f" {worker.core.sequence_ids}, {worker.core.orphan_count} orphans, {list(worker.member.progress.values())[-1:]}"
     )

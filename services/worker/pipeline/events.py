@@ -104,7 +104,7 @@ class PieceSent(MemberEvent):
 class LayerAsked(MemberEvent):
     epoch: Epoch
     layer: int
-    peer: WorkerId
+    link: Link  # it may have come before this side's word that the link is up
 
 
 @dataclass(frozen=True, slots=True)

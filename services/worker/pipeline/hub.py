@@ -69,7 +69,7 @@ class Hub:
             case Topic.CAPACITY:
                 self._post(CapacityTold(epoch, peer, message.stream))
             case Topic.LAYER_WANTED:
-                self._post(LayerAsked(epoch, message.stream, peer))
+                self._post(LayerAsked(epoch, message.stream, link))
             case Topic.LAYER_REFUSED:
                 self._post(LayerArrived(epoch, message.stream, peer, b"", f"{peer} does not give it"))
             case Topic.ROOM:

@@ -610,6 +610,8 @@ class GroupMember:
     def _lead(self, victims: tuple[Victim, ...]) -> None:
         """All members are ready. Whoever finds no room in the smallest stage starts over; the youngest first."""
         transition, now_s = self._current(), time.monotonic()
+        alive = self._core.kv_tokens  # own ones may have ended since they were counted
+        victims = tuple(v for v in victims if v.old_leader != self.me or v.sequence_id in alive)
         members = members_of(transition.part.new)
         self._capacities |= {peer: count for peer, count in self._told_capacities.items() if peer in members}
         capacity = min(self._capacities.values())
@@ -702,7 +704,7 @@ class GroupMember:
     def _room_is_granted(self, epoch: Epoch) -> None:
         if self._stages and self._stages[-1].worker_id != self.me:
             self._send(self._next_stage(), TrafficClass.ACTIVATION, Topic.ROOM, b"", stream=epoch)
-        self._room_epoch = epoch
+        self._room_epoch = max(self._room_epoch, epoch)
         self._take_room()
 
     def _take_room(self) -> None:
@@ -720,9 +722,7 @@ class GroupMember:
         return True
 
     def _layer_asked(self, event: LayerAsked) -> None:
-        link, transition = self._link(event.peer, event.epoch), self._transition
-        if link is None:
-            return
+        link, transition = event.link, self._transition
         if transition is not None and transition.epoch == event.epoch and transition.phase in _BEFORE_COMMIT:
             self._homecoming.serve(link, event, range(self._first_layer, self._last_layer))
         else:
