@@ -1,4 +1,4 @@
-"""The parts of `make demo` that decide: scale factors, verification of answers, the verdict."""
+"""The parts of `make demo` that decide: sizes and scale factors, verification of answers, the verdict."""
 
 from pathlib import Path
 
@@ -15,38 +15,56 @@ transformers = pytest.importorskip("transformers")
 
 import torch  # noqa: E402
 
-from benchmarks import demo, verify_answers  # noqa: E402
+from benchmarks import demo, demo_report, verify_answers  # noqa: E402
+from benchmarks import demo_sizing as sizing  # noqa: E402
 
 
-def test_scales_keep_any_trace_within_time_and_peak_rate() -> None:
-    steady = [TraceRequest(i * 0.2, 1158, 259) for i in range(3200)]
-    burst = [TraceRequest(300 + i * 0.02, 1158, 259) for i in range(2000)]
+def test_the_burst_asks_for_more_than_undropped_memory_can_serve() -> None:
+    trace = read_trace(demo.SHIPPED_TRACE)
+    time_scale, shorter = sizing.scales(trace, sizing.Pace(1500.0, 16 / 1500.0))
+    peak_per_s = sizing.peak_output_tokens(trace.requests) / sizing.PEAK_WINDOW_S / time_scale
+    assert shorter == 1.0
+    assert peak_per_s == pytest.approx(sizing.BURST_LOAD * 1500.0, rel=0.05)
+
+
+def test_a_long_trace_is_compressed_and_then_its_lengths_are_shortened() -> None:
+    steady = [TraceRequest(i * 0.2, 80, 160) for i in range(32_000)]
+    burst = [TraceRequest(3000 + i * 0.02, 80, 160) for i in range(2000)]
     trace = Trace(source="x", format="azure", requests=tuple(sorted(steady + burst, key=lambda r: r.arrival_s)))
-    time_scale, length_scale = demo.default_scales(trace, 1024)
-    scaled = trace.scaled(time_scale=time_scale, length_scale=length_scale)
-    assert 0.9 * demo.MAX_SPAN_S < scaled.span_s <= demo.MAX_SPAN_S
-    peak = max(
-        sum(r.input_tokens + r.output_tokens for r in scaled.requests if at_s <= r.arrival_s < at_s + 10) / 10
-        for at_s in range(90)
-    )
-    assert 0.8 * demo.MAX_PEAK_TOKENS_PER_S < peak <= 1.05 * demo.MAX_PEAK_TOKENS_PER_S
-
-
-def test_a_short_light_trace_is_not_stretched() -> None:
-    trace = Trace(source="x", format="ballast", requests=(TraceRequest(10.0, 10, 10),))
-    assert demo.default_scales(trace, 1024) == (1.0, 1.0)
+    pace = sizing.Pace(1000.0, 0.016)
+    time_scale, shorter = sizing.scales(trace, pace)
+    scaled = trace.scaled(time_scale=time_scale, length_scale=shorter)
+    assert 0.8 * sizing.MAX_SPAN_S < scaled.span_s <= sizing.MAX_SPAN_S
+    peak_per_s = sizing.peak_output_tokens(scaled.requests) / sizing.PEAK_WINDOW_S
+    assert peak_per_s <= 1.3 * sizing.BURST_LOAD * pace.output_tokens_per_s
 
 
 @pytest.mark.parametrize(("scale", "rounded"), [(0.1567, 0.15), (1.0, 1.0), (0.0099, 0.0099), (0.30001, 0.3)])
 def test_factors_are_rounded_down_to_two_digits(scale: float, rounded: float) -> None:
-    assert demo._two_digits(scale) == rounded
+    assert sizing.two_digits(scale) == rounded
 
 
-def test_the_shipped_trace_fits_without_cutting() -> None:
-    trace = read_trace(demo.SHIPPED_TRACE)
-    max_model_len = PRESETS["demo"].max_len
-    time_scale, length_scale = demo.default_scales(trace, max_model_len)
-    assert time_scale == 1.0
+def test_memory_holds_eight_mean_requests_each_and_more_when_parameters_are_dropped() -> None:
+    requests = [TraceRequest(0.0, 60, 100), TraceRequest(1.0, 80, 160)]
+    memory = sizing.size_memory(
+        requests, parameter_bytes=50_000_000, layer_parameter_bytes=48_000_000, kv_bytes_per_token=4096, workers=2
+    )
+    assert memory.undropped_tokens == 2 * 8 * 200
+    assert memory.device_memory_bytes == 50_000_000 + 8 * 200 * 4096
+    assert memory.dropped_tokens == memory.undropped_tokens + 48_000_000 // 4096
+
+
+def test_demand_is_what_requests_hold_while_they_live() -> None:
+    demand = sizing.forecast([TraceRequest(0.0, 100, 100), TraceRequest(2.0, 1, 1)], 0.01)
+    assert demand.peak_tokens == pytest.approx(200, abs=15)
+    assert demand.mean_tokens == pytest.approx(75, abs=10)  # the first lives for one of two seconds
+
+
+@pytest.mark.parametrize("name", ["answers.csv", "bursty.csv"])
+def test_the_shipped_traces_fit_without_cutting(name: str) -> None:
+    trace = read_trace(demo.SHIPPED_TRACE.with_name(name))
+    max_model_len = PRESETS[demo.PRESET].max_len
+    length_scale = sizing.first_length_scale(trace)
     assert trace.scaled(length_scale=length_scale, max_total_tokens=max_model_len).clamped_count == 0
 
 
@@ -134,13 +152,26 @@ def test_the_verdict_names_every_problem() -> None:
     result = bench_result(run)
     assert any("4 requests did not finish" in p for p in demo.judge(result))
     run.records = [r for r in run.records if r.outcome is Outcome.FINISHED]
-    good = bench_result(run).policies["recompute"].model_copy(update={"verified_count": 24, "token_mismatches": 0})
-    finished = bench_result(run).model_copy(update={"policies": {"recompute": good}})
+    plain = bench_result(run).policies["recompute"]
+    good = plain.model_copy(update={"verified_count": 24, "token_mismatches": 0})
+    finished = bench_result(run).model_copy(update={"policies": {"recompute": plain, "drop": good}})
     assert demo.judge(finished) == []
     bad = good.model_copy(update={"token_mismatches": 2, "verified_count": 19})
-    problems = demo.judge(finished.model_copy(update={"complete": False, "policies": {"recompute": bad}}))
+    problems = demo.judge(
+        finished.model_copy(update={"complete": False, "policies": {"recompute": plain, "drop": bad}})
+    )
     assert problems == [
         "interrupted",
         "only 19 answers could be verified",
         "2 tokens differ from those of transformers",
     ]
+
+
+def test_answers_of_two_runs_are_compared_one_by_one() -> None:
+    run = bursty_run()
+    for made in run.records:
+        made.prompt_token_ids, made.output_token_ids = [1], [2]
+    one = bench_result(run).policies["recompute"]
+    assert demo_report.differing_answers(one, one) == (0, 296)
+    run.records[0].output_token_ids = [3]
+    assert demo_report.differing_answers(one, bench_result(run).policies["recompute"]) == (1, 296)

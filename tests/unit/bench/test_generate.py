@@ -3,7 +3,15 @@ from pathlib import Path
 
 import pytest
 
-from ballast.bench.generate import BURSTGPT_INPUT, BURSTGPT_OUTPUT, BurstySpec, Quantiles, generate, sample_length
+from ballast.bench.generate import (
+    BURSTGPT_INPUT,
+    BURSTGPT_OUTPUT,
+    KINDS,
+    BurstySpec,
+    Quantiles,
+    generate,
+    sample_length,
+)
 from ballast.bench.traces import read_trace
 
 SHIPPED = Path(__file__).parents[3] / "benchmarks" / "traces" / "bursty.csv"
@@ -14,6 +22,12 @@ def test_the_shipped_trace_is_what_the_generator_makes() -> None:
     assert trace.requests == generate()
     assert len(trace.requests) >= 300
     assert 60 <= trace.span_s <= 90
+
+
+def test_the_demo_trace_is_what_the_generator_makes() -> None:
+    trace = read_trace(SHIPPED.with_name("answers.csv"))
+    assert trace.requests == generate(KINDS["answers"])
+    assert sum(r.output_tokens for r in trace.requests) > 2 * sum(r.input_tokens for r in trace.requests)
 
 
 def test_another_seed_gives_another_trace() -> None:
