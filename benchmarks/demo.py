@@ -42,10 +42,14 @@ VERIFIED_ANSWERS = 40
 MIN_VERIFIED_ANSWERS = 20
 VERIFY_TIMEOUT_S = 120.0
 POLICIES = ("recompute", "drop")
-# Shorter than the defaults, because the whole trace is short.
-MONITOR_ENVIRON = {
+# Quicker than the defaults, because the whole trace is short; and armed earlier, since its burst comes at once.
+CLUSTER_ENVIRON = {
     "BALLAST_MONITOR__PRESSURE__DWELL_S": "2",
-    "BALLAST_MONITOR__PRESSURE__RELIEF_AFTER_S": "2",
+    "BALLAST_MONITOR__PRESSURE__RELIEF_AFTER_S": "1",
+    "BALLAST_MONITOR__PRESSURE__OVERLOAD_ARMING_FRACTION": "0.6",
+    "BALLAST_MONITOR__PRESSURE__OVERLOAD_THRESHOLD_FRACTION": "0.85",
+    "BALLAST_MONITOR__TICK_INTERVAL_S": "0.1",
+    "BALLAST_WORKER__REPORT_INTERVAL_S": "0.1",
 }
 MAX_NUM_SEQS = 64
 EXIT_FAILED, EXIT_CONFIGURATION = 1, 2
@@ -71,7 +75,7 @@ def start_cluster(args: argparse.Namespace, model: Path, memory: sizing.Memory, 
             "planner": ["--overload-policy", policy],
             "worker": ["--max-num-seqs", str(MAX_NUM_SEQS)],
         },
-        environ={"OMP_NUM_THREADS": "1", **MONITOR_ENVIRON},
+        environ={"OMP_NUM_THREADS": "1", **CLUSTER_ENVIRON},
         log_dir=args.out / "logs" / name,
     )
 
@@ -112,9 +116,7 @@ def _size_memory(args: argparse.Namespace, info: CheckpointInfo, trace: Trace) -
     )
 
 
-def _say_plan(
-    trace: Trace, memory: sizing.Memory, info: CheckpointInfo, pace: sizing.Pace, console: Console
-) -> None:
+def _say_plan(trace: Trace, memory: sizing.Memory, info: CheckpointInfo, pace: sizing.Pace, console: Console) -> None:
     demand = sizing.forecast(trace.requests, pace.seconds_per_token)
     whole, dropped = memory.undropped_tokens, memory.dropped_tokens
     kv_bytes = memory.device_memory_bytes - info.parameter_bytes
@@ -126,8 +128,13 @@ def _say_plan(
         f"KV demand if nobody waited: {demand.mean_tokens / whole:.0%} of it on average,"
         f" {demand.peak_tokens / whole:.0%} at the peak ({demand.peak_tokens / dropped:.0%} when dropped)"
     )
-    settings = ", ".join(f"{k.rsplit('__', 1)[1].lower()} {v}" for k, v in MONITOR_ENVIRON.items())
-    console.print(f"monitor: {settings}; all else as it is by default")
+    settings = ", ".join(f"{setting_name(name)} {value}" for name, value in CLUSTER_ENVIRON.items())
+    console.print(f"settings: {settings}; all others as they are by default")
+
+
+def setting_name(variable: str) -> str:
+    """BALLAST_MONITOR__TICK_INTERVAL_S -> monitor.tick_interval_s."""
+    return variable.removeprefix("BALLAST_").lower().replace("__", ".")
 
 
 async def replay(args: argparse.Namespace, plan: Plan, policy: str, console: Console) -> BenchResult:
@@ -143,7 +150,7 @@ async def replay(args: argparse.Namespace, plan: Plan, policy: str, console: Con
         "workers": args.workers,
         "device_memory_bytes": plan.memory.device_memory_bytes,
         "max_num_seqs": MAX_NUM_SEQS,
-        **{name.removeprefix("BALLAST_").lower(): value for name, value in MONITOR_ENVIRON.items()},
+        **{setting_name(name): value for name, value in CLUSTER_ENVIRON.items()},
     }
     async with start_cluster(args, plan.model, plan.memory, policy, policy) as cluster:
         console.print(

@@ -14,18 +14,18 @@ _GOAL_TTFT_TIMES, _GOAL_TPOT_FRACTION = 10.0, 0.25
 
 def compare(result: BenchResult) -> RenderableType:
     trace, policies = result.trace, result.policies
-    table = Table(
-        title=f"{trace.source}: {trace.request_count} requests over {trace.span_s:.0f} s"
-        f" (time x{trace.time_scale:g}, length x{trace.length_scale:g})",
-        title_justify="left",
+    headline = (
+        f"{trace.source}: {trace.request_count} requests over {trace.span_s:.0f} s"
+        f" (time x{trace.time_scale:g}, length x{trace.length_scale:g})"
     )
+    table = Table()
     table.add_column("")
     for name in policies:
         table.add_column(name, justify="right")
     for label, cell in _ROWS:
         table.add_row(label, *map(cell, policies.values()))
     lines = [Text(line) for line in (*_transition_lines(result), *_verdicts(result))]
-    return Group(table, *lines)
+    return Group(Text(headline, style="bold"), table, *lines)
 
 
 def differing_answers(one: PolicyResult, other: PolicyResult) -> tuple[int, int]:

@@ -50,10 +50,10 @@ class BurstySpec:
 
 
 ANSWERS = BurstySpec(
-    span_s=90.0,
+    span_s=95.0,
     base_rate=2.0,
     burst_start_s=22.0,
-    burst_s=10.0,
+    burst_s=12.0,
     burst_factor=4.0,
     cv=0.7,
     input_quantiles=ANSWERS_INPUT,

@@ -90,6 +90,7 @@ def _draw_policy(axes: "list[Axes]", policy: PolicyResult) -> None:
                 end_s = transition.at_s + transition.duration_s
                 axis.axvspan(transition.at_s, end_s, color=_GREY, alpha=0.3, linewidth=0, zorder=0)
     _name_groups(rate, spans)
+    _name_transitions(memory, policy)
 
 
 Span = tuple[float, float, str]
@@ -119,12 +120,29 @@ def _name_groups(axis: "Axes", spans: list[Span]) -> None:
     """Above the first panel: how many members the groups have."""
     for begin_s, _, name in spans:
         axis.annotate(
-            f"groups of {name}",
+            f"parameters dropped, groups of {name}",
             (begin_s, 1.0),
             xycoords=axis.get_xaxis_transform(),
             xytext=(0, 2),
             textcoords="offset points",
             va="bottom",
+            fontsize=8,
+            color=_GREY,
+        )
+
+
+def _name_transitions(axis: "Axes", policy: PolicyResult) -> None:
+    """Beside each dark band: which way it goes."""
+    for transition in policy.transitions:
+        if transition.kind is None:
+            continue
+        axis.annotate(
+            transition.kind,
+            (transition.at_s + (transition.duration_s or 0.0), 1.0),
+            xycoords=axis.get_xaxis_transform(),
+            xytext=(3, -3),
+            textcoords="offset points",
+            va="top",
             fontsize=8,
             color=_GREY,
         )
