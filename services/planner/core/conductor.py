@@ -133,11 +133,19 @@ class Conductor:
     def overload(self, event: OverloadRaised) -> list[Command]:
         if not self.rules.drops:
             return [NothingDone("overload", "the policy is recompute", event.required_bytes, event.cause_id)]
-        if self.coordinator is not None and self.coordinator.journal.kind is Kind.RESTORE:
+        if self._gives_memory_up:
             return self._steps(AbortWanted(event.at_s, "demand is back"), event.at_s, event.cause_id)
         if self.busy or isinstance(self._wish, DropWish):
             return []
         return self._take(DropWish("overload", event.cause_id, required_bytes=event.required_bytes), event.at_s)
+
+    @property
+    def _gives_memory_up(self) -> bool:
+        """A restore is under way; one of survivors, who serve nowhere, brings memory instead."""
+        if self.coordinator is None or self.coordinator.journal.kind is Kind.DROP:
+            return False
+        journal = self.coordinator.journal
+        return any(len(group.members) > 1 and group not in journal.target.groups for group in journal.base.groups)
 
     def relief(self, event: ReliefRaised) -> list[Command]:
         if self.busy or self._wish is not None or not self.rules.drops:

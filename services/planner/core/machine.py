@@ -190,6 +190,7 @@ class PlannerCore:
             return commands
         if first and not self.conductor.busy:
             commands += self.conductor.take_over(journal, event.at_s, event.cause_id)
+            commands += self._tell_lost(event)
         self._has_seen_last = self._has_seen_last or (stored is not None and stored.layout.epoch >= self.layout.epoch)
         if first or newer:
             self.roster.presume(self.layout, self.layout_model)
@@ -316,7 +317,7 @@ class PlannerCore:
         self._replan(event.at_s + self.rules.coalesce_s)
         return commands
 
-    def _tell_lost(self, event: InstanceUp | InstanceLost | SnapshotEnded) -> list[Command]:
+    def _tell_lost(self, event: InstanceUp | InstanceLost | SnapshotEnded | LayoutLoaded) -> list[Command]:
         """Tells the transition under way whom it has to do without."""
         coordinator = self.conductor.coordinator
         if coordinator is None:
@@ -325,7 +326,7 @@ class PlannerCore:
         for member in (m for group in coordinator.journal.target.groups for m in group.members):
             known = self.roster.known.get(member.worker_id)
             there = known is not None and known.placeable.incarnation == member.incarnation
-            named = not isinstance(event, SnapshotEnded) and event.worker_id == member.worker_id
+            named = isinstance(event, (InstanceUp, InstanceLost)) and event.worker_id == member.worker_id
             if not there and (named or self.roster.complete):
                 lost[member.worker_id] = self._why_lost.get(member.worker_id, "it is not there any more")
         commands = self.conductor.members_lost(lost, event.at_s, event.cause_id)

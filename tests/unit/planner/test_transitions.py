@@ -303,6 +303,8 @@ def test_a_member_lost_after_the_decision_leaves_survivors_that_get_all_layers_a
     assert call.member.worker_id == "w0"
     assert {holder for _, holder in call.sources} == {None}
     assert shape(call.journal.base) == ["w2[0:4]"]
+    planner.tell(OverloadRaised(planner.now_s, "o", EXTENT))
+    assert planner.journal[-1] is Stage.PREPARING, "it brings memory: demand is no reason to stop"
     planner.go_through("w0")
     assert planner.shape == ["w0[0:4]", "w2[0:4]"]
     assert planner.core.partial == ()

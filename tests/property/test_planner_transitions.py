@@ -1,0 +1,282 @@
+"""The planner's core with transitions: whatever members, store, monitor and operators do, and in whatever order."""
+
+from collections import Counter
+from dataclasses import replace
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from ballast.common.ids import Epoch, Incarnation, WorkerId
+from ballast.common.layout import Layout
+from services.planner.core import messages as p
+from services.planner.core.conductor import ConductorRules
+from services.planner.core.machine import PlannerCore, PlannerRules
+from services.planner.core.transition import MemberPhase, MemberSaid, Stage
+from tests.unit.planner.test_transitions import EXTENT, LOAD, MODEL
+
+WORKERS = st.sampled_from([WorkerId("w0"), WorkerId("w1"), WorkerId("w2")])
+FORWARD = {
+    None: MemberPhase.PREPARING,
+    MemberPhase.PREPARING: MemberPhase.PREPARED,
+    MemberPhase.COMMITTING: MemberPhase.EXCHANGING,
+    MemberPhase.EXCHANGING: MemberPhase.DONE,
+}
+
+
+class TransitionMachine(RuleBasedStateMachine):
+    """Members go through the phases that the planner's calls allow; answers come late, wrong, or never."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        transitions = ConductorRules(wish_timeout_s=2.0, retry_s=0.5)
+        self.core = PlannerCore(
+            PlannerRules(coalesce_s=0.1, verify_interval_s=1.0, retry_s=0.2, max_drains=2, transitions=transitions)
+        )
+        self.now_s = 0.0
+        self.token = 10_000
+        self.stored: p.StoredLayout | None = None
+        self.writes: list[p.WriteLayout | p.WriteJournal] = []  # under way
+        self.loads = 0
+        self.reads: list[p.ReadLoads] = []
+        self.lives: dict[WorkerId, int] = {}
+        self.dead: set[WorkerId] = set()
+        self.phases: dict[tuple[WorkerId, int, int], MemberPhase] = {}  # (worker, life, epoch) -> as that life sees it
+        self.in_force: list[Layout] = []
+        self.requests = 0
+        self.waiting: set[str] = set()
+        self.change_leadership(lead=True)
+        self.tell(p.SnapshotBegan(self.now_s, "c"))
+        for name in ("w0", "w1", "w2"):
+            self.up(WorkerId(name))
+        self.tell(p.SnapshotEnded(self.now_s, "c"))
+        self.time_goes_by(0.3)
+        self.time_goes_by(0.3)
+
+    def tell(self, event: p.Event) -> None:
+        for command in self.core.handle(event):
+            match command:
+                case p.LoadLayout():
+                    self.loads += 1
+                case p.WriteLayout() | p.WriteJournal():
+                    self.writes.append(command)
+                case p.ReadLoads():
+                    self.reads.append(command)
+                case p.CallMember():
+                    self.called(command)
+                case p.AnswerChange(request_id) | p.RefuseChange(request_id):
+                    self.waiting.discard(request_id)
+                case _:
+                    pass
+
+    def called(self, command: p.CallMember) -> None:
+        """A call arrives, or it does not: `answer` decides what of it the planner hears."""
+        worker_id, epoch = command.member.worker_id, command.journal.epoch
+        if worker_id in self.dead or self.lives.get(worker_id) != command.member.incarnation:
+            return
+        key = (worker_id, command.member.incarnation, epoch)
+        phase = self.phases.get(key)
+        match command.call:
+            case p.Call.PREPARE if phase is None:
+                self.phases[key] = MemberPhase.PREPARING
+            case p.Call.COMMIT if phase is MemberPhase.PREPARED:
+                assert self.stored is not None
+                assert self.stored.journal is not None
+                assert self.stored.journal.epoch >= epoch, "commit is told before it is decided"
+                assert any(layout.epoch == epoch for layout in self.in_force), "commit is told before it is decided"
+                self.phases[key] = MemberPhase.COMMITTING
+            case p.Call.ABORT:
+                assert phase in (None, *_TAKEN_BACK), f"{worker_id} is to abort epoch {epoch} while {phase}"
+                self.phases[key] = MemberPhase.ABORTED
+            case _:
+                pass
+
+    # ------------------------------------------------------------ rules
+
+    @rule(lead=st.sampled_from([True, True, False]), rarely=st.integers(0, 5))
+    def leadership_changes(self, lead: bool, rarely: int) -> None:
+        if rarely == 5:
+            self.change_leadership(lead)
+
+    def change_leadership(self, lead: bool) -> None:
+        self.token += 1000
+        self.tell(p.LeadershipChanged(self.now_s, "c", self.token if lead else None))
+
+    @precondition(lambda self: self.loads or self.writes or self.reads)
+    @rule(fails=st.sampled_from([False, False, False, False, True]))
+    def operate(self, fails: bool) -> None:
+        """One operation of the store or of the monitor ends."""
+        if self.writes:
+            self.settle(fails)
+        elif self.loads:
+            self.loads -= 1
+            self.tell(p.LoadFailed(self.now_s, "c") if fails else p.LayoutLoaded(self.now_s, "c", self.stored))
+        else:
+            self.read_loads(fails)
+
+    @rule()
+    def everybody_goes_on(self) -> None:
+        self.time_goes_by(0.05)
+        if self.core.conductor.busy:
+            self.members_go_on()
+        self.time_goes_by(0.05)
+
+    @rule(pause_s=st.sampled_from([0.02, 0.3]))
+    def time_goes_by(self, pause_s: float) -> None:
+        """And all operations that are under way end well."""
+        while self.loads or self.writes or self.reads:
+            self.operate(fails=False)
+        self.fire(pause_s)
+
+    def settle(self, answer_is_lost: bool) -> None:
+        write = self.writes.pop(0)
+        outcome = self.carry_out(write)
+        if answer_is_lost:
+            outcome = p.WriteOutcome.UNAVAILABLE
+        if isinstance(write, p.WriteLayout):
+            self.tell(p.WriteSettled(self.now_s, "c", write.layout.epoch, write.token, outcome))
+        else:
+            journal = write.journal
+            self.tell(p.JournalSettled(self.now_s, "c", journal.epoch, journal.stage, write.token, outcome))
+
+    def carry_out(self, write: p.WriteLayout | p.WriteJournal) -> p.WriteOutcome:
+        """The rules of the real scripts."""
+        if write.token != self.token:
+            return p.WriteOutcome.FENCED
+        stored_epoch = self.stored.layout.epoch if self.stored else None
+        old = self.stored.journal if self.stored else None
+        if isinstance(write, p.WriteLayout):
+            if stored_epoch != write.expected_epoch:
+                return p.WriteOutcome.CONFLICT
+            self.stored = p.StoredLayout(write.layout, write.model, write.partial, old)
+            self.in_force.append(write.layout)
+            return p.WriteOutcome.WRITTEN
+        if old == write.journal:
+            return p.WriteOutcome.WRITTEN
+        conditional = write.journal.stage in (Stage.PREPARING, Stage.COMMITTING)
+        stale = old is not None and old.epoch > write.journal.epoch
+        if self.stored is None or stale or (conditional and stored_epoch != write.expected_epoch):
+            return p.WriteOutcome.CONFLICT
+        if write.journal.stage is Stage.COMMITTING:
+            self.stored = replace(self.stored, layout=write.journal.target, partial=write.partial)
+            self.in_force.append(write.journal.target)
+        self.stored = replace(self.stored, journal=write.journal)
+        return p.WriteOutcome.WRITTEN
+
+    @rule(worker_id=WORKERS)
+    def up(self, worker_id: WorkerId) -> None:
+        if worker_id in self.dead or worker_id not in self.lives:
+            self.lives[worker_id] = self.lives.get(worker_id, 0) + 1
+            self.dead.discard(worker_id)
+        life = Incarnation(self.lives[worker_id])
+        self.tell(p.InstanceUp(self.now_s, "c", worker_id, life, "host:1", MODEL, False))
+
+    @precondition(lambda self: self.lives)
+    @rule(worker_id=WORKERS, rarely=st.integers(0, 5))
+    def die(self, worker_id: WorkerId, rarely: int) -> None:
+        if rarely == 5 and worker_id in self.lives and worker_id not in self.dead:
+            self.dead.add(worker_id)
+            self.tell(p.InstanceLost(self.now_s, "c", worker_id, Incarnation(self.lives[worker_id]), "killed"))
+
+    @rule(worker_ids=st.permutations(["w0", "w1", "w2"]), count=st.integers(0, 3))
+    def drop(self, worker_ids: list[str], count: int) -> None:
+        self.requests += 1
+        request_id = f"d{self.requests}"
+        self.waiting.add(request_id)
+        names = tuple(WorkerId(w) for w in worker_ids[:count])
+        required = None if names else EXTENT
+        self.tell(p.DropRequested(self.now_s, "c", request_id, required, worker_ids=names))
+
+    @rule()
+    def restore(self) -> None:
+        self.requests += 1
+        self.waiting.add(f"r{self.requests}")
+        self.tell(p.RestoreRequested(self.now_s, "c", f"r{self.requests}"))
+
+    @rule(over=st.booleans())
+    def signal(self, over: bool) -> None:
+        self.tell(p.OverloadRaised(self.now_s, "c", EXTENT) if over else p.ReliefRaised(self.now_s, "c"))
+
+    def read_loads(self, fails: bool) -> None:
+        self.reads.pop(0)
+        loads = {} if fails else {w: LOAD for w in self.lives if w not in self.dead}
+        self.tell(p.LoadsRead(self.now_s, "c", loads, "no monitor" if not loads else ""))
+
+    @precondition(lambda self: self.core.conductor.coordinator is not None)
+    @rule(worker_id=WORKERS, what=st.sampled_from(["goes on"] * 8 + ["says", "fails"]))
+    def member(self, worker_id: WorkerId, what: str) -> None:
+        coordinator = self.core.conductor.coordinator
+        assert coordinator is not None
+        key = (worker_id, self.lives.get(worker_id, 0), coordinator.journal.epoch)
+        phase = self.phases.get(key)
+        if phase is None or worker_id in self.dead:
+            return
+        if what == "goes on":
+            self.phases[key] = FORWARD.get(phase, phase)
+        elif what == "fails" and phase not in (MemberPhase.DONE, MemberPhase.ABORTED):
+            self.phases[key] = MemberPhase.FAILED
+        self.answer(worker_id, coordinator.journal.epoch, self.phases[key])
+
+    @precondition(lambda self: self.core.conductor.coordinator is not None)
+    @rule()
+    def members_go_on(self) -> None:
+        coordinator = self.core.conductor.coordinator
+        assert coordinator is not None
+        for worker_id in coordinator.members:
+            if self.core.conductor.coordinator is coordinator:
+                self.member(worker_id, "goes on")
+
+    def answer(self, worker_id: WorkerId, epoch: Epoch, phase: MemberPhase) -> None:
+        said = MemberSaid(self.now_s, worker_id, phase, "failed" if phase is MemberPhase.FAILED else "")
+        self.tell(p.MemberAnswered(self.now_s, "c", epoch, said))
+
+    @rule(pause_s=st.sampled_from([0.01, 0.1, 0.6, 3.0]))
+    def fire(self, pause_s: float) -> None:
+        self.now_s += pause_s
+        self.tell(p.TimerFired(self.now_s, "c"))
+
+    # ------------------------------------------------------------ judgement
+
+    @invariant()
+    def consistent(self) -> None:
+        self.core.check()
+        epochs = [layout.epoch for layout in self.in_force]
+        assert epochs == sorted(set(epochs)), f"an epoch was used twice or went back: {epochs}"
+        for layout in self.in_force[-1:]:
+            layout.check()
+
+    def teardown(self) -> None:
+        """Once everybody answers, every transition ends, every request is answered, and everybody alive serves."""
+        self.token += 1000
+        self.tell(p.LeadershipChanged(self.now_s, "c", self.token))
+        self.tell(p.SnapshotBegan(self.now_s, "c"))
+        for worker_id in sorted(self.lives):
+            if worker_id not in self.dead:
+                self.up(worker_id)
+        self.tell(p.SnapshotEnded(self.now_s, "c"))
+        for _ in range(60):
+            self.time_goes_by(0.3)
+            coordinator = self.core.conductor.coordinator
+            for worker_id in sorted(coordinator.members if coordinator is not None else ()):
+                self.member(worker_id, "goes on")
+            self.time_goes_by(0.3)
+        self.consistent()
+        assert not self.core.conductor.busy, f"never ends: {self.core.conductor.record}"
+        assert not self.waiting, f"never answered: {self.waiting}"
+        groups = self.in_force[-1].groups if self.in_force else ()
+        serving = {m.worker_id: m.incarnation for group in groups for m in group.members}
+        ENDINGS.update(record.journal.stage for record in self.core.conductor.history)
+        assert serving == {w: life for w, life in self.lives.items() if w not in self.dead}
+
+
+ENDINGS: Counter[Stage] = Counter()
+_TAKEN_BACK = (MemberPhase.PREPARING, MemberPhase.PREPARED, MemberPhase.FAILED, MemberPhase.ABORTED)
+
+TestTransitions = TransitionMachine.TestCase
+TestTransitions.settings = settings(max_examples=300, stateful_step_count=60, deadline=None)
+
+
+def test_the_stories_above_have_come_to_transitions() -> None:
+    """Runs after them: a machine that never gets that far proves nothing."""
+    assert ENDINGS[Stage.DONE] > 20, ENDINGS
+    assert ENDINGS[Stage.ABORTED] > 10, ENDINGS
