@@ -26,7 +26,7 @@ from ballast.common.errors import BallastError, Unavailable
 MEAN_TOKENS = 240.0
 SEQUENCES_EACH = 8
 PEAK_WINDOW_S = 10.0
-BURST_LOAD = 1.8
+BURST_LOAD = 1.7
 MAX_SPAN_S = 90.0
 PROBE_WARMUP_S, PROBE_S = 2.0, 5.0
 _STEP_S = 0.1  # of the forecast

@@ -31,6 +31,9 @@ from services.worker.transport.config import TransportConfig
 
 _READINESS_INTERVAL_S = 0.5
 _CALLS_GRACE_S = 1.0  # for the streams to end after the last request has
+# A waiting thread asks for the interpreter after so long. The engine's thread lets go of it in every operator and is back
+# before a waiting one has woken up, so with the default of 5 ms the loop that streams tokens starves on busy cores.
+_SWITCH_INTERVAL_S = 0.0002
 
 
 def load(settings: WorkerSettings) -> Engine:
@@ -189,6 +192,7 @@ class WorkerProcess:
 
 
 async def main(life: Lifecycle) -> None:
+    sys.setswitchinterval(_SWITCH_INTERVAL_S)
     settings = load_settings(WorkerSettings, flags(), sys.argv[1:])
     suffix = settings.port or secrets.token_hex(3)
     worker_id = WorkerId(settings.worker_id or f"{socket.gethostname()}-{suffix}")
