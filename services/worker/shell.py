@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from ballast.common.errors import BallastError, InvariantViolation, Overloaded
+from ballast.common.errors import BallastError, InvariantViolation, Overloaded, Unavailable
 from ballast.common.load import LoadReport, MemoryReport
 from ballast.service.logs import get_logger
 from services.worker.core.batch import Batch, NewSequence, SequenceId, StepResult
@@ -34,6 +34,7 @@ from services.worker.core.events import (
     StepFailed,
     StreamClosed,
     StreamOpened,
+    StreamsLost,
     Submitted,
     Tick,
 )
@@ -120,6 +121,7 @@ class _Turn:
     emits: list[Emit]
     report: LoadReport
     drained: bool
+    lost: bool  # the group is: all streams end
 
 
 class OutputStream:
@@ -301,6 +303,10 @@ class WorkerShell:
                 stream.put(None, report, now_s)
             if stream.broken.is_set():
                 self.close_stream(stream)
+        if turn.lost:
+            for stream in list(self._streams.values()):
+                stream.close(Unavailable("group", "a member of it is gone"))
+                self.close_stream(stream)
         if turn.drained:
             self.drained.set()
 
@@ -364,6 +370,9 @@ class WorkerShell:
                 self._drop_texts(answer.batch.removed)
             elif isinstance(answer, HandedOver):
                 self._drop_texts(s.sequence_id for _, snapshots in answer.snapshots for s in snapshots)
+            elif isinstance(answer, StreamsLost):
+                self._texts.clear()
+                self._in_flight.clear()
             commands.append(answer)
         return commands
 
@@ -374,6 +383,7 @@ class WorkerShell:
             emits=[command for command in commands if isinstance(command, Emit)],
             report=self._core.load(time.monotonic(), self._engine.memory_report()),
             drained=any(isinstance(command, Drained) for command in commands),
+            lost=any(isinstance(command, StreamsLost) for command in commands),
         )
 
     def _take_in(self) -> list[Event | MemberEvent]:

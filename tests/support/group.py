@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 
+from ballast.common.errors import Unavailable
 from ballast.common.ids import Epoch, GroupId, Incarnation, RequestId, WorkerId
 from ballast.common.layout import Group, Layout, Member
 from ballast.common.sampling import FinishReason, SamplingParams
@@ -206,11 +207,12 @@ class Dispatcher:
         return "".join(map(self._detokenizer(new).push, answer.token_ids))
 
     async def _listen(self, name: str, stream: OutputStream) -> None:
-        while (output := await stream.next()) is not None:
-            if output.emit is not None:
-                self._take(name, output.emit)
-                for ending in output.emit.endings:
-                    await self._ended(name, ending)
+        with contextlib.suppress(Unavailable):
+            while (output := await stream.next()) is not None:
+                if output.emit is not None:
+                    self._take(name, output.emit)
+                    for ending in output.emit.endings:
+                        await self._ended(name, ending)
         self.closed_streams += 1
         await self._open(name)
         await self._replay(name)

@@ -194,6 +194,15 @@ class Adopted:
     last: bool = False  # no other handover is coming: who still waits for one need not
 
 
+@dataclass(frozen=True, slots=True)
+class GroupLost:
+    """A member of the group is gone, and with it KV and batches. Every sequence ends without a word and every stream
+    is closed: dispatchers replay. Answered with StreamsLost.
+    """
+
+    at_s: float
+
+
 Event = (
     StreamOpened
     | StreamClosed
@@ -213,6 +222,7 @@ Event = (
     | KvLost
     | HandOver
     | Adopted
+    | GroupLost
 )
 
 # ---------------------------------------------------------------- commands
@@ -279,4 +289,9 @@ class Drained:
     """Draining, and the last sequence has ended. Said once."""
 
 
-Command = Execute | Removed | HandedOver | Emit | Drained
+@dataclass(frozen=True, slots=True)
+class StreamsLost:
+    """Close the stream of every dispatcher; batches that were in flight do not come back."""
+
+
+Command = Execute | Removed | HandedOver | Emit | Drained | StreamsLost

@@ -91,6 +91,12 @@ class Flights:
         self.landed_step_id = step_id
         return self._flights.popleft()
 
+    def abandon(self) -> None:
+        """None of them lands, and no stage is left to be told anything."""
+        self._flights.clear()
+        self.landed_step_id = self._last_step_id
+        self.to_remove.clear()
+
     def demand_none(self, why: str) -> None:
         if self._flights:
             raise InvariantViolation(f"{why} while step {self._flights[0].step_id} runs")

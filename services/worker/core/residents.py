@@ -163,6 +163,17 @@ class Residents:
             self.remove(sequence, at_s, FinishReason.CANCELLED, "its stream has closed")
         del self.streams[stream_id]
 
+    def abandon(self, at_s: float) -> None:
+        """The group is lost: nobody is left, and nothing that anybody would have to be told."""
+        for sequence in list(self._scheduler.suspended.values()):
+            self._scheduler.let_go(sequence)
+        for sequence in list(self.live.values()):
+            self.remove(sequence, at_s, FinishReason.CANCELLED, "the group is lost")
+        for orphan in self.orphans.sequences:
+            self.orphans.discard(orphan)
+        self.streams.clear()
+        self._flights.abandon()
+
     def expire(self, at_s: float) -> None:
         for sequence_id in self._deadlines.pop_due(at_s):
             sequence = self.live.get(sequence_id)

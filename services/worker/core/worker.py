@@ -27,6 +27,7 @@ from services.worker.core.events import (
     DrainRequested,
     Event,
     Execute,
+    GroupLost,
     HandedOver,
     HandOver,
     RoleChanged,
@@ -34,6 +35,7 @@ from services.worker.core.events import (
     StepFailed,
     StreamClosed,
     StreamOpened,
+    StreamsLost,
     Submitted,
     Tick,
 )
@@ -96,6 +98,7 @@ class WorkerCore:
             self._progress_at_s = event.at_s
         execute: Execute | None = None
         handed_over: HandedOver | None = None
+        lost = isinstance(event, GroupLost)
         match event:
             case BatchWanted():
                 execute = self._form(event.at_s)
@@ -118,6 +121,8 @@ class WorkerCore:
             case BlocksAdded():
                 self._scheduler.resize(self._scheduler.block_count + event.block_count, 0)
                 self._book.grow(event.block_count)
+            case GroupLost():
+                self._residents.abandon(event.at_s)
             case HandOver():
                 handed_over = self._group.hand_over(event)
             case _:
@@ -130,6 +135,8 @@ class WorkerCore:
         if self._draining and not self._drained and self._empty:
             self._drained = True
             commands.append(Drained())
+        if lost:
+            commands.append(StreamsLost())
         if execute is not None:
             commands.append(execute)
         return commands

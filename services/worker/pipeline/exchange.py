@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from ballast.common.errors import BallastError
 from ballast.common.ids import WorkerId
 from ballast.service.logs import get_logger
 from ballastpb.worker.v1 import stage_pb2 as pb
@@ -25,7 +26,7 @@ from services.worker.pipeline.wire import Topic
 from services.worker.shell import MemberEvent
 from services.worker.transport.link import Link
 from services.worker.transport.traffic import TrafficClass
-from services.worker.transport.transfer import Outcome
+from services.worker.transport.transfer import Outcome, Transfer
 
 
 def kv_pieces(
@@ -77,6 +78,7 @@ class KvExchange:
         self._to_send: dict[tuple[SequenceId, WorkerId], list[SendKv]] = {}
         self._asked: set[tuple[SequenceId, WorkerId]] = set()
         self._unsent: dict[tuple[SequenceId, WorkerId], int] = {}  # transfers under way
+        self._transfers: list[Transfer] = []
         self._pieces_due: dict[tuple[SequenceId, WorkerId], int] = {}  # receiver: transfers still to come
 
     def expect(self, command: ExpectKv) -> None:
@@ -131,8 +133,18 @@ class KvExchange:
                 first_layer=command.first_layer,
                 last_layer=command.last_layer,
             ).SerializeToString()
-            transfer = link.transfer(TrafficClass.KV, pieces, topic=Topic.KV, meta=meta, stream=victim.sequence_id)
+            try:
+                transfer = link.transfer(TrafficClass.KV, pieces, topic=Topic.KV, meta=meta, stream=victim.sequence_id)
+            except BallastError as error:
+                get_logger().error("KV is not sent", sequence_id=victim.sequence_id, to=key[1], why=str(error))
+                return  # the link is broken, and its end is told too
+            self._transfers = [t for t in self._transfers if not t.done.done()] + [transfer]
             transfer.done.add_done_callback(lambda f, k=key, e=command.epoch: self._post(PieceSent(e, *k, f)))
+
+    @property
+    def idle(self) -> bool:
+        """Nothing is being sent from here."""
+        return all(transfer.done.done() for transfer in self._transfers)
 
     def sent(self, event: PieceSent) -> bool:
         """Counts a transfer that has ended. True if it was the sequence's last to that member."""

@@ -5,6 +5,7 @@ Called on link threads, so it only translates, looks up destinations and posts.
 
 import time
 from collections.abc import Callable, Sequence
+from threading import Lock
 
 import torch
 
@@ -23,6 +24,7 @@ from services.worker.pipeline.events import (
     RoomGranted,
     RosterArrived,
     Told,
+    Woken,
 )
 from services.worker.pipeline.wire import (
     Topic,
@@ -43,6 +45,13 @@ class Hub:
         self._post = post
         self.kv = Destinations()
         self.layers = Destinations()  # keyed (epoch, layer, source, 0)
+        self._receiving: set[tuple[Link, int]] = set()  # transfers that write into this worker's memory
+        self._lock = Lock()
+
+    @property
+    def receives(self) -> bool:
+        with self._lock:
+            return bool(self._receiving)
 
     def on_message(self, link: Link, message: Message) -> None:
         epoch, peer, now_s = Epoch(link.epoch), WorkerId(link.peer_id), time.monotonic()
@@ -84,15 +93,23 @@ class Hub:
             pieces = self.kv.take((epoch, piece.sequence_id, peer, piece.first_layer))
         else:
             pieces = self.layers.take((epoch, pb.LayerWanted.FromString(opening.meta).layer, peer, 0))
-        return Refusal("nobody waits for this") if pieces is None else pieces
+        if pieces is None:
+            return Refusal("nobody waits for this")
+        with self._lock:
+            self._receiving.add((link, opening.transfer))
+        return pieces
 
     def on_transfer_end(self, link: Link, opening: Opening, outcome: Outcome) -> None:
         peer, epoch = WorkerId(link.peer_id), Epoch(link.epoch)
         delivered = outcome is Outcome.DELIVERED
+        with self._lock:
+            self._receiving.discard((link, opening.transfer))
         if opening.topic == Topic.KV:
             if delivered:
                 piece = pb.KvPiece.FromString(opening.meta)
                 self._post(Told(epoch, KvReceived(time.monotonic(), epoch, piece.sequence_id, peer)))
+            else:
+                self._post(Woken())
             return
         wanted = pb.LayerWanted.FromString(opening.meta)
         failure = "" if delivered else f"{peer}: {outcome.value}"

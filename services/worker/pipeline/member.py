@@ -22,6 +22,7 @@ from services.worker.core.events import (
     CapacityChanged,
     Command,
     Execute,
+    GroupLost,
     HandedOver,
     HandOver,
     KvArrived,
@@ -46,6 +47,7 @@ from services.worker.core.transition import (
     Led,
     LinksUp,
     MemoryReady,
+    PeerLost,
     Phase,
     PreparationFailed,
     PrepareMemory,
@@ -91,6 +93,7 @@ from services.worker.pipeline.events import (
 from services.worker.pipeline.exchange import KvExchange
 from services.worker.pipeline.homecoming import Homecoming
 from services.worker.pipeline.hub import Hub
+from services.worker.pipeline.rescue import Rescue
 from services.worker.pipeline.status import Progress
 from services.worker.pipeline.wire import (
     Topic,
@@ -182,6 +185,7 @@ class GroupMember:
         )
         self._undoing = False  # a restore was aborted
         self._learning = False  # a drop is prepared: checksums are taken of what is to be given up
+        self._rescue: Rescue | None = None  # a member of the group is gone
         self._progress: Progress | None = None
         self.progress: dict[Epoch, Progress] = {}  # what others may read: replaced, never changed
         self.stale_total = 0
@@ -249,6 +253,8 @@ class GroupMember:
             self._take_room()
         if self._undoing:
             self._undo_restore()
+        if self._rescue is not None and self._rescue.poll(time.monotonic(), self._grow_book):
+            self._be_whole(self._rescue)
         if self._learning and not self._homecoming.reads_layers:
             self._learning = False
             if transition is not None:
@@ -341,7 +347,7 @@ class GroupMember:
         assert outcome is None
 
     def _result(self, event: ResultArrived) -> None:
-        if event.epoch != self._epoch or not self.leads:
+        if event.epoch != self._epoch or not self.leads or not self._stages:
             self.stale_total += 1
         elif isinstance(event.result, StepResult):
             self._answers.append(StepOutcome(event.result.step_id, event.result))
@@ -377,8 +383,10 @@ class GroupMember:
 
     def _receive(self, event: PlanReceived) -> None:
         plan, current = event.plan, self._transition
-        if current is not None and current.epoch >= plan.epoch:
+        if plan.epoch <= max(self.progress, default=Epoch(0)):
             return  # the same once more, or an old one
+        if self._rescue is not None:
+            return
         if current is not None and current.phase in (
             Phase.PREPARING,
             Phase.PREPARED,
@@ -408,6 +416,9 @@ class GroupMember:
 
     def _told(self, epoch: Epoch, event: TransitionEvent) -> None:
         transition = self._transition
+        if isinstance(event, PeerLost):
+            self._peer_lost(epoch, event)
+            return
         if transition is None or transition.epoch != epoch:
             self.stale_total += 1
             return
@@ -421,10 +432,59 @@ class GroupMember:
                 pass
         self._drive(event)
 
+    def _peer_lost(self, epoch: Epoch, event: PeerLost) -> None:
+        """Before a commit this ends the preparation; a member of the group in force takes the group with it."""
+        if self._rescue is not None:
+            return
+        in_group = epoch == self._epoch and any(stage.worker_id == event.peer for stage in self._stages)
+        if self._transition is not None and (self._transition.epoch == epoch or in_group):
+            self._drive(event)
+        if in_group and self._rescue is None:
+            self._break_up(self._epoch, event.peer, event.why)
+
+    def _break_up(self, epoch: Epoch, peer: WorkerId, why: str) -> None:
+        """All requests end, for dispatchers to replay; then the missing layers are taken back."""
+        get_logger().error("a member of the group is gone", peer=peer, why=why, epoch=epoch)
+        now_s, exchange = time.monotonic(), self._exchange
+        self._plane.retire(Epoch(max(epoch, self._epoch) + 1))
+        self._hub.kv.clear()
+        self._stages, self._transition, self._exchange = (), None, None
+        self._quiescing = self._undoing = self._learning = False
+        self._going, self._coming, self._early = {}, [], []
+        self._tell_core(self._core.handle(GroupLost(now_s)))
+        self._tell_core(self._core.handle(RoleChanged(now_s, leads=False)))
+        for sequence_id in self._book.sequence_ids:
+            self._book.release(sequence_id)
+        self._runner.forget_all()
+        progress = self._progress or Progress(epoch, now_s, block_count_before=self._book.block_count)
+        progress.why = f"{peer}: {why}"
+        self._rescue = Rescue(
+            epoch,
+            progress,
+            self._homecoming,
+            quiet=lambda: not self._hub.receives and (exchange is None or exchange.idle),
+            kept=range(self._first_layer, self._last_layer),
+            began_s=now_s,
+        )
+        self._publish_as(epoch, Phase.FAILED)
+
+    def _be_whole(self, rescue: Rescue) -> None:
+        """Every layer is here again: this worker leads itself."""
+        self._rescue = None
+        self._first_layer, self._last_layer = 0, self._layer_count
+        self._capacities = {self.me: self._book.block_count}
+        now_s = time.monotonic()
+        self._tell_core(self._core.handle(RoleChanged(now_s, leads=True)))
+        self._tell_core(self._core.handle(CapacityChanged(now_s, self._book.block_count)))
+        rescue.progress.block_count_after = self._book.block_count
+        self._publish_as(rescue.epoch, Phase.DONE)
+
     def _drive(self, event: TransitionEvent) -> None:
-        assert self._transition is not None
+        if self._transition is None:
+            return
         self._execute(self._transition.handle(event))
-        self._publish()
+        if self._transition is not None:  # a group that is lost takes its transition with it
+            self._publish()
 
     def _execute(self, commands: Iterable[TransitionCommand]) -> None:
         for command in commands:
@@ -462,7 +522,7 @@ class GroupMember:
                 case ReleaseLost():
                     self._release_lost()
                 case Broken(peer=peer, why=why):
-                    raise InvariantViolation(f"{peer}, a member of this group, is gone: {why}")
+                    self._break_up(self._current().epoch, peer, why)
 
     # ------------------------------------------------------------ prepare
 
@@ -683,7 +743,8 @@ class GroupMember:
             self._send(leader, TrafficClass.CONTROL, Topic.CAPACITY, b"", stream=self._book.block_count)
 
     def _capacity_told(self, event: CapacityTold) -> None:
-        if event.epoch != self._epoch or not self.leads:
+        known = event.source == self.me or any(stage.worker_id == event.source for stage in self._stages)
+        if event.epoch != self._epoch or not self.leads or not known or self._rescue is not None:
             self.stale_total += 1
             return
         self._capacities[event.source] = event.block_count
@@ -730,7 +791,9 @@ class GroupMember:
 
     def _layer_news(self, event: LayerArrived | LayerChecked) -> None:
         transition = self._transition
-        if transition is None or not self._homecoming.handle(event) or transition.phase is not Phase.PREPARING:
+        if not self._homecoming.handle(event):
+            return
+        if transition is None or transition.phase is not Phase.PREPARING:
             return
         self._after_pull(transition)
 
@@ -774,11 +837,16 @@ class GroupMember:
 
     def _publish(self) -> None:
         transition, progress = self._current(), self._counted()
-        progress.phase, progress.why = transition.phase, transition.why
+        progress.why = transition.why
+        self._publish_as(transition.epoch, transition.phase)
+
+    def _publish_as(self, epoch: Epoch, phase: Phase) -> None:
+        progress = self._counted()
+        progress.phase = phase
         if progress.phase is Phase.PREPARED and not progress.prepare_s:
             progress.prepare_s = time.monotonic() - progress.began_s
         published = dict(list(self.progress.items())[-_KEPT_TRANSITIONS:])
-        published[transition.epoch] = replace(progress)
+        published[epoch] = replace(progress)
         self.progress = published
 
 

@@ -1,0 +1,43 @@
+"""A member of the group is gone: what is left of it becomes a whole worker of its own again.
+
+Its requests have ended without a word, and dispatchers replay them. First everything that reads or writes this
+worker's memory must have ended, then the KV shrinks to its size at home and the missing layers come from the
+checkpoint, on the layers' threads. Engine thread only; `poll` never waits.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ballast.common.errors import InvariantViolation
+from ballast.common.ids import Epoch
+from services.worker.pipeline.homecoming import Homecoming
+from services.worker.pipeline.status import Progress
+
+_QUIET_WITHIN_S = 30.0  # links are given a few seconds to end their transfers
+
+
+@dataclass(slots=True)
+class Rescue:
+    epoch: Epoch  # that is reported as failed, and as done when this worker is whole
+    progress: Progress
+    homecoming: Homecoming
+    quiet: Callable[[], bool]  # nothing is sent from the KV or written into it
+    kept: range  # layers that this worker executes
+    began_s: float
+    under_way: bool = False
+
+    def poll(self, now_s: float, grow: Callable[[int], None]) -> bool:
+        """True once all layers are here. `grow` is told how many blocks there are."""
+        if not self.under_way:
+            block_count = self.homecoming.undo(self.kept) if self.quiet() else None
+            if block_count is None:
+                if now_s - self.began_s > _QUIET_WITHIN_S:
+                    raise InvariantViolation(f"transfers have not ended {_QUIET_WITHIN_S:g} s after their links")
+                return False
+            grow(block_count)
+            self.under_way = True
+            self.homecoming.begin(self.epoch, {}, self.progress)
+            self.homecoming.make_room()
+        if self.homecoming.failure:
+            raise InvariantViolation(f"a layer cannot be read from the checkpoint: {self.homecoming.failure}")
+        return self.homecoming.complete

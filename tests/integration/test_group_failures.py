@@ -1,0 +1,283 @@
+"""What goes wrong around a transition, and that no token changes by it."""
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from ballast.common.sampling import SamplingParams
+from ballast.model.tiny import make_tiny
+from services.worker.core.transition import Kind, Phase
+from services.worker.pipeline.exchange import kv_bytes
+from services.worker.transport.config import TransportConfig
+from tests.support.group import Answer, Cluster, Sizes, alone, layout, running_group
+from tests.support.shells import until
+
+LAYERS = 6
+PROMPTS = [tuple((7 * i + j) % 490 + 5 for j in range(10 + 9 * i)) for i in range(6)]
+SLOW = Sizes(memory_bytes=10 << 19, transport=TransportConfig(rate_bytes_per_s=1e6))
+ROOMY = Sizes(memory_bytes=12 << 19)
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny("llama", tmp_path_factory.mktemp("model") / "tiny", layers=LAYERS, max_len=256)
+
+
+def sampling(tokens: int, seed: int = 3) -> SamplingParams:
+    return SamplingParams(temperature=0.8, seed=seed, max_tokens=tokens, ignore_eos=True)
+
+
+async def ask(cluster: Cluster, leaders: list[str], tokens: int = 100) -> list[Answer]:
+    submit = cluster.dispatcher.submit
+    return [await submit(leaders[i % len(leaders)], p, sampling(tokens)) for i, p in enumerate(PROMPTS)]
+
+
+async def whole(cluster: Cluster, answers: list[Answer]) -> list[tuple[int, ...]]:
+    for answer in answers:
+        await cluster.dispatcher.end(answer)
+    assert not [a.error for a in answers if a.error]
+    return [tuple(a.token_ids) for a in answers]
+
+
+@pytest.fixture(scope="module")
+def expected(model_dir: Path) -> Callable[[int], list[tuple[int, ...]]]:
+    async def run(tokens: int) -> list[tuple[int, ...]]:
+        async with running_group(model_dir, ["w0"], ROOMY) as cluster:
+            return await whole(cluster, await ask(cluster, ["w0"], tokens))
+
+    known: dict[int, list[tuple[int, ...]]] = {}
+
+    def get(tokens: int) -> list[tuple[int, ...]]:
+        if tokens not in known:
+            known[tokens] = asyncio.run(run(tokens))
+        return known[tokens]
+
+    return get
+
+
+async def tokens_flow(answers: list[Answer], count: int) -> None:
+    await until(lambda: all(len(a.token_ids) >= count for a in answers))
+
+
+PAIR = [[("w0", 0, 2), ("w1", 2, 6)]]
+
+
+def kill(cluster: Cluster, name: str, peers: list[str]) -> None:
+    """Its links break, as seen by the others; it hears nothing any more itself."""
+    plane = cluster.workers[name].membership.plane
+    for (peer, _), link in list(plane._links.items()):
+        if peer in peers:
+            link._break("the test has cut it")
+
+
+def test_exactly_the_kv_of_lost_layers_travels(
+    model_dir: Path, expected: Callable[[int], list[tuple[int, ...]]]
+) -> None:
+    async def run() -> list[tuple[int, ...]]:
+        async with running_group(model_dir, ["w0", "w1"], ROOMY) as cluster:
+            answers = await ask(cluster, ["w0", "w1"])
+            await tokens_flow(answers, 3)
+            target = layout(2, PAIR, LAYERS)
+            members = await cluster.prepare(Kind.DROP, target)
+            commits: dict[str, list[tuple[int, int]]] = {}
+            for name in members:
+                _spy_on_commit(cluster, name, commits)
+            cluster.commit(members, target)
+            said = await cluster.done(members, target.epoch)
+            kv = cluster.workers["w0"].engine.memory.kv
+            wanted = {
+                "w0": sum(kv_bytes(kv, tokens, 4) for _, tokens in commits["w0"]),  # its layers 2 to 5 go to w1
+                "w1": sum(kv_bytes(kv, tokens, 2) for _, tokens in commits["w1"]),
+            }
+            assert {n: p.kv_bytes_sent for n, p in said.items()} == wanted
+            assert said["w0"].kv_bytes_received == wanted["w1"]
+            assert said["w1"].kv_bytes_received == wanted["w0"]
+            assert said["w0"].victim_count == len(commits["w0"]) + len(commits["w1"]) == len(PROMPTS)
+            return await whole(cluster, answers)
+
+    assert asyncio.run(run()) == expected(100)
+
+
+def _spy_on_commit(cluster: Cluster, name: str, found: dict[str, list[tuple[int, int]]]) -> None:
+    """Reads the core's own table at the moment the member takes its new role up."""
+    member, core = cluster.workers[name].member, cluster.workers[name].core
+    take_up = member._take_up
+
+    def spied() -> None:
+        found[name] = sorted(core.kv_tokens.items())
+        take_up()
+
+    member._take_up = spied
+
+
+def test_first_tokens_come_while_kv_is_exchanged(
+    model_dir: Path, expected: Callable[[int], list[tuple[int, ...]]]
+) -> None:
+    async def run() -> list[tuple[int, ...]]:
+        async with running_group(model_dir, ["w0", "w1"], SLOW) as cluster:
+            answers = await ask(cluster, ["w0", "w1"])
+            await tokens_flow(answers, 3)
+            target = layout(2, PAIR, LAYERS)
+            members = await cluster.prepare(Kind.DROP, target)
+            cluster.commit(members, target)
+            await cluster.until(members, target.epoch, Phase.EXCHANGING)
+            new = await cluster.dispatcher.submit("w0", (9, 8, 7), sampling(3))
+            await cluster.dispatcher.end(new)
+            progress = cluster.workers["w0"].progress(target.epoch)
+            assert progress is not None
+            assert progress.phase is Phase.EXCHANGING
+            assert len(new.token_ids) == 3
+            await cluster.done(members, target.epoch)
+            return await whole(cluster, answers)
+
+    assert asyncio.run(run()) == expected(100)
+
+
+def test_victims_without_room_are_recomputed(model_dir: Path, expected: Callable[[int], list[tuple[int, ...]]]) -> None:
+    """One stage keeps so many layers that the group has less room than its two members had."""
+    tight = Sizes(memory_bytes=5 << 20, max_running_count=64)
+    small, large = Sizes(memory_bytes=(36 << 17), max_running_count=64), tight
+
+    async def run() -> tuple[int, list[tuple[int, ...]]]:
+        async with running_group(model_dir, ["w0", "w1"], small, w1=large) as cluster:
+            answers = await ask(cluster, ["w1", "w1", "w1", "w0"], 100)
+            await tokens_flow(answers, 40)
+            said = await cluster.change(Kind.DROP, layout(2, [[("w1", 0, 1), ("w0", 1, 6)]], LAYERS))
+            tokens = await whole(cluster, answers)
+            await cluster.quiet()
+            return said["w1"].victims_recomputed, tokens
+
+    recomputed, tokens = asyncio.run(run())
+    assert tokens == expected(100)
+    assert recomputed > 0
+
+
+@pytest.mark.parametrize("survivor", ["w0", "w1"])
+def test_a_survivor_becomes_whole_again(
+    survivor: str, model_dir: Path, expected: Callable[[int], list[tuple[int, ...]]]
+) -> None:
+    """After the drop is done, one member's links break: the other takes its layers from its checkpoint."""
+
+    async def run() -> list[tuple[int, ...]]:
+        async with running_group(model_dir, ["w0", "w1"], ROOMY) as cluster:
+            answers = await ask(cluster, ["w0", "w1"])
+            await tokens_flow(answers, 3)
+            await cluster.change(Kind.DROP, layout(2, PAIR, LAYERS))
+            await tokens_flow(answers, 12)
+            kill(cluster, "w0", ["w1"])
+            worker = cluster.workers[survivor]
+            await until(lambda: (p := worker.progress(2)) is not None and p.phase is Phase.DONE and bool(p.why))
+            tokens = await whole(cluster, answers)
+            await cluster.quiet()
+            worker.engine.check()
+            parameters = worker.engine.memory.parameters
+            assert parameters.held_layers == tuple(range(LAYERS))
+            assert worker.book.block_count == worker.engine.memory.kv.block_count
+            cluster.in_force = alone(3, ["w0", "w1"], LAYERS)
+            answers = await ask(cluster, ["w0", "w1"])
+            await tokens_flow(answers, 3)
+            await cluster.change(Kind.DROP, layout(4, PAIR, LAYERS))
+            assert await whole(cluster, answers) == tokens
+            return tokens
+
+    assert asyncio.run(run()) == expected(100)
+
+
+def test_a_member_lost_during_the_exchange(model_dir: Path, expected: Callable[[int], list[tuple[int, ...]]]) -> None:
+    async def run() -> list[tuple[int, ...]]:
+        async with running_group(model_dir, ["w0", "w1"], SLOW) as cluster:
+            answers = await ask(cluster, ["w0", "w1"])
+            await tokens_flow(answers, 3)
+            target = layout(2, PAIR, LAYERS)
+            members = await cluster.prepare(Kind.DROP, target)
+            cluster.commit(members, target)
+            await cluster.until(members, target.epoch, Phase.EXCHANGING)
+            kill(cluster, "w1", ["w0"])
+            for worker in cluster.workers.values():
+                await until(lambda w=worker: (p := w.progress(2)) is not None and p.phase is Phase.DONE)
+                assert worker.engine.memory.parameters.held_layers == tuple(range(LAYERS))
+            return await whole(cluster, answers)
+
+    assert asyncio.run(run()) == expected(100)
+
+
+def test_a_member_lost_before_the_commit(model_dir: Path, expected: Callable[[int], list[tuple[int, ...]]]) -> None:
+    async def run() -> list[tuple[int, ...]]:
+        async with running_group(model_dir, ["w0", "w1"], ROOMY) as cluster:
+            answers = await ask(cluster, ["w0", "w1"])
+            await tokens_flow(answers, 3)
+            members = await cluster.prepare(Kind.DROP, layout(2, PAIR, LAYERS))
+            kill(cluster, "w1", ["w0"])
+            for worker in cluster.workers.values():
+                await until(lambda w=worker: (p := w.progress(2)) is not None and p.phase is Phase.FAILED)
+            await cluster.abort(members, layout(2, PAIR, LAYERS).epoch)
+            assert all(a.attempts == 1 for a in answers)
+            return await whole(cluster, answers)
+
+    assert asyncio.run(run()) == expected(100)
+
+
+def test_a_flipped_byte_is_found_and_the_layer_had_from_elsewhere(
+    model_dir: Path, expected: Callable[[int], list[tuple[int, ...]]]
+) -> None:
+    """w1's memory has gone bad; w0 knows what the layer was before it gave it up."""
+
+    async def run() -> list[tuple[int, ...]]:
+        async with running_group(model_dir, ["w0", "w1"], ROOMY) as cluster:
+            pristine = [cluster.workers["w0"].engine.memory.parameters.layer_checksum(i) for i in range(LAYERS)]
+            await cluster.change(Kind.DROP, layout(2, PAIR, LAYERS))
+            bad = next(iter(cluster.workers["w1"].engine.memory.parameters.layer(3).values()))
+            bad.view(torch.uint8).view(-1)[17] ^= 1
+            said = await cluster.change(Kind.RESTORE, alone(3, ["w0", "w1"], LAYERS))
+            assert said["w0"].repulled_layers == 1
+            parameters = cluster.workers["w0"].engine.memory.parameters
+            assert [parameters.layer_checksum(i) for i in range(LAYERS)] == pristine
+            return await whole(cluster, await ask(cluster, ["w0"]))
+
+    assert asyncio.run(run()) == expected(100)
+
+
+def test_a_restore_is_aborted_while_layers_come(
+    model_dir: Path, expected: Callable[[int], list[tuple[int, ...]]]
+) -> None:
+    async def run() -> list[tuple[int, ...]]:
+        async with running_group(model_dir, ["w0", "w1"], SLOW) as cluster:
+            await cluster.change(Kind.DROP, layout(2, PAIR, LAYERS))
+            blocks = {n: w.book.block_count for n, w in cluster.workers.items()}
+            reports = {n: w.engine.memory_report() for n, w in cluster.workers.items()}
+            answers = await ask(cluster, ["w0"])
+            await tokens_flow(answers, 3)
+            target = alone(3, ["w0", "w1"], LAYERS)
+            members = cluster.ask_to_prepare(Kind.RESTORE, target)
+            pulls = lambda w: w.member._homecoming._pull is not None  # noqa: E731
+            await until(lambda: all(pulls(w) for w in cluster.workers.values()))
+            await cluster.abort(members, target.epoch)
+            await until(lambda: blocks == {n: w.book.block_count for n, w in cluster.workers.items()})
+            assert reports == {n: w.engine.memory_report() for n, w in cluster.workers.items()}
+            tokens = await whole(cluster, answers)
+            assert all(a.attempts == 1 for a in answers)
+            await until(lambda: cluster.workers["w0"].core.load(0.0, reports["w0"]).block_count == min(blocks.values()))
+            return tokens
+
+    assert asyncio.run(run()) == expected(100)
+
+
+def test_layers_come_from_the_checkpoint_when_no_peer_has_them(
+    model_dir: Path, expected: Callable[[int], list[tuple[int, ...]]]
+) -> None:
+    async def run() -> list[tuple[int, ...]]:
+        async with running_group(model_dir, ["w0", "w1"], ROOMY) as cluster:
+            await cluster.change(Kind.DROP, layout(2, PAIR, LAYERS))
+            answers = await ask(cluster, ["w0"])
+            for worker in cluster.workers.values():
+                worker.member._homecoming.serve = lambda link, event, executed, w=worker: w.member._homecoming.refuse(
+                    link, event
+                )
+            said = await cluster.change(Kind.RESTORE, alone(3, ["w0", "w1"], LAYERS))
+            assert all(p.parameter_bytes_pulled == p.parameter_bytes_to_pull for p in said.values())
+            return await whole(cluster, answers)
+
+    assert asyncio.run(run()) == expected(100)
