@@ -138,7 +138,7 @@ def _name_transitions(axis: "Axes", policy: PolicyResult) -> None:
             continue
         axis.annotate(
             transition.kind,
-            (transition.at_s + (transition.duration_s or 0.0), 1.0),
+            (transition.at_s + (transition.duration_s or 0.0), 0.9),  # below the line of the capacity
             xycoords=axis.get_xaxis_transform(),
             xytext=(3, -3),
             textcoords="offset points",
