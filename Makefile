@@ -5,9 +5,10 @@ BIN := $(VENV)/bin
 PY := $(BIN)/python
 TRACE ?=
 WORKERS ?= 2
+HISTORIES ?= 400
 export PYTHONUNBUFFERED = 1
 
-.PHONY: setup demo up test test-all check fmt bench proto compose-check gpu-check clean
+.PHONY: setup demo up test test-all test-exactness check fmt bench proto compose-check gpu-check clean
 
 setup: $(VENV)/.ready  ## install everything into .venv
 
@@ -31,6 +32,9 @@ check: setup  ## lint, types, architecture, unit and property tests
 
 test: setup  ## everything but the checks above: integration and golden tests too
 	$(BIN)/pytest -q -m "not gpu" tests
+
+test-exactness: setup  ## 20,000 requests through random drops, merges and restores: no token may change
+	BALLAST_EXACTNESS_HISTORIES=$(HISTORIES) $(BIN)/pytest -q tests/integration/test_group_exactness.py
 
 fmt: setup
 	$(BIN)/ruff check --fix . && $(BIN)/ruff format .

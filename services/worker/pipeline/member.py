@@ -246,7 +246,7 @@ class GroupMember:
             if boundary and transition.led_before:
                 self._tell_removed()
                 self._drive(BoundaryReached(time.monotonic(), transition.epoch))
-        wanted = self._homecoming.wants_room and self.leads
+        wanted = self._homecoming.wants_room and self.leads and not self._links_missing
         if wanted and self._core.settled:  # batches in flight stay within it, and word of it comes behind them
             self._grant_room()
         elif self._homecoming.wants_room:
@@ -772,7 +772,7 @@ class GroupMember:
         transition = self._transition
         if transition is None or transition.epoch != self._room_epoch or transition.phase is not Phase.PREPARING:
             return  # the leader's word may come before the planner's
-        if self._homecoming.wants_room:
+        if self._homecoming.wants_room and not self._links_missing:  # else peers could not be asked for layers
             self._homecoming.make_room()
             self._after_pull(transition)
 
