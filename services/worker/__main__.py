@@ -31,9 +31,9 @@ from services.worker.transport.config import TransportConfig
 
 _READINESS_INTERVAL_S = 0.5
 _CALLS_GRACE_S = 1.0  # for the streams to end after the last request has
-# A waiting thread asks for the interpreter after so long. Tokens were seen to reach clients in heaps on busy cores, as if
-# the engine's thread, which lets go of it in every operator, were back before the loop that streams has woken up. That
-# this is the cause, and how much it helps, is not measured well: the two runs compared were disturbed by other load.
+# A waiting thread asks for the interpreter after so long. Tokens were seen to reach clients in heaps on busy cores, as
+# if the engine's thread, which lets go of it in every operator, were back before the loop that streams has woken up.
+# That this is the cause, and how much it helps, is not measured well: other load disturbed the runs compared.
 _SWITCH_INTERVAL_S = 0.0002
 
 
