@@ -483,8 +483,7 @@ class GroupMember:
         if self._transition is None:
             return
         self._execute(self._transition.handle(event))
-        if self._transition is not None:  # a group that is lost takes its transition with it
-            self._publish()
+        self._publish()
 
     def _execute(self, commands: Iterable[TransitionCommand]) -> None:
         for command in commands:
@@ -536,6 +535,8 @@ class GroupMember:
             self._post(Told(epoch, LinksUp(time.monotonic(), epoch)))
 
     def _link_made(self, event: LinkMade) -> None:
+        if not self._is_current(event.epoch):  # of a plan that was given up: the links of this one may be missing yet
+            return
         error = event.link.exception()
         now_s = time.monotonic()
         if error is not None:
