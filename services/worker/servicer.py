@@ -4,7 +4,7 @@ import asyncio
 import math
 import time
 from collections.abc import AsyncIterator, Callable
-from typing import Any
+from typing import Any, Protocol
 
 import grpc.aio
 
@@ -26,13 +26,24 @@ from ballastpb.worker.v1 import worker_pb2 as pb
 from ballastpb.worker.v1 import worker_pb2_grpc
 from services.worker.core.batch import NewSequence, TokenLogprobs
 from services.worker.core.events import Aborted, Ending, SequenceKey, Submitted
-from services.worker.pipeline.planner_side import Transitions
 from services.worker.shell import Detokenizing, Output, OutputStream, WorkerShell
 
 _HELLO_TIMEOUT_S = 10.0
 
 # Any: grpc.aio has no better type for the context's messages.
 Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class TransitionPort(Protocol):
+    """What carries out the planner's wishes; raises errors of `ballast.common.errors`."""
+
+    def prepare(self, request: pb.PrepareRequest) -> None: ...
+
+    def commit(self, epoch: int) -> None: ...
+
+    def abort(self, epoch: int, why: str) -> None: ...
+
+    def status(self, epoch: int) -> pb.TransitionStatus: ...
 
 
 class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
@@ -45,7 +56,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         model: ModelInfo,
         max_waiting_count: int,
         detokenizer: Callable[[NewSequence], Detokenizing],
-        transitions: Transitions,
+        transitions: TransitionPort,
     ) -> None:
         self._transitions = transitions
         self._shell = shell

@@ -359,7 +359,7 @@ def test_a_worker_whose_engine_hangs_is_not_ready(
         engine, gate, life = load(settings), Gate(), Lifecycle()
         state = StateServer(state_url)
         hanging = replace(engine, runner=cast(Any, Gated(engine.runner, gate)))
-        process = WorkerProcess(life, settings, hanging, state)
+        process = WorkerProcess(life, settings, hanging, state, WorkerId("hanging"))
         async with asyncio.TaskGroup() as tasks:
             running = tasks.create_task(process.run(WorkerId("hanging")))
             printed = ""

@@ -60,6 +60,22 @@ class Served:
     channel: grpc.aio.Channel
 
 
+class Alone:
+    """A worker without a data plane: transitions have tests of their own."""
+
+    def prepare(self, request: pb.PrepareRequest) -> None:
+        raise Unavailable("data plane", "this worker has none")
+
+    def commit(self, epoch: int) -> None:
+        raise Unavailable("data plane", "this worker has none")
+
+    def abort(self, epoch: int, why: str) -> None:
+        raise Unavailable("data plane", "this worker has none")
+
+    def status(self, epoch: int) -> pb.TransitionStatus:
+        return pb.TransitionStatus(epoch=epoch)
+
+
 @contextlib.asynccontextmanager
 async def worker(model_dir: Path) -> AsyncGenerator[Served]:
     """A channel to a worker whose steps take 5 ms. Any bug that the server reports fails the test."""
@@ -72,6 +88,7 @@ async def worker(model_dir: Path) -> AsyncGenerator[Served]:
             model=MODEL,
             max_waiting_count=64,
             detokenizer=functools.partial(primed_detokenizer, load_tokenizer(model_dir)),
+            transitions=Alone(),
         )
 
         def register(server: grpc.aio.Server) -> None:

@@ -93,7 +93,7 @@ async def main(life: Lifecycle) -> None:
     state = StateServer(arguments.redis_url)
     worker_id = WorkerId(arguments.worker_id)
     incarnation = arguments.incarnation or await state.next_incarnation("worker", worker_id)
-    worker = ReportingWorker(worker_id, Incarnation(incarnation))
+    worker = ReportingWorker(worker_id, Incarnation(incarnation))  # pyright: ignore[reportAbstractUsage]
 
     def register(server: grpc.aio.Server) -> None:
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(worker, server)

@@ -837,9 +837,10 @@ class GroupMember:
         return self._progress
 
     def _publish(self) -> None:
-        transition, progress = self._current(), self._counted()
-        progress.why = transition.why
-        self._publish_as(transition.epoch, transition.phase)
+        """A group that is lost takes its transition with it: then there is nothing to tell here."""
+        if self._transition is not None:
+            self._counted().why = self._transition.why
+            self._publish_as(self._transition.epoch, self._transition.phase)
 
     def _publish_as(self, epoch: Epoch, phase: Phase) -> None:
         progress = self._counted()

@@ -158,6 +158,9 @@ class DataPlane:
         except ChannelBroken as error:
             meeting.store.close()
             raise Unavailable(peer_id, f"link for epoch {epoch}: {error}") from error
+        except BaseException:
+            meeting.store.close()
+            raise
         channels = Channels(urgent, bulk, meeting.store)
         config, receiver, dispose = self._config, self._receiver, self._reaper.submit
         return Link(peer_id, epoch, channels, meeting.peer.terms, config, receiver, dispose)

@@ -77,7 +77,10 @@ def call(error: BaseException, story: Callable[[Stub, Bugs], Any]) -> None:
         bugs: Bugs = []
 
         def register(server: grpc.aio.Server) -> None:
-            planner_pb2_grpc.add_PlannerServiceServicer_to_server(Failing(error), server)
+            planner_pb2_grpc.add_PlannerServiceServicer_to_server(
+                Failing(error),  # pyright: ignore[reportAbstractUsage]
+                server,
+            )
 
         descriptor = pb.DESCRIPTOR.services_by_name["PlannerService"]
         server = RpcServer(host="127.0.0.1", port=0, services=[(descriptor, register)], on_bug=bugs.append)

@@ -40,7 +40,7 @@ class Endless(planner_pb2_grpc.PlannerServiceServicer):
 
 def serve(story: Callable[[RpcServer, grpc.aio.Channel, Endless], Awaitable[None]]) -> None:
     async def run() -> None:
-        servicer = Endless()
+        servicer = Endless()  # pyright: ignore[reportAbstractUsage]
         server = make(servicer, 0)
         port = await server.start()
         try:
@@ -123,7 +123,7 @@ def test_a_taken_port_is_a_configuration_error() -> None:
             taken.bind(("127.0.0.1", 0))
             taken.listen()
             port = taken.getsockname()[1]
-            server = make(Endless(), port)
+            server = make(Endless(), port)  # pyright: ignore[reportAbstractUsage]
             with pytest.raises(ConfigError, match=str(port)):
                 await server.start()
             await server.stop(0)
