@@ -252,8 +252,7 @@ def test_a_restore_is_aborted_while_layers_come(
             await tokens_flow(answers, 3)
             target = alone(3, ["w0", "w1"], LAYERS)
             members = cluster.ask_to_prepare(Kind.RESTORE, target)
-            pulls = lambda w: w.member._homecoming._pull is not None  # noqa: E731
-            await until(lambda: all(pulls(w) for w in cluster.workers.values()))
+            await until(lambda: all(w.member._homecoming._pull is not None for w in cluster.workers.values()))
             await cluster.abort(members, target.epoch)
             await until(lambda: blocks == {n: w.book.block_count for n, w in cluster.workers.items()})
             assert reports == {n: w.engine.memory_report() for n, w in cluster.workers.items()}

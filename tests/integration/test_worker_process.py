@@ -346,9 +346,9 @@ class Gated:
     def __init__(self, runner: Any, gate: Gate) -> None:
         self._runner, self._gate = runner, gate
 
-    def step(self, *arguments: Any) -> Any:
+    def run_stage(self, *arguments: Any, **layers: Any) -> Any:
         self._gate(0)
-        return self._runner.step(*arguments)
+        return self._runner.run_stage(*arguments, **layers)
 
 
 def test_a_worker_whose_engine_hangs_is_not_ready(

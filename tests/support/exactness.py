@@ -92,6 +92,7 @@ async def undisturbed(model_dir: Path, wishes: Sequence[Wish]) -> list[Expected]
     return [Expected(tuple(a.token_ids), a.text, a.finish_reason, a.matched_stop, tuple(a.logprobs)) for a in answers]
 
 
+_OVER = (Phase.DONE, Phase.ABORTED)
 Spans = list[list[tuple[str, int, int]]]  # groups of (worker, first layer, last layer)
 
 
@@ -217,7 +218,9 @@ class History:
 
     def _next_layout(self, cluster: Cluster, epoch: int) -> tuple[Kind, Layout]:
         """Some pipelines dissolved, or some groups merged, several at once."""
-        spans = [[(m.worker_id, m.first_layer, m.last_layer) for m in g.members] for g in cluster.in_force.groups]
+        spans: Spans = [
+            [(m.worker_id, m.first_layer, m.last_layer) for m in g.members] for g in cluster.in_force.groups
+        ]
         while True:
             if any(len(g) > 1 for g in spans) and (len(spans) == 1 or self._rng.random() < 0.4):
                 made = self._dissolve(spans, cluster.layer_count)
@@ -299,7 +302,9 @@ def _compare_logprobs(expected: Sequence[TokenLogprobs], found: Sequence[TokenLo
     for at, (one, other) in enumerate(zip(expected, found, strict=True)):
         assert one.token_id == other.token_id, f"{name}: token {at}"
         difference = abs(one.logprob - other.logprob)
-        assert difference <= 1e-9 + 2e-7 * abs(one.logprob), f"{name}: the logprob of token {at} of {len(found)} is off by {difference:g}"
+        assert difference <= 1e-9 + 2e-7 * abs(one.logprob), (
+            f"{name}: the logprob of token {at} of {len(found)} is off by {difference:g}"
+        )
 
 
 async def _all_done(cluster: Cluster) -> None:
@@ -307,8 +312,7 @@ async def _all_done(cluster: Cluster) -> None:
     for group in cluster.in_force.groups:
         for member in group.members:
             worker = cluster.workers[member.worker_id]
-            done = (Phase.DONE, Phase.ABORTED)
-            await until(lambda w=worker: all(p.phase in done for p in w.member.progress.values()))
+            await until(lambda w=worker: all(p.phase in _OVER for p in w.member.progress.values()))
 
 
 def _checksums(cluster: Cluster) -> list[bytes]:
