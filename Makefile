@@ -5,6 +5,7 @@ BIN := $(VENV)/bin
 PY := $(BIN)/python
 TRACE ?=
 WORKERS ?= 2
+SEEDS ?= 50000
 HISTORIES ?= 400
 export PYTHONUNBUFFERED = 1
 
@@ -24,14 +25,22 @@ demo: setup  ## replay a bursty trace on a local cluster and re-compute answers 
 up: setup  ## a cluster on this machine: make up MODEL=DIR
 	$(BIN)/ballast up --workers $(WORKERS) $(if $(MODEL),--model $(MODEL))
 
-check: setup  ## lint, types, architecture, unit and property tests
+check: setup  ## lint, types, architecture, unit and property tests; the two halves at the same time
+	$(MAKE) --no-print-directory --jobs=2 --output-sync=target check-static check-tests
+
+check-static: setup
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .
 	$(BIN)/basedpyright --pythonpath $(PY)
 	$(BIN)/lint-imports
+
+check-tests: setup
 	$(BIN)/pytest -q -m "not slow and not gpu" tests/unit tests/property
 
-test: setup  ## everything but the checks above: integration and golden tests too
-	$(BIN)/pytest -q -m "not gpu" tests
+test: setup  ## all tests: integration and golden ones too
+	$(BIN)/pytest -q -m "not slow and not gpu" tests
+
+test-transitions: setup  ## 50,000 simulated transitions with every fault
+	BALLAST_TRANSITION_SEEDS=$(SEEDS) $(BIN)/pytest -q -m slow tests/property/test_transitions.py
 
 test-exactness: setup  ## 20,000 requests through random drops, merges and restores: no token may change
 	BALLAST_EXACTNESS_HISTORIES=$(HISTORIES) $(BIN)/pytest -q tests/integration/test_group_exactness.py
