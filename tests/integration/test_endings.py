@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 from ballast.client import AsyncClient
+from ballast.client.types import WorkerStatus
 from ballast.common.errors import BallastError, Cancelled, DeadlineExceeded, InvalidRequest
+from ballast.common.load import MemoryReport
 from ballast.common.sampling import FinishReason, SamplingParams
 from ballast.model.tiny import make_tiny
 from tests.support.cluster import RunningCluster, idle, running_cluster, until
@@ -25,6 +27,14 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningCluster
     flags = {"dispatcher": ["--max-num-queued-reqs", "2000"], "worker": ["--max-num-seqs", "16"]}
     with running_cluster(Path(model), workers=2, dispatchers=2, device_memory_bytes=4 << 20, flags=flags) as cluster:
         yield cluster
+
+
+def sizes(worker: WorkerStatus) -> tuple[MemoryReport, int] | None:
+    """What must be as it was at first. Checks that the bytes add up."""
+    if worker.load is None:
+        return None
+    worker.load.memory.check()
+    return worker.load.memory, worker.load.block_count
 
 
 def prompt(rng: random.Random, longest: int = 120) -> list[int]:
@@ -65,9 +75,11 @@ async def leave_while_decoding(client: AsyncClient, rng: random.Random) -> str:
 
 
 async def cancel_by_id(client: AsyncClient, rng: random.Random) -> str:
-    stream = client.stream(token_ids=prompt(rng), sampling=SamplingParams(max_tokens=300, ignore_eos=True))
+    stream = client.stream(token_ids=prompt(rng), sampling=SamplingParams(max_tokens=390, ignore_eos=True))
     await anext(stream)
-    assert await client.cancel(stream.request_id)
+    if not await client.cancel(stream.request_id):  # this process is so busy that all tokens have come meanwhile
+        assert [chunk.finish_reason async for chunk in stream][-1] is FinishReason.LENGTH
+        return "too late to cancel"
     with pytest.raises(Cancelled):
         async for _ in stream:
             pass
@@ -110,15 +122,16 @@ def test_a_thousand_requests_end_in_every_way_and_leave_nothing(running: Running
                 for i in range(REQUESTS):
                     tasks.create_task(one(i))
             assert endings.total() == REQUESTS
+            assert endings[FinishReason.CANCELLED] > REQUESTS // 20
+            # The load may have been heavy enough for parameters to be dropped: then they come back first.
+            at_first = [sizes(worker) for worker in before.workers]
             for address in running.cluster.addresses:
                 async with AsyncClient(address) as one_dispatcher:
-                    after = await until(one_dispatcher, idle)
-                    for then, now in zip(before.workers, after.workers, strict=True):
-                        assert then.load is not None
-                        assert now.load is not None
-                        now.load.memory.check()
-                        assert now.load.memory == then.load.memory
-                        assert now.load.block_count == then.load.block_count
+                    await until(
+                        one_dispatcher,
+                        lambda s: idle(s) and [sizes(worker) for worker in s.workers] == at_first,
+                        within_s=45.0,
+                    )
 
     running.run(story())
 
