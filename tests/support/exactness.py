@@ -313,6 +313,7 @@ async def _all_done(cluster: Cluster) -> None:
         for member in group.members:
             worker = cluster.workers[member.worker_id]
             await until(lambda w=worker: all(p.phase in _OVER for p in w.member.progress.values()))
+            await until(lambda w=worker: not w.member._undoing)  # aborted is said before what had begun is undone
 
 
 def _checksums(cluster: Cluster) -> list[bytes]:

@@ -27,7 +27,7 @@ def pack(sequence: Sequence, at_s: float, *, suspended: bool) -> SequenceSnapsho
         output_token_ids=tuple(sequence.output_token_ids),
         sampling=sequence.sampling,
         wants_text=sequence.wants_text,
-        computed_tokens=sequence.computed_tokens,
+        computed_tokens=sequence.computed_tokens if sequence.on_stages else 0,  # an orphan that has ended has none
         on_stages=sequence.on_stages,
         suspended=suspended,
         gone=unsent is None and sequence.state is SequenceState.ENDED,

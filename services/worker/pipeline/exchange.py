@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from ballast.common.errors import BallastError
+from ballast.common.errors import BallastError, InvariantViolation
 from ballast.common.ids import WorkerId
 from ballast.service.logs import get_logger
 from ballastpb.worker.v1 import stage_pb2 as pb
@@ -33,7 +33,10 @@ def kv_pieces(
     kv: KvCache, table: Sequence[int], computed_tokens: int, first_layer: int, last_layer: int
 ) -> list[torch.Tensor]:
     """The memory of a sequence's KV in `[first_layer, last_layer)`: whole blocks, [n, 2, T, K, H] per run of ids."""
-    runs = _runs(table[: blocks_for(computed_tokens, kv.shape.block_tokens)])
+    count = blocks_for(computed_tokens, kv.shape.block_tokens)
+    if len(table) < count:
+        raise InvariantViolation(f"the KV of {computed_tokens} tokens is to travel, and has {len(table)} blocks")
+    runs = _runs(table[:count])
     return [kv.layer(layer)[first:last] for layer in range(first_layer, last_layer) for first, last in runs]
 
 
