@@ -18,6 +18,9 @@ from tests.support.cluster import RunningCluster, idle, running_cluster, until
 REQUESTS = 10_000
 QUEUED = 500
 DEADLINE_S = 60.0
+# A worker keeps compiled matrix products for each number of rows that a step has had (oneDNN's cache, at most 1,024 of
+# them): that levels off at some 300 MiB and has nothing to do with the number of requests.
+GROWTH_BYTES = 512 << 20
 
 
 @pytest.fixture(scope="module")
@@ -80,6 +83,6 @@ def test_ten_thousand_requests_at_once(running: RunningCluster) -> None:
         assert outcomes["refused"] > 0
         assert outcomes["finished"] >= QUEUED
         assert all(0.0 < delay_s <= 60.0 for delay_s in retry_after_s)
-        assert all(size < 256 << 20 for size in grown.values()), grown
+        assert all(size < GROWTH_BYTES for size in grown.values()), grown
 
     running.run(story(), timeout_s=200.0)
