@@ -6,6 +6,7 @@ always.
 
 import asyncio
 import random
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -191,7 +192,11 @@ class History:
 
     async def _change_layouts(self, cluster: Cluster) -> None:
         rng, epoch = self._rng, 1
+        give_up_at_s = time.monotonic() + 45.0
         while self._under_way():
+            if time.monotonic() > give_up_at_s:
+                stuck = [a.story for _, a in self._asked if a.finish_reason is None]
+                raise AssertionError(f"epoch {epoch}; without an end: {stuck}; {cluster.describe()}")
             await asyncio.sleep(rng.choice([0.0, 0.02, 0.1]) * rng.random())
             epoch += 1
             kind, target = self._next_layout(cluster, epoch)

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import functools
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
@@ -134,6 +134,7 @@ class Dispatcher:
         self._done: dict[RequestId, asyncio.Event] = {}
         self._serial = count(1)
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._placing: set[asyncio.Task[None]] = set()
         self.closed_streams = 0  # by workers
 
     async def attach(self) -> None:
@@ -212,7 +213,7 @@ class Dispatcher:
                 if output.emit is not None:
                     self._take(name, output.emit)
                     for ending in output.emit.endings:
-                        await self._ended(name, ending)
+                        self._ended(name, ending)
         self.closed_streams += 1
         await self._open(name)
         await self._replay(name)
@@ -230,24 +231,34 @@ class Dispatcher:
                 answer.logprobs.extend(next(logprobs) for _ in range(n))
             at += n
 
-    async def _ended(self, name: str, ending: Ending) -> None:
+    def _ended(self, name: str, ending: Ending) -> None:
         answer = self._live.pop((name, ending.handle))
         answer.place = None
         if ending.moved_to:
-            await self._place(ending.moved_to, answer, follows=True)
+            self._later(self._place(ending.moved_to, answer, follows=True))
         elif ending.refused:
-            others = sorted(self._workers)
-            await asyncio.sleep(0.01)
-            await self._place(others[answer.attempts % len(others)], answer, follows=False)
+            self._later(self._try_elsewhere(answer))
         else:
             answer.finish_reason, answer.error = ending.finish_reason, ending.error
             answer.matched_stop = ending.matched_stop
             self._done[answer.request_id].set()
 
+    async def _try_elsewhere(self, answer: Answer) -> None:
+        others = sorted(self._workers)
+        await asyncio.sleep(0.01)
+        await self._place(others[answer.attempts % len(others)], answer, follows=False)
+
+    def _later(self, work: Coroutine[None, None, None]) -> None:
+        """Not in the task that listens: that may end with its stream."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._placing.add(task)
+        task.add_done_callback(self._placing.discard)
+
     async def close(self) -> None:
-        for task in self._tasks.values():
+        tasks = [*self._tasks.values(), *self._placing]
+        for task in tasks:
             task.cancel()
-        for said in await asyncio.gather(*self._tasks.values(), return_exceptions=True):
+        for said in await asyncio.gather(*tasks, return_exceptions=True):
             if isinstance(said, Exception):
                 raise said
 
@@ -336,6 +347,9 @@ class Cluster:
                 left = {n: _left(self.workers[n]) for n in members}
                 raise AssertionError(f"epoch {epoch} is not {phase} everywhere: {left}")
             await asyncio.sleep(0.002)
+
+    def describe(self) -> dict[str, str]:
+        return {name: _left(worker) for name, worker in self.workers.items()}
 
     async def quiet(self) -> None:
         """Until no worker holds a block; within the time that orphans wait for their dispatchers."""
