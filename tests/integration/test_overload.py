@@ -18,8 +18,9 @@ from tests.support.cluster import RunningCluster, idle, running_cluster, until
 REQUESTS = 10_000
 QUEUED = 500
 DEADLINE_S = 60.0
-# A worker keeps compiled matrix products for each number of rows that a step has had (oneDNN's cache, at most 1,024 of
-# them): that levels off at some 300 MiB and has nothing to do with the number of requests.
+# Open: 256 MiB was meant, and a worker exceeds it (268 to 319 MiB seen). A smaller oneDNN kernel cache saves about half of
+# it; the rest is not explained, and was still growing by some 10 KiB per request, ever more slowly, after 11,000 requests.
+# This bound catches a large leak only, it does not show that a worker's memory is bounded.
 GROWTH_BYTES = 512 << 20
 
 
