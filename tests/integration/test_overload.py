@@ -18,9 +18,9 @@ from tests.support.cluster import RunningCluster, idle, running_cluster, until
 REQUESTS = 10_000
 QUEUED = 500
 DEADLINE_S = 60.0
-# Open: 256 MiB was meant, and a worker exceeds it (268 to 319 MiB seen). A smaller oneDNN kernel cache saves about half of
-# it; the rest is not explained, and was still growing by some 10 KiB per request, ever more slowly, after 11,000 requests.
-# This bound catches a large leak only, it does not show that a worker's memory is bounded.
+# Open: 256 MiB was meant, and a worker exceeds it (268 to 319 MiB seen). A smaller oneDNN kernel cache saves about half
+# of it; the rest is not explained, and was still growing, ever more slowly, by some 10 KiB per request after 11,000.
+# This bound catches a large leak only; it does not show that a worker's memory is bounded.
 GROWTH_BYTES = 512 << 20
 
 
