@@ -9,7 +9,7 @@ import torch
 
 from ballast.common.sampling import SamplingParams
 from ballast.model.tiny import make_tiny
-from services.worker.core.transition import Kind, Phase
+from services.worker.core.plan import Kind, Phase
 from services.worker.pipeline.exchange import kv_bytes
 from services.worker.transport.config import TransportConfig
 from tests.support.group import Answer, Cluster, Sizes, alone, layout, running_group

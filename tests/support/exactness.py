@@ -17,15 +17,14 @@ from ballast.common.ids import Epoch, WorkerId
 from ballast.common.layout import Layout
 from ballast.common.sampling import FinishReason, SamplingParams
 from services.worker.core.batch import Batch, TokenLogprobs
-from services.worker.core.transition import (
+from services.worker.core.plan import Kind, Phase
+from services.worker.core.transition_messages import (
     AbortRequested,
     CommitRequested,
     EpochEnded,
     HandoverReceived,
-    Kind,
     KvCompleteReceived,
     KvReceived,
-    Phase,
     RosterReceived,
 )
 from services.worker.pipeline.events import (

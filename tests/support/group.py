@@ -16,7 +16,8 @@ from ballast.common.sampling import FinishReason, SamplingParams
 from services.worker.core.batch import NewSequence, TokenLogprobs
 from services.worker.core.events import Aborted, Emit, Ending, SequenceKey, Submitted
 from services.worker.core.limits import WorkerLimits
-from services.worker.core.transition import AbortRequested, CommitRequested, Kind, Phase, Plan
+from services.worker.core.plan import Kind, Phase, Plan
+from services.worker.core.transition_messages import AbortRequested, CommitRequested
 from services.worker.engine.load import Engine, load_engine
 from services.worker.pipeline.build import Membership, join, stage_core
 from services.worker.pipeline.events import PlanReceived, Told

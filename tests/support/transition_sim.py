@@ -16,7 +16,9 @@ from dataclasses import dataclass, field
 from ballast.common.ids import Epoch, GroupId, Incarnation, WorkerId
 from ballast.common.layout import Group, Layout, Member
 from services.planner.core import transition as pt
+from services.worker.core import plan as wp
 from services.worker.core import transition as wt
+from services.worker.core import transition_messages as wm
 
 
 def layout(epoch: int, layers: int, groups: list[list[str]]) -> Layout:
@@ -97,7 +99,7 @@ class World:
             self.workers[member.worker_id].kv[sequence] = set(range(member.first_layer, member.last_layer))
 
     def group(self, worker: SimWorker) -> Group:
-        found = wt.group_of(worker.layout, worker.name)
+        found = wp.group_of(worker.layout, worker.name)
         assert found is not None
         return found
 
@@ -120,7 +122,7 @@ class World:
                 stage = self.workers[member.worker_id]
                 if not stage.alive:
                     return
-                assert wt.group_of(stage.layout, stage.name) == self.group(worker), "a stage in another layout"
+                assert wp.group_of(stage.layout, stage.name) == self.group(worker), "a stage in another layout"
                 wanted = set(range(member.first_layer, member.last_layer))
                 if worker.led[sequence]:
                     assert wanted <= stage.kv.get(sequence, set()), f"{member.worker_id} lacks KV of {sequence}"
@@ -225,33 +227,33 @@ class World:
     # ------------------------------------------------------------ workers
 
     def prepare(self, worker: SimWorker, journal: pt.Journal) -> None:
-        plan = wt.Plan(wt.Kind(journal.kind), journal.base, journal.target)
+        plan = wp.Plan(wp.Kind(journal.kind), journal.base, journal.target)
         current = worker.transition
         if worker.aborted >= plan.epoch or (
             current is not None and (current.epoch >= plan.epoch or current.phase in _BUSY)
         ):
             return
-        if wt.part_of(plan, worker.name) is None or worker.layout.epoch > plan.base.epoch:
+        if wp.part_of(plan, worker.name) is None or worker.layout.epoch > plan.base.epoch:
             return
         worker.transition = wt.Transition(worker.name, plan)
         self.execute(worker, worker.transition.begin())
 
     def commit(self, worker: SimWorker, journal: pt.Journal) -> None:
         if worker.transition is not None and worker.transition.epoch == journal.epoch:
-            self.drive(worker, wt.CommitRequested(self.now_s, journal.epoch))
+            self.drive(worker, wm.CommitRequested(self.now_s, journal.epoch))
 
     def abort(self, worker: SimWorker, journal: pt.Journal) -> None:
         if worker.transition is None or worker.transition.epoch < journal.epoch:
             worker.aborted = max(worker.aborted, journal.epoch)
         elif worker.transition.epoch == journal.epoch:
-            self.drive(worker, wt.AbortRequested(self.now_s, journal.epoch, journal.failure))
+            self.drive(worker, wm.AbortRequested(self.now_s, journal.epoch, journal.failure))
 
-    def drive(self, worker: SimWorker, event: wt.Event) -> None:
+    def drive(self, worker: SimWorker, event: wm.Event) -> None:
         if worker.alive and worker.transition is not None:
             self.execute(worker, worker.transition.handle(event))
             worker.transition.check()
 
-    def local(self, worker: SimWorker, delay_s: float, event: wt.Event) -> None:
+    def local(self, worker: SimWorker, delay_s: float, event: wm.Event) -> None:
         transition = worker.transition
         self.after(
             delay_s,
@@ -259,7 +261,7 @@ class World:
             lambda: self.drive(worker, event) if worker.transition is transition else None,
         )
 
-    def over_link(self, source: SimWorker, to: WorkerId, event: wt.Event, epoch: int) -> None:
+    def over_link(self, source: SimWorker, to: WorkerId, event: wm.Event, epoch: int) -> None:
         """Reliable and in order, unless an end dies."""
         at_s = max(self.now_s + self.rng.uniform(0.001, 0.05), self.link_clock.get((source.name, to), 0.0))
         self.link_clock[source.name, to] = at_s
@@ -271,66 +273,66 @@ class World:
 
         self.after(at_s - self.now_s, f"{source.name}->{to} {type(event).__name__}", arrive)
 
-    def execute(self, worker: SimWorker, commands: list[wt.Command]) -> None:
+    def execute(self, worker: SimWorker, commands: list[wm.Command]) -> None:
         transition = worker.transition
         assert transition is not None
         epoch = transition.epoch
         for command in commands:
             match command:
-                case wt.ConnectLinks(peers=peers):
+                case wm.ConnectLinks(peers=peers):
                     if any(not self.workers[p].alive for p in peers):
-                        self.local(worker, 0.1, wt.PreparationFailed(self.now_s, epoch, "no link"))
+                        self.local(worker, 0.1, wm.PreparationFailed(self.now_s, epoch, "no link"))
                     else:
-                        self.local(worker, self.rng.uniform(0, 0.1), wt.LinksUp(self.now_s, epoch))
-                case wt.PrepareMemory():
+                        self.local(worker, self.rng.uniform(0, 0.1), wm.LinksUp(self.now_s, epoch))
+                case wm.PrepareMemory():
                     if self.faults and self.rng.random() < 0.03:
-                        self.local(worker, 0.01, wt.PreparationFailed(self.now_s, epoch, "too little memory"))
+                        self.local(worker, 0.01, wm.PreparationFailed(self.now_s, epoch, "too little memory"))
                     else:
-                        self.local(worker, self.rng.uniform(0, 0.3), wt.MemoryReady(self.now_s, epoch))
-                case wt.UndoPreparation():
+                        self.local(worker, self.rng.uniform(0, 0.3), wm.MemoryReady(self.now_s, epoch))
+                case wm.UndoPreparation():
                     pass
-                case wt.Quiesce():
+                case wm.Quiesce():
                     worker.forming = False
-                    self.local(worker, self.rng.uniform(0, 0.05), wt.BoundaryReached(self.now_s, epoch))
-                case wt.SendEpochEnded(to=to):
+                    self.local(worker, self.rng.uniform(0, 0.05), wm.BoundaryReached(self.now_s, epoch))
+                case wm.SendEpochEnded(to=to):
                     for name in to:
-                        self.over_link(worker, name, wt.EpochEnded(self.now_s, epoch, worker.name), epoch)
-                case wt.TakeUp():
+                        self.over_link(worker, name, wm.EpochEnded(self.now_s, epoch, worker.name), epoch)
+                case wm.TakeUp():
                     self.take_up(worker)
-                case wt.SendHandover(to=to):
+                case wm.SendHandover(to=to):
                     self.over_link(
                         worker,
                         to,
-                        wt.HandoverReceived(self.now_s, epoch, worker.name, self.hand_over(worker, to)),
+                        wm.HandoverReceived(self.now_s, epoch, worker.name, self.hand_over(worker, to)),
                         epoch,
                     )
-                case wt.Lead(victims=victims):
+                case wm.Lead(victims=victims):
                     self.lead(worker, victims)
-                case wt.SendRoster(victims=victims, to=to):
+                case wm.SendRoster(victims=victims, to=to):
                     for name in to:
-                        self.over_link(worker, name, wt.RosterReceived(self.now_s, epoch, worker.name, victims), epoch)
-                case wt.SendKv(victim=victim, to=to, first_layer=first, last_layer=last):
+                        self.over_link(worker, name, wm.RosterReceived(self.now_s, epoch, worker.name, victims), epoch)
+                case wm.SendKv(victim=victim, to=to, first_layer=first, last_layer=last):
                     self.send_kv(worker, victim, to, first, last, epoch)
-                case wt.ExpectKv(victim=victim):
+                case wm.ExpectKv(victim=victim):
                     worker.kv.setdefault(victim.sequence_id, set())
-                case wt.SendKvComplete(sequence_id=sequence_id, to=to):
-                    event = wt.KvCompleteReceived(self.now_s, epoch, sequence_id, worker.name)
+                case wm.SendKvComplete(sequence_id=sequence_id, to=to):
+                    event = wm.KvCompleteReceived(self.now_s, epoch, sequence_id, worker.name)
                     self.over_link(worker, to, event, epoch)
-                case wt.Resume(sequence_id=sequence_id):
+                case wm.Resume(sequence_id=sequence_id):
                     worker.waiting.discard(sequence_id)
-                case wt.ReleaseLost():
+                case wm.ReleaseLost():
                     member = next(m for m in self.group(worker).members if m.worker_id == worker.name)
                     kept = set(range(member.first_layer, member.last_layer))
                     for layers in worker.kv.values():
                         layers &= kept
-                case wt.Broken():
+                case wm.Broken():
                     worker.broken = True
 
-    def lead(self, worker: SimWorker, victims: tuple[wt.Victim, ...]) -> None:
+    def lead(self, worker: SimWorker, victims: tuple[wp.Victim, ...]) -> None:
         """Adopts the victims; now and then there is no room for one, which begins anew."""
         assert worker.transition is not None
         worker.forming = True
-        kept: list[wt.Victim] = []
+        kept: list[wp.Victim] = []
         for victim in victims:
             if self.rng.random() < 0.05:
                 worker.led[victim.sequence_id] = 0
@@ -339,38 +341,38 @@ class World:
             kept.append(victim)
             worker.led[victim.sequence_id] = victim.computed_tokens
             worker.waiting.add(victim.sequence_id)
-        self.local(worker, 0.0, wt.Led(self.now_s, worker.transition.epoch, tuple(kept)))
+        self.local(worker, 0.0, wm.Led(self.now_s, worker.transition.epoch, tuple(kept)))
 
     def take_up(self, worker: SimWorker) -> None:
         assert worker.transition is not None
         plan = worker.transition.plan
         worker.layout = plan.target
         mine = {s: n for s, n in worker.led.items() if self.assigned(plan, worker, s) == worker.name}
-        worker.transition.own_victims(wt.Victim(s, n, self.old_leader(plan, worker)) for s, n in sorted(mine.items()))
-        self.local(worker, self.rng.uniform(0, 0.02), wt.TakenUp(self.now_s, plan.epoch))
+        worker.transition.own_victims(wp.Victim(s, n, self.old_leader(plan, worker)) for s, n in sorted(mine.items()))
+        self.local(worker, self.rng.uniform(0, 0.02), wm.TakenUp(self.now_s, plan.epoch))
 
-    def assigned(self, plan: wt.Plan, worker: SimWorker, sequence: int) -> WorkerId:
+    def assigned(self, plan: wp.Plan, worker: SimWorker, sequence: int) -> WorkerId:
         """Of the new leaders that its old group's members go to, one."""
-        old = wt.group_of(plan.base, worker.name)
+        old = wp.group_of(plan.base, worker.name)
         assert old is not None
-        groups = [wt.group_of(plan.target, m.worker_id) for m in old.members]
+        groups = [wp.group_of(plan.target, m.worker_id) for m in old.members]
         leaders = sorted({group.leader.worker_id for group in groups if group is not None})
         return leaders[sequence % len(leaders)]
 
-    def old_leader(self, plan: wt.Plan, worker: SimWorker) -> WorkerId:
-        old = wt.group_of(plan.base, worker.name)
+    def old_leader(self, plan: wp.Plan, worker: SimWorker) -> WorkerId:
+        old = wp.group_of(plan.base, worker.name)
         assert old is not None
         return old.leader.worker_id
 
-    def hand_over(self, worker: SimWorker, to: WorkerId) -> tuple[wt.Victim, ...]:
+    def hand_over(self, worker: SimWorker, to: WorkerId) -> tuple[wp.Victim, ...]:
         assert worker.transition is not None
         plan = worker.transition.plan
         if self.old_leader(plan, worker) != worker.name:
             return ()
         going = sorted(s for s in worker.led if self.assigned(plan, worker, s) == to)
-        return tuple(wt.Victim(s, worker.led.pop(s), worker.name) for s in going)
+        return tuple(wp.Victim(s, worker.led.pop(s), worker.name) for s in going)
 
-    def send_kv(self, worker: SimWorker, victim: wt.Victim, to: WorkerId, first: int, last: int, epoch: Epoch) -> None:
+    def send_kv(self, worker: SimWorker, victim: wp.Victim, to: WorkerId, first: int, last: int, epoch: Epoch) -> None:
         wanted = set(range(first, last))
         assert wanted <= worker.kv[victim.sequence_id], "KV is sent that is not there"
 
@@ -384,8 +386,8 @@ class World:
             ):
                 return
             receiver.kv.setdefault(victim.sequence_id, set()).update(wanted)
-            self.drive(receiver, wt.KvReceived(self.now_s, epoch, victim.sequence_id, worker.name))
-            self.local(worker, 0.001, wt.KvSent(self.now_s, epoch, victim.sequence_id, to))
+            self.drive(receiver, wm.KvReceived(self.now_s, epoch, victim.sequence_id, worker.name))
+            self.local(worker, 0.001, wm.KvSent(self.now_s, epoch, victim.sequence_id, to))
 
         self.after(self.rng.uniform(0.01, 1.0), f"kv {victim.sequence_id} {worker.name}->{to}", arrive)
 
@@ -393,7 +395,7 @@ class World:
         worker.alive = False
         for other in self.workers.values():
             if other.alive and other.transition is not None and worker.name in other.transition.part.peers:
-                self.local(other, 0.02, wt.PeerLost(self.now_s, worker.name, "killed"))
+                self.local(other, 0.02, wm.PeerLost(self.now_s, worker.name, "killed"))
         self.after(
             self.rng.uniform(0.1, 1.0),
             "lost",
@@ -413,7 +415,7 @@ class World:
         return journal is None or journal.stage.over
 
 
-_BUSY = (wt.Phase.PREPARING, wt.Phase.PREPARED, wt.Phase.COMMITTING, wt.Phase.EXCHANGING)
+_BUSY = (wp.Phase.PREPARING, wp.Phase.PREPARED, wp.Phase.COMMITTING, wp.Phase.EXCHANGING)
 
 
 def story(seed: int) -> World:
@@ -462,7 +464,7 @@ def _judge(world: World) -> None:
         assert not worker.waiting, f"{worker.name} still waits for {worker.waiting}"
         assert worker.forming or not world.leads(worker), f"{worker.name} serves nobody"
         phase = worker.transition.phase if worker.transition is not None else None
-        assert phase in (None, wt.Phase.DONE, wt.Phase.ABORTED), f"{worker.name} ends as {phase}"
+        assert phase in (None, wp.Phase.DONE, wp.Phase.ABORTED), f"{worker.name} ends as {phase}"
     led = [sequence for worker in world.workers.values() for sequence in worker.led]
     assert len(led) == len(set(led)), "a sequence has two leaders"
     world.expected_count = len(led) if world.expected_count is None else world.expected_count

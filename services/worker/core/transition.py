@@ -3,418 +3,59 @@
 Rule 1: everything that decides about a transition is here; the shell connects links, moves memory and KV, and reports.
 Rule 2: every message may come twice, late or never. An event that does not fit the phase changes nothing.
 
-A drop, a merge of pipelines and a restore are the same thing here. Who must send which KV to whom follows from one
-rule: the KV of (sequence, layer) travels if and only if the layer's holder changes.
+A drop, a merge of pipelines and a restore are the same thing here.
 """
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from enum import StrEnum
 
 from ballast.common.errors import InvariantViolation
 from ballast.common.ids import Epoch, WorkerId
-from ballast.common.layout import Group, Layout
-
-SequenceId = int
-
-
-class Kind(StrEnum):
-    DROP = "drop"
-    RESTORE = "restore"
-
-
-class Phase(StrEnum):
-    PREPARING = "preparing"
-    PREPARED = "prepared"
-    COMMITTING = "committing"  # waits for the step boundary
-    EXCHANGING = "exchanging"  # the new layout is in force; KV of victims travels
-    DONE = "done"
-    ABORTED = "aborted"
-    FAILED = "failed"  # before commit only
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    kind: Kind
-    base: Layout
-    target: Layout
-
-    @property
-    def epoch(self) -> Epoch:
-        return self.target.epoch
-
-
-@dataclass(frozen=True, slots=True)
-class Victim:
-    """A sequence that existed when the layout changed."""
-
-    sequence_id: SequenceId
-    computed_tokens: int  # so many have their KV
-    old_leader: WorkerId
-
-
-# ---------------------------------------------------------------- events: from the planner
-
-
-@dataclass(frozen=True, slots=True)
-class PrepareRequested:
-    at_s: float
-    plan: Plan
-
-
-@dataclass(frozen=True, slots=True)
-class CommitRequested:
-    at_s: float
-    epoch: Epoch
-
-
-@dataclass(frozen=True, slots=True)
-class AbortRequested:
-    at_s: float
-    epoch: Epoch
-    why: str
-
-
-# ---------------------------------------------------------------- events: from this worker
-
-
-@dataclass(frozen=True, slots=True)
-class LinksUp:
-    at_s: float
-    epoch: Epoch
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryReady:
-    """Drop: the plan fits. Restore: the missing layers are here and verified, and the KV has made room for them."""
-
-    at_s: float
-    epoch: Epoch
-
-
-@dataclass(frozen=True, slots=True)
-class PreparationFailed:
-    at_s: float
-    epoch: Epoch
-    why: str
-
-
-@dataclass(frozen=True, slots=True)
-class BoundaryReached:
-    """No batch of the old layout that this worker leads is under way any more."""
-
-    at_s: float
-    epoch: Epoch
-
-
-@dataclass(frozen=True, slots=True)
-class TakenUp:
-    """Memory and role are those of the new layout."""
-
-    at_s: float
-    epoch: Epoch
-
-
-@dataclass(frozen=True, slots=True)
-class Led:
-    """Answer to Lead: these victims keep their KV, for the others there is no room and they are computed anew."""
-
-    at_s: float
-    epoch: Epoch
-    victims: tuple[Victim, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class KvSent:
-    """The receiver has all of it."""
-
-    at_s: float
-    epoch: Epoch
-    sequence_id: SequenceId
-    to: WorkerId
-
-
-@dataclass(frozen=True, slots=True)
-class KvReceived:
-    at_s: float
-    epoch: Epoch
-    sequence_id: SequenceId
-    source: WorkerId
-
-
-@dataclass(frozen=True, slots=True)
-class PeerLost:
-    at_s: float
-    peer: WorkerId
-    why: str
-
-
-# ---------------------------------------------------------------- events: from other members, over links
-
-
-@dataclass(frozen=True, slots=True)
-class EpochEnded:
-    """From the leader that was: every batch of the old layout has come by."""
-
-    at_s: float
-    epoch: Epoch
-    source: WorkerId
-
-
-@dataclass(frozen=True, slots=True)
-class HandoverReceived:
-    """A member is ready for its new role; an old leader's sequences have come with it."""
-
-    at_s: float
-    epoch: Epoch
-    source: WorkerId
-    victims: tuple[Victim, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class RosterReceived:
-    """From a new leader: the victims of its group, whose KV is to be gathered there."""
-
-    at_s: float
-    epoch: Epoch
-    source: WorkerId
-    victims: tuple[Victim, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class KvCompleteReceived:
-    """A stage of the group that this worker leads has all KV of a victim."""
-
-    at_s: float
-    epoch: Epoch
-    sequence_id: SequenceId
-    source: WorkerId
-
-
-Event = (
-    PrepareRequested
-    | CommitRequested
-    | AbortRequested
-    | LinksUp
-    | MemoryReady
-    | PreparationFailed
-    | BoundaryReached
-    | TakenUp
-    | Led
-    | KvSent
-    | KvReceived
-    | PeerLost
-    | EpochEnded
-    | HandoverReceived
-    | RosterReceived
-    | KvCompleteReceived
+from services.worker.core.plan import (
+    Phase,
+    Plan,
+    SequenceId,
+    Victim,
+    group_of,
+    members_of,
+    part_of,
+    transfers,
 )
-
-# ---------------------------------------------------------------- commands
-
-
-@dataclass(frozen=True, slots=True)
-class ConnectLinks:
-    """Answered with LinksUp or PreparationFailed."""
-
-    epoch: Epoch
-    peers: tuple[WorkerId, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class PrepareMemory:
-    """Answered with MemoryReady or PreparationFailed."""
-
-    plan: Plan
-
-
-@dataclass(frozen=True, slots=True)
-class UndoPreparation:
-    plan: Plan
-
-
-@dataclass(frozen=True, slots=True)
-class Quiesce:
-    """Form no batch any more; answered with BoundaryReached. For a worker that leads."""
-
-    epoch: Epoch
-
-
-@dataclass(frozen=True, slots=True)
-class SendEpochEnded:
-    epoch: Epoch
-    to: tuple[WorkerId, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class TakeUp:
-    """Move memory, change role; an old leader hands its sequences over. Answered with TakenUp."""
-
-    plan: Plan
-
-
-@dataclass(frozen=True, slots=True)
-class SendHandover:
-    """With the sequences that go to this leader's group, if this worker has led any."""
-
-    epoch: Epoch
-    to: WorkerId
-
-
-@dataclass(frozen=True, slots=True)
-class Lead:
-    """All members are ready: adopt the victims, see who has room, form batches. Answered with Led."""
-
-    epoch: Epoch
-    victims: tuple[Victim, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class SendRoster:
-    epoch: Epoch
-    victims: tuple[Victim, ...]
-    to: tuple[WorkerId, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class SendKv:
-    """The KV of the victim's computed tokens in `[first_layer, last_layer)`. Answered with KvSent."""
-
-    epoch: Epoch
-    victim: Victim
-    to: WorkerId
-    first_layer: int
-    last_layer: int
-
-
-@dataclass(frozen=True, slots=True)
-class ExpectKv:
-    """Have blocks ready for a victim of the new group. Each piece is reported with KvReceived."""
-
-    epoch: Epoch
-    victim: Victim
-    sources: tuple[WorkerId, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class SendKvComplete:
-    epoch: Epoch
-    sequence_id: SequenceId
-    to: WorkerId
-
-
-@dataclass(frozen=True, slots=True)
-class Resume:
-    """Every stage has the victim's KV."""
-
-    epoch: Epoch
-    sequence_id: SequenceId
-
-
-@dataclass(frozen=True, slots=True)
-class ReleaseLost:
-    """Nobody needs the KV of the layers this worker has given up: its extents follow the parameters."""
-
-    plan: Plan
-
-
-@dataclass(frozen=True, slots=True)
-class Broken:
-    """A member of the group in force is gone: what the group was doing cannot go on."""
-
-    peer: WorkerId
-    why: str
-
-
-Command = (
-    ConnectLinks
-    | PrepareMemory
-    | UndoPreparation
-    | Quiesce
-    | SendEpochEnded
-    | TakeUp
-    | SendHandover
-    | Lead
-    | SendRoster
-    | SendKv
-    | ExpectKv
-    | SendKvComplete
-    | Resume
-    | ReleaseLost
-    | Broken
+from services.worker.core.transition_messages import (
+    AbortRequested,
+    BoundaryReached,
+    Broken,
+    Command,
+    CommitRequested,
+    ConnectLinks,
+    EpochEnded,
+    Event,
+    ExpectKv,
+    HandoverReceived,
+    KvCompleteReceived,
+    KvReceived,
+    KvSent,
+    Lead,
+    Led,
+    LinksUp,
+    MemoryReady,
+    PeerLost,
+    PreparationFailed,
+    PrepareMemory,
+    PrepareRequested,
+    Quiesce,
+    ReleaseLost,
+    Resume,
+    RosterReceived,
+    SendEpochEnded,
+    SendHandover,
+    SendKv,
+    SendKvComplete,
+    SendRoster,
+    TakenUp,
+    TakeUp,
+    UndoPreparation,
 )
-
-
-# ---------------------------------------------------------------- who takes part
-
-
-def group_of(layout: Layout, worker_id: WorkerId) -> Group | None:
-    return next((g for g in layout.groups if any(m.worker_id == worker_id for m in g.members)), None)
-
-
-def members_of(group: Group | None) -> tuple[WorkerId, ...]:
-    return () if group is None else tuple(m.worker_id for m in group.members)
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """What a plan means for one worker."""
-
-    old: Group | None
-    new: Group
-    peers: tuple[WorkerId, ...]  # it has a link to each
-    handovers_to: tuple[WorkerId, ...]  # new leaders that wait for its word, itself excepted
-    handovers_from: tuple[WorkerId, ...]  # if it is a new leader: whose word it waits for
-    rosters_from: tuple[WorkerId, ...]  # new leaders whose victims' KV it holds or gets, itself included
-    roster_to: tuple[WorkerId, ...]  # if it is a new leader: everybody concerned, itself excepted
-
-    @property
-    def was_leader(self) -> bool:
-        return self.old is not None
-
-
-def part_of(plan: Plan, me: WorkerId) -> Part | None:
-    """None if nothing changes for this worker, or it is not in the coming layout."""
-    new = group_of(plan.target, me)
-    if new is None or group_of(plan.base, me) == new:
-        return None
-    concerned = [g for g in plan.target.groups if me in participants(plan, g)]
-    peers = {p for g in concerned for p in participants(plan, g)} - {me}
-    leads = new.leader.worker_id == me
-    return Part(
-        old=group_of(plan.base, me),
-        new=new,
-        peers=tuple(sorted(peers)),
-        handovers_to=tuple(g.leader.worker_id for g in concerned if g.leader.worker_id != me),
-        handovers_from=tuple(sorted(participants(plan, new) - {me})) if leads else (),
-        rosters_from=tuple(g.leader.worker_id for g in concerned),
-        roster_to=tuple(sorted(participants(plan, new) - {me})) if leads else (),
-    )
-
-
-def participants(plan: Plan, group: Group) -> set[WorkerId]:
-    """The members of a coming group, and those of every old group that one of them comes from."""
-    chosen = set(members_of(group))
-    for worker_id in members_of(group):
-        chosen.update(members_of(group_of(plan.base, worker_id)))
-    return chosen
-
-
-def transfers(plan: Plan, victim: Victim, new_leader: WorkerId) -> list[tuple[WorkerId, WorkerId, int, int]]:
-    """(from, to, first layer, last layer) of the victim's KV that has to move; by destination, then by layer."""
-    old, new = group_of(plan.base, victim.old_leader), group_of(plan.target, new_leader)
-    if old is None or new is None or victim.computed_tokens == 0:
-        return []
-    moves: list[tuple[WorkerId, WorkerId, int, int]] = []
-    for stage in new.members:
-        for holder in old.members:
-            first, last = max(stage.first_layer, holder.first_layer), min(stage.last_layer, holder.last_layer)
-            if first < last and stage.worker_id != holder.worker_id:
-                moves.append((holder.worker_id, stage.worker_id, first, last))
-    return moves
-
-
-# ---------------------------------------------------------------- the machine
 
 
 @dataclass(slots=True)

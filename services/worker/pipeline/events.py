@@ -7,9 +7,9 @@ import torch
 
 from ballast.common.ids import Epoch, WorkerId
 from services.worker.core.batch import Batch, SequenceId, StepResult
+from services.worker.core.plan import Plan
 from services.worker.core.snapshot import SequenceSnapshot
-from services.worker.core.transition import Event as TransitionEvent
-from services.worker.core.transition import Plan
+from services.worker.core.transition_messages import Event as TransitionEvent
 from services.worker.shell import MemberEvent
 from services.worker.transport.link import Link
 from services.worker.transport.transfer import TransferReport

@@ -16,8 +16,10 @@ from ballast.service.logs import get_logger
 from ballastpb.worker.v1 import stage_pb2 as pb
 from services.worker.core.batch import SequenceId
 from services.worker.core.blocks import blocks_for
+from services.worker.core.plan import transfers
 from services.worker.core.stage import StageBook
-from services.worker.core.transition import ExpectKv, SendKv, Transition, transfers
+from services.worker.core.transition import Transition
+from services.worker.core.transition_messages import ExpectKv, SendKv
 from services.worker.memory.kv_cache import KvCache
 from services.worker.pipeline.events import KvAsked, PieceSent
 from services.worker.pipeline.hub import Hub

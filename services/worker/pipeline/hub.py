@@ -11,7 +11,13 @@ import torch
 
 from ballast.common.ids import Epoch, WorkerId
 from ballastpb.worker.v1 import stage_pb2 as pb
-from services.worker.core.transition import EpochEnded, KvCompleteReceived, KvReceived, PeerLost, RosterReceived
+from services.worker.core.transition_messages import (
+    EpochEnded,
+    KvCompleteReceived,
+    KvReceived,
+    PeerLost,
+    RosterReceived,
+)
 from services.worker.pipeline.destinations import Destinations
 from services.worker.pipeline.events import (
     BatchArrived,

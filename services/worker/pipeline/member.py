@@ -31,16 +31,17 @@ from services.worker.core.events import (
     Removed,
     RoleChanged,
 )
+from services.worker.core.plan import Kind, Phase, Victim, group_of, members_of, part_of, transfers
 from services.worker.core.snapshot import SequenceSnapshot
 from services.worker.core.stage import StageBook
-from services.worker.core.transition import (
+from services.worker.core.transition import Transition
+from services.worker.core.transition_messages import (
     BoundaryReached,
     Broken,
     ConnectLinks,
     EpochEnded,
     ExpectKv,
     HandoverReceived,
-    Kind,
     KvReceived,
     KvSent,
     Lead,
@@ -48,7 +49,6 @@ from services.worker.core.transition import (
     LinksUp,
     MemoryReady,
     PeerLost,
-    Phase,
     PreparationFailed,
     PrepareMemory,
     Quiesce,
@@ -61,16 +61,10 @@ from services.worker.core.transition import (
     SendRoster,
     TakenUp,
     TakeUp,
-    Transition,
     UndoPreparation,
-    Victim,
-    group_of,
-    members_of,
-    part_of,
-    transfers,
 )
-from services.worker.core.transition import Command as TransitionCommand
-from services.worker.core.transition import Event as TransitionEvent
+from services.worker.core.transition_messages import Command as TransitionCommand
+from services.worker.core.transition_messages import Event as TransitionEvent
 from services.worker.core.worker import WorkerCore
 from services.worker.memory.device import DeviceMemory
 from services.worker.pipeline.events import (

@@ -7,7 +7,8 @@ from ballast.common.errors import InvalidRequest, InvariantViolation, StaleEpoch
 from ballast.common.ids import Epoch, WorkerId
 from ballast.rpc.codec import layout_from_proto
 from ballastpb.worker.v1 import worker_pb2 as pb
-from services.worker.core.transition import AbortRequested, CommitRequested, Kind, Phase, Plan, part_of
+from services.worker.core.plan import Kind, Phase, Plan, part_of
+from services.worker.core.transition_messages import AbortRequested, CommitRequested
 from services.worker.pipeline.events import PlanReceived, Told
 from services.worker.pipeline.member import GroupMember
 from services.worker.pipeline.status import Progress

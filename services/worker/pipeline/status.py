@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from ballast.common.ids import Epoch
-from services.worker.core.transition import Phase
+from services.worker.core.plan import Phase
 
 
 @dataclass(slots=True)

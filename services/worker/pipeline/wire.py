@@ -14,8 +14,8 @@ from ballast.rpc.codec import (
 from ballastpb.cluster.v1 import cluster_pb2
 from ballastpb.worker.v1 import stage_pb2 as pb
 from services.worker.core.batch import Batch, NewSequence, Slice, StepResult, TokenLogprobs
+from services.worker.core.plan import Victim
 from services.worker.core.snapshot import SequenceSnapshot
-from services.worker.core.transition import Victim
 
 
 class Topic(IntEnum):

@@ -1,0 +1,114 @@
+"""What a plan is, what it means for one worker, and whose KV it makes travel.
+
+Who must send which KV to whom follows from one rule: the KV of (sequence, layer) travels if and only if the layer's
+holder changes.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from ballast.common.ids import Epoch, WorkerId
+from ballast.common.layout import Group, Layout
+
+SequenceId = int
+
+
+class Kind(StrEnum):
+    DROP = "drop"
+    RESTORE = "restore"
+
+
+class Phase(StrEnum):
+    PREPARING = "preparing"
+    PREPARED = "prepared"
+    COMMITTING = "committing"  # waits for the step boundary
+    EXCHANGING = "exchanging"  # the new layout is in force; KV of victims travels
+    DONE = "done"
+    ABORTED = "aborted"
+    FAILED = "failed"  # before commit only
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    kind: Kind
+    base: Layout
+    target: Layout
+
+    @property
+    def epoch(self) -> Epoch:
+        return self.target.epoch
+
+
+@dataclass(frozen=True, slots=True)
+class Victim:
+    """A sequence that existed when the layout changed."""
+
+    sequence_id: SequenceId
+    computed_tokens: int  # so many have their KV
+    old_leader: WorkerId
+
+
+def group_of(layout: Layout, worker_id: WorkerId) -> Group | None:
+    return next((g for g in layout.groups if any(m.worker_id == worker_id for m in g.members)), None)
+
+
+def members_of(group: Group | None) -> tuple[WorkerId, ...]:
+    return () if group is None else tuple(m.worker_id for m in group.members)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What a plan means for one worker."""
+
+    old: Group | None
+    new: Group
+    peers: tuple[WorkerId, ...]  # it has a link to each
+    handovers_to: tuple[WorkerId, ...]  # new leaders that wait for its word, itself excepted
+    handovers_from: tuple[WorkerId, ...]  # if it is a new leader: whose word it waits for
+    rosters_from: tuple[WorkerId, ...]  # new leaders whose victims' KV it holds or gets, itself included
+    roster_to: tuple[WorkerId, ...]  # if it is a new leader: everybody concerned, itself excepted
+
+    @property
+    def was_leader(self) -> bool:
+        return self.old is not None
+
+
+def part_of(plan: Plan, me: WorkerId) -> Part | None:
+    """None if nothing changes for this worker, or it is not in the coming layout."""
+    new = group_of(plan.target, me)
+    if new is None or group_of(plan.base, me) == new:
+        return None
+    concerned = [g for g in plan.target.groups if me in participants(plan, g)]
+    peers = {p for g in concerned for p in participants(plan, g)} - {me}
+    leads = new.leader.worker_id == me
+    return Part(
+        old=group_of(plan.base, me),
+        new=new,
+        peers=tuple(sorted(peers)),
+        handovers_to=tuple(g.leader.worker_id for g in concerned if g.leader.worker_id != me),
+        handovers_from=tuple(sorted(participants(plan, new) - {me})) if leads else (),
+        rosters_from=tuple(g.leader.worker_id for g in concerned),
+        roster_to=tuple(sorted(participants(plan, new) - {me})) if leads else (),
+    )
+
+
+def participants(plan: Plan, group: Group) -> set[WorkerId]:
+    """The members of a coming group, and those of every old group that one of them comes from."""
+    chosen = set(members_of(group))
+    for worker_id in members_of(group):
+        chosen.update(members_of(group_of(plan.base, worker_id)))
+    return chosen
+
+
+def transfers(plan: Plan, victim: Victim, new_leader: WorkerId) -> list[tuple[WorkerId, WorkerId, int, int]]:
+    """(from, to, first layer, last layer) of the victim's KV that has to move; by destination, then by layer."""
+    old, new = group_of(plan.base, victim.old_leader), group_of(plan.target, new_leader)
+    if old is None or new is None or victim.computed_tokens == 0:
+        return []
+    moves: list[tuple[WorkerId, WorkerId, int, int]] = []
+    for stage in new.members:
+        for holder in old.members:
+            first, last = max(stage.first_layer, holder.first_layer), min(stage.last_layer, holder.last_layer)
+            if first < last and stage.worker_id != holder.worker_id:
+                moves.append((holder.worker_id, stage.worker_id, first, last))
+    return moves

@@ -1,0 +1,297 @@
+"""What a transition is told and what it asks for: the events and commands of `core.transition`."""
+
+from dataclasses import dataclass
+
+from ballast.common.ids import Epoch, WorkerId
+from services.worker.core.plan import Plan, SequenceId, Victim
+
+# ---------------------------------------------------------------- events: from the planner
+
+
+@dataclass(frozen=True, slots=True)
+class PrepareRequested:
+    at_s: float
+    plan: Plan
+
+
+@dataclass(frozen=True, slots=True)
+class CommitRequested:
+    at_s: float
+    epoch: Epoch
+
+
+@dataclass(frozen=True, slots=True)
+class AbortRequested:
+    at_s: float
+    epoch: Epoch
+    why: str
+
+
+# ---------------------------------------------------------------- events: from this worker
+
+
+@dataclass(frozen=True, slots=True)
+class LinksUp:
+    at_s: float
+    epoch: Epoch
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryReady:
+    """Drop: the plan fits. Restore: the missing layers are here and verified, and the KV has made room for them."""
+
+    at_s: float
+    epoch: Epoch
+
+
+@dataclass(frozen=True, slots=True)
+class PreparationFailed:
+    at_s: float
+    epoch: Epoch
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class BoundaryReached:
+    """No batch of the old layout that this worker leads is under way any more."""
+
+    at_s: float
+    epoch: Epoch
+
+
+@dataclass(frozen=True, slots=True)
+class TakenUp:
+    """Memory and role are those of the new layout."""
+
+    at_s: float
+    epoch: Epoch
+
+
+@dataclass(frozen=True, slots=True)
+class Led:
+    """Answer to Lead: these victims keep their KV, for the others there is no room and they are computed anew."""
+
+    at_s: float
+    epoch: Epoch
+    victims: tuple[Victim, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class KvSent:
+    """The receiver has all of it."""
+
+    at_s: float
+    epoch: Epoch
+    sequence_id: SequenceId
+    to: WorkerId
+
+
+@dataclass(frozen=True, slots=True)
+class KvReceived:
+    at_s: float
+    epoch: Epoch
+    sequence_id: SequenceId
+    source: WorkerId
+
+
+@dataclass(frozen=True, slots=True)
+class PeerLost:
+    at_s: float
+    peer: WorkerId
+    why: str
+
+
+# ---------------------------------------------------------------- events: from other members, over links
+
+
+@dataclass(frozen=True, slots=True)
+class EpochEnded:
+    """From the leader that was: every batch of the old layout has come by."""
+
+    at_s: float
+    epoch: Epoch
+    source: WorkerId
+
+
+@dataclass(frozen=True, slots=True)
+class HandoverReceived:
+    """A member is ready for its new role; an old leader's sequences have come with it."""
+
+    at_s: float
+    epoch: Epoch
+    source: WorkerId
+    victims: tuple[Victim, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RosterReceived:
+    """From a new leader: the victims of its group, whose KV is to be gathered there."""
+
+    at_s: float
+    epoch: Epoch
+    source: WorkerId
+    victims: tuple[Victim, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class KvCompleteReceived:
+    """A stage of the group that this worker leads has all KV of a victim."""
+
+    at_s: float
+    epoch: Epoch
+    sequence_id: SequenceId
+    source: WorkerId
+
+
+Event = (
+    PrepareRequested
+    | CommitRequested
+    | AbortRequested
+    | LinksUp
+    | MemoryReady
+    | PreparationFailed
+    | BoundaryReached
+    | TakenUp
+    | Led
+    | KvSent
+    | KvReceived
+    | PeerLost
+    | EpochEnded
+    | HandoverReceived
+    | RosterReceived
+    | KvCompleteReceived
+)
+
+# ---------------------------------------------------------------- commands
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectLinks:
+    """Answered with LinksUp or PreparationFailed."""
+
+    epoch: Epoch
+    peers: tuple[WorkerId, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PrepareMemory:
+    """Answered with MemoryReady or PreparationFailed."""
+
+    plan: Plan
+
+
+@dataclass(frozen=True, slots=True)
+class UndoPreparation:
+    plan: Plan
+
+
+@dataclass(frozen=True, slots=True)
+class Quiesce:
+    """Form no batch any more; answered with BoundaryReached. For a worker that leads."""
+
+    epoch: Epoch
+
+
+@dataclass(frozen=True, slots=True)
+class SendEpochEnded:
+    epoch: Epoch
+    to: tuple[WorkerId, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TakeUp:
+    """Move memory, change role; an old leader hands its sequences over. Answered with TakenUp."""
+
+    plan: Plan
+
+
+@dataclass(frozen=True, slots=True)
+class SendHandover:
+    """With the sequences that go to this leader's group, if this worker has led any."""
+
+    epoch: Epoch
+    to: WorkerId
+
+
+@dataclass(frozen=True, slots=True)
+class Lead:
+    """All members are ready: adopt the victims, see who has room, form batches. Answered with Led."""
+
+    epoch: Epoch
+    victims: tuple[Victim, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SendRoster:
+    epoch: Epoch
+    victims: tuple[Victim, ...]
+    to: tuple[WorkerId, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SendKv:
+    """The KV of the victim's computed tokens in `[first_layer, last_layer)`. Answered with KvSent."""
+
+    epoch: Epoch
+    victim: Victim
+    to: WorkerId
+    first_layer: int
+    last_layer: int
+
+
+@dataclass(frozen=True, slots=True)
+class ExpectKv:
+    """Have blocks ready for a victim of the new group. Each piece is reported with KvReceived."""
+
+    epoch: Epoch
+    victim: Victim
+    sources: tuple[WorkerId, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SendKvComplete:
+    epoch: Epoch
+    sequence_id: SequenceId
+    to: WorkerId
+
+
+@dataclass(frozen=True, slots=True)
+class Resume:
+    """Every stage has the victim's KV."""
+
+    epoch: Epoch
+    sequence_id: SequenceId
+
+
+@dataclass(frozen=True, slots=True)
+class ReleaseLost:
+    """Nobody needs the KV of the layers this worker has given up: its extents follow the parameters."""
+
+    plan: Plan
+
+
+@dataclass(frozen=True, slots=True)
+class Broken:
+    """A member of the group in force is gone: what the group was doing cannot go on."""
+
+    peer: WorkerId
+    why: str
+
+
+Command = (
+    ConnectLinks
+    | PrepareMemory
+    | UndoPreparation
+    | Quiesce
+    | SendEpochEnded
+    | TakeUp
+    | SendHandover
+    | Lead
+    | SendRoster
+    | SendKv
+    | ExpectKv
+    | SendKvComplete
+    | Resume
+    | ReleaseLost
+    | Broken
+)
