@@ -1,0 +1,39 @@
+"""What a batch costs a stage: equations 1 to 3 of KunServe (EuroSys '26, section 4.3)."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class Chunk(NamedTuple):
+    """Tokens of one sequence that a batch computes. A decode is a chunk of one token."""
+
+    prefix_tokens: int  # have their KV already
+    token_count: int
+
+
+@dataclass(frozen=True, slots=True)
+class CostModel:
+    """Seconds of one stage. All coefficients are at least 0, and `shared_s` is at most `chunk_s`."""
+
+    attention_s: float  # per pair of a token and one that it attends to
+    token_s: float  # per token
+    chunk_s: float  # per sequence in the batch
+    shared_s: float  # saved for every sequence but the first
+
+    def chunk_cost_s(self, chunk: Chunk) -> float:
+        """A chunk alone (equations 1 and 2)."""
+        prefix, count = chunk
+        pairs = prefix * count + (count * count + count) / 2
+        return self.attention_s * pairs + self.token_s * count + self.chunk_s
+
+    def batch_cost_s(self, chunks: Iterable[Chunk]) -> float:
+        """Chunks of different sequences together (equation 3); 0 for none."""
+        costs = [self.chunk_cost_s(chunk) for chunk in chunks]
+        return sum(costs) - max(0, len(costs) - 1) * self.shared_s
+
+    def scaled(self, factor: float) -> "CostModel":
+        """Of a stage that has `factor` times the layers of this one."""
+        return CostModel(
+            self.attention_s * factor, self.token_s * factor, self.chunk_s * factor, self.shared_s * factor
+        )
