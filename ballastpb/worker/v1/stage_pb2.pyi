@@ -347,21 +347,55 @@ class KvWanted(_message.Message):
 
     EPOCH_FIELD_NUMBER: _builtins.int
     SEQUENCE_ID_FIELD_NUMBER: _builtins.int
+    FIRST_BLOCK_FIELD_NUMBER: _builtins.int
+    LAST_BLOCK_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     sequence_id: _builtins.int
+    first_block: _builtins.int
+    """Blocks of the sequence, counted in its own order: what comes before is here already. Before a commit, when the
+    sequence is still being written, also where to end.
+    """
+    last_block: _builtins.int
     def __init__(
         self,
         *,
         epoch: _builtins.int = ...,
         sequence_id: _builtins.int = ...,
+        first_block: _builtins.int = ...,
+        last_block: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "sequence_id", b"sequence_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "first_block", b"first_block", "last_block", b"last_block", "sequence_id", b"sequence_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___KvWanted: _TypeAlias = KvWanted  # noqa: Y015
+
+@_typing.final
+class Share(_message.Message):
+    """Before a restore's commit, from the leader to a member: it is going to take these sequences, and may have their KV."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EPOCH_FIELD_NUMBER: _builtins.int
+    SEQUENCE_IDS_FIELD_NUMBER: _builtins.int
+    epoch: _builtins.int
+    @_builtins.property
+    def sequence_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        epoch: _builtins.int = ...,
+        sequence_ids: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "sequence_ids", b"sequence_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Share: _TypeAlias = Share  # noqa: Y015
 
 @_typing.final
 class KvComplete(_message.Message):
@@ -421,10 +455,17 @@ class KvPiece(_message.Message):
     SEQUENCE_ID_FIELD_NUMBER: _builtins.int
     FIRST_LAYER_FIELD_NUMBER: _builtins.int
     LAST_LAYER_FIELD_NUMBER: _builtins.int
+    FIRST_BLOCK_FIELD_NUMBER: _builtins.int
+    LAST_BLOCK_FIELD_NUMBER: _builtins.int
+    STEP_ID_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     sequence_id: _builtins.int
     first_layer: _builtins.int
     last_layer: _builtins.int
+    first_block: _builtins.int
+    """Before a commit: which blocks of the sequence, and the last batch that the sender had run when it began to read."""
+    last_block: _builtins.int
+    step_id: _builtins.int
     def __init__(
         self,
         *,
@@ -432,10 +473,13 @@ class KvPiece(_message.Message):
         sequence_id: _builtins.int = ...,
         first_layer: _builtins.int = ...,
         last_layer: _builtins.int = ...,
+        first_block: _builtins.int = ...,
+        last_block: _builtins.int = ...,
+        step_id: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "first_layer", b"first_layer", "last_layer", b"last_layer", "sequence_id", b"sequence_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "first_block", b"first_block", "first_layer", b"first_layer", "last_block", b"last_block", "last_layer", b"last_layer", "sequence_id", b"sequence_id", "step_id", b"step_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
