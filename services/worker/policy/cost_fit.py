@@ -1,0 +1,141 @@
+"""Coefficients of the cost model from batches that were measured.
+
+The relative error is what is minimised: a decode of 10 ms counts as much as a prefill of 1 s.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import NamedTuple
+
+import numpy as np
+
+from services.worker.policy.cost import Chunk, CostModel
+from services.worker.policy.least_squares import Floats, non_negative_least_squares
+
+_LAYER_TERMS = 5
+
+
+class StageShape(NamedTuple):
+    """What a stage executes: so many layers, the embedding before them, the head and the sampling behind them."""
+
+    layer_count: int
+    is_first: bool
+    is_last: bool
+
+
+class Sample(NamedTuple):
+    chunks: tuple[Chunk, ...]
+    shape: StageShape
+    seconds: float
+
+
+class Form(StrEnum):
+    """Which terms the model may have."""
+
+    EXTENDED = "extended"  # the paper's and the prefix's
+    PAPER = "paper"  # equations 1 to 3
+    TOKEN_COUNT = "token_count"  # tokens and a constant: what schedulers without a cost model go by
+
+
+@dataclass(frozen=True, slots=True)
+class StageCosts:
+    """The parts of which the cost of any stage is made."""
+
+    layer: CostModel
+    step: CostModel  # every stage, whatever its layers: the batch is laid out
+    first: CostModel
+    last: CostModel
+
+    def of(self, shape: StageShape) -> CostModel:
+        cost = self.layer.scaled(shape.layer_count).plus(self.step)
+        if shape.is_first:
+            cost = cost.plus(self.first)
+        return cost.plus(self.last) if shape.is_last else cost
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorSummary:
+    """Of |predicted / measured - 1|."""
+
+    count: int
+    mean: float
+    p90: float
+    max: float
+
+
+def terms_of(chunks: Iterable[Chunk]) -> tuple[float, float, float, float, float]:
+    """What the coefficients multiply: pairs, tokens, sequences, 1, prefix tokens."""
+    pairs, tokens, sequences, prefixes = 0.0, 0, 0, 0
+    for prefix, count in chunks:
+        pairs += prefix * count + (count * count + count) / 2
+        tokens += count
+        prefixes += prefix
+        sequences += 1
+    return pairs, float(tokens), float(sequences), 1.0, float(prefixes)
+
+
+def cost_of(coefficients: Sequence[float] | Floats) -> CostModel:
+    """Of what multiplies `terms_of`."""
+    attention, token, sequence, batch, prefix = (float(value) for value in coefficients)
+    return CostModel(attention_s=attention, token_s=token, chunk_s=sequence + batch, shared_s=batch, prefix_s=prefix)
+
+
+def coefficients_of(cost: CostModel) -> Floats:
+    """The inverse of `cost_of`."""
+    return np.array([cost.attention_s, cost.token_s, cost.chunk_s - cost.shared_s, cost.shared_s, cost.prefix_s])
+
+
+def fit_stages(samples: Sequence[Sample], form: Form = Form.EXTENDED) -> StageCosts:
+    """One set of coefficients for stages of all shapes. Samples of several shapes tell the parts apart."""
+    rows = np.array([_stage_terms(sample) for sample in samples])
+    rows[:, [not allowed for allowed in _ALLOWED[form]]] = 0.0
+    x = relative_fit(rows, np.array([sample.seconds for sample in samples]))
+    layer, step, first, last = x[:_LAYER_TERMS], x[5:7], x[7:9], x[9:11]
+    return StageCosts(
+        layer=cost_of(layer),
+        step=cost_of((0.0, 0.0, *step, 0.0)),
+        first=cost_of((0.0, first[0], 0.0, first[1], 0.0)),
+        last=cost_of((0.0, 0.0, *last, 0.0)),
+    )
+
+
+def relative_fit(rows: Floats, seconds: Floats) -> Floats:
+    """x >= 0 with the least sum of squared relative errors of rows @ x."""
+    return non_negative_least_squares(rows / seconds[:, None], np.ones(len(seconds)))
+
+
+def errors_of(costs: StageCosts, samples: Iterable[Sample]) -> list[float]:
+    """Predicted / measured - 1."""
+    return [costs.of(sample.shape).batch_cost_s(sample.chunks) / sample.seconds - 1.0 for sample in samples]
+
+
+def summarise(errors: Sequence[float]) -> ErrorSummary:
+    if not errors:
+        return ErrorSummary(0, 0.0, 0.0, 0.0)
+    sizes = np.abs(errors)
+    return ErrorSummary(len(errors), float(sizes.mean()), float(np.quantile(sizes, 0.9)), float(sizes.max()))
+
+
+def has_prefix(chunks: Iterable[Chunk]) -> bool:
+    return any(chunk.prefix_tokens for chunk in chunks)
+
+
+def _stage_terms(sample: Sample) -> list[float]:
+    terms = terms_of(sample.chunks)
+    _, tokens, sequences, one, _ = terms
+    layers, is_first, is_last = sample.shape
+    row = [layers * term for term in terms]
+    row += [sequences, one]
+    row += [tokens * is_first, one * is_first]
+    row += [sequences * is_last, one * is_last]
+    return row
+
+
+_ALLOWED = {
+    # layer: pairs, tokens, sequences, batch, prefix; step: sequences, batch; first: tokens, batch;
+    # last: sequences, batch
+    Form.EXTENDED: (True,) * 11,
+    Form.PAPER: (True, True, True, True, False, True, True, True, True, True, True),
+    Form.TOKEN_COUNT: (False, True, False, True, False, False, True, True, True, False, True),
+}

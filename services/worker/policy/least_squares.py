@@ -1,0 +1,56 @@
+"""Least squares with coefficients that are at least 0: the active set of Lawson and Hanson (1974, chapter 23)."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+_TOLERANCE = 1e-10
+_ROUNDS_PER_COLUMN = 10
+
+
+def non_negative_least_squares(rows: Floats, targets: Floats) -> Floats:
+    """x >= 0 with the least |rows @ x - targets|. A column of zeros gets 0.
+
+    Ends after a bounded number of rounds; if they do not do, which rounding alone can cause, with the best x so far.
+    """
+    scales = np.sqrt(np.square(rows).sum(axis=0))
+    used = np.flatnonzero(scales > 0)
+    solution = np.zeros(rows.shape[1])
+    if len(used):
+        scaled = rows[:, used] / scales[used]
+        # Normal equations: the columns are few and of norm 1, and the rows may be many.
+        solution[used] = _solve(scaled.T @ scaled, scaled.T @ targets) / scales[used]
+    return solution
+
+
+def _solve(gram: Floats, moments: Floats) -> Floats:
+    count = len(moments)
+    solution, passive = np.zeros(count), np.zeros(count, dtype=bool)
+    tolerance = _TOLERANCE * max(1.0, float(np.abs(moments).max()))
+    for _ in range(_ROUNDS_PER_COLUMN * count):
+        gradient = moments - gram @ solution
+        gradient[passive] = -np.inf
+        entering = int(np.argmax(gradient))
+        if gradient[entering] <= tolerance:
+            break
+        passive[entering] = True
+        solution = _descend(gram, moments, solution, passive)
+    return solution
+
+
+def _descend(gram: Floats, moments: Floats, solution: Floats, passive: NDArray[np.bool_]) -> Floats:
+    """The optimum over the passive columns, of which those that would become negative leave; `passive` is changed."""
+    while passive.any():
+        wanted = np.zeros_like(solution)
+        wanted[passive] = np.linalg.lstsq(gram[np.ix_(passive, passive)], moments[passive], rcond=None)[0]
+        blocking = passive & (wanted <= 0)
+        if not blocking.any():
+            return wanted
+        steps = solution[blocking] / np.maximum(solution[blocking] - wanted[blocking], np.finfo(np.float64).tiny)
+        step = float(steps.min())
+        solution = np.maximum(solution + step * (wanted - solution), 0.0)
+        leaving = blocking & (solution <= _TOLERANCE)
+        leaving[np.flatnonzero(blocking)[int(np.argmin(steps))]] = True  # rounding must not keep it
+        passive &= ~leaving
+        solution[~passive] = 0.0
+    return np.zeros_like(solution)
