@@ -320,12 +320,21 @@ class WorkerShell:
                 self._turn()
         except BaseException as error:  # noqa: BLE001 - handed to the event loop, which owns this thread
             failure = error
-        finally:
+        failure = self._close_all(failure)
+        with contextlib.suppress(RuntimeError):  # the loop may be closed when the process is going down
+            self._loop.call_soon_threadsafe(_finish, ended, failure)
+
+    def _close_all(self, failure: BaseException | None) -> BaseException | None:
+        """Whatever goes wrong, the event loop must hear of it: else this worker would seem to live."""
+        try:
             if self._member is not None:
                 self._member.close()
-            self._engine.close()
-            with contextlib.suppress(RuntimeError):  # the loop may be closed when the process is going down
-                self._loop.call_soon_threadsafe(_finish, ended, failure)
+            self._engine.close()  # not if links may be left that write into its memory
+        except Exception as error:  # noqa: BLE001 - as above
+            if failure is None:
+                return error
+            failure.add_note(f"then, while it was closed: {type(error).__name__}: {error}")
+        return failure
 
     def _turn(self) -> None:
         commands: list[Command] = []

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from ballast.common.ids import Epoch, WorkerId
-from ballast.common.layout import Layout
+from ballast.common.layout import Group, Layout
 from ballast.common.sampling import FinishReason, SamplingParams
 from services.worker.core.batch import Batch, TokenLogprobs
 from services.worker.core.plan import Kind, Phase
@@ -34,6 +34,7 @@ from services.worker.pipeline.events import (
     KvAsked,
     ResultArrived,
     RoomGranted,
+    RoomWithdrawn,
     RosterArrived,
     Told,
 )
@@ -318,6 +319,13 @@ async def _all_done(cluster: Cluster) -> None:
             worker = cluster.workers[member.worker_id]
             await until(lambda w=worker: all(p.phase in _OVER for p in w.member.progress.values()))
             await until(lambda w=worker: not w.member._undoing)  # aborted is said before what had begun is undone
+        leader = cluster.workers[group.leader.worker_id]
+        # It hears over links what the others have.
+        await until(lambda g=group, w=leader: w.shell.load().block_count == _smallest(cluster, g))
+
+
+def _smallest(cluster: Cluster, group: Group) -> int:
+    return min(cluster.workers[m.worker_id].book.block_count for m in group.members)
 
 
 def _checksums(cluster: Cluster) -> list[bytes]:
@@ -348,9 +356,8 @@ def _check_at_rest(cluster: Cluster, pristine: Sequence[bytes]) -> None:
                 assert parameters.layer_checksum(layer) == pristine[layer], f"{member.worker_id} layer {layer}"
         assert held == set(range(cluster.layer_count))
         leader = cluster.workers[group.leader.worker_id]
-        smallest = min(cluster.workers[m.worker_id].book.block_count for m in group.members)
         report = leader.core.load(0.0, leader.engine.memory_report())
-        assert report.block_count == smallest
+        assert report.block_count == _smallest(cluster, group)
         assert (report.used_block_count, report.running_count, report.waiting_count) == (0, 0, 0)
 
 
@@ -369,11 +376,12 @@ def _stale(rng: random.Random, cluster: Cluster, name: str) -> list[MemberEvent]
         found += [
             BatchArrived(epoch, Batch(1 << 30, (some_id,), (), ()), hidden),
             ResultArrived(epoch, (1, "from another time")),
-            CapacityTold(epoch, peer, 1),
+            CapacityTold(epoch, peer, 1, epoch),
             HandoverArrived(epoch, peer, (), 1, 1),
             RosterArrived(epoch, peer, RosterReceived(0.0, epoch, peer, ()), (some_id,)),
             KvAsked(epoch, some_id, peer),
             RoomGranted(epoch),
+            RoomWithdrawn(epoch),
             Told(epoch, CommitRequested(0.0, epoch)),
             Told(epoch, AbortRequested(0.0, epoch, "late")),
             Told(epoch, EpochEnded(0.0, epoch, peer)),

@@ -423,7 +423,9 @@ Global___KvComplete: _TypeAlias = KvComplete  # noqa: Y015
 
 @_typing.final
 class Capacity(_message.Message):
-    """From a stage to its leader: the blocks of its layers, from now on."""
+    """From a stage to its leader: the blocks of its layers, from now on.
+    From a stage to its leader. `epoch`: the last restore that the stage knows its leader to have given up.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 

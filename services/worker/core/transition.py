@@ -104,6 +104,11 @@ class Transition:
     def led_before(self) -> bool:
         return self.part.old is not None and self.part.old.leader.worker_id == self.me
 
+    @property
+    def awaits_roster(self) -> bool:
+        """Its group's leader has not said yet whose KV stays."""
+        return self.phase is Phase.EXCHANGING and self.part.new.leader.worker_id not in self._is.rosters
+
     def begin(self) -> list[Command]:
         return [ConnectLinks(self.epoch, self.part.peers), PrepareMemory(self.plan)]
 

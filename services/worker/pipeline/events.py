@@ -76,6 +76,7 @@ class CapacityTold(MemberEvent):
     epoch: Epoch
     source: WorkerId
     block_count: int
+    withdrawn: Epoch  # the last restore that the source knows its leader to have given up
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,5 +127,12 @@ class LayerChecked(MemberEvent):
 @dataclass(frozen=True, slots=True)
 class RoomGranted(MemberEvent):
     """From the leader, behind the last batch that could need them: the blocks beyond the size at home are free."""
+
+    epoch: Epoch
+
+
+@dataclass(frozen=True, slots=True)
+class RoomWithdrawn(MemberEvent):
+    """From the leader: this restore is given up. Whoever has made room for it undoes that and says what it has."""
 
     epoch: Epoch

@@ -28,6 +28,7 @@ from services.worker.pipeline.events import (
     LayerAsked,
     ResultArrived,
     RoomGranted,
+    RoomWithdrawn,
     RosterArrived,
     Told,
     Woken,
@@ -40,7 +41,7 @@ from services.worker.pipeline.wire import (
     victim_from_proto,
 )
 from services.worker.shell import MemberEvent
-from services.worker.transport.link import Link, LinkEnding, LinkState, Message, Opening
+from services.worker.transport.link import Link, LinkEnding, Message, Opening
 from services.worker.transport.transfer import Outcome, Refusal
 
 
@@ -53,6 +54,7 @@ class Hub:
         self.layers = Destinations()  # keyed (epoch, layer, source, 0)
         self._receiving: set[tuple[Link, int]] = set()  # transfers that write into this worker's memory
         self._lock = Lock()
+        self._heads: dict[Link, bytes] = {}  # of the batch that comes next on that link
 
     @property
     def receives(self) -> bool:
@@ -63,9 +65,12 @@ class Hub:
         epoch, peer, now_s = Epoch(link.epoch), WorkerId(link.peer_id), time.monotonic()
         match Topic(message.topic):
             case Topic.BATCH:
-                self._post(BatchArrived(epoch, batch_from_bytes(message.meta), message.tensor))
+                head = message.meta or self._heads.pop(link)
+                self._post(BatchArrived(epoch, batch_from_bytes(head), message.tensor))
+            case Topic.BATCH_HEAD:
+                self._heads[link] = _whole(message)
             case Topic.RESULT:
-                self._post(ResultArrived(epoch, result_from_bytes(message.meta)))
+                self._post(ResultArrived(epoch, result_from_bytes(_whole(message))))
             case Topic.EPOCH_ENDED:
                 ending = Epoch(message.stream)
                 self._post(Told(ending, EpochEnded(now_s, ending, peer)))
@@ -82,13 +87,16 @@ class Hub:
             case Topic.KV_COMPLETE:
                 self._post(Told(epoch, KvCompleteReceived(now_s, epoch, message.stream, peer)))
             case Topic.CAPACITY:
-                self._post(CapacityTold(epoch, peer, message.stream))
+                told = pb.Capacity.FromString(message.meta)
+                self._post(CapacityTold(epoch, peer, told.block_count, Epoch(told.epoch)))
             case Topic.LAYER_WANTED:
                 self._post(LayerAsked(epoch, message.stream, link))
             case Topic.LAYER_REFUSED:
                 self._post(LayerArrived(epoch, message.stream, peer, b"", f"{peer} does not give it"))
             case Topic.ROOM:
                 self._post(RoomGranted(Epoch(message.stream)))
+            case Topic.ROOM_WITHDRAWN:
+                self._post(RoomWithdrawn(Epoch(message.stream)))
             case Topic.KV | Topic.LAYER:
                 raise ValueError(f"{peer} sends {Topic(message.topic).name} as a message")
 
@@ -122,11 +130,12 @@ class Hub:
         self._post(LayerArrived(epoch, wanted.layer, peer, wanted.checksum, failure))
 
     def on_link_end(self, link: Link, ending: LinkEnding) -> None:
-        if ending.state is LinkState.BROKEN:
+        self._heads.pop(link, None)
+        if not link.retired:  # broken, or the peer has no use for it any more
             epoch = Epoch(link.epoch)
             self._post(Told(epoch, PeerLost(time.monotonic(), WorkerId(link.peer_id), ending.why)))
 
 
 def _whole(message: Message) -> bytes:
-    """A control message's body: small ones travel as meta, large ones as a tensor of bytes."""
+    """The body of a message without a tensor: small ones travel as meta, large ones as a tensor of bytes."""
     return message.meta if message.tensor is None else message.tensor.numpy().tobytes()

@@ -221,9 +221,10 @@ _NOBODY = WorkerId("")
 
 
 def _arrival(epoch: Epoch, layer: int, read: Future[None]) -> LayerArrived:
-    error = read.exception()
+    error = "cancelled" if read.cancelled() else read.exception()
     return LayerArrived(epoch, layer, None, b"", str(error) if error else "")
 
 
 def _verdict(epoch: Epoch, layer: int, checksum: Future[bytes], wanted: bytes) -> LayerChecked:
-    return LayerChecked(epoch, layer, checksum.exception() is None and checksum.result() == wanted)
+    known = not checksum.cancelled() and checksum.exception() is None
+    return LayerChecked(epoch, layer, known and checksum.result() == wanted)

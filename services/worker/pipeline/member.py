@@ -80,6 +80,7 @@ from services.worker.pipeline.events import (
     PlanReceived,
     ResultArrived,
     RoomGranted,
+    RoomWithdrawn,
     RosterArrived,
     Told,
     Woken,
@@ -108,7 +109,8 @@ _SEND_TIMEOUT_S = 5.0
 _KEPT_TRANSITIONS = 16
 _UNDER_WAY = (Phase.PREPARING, Phase.PREPARED, Phase.COMMITTING, Phase.EXCHANGING)
 _BEFORE_COMMIT = (Phase.PREPARING, Phase.PREPARED)
-_META_BYTES = 2048  # longer bodies of control messages travel as a tensor of bytes
+_META_BYTES = 2048  # longer bodies of messages without a tensor travel as one of bytes
+_HEAD_BYTES = 2048  # longer heads of batches, prompts are in them, go before their hidden states
 
 Answer = Command | StepOutcome
 
@@ -168,6 +170,8 @@ class GroupMember:
         self._going: dict[WorkerId, tuple[SequenceSnapshot, ...]] = {}  # handed over, by the leader they go to
         self._coming: list[SequenceSnapshot] = []  # new leader: handed over to it
         self._room_epoch = Epoch(0)  # the restore for which the leader has granted room
+        self._withdrawn_epoch = Epoch(0)  # the restore that the leader has given up
+        self._limited_epoch = Epoch(0)  # leader: the restore whose end a stage must know, to be believed what it has
         self._told_capacities: dict[WorkerId, int] = {}  # with the handovers, perhaps before this worker's take-up
         self._early: list[BatchArrived] = []  # batches of a leader that is ahead of this member
         self._answers: list[Answer] = []
@@ -211,6 +215,7 @@ class GroupMember:
                     for sequence_id in event.recomputed:  # their blocks are needed for those who keep their KV
                         self._book.release(sequence_id)
                     self._drive(event.event)
+                    self._run_early()
             case KvAsked():
                 if self._is_current(event.epoch):
                     self._the_exchange().asked(event)
@@ -220,6 +225,8 @@ class GroupMember:
                 self._link_made(event)
             case RoomGranted(epoch=epoch):
                 self._room_is_granted(epoch)
+            case RoomWithdrawn(epoch=epoch):
+                self._room_is_withdrawn(epoch)
             case LayerAsked():
                 self._layer_asked(event)
             case Woken():
@@ -240,7 +247,7 @@ class GroupMember:
             if boundary and transition.led_before:
                 self._tell_removed()
                 self._drive(BoundaryReached(time.monotonic(), transition.epoch))
-        wanted = self._homecoming.wants_room and self.leads and not self._links_missing
+        wanted = self._rescue is None and self._homecoming.wants_room and self.leads and not self._links_missing
         if wanted and self._core.settled:  # batches in flight stay within it, and word of it comes behind them
             self._grant_room()
         elif self._homecoming.wants_room:
@@ -314,7 +321,11 @@ class GroupMember:
             self._send(self._stages[0].worker_id, TrafficClass.ACTIVATION, Topic.RESULT, result_to_bytes(out))
             return None
         tensor = out if isinstance(out, torch.Tensor) else None
-        self._send(self._next_stage(), TrafficClass.ACTIVATION, Topic.BATCH, batch_to_bytes(batch), tensor)
+        head = batch_to_bytes(batch)
+        if len(head) > _HEAD_BYTES:
+            self._send(self._next_stage(), TrafficClass.ACTIVATION, Topic.BATCH_HEAD, head)
+            head = b""
+        self._send(self._next_stage(), TrafficClass.ACTIVATION, Topic.BATCH, head, tensor)
         return None
 
     def _failed(self, batch: Batch, why: str) -> StepOutcome | None:
@@ -331,14 +342,23 @@ class GroupMember:
         return self._stages[index + 1].worker_id
 
     def _batch(self, event: BatchArrived) -> None:
-        if event.epoch > self._epoch:
-            self._early.append(event)  # its leader has everybody's word but ours has not been carried out yet
+        transition = self._transition
+        # Its leader has everybody's word but ours has not been carried out yet; or its roster, which comes another
+        # way, has not come yet: it says which blocks are free.
+        early = transition is not None and transition.epoch == event.epoch and transition.awaits_roster
+        if event.epoch > self._epoch or early:
+            self._early.append(event)
             return
         if event.epoch < self._epoch or self.leads:
             self.stale_total += 1
             return
         outcome = self._run_stage(event.batch, self._book.apply(event.batch), event.hidden_TD)
         assert outcome is None
+
+    def _run_early(self) -> None:
+        early, self._early = self._early, []
+        for event in early:
+            self._batch(event)
 
     def _result(self, event: ResultArrived) -> None:
         if event.epoch != self._epoch or not self.leads or not self._stages:
@@ -359,7 +379,7 @@ class GroupMember:
         stream: int = 0,
         epoch: Epoch | None = None,
     ) -> None:
-        """A link that is gone swallows the message: its end is told as an event of its own."""
+        """Delivered, or the link ends, which is told as an event of its own: no message is missing in between."""
         link = self._link(to, epoch)
         if link is None:
             return
@@ -368,7 +388,8 @@ class GroupMember:
                 tensor, meta = torch.frombuffer(bytearray(meta), dtype=torch.uint8), b""
             link.send(traffic, topic, meta=meta, tensor=tensor, stream=stream, timeout_s=_SEND_TIMEOUT_S)
         except BallastError as error:
-            get_logger().warning("message to a member was not sent", to=to, topic=topic.name, why=str(error))
+            get_logger().error("message to a member was not sent", to=to, topic=topic.name, why=str(error))
+            link.give_up(f"{topic.name} could not be sent: {error}")
 
     def _link(self, to: WorkerId, epoch: Epoch | None = None) -> Link | None:
         return self._plane.link(to, self._epoch if epoch is None else epoch)
@@ -486,9 +507,11 @@ class GroupMember:
                     self._connect(epoch, peers)
                 case PrepareMemory():
                     self._prepare_memory()
-                case UndoPreparation():
+                case UndoPreparation(plan=plan):
                     self._quiescing = False
-                    self._undoing = self._current().plan.kind is Kind.RESTORE
+                    self._undoing = plan.kind is Kind.RESTORE
+                    if self._undoing and self.leads:
+                        self._pass_on_withdrawal(plan.epoch)
                 case Quiesce():
                     self._quiescing = True
                     self._note_commit()
@@ -543,6 +566,10 @@ class GroupMember:
     def _prepare_memory(self) -> None:
         transition = self._current()
         if transition.plan.kind is Kind.RESTORE:
+            if transition.epoch <= self._withdrawn_epoch:
+                why = f"the leader has given epoch {transition.epoch} up"
+                self._post(Told(transition.epoch, PreparationFailed(time.monotonic(), transition.epoch, why)))
+                return
             home = self._counted().block_count_after = self._memory.home_block_count
             largest = max((view.block_count for view in self._core.placements()), default=0)
             if largest > home:
@@ -592,6 +619,7 @@ class GroupMember:
         self._stages = new.members if len(new.members) > 1 else ()
         self._epoch = transition.epoch
         self._capacities = {self.me: self._book.block_count}
+        self._limited_epoch = Epoch(0)  # no restore of this group yet
         self._tell_core(self._core.handle(RoleChanged(now_s, self.leads, len(new.members))))
         self._quiescing = self.leads  # a leader forms batches once all members are ready
         transition.own_victims(own)
@@ -599,9 +627,7 @@ class GroupMember:
         progress.taken_up_at_s = time.monotonic()
         progress.boundary_wait_s = progress.taken_up_at_s - progress.commit_at_s - progress.remap_s
         self._drive(TakenUp(time.monotonic(), transition.epoch))
-        early, self._early = self._early, []
-        for event in early:
-            self._batch(event)
+        self._run_early()
 
     def _hand_over(self, transition: Transition, now_s: float) -> tuple[Victim, ...]:
         """What this worker has led goes to the leader of its new group; if that is itself, its victims stay."""
@@ -666,7 +692,8 @@ class GroupMember:
         """All members are ready. Whoever finds no room in the smallest stage starts over; the youngest first."""
         transition, now_s = self._current(), time.monotonic()
         alive = self._core.kv_tokens  # own ones may have ended since they were counted
-        victims = tuple(v for v in victims if v.old_leader != self.me or v.sequence_id in alive)
+        gone_ids = {v.sequence_id for v in victims if v.old_leader == self.me} - alive.keys()
+        victims = tuple(v for v in victims if v.sequence_id not in gone_ids)
         members = members_of(transition.part.new)
         self._capacities |= {peer: count for peer, count in self._told_capacities.items() if peer in members}
         capacity = min(self._capacities.values())
@@ -682,7 +709,9 @@ class GroupMember:
         adopted = Adopted(now_s, tuple(self._coming), moving - own, lost_ids - own, last=True)
         self._tell_core(self._core.handle(adopted))
         self._coming = []
-        self._recomputed = tuple(sorted(lost_ids))
+        for sequence_id in sorted(lost_ids):  # for those who keep their KV
+            self._book.release(sequence_id)
+        self._recomputed = tuple(sorted(lost_ids | gone_ids))
         self._quiescing = False
         progress = self._counted()
         progress.victim_count, progress.victims_recomputed = len(victims), len(lost)
@@ -731,15 +760,17 @@ class GroupMember:
         self._plane.retire(self._epoch)
 
     def _tell_capacity(self) -> None:
+        withdrawn, block_count = self._withdrawn_epoch, self._book.block_count
         if self.leads:
-            self._capacity_told(CapacityTold(self._epoch, self.me, self._book.block_count))
+            self._capacity_told(CapacityTold(self._epoch, self.me, block_count, withdrawn))
         else:
-            leader = self._stages[0].worker_id
-            self._send(leader, TrafficClass.CONTROL, Topic.CAPACITY, b"", stream=self._book.block_count)
+            body = pb.Capacity(epoch=withdrawn, block_count=block_count).SerializeToString()
+            self._send(self._stages[0].worker_id, TrafficClass.CONTROL, Topic.CAPACITY, body)
 
     def _capacity_told(self, event: CapacityTold) -> None:
         known = event.source == self.me or any(stage.worker_id == event.source for stage in self._stages)
-        if event.epoch != self._epoch or not self.leads or not known or self._rescue is not None:
+        early = event.source != self.me and event.withdrawn < self._limited_epoch  # it may yet make room, or has done
+        if event.epoch != self._epoch or not self.leads or not known or early or self._rescue is not None:
             self.stale_total += 1
             return
         self._capacities[event.source] = event.block_count
@@ -750,6 +781,7 @@ class GroupMember:
 
     def _limit(self, block_count: int) -> None:
         """Leader: the group is about to have so many blocks; nothing is counted on beyond them from now on."""
+        self._limited_epoch = self._current().epoch
         self._capacities = {stage.worker_id: block_count for stage in self._stages} or {self.me: block_count}
         self._tell_core(self._core.handle(CapacityChanged(time.monotonic(), block_count)))
 
@@ -762,6 +794,24 @@ class GroupMember:
             self._send(self._next_stage(), TrafficClass.ACTIVATION, Topic.ROOM, b"", stream=epoch)
         self._room_epoch = max(self._room_epoch, epoch)
         self._take_room()
+
+    def _pass_on_withdrawal(self, epoch: Epoch) -> None:
+        """Down the pipeline, behind the grant of room if there was one."""
+        if self._stages and self._stages[-1].worker_id != self.me:
+            self._send(self._next_stage(), TrafficClass.ACTIVATION, Topic.ROOM_WITHDRAWN, b"", stream=epoch)
+        self._withdrawn_epoch = max(self._withdrawn_epoch, epoch)
+
+    def _room_is_withdrawn(self, epoch: Epoch) -> None:
+        """Follower: what it has from now on, it has for good, and the leader may count on it."""
+        if self.leads:
+            self.stale_total += 1
+            return
+        self._pass_on_withdrawal(epoch)
+        transition = self._transition
+        if transition is not None and transition.epoch == epoch:
+            self._drive(PreparationFailed(time.monotonic(), epoch, "the leader has given it up"))
+        if not self._undoing:  # else it is said then
+            self._tell_capacity()
 
     def _take_room(self) -> None:
         transition = self._transition

@@ -32,6 +32,8 @@ class Topic(IntEnum):
     LAYER_WANTED = 9
     ROOM = 10  # no payload
     LAYER_REFUSED = 11  # no payload
+    ROOM_WITHDRAWN = 14  # no payload
+    BATCH_HEAD = 15  # a StageBatch that is too long to stand beside hidden states: they follow in a BATCH
     KV = 16  # transfers
     LAYER = 17
 

@@ -208,6 +208,15 @@ class Link:
         """The epoch is over: nothing more is sent, and what still comes is refused and counted."""
         self._retired = True
 
+    @property
+    def retired(self) -> bool:
+        """By this side."""
+        return self._retired
+
+    def give_up(self, why: str) -> None:
+        """What had to be sent cannot be. The link breaks, here and at the peer; nothing if it has ended already."""
+        self._break(why)
+
     def begin_close(self) -> None:
         """Accept nothing more, let urgent messages out, end transfers. What the peer still sends is received."""
         with self._lock:
