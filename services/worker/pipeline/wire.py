@@ -32,8 +32,11 @@ class Topic(IntEnum):
     LAYER_WANTED = 9
     ROOM = 10  # no payload
     LAYER_REFUSED = 11  # no payload
+    SHARE = 12
+    KV_AHEAD_WANTED = 13
     KV = 16  # transfers
     LAYER = 17
+    KV_AHEAD = 18
 
 
 def batch_to_bytes(batch: Batch) -> bytes:
