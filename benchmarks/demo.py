@@ -21,12 +21,23 @@ from pathlib import Path
 
 from rich.console import Console
 
+from ballast.bench.overload import QUICK_SETTINGS, setting_name
 from ballast.bench.plot import plot_result
+from ballast.bench.probe import probe
 from ballast.bench.progress import open_console
 from ballast.bench.records import Outcome
 from ballast.bench.replay import ReplayOptions
 from ballast.bench.results import BenchResult, PolicyResult, write_result
 from ballast.bench.session import ReplayJob, replay_on
+from ballast.bench.sizing import (
+    Memory,
+    Pace,
+    forecast,
+    length_scale_to,
+    mean_request,
+    size_memory_for,
+    two_digits,
+)
 from ballast.bench.traces import Trace, read_trace
 from ballast.common.errors import BallastError, Unavailable
 from ballast.local.cluster import LocalCluster
@@ -42,16 +53,6 @@ VERIFIED_ANSWERS = 40
 MIN_VERIFIED_ANSWERS = 20
 VERIFY_TIMEOUT_S = 120.0
 POLICIES = ("recompute", "drop")
-# Quicker than the defaults, because the whole trace is short; and armed earlier, since its burst comes at once.
-CLUSTER_ENVIRON = {
-    "BALLAST_MONITOR__PRESSURE__DWELL_S": "2",
-    "BALLAST_MONITOR__PRESSURE__RELIEF_AFTER_S": "1",
-    "BALLAST_MONITOR__PRESSURE__OVERLOAD_ARMING_FRACTION": "0.7",
-    "BALLAST_MONITOR__PRESSURE__OVERLOAD_THRESHOLD_FRACTION": "0.9",
-    "BALLAST_MONITOR__PRESSURE__TREND_WINDOW_S": "1",
-    "BALLAST_MONITOR__TICK_INTERVAL_S": "0.1",
-    "BALLAST_WORKER__REPORT_INTERVAL_S": "0.1",
-}
 MAX_NUM_SEQS = 64
 EXIT_FAILED, EXIT_CONFIGURATION = 1, 2
 
@@ -61,13 +62,13 @@ class Plan:
     """What both runs have in common."""
 
     model: Path
-    memory: sizing.Memory
+    memory: Memory
     trace: Trace  # scaled
     time_scale: float
     length_scale: float
 
 
-def start_cluster(args: argparse.Namespace, model: Path, memory: sizing.Memory, policy: str, name: str) -> LocalCluster:
+def start_cluster(args: argparse.Namespace, model: Path, memory: Memory, policy: str, name: str) -> LocalCluster:
     return LocalCluster(
         model,
         workers=args.workers,
@@ -76,7 +77,7 @@ def start_cluster(args: argparse.Namespace, model: Path, memory: sizing.Memory, 
             "planner": ["--overload-policy", policy],
             "worker": ["--max-num-seqs", str(MAX_NUM_SEQS)],
         },
-        environ={"OMP_NUM_THREADS": "1", **CLUSTER_ENVIRON},
+        environ={"OMP_NUM_THREADS": "1", **QUICK_SETTINGS},
         log_dir=args.out / "logs" / name,
     )
 
@@ -85,40 +86,33 @@ async def make_plan(args: argparse.Namespace, model: Path, console: Console) -> 
     """Sizes the memory, probes the machine, scales the trace; says what it found."""
     info = read_info(model)
     whole = read_trace(args.trace).scaled(limit=args.limit)
-    length_scale = sizing.first_length_scale(whole) if args.length_scale is None else args.length_scale
+    length_scale = length_scale_to(whole, sizing.MEAN_TOKENS) if args.length_scale is None else args.length_scale
     trace = whole.scaled(length_scale=length_scale, max_total_tokens=info.max_model_len)
     memory = _size_memory(args, info, trace)
     time_scale = args.time_scale
     concurrency = sizing.SEQUENCES_EACH * args.workers
-    input_tokens, output_tokens = sizing.mean_request(trace.requests)
+    input_tokens, output_tokens = mean_request(trace.requests)
     console.print(f"probing the machine with {concurrency} requests of {input_tokens} + {output_tokens} tokens ...")
     async with start_cluster(args, model, memory, "recompute", "probe") as cluster:
-        pace = await sizing.probe(
+        pace = await probe(
             cluster.address, concurrency=concurrency, input_tokens=input_tokens, output_tokens=output_tokens
         )
     console.print(f"{pace.output_tokens_per_s:,.0f} output tokens/s with un-dropped memory full")
     if time_scale is None:
         time_scale, shorter = sizing.scales(trace, pace)
-        length_scale = sizing.two_digits(length_scale * shorter) if args.length_scale is None else length_scale
+        length_scale = two_digits(length_scale * shorter) if args.length_scale is None else length_scale
     trace = whole.scaled(time_scale=time_scale, length_scale=length_scale, max_total_tokens=info.max_model_len)
     memory = _size_memory(args, info, trace)
     _say_plan(trace, memory, info, pace, console)
     return Plan(model, memory, trace, time_scale, length_scale)
 
 
-def _size_memory(args: argparse.Namespace, info: CheckpointInfo, trace: Trace) -> sizing.Memory:
-    ends_bytes = info.parameter_bytes * 2 * info.vocab_size * info.hidden_size // info.parameter_count
-    return sizing.size_memory(
-        trace.requests,
-        parameter_bytes=info.parameter_bytes,
-        layer_parameter_bytes=info.parameter_bytes - ends_bytes,
-        kv_bytes_per_token=info.kv_bytes_per_token(),
-        workers=args.workers,
-    )
+def _size_memory(args: argparse.Namespace, info: CheckpointInfo, trace: Trace) -> Memory:
+    return size_memory_for(info, trace.requests, sequences_each=sizing.SEQUENCES_EACH, workers=args.workers)
 
 
-def _say_plan(trace: Trace, memory: sizing.Memory, info: CheckpointInfo, pace: sizing.Pace, console: Console) -> None:
-    demand = sizing.forecast(trace.requests, pace.seconds_per_token)
+def _say_plan(trace: Trace, memory: Memory, info: CheckpointInfo, pace: Pace, console: Console) -> None:
+    demand = forecast(trace.requests, pace.seconds_per_token)
     whole, dropped = memory.undropped_tokens, memory.dropped_tokens
     kv_bytes = memory.device_memory_bytes - info.parameter_bytes
     console.print(
@@ -129,13 +123,8 @@ def _say_plan(trace: Trace, memory: sizing.Memory, info: CheckpointInfo, pace: s
         f"KV demand if nobody waited: {demand.mean_tokens / whole:.0%} of it on average,"
         f" {demand.peak_tokens / whole:.0%} at the peak ({demand.peak_tokens / dropped:.0%} when dropped)"
     )
-    settings = ", ".join(f"{setting_name(name)} {value}" for name, value in CLUSTER_ENVIRON.items())
+    settings = ", ".join(f"{setting_name(name)} {value}" for name, value in QUICK_SETTINGS.items())
     console.print(f"settings: {settings}; all others as they are by default")
-
-
-def setting_name(variable: str) -> str:
-    """BALLAST_MONITOR__TICK_INTERVAL_S -> monitor.tick_interval_s."""
-    return variable.removeprefix("BALLAST_").lower().replace("__", ".")
 
 
 async def replay(args: argparse.Namespace, plan: Plan, policy: str, console: Console) -> BenchResult:
@@ -151,7 +140,7 @@ async def replay(args: argparse.Namespace, plan: Plan, policy: str, console: Con
         "workers": args.workers,
         "device_memory_bytes": plan.memory.device_memory_bytes,
         "max_num_seqs": MAX_NUM_SEQS,
-        **{setting_name(name): value for name, value in CLUSTER_ENVIRON.items()},
+        **{setting_name(name): value for name, value in QUICK_SETTINGS.items()},
     }
     async with start_cluster(args, plan.model, plan.memory, policy, policy) as cluster:
         console.print(

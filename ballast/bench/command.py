@@ -1,4 +1,4 @@
-"""`ballast bench replay`."""
+"""`ballast bench`: what its commands are called and take."""
 
 import argparse
 import asyncio
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
+from ballast.bench.overload_command import add_overload_parser
 from ballast.bench.progress import open_console
 from ballast.bench.records import Outcome
 from ballast.bench.replay import ReplayOptions
@@ -26,7 +27,6 @@ _FAILED = 1
 
 def add_parser(subparsers: "_SubParsersAction[argparse.ArgumentParser]") -> None:
     parser = subparsers.add_parser("bench", help="put a cluster under load and measure it")
-    parser.set_defaults(run=run)
     commands = parser.add_subparsers(dest="bench_command", required=True)
     replay = commands.add_parser(
         "replay",
@@ -48,6 +48,8 @@ def add_parser(subparsers: "_SubParsersAction[argparse.ArgumentParser]") -> None
     replay.add_argument("--json", type=Path, metavar="OUT", help="write the result here (docs/results-schema.md)")
     replay.add_argument("--plot", type=Path, metavar="OUT.png", help="draw the figure over time (needs matplotlib)")
     replay.add_argument("--record-tokens", action="store_true", help="keep prompt and answer of each request")
+    replay.set_defaults(run=run)
+    add_overload_parser(commands)
 
 
 def run(args: argparse.Namespace) -> int:

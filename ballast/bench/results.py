@@ -138,6 +138,8 @@ class TraceInfo(_Strict):
     time_scale: float
     length_scale: float
     limit: int | None
+    rate_scale: float = 1.0
+    lengths: str = "of the trace"
 
 
 class ModelFacts(_Strict):
@@ -170,6 +172,21 @@ class BenchConfig(_Strict):
     cluster: dict[str, str | int | float | bool | None]
 
 
+class ComparisonFacts(_Strict):
+    """What one run of `bench overload` has in common with the others, and what it is among them."""
+
+    workload: str
+    policy: str  # as it was asked for, with its knobs
+    overload_policy: str
+    knobs: dict[str, str]
+    repetition: int
+    position: int  # in the order of all runs of the comparison
+    warmup_request_count: int
+    undropped_kv_bytes: int  # of all workers
+    forecast_demand_fraction: float  # of that, on average, when the rate was chosen
+    plan_digest: str
+
+
 class BenchResult(_Strict):
     """The whole file."""
 
@@ -181,6 +198,7 @@ class BenchResult(_Strict):
     environment: Environment
     model: ModelFacts
     trace: TraceInfo
+    comparison: ComparisonFacts | None = None
     policies: dict[str, PolicyResult]  # name of the overload policy -> what it did
 
 

@@ -5,7 +5,7 @@ import contextlib
 import secrets
 import signal
 import time
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from rich.console import Console
 from ballast.bench.environment import describe_environment
 from ballast.bench.progress import ProgressDisplay
 from ballast.bench.records import ReplayRun, TimedTransition
-from ballast.bench.replay import Replay, ReplayOptions
+from ballast.bench.replay import Progress, Replay, ReplayOptions
 from ballast.bench.results import BenchConfig, BenchResult, ModelFacts, TraceInfo, policy_result
 from ballast.bench.target import ClusterTarget
 from ballast.bench.traces import Trace, read_trace
@@ -29,7 +29,7 @@ ClusterSettings = Mapping[str, str | int | float | bool | None]
 class ReplayJob:
     """What to replay, and how. `policy` is the overload policy that the cluster was started with."""
 
-    trace: Path
+    trace: Path | Trace  # a file, or what was made of one
     time_scale: float = 1.0
     length_scale: float = 1.0
     limit: int | None = None
@@ -44,18 +44,20 @@ async def replay_on(
     cluster: ClusterSettings | None = None,
     *,
     planner: str | None = None,
+    display: Callable[[Progress], None] | None = None,
 ) -> BenchResult:
     """Replay on the dispatchers at `address` (host:port, several with commas). Ctrl-C ends it early: complete = False.
 
     Args:
         cluster: Settings of the cluster worth writing down.
         planner: host:port of the active planner, which is asked for the transitions of the run.
+        display: Is told how far the replay has come; None: a bar on `console`.
 
     Raises:
         ConfigError: the trace cannot be read or a scale makes no sense.
         Unavailable: nobody serves there.
     """
-    whole = read_trace(job.trace)
+    whole = read_trace(job.trace) if isinstance(job.trace, Path) else job.trace
     options = replace(job.options, request_id_prefix=f"replay-{secrets.token_hex(4)}")  # two at once do not collide
     async with AsyncClient(address) as client:
         target = ClusterTarget(client)
@@ -66,10 +68,11 @@ async def replay_on(
             limit=job.limit,
             max_total_tokens=model.max_model_len,
         )
-        with ProgressDisplay(console) as display:
-            replay = Replay(target, trace, options, model.vocab_size, display)
-            with _interrupted_by_ctrl_c(replay):
-                run = await replay.run()
+        with contextlib.ExitStack() as shown:
+            on_progress = display or shown.enter_context(ProgressDisplay(console))
+            replay = Replay(target, trace, options, model.vocab_size, on_progress)
+            shown.enter_context(_interrupted_by_ctrl_c(replay))
+            run = await replay.run()
         if planner is not None:
             run.transitions = await _transitions(planner, replay, console)
     return _result(address, job, trace, model, run, dict(cluster or {}))
@@ -133,6 +136,8 @@ def _result(
             time_scale=job.time_scale,
             length_scale=job.length_scale,
             limit=job.limit,
+            rate_scale=trace.rate_scale,
+            lengths=trace.lengths,
         ),
         policies={job.policy: policy_result(run, job.policy)},
     )

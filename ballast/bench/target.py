@@ -1,6 +1,6 @@
 """A running cluster as the replay's target, over the SDK."""
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
 from ballast.bench.records import StatusSample
@@ -20,7 +20,7 @@ class ClusterTarget:
 
     async def generate(
         self, request_id: str, prompt_token_ids: Sequence[int], max_tokens: int, deadline_s: float
-    ) -> AsyncIterator[Sequence[int]]:
+    ) -> AsyncGenerator[Sequence[int]]:
         stream = self._client.stream(
             token_ids=prompt_token_ids,
             sampling=SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True),

@@ -39,6 +39,8 @@ class Trace:
     requests: tuple[TraceRequest, ...]  # in order of arrival
     dropped_count: int = 0  # rows without output
     clamped_count: int = 0  # requests cut to the maximum length by `scaled`
+    rate_scale: float = 1.0  # so many times the requests of the source, by `ballast.bench.upscale`
+    lengths: str = "of the trace"  # where they are from
 
     @property
     def span_s(self) -> float:

@@ -150,4 +150,7 @@ def _record_to_proto(record: TransitionRecord, now_s: float) -> pb.Transition:
         victim_count=record.victim_count,
         victims_recomputed=record.total("victims_recomputed"),
         max_stall_s=record.longest_s("max_stall_s"),
+        p99_stall_s=record.longest_s("p99_stall_s"),
+        kv_bytes_copied_ahead=record.total("kv_bytes_copied_ahead"),
+        victims_copied_ahead=record.total("victims_copied_ahead"),
     )

@@ -85,6 +85,9 @@ _PHASES = Histogram(
     registry=REGISTRY,
 )
 _FREED = Counter("ballast_freed_parameter_bytes_total", "Parameter memory that was dropped", registry=REGISTRY)
+_AHEAD = Counter(
+    "ballast_copied_ahead_kv_bytes_total", "KV that went to another member before a restore's commit", registry=REGISTRY
+)
 _EXCHANGED = Counter("ballast_exchanged_kv_bytes_total", "KV that went to another member", registry=REGISTRY)
 _PULLED = Counter("ballast_pulled_parameter_bytes_total", "Parameters that came back", registry=REGISTRY)
 _VICTIMS = Counter(
@@ -479,6 +482,7 @@ class PlannerShell:
         recomputed = record.total("victims_recomputed")
         _FREED.inc(record.total("freed_parameter_bytes"))
         _EXCHANGED.inc(record.total("kv_bytes_sent"))
+        _AHEAD.inc(record.total("kv_bytes_copied_ahead"))
         _PULLED.inc(record.total("parameter_bytes_pulled"))
         _VICTIMS.labels("recomputed").inc(recomputed)
         _VICTIMS.labels("kept").inc(max(0, record.victim_count - recomputed))

@@ -76,6 +76,7 @@ def flags() -> argparse.ArgumentParser:
     parser.add_argument("--max-num-batched-tokens", type=int, metavar="TOKENS")
     parser.add_argument("--max-num-queued-reqs", type=int, metavar="N")
     parser.add_argument("--max-num-queued-tokens", type=int, metavar="TOKENS")
+    parser.add_argument("--admission-reserve-fraction", type=float, metavar="X", help="KV kept free for what runs")
     parser.add_argument("--threads", type=int, metavar="N")
     parser.add_argument("--seed", type=int)
     parser.add_argument("--shutdown-timeout", type=float, dest="shutdown_timeout_s", metavar="SECONDS")

@@ -68,6 +68,7 @@ def test_the_histories_have_seen_what_they_are_about(tally: Tally) -> None:
     assert tally.whole > tally.requests * 0.5
     if HISTORIES >= 20:
         assert min(tally.drops, tally.restores, tally.aborts, tally.victims, tally.moved, tally.exchanged_bytes) > 0
+        assert min(tally.ahead_bytes, tally.ahead_victims) > 0
 
 
 def _descriptors() -> int:

@@ -8,7 +8,7 @@ import asyncio
 import random
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 import torch
@@ -18,6 +18,7 @@ from ballast.common.layout import Group, Layout
 from ballast.common.sampling import FinishReason, SamplingParams
 from services.worker.core.batch import Batch, TokenLogprobs
 from services.worker.core.plan import Kind, Phase
+from services.worker.core.precopy import Span
 from services.worker.core.transition_messages import (
     AbortRequested,
     CommitRequested,
@@ -31,11 +32,13 @@ from services.worker.pipeline.events import (
     BatchArrived,
     CapacityTold,
     HandoverArrived,
+    KvAheadArrived,
     KvAsked,
     ResultArrived,
     RoomGranted,
     RoomWithdrawn,
     RosterArrived,
+    ShareTold,
     Told,
 )
 from services.worker.shell import MemberEvent
@@ -109,13 +112,14 @@ class Tally:
     victims: int = 0
     recomputed: int = 0
     exchanged_bytes: int = 0
+    ahead_bytes: int = 0  # copied before a commit
+    ahead_victims: int = 0  # that lacked only the rest of their KV
     moved: int = 0
     epochs: list[int] = field(default_factory=list[int])
 
     def add(self, other: "Tally") -> None:
-        for name in ("requests", "whole", "drops", "restores", "aborts", "victims", "recomputed", "exchanged_bytes"):
-            setattr(self, name, getattr(self, name) + getattr(other, name))
-        self.moved += other.moved
+        for one in fields(self):
+            setattr(self, one.name, getattr(self, one.name) + getattr(other, one.name))
 
 
 class History:
@@ -277,6 +281,8 @@ class History:
                     self.tally.victims += progress.victim_count
                     self.tally.recomputed += progress.victims_recomputed
                     self.tally.exchanged_bytes += progress.kv_bytes_sent
+                    self.tally.ahead_bytes += progress.kv_bytes_copied_ahead
+                    self.tally.ahead_victims += progress.victims_copied_ahead
 
     def _compare(self) -> None:
         for index, answer in self._asked:
@@ -380,6 +386,8 @@ def _stale(rng: random.Random, cluster: Cluster, name: str) -> list[MemberEvent]
             HandoverArrived(epoch, peer, (), 1, 1),
             RosterArrived(epoch, peer, RosterReceived(0.0, epoch, peer, ()), (some_id,)),
             KvAsked(epoch, some_id, peer),
+            ShareTold(epoch, (some_id,)),
+            KvAheadArrived(epoch, peer, Span(some_id, 0, 1), 1 << 30),
             RoomGranted(epoch),
             RoomWithdrawn(epoch),
             Told(epoch, CommitRequested(0.0, epoch)),

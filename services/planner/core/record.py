@@ -126,9 +126,11 @@ class TransitionRecord:
         if recomputed := self.total("victims_recomputed"):
             told.append(f" ({recomputed} computed anew)")
         told.append(f", exchanged {megabytes(self.total('kv_bytes_sent'))} in {self.longest_s('exchange_s'):.2f} s")
+        if ahead := self.total("kv_bytes_copied_ahead"):
+            told.append(f", {megabytes(ahead)} copied ahead")
         if pulled := self.total("parameter_bytes_pulled"):
             told.append(f", pulled {megabytes(pulled)} of parameters")
-        told.append(f", longest stall {self.longest_s('max_stall_s'):.1f} s")
+        told.append(f", longest stall {self.longest_s('max_stall_s'):.2f} s")
         if self.lost:
             told.append(f"; lost on the way: {' '.join(self.lost)}")
         return "".join(told)

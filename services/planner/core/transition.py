@@ -64,7 +64,10 @@ class MemberStatus:
     boundary_wait_s: float = 0.0
     exchange_s: float = 0.0
     max_stall_s: float = 0.0
+    p99_stall_s: float = 0.0
     repulled_layers: int = 0
+    kv_bytes_copied_ahead: int = 0
+    victims_copied_ahead: int = 0
 
 
 @dataclass(frozen=True, slots=True)

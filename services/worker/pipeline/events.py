@@ -8,6 +8,7 @@ import torch
 from ballast.common.ids import Epoch, WorkerId
 from services.worker.core.batch import Batch, SequenceId, StepResult
 from services.worker.core.plan import Plan
+from services.worker.core.precopy import Span
 from services.worker.core.snapshot import SequenceSnapshot
 from services.worker.core.transition_messages import Event as TransitionEvent
 from services.worker.shell import MemberEvent
@@ -69,6 +70,33 @@ class KvAsked(MemberEvent):
     epoch: Epoch
     sequence_id: SequenceId
     peer: WorkerId
+    first_block: int = 0  # what comes before is there already
+
+
+@dataclass(frozen=True, slots=True)
+class ShareTold(MemberEvent):
+    """From the leader, before a restore's commit: what this member is going to take."""
+
+    epoch: Epoch
+    sequence_ids: tuple[SequenceId, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class KvAheadAsked(MemberEvent):
+    """A peer wants some of a sequence's KV before the commit."""
+
+    epoch: Epoch
+    span: Span
+    link: Link  # it may have come before this side's word that the link is up
+
+
+@dataclass(frozen=True, slots=True)
+class KvAheadArrived(MemberEvent):
+    epoch: Epoch
+    source: WorkerId
+    span: Span
+    step_id: int  # the last batch that the source had come to when it began to read
+    failure: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,9 +1,9 @@
 """KV on its way between members: which pieces of memory a victim's KV is, and who waits for what.
 
-The receiver asks (KvWanted) once its blocks are ready, so a transfer never finds its destination missing. Both sides
-name the pieces layer by layer and block by block in the order of the sequence; ids of neighbours are merged, and runs
-need not match on the two sides.
-
+The receiver asks (KvWanted) once its blocks are ready, so a transfer never finds its destination missing. It names
+the first block that it lacks: what has been copied before the commit does not travel again. Both sides name the pieces
+layer by layer and block by block in the order of the sequence; ids of neighbours are merged, and runs need not match
+on the two sides.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,7 +16,7 @@ from ballast.service.logs import get_logger
 from ballastpb.worker.v1 import stage_pb2 as pb
 from services.worker.core.batch import SequenceId
 from services.worker.core.blocks import blocks_for
-from services.worker.core.plan import transfers
+from services.worker.core.plan import Victim, transfers
 from services.worker.core.stage import StageBook
 from services.worker.core.transition import Transition
 from services.worker.core.transition_messages import ExpectKv, SendKv
@@ -32,18 +32,18 @@ from services.worker.transport.transfer import Outcome, Transfer
 
 
 def kv_pieces(
-    kv: KvCache, table: Sequence[int], computed_tokens: int, first_layer: int, last_layer: int
+    kv: KvCache, table: Sequence[int], first_block: int, last_block: int, first_layer: int, last_layer: int
 ) -> list[torch.Tensor]:
-    """The memory of a sequence's KV in `[first_layer, last_layer)`: whole blocks, [n, 2, T, K, H] per run of ids."""
-    count = blocks_for(computed_tokens, kv.shape.block_tokens)
-    if len(table) < count:
-        raise InvariantViolation(f"the KV of {computed_tokens} tokens is to travel, and has {len(table)} blocks")
-    runs = _runs(table[:count])
+    """The memory of some blocks of a sequence in `[first_layer, last_layer)`: [n, 2, T, K, H] per run of ids."""
+    if len(table) < last_block:
+        raise InvariantViolation(f"the KV in {last_block} blocks of a sequence is to travel, and it has {len(table)}")
+    runs = _runs(table[first_block:last_block])
     return [kv.layer(layer)[first:last] for layer in range(first_layer, last_layer) for first, last in runs]
 
 
-def kv_bytes(kv: KvCache, computed_tokens: int, layer_count: int) -> int:
-    return blocks_for(computed_tokens, kv.shape.block_tokens) * kv.shape.block_bytes * layer_count
+def kv_bytes(kv: KvCache, computed_tokens: int, layer_count: int, first_block: int = 0) -> int:
+    """Of whole blocks, from the sequence's `first_block` on."""
+    return (blocks_for(computed_tokens, kv.shape.block_tokens) - first_block) * kv.shape.block_bytes * layer_count
 
 
 def _runs(blocks: Sequence[int]) -> list[tuple[int, int]]:
@@ -68,10 +68,13 @@ class KvExchange:
         book: StageBook,
         hub: Hub,
         link: Callable[[WorkerId], Link | None],
-        ask: Callable[[WorkerId, SequenceId], None],
+        ask: Callable[[WorkerId, SequenceId, int], None],
+        copied: Callable[[SequenceId, WorkerId], int],
         post: Callable[[MemberEvent], None],
     ) -> None:
-        """`ask` tells a holder that this member's blocks are ready."""
+        """`ask` tells a holder that this member's blocks are ready, and from which one on it wants them; `copied` says
+        how many of the first have come from it before the commit.
+        """
         self._transition = transition
         self._progress = progress
         self._kv = kv
@@ -79,9 +82,10 @@ class KvExchange:
         self._hub = hub
         self._link = link
         self._ask = ask
+        self._copied = copied
         self._post = post
         self._to_send: dict[tuple[SequenceId, WorkerId], list[SendKv]] = {}
-        self._asked: set[tuple[SequenceId, WorkerId]] = set()
+        self._asked: dict[tuple[SequenceId, WorkerId], int] = {}  # the first block that is wanted
         self._unsent: dict[tuple[SequenceId, WorkerId], int] = {}  # transfers under way
         self._transfers: list[Transfer] = []
         self._pieces_due: dict[tuple[SequenceId, WorkerId], int] = {}  # receiver: transfers still to come
@@ -94,14 +98,19 @@ class KvExchange:
         for source, to, first, last in transfers(transition.plan, victim, leader):
             if to != transition.me:
                 continue
-            pieces = kv_pieces(self._kv, table, victim.computed_tokens, first, last)
+            copied = self._copied(victim.sequence_id, source)
+            pieces = kv_pieces(self._kv, table, copied, self._end_block(victim), first, last)
             self._hub.kv.put((command.epoch, victim.sequence_id, source, first), pieces)
             key = (victim.sequence_id, source)
             self._pieces_due[key] = self._pieces_due.get(key, 0) + 1
-            received = self._progress
-            received.kv_bytes_received += kv_bytes(self._kv, victim.computed_tokens, last - first)
-        for source in command.sources:
-            self._ask(source, victim.sequence_id)
+            self._progress.kv_bytes_received += kv_bytes(self._kv, victim.computed_tokens, last - first, copied)
+        wanted = {source: self._copied(victim.sequence_id, source) for source in command.sources}
+        self._progress.victims_copied_ahead += bool(wanted) and all(wanted.values())
+        for source, first_block in wanted.items():
+            self._ask(source, victim.sequence_id, first_block)
+
+    def _end_block(self, victim: Victim) -> int:
+        return blocks_for(victim.computed_tokens, self._kv.shape.block_tokens)
 
     def is_last_piece(self, sequence_id: SequenceId, source: WorkerId) -> bool:
         key = (sequence_id, source)
@@ -119,7 +128,7 @@ class KvExchange:
     def asked(self, event: KvAsked) -> None:
         """A peer has its blocks ready."""
         key = (event.sequence_id, event.peer)
-        self._asked.add(key)
+        self._asked[key] = event.first_block
         self._start_sending(key)
 
     def _start_sending(self, key: tuple[SequenceId, WorkerId]) -> None:
@@ -128,10 +137,14 @@ class KvExchange:
         if not commands or link is None:
             return
         self._unsent[key] = len(commands)
+        first_block = self._asked[key]
         for command in commands:
-            victim = command.victim
+            victim, layers = command.victim, command.last_layer - command.first_layer
             table = self._book.table(victim.sequence_id)
-            pieces = kv_pieces(self._kv, table, victim.computed_tokens, command.first_layer, command.last_layer)
+            pieces = kv_pieces(
+                self._kv, table, first_block, self._end_block(victim), command.first_layer, command.last_layer
+            )
+            self._progress.kv_bytes_to_send -= first_block * self._kv.shape.block_bytes * layers
             meta = pb.KvPiece(
                 epoch=command.epoch,
                 sequence_id=victim.sequence_id,

@@ -11,6 +11,7 @@ import torch
 
 from ballast.common.ids import Epoch, WorkerId
 from ballastpb.worker.v1 import stage_pb2 as pb
+from services.worker.core.precopy import Span
 from services.worker.core.transition_messages import (
     EpochEnded,
     KvCompleteReceived,
@@ -23,6 +24,8 @@ from services.worker.pipeline.events import (
     BatchArrived,
     CapacityTold,
     HandoverArrived,
+    KvAheadArrived,
+    KvAheadAsked,
     KvAsked,
     LayerArrived,
     LayerAsked,
@@ -30,6 +33,7 @@ from services.worker.pipeline.events import (
     RoomGranted,
     RoomWithdrawn,
     RosterArrived,
+    ShareTold,
     Told,
     Woken,
 )
@@ -51,6 +55,7 @@ class Hub:
     def __init__(self, post: Callable[[MemberEvent], None]) -> None:
         self._post = post
         self.kv = Destinations()
+        self.ahead = Destinations()  # buffers for KV before a commit, keyed (epoch, sequence, source, 0)
         self.layers = Destinations()  # keyed (epoch, layer, source, 0)
         self._receiving: set[tuple[Link, int]] = set()  # transfers that write into this worker's memory
         self._lock = Lock()
@@ -83,7 +88,7 @@ class Hub:
                 event = RosterReceived(now_s, epoch, peer, tuple(victim_from_proto(v) for v in roster.victims))
                 self._post(RosterArrived(epoch, peer, event, tuple(roster.recomputed)))
             case Topic.KV_WANTED:
-                self._post(KvAsked(epoch, message.stream, peer))
+                self._post(KvAsked(epoch, message.stream, peer, pb.KvWanted.FromString(message.meta).first_block))
             case Topic.KV_COMPLETE:
                 self._post(Told(epoch, KvCompleteReceived(now_s, epoch, message.stream, peer)))
             case Topic.CAPACITY:
@@ -97,7 +102,13 @@ class Hub:
                 self._post(RoomGranted(Epoch(message.stream)))
             case Topic.ROOM_WITHDRAWN:
                 self._post(RoomWithdrawn(Epoch(message.stream)))
-            case Topic.KV | Topic.LAYER:
+            case Topic.SHARE:
+                self._post(ShareTold(epoch, tuple(pb.Share.FromString(_whole(message)).sequence_ids)))
+            case Topic.KV_AHEAD_WANTED:
+                wanted = pb.KvWanted.FromString(message.meta)
+                span = Span(wanted.sequence_id, wanted.first_block, wanted.last_block)
+                self._post(KvAheadAsked(epoch, span, link))
+            case Topic.KV | Topic.LAYER | Topic.KV_AHEAD:
                 raise ValueError(f"{peer} sends {Topic(message.topic).name} as a message")
 
     def on_opening(self, link: Link, opening: Opening) -> Sequence[torch.Tensor] | Refusal:
@@ -105,6 +116,9 @@ class Hub:
         if opening.topic == Topic.KV:
             piece = pb.KvPiece.FromString(opening.meta)
             pieces = self.kv.take((epoch, piece.sequence_id, peer, piece.first_layer))
+        elif opening.topic == Topic.KV_AHEAD:
+            pieces = self.ahead.take((epoch, pb.KvPiece.FromString(opening.meta).sequence_id, peer, 0))
+            pieces = pieces and [pieces[0][: opening.total_bytes]]  # there may be less than was asked for
         else:
             pieces = self.layers.take((epoch, pb.LayerWanted.FromString(opening.meta).layer, peer, 0))
         if pieces is None:
@@ -125,6 +139,9 @@ class Hub:
             else:
                 self._post(Woken())
             return
+        if opening.topic == Topic.KV_AHEAD:
+            self._post(_ahead(epoch, peer, opening, "" if delivered else outcome.value))
+            return
         wanted = pb.LayerWanted.FromString(opening.meta)
         failure = "" if delivered else f"{peer}: {outcome.value}"
         self._post(LayerArrived(epoch, wanted.layer, peer, wanted.checksum, failure))
@@ -134,6 +151,12 @@ class Hub:
         if not link.retired:  # broken, or the peer has no use for it any more
             epoch = Epoch(link.epoch)
             self._post(Told(epoch, PeerLost(time.monotonic(), WorkerId(link.peer_id), ending.why)))
+
+
+def _ahead(epoch: Epoch, peer: WorkerId, opening: Opening, failure: str) -> KvAheadArrived:
+    piece = pb.KvPiece.FromString(opening.meta)
+    span = Span(piece.sequence_id, piece.first_block, piece.last_block)
+    return KvAheadArrived(epoch, peer, span, piece.step_id, failure)
 
 
 def _whole(message: Message) -> bytes:

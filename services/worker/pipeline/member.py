@@ -31,13 +31,14 @@ from services.worker.core.events import (
     Removed,
     RoleChanged,
 )
-from services.worker.core.plan import Kind, Phase, Victim, group_of, members_of, part_of, transfers
+from services.worker.core.plan import Kind, Phase, Victim, members_of, part_of, transfers
 from services.worker.core.snapshot import SequenceSnapshot
 from services.worker.core.stage import StageBook
 from services.worker.core.transition import Transition
 from services.worker.core.transition_messages import (
     BoundaryReached,
     Broken,
+    CommitRequested,
     ConnectLinks,
     EpochEnded,
     ExpectKv,
@@ -71,6 +72,8 @@ from services.worker.pipeline.events import (
     BatchArrived,
     CapacityTold,
     HandoverArrived,
+    KvAheadArrived,
+    KvAheadAsked,
     KvAsked,
     LayerArrived,
     LayerAsked,
@@ -82,12 +85,14 @@ from services.worker.pipeline.events import (
     RoomGranted,
     RoomWithdrawn,
     RosterArrived,
+    ShareTold,
     Told,
     Woken,
 )
 from services.worker.pipeline.exchange import KvExchange
 from services.worker.pipeline.homecoming import Homecoming
 from services.worker.pipeline.hub import Hub
+from services.worker.pipeline.precopy import Place, PrecopyRun
 from services.worker.pipeline.rescue import Rescue
 from services.worker.pipeline.status import Progress
 from services.worker.pipeline.wire import (
@@ -98,7 +103,6 @@ from services.worker.pipeline.wire import (
     roster_to_bytes,
     snapshot_to_proto,
 )
-from services.worker.policy.placement import MemberView, place
 from services.worker.shell import MemberEvent, StepOutcome
 from services.worker.transport.link import Link
 from services.worker.transport.plane import DataPlane
@@ -177,6 +181,7 @@ class GroupMember:
         self._answers: list[Answer] = []
         self._recomputed: tuple[SequenceId, ...] = ()  # new leader: victims for whom there is no room
         self._exchange: KvExchange | None = None  # of the transition under way
+        self._precopy: PrecopyRun | None = None  # the same; of one that has ended until nothing is read for it
         self._max_running_count = max_running_count
         self._homecoming = Homecoming(
             layer_count, memory=memory, book=book, hub=hub, ask=self._ask_for_layer, read=read_layer, post=post
@@ -233,6 +238,9 @@ class GroupMember:
                 pass  # see `poll`
             case LayerArrived() | LayerChecked():
                 self._layer_news(event)
+            case ShareTold() | KvAheadAsked() | KvAheadArrived():
+                if self._is_current(event.epoch):
+                    self._the_precopy().handle(event, time.monotonic())
             case PieceSent():
                 if self._is_current(event.epoch) and self._the_exchange().sent(event):
                     self._drive(KvSent(time.monotonic(), event.epoch, event.sequence_id, event.to))
@@ -260,6 +268,8 @@ class GroupMember:
             self._learning = False
             if transition is not None:
                 self._drive(MemoryReady(time.monotonic(), transition.epoch))
+        if self._precopy is not None and transition is not None:
+            self._copy_ahead(self._precopy, transition)
         return self._take_answers()
 
     def run(self, command: Execute | Removed) -> StepOutcome | None:
@@ -270,6 +280,8 @@ class GroupMember:
         self._book.check()
         if self._transition is not None:
             self._transition.check()
+        if self._precopy is not None:
+            self._precopy.check()
         if self._book.block_count > self._memory.kv.block_count:
             raise InvariantViolation(
                 f"{self._book.block_count} blocks in the book, {self._memory.kv.block_count} mapped"
@@ -305,12 +317,16 @@ class GroupMember:
         self, batch: Batch, tables: Sequence[Sequence[int]], hidden_TD: torch.Tensor | None
     ) -> StepOutcome | None:
         """This member's layers of a batch, and on to whoever is next."""
+        if self._precopy is not None:
+            self._precopy.begins(batch)
         try:
             out = self._runner.run_stage(
                 batch, tables, hidden_TD, first_layer=self._first_layer, last_layer=self._last_layer
             )
         except (RuntimeError, ValueError, IndexError) as error:
             return self._failed(batch, f"{type(error).__name__}: {error}")
+        if self._precopy is not None:
+            self._precopy.ran(batch)
         is_last = not self._stages or self._stages[-1].worker_id == self.me
         if is_last:
             if not batch.slices:
@@ -411,11 +427,14 @@ class GroupMember:
             return  # one after the other: the planner asks again
         if part_of(plan, self.me) is None or self._undoing:
             return
+        if self._precopy is not None and not self._precopy.idle:
+            return  # what is read for it must not be unmapped
         self._learning = False
         self._transition = Transition(self.me, plan)
         self._received = event
         self._progress = Progress(plan.epoch, time.monotonic(), block_count_before=self._book.block_count)
         self._going, self._coming, self._told_capacities = {}, [], {}
+        precopy = self._precopy = self._make_precopy(self._transition, self._progress)
         self._exchange = KvExchange(
             self._transition,
             self._progress,
@@ -423,7 +442,8 @@ class GroupMember:
             book=self._book,
             hub=self._hub,
             link=lambda to: self._link(to),
-            ask=lambda to, i: self._send(to, TrafficClass.CONTROL, Topic.KV_WANTED, b"", stream=i),
+            ask=self._ask_for_kv,
+            copied=precopy.copied_blocks,
             post=self._post,
         )
         self._execute(self._transition.begin())
@@ -440,6 +460,8 @@ class GroupMember:
         match event:
             case EpochEnded():
                 self._pass_on_epoch_end(epoch)
+            case CommitRequested() if transition.phase is Phase.PREPARED:
+                self._note_commit()
             case KvReceived(sequence_id=sequence_id, source=source):
                 if not self._the_exchange().is_last_piece(sequence_id, source):
                     return
@@ -460,10 +482,12 @@ class GroupMember:
     def _break_up(self, epoch: Epoch, peer: WorkerId, why: str) -> None:
         """All requests end, for dispatchers to replay; then the missing layers are taken back."""
         get_logger().error("a member of the group is gone", peer=peer, why=why, epoch=epoch)
-        now_s, exchange = time.monotonic(), self._exchange
+        now_s, exchange, precopy = time.monotonic(), self._exchange, self._precopy
         self._plane.retire(Epoch(max(epoch, self._epoch) + 1))
         self._hub.kv.clear()
-        self._stages, self._transition, self._exchange = (), None, None
+        if precopy is not None:
+            precopy.end()
+        self._stages, self._transition, self._exchange, self._precopy = (), None, None, None
         self._quiescing = self._undoing = self._learning = False
         self._going, self._coming, self._early = {}, [], []
         self._tell_core(self._core.handle(GroupLost(now_s)))
@@ -477,7 +501,9 @@ class GroupMember:
             epoch,
             progress,
             self._homecoming,
-            quiet=lambda: not self._hub.receives and (exchange is None or exchange.idle),
+            quiet=lambda: (
+                not self._hub.receives and (exchange is None or exchange.idle) and (precopy is None or precopy.idle)
+            ),
             kept=range(self._first_layer, self._last_layer),
             began_s=now_s,
         )
@@ -508,6 +534,7 @@ class GroupMember:
                 case PrepareMemory():
                     self._prepare_memory()
                 case UndoPreparation(plan=plan):
+                    self._the_precopy().end()
                     self._quiescing = False
                     self._undoing = plan.kind is Kind.RESTORE
                     if self._undoing and self.leads:
@@ -612,6 +639,7 @@ class GroupMember:
         own: tuple[Victim, ...] = ()
         if transition.led_before:
             own = self._hand_over(transition, now_s)
+        self._the_precopy().end()
         self._runner.forget_all()
         self._remap(transition)
         stage = next(m for m in new.members if m.worker_id == self.me)
@@ -641,10 +669,7 @@ class GroupMember:
 
     def _deal_out(self, transition: Transition, now_s: float) -> tuple[Victim, ...]:
         """Every member becomes a leader of its own and gets its share of the sequences."""
-        leaders = sorted({group_of_member(transition, w) for w in members_of(transition.part.old)})
-        home = self._memory.home_block_count
-        views = [MemberView(leader, home, self._max_running_count) for leader in leaders]
-        placed = place(self._core.placements(), views)
+        placed = self._the_precopy().destinations(self._core.placements())
         going = {sequence_id: to for sequence_id, to in placed.items() if to != self.me}
         self._tell_core(self._core.handle(HandOver(now_s, going)))
         return tuple(Victim(i, count, self.me) for i, count in sorted(self._core.kv_tokens.items()))
@@ -742,7 +767,7 @@ class GroupMember:
     def _resume(self, sequence_id: SequenceId) -> None:
         now_s, progress = time.monotonic(), self._counted()
         progress.victims_waiting -= 1
-        progress.max_stall_s = max(progress.max_stall_s, now_s - progress.commit_at_s)
+        progress.note_stall(now_s - progress.commit_at_s)
         self._tell_core(self._core.handle(KvArrived(now_s, sequence_id)))
 
     def _release_lost(self) -> None:
@@ -846,13 +871,39 @@ class GroupMember:
         now_s = time.monotonic()
         if self._homecoming.failure:
             self._drive(PreparationFailed(now_s, transition.epoch, self._homecoming.failure))
-        elif self._homecoming.complete:
-            self._drive(MemoryReady(now_s, transition.epoch))
+        elif self._homecoming.complete and not self._the_precopy().is_ready:
+            self._the_precopy().ready(now_s)  # and MemoryReady when enough has been copied: see `poll`
         else:
             self._publish()
 
+    def _make_precopy(self, transition: Transition, progress: Progress) -> PrecopyRun:
+        epoch = transition.epoch
+        where = Place(self.me, transition.plan, self.leads, self._memory.home_block_count, self._max_running_count)
+        return PrecopyRun(
+            where,
+            progress,
+            kv=self._memory.kv,
+            book=self._book,
+            hub=self._hub,
+            tell=lambda to, topic, body, i: self._send(to, TrafficClass.CONTROL, topic, body, stream=i, epoch=epoch),
+            synchronise=self._memory.pool.backend.synchronise,
+            post=self._post,
+        )
+
+    def _copy_ahead(self, precopy: PrecopyRun, transition: Transition) -> None:
+        now_s = time.monotonic()
+        precopy.poll(now_s, self._core.placements)
+        if transition.phase is Phase.PREPARING and precopy.enough(now_s):
+            self._drive(MemoryReady(now_s, transition.epoch))
+
+    def _ask_for_kv(self, source: WorkerId, sequence_id: SequenceId, first_block: int) -> None:
+        body = pb.KvWanted(first_block=first_block).SerializeToString()
+        self._send(source, TrafficClass.CONTROL, Topic.KV_WANTED, body, stream=sequence_id)
+
     def _undo_restore(self) -> None:
         """The burst is back: layers are given up again, once nothing writes into them any more."""
+        if not self._the_precopy().idle:
+            return
         block_count = self._homecoming.undo(range(self._first_layer, self._last_layer))
         if block_count is not None:
             self._undoing = False
@@ -870,6 +921,11 @@ class GroupMember:
         if self._exchange is None:
             raise InvariantViolation("KV is exchanged and no transition is under way")
         return self._exchange
+
+    def _the_precopy(self) -> PrecopyRun:
+        if self._precopy is None:
+            raise InvariantViolation("KV is copied ahead and no transition is under way")
+        return self._precopy
 
     def _current(self) -> Transition:
         if self._transition is None:
@@ -894,11 +950,3 @@ class GroupMember:
         published = dict(list(self.progress.items())[-_KEPT_TRANSITIONS:])
         published[epoch] = replace(progress)
         self.progress = published
-
-
-def group_of_member(transition: Transition, worker_id: WorkerId) -> WorkerId:
-    """The leader of the coming group that a member goes to."""
-    group = group_of(transition.plan.target, worker_id)
-    if group is None:
-        raise InvariantViolation(f"{worker_id} is in no group of epoch {transition.epoch}")
-    return group.leader.worker_id

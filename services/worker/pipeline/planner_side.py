@@ -43,6 +43,9 @@ _COPIED = (
     "exchange_s",
     "max_stall_s",
     "repulled_layers",
+    "kv_bytes_copied_ahead",
+    "victims_copied_ahead",
+    "p99_stall_s",
 )
 
 

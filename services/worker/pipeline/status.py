@@ -1,6 +1,7 @@
 """How far a transition is on this worker, as the planner and operators see it."""
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, field
 
 from ballast.common.ids import Epoch
 from services.worker.core.plan import Phase
@@ -30,6 +31,16 @@ class Progress:
     boundary_wait_s: float = 0.0
     exchange_s: float = 0.0
     max_stall_s: float = 0.0
+    p99_stall_s: float = 0.0
     repulled_layers: int = 0
+    kv_bytes_copied_ahead: int = 0  # before the commit; not among those received
+    victims_copied_ahead: int = 0  # that lacked only the rest of their KV at the commit
     commit_at_s: float = 0.0
     taken_up_at_s: float = 0.0
+    stalls_s: list[float] = field(default_factory=list[float])  # of each victim, from the commit until it may go on
+
+    def note_stall(self, stall_s: float) -> None:
+        self.stalls_s.append(stall_s)
+        self.stalls_s.sort()
+        self.max_stall_s = self.stalls_s[-1]
+        self.p99_stall_s = self.stalls_s[math.ceil(0.99 * len(self.stalls_s)) - 1]

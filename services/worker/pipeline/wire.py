@@ -32,10 +32,13 @@ class Topic(IntEnum):
     LAYER_WANTED = 9
     ROOM = 10  # no payload
     LAYER_REFUSED = 11  # no payload
+    SHARE = 12
+    KV_AHEAD_WANTED = 13
     ROOM_WITHDRAWN = 14  # no payload
     BATCH_HEAD = 15  # a StageBatch that is too long to stand beside hidden states: they follow in a BATCH
     KV = 16  # transfers
     LAYER = 17
+    KV_AHEAD = 18
 
 
 def batch_to_bytes(batch: Batch) -> bytes:

@@ -15,14 +15,15 @@ transformers = pytest.importorskip("transformers")
 
 import torch  # noqa: E402
 
+from ballast.bench.sizing import Pace, forecast, length_scale_to, peak_output_tokens, size_memory, two_digits  # noqa: E402
 from benchmarks import demo, demo_report, verify_answers  # noqa: E402
 from benchmarks import demo_sizing as sizing  # noqa: E402
 
 
 def test_the_burst_asks_for_more_than_undropped_memory_can_serve() -> None:
     trace = read_trace(demo.SHIPPED_TRACE)
-    time_scale, shorter = sizing.scales(trace, sizing.Pace(1500.0, 16 / 1500.0))
-    peak_per_s = sizing.peak_output_tokens(trace.requests) / sizing.PEAK_WINDOW_S / time_scale
+    time_scale, shorter = sizing.scales(trace, Pace(1500.0, 16 / 1500.0))
+    peak_per_s = peak_output_tokens(trace.requests, sizing.PEAK_WINDOW_S) / sizing.PEAK_WINDOW_S / time_scale
     assert shorter == 1.0
     assert peak_per_s == pytest.approx(sizing.BURST_LOAD * 1500.0, rel=0.05)
 
@@ -31,23 +32,28 @@ def test_a_long_trace_is_compressed_and_then_its_lengths_are_shortened() -> None
     steady = [TraceRequest(i * 0.2, 80, 160) for i in range(32_000)]
     burst = [TraceRequest(3000 + i * 0.02, 80, 160) for i in range(2000)]
     trace = Trace(source="x", format="azure", requests=tuple(sorted(steady + burst, key=lambda r: r.arrival_s)))
-    pace = sizing.Pace(1000.0, 0.016)
+    pace = Pace(1000.0, 0.016)
     time_scale, shorter = sizing.scales(trace, pace)
     scaled = trace.scaled(time_scale=time_scale, length_scale=shorter)
     assert 0.8 * sizing.MAX_SPAN_S < scaled.span_s <= sizing.MAX_SPAN_S
-    peak_per_s = sizing.peak_output_tokens(scaled.requests) / sizing.PEAK_WINDOW_S
+    peak_per_s = peak_output_tokens(scaled.requests, sizing.PEAK_WINDOW_S) / sizing.PEAK_WINDOW_S
     assert peak_per_s <= 1.3 * sizing.BURST_LOAD * pace.output_tokens_per_s
 
 
 @pytest.mark.parametrize(("scale", "rounded"), [(0.1567, 0.15), (1.0, 1.0), (0.0099, 0.0099), (0.30001, 0.3)])
 def test_factors_are_rounded_down_to_two_digits(scale: float, rounded: float) -> None:
-    assert sizing.two_digits(scale) == rounded
+    assert two_digits(scale) == rounded
 
 
 def test_memory_holds_eight_mean_requests_each_and_more_when_parameters_are_dropped() -> None:
     requests = [TraceRequest(0.0, 60, 100), TraceRequest(1.0, 80, 160)]
-    memory = sizing.size_memory(
-        requests, parameter_bytes=50_000_000, layer_parameter_bytes=48_000_000, kv_bytes_per_token=4096, workers=2
+    memory = size_memory(
+        requests,
+        parameter_bytes=50_000_000,
+        layer_parameter_bytes=48_000_000,
+        kv_bytes_per_token=4096,
+        sequences_each=8,
+        workers=2,
     )
     assert memory.undropped_tokens == 2 * 8 * 200
     assert memory.device_memory_bytes == 50_000_000 + 8 * 200 * 4096
@@ -55,7 +61,7 @@ def test_memory_holds_eight_mean_requests_each_and_more_when_parameters_are_drop
 
 
 def test_demand_is_what_requests_hold_while_they_live() -> None:
-    demand = sizing.forecast([TraceRequest(0.0, 100, 100), TraceRequest(2.0, 1, 1)], 0.01)
+    demand = forecast([TraceRequest(0.0, 100, 100), TraceRequest(2.0, 1, 1)], 0.01)
     assert demand.peak_tokens == pytest.approx(200, abs=15)
     assert demand.mean_tokens == pytest.approx(75, abs=10)  # the first lives for one of two seconds
 
@@ -64,7 +70,7 @@ def test_demand_is_what_requests_hold_while_they_live() -> None:
 def test_the_shipped_traces_fit_without_cutting(name: str) -> None:
     trace = read_trace(demo.SHIPPED_TRACE.with_name(name))
     max_model_len = PRESETS[demo.PRESET].max_len
-    length_scale = sizing.first_length_scale(trace)
+    length_scale = length_scale_to(trace, sizing.MEAN_TOKENS)
     assert trace.scaled(length_scale=length_scale, max_total_tokens=max_model_len).clamped_count == 0
 
 

@@ -36,3 +36,21 @@ def test_equal_members_end_at_most_one_sequence_apart(blocks: list[int], member_
     assert placed.keys() == set(range(len(blocks)))
     held = [sum(b for i, b in enumerate(blocks) if placed[i] == view.worker_id) for view in views]
     assert max(held) - min(held) <= max(blocks, default=0)
+
+
+def test_who_was_chosen_for_a_member_goes_there() -> None:
+    sequences = [PlacementView(i, blocks, True) for i, blocks in enumerate((5, 1, 4, 2))]
+    chosen = {0: WorkerId("w1"), 2: WorkerId("w1")}
+    assert place(sequences, members(10, 10), chosen) == {0: "w1", 2: "w1", 3: "w0", 1: "w0"}
+
+
+def test_the_chosen_go_elsewhere_when_there_is_no_room_and_are_taken_before_others() -> None:
+    chosen = {0: WorkerId("w0"), 1: WorkerId("w0"), 9: WorkerId("w0")}
+    placed = place(
+        [PlacementView(0, 6, True), PlacementView(1, 5, True), PlacementView(2, 7, True)], members(10, 13), chosen
+    )
+    assert placed == {0: "w0", 1: "w1", 2: "w1"}
+
+
+def test_a_member_that_is_none_any_more_is_no_choice() -> None:
+    assert place([PlacementView(1, 2, True)], members(3, 8), {1: WorkerId("gone")}) == {1: "w1"}

@@ -1,0 +1,392 @@
+"""`ballast bench overload`: overload policies against each other, on the same arrivals, each on clusters of its own.
+
+1. *Plan.* For each workload lengths are shortened to a mean that suits the machine, and memory is sized in requests.
+   Two probes measure how fast the machine is with few requests and with a full cache; the rate of arrivals is then
+   multiplied (`ballast.bench.upscale`) until the forecast KV demand is a given share of what all workers hold with all
+   parameters: KunServe's setup is below 60 % on average, so that only bursts overflow.
+2. *Runs.* Repetition by repetition, and in each of them workload by workload, every policy once; who begins changes.
+   Each run has a fresh cluster, is warmed up with requests that do not count, and writes one result file.
+
+The plan is kept in `plan.json`. Called again with the same arguments, it leaves out what is finished; policies,
+workloads and repetitions may be added.
+"""
+
+import asyncio
+import hashlib
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+from rich.console import Console
+
+from ballast.bench.policies import PolicySpec
+from ballast.bench.probe import probe, warm_up
+from ballast.bench.progress import ComparisonDisplay
+from ballast.bench.replay import ReplayOptions
+from ballast.bench.results import BenchResult, ComparisonFacts, read_result, write_result
+from ballast.bench.session import ReplayJob, replay_on
+from ballast.bench.sizing import Pace, Speed, forecast_shared, length_scale_to, mean_request, rate_for, size_memory_for
+from ballast.bench.traces import Trace
+from ballast.bench.upscale import fitted_into, upscaled
+from ballast.bench.workloads import Workload
+from ballast.client import AsyncClient
+from ballast.common.errors import BallastError, ConfigError, Unavailable
+from ballast.local.cluster import LocalCluster
+from ballast.model.info import CheckpointInfo, read_info
+
+# Quicker than the defaults, because whole traces are short; and armed earlier, since their bursts come at once.
+QUICK_SETTINGS = {
+    "BALLAST_MONITOR__PRESSURE__DWELL_S": "2",
+    "BALLAST_MONITOR__PRESSURE__RELIEF_AFTER_S": "1",
+    "BALLAST_MONITOR__PRESSURE__OVERLOAD_ARMING_FRACTION": "0.7",
+    "BALLAST_MONITOR__PRESSURE__OVERLOAD_THRESHOLD_FRACTION": "0.9",
+    "BALLAST_MONITOR__PRESSURE__TREND_WINDOW_S": "1",
+    "BALLAST_MONITOR__TICK_INTERVAL_S": "0.1",
+    "BALLAST_WORKER__REPORT_INTERVAL_S": "0.1",
+}
+_FEW_PER_WORKER = 2  # requests of the slower probe
+_WARMUP_PER_WORKER = 4
+_LAYOUT_WITHIN_S = 60.0
+_RUN_OVERHEAD_S = 12.0  # start, warm-up and end of a cluster, until one has been measured
+_POLL_S = 0.1
+
+
+def setting_name(variable: str) -> str:
+    """BALLAST_MONITOR__TICK_INTERVAL_S -> monitor.tick_interval_s."""
+    return variable.removeprefix("BALLAST_").lower().replace("__", ".")
+
+
+def setting_variable(name: str) -> str:
+    """monitor.tick_interval_s -> BALLAST_MONITOR__TICK_INTERVAL_S."""
+    return "BALLAST_" + name.upper().replace(".", "__")
+
+
+class Arguments(BaseModel):
+    """What runs must have in common to be compared."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    model: str
+    parameter_count: int
+    workers: int
+    seed: int
+    deadline_s: float
+    demand_fraction: float
+    mean_tokens: float
+    sequences_each: int
+    span_s: float | None
+    max_num_seqs: int
+    settings: dict[str, str]
+
+
+class WorkloadPlan(BaseModel):
+    """How a workload is replayed, in all runs alike."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    word: str
+    length_scale: float
+    rate_factor: float
+    span_s: float
+    request_count: int
+    device_memory_bytes: int
+    undropped_tokens: int
+    few_tokens_per_s: float  # output, all workers
+    full_tokens_per_s: float
+    forecast_demand_fraction: float
+    forecast_peak_fraction: float
+
+
+class Plan(BaseModel):
+    """plan.json."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    arguments: Arguments
+    workloads: dict[str, WorkloadPlan] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    workload: Workload
+    spec: PolicySpec
+    repetition: int
+    position: int
+
+    def path(self, out: Path) -> Path:
+        label = "".join(c if c.isalnum() or c in "-=." else "_" for c in self.spec.label)
+        return out / "runs" / self.workload.name / f"{label}.{self.repetition}.json"
+
+
+def order_of(workloads: list[Workload], specs: list[PolicySpec], repetitions: int) -> list[Run]:
+    """Interleaved, and in each repetition another policy begins: what drifts does not favour one of them."""
+    runs: list[Run] = []
+    for repetition in range(repetitions):
+        turn = repetition % len(specs)
+        for workload in workloads:
+            for spec in specs[turn:] + specs[:turn]:
+                runs.append(Run(workload, spec, repetition, len(runs)))
+    return runs
+
+
+class Comparison:
+    """All runs of one output folder."""
+
+    def __init__(self, model: Path, arguments: Arguments, out: Path, console: Console) -> None:
+        self._model = model
+        self._arguments = arguments
+        self._out = out
+        self._console = console
+        self._info = read_info(model)
+        self._plan = _read_plan(out / "plan.json", arguments)
+        self._traces: dict[str, Trace] = {}
+
+    async def run(self, workloads: list[Workload], specs: list[PolicySpec], repetitions: int) -> list[str]:
+        """Carries out what is not finished. Returns what went wrong; "interrupted" comes last."""
+        for workload in workloads:
+            await self._prepare(workload)
+        runs = order_of(workloads, specs, repetitions)
+        left = [run for run in runs if not self._finished(run)]
+        if len(left) < len(runs):
+            self._console.print(f"{len(runs) - len(left)} of {len(runs)} runs are finished already")
+        problems: list[str] = []
+        spans_s = [self._plan.workloads[run.workload.name].span_s + _RUN_OVERHEAD_S for run in left]
+        with ComparisonDisplay(self._console, spans_s) as display:
+            for run in left:
+                title = f"{run.workload.name} · {run.spec.label} · repetition {run.repetition + 1}"
+                display.begin(title)
+                try:
+                    result = await self._carry_out(run, display)
+                except BallastError as error:
+                    problems.append(f"{title}: {error}")
+                    display.say(f"FAILED {title}: {error}")
+                    continue
+                finally:
+                    display.end()
+                if not result.complete:
+                    return [*problems, "interrupted"]
+                write_result(run.path(self._out), result)
+        return problems
+
+    def _finished(self, run: Run) -> bool:
+        try:
+            result = read_result(run.path(self._out))
+        except ConfigError:
+            return False
+        facts = result.comparison
+        return result.complete and facts is not None and facts.plan_digest == self._digest(run.workload)
+
+    def _digest(self, workload: Workload) -> str:
+        text = self._plan.arguments.model_dump_json() + self._plan.workloads[workload.name].model_dump_json()
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    # ------------------------------------------------------------ plan
+
+    async def _prepare(self, workload: Workload) -> None:
+        """The trace as it is replayed; sizes and scales are measured unless the plan has them."""
+        plan = self._plan.workloads.get(workload.name)
+        if plan is None:
+            plan = await self._measure(workload)
+            self._plan.workloads[workload.name] = plan
+            _write_plan(self._out / "plan.json", self._plan)
+        elif plan.word != workload.word:
+            raise ConfigError(str(self._out), f"{workload.name!r} was {plan.word!r} there; choose another --out")
+        self._traces[workload.name] = trace = self._scaled(workload.trace, plan.length_scale, plan.rate_factor)
+        if len(trace.requests) != plan.request_count:
+            raise ConfigError(workload.word, f"has changed since it was planned in {self._out}; choose another --out")
+
+    def _scaled(self, trace: Trace, length_scale: float, rate_factor: float) -> Trace:
+        span_s = self._arguments.span_s
+        fitted = trace if span_s is None else fitted_into(trace, span_s)
+        lengths = fitted.scaled(length_scale=length_scale, max_total_tokens=self._info.max_model_len)
+        return upscaled(lengths, rate_factor, self._arguments.seed)
+
+    async def _measure(self, workload: Workload) -> WorkloadPlan:
+        arguments, info = self._arguments, self._info
+        length_scale = length_scale_to(workload.trace, arguments.mean_tokens)
+        trace = self._scaled(workload.trace, length_scale, 1.0)
+        memory = size_memory_for(
+            info, trace.requests, sequences_each=arguments.sequences_each, workers=arguments.workers
+        )
+        self._console.print(f"{workload.name}: probing the machine ...")
+        speed = await self._probe(workload, trace, memory.device_memory_bytes, memory.undropped_tokens)
+        rate = rate_for(trace, speed, arguments.demand_fraction * memory.undropped_tokens, arguments.seed)
+        final = self._scaled(workload.trace, length_scale, rate)
+        demand = forecast_shared(final.requests, speed)
+        plan = WorkloadPlan(
+            word=workload.word,
+            length_scale=length_scale,
+            rate_factor=rate,
+            span_s=final.span_s,
+            request_count=len(final.requests),
+            device_memory_bytes=memory.device_memory_bytes,
+            undropped_tokens=memory.undropped_tokens,
+            few_tokens_per_s=speed.few.output_tokens_per_s,
+            full_tokens_per_s=speed.full.output_tokens_per_s,
+            forecast_demand_fraction=demand.mean_tokens / memory.undropped_tokens,
+            forecast_peak_fraction=demand.peak_tokens / memory.undropped_tokens,
+        )
+        self._console.print(describe_plan(workload.name, plan))
+        return plan
+
+    async def _probe(self, workload: Workload, trace: Trace, device_memory_bytes: int, undropped_tokens: int) -> Speed:
+        input_tokens, output_tokens = mean_request(trace.requests)
+        workers = self._arguments.workers
+        full = max(workers, undropped_tokens // (input_tokens + output_tokens))
+        few = min(_FEW_PER_WORKER * workers, max(1, full - 1))
+        paces: list[Pace] = []
+        async with self._cluster(PolicySpec("recompute", "recompute"), device_memory_bytes, "probe") as cluster:
+            for concurrency in (few, full):
+                lengths = {"input_tokens": input_tokens, "output_tokens": output_tokens}
+                paces.append(await probe(cluster.address, concurrency=concurrency, **lengths))
+        return Speed(few, paces[0], full, paces[1])
+
+    # ------------------------------------------------------------ runs
+
+    def _cluster(self, spec: PolicySpec, device_memory_bytes: int, name: str) -> LocalCluster:
+        flags = spec.flags()
+        if "max-num-seqs" not in spec.knobs:
+            flags["worker"] += ["--max-num-seqs", str(self._arguments.max_num_seqs)]
+        environ = {setting_variable(key): value for key, value in self._arguments.settings.items()}
+        return LocalCluster(
+            self._model,
+            workers=self._arguments.workers,
+            device_memory_bytes=device_memory_bytes,
+            flags=flags,
+            environ={"OMP_NUM_THREADS": "1", **environ},
+            log_dir=self._out / "logs" / name,
+        )
+
+    async def _carry_out(self, run: Run, display: ComparisonDisplay) -> BenchResult:
+        arguments, plan = self._arguments, self._plan.workloads[run.workload.name]
+        trace = self._traces[run.workload.name]
+        warmups = _WARMUP_PER_WORKER * arguments.workers
+        input_tokens, output_tokens = mean_request(trace.requests)
+        options = ReplayOptions(seed=arguments.seed, deadline_s=arguments.deadline_s)
+        job = ReplayJob(trace=trace, options=options, policy=run.spec.label)
+        settings = _settings(arguments, plan)
+        log_name = f"{run.workload.name}/{run.path(self._out).stem}"
+        async with self._cluster(run.spec, plan.device_memory_bytes, log_name) as cluster:
+            if run.spec.policy == "static-pipeline":
+                await _wait_for_pipelines(cluster.address)
+            await warm_up(cluster.address, count=warmups, input_tokens=input_tokens, output_tokens=output_tokens)
+            planner = cluster.processes["planner"][0].address
+            result = await replay_on(
+                cluster.address, job, self._console, settings, planner=planner, display=display.on_progress
+            )
+        facts = ComparisonFacts(
+            workload=run.workload.name,
+            policy=run.spec.label,
+            overload_policy=run.spec.policy,
+            knobs=dict(run.spec.knobs),
+            repetition=run.repetition,
+            position=run.position,
+            warmup_request_count=warmups,
+            undropped_kv_bytes=plan.undropped_tokens * self._info.kv_bytes_per_token(),
+            forecast_demand_fraction=plan.forecast_demand_fraction,
+            plan_digest=self._digest(run.workload),
+        )
+        info = result.trace.model_copy(update={"length_scale": plan.length_scale})
+        return result.model_copy(update={"comparison": facts, "trace": info})
+
+
+def _settings(arguments: Arguments, plan: WorkloadPlan) -> dict[str, str | int | float | bool | None]:
+    return {
+        "workers": arguments.workers,
+        "device_memory_bytes": plan.device_memory_bytes,
+        "max_num_seqs": arguments.max_num_seqs,
+        **arguments.settings,
+    }
+
+
+async def _wait_for_pipelines(address: str) -> None:
+    """Until the planner has made its groups, and the workers lead and follow in them."""
+    give_up_at_s = time.monotonic() + _LAYOUT_WITHIN_S
+    async with AsyncClient(address) as client:
+        while True:
+            groups = (await client.status()).groups
+            loads = [group.load for group in groups]
+            if groups and all(len(group.members) > 1 for group in groups) and None not in loads:
+                return
+            if time.monotonic() > give_up_at_s:
+                raise Unavailable("planner", f"has made no pipelines within {_LAYOUT_WITHIN_S:g} s")
+            await asyncio.sleep(_POLL_S)
+
+
+def describe_plan(name: str, plan: WorkloadPlan) -> str:
+    return (
+        f"{name}: {plan.request_count} requests over {plan.span_s:.0f} s (rate x{plan.rate_factor:g}, length"
+        f" x{plan.length_scale:g}); {plan.few_tokens_per_s:,.0f} to {plan.full_tokens_per_s:,.0f} output tokens/s;"
+        f" KV demand {plan.forecast_demand_fraction:.0%} of capacity on average,"
+        f" {plan.forecast_peak_fraction:.0%} at the peak, if nobody waited"
+    )
+
+
+def _read_plan(path: Path, arguments: Arguments) -> Plan:
+    if not path.exists():
+        return Plan(arguments=arguments)
+    try:
+        plan = Plan.model_validate_json(path.read_text())
+    except (OSError, ValidationError) as error:
+        raise ConfigError(str(path), "is no plan of `bench overload`; choose another --out") from error
+    old, new = plan.arguments.model_dump(), arguments.model_dump()
+    differing = [f"{key} (was {old[key]!r}, is {new[key]!r})" for key in new if old[key] != new[key]]
+    if differing:
+        raise ConfigError(str(path), f"was made with other arguments: {', '.join(differing)}; choose another --out")
+    return plan
+
+
+def _write_plan(path: Path, plan: Plan) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(plan.model_dump_json(indent=1) + "\n")
+    except OSError as error:
+        raise ConfigError(str(path), f"cannot be written: {error.strerror}") from error
+
+
+def arguments_of(
+    info: CheckpointInfo,
+    *,
+    workers: int,
+    seed: int,
+    deadline_s: float,
+    demand_fraction: float,
+    mean_tokens: float,
+    sequences_each: int,
+    span_s: float | None,
+    max_num_seqs: int,
+    settings: Mapping[str, str],
+) -> Arguments:
+    """Checked; the settings on top of those that suit short traces.
+
+    Raises:
+        ConfigError: naming the flag.
+    """
+    for name, value, least in (
+        ("workers", workers, 1),
+        ("sequences-each", sequences_each, 1),
+        ("mean-tokens", mean_tokens, 4),
+        ("max-num-seqs", max_num_seqs, 1),
+    ):
+        if value < least:
+            raise ConfigError(f"--{name}", f"must be at least {least}, got {value}")
+    if not 0 < demand_fraction <= 2:
+        raise ConfigError("--demand", f"must be above 0 and at most 2, got {demand_fraction}")
+    if span_s is not None and span_s <= 0:
+        raise ConfigError("--span-s", f"must be above 0, got {span_s}")
+    quick = {setting_name(variable): value for variable, value in QUICK_SETTINGS.items()}
+    return Arguments(
+        model=info.path.name,
+        parameter_count=info.parameter_count,
+        workers=workers,
+        seed=seed,
+        deadline_s=deadline_s,
+        demand_fraction=demand_fraction,
+        mean_tokens=mean_tokens,
+        sequences_each=sequences_each,
+        span_s=span_s,
+        max_num_seqs=max_num_seqs,
+        settings=quick | dict(settings),
+    )

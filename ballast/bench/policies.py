@@ -1,0 +1,81 @@
+"""What `--policies` names: an overload policy with its knobs, and the flags of the services that they stand for.
+
+`recompute`, `drop:restore=off`, `static-pipeline:degree=4`, `recompute:watermark=0.1:label=no thrashing`: knobs follow
+the name after colons, so that a sweep is a list of such words.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from ballast.common.errors import ConfigError
+from ballast.local.cluster import Service
+
+_EVERY = ("recompute", "drop")
+POLICIES = _EVERY
+
+
+@dataclass(frozen=True, slots=True)
+class _Knob:
+    service: Service
+    flag: str
+    of: tuple[str, ...]  # the policies that have it
+    what: str
+
+
+KNOBS: dict[str, _Knob] = {
+    "watermark": _Knob("worker", "--admission-reserve-fraction", _EVERY, "KV kept free for the growth of what runs"),
+    "max-num-seqs": _Knob("worker", "--max-num-seqs", _EVERY, "requests that run at once in a worker"),
+    "max-num-batched-tokens": _Knob("worker", "--max-num-batched-tokens", _EVERY, "tokens of one engine step"),
+    "block-size": _Knob("worker", "--block-size", _EVERY, "tokens of a KV block"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class PolicySpec:
+    """One contestant. Two of the same policy differ in their knobs."""
+
+    label: str
+    policy: str
+    knobs: Mapping[str, str] = field(default_factory=dict[str, str])
+
+    def flags(self) -> dict[Service, list[str]]:
+        flags: dict[Service, list[str]] = {"planner": ["--overload-policy", self.policy], "worker": []}
+        for name, value in self.knobs.items():
+            knob = KNOBS[name]
+            flags[knob.service] += [knob.flag, value]
+        return flags
+
+
+def parse_policies(text: str) -> list[PolicySpec]:
+    """
+    Raises:
+        ConfigError: an unknown policy or knob, or the same label twice.
+    """
+    specs = [_parse(word.strip()) for word in text.split(",") if word.strip()]
+    labels = [spec.label for spec in specs]
+    if not specs:
+        raise ConfigError("policies", "names none")
+    for label in labels:
+        if labels.count(label) > 1:
+            raise ConfigError("policies", f"{label!r} is there twice; give it a label of its own: {label}:label=...")
+    return specs
+
+
+def _parse(word: str) -> PolicySpec:
+    policy, *settings = word.split(":")
+    if policy not in POLICIES:
+        raise ConfigError("policies", f"unknown: {policy!r}; there are {', '.join(POLICIES)}")
+    knobs: dict[str, str] = {}
+    label = ""
+    for setting in settings:
+        name, equals, value = setting.partition("=")
+        if not equals or not value:
+            raise ConfigError("policies", f"{word!r}: knobs are NAME=VALUE, got {setting!r}")
+        if name == "label":
+            label = value
+            continue
+        if name not in KNOBS or policy not in KNOBS[name].of:
+            known = ", ".join(sorted(name for name, knob in KNOBS.items() if policy in knob.of))
+            raise ConfigError("policies", f"{policy} has no knob {name!r}; it has {known}")
+        knobs[name] = value
+    return PolicySpec(label or ":".join([policy, *(f"{k}={v}" for k, v in knobs.items())]), policy, knobs)

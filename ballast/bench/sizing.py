@@ -1,0 +1,183 @@
+"""How large a cluster's memory and how fast a trace has to be, so that a burst overflows the KV cache on any machine.
+
+Memory is sized in requests: each worker's KV holds so many mean ones beside the parameters. What the machine can do is
+measured by a probe (`ballast.bench.probe`). What KV a trace would take if nobody ever waited is forecast from both.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ballast.bench.traces import Trace, TraceRequest
+from ballast.bench.upscale import upscaled
+from ballast.model.info import CheckpointInfo
+
+_STEP_S = 0.1  # of the forecast
+_BISECTIONS = 24
+_HOPELESS = 20.0  # times the mean demand that is looked for: the machine is far from keeping up
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """Of the cluster, in tokens of KV over all layers."""
+
+    device_memory_bytes: int  # of each worker
+    undropped_tokens: int
+    dropped_tokens: int  # when pairs of workers hold one copy of the layers
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """What the machine does while so many requests run."""
+
+    output_tokens_per_s: float  # of the cluster
+    seconds_per_token: float  # of one request, its prompt's share included
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """KV demand of a trace if nobody ever waited, in tokens."""
+
+    mean_tokens: float
+    peak_tokens: float
+
+
+def mean_request(requests: Sequence[TraceRequest]) -> tuple[int, int]:
+    """Mean tokens of prompts and of answers."""
+    count = len(requests)
+    return (
+        max(1, round(sum(r.input_tokens for r in requests) / count)),
+        max(1, round(sum(r.output_tokens for r in requests) / count)),
+    )
+
+
+def length_scale_to(trace: Trace, mean_tokens: float) -> float:
+    """What shortens the mean request to `mean_tokens`, prompt and answer together; at most 1."""
+    return two_digits(min(1.0, mean_tokens / sum(mean_request(trace.requests))))
+
+
+def size_memory_for(
+    info: CheckpointInfo, requests: Sequence[TraceRequest], *, sequences_each: int, workers: int
+) -> Memory:
+    """`size_memory` for a checkpoint: embeddings and head stay on every worker, layers can be dropped."""
+    ends_bytes = info.parameter_bytes * 2 * info.vocab_size * info.hidden_size // info.parameter_count
+    return size_memory(
+        requests,
+        parameter_bytes=info.parameter_bytes,
+        layer_parameter_bytes=info.parameter_bytes - ends_bytes,
+        kv_bytes_per_token=info.kv_bytes_per_token(),
+        sequences_each=sequences_each,
+        workers=workers,
+    )
+
+
+def size_memory(
+    requests: Sequence[TraceRequest],
+    *,
+    parameter_bytes: int,
+    layer_parameter_bytes: int,
+    kv_bytes_per_token: int,
+    sequences_each: int,
+    workers: int,
+) -> Memory:
+    """Room for `sequences_each` mean requests on each worker, but at least for the largest one."""
+    mean_tokens, largest = sum(mean_request(requests)), max(r.input_tokens + r.output_tokens for r in requests)
+    each_tokens = max(sequences_each * mean_tokens, math.ceil(1.25 * largest))
+    freed_tokens = workers // 2 * (layer_parameter_bytes // kv_bytes_per_token)
+    return Memory(
+        device_memory_bytes=parameter_bytes + each_tokens * kv_bytes_per_token,
+        undropped_tokens=workers * each_tokens,
+        dropped_tokens=workers * each_tokens + freed_tokens,
+    )
+
+
+def peak_output_tokens(requests: Sequence[TraceRequest], window_s: float) -> int:
+    """The most answer tokens of requests that arrive within `window_s`."""
+    peak, tokens, first = 0, 0, 0
+    for request in requests:
+        tokens += request.output_tokens
+        while requests[first].arrival_s <= request.arrival_s - window_s:
+            tokens -= requests[first].output_tokens
+            first += 1
+        peak = max(peak, tokens)
+    return peak
+
+
+def two_digits(scale: float) -> float:
+    """0.1567 -> 0.15."""
+    digits = 1 - math.floor(math.log10(scale))
+    return math.floor(scale * 10**digits) / 10**digits
+
+
+def forecast(requests: Sequence[TraceRequest], seconds_per_token: float) -> Forecast:
+    """A request holds its prompt from its arrival on, and its answer as it grows, at the probe's pace."""
+    end_s = requests[-1].arrival_s
+    demand = [0.0] * (int(end_s / _STEP_S) + 1)
+    for request in requests:
+        lifetime_s = request.output_tokens * seconds_per_token
+        for index in range(int(request.arrival_s / _STEP_S), len(demand)):
+            age_s = index * _STEP_S - request.arrival_s
+            if age_s > lifetime_s:
+                break
+            demand[index] += request.input_tokens + request.output_tokens * max(0.0, age_s) / lifetime_s
+    return Forecast(sum(demand) / len(demand), max(demand))
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """Seconds for a token of one request, on a straight line through two probes: few requests, and a full cache."""
+
+    few_count: int
+    few: Pace
+    full_count: int
+    full: Pace
+
+    def seconds_per_token(self, running_count: int) -> float:
+        slope_s = (self.full.seconds_per_token - self.few.seconds_per_token) / max(1, self.full_count - self.few_count)
+        return max(1e-6, self.few.seconds_per_token + max(0.0, slope_s) * (max(1, running_count) - self.few_count))
+
+
+def forecast_shared(requests: Sequence[TraceRequest], speed: Speed, hopeless_tokens: float = math.inf) -> Forecast:
+    """As `forecast`, but the more requests run, the slower each of them gets on. Until the last arrival, or until the
+    demand is hopeless.
+    """
+    demand: list[float] = []
+    running: list[tuple[TraceRequest, float]] = []  # with the tokens of its answer
+    arrived = 0
+    for index in range(int(requests[-1].arrival_s / _STEP_S) + 1):
+        now_s = index * _STEP_S
+        while arrived < len(requests) and requests[arrived].arrival_s <= now_s:
+            running.append((requests[arrived], 0.0))
+            arrived += 1
+        made = _STEP_S / speed.seconds_per_token(len(running))
+        grown = ((request, tokens + made) for request, tokens in running)
+        running = [(request, tokens) for request, tokens in grown if tokens < request.output_tokens]
+        demand.append(sum(request.input_tokens + tokens for request, tokens in running))
+        if demand[-1] > hopeless_tokens:
+            break
+    return Forecast(sum(demand) / len(demand), max(demand))
+
+
+def rate_for(trace: Trace, speed: Speed, mean_tokens: float, seed: int) -> float:
+    """By how much to multiply the rate of arrivals, so that the KV demand is `mean_tokens` on average."""
+    low, high = 1e-3, 1.0
+    while high < 1e3 and not _exceeds(trace, high, speed, mean_tokens, seed):
+        low, high = high, high * 2
+    for _ in range(_BISECTIONS):
+        middle = math.sqrt(low * high)
+        if _exceeds(trace, middle, speed, mean_tokens, seed):
+            high = middle
+        else:
+            low = middle
+        if high / low < 1.005:
+            break
+    return two_digits(low)
+
+
+def _exceeds(trace: Trace, factor: float, speed: Speed, mean_tokens: float, seed: int) -> bool:
+    requests = upscaled(trace, factor, seed).requests
+    if not requests:
+        return False
+    hopeless_tokens = _HOPELESS * mean_tokens
+    demand = forecast_shared(requests, speed, hopeless_tokens)
+    return demand.mean_tokens >= mean_tokens or demand.peak_tokens > hopeless_tokens
