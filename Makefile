@@ -7,9 +7,14 @@ TRACE ?=
 WORKERS ?= 2
 SEEDS ?= 50000
 HISTORIES ?= 400
+# Tests that neither start a cluster nor watch a clock share so many processes; the others run one after the other.
+PROCESSES ?= 2
+SHARED := tests/integration/test_group_exactness.py tests/golden tests/property tests/unit
+PYTEST := $(BIN)/pytest -q -m "not slow and not gpu"
+SPREAD := -n $(PROCESSES) --dist loadgroup
 export PYTHONUNBUFFERED = 1
 
-.PHONY: setup demo up test test-all test-exactness check fmt bench proto compose-check gpu-check clean
+.PHONY: setup demo up test test-transitions test-exactness check check-static check-tests fmt bench proto compose-check gpu-check clean
 
 setup: $(VENV)/.ready  ## install everything into .venv
 
@@ -34,10 +39,11 @@ check-static: setup
 	$(BIN)/lint-imports
 
 check-tests: setup
-	$(BIN)/pytest -q -m "not slow and not gpu" tests/unit tests/property
+	$(PYTEST) $(SPREAD) tests/property tests/unit
 
 test: setup  ## all tests: integration and golden ones too
-	$(BIN)/pytest -q -m "not slow and not gpu" tests
+	$(PYTEST) $(SPREAD) $(SHARED)
+	$(PYTEST) tests/integration $(addprefix --ignore=,$(filter tests/integration/%,$(SHARED)))
 
 test-transitions: setup  ## 50,000 simulated transitions with every fault
 	BALLAST_TRANSITION_SEEDS=$(SEEDS) $(BIN)/pytest -q -m slow tests/property/test_transitions.py

@@ -1,6 +1,11 @@
-"""Tests marked `gpu` are skipped where there is no CUDA device."""
+"""Tests marked `gpu` are skipped where there is no CUDA device; a busy machine fails no property."""
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+# How long an example takes says more about the machine than about the property.
+settings.register_profile("ballast", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("ballast")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -20,6 +20,7 @@ HISTORIES = int(os.environ.get("BALLAST_EXACTNESS_HISTORIES", "42"))
 FIRST_SEED = int(os.environ.get("BALLAST_EXACTNESS_FIRST_SEED", "0"))
 REQUESTS = 50
 LAYERS = (4, 7, 5)
+pytestmark = pytest.mark.xdist_group("exactness")  # the last test asks for the sum of the others
 
 Known = tuple[Path, list[Wish], list[Expected]]
 

@@ -124,7 +124,8 @@ def test_steady_growth_is_told_before_capacity_is_exceeded_by_more_than_one_inte
     start: int, growth_per_step: int
 ) -> None:
     """Once the growth is known, that is from the third sample on; until then only its level can tell."""
-    history = [sample(i * STEP_S, start + growth_per_step * i) for i in range(1, 1200)]
+    steps = (CAPACITY - start) // growth_per_step + 5  # it has to be told by the time that nothing is left
+    history = [sample(i * STEP_S, start + growth_per_step * i) for i in range(1, steps)]
     first = next(one for one, signal in run(history) if isinstance(signal, Overload))
     alarming = next(
         count

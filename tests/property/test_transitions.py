@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.transition_sim import story
 
-SEEDS = 600
+SEEDS = 500
 LONG_SEEDS = int(os.environ.get("BALLAST_TRANSITION_SEEDS", "50000"))
 CHUNK = 50
 

@@ -1,6 +1,6 @@
 """Arbitrary histories of a worker's core: whatever happens, a request's tokens are those of the undisturbed one."""
 
-from hypothesis import HealthCheck, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -228,6 +228,4 @@ class WorkerMachine(RuleBasedStateMachine):
 
 
 TestWorker = WorkerMachine.TestCase
-TestWorker.settings = settings(
-    max_examples=300, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
-)
+TestWorker.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)

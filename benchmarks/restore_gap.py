@@ -1,0 +1,318 @@
+"""What a restore does to requests that are being answered: gaps between tokens, at the client, on a real cluster.
+
+Two workers as processes of their own. In each cycle, under steady load: both alone, then one pipeline (dropped by
+hand), then a restore by hand, then both alone again. Judged are the gaps of every request that end while the restore
+is under way, as multiples of the same request's median gap outside of it; and, so that a busy machine is not taken
+for a fault, the same for windows of the same length in which nothing happens. Time per token is compared before the
+drop and after the restore.
+"""
+
+import argparse
+import asyncio
+import bisect
+import contextlib
+import json
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import aclosing
+from dataclasses import asdict, dataclass, field
+from itertools import count, pairwise
+from pathlib import Path
+
+from ballast.client import AsyncClient
+from ballast.common.sampling import SamplingParams
+from ballast.local.cluster import LocalCluster
+from ballast.model.info import read_info
+from ballast.model.tiny import make_preset
+from ballast.rpc.channel import open_channel
+from ballastpb.planner.v1 import planner_pb2 as pb
+from ballastpb.planner.v1 import planner_pb2_grpc
+
+MIN_GAPS = 8  # outside of the window, for a median
+LONG = 3.0  # times the usual gap
+_RPC_TIMEOUT_S = 10.0
+_TRANSITION_TIMEOUT_S = 120.0
+_GAPS_TOLD = 5
+_AFTERWARDS_S = 0.5  # dispatchers follow the requests, and clients hear of them
+
+
+@dataclass(slots=True)
+class Load:
+    """Requests at a steady rate, until it is cancelled; when each token came."""
+
+    client: AsyncClient
+    vocab_size: int
+    prompt_tokens: int
+    output_tokens: int
+    token_at_s: list[list[tuple[float, int]]] = field(default_factory=list[list[tuple[float, int]]])  # and how many
+
+    async def run(self, rate_per_s: float, limit: int) -> None:
+        """No more than `limit` at once: a cluster that cannot keep up is not buried."""
+        rng, numbers, live = random.Random(1), count(), set[asyncio.Task[None]]()
+        try:
+            while True:
+                if len(live) < limit:
+                    task = asyncio.create_task(self._one(next(numbers)))
+                    live.add(task)
+                    task.add_done_callback(live.discard)
+                await asyncio.sleep(rng.uniform(0.5, 1.5) / rate_per_s)
+        finally:
+            for task in live:
+                task.cancel()
+            await asyncio.gather(*live, return_exceptions=True)
+
+    async def _one(self, number: int) -> None:
+        rng = random.Random(number)
+        prompt = [rng.randrange(5, self.vocab_size) for _ in range(self.prompt_tokens)]
+        length = round(self.output_tokens * rng.uniform(0.7, 1.3))
+        sampling = SamplingParams(temperature=1.0, seed=number, max_tokens=length, ignore_eos=True)
+        came: list[tuple[float, int]] = []
+        self.token_at_s.append(came)
+        async with aclosing(self.client.stream(token_ids=prompt, sampling=sampling)) as stream:
+            async for chunk in stream:
+                now_s = time.monotonic()
+                if chunk.token_ids:
+                    came.append((now_s, len(chunk.token_ids)))
+
+    def tokens_between(self, begin_s: float, end_s: float) -> int:
+        return sum(n for came in self.token_at_s for at_s, n in came if begin_s <= at_s < end_s)
+
+    def gaps_s(self, begin_s: float, end_s: float) -> list[float]:
+        """Time per token, of what came between these."""
+        return [
+            (b - a) / n for came in self.token_at_s for (a, _), (b, n) in pairwise(came) if begin_s <= a and b < end_s
+        ]
+
+    def longest(self, begin_s: float, end_s: float) -> list[tuple[float, float]]:
+        """(from, to) of the gaps that end in the window, from its beginning on; the longest first."""
+        gaps = [(a - begin_s, b - begin_s) for came in self.token_at_s for (a, _), (b, _) in pairwise(came)]
+        return sorted((g for g in gaps if 0 <= g[1] < end_s - begin_s), key=lambda g: g[0] - g[1])
+
+    def stretches(self, begin_s: float, end_s: float) -> list[float]:
+        """For each gap that ends in the window: how many times the request's median gap outside of it."""
+        found: list[float] = []
+        for came in self.token_at_s:
+            gaps = [(b, b - a) for (a, _), (b, _) in pairwise(came)]
+            outside = [gap for at_s, gap in gaps if not begin_s <= at_s < end_s]
+            if len(outside) >= MIN_GAPS:
+                usual = statistics.median(outside)
+                found += [gap / usual for at_s, gap in gaps if begin_s <= at_s < end_s]
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Stretches:
+    """Gaps of one window as multiples of the usual gap."""
+
+    gaps: int
+    p99: float
+    longest: float
+    long: int  # beyond LONG
+
+    @classmethod
+    def of(cls, found: Sequence[float]) -> "Stretches":
+        ordered = sorted(found) or [0.0]
+        p99 = ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))]
+        return cls(len(found), p99, ordered[-1], len(ordered) - bisect.bisect_right(ordered, LONG))
+
+    def __str__(self) -> str:
+        return f"max {self.longest:5.1f} x  p99 {self.p99:4.1f} x  {self.long:3d} of {self.gaps} beyond {LONG:g} x"
+
+
+@dataclass(frozen=True, slots=True)
+class Cycle:
+    restore_s: float
+    during: Stretches
+    quiet: Stretches  # an equally long window of the pipeline, nothing happens
+    tpot_before_s: float
+    tpot_pipeline_s: float
+    tpot_after_s: float
+    max_stall_s: float
+    p99_stall_s: float
+    prepare_s: float
+    commit_s: float
+    exchange_s: float
+    remap_s: float
+    victims: int
+    victims_copied_ahead: int
+    ahead_bytes: int
+    delta_bytes: int
+    pulled_bytes: int
+    longest_gaps: list[tuple[float, float]]  # from and to, since the restore was asked for
+
+
+class Planner:
+    def __init__(self, stub: "planner_pb2_grpc.PlannerServiceAsyncStub") -> None:
+        self._stub = stub
+        self._serial = count()
+
+    async def drop(self, workers: Sequence[str]) -> pb.Transition:
+        request = pb.DropRequest(worker_ids=workers, request_id=f"gap-drop-{next(self._serial)}")
+        return await self._end((await self._stub.Drop(request, timeout=_RPC_TIMEOUT_S)).epoch)
+
+    async def restore(self) -> pb.Transition:
+        request = pb.RestoreRequest(request_id=f"gap-restore-{next(self._serial)}")
+        return await self._end((await self._stub.Restore(request, timeout=_RPC_TIMEOUT_S)).epoch)
+
+    async def _end(self, epoch: int) -> pb.Transition:
+        async with asyncio.timeout(_TRANSITION_TIMEOUT_S):
+            while True:
+                listed = await self._stub.ListTransitions(pb.ListTransitionsRequest(), timeout=_RPC_TIMEOUT_S)
+                found = next(one for one in listed.transitions if one.epoch == epoch)
+                if found.phase in ("done", "aborted"):
+                    if found.phase == "aborted":
+                        raise RuntimeError(found.summary)
+                    return found
+                await asyncio.sleep(0.05)
+
+
+async def capacity(load: Load, concurrency: int, seconds: float) -> float:
+    """Tokens per second with that many requests at once."""
+    task = asyncio.create_task(load.run(1000.0, concurrency))
+    await asyncio.sleep(seconds / 2)
+    begin_s = time.monotonic()
+    await asyncio.sleep(seconds)
+    rate = load.tokens_between(begin_s, time.monotonic()) / (time.monotonic() - begin_s)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    return rate
+
+
+async def cycle(load: Load, planner: Planner, settle_s: float) -> Cycle:
+    marks = [time.monotonic()]
+    await asyncio.sleep(settle_s)
+    marks.append(time.monotonic())
+    await planner.drop(["worker-0", "worker-1"])
+    await asyncio.sleep(1.0)
+    marks.append(time.monotonic())
+    await asyncio.sleep(settle_s)
+    begin_s = time.monotonic()
+    told = await planner.restore()
+    await asyncio.sleep(_AFTERWARDS_S)
+    end_s = time.monotonic()
+    await asyncio.sleep(settle_s)
+    last_s = time.monotonic()
+    quiet_s = max(marks[2], begin_s - (end_s - begin_s))
+    return Cycle(
+        restore_s=end_s - begin_s - _AFTERWARDS_S,
+        during=Stretches.of(load.stretches(begin_s, end_s)),
+        quiet=Stretches.of(load.stretches(quiet_s, begin_s)),
+        tpot_before_s=statistics.median(load.gaps_s(marks[0], marks[1])),
+        tpot_pipeline_s=statistics.median(load.gaps_s(marks[2], begin_s)),
+        tpot_after_s=statistics.median(load.gaps_s(end_s, last_s)),
+        max_stall_s=told.max_stall_s,
+        p99_stall_s=told.p99_stall_s,
+        prepare_s=told.prepare_s,
+        commit_s=told.commit_s,
+        exchange_s=told.exchange_s,
+        remap_s=told.remap_s,
+        victims=told.victim_count,
+        victims_copied_ahead=told.victims_copied_ahead,
+        ahead_bytes=told.kv_bytes_copied_ahead,
+        delta_bytes=told.kv_bytes_exchanged,
+        pulled_bytes=told.parameter_bytes_pulled,
+        longest_gaps=load.longest(begin_s, end_s)[:_GAPS_TOLD],
+    )
+
+
+def say(number: int, one: Cycle) -> None:
+    ms = 1000
+    print(
+        f"cycle {number}: restore {one.restore_s:.2f} s (prepare {one.prepare_s:.2f} s,"
+        f" commit {one.commit_s * ms:.0f} ms, exchange {one.exchange_s * ms:.0f} ms, remap {one.remap_s * ms:.1f} ms)"
+    )
+    print(f"  gaps during the restore {one.during}")
+    print(f"  gaps before, as long    {one.quiet}")
+    print(
+        f"  {one.victims} victims, {one.victims_copied_ahead} needed the rest only; copied ahead"
+        f" {one.ahead_bytes / 1e6:.2f} MB, at the boundary {one.delta_bytes / 1e6:.2f} MB; downtime max"
+        f" {one.max_stall_s * ms:.0f} ms, p99 {one.p99_stall_s * ms:.0f} ms; pulled {one.pulled_bytes / 1e6:.1f} MB"
+    )
+    gaps = ", ".join(f"{(b - a) * ms:.0f} ms until {b:.2f} s" for a, b in one.longest_gaps)
+    print(f"  longest gaps: {gaps}")
+    after = one.tpot_after_s / one.tpot_before_s - 1
+    print(
+        f"  p50 time per token: before {one.tpot_before_s * ms:.1f} ms, pipeline {one.tpot_pipeline_s * ms:.1f} ms,"
+        f" after {one.tpot_after_s * ms:.1f} ms ({after:+.1%})",
+        flush=True,
+    )
+
+
+async def measure(args: argparse.Namespace, folder: Path) -> list[Cycle]:
+    model = make_preset(args.preset, folder / "model")
+    info = read_info(model)
+    kv_bytes = args.kv_tokens * info.kv_bytes_per_token("float32")
+    cluster = LocalCluster(
+        model,
+        workers=2,
+        device_memory_bytes=info.parameter_bytes + kv_bytes,
+        flags={
+            "planner": ["--overload-policy", "recompute"],
+            "worker": ["--max-num-seqs", str(args.concurrency)],
+        },
+        environ={"OMP_NUM_THREADS": "1"},
+        log_dir=args.logs,
+    )
+    cycles: list[Cycle] = []
+    async with (
+        cluster,
+        AsyncClient(cluster.address) as client,
+        contextlib.AsyncExitStack() as stack,
+    ):
+        channel = await stack.enter_async_context(open_channel(cluster.processes["planner"][0].address))
+        planner = Planner(planner_pb2_grpc.PlannerServiceStub(channel))
+        load = Load(client, info.vocab_size, args.prompt_tokens, args.output_tokens)
+        await planner.drop(["worker-0", "worker-1"])
+        peak = await capacity(load, args.concurrency, args.settle_s)
+        await planner.restore()
+        rate = args.load * peak / args.output_tokens
+        print(f"one pipeline: {peak:.0f} tokens/s with {args.concurrency} requests; load: {rate:.2f} requests/s")
+        task = asyncio.create_task(load.run(rate, args.concurrency))
+        await asyncio.sleep(args.settle_s)
+        for number in range(args.cycles):
+            one = await cycle(load, planner, args.settle_s)
+            cycles.append(one)
+            say(number, one)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+    return cycles
+
+
+def summarise(cycles: Sequence[Cycle]) -> None:
+    ratios = [one.tpot_after_s / one.tpot_before_s - 1 for one in cycles]
+    print(f"\n{len(cycles)} restores, {sum(c.victims for c in cycles)} victims:")
+    for name, found in (("during", [c.during for c in cycles]), ("before", [c.quiet for c in cycles])):
+        print(
+            f"  gaps {name}: longest {max(s.longest for s in found):.1f} x (median of the restores"
+            f" {statistics.median(s.longest for s in found):.1f} x),"
+            f" p99 {statistics.median(s.p99 for s in found):.1f} x, {sum(s.long for s in found)} of {sum(s.gaps for s in found)} beyond {LONG:g} x"
+        )
+    print(f"  downtime: longest {max(c.max_stall_s for c in cycles) * 1000:.0f} ms")
+    print(f"  p50 time per token after against before: median {statistics.median(ratios):+.1%}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--preset", default="bench", help="of the checkpoint that is made (default: %(default)s)")
+    parser.add_argument("--kv-tokens", type=int, default=12_000, help="of each worker (default: %(default)s)")
+    parser.add_argument("--concurrency", type=int, default=24, help="most requests at once (default: %(default)s)")
+    parser.add_argument("--load", type=float, default=0.55, help="of what a pipeline can do (default: %(default)s)")
+    parser.add_argument("--prompt-tokens", type=int, default=64)
+    parser.add_argument("--output-tokens", type=int, default=200)
+    parser.add_argument("--settle-s", type=float, default=6.0, help="each phase (default: %(default)s)")
+    parser.add_argument("--cycles", type=int, default=3)
+    parser.add_argument("--logs", type=Path, help="keep the services' logs there")
+    parser.add_argument("--out", type=Path, help="write all figures there, as JSON")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        cycles = asyncio.run(measure(args, Path(folder)))
+    summarise(cycles)
+    if args.out is not None:
+        args.out.write_text(json.dumps([asdict(one) for one in cycles], indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,106 @@
+"""Who sends requests, and what becomes of them. Checks on the way that no token is lost, repeated or skipped (I6)."""
+
+from collections.abc import Callable, Sequence, Set
+from typing import NamedTuple
+
+from ballast.common.errors import DeadlineExceeded, InvariantViolation, Overloaded
+from ballast.common.ids import RequestId
+from ballast.common.sampling import PriorityClass, SamplingParams
+from services.dispatcher.core.events import Deliver, Fail, Finish, Refuse, Request
+from sim.clock import Clock
+from sim.results import Outcome, RequestRecord
+
+_MARGIN_S = 1e-9  # two sums of the same instants
+
+Submit = Callable[[Request], None]
+
+
+class Arrival(NamedTuple):
+    at_s: float
+    input_tokens: int
+    output_tokens: int
+
+
+class Clients:
+    def __init__(self, clock: Clock, arrivals: Sequence[Arrival], zero_s: float, deadline_s: float) -> None:
+        """`zero_s`: of the clock, when the trace begins."""
+        self._clock = clock
+        self._zero_s = zero_s
+        self._deadline_s = deadline_s
+        self.records = [
+            RequestRecord(index, f"r{index}", arrival.input_tokens, arrival.output_tokens, arrival.at_s)
+            for index, arrival in enumerate(arrivals)
+        ]
+        self._next_index = 0
+        self._by_id: dict[RequestId, RequestRecord] = {}  # submitted, and not ended
+        self._submits: Sequence[Submit] = ()
+        self.ended_count = 0
+
+    @property
+    def open_count(self) -> int:
+        return len(self.records) - self.ended_count
+
+    def begin(self, submits: Sequence[Submit]) -> None:
+        """Requests go to the dispatchers in turn."""
+        self._submits = submits
+        self._expect_next()
+
+    def _expect_next(self) -> None:
+        if self._next_index < len(self.records):
+            record = self.records[self._next_index]
+            self._clock.at(max(self._clock.now_s, self._zero_s + record.arrival_s), b"arrival", self._arrive)
+
+    def _arrive(self) -> None:
+        record = self.records[self._next_index]
+        self._next_index += 1
+        request_id = RequestId(record.request_id)
+        self._by_id[request_id] = record
+        request = Request(
+            request_id=request_id,
+            prompt_token_ids=(0,) * record.input_tokens,
+            sampling=SamplingParams(max_tokens=record.wanted_tokens, temperature=0.0, seed=0, ignore_eos=True),
+            priority=PriorityClass.DEFAULT,
+            deadline_at_s=self._clock.now_s + self._deadline_s,
+            omit_text=True,
+        )
+        self._submits[record.index % len(self._submits)](request)
+        self._expect_next()
+
+    def deliver(self, command: Deliver, at_s: float) -> None:
+        record = self._by_id[command.request_id]
+        times_s = record.token_times_s
+        at_s -= self._zero_s
+        for token_id in command.token_ids:
+            if token_id != record.input_tokens + len(times_s):
+                raise InvariantViolation(
+                    f"{record.request_id} gets the token of place {token_id} after {len(times_s)} tokens"
+                )
+            times_s.append(at_s)
+
+    def end(self, command: Finish | Fail | Refuse, at_s: float) -> None:
+        record = self._by_id.pop(command.request_id, None)
+        if record is None:
+            raise InvariantViolation(f"{command.request_id} ends twice")
+        self.ended_count += 1
+        record.end_s = at_s - self._zero_s
+        if isinstance(command, Finish):
+            record.outcome = Outcome.FINISHED
+            if len(record.token_times_s) != record.wanted_tokens:
+                raise InvariantViolation(f"{record.request_id} ends with {len(record.token_times_s)} tokens")
+            return
+        record.error = str(command.error)
+        if isinstance(command.error, Overloaded):
+            record.outcome = Outcome.REFUSED
+        elif isinstance(command.error, DeadlineExceeded):
+            record.outcome = Outcome.DEADLINE
+        else:
+            record.outcome = Outcome.FAILED
+
+    def check(self, known: Set[RequestId]) -> None:
+        """Raise InvariantViolation unless exactly those that have not ended are with a dispatcher."""
+        if set(self._by_id) != known:
+            raise InvariantViolation(f"dispatchers and clients disagree about {sorted(set(self._by_id) ^ known)}")
+        now_s = self._clock.now_s - self._zero_s
+        for record in self._by_id.values():
+            if now_s - record.arrival_s > self._deadline_s + _MARGIN_S:
+                raise InvariantViolation(f"{record.request_id} goes on after its deadline")

@@ -1,0 +1,164 @@
+"""What there is to choose from: GPUs, models and timings, read from `catalogue/`, where each figure has its source."""
+
+import re
+from collections.abc import Mapping
+from functools import cache
+from importlib import resources
+from typing import Any, TypeVar
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field
+
+from ballast.common.errors import ConfigError
+
+ELEMENT_BYTES = 2  # parameters and KV in bf16
+
+
+class _Entry(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Gpu(_Entry):
+    name: str
+    memory_bytes: int = Field(gt=0)
+    flops_per_s: float = Field(gt=0)
+    memory_bytes_per_s: float = Field(gt=0)
+    scale_up_bytes_per_s: float = Field(gt=0)  # to another GPU of the same host, one direction
+    nic_bytes_per_s: float = Field(gt=0)  # for what comes and goes together
+    host_bytes_per_s: float = Field(gt=0)  # from host memory
+    gpus_per_host: int = Field(ge=1)
+    source: str
+
+
+class ModelSpec(_Entry):
+    name: str
+    architecture: str
+    parameter_count: int = Field(gt=0)
+    other_parameter_count: int = Field(ge=0)  # embedding, head: no layer
+    active_parameter_count: int | None = None  # None: all
+    expert_parameter_count: int = 0
+    experts_per_layer: int = 0
+    experts_per_token: int = 0
+    layer_count: int = Field(ge=1)
+    hidden_size: int = Field(ge=1)
+    attention_width: int = Field(ge=1)
+    kv_elements_per_token_layer: int = Field(ge=1)
+    vocab_size: int = Field(ge=1)
+    max_model_len: int = Field(ge=2)
+    gpus_per_instance: int = Field(ge=1)
+    instance_parameter_bytes: int | None = None  # None: one copy
+    source: str
+
+    @property
+    def parameter_bytes(self) -> int:
+        """Of one instance."""
+        return self.instance_parameter_bytes or self.parameter_count * ELEMENT_BYTES
+
+    @property
+    def other_parameter_bytes(self) -> int:
+        return self.other_parameter_count * ELEMENT_BYTES
+
+    @property
+    def layer_parameter_bytes(self) -> int:
+        return (self.parameter_bytes - self.other_parameter_bytes) // self.layer_count
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Over all layers."""
+        return self.kv_elements_per_token_layer * ELEMENT_BYTES * self.layer_count
+
+
+class Figure(_Entry):
+    value: float = Field(ge=0)
+    source: str
+
+
+class Timings(_Entry):
+    """See catalogue/timings.yaml."""
+
+    compute_fraction: float
+    bandwidth_fraction: float
+    step_overhead_s: float
+    sequence_overhead_s: float
+    collective_latency_s: float
+    collective_fraction: float
+    memory_fraction: float
+    link_fraction: float
+    link_latency_s: float
+    link_connect_s: float
+    chunk_bytes: float
+    remap_s: float
+    rpc_s: float
+    state_s: float
+    checksum_bytes_per_s: float  # 0: known
+    disk_bytes_per_s: float
+
+
+class Cluster(_Entry):
+    gpu: Gpu
+    gpu_count: int = Field(ge=1)
+    gpus_per_host: int = Field(ge=1)
+
+
+def _read(name: str) -> Any:  # Any: as YAML has it; validated by the caller
+    return yaml.safe_load((resources.files("sim") / "catalogue" / name).read_text(encoding="utf-8"))
+
+
+@cache
+def gpus() -> Mapping[str, Gpu]:
+    return {gpu.name: gpu for gpu in map(Gpu.model_validate, _read("gpus.yaml"))}
+
+
+@cache
+def models() -> Mapping[str, ModelSpec]:
+    return {spec.name: spec for spec in map(ModelSpec.model_validate, _read("models.yaml"))}
+
+
+@cache
+def timings() -> Timings:
+    figures = {name: Figure.model_validate(figure).value for name, figure in _read("timings.yaml").items()}
+    return Timings.model_validate(figures)
+
+
+def find_model(name: str) -> ModelSpec:
+    """Whatever the spelling: qwen2.5-14b and Qwen-2.5-14B are the same.
+
+    Raises:
+        ConfigError: naming those that are known.
+    """
+    return _find(models(), "model", name)
+
+
+def find_cluster(text: str) -> Cluster:
+    """`8xA800`: so many GPUs; `2x8xH800`: so many servers with so many GPUs each.
+
+    Raises:
+        ConfigError: naming the GPUs that are known.
+    """
+    match = re.fullmatch(r"(?:(\d+)x)?(\d+)x([A-Za-z].*)", text.strip())
+    if match is None:
+        raise ConfigError("cluster", f"must be like 8xA800 (GPUs) or 2x8xH800 (servers x GPUs each), got {text!r}")
+    hosts, count, name = match.groups()
+    gpu = _find(gpus(), "cluster", name)
+    per_host = int(count) if hosts else gpu.gpus_per_host
+    total = int(count) * int(hosts or 1)
+    if total < 1:
+        raise ConfigError("cluster", f"has no GPU: {text!r}")
+    return Cluster(gpu=gpu, gpu_count=total, gpus_per_host=per_host)
+
+
+_T = TypeVar("_T")
+
+
+def _find(known: Mapping[str, _T], field: str, name: str) -> _T:
+    wanted = _plain(name)
+    exact = [entry for entry_name, entry in known.items() if _plain(entry_name) == wanted]
+    begun = exact or [entry for entry_name, entry in known.items() if wanted and _plain(entry_name).startswith(wanted)]
+    if len(begun) != 1:
+        what = "is not unique" if begun else "is not known"
+        raise ConfigError(field, f"{name!r} {what}; known are {', '.join(sorted(known))}")
+    return begun[0]
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[^a-z0-9.]", "", name.lower())

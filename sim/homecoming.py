@@ -1,0 +1,126 @@
+"""Taking all layers back: the counterpart of `services.worker.pipeline.homecoming` and `.layers`."""
+
+from collections.abc import Callable, Mapping, Sequence
+
+from ballast.common.errors import InvariantViolation
+from ballast.common.ids import Epoch, WorkerId
+from services.worker.core.stage import StageBook
+from services.worker.pipeline.status import Progress
+from sim.clock import Clock
+from sim.hardware import Timings
+from sim.memory import VirtualMemory
+from sim.network import Bulk, Network
+
+_AT_ONCE = 2  # layers under way, as the workers have it
+
+Came = Callable[[Epoch, int], None]
+
+
+def disk_of(worker_id: WorkerId) -> str:
+    """The network's name of where an instance reads the checkpoint."""
+    return f"disk of {worker_id}"
+
+
+class Homecoming:
+    """One restore at a time: `begin`, `make_room` once the leader grants it, `arrived` until `complete`; or `undo`."""
+
+    def __init__(
+        self,
+        *,
+        memory: VirtualMemory,
+        book: StageBook,
+        clock: Clock,
+        network: Network,
+        timings: Timings,
+        me: WorkerId,
+        spend: Callable[[float, Callable[[], None]], None],
+    ) -> None:
+        self._memory = memory
+        self._book = book
+        self._clock = clock
+        self._network = network
+        self._timings = timings
+        self._me = me
+        self._spend = spend
+        self._epoch = Epoch(0)
+        self._sources: Mapping[int, Sequence[WorkerId]] = {}
+        self._progress: Progress | None = None
+        self._queue: list[int] = []
+        self._under_way: set[int] = set()
+        self.wants_room = False
+        self.complete = False
+
+    def begin(self, epoch: Epoch, sources: Mapping[int, Sequence[WorkerId]], progress: Progress) -> None:
+        self._epoch, self._sources, self._progress = epoch, sources, progress
+        self.wants_room, self.complete = True, False
+
+    def make_room(self, came: Came) -> None:
+        """No more blocks are held than there are at home, and none beyond will be asked for. Asks for the layers."""
+        progress = self._counted()
+        self.wants_room = False
+        home = self._memory.home_block_count
+        moves = self._book.compaction_plan(home)
+        self._book.compacted(moves)
+        missing = [layer for layer in range(self._memory.geometry.layer_count) if layer not in self._memory.held]
+        self._memory.make_room(missing)
+        self._book.shrink(home)
+        progress.remap_s += self._timings.remap_s
+        progress.parameter_bytes_to_pull = len(missing) * self._memory.layer_bytes
+        self._queue = missing
+        if missing:
+            self._spend(self._timings.remap_s, lambda: self._go_on(came))
+        self._settle()
+
+    def _go_on(self, came: Came) -> None:
+        while self._queue and len(self._under_way) < _AT_ONCE:
+            layer = self._queue.pop(0)
+            self._under_way.add(layer)
+            peers = self._sources.get(layer, ())
+            source = peers[0] if peers else disk_of(self._me)
+            epoch = self._epoch
+            self._network.transfer(
+                source,
+                self._me,
+                self._memory.layer_bytes,
+                Bulk.PARAMETERS,
+                lambda i=layer: self._checked(epoch, i, came),
+            )
+
+    def _checked(self, epoch: Epoch, layer: int, came: Came) -> None:
+        rate = self._timings.checksum_bytes_per_s
+        check_s = self._memory.layer_bytes / rate if rate else 0.0
+        self._clock.after(check_s, f"{self._me} layer {layer}".encode(), lambda: came(epoch, layer))
+
+    def arrived(self, epoch: Epoch, layer: int, came: Came) -> bool:
+        """False: it was about another restore, or one that has been given up."""
+        self._under_way.discard(layer)
+        if epoch != self._epoch or self._progress is None:
+            return False
+        self._progress.parameter_bytes_pulled += self._memory.layer_bytes
+        self._go_on(came)
+        self._settle()
+        return True
+
+    def _settle(self) -> None:
+        if not self._queue and not self._under_way and not self.complete:
+            self._memory.hold_kv_again()
+            self.complete = True
+
+    def undo(self, kept: range) -> int | None:
+        """Gives up all but the layers `kept` again; None while something still writes into them.
+
+        Returns the number of blocks there are now.
+        """
+        self.wants_room = False
+        self._queue.clear()
+        self._progress = None
+        if self._under_way:
+            return None
+        self.complete = False
+        self._memory.drop_layers([layer for layer in sorted(self._memory.held) if layer not in kept])
+        return self._memory.release_retired()
+
+    def _counted(self) -> Progress:
+        if self._progress is None:
+            raise InvariantViolation("no restore has begun")
+        return self._progress

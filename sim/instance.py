@@ -1,0 +1,356 @@
+"""One worker in virtual time: the engine's turns around the real core, as `services.worker.shell` has them.
+
+The engine does one thing at a time. What comes meanwhile waits in the inbox until the step boundary, and what the core
+has to say to dispatchers goes out when a turn has ended.
+"""
+
+from collections import deque
+from collections.abc import Callable, Generator
+from typing import NamedTuple, Protocol
+
+from ballast.common.errors import InvariantViolation
+from ballast.common.ids import Epoch, WorkerId
+from ballast.common.load import LoadReport
+from services.worker.core.batch import Batch, StepResult
+from services.worker.core.events import (
+    BatchWanted,
+    Command,
+    Emit,
+    Event,
+    Execute,
+    Removed,
+    StepDone,
+    StreamClosed,
+    StreamOpened,
+    StreamsLost,
+    Submitted,
+    Tick,
+)
+from services.worker.core.worker import WorkerCore
+from sim.clock import Clock
+from sim.cost import ExecutionModel, Work
+from sim.member import GroupMember
+from sim.network import Network
+
+_LOAD_INTERVAL_S = 0.02  # a stream without news of its own still hears of the load so often
+_MAX_FRUITLESS = 4
+_BATCH_BYTES = 64  # of a message, for each sequence
+_NO_TEXTS: dict[int, tuple[str, ...]] = {}
+_NO_LOGPROBS: dict[int, tuple[None, ...]] = {}
+
+Turns = Generator[float, None, None]  # seconds that the engine is busy; below 0: until something comes
+
+
+class Output(NamedTuple):
+    """What one turn has for one dispatcher."""
+
+    emit: Emit | None
+    load: LoadReport
+    seen_handle: int
+
+
+class Listener(Protocol):
+    """A dispatcher's end of a stream."""
+
+    def hear(self, output: Output) -> None: ...
+
+
+class _Stream:
+    __slots__ = ("listener", "seen_handle", "sent_at_s")
+
+    def __init__(self, listener: Listener) -> None:
+        self.listener = listener
+        self.sent_at_s = 0.0
+        self.seen_handle = 0
+
+
+class _InFlight(NamedTuple):
+    """A batch on its way through the stages."""
+
+    epoch: Epoch
+    batch: Batch
+    work: Work
+
+
+class Instance:
+    def __init__(
+        self,
+        worker_id: WorkerId,
+        core: WorkerCore,
+        member: GroupMember,
+        *,
+        clock: Clock,
+        network: Network,
+        execution: ExecutionModel,
+        peers: "dict[WorkerId, Instance]",
+        activation_bytes_per_token: int,
+    ) -> None:
+        self.worker_id = worker_id
+        self.core = core
+        self.member = member
+        self.busy_s = 0.0  # executing batches
+        self.stage_total = 0  # stages of batches executed here
+        self._clock = clock
+        self._network = network
+        self._execution = execution
+        self._peers = peers
+        self._activation_bytes = activation_bytes_per_token
+        self._inbox: deque[Event | Callable[[], None]] = deque()
+        self._streams: dict[int, _Stream] = {}
+        self._next_stream_id = 1
+        self._debts: deque[tuple[float, Callable[[], None]]] = deque()  # the engine is busy, and what it does then
+        self._early: list[_InFlight] = []  # of a leader that is ahead of this member
+        self._to_run: deque[_InFlight] = deque()
+        self._told: list[Command] = []
+        self._resting = True
+        self._fruitless = 0  # batches wanted in a row, and none formed
+        self._alarm_at_s = 0.0
+        self._labels = {what: f"{worker_id} {what}".encode() for what in ("goes on", "alarm", "batch", "result")}
+        self._report = core.load(clock.now_s, member.memory.report())
+        self._turns = self._run()
+        next(self._turns)
+        member.pass_on = self._forward_removed
+
+    # ------------------------------------------------------------ from outside
+
+    def post(self, what: Event | Callable[[], None]) -> None:
+        """Into the engine's inbox; a resting engine looks at it at once."""
+        self._inbox.append(what)
+        if self._resting:
+            self._go_on()
+
+    def open_stream(self, listener: Listener) -> int:
+        stream_id = self._next_stream_id
+        self._next_stream_id += 1
+        self._streams[stream_id] = _Stream(listener)
+        self.post(StreamOpened(self._clock.now_s, stream_id))
+        return stream_id
+
+    def close_stream(self, stream_id: int) -> None:
+        if self._streams.pop(stream_id, None) is not None:
+            self.post(StreamClosed(self._clock.now_s, stream_id))
+
+    def load(self) -> LoadReport:
+        """The state after the last turn."""
+        return self._report
+
+    def spend(self, seconds: float, then: Callable[[], None]) -> None:
+        """Whatever is handled now keeps the engine busy for so long."""
+        self._debts.append((seconds, then))
+
+    def check(self) -> None:
+        self.core.check()
+        self.member.check()
+
+    # ------------------------------------------------------------ the engine
+
+    def _go_on(self) -> None:
+        self._resting = False
+        busy_s = next(self._turns)
+        if busy_s < 0.0:
+            self._rest()
+        else:
+            self._clock.after(busy_s, self._labels["goes on"], self._go_on)
+
+    def _rest(self) -> None:
+        self._resting = True
+        due_at_s = self.core.next_deadline_at_s
+        if due_at_s is not None and not self._clock.now_s < self._alarm_at_s <= due_at_s:
+            self._alarm_at_s = max(due_at_s, self._clock.now_s)
+            self._clock.at(self._alarm_at_s, self._labels["alarm"], self._wake)
+
+    def _wake(self) -> None:
+        if self._resting:
+            self._go_on()
+
+    def _run(self) -> Turns:
+        """One turn after the other, for ever."""
+        inbox, core, member = self._inbox, self.core, self.member
+        yield -1.0
+        while True:
+            events = list(inbox)
+            inbox.clear()
+            for event in events:
+                if callable(event):
+                    event()
+                else:
+                    self._feed(event)
+                if self._debts or self._to_run:
+                    yield from self._pay()
+            due_at_s = core.next_deadline_at_s
+            if due_at_s is not None and due_at_s <= self._clock.now_s:
+                self._feed(Tick(self._clock.now_s))
+            member.poll()
+            if self._debts:
+                yield from self._pay()
+            if member.answers:
+                self._take_answers()
+            stepping = core.has_work and member.may_form
+            if stepping:
+                yield from self._steps()
+            if events or stepping or self._told:
+                self._tell(events)
+            if not inbox and not self._may_step:
+                yield -1.0
+
+    @property
+    def _may_step(self) -> bool:
+        """What lacks blocks waits for those in flight to land."""
+        if not (self.core.has_work and self.member.may_form) or (self._fruitless and self.core.in_flight_count):
+            self._fruitless = 0
+            return False
+        if self._fruitless > _MAX_FRUITLESS:
+            raise InvariantViolation(f"{self.worker_id} has work and forms no batch of it")
+        return True
+
+    def _pay(self) -> Turns:
+        while self._debts or self._to_run:
+            if self._debts:
+                seconds, then = self._debts.popleft()
+                yield seconds
+                then()
+                self._release_early()
+            else:
+                flight = self._to_run.popleft()
+                yield self._begin(flight.work)
+                self._pass_on(flight)
+
+    def _steps(self) -> Turns:
+        """Forms batches while it may; alone, what has come in meanwhile is looked at after each."""
+        core, member = self.core, self.member
+        while core.has_work and member.may_form:
+            batch = self._form()
+            if batch is None:
+                self._fruitless += 1
+                return
+            self._fruitless = 0
+            work = self._execution.work(batch)
+            yield self._begin(work)
+            if not member.stages:
+                self._land(batch)
+                return
+            self._pass_on(_InFlight(member.epoch, batch, work))
+            if core.in_flight_count == 0:
+                return
+
+    def _form(self) -> Batch | None:
+        batch: Batch | None = None
+        for command in self.core.handle(BatchWanted(self._clock.now_s)):
+            if isinstance(command, Execute):
+                batch = command.batch
+            else:
+                self._note(command)
+        return batch
+
+    def _begin(self, work: Work) -> float:
+        member = self.member
+        seconds = work.on(member.layer_count, is_last=member.is_last)
+        self.busy_s += seconds
+        self.stage_total += 1
+        return seconds
+
+    def _feed(self, event: Event) -> None:
+        for command in self.core.handle(event):
+            self._note(command)
+
+    def _note(self, command: Command) -> None:
+        if isinstance(command, Removed):
+            self._forward_removed(command)
+        else:
+            self._told.append(command)
+
+    def _take_answers(self) -> None:
+        answers, self.member.answers = self.member.answers, []
+        self._told += answers
+
+    # ------------------------------------------------------------ batches between stages
+
+    def _land(self, batch: Batch) -> None:
+        """All stages have run it. A token is the number of its place, so that whoever gets it sees gaps."""
+        token_ids = tuple([s.first_position + len(s.token_ids) for s in batch.slices if s.samples])
+        count = len(token_ids)
+        if count not in _NO_TEXTS:
+            _NO_TEXTS[count], _NO_LOGPROBS[count] = ("",) * count, (None,) * count
+        result = StepResult(batch.step_id, token_ids, _NO_LOGPROBS[count], 0.0)
+        for command in self.core.handle(StepDone(self._clock.now_s, result, _NO_TEXTS[count])):
+            self._note(command)
+
+    def _pass_on(self, flight: _InFlight) -> None:
+        """This stage has run it: to the next one, or back to the leader."""
+        member, batch = self.member, flight.batch
+        if not member.is_last:
+            size_bytes = sum(len(s.token_ids) for s in batch.slices) * self._activation_bytes
+            self._send_batch(flight, size_bytes + _BATCH_BYTES * len(batch.slices))
+        elif batch.slices:
+            leader = self._peers[member.stages[0].worker_id]
+            label = self._labels["result"]
+            self._network.send(
+                self.worker_id,
+                leader.worker_id,
+                _BATCH_BYTES * len(batch.slices),
+                label,
+                lambda: leader.post(lambda: leader.result_came(flight)),
+            )
+
+    def _send_batch(self, flight: _InFlight, size_bytes: int) -> None:
+        stage = self._peers[self.member.next_stage]
+        self._network.send(
+            self.worker_id,
+            stage.worker_id,
+            size_bytes,
+            self._labels["batch"],
+            lambda: stage.post(lambda: stage.batch_came(flight)),
+        )
+
+    def _forward_removed(self, command: Removed) -> None:
+        """A batch without work: the stages behind are to forget sequences."""
+        if not self.member.is_last:
+            self._send_batch(_InFlight(self.member.epoch, command.batch, Work(0.0, 0.0, 0.0)), _BATCH_BYTES)
+
+    def batch_came(self, flight: _InFlight) -> None:
+        member = self.member
+        if flight.epoch > member.epoch:
+            self._early.append(flight)  # its leader has everybody's word, and ours has not been carried out yet
+        elif flight.epoch < member.epoch or member.leads:
+            raise InvariantViolation(f"{self.worker_id} gets a batch of epoch {flight.epoch} in {member.epoch}")
+        else:
+            member.book.apply(flight.batch)
+            self._to_run.append(flight)
+
+    def _release_early(self) -> None:
+        """After a change of the role."""
+        if self._early and self._early[0].epoch <= self.member.epoch:
+            early, self._early = self._early, []
+            for flight in early:
+                self.batch_came(flight)
+
+    def result_came(self, flight: _InFlight) -> None:
+        if flight.epoch != self.member.epoch:
+            raise InvariantViolation(f"{self.worker_id} gets a result of epoch {flight.epoch}")
+        self._land(flight.batch)
+
+    # ------------------------------------------------------------ news for dispatchers
+
+    def _tell(self, events: list[Event | Callable[[], None]]) -> None:
+        now_s = self._clock.now_s
+        if self.member.answers:
+            self._take_answers()
+        told, self._told = self._told, []
+        self._report = report = self.core.load(now_s, self.member.memory.report())
+        for event in events:
+            if isinstance(event, Submitted) and (stream := self._streams.get(event.key.stream_id)):
+                stream.seen_handle = event.key.handle
+        for command in told:
+            if isinstance(command, Emit):
+                stream = self._streams.get(command.stream_id)
+                if stream is not None:
+                    stream.seen_handle = max(stream.seen_handle, command.seen_handle)
+                    stream.sent_at_s = now_s
+                    stream.listener.hear(Output(command, report, stream.seen_handle))
+            elif isinstance(command, StreamsLost):
+                raise InvariantViolation(f"{self.worker_id} loses its group; losses are not simulated yet")
+        quiet = report.running_count == 0
+        for stream in self._streams.values():
+            if now_s - stream.sent_at_s >= _LOAD_INTERVAL_S or (quiet and stream.sent_at_s < now_s):
+                stream.sent_at_s = now_s
+                stream.listener.hear(Output(None, report, stream.seen_handle))

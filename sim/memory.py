@@ -1,0 +1,150 @@
+"""A device's memory as numbers: what `services.worker.memory.device.DeviceMemory` does with extents, without extents.
+
+Parameters, KV of the layers that are executed, and KV of layers given up that is still being sent share one budget
+(DESIGN, I3). All layers have the same size.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from ballast.common.errors import ConfigError, InvariantViolation
+from ballast.common.load import MemoryReport
+
+_EXTENTS_PER_LAYER = 16
+_MAX_EXTENT_COUNT = 16384
+_GRANULARITY_BYTES = 2 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """Sizes that do not change. In extents unless they say otherwise."""
+
+    extent_bytes: int
+    budget: int
+    layer_count: int
+    layer_parameters: int
+    other_parameters: int
+    block_bytes: int  # of one KV block in one layer
+
+    @staticmethod
+    def choose(
+        *, budget_bytes: int, layer_count: int, layer_parameter_bytes: int, other_parameter_bytes: int, block_bytes: int
+    ) -> "Geometry":
+        """A sixteenth of a layer, in whole pages of the device; not so many that mapping them takes long.
+
+        Raises:
+            ConfigError: parameters and a block for each layer do not fit.
+        """
+        wanted = max(-(-layer_parameter_bytes // _EXTENTS_PER_LAYER), -(-budget_bytes // _MAX_EXTENT_COUNT))
+        extent_bytes = -(-wanted // _GRANULARITY_BYTES) * _GRANULARITY_BYTES
+        found = Geometry(
+            extent_bytes,
+            budget_bytes // extent_bytes,
+            layer_count,
+            -(-layer_parameter_bytes // extent_bytes),
+            -(-other_parameter_bytes // extent_bytes),
+            block_bytes,
+        )
+        if found.home_kv * extent_bytes < block_bytes:
+            needed_bytes = layer_parameter_bytes * layer_count + other_parameter_bytes
+            raise ConfigError(
+                "cluster",
+                f"an instance has {budget_bytes / 1e9:.1f} GB for the model, whose parameters take"
+                f" {needed_bytes / 1e9:.1f} GB: no room for a KV cache; use larger GPUs",
+            )
+        return found
+
+    @property
+    def parameters(self) -> int:
+        """Of a whole copy."""
+        return self.layer_parameters * self.layer_count + self.other_parameters
+
+    @property
+    def home_kv(self) -> int:
+        """Of each layer's KV while all layers are held."""
+        return (self.budget - self.parameters) // self.layer_count
+
+    def blocks_in(self, extents: int) -> int:
+        return extents * self.extent_bytes // self.block_bytes
+
+
+class VirtualMemory:
+    def __init__(self, geometry: Geometry) -> None:
+        self.geometry = geometry
+        everything = range(geometry.layer_count)
+        self.held = set(everything)  # layers whose parameters are here
+        self.kv_held = set(everything)  # layers whose KV is kept here
+        self.retired: dict[int, int] = {}  # layer given up -> extents of its KV, which is still being sent
+        self._kv = geometry.home_kv  # of every layer kept
+
+    @property
+    def block_count(self) -> int:
+        return self.geometry.blocks_in(self._kv)
+
+    @property
+    def home_block_count(self) -> int:
+        return self.geometry.blocks_in(self.geometry.home_kv)
+
+    @property
+    def layer_bytes(self) -> int:
+        return self.geometry.layer_parameters * self.geometry.extent_bytes
+
+    def blocks_after_drop(self, layers: Iterable[int]) -> int:
+        """Once these layers and their KV have been given up."""
+        gone = set(layers)
+        kept = len(self.kv_held - gone)
+        freed = len(gone & self.held) * self.geometry.layer_parameters + len(gone & self.kv_held) * self._kv
+        return self.geometry.blocks_in(self._kv + (self._free + freed) // max(1, kept))
+
+    def drop_layers(self, layers: Iterable[int]) -> int:
+        """Their parameters make room for the KV of the others; their KV stays readable. Returns the blocks."""
+        gone = set(layers)
+        self.held -= gone
+        self.retired |= {layer: self._kv for layer in sorted(gone & self.kv_held)}
+        self.kv_held -= gone
+        return self._grow()
+
+    def release_retired(self) -> int:
+        self.retired.clear()
+        return self._grow()
+
+    def make_room(self, layers: Iterable[int]) -> int:
+        """The KV has shrunk to its size at home; parameter ranges of missing layers are mapped. Returns the blocks."""
+        self._kv = min(self._kv, self.geometry.home_kv)
+        self.held |= set(layers)
+        return self.block_count
+
+    def hold_kv_again(self) -> None:
+        self.kv_held = set(range(self.geometry.layer_count))
+
+    def _grow(self) -> int:
+        self._kv += self._free // max(1, len(self.kv_held))
+        return self.block_count
+
+    @property
+    def _parameters(self) -> int:
+        return len(self.held) * self.geometry.layer_parameters + self.geometry.other_parameters
+
+    @property
+    def _all_kv(self) -> int:
+        return len(self.kv_held) * self._kv + sum(self.retired.values())
+
+    @property
+    def _free(self) -> int:
+        return self.geometry.budget - self._parameters - self._all_kv
+
+    def report(self) -> MemoryReport:
+        size = self.geometry.extent_bytes
+        return MemoryReport(
+            budget_bytes=self.geometry.budget * size,
+            parameter_bytes=self._parameters * size,
+            kv_bytes=self._all_kv * size,
+            free_bytes=self._free * size,
+        )
+
+    def check(self) -> None:
+        """Raise InvariantViolation if more is mapped than there is, or a layer is executed that is not here (I3)."""
+        if self._free < 0:
+            raise InvariantViolation(f"{-self._free} extents are mapped twice")
+        if not self.kv_held <= self.held:
+            raise InvariantViolation(f"KV of layers whose parameters are not here: {sorted(self.kv_held - self.held)}")

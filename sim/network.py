@@ -1,0 +1,169 @@
+"""Messages and bulk transfers between instances.
+
+Urgent messages of one pair arrive in their order and wait for at most one chunk of bulk data (DESIGN, I4). Of the
+bulk transfers of one pair one is on its way at a time: KV before parameters, then first come first served. Transfers
+of different pairs share what they have in common, evenly: a network card, both directions of it together; within a
+host the direct link, each direction for itself; a host's disk.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+from sim.clock import Clock
+
+
+class Bulk(IntEnum):
+    KV = 0
+    PARAMETERS = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """What an instance is connected with: the sums over its GPUs."""
+
+    name: str
+    host: int
+    nic_bytes_per_s: float
+    scale_up_bytes_per_s: float
+
+
+@dataclass(slots=True)
+class _Resource:
+    bytes_per_s: float
+    flows: "dict[_Pair, None]" = field(default_factory=dict["_Pair", None])  # in order of their beginning
+
+
+@dataclass(slots=True)
+class _Transfer:
+    left_bytes: float
+    kind: Bulk
+    done: Callable[[], None]
+
+
+class _Pair:
+    """One direction between two endpoints."""
+
+    __slots__ = ("bytes_per_s", "current", "last_arrival_s", "queues", "resources", "serial", "settled_s", "source", "to")
+
+    def __init__(self, source: str, to: str, resources: tuple[_Resource, ...]) -> None:
+        self.source, self.to = source, to
+        self.resources = resources
+        self.queues: tuple[deque[_Transfer], ...] = tuple(deque() for _ in Bulk)
+        self.current: _Transfer | None = None
+        self.bytes_per_s = 0.0
+        self.settled_s = 0.0
+        self.serial = 0  # of the newest word on when the current transfer ends
+        self.last_arrival_s = 0.0
+
+
+class Network:
+    def __init__(self, clock: Clock, *, latency_s: float, chunk_bytes: float, rate_fraction: float = 1.0) -> None:
+        self._clock = clock
+        self._latency_s = latency_s
+        self._chunk_bytes = chunk_bytes
+        self._rate_fraction = rate_fraction
+        self._endpoints: dict[str, Endpoint] = {}
+        self._resources: dict[tuple[str, str], _Resource] = {}
+        self._pairs: dict[tuple[str, str], _Pair] = {}
+        self.bulk_bytes = {kind: 0 for kind in Bulk}
+
+    def add(self, endpoint: Endpoint) -> None:
+        self._endpoints[endpoint.name] = endpoint
+
+    def add_source(self, name: str, bytes_per_s: float) -> None:
+        """Somewhere that only sends: a disk, the memory of a host."""
+        self._resources[name, "source"] = _Resource(bytes_per_s)
+
+    # ------------------------------------------------------------ urgent messages
+
+    def send(self, source: str, to: str, size_bytes: int, label: bytes, arrive: Callable[[], None]) -> None:
+        pair = self._pair(source, to)
+        rate = min(resource.bytes_per_s for resource in pair.resources)
+        wait_s = self._chunk_bytes / rate if any(resource.flows for resource in pair.resources) else 0.0
+        at_s = self._clock.now_s + self._latency_s + wait_s + size_bytes / rate
+        pair.last_arrival_s = at_s = max(at_s, pair.last_arrival_s)
+        self._clock.at(at_s, label, arrive)
+
+    # ------------------------------------------------------------ bulk transfers
+
+    def transfer(self, source: str, to: str, size_bytes: int, kind: Bulk, done: Callable[[], None]) -> None:
+        """`done` is called when the receiver has all of it."""
+        self.bulk_bytes[kind] += size_bytes
+        pair = self._pair(source, to)
+        pair.queues[kind].append(_Transfer(float(size_bytes), kind, done))
+        if pair.current is None:
+            self._begin(pair)
+        elif kind < pair.current.kind:  # at the next chunk: at once, for what is counted here
+            self._settle(pair)
+            pair.queues[pair.current.kind].appendleft(pair.current)
+            pair.current = pair.queues[kind].popleft()
+            self._expect(pair)
+
+    def _begin(self, pair: _Pair) -> None:
+        """The next one in line; whoever shares something with it gets less from now on, or more again."""
+        waiting = next((queue for queue in pair.queues if queue), None)
+        was_idle, pair.current = pair.current is None, waiting.popleft() if waiting is not None else None
+        pair.settled_s = self._clock.now_s
+        if pair.current is not None and not was_idle:
+            self._expect(pair)
+            return
+        for resource in pair.resources:
+            if pair.current is not None:
+                resource.flows[pair] = None
+            else:
+                del resource.flows[pair]
+        pair.serial += 1  # what was said about its end is over
+        affected = {other: None for resource in pair.resources for other in resource.flows}
+        for other in affected:
+            self._settle(other)
+            rate = min(resource.bytes_per_s / len(resource.flows) for resource in other.resources)
+            other.bytes_per_s = rate
+            self._expect(other)
+
+    def _settle(self, pair: _Pair) -> None:
+        if pair.current is not None:
+            passed_bytes = (self._clock.now_s - pair.settled_s) * pair.bytes_per_s
+            pair.current.left_bytes = max(0.0, pair.current.left_bytes - passed_bytes)
+        pair.settled_s = self._clock.now_s
+
+    def _expect(self, pair: _Pair) -> None:
+        assert pair.current is not None
+        pair.serial += 1
+        serial = pair.serial
+        label = f"bulk {pair.source}>{pair.to}".encode()
+        self._clock.after(pair.current.left_bytes / pair.bytes_per_s, label, lambda: self._ended(pair, serial))
+
+    def _ended(self, pair: _Pair, serial: int) -> None:
+        if serial != pair.serial or pair.current is None:
+            return
+        done = pair.current.done
+        self._begin(pair)
+        self._clock.after(self._latency_s, b"bulk is there", done)
+
+    # ------------------------------------------------------------ who shares what
+
+    def _pair(self, source: str, to: str) -> _Pair:
+        pair = self._pairs.get((source, to))
+        if pair is None:
+            pair = self._pairs[source, to] = _Pair(source, to, self._path(source, to))
+        return pair
+
+    def _path(self, source: str, to: str) -> tuple[_Resource, ...]:
+        disk = self._resources.get((source, "source"))
+        receiver = self._endpoints[to]
+        if disk is not None:
+            return (disk,)
+        sender = self._endpoints[source]
+        if sender.host == receiver.host:
+            names = ((sender, "out", sender.scale_up_bytes_per_s), (receiver, "in", receiver.scale_up_bytes_per_s))
+        else:
+            names = ((sender, "nic", sender.nic_bytes_per_s), (receiver, "nic", receiver.nic_bytes_per_s))
+        return tuple(self._resource(end.name, what, rate) for end, what, rate in names)
+
+    def _resource(self, name: str, what: str, bytes_per_s: float) -> _Resource:
+        found = self._resources.get((name, what))
+        if found is None:
+            found = self._resources[name, what] = _Resource(bytes_per_s * self._rate_fraction)
+        return found

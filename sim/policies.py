@@ -1,0 +1,37 @@
+"""What the cluster does when KV runs out, by name. Each policy is a change of the rules of the production code.
+
+Another policy (swap, migrate, static-pipeline) is another entry here, once the services have it.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from ballast.common.errors import ConfigError
+from sim.rules import ClusterRules
+
+Policy = Callable[[ClusterRules], ClusterRules]
+
+_COMING = ("swap", "migrate", "static-pipeline")
+
+
+def _with_drops(rules: ClusterRules, drops: bool) -> ClusterRules:
+    transitions = replace(rules.planner.transitions, drops=drops)
+    return replace(rules, planner=replace(rules.planner, transitions=transitions))
+
+
+POLICIES: Mapping[str, Policy] = {
+    "drop": lambda rules: _with_drops(rules, True),
+    "recompute": lambda rules: _with_drops(rules, False),
+}
+
+
+def find_policy(name: str) -> Policy:
+    """
+    Raises:
+        ConfigError: naming those that are known.
+    """
+    found = POLICIES.get(name)
+    if found is None:
+        soon = ", which is not simulated yet" if name in _COMING else ""
+        raise ConfigError("policy", f"{name!r}{soon}; known are {', '.join(POLICIES)}")
+    return found

@@ -1,0 +1,59 @@
+"""What a simulation has seen, as plain data. Instants count from the arrival of the trace's zero."""
+
+from array import array
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from services.monitor.policy.pressure import Signal
+from services.planner.core.record import TransitionRecord
+
+
+class Outcome(StrEnum):
+    FINISHED = "finished"
+    REFUSED = "refused"
+    DEADLINE = "deadline"
+    FAILED = "failed"
+    OPEN = "open"  # the run was stopped before it ended
+
+
+@dataclass(slots=True)
+class RequestRecord:
+    index: int
+    request_id: str
+    input_tokens: int
+    wanted_tokens: int
+    arrival_s: float
+    token_times_s: "array[float]" = field(default_factory=lambda: array("d"))
+    end_s: float | None = None
+    outcome: Outcome = Outcome.OPEN
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """The cluster at one instant, summed over its groups. Bytes of KV over all layers."""
+
+    at_s: float
+    kv_demand_bytes: int
+    kv_capacity_bytes: int
+    kv_used_bytes: int
+    running_count: int
+    waiting_count: int
+    preemptions_total: int
+    epoch: int
+    epoch_reason: str
+    group_sizes: tuple[int, ...]
+
+
+@dataclass(slots=True, kw_only=True)
+class SimRun:
+    records: list[RequestRecord]
+    samples: list[Sample]
+    transitions: list[TransitionRecord]  # instants are those of the world: take `zero_s` off
+    signals: list[tuple[float, Signal]]
+    zero_s: float  # instant of the world at which the trace begins
+    duration_s: float  # from then to the end of the last request
+    event_count: int
+    step_count: int
+    trace_hash: str
+    bubble_fraction: float | None  # idle share of pipeline stages while their group had work; None: no pipeline was

@@ -1,0 +1,30 @@
+"""The settings of all services, as their cores take them. Whoever starts a simulation fills them in."""
+
+from dataclasses import dataclass, field
+
+from services.monitor.core.machine import MonitorRules
+from services.planner.core.machine import PlannerRules
+from sim.dispatcher import DispatcherRules
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerRules:
+    """Counts and times of a worker; what depends on the model is added in the world."""
+
+    block_tokens: int
+    max_running_count: int
+    max_batch_tokens: int
+    max_waiting_count: int
+    max_waiting_tokens: int
+    admission_reserve_fraction: float
+    report_interval_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterRules:
+    monitor: MonitorRules
+    planner: PlannerRules
+    dispatcher: DispatcherRules
+    worker: WorkerRules
+    monitor_tick_s: float
+    backlog_interval_s: float = field(default=0.2)  # as dispatchers tell of theirs

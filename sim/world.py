@@ -1,0 +1,280 @@
+"""A cluster in one process and one thread: real dispatchers, monitor, planner and workers in virtual time.
+
+Rule 1: nothing here decides what the services decide. Rule 2: the same arguments give the same run, to the last bit.
+"""
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from ballast.common.errors import ConfigError, InvariantViolation
+from ballast.common.ids import DispatcherId, Incarnation, WorkerId
+from ballast.common.model import ModelInfo
+from services.monitor.core.messages import Instance as Announcement
+from services.worker.core.limits import WorkerLimits
+from services.worker.core.stage import StageBook
+from services.worker.core.worker import WorkerCore
+from sim.clients import Arrival, Clients
+from sim.clock import Clock
+from sim.control import Delays, MonitorNode, PlannerNode, Reporter, StateServer, share_backlog
+from sim.cost import ExecutionModel, Roofline
+from sim.dispatcher import DispatcherNode
+from sim.hardware import ELEMENT_BYTES, Cluster, ModelSpec, Timings
+from sim.homecoming import disk_of
+from sim.instance import Instance
+from sim.member import GroupMember, Peer
+from sim.memory import Geometry, VirtualMemory
+from sim.network import Endpoint, Network
+from sim.results import Sample, SimRun
+from sim.rules import ClusterRules
+
+_SETTLE_S = 2.0  # after the monitor has warmed up: for the first layout and the streams
+_SAMPLE_INTERVAL_S = 0.5
+_PROGRESS_EVENTS = 4096
+_LINE = WorkerId("w")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorldOptions:
+    model: ModelSpec
+    cluster: Cluster
+    timings: Timings
+    rules: ClusterRules
+    execution: ExecutionModel | None = None  # None: from the catalogue's figures
+    dispatcher_count: int = 1
+    seed: int = 0
+    deadline_s: float = 3600.0  # of each request
+    check_every: int = 0  # events between two checks of all invariants; 0: none
+    stop_after_s: float | None = None  # of the trace's time: whoever is there then stays open
+
+
+class World:
+    def __init__(self, options: WorldOptions, arrivals: Sequence[Arrival]) -> None:
+        """
+        Raises:
+            ConfigError: the model does not fit into the cluster.
+        """
+        self.options = options
+        self.clock = Clock()
+        timings, rules = options.timings, options.rules
+        self.network = Network(
+            self.clock,
+            latency_s=timings.link_latency_s,
+            chunk_bytes=timings.chunk_bytes,
+            rate_fraction=timings.link_fraction,
+        )
+        self._random = random.Random(options.seed)
+        delays = Delays(timings.rpc_s, timings.state_s)
+        self.geometry = _geometry(options)
+        self.limits = _limits(options)
+        self.model_info = _model_info(options, self.geometry)
+        self.execution = options.execution or Roofline(options.model, options.cluster, timings)
+        self.state = StateServer(self.clock, delays)
+        self.monitor = MonitorNode(self.clock, rules.monitor, self.state, delays, rules.monitor_tick_s)
+        self.instances: dict[WorkerId, Instance] = {}
+        self._peers: dict[WorkerId, Peer] = {}
+        for number in range(instance_count(options.model, options.cluster)):
+            self._add_instance(number, delays)
+        self.planner = PlannerNode(self.clock, rules.planner, self.state, self.monitor, self._peers, delays)
+        self.zero_s = rules.monitor.warmup_s + _SETTLE_S
+        self.clients = Clients(self.clock, arrivals, self.zero_s, options.deadline_s)
+        self.dispatchers = [self._add_dispatcher(number, delays) for number in range(options.dispatcher_count)]
+        self.samples: list[Sample] = []
+        self.clock.every(_SAMPLE_INTERVAL_S, b"sample", self._sample, first_s=self.zero_s)
+
+    # ------------------------------------------------------------ setting up
+
+    def _add_instance(self, number: int, delays: Delays) -> None:
+        options, rules = self.options, self.options.rules.worker
+        worker_id, gpus = WorkerId(f"{_LINE}{number}"), options.model.gpus_per_instance
+        gpu, per_host = options.cluster.gpu, options.cluster.gpus_per_host
+        host = number * gpus // per_host
+        self.network.add(Endpoint(worker_id, host, gpu.nic_bytes_per_s * gpus, gpu.scale_up_bytes_per_s * gpus))
+        self.network.add_source(disk_of(worker_id), options.timings.disk_bytes_per_s * max(1, gpus // per_host))
+        memory = VirtualMemory(self.geometry)
+        book = StageBook(memory.block_count, rules.block_tokens)
+        core = WorkerCore(self.limits, memory.block_count, book=book, first_sequence_id=(number + 1) << 32)
+        member = GroupMember(
+            me=worker_id,
+            core=core,
+            book=book,
+            memory=memory,
+            clock=self.clock,
+            network=self.network,
+            timings=options.timings,
+            peers=self._peers,
+            max_running_count=rules.max_running_count,
+            block_tokens=rules.block_tokens,
+            spend=lambda seconds, then: instance.spend(seconds, then),
+        )
+        instance = Instance(
+            worker_id,
+            core,
+            member,
+            clock=self.clock,
+            network=self.network,
+            execution=self.execution,
+            peers=self.instances,
+            activation_bytes_per_token=options.model.hidden_size * ELEMENT_BYTES,
+        )
+        self.instances[worker_id] = self._peers[worker_id] = instance
+        address = f"{worker_id}:1"
+        Reporter(
+            self.clock,
+            self.monitor,
+            Announcement(worker_id, Incarnation(1), address, self.model_info, address),
+            instance.load,
+            delays,
+            stream_id=number + 1,
+            interval_s=rules.report_interval_s,
+            first_s=self._random.uniform(0.0, rules.report_interval_s),
+        )
+
+    def _add_dispatcher(self, number: int, delays: Delays) -> DispatcherNode:
+        rules, dispatcher_id = self.options.rules, DispatcherId(f"d{number}")
+        node = DispatcherNode(
+            dispatcher_id,
+            rules.dispatcher,
+            self.instances,
+            clock=self.clock,
+            delays=delays,
+            model=self.model_info,
+            max_waiting_count=rules.worker.max_waiting_count,
+            deliver=self.clients.deliver,
+            end=self.clients.end,
+        )
+        self.state.watch(node.adopt)
+        share_backlog(
+            self.clock, self.state, dispatcher_id, node.backlog, interval_s=rules.backlog_interval_s
+        )
+        return node
+
+    # ------------------------------------------------------------ running
+
+    def run(self, progress: Callable[[int, float], None] | None = None) -> SimRun:
+        """Until every request has ended. `progress` is told now and then: requests ended, instant of the trace."""
+        clock, clients, every = self.clock, self.clients, self.options.check_every
+        while clock.now_s < self.zero_s - _SAMPLE_INTERVAL_S:
+            clock.step()
+        self._expect_service()
+        clients.begin([node.submit for node in self.dispatchers])
+        stop_at_s = None if self.options.stop_after_s is None else self.zero_s + self.options.stop_after_s
+        while clients.open_count and (stop_at_s is None or clock.now_s < stop_at_s):
+            clock.step()
+            if every and clock.event_count % every == 0:
+                self.check()
+            if progress is not None and clock.event_count % _PROGRESS_EVENTS == 0:
+                progress(clients.ended_count, clock.now_s - self.zero_s)
+        self.check()
+        return self._result()
+
+    def _expect_service(self) -> None:
+        usable = min(len(node.core.fleet.usable) for node in self.dispatchers)
+        if usable < len(self.instances):
+            raise InvariantViolation(f"{usable} of {len(self.instances)} instances serve when the trace begins")
+
+    def check(self) -> None:
+        """Raise InvariantViolation unless the books of all services balance, and those of the world itself."""
+        for instance in self.instances.values():
+            instance.check()
+        for node in self.dispatchers:
+            node.core.check()
+        self.monitor.core.check()
+        self.planner.core.check()
+        self.clients.check({request_id for node in self.dispatchers for request_id in node.core.requests})
+
+    def _sample(self) -> None:
+        now_s = self.clock.now_s
+        demand = self.monitor.core.cluster_demand(now_s)
+        layout = self.monitor.core.groups.layout
+        reports = [instance.load() for instance in self.instances.values()]
+        waiting = sum(node.backlog()[0] for node in self.dispatchers)
+        self.samples.append(
+            Sample(
+                at_s=now_s - self.zero_s,
+                kv_demand_bytes=demand.wanted_bytes,
+                kv_capacity_bytes=demand.capacity_bytes,
+                kv_used_bytes=demand.used_bytes,
+                running_count=sum(report.running_count for report in reports),
+                waiting_count=waiting + sum(report.waiting_count for report in reports),
+                preemptions_total=sum(report.preemptions_total for report in reports),
+                epoch=layout.epoch if layout is not None else 0,
+                epoch_reason=layout.reason if layout is not None else "",
+                group_sizes=tuple(len(group.members) for group in layout.groups) if layout is not None else (),
+            )
+        )
+
+    def _result(self) -> SimRun:
+        clients = self.clients
+        ends_s = [record.end_s for record in clients.records if record.end_s is not None]
+        return SimRun(
+            records=clients.records,
+            samples=self.samples,
+            transitions=self.planner.records,
+            signals=self.monitor.signals,
+            zero_s=self.zero_s,
+            duration_s=max(ends_s, default=0.0),
+            event_count=self.clock.event_count,
+            step_count=sum(instance.core.totals.steps for instance in self.instances.values()),
+            trace_hash=self.clock.trace_hash,
+            bubble_fraction=None,
+        )
+
+
+def instance_count(model: ModelSpec, cluster: Cluster) -> int:
+    """
+    Raises:
+        ConfigError: not even one instance is there.
+    """
+    count = cluster.gpu_count // model.gpus_per_instance
+    if count < 1:
+        raise ConfigError(
+            "cluster",
+            f"{cluster.gpu_count} GPUs are too few: one instance of {model.name} takes {model.gpus_per_instance}",
+        )
+    return count
+
+
+def _geometry(options: WorldOptions) -> Geometry:
+    model, rules = options.model, options.rules.worker
+    gpu = options.cluster.gpu
+    return Geometry.choose(
+        budget_bytes=int(gpu.memory_bytes * model.gpus_per_instance * options.timings.memory_fraction),
+        layer_count=model.layer_count,
+        layer_parameter_bytes=model.layer_parameter_bytes,
+        other_parameter_bytes=model.other_parameter_bytes,
+        block_bytes=model.kv_elements_per_token_layer * ELEMENT_BYTES * rules.block_tokens,
+    )
+
+
+def _limits(options: WorldOptions) -> WorkerLimits:
+    model, rules = options.model, options.rules.worker
+    return WorkerLimits(
+        block_tokens=rules.block_tokens,
+        max_model_len=model.max_model_len,
+        vocab_size=max(model.vocab_size, model.max_model_len + 1),  # tokens are the numbers of their places
+        max_running_count=rules.max_running_count,
+        max_batch_tokens=rules.max_batch_tokens,
+        max_waiting_count=rules.max_waiting_count,
+        max_waiting_tokens=rules.max_waiting_tokens,
+        admission_reserve_fraction=rules.admission_reserve_fraction,
+    )
+
+
+def _model_info(options: WorldOptions, geometry: Geometry) -> ModelInfo:
+    model = options.model
+    return ModelInfo(
+        name=model.name,
+        architecture=model.architecture,
+        layer_count=model.layer_count,
+        vocab_size=model.vocab_size,
+        max_model_len=model.max_model_len,
+        dtype="bfloat16",
+        parameter_count=model.parameter_count,
+        kv_bytes_per_token=model.kv_bytes_per_token,
+        eos_token_ids=(),
+        layer_parameter_bytes=(geometry.layer_parameters * geometry.extent_bytes,) * model.layer_count,
+        other_parameter_bytes=geometry.other_parameters * geometry.extent_bytes,
+        block_bytes=geometry.block_bytes,
+        extent_bytes=geometry.extent_bytes,
+    )
