@@ -1,0 +1,170 @@
+"""The file that `ballast profile` writes: what batches, links and memory cost one model on one machine.
+
+No torch here: the simulator and the command line read it too.
+"""
+
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from ballast.common.errors import ConfigError
+from services.worker.policy.cost import CostModel
+from services.worker.policy.cost_fit import ErrorSummary, Form, StageCosts
+
+VERSION = 1
+_REMEDY = "make a new one with `ballast profile`"
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class ProfileKey(_Strict):
+    """What the figures hold for. `device` names the processor, not just its kind."""
+
+    architecture: str
+    parameter_count: int
+    layer_count: int
+    kv_bytes_per_token: int
+    dtype: str
+    device: str
+    torch: str
+    threads: int
+
+
+class Coefficients(_Strict):
+    """A `CostModel`, checked."""
+
+    attention_s: float = Field(ge=0, allow_inf_nan=False)
+    token_s: float = Field(ge=0, allow_inf_nan=False)
+    chunk_s: float = Field(ge=0, allow_inf_nan=False)
+    shared_s: float = Field(ge=0, allow_inf_nan=False)
+    prefix_s: float = Field(ge=0, allow_inf_nan=False)
+
+    @model_validator(mode="after")
+    def _shared_is_part_of_a_chunk(self) -> "Coefficients":
+        if self.shared_s > self.chunk_s:
+            raise ValueError(f"shared_s ({self.shared_s:g}) is greater than chunk_s ({self.chunk_s:g})")
+        return self
+
+    @classmethod
+    def of(cls, cost: CostModel) -> "Coefficients":
+        return cls(
+            attention_s=cost.attention_s,
+            token_s=cost.token_s,
+            chunk_s=cost.chunk_s,
+            shared_s=cost.shared_s,
+            prefix_s=cost.prefix_s,
+        )
+
+    def cost(self) -> CostModel:
+        return CostModel(self.attention_s, self.token_s, self.chunk_s, self.shared_s, self.prefix_s)
+
+
+class Costs(_Strict):
+    """`StageCosts`: the layer's, times a stage's layers, and what is added for each step, the first and last stage."""
+
+    layer: Coefficients
+    step: Coefficients
+    first: Coefficients
+    last: Coefficients
+
+    @classmethod
+    def of(cls, costs: StageCosts) -> "Costs":
+        parts = {name: Coefficients.of(getattr(costs, name)) for name in cls.model_fields}
+        return cls(**parts)
+
+    def stages(self) -> StageCosts:
+        return StageCosts(self.layer.cost(), self.step.cost(), self.first.cost(), self.last.cost())
+
+
+class Errors(_Strict):
+    """Of |predicted / measured - 1|, on batches that the fit has not seen."""
+
+    count: int
+    mean: float
+    p90: float
+    max: float
+
+    @classmethod
+    def of(cls, errors: ErrorSummary) -> "Errors":
+        return cls(count=errors.count, mean=errors.mean, p90=errors.p90, max=errors.max)
+
+
+class HeldOut(_Strict):
+    without_prefix: Errors
+    with_prefix: Errors
+
+
+class Link(_Strict):
+    """Between two processes on this machine, over the loopback device."""
+
+    bandwidth_bytes_per_s: float = Field(gt=0)
+    latency_s: float = Field(gt=0)  # half a round trip of a small activation
+
+
+class Copies(_Strict):
+    """Host memory to and from the device's; on a CPU both are the same memory."""
+
+    to_device_bytes_per_s: float = Field(gt=0)
+    from_device_bytes_per_s: float = Field(gt=0)
+
+
+class CostProfile(_Strict):
+    """The whole file."""
+
+    kind: Literal["ballast-cost-profile"] = "ballast-cost-profile"
+    version: Literal[1] = VERSION
+    created_at: str
+    model: str  # the checkpoint folder's name, for people
+    clock: str  # how the time of a batch was taken
+    key: ProfileKey
+    costs: Costs
+    sample_count: int  # batches that the fit has seen
+    held_out: dict[Form, HeldOut]
+    link: Link | None
+    remap_s_per_gb: float | None = Field(ge=0)  # parameters to KV; None for a model of one layer
+    copies: Copies
+
+
+def now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def write_profile(path: Path, profile: CostProfile) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(profile.model_dump_json(indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(str(path), f"cannot be written: {error.strerror}") from error
+
+
+def read_profile(path: Path) -> CostProfile:
+    """Raises ConfigError naming the file, and the first field that does not fit."""
+    try:
+        return CostProfile.model_validate_json(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(str(path), f"cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(str(path), f"is no cost profile but a binary file; {_REMEDY}") from error
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"]) or "file"
+        raise ConfigError(
+            str(path), f"is no cost profile of version {VERSION}: {where}: {first['msg']}; {_REMEDY}"
+        ) from error
+
+
+def read_matching(path: Path, key: ProfileKey) -> CostProfile:
+    """Raises ConfigError if the profile is of another model, machine or version of torch."""
+    profile = read_profile(path)
+    differing = [
+        f"{name} {getattr(profile.key, name)} there, {getattr(key, name)} here"
+        for name in ProfileKey.model_fields
+        if getattr(profile.key, name) != getattr(key, name)
+    ]
+    if differing:
+        raise ConfigError(str(path), f"is a profile of something else: {'; '.join(differing)}; {_REMEDY}")
+    return profile

@@ -1,0 +1,1 @@
+"""Measures what batches, links and memory cost on this machine, with the parts that serve."""

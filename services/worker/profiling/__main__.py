@@ -1,0 +1,93 @@
+"""`python -m services.worker.profiling`: what `ballast profile` starts. Speaks JSON, one object per line.
+
+Lines: {"done": n, "total": n, "what": text} while it measures; at the end {"written": path} or {"error": text,
+"path": text}, the latter with exit status 2.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from ballast.common.errors import BallastError, ConfigError
+from ballast.service.logs import configure
+from services.worker.cost_profile import CostProfile, write_profile
+from services.worker.engine.load import DTYPES, Engine, load_engine
+from services.worker.engine.model_config import read_model_config
+from services.worker.engine.parameters import parameter_count
+from services.worker.profiling.build import build_profile
+from services.worker.profiling.measure import Options, measure
+
+_WRONG = 2
+_SLACK = 1.2  # extents are rounded up, sequence by sequence blocks are
+_LEAST_BYTES = 64 << 20
+
+
+def _say(**fields: object) -> None:
+    print(json.dumps(fields), flush=True)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m services.worker.profiling", description=__doc__)
+    defaults = Options()
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--layers", type=int, nargs="*", default=[])
+    parser.add_argument("--max-num-batched-tokens", type=int, default=defaults.batch_tokens)
+    parser.add_argument("--max-num-seqs", type=int, default=defaults.sequences)
+    parser.add_argument("--repetitions", type=int, default=defaults.repetitions)
+    parser.add_argument("--seconds", type=float)
+    return parser
+
+
+def _load(arguments: argparse.Namespace, options: Options) -> Engine:
+    """With as much memory as the largest batch needs."""
+    config = read_model_config(arguments.model)
+    dtype = config.checkpoint_dtype or "float32" if arguments.dtype == "auto" else arguments.dtype
+    element_bytes = DTYPES[dtype].itemsize if dtype in DTYPES else 8
+    kv_bytes_per_token = 2 * config.layer_count * config.kv_size * element_bytes
+    kv_tokens = options.kv_tokens + 32 * options.sequences
+    needed_bytes = parameter_count(config) * element_bytes + kv_tokens * kv_bytes_per_token
+    return load_engine(
+        arguments.model,
+        device_memory_bytes=int(needed_bytes * _SLACK) + _LEAST_BYTES,
+        dtype=arguments.dtype,
+        device=arguments.device,
+        threads=arguments.threads,
+    )
+
+
+def _run(arguments: argparse.Namespace) -> CostProfile:
+    options = Options(
+        batch_tokens=arguments.max_num_batched_tokens,
+        sequences=arguments.max_num_seqs,
+        repetitions=arguments.repetitions,
+        layer_counts=tuple(arguments.layers),
+        seconds=arguments.seconds,
+    )
+    with _load(arguments, options) as engine:
+        measured = measure(engine, options, lambda done, total, what: _say(done=done, total=total, what=what))
+        _say(done=1, total=1, what="link, remapping, copies")
+        return build_profile(engine, measured)
+
+
+def main() -> int:
+    configure(service="profiling", instance="profiling", level="error", form="console")
+    arguments = _parser().parse_args()
+    try:
+        write_profile(arguments.out, _run(arguments))
+    except ConfigError as error:
+        _say(error=error.why, path=error.path)
+        return _WRONG
+    except BallastError as error:
+        _say(error=str(error), path="")
+        return _WRONG
+    _say(written=str(arguments.out))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

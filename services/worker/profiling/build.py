@@ -1,0 +1,62 @@
+"""Puts a profile together, and what its figures hold for."""
+
+import platform
+from pathlib import Path
+
+import torch
+
+from services.worker.cost_profile import CostProfile, Costs, Errors, HeldOut, ProfileKey, now
+from services.worker.engine.load import Engine
+from services.worker.policy.cost_fit import Form
+from services.worker.profiling.loopback import measure_link
+from services.worker.profiling.measure import Measured
+from services.worker.profiling.memory import copies, remap_s_per_gb
+
+_CPU_INFO = Path("/proc/cpuinfo")
+
+
+def key_of(engine: Engine) -> ProfileKey:
+    device = engine.memory.kv.layer(0).device
+    return ProfileKey(
+        architecture=engine.info.architecture,
+        parameter_count=engine.info.parameter_count,
+        layer_count=engine.info.layer_count,
+        kv_bytes_per_token=engine.info.kv_bytes_per_token,
+        dtype=engine.info.dtype,
+        device=torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name(),
+        torch=torch.__version__,
+        threads=torch.get_num_threads(),
+    )
+
+
+def build_profile(engine: Engine, measured: Measured) -> CostProfile:
+    """Also measures link, copies and remapping; the last of these leaves the engine without parameters."""
+    fits = {form: measured.fit(form) for form in Form}
+    held_out = {
+        form: HeldOut(
+            without_prefix=Errors.of(measured.errors(costs, prefix=False)),
+            with_prefix=Errors.of(measured.errors(costs, prefix=True)),
+        )
+        for form, costs in fits.items()
+    }
+    return CostProfile(
+        created_at=now(),
+        model=engine.info.name,
+        clock=measured.clock,
+        key=key_of(engine),
+        costs=Costs.of(fits[Form.EXTENDED]),
+        sample_count=len(measured.samples),
+        held_out=held_out,
+        link=measure_link(),
+        copies=copies(engine),
+        remap_s_per_gb=remap_s_per_gb(engine),
+    )
+
+
+def _cpu_name() -> str:
+    try:
+        lines = _CPU_INFO.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()

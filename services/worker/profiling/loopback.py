@@ -1,0 +1,116 @@
+"""Bandwidth and latency of a link between two processes on this machine, over the loopback device.
+
+Run as a module it is the other end: `python -m services.worker.profiling.loopback STORE_ADDRESS`.
+"""
+
+import queue
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+
+import torch
+
+from ballast.common.errors import Unavailable
+from services.worker.cost_profile import Link as LinkFigures
+from services.worker.transport.config import TransportConfig
+from services.worker.transport.link import Link, LinkEnding
+from services.worker.transport.plane import DataPlane
+from services.worker.transport.receiving import Message
+from services.worker.transport.traffic import TrafficClass
+from services.worker.transport.transfer import Opening, Outcome, Refusal
+
+_HERE, _THERE, _EPOCH = "profile-a", "profile-b", 1
+_HOST = "127.0.0.1"
+_TOPIC = 1
+_ACTIVATION_BYTES = 4096
+_TRIPS = 100
+_BULK_BYTES = 64 << 20
+_TRANSFERS = 4
+_WAIT_S = 30.0
+
+
+def measure_link() -> LinkFigures:
+    """Takes a second or two, most of it for the start of the other process.
+
+    Raises:
+        Unavailable: the other process does not come up or answer.
+    """
+    returned = _Ends()
+    plane = DataPlane(_HERE, returned, TransportConfig(), _HOST)
+    command = [sys.executable, "-m", __name__, plane.store_address]
+    other = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        assert other.stdout is not None
+        address = other.stdout.readline().strip()
+        if not address:
+            raise Unavailable("link", "the process at its other end has not started")
+        link = plane.connect(_THERE, address, _EPOCH, _WAIT_S)
+        return LinkFigures(bandwidth_bytes_per_s=_bandwidth(link), latency_s=_latency(link, returned))
+    except (queue.Empty, TimeoutError) as error:
+        raise Unavailable("link", "its other end does not answer") from error
+    finally:
+        plane.close()
+        with suppress(OSError, subprocess.TimeoutExpired):
+            other.communicate(timeout=_WAIT_S)  # the end of its input ends it
+        other.kill()
+        other.wait()
+
+
+def _latency(link: Link, returned: "_Ends") -> float:
+    activation = torch.zeros(_ACTIVATION_BYTES, dtype=torch.uint8)
+    trips_s: list[float] = []
+    for _ in range(_TRIPS):
+        began_s = time.perf_counter()
+        link.send(TrafficClass.ACTIVATION, _TOPIC, tensor=activation, timeout_s=_WAIT_S)
+        returned.messages.get(timeout=_WAIT_S)
+        trips_s.append(time.perf_counter() - began_s)
+    return sorted(trips_s)[_TRIPS // 4] / 2  # the lower quartile: other load only adds
+
+
+def _bandwidth(link: Link) -> float:
+    source = torch.zeros(_BULK_BYTES, dtype=torch.uint8)
+    times_s: list[float] = []
+    for _ in range(_TRANSFERS):
+        began_s = time.perf_counter()
+        link.transfer(TrafficClass.KV, [source]).done.result(_WAIT_S)
+        times_s.append(time.perf_counter() - began_s)
+    return _BULK_BYTES / min(times_s)
+
+
+class _Ends:
+    """Takes everything in; one end sends small messages back."""
+
+    def __init__(self, *, echoes: bool = False) -> None:
+        self.messages: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self._echoes = echoes
+        self._destination = torch.zeros(_BULK_BYTES if echoes else 0, dtype=torch.uint8)
+
+    def on_message(self, link: Link, message: Message) -> None:
+        if self._echoes:
+            link.send(message.traffic, message.topic, tensor=message.tensor)
+        else:
+            self.messages.put(message)
+
+    def on_opening(self, link: Link, opening: Opening) -> Sequence[torch.Tensor] | Refusal:
+        if opening.total_bytes > len(self._destination):
+            return Refusal("more than was agreed")
+        return [self._destination[: opening.total_bytes]]
+
+    def on_transfer_end(self, link: Link, opening: Opening, outcome: Outcome) -> None: ...
+
+    def on_link_end(self, link: Link, ending: LinkEnding) -> None: ...
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    plane = DataPlane(_THERE, _Ends(echoes=True), TransportConfig(), _HOST)
+    print(plane.store_address, flush=True)
+    plane.connect(_HERE, sys.argv[1], _EPOCH, _WAIT_S)
+    sys.stdin.read()  # until the first process has done, or died
+    plane.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,124 @@
+"""Measures an engine over the grid, fits the cost model, and says how far off it is on batches held out."""
+
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from ballast.common.errors import ConfigError
+from services.worker.engine.load import Engine
+from services.worker.policy.cost_fit import (
+    ErrorSummary,
+    Form,
+    Sample,
+    StageCosts,
+    StageShape,
+    errors_of,
+    fit_stages,
+    has_prefix,
+    summarise,
+)
+from services.worker.profiling.grid import Batch, Limits, grid, held_out
+from services.worker.profiling.stage_timer import StageTimer
+
+_LEAST_SAMPLES = 24  # fewer do not fix eleven coefficients
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    batch_tokens: int = 512  # largest batch measured
+    sequences: int = 64
+    kv_tokens: int = 32_768  # of one batch, prefixes included
+    repetitions: int = 4
+    enough_s: float = 0.3  # spent on the repetitions of one batch
+    held_out_count: int = 20  # batches without prefix, and as many with
+    layer_counts: tuple[int, ...] = ()  # of stages measured beside the whole model; default: half of the layers
+    seconds: float | None = None  # end the grid after so long; None: all of it
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    clock: str
+    whole: StageShape
+    samples: list[Sample]
+    held_out: list[Sample]
+
+    def fit(self, form: Form = Form.EXTENDED) -> StageCosts:
+        return fit_stages(self.samples, form)
+
+    def errors(self, costs: StageCosts, *, prefix: bool) -> ErrorSummary:
+        return summarise(errors_of(costs, [s for s in self.held_out if has_prefix(s.chunks) == prefix]))
+
+
+Report = Callable[[int, int, str], None]  # done, of how many, what
+
+
+def quiet(done: int, total: int, what: str) -> None:
+    """A report for nobody."""
+
+
+def limits_of(engine: Engine, options: Options) -> Limits:
+    """What the engine's memory and model leave of what was asked for."""
+    # Every sequence may leave a block partly empty.
+    room = (engine.block_count - options.sequences) * engine.block_tokens
+    limits = Limits(
+        batch_tokens=min(options.batch_tokens, engine.info.max_model_len, room // 2),
+        sequences=options.sequences,
+        model_len=engine.info.max_model_len,
+        kv_tokens=min(options.kv_tokens, room),
+    )
+    if limits.batch_tokens < 32:
+        raise ConfigError(
+            "device_memory_bytes",
+            f"too few for a profile: KV of {engine.block_count * engine.block_tokens} tokens,"
+            f" at least {64 + options.sequences * engine.block_tokens} are needed; a model of at least 32 tokens, too",
+        )
+    return limits
+
+
+def measure(engine: Engine, options: Options, report: Report = quiet) -> Measured:
+    """Takes the engine for itself. At least so many batches are measured as a fit needs, whatever `options.seconds`."""
+    limits, rng = limits_of(engine, options), random.Random(options.seed)
+    timer = StageTimer(engine, repetitions=options.repetitions, enough_s=options.enough_s, seed=options.seed)
+    timer.fill_kv(min(engine.block_count, limits.kv_tokens // engine.block_tokens + options.sequences))
+    whole, parts = _shapes(engine.info.layer_count, options.layer_counts)
+    on_grid = _with_shapes(grid(limits, rng), whole, parts)
+    held = [held_out(limits, rng, prefix=prefix, count=options.held_out_count) for prefix in (False, True)]
+    kept = [pair for batches in held for pair in _with_shapes(batches, whole, parts)]
+    total, began_s = len(on_grid) + len(kept), time.perf_counter()
+    samples: list[Sample] = []
+    for batch, shape in on_grid:
+        spent_s = time.perf_counter() - began_s
+        if options.seconds is not None and spent_s > options.seconds and len(samples) >= _LEAST_SAMPLES:
+            break
+        report(len(samples), total, "batches to fit on")
+        samples.append(Sample(batch, shape, timer.seconds(batch, shape)))
+    checked: list[Sample] = []
+    for batch, shape in kept:
+        report(len(on_grid) + len(checked), total, "batches held out")
+        checked.append(Sample(batch, shape, timer.seconds(batch, shape)))
+    report(total, total, "batches")
+    return Measured(timer.clock, whole, samples, checked)
+
+
+def _shapes(layer_count: int, wanted: Sequence[int]) -> tuple[StageShape, list[StageShape]]:
+    """The whole model, and stages of pipelines."""
+    if wrong := [count for count in wanted if not 1 <= count < layer_count]:
+        raise ConfigError("layers", f"stages of {wrong[0]} layers: must be from 1 to {layer_count - 1}")
+    counts = wanted or ([layer_count // 2] if layer_count > 1 else [])
+    places = ((True, False), (False, False), (False, True))
+    parts = [StageShape(count, first, last) for first, last in places for count in counts]
+    return StageShape(layer_count, True, True), parts
+
+
+def _with_shapes(
+    batches: Sequence[Batch], whole: StageShape, parts: Sequence[StageShape]
+) -> list[tuple[Batch, StageShape]]:
+    """Every batch on the whole model, and every second one on a stage, each stage in turn."""
+    pairs: list[tuple[Batch, StageShape]] = []
+    for i, batch in enumerate(batches):
+        pairs.append((batch, whole))
+        if parts and i % 2:
+            pairs.append((batch, parts[i // 2 % len(parts)]))
+    return pairs

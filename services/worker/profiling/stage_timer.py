@@ -1,0 +1,81 @@
+"""Times batches on stages of a loaded engine."""
+
+import random
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+
+from ballast.common.sampling import SamplingParams
+from services.worker.core.batch import Batch, NewSequence, Slice
+from services.worker.core.blocks import blocks_for
+from services.worker.engine.load import Engine
+from services.worker.policy.cost import Chunk
+from services.worker.policy.cost_fit import StageShape
+
+_GREEDY = SamplingParams(temperature=0.0)
+_AT_LEAST = 2  # repetitions
+_VOCABULARY = 256
+
+
+class StageTimer:
+    """Runs batches of random tokens on random blocks. The engine serves nobody meanwhile.
+
+    What a batch takes is the least of several repetitions: what else the machine does only adds. With one thread on a
+    CPU it is the thread's processor time; otherwise, where work goes on elsewhere, the clock on the wall.
+    """
+
+    def __init__(self, engine: Engine, *, repetitions: int, enough_s: float, seed: int = 0) -> None:
+        """A batch is repeated `repetitions` times, or until `enough_s` have been spent on it, but twice at least."""
+        self._engine = engine
+        self._repetitions = repetitions
+        self._enough_s = enough_s
+        self._rng = random.Random(seed)
+        self._device = engine.memory.kv.layer(0).device
+        alone = self._device.type == "cpu" and torch.get_num_threads() == 1
+        self._clock: Callable[[], float] = time.thread_time if alone else time.perf_counter
+        what = "processor time of the thread" if alone else "wall time"
+        self.clock = f"{what}, least of up to {repetitions} repetitions"
+        self._synchronise = engine.memory.pool.backend.synchronise
+
+    def fill_kv(self, block_count: int) -> None:
+        """Values as attention meets them; KV that is all zeros might be faster."""
+        for layer in range(self._engine.info.layer_count):
+            self._engine.memory.kv.layer(layer)[:block_count].normal_()
+
+    def seconds(self, chunks: Sequence[Chunk], shape: StageShape) -> float:
+        layer_count = self._engine.info.layer_count
+        first_layer = layer_count - shape.layer_count if shape.is_last else 0
+        last_layer = first_layer + shape.layer_count
+        tables = self._tables(chunks)
+        slices = tuple(
+            Slice(i, prefix, tuple(self._rng.randrange(_VOCABULARY) for _ in range(count)), samples=True)
+            for i, (prefix, count) in enumerate(chunks)
+        )
+        hidden_TD = None if shape.is_first else self._hidden(sum(chunk.token_count for chunk in chunks))
+        self._engine.step(Batch(0, (), tuple(NewSequence(i, (1,), (), _GREEDY) for i in range(len(chunks))), ()), ())
+        batch = Batch(1, (), (), slices)
+        least_s, spent_s, done = float("inf"), 0.0, -1
+        while done < _AT_LEAST or (done < self._repetitions and spent_s < self._enough_s):
+            given_TD = None if hidden_TD is None else hidden_TD.clone()
+            self._synchronise()
+            began_s = self._clock()
+            self._engine.runner.run_stage(batch, tables, given_TD, first_layer=first_layer, last_layer=last_layer)
+            self._synchronise()
+            took_s = self._clock() - began_s
+            if done >= 0:  # the first one brings code and data into the caches
+                least_s, spent_s = min(least_s, took_s), spent_s + took_s
+            done += 1
+        self._engine.step(Batch(2, tuple(range(len(chunks))), (), ()), ())
+        return least_s
+
+    def _tables(self, chunks: Sequence[Chunk]) -> list[tuple[int, ...]]:
+        size = self._engine.block_tokens
+        counts = [blocks_for(prefix + count, size) for prefix, count in chunks]
+        blocks = self._rng.sample(range(sum(counts)), sum(counts))
+        ends = [sum(counts[: i + 1]) for i in range(len(counts))]
+        return [tuple(blocks[end - count : end]) for count, end in zip(counts, ends, strict=True)]
+
+    def _hidden(self, tokens: int) -> torch.Tensor:
+        like = self._engine.model.embed(torch.zeros(1, dtype=torch.int64, device=self._device))
+        return torch.randn(tokens, like.shape[1], device=self._device).to(like.dtype)
