@@ -1,0 +1,107 @@
+"""Keeps a stage's cost model true while it executes: fitted again and again on recent steps.
+
+Bounded: of each size of batch, by powers of two of its tokens, the last steps are kept. So what is known of prefills
+outlives a long time of decodes alone.
+"""
+
+from collections import deque
+from collections.abc import Iterable
+
+import numpy as np
+
+from ballast.common.errors import InvariantViolation
+from services.worker.policy.cost import Chunk, CostModel
+from services.worker.policy.cost_fit import StageCosts, StageShape, coefficients_of, cost_of, relative_fit, terms_of
+from services.worker.policy.least_squares import Floats
+
+STEPS_PER_SIZE = 32
+_SIZES = 16  # the largest one has all batches from 2 ** 15 tokens on
+# A fit takes about 0.3 ms, so by work done: no more than a thousandth of it.
+_REFIT_STEPS, _REFIT_S = 16, 0.5
+# Without a model to start from: what a fit needs, lest it knows nothing of batches unlike those it has seen.
+_LEAST_STEPS, _LEAST_SIZES = 32, 3
+# A fit also stays near the model it starts from where recent steps say nothing: each of these counts as one step.
+_ANCHORS = [
+    *[(Chunk(prefix, count),) for prefix in (0, 512) for count in (1, 16, 128, 512)],
+    (Chunk(256, 1),) * 16,
+]
+_ANCHOR_TERMS: Floats = np.array([terms_of(chunks) for chunks in _ANCHORS])
+
+
+class OnlineCost:
+    """The cost model of the stage that this worker executes. One thread.
+
+    What `current` gives is never worse than the profile on the steps that are kept, by mean relative error.
+    """
+
+    def __init__(self, profile: StageCosts | None = None) -> None:
+        self._profile = profile
+        self._shape: StageShape | None = None
+        self._start: CostModel | None = None  # of this shape: the profile's, or what was known of the shape before
+        self._model: CostModel | None = None
+        self._recent: list[deque[tuple[tuple[float, ...], float]]] = []
+        self._new_steps, self._new_s = 0, 0.0
+        self.refits_total = 0
+
+    def current(self) -> CostModel | None:
+        """None: there is no profile and too little has been executed."""
+        return self._model
+
+    @property
+    def step_count(self) -> int:
+        """Steps that are kept."""
+        return sum(len(steps) for steps in self._recent)
+
+    def enter(self, shape: StageShape) -> None:
+        """What this worker executes from now on. Steps of another shape are forgotten."""
+        if shape == self._shape:
+            return
+        if self._profile is not None:
+            self._start = self._profile.of(shape)
+        elif self._model is not None and self._shape is not None:
+            self._start = self._model.scaled(shape.layer_count / self._shape.layer_count)
+        self._shape, self._model = shape, self._start
+        self._recent = [deque(maxlen=STEPS_PER_SIZE) for _ in range(_SIZES)]
+        self._new_steps, self._new_s = 0, 0.0
+
+    def record(self, chunks: Iterable[Chunk], seconds: float) -> None:
+        """A step was executed, after `enter`. Now and then fits anew."""
+        terms = terms_of(chunks)
+        tokens = int(terms[1])
+        if not tokens or seconds <= 0.0:
+            return
+        self._recent[min(tokens.bit_length(), _SIZES) - 1].append((terms, seconds))
+        self._new_steps += 1
+        self._new_s += seconds
+        if self._new_steps >= _REFIT_STEPS and self._new_s >= _REFIT_S:
+            self._refit()
+
+    def _refit(self) -> None:
+        self._new_steps, self._new_s = 0, 0.0
+        kept = [step for steps in self._recent for step in steps]
+        rows = np.array([terms for terms, _ in kept])
+        seconds = np.array([took_s for _, took_s in kept])
+        candidates = [cost for cost in (self._start, self._model) if cost is not None]
+        if self._start is not None:
+            coefficients = coefficients_of(self._start)
+            pace = float(np.median(seconds / (rows @ coefficients)))
+            candidates.append(self._start.scaled(pace))
+            anchored = np.concatenate([rows, _ANCHOR_TERMS])
+            wanted = np.concatenate([seconds, _ANCHOR_TERMS @ coefficients * pace])
+            candidates.append(cost_of(relative_fit(anchored, wanted)))
+        elif len(kept) >= _LEAST_STEPS and sum(bool(steps) for steps in self._recent) >= _LEAST_SIZES:
+            candidates.append(cost_of(relative_fit(rows, seconds)))
+        if candidates:
+            self._model = min(candidates, key=lambda cost: _error(cost, rows, seconds))
+            self.refits_total += 1
+
+    def check(self) -> None:
+        """Raise InvariantViolation if more is kept than may be, or the model cannot be one."""
+        if self.step_count > _SIZES * STEPS_PER_SIZE:
+            raise InvariantViolation(f"{self.step_count} steps are kept")
+        if self._model is not None and not (np.isfinite(c := coefficients_of(self._model)) & (c >= -1e-15)).all():
+            raise InvariantViolation(f"not a cost model: {self._model}")
+
+
+def _error(cost: CostModel, rows: Floats, seconds: Floats) -> float:
+    return float(np.abs(rows @ coefficients_of(cost) / seconds - 1.0).mean())
