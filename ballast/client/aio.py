@@ -256,6 +256,20 @@ class AsyncClient:
         response = await self._ask(self._endpoint(address), lambda s, t: s.Drain(pb.DrainRequest(), timeout=t))
         return response.running_request_count
 
+    async def drain_worker(self, worker_id: str) -> int:
+        """Takes a worker out of routing at all dispatchers; what runs there finishes.
+
+        Returns:
+            How many requests still run or wait in its group.
+
+        Raises:
+            NotFound: no such worker.
+            Unavailable: no dispatcher answers, or no planner.
+        """
+        request = pb.DrainWorkerRequest(worker_id=worker_id, request_id=f"drain-{secrets.token_hex(6)}")
+        response = await self._ask_any(lambda s, t: s.DrainWorker(request, timeout=t))
+        return response.running_request_count
+
     @property
     def addresses(self) -> tuple[str, ...]:
         """The dispatchers."""

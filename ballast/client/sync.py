@@ -279,6 +279,10 @@ class Client:
         """Tells one dispatcher to take no more requests; see `AsyncClient.drain`."""
         return self._loop.run(self._client.drain(address))
 
+    def drain_worker(self, worker_id: str) -> int:
+        """Takes a worker out of routing at all dispatchers; see `AsyncClient.drain_worker`."""
+        return self._loop.run(self._client.drain_worker(worker_id))
+
     @property
     def addresses(self) -> tuple[str, ...]:
         """The dispatchers."""

@@ -26,6 +26,7 @@ from services.dispatcher.config import DispatcherSettings, flags
 from services.dispatcher.core.dispatcher import DispatcherCore, Limits
 from services.dispatcher.core.events import LayoutChanged
 from services.dispatcher.core.placement import PlacementRules
+from services.dispatcher.peers import PlannerClient
 from services.dispatcher.policy.freeness import RoutingRules
 from services.dispatcher.servicer import DispatcherServicer, ServingBounds
 from services.dispatcher.shell.dispatcher import DispatcherShell
@@ -99,7 +100,7 @@ async def _serve(
             max_queued_token_count=settings.max_num_queued_tokens,
         ),
         clock=clock,
-        planner=planner,
+        planner=PlannerClient(planner),
     )
 
     def register(server: grpc.aio.Server) -> None:

@@ -12,7 +12,7 @@ import grpc.aio
 from ballast import __version__
 from ballast.common.clock import Clock
 from ballast.common.errors import InvalidRequest, Unavailable
-from ballast.common.ids import RequestId
+from ballast.common.ids import RequestId, WorkerId
 from ballast.common.sampling import FinishReason, SamplingParams
 from ballast.rpc.codec import (
     finish_to_proto,
@@ -23,7 +23,6 @@ from ballast.rpc.codec import (
     sampling_from_proto,
 )
 from ballast.rpc.deadline import remaining_s
-from ballast.service.leadership import LeaderAddress
 from ballastpb.cluster.v1 import cluster_pb2
 from ballastpb.inference.v1 import inference_pb2 as pb
 from ballastpb.inference.v1 import inference_pb2_grpc
@@ -31,13 +30,14 @@ from services.dispatcher.core.events import Finish, Request
 from services.dispatcher.shell.clients import ClientStream, Delivery
 from services.dispatcher.shell.dispatcher import DispatcherShell
 from services.dispatcher.shell.links import Identity
-from services.dispatcher.shell.ports import RequestClaims
+from services.dispatcher.shell.ports import PlannerPort, RequestClaims
 from services.dispatcher.text import PromptEncoder
 
 # Any: grpc.aio has no better type for the context's messages.
 Context = grpc.aio.ServicerContext[Any, Any]
 
 _MAX_REQUEST_ID_CHARS = 128
+_PLANNER_TIMEOUT_S = 10.0
 # A prompt of that many tokens, and as many generated ones, fit into one message to a worker.
 _MAX_PROMPT_TOKENS = 1_000_000
 
@@ -59,7 +59,7 @@ class DispatcherServicer(inference_pb2_grpc.InferenceServiceServicer):
         identity: Identity,
         bounds: ServingBounds,
         clock: Clock,
-        planner: LeaderAddress,
+        planner: PlannerPort,
     ) -> None:
         self._planner = planner
         self._shell = shell
@@ -125,12 +125,23 @@ class DispatcherServicer(inference_pb2_grpc.InferenceServiceServicer):
             draining=core.draining,
             uptime_s=self._clock.now_s() - self._started_at_s,
             state_server_reachable=self._claims.reachable,
-            planner_address=self._planner.current or "",
+            planner_address=self._planner.address,
         )
 
     async def Drain(self, request: pb.DrainRequest, context: Context) -> pb.DrainResponse:
         self._shell.drain()
         return pb.DrainResponse(running_request_count=len(self._shell.core.requests))
+
+    async def DrainWorker(self, request: pb.DrainWorkerRequest, context: Context) -> pb.DrainWorkerResponse:
+        if not request.worker_id:
+            raise InvalidRequest("worker_id", "must not be empty")
+        left_s = remaining_s(context)
+        timeout_s = _PLANNER_TIMEOUT_S if left_s is None else min(left_s, _PLANNER_TIMEOUT_S)
+        worker_id = WorkerId(request.worker_id)
+        epoch = await self._planner.drain_worker(worker_id, request.request_id or str(uuid.uuid4()), timeout_s)
+        return pb.DrainWorkerResponse(
+            epoch=epoch, running_request_count=self._shell.core.fleet.request_count_at(worker_id)
+        )
 
     # --------------------------------------------------------------------------------------------- generate
 

@@ -3,15 +3,17 @@
 import asyncio
 import os
 import signal
+import sys
+from asyncio.subprocess import PIPE, STDOUT
 from pathlib import Path
 
 import pytest
 
-from ballast.client import AsyncClient, SamplingParams
+from ballast.client import AsyncClient, ClusterStatus, SamplingParams
 from ballast.common.errors import Unavailable
 from ballast.local.cluster import LocalCluster
 from ballast.model.tiny import make_preset
-from tests.support.cluster import until
+from tests.support.cluster import idle, until
 
 SAMPLING = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
 
@@ -42,6 +44,51 @@ def test_dispatchers_and_workers_come_and_go_while_requests_are_answered(model: 
             cluster.kill("worker", 1, signal.SIGSTOP)
 
     asyncio.run(story())
+
+
+def test_a_drained_worker_gets_nothing_new_and_finishes_what_it_has(model: Path) -> None:
+    async def story() -> None:
+        async with (
+            LocalCluster(model, workers=2, dispatchers=2, device_memory_bytes=8 << 20) as cluster,
+            AsyncClient(cluster.addresses) as client,
+        ):
+            long = SamplingParams(max_tokens=400, temperature=0.0, ignore_eos=True)
+            running = [asyncio.create_task(client.generate(f"A ship {i}", long)) for i in range(8)]
+            await until(client, lambda status: all(w.load and w.load.running_count for w in status.workers))
+            # Nothing but a dispatcher is asked; twice, as one would who is not sure.
+            for address in cluster.addresses:
+                assert "worker-0 takes nothing new; " in await ballast("drain", "worker-0", "--address", address)
+            assert "no worker is called worker-7" in await ballast("drain", "worker-7", "--address", cluster.address)
+            assert [len((await answer).token_ids) for answer in running] == [400] * 8
+
+            for address in cluster.addresses:
+                async with AsyncClient(address) as one:  # each dispatcher reads the layout by itself
+                    await until(one, lambda status: draining(status) == {"worker-0"})
+            before = prompt_tokens(await until(client, idle))
+            for _ in range(6):
+                await client.generate("A ship", SAMPLING, deadline_s=20)
+            after = prompt_tokens(await until(client, idle))
+            assert after["worker-0"] == before["worker-0"]
+            assert after["worker-1"] > before["worker-1"]
+
+    asyncio.run(story())
+
+
+async def ballast(*arguments: str) -> str:
+    """What the command says."""
+    command = [sys.executable, "-m", "ballast.cli.main", *arguments]
+    process = await asyncio.create_subprocess_exec(*command, stdout=PIPE, stderr=STDOUT)
+    output, _ = await asyncio.wait_for(process.communicate(), 30)
+    return output.decode()
+
+
+def draining(status: ClusterStatus) -> set[str]:
+    assert status.layout is not None
+    return {member.worker_id for group in status.layout.groups for member in group.members if member.draining}
+
+
+def prompt_tokens(status: ClusterStatus) -> dict[str, int]:
+    return {worker.worker_id: worker.load.prompt_tokens_total for worker in status.workers if worker.load is not None}
 
 
 def test_a_crash_is_reported_on_leaving(model: Path) -> None:

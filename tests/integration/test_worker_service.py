@@ -313,6 +313,14 @@ def test_drain_refuses_what_is_new(model: Path) -> None:
         assert new.reason is None
         assert (await status_of(served.channel)).load.draining
 
+        # Who attaches now is welcome, and told: a transition may still move requests here.
+        another = await Attached.open(served.channel)
+        assert another.welcome.load.draining
+        await another.submit(1, 40)
+        (refused,) = await another.ended(1)
+        assert refused.ending is not None
+        assert refused.ending.refused
+
     play(model, story)
 
 

@@ -45,6 +45,7 @@ class Attached:
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self.stub = worker_pb2_grpc.WorkerServiceStub(channel)
         self.call: grpc.aio.StreamStreamCall[pb.AttachRequest, pb.AttachResponse] = self.stub.Attach()
+        self.welcome = pb.Welcome()
         self.heard: dict[int, Heard] = {}
         self.loads: list[cluster_pb2.LoadReport] = []
         self._wants_logprobs: set[int] = set()
@@ -55,7 +56,8 @@ class Attached:
         attached = cls(channel)
         status: pb.GetStatusResponse = await attached.stub.GetStatus(pb.GetStatusRequest())
         await attached.call.write(hello(status.worker_id, status.incarnation))
-        assert (await attached.read()).welcome.worker_id == status.worker_id
+        attached.welcome = (await attached.read()).welcome
+        assert attached.welcome.worker_id == status.worker_id
         return attached
 
     async def submit(

@@ -86,6 +86,14 @@ class ScriptedDispatcher(inference_pb2_grpc.InferenceServiceServicer):
         self.drained = True
         return pb.DrainResponse(running_request_count=len(self.running))
 
+    async def DrainWorker(self, request: pb.DrainWorkerRequest, context: Any) -> pb.DrainWorkerResponse:
+        for worker in self.status.workers:
+            if worker.worker_id == request.worker_id:
+                return pb.DrainWorkerResponse(
+                    epoch=1, running_request_count=worker.load.running_count + worker.load.waiting_count
+                )
+        raise NotFound("no such worker")
+
 
 @contextlib.asynccontextmanager
 async def serving(dispatcher: ScriptedDispatcher) -> AsyncGenerator[str, None]:

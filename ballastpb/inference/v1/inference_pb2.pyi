@@ -513,3 +513,50 @@ class DrainResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DrainResponse: _TypeAlias = DrainResponse  # noqa: Y015
+
+@_typing.final
+class DrainWorkerRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    worker_id: _builtins.str
+    request_id: _builtins.str
+    """Names the operator's action in logs; a repeated id is answered like the first time."""
+    def __init__(
+        self,
+        *,
+        worker_id: _builtins.str = ...,
+        request_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_id", b"request_id", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DrainWorkerRequest: _TypeAlias = DrainWorkerRequest  # noqa: Y015
+
+@_typing.final
+class DrainWorkerResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EPOCH_FIELD_NUMBER: _builtins.int
+    RUNNING_REQUEST_COUNT_FIELD_NUMBER: _builtins.int
+    epoch: _builtins.int
+    """The layout says it from this epoch on."""
+    running_request_count: _builtins.int
+    """In the worker's group, by its leader's last word to this dispatcher."""
+    def __init__(
+        self,
+        *,
+        epoch: _builtins.int = ...,
+        running_request_count: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "running_request_count", b"running_request_count"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DrainWorkerResponse: _TypeAlias = DrainWorkerResponse  # noqa: Y015

@@ -64,6 +64,11 @@ class InferenceServiceStub:
                 request_serializer=ballastpb_dot_inference_dot_v1_dot_inference__pb2.DrainRequest.SerializeToString,
                 response_deserializer=ballastpb_dot_inference_dot_v1_dot_inference__pb2.DrainResponse.FromString,
                 _registered_method=True)
+        self.DrainWorker = channel.unary_unary(
+                '/ballastpb.inference.v1.InferenceService/DrainWorker',
+                request_serializer=ballastpb_dot_inference_dot_v1_dot_inference__pb2.DrainWorkerRequest.SerializeToString,
+                response_deserializer=ballastpb_dot_inference_dot_v1_dot_inference__pb2.DrainWorkerResponse.FromString,
+                _registered_method=True)
 
 
 class InferenceServiceServicer:
@@ -117,6 +122,14 @@ class InferenceServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def DrainWorker(self, request, context):
+        """Takes a worker out of routing at all dispatchers; what runs there finishes. Passed on to the active planner, so
+        that operators need to reach a dispatcher only. NOT_FOUND: no such worker. UNAVAILABLE: no planner answers.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_InferenceServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -149,6 +162,11 @@ def add_InferenceServiceServicer_to_server(servicer, server):
                     servicer.Drain,
                     request_deserializer=ballastpb_dot_inference_dot_v1_dot_inference__pb2.DrainRequest.FromString,
                     response_serializer=ballastpb_dot_inference_dot_v1_dot_inference__pb2.DrainResponse.SerializeToString,
+            ),
+            'DrainWorker': grpc.unary_unary_rpc_method_handler(
+                    servicer.DrainWorker,
+                    request_deserializer=ballastpb_dot_inference_dot_v1_dot_inference__pb2.DrainWorkerRequest.FromString,
+                    response_serializer=ballastpb_dot_inference_dot_v1_dot_inference__pb2.DrainWorkerResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -313,6 +331,33 @@ class InferenceService:
             '/ballastpb.inference.v1.InferenceService/Drain',
             ballastpb_dot_inference_dot_v1_dot_inference__pb2.DrainRequest.SerializeToString,
             ballastpb_dot_inference_dot_v1_dot_inference__pb2.DrainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DrainWorker(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ballastpb.inference.v1.InferenceService/DrainWorker',
+            ballastpb_dot_inference_dot_v1_dot_inference__pb2.DrainWorkerRequest.SerializeToString,
+            ballastpb_dot_inference_dot_v1_dot_inference__pb2.DrainWorkerResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -50,6 +50,10 @@ class InferenceServiceStub:
     """The cluster as this dispatcher sees it: layout, load and memory of each worker, its own backlog."""
     Drain: _grpc.UnaryUnaryMultiCallable[_inference_pb2.DrainRequest, _inference_pb2.DrainResponse]
     """Stops taking requests, lets running ones finish. Returns at once."""
+    DrainWorker: _grpc.UnaryUnaryMultiCallable[_inference_pb2.DrainWorkerRequest, _inference_pb2.DrainWorkerResponse]
+    """Takes a worker out of routing at all dispatchers; what runs there finishes. Passed on to the active planner, so
+    that operators need to reach a dispatcher only. NOT_FOUND: no such worker. UNAVAILABLE: no planner answers.
+    """
 
 @_typing.type_check_only
 class InferenceServiceAsyncStub(InferenceServiceStub):
@@ -73,6 +77,10 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
     """The cluster as this dispatcher sees it: layout, load and memory of each worker, its own backlog."""
     Drain: _aio.UnaryUnaryMultiCallable[_inference_pb2.DrainRequest, _inference_pb2.DrainResponse]  # type: ignore[assignment]
     """Stops taking requests, lets running ones finish. Returns at once."""
+    DrainWorker: _aio.UnaryUnaryMultiCallable[_inference_pb2.DrainWorkerRequest, _inference_pb2.DrainWorkerResponse]  # type: ignore[assignment]
+    """Takes a worker out of routing at all dispatchers; what runs there finishes. Passed on to the active planner, so
+    that operators need to reach a dispatcher only. NOT_FOUND: no such worker. UNAVAILABLE: no planner answers.
+    """
 
 class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -129,5 +137,15 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_inference_pb2.DrainResponse, _abc.Awaitable[_inference_pb2.DrainResponse]]:
         """Stops taking requests, lets running ones finish. Returns at once."""
+
+    @_abc_1.abstractmethod
+    def DrainWorker(
+        self,
+        request: _inference_pb2.DrainWorkerRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_inference_pb2.DrainWorkerResponse, _abc.Awaitable[_inference_pb2.DrainWorkerResponse]]:
+        """Takes a worker out of routing at all dispatchers; what runs there finishes. Passed on to the active planner, so
+        that operators need to reach a dispatcher only. NOT_FOUND: no such worker. UNAVAILABLE: no planner answers.
+        """
 
 def add_InferenceServiceServicer_to_server(servicer: InferenceServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

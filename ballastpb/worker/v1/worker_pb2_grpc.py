@@ -80,7 +80,9 @@ class WorkerServiceServicer:
         Order is kept in both directions. When the stream ends in any way the worker drops all requests that came over
         it and frees their KV; the dispatcher replays them elsewhere.
 
-        FAILED_PRECONDITION: Hello names another incarnation. UNAVAILABLE: draining.
+        FAILED_PRECONDITION: Hello names another incarnation. UNAVAILABLE: another worker answers at this address.
+        A draining worker answers Welcome all the same: its load says that it drains, it refuses each new request
+        (Ending.refused), and takes those that a transition moves to it (Submit.expects_handover).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

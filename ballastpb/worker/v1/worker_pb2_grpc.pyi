@@ -37,7 +37,9 @@ class WorkerServiceStub:
     Order is kept in both directions. When the stream ends in any way the worker drops all requests that came over
     it and frees their KV; the dispatcher replays them elsewhere.
 
-    FAILED_PRECONDITION: Hello names another incarnation. UNAVAILABLE: draining.
+    FAILED_PRECONDITION: Hello names another incarnation. UNAVAILABLE: another worker answers at this address.
+    A draining worker answers Welcome all the same: its load says that it drains, it refuses each new request
+    (Ending.refused), and takes those that a transition moves to it (Submit.expects_handover).
     """
     GetStatus: _grpc.UnaryUnaryMultiCallable[_worker_pb2.GetStatusRequest, _worker_pb2.GetStatusResponse]
     Prepare: _grpc.UnaryUnaryMultiCallable[_worker_pb2.PrepareRequest, _worker_pb2.PrepareResponse]
@@ -64,7 +66,9 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
     Order is kept in both directions. When the stream ends in any way the worker drops all requests that came over
     it and frees their KV; the dispatcher replays them elsewhere.
 
-    FAILED_PRECONDITION: Hello names another incarnation. UNAVAILABLE: draining.
+    FAILED_PRECONDITION: Hello names another incarnation. UNAVAILABLE: another worker answers at this address.
+    A draining worker answers Welcome all the same: its load says that it drains, it refuses each new request
+    (Ending.refused), and takes those that a transition moves to it (Submit.expects_handover).
     """
     GetStatus: _aio.UnaryUnaryMultiCallable[_worker_pb2.GetStatusRequest, _worker_pb2.GetStatusResponse]  # type: ignore[assignment]
     Prepare: _aio.UnaryUnaryMultiCallable[_worker_pb2.PrepareRequest, _worker_pb2.PrepareResponse]  # type: ignore[assignment]
@@ -94,7 +98,9 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         Order is kept in both directions. When the stream ends in any way the worker drops all requests that came over
         it and frees their KV; the dispatcher replays them elsewhere.
 
-        FAILED_PRECONDITION: Hello names another incarnation. UNAVAILABLE: draining.
+        FAILED_PRECONDITION: Hello names another incarnation. UNAVAILABLE: another worker answers at this address.
+        A draining worker answers Welcome all the same: its load says that it drains, it refuses each new request
+        (Ending.refused), and takes those that a transition moves to it (Submit.expects_handover).
         """
 
     @_abc_1.abstractmethod

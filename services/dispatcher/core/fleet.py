@@ -123,6 +123,16 @@ class Fleet:
         incarnation = self.lives.get(worker_id)
         return None if incarnation is None else self._workers.get(WorkerKey(worker_id, incarnation))
 
+    def request_count_at(self, worker_id: WorkerId) -> int:
+        """What runs and waits in the worker's group, by its leader's last word; 0 where nothing is known of it."""
+        groups = self.layout.groups if self.layout is not None else ()
+        for group in groups:
+            if any(member.worker_id == worker_id for member in group.members):
+                leader = self.member(group.leader.worker_id)
+                load = leader.load if leader is not None else None
+                return load.running_count + load.waiting_count if load is not None else 0
+        return 0
+
     @property
     def usable(self) -> list[Worker]:
         return [worker for worker in self if worker.usable]

@@ -2,7 +2,7 @@
 
 from typing import Protocol
 
-from ballast.common.ids import RequestId
+from ballast.common.ids import Epoch, RequestId, WorkerId
 
 
 class RequestClaims(Protocol):
@@ -18,3 +18,22 @@ class RequestClaims(Protocol):
         ...
 
     def release(self, request_id: RequestId) -> None: ...
+
+
+class PlannerPort(Protocol):
+    """What operators may ask of the planner through the dispatcher: they need not reach the inner network."""
+
+    @property
+    def address(self) -> str:
+        """host:port of the active one; empty while nobody knows."""
+        ...
+
+    async def drain_worker(self, worker_id: WorkerId, request_id: str, timeout_s: float) -> Epoch:
+        """
+        Returns:
+            The epoch from which on the worker gets nothing new.
+
+        Raises:
+            BallastError: what the planner answers, or that it does not.
+        """
+        ...
