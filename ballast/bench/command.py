@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from ballast.bench.overload_command import add_overload_parser
+from ballast.bench.plot_command import add_plot_parser
 from ballast.bench.progress import open_console
 from ballast.bench.records import Outcome
 from ballast.bench.replay import ReplayOptions
@@ -50,6 +51,7 @@ def add_parser(subparsers: "_SubParsersAction[argparse.ArgumentParser]") -> None
     replay.add_argument("--record-tokens", action="store_true", help="keep prompt and answer of each request")
     replay.set_defaults(run=run)
     add_overload_parser(commands)
+    add_plot_parser(commands)
 
 
 def run(args: argparse.Namespace) -> int:

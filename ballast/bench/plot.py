@@ -6,29 +6,18 @@ Its stubs leave **kwargs without types, hence the comment below.
 # pyright: reportUnknownMemberType=false
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ballast.bench.records import Outcome
 from ballast.bench.results import BenchResult, PolicyResult
+from ballast.bench.style import BLUE, GREEN, GREY, MIB, ORANGE, RC, VERMILION
 from ballast.common.errors import ConfigError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# Okabe and Ito's colours, told apart by colour-blind readers too; lines differ in style as well.
-_BLUE, _ORANGE, _GREEN, _VERMILION, _GREY = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#666666"
-_STYLE: dict[Any, Any] = {  # Any: as matplotlib declares its settings
-    "font.size": 10,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "grid.alpha": 0.3,
-    "legend.frameon": False,
-    "legend.fontsize": 9,
-}
-_MIB = 1 << 20
 _FAILURE_MARKS = {Outcome.REFUSED: "refused", Outcome.DEADLINE: "over its deadline", Outcome.FAILED: "failed"}
 
 
@@ -45,7 +34,7 @@ def plot_result(result: BenchResult, path: Path) -> None:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ConfigError("plot", "needs matplotlib: pip install 'ballast[bench]'") from error
-    with mpl.rc_context(_STYLE):
+    with mpl.rc_context(RC):
         count = len(result.policies)
         figure = Figure(figsize=(max(8.0, 6.0 * count), 10.0), layout="constrained")
         axes: list[list[Axes]] = figure.subplots(4, count, sharex=True, sharey="row", squeeze=False).tolist()
@@ -83,12 +72,12 @@ def _draw_policy(axes: "list[Axes]", policy: PolicyResult) -> None:
     for axis in axes:
         axis.set_xlim(0, max(policy.duration_s, 1.0))
         for begin_s, end_s, _ in spans:
-            axis.axvspan(begin_s, end_s, color=_GREY, alpha=0.13, linewidth=0, zorder=0)
+            axis.axvspan(begin_s, end_s, color=GREY, alpha=0.13, linewidth=0, zorder=0)
         for transition in policy.transitions:
-            axis.axvline(transition.at_s, color=_GREY, linewidth=0.8, linestyle=":")
+            axis.axvline(transition.at_s, color=GREY, linewidth=0.8, linestyle=":")
             if transition.duration_s:
                 end_s = transition.at_s + transition.duration_s
-                axis.axvspan(transition.at_s, end_s, color=_GREY, alpha=0.3, linewidth=0, zorder=0)
+                axis.axvspan(transition.at_s, end_s, color=GREY, alpha=0.3, linewidth=0, zorder=0)
     _name_groups(rate, spans)
     _name_transitions(memory, policy)
 
@@ -127,7 +116,7 @@ def _name_groups(axis: "Axes", spans: list[Span]) -> None:
             textcoords="offset points",
             va="bottom",
             fontsize=8,
-            color=_GREY,
+            color=GREY,
         )
 
 
@@ -144,7 +133,7 @@ def _name_transitions(axis: "Axes", policy: PolicyResult) -> None:
             textcoords="offset points",
             va="top",
             fontsize=8,
-            color=_GREY,
+            color=GREY,
         )
 
 
@@ -152,16 +141,16 @@ def _draw_rate(axis: "Axes", policy: PolicyResult) -> None:
     width_s = max(1.0, round(policy.duration_s / 75))
     edges = np.arange(0, policy.duration_s + 2 * width_s, width_s)
     counts, _ = np.histogram([r.planned_s for r in policy.requests], edges)
-    axis.stairs(counts / width_s, edges, fill=True, color=_BLUE, alpha=0.7)
+    axis.stairs(counts / width_s, edges, fill=True, color=BLUE, alpha=0.7)
     axis.set_ylabel("requests/s")
 
 
 def _draw_memory(axis: "Axes", policy: PolicyResult) -> None:
     series = policy.series
-    capacity_mib = np.array(series.kv_capacity_bytes) / _MIB
-    axis.step(series.at_s, capacity_mib, where="post", color=_GREY, linestyle="--", label="capacity")
-    axis.plot(series.at_s, np.array(series.kv_demand_bytes) / _MIB, color=_VERMILION, label="wanted")
-    axis.fill_between(series.at_s, np.array(series.kv_used_bytes) / _MIB, color=_BLUE, alpha=0.3, label="used")
+    capacity_mib = np.array(series.kv_capacity_bytes) / MIB
+    axis.step(series.at_s, capacity_mib, where="post", color=GREY, linestyle="--", label="capacity")
+    axis.plot(series.at_s, np.array(series.kv_demand_bytes) / MIB, color=VERMILION, label="wanted")
+    axis.fill_between(series.at_s, np.array(series.kv_used_bytes) / MIB, color=BLUE, alpha=0.3, label="used")
     axis.set_ylabel("KV cache (MiB)")
     _legend_above(axis)
 
@@ -173,23 +162,23 @@ def _draw_ttft(axis: "Axes", policy: PolicyResult) -> None:
     axis.set_ylabel("TTFT (s)")
     if not finished:
         return
-    axis.scatter(*zip(*finished, strict=True), s=9, color=_BLUE, alpha=0.7, linewidths=0, label="one request")
+    axis.scatter(*zip(*finished, strict=True), s=9, color=BLUE, alpha=0.7, linewidths=0, label="one request")
     for value_s, label, style in ((policy.ttft_s.p50, "median", "-"), (policy.ttft_s.p99, "p99", "--")):
         if value_s is not None:
-            axis.axhline(value_s, color=_VERMILION, linewidth=1, linestyle=style, label=label)
+            axis.axhline(value_s, color=VERMILION, linewidth=1, linestyle=style, label=label)
     top_s = max(ttft_s for _, ttft_s in finished)
     marks = ("x", "v", "s")
     for (outcome, label), mark in zip(_FAILURE_MARKS.items(), marks, strict=True):
         at_s = [r.planned_s for r in policy.requests if r.outcome is outcome]
         if at_s:
-            axis.scatter(at_s, [2 * top_s] * len(at_s), s=18, color=_ORANGE, marker=mark, label=label)
+            axis.scatter(at_s, [2 * top_s] * len(at_s), s=18, color=ORANGE, marker=mark, label=label)
     _legend_above(axis)
 
 
 def _draw_load(axis: "Axes", policy: PolicyResult) -> None:
     series = policy.series
-    axis.plot(series.at_s, series.running_count, color=_GREEN, label="running")
-    axis.plot(series.at_s, series.waiting_count, color=_ORANGE, linestyle="--", label="waiting")
+    axis.plot(series.at_s, series.running_count, color=GREEN, label="running")
+    axis.plot(series.at_s, series.waiting_count, color=ORANGE, linestyle="--", label="waiting")
     axis.set_ylabel("requests")
     _legend_above(axis)
 

@@ -2,9 +2,19 @@
 
 import random
 from array import array
+from pathlib import Path
 
 from ballast.bench.records import Outcome, ReplayRun, RequestRecord, StatusSample, TimedTransition
-from ballast.bench.results import BenchConfig, BenchResult, Environment, ModelFacts, TraceInfo, policy_result
+from ballast.bench.results import (
+    BenchConfig,
+    BenchResult,
+    ComparisonFacts,
+    Environment,
+    ModelFacts,
+    TraceInfo,
+    policy_result,
+    write_result,
+)
 from ballast.bench.transitions import PlannerTransition
 
 
@@ -132,3 +142,58 @@ def bench_result(run: ReplayRun, *policies: str) -> BenchResult:
         ),
         policies={name: policy_result(run, name) for name in policies or ("recompute",)},
     )
+
+
+# label -> (overload policy, knobs, seconds that its requests wait beyond those of `bursty_run`)
+CONTESTANTS: dict[str, tuple[str, dict[str, str], float]] = {
+    "recompute": ("recompute", {}, 9.0),
+    "recompute:watermark=0.2": ("recompute", {"watermark": "0.2"}, 8.0),
+    "static-pipeline": ("static-pipeline", {}, 1.0),
+    "static-pipeline:degree=4": ("static-pipeline", {"degree": "4"}, 2.0),
+    "swap": ("swap", {}, 6.0),
+    "drop": ("drop", {}, 0.0),
+    "drop:restore=off": ("drop", {"restore": "off"}, 0.3),
+}
+
+
+def late_run(policy: str, extra_s: float, seed: int) -> ReplayRun:
+    """As `bursty_run`, but those who arrive in the burst wait longer or (`drop`) hardly at all."""
+    run = dropped_run() if policy == "drop" else bursty_run()
+    rng = random.Random(seed)
+    for made in run.records:
+        wait_s = 0.02 + rng.random() * (0.02 + extra_s * max(0.0, 1 - abs(made.planned_s - 33) / 12))
+        if made.token_times_s:
+            shift_s = made.planned_s + wait_s - made.token_times_s[0]
+            slower = 1 + 0.5 * rng.random() * (1 + extra_s / 10)
+            first_s = made.token_times_s[0]
+            made.token_times_s = array("d", [first_s + shift_s + slower * (t - first_s) for t in made.token_times_s])
+            made.end_s = made.token_times_s[-1]
+    return run
+
+
+def comparison_result(workload: str, label: str, repetition: int, position: int) -> BenchResult:
+    policy, knobs, extra_s = CONTESTANTS[label]
+    facts = ComparisonFacts(
+        workload=workload,
+        policy=label,
+        overload_policy=policy,
+        knobs=knobs,
+        repetition=repetition,
+        position=position,
+        warmup_request_count=8,
+        undropped_kv_bytes=256 << 20,
+        forecast_demand_fraction=0.55,
+        plan_digest=workload,
+    )
+    return bench_result(late_run(policy, extra_s, repetition), label).model_copy(update={"comparison": facts})
+
+
+def write_comparison(out: Path, workloads: tuple[str, ...] = ("spiky",), repetitions: int = 2) -> None:
+    """Files as `bench overload` writes them."""
+    position = 0
+    for repetition in range(repetitions):
+        for workload in workloads:
+            for number, label in enumerate(CONTESTANTS):
+                result = comparison_result(workload, label, repetition, position)
+                write_result(out / "runs" / workload / f"{number}.{repetition}.json", result)
+                position += 1

@@ -1,0 +1,56 @@
+"""`ballast bench plot`: figures, a table and a report out of the results of `ballast bench overload`.
+
+matplotlib's stubs leave some arguments without types, hence the comment below.
+"""
+
+# pyright: reportUnknownMemberType=false
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ballast.bench.progress import open_console
+from ballast.bench.study import read_study
+from ballast.bench.style import RC
+from ballast.common.errors import ConfigError
+
+if TYPE_CHECKING:
+    from argparse import _SubParsersAction  # pyright: ignore[reportPrivateUsage] -- it has no public name
+
+
+def add_plot_parser(commands: "_SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = commands.add_parser(
+        "plot",
+        help="draw what `bench overload` has measured",
+        description="Reads result files only. Writes figures (SVG and PNG), table.md, and report.html, which holds"
+        " everything and opens without network.",
+    )
+    parser.set_defaults(run=run)
+    parser.add_argument("--results", type=Path, required=True, metavar="DIR", help="--out of `bench overload`")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR")
+
+
+def run(args: argparse.Namespace) -> int:
+    try:
+        import matplotlib as mpl
+
+        from ballast.bench import figures, report
+    except ImportError as error:
+        raise ConfigError("bench plot", "needs matplotlib: pip install 'ballast[bench]'") from error
+    console = open_console()
+    study = read_study(args.results)
+    with mpl.rc_context(RC):
+        drawn = figures.draw_all(study)
+        table, page = report.text_table(study), report.html_report(study, drawn)
+        try:
+            args.out.mkdir(parents=True, exist_ok=True)
+            for one in drawn:
+                for form in ("svg", "png"):
+                    (args.out / f"{one.name}.{form}").write_bytes(report.drawing(one, form))
+            (args.out / "table.md").write_text(table)
+            (args.out / "report.html").write_text(page)
+        except OSError as error:
+            raise ConfigError(str(args.out), f"cannot be written: {error.strerror}") from error
+    console.print(table, markup=False)
+    console.print(f"wrote {args.out / 'report.html'}, table.md and {len(drawn)} figures")
+    return 0

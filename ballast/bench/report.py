@@ -1,0 +1,228 @@
+"""A comparison as a table, and as one HTML page that needs nothing but itself: figures are inside it.
+
+matplotlib's stubs leave **kwargs without types, hence the comment below.
+"""
+
+# pyright: reportUnknownMemberType=false
+
+import base64
+import html
+import io
+from collections.abc import Callable, Sequence
+from statistics import median
+from typing import Literal
+
+from ballast.bench.figures import EXTREME_SCALE, Drawn
+from ballast.bench.records import Outcome
+from ballast.bench.results import BenchResult, PolicyResult
+from ballast.bench.study import Contestant, Spread, Study, WorkloadStudy, first_violation_s
+from ballast.bench.table import duration, share
+from ballast.model.info import human_bytes
+
+_DPI = 130
+COLUMNS = (
+    "policy",
+    "runs",
+    "TTFT P50",
+    "TTFT P99",
+    "TTFT P99.9",
+    "TPOT P50",
+    "TPOT P99",
+    "tokens/s",
+    "over SLO x5",
+    "over SLO x10",
+    "KV demand",
+    "preemptions",
+    "transitions",
+    "not served",
+)
+
+
+def rows_of(workload: WorkloadStudy) -> list[tuple[str, ...]]:
+    """For each contestant, under `COLUMNS`, medians over repetitions, with the range where there are several."""
+    return [_row(workload, c) for c in workload.contestants]
+
+
+def _row(workload: WorkloadStudy, c: Contestant) -> tuple[str, ...]:
+    return (
+        c.label,
+        str(len(c.runs)),
+        _time(c.spread(lambda r: r.ttft_s.p50)),
+        _time(c.spread(lambda r: r.ttft_s.p99)),
+        _time(c.spread(lambda r: r.ttft_s.p999)),
+        _time(c.spread(lambda r: r.tpot_s.p50)),
+        _time(c.spread(lambda r: r.tpot_s.p99)),
+        _number(c.spread(lambda r: r.throughput_tokens_per_s)),
+        _share(workload.violations(c, 5)),
+        _share(workload.violations(c, 10)),
+        _share(workload.demand_fraction(c)),
+        _number(c.spread(lambda r: float(max(r.series.preemptions_total, default=0)))),
+        _transitions(c.results),
+        _number(c.spread(lambda r: float(r.request_count - r.outcomes.get(Outcome.FINISHED, 0)))),
+    )
+
+
+def verdicts(workload: WorkloadStudy) -> list[str]:
+    """Ours against the rivals, in sentences. Nothing where one of both is missing."""
+    ours = next((c for c in workload.contestants if c.is_ours), None)
+    rivals = [c for c in workload.contestants if not c.is_ours]
+    if ours is None or not rivals:
+        return []
+    lines: list[str] = []
+    p99 = ours.spread(lambda r: r.ttft_s.p99).middle
+    others = [s.middle for c in rivals if (s := c.spread(lambda r: r.ttft_s.p99)).middle is not None]
+    if p99 and others:
+        lines.append(
+            f"P99 TTFT of {ours.label} is {median(others) / p99:.1f} times lower than the median rival's,"
+            f" {min(others) / p99:.1f} times lower than the best one's (KunServe reports 12.7 to 72.2 times)."
+        )
+        lines.append(_in_every_repetition(ours, rivals))
+    p50 = ours.spread(lambda r: r.tpot_s.p50).middle
+    best = [s.middle for c in rivals if (s := c.spread(lambda r: r.tpot_s.p50)).middle is not None]
+    if p50 and best:
+        lines.append(f"P50 TPOT is {p50 / min(best) - 1:+.1%} against the best rival's (KunServe: up to +22.7 %).")
+    if workload.name.startswith("extreme-"):
+        lines += [_first_violation(workload, c) for c in workload.contestants]
+    return lines
+
+
+def _in_every_repetition(ours: Contestant, rivals: Sequence[Contestant]) -> str:
+    repetitions = min(len(c.runs) for c in (ours, *rivals))
+    won = sum(
+        all((ours.results[i].ttft_s.p99 or 0.0) < (c.results[i].ttft_s.p99 or 0.0) for c in rivals)
+        for i in range(repetitions)
+    )
+    return f"It is the lowest of all in {won} of {repetitions} repetitions."
+
+
+def _first_violation(workload: WorkloadStudy, c: Contestant) -> str:
+    at_s = Spread.of([first_violation_s(r, workload.reference, EXTREME_SCALE) for r in c.results])
+    when = "none" if at_s.middle is None else _time(at_s)
+    return f"{c.label}: first TTFT over {EXTREME_SCALE:g} times the reference: {when}."
+
+
+def text_table(study: Study) -> str:
+    """Markdown."""
+    parts: list[str] = []
+    for workload in study.workloads:
+        rows = rows_of(workload)
+        lines = [" | ".join(COLUMNS), " | ".join("---" for _ in COLUMNS), *(" | ".join(row) for row in rows)]
+        table = "\n".join(f"| {line} |" for line in lines)
+        parts.append(f"### {workload.name}\n\n{table}\n\n" + "\n".join(verdicts(workload)))
+    return "\n\n".join(parts) + "\n"
+
+
+def html_report(study: Study, drawn: Sequence[Drawn]) -> str:
+    sections: list[str] = []
+    for workload in study.workloads:
+        figures = [one for one in drawn if one.workload == workload.name]
+        sections.append(
+            f"<h2>{html.escape(workload.name)}</h2>{_facts(workload)}{_table(workload)}"
+            + "".join(f"<p>{html.escape(line)}</p>" for line in verdicts(workload))
+            + "".join(map(_figure, figures))
+        )
+    sample = study.workloads[0].sample
+    incomplete = f"<p>{len(study.incomplete)} interrupted runs are left out.</p>" if study.incomplete else ""
+    body = f"<h1>Overload policies compared</h1>{incomplete}{''.join(sections)}{_configuration(study, sample)}"
+    return (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Overload policies compared</title>'
+        f'<meta name="viewport" content="width=device-width, initial-scale=1"><style>{_CSS}</style></head>'
+        f"<body><main>{body}</main></body></html>\n"
+    )
+
+
+def drawing(one: Drawn, form: Literal["svg", "png"]) -> bytes:
+    """The figure as a file; the same figure gives the same bytes."""
+    buffer = io.BytesIO()
+    metadata = {"Date": None} if form == "svg" else {}
+    one.figure.savefig(buffer, format=form, dpi=_DPI, metadata=metadata)
+    return buffer.getvalue()
+
+
+def _figure(one: Drawn) -> str:
+    data = base64.b64encode(drawing(one, "svg")).decode()
+    return (
+        f"<figure><figcaption><b>{html.escape(one.title)}.</b> {html.escape(one.caption)}</figcaption>"
+        f'<img alt="{html.escape(one.title)}" src="data:image/svg+xml;base64,{data}"></figure>'
+    )
+
+
+def _facts(workload: WorkloadStudy) -> str:
+    trace, facts = workload.sample.trace, workload.sample.comparison
+    assert facts is not None, "a study is made of such results"
+    lengths = html.escape(trace.lengths)
+    return (
+        f"<p>{html.escape(trace.source)}: {trace.request_count} requests over {trace.span_s:.0f} s, rate"
+        f" x{trace.rate_scale:.3g}, lengths {lengths}, x{trace.length_scale:g}"
+        f" ({trace.clamped_count} cut to the maximum). All workers hold"
+        f" {human_bytes(workload.undropped_kv_bytes)} of KV beside all parameters; forecast demand"
+        f" {facts.forecast_demand_fraction:.0%} of that on average.</p>"
+    )
+
+
+def _table(workload: WorkloadStudy) -> str:
+    head = "".join(f"<th>{html.escape(column)}</th>" for column in COLUMNS)
+    rows = "".join(
+        "<tr>" + "".join(f"<td>{html.escape(text)}</td>" for text in row) + "</tr>" for row in rows_of(workload)
+    )
+    return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>'
+
+
+def _configuration(study: Study, sample: BenchResult) -> str:
+    environment, model = sample.environment, sample.model
+    rows: list[tuple[str, str]] = [
+        ("runs", str(study.files)),
+        ("processor", f"{environment.cpu}, {environment.core_count} cores, {human_bytes(environment.memory_bytes)}"),
+        ("system", f"{environment.platform}, Python {environment.python}"),
+        ("packages", ", ".join(f"{name} {version}" for name, version in environment.packages.items())),
+        ("source", f"{environment.git_commit or 'unknown'}{' with changes' if environment.git_dirty else ''}"),
+        (
+            "model",
+            f"{model.name}: {model.architecture}, {model.parameter_count:,} parameters, {model.dtype},"
+            f" {model.kv_bytes_per_token} bytes of KV for each token",
+        ),
+        ("seed", str(sample.config.seed)),
+        ("deadline", f"{sample.config.deadline_s:g} s"),
+        *((name, str(value)) for name, value in sample.config.cluster.items()),
+    ]
+    cells = "".join(f"<tr><th>{html.escape(name)}</th><td>{html.escape(value)}</td></tr>" for name, value in rows)
+    return f'<h2>Configuration and machine</h2><table class="facts"><tbody>{cells}</tbody></table>'
+
+
+def _time(spread: Spread) -> str:
+    return _ranged(spread, duration)
+
+
+def _share(spread: Spread) -> str:
+    return _ranged(spread, share)
+
+
+def _number(spread: Spread) -> str:
+    return _ranged(spread, lambda value: "-" if value is None else f"{value:,.0f}")
+
+
+def _ranged(spread: Spread, form: Callable[[float | None], str]) -> str:
+    middle = form(spread.middle)
+    low, high = form(spread.low), form(spread.high)
+    return middle if low == high else f"{middle} ({low} – {high})"
+
+
+def _transitions(results: Sequence[PolicyResult]) -> str:
+    kinds = [t.kind for r in results for t in r.transitions if t.phase == "done" and t.kind]
+    return ", ".join(f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds)) or "0"
+
+
+_CSS = """
+body{font:15px/1.5 system-ui,sans-serif;color:#111;background:#fff;margin:0}
+main{max-width:1180px;margin:0 auto;padding:24px}
+h2{margin-top:2.2em;border-bottom:1px solid #ccc}
+.wide{overflow-x:auto}
+table{border-collapse:collapse;font-size:13px}
+th,td{border:1px solid #ccc;padding:4px 8px;text-align:right;vertical-align:top}
+th:first-child,td:first-child{text-align:left}
+thead th{background:#f2f2f2}
+.facts td{text-align:left;word-break:break-word}
+figure{margin:1.6em 0}
+figcaption{margin-bottom:.4em}
+img{max-width:100%;height:auto}
+"""

@@ -1,0 +1,215 @@
+"""`bench overload` and `bench plot`, as far as no cluster is needed."""
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+
+from ballast.bench.overload import Arguments, Comparison, Run, arguments_of, order_of, setting_name, setting_variable
+from ballast.bench.policies import parse_policies
+from ballast.bench.progress import ComparisonDisplay, minutes, open_console
+from ballast.bench.results import read_result, write_result
+from ballast.bench.study import first_violation_s, read_study
+from ballast.bench.workloads import Workload, parse_workloads
+from ballast.cli.main import main
+from ballast.common.errors import ConfigError
+from ballast.model.info import read_info
+from ballast.model.tiny import make_tiny
+from tests.unit.bench.samples import CONTESTANTS, bench_result, bursty_run, comparison_result, write_comparison
+
+
+def test_policies_carry_knobs_as_flags() -> None:
+    plain, tuned, named = parse_policies("recompute,recompute:watermark=0.1,drop:max-num-seqs=8:label=ours")
+    assert plain.flags() == {"planner": ["--overload-policy", "recompute"], "worker": []}
+    assert tuned.label == "recompute:watermark=0.1"
+    assert tuned.flags()["worker"] == ["--admission-reserve-fraction", "0.1"]
+    assert (named.label, named.policy, named.flags()["worker"]) == ("ours", "drop", ["--max-num-seqs", "8"])
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        ("", "names none"),
+        ("vllm", "unknown: 'vllm'"),
+        ("drop:speed=9", "drop has no knob 'speed'; it has"),
+        ("drop:watermark", "NAME=VALUE"),
+        ("drop,drop", "twice"),
+    ],
+)
+def test_wrong_policies_are_named(text: str, what: str) -> None:
+    with pytest.raises(ConfigError, match=what):
+        parse_policies(text)
+
+
+def test_runs_are_interleaved_and_everyone_begins_once() -> None:
+    workloads = parse_workloads("burst,answers", seed=0)
+    specs = parse_policies("recompute,drop,recompute:watermark=0.1")
+    runs = order_of(workloads, specs, 3)
+    assert [run.position for run in runs] == list(range(18))
+    assert {(r.workload.name, r.spec.label, r.repetition) for r in runs} == {
+        (w.name, s.label, n) for w in workloads for s in specs for n in range(3)
+    }
+    assert {runs[6 * n].spec.label for n in range(3)} == {s.label for s in specs}
+    paths = {run.path(Path("out")) for run in runs}
+    assert len(paths) == 18
+
+
+def arguments(model: Path, **changes: object) -> Arguments:
+    given: dict[str, object] = {
+        "workers": 2,
+        "seed": 0,
+        "deadline_s": 60.0,
+        "demand_fraction": 0.5,
+        "mean_tokens": 100.0,
+        "sequences_each": 4,
+        "span_s": 10.0,
+        "max_num_seqs": 16,
+        "settings": {"monitor.pressure.dwell_s": "7"},
+    }
+    return arguments_of(read_info(model), **{**given, **changes})  # pyright: ignore[reportArgumentType] -- one by one
+
+
+def test_settings_come_on_top_of_those_for_short_runs(tmp_path: Path) -> None:
+    model = make_tiny("llama", tmp_path / "m")
+    settings = arguments(model).settings
+    assert settings["monitor.pressure.dwell_s"] == "7"
+    assert settings["worker.report_interval_s"] == "0.1"
+    assert all(setting_name(setting_variable(name)) == name for name in settings)
+
+
+@pytest.mark.parametrize("wrong", [{"workers": 0}, {"demand_fraction": 0.0}, {"span_s": -1.0}, {"mean_tokens": 1.0}])
+def test_wrong_arguments_are_named(tmp_path: Path, wrong: dict[str, object]) -> None:
+    model = make_tiny("llama", tmp_path / "m")
+    with pytest.raises(ConfigError, match="must be"):
+        arguments(model, **wrong)
+
+
+PLAN = {
+    "word": "burst",
+    "length_scale": 0.1,
+    "rate_factor": 0.5,
+    "span_s": 10.0,
+    "request_count": 1,
+    "device_memory_bytes": 1,
+    "undropped_tokens": 1,
+    "few_tokens_per_s": 1.0,
+    "full_tokens_per_s": 2.0,
+    "forecast_demand_fraction": 0.5,
+    "forecast_peak_fraction": 1.0,
+}
+
+
+def test_a_comparison_goes_on_only_with_the_same_arguments_and_plan(tmp_path: Path) -> None:
+    model, out = make_tiny("llama", tmp_path / "m"), tmp_path / "out"
+    given = arguments(model)
+    out.mkdir()
+    (out / "plan.json").write_text(
+        json.dumps({"arguments": given.model_dump(), "workloads": {"burst": PLAN}}, indent=1)
+    )
+    comparison = Comparison(model, given, out, open_console())
+    (workload,) = parse_workloads("burst", seed=0)
+    run = Run(workload, parse_policies("drop")[0], 0, 0)
+    assert not comparison._finished(run)
+    made = comparison_result("burst", "drop", 0, 0)
+    assert made.comparison is not None
+    write_result(run.path(out), made)
+    assert not comparison._finished(run), "made by another plan"
+    facts = made.comparison.model_copy(update={"plan_digest": comparison._digest(workload)})
+    write_result(run.path(out), made.model_copy(update={"comparison": facts}))
+    assert comparison._finished(run)
+    write_result(run.path(out), made.model_copy(update={"comparison": facts, "complete": False}))
+    assert not comparison._finished(run), "interrupted"
+
+    with pytest.raises(ConfigError, match=r"workers \(was 2, is 4\)"):
+        Comparison(model, arguments(model, workers=4), out, open_console())
+
+
+def test_a_workload_that_has_changed_is_refused(tmp_path: Path) -> None:
+    model, out = make_tiny("llama", tmp_path / "m"), tmp_path / "out"
+    given = arguments(model)
+    out.mkdir()
+    (out / "plan.json").write_text(json.dumps({"arguments": given.model_dump(), "workloads": {"burst": PLAN}}))
+    comparison = Comparison(model, given, out, open_console())
+    (workload,) = parse_workloads("burst", seed=0)
+    with pytest.raises(ConfigError, match="has changed since"):
+        asyncio.run(comparison._prepare(workload))
+    with pytest.raises(ConfigError, match="was 'burst' there"):
+        asyncio.run(comparison._prepare(Workload("burst", "other.csv", workload.trace)))
+
+
+def test_time_left_follows_what_runs_really_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = [100.0]
+    monkeypatch.setattr("ballast.bench.progress.time.monotonic", lambda: now_s[0])
+    with ComparisonDisplay(open_console(), [10.0, 10.0, 10.0]) as display:
+        assert display.left_s == 30.0
+        display.begin("one")
+        now_s[0] += 20.0
+        display.end()
+        assert display.left_s == 40.0
+    assert minutes(75.4) == "1:15"
+
+
+# ---------------------------------------------------------------- what is made of results
+
+
+def test_a_study_takes_its_unit_from_the_best_baseline(tmp_path: Path) -> None:
+    write_comparison(tmp_path)
+    (workload,) = read_study(tmp_path).workloads
+    assert [c.label for c in workload.contestants] == list(CONTESTANTS)
+    assert [len(c.runs) for c in workload.contestants] == [2] * len(CONTESTANTS)
+    by_label = {c.label: c for c in workload.contestants}
+    assert workload.reference.ttft_policy == "static-pipeline"
+    assert workload.reference.ttft_s == by_label["static-pipeline"].spread(lambda r: r.ttft_s.p50).middle
+    worst, ours = (workload.violation_curve(by_label[label]) for label in ("recompute", "drop"))
+    assert [s.middle for s in worst] == sorted((s.middle for s in worst), key=lambda v: -(v or 0.0))
+    assert (worst[4].middle or 0) > 0.3 > (ours[4].middle or 0)
+    demand = workload.demand_fraction(by_label["recompute"]).middle
+    assert demand is not None
+    assert 0.3 < demand < 1.0
+    first_s = first_violation_s(by_label["recompute"].first, workload.reference, 5)
+    assert first_s is not None
+    assert 20 < first_s < 30
+
+
+def test_runs_of_different_plans_are_not_mixed(tmp_path: Path) -> None:
+    write_comparison(tmp_path)
+    made = comparison_result("spiky", "drop", 5, 99)
+    assert made.comparison is not None
+    other = made.model_copy(update={"comparison": made.comparison.model_copy(update={"plan_digest": "other"})})
+    write_result(tmp_path / "runs" / "other.json", other)
+    with pytest.raises(ConfigError, match="different sizes or settings"):
+        read_study(tmp_path)
+
+
+def test_a_folder_without_results_is_named(tmp_path: Path) -> None:
+    write_result(tmp_path / "runs" / "replay.json", bench_result(bursty_run()))
+    with pytest.raises(ConfigError, match="holds no finished result"):
+        read_study(tmp_path)
+
+
+def test_plot_writes_figures_a_table_and_a_page_that_needs_nothing_else(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    write_comparison(tmp_path, ("spiky", "extreme-spiky"), repetitions=1)
+    first = tmp_path / "runs" / "spiky" / "0.0.json"
+    interrupted = read_result(first).model_copy(update={"complete": False})
+    write_result(tmp_path / "runs" / "spiky" / "x.json", interrupted)
+    assert main(["bench", "plot", "--results", str(tmp_path), "--out", str(tmp_path / "plot")]) == 0
+    kinds = {"latency", "overview", "time", "run", "degrees"}
+    names = {f"spiky-{kind}" for kind in kinds} | {f"extreme-spiky-{kind}" for kind in (*kinds, "extreme")}
+    made = {path.name for path in (tmp_path / "plot").iterdir()}
+    assert made == {f"{name}.{form}" for name in names for form in ("svg", "png")} | {"table.md", "report.html"}
+    page = (tmp_path / "plot" / "report.html").read_text()
+    assert page.count("data:image/svg+xml;base64,") == len(names)
+    assert "http://" not in page
+    assert "https://" not in page
+    assert "<script" not in page
+    assert "1 interrupted runs are left out" in page
+    for word in ("a cpu", "drop:restore=off", "of the trace"):
+        assert word in page
+    table = (tmp_path / "plot" / "table.md").read_text()
+    assert "P99 TTFT of drop is" in table
+    assert "recompute: first TTFT over 5 times the reference" in table
+    assert "wrote" in capsys.readouterr().out

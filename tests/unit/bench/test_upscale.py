@@ -1,0 +1,121 @@
+"""Traces with more or fewer requests in the same pattern."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ballast.bench.lengths import lengths_of, with_lengths
+from ballast.bench.sizing import Pace, Speed, forecast_shared, rate_for
+from ballast.bench.traces import Trace, TraceRequest, write_trace
+from ballast.bench.upscale import densest_window, fitted_into, repeated_burst, upscaled
+from ballast.bench.workloads import parse_workloads
+from ballast.common.errors import ConfigError
+
+
+def spiky(rate_per_s: int = 4) -> Trace:
+    """60 s, five times as many between 20 s and 30 s; the later a request, the longer."""
+    arrivals = [t / rate_per_s for t in range(60 * rate_per_s)]
+    arrivals += [20 + t / (4 * rate_per_s) for t in range(40 * rate_per_s)]
+    requests = tuple(TraceRequest(at_s, 10 + int(at_s), 5) for at_s in sorted(arrivals))
+    return Trace(source="spiky", format="ballast", requests=requests)
+
+
+def shares(trace: Trace) -> np.ndarray:
+    counts, _ = np.histogram([r.arrival_s for r in trace.requests], bins=12, range=(0, 60))
+    return counts / counts.sum()
+
+
+@pytest.mark.parametrize("factor", [0.25, 0.6, 1.0, 2.0, 3.7])
+def test_the_pattern_over_time_stays(factor: float) -> None:
+    trace = spiky()
+    scaled = upscaled(trace, factor, seed=3)
+    assert len(scaled.requests) == round(factor * len(trace.requests))
+    assert shares(scaled) == pytest.approx(shares(trace), abs=0.03)
+    assert scaled.span_s == pytest.approx(trace.span_s, abs=2.0)
+    assert scaled.rate_scale == factor
+    arrivals_s = [r.arrival_s for r in scaled.requests]
+    assert arrivals_s == sorted(arrivals_s)
+
+
+def test_lengths_are_those_of_requests_nearby() -> None:
+    scaled = upscaled(spiky(), 2.0, seed=0)
+    assert all(abs(r.input_tokens - 10 - r.arrival_s) < 8 for r in scaled.requests)
+    assert scaled == upscaled(spiky(), 2.0, seed=0)
+    assert scaled != upscaled(spiky(), 2.0, seed=1)
+
+
+def test_a_factor_of_nothing_is_refused() -> None:
+    with pytest.raises(ConfigError, match="rate-scale"):
+        upscaled(spiky(), 0.0, seed=0)
+
+
+def test_a_trace_can_be_squeezed_and_its_burst_repeated() -> None:
+    trace = fitted_into(spiky(), 30.0)
+    assert trace.span_s == pytest.approx(30.0)
+    assert densest_window(trace.requests, 5.0) == pytest.approx(10.0, abs=0.3)
+    extreme = repeated_burst(trace, 5.0, times=3)
+    assert extreme.requests[-1].arrival_s == pytest.approx(25.0, abs=0.3)
+    assert len(extreme.requests) > 2.5 * sum(10 <= r.arrival_s < 15 for r in trace.requests)
+
+
+def test_the_rate_is_chosen_by_the_demand() -> None:
+    speed = Speed(2, Pace(100.0, 0.02), 16, Pace(320.0, 0.05))
+    trace = spiky()
+    rate = rate_for(trace, speed, 300.0, seed=0)
+    demand = forecast_shared(upscaled(trace, rate, 0).requests, speed)
+    assert demand.mean_tokens == pytest.approx(300.0, rel=0.2)
+    assert demand.peak_tokens > 1.5 * demand.mean_tokens
+
+
+def test_the_more_run_the_slower_each() -> None:
+    speed = Speed(2, Pace(100.0, 0.02), 16, Pace(320.0, 0.05))
+    assert speed.seconds_per_token(1) < speed.seconds_per_token(2) == 0.02
+    assert speed.seconds_per_token(30) == pytest.approx(0.08)
+
+
+@pytest.mark.parametrize(
+    ("name", "input_mean", "output_mean"),
+    [
+        ("burstgpt", 603, 289),
+        ("azureconv", 1013, 247),
+        ("agieval", 237, 390),
+        ("sharegpt", 1660, 373),
+        ("longbench", 5900, 499),
+    ],
+)
+def test_fitted_lengths_have_the_published_means_and_say_that_they_are_fitted(
+    name: str, input_mean: int, output_mean: int
+) -> None:
+    lengths = lengths_of(name)
+    trace = with_lengths(upscaled(spiky(), 20.0, seed=0), lengths, seed=1)
+    assert np.mean([r.input_tokens for r in trace.requests]) == pytest.approx(input_mean, rel=0.05)
+    assert np.mean([r.output_tokens for r in trace.requests]) == pytest.approx(output_mean, rel=0.05)
+    assert "published" in trace.lengths
+
+
+def test_workloads_are_arrivals_and_lengths(tmp_path: Path) -> None:
+    write_trace(tmp_path / "a.csv", spiky().requests)
+    write_trace(tmp_path / "pool.csv", (TraceRequest(0.0, 77, 7),))
+    words = f"{tmp_path}/a.csv,{tmp_path}/a.csv+{tmp_path}/pool.csv,burst,extreme:burst,answers+longbench"
+    workloads = {w.name: w.trace for w in parse_workloads(words, seed=0)}
+    assert list(workloads) == ["a", "a+pool", "burst", "extreme-burst", "answers+longbench"]
+    assert workloads["a"].lengths == "of the trace"
+    assert {(r.input_tokens, r.output_tokens) for r in workloads["a+pool"].requests} == {(77, 7)}
+    assert "drawn from pool.csv" in workloads["a+pool"].lengths
+    assert "fitted" in workloads["burst"].lengths
+    assert len(workloads["extreme-burst"].requests) > len(workloads["burst"].requests)
+
+
+@pytest.mark.parametrize(
+    ("words", "what"),
+    [
+        ("", "names none"),
+        ("burst,burst", "two are called"),
+        ("burst+nonsense", "no data set"),
+        ("none.csv", "none.csv"),
+    ],
+)
+def test_wrong_workloads_are_named(words: str, what: str) -> None:
+    with pytest.raises(ConfigError, match=what):
+        parse_workloads(words, seed=0)
