@@ -265,11 +265,13 @@ async def measure(args: argparse.Namespace, folder: Path) -> list[Cycle]:
         channel = await stack.enter_async_context(open_channel(cluster.processes["planner"][0].address))
         planner = Planner(planner_pb2_grpc.PlannerServiceStub(channel))
         load = Load(client, info.vocab_size, args.prompt_tokens, args.output_tokens)
-        await planner.drop(["worker-0", "worker-1"])
-        peak = await capacity(load, args.concurrency, args.settle_s)
-        await planner.restore()
-        rate = args.load * peak / args.output_tokens
-        print(f"one pipeline: {peak:.0f} tokens/s with {args.concurrency} requests; load: {rate:.2f} requests/s")
+        rate = args.rate
+        if rate is None:
+            await planner.drop(["worker-0", "worker-1"])
+            peak = await capacity(load, args.concurrency, args.settle_s)
+            await planner.restore()
+            rate = args.load * peak / args.output_tokens
+            print(f"one pipeline: {peak:.0f} tokens/s with {args.concurrency} requests; load: {rate:.2f} requests/s")
         task = asyncio.create_task(load.run(rate, args.concurrency))
         await asyncio.sleep(args.settle_s)
         for number in range(args.cycles):
@@ -285,10 +287,11 @@ def summarise(cycles: Sequence[Cycle]) -> None:
     ratios = [one.tpot_after_s / one.tpot_before_s - 1 for one in cycles]
     print(f"\n{len(cycles)} restores, {sum(c.victims for c in cycles)} victims:")
     for name, found in (("during", [c.during for c in cycles]), ("before", [c.quiet for c in cycles])):
+        longest = [window.longest for window in found]
         print(
-            f"  gaps {name}: longest {max(s.longest for s in found):.1f} x (median of the restores"
-            f" {statistics.median(s.longest for s in found):.1f} x),"
-            f" p99 {statistics.median(s.p99 for s in found):.1f} x, {sum(s.long for s in found)} of {sum(s.gaps for s in found)} beyond {LONG:g} x"
+            f"  gaps {name}: longest {max(longest):.1f} x (median of the restores {statistics.median(longest):.1f} x),"
+            f" p99 {statistics.median(window.p99 for window in found):.1f} x,"
+            f" {sum(window.long for window in found)} of {sum(window.gaps for window in found)} beyond {LONG:g} x"
         )
     print(f"  downtime: longest {max(c.max_stall_s for c in cycles) * 1000:.0f} ms")
     print(f"  p50 time per token after against before: median {statistics.median(ratios):+.1%}")
@@ -300,6 +303,7 @@ def main() -> None:
     parser.add_argument("--kv-tokens", type=int, default=12_000, help="of each worker (default: %(default)s)")
     parser.add_argument("--concurrency", type=int, default=24, help="most requests at once (default: %(default)s)")
     parser.add_argument("--load", type=float, default=0.55, help="of what a pipeline can do (default: %(default)s)")
+    parser.add_argument("--rate", type=float, help="requests per second, whatever a pipeline can do")
     parser.add_argument("--prompt-tokens", type=int, default=64)
     parser.add_argument("--output-tokens", type=int, default=200)
     parser.add_argument("--settle-s", type=float, default=6.0, help="each phase (default: %(default)s)")

@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+import gc
 import secrets
 import socket
 import sys
@@ -19,10 +20,14 @@ from ballast.service.state import StateServer
 from ballastpb.worker.v1 import worker_pb2, worker_pb2_grpc
 from services.worker.config import WorkerSettings, flags
 from services.worker.core.limits import WorkerLimits
+from services.worker.cost_profile import read_matching
 from services.worker.engine.load import Engine, load_engine
 from services.worker.metrics import export
 from services.worker.pipeline.build import join, stage_core
 from services.worker.pipeline.planner_side import Transitions
+from services.worker.policy.online_cost import OnlineCost
+from services.worker.profiling.build import key_of
+from services.worker.profiling.measure import Options, measure
 from services.worker.reporter import MonitorReporter
 from services.worker.servicer import WorkerServicer
 from services.worker.shell import WorkerShell
@@ -50,6 +55,26 @@ def load(settings: WorkerSettings) -> Engine:
     )
 
 
+def load_costs(settings: WorkerSettings, engine: Engine) -> OnlineCost:
+    """What is known of the engine's speed before it serves.
+
+    Raises:
+        ConfigError: the profile is of another model or machine.
+    """
+    if settings.cost_profile is not None:
+        return OnlineCost(read_matching(settings.cost_profile, key_of(engine)).costs.stages())
+    if settings.self_profile_s > 0:
+        options = Options(
+            batch_tokens=settings.max_num_batched_tokens,
+            sequences=settings.max_num_seqs,
+            visits=1,
+            held_out_count=0,
+            seconds=settings.self_profile_s,
+        )
+        return OnlineCost(measure(engine, options).fit())
+    return OnlineCost()
+
+
 def limits_of(settings: WorkerSettings, engine: Engine) -> WorkerLimits:
     return WorkerLimits(
         block_tokens=settings.block_size,
@@ -68,7 +93,13 @@ class WorkerProcess:
     """Everything that one worker consists of, from the loaded engine to the drained end."""
 
     def __init__(
-        self, life: Lifecycle, settings: WorkerSettings, engine: Engine, state: StateServer, worker_id: WorkerId
+        self,
+        life: Lifecycle,
+        settings: WorkerSettings,
+        engine: Engine,
+        costs: OnlineCost,
+        state: StateServer,
+        worker_id: WorkerId,
     ) -> None:
         self._life = life
         self._settings = settings
@@ -93,6 +124,7 @@ class WorkerProcess:
             config=TransportConfig(),
             advertise_host=host,
             max_running_count=settings.max_num_seqs,
+            costs=costs,
         )
         export(self._shell.load, REGISTRY)
 
@@ -205,7 +237,13 @@ async def main(life: Lifecycle) -> None:
     try:
         # Loading takes long for large models; the loop stays free for signals meanwhile.
         engine = await asyncio.to_thread(load, settings)
-        process = WorkerProcess(life, settings, engine, state, worker_id)
+        gc.freeze()  # torch alone makes so many objects that a full collection holds up a step
+        try:
+            costs = await asyncio.to_thread(load_costs, settings, engine)
+        except BaseException:
+            engine.close()
+            raise
+        process = WorkerProcess(life, settings, engine, costs, state, worker_id)
         await process.run(worker_id)
     finally:
         await state.close()

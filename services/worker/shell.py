@@ -348,6 +348,9 @@ class WorkerShell:
         if self._member is not None:
             commands.extend(self._of_member(self._member.poll()))
         stepping = self._may_step
+        if stepping and any(isinstance(command, Emit) for command in commands):
+            self._tell(events, commands)  # what a pipeline has sent back need not wait for the next batch to run
+            events, commands = [], []
         while self._may_step:
             self._busy_since_s = self._busy_since_s or time.monotonic()
             if not self._step(commands):
@@ -357,8 +360,11 @@ class WorkerShell:
         busy = self._core.has_work or self._core.in_flight_count
         self._busy_since_s = time.monotonic() if busy else None
         if events or stepping or commands:
-            assert self._loop is not None
-            self._loop.call_soon_threadsafe(self._on_turn, self._told(events, commands))
+            self._tell(events, commands)
+
+    def _tell(self, events: Sequence[Event | MemberEvent], commands: Sequence[Command]) -> None:
+        assert self._loop is not None
+        self._loop.call_soon_threadsafe(self._on_turn, self._told(events, commands))
 
     @property
     def _may_step(self) -> bool:
