@@ -37,6 +37,7 @@ class LoadReport:
     step_age_s: float  # since the engine last completed a step or was idle; readiness is judged by it
     draining: bool
     memory: MemoryReport
+    newest_epoch: int = 0  # of a transition that the instance has heard of; it takes part in no lower one
 
     @property
     def kv_usage_fraction(self) -> float:

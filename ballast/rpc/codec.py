@@ -160,6 +160,7 @@ def load_to_proto(report: LoadReport) -> pb.LoadReport:
         step_age_s=report.step_age_s,
         draining=report.draining,
         memory=memory_to_proto(report.memory),
+        newest_epoch=report.newest_epoch,
     )
 
 
@@ -179,6 +180,7 @@ def load_from_proto(message: pb.LoadReport) -> LoadReport:
         step_age_s=message.step_age_s,
         draining=message.draining,
         memory=memory_from_proto(message.memory),
+        newest_epoch=message.newest_epoch,
     )
 
 

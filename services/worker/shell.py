@@ -80,6 +80,11 @@ class Member(Protocol):
     """This worker's place in its group. All calls come from the engine thread."""
 
     @property
+    def newest_epoch(self) -> int:
+        """Of a transition that this worker has heard of."""
+        ...
+
+    @property
     def may_form(self) -> bool:
         """Whether batches may be formed: not while the layout changes."""
         ...
@@ -366,6 +371,10 @@ class WorkerShell:
         assert self._loop is not None
         self._loop.call_soon_threadsafe(self._on_turn, self._told(events, commands))
 
+    def _load(self) -> LoadReport:
+        report = self._core.load(time.monotonic(), self._engine.memory_report())
+        return report if self._member is None else replace(report, newest_epoch=self._member.newest_epoch)
+
     @property
     def _may_step(self) -> bool:
         return self._core.has_work and (self._member is None or self._member.may_form)
@@ -396,7 +405,7 @@ class WorkerShell:
             slots=sum(not isinstance(event, (*_SLOTLESS, MemberEvent)) for event in events),
             seen_handles={event.key.stream_id: event.key.handle for event in events if isinstance(event, Submitted)},
             emits=[command for command in commands if isinstance(command, Emit)],
-            report=self._core.load(time.monotonic(), self._engine.memory_report()),
+            report=self._load(),
             drained=any(isinstance(command, Drained) for command in commands),
             lost=any(isinstance(command, StreamsLost) for command in commands),
         )

@@ -64,6 +64,7 @@ class World:
         self.coordinator: pt.Coordinator | None = None
         self.planner_life = 0
         self.planned_epoch = 1
+        self.forgotten_epoch = 0
         self.faults = True
         self.sequences = itertools.count()
         self.expected_count: int | None = None
@@ -163,6 +164,24 @@ class World:
 
         self.after(self.rng.uniform(0.1, 2.0), "take over", take_over)
 
+    def forget(self, kind: pt.Kind, groups: list[list[str]]) -> None:
+        """What is not decided is lost with the planner, journal and all; the next one plans something else."""
+        undecided = self.coordinator is not None and self.coordinator.journal.stage is pt.Stage.PREPARING
+        if not undecided:
+            return
+        self.planner_life += 1
+        self.forgotten_epoch, self.coordinator, self.journal = self.planned_epoch, None, None
+        life, delay_s = self.planner_life, self.rng.uniform(0.0, 1.0)
+
+        def plan_anew() -> None:
+            if life == self.planner_life and self.coordinator is None:
+                self.plan(kind, groups)
+                for worker in self.workers.values():
+                    if not worker.alive:
+                        self.tell_planner(pt.MemberLost(self.now_s, worker.name, "dead"))
+
+        self.after(delay_s, "plan anew", plan_anew)
+
     def planner(self, commands: list[pt.Command]) -> None:
         for command in commands:
             match command:
@@ -188,6 +207,8 @@ class World:
         return lambda: act() if life == self.planner_life else None
 
     def write(self, journal: pt.Journal, told: Callable[[], None]) -> None:
+        if journal.epoch <= self.forgotten_epoch:
+            return
         self.journal = journal
         if journal.stage is pt.Stage.COMMITTING:
             self.in_force = journal.target
@@ -229,11 +250,13 @@ class World:
     def prepare(self, worker: SimWorker, journal: pt.Journal) -> None:
         plan = wp.Plan(wp.Kind(journal.kind), journal.base, journal.target)
         current = worker.transition
-        if worker.aborted >= plan.epoch or (
-            current is not None and (current.epoch >= plan.epoch or current.phase in _BUSY)
-        ):
+        if worker.aborted >= plan.epoch or (current is not None and current.epoch >= plan.epoch):
             return
         if wp.part_of(plan, worker.name) is None or worker.layout.epoch > plan.base.epoch:
+            return
+        if current is not None and current.phase in _BEFORE_COMMIT:
+            self.drive(worker, wm.AbortRequested(self.now_s, current.epoch, f"epoch {plan.epoch} is to be prepared"))
+        if current is not None and current.phase in _AFTER_COMMIT:
             return
         worker.transition = wt.Transition(worker.name, plan)
         self.execute(worker, worker.transition.begin())
@@ -325,6 +348,7 @@ class World:
                     kept = set(range(member.first_layer, member.last_layer))
                     for layers in worker.kv.values():
                         layers &= kept
+                    self.close_older_links(worker, epoch)
                 case wm.Broken():
                     worker.broken = True
 
@@ -391,6 +415,13 @@ class World:
 
         self.after(self.rng.uniform(0.01, 1.0), f"kv {victim.sequence_id} {worker.name}->{to}", arrive)
 
+    def close_older_links(self, worker: SimWorker, epoch: Epoch) -> None:
+        """A worker that is done with an epoch has no use for those before; the other side hears of it."""
+        for other in self.workers.values():
+            older = other.alive and other.transition is not None and other.transition.epoch < epoch
+            if older and other.transition is not None and worker.name in other.transition.part.peers:
+                self.local(other, 0.02, wm.PeerLost(self.now_s, worker.name, "closed"))
+
     def kill(self, worker: SimWorker) -> None:
         worker.alive = False
         for other in self.workers.values():
@@ -415,7 +446,8 @@ class World:
         return journal is None or journal.stage.over
 
 
-_BUSY = (wp.Phase.PREPARING, wp.Phase.PREPARED, wp.Phase.COMMITTING, wp.Phase.EXCHANGING)
+_BEFORE_COMMIT = (wp.Phase.PREPARING, wp.Phase.PREPARED)
+_AFTER_COMMIT = (wp.Phase.COMMITTING, wp.Phase.EXCHANGING)
 
 
 def story(seed: int) -> World:
@@ -447,6 +479,9 @@ def _change(world: World, rng: random.Random, kind: pt.Kind, groups: list[list[s
     victim = world.workers[WorkerId(rng.choice(sorted(world.workers)))]
     if rng.random() < 0.2:
         world.after(rng.uniform(0, 1.5), "kill", lambda: world.kill(victim))
+    if rng.random() < 0.2:
+        other_kind, other = _another(world, rng)
+        world.after(rng.uniform(0, 1.0), "forget", lambda: world.forget(other_kind, other))
     world.run(world.now_s + 4.0)
     world.faults = False
     for _ in range(16):
@@ -457,6 +492,15 @@ def _change(world: World, rng: random.Random, kind: pt.Kind, groups: list[list[s
     assert world.settled(), f"{kind} ends at {world.journal}, {said}"
 
 
+def _another(world: World, rng: random.Random) -> tuple[pt.Kind, list[list[str]]]:
+    """A plan for whatever is in force: some groups merged, or all of them dissolved."""
+    groups = [[str(m.worker_id) for m in g.members] for g in world.in_force.groups]
+    if len(groups) == 1 or (any(len(g) > 1 for g in groups) and rng.random() < 0.5):
+        return pt.Kind.RESTORE, [[name] for g in groups for name in g]
+    one, other = rng.sample(groups, 2)
+    return pt.Kind.DROP, [*(g for g in groups if g not in (one, other)), one + other]
+
+
 def _judge(world: World) -> None:
     """Nobody waits any more, every sequence has one leader, and none is gone."""
     assert world.journal is not None
@@ -464,7 +508,9 @@ def _judge(world: World) -> None:
         assert not worker.waiting, f"{worker.name} still waits for {worker.waiting}"
         assert worker.forming or not world.leads(worker), f"{worker.name} serves nobody"
         phase = worker.transition.phase if worker.transition is not None else None
-        assert phase in (None, wp.Phase.DONE, wp.Phase.ABORTED), f"{worker.name} ends as {phase}"
+        forgotten = worker.transition is not None and worker.transition.epoch <= world.forgotten_epoch
+        over = (None, wp.Phase.DONE, wp.Phase.ABORTED, *([wp.Phase.FAILED] if forgotten else []))
+        assert phase in over, f"{worker.name} ends as {phase}"
     led = [sequence for worker in world.workers.values() for sequence in worker.led]
     assert len(led) == len(set(led)), "a sequence has two leaders"
     world.expected_count = len(led) if world.expected_count is None else world.expected_count

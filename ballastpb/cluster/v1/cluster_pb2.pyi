@@ -216,6 +216,7 @@ class LoadReport(_message.Message):
     STEP_AGE_S_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
     MEMORY_FIELD_NUMBER: _builtins.int
+    NEWEST_EPOCH_FIELD_NUMBER: _builtins.int
     block_tokens: _builtins.int
     block_count: _builtins.int
     used_block_count: _builtins.int
@@ -230,6 +231,8 @@ class LoadReport(_message.Message):
     step_age_s: _builtins.float
     """Since the engine last completed a step or was idle."""
     draining: _builtins.bool
+    newest_epoch: _builtins.int
+    """The highest epoch of a transition that the instance has heard of: it takes part in no lower one."""
     @_builtins.property
     def memory(self) -> Global___MemoryReport: ...
     def __init__(
@@ -249,10 +252,11 @@ class LoadReport(_message.Message):
         step_age_s: _builtins.float = ...,
         draining: _builtins.bool = ...,
         memory: Global___MemoryReport | None = ...,
+        newest_epoch: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["memory", b"memory"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_count", b"block_count", "block_tokens", b"block_tokens", "draining", b"draining", "generation_tokens_total", b"generation_tokens_total", "max_running_count", b"max_running_count", "memory", b"memory", "preemptions_total", b"preemptions_total", "prompt_tokens_total", b"prompt_tokens_total", "running_count", b"running_count", "step_age_s", b"step_age_s", "steps_total", b"steps_total", "used_block_count", b"used_block_count", "waiting_block_count", b"waiting_block_count", "waiting_count", b"waiting_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_count", b"block_count", "block_tokens", b"block_tokens", "draining", b"draining", "generation_tokens_total", b"generation_tokens_total", "max_running_count", b"max_running_count", "memory", b"memory", "newest_epoch", b"newest_epoch", "preemptions_total", b"preemptions_total", "prompt_tokens_total", b"prompt_tokens_total", "running_count", b"running_count", "step_age_s", b"step_age_s", "steps_total", b"steps_total", "used_block_count", b"used_block_count", "waiting_block_count", b"waiting_block_count", "waiting_count", b"waiting_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -259,11 +259,11 @@ class Handover(_message.Message):
     EPOCH_FIELD_NUMBER: _builtins.int
     SEQUENCES_FIELD_NUMBER: _builtins.int
     BLOCK_COUNT_FIELD_NUMBER: _builtins.int
-    FREE_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
+    HOME_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     block_count: _builtins.int
-    """Blocks of this member's stage in the coming group; and how many of them are free."""
-    free_block_count: _builtins.int
+    """Blocks of this member's stage in the coming group; and when it holds all layers."""
+    home_block_count: _builtins.int
     @_builtins.property
     def sequences(self) -> _containers.RepeatedCompositeFieldContainer[Global___SequenceState]: ...
     def __init__(
@@ -272,11 +272,11 @@ class Handover(_message.Message):
         epoch: _builtins.int = ...,
         sequences: _abc.Iterable[Global___SequenceState] | None = ...,
         block_count: _builtins.int = ...,
-        free_block_count: _builtins.int = ...,
+        home_block_count: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_count", b"block_count", "epoch", b"epoch", "free_block_count", b"free_block_count", "sequences", b"sequences"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_count", b"block_count", "epoch", b"epoch", "home_block_count", b"home_block_count", "sequences", b"sequences"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

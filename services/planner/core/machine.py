@@ -9,7 +9,8 @@ An epoch never goes back and is never used twice: a state server that has lost t
 epoch. The number of a write whose outcome is unknown counts as used. A new leader that finds the layout lost
 cannot know the last epochs of the one before: it waits for the monitor's snapshot and goes on from the number of
 seconds in its token, which no earlier leader can have reached. Only if all planners and the state server are lost at
-once do epochs begin anew.
+once do epochs begin anew; those of transitions go on from the highest that an instance says it has heard of, as it
+would take part in no lower one.
 
 Transitions (drop, restore) are the conductor's. While one is not decided, the layout stays as it is; joins and losses
 are written afterwards. Of a pipeline that has lost a member the others leave the layout with it: they hold only some
@@ -140,6 +141,8 @@ class PlannerCore:
                     return [RefuseChange(event.request_id, ChangeRefusal.STANDBY, "")]
                 return self.conductor.requested(event)
             case LoadsRead():
+                heard_of = (load.newest_epoch for load in event.loads.values())
+                self._used_epoch = max(self._used_epoch, *heard_of, 0)
                 return self.conductor.loads_read(event)
             case MemberAnswered():
                 return self.conductor.member_answered(event)

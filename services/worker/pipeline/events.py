@@ -52,7 +52,7 @@ class HandoverArrived(MemberEvent):
     source: WorkerId
     snapshots: tuple[SequenceSnapshot, ...]
     block_count: int
-    free_block_count: int
+    home_block_count: int  # when it holds all layers
 
 
 @dataclass(frozen=True, slots=True)

@@ -82,7 +82,7 @@ class Hub:
             case Topic.HANDOVER:
                 handover = pb.Handover.FromString(_whole(message))
                 snapshots = tuple(snapshot_from_proto(s) for s in handover.sequences)
-                self._post(HandoverArrived(epoch, peer, snapshots, handover.block_count, handover.free_block_count))
+                self._post(HandoverArrived(epoch, peer, snapshots, handover.block_count, handover.home_block_count))
             case Topic.ROSTER:
                 roster = pb.Roster.FromString(_whole(message))
                 event = RosterReceived(now_s, epoch, peer, tuple(victim_from_proto(v) for v in roster.victims))

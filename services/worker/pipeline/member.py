@@ -36,6 +36,7 @@ from services.worker.core.snapshot import SequenceSnapshot
 from services.worker.core.stage import StageBook
 from services.worker.core.transition import Transition
 from services.worker.core.transition_messages import (
+    AbortRequested,
     BoundaryReached,
     Broken,
     CommitRequested,
@@ -113,6 +114,7 @@ _SEND_TIMEOUT_S = 5.0
 _KEPT_TRANSITIONS = 16
 _UNDER_WAY = (Phase.PREPARING, Phase.PREPARED, Phase.COMMITTING, Phase.EXCHANGING)
 _BEFORE_COMMIT = (Phase.PREPARING, Phase.PREPARED)
+_AFTER_COMMIT = (Phase.COMMITTING, Phase.EXCHANGING)
 _META_BYTES = 2048  # longer bodies of messages without a tensor travel as one of bytes
 _HEAD_BYTES = 2048  # longer heads of batches, prompts are in them, go before their hidden states
 
@@ -177,6 +179,7 @@ class GroupMember:
         self._withdrawn_epoch = Epoch(0)  # the restore that the leader has given up
         self._limited_epoch = Epoch(0)  # leader: the restore whose end a stage must know, to be believed what it has
         self._told_capacities: dict[WorkerId, int] = {}  # with the handovers, perhaps before this worker's take-up
+        self._homes: dict[WorkerId, int] = {}  # leader: blocks of the other stages when they hold all layers
         self._early: list[BatchArrived] = []  # batches of a leader that is ahead of this member
         self._answers: list[Answer] = []
         self._recomputed: tuple[SequenceId, ...] = ()  # new leader: victims for whom there is no room
@@ -202,6 +205,11 @@ class GroupMember:
     @property
     def leads(self) -> bool:
         return not self._stages or self._stages[0].worker_id == self.me
+
+    @property
+    def newest_epoch(self) -> Epoch:
+        """The highest that this worker has heard of: it takes part in no lower one."""
+        return max(self.progress, default=Epoch(0))
 
     def handle(self, event: MemberEvent) -> list[Answer]:
         match event:
@@ -414,19 +422,17 @@ class GroupMember:
 
     def _receive(self, event: PlanReceived) -> None:
         plan, current = event.plan, self._transition
-        if plan.epoch <= max(self.progress, default=Epoch(0)):
+        if plan.epoch <= self.newest_epoch:
             return  # the same once more, or an old one
         if self._rescue is not None:
             return
-        if current is not None and current.phase in (
-            Phase.PREPARING,
-            Phase.PREPARED,
-            Phase.COMMITTING,
-            Phase.EXCHANGING,
-        ):
-            return  # one after the other: the planner asks again
-        if part_of(plan, self.me) is None or self._undoing:
+        if part_of(plan, self.me) is None:
             return
+        if current is not None and current.phase in _BEFORE_COMMIT:  # whoever has planned it has forgotten it
+            why = f"epoch {plan.epoch} is to be prepared"
+            self._drive(AbortRequested(time.monotonic(), current.epoch, why))
+        if self._undoing or (current is not None and current.phase in _AFTER_COMMIT):
+            return  # one after the other: the planner asks again
         if self._precopy is not None and not self._precopy.idle:
             return  # what is read for it must not be unmapped
         self._learning = False
@@ -590,14 +596,26 @@ class GroupMember:
         if not self._links_missing:
             self._told(event.epoch, LinksUp(now_s, event.epoch))
 
+    def _why_unfit(self, transition: Transition) -> str:
+        """Why this worker cannot take part, whatever memory there is."""
+        if transition.plan.kind is Kind.RESTORE and transition.epoch <= self._withdrawn_epoch:
+            return f"the leader has given epoch {transition.epoch} up"
+        base = transition.part.old
+        if base is None:
+            return ""
+        whole = ((self.me, self._first_layer, self._last_layer),)
+        is_ = tuple((m.worker_id, m.first_layer, m.last_layer) for m in self._stages) or whole
+        taken_for = tuple((m.worker_id, m.first_layer, m.last_layer) for m in base.members)
+        return "" if is_ == taken_for else f"{self.me} is a member of {is_}, and the plan takes that for {taken_for}"
+
     def _prepare_memory(self) -> None:
         transition = self._current()
+        if why := self._why_unfit(transition):
+            self._post(Told(transition.epoch, PreparationFailed(time.monotonic(), transition.epoch, why)))
+            return
         if transition.plan.kind is Kind.RESTORE:
-            if transition.epoch <= self._withdrawn_epoch:
-                why = f"the leader has given epoch {transition.epoch} up"
-                self._post(Told(transition.epoch, PreparationFailed(time.monotonic(), transition.epoch, why)))
-                return
-            home = self._counted().block_count_after = self._memory.home_block_count
+            self._counted().block_count_after = self._memory.home_block_count
+            home = self._smallest_home()
             largest = max((view.block_count for view in self._core.placements()), default=0)
             if largest > home:
                 why = f"a request holds {largest} blocks, more than the {home} there are without its group"
@@ -606,7 +624,7 @@ class GroupMember:
             assert self._received is not None
             self._homecoming.begin(transition.epoch, self._received.sources, self._counted())
             if self.leads:
-                self._limit(self._memory.home_block_count)
+                self._limit(self._smallest_home())
             return
         stage = next(m for m in transition.part.new.members if m.worker_id == self.me)
         lacking = set(range(stage.first_layer, stage.last_layer)) - set(self._memory.parameters.held_layers)
@@ -697,7 +715,7 @@ class GroupMember:
             epoch=epoch,
             sequences=[snapshot_to_proto(snapshot) for snapshot in snapshots],
             block_count=self._book.block_count,
-            free_block_count=self._book.free_count,
+            home_block_count=self._memory.home_block_count,
         )
         self._send(to, TrafficClass.CONTROL, Topic.HANDOVER, body.SerializeToString())
 
@@ -708,6 +726,7 @@ class GroupMember:
             return
         self._coming.extend(event.snapshots)
         self._told_capacities[event.source] = event.block_count
+        self._homes[event.source] = event.home_block_count
         victims = tuple(
             Victim(s.sequence_id, s.computed_tokens, event.source) for s in event.snapshots if s.computed_tokens
         )
@@ -804,6 +823,11 @@ class GroupMember:
 
     # ------------------------------------------------------------ restore
 
+    def _smallest_home(self) -> int:
+        """What every member of the group has when it holds all layers."""
+        others = [self._homes[s.worker_id] for s in self._stages if s.worker_id in self._homes]
+        return min([self._memory.home_block_count, *others])
+
     def _limit(self, block_count: int) -> None:
         """Leader: the group is about to have so many blocks; nothing is counted on beyond them from now on."""
         self._limited_epoch = self._current().epoch
@@ -878,7 +902,7 @@ class GroupMember:
 
     def _make_precopy(self, transition: Transition, progress: Progress) -> PrecopyRun:
         epoch = transition.epoch
-        where = Place(self.me, transition.plan, self.leads, self._memory.home_block_count, self._max_running_count)
+        where = Place(self.me, transition.plan, self.leads, self._smallest_home(), self._max_running_count)
         return PrecopyRun(
             where,
             progress,

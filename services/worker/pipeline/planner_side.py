@@ -68,7 +68,7 @@ class Transitions:
             plan.target.check()
         except InvariantViolation as error:
             raise InvalidRequest("target", error.why) from error
-        newest = max(self._member.progress, default=Epoch(0))
+        newest = self._member.newest_epoch
         if plan.epoch < newest:
             raise StaleEpoch("layout epoch", plan.epoch, newest)
         if plan.epoch in self._aborted:

@@ -183,6 +183,10 @@ class BulkSender:
             outgoing.verdict, outgoing.why = Outcome.BROKEN, why.why
             _settle(outgoing)
 
+    def release(self) -> None:
+        """Drop the posted sends, as each holds on to the channel; it must be aborted, and `run` have ended."""
+        self._state.in_flight.clear()
+
     # ------------------------------------------------------------ the thread
 
     def run(self) -> None:

@@ -85,3 +85,7 @@ class Transport(Protocol):
             ChannelBroken: the peer did not come.
         """
         ...
+
+    def close(self) -> None:
+        """Nothing is opened any more. What channels share is given back when the last of them is destroyed."""
+        ...

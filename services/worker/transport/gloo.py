@@ -79,13 +79,13 @@ class GlooTransport:
 
     def __init__(self, host: str) -> None:
         try:
-            self._device = ProcessGroupGloo.create_device(hostname=host, lazy_init=False)
+            self._devices = [ProcessGroupGloo.create_device(hostname=host, lazy_init=False)]
         except RuntimeError as error:
             raise ConfigError("advertise_host", f"{host!r} is no address of this machine: {error}") from error
 
     def open(self, store: Store, name: str, rank: int, timeout_s: float) -> GlooChannel:
         options = ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue] the stubs call it Options
-        options._devices = [self._device]
+        options._devices = list(self._devices)
         options._threads = 1
         options._timeout = timedelta(seconds=timeout_s)
         try:
@@ -93,6 +93,9 @@ class GlooTransport:
             return GlooChannel(cast(Group, group), rank)
         except (RuntimeError, OSError) as error:
             raise ChannelBroken(f"{name}: {_first_line(error)}") from error
+
+    def close(self) -> None:
+        self._devices.clear()
 
 
 def _first_line(error: BaseException) -> str:

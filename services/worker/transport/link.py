@@ -285,17 +285,17 @@ class Link:
             if not was_broken:
                 self._receiver.on_link_end(self, LinkEnding(LinkState.CLOSED, "closed"))
         finally:
-            self._ended.set()
             if channels is not None:
                 self._dispose(partial(self._destroy, channels))
+            self._ended.set()  # whoever has waited for it may end what disposes
 
     def _destroy(self, channels: Channels) -> None:
         with self._lock:
             self._channels = None
         channels.urgent.abort()
         channels.bulk.abort()
-        self._urgent_in.release()
-        self._bulk_in.release()
+        for part in (self._urgent, self._urgent_in, self._bulk, self._bulk_in):
+            part.release()
         channels.urgent.destroy()
         channels.bulk.destroy()
         channels.store.close()

@@ -87,4 +87,9 @@ class NcclTransport:
         try:
             return NcclChannel(frames, PrefixStore(name, store), rank, self._device, timeout_s)
         except RuntimeError as error:
+            frames.abort()
+            frames.destroy()
             raise ChannelBroken(f"{name}: {error}") from error
+
+    def close(self) -> None:
+        self._gloo.close()

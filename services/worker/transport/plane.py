@@ -4,10 +4,11 @@ import time
 from collections.abc import Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
+from functools import partial
 from threading import Lock
 
 from ballast.common.errors import DeadlineExceeded, InvalidRequest, StaleEpoch, Unavailable
-from services.worker.transport.channel import ChannelBroken, Transport
+from services.worker.transport.channel import ChannelBroken, PairChannel, Transport
 from services.worker.transport.config import TransportConfig
 from services.worker.transport.frame import VERSION
 from services.worker.transport.gloo import GlooTransport
@@ -16,6 +17,7 @@ from services.worker.transport.reaper import Reaper
 from services.worker.transport.rendezvous import Hello, Lobby, Terms, call, resolve_host
 
 _WARMING_THREADS = 4
+_LANES = ("act", "bulk")
 
 
 class DataPlane:
@@ -83,6 +85,7 @@ class DataPlane:
             with self._lock:
                 del self._connecting[key]
             mine.set_exception(error)
+            del mine  # the error knows this frame, and all that was made for the link would wait for the collector
             raise
         with self._lock:
             del self._connecting[key]
@@ -115,7 +118,7 @@ class DataPlane:
             link.retire()
             link.begin_close()
         for link in retired:
-            self._reaper.submit(link.close)
+            self._reaper.submit(partial(_end, link))
 
     def facts(self) -> list[LinkFacts]:
         """Of every link that is not retired, ended ones included until they are replaced; by peer and epoch."""
@@ -139,6 +142,7 @@ class DataPlane:
             link.close(max(deadline_s - time.monotonic(), 0.01))
         threads_left = [link.peer_id for link in links if not link.wait_ended(0.5)]
         reaped = self._reaper.close(max(deadline_s - time.monotonic(), 1.0))
+        self._transport.close()
         if threads_left or not reaped:
             raise DeadlineExceeded(f"links of {self.worker_id} to {threads_left} have not ended")
 
@@ -152,18 +156,20 @@ class DataPlane:
         name = f"link/{epoch}/{low}-{high}"
         rank = 0 if self.worker_id == low else 1
         left_s = max(deadline_s - time.monotonic(), 0.1)
+        opened: list[PairChannel] = []
         try:
-            urgent = self._transport.open(meeting.store, f"{name}/act", rank, left_s)
-            bulk = self._transport.open(meeting.store, f"{name}/bulk", rank, left_s)
-        except ChannelBroken as error:
+            opened.extend(self._transport.open(meeting.store, f"{name}/{lane}", rank, left_s) for lane in _LANES)
+            channels = Channels(opened[0], opened[1], meeting.store)
+            config, receiver, dispose = self._config, self._receiver, self._reaper.submit
+            return Link(peer_id, epoch, channels, meeting.peer.terms, config, receiver, dispose)
+        except BaseException as error:
+            for channel in opened:
+                channel.abort()
+                channel.destroy()
             meeting.store.close()
-            raise Unavailable(peer_id, f"link for epoch {epoch}: {error}") from error
-        except BaseException:
-            meeting.store.close()
+            if isinstance(error, ChannelBroken):
+                raise Unavailable(peer_id, f"link for epoch {epoch}: {error}") from error
             raise
-        channels = Channels(urgent, bulk, meeting.store)
-        config, receiver, dispose = self._config, self._receiver, self._reaper.submit
-        return Link(peer_id, epoch, channels, meeting.peer.terms, config, receiver, dispose)
 
     def _await_other(self, others: Future[Link], peer_id: str, timeout_s: float) -> Link:
         try:
@@ -185,3 +191,9 @@ class DataPlane:
             max_message_bytes=self._config.max_message_bytes,
             max_transfer_bytes=self._config.max_transfer_bytes,
         )
+
+
+def _end(link: Link) -> None:
+    """Until no thread of it is left."""
+    link.close()
+    link.wait_ended(0.5)

@@ -2,24 +2,44 @@
 
 from collections.abc import Callable
 from queue import SimpleQueue
-from threading import Thread
+from threading import Lock, Thread
+
+from ballast.service.logs import get_logger
 
 
 class Reaper:
     def __init__(self, name: str) -> None:
         self._work: SimpleQueue[Callable[[], None] | None] = SimpleQueue()  # at most two entries per link
+        self._lock = Lock()
+        self._closed = False
         self._thread = Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     def submit(self, work: Callable[[], None]) -> None:
-        self._work.put(work)
+        """Once the reaper is closed, the caller does it itself: a link of an old epoch may end last of all."""
+        with self._lock:
+            if not self._closed:
+                self._work.put(work)
+                return
+        _do(work)
 
     def close(self, timeout_s: float) -> bool:
         """Do what is queued, then end. False: not done in time."""
-        self._work.put(None)
+        with self._lock:
+            self._closed = True
+            self._work.put(None)
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
     def _run(self) -> None:
         while (work := self._work.get()) is not None:
-            work()
+            _do(work)
+            del work  # else it keeps the last link while it waits for the next
+
+
+def _do(work: Callable[[], None]) -> None:
+    """What goes wrong with one link must not keep the others from being closed."""
+    try:
+        work()
+    except Exception as error:  # noqa: BLE001 - as above
+        get_logger().error("a link was not closed in order", why=f"{type(error).__name__}: {error}")

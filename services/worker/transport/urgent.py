@@ -108,6 +108,10 @@ class UrgentSender:
         for outgoing in failed:
             _settle(outgoing.done, why)
 
+    def release(self) -> None:
+        """Drop the posted sends, as each holds on to the channel; it must be aborted, and `run` have ended."""
+        self._in_flight.clear()
+
     def run(self) -> None:
         while not self._broken:
             outgoing = self._oldest_in_flight()

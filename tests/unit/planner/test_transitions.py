@@ -183,6 +183,18 @@ def shape(layout: Layout) -> list[str]:
     return ["+".join(f"{m.worker_id}[{m.first_layer}:{m.last_layer}]" for m in g.members) for g in layout.groups]
 
 
+def test_epochs_go_on_from_what_instances_have_heard_of() -> None:
+    """All planners and the state server were lost: the instances remember, and would refuse a lower epoch."""
+    planner = Planner()
+    planner.load = replace(LOAD, newest_epoch=57)
+    planner.start("w0", "w1")
+    assert planner.core.layout.epoch == 1
+    planner.drop("w0", "w1")
+    planner.go_through("w0", "w1")
+    assert planner.journal[-1] is Stage.DONE
+    assert planner.core.layout.epoch == 58
+
+
 def test_an_overload_is_planned_prepared_committed_and_exchanged() -> None:
     planner = Planner()
     planner.start("w0", "w1", "w2")

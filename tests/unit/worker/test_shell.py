@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ballast.common.errors import InvariantViolation, Overloaded
+from ballast.common.errors import DeadlineExceeded, InvariantViolation, Overloaded
 from ballast.common.sampling import FinishReason
 from ballast.model.tiny import make_tiny
 from services.worker import shell as shell_module
@@ -210,6 +210,30 @@ def test_a_broken_invariant_of_the_engine_is_no_failed_step(model: Path) -> None
 
     async def story() -> None:
         async with running_shell(model, break_down) as shell:
+            stream = await shell.open_stream()
+            await shell.post(submission(stream, 10))
+            await until(lambda: False)
+
+    with pytest.raises(ExceptionGroup) as caught:
+        play(story())
+    assert caught.group_contains(InvariantViolation, match="a block belongs to two")
+
+
+def test_a_shell_that_cannot_be_closed_says_so(model: Path) -> None:
+    """Else it would seem to live, and whoever waits for it would wait for ever."""
+
+    def break_down(step: int) -> None:
+        raise InvariantViolation("a block belongs to two")
+
+    async def story() -> None:
+        async with running_shell(model, break_down) as shell:
+            close = shell._engine.close
+
+            def close_and_fail() -> None:
+                close()
+                raise DeadlineExceeded("links have not ended")
+
+            shell._engine.close = close_and_fail
             stream = await shell.open_stream()
             await shell.post(submission(stream, 10))
             await until(lambda: False)

@@ -19,7 +19,7 @@ from ballast.common.errors import (
     Unavailable,
 )
 from services.worker.transport.config import TransportConfig
-from services.worker.transport.link import Link, LinkState
+from services.worker.transport.link import Link, LinkEnding, LinkState
 from services.worker.transport.plane import DataPlane
 from services.worker.transport.traffic import TrafficClass
 from services.worker.transport.transfer import Outcome
@@ -368,6 +368,17 @@ def test_a_slow_link_is_emulated(bench: Bench, shared_peer: PeerProcess) -> None
     assert report.duration_s >= 0.4
 
 
+def test_a_link_that_is_given_up_breaks_at_both_sides(bench: Bench, shared_peer: PeerProcess) -> None:
+    bench.open()
+    link = bench.link(shared_peer, "w2")
+    link.give_up("a message does not fit")
+    assert link.wait_ended(5.0)
+    assert link.state is LinkState.BROKEN
+    assert bench.recorder.endings["w2"] == LinkEnding(LinkState.BROKEN, "a message does not fit")
+    with pytest.raises(Unavailable):
+        link.send(TrafficClass.CONTROL, 1)
+
+
 def test_a_receiver_that_raises_breaks_the_link(bench: Bench, shared_peer: PeerProcess) -> None:
     bench.open()
     link = bench.link(shared_peer, "w2")
@@ -378,25 +389,32 @@ def test_a_receiver_that_raises_breaks_the_link(bench: Bench, shared_peer: PeerP
     assert bench.recorder.endings["w2"].state is LinkState.BROKEN
 
 
-def test_nothing_is_left_behind(shared_peer: PeerProcess) -> None:
-    _one_life(shared_peer)  # what the process makes once and keeps
-    before = _holdings()
-    for _ in range(3):
-        _one_life(shared_peer)
-    assert _holdings() == before
+@pytest.mark.parametrize("retired", [False, True])
+def test_nothing_is_left_behind(shared_peer: PeerProcess, retired: bool) -> None:
+    _one_life(shared_peer, retired)  # what the process makes once and keeps
+    gc.collect()
+    gc.disable()  # nothing is left to the collector either
+    try:
+        before = _holdings()
+        for _ in range(3):
+            _one_life(shared_peer, retired)
+        assert _holdings() == before
+    finally:
+        gc.enable()
 
 
-def _one_life(peer: PeerProcess) -> None:
+def _one_life(peer: PeerProcess, retired: bool) -> None:
     bench = Bench()
-    bench.open()
+    plane = bench.open()
     link = bench.link(peer, "w2")
     link.transfer(TrafficClass.KV, [pattern(MB, seed=1)]).done.result(10)
+    if retired:
+        plane.retire(2)  # it is closed in the background, and may end after all the others
     bench.close()
 
 
 def _holdings() -> tuple[int, int, int]:
     """Descriptors, operating system threads, Python threads."""
-    gc.collect()  # a link and its handlers know each other
     deadline_s = time.monotonic() + 5
     held = (0, 0, 0)
     while time.monotonic() < deadline_s:  # the store's thread ends a moment after its last reference

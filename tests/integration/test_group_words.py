@@ -1,0 +1,157 @@
+"""What the members of a group tell each other may come late, in another order, at any length, or not at all."""
+
+import asyncio
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from ballast.common.ids import Epoch, WorkerId
+from ballast.common.sampling import SamplingParams
+from ballast.model.tiny import make_tiny
+from services.worker.core.plan import Kind, Phase
+from services.worker.core.transition_messages import AbortRequested
+from services.worker.pipeline.events import CapacityTold, Told
+from services.worker.pipeline.wire import Topic
+from services.worker.transport.link import Link, Message
+from tests.support.group import Answer, Cluster, GroupWorker, Sizes, alone, layout, running_group
+from tests.support.shells import until
+
+LAYERS = 6
+PAIR = [[("w0", 0, 3), ("w1", 3, 6)]]
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny("llama", tmp_path_factory.mktemp("model") / "tiny", layers=LAYERS, max_len=2048)
+
+
+def greedy(tokens: int, logprobs: int | None = None) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, logprobs=logprobs)
+
+
+async def ask(cluster: Cluster, leader: str, lengths: list[int], sampling: SamplingParams) -> list[Answer]:
+    prompts = [tuple((7 * i + 3 * j) % 490 + 5 for j in range(length)) for i, length in enumerate(lengths)]
+    return [await cluster.dispatcher.submit(leader, prompt, sampling) for prompt in prompts]
+
+
+async def whole(cluster: Cluster, answers: list[Answer]) -> list[tuple[int, ...]]:
+    for answer in answers:
+        await cluster.dispatcher.end(answer)
+    assert not [a.error for a in answers if a.error]
+    return [tuple(a.token_ids) for a in answers]
+
+
+def alone_says(
+    model_dir: Path, sizes: Sizes, lengths: list[int], sampling: SamplingParams
+) -> list[tuple[tuple[int, ...], int]]:
+    async def run() -> list[tuple[tuple[int, ...], int]]:
+        async with running_group(model_dir, ["w0"], sizes) as cluster:
+            answers = await ask(cluster, "w0", lengths, sampling)
+            return list(zip(await whole(cluster, answers), [len(a.logprobs) for a in answers], strict=True))
+
+    return asyncio.run(run())
+
+
+def blocks_of(worker: GroupWorker) -> int:
+    """That are counted on by this leader."""
+    return worker.shell.load().block_count
+
+
+def test_what_a_stage_had_before_a_restore_is_not_counted_on_when_it_is_given_up(model_dir: Path) -> None:
+    """The leader hears late what a stage had; it gives the restore up, and the stage has not heard of that yet."""
+
+    async def run() -> None:
+        sizes = Sizes(memory_bytes=10 << 19)
+        async with running_group(model_dir, ["w0", "w1"], sizes, w1=Sizes(memory_bytes=9 << 19)) as cluster:
+            await cluster.change(Kind.DROP, layout(2, PAIR, LAYERS))
+            w0, w1 = cluster.workers["w0"], cluster.workers["w1"]
+            before = w1.book.block_count
+            assert before < w0.book.block_count
+            await cluster.prepare(Kind.RESTORE, alone(3, ["w0", "w1"], LAYERS))
+            home = w1.book.block_count
+            assert blocks_of(w0) == home < before
+            cluster.post("w0", CapacityTold(Epoch(2), WorkerId("w1"), before, Epoch(0)))
+            cluster.post("w0", Told(Epoch(3), AbortRequested(time.monotonic(), Epoch(3), "test")))
+            most = 0
+            while w1.book.block_count == home or blocks_of(w0) != before:
+                most = max(most, blocks_of(w0) if w1.book.block_count == home else 0)
+                await asyncio.sleep(0.001)
+            assert most == home
+            assert (p := w1.progress(3)) is not None
+            assert (p.phase, p.why) == (Phase.FAILED, "the leader has given it up")
+            assert w1.engine.memory.parameters.held_layers == (3, 4, 5)
+
+    asyncio.run(run())
+
+
+def test_a_batch_that_overtakes_the_roster_waits_for_it(model_dir: Path) -> None:
+    """The roster comes from the leader, batches from the stage before. Whom it recomputes, a batch may hold again."""
+    lengths = [150, 130, 110, 90, 70, 50, 30, 10] * 2
+    sizes = Sizes(memory_bytes=9 << 19, max_batch_tokens=256)
+    expected = alone_says(model_dir, Sizes(memory_bytes=16 << 20, max_batch_tokens=256), lengths, greedy(60))
+
+    async def run() -> None:
+        async with running_group(model_dir, ["w0", "w1", "w2"], sizes) as cluster:
+            _delay(cluster.workers["w2"], Topic.ROSTER, 0.3)
+            halves = [await ask(cluster, name, lengths, greedy(60)) for name in ("w0", "w1", "w2")]
+            answers = [answer for half in halves for answer in half]
+            await until(lambda: sum(len(a.token_ids) for a in answers) > 100)
+            target = layout(2, [[("w0", 0, 2), ("w1", 2, 4), ("w2", 4, 6)]], LAYERS)
+            members = await cluster.prepare(Kind.DROP, target)
+            cluster.commit(members, target)
+            await until(lambda: bool(cluster.workers["w2"].member._early))
+            said = await cluster.done(members, target.epoch)
+            assert said["w0"].victim_count
+            tokens = await whole(cluster, answers)
+            assert tokens == [e[0] for e in expected] * 3
+
+    asyncio.run(run())
+
+
+def _delay(worker: GroupWorker, topic: Topic, by_s: float) -> None:
+    """Of the links that are made from now on."""
+    hub = worker.member._hub
+    deliver: Callable[[Link, Message], None] = hub.on_message
+
+    def later(link: Link, message: Message) -> None:
+        if message.topic == topic:
+            time.sleep(by_s)
+        deliver(link, message)
+
+    hub.on_message = later
+
+
+def test_long_prompts_and_many_logprobs_reach_every_stage(model_dir: Path) -> None:
+    """Neither the head of a batch nor a result fits beside what it travels with."""
+    sizes = Sizes(memory_bytes=24 << 20, max_batch_tokens=1 << 14)
+    lengths, sampling = [1900 + i for i in range(12)], greedy(4, logprobs=20)
+    expected = alone_says(model_dir, sizes, lengths, sampling)
+
+    async def run() -> None:
+        async with running_group(model_dir, ["w0", "w1"], sizes) as cluster:
+            await cluster.change(Kind.DROP, layout(2, PAIR, LAYERS))
+            answers = await ask(cluster, "w0", lengths, sampling)
+            tokens = await whole(cluster, answers)
+            assert list(zip(tokens, [len(a.logprobs) for a in answers], strict=True)) == expected
+
+    asyncio.run(run())
+
+
+def test_a_member_that_closes_its_links_in_order_is_lost_to_the_group(model_dir: Path) -> None:
+    """As one does whose engine has failed, or that is told to end. The others must not wait for it for ever."""
+
+    async def run() -> None:
+        async with running_group(model_dir, ["w0", "w1", "w2"], Sizes(memory_bytes=10 << 19)) as cluster:
+            await cluster.change(Kind.DROP, layout(2, [[("w0", 0, 2), ("w1", 2, 4), ("w2", 4, 6)]], LAYERS))
+            answers = await ask(cluster, "w0", [30] * 4, greedy(100))
+            await until(lambda: all(len(a.token_ids) > 3 for a in answers))
+            cluster.workers["w1"].membership.plane.retire(3)
+            for name in ("w0", "w2"):
+                worker = cluster.workers[name]
+                await until(lambda w=worker: (p := w.progress(2)) is not None and p.phase is Phase.DONE and bool(p.why))
+                assert worker.engine.memory.parameters.held_layers == tuple(range(LAYERS))
+            await whole(cluster, answers)
+
+    asyncio.run(run())
