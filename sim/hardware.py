@@ -135,7 +135,7 @@ def find_cluster(text: str) -> Cluster:
     Raises:
         ConfigError: naming the GPUs that are known.
     """
-    match = re.fullmatch(r"(?:(\d+)x)?(\d+)x([A-Za-z].*)", text.strip())
+    match = re.fullmatch(r"(?:(\d+)x)?(\d+)x(.+)", text.strip())
     if match is None:
         raise ConfigError("cluster", f"must be like 8xA800 (GPUs) or 2x8xH800 (servers x GPUs each), got {text!r}")
     hosts, count, name = match.groups()
@@ -153,7 +153,7 @@ _T = TypeVar("_T")
 def _find(known: Mapping[str, _T], field: str, name: str) -> _T:
     wanted = _plain(name)
     exact = [entry for entry_name, entry in known.items() if _plain(entry_name) == wanted]
-    begun = exact or [entry for entry_name, entry in known.items() if wanted and _plain(entry_name).startswith(wanted)]
+    begun = exact or [entry for entry_name, entry in known.items() if wanted and wanted in _plain(entry_name)]
     if len(begun) != 1:
         what = "is not unique" if begun else "is not known"
         raise ConfigError(field, f"{name!r} {what}; known are {', '.join(sorted(known))}")

@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 from ballast.common.errors import InvariantViolation
 from ballast.common.ids import Epoch, WorkerId
 from ballast.common.load import LoadReport
-from services.worker.core.batch import Batch, StepResult
+from services.worker.core.batch import Batch, Slice, StepResult
 from services.worker.core.events import (
     BatchWanted,
     Command,
@@ -70,6 +70,8 @@ class _InFlight(NamedTuple):
     epoch: Epoch
     batch: Batch
     work: Work
+    growing: Batch  # only the slices that need more blocks than the tokens before them: what stages behind have to do
+    size_bytes: int  # of its message
 
 
 class Instance:
@@ -83,17 +85,20 @@ class Instance:
         network: Network,
         execution: ExecutionModel,
         peers: "dict[WorkerId, Instance]",
+        block_tokens: int,
         activation_bytes_per_token: int,
     ) -> None:
         self.worker_id = worker_id
         self.core = core
         self.member = member
         self.busy_s = 0.0  # executing batches
-        self.stage_total = 0  # stages of batches executed here
+        self.pipelined_busy_s = 0.0  # of those, as a stage of several
+        self.pipelined_s = 0.0  # leader: stages times the time in which its pipeline had something in flight
         self._clock = clock
         self._network = network
         self._execution = execution
         self._peers = peers
+        self._block_tokens = block_tokens
         self._activation_bytes = activation_bytes_per_token
         self._inbox: deque[Event | Callable[[], None]] = deque()
         self._streams: dict[int, _Stream] = {}
@@ -105,11 +110,12 @@ class Instance:
         self._resting = True
         self._fruitless = 0  # batches wanted in a row, and none formed
         self._alarm_at_s = 0.0
+        self._flying_since_s = 0.0
         self._labels = {what: f"{worker_id} {what}".encode() for what in ("goes on", "alarm", "batch", "result")}
         self._report = core.load(clock.now_s, member.memory.report())
         self._turns = self._run()
         next(self._turns)
-        member.pass_on = self._forward_removed
+        member.pass_on, member.roster_came = self._forward_removed, self._release_early
 
     # ------------------------------------------------------------ from outside
 
@@ -224,12 +230,14 @@ class Instance:
                 self._fruitless += 1
                 return
             self._fruitless = 0
+            if core.in_flight_count == 1:
+                self._flying_since_s = self._clock.now_s
             work = self._execution.work(batch)
             yield self._begin(work)
             if not member.stages:
                 self._land(batch)
                 return
-            self._pass_on(_InFlight(member.epoch, batch, work))
+            self._pass_on(self._flight(batch, work))
             if core.in_flight_count == 0:
                 return
 
@@ -246,7 +254,8 @@ class Instance:
         member = self.member
         seconds = work.on(member.layer_count, is_last=member.is_last)
         self.busy_s += seconds
-        self.stage_total += 1
+        if member.stages:
+            self.pipelined_busy_s += seconds
         return seconds
 
     def _feed(self, event: Event) -> None:
@@ -279,8 +288,7 @@ class Instance:
         """This stage has run it: to the next one, or back to the leader."""
         member, batch = self.member, flight.batch
         if not member.is_last:
-            size_bytes = sum(len(s.token_ids) for s in batch.slices) * self._activation_bytes
-            self._send_batch(flight, size_bytes + _BATCH_BYTES * len(batch.slices))
+            self._send_batch(flight)
         elif batch.slices:
             leader = self._peers[member.stages[0].worker_id]
             label = self._labels["result"]
@@ -292,12 +300,24 @@ class Instance:
                 lambda: leader.post(lambda: leader.result_came(flight)),
             )
 
-    def _send_batch(self, flight: _InFlight, size_bytes: int) -> None:
+    def _flight(self, batch: Batch, work: Work) -> _InFlight:
+        block_tokens, size_bytes = self._block_tokens, _BATCH_BYTES
+        growing: list[Slice] = []
+        for part in batch.slices:
+            first, count = part.first_position, len(part.token_ids)
+            size_bytes += count * self._activation_bytes + _BATCH_BYTES
+            if -(-first // block_tokens) * block_tokens < first + count:
+                growing.append(part)
+        return _InFlight(
+            self.member.epoch, batch, work, Batch(batch.step_id, batch.removed, (), tuple(growing)), size_bytes
+        )
+
+    def _send_batch(self, flight: _InFlight) -> None:
         stage = self._peers[self.member.next_stage]
         self._network.send(
             self.worker_id,
             stage.worker_id,
-            size_bytes,
+            flight.size_bytes,
             self._labels["batch"],
             lambda: stage.post(lambda: stage.batch_came(flight)),
         )
@@ -305,29 +325,30 @@ class Instance:
     def _forward_removed(self, command: Removed) -> None:
         """A batch without work: the stages behind are to forget sequences."""
         if not self.member.is_last:
-            self._send_batch(_InFlight(self.member.epoch, command.batch, Work(0.0, 0.0, 0.0)), _BATCH_BYTES)
+            self._send_batch(self._flight(command.batch, Work(0.0, 0.0, 0.0)))
 
     def batch_came(self, flight: _InFlight) -> None:
         member = self.member
-        if flight.epoch > member.epoch:
-            self._early.append(flight)  # its leader has everybody's word, and ours has not been carried out yet
+        if member.is_early(flight.epoch):
+            self._early.append(flight)
         elif flight.epoch < member.epoch or member.leads:
             raise InvariantViolation(f"{self.worker_id} gets a batch of epoch {flight.epoch} in {member.epoch}")
         else:
-            member.book.apply(flight.batch)
+            member.book.apply(flight.growing)
             self._to_run.append(flight)
 
     def _release_early(self) -> None:
-        """After a change of the role."""
-        if self._early and self._early[0].epoch <= self.member.epoch:
-            early, self._early = self._early, []
-            for flight in early:
-                self.batch_came(flight)
+        """After a change of the role, or a roster."""
+        early, self._early = self._early, []
+        for flight in early:
+            self.batch_came(flight)
 
     def result_came(self, flight: _InFlight) -> None:
         if flight.epoch != self.member.epoch:
             raise InvariantViolation(f"{self.worker_id} gets a result of epoch {flight.epoch}")
         self._land(flight.batch)
+        if self.core.in_flight_count == 0:
+            self.pipelined_s += (self._clock.now_s - self._flying_since_s) * len(self.member.stages)
 
     # ------------------------------------------------------------ news for dispatchers
 

@@ -33,6 +33,7 @@ from services.worker.core.transition import Transition
 from services.worker.core.transition_messages import (
     BoundaryReached,
     Broken,
+    CommitRequested,
     ConnectLinks,
     EpochEnded,
     ExpectKv,
@@ -129,7 +130,9 @@ class GroupMember:
         self._going: dict[WorkerId, tuple[SequenceSnapshot, ...]] = {}
         self._coming: list[SequenceSnapshot] = []
         self._told_capacities: dict[WorkerId, int] = {}
-        self._room_epoch = Epoch(0)
+        self._room_epoch = Epoch(0)  # the restore for which the leader has granted room
+        self._withdrawn_epoch = Epoch(0)  # the restore that the leader has given up
+        self._limited_epoch = Epoch(0)  # leader: the restore whose end a stage must know, to be believed what it has
         self._recomputed: tuple[SequenceId, ...] = ()
         self._exchange: Exchange | None = None
         self._links_up = False
@@ -140,7 +143,8 @@ class GroupMember:
         self._progress: Progress | None = None
         self.progress: dict[Epoch, Progress] = {}
         self.answers: list[Command] = []
-        self.pass_on: Callable[[Removed], None] = lambda _: None  # set by the instance
+        self.pass_on: Callable[[Removed], None] = lambda _: None  # set by the instance, as the next
+        self.roster_came: Callable[[], None] = lambda: None
 
     # ------------------------------------------------------------ what the instance asks
 
@@ -160,6 +164,14 @@ class GroupMember:
     def next_stage(self) -> WorkerId:
         index = next(i for i, stage in enumerate(self.stages) if stage.worker_id == self.me)
         return self.stages[index + 1].worker_id
+
+    def is_early(self, epoch: Epoch) -> bool:
+        """Of a batch: its leader has everybody's word but this member's has not been carried out yet; or its roster,
+        which comes another way and says which blocks are free, is not here.
+        """
+        transition = self._transition
+        awaits_roster = transition is not None and transition.epoch == epoch and transition.awaits_roster
+        return epoch > self.epoch or awaits_roster
 
     @property
     def layer_count(self) -> int:
@@ -229,6 +241,8 @@ class GroupMember:
             return
         if isinstance(event, EpochEnded):
             self._pass_on_epoch_end(epoch)
+        elif isinstance(event, CommitRequested) and transition.phase is Phase.PREPARED:
+            self._note_commit()
         self._drive(event)
 
     # ------------------------------------------------------------ transitions
@@ -246,9 +260,11 @@ class GroupMember:
                     self._later(self._timings.link_connect_s, lambda e=epoch: self._linked(e))
                 case PrepareMemory():
                     self._prepare_memory()
-                case UndoPreparation():
+                case UndoPreparation(plan=plan):
                     self._quiescing = False
-                    self._undoing = self._current().plan.kind is Kind.RESTORE
+                    self._undoing = plan.kind is Kind.RESTORE
+                    if self._undoing and self.leads:
+                        self._pass_on_withdrawal(plan.epoch)
                 case Quiesce():
                     self._quiescing = True
                     self._note_commit()
@@ -312,6 +328,10 @@ class GroupMember:
     def _prepare_memory(self) -> None:
         transition, now_s = self._current(), self._clock.now_s
         if transition.plan.kind is Kind.RESTORE:
+            if transition.epoch <= self._withdrawn_epoch:
+                why = f"the leader has given epoch {transition.epoch} up"
+                self._later(0.0, lambda: self.told(transition.epoch, PreparationFailed(now_s, transition.epoch, why)))
+                return
             home = self._counted().block_count_after = self.memory.home_block_count
             largest = max((view.block_count for view in self._core.placements()), default=0)
             if largest > home:
@@ -360,6 +380,7 @@ class GroupMember:
         self.stages = new.members if len(new.members) > 1 else ()
         self.epoch = transition.epoch
         self._capacities = {self.me: self.book.block_count}
+        self._limited_epoch = Epoch(0)  # no restore of this group yet
         self._tell_core(self._core.handle(RoleChanged(now_s, self.leads, len(new.members))))
         self._quiescing = self.leads  # a leader forms batches once all members are ready
         transition.own_victims(own)
@@ -431,11 +452,13 @@ class GroupMember:
         for sequence_id in recomputed:  # their blocks are needed for those who keep their KV
             self.book.release(sequence_id)
         self._drive(RosterReceived(self._clock.now_s, epoch, source, victims))
+        self.roster_came()
 
     def _lead(self, victims: tuple[Victim, ...]) -> None:
         transition, now_s = self._current(), self._clock.now_s
         alive = self._core.kv_tokens
-        victims = tuple(v for v in victims if v.old_leader != self.me or v.sequence_id in alive)
+        gone_ids = {v.sequence_id for v in victims if v.old_leader == self.me} - alive.keys()
+        victims = tuple(v for v in victims if v.sequence_id not in gone_ids)
         members = members_of(transition.part.new)
         self._capacities |= {peer: count for peer, count in self._told_capacities.items() if peer in members}
         capacity = min(self._capacities.values())
@@ -451,7 +474,9 @@ class GroupMember:
         adopted = Adopted(now_s, tuple(self._coming), moving - own, lost_ids - own, last=True)
         self._tell_core(self._core.handle(adopted))
         self._coming = []
-        self._recomputed = tuple(sorted(lost_ids))
+        for sequence_id in sorted(lost_ids):  # for those who keep their KV
+            self.book.release(sequence_id)
+        self._recomputed = tuple(sorted(lost_ids | gone_ids))
         self._quiescing = False
         progress = self._counted()
         progress.victim_count, progress.victims_recomputed = len(victims), len(lost)
@@ -492,7 +517,7 @@ class GroupMember:
     def _resume(self, sequence_id: SequenceId) -> None:
         now_s, progress = self._clock.now_s, self._counted()
         progress.victims_waiting -= 1
-        progress.max_stall_s = max(progress.max_stall_s, now_s - progress.commit_at_s)
+        progress.note_stall(now_s - progress.commit_at_s)
         self._tell_core(self._core.handle(KvArrived(now_s, sequence_id)))
 
     def _release_lost(self) -> None:
@@ -508,15 +533,16 @@ class GroupMember:
         self._busy_remapping(progress, self._tell_capacity)
 
     def _tell_capacity(self) -> None:
-        epoch, count = self.epoch, self.book.block_count
+        epoch, count, withdrawn = self.epoch, self.book.block_count, self._withdrawn_epoch
         if self.leads:
-            self.capacity_told(epoch, self.me, count)
+            self.capacity_told(epoch, self.me, count, withdrawn)
         else:
-            self._tell(self.stages[0].worker_id, lambda m: m.capacity_told(epoch, self.me, count))
+            self._tell(self.stages[0].worker_id, lambda m: m.capacity_told(epoch, self.me, count, withdrawn))
 
-    def capacity_told(self, epoch: Epoch, source: WorkerId, block_count: int) -> None:
+    def capacity_told(self, epoch: Epoch, source: WorkerId, block_count: int, withdrawn: Epoch) -> None:
         known = source == self.me or any(stage.worker_id == source for stage in self.stages)
-        if epoch != self.epoch or not self.leads or not known:
+        early = source != self.me and withdrawn < self._limited_epoch  # it may yet make room, or has done
+        if epoch != self.epoch or not self.leads or not known or early:
             return
         self._capacities[source] = block_count
         capacity = min(self._capacities.values())
@@ -525,6 +551,7 @@ class GroupMember:
     # ------------------------------------------------------------ restore
 
     def _limit(self, block_count: int) -> None:
+        self._limited_epoch = self._current().epoch
         self._capacities = {stage.worker_id: block_count for stage in self.stages} or {self.me: block_count}
         self._tell_core(self._core.handle(CapacityChanged(self._clock.now_s, block_count)))
 
@@ -533,6 +560,23 @@ class GroupMember:
             self._tell(self.next_stage, lambda m: m._room_is_granted(epoch))
         self._room_epoch = max(self._room_epoch, epoch)
         self._take_room()
+
+    def _pass_on_withdrawal(self, epoch: Epoch) -> None:
+        """Down the pipeline, behind the grant of room if there was one."""
+        if not self.is_last:
+            self._tell(self.next_stage, lambda m: m._room_is_withdrawn(epoch))
+        self._withdrawn_epoch = max(self._withdrawn_epoch, epoch)
+
+    def _room_is_withdrawn(self, epoch: Epoch) -> None:
+        """Follower: what it has from now on, it has for good, and the leader may count on it."""
+        if self.leads:
+            return
+        self._pass_on_withdrawal(epoch)
+        transition = self._transition
+        if transition is not None and transition.epoch == epoch:
+            self._drive(PreparationFailed(self._clock.now_s, epoch, "the leader has given it up"))
+        if not self._undoing:  # else it is said then
+            self._tell_capacity()
 
     def _take_room(self) -> None:
         transition = self._transition

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from ballast.common.errors import ConfigError
+from ballast.common.overload import OverloadPolicy
 from sim.rules import ClusterRules
 
 Policy = Callable[[ClusterRules], ClusterRules]
@@ -14,14 +15,14 @@ Policy = Callable[[ClusterRules], ClusterRules]
 _COMING = ("swap", "migrate", "static-pipeline")
 
 
-def _with_drops(rules: ClusterRules, drops: bool) -> ClusterRules:
-    transitions = replace(rules.planner.transitions, drops=drops)
+def _with(rules: ClusterRules, policy: OverloadPolicy) -> ClusterRules:
+    transitions = replace(rules.planner.transitions, policy=policy)
     return replace(rules, planner=replace(rules.planner, transitions=transitions))
 
 
 POLICIES: Mapping[str, Policy] = {
-    "drop": lambda rules: _with_drops(rules, True),
-    "recompute": lambda rules: _with_drops(rules, False),
+    "drop": lambda rules: _with(rules, OverloadPolicy.DROP),
+    "recompute": lambda rules: _with(rules, OverloadPolicy.RECOMPUTE),
 }
 
 

@@ -56,4 +56,5 @@ class SimRun:
     event_count: int
     step_count: int
     trace_hash: str
+    busy_fraction: float  # share of the time in which the engines execute batches
     bubble_fraction: float | None  # idle share of pipeline stages while their group had work; None: no pipeline was

@@ -115,6 +115,7 @@ class World:
             network=self.network,
             execution=self.execution,
             peers=self.instances,
+            block_tokens=rules.block_tokens,
             activation_bytes_per_token=options.model.hidden_size * ELEMENT_BYTES,
         )
         self.instances[worker_id] = self._peers[worker_id] = instance
@@ -217,8 +218,18 @@ class World:
             event_count=self.clock.event_count,
             step_count=sum(instance.core.totals.steps for instance in self.instances.values()),
             trace_hash=self.clock.trace_hash,
-            bubble_fraction=None,
+            bubble_fraction=self._bubble_fraction(),
+            busy_fraction=self._busy_fraction(max(ends_s, default=0.0)),
         )
+
+    def _bubble_fraction(self) -> float | None:
+        had_s = sum(instance.pipelined_s for instance in self.instances.values())
+        used_s = sum(instance.pipelined_busy_s for instance in self.instances.values())
+        return max(0.0, 1.0 - used_s / had_s) if had_s else None
+
+    def _busy_fraction(self, duration_s: float) -> float:
+        busy_s = sum(instance.busy_s for instance in self.instances.values())
+        return busy_s / (duration_s * len(self.instances)) if duration_s else 0.0
 
 
 def instance_count(model: ModelSpec, cluster: Cluster) -> int:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from ballast.common.errors import ConfigError
 from ballast.local.cluster import Service
 
-_EVERY = ("recompute", "drop")
+_EVERY = ("recompute", "static-pipeline", "drop")
 POLICIES = _EVERY
 
 
@@ -27,6 +27,8 @@ KNOBS: dict[str, _Knob] = {
     "max-num-seqs": _Knob("worker", "--max-num-seqs", _EVERY, "requests that run at once in a worker"),
     "max-num-batched-tokens": _Knob("worker", "--max-num-batched-tokens", _EVERY, "tokens of one engine step"),
     "block-size": _Knob("worker", "--block-size", _EVERY, "tokens of a KV block"),
+    "degree": _Knob("planner", "--pipeline-degree", ("static-pipeline",), "instances of a pipeline"),
+    "restore": _Knob("planner", "--restore", ("drop",), "on or off: whether parameters come back"),
 }
 
 

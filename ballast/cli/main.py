@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import ballast
 from ballast.bench import command as bench
-from ballast.cli import chat, doctor, drain, generate, health, layouts, profile, status, top, up
+from ballast.cli import chat, doctor, drain, generate, health, layouts, profile, sim, status, top, up
 from ballast.common.errors import BallastError, ConfigError, InvalidRequest, Overloaded
 from ballast.model import command as model
 
@@ -22,7 +22,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"ballast {ballast.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for module in (up, generate, chat, status, top, drain, layouts, bench, profile, model, doctor, health):
+    for module in (up, generate, chat, status, top, drain, layouts, bench, profile, sim, model, doctor, health):
         module.add_parser(commands)
     return parser
 

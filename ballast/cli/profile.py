@@ -42,12 +42,12 @@ def add_parser(commands: Commands) -> None:
     )
     parser.add_argument("--max-num-batched-tokens", type=int, default=512, metavar="TOKENS", help="of one batch")
     parser.add_argument("--max-num-seqs", type=int, default=64, metavar="N", help="of one batch")
-    parser.add_argument("--repetitions", type=int, default=4, metavar="N", help="of each batch; the least time counts")
-    parser.add_argument("--seconds", type=float, metavar="S", help="end the grid early (default: measure all of it)")
+    parser.add_argument("--rounds", type=int, default=3, metavar="N", help="over all batches; the least time counts")
+    parser.add_argument("--seconds", type=float, metavar="S", help="end after so long (default: when all is measured)")
 
 
 def run(args: argparse.Namespace) -> int:
-    for name in ("threads", "max_num_batched_tokens", "max_num_seqs", "repetitions"):
+    for name in ("threads", "max_num_batched_tokens", "max_num_seqs", "rounds"):
         if getattr(args, name) < 1:
             raise ConfigError(name, f"must be at least 1, got {getattr(args, name)}")
     console = Console()
@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _command(args: argparse.Namespace) -> list[str]:
     command = [sys.executable, "-m", "services.worker.profiling"]
-    for name in ("model", "out", "dtype", "device", "threads", "max_num_batched_tokens", "max_num_seqs", "repetitions"):
+    for name in ("model", "out", "dtype", "device", "threads", "max_num_batched_tokens", "max_num_seqs", "rounds"):
         command += [f"--{name.replace('_', '-')}", str(getattr(args, name))]
     if args.layers:
         command += ["--layers", *map(str, args.layers)]

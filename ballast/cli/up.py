@@ -11,6 +11,7 @@ from pathlib import Path
 from ballast.cli.arguments import Commands
 from ballast.client import AsyncClient
 from ballast.common.errors import ConfigError
+from ballast.common.overload import OverloadPolicy
 from ballast.local.cluster import LocalCluster, Service
 from ballast.model.info import read_info
 from ballast.model.tiny import make_preset
@@ -28,6 +29,11 @@ _WORKER_FLAGS = {
     "--block-size": "tokens of a KV block",
     "--threads": "of one worker's engine",
     "--seed": "of the engine",
+}
+_PLANNER_FLAGS = {
+    "--overload-policy": f"when KV memory runs short: {', '.join(OverloadPolicy)} (default: drop)",
+    "--pipeline-degree": "instances of a pipeline, with static-pipeline",
+    "--restore": "on or off: whether dropped parameters come back",
 }
 _DISPATCHER_FLAGS = {
     "--max-num-queued-reqs": "requests that may wait; more are refused",
@@ -54,7 +60,7 @@ def add_parser(commands: Commands) -> None:
     parser.add_argument("--log-level", choices=["debug", "info", "warning", "error"])
     parser.add_argument("--start-timeout-s", type=float, default=300.0, metavar="S", help="loading the model included")
     parser.add_argument("--stop-timeout-s", type=float, default=30.0, metavar="S", help="for requests that still run")
-    for flag, text in (_WORKER_FLAGS | _DISPATCHER_FLAGS).items():
+    for flag, text in (_WORKER_FLAGS | _PLANNER_FLAGS | _DISPATCHER_FLAGS).items():
         parser.add_argument(flag, metavar="X", help=text)
 
 
@@ -129,7 +135,7 @@ class _Up:
         common = ["--log-level", self._args.log_level] if self._args.log_level else []
         return {
             "monitor": common,
-            "planner": common,
+            "planner": [*common, *given(_PLANNER_FLAGS)],
             "worker": [*common, *given({"--device-memory-bytes": ""} | _WORKER_FLAGS)],
             "dispatcher": [*common, *given(_DISPATCHER_FLAGS)],
         }

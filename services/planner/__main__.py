@@ -18,9 +18,10 @@ from services.planner.config import PlannerSettings, flags
 from services.planner.core.conductor import ConductorRules
 from services.planner.core.machine import PlannerCore, PlannerRules
 from services.planner.core.transition import CoordinatorRules
+from services.planner.metrics import PlannerMetrics
 from services.planner.peers import Members, MonitorEvents, drain_worker
 from services.planner.servicer import PlannerServicer
-from services.planner.shell import PlannerShell
+from services.planner.shell.planner import PlannerShell
 from services.planner.store import RedisLayoutStore
 
 _NAME = "planner"
@@ -74,7 +75,9 @@ def build_shell(settings: PlannerSettings, state: StateServer, monitor: LeaderAd
         retry_s=settings.retry_s,
         max_drains=settings.max_drains,
         transitions=ConductorRules(
-            drops=settings.overload_policy == "drop",
+            policy=settings.overload_policy,
+            pipeline_degree=settings.pipeline_degree,
+            restores=settings.restore,
             coordinator=CoordinatorRules(
                 prepare_timeout_s=settings.prepare_timeout_s, restore_prepare_timeout_s=settings.restore_timeout_s
             ),
@@ -86,6 +89,7 @@ def build_shell(settings: PlannerSettings, state: StateServer, monitor: LeaderAd
         MonitorEvents(monitor),
         drain_worker,
         Members(),
+        PlannerMetrics(),
         planner_id=settings.planner_id,
         max_watchers=settings.max_watchers,
     )

@@ -2,10 +2,11 @@
 
 import argparse
 import secrets
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 from pydantic import Field
 
+from ballast.common.overload import OverloadPolicy
 from ballast.service.logs import LogFormat
 from ballast.service.settings import Settings
 
@@ -28,8 +29,9 @@ class PlannerSettings(Settings):
     drain_timeout_s: float = Field(default=10.0, gt=0)  # longest wait for the epoch that takes a drained worker out
     max_drains: int = Field(default=1000, gt=0)  # drains whose answers are remembered
     max_watchers: int = Field(default=64, gt=0)
-    # drop: parameters make room when memory runs short. recompute: they do not, overloads are only counted.
-    overload_policy: Literal["drop", "recompute"] = "drop"
+    overload_policy: OverloadPolicy = OverloadPolicy.DROP
+    pipeline_degree: int = Field(default=2, ge=2, le=64)  # instances of one pipeline, with static-pipeline
+    restore: bool = True  # with drop: parameters come back when demand has fallen. False is for comparisons
     prepare_timeout_s: float = Field(default=10.0, gt=0)  # of a drop; nothing has changed for anybody until then
     restore_timeout_s: float = Field(default=600.0, gt=0)  # for missing parameters to come back
     log_level: str = Field(default="info", pattern="^(debug|info|warning|error)$")
@@ -52,8 +54,15 @@ def flags() -> argparse.ArgumentParser:
     parser.add_argument(
         "--overload-policy",
         dest="overload_policy",
-        choices=("drop", "recompute"),
-        help="what to do when KV memory runs short: drop parameters (default), or only count it",
+        choices=[policy.value for policy in OverloadPolicy],
+        help="what to do when KV memory runs short: drop parameters (default); leave it to the workers; or have them"
+        " dropped from the start",
+    )
+    parser.add_argument(
+        "--pipeline-degree", dest="pipeline_degree", type=int, help="instances of a pipeline, with static-pipeline (2)"
+    )
+    parser.add_argument(
+        "--restore", dest="restore", choices=("on", "off"), help="with drop: off never takes parameters back on board"
     )
     parser.add_argument("--log-level", dest="log_level", help="debug, info, warning or error")
     parser.add_argument("--log-format", dest="log_format", help="console or json")

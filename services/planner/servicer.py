@@ -19,7 +19,7 @@ from services.planner.core.survey import NoSurvey
 from services.planner.core.transition import Stage
 from services.planner.core.wishes import explain_now
 from services.planner.policy.drop import Method
-from services.planner.shell import PlannerShell
+from services.planner.shell.planner import PlannerShell
 
 # Any: the message types of a call do not matter to its context.
 _Context = grpc.aio.ServicerContext[Any, Any]

@@ -41,6 +41,10 @@ class WorkerSettings(Settings):
     threads: int = Field(1, ge=1, le=1024)  # torch's intra-op threads
     seed: int = 0
 
+    # What it knows of its own speed when it becomes a stage of a pipeline. Without either it learns while it serves.
+    cost_profile: Path | None = None  # a file from `ballast profile`
+    self_profile_s: float = Field(0.0, ge=0, le=600)  # measure for about so long at the start, without a file
+
     # How it ends.
     shutdown_timeout_s: float = Field(30.0, ge=0)
     step_timeout_s: float = Field(60.0, gt=0)  # not ready when a step takes longer
@@ -79,6 +83,8 @@ def flags() -> argparse.ArgumentParser:
     parser.add_argument("--admission-reserve-fraction", type=float, metavar="X", help="KV kept free for what runs")
     parser.add_argument("--threads", type=int, metavar="N")
     parser.add_argument("--seed", type=int)
+    parser.add_argument("--cost-profile", metavar="FILE", help="from `ballast profile`, of the same model and machine")
+    parser.add_argument("--self-profile-s", type=float, metavar="SECONDS", help="measure at the start, without a file")
     parser.add_argument("--shutdown-timeout", type=float, dest="shutdown_timeout_s", metavar="SECONDS")
     parser.add_argument("--log-level", metavar="LEVEL")
     parser.add_argument("--log-format", metavar="FORMAT", help="console or json")

@@ -9,16 +9,22 @@ from collections.abc import Callable
 from ballast.common.ids import RequestId
 from ballast.common.sampling import PriorityClass
 from services.worker.core.events import AdmissionLimited
+from services.worker.policy.cost import CostModel
+from services.worker.policy.lookahead import lookahead
+from services.worker.policy.microbatching import by_token_count
 from tests.support.pipeline_parts import LAYERS, Group, Request
 from tests.support.pipelines import Cluster
 from tests.support.worker_core import VOCAB_SIZE, greedy, limits
 
+# What cuts prompts finely, what hardly at all, and in between.
+_COSTS = (CostModel(0.2, 1.0, 0.0, 0.0), CostModel(0.01, 1.0, 20.0, 20.0), CostModel(0.05, 1.0, 2.0, 0.5, 0.05))
 _STOPS = ("bcbc", "aba", "babab", "ca aab", "é", "aab ca")
 
 
 class History:
     def __init__(self, seed: int, requests: int = 40, events: int = 1_000) -> None:
         rng = self.rng = random.Random(seed)
+        cost = rng.choice(_COSTS)
         max_running_count = rng.randrange(1, 6)
         self.cluster = Cluster(
             limits(
@@ -31,6 +37,7 @@ class History:
                 admission_reserve_fraction=rng.choice([0.0, 0.1]),
             ),
             [LAYERS * rng.randrange(12, 44) for _ in range(rng.randrange(2, 5))],
+            by_token_count if rng.random() < 0.3 else lookahead(lambda: None if rng.random() < 0.05 else cost),
         )
         self.left = requests
         self.events = events

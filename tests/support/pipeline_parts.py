@@ -15,6 +15,7 @@ from services.worker.core.limits import WorkerLimits
 from services.worker.core.snapshot import SequenceSnapshot
 from services.worker.core.stage import StageBook, Table
 from services.worker.core.worker import WorkerCore
+from services.worker.policy.microbatching import Microbatching
 from tests.support.worker_core import Undisturbed, piece, undisturbed
 
 LAYERS = 5
@@ -78,12 +79,18 @@ class Request:
 
 
 class Worker:
-    def __init__(self, ordinal: int, limits: WorkerLimits, memory_units: int) -> None:
+    def __init__(self, ordinal: int, limits: WorkerLimits, memory_units: int, microbatching: Microbatching) -> None:
         self.worker_id = WorkerId(f"w{ordinal}")
         self.clock_ahead_s = 1000.0 * ordinal
         self.memory_units = memory_units  # a block of one layer takes one
         self.book = StageBook(self.blocks_with(LAYERS), limits.block_tokens)
-        self.core = WorkerCore(limits, self.book.block_count, book=self.book, first_sequence_id=ordinal << 32)
+        self.core = WorkerCore(
+            limits,
+            self.book.block_count,
+            book=self.book,
+            first_sequence_id=ordinal << 32,
+            microbatching=microbatching,
+        )
         self.layers = range(LAYERS)
         self.cache: dict[tuple[int, int, int], int] = {}  # (layer, block, place in it) -> token id
         self.known: dict[int, NewSequence] = {}

@@ -43,15 +43,18 @@ from services.worker.core.events import (
 from services.worker.core.limits import WorkerLimits
 from services.worker.core.snapshot import SequenceSnapshot
 from services.worker.core.stage import Table
+from services.worker.policy.microbatching import Microbatching, by_token_count
 from services.worker.policy.placement import MemberView, place
 from tests.support.pipeline_parts import LAYERS, Group, Request, Worker
 from tests.support.worker_core import MEMORY, next_token, piece
 
 
 class Cluster:
-    def __init__(self, limits: WorkerLimits, memory_units: Sequence[int]) -> None:
+    def __init__(
+        self, limits: WorkerLimits, memory_units: Sequence[int], microbatching: Microbatching = by_token_count
+    ) -> None:
         self.limits = limits
-        self.workers = [Worker(i, limits, units) for i, units in enumerate(memory_units, 1)]
+        self.workers = [Worker(i, limits, units, microbatching) for i, units in enumerate(memory_units, 1)]
         self.groups = [Group([worker]) for worker in self.workers]
         self.at_s = 0.0
         self.requests: list[Request] = []
@@ -60,6 +63,7 @@ class Cluster:
         self.kv_tokens: dict[int, int] = {}  # of those
         self.told: list[Command] = []
         self.resumed_from_kv = 0
+        self.overlapped = 0  # chunks that followed one that was in flight
         self._stream_ids, self._handles = count(1), count(1)
 
     # ---------------------------------------------------------------- workers
@@ -86,8 +90,12 @@ class Cluster:
     def _depart(self, leader: Worker, execute: Execute) -> None:
         batch = execute.batch
         group = self.group_of(leader)
-        flying = {s.sequence_id for b in group.batches.values() for s in b.slices}
-        assert flying.isdisjoint(s.sequence_id for s in batch.slices)
+        flying = {s.sequence_id: s for b in group.batches.values() for s in b.slices}
+        for part in batch.slices:
+            if (before := flying.get(part.sequence_id)) is not None:
+                assert not before.samples, "the token is not known yet"
+                assert part.first_position == before.first_position + len(before.token_ids)
+                self.overlapped += 1
         assert len(group.batches) < len(group.members)
         assert sum(len(s.token_ids) for s in batch.slices) <= self.limits.max_batch_tokens
         group.batches[batch.step_id] = batch

@@ -13,6 +13,7 @@ from ballast.common.errors import InvariantViolation
 from ballast.common.ids import Epoch, GroupId, WorkerId
 from ballast.common.layout import Layout, Member
 from ballast.common.model import ModelInfo
+from ballast.common.overload import OverloadPolicy
 from services.planner.core.messages import (
     AnswerChange,
     Call,
@@ -32,7 +33,7 @@ from services.planner.core.messages import (
     TransitionMoved,
 )
 from services.planner.core.record import TransitionRecord
-from services.planner.core.survey import Loads
+from services.planner.core.survey import Loads, pipelined
 from services.planner.core.transition import (
     AbortWanted,
     Coordinator,
@@ -62,7 +63,9 @@ _KEPT_REQUESTS = 1000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConductorRules:
-    drops: bool = True  # False: overloads are counted, and requests that do not fit are computed anew
+    policy: OverloadPolicy = OverloadPolicy.DROP  # unless `drop`, overloads are only counted
+    pipeline_degree: int = 2  # instances that static pipelines are made of
+    restores: bool = True  # when demand has fallen
     coordinator: CoordinatorRules = field(default_factory=CoordinatorRules)
     wish_timeout_s: float = 5.0  # a change that cannot begin by then is given up
     retry_s: float = 2.0  # after a transition that the planner itself wanted has failed
@@ -131,8 +134,9 @@ class Conductor:
     # ------------------------------------------------------------ who wants a change
 
     def overload(self, event: OverloadRaised) -> list[Command]:
-        if not self.rules.drops:
-            return [NothingDone("overload", "the policy is recompute", event.required_bytes, event.cause_id)]
+        if self.rules.policy is not OverloadPolicy.DROP:
+            why = f"the policy is {self.rules.policy}"
+            return [NothingDone("overload", why, event.required_bytes, event.cause_id)]
         if self._gives_memory_up:
             return self._steps(AbortWanted(event.at_s, "demand is back"), event.at_s, event.cause_id)
         if self.busy or isinstance(self._wish, DropWish):
@@ -148,7 +152,9 @@ class Conductor:
         return any(len(group.members) > 1 and group not in journal.target.groups for group in journal.base.groups)
 
     def relief(self, event: ReliefRaised) -> list[Command]:
-        if self.busy or self._wish is not None or not self.rules.drops:
+        if self.busy or self._wish is not None:
+            return []
+        if self.rules.policy is not OverloadPolicy.DROP or not self.rules.restores:
             return []
         return self._take(RestoreWish("relief", event.cause_id), event.at_s)
 
@@ -169,6 +175,9 @@ class Conductor:
             return [] if earlier.epoch is None else [AnswerChange(event.request_id, earlier.epoch, earlier.lines)]
         if self.busy or self._wish is not None:
             return [RefuseChange(event.request_id, ChangeRefusal.BUSY, self._why_busy())]
+        if isinstance(wish, RestoreWish) and self.rules.policy is OverloadPolicy.STATIC_PIPELINE:
+            why = "pipelines are for good: the policy is static-pipeline"
+            return [RefuseChange(event.request_id, ChangeRefusal.NOT_POSSIBLE, why)]
         self._requests[event.request_id] = _Request(what)
         while len(self._requests) > _KEPT_REQUESTS:
             self._requests.popitem(last=False)
@@ -229,6 +238,16 @@ class Conductor:
         names = " ".join(m.worker_id for m in ground.stranded)
         granted = complete(ground.layout, ground.stranded, ground.epoch, f"loss: {names} were left of a group")
         return self._start(granted, ground, at_s, RestoreWish("loss", cause_id))
+
+    def begin_pipelines(self, ground: Ground, at_s: float, cause_id: str) -> list[Command]:
+        """Instances that serve alone become static pipelines, as far as they suffice for whole ones."""
+        if self.rules.policy is not OverloadPolicy.STATIC_PIPELINE or self.busy or at_s < self._own_at_s:
+            return []
+        target = pipelined(ground.layout, self.rules.pipeline_degree, ground.epoch, "static pipelines")
+        if target is None:
+            return []
+        self._own_at_s = at_s + self.rules.retry_s
+        return self._start(Granted(Kind.DROP, target, None, ()), ground, at_s, DropWish("policy", cause_id))
 
     def _start(self, granted: Granted, ground: Ground, at_s: float, wish: Wish) -> list[Command]:
         journal = Journal(granted.kind, ground.layout, granted.target, Stage.PREPARING, granted.target.reason)

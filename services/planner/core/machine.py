@@ -411,6 +411,8 @@ class PlannerCore:
             commands = self.conductor.begin(ground, at_s, cause_id)
         if not commands and not self.conductor.busy:
             commands = self.conductor.dissolve_draining(self.layout, at_s, cause_id)
+        if not commands and not self.conductor.busy:
+            commands = self.conductor.begin_pipelines(ground, at_s, cause_id)
         if self.conductor.coordinator is not None:
             self._used_epoch = max(self._used_epoch, ground.epoch)
             commands += self._act(at_s, cause_id)

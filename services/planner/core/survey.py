@@ -107,6 +107,20 @@ def merged_by_hand(base: Layout, names: Sequence[WorkerId], epoch: Epoch, why: s
     return _layout(base, set(names), [Group(GroupId(names[0]), stages)], epoch, why)
 
 
+def pipelined(base: Layout, degree: int, epoch: Epoch, why: str) -> Layout | None:
+    """The layout in which instances that serve alone form pipelines of `degree`, in order of their names; the rest goes
+    on alone. None: they are too few for one, or the layers for so many stages.
+    """
+    alone = sorted(g.leader.worker_id for g in base.groups if len(g.members) == 1 and not g.leader.draining)
+    whole = len(alone) // degree * degree
+    if not whole or degree > base.layer_count:
+        return None
+    layout = base
+    for first in range(0, whole, degree):
+        layout = merged_by_hand(layout, alone[first : first + degree], epoch, why)
+    return layout
+
+
 def dissolved(base: Layout, groups: Sequence[GroupId], epoch: Epoch, why: str) -> Layout:
     """The layout in which the members of these groups serve alone."""
     members = [m for group in base.groups if group.group_id in groups for m in group.members]

@@ -30,7 +30,11 @@ class Flight:
 
 
 class Flights:
-    """Batches land in the order in which they depart. A sequence is in flight if its last batch has not landed."""
+    """Batches land in the order in which they depart. A sequence is in flight if its last batch has not landed.
+
+    Chunks of one sequence may be in flight one behind the other, as every stage takes batches in their order. Nothing
+    follows a chunk that gives a token before it has landed: the token is what would follow.
+    """
 
     def __init__(self, book: StageBook) -> None:
         self._book = book
@@ -60,7 +64,7 @@ class Flights:
         for sequence in plan.decodes:
             if not sequence.in_engine:
                 added.append(sequence)
-            end = sequence.token_count
+            end = sequence.departed_tokens = sequence.token_count
             sequence.step_id = step_id
             slices.append(Slice(sequence.sequence_id, end - 1, (sequence.last_token_id,), True))
             shares.append((sequence, end, True))
@@ -68,8 +72,9 @@ class Flights:
         for sequence, count in plan.chunks:
             if not sequence.in_engine:
                 added.append(sequence)
-            first = sequence.computed_tokens
+            first = sequence.departed_tokens if self.in_flight(sequence) else sequence.computed_tokens
             samples = first + count == sequence.token_count
+            sequence.departed_tokens = first + count
             sequence.step_id = step_id
             slices.append(Slice(sequence.sequence_id, first, sequence.token_ids(first, count), samples))
             shares.append((sequence, first + count, samples))
@@ -111,15 +116,22 @@ class Flights:
         return removed
 
     def check(self) -> None:
-        """Raise InvariantViolation unless the batches in flight are disjoint and nobody in them was preempted."""
-        seen: set[SequenceId] = set()
+        """Raise InvariantViolation unless what flies of a sequence hangs together and nobody of them was preempted."""
+        ends: dict[SequenceId, tuple[int, bool]] = {}
         for flight in self._flights:
-            for sequence, _, _ in flight.shares:
-                if sequence.sequence_id in seen:
+            for sequence, end, samples in flight.shares:
+                before = ends.get(sequence.sequence_id)
+                if before is not None and (before[1] or end <= before[0]):
                     raise InvariantViolation(f"{sequence.name} is in two batches at once", sequence.story())
-                seen.add(sequence.sequence_id)
-                if sequence.state not in (SequenceState.RUNNING, SequenceState.ENDED):
+                ends[sequence.sequence_id] = end, samples
+                if sequence.state is SequenceState.ENDED:
+                    continue
+                if sequence.state is not SequenceState.RUNNING:
                     raise InvariantViolation(f"{sequence.name} is computed and waits", sequence.story())
+                if end <= sequence.computed_tokens or end > sequence.departed_tokens:
+                    raise InvariantViolation(f"{sequence.name} flies to {end}", sequence.story())
+                if samples and end != sequence.token_count:
+                    raise InvariantViolation(f"{sequence.name} gives a token before its end", sequence.story())
 
 
 def _enter(sequence: Sequence) -> NewSequence:

@@ -28,7 +28,7 @@ from services.worker.core.limits import WorkerLimits
 from services.worker.core.sequence import Sequence, SequenceState
 from services.worker.policy.admission import AdmissionView, admits
 from services.worker.policy.batching import PrefillView, chunk_prefills
-from services.worker.policy.microbatching import Microbatching, PipelineView, by_token_count
+from services.worker.policy.microbatching import Candidate, Microbatching, PipelineView, by_token_count
 from services.worker.policy.preemption import VictimView, choose_victim
 
 
@@ -93,8 +93,10 @@ class Scheduler:
         self.waiting_block_count = sum(self.need(s) for s in self.waiting)
 
     def has_ready(self, landed_step_id: int) -> bool:
-        """Whether the next plan would have something to run, unless it lacks blocks."""
-        if any(s.step_id <= landed_step_id for s in self.running):
+        """Whether the next plan may have something to run. None of it is certain: it may lack blocks, and only some
+        microbatchings let a prompt go on while a part of it is in flight.
+        """
+        if any(s.step_id <= landed_step_id or s.departed_tokens < s.token_count for s in self.running):
             return True
         head = self._head()
         return head is not None and self._admits(self.need(head))
@@ -200,6 +202,8 @@ class Scheduler:
                 preempted += self._make_room(sequence, at_s, landed_step_id)
         # Whoever just gave way does not fit: it needs at least what it had, and a part of that is taken.
         self.admit(at_s)
+        if self.stage_count > 1:
+            return self._next_microbatch(landed_step_id, preempted)
         ready = self.running
         if in_flight:
             ready = [s for s in ready if s.step_id <= landed_step_id and s.token_count <= s.reserved_tokens]
@@ -210,19 +214,34 @@ class Scheduler:
                 decodes.append(sequence)
             else:
                 prefills.append(sequence)
-        budget_tokens = self._limits.max_batch_tokens
-        if self.stage_count > 1:
-            shape = self._microbatching(self._pipeline_view())
-            budget_tokens = shape.budget_tokens
-            if len(decodes) > shape.max_decode_count:  # who has waited longest goes first
-                decodes = sorted(decodes, key=lambda s: s.step_id)[: shape.max_decode_count]
-            prefills = prefills[: shape.max_prefill_count]
-        return Plan(decodes, self._chunks(len(decodes), prefills, budget_tokens), preempted)
+        return Plan(decodes, self._chunks(len(decodes), prefills, self._limits.max_batch_tokens), preempted)
 
-    def _pipeline_view(self) -> PipelineView:
-        prefills = [left for s in self.running if (left := s.token_count - s.computed_tokens) > 1]
-        decode_count = len(self.running) - len(prefills)
-        return PipelineView(self.stage_count, decode_count, len(prefills), sum(prefills), self._limits.max_batch_tokens)
+    def _next_microbatch(self, landed_step_id: int, preempted: list[Sequence]) -> Plan:
+        candidates = [
+            Candidate(
+                s.rank,
+                s.computed_tokens,
+                s.departed_tokens if s.step_id > landed_step_id else s.computed_tokens,
+                s.token_count,
+                s.step_id,
+                s.token_count <= s.reserved_tokens,
+            )
+            for s in self.running
+        ]
+        view = PipelineView(
+            self.stage_count, landed_step_id, self._limits.max_batch_tokens, self.waiting_count, candidates
+        )
+        plan = Plan([], [], preempted)
+        for index, count in self._microbatching(view):
+            sequence, candidate = self.running[index], candidates[index]
+            left = candidate.token_count - candidate.departed_tokens
+            if not (0 < count <= left and candidate.has_room):
+                raise InvariantViolation(f"{count} of {left} tokens are to be computed", sequence.story())
+            if candidate.token_count - candidate.computed_tokens == 1:
+                plan.decodes.append(sequence)
+            else:
+                plan.chunks.append((sequence, count))
+        return plan
 
     def _chunks(self, decode_count: int, prefills: list[Sequence], budget_tokens: int) -> list[tuple[Sequence, int]]:
         if not prefills:

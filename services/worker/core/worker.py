@@ -48,6 +48,7 @@ from services.worker.core.residents import Residents, Stream
 from services.worker.core.scheduler import Scheduler
 from services.worker.core.sequence import Sequence, SequenceState
 from services.worker.core.stage import StageBook
+from services.worker.policy.microbatching import Microbatching, by_token_count
 from services.worker.policy.placement import PlacementView
 
 
@@ -68,15 +69,22 @@ class Totals:
 
 class WorkerCore:
     def __init__(
-        self, limits: WorkerLimits, block_count: int, *, book: StageBook | None = None, first_sequence_id: int = 0
+        self,
+        limits: WorkerLimits,
+        block_count: int,
+        *,
+        book: StageBook | None = None,
+        first_sequence_id: int = 0,
+        microbatching: Microbatching = by_token_count,
     ) -> None:
         """`block_count`: of the smallest stage. `book`: the tables of this worker's own stage, which outlive its being
         a leader; without one, the core is that of a lone worker and keeps its own. Ids follow on `first_sequence_id`.
+        `microbatching` forms the batches of a group of several stages.
         """
         self._limits = limits
         self._keeps_book = book is None
         self._book = StageBook(block_count, limits.block_tokens) if book is None else book
-        self._scheduler = Scheduler(limits, block_count)
+        self._scheduler = Scheduler(limits, block_count, microbatching)
         self._flights = Flights(self._book)
         self._residents = Residents(limits, self._scheduler, self._flights)
         self._group = Group(limits, self._residents, self._scheduler, self._flights)

@@ -9,6 +9,8 @@ from services.worker.core.worker import WorkerCore
 from services.worker.engine.load import Engine
 from services.worker.pipeline.hub import Hub
 from services.worker.pipeline.member import GroupMember
+from services.worker.pipeline.timed_runner import TimedRunner
+from services.worker.policy.online_cost import OnlineCost
 from services.worker.shell import MemberEvent, WorkerShell
 from services.worker.transport.config import TransportConfig
 from services.worker.transport.plane import DataPlane
@@ -37,21 +39,26 @@ def join(
     config: TransportConfig,
     advertise_host: str | None,
     max_running_count: int,
+    costs: OnlineCost | None = None,
 ) -> Membership:
-    """Opens the data plane. The shell closes it when its engine thread ends."""
+    """Opens the data plane. The shell closes it when its engine thread ends. `costs` is told what stages take."""
 
     def post(event: MemberEvent) -> None:
         shell.post_member(event)
 
     hub = Hub(post)
     plane = DataPlane(me, hub, config, advertise_host=advertise_host)
+    runner = engine.runner
+    if costs is not None:
+        device = engine.memory.pool.backend.device
+        runner = TimedRunner(runner, costs, layer_count=engine.info.layer_count, device=device)
     member = GroupMember(
         me=me,
         layer_count=engine.info.layer_count,
         core=core,
         book=book,
         memory=engine.memory,
-        runner=engine.runner,
+        runner=runner,
         plane=plane,
         hub=hub,
         read_layer=engine.read_layer,

@@ -1,35 +1,39 @@
-"""How large the next microbatch of a pipeline is, so that as many as there are stages circulate and are alike.
+"""What the next microbatch of a pipeline is, so that as many as there are stages circulate and are alike.
 
-A function of this kind sees all that the leader has to run. Another one, which cuts a whole backlog into parts of
-equal cost, takes the same view and gives the same answer.
+A function of this kind sees all running sequences and picks from those that are ready. Token count, below, is what
+every engine has; `policy.lookahead` goes by cost.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from services.worker.policy.batching import PrefillView, chunk_prefills
 
 
-@dataclass(frozen=True, slots=True)
-class PipelineView:
-    """Work of all running sequences, those in flight included."""
+class Candidate(NamedTuple):
+    """A running sequence."""
 
+    rank: int  # of its priority class; 0 is served first
+    computed_tokens: int  # have their KV
+    departed_tokens: int  # have it once the batches in flight have landed
+    token_count: int  # that are known; as many as have departed: it waits for its next token
+    step_id: int  # of the last batch that it took part in
+    has_room: bool  # False: it needs a block more, and there is none
+
+
+class PipelineView(NamedTuple):
     stage_count: int
-    decode_count: int  # sequences that need one token
-    prefill_count: int  # sequences that need more
-    prefill_tokens: int  # which have no KV yet
+    landed_step_id: int  # later batches are in flight
     max_batch_tokens: int
+    waiting_count: int  # sequences that have been let into no microbatch yet: there are not enough blocks or places
+    candidates: Sequence[Candidate]  # in order of service
 
 
-@dataclass(frozen=True, slots=True)
-class MicrobatchShape:
-    max_decode_count: int
-    max_prefill_count: int
-    budget_tokens: int  # decodes and chunks together
+Share = list[tuple[int, int]]  # (index of the candidate, tokens, at least 1)
+Microbatching = Callable[[PipelineView], Share]
 
 
-Microbatching = Callable[[PipelineView], MicrobatchShape]
-
-
-def by_token_count(view: PipelineView) -> MicrobatchShape:
+def by_token_count(view: PipelineView) -> Share:
     """Equal shares of the tokens for each stage. The longest wait for a place is then one trip through the pipeline.
 
     A sequence is in one microbatch at a time, so prompts are spread too: a part of each in one microbatch would leave
@@ -37,10 +41,33 @@ def by_token_count(view: PipelineView) -> MicrobatchShape:
     overlap.
     """
     stages = view.stage_count
-    share_tokens = -(-(view.decode_count + view.prefill_tokens) // stages)
+    decode_count = prefill_count = prefill_tokens = 0
+    decodes: list[int] = []
+    prefills: list[int] = []
+    for index, c in enumerate(view.candidates):
+        left = c.token_count - c.computed_tokens
+        ready = c.step_id <= view.landed_step_id and c.has_room
+        if left == 1:
+            decode_count += 1
+            if ready:
+                decodes.append(index)
+        else:
+            prefill_count += 1
+            prefill_tokens += left
+            if ready:
+                prefills.append(index)
+    max_decode_count = -(-decode_count // stages)
+    if len(decodes) > max_decode_count:  # who has waited longest goes first
+        decodes = sorted(decodes, key=lambda i: view.candidates[i].step_id)[:max_decode_count]
+    del prefills[-(-prefill_count // stages) :]
+    share_tokens = -(-(decode_count + prefill_tokens) // stages)
     floor_tokens = -(-view.max_batch_tokens // stages)
-    return MicrobatchShape(
-        max_decode_count=-(-view.decode_count // stages),
-        max_prefill_count=-(-view.prefill_count // stages),
-        budget_tokens=min(view.max_batch_tokens, max(share_tokens, floor_tokens)),
-    )
+    budget_tokens = min(view.max_batch_tokens, max(share_tokens, floor_tokens))
+    views = [_prefill_view(view.candidates[i]) for i in prefills]
+    counts = chunk_prefills(len(decodes), views, budget_tokens)
+    return [*((i, 1) for i in decodes), *((i, n) for i, n in zip(prefills, counts, strict=True) if n)]
+
+
+def _prefill_view(candidate: Candidate) -> PrefillView:
+    left = candidate.token_count - candidate.computed_tokens
+    return PrefillView(candidate.rank, candidate.computed_tokens, left)

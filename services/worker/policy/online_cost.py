@@ -16,8 +16,7 @@ from services.worker.policy.least_squares import Floats
 
 STEPS_PER_SIZE = 32
 _SIZES = 16  # the largest one has all batches from 2 ** 15 tokens on
-# A fit takes about 0.3 ms, so by work done: no more than a thousandth of it.
-_REFIT_STEPS, _REFIT_S = 16, 0.5
+_REFIT_STEPS = 16
 # Without a model to start from: what a fit needs, lest it knows nothing of batches unlike those it has seen.
 _LEAST_STEPS, _LEAST_SIZES = 32, 3
 # A fit also stays near the model it starts from where recent steps say nothing: each of these counts as one step.
@@ -40,7 +39,7 @@ class OnlineCost:
         self._start: CostModel | None = None  # of this shape: the profile's, or what was known of the shape before
         self._model: CostModel | None = None
         self._recent: list[deque[tuple[tuple[float, ...], float]]] = []
-        self._new_steps, self._new_s = 0, 0.0
+        self._new_steps = 0
         self.refits_total = 0
 
     def current(self) -> CostModel | None:
@@ -62,22 +61,21 @@ class OnlineCost:
             self._start = self._model.scaled(shape.layer_count / self._shape.layer_count)
         self._shape, self._model = shape, self._start
         self._recent = [deque(maxlen=STEPS_PER_SIZE) for _ in range(_SIZES)]
-        self._new_steps, self._new_s = 0, 0.0
+        self._new_steps = 0
 
     def record(self, chunks: Iterable[Chunk], seconds: float) -> None:
-        """A step was executed, after `enter`. Now and then fits anew."""
+        """A step was executed, after `enter`. Every sixteenth fits anew, which takes about 0.3 ms."""
         terms = terms_of(chunks)
         tokens = int(terms[1])
         if not tokens or seconds <= 0.0:
             return
         self._recent[min(tokens.bit_length(), _SIZES) - 1].append((terms, seconds))
         self._new_steps += 1
-        self._new_s += seconds
-        if self._new_steps >= _REFIT_STEPS and self._new_s >= _REFIT_S:
+        if self._new_steps >= _REFIT_STEPS:
             self._refit()
 
     def _refit(self) -> None:
-        self._new_steps, self._new_s = 0, 0.0
+        self._new_steps = 0
         kept = [step for steps in self._recent for step in steps]
         rows = np.array([terms for terms, _ in kept])
         seconds = np.array([took_s for _, took_s in kept])

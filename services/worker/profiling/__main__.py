@@ -38,7 +38,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--layers", type=int, nargs="*", default=[])
     parser.add_argument("--max-num-batched-tokens", type=int, default=defaults.batch_tokens)
     parser.add_argument("--max-num-seqs", type=int, default=defaults.sequences)
-    parser.add_argument("--repetitions", type=int, default=defaults.repetitions)
+    parser.add_argument("--rounds", type=int, default=defaults.visits)
     parser.add_argument("--seconds", type=float)
     return parser
 
@@ -64,7 +64,7 @@ def _run(arguments: argparse.Namespace) -> CostProfile:
     options = Options(
         batch_tokens=arguments.max_num_batched_tokens,
         sequences=arguments.max_num_seqs,
-        repetitions=arguments.repetitions,
+        visits=arguments.rounds,
         layer_counts=tuple(arguments.layers),
         seconds=arguments.seconds,
     )

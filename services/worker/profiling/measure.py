@@ -1,9 +1,11 @@
 """Measures an engine over the grid, fits the cost model, and says how far off it is on batches held out."""
 
+import itertools
 import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ballast.common.errors import ConfigError
 from services.worker.engine.load import Engine
@@ -29,11 +31,11 @@ class Options:
     batch_tokens: int = 512  # largest batch measured
     sequences: int = 64
     kv_tokens: int = 32_768  # of one batch, prefixes included
-    repetitions: int = 4
-    enough_s: float = 0.3  # spent on the repetitions of one batch
+    visits: int = 3  # to each batch, in rounds over all of them; the least time counts
+    repetitions: int = 1  # on each visit, and one to warm up
     held_out_count: int = 20  # batches without prefix, and as many with
     layer_counts: tuple[int, ...] = ()  # of stages measured beside the whole model; default: half of the layers
-    seconds: float | None = None  # end the grid after so long; None: all of it
+    seconds: float | None = None  # end after so long; None: when all is done
     seed: int = 0
 
 
@@ -77,29 +79,57 @@ def limits_of(engine: Engine, options: Options) -> Limits:
     return limits
 
 
+class _Task(NamedTuple):
+    chunks: Batch
+    shape: StageShape
+    is_held_out: bool
+
+
 def measure(engine: Engine, options: Options, report: Report = quiet) -> Measured:
-    """Takes the engine for itself. At least so many batches are measured as a fit needs, whatever `options.seconds`."""
-    limits, rng = limits_of(engine, options), random.Random(options.seed)
-    timer = StageTimer(engine, repetitions=options.repetitions, enough_s=options.enough_s, seed=options.seed)
+    """Takes the engine for itself. Measures as much as a fit needs, whatever `options.seconds`.
+
+    Batches are visited in rounds, and those held out among the others: load on the machine that comes and goes then
+    neither hits one batch only nor one of the two kinds.
+    """
+    limits = limits_of(engine, options)
+    timer = StageTimer(engine, seed=options.seed)
     timer.fill_kv(min(engine.block_count, limits.kv_tokens // engine.block_tokens + options.sequences))
     whole, parts = _shapes(engine.info.layer_count, options.layer_counts)
-    on_grid = _with_shapes(grid(limits, rng), whole, parts)
-    held = [held_out(limits, rng, prefix=prefix, count=options.held_out_count) for prefix in (False, True)]
-    kept = [pair for batches in held for pair in _with_shapes(batches, whole, parts)]
-    total, began_s = len(on_grid) + len(kept), time.perf_counter()
-    samples: list[Sample] = []
-    for batch, shape in on_grid:
+    tasks = _tasks(limits, whole, parts, options)
+    least_s: dict[int, float] = {}  # index of the task -> the least time of it so far
+    began_s, total = time.perf_counter(), options.visits * len(tasks)
+    enough = _index_of_last_needed(tasks)
+    for visit, (index, task) in itertools.product(range(options.visits), enumerate(tasks)):
         spent_s = time.perf_counter() - began_s
-        if options.seconds is not None and spent_s > options.seconds and len(samples) >= _LEAST_SAMPLES:
+        if options.seconds is not None and spent_s > options.seconds and (visit or index > enough):
             break
-        report(len(samples), total, "batches to fit on")
-        samples.append(Sample(batch, shape, timer.seconds(batch, shape)))
-    checked: list[Sample] = []
-    for batch, shape in kept:
-        report(len(on_grid) + len(checked), total, "batches held out")
-        checked.append(Sample(batch, shape, timer.seconds(batch, shape)))
+        report(visit * len(tasks) + index, total, f"batches, round {visit + 1} of {options.visits}")
+        took_s = timer.least_s(task.chunks, task.shape, repetitions=options.repetitions)
+        least_s[index] = min(took_s, least_s.get(index, took_s))
     report(total, total, "batches")
-    return Measured(timer.clock, whole, samples, checked)
+    done = [(tasks[i], Sample(tasks[i].chunks, tasks[i].shape, took_s)) for i, took_s in least_s.items()]
+    repetitions = f"least of {options.visits * options.repetitions} repetitions in {options.visits} rounds"
+    return Measured(
+        clock=f"{timer.clock}, {repetitions}",
+        whole=whole,
+        samples=[sample for task, sample in done if not task.is_held_out],
+        held_out=[sample for task, sample in done if task.is_held_out],
+    )
+
+
+def _tasks(limits: Limits, whole: StageShape, parts: Sequence[StageShape], options: Options) -> list[_Task]:
+    rng = random.Random(options.seed)
+    tasks = [_Task(chunks, shape, False) for chunks, shape in _with_shapes(grid(limits, rng), whole, parts)]
+    for prefix in (False, True):
+        kept = held_out(limits, rng, prefix=prefix, count=options.held_out_count)
+        tasks += [_Task(chunks, shape, True) for chunks, shape in _with_shapes(kept, whole, parts)]
+    rng.shuffle(tasks)
+    return tasks
+
+
+def _index_of_last_needed(tasks: Sequence[_Task]) -> int:
+    fitted = [index for index, task in enumerate(tasks) if not task.is_held_out]
+    return fitted[min(_LEAST_SAMPLES, len(fitted)) - 1]
 
 
 def _shapes(layer_count: int, wanted: Sequence[int]) -> tuple[StageShape, list[StageShape]]:

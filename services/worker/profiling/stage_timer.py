@@ -14,7 +14,6 @@ from services.worker.policy.cost import Chunk
 from services.worker.policy.cost_fit import StageShape
 
 _GREEDY = SamplingParams(temperature=0.0)
-_AT_LEAST = 2  # repetitions
 _VOCABULARY = 256
 
 
@@ -22,20 +21,16 @@ class StageTimer:
     """Runs batches of random tokens on random blocks. The engine serves nobody meanwhile.
 
     What a batch takes is the least of several repetitions: what else the machine does only adds. With one thread on a
-    CPU it is the thread's processor time; otherwise, where work goes on elsewhere, the clock on the wall.
+    CPU it is the thread's processor time; otherwise, where others do the work, the time on the wall.
     """
 
-    def __init__(self, engine: Engine, *, repetitions: int, enough_s: float, seed: int = 0) -> None:
-        """A batch is repeated `repetitions` times, or until `enough_s` have been spent on it, but twice at least."""
+    def __init__(self, engine: Engine, *, seed: int = 0) -> None:
         self._engine = engine
-        self._repetitions = repetitions
-        self._enough_s = enough_s
         self._rng = random.Random(seed)
         self._device = engine.memory.kv.layer(0).device
         alone = self._device.type == "cpu" and torch.get_num_threads() == 1
         self._clock: Callable[[], float] = time.thread_time if alone else time.perf_counter
-        what = "processor time of the thread" if alone else "wall time"
-        self.clock = f"{what}, least of up to {repetitions} repetitions"
+        self.clock = "processor time of the thread" if alone else "wall time"
         self._synchronise = engine.memory.pool.backend.synchronise
 
     def fill_kv(self, block_count: int) -> None:
@@ -43,7 +38,8 @@ class StageTimer:
         for layer in range(self._engine.info.layer_count):
             self._engine.memory.kv.layer(layer)[:block_count].normal_()
 
-    def seconds(self, chunks: Sequence[Chunk], shape: StageShape) -> float:
+    def least_s(self, chunks: Sequence[Chunk], shape: StageShape, *, repetitions: int) -> float:
+        """One more repetition is made before these, which brings code and data into the caches."""
         layer_count = self._engine.info.layer_count
         first_layer = layer_count - shape.layer_count if shape.is_last else 0
         last_layer = first_layer + shape.layer_count
@@ -55,19 +51,16 @@ class StageTimer:
         hidden_TD = None if shape.is_first else self._hidden(sum(chunk.token_count for chunk in chunks))
         self._engine.step(Batch(0, (), tuple(NewSequence(i, (1,), (), _GREEDY) for i in range(len(chunks))), ()), ())
         batch = Batch(1, (), (), slices)
-        least_s, spent_s, done = float("inf"), 0.0, -1
-        while done < _AT_LEAST or (done < self._repetitions and spent_s < self._enough_s):
+        times_s: list[float] = []
+        for _ in range(1 + repetitions):
             given_TD = None if hidden_TD is None else hidden_TD.clone()
             self._synchronise()
             began_s = self._clock()
             self._engine.runner.run_stage(batch, tables, given_TD, first_layer=first_layer, last_layer=last_layer)
             self._synchronise()
-            took_s = self._clock() - began_s
-            if done >= 0:  # the first one brings code and data into the caches
-                least_s, spent_s = min(least_s, took_s), spent_s + took_s
-            done += 1
+            times_s.append(self._clock() - began_s)
         self._engine.step(Batch(2, tuple(range(len(chunks))), (), ()), ())
-        return least_s
+        return min(times_s[1:])
 
     def _tables(self, chunks: Sequence[Chunk]) -> list[tuple[int, ...]]:
         size = self._engine.block_tokens

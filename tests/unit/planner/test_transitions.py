@@ -7,6 +7,7 @@ import pytest
 from ballast.common.ids import Epoch, Incarnation, WorkerId
 from ballast.common.layout import Layout
 from ballast.common.load import LoadReport, MemoryReport
+from ballast.common.overload import OverloadPolicy
 from services.planner.core.conductor import ConductorRules
 from services.planner.core.machine import PlannerCore, PlannerRules
 from services.planner.core.messages import (
@@ -476,11 +477,62 @@ def test_a_plan_that_falls_short_is_carried_out_and_said() -> None:
 
 
 def test_the_policy_recompute_only_counts() -> None:
-    planner = Planner(drops=False)
+    planner = Planner(policy=OverloadPolicy.RECOMPUTE)
     planner.start("w0", "w1")
     planner.tell(OverloadRaised(planner.now_s, "o1", EXTENT))
     assert len(planner.told(NothingDone)) == 1
     assert planner.journal == []
+
+
+def test_static_pipelines_are_made_at_the_start_and_for_good() -> None:
+    planner = Planner(policy=OverloadPolicy.STATIC_PIPELINE, pipeline_degree=2)
+    planner.start("w0", "w1", "w2")
+    assert planner.journal == [Stage.PREPARING]
+    planner.go_through("w0", "w1")
+    assert planner.shape == ["w0[0:2]+w1[2:4]", "w2[0:4]"]
+    planner.wait(10.0)
+    planner.tell(OverloadRaised(planner.now_s, "o1", EXTENT))
+    planner.tell(ReliefRaised(planner.now_s, "r1"))
+    planner.tell(RestoreRequested(planner.now_s, "c", "x1"))
+    assert [c.why for c in planner.said if isinstance(c, NothingDone)] == ["the policy is static-pipeline"]
+    assert [c.refusal for c in planner.said if isinstance(c, RefuseChange)] == [ChangeRefusal.NOT_POSSIBLE]
+    assert planner.journal[-1] is Stage.DONE, "one is left over, and nothing else is to be done"
+    planner.up("w3")
+    planner.wait(10.0)
+    planner.go_through("w2", "w3")
+    assert planner.shape == ["w0[0:2]+w1[2:4]", "w2[0:2]+w3[2:4]"]
+
+
+def test_four_instances_become_two_pairs_or_one_pipeline_at_once() -> None:
+    pairs = Planner(policy=OverloadPolicy.STATIC_PIPELINE)
+    pairs.start("w0", "w1", "w2", "w3")
+    pairs.go_through("w0", "w1", "w2", "w3")
+    assert pairs.shape == ["w0[0:2]+w1[2:4]", "w2[0:2]+w3[2:4]"]
+    one = Planner(policy=OverloadPolicy.STATIC_PIPELINE, pipeline_degree=4)
+    one.start("w0", "w1", "w2", "w3")
+    one.go_through("w0", "w1", "w2", "w3")
+    assert one.shape == ["w0[0:1]+w1[1:2]+w2[2:3]+w3[3:4]"]
+
+
+def test_a_static_pipeline_that_failed_is_tried_again() -> None:
+    planner = Planner(policy=OverloadPolicy.STATIC_PIPELINE)
+    planner.start("w0", "w1")
+    planner.answer(MemberPhase.FAILED, "w1", why="no link")
+    assert planner.shape == ["w0[0:4]", "w1[0:4]"]
+    planner.answer(MemberPhase.ABORTED, "w0", "w1")
+    planner.wait(10.0)
+    planner.go_through("w0", "w1")
+    assert planner.shape == ["w0[0:2]+w1[2:4]"]
+
+
+def test_without_restore_dropped_parameters_stay_away() -> None:
+    planner = Planner(restores=False)
+    planner.start("w0", "w1")
+    planner.drop("w0", "w1")
+    planner.go_through("w0", "w1")
+    planner.tell(ReliefRaised(planner.now_s, "r1"))
+    planner.wait(10.0)
+    assert planner.shape == ["w0[0:2]+w1[2:4]"]
 
 
 def test_loads_that_are_not_to_be_had_refuse_a_change() -> None:

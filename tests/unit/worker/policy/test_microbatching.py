@@ -1,32 +1,59 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.worker.policy.microbatching import MicrobatchShape, PipelineView, by_token_count
+from services.worker.policy.microbatching import Candidate, PipelineView, Share, by_token_count
 
 
-def test_a_lone_worker_takes_everything() -> None:
-    assert by_token_count(PipelineView(1, 12, 3, 900, 512)) == MicrobatchShape(12, 3, 512)
+def decodes(count: int, in_flight: int = 0) -> list[Candidate]:
+    """Those in flight first."""
+    flying = [Candidate(0, 9, 10, 10, 8, True) for _ in range(in_flight)]
+    return flying + [Candidate(0, 9, 9, 10, i % 7, True) for i in range(count - in_flight)]
+
+
+def prompt(tokens: int, computed: int = 0, *, in_flight: int = 0) -> Candidate:
+    return Candidate(0, computed, computed + in_flight, computed + tokens, 8 if in_flight else 0, True)
+
+
+def formed(stages: int, candidates: list[Candidate], max_batch_tokens: int = 512) -> Share:
+    return by_token_count(PipelineView(stages, 7, max_batch_tokens, 0, candidates))
 
 
 def test_decodes_are_spread_over_as_many_batches_as_there_are_stages() -> None:
-    assert by_token_count(PipelineView(4, 13, 0, 0, 512)).max_decode_count == 4
+    assert len(formed(4, decodes(13))) == 4
+    assert len(formed(4, decodes(13, in_flight=11))) == 2
+
+
+def test_who_has_waited_longest_for_a_place_goes_first() -> None:
+    late, early = Candidate(0, 9, 9, 10, 6, True), Candidate(0, 9, 9, 10, 3, True)
+    assert formed(2, [late, early]) == [(1, 1)]
 
 
 def test_prompts_are_spread_too_so_that_the_next_batch_has_one() -> None:
-    assert by_token_count(PipelineView(2, 0, 3, 600, 512)).max_prefill_count == 2
+    assert [i for i, _ in formed(2, [prompt(200), prompt(200), prompt(200)])] == [0, 1]
+
+
+def test_a_prompt_is_in_one_batch_at_a_time() -> None:
+    assert formed(2, [prompt(1_000, in_flight=100), prompt(50)]) == [(1, 50)]
 
 
 def test_a_long_prompt_is_cut_into_shares_but_not_into_crumbs() -> None:
-    assert by_token_count(PipelineView(4, 0, 1, 1_000, 512)).budget_tokens == 250
-    assert by_token_count(PipelineView(4, 0, 1, 100, 512)).budget_tokens == 128
+    assert formed(4, [prompt(1_000)]) == [(0, 250)]
+    assert formed(4, [prompt(1_000, 24)]) == [(0, 250)]
+    assert formed(4, [prompt(100)]) == [(0, 100)]
+    assert formed(4, [prompt(200)]) == [(0, 128)]
 
 
-@given(st.integers(1, 8), st.integers(0, 64), st.integers(0, 5_000), st.integers(1, 64))
+def test_who_lacks_a_block_is_left_out() -> None:
+    assert formed(2, [Candidate(0, 15, 15, 16, 0, False), Candidate(0, 9, 9, 10, 0, True)]) == [(1, 1)]
+
+
+@given(st.integers(2, 8), st.integers(0, 64), st.lists(st.integers(2, 400), max_size=9), st.integers(1, 64))
 def test_the_shares_of_all_stages_together_leave_nobody_out(
-    stages: int, decodes: int, prefill_tokens: int, places: int
+    stages: int, decode_count: int, lengths: list[int], places: int
 ) -> None:
-    shape = by_token_count(
-        PipelineView(stages, min(decodes, places * stages), prefill_tokens // 9, prefill_tokens, places)
-    )
-    assert shape.max_decode_count * stages >= min(decodes, places * stages)
-    assert shape.max_decode_count <= shape.budget_tokens <= places
+    decode_count = min(decode_count, places * stages)
+    share = formed(stages, decodes(decode_count) + [prompt(n) for n in lengths], places)
+    taken = sum(index < decode_count for index, _ in share)
+    assert taken * stages >= decode_count
+    assert sum(n for _, n in share) <= places
+    assert share or not (decode_count or lengths)

@@ -1,0 +1,86 @@
+"""What a comparison says, in one paragraph for somebody who has not read the table."""
+
+from ballast.bench.results import BenchResult, PolicyResult
+from ballast.bench.table import duration
+
+_ALIKE = 1.1  # two figures within this factor are called equal
+_BUSY = 0.85  # of the engines' time: from here on there is little left to compute more
+
+
+def conclude(result: BenchResult) -> str:
+    """Words for what the figures say; no figure that is not in the result."""
+    drop = result.policies.get("drop")
+    others = {name: policy for name, policy in result.policies.items() if name != "drop"}
+    sentences = [_demand(result)]
+    if drop is not None:
+        sentences.append(_drops(drop))
+    if drop is not None and others:
+        best = min(others, key=lambda name: others[name].ttft_s.p99 or float("inf"))
+        sentences += [_latency(drop, best, others[best]), _price(drop, best, others[best]), _advice(result, best)]
+    return " ".join(sentence for sentence in sentences if sentence)
+
+
+def _demand(result: BenchResult) -> str:
+    name, policy = next(((n, p) for n, p in result.policies.items() if n != "drop"), next(iter(result.policies.items())))
+    series = policy.series
+    capacity = series.kv_capacity_bytes[0] if series.kv_capacity_bytes else 0
+    if not capacity:
+        return "The run was too short to see how much memory was wanted."
+    peak = max(series.kv_demand_bytes) / capacity
+    short_s = sum(demand > capacity for demand in series.kv_demand_bytes) * _interval_s(policy)
+    if not short_s:
+        return f"The KV cache is never short: at its peak the trace wants {peak:.0%} of it."
+    return f"With {name} the requests want up to {peak:.0%} of the KV cache, and more than there is for {short_s:.0f} s."
+
+
+def _interval_s(policy: PolicyResult) -> float:
+    at_s = policy.series.at_s
+    return (at_s[-1] - at_s[0]) / (len(at_s) - 1) if len(at_s) > 1 else 0.0
+
+
+def _drops(drop: PolicyResult) -> str:
+    done = [t.kind for t in drop.transitions if t.phase == "done"]
+    count, restores = done.count("drop"), done.count("restore")
+    if not count:
+        return "Nothing has to be dropped."
+    freed = sum(t.freed_parameter_bytes or 0 for t in drop.transitions if t.kind == "drop") / 1e9
+    times = "once" if count == 1 else f"{count} times"
+    back = "they do not come back before the end" if not restores else f"they come back ({restores} restores)"
+    return f"Ballast drops parameters {times}, {freed:,.0f} GB in all, and {back}."
+
+
+def _latency(drop: PolicyResult, name: str, other: PolicyResult) -> str:
+    ours, theirs = drop.ttft_s.p99, other.ttft_s.p99
+    if not ours or not theirs:
+        return ""
+    times = f"{duration(ours)} against {duration(theirs)} with {name}"
+    if theirs > ours * _ALIKE:
+        return f"The p99 of the time to the first token is {theirs / ours:.1f} times better: {times}."
+    if ours > theirs * _ALIKE:
+        return f"The p99 of the time to the first token is {ours / theirs:.1f} times worse: {times}."
+    return f"The p99 of the time to the first token is about the same: {times}."
+
+
+def _price(drop: PolicyResult, name: str, other: PolicyResult) -> str:
+    ours, theirs = drop.tpot_s.p50, other.tpot_s.p50
+    if not ours or not theirs:
+        return ""
+    change = ours / theirs - 1.0
+    return f"The median time per output token changes by {change:+.0%} to {duration(ours)}."
+
+
+def _advice(result: BenchResult, name: str) -> str:
+    drop, other = result.policies["drop"], result.policies[name]
+    busy = result.config.cluster.get(f"{name}.busy_fraction")
+    dropped = any(t.kind == "drop" for t in drop.transitions)
+    better = (other.ttft_s.p99 or 0.0) > (drop.ttft_s.p99 or 0.0) * _ALIKE
+    if not dropped:
+        return "This cluster has enough memory for this trace; with either policy the result is the same."
+    if better:
+        return "Dropping parameters is worth it here."
+    if isinstance(busy, float) and busy > _BUSY:
+        return (
+            f"What is short here is computing, not memory: the GPUs are busy for {busy:.0%} of the time with {name} as"
+            " well, and a pipeline wastes a part of that. More GPUs help, dropping parameters does not."
+        )
+    return "Dropping parameters does not pay here."

@@ -1,0 +1,289 @@
+"""From a trace and the names of a model and a cluster to a result file, by simulation instead of measurement.
+
+The settings of the services are those that their processes start with; only what is sized for a CPU by default
+(requests and tokens of one step) is sized for a GPU here.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ballast.bench.environment import describe_environment
+from ballast.bench.records import Outcome, ReplayRun, RequestRecord, StatusSample, TimedTransition
+from ballast.bench.results import (
+    BenchConfig,
+    BenchResult,
+    ModelFacts,
+    PolicyResult,
+    SloReference,
+    TraceInfo,
+    policy_result,
+)
+from ballast.bench.traces import Trace
+from ballast.bench.transitions import PlannerTransition
+from services.dispatcher.config import DispatcherSettings
+from services.dispatcher.core.dispatcher import Limits
+from services.dispatcher.core.placement import PlacementRules
+from services.dispatcher.policy.freeness import RoutingRules
+from services.monitor.config import MonitorSettings
+from services.monitor.core.machine import MonitorRules
+from services.monitor.policy.pressure import PressureRules
+from services.planner.config import PlannerSettings
+from services.planner.core.conductor import ConductorRules
+from services.planner.core.machine import PlannerRules
+from services.planner.core.record import TransitionRecord
+from services.planner.core.transition import CoordinatorRules
+from services.worker.config import WorkerSettings
+from sim.clients import Arrival
+from sim.dispatcher import DispatcherRules
+from sim.hardware import Cluster, ModelSpec, Timings, timings
+from sim.policies import find_policy
+from sim.results import Outcome as SimOutcome
+from sim.results import SimRun
+from sim.rules import ClusterRules, WorkerRules
+from sim.world import World, WorldOptions, instance_count
+
+Progress = Callable[[str, int, float], None]  # policy, requests ended, instant of the trace
+
+_OUTCOMES = {
+    SimOutcome.FINISHED: Outcome.FINISHED,
+    SimOutcome.REFUSED: Outcome.REFUSED,
+    SimOutcome.DEADLINE: Outcome.DEADLINE,
+    SimOutcome.FAILED: Outcome.FAILED,
+    SimOutcome.OPEN: Outcome.CANCELLED,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerSize:
+    """What vLLM runs with on such GPUs, and KunServe after it (EuroSys '26, section 5.1: blocks of 64 tokens)."""
+
+    block_tokens: int = 64
+    max_running_count: int = 256
+    max_batch_tokens: int = 2048
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimJob:
+    trace: Trace  # scaled, and cut to the model's length
+    model: ModelSpec
+    cluster: Cluster
+    policies: Sequence[str]
+    seed: int = 0
+    deadline_s: float = 3600.0
+    worker: WorkerSize = field(default_factory=WorkerSize)
+    timings: Timings = field(default_factory=timings)
+    check_every: int = 0
+    time_scale: float = 1.0
+    length_scale: float = 1.0
+    limit: int | None = None
+
+
+def production_rules(worker: WorkerSize) -> ClusterRules:
+    """What the services decide by when they are started without settings of their own."""
+    monitor = MonitorSettings.model_construct()
+    planner = PlannerSettings.model_construct()
+    defaults = WorkerSettings.model_fields
+    dispatcher = {name: info.default for name, info in DispatcherSettings.model_fields.items()}
+    return ClusterRules(
+        monitor=_monitor_rules(monitor),
+        planner=PlannerRules(
+            coalesce_s=planner.coalesce_s,
+            verify_interval_s=planner.verify_interval_s,
+            retry_s=planner.retry_s,
+            max_drains=planner.max_drains,
+            transitions=ConductorRules(
+                coordinator=CoordinatorRules(
+                    prepare_timeout_s=planner.prepare_timeout_s, restore_prepare_timeout_s=planner.restore_timeout_s
+                )
+            ),
+        ),
+        dispatcher=DispatcherRules(
+            Limits(
+                max_queued_request_count=dispatcher["max_num_queued_reqs"],
+                max_queued_token_count=dispatcher["max_num_queued_tokens"],
+                replay_limit=dispatcher["replay_limit"],
+                no_worker_timeout_s=dispatcher["no_worker_timeout_s"],
+                move_wait_s=dispatcher["move_wait_s"],
+            ),
+            PlacementRules(large_patience_s=dispatcher["large_patience_s"]),
+            RoutingRules(
+                worker_queue_count=dispatcher["worker_queue_count"],
+                large_fraction=dispatcher["large_fraction"],
+                growth_tokens=dispatcher["growth_tokens"],
+            ),
+        ),
+        worker=WorkerRules(
+            block_tokens=worker.block_tokens,
+            max_running_count=worker.max_running_count,
+            max_batch_tokens=worker.max_batch_tokens,
+            max_waiting_count=defaults["max_num_queued_reqs"].default,
+            max_waiting_tokens=defaults["max_num_queued_tokens"].default,
+            admission_reserve_fraction=defaults["admission_reserve_fraction"].default,
+            report_interval_s=defaults["report_interval_s"].default,
+        ),
+        monitor_tick_s=monitor.tick_interval_s,
+    )
+
+
+def _monitor_rules(settings: MonitorSettings) -> MonitorRules:
+    sample_count = math.ceil(settings.pressure.trend_window_s / settings.tick_interval_s) + 2
+    return MonitorRules(
+        lease_s=settings.lease_s,
+        warmup_s=settings.warmup_s,
+        registry_interval_s=settings.registry_interval_s,
+        max_instances=max(settings.max_instances, 1 << 16),
+        history_length=settings.history_length,
+        pressure=PressureRules(**settings.pressure.model_dump(), sample_count=sample_count),
+        backlog_lease_s=settings.backlog_lease_s,
+    )
+
+
+def simulate(job: SimJob, created_unix_s: float, progress: Progress | None = None) -> BenchResult:
+    """One run for each policy.
+
+    Raises:
+        ConfigError: an unknown policy, or the model does not fit.
+    """
+    rules = production_rules(job.worker)
+    changes = {name: find_policy(name) for name in job.policies}  # before anything is run
+    arrivals = [Arrival(r.arrival_s, r.input_tokens, r.output_tokens) for r in job.trace.requests]
+    runs: dict[str, SimRun] = {}
+    for name, change in changes.items():
+        options = WorldOptions(
+            model=job.model,
+            cluster=job.cluster,
+            timings=job.timings,
+            rules=change(rules),
+            seed=job.seed,
+            deadline_s=job.deadline_s,
+            check_every=job.check_every,
+        )
+        told = None if progress is None else lambda ended, at_s, n=name: progress(n, ended, at_s)
+        runs[name] = World(options, arrivals).run(told)
+    return _result(job, runs, created_unix_s)
+
+
+def _result(job: SimJob, runs: Mapping[str, SimRun], created_unix_s: float) -> BenchResult:
+    model, trace = job.model, job.trace
+    return BenchResult(
+        kind="sim",
+        created_unix_s=created_unix_s,
+        complete=True,
+        config=BenchConfig(
+            seed=job.seed, deadline_s=job.deadline_s, address="simulated", cluster=_settings(job, runs)
+        ),
+        environment=describe_environment(),
+        model=ModelFacts(
+            name=model.name,
+            architecture=model.architecture,
+            dtype="bfloat16",
+            parameter_count=model.parameter_count,
+            kv_bytes_per_token=model.kv_bytes_per_token,
+            max_model_len=model.max_model_len,
+            vocab_size=model.vocab_size,
+        ),
+        trace=TraceInfo(
+            source=trace.source,
+            format=trace.format,
+            request_count=len(trace.requests),
+            span_s=trace.span_s,
+            dropped_count=trace.dropped_count,
+            clamped_count=trace.clamped_count,
+            time_scale=job.time_scale,
+            length_scale=job.length_scale,
+            limit=job.limit,
+            rate_scale=trace.rate_scale,
+            lengths=trace.lengths,
+        ),
+        policies=_policy_results(runs),
+    )
+
+
+def _settings(job: SimJob, runs: Mapping[str, SimRun]) -> dict[str, str | int | float | bool | None]:
+    """What is to be known to repeat the run, and to see that it was repeated."""
+    cluster = job.cluster
+    settings: dict[str, str | int | float | bool | None] = {
+        "gpu": cluster.gpu.name,
+        "gpu_count": cluster.gpu_count,
+        "gpus_per_host": cluster.gpus_per_host,
+        "instances": instance_count(job.model, cluster),
+        "block_size": job.worker.block_tokens,
+        "max_num_seqs": job.worker.max_running_count,
+        "max_num_batched_tokens": job.worker.max_batch_tokens,
+    }
+    for name, run in runs.items():
+        settings[f"{name}.trace_hash"] = run.trace_hash
+        settings[f"{name}.event_count"] = run.event_count
+        settings[f"{name}.step_count"] = run.step_count
+        settings[f"{name}.busy_fraction"] = run.busy_fraction
+    return settings
+
+
+def _policy_results(runs: Mapping[str, SimRun]) -> dict[str, PolicyResult]:
+    """SLO scales are multiples of the medians of the best baseline: of those that drop nothing, if there is one."""
+    seen = {name: _replay_run(run) for name, run in runs.items()}
+    alone = {name: policy_result(run, name) for name, run in seen.items()}
+    baselines = [name for name in runs if name != "drop"] or list(runs)
+    best = min(baselines, key=lambda name: (alone[name].ttft_s.p50 or math.inf, name))
+    reference = SloReference(policy=best, ttft_s=alone[best].ttft_s.p50, tpot_s=alone[best].tpot_s.p50)
+    results = {name: policy_result(run, name, reference) for name, run in seen.items()}
+    return {
+        name: result.model_copy(update={"bubble_fraction": runs[name].bubble_fraction})
+        for name, result in results.items()
+    }
+
+
+def _replay_run(run: SimRun) -> ReplayRun:
+    records = [
+        RequestRecord(
+            index=r.index,
+            request_id=r.request_id,
+            input_tokens=r.input_tokens,
+            wanted_tokens=r.wanted_tokens,
+            planned_s=r.arrival_s,
+            submit_s=r.arrival_s,
+            token_times_s=r.token_times_s,
+            end_s=r.end_s,
+            outcome=_OUTCOMES[r.outcome],
+            error=r.error,
+        )
+        for r in run.records
+    ]
+    samples = [
+        StatusSample(
+            at_s=s.at_s,
+            kv_demand_bytes=s.kv_demand_bytes,
+            kv_capacity_bytes=s.kv_capacity_bytes,
+            kv_used_bytes=s.kv_used_bytes,
+            running_count=s.running_count,
+            waiting_count=s.waiting_count,
+            preemptions_total=s.preemptions_total,
+            epoch=s.epoch,
+            epoch_reason=s.epoch_reason,
+            group_sizes=s.group_sizes,
+        )
+        for s in run.samples
+    ]
+    timed = [TimedTransition(record.began_at_s - run.zero_s, _told(record)) for record in run.transitions]
+    return ReplayRun(records, samples, True, run.duration_s, 0, timed)
+
+
+def _told(record: TransitionRecord) -> PlannerTransition:
+    ended_s = record.ended_at_s if record.ended_at_s is not None else record.began_at_s
+    return PlannerTransition(
+        age_s=0.0,
+        epoch=record.epoch,
+        kind=record.journal.kind.value,
+        phase=record.journal.stage.value,
+        reason=record.journal.why,
+        summary=record.summary,
+        duration_s=ended_s - record.began_at_s,
+        exchange_s=record.longest_s("exchange_s"),
+        freed_parameter_bytes=record.total("freed_parameter_bytes"),
+        kv_bytes_exchanged=record.total("kv_bytes_sent"),
+        parameter_bytes_pulled=record.total("parameter_bytes_pulled"),
+        victim_count=record.victim_count,
+        victims_recomputed=record.total("victims_recomputed"),
+        max_stall_s=record.longest_s("max_stall_s"),
+    )

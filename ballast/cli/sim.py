@@ -1,0 +1,185 @@
+"""`ballast sim`: what a cluster that nobody has to own would do with a trace."""
+
+import argparse
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.text import Text
+
+from ballast.bench.conclusion import conclude
+from ballast.bench.lengths import lengths_of, with_lengths
+from ballast.bench.progress import open_console
+from ballast.bench.results import write_result
+from ballast.bench.simulation import SimJob, WorkerSize, simulate
+from ballast.bench.table import render
+from ballast.bench.traces import Trace, read_trace
+from ballast.bench.upscale import upscaled
+from ballast.cli.arguments import Commands
+from ballast.common.errors import ConfigError
+from sim.hardware import find_cluster, find_model, gpus, models
+from sim.scenario import Scenario, read_scenario
+
+# Flags that change the field of the same name of a scenario.
+_FIELDS = (
+    "model",
+    "cluster",
+    "lengths",
+    "rate_scale",
+    "time_scale",
+    "length_scale",
+    "limit",
+    "seed",
+    "deadline_s",
+    "block_size",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+)
+
+
+def add_parser(subparsers: Commands) -> None:
+    parser = subparsers.add_parser(
+        "sim",
+        help="simulate a cluster of GPUs on a trace",
+        description="Runs the deciding code of all services in virtual time against a model of GPUs and links. Reads"
+        " arrival_s,input_tokens,output_tokens as well as the published files of BurstGPT, Azure and Mooncake.",
+        epilog=f"Models: {', '.join(models())}. GPUs: {', '.join(gpus())}.",
+    )
+    parser.set_defaults(run=run)
+    parser.add_argument("--trace", metavar="FILE", help="who arrives when, with how many tokens")
+    parser.add_argument("--model", metavar="NAME", help="see below")
+    parser.add_argument("--cluster", metavar="NxGPU", help="8xA800: eight GPUs; 2x8xH800: two servers of eight")
+    parser.add_argument("--policy", metavar="NAMES", help="what to compare (recompute,drop)")
+    parser.add_argument("--scenario", type=Path, metavar="FILE", help="YAML with all of this; flags change it")
+    parser.add_argument("--rate-scale", type=float, metavar="X", help="times as many requests, in the same pattern")
+    parser.add_argument("--time-scale", type=float, metavar="X", help="times arrivals; 0.5: twice as fast")
+    parser.add_argument("--length-scale", type=float, metavar="X", help="times input and output tokens")
+    parser.add_argument("--lengths", metavar="NAME", help="lengths of another data set, or of a file: longbench ...")
+    parser.add_argument("--limit", type=int, metavar="N", help="only the first N requests of the trace")
+    parser.add_argument("--seed", type=int, help="of everything that is drawn (0)")
+    parser.add_argument("--deadline-s", type=float, metavar="S", help="of each request (3600)")
+    parser.add_argument("--block-size", type=int, metavar="TOKENS", help="of a KV block (64)")
+    parser.add_argument("--max-num-seqs", type=int, metavar="N", help="requests that run at once (256)")
+    parser.add_argument("--max-num-batched-tokens", type=int, metavar="N", help="tokens of one step (2048)")
+    parser.add_argument("--check-every", type=int, default=0, metavar="N", help="check all invariants every N events")
+    parser.add_argument("--json", type=Path, metavar="OUT", help="write the result here (docs/results-schema.md)")
+    parser.add_argument("--plot", type=Path, metavar="OUT.png", help="draw the figure over time (needs matplotlib)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Exit status: 0, whatever has become of the requests."""
+    job = job_of(args)
+    console = open_console()
+    with _Display(console, len(job.trace.requests)) as display:
+        result = simulate(job, time.time(), display)
+    if args.json is not None:
+        write_result(args.json, result)
+    console.print(render(result))
+    console.print(Text("\n" + conclude(result)))
+    if args.plot is not None:
+        from ballast.bench.plot import plot_result
+
+        plot_result(result, args.plot)
+    for path in (args.json, args.plot):
+        if path is not None:
+            console.print(f"wrote {path}")
+    return 0
+
+
+def job_of(args: argparse.Namespace) -> SimJob:
+    """
+    Raises:
+        ConfigError: something is missing, unknown or does not fit together.
+    """
+    scenario = _scenario(args)
+    model, cluster = find_model(scenario.model), find_cluster(scenario.cluster)
+    return SimJob(
+        trace=_trace(scenario, model.max_model_len),
+        model=model,
+        cluster=cluster,
+        policies=scenario.policies,
+        seed=scenario.seed,
+        deadline_s=scenario.deadline_s,
+        worker=WorkerSize(
+            block_tokens=scenario.block_size,
+            max_running_count=scenario.max_num_seqs,
+            max_batch_tokens=scenario.max_num_batched_tokens,
+        ),
+        check_every=args.check_every,
+        time_scale=scenario.time_scale,
+        length_scale=scenario.length_scale,
+        limit=scenario.limit,
+    )
+
+
+def _scenario(args: argparse.Namespace) -> Scenario:
+    changes = {name: getattr(args, name) for name in _FIELDS if getattr(args, name) is not None}
+    if args.trace is not None:
+        changes["trace"] = args.trace
+    if args.policy is not None:
+        changes["policies"] = tuple(name.strip() for name in args.policy.split(",") if name.strip())
+    if args.scenario is not None:
+        scenario = read_scenario(args.scenario).model_copy(update=changes)
+    else:
+        for name in ("trace", "model", "cluster"):
+            if name not in changes:
+                raise ConfigError(f"--{name}", "is missing; or give a --scenario")
+        scenario = Scenario(description="", **changes)
+    if scenario.trace is None:
+        raise ConfigError("--trace", f"is missing: the scenario names none ({scenario.source or 'see its file'})")
+    if not scenario.policies:
+        raise ConfigError("--policy", "names none")
+    return scenario
+
+
+def _trace(scenario: Scenario, max_model_len: int) -> Trace:
+    assert scenario.trace is not None, "looked at by the caller"
+    trace = upscaled(read_trace(Path(scenario.trace)), scenario.rate_scale, scenario.seed)
+    if scenario.lengths is not None:
+        trace = with_lengths(trace, lengths_of(scenario.lengths), scenario.seed)
+    return trace.scaled(
+        time_scale=scenario.time_scale,
+        length_scale=scenario.length_scale,
+        limit=scenario.limit,
+        max_total_tokens=max_model_len,
+    )
+
+
+@dataclass
+class _Task:
+    name: str
+    number: int
+
+
+class _Display:
+    """How far the simulation has come: a bar on a terminal, nothing elsewhere."""
+
+    def __init__(self, console: Console, request_count: int) -> None:
+        self._console = console
+        self._request_count = request_count
+        self._bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=None),
+            TextColumn("{task.completed:.0f}/{task.total:.0f} requests"),
+            TimeElapsedColumn(),
+            console=console,
+            transient=True,
+            disable=not console.is_terminal,
+        )
+        self._task: _Task | None = None
+
+    def __enter__(self) -> "_Display":
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+    def __call__(self, policy: str, ended_count: int, at_s: float) -> None:
+        if self._task is None or self._task.name != policy:
+            self._task = _Task(policy, self._bar.add_task(policy, total=self._request_count))
+        self._bar.update(
+            self._bar.task_ids[self._task.number], completed=ended_count, description=f"{policy} at {at_s:.0f} s"
+        )

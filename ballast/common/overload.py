@@ -1,0 +1,11 @@
+"""What becomes of requests when KV memory runs short: `--overload-policy`, told to every service alike."""
+
+from enum import StrEnum
+
+
+class OverloadPolicy(StrEnum):
+    """The planner acts (`drop`, `static-pipeline`: it merges instances), or each worker for itself."""
+
+    DROP = "drop"  # replicated layers make room for KV, and come back afterwards (KunServe)
+    RECOMPUTE = "recompute"  # who does not fit gives its KV up and is computed anew (vLLM)
+    STATIC_PIPELINE = "static-pipeline"  # layers are dropped from the start, for good (vLLM with pipelines)

@@ -1,0 +1,106 @@
+"""What the planner shows to Prometheus."""
+
+from prometheus_client import Counter, Gauge, Histogram
+
+from ballast.common.layout import Layout
+from ballast.service.metrics import REGISTRY
+from services.planner.core.messages import WriteOutcome
+from services.planner.core.record import TransitionRecord
+from services.planner.core.transition import Stage
+
+_EPOCH = Gauge("ballast_layout_epoch", "Epoch of the layout", registry=REGISTRY)
+_GROUPS = Gauge("ballast_layout_groups", "Groups in the layout", registry=REGISTRY)
+_CHANGES = Counter("ballast_layout_changes_total", "Layouts this planner has seen take effect", registry=REGISTRY)
+_WRITES = Counter("ballast_layout_writes_total", "Layout writes by outcome", ["outcome"], registry=REGISTRY)
+_REJECTED = Counter(
+    "ballast_instances_rejected_total", "Instances kept out because they serve another model", registry=REGISTRY
+)
+_STALE = Counter("ballast_planner_stale_events_total", "News of an old life of a worker, ignored", registry=REGISTRY)
+_TRANSITIONS = Counter(
+    "ballast_transitions_total", "Drops and restores that have ended", ["kind", "ending"], registry=REGISTRY
+)
+_DURATIONS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+_PHASES = Histogram(
+    "ballast_transition_phase_seconds",
+    "Time in a phase of transitions that took effect",
+    ["kind", "phase"],
+    buckets=_DURATIONS_S,
+    registry=REGISTRY,
+)
+_FREED = Counter("ballast_freed_parameter_bytes_total", "Parameter memory that was dropped", registry=REGISTRY)
+_AHEAD = Counter(
+    "ballast_copied_ahead_kv_bytes_total", "KV that went to another member before a restore's commit", registry=REGISTRY
+)
+_EXCHANGED = Counter("ballast_exchanged_kv_bytes_total", "KV that went to another member", registry=REGISTRY)
+_PULLED = Counter("ballast_pulled_parameter_bytes_total", "Parameters that came back", registry=REGISTRY)
+_VICTIMS = Counter(
+    "ballast_transition_victims_total", "Requests that ran during a transition", ["fate"], registry=REGISTRY
+)
+_STALL = Histogram(
+    "ballast_transition_stall_seconds",
+    "Longest wait of a request for its KV, per transition",
+    buckets=_DURATIONS_S,
+    registry=REGISTRY,
+)
+_GROUP_SIZES = Gauge("ballast_layout_group_size", "Groups by number of members", ["members"], registry=REGISTRY)
+_NOTHING_DONE = Counter(
+    "ballast_plans_insufficient_total", "Times that no plan met what was asked for", ["asked_by"], registry=REGISTRY
+)
+_SHORTFALL = Gauge(
+    "ballast_plan_shortfall_bytes",
+    "What the newest plan for an overload lacked; more instances help",
+    registry=REGISTRY,
+)
+
+
+class PlannerMetrics:
+    """The shell's `Counting`."""
+
+    def __init__(self) -> None:
+        self._sizes: set[str] = set()  # of groups, that the gauge has labels for
+
+    def layout(self, layout: Layout) -> None:
+        _EPOCH.set(layout.epoch)
+        _GROUPS.set(len(layout.groups))
+        _CHANGES.inc()
+        sizes = [str(len(group.members)) for group in layout.groups]
+        for gone in self._sizes - set(sizes):
+            _GROUP_SIZES.remove(gone)
+        self._sizes = set(sizes)
+        for size in self._sizes:
+            _GROUP_SIZES.labels(size).set(sizes.count(size))
+
+    def write(self, outcome: WriteOutcome) -> None:
+        _WRITES.labels(outcome.name.lower()).inc()
+
+    def rejected(self) -> None:
+        _REJECTED.inc()
+
+    def stale(self) -> None:
+        _STALE.inc()
+
+    def ended(self, record: TransitionRecord) -> None:
+        journal = record.journal
+        _TRANSITIONS.labels(str(journal.kind), str(journal.stage)).inc()
+        if journal.stage is not Stage.DONE:
+            return
+        for phase, seconds in (
+            ("prepare", record.prepare_s),
+            ("commit", record.seconds_in(Stage.COMMITTING)),
+            ("exchange", record.seconds_in(Stage.EXCHANGING)),
+            ("remap", record.longest_s("remap_s")),
+        ):
+            _PHASES.labels(str(journal.kind), phase).observe(seconds)
+        recomputed = record.total("victims_recomputed")
+        _FREED.inc(record.total("freed_parameter_bytes"))
+        _EXCHANGED.inc(record.total("kv_bytes_sent"))
+        _AHEAD.inc(record.total("kv_bytes_copied_ahead"))
+        _PULLED.inc(record.total("parameter_bytes_pulled"))
+        _VICTIMS.labels("recomputed").inc(recomputed)
+        _VICTIMS.labels("kept").inc(max(0, record.victim_count - recomputed))
+        _STALL.observe(record.longest_s("max_stall_s"))
+
+    def nothing_done(self, asked_by: str, shortfall_bytes: int) -> None:
+        _NOTHING_DONE.labels(asked_by).inc()
+        if asked_by == "overload":
+            _SHORTFALL.set(shortfall_bytes)

@@ -1,0 +1,96 @@
+"""What the planner writes into its log."""
+
+from ballast.common.layout import Layout
+from ballast.service.logs import get_logger
+from services.planner.core.messages import IgnoreStale, RejectInstance, WriteJournal, WriteLayout, WriteOutcome
+from services.planner.core.record import TransitionRecord
+from services.planner.core.transition import Stage
+
+_MOST_GROUPS_LOGGED = 16
+_REFUSED = (WriteOutcome.CONFLICT, WriteOutcome.FENCED)
+
+
+def note_layout(layout: Layout, cause_id: str) -> None:
+    get_logger().info("layout", epoch=layout.epoch, reason=layout.reason, groups=describe(layout), cause_id=cause_id)
+
+
+def note_rejected(command: RejectInstance) -> None:
+    get_logger().error(
+        "instance kept out: it serves another model than the cluster",
+        worker=command.worker_id,
+        incarnation=command.incarnation,
+        why=command.why,
+        cause_id=command.cause_id,
+    )
+
+
+def note_stale(command: IgnoreStale) -> None:
+    get_logger().warning(
+        "news of an old life ignored",
+        worker=command.worker_id,
+        incarnation=command.have,
+        newest=command.want,
+        cause_id=command.cause_id,
+    )
+
+
+def note_write(command: WriteLayout, outcome: WriteOutcome) -> None:
+    if outcome in _REFUSED:
+        get_logger().warning(
+            "layout refused by the state server",
+            epoch=command.layout.epoch,
+            expected=command.expected_epoch,
+            outcome=outcome.name.lower(),
+            cause_id=command.cause_id,
+        )
+
+
+def note_journal(command: WriteJournal, outcome: WriteOutcome) -> None:
+    if outcome in _REFUSED:
+        get_logger().warning(
+            "journal refused by the state server",
+            epoch=command.journal.epoch,
+            stage=command.journal.stage,
+            outcome=outcome.name.lower(),
+            cause_id=command.cause_id,
+        )
+
+
+def note_transition(record: TransitionRecord, cause_id: str) -> None:
+    journal = record.journal
+    log = get_logger().bind(epoch=journal.epoch, kind=str(journal.kind), cause_id=cause_id)
+    if not journal.stage.over:
+        log.info("transition", stage=str(journal.stage), by=record.by, why=journal.why or journal.failure)
+    elif journal.stage is not Stage.DONE:
+        log.warning("transition taken back", summary=record.summary, seconds=round(record.prepare_s, 3))
+    else:
+        log.info(
+            "transition ended",
+            summary=record.summary,
+            prepare_s=round(record.prepare_s, 3),
+            commit_s=round(record.seconds_in(Stage.COMMITTING), 3),
+            exchange_s=round(record.seconds_in(Stage.EXCHANGING), 3),
+            remap_s=round(record.longest_s("remap_s"), 4),
+        )
+
+
+def note_nothing(what: str, why: str, shortfall_bytes: int, cause_id: str) -> None:
+    log = get_logger().bind(asked_by=what, why=why, cause_id=cause_id)
+    if what == "overload":
+        log.warning("memory is short and stays so", shortfall_bytes=shortfall_bytes)
+    else:
+        log.info("no transition")
+
+
+def describe(layout: Layout) -> str:
+    """For example "w1[0:8] | w2[0:4]+w3[4:8] draining"."""
+
+    def stage(worker_id: str, first: int, last: int, draining: bool) -> str:
+        return f"{worker_id}[{first}:{last}]" + (" draining" if draining else "")
+
+    groups = [
+        "+".join(stage(m.worker_id, m.first_layer, m.last_layer, m.draining) for m in group.members)
+        for group in layout.groups[:_MOST_GROUPS_LOGGED]
+    ]
+    more = len(layout.groups) - len(groups)
+    return " | ".join(groups) + (f" and {more} more" if more else "")

@@ -1,0 +1,278 @@
+"""Drives the planner's core: listens to the monitor while it is the active one, writes layouts, tells watchers."""
+
+import asyncio
+import contextlib
+import time
+
+from ballast.common.errors import BallastError, Unavailable
+from ballast.common.ids import Epoch, WorkerId
+from ballast.common.layout import Layout
+from ballast.common.load import LoadReport
+from ballast.service.logs import get_logger
+from services.planner.core.machine import PlannerCore
+from services.planner.core.messages import (
+    AnswerChange,
+    AnswerDrain,
+    AskWorkerToDrain,
+    Call,
+    CallMember,
+    ChangeRequest,
+    Command,
+    DrainRequested,
+    Event,
+    FollowMonitor,
+    IgnoreStale,
+    JournalSettled,
+    LayoutLoaded,
+    LeadershipChanged,
+    LeaveMonitor,
+    LoadFailed,
+    LoadLayout,
+    LoadsRead,
+    MemberAnswered,
+    NothingDone,
+    Publish,
+    ReadLoads,
+    RefuseChange,
+    RefuseDrain,
+    RejectInstance,
+    SetTimer,
+    TimerFired,
+    TransitionMoved,
+    WriteJournal,
+    WriteLayout,
+    WriteSettled,
+)
+from services.planner.core.record import TransitionRecord
+from services.planner.shell import notes
+from services.planner.shell.answers import Answers, change_error, drain_error
+from services.planner.shell.ports import Counting, DrainWorker, LayoutStore, MembersPort, MonitorPort
+from services.planner.shell.watchers import LayoutWatcher, Watchers
+
+_LOADS_TIMEOUT_S = 2.0
+_CALL_TIMEOUT_S = 2.0  # of a call to a member; it is repeated until the transition ends
+_DRAIN_DELAYS_S = (0.0, 0.5, 2.0)
+_DRAIN_CALL_TIMEOUT_S = 3.0
+
+
+class PlannerShell:
+    """`feed` is synchronous, so nothing interleaves with a decision; what takes time runs in the shell's own tasks."""
+
+    def __init__(
+        self,
+        core: PlannerCore,
+        store: LayoutStore,
+        monitor: MonitorPort,
+        drain_worker: DrainWorker,
+        members: MembersPort,
+        counting: Counting,
+        *,
+        planner_id: str,
+        max_watchers: int,
+    ) -> None:
+        self.core = core
+        self.planner_id = planner_id
+        self._store = store
+        self._monitor = monitor
+        self._drain_worker = drain_worker
+        self._members = members
+        self._counting = counting
+        self._calls: set[tuple[WorkerId, Call]] = set()  # one of a kind at a time
+        self._changes = Answers[AnswerChange]()
+        self._drains = Answers[Epoch]()
+        self._watchers = Watchers(max_watchers)
+        self._tasks = asyncio.TaskGroup()
+        self._listening: asyncio.Task[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._last_number = 0
+        self._bug: asyncio.Future[None] | None = None
+
+    async def run(self) -> None:
+        """Until cancelled. A broken invariant, even one found in a timer, is raised from here."""
+        async with self._tasks:
+            self._bug = asyncio.get_running_loop().create_future()
+            self.feed(TimerFired(time.monotonic(), self.next_cause("start")))
+            try:
+                await self._bug
+            finally:
+                if self._timer is not None:
+                    self._timer.cancel()
+                self._watchers.dismiss(Unavailable(self.planner_id, "stopping"))
+                await self._members.close()
+
+    def feed(self, event: Event) -> None:
+        for command in self.core.handle(event):
+            self._execute(command)
+        self.core.check()
+
+    def next_cause(self, what: str) -> str:
+        self._last_number += 1
+        return f"{self.planner_id}/{what}-{self._last_number}"
+
+    def change_leadership(self, token: int | None) -> None:
+        self.feed(LeadershipChanged(time.monotonic(), self.next_cause("lease"), token))
+
+    # ------------------------------------------------------------ for the servicer
+
+    def watch(self) -> LayoutWatcher:
+        """
+        Raises:
+            Overloaded: as many watchers as the planner takes.
+        """
+        return self._watchers.add(self.core.layout)
+
+    def unwatch(self, watcher: LayoutWatcher) -> None:
+        self._watchers.remove(watcher)
+
+    async def drain(self, request_id: str, worker_id: WorkerId, timeout_s: float) -> Epoch:
+        """Takes a worker out of routing; gives the epoch from which on it gets nothing new."""
+        event = DrainRequested(time.monotonic(), f"{self.planner_id}/{request_id}", request_id, worker_id)
+        late = (
+            f"draining {worker_id}: no new layout within {timeout_s:.1f} s (is the state server away?);"
+            " it stays planned, ask again with the same request id"
+        )
+        return await self._drains.wait(request_id, lambda: self.feed(event), timeout_s, late)
+
+    async def change(self, event: ChangeRequest, timeout_s: float) -> AnswerChange:
+        """A drop or restore by hand; returns once the plan is journaled."""
+        late = (
+            f"no plan was journaled within {timeout_s:.1f} s (is the state server away?);"
+            " ask again with the same request id"
+        )
+        return await self._changes.wait(event.request_id, lambda: self.feed(event), timeout_s, late)
+
+    async def loads(self) -> dict[WorkerId, LoadReport]:
+        """Raises BallastError: the monitor does not answer."""
+        return await self._monitor.loads(_LOADS_TIMEOUT_S)
+
+    # ------------------------------------------------------------ commands
+
+    def _execute(self, command: Command) -> None:
+        match command:
+            case LoadLayout():
+                self._tasks.create_task(self._load(), name="load layout")
+            case WriteLayout():
+                self._tasks.create_task(self._write(command), name="write layout")
+            case Publish(layout, cause_id):
+                self._publish(layout, cause_id)
+            case FollowMonitor():
+                self._listening = self._tasks.create_task(self._listen(), name="listen to the monitor")
+            case LeaveMonitor():
+                if self._listening is not None:
+                    self._listening.cancel()
+            case AskWorkerToDrain():
+                self._tasks.create_task(self._ask_to_drain(command), name=f"drain {command.worker_id}")
+            case AnswerDrain(request_id, epoch):
+                self._drains.settle(request_id, epoch)
+            case RefuseDrain(request_id, why):
+                self._drains.refuse(request_id, drain_error(self.planner_id, why, request_id))
+            case RejectInstance():
+                self._counting.rejected()
+                notes.note_rejected(command)
+            case IgnoreStale():
+                self._counting.stale()
+                notes.note_stale(command)
+            case SetTimer(at_s):
+                self._set_timer(at_s)
+            case ReadLoads(cause_id):
+                self._tasks.create_task(self._read_loads(cause_id), name="read loads")
+            case WriteJournal():
+                self._tasks.create_task(self._write_journal(command), name="write journal")
+            case CallMember():
+                self._call_member(command)
+            case AnswerChange(request_id):
+                self._changes.settle(request_id, command)
+            case RefuseChange(request_id, refusal, why):
+                self._changes.refuse(request_id, change_error(self.planner_id, refusal, why))
+            case TransitionMoved(record, cause_id):
+                self._note_transition(record, cause_id)
+            case NothingDone(what, why, shortfall_bytes, cause_id):
+                self._counting.nothing_done(what, shortfall_bytes)
+                notes.note_nothing(what, why, shortfall_bytes, cause_id)
+
+    def _publish(self, layout: Layout, cause_id: str) -> None:
+        self._counting.layout(layout)
+        notes.note_layout(layout, cause_id)
+        self._watchers.offer(layout)
+
+    def _note_transition(self, record: TransitionRecord, cause_id: str) -> None:
+        if record.journal.stage.over:
+            self._counting.ended(record)
+        notes.note_transition(record, cause_id)
+
+    def _set_timer(self, at_s: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        delay_s = max(0.0, at_s - time.monotonic())
+        self._timer = asyncio.get_running_loop().call_later(delay_s, self._on_timer)
+
+    def _on_timer(self) -> None:
+        try:
+            self.feed(TimerFired(time.monotonic(), self.next_cause("timer")))
+        except BallastError as error:
+            # The loop would swallow it: hand it to `run`.
+            if self._bug is not None and not self._bug.done():
+                self._bug.set_exception(error)
+
+    async def _load(self) -> None:
+        try:
+            stored = await self._store.load()
+        except Unavailable:
+            self.feed(LoadFailed(time.monotonic(), self.next_cause("load")))
+        else:
+            self.feed(LayoutLoaded(time.monotonic(), self.next_cause("load"), stored))
+
+    async def _write(self, command: WriteLayout) -> None:
+        outcome = await self._store.write(command)
+        self._counting.write(outcome)
+        notes.note_write(command, outcome)
+        self.feed(WriteSettled(time.monotonic(), command.cause_id, command.layout.epoch, command.token, outcome))
+
+    async def _read_loads(self, cause_id: str) -> None:
+        try:
+            loads, failure = await self.loads(), ""
+        except BallastError as error:
+            loads, failure = {}, str(error)
+        self.feed(LoadsRead(time.monotonic(), cause_id, loads, failure))
+
+    async def _write_journal(self, command: WriteJournal) -> None:
+        outcome = await self._store.write_journal(command)
+        notes.note_journal(command, outcome)
+        at_s, journal = time.monotonic(), command.journal
+        self.feed(JournalSettled(at_s, command.cause_id, journal.epoch, journal.stage, command.token, outcome))
+
+    def _call_member(self, command: CallMember) -> None:
+        key = (command.member.worker_id, command.call)
+        if key in self._calls:
+            return
+        self._calls.add(key)
+        self._tasks.create_task(self._ask_member(command), name=f"{command.call.name} {key[0]}")
+
+    async def _ask_member(self, command: CallMember) -> None:
+        try:
+            said = await self._members.call(command, _CALL_TIMEOUT_S)
+        finally:
+            self._calls.discard((command.member.worker_id, command.call))
+        if said is not None:
+            self.feed(MemberAnswered(time.monotonic(), command.cause_id, command.journal.epoch, said))
+
+    async def _listen(self) -> None:
+        async with contextlib.aclosing(self._monitor.events()) as events:
+            async for event in events:
+                self.feed(event)
+
+    async def _ask_to_drain(self, command: AskWorkerToDrain) -> None:
+        log = get_logger().bind(worker=command.worker_id, cause_id=command.cause_id)
+        why = ""
+        for delay_s in _DRAIN_DELAYS_S:
+            await asyncio.sleep(delay_s)
+            try:
+                running = await self._drain_worker(
+                    command.address, command.worker_id, command.incarnation, _DRAIN_CALL_TIMEOUT_S
+                )
+            except BallastError as error:
+                why = str(error)
+            else:
+                log.info("worker drains", running_requests=running)
+                return
+        log.warning("worker not told to drain; it is out of routing all the same", why=why)

@@ -1,0 +1,74 @@
+"""What the shell needs of the outside: the state server, the monitor, members of transitions, and who counts."""
+
+from collections.abc import AsyncGenerator, Awaitable
+from typing import Protocol
+
+from ballast.common.ids import Incarnation, WorkerId
+from ballast.common.layout import Layout
+from ballast.common.load import LoadReport
+from services.planner.core.messages import (
+    CallMember,
+    MonitorEvent,
+    StoredLayout,
+    WriteJournal,
+    WriteLayout,
+    WriteOutcome,
+)
+from services.planner.core.record import TransitionRecord
+from services.planner.core.transition import MemberSaid
+
+
+class LayoutStore(Protocol):
+    """The layout in the state server. Every call ends within seconds."""
+
+    async def load(self) -> StoredLayout | None: ...
+
+    async def write(self, command: WriteLayout) -> WriteOutcome: ...
+
+    async def write_journal(self, command: WriteJournal) -> WriteOutcome: ...
+
+
+class MonitorPort(Protocol):
+    def events(self) -> AsyncGenerator[MonitorEvent, None]: ...
+
+    async def loads(self, timeout_s: float) -> dict[WorkerId, LoadReport]: ...
+
+
+class MembersPort(Protocol):
+    """Calls to members of transitions. None: no answer that could be used."""
+
+    async def call(self, command: CallMember, timeout_s: float) -> MemberSaid | None: ...
+
+    async def close(self) -> None: ...
+
+
+class DrainWorker(Protocol):
+    """Asks a worker to take nothing new; gives its number of running requests."""
+
+    def __call__(
+        self, address: str, worker_id: WorkerId, incarnation: Incarnation, timeout_s: float
+    ) -> Awaitable[int]: ...
+
+
+class Counting(Protocol):
+    """What is counted for metrics, at the moment it happens."""
+
+    def layout(self, layout: Layout) -> None:
+        """It took effect."""
+        ...
+
+    def write(self, outcome: WriteOutcome) -> None: ...
+
+    def rejected(self) -> None:
+        """An instance, for it serves another model."""
+        ...
+
+    def stale(self) -> None:
+        """News of an old life of a worker."""
+        ...
+
+    def ended(self, record: TransitionRecord) -> None: ...
+
+    def nothing_done(self, asked_by: str, shortfall_bytes: int) -> None:
+        """No plan met what was asked for."""
+        ...

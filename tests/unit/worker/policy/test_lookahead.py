@@ -1,0 +1,156 @@
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.worker.policy.cost import Chunk, CostModel
+from services.worker.policy.lookahead import MIN_CHUNK_TOKENS, lookahead
+from services.worker.policy.microbatching import Candidate, PipelineView, Share, by_token_count
+
+COST = CostModel(attention_s=1e-8, token_s=1e-5, chunk_s=2e-4, shared_s=1e-4, prefix_s=1e-8)
+FORM = lookahead(lambda: COST)
+LANDED = 7
+
+
+def prompt(left: int, computed: int = 0, *, departed: int = 0, rank: int = 0) -> Candidate:
+    flying = max(0, departed - computed)
+    return Candidate(rank, computed, computed + flying, computed + left, LANDED + 1 if flying else 0, True)
+
+
+def decode(context: int, step_id: int = 0) -> Candidate:
+    in_flight = step_id > LANDED
+    return Candidate(0, context, context + in_flight, context + 1, step_id, True)
+
+
+def view(stages: int, candidates: list[Candidate], tokens: int = 512, waiting: int = 0) -> PipelineView:
+    return PipelineView(stages, LANDED, tokens, waiting, candidates)
+
+
+def cost_s(seen: PipelineView, share: Share) -> float:
+    return COST.batch_cost_s(Chunk(seen.candidates[i].departed_tokens, n) for i, n in share)
+
+
+def rounds(candidates: list[Candidate], stages: int, count: int, tokens: int = 512) -> list[tuple[PipelineView, Share]]:
+    """Microbatches one after the other; each lands when as many as there are stages have departed behind it."""
+    states = [[c.computed_tokens, c.departed_tokens, c.token_count, c.step_id] for c in candidates]
+    formed: list[tuple[PipelineView, Share]] = []
+    for step in range(1, count + 1):
+        if step > stages:
+            seen, share = formed[step - stages - 1]
+            for index, n in share:
+                state = states[index]
+                state[0] = seen.candidates[index].departed_tokens + n
+                state[2] += state[0] == state[2]
+        landed = LANDED + max(0, step - stages)
+        now = [
+            Candidate(c.rank, s[0], s[1] if s[3] > landed else s[0], s[2], s[3], True)
+            for c, s in zip(candidates, states, strict=True)
+        ]
+        seen = PipelineView(stages, landed, tokens, 0, now)
+        share = FORM(seen)
+        formed.append((seen, share))
+        for index, n in share:
+            states[index][1], states[index][3] = now[index].departed_tokens + n, LANDED + step
+    return formed
+
+
+def test_without_a_model_tokens_are_counted() -> None:
+    seen = view(2, [prompt(700), prompt(30), decode(80), decode(90)])
+    assert lookahead(lambda: None)(seen) == by_token_count(seen)
+
+
+def test_microbatches_of_a_backlog_cost_alike_though_their_tokens_do_not() -> None:
+    candidates = [prompt(3000, 3000), *(prompt(40 + 7 * i) for i in range(60)), prompt(4000), prompt(2500, 1000)]
+    formed = rounds(candidates, 2, 20)
+    costs = [cost_s(*one) for one in formed]
+    assert max(costs) / min(costs) < 1.1
+    tokens = [sum(n for _, n in share) for _, share in formed]
+    assert max(tokens) / min(tokens) > 1.2
+    assert max(tokens) <= 512
+
+
+def test_a_lone_prompt_keeps_all_stages_busy() -> None:
+    formed = rounds([prompt(900)], 4, 4, tokens=1024)
+    counts = [sum(n for _, n in share) for _, share in formed]
+    assert sum(counts) == 900
+    costs = [cost_s(*one) for one in formed]
+    assert max(costs) / min(costs) < 1.25
+    assert [seen.candidates[0].departed_tokens for seen, _ in formed] == [sum(counts[:i]) for i in range(4)]
+
+
+def test_decodes_are_spread_by_what_they_cost() -> None:
+    candidates = [decode(50_000), *(decode(50, step_id=1) for _ in range(5))]
+    (_, first), (_, second) = rounds(candidates, 2, 2)
+    assert [i for i, _ in first] == [0]
+    assert len(second) == 5
+
+
+def test_a_microbatch_with_prefill_has_its_share_of_decodes_beside_it() -> None:
+    formed = rounds([*(decode(100) for _ in range(40)), *(prompt(300) for _ in range(30))], 4, 12)
+    decodes = [sum(i < 40 for i, _ in share) for _, share in formed]
+    assert max(decodes) - min(decodes) <= 1
+    costs = [cost_s(*one) for one in formed]
+    assert max(costs) / min(costs) < 1.1
+
+
+def test_prompts_are_spread_further_while_others_wait() -> None:
+    candidates = [*(decode(300) for _ in range(40)), prompt(600)]
+    eager, patient = FORM(view(2, candidates)), FORM(view(2, candidates, waiting=3))
+    assert dict(patient)[40] < dict(eager)[40] / 2
+
+
+def test_a_long_prompt_gets_half_and_short_ones_do_not_wait_for_it() -> None:
+    share = dict(FORM(view(2, [prompt(4000), prompt(900), prompt(30), prompt(20, rank=1)])))
+    assert share[0] > 100
+    assert share[2] == 30
+    assert 3 not in share  # of a lower class
+
+
+def test_who_waits_for_its_token_or_a_block_is_left_out() -> None:
+    seen = view(2, [decode(80, step_id=LANDED + 1), Candidate(0, 64, 64, 65, 0, False), prompt(50)])
+    assert [i for i, _ in FORM(seen)] == [2]
+
+
+def flying_prompt(left: int, computed: int, flying: int, rank: int) -> Candidate:
+    return prompt(left, computed, departed=computed + min(flying, left) if flying else 0, rank=rank)
+
+
+def cost_model(attention_s: float, token_s: float, chunk_s: float, saved: float, prefix_s: float) -> CostModel:
+    return CostModel(attention_s, token_s, chunk_s, chunk_s * saved, prefix_s)
+
+
+CANDIDATES = st.one_of(
+    st.builds(decode, st.integers(1, 4000), st.integers(0, LANDED + 2)),
+    st.builds(
+        flying_prompt,
+        st.integers(2, 4000),
+        st.integers(0, 3000),
+        st.integers(0, 300),
+        st.integers(0, 2),
+    ),
+)
+COSTS = st.builds(
+    cost_model,
+    st.sampled_from([0.0, 1e-9, 1e-6]),
+    st.sampled_from([0.0, 1e-6, 1e-4]),
+    st.sampled_from([0.0, 1e-3, 1.0]),
+    st.floats(0, 1),
+    st.sampled_from([0.0, 1e-7]),
+)
+
+
+@given(st.lists(CANDIDATES, max_size=30), st.integers(2, 8), st.integers(30, 600), st.integers(0, 1), COSTS)
+def test_whatever_there_is_a_microbatch_is_one_that_can_be_run(
+    candidates: list[Candidate], stages: int, tokens: int, waiting: int, cost: CostModel
+) -> None:
+    seen = view(stages, candidates, tokens, waiting)
+    share = lookahead(lambda: cost)(seen)
+    assert share == lookahead(lambda: cost)(seen)
+    assert len({i for i, _ in share}) == len(share)
+    assert sum(n for _, n in share) <= tokens
+    ready = 0
+    for index, c in enumerate(candidates):
+        left = c.token_count - c.departed_tokens
+        ready += left > 0
+        n = dict(share).get(index, 0)
+        assert 0 <= n <= left
+        assert n in (0, left) or n >= min(MIN_CHUNK_TOKENS, tokens - sum(m for i, m in share if i != index))
+    assert bool(share) == bool(ready)
