@@ -171,16 +171,15 @@ class World:
             return
         self.planner_life += 1
         self.forgotten_epoch, self.coordinator, self.journal = self.planned_epoch, None, None
-        life, delay_s = self.planner_life, self.rng.uniform(0.0, 1.0)
 
         def plan_anew() -> None:
-            if life == self.planner_life and self.coordinator is None:
+            if self.coordinator is None and self.journal is None:
                 self.plan(kind, groups)
                 for worker in self.workers.values():
                     if not worker.alive:
                         self.tell_planner(pt.MemberLost(self.now_s, worker.name, "dead"))
 
-        self.after(delay_s, "plan anew", plan_anew)
+        self.after(self.rng.uniform(0.0, 1.0), "plan anew", plan_anew)
 
     def planner(self, commands: list[pt.Command]) -> None:
         for command in commands:
@@ -508,9 +507,11 @@ def _judge(world: World) -> None:
         assert not worker.waiting, f"{worker.name} still waits for {worker.waiting}"
         assert worker.forming or not world.leads(worker), f"{worker.name} serves nobody"
         phase = worker.transition.phase if worker.transition is not None else None
+        # Of a plan that everybody has forgotten nothing is in force. Who has prepared it waits for a newer one: it
+        # cannot know that nobody has decided.
         forgotten = worker.transition is not None and worker.transition.epoch <= world.forgotten_epoch
-        over = (None, wp.Phase.DONE, wp.Phase.ABORTED, *([wp.Phase.FAILED] if forgotten else []))
-        assert phase in over, f"{worker.name} ends as {phase}"
+        harmless = (*_BEFORE_COMMIT, wp.Phase.FAILED) if forgotten else ()
+        assert phase in (None, wp.Phase.DONE, wp.Phase.ABORTED, *harmless), f"{worker.name} ends as {phase}"
     led = [sequence for worker in world.workers.values() for sequence in worker.led]
     assert len(led) == len(set(led)), "a sequence has two leaders"
     world.expected_count = len(led) if world.expected_count is None else world.expected_count

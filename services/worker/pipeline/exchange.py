@@ -35,6 +35,8 @@ def kv_pieces(
     kv: KvCache, table: Sequence[int], first_block: int, last_block: int, first_layer: int, last_layer: int
 ) -> list[torch.Tensor]:
     """The memory of some blocks of a sequence in `[first_layer, last_layer)`: [n, 2, T, K, H] per run of ids."""
+    if first_block == last_block:
+        return []  # the sequence may be gone since it was asked for
     if len(table) < last_block:
         raise InvariantViolation(f"the KV in {last_block} blocks of a sequence is to travel, and it has {len(table)}")
     runs = _runs(table[first_block:last_block])
