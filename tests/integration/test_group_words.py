@@ -155,3 +155,43 @@ def test_a_member_that_closes_its_links_in_order_is_lost_to_the_group(model_dir:
             await whole(cluster, answers)
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize("forgotten", [Kind.DROP, Kind.RESTORE])
+def test_a_newer_plan_takes_back_one_that_nobody_has_decided(model_dir: Path, forgotten: Kind) -> None:
+    """A planner that has lost its journal plans anew, and no Abort comes for what was prepared."""
+    expected = alone_says(model_dir, Sizes(memory_bytes=16 << 20), [30] * 4, greedy(120))
+
+    async def run() -> None:
+        async with running_group(model_dir, ["w0", "w1"], Sizes(memory_bytes=10 << 19)) as cluster:
+            answers = await ask(cluster, "w0", [30] * 4, greedy(120))
+            if forgotten is Kind.RESTORE:
+                await cluster.change(Kind.DROP, layout(2, PAIR, LAYERS))
+                targets = [alone(3, ["w0", "w1"], LAYERS), alone(4, ["w0", "w1"], LAYERS)]
+            else:
+                targets = [layout(3, PAIR, LAYERS), layout(4, [[("w1", 0, 2), ("w0", 2, 6)]], LAYERS)]
+            blocks = {name: worker.book.block_count for name, worker in cluster.workers.items()}
+            members = await cluster.prepare(forgotten, targets[0])
+            cluster.ask_to_prepare(forgotten, targets[1])
+            await cluster.until(members, targets[0].epoch, Phase.ABORTED)
+            await cluster.change(forgotten, targets[1])
+            assert blocks != {name: worker.book.block_count for name, worker in cluster.workers.items()}
+            assert await whole(cluster, answers) == [e[0] for e in expected]
+
+    asyncio.run(run())
+
+
+def test_a_plan_that_takes_a_worker_for_another_member_is_refused(model_dir: Path) -> None:
+    """A planner that has lost the layout takes every worker for one that serves alone."""
+
+    async def run() -> None:
+        async with running_group(model_dir, ["w0", "w1"], Sizes(memory_bytes=10 << 19)) as cluster:
+            await cluster.change(Kind.DROP, layout(2, PAIR, LAYERS))
+            cluster.in_force = alone(1, ["w0", "w1"], LAYERS)
+            cluster.ask_to_prepare(Kind.DROP, layout(3, [[("w1", 0, 3), ("w0", 3, 6)]], LAYERS))
+            for worker in cluster.workers.values():
+                await until(lambda w=worker: (p := w.progress(3)) is not None and p.phase is Phase.FAILED)
+                assert (p := worker.progress(3)) is not None
+                assert "and the plan takes that for" in p.why
+
+    asyncio.run(run())
