@@ -14,12 +14,16 @@ CHUNK = 50
 
 
 def run(first: int, last: int) -> None:
+    copied_blocks = rests = 0
     for seed in range(first, last):
         try:
-            story(seed)
+            copies = story(seed).copies
         except AssertionError as error:
             error.add_note(f"seed {seed}: run `python -m tests.support.transition_sim {seed} {seed + 1}`")
             raise
+        copied_blocks += copies.copied_blocks
+        rests += copies.rests
+    assert min(copied_blocks, rests) > 0, "restores have copied KV ahead"
 
 
 @pytest.mark.parametrize("first", range(0, SEEDS, CHUNK))
