@@ -127,6 +127,7 @@ def draw(path: Path, measured: Measured, fits: dict[Form, StageCosts]) -> None:
         for column, prefix in enumerate((False, True)):
             _draw_sweep(axes[0][column], of_kind(measured.others, prefix=prefix), fits)
             _draw_errors(axes[1][column], of_kind(measured.held_out, prefix=prefix), fits)
+        axes[0][1].set_ylim(bottom=0)  # last: it ends the scaling that both share
         axes[0][0].set_title("without prefix")
         axes[0][1].set_title(f"behind a prefix of {SWEEP_PREFIX} tokens")
         axes[1][1].set_title("chunks behind prefixes, decodes, mixtures")
@@ -148,7 +149,6 @@ def _draw_sweep(axes: "Axes", samples: list[Sample], fits: dict[Form, StageCosts
     measured_ms = [sample.seconds * 1e3 for sample in samples]
     axes.plot(tokens, measured_ms, "o", color="black", markersize=5, label="measured", zorder=3)
     axes.set_xlabel("tokens of the chunk")
-    axes.set_ylim(bottom=0)
     axes.grid(alpha=0.3)
     axes.legend(loc="upper left", fontsize=9)
 
