@@ -77,7 +77,7 @@ class Copies:
     def go_on(self, worker: SimWorker, transition: wt.Transition, patience: int = 20) -> None:
         """The layers are back: blocks are asked for until nearly all are here, or long enough."""
         precopy, plan = worker.precopy, transition.plan
-        if worker.transition is not transition or not worker.alive:
+        if worker.transition is not transition or not worker.alive or transition.phase not in _BEFORE:
             return
         if precopy is not None and sources_of(plan, worker.name):
             leader = self._world.workers[self._world.old_leader(plan, worker)]

@@ -95,27 +95,24 @@ class World:
 
     def batch(self, worker: SimWorker) -> None:
         """The leader runs a step: every stage must be in the same layout and have the KV of what runs."""
-        if (
-            not worker.alive
-            or not worker.forming
-            or worker.broken
-            or self.group(worker).leader.worker_id != worker.name
-        ):
+        if not worker.alive or not worker.forming or worker.broken:
             return
-        for sequence in worker.led:
-            if sequence in worker.waiting:
-                continue
-            for member in self.group(worker).members:
-                stage = self.workers[member.worker_id]
-                if not stage.alive:
-                    return
-                assert wp.group_of(stage.layout, stage.name) == self.group(worker), "a stage in another layout"
-                wanted = set(range(member.first_layer, member.last_layer))
+        group = self.group(worker)
+        served = [sequence for sequence in worker.led if sequence not in worker.waiting]
+        if group.leader.worker_id != worker.name or not served:
+            return
+        stages = [(self.workers[m.worker_id], set(range(m.first_layer, m.last_layer))) for m in group.members]
+        if not all(stage.alive for stage, _ in stages):
+            return
+        for stage, _ in stages:
+            assert self.group(stage) == group, "a stage in another layout"
+        for sequence in served:
+            for stage, wanted in stages:
                 if worker.led[sequence]:
-                    assert wanted <= stage.kv.get(sequence, set()), f"{member.worker_id} lacks KV of {sequence}"
+                    assert wanted <= stage.kv.get(sequence, set()), f"{stage.name} lacks KV of {sequence}"
                 stage.kv.setdefault(sequence, set()).update(wanted)
             worker.led[sequence] += 1
-        self.copies.tell_batch(worker, [self.workers[m.worker_id] for m in self.group(worker).members])
+        self.copies.tell_batch(worker, [stage for stage, _ in stages])
 
     # ------------------------------------------------------------ planner
 
