@@ -57,7 +57,7 @@ class PrecopyRun:
         kv: KvCache,
         book: StageBook,
         hub: Hub,
-        tell: Callable[[WorkerId, Topic, bytes, int], None],
+        tell: Callable[[WorkerId, Topic, bytes, int], object],
         synchronise: Callable[[], None],
         post: Callable[[MemberEvent], None],
     ) -> None:
