@@ -7,7 +7,7 @@ import pytest
 from ballast.common.errors import ConfigError
 from ballast.common.ids import WorkerId
 from ballast.common.sampling import PriorityClass
-from services.worker.core.events import Aborted, CapacityChanged, HandOver, RoleChanged, SequenceKey
+from services.worker.core.events import Aborted, CapacityChanged, HandedOver, HandOver, RoleChanged, SequenceKey
 from services.worker.core.swapping import SwapSpace
 from services.worker.policy.swapping import FIRST_BLOCKS, CopyPace, copy_budget
 from tests.support.worker_core import MEMORY, Driver, greedy, limits
@@ -144,7 +144,7 @@ def test_what_is_handed_over_takes_no_host_blocks_along() -> None:
     submit(driver, (8, 30), (8, 30), (8, 30))
     until_away(driver)
     commands = driver.core.handle(HandOver(driver.at_s, WorkerId("other")))
-    (snapshots,) = (c.snapshots for c in commands if type(c).__name__ == "HandedOver")
+    (snapshots,) = (c.snapshots for c in commands if isinstance(c, HandedOver))
     ((_, moved),) = snapshots
     assert len(moved) == 3
     assert space(driver).used_block_count == 0
