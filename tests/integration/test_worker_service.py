@@ -76,6 +76,12 @@ class Alone:
     def status(self, epoch: int) -> pb.TransitionStatus:
         return pb.TransitionStatus(epoch=epoch)
 
+    async def when_prepared(self, epoch: int) -> pb.TransitionStatus:
+        return self.status(epoch)
+
+    async def when_taken_up(self, epoch: int) -> pb.TransitionStatus:
+        return self.status(epoch)
+
 
 @contextlib.asynccontextmanager
 async def worker(model_dir: Path) -> AsyncGenerator[Served]:
