@@ -41,7 +41,7 @@ def test_a_story_depends_on_its_seed_only() -> None:
     def traces(hash_seed: str) -> str:
         command = [sys.executable, "-m", "tests.support.transition_sim", "0", "40"]
         environ = {**os.environ, "PYTHONHASHSEED": hash_seed}
-        return subprocess.run(command, env=environ, capture_output=True, text=True, check=True, timeout=60).stdout
+        return subprocess.run(command, env=environ, capture_output=True, text=True, check=True, timeout=110).stdout
 
     first = traces("1")
     assert len(set(first.split()[1::2])) == 40, "stories differ"
