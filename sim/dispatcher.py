@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from ballast.common.errors import InvariantViolation
-from ballast.common.ids import DispatcherId, RequestId, WorkerId
+from ballast.common.ids import DispatcherId, WorkerId
 from ballast.common.layout import Layout
 from ballast.common.model import ModelInfo
 from services.dispatcher.core import events as d
@@ -201,5 +201,3 @@ class DispatcherNode:
                 output.seen_handle,
             )
         )
-
-

@@ -1,6 +1,7 @@
 """Taking all layers back: the counterpart of `services.worker.pipeline.homecoming` and `.layers`."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 from ballast.common.errors import InvariantViolation
 from ballast.common.ids import Epoch, WorkerId
@@ -72,18 +73,18 @@ class Homecoming:
         self._settle()
 
     def _go_on(self, came: Came) -> None:
+        epoch = self._epoch
         while self._queue and len(self._under_way) < _AT_ONCE:
             layer = self._queue.pop(0)
             self._under_way.add(layer)
             peers = self._sources.get(layer, ())
             source = peers[0] if peers else disk_of(self._me)
-            epoch = self._epoch
             self._network.transfer(
                 source,
                 self._me,
                 self._memory.layer_bytes,
                 Bulk.PARAMETERS,
-                lambda i=layer: self._checked(epoch, i, came),
+                partial(self._checked, epoch, layer, came),
             )
 
     def _checked(self, epoch: Epoch, layer: int, came: Came) -> None:

@@ -91,6 +91,7 @@ class Instance:
         self.worker_id = worker_id
         self.core = core
         self.member = member
+        self.touched = True  # something has happened here since somebody set it back
         self.busy_s = 0.0  # executing batches
         self.pipelined_busy_s = 0.0  # of those, as a stage of several
         self.pipelined_s = 0.0  # leader: stages times the time in which its pipeline had something in flight
@@ -152,6 +153,7 @@ class Instance:
 
     def _go_on(self) -> None:
         self._resting = False
+        self.touched = True
         busy_s = next(self._turns)
         if busy_s < 0.0:
             self._rest()

@@ -203,7 +203,9 @@ class GroupMember:
             raise InvariantViolation(f"{self.book.block_count} blocks in the book, {self.memory.block_count} mapped")
         executed = set(range(self.first_layer, self.last_layer))
         if not executed <= self.memory.held:
-            raise InvariantViolation(f"{self.me} executes {sorted(executed - self.memory.held)}, which it does not hold")
+            raise InvariantViolation(
+                f"{self.me} executes {sorted(executed - self.memory.held)}, which it does not hold"
+            )
 
     # ------------------------------------------------------------ what the planner asks
 

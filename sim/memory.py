@@ -25,6 +25,7 @@ class Geometry:
     layer_parameters: int
     other_parameters: int
     block_bytes: int  # of one KV block in one layer
+    rest_bytes: int = 0  # of the budget, less than an extent
 
     @staticmethod
     def choose(
@@ -44,6 +45,7 @@ class Geometry:
             -(-layer_parameter_bytes // extent_bytes),
             -(-other_parameter_bytes // extent_bytes),
             block_bytes,
+            budget_bytes % extent_bytes,
         )
         if found.home_kv * extent_bytes < block_bytes:
             needed_bytes = layer_parameter_bytes * layer_count + other_parameter_bytes
@@ -100,7 +102,7 @@ class VirtualMemory:
         """Their parameters make room for the KV of the others; their KV stays readable. Returns the blocks."""
         gone = set(layers)
         self.held -= gone
-        self.retired |= {layer: self._kv for layer in sorted(gone & self.kv_held)}
+        self.retired |= dict.fromkeys(sorted(gone & self.kv_held), self._kv)
         self.kv_held -= gone
         return self._grow()
 
@@ -134,12 +136,12 @@ class VirtualMemory:
         return self.geometry.budget - self._parameters - self._all_kv
 
     def report(self) -> MemoryReport:
-        size = self.geometry.extent_bytes
+        size, rest_bytes = self.geometry.extent_bytes, self.geometry.rest_bytes
         return MemoryReport(
-            budget_bytes=self.geometry.budget * size,
+            budget_bytes=self.geometry.budget * size + rest_bytes,
             parameter_bytes=self._parameters * size,
             kv_bytes=self._all_kv * size,
-            free_bytes=self._free * size,
+            free_bytes=self._free * size + rest_bytes,
         )
 
     def check(self) -> None:

@@ -45,7 +45,17 @@ class _Transfer:
 class _Pair:
     """One direction between two endpoints."""
 
-    __slots__ = ("bytes_per_s", "current", "last_arrival_s", "queues", "resources", "serial", "settled_s", "source", "to")
+    __slots__ = (
+        "bytes_per_s",
+        "current",
+        "last_arrival_s",
+        "queues",
+        "resources",
+        "serial",
+        "settled_s",
+        "source",
+        "to",
+    )
 
     def __init__(self, source: str, to: str, resources: tuple[_Resource, ...]) -> None:
         self.source, self.to = source, to
@@ -67,7 +77,7 @@ class Network:
         self._endpoints: dict[str, Endpoint] = {}
         self._resources: dict[tuple[str, str], _Resource] = {}
         self._pairs: dict[tuple[str, str], _Pair] = {}
-        self.bulk_bytes = {kind: 0 for kind in Bulk}
+        self.bulk_bytes = dict.fromkeys(Bulk, 0)
 
     def add(self, endpoint: Endpoint) -> None:
         self._endpoints[endpoint.name] = endpoint

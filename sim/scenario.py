@@ -37,15 +37,25 @@ def read_scenario(path: Path) -> Scenario:
         ConfigError: naming the file and the first field that does not fit.
     """
     try:
-        found = Scenario.model_validate(yaml.safe_load(path.read_text(encoding="utf-8")))
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(str(path), f"cannot be read: {error.strerror}") from error
     except yaml.YAMLError as error:
         raise ConfigError(str(path), f"is not YAML: {error}") from error
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"]) or "file"
-        raise ConfigError(str(path), f"is no scenario: {where}: {first['msg']}") from error
+    found = make_scenario(content, str(path))
     if found.trace is None:
         return found
     return found.model_copy(update={"trace": str(path.parent / found.trace)})
+
+
+def make_scenario(content: object, where: str) -> Scenario:
+    """
+    Raises:
+        ConfigError: naming `where` and the first field that does not fit.
+    """
+    try:
+        return Scenario.model_validate(content)
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(str(part) for part in first["loc"]) or "file"
+        raise ConfigError(where, f"is no scenario: {field}: {first['msg']}") from error

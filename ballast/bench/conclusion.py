@@ -21,7 +21,9 @@ def conclude(result: BenchResult) -> str:
 
 
 def _demand(result: BenchResult) -> str:
-    name, policy = next(((n, p) for n, p in result.policies.items() if n != "drop"), next(iter(result.policies.items())))
+    name, policy = next(
+        ((n, p) for n, p in result.policies.items() if n != "drop"), next(iter(result.policies.items()))
+    )
     series = policy.series
     capacity = series.kv_capacity_bytes[0] if series.kv_capacity_bytes else 0
     if not capacity:
@@ -30,7 +32,9 @@ def _demand(result: BenchResult) -> str:
     short_s = sum(demand > capacity for demand in series.kv_demand_bytes) * _interval_s(policy)
     if not short_s:
         return f"The KV cache is never short: at its peak the trace wants {peak:.0%} of it."
-    return f"With {name} the requests want up to {peak:.0%} of the KV cache, and more than there is for {short_s:.0f} s."
+    return (
+        f"With {name} the requests want up to {peak:.0%} of the KV cache, and more than there is for {short_s:.0f} s."
+    )
 
 
 def _interval_s(policy: PolicyResult) -> float:

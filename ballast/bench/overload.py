@@ -36,15 +36,10 @@ from ballast.common.errors import BallastError, ConfigError, Unavailable
 from ballast.local.cluster import LocalCluster
 from ballast.model.info import CheckpointInfo, read_info
 
-# Quicker than the defaults, because whole traces are short; and armed earlier, since their bursts come at once.
+# Quicker than the defaults, because whole traces are short.
 QUICK_SETTINGS = {
     "BALLAST_MONITOR__PRESSURE__DWELL_S": "2",
     "BALLAST_MONITOR__PRESSURE__RELIEF_AFTER_S": "1",
-    "BALLAST_MONITOR__PRESSURE__OVERLOAD_ARMING_FRACTION": "0.7",
-    "BALLAST_MONITOR__PRESSURE__OVERLOAD_THRESHOLD_FRACTION": "0.9",
-    "BALLAST_MONITOR__PRESSURE__TREND_WINDOW_S": "1",
-    "BALLAST_MONITOR__TICK_INTERVAL_S": "0.1",
-    "BALLAST_WORKER__REPORT_INTERVAL_S": "0.1",
 }
 _FEW_PER_WORKER = 2  # requests of the slower probe
 _WARMUP_PER_WORKER = 4

@@ -8,10 +8,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ballast.common.errors import ConfigError
+from ballast.common.overload import OverloadPolicy
 from ballast.local.cluster import Service
 
-_EVERY = ("recompute", "static-pipeline", "drop")
-POLICIES = _EVERY
+_EVERY = tuple(OverloadPolicy)
+_SWAPPING = (OverloadPolicy.SWAP, OverloadPolicy.DROP)
+POLICIES = ("recompute", "swap", "static-pipeline", "drop")
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +29,10 @@ KNOBS: dict[str, _Knob] = {
     "max-num-seqs": _Knob("worker", "--max-num-seqs", _EVERY, "requests that run at once in a worker"),
     "max-num-batched-tokens": _Knob("worker", "--max-num-batched-tokens", _EVERY, "tokens of one engine step"),
     "block-size": _Knob("worker", "--block-size", _EVERY, "tokens of a KV block"),
+    "swap-space": _Knob("worker", "--swap-space-bytes", _SWAPPING, "host memory for swapped KV"),
+    "swap-blocks-per-step": _Knob("worker", "--swap-blocks-per-step", _SWAPPING, "0: as many as hide behind a step"),
+    "fallback": _Knob("worker", "--fallback-policy", ("drop",), "recompute or swap, where no drop helps"),
+    "microbatching": _Knob("worker", "--microbatching", ("static-pipeline", "drop"), "token-count or lookahead"),
     "degree": _Knob("planner", "--pipeline-degree", ("static-pipeline",), "instances of a pipeline"),
     "restore": _Knob("planner", "--restore", ("drop",), "on or off: whether parameters come back"),
 }
@@ -41,7 +47,10 @@ class PolicySpec:
     knobs: Mapping[str, str] = field(default_factory=dict[str, str])
 
     def flags(self) -> dict[Service, list[str]]:
-        flags: dict[Service, list[str]] = {"planner": ["--overload-policy", self.policy], "worker": []}
+        policy = ["--overload-policy", self.policy]
+        flags: dict[Service, list[str]] = {"planner": [*policy], "worker": [*policy]}
+        if self.policy == OverloadPolicy.STATIC_PIPELINE and "microbatching" not in self.knobs:
+            flags["worker"] += ["--microbatching", "token-count"]  # as the rival that it stands for
         for name, value in self.knobs.items():
             knob = KNOBS[name]
             flags[knob.service] += [knob.flag, value]

@@ -7,6 +7,7 @@ The settings of the services are those that their processes start with; only wha
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from ballast.bench.environment import describe_environment
 from ballast.bench.records import Outcome, ReplayRun, RequestRecord, StatusSample, TimedTransition
@@ -159,8 +160,7 @@ def simulate(job: SimJob, created_unix_s: float, progress: Progress | None = Non
             deadline_s=job.deadline_s,
             check_every=job.check_every,
         )
-        told = None if progress is None else lambda ended, at_s, n=name: progress(n, ended, at_s)
-        runs[name] = World(options, arrivals).run(told)
+        runs[name] = World(options, arrivals).run(None if progress is None else partial(progress, name))
     return _result(job, runs, created_unix_s)
 
 
@@ -170,9 +170,7 @@ def _result(job: SimJob, runs: Mapping[str, SimRun], created_unix_s: float) -> B
         kind="sim",
         created_unix_s=created_unix_s,
         complete=True,
-        config=BenchConfig(
-            seed=job.seed, deadline_s=job.deadline_s, address="simulated", cluster=_settings(job, runs)
-        ),
+        config=BenchConfig(seed=job.seed, deadline_s=job.deadline_s, address="simulated", cluster=_settings(job, runs)),
         environment=describe_environment(),
         model=ModelFacts(
             name=model.name,

@@ -23,8 +23,8 @@ from services.worker.policy.cost_fit import Form
 
 _ENDS_WITHIN_S = 10.0
 _FORMS = {
-    Form.EXTENDED: "ours",
-    Form.PAPER: "ours without the term for the prefix",
+    Form.EXTENDED: "this model",
+    Form.PAPER: "the paper's form",
     Form.TOKEN_COUNT: "token count",
 }
 
@@ -101,7 +101,8 @@ def measure(console: Console, command: list[str]) -> None:
 
 @contextmanager
 def _started(command: list[str]) -> Generator[subprocess.Popen[str]]:
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    # In a session of its own: a Ctrl-C reaches this process only, which then ends the other.
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
     try:
         yield process
     finally:
@@ -142,20 +143,22 @@ def _cost_rows(costs: Costs) -> Rows:
     yield "", f"{layer.attention_s * 1e9:,.1f} ns per pair of tokens"
     yield "first stage", f"{first.shared_s * 1e6:,.0f} us per batch, {first.token_s * 1e6:,.2f} us per token"
     per_sequence_s = last.chunk_s - last.shared_s
-    yield "last stage", f"{last.shared_s * 1e6:,.0f} us per batch, {per_sequence_s * 1e6:,.1f} us per sequence"
+    yield "last stage", f"{last.shared_s * 1e6:,.0f} us per batch, {per_sequence_s * 1e6:,.1f} per sequence"
 
 
 def _error_rows(profile: CostProfile) -> Rows:
     for form, what in _FORMS.items():
         errors = profile.held_out[form]
-        for name, of in (("without prefix", errors.without_prefix), ("with prefix", errors.with_prefix)):
+        for name, of in (("no prefix", errors.without_prefix), ("prefix", errors.with_prefix)):
             if of.count:
-                yield f"error of {what}", f"{name}: {of.mean:.1%} mean, {of.p90:.1%} p90, {of.max:.1%} max"
+                yield f"error of {what}", f"{of.mean:.1%} mean, {of.p90:.1%} p90, {of.max:.1%} max, {name}"
 
 
 def _other_rows(profile: CostProfile) -> Rows:
-    if profile.link is not None:
-        link = profile.link
+    link = profile.link
+    if link is None:
+        yield "link", "could not be measured"
+    else:
         yield "link", f"{link.bandwidth_bytes_per_s / 1e9:,.2f} GB/s, {link.latency_s * 1e6:,.0f} us one way"
     if profile.remap_s_per_gb is not None:
         yield "remapping", f"{profile.remap_s_per_gb * 1e3:,.2f} ms per GB"

@@ -20,7 +20,7 @@ from ballast.bench.upscale import upscaled
 from ballast.cli.arguments import Commands
 from ballast.common.errors import ConfigError
 from sim.hardware import find_cluster, find_model, gpus, models
-from sim.scenario import Scenario, read_scenario
+from sim.scenario import Scenario, make_scenario, read_scenario
 
 # Flags that change the field of the same name of a scenario.
 _FIELDS = (
@@ -120,13 +120,14 @@ def _scenario(args: argparse.Namespace) -> Scenario:
         changes["trace"] = args.trace
     if args.policy is not None:
         changes["policies"] = tuple(name.strip() for name in args.policy.split(",") if name.strip())
+    told = {"description": ""}
     if args.scenario is not None:
-        scenario = read_scenario(args.scenario).model_copy(update=changes)
+        told = read_scenario(args.scenario).model_dump()
     else:
         for name in ("trace", "model", "cluster"):
             if name not in changes:
                 raise ConfigError(f"--{name}", "is missing; or give a --scenario")
-        scenario = Scenario(description="", **changes)
+    scenario = make_scenario({**told, **changes}, "sim")
     if scenario.trace is None:
         raise ConfigError("--trace", f"is missing: the scenario names none ({scenario.source or 'see its file'})")
     if not scenario.policies:

@@ -29,9 +29,12 @@ _WORKER_FLAGS = {
     "--block-size": "tokens of a KV block",
     "--threads": "of one worker's engine",
     "--seed": "of the engine",
+    "--fallback-policy": "with drop, where no drop helps: recompute (default) or swap",
+    "--swap-space-bytes": "host memory for swapped KV, of each worker",
+    "--swap-blocks-per-step": "0: as many as hide behind a step",
 }
+_POLICY_FLAG = {"--overload-policy": f"when KV memory runs short: {', '.join(OverloadPolicy)} (default: drop)"}
 _PLANNER_FLAGS = {
-    "--overload-policy": f"when KV memory runs short: {', '.join(OverloadPolicy)} (default: drop)",
     "--pipeline-degree": "instances of a pipeline, with static-pipeline",
     "--restore": "on or off: whether dropped parameters come back",
 }
@@ -60,7 +63,7 @@ def add_parser(commands: Commands) -> None:
     parser.add_argument("--log-level", choices=["debug", "info", "warning", "error"])
     parser.add_argument("--start-timeout-s", type=float, default=300.0, metavar="S", help="loading the model included")
     parser.add_argument("--stop-timeout-s", type=float, default=30.0, metavar="S", help="for requests that still run")
-    for flag, text in (_WORKER_FLAGS | _PLANNER_FLAGS | _DISPATCHER_FLAGS).items():
+    for flag, text in (_POLICY_FLAG | _WORKER_FLAGS | _PLANNER_FLAGS | _DISPATCHER_FLAGS).items():
         parser.add_argument(flag, metavar="X", help=text)
 
 
@@ -135,8 +138,8 @@ class _Up:
         common = ["--log-level", self._args.log_level] if self._args.log_level else []
         return {
             "monitor": common,
-            "planner": [*common, *given(_PLANNER_FLAGS)],
-            "worker": [*common, *given({"--device-memory-bytes": ""} | _WORKER_FLAGS)],
+            "planner": [*common, *given(_POLICY_FLAG | _PLANNER_FLAGS)],
+            "worker": [*common, *given({"--device-memory-bytes": ""} | _POLICY_FLAG | _WORKER_FLAGS)],
             "dispatcher": [*common, *given(_DISPATCHER_FLAGS)],
         }
 

@@ -8,4 +8,5 @@ class OverloadPolicy(StrEnum):
 
     DROP = "drop"  # replicated layers make room for KV, and come back afterwards (KunServe)
     RECOMPUTE = "recompute"  # who does not fit gives its KV up and is computed anew (vLLM)
+    SWAP = "swap"  # who does not fit waits with its KV in host memory (InferCept)
     STATIC_PIPELINE = "static-pipeline"  # layers are dropped from the start, for good (vLLM with pipelines)

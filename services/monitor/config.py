@@ -16,15 +16,15 @@ class PressureSettings(Section):
     horizon_s: float = Field(default=1.0, gt=0)  # demand is forecast so far ahead
     trend_window_s: float = Field(default=2.0, gt=0)  # from what the last seconds have shown
     # Forecast demand above this share of the capacity is an overload ...
-    overload_threshold_fraction: float = Field(default=0.95, gt=0)
+    overload_threshold_fraction: float = Field(default=1.0, gt=0)
     # ... if the workers' memory is taken to this share already: early drops win nothing, and a pipeline is slower.
-    overload_arming_fraction: float = Field(default=0.85, gt=0)
+    overload_arming_fraction: float = Field(default=0.9, gt=0)
     # Chance makes small clusters look short for a moment: that has to last, unless a great deal is missing.
     overload_after_s: float = Field(default=0.15, ge=0)
     overload_urgent_fraction: float = Field(default=1.25, gt=0)
     overload_margin_fraction: float = Field(default=0.1, ge=0)  # of the forecast demand: freed in excess
     relief_threshold_fraction: float = Field(default=0.5, gt=0)  # of the un-dropped memory
-    relief_after_s: float = Field(default=5.0, ge=0)  # usage has to be below it for so long
+    relief_after_s: float = Field(default=2.0, ge=0)  # usage has to be below it for so long
     dwell_s: float = Field(default=3.0, ge=0)  # between any two transitions
     scale_out_after_s: float = Field(default=5.0, ge=0)  # an overload has lasted so long in spite of everything
     scale_in_threshold_fraction: float = Field(default=0.2, gt=0)  # of the un-dropped memory
@@ -54,7 +54,7 @@ class MonitorSettings(Settings):
     lease_s: float = Field(default=3.0, gt=0)  # an instance that is silent for longer is lost
     warmup_s: float = Field(default=4.0, gt=0)  # a new active monitor waits so long before it says who is missing
     leadership_ttl_s: float = Field(default=3.0, ge=0.3)
-    tick_interval_s: float = Field(default=0.2, gt=0)
+    tick_interval_s: float = Field(default=0.1, gt=0)
     registry_interval_s: float = Field(default=1.0, gt=0)
     max_instances: int = Field(default=1000, gt=0)
     max_watchers: int = Field(default=64, gt=0)

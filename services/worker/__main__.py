@@ -9,7 +9,7 @@ import sys
 
 import grpc.aio
 
-from ballast.common.errors import Unavailable
+from ballast.common.errors import ConfigError, Unavailable
 from ballast.common.ids import Incarnation, WorkerId
 from ballast.rpc.server import RpcServer, ensure_free
 from ballast.service import logs
@@ -22,9 +22,12 @@ from services.worker.config import WorkerSettings, flags
 from services.worker.core.limits import WorkerLimits
 from services.worker.cost_profile import read_matching
 from services.worker.engine.load import Engine, load_engine
+from services.worker.memory.host_blocks import HostBlocks
 from services.worker.metrics import export
 from services.worker.pipeline.build import join, stage_core
 from services.worker.pipeline.planner_side import Transitions
+from services.worker.policy.lookahead import lookahead
+from services.worker.policy.microbatching import by_token_count
 from services.worker.policy.online_cost import OnlineCost
 from services.worker.profiling.build import key_of
 from services.worker.profiling.measure import Options, measure
@@ -86,7 +89,24 @@ def limits_of(settings: WorkerSettings, engine: Engine) -> WorkerLimits:
         max_waiting_count=settings.max_num_queued_reqs,
         max_waiting_tokens=settings.max_num_queued_tokens,
         admission_reserve_fraction=settings.admission_reserve_fraction,
+        swap_block_count=swap_block_count(settings, engine),
+        swap_blocks_per_step=settings.swap_blocks_per_step,
     )
+
+
+def swap_block_count(settings: WorkerSettings, engine: Engine) -> int:
+    """Blocks of all layers that the host keeps for those who give way.
+
+    Raises:
+        ConfigError: none fits.
+    """
+    if not settings.swaps:
+        return 0
+    block_bytes = engine.info.block_bytes * engine.info.layer_count
+    count = int(settings.swap_space_bytes) // block_bytes
+    if not count:
+        raise ConfigError("worker.swap_space_bytes", f"must hold a KV block of all layers, {block_bytes} bytes")
+    return count
 
 
 class WorkerProcess:
@@ -107,11 +127,14 @@ class WorkerProcess:
         self._state = state
         self._detokenizer = functools.partial(primed_detokenizer, load_tokenizer(settings.model))
         # Unique but for one chance in 2^31 per pair: the ids of sequences that meet in a group begin with it.
-        core, book = stage_core(limits_of(settings, engine), engine, ordinal=secrets.randbits(31))
+        microbatching = lookahead(costs.current) if settings.microbatching == "lookahead" else by_token_count
+        core, book = stage_core(limits_of(settings, engine), engine, secrets.randbits(31), microbatching)
+        swap_blocks = swap_block_count(settings, engine)
         self._shell = WorkerShell(
             core=core,
             engine=engine,
             detokenizer=self._detokenizer,
+            copier=HostBlocks(engine.memory.kv, swap_blocks) if swap_blocks else None,
             check_every_steps=settings.check_every_steps,
         )
         host = settings.advertise_host or advertised_address(settings.host, None, 0).rpartition(":")[0]
@@ -126,7 +149,8 @@ class WorkerProcess:
             max_running_count=settings.max_num_seqs,
             costs=costs,
         )
-        export(self._shell.load, REGISTRY)
+        clock = self._membership.member.clock
+        export(self._shell.load, REGISTRY, lambda: clock.times)
 
     async def run(self, worker_id: WorkerId) -> None:
         incarnation = await self._register(worker_id)
@@ -192,6 +216,7 @@ class WorkerProcess:
             max_waiting_count=self._settings.max_num_queued_reqs,
             detokenizer=self._detokenizer,
             transitions=Transitions(self._membership.member, self._shell.post_member),
+            clock=self._membership.member.clock,
         )
 
         def register(server: grpc.aio.Server) -> None:

@@ -6,6 +6,7 @@ from typing import ClassVar, Literal
 
 from pydantic import ByteSize, Field
 
+from ballast.common.overload import OverloadPolicy
 from ballast.service.settings import Settings
 
 
@@ -21,7 +22,7 @@ class WorkerSettings(Settings):
     redis_url: str = "redis://127.0.0.1:6379/0"
     monitor_address: str | None = None  # default: looked up in the state server
     worker_id: str | None = Field(None, min_length=1, max_length=128)  # default: minted from machine and port
-    report_interval_s: float = Field(0.2, gt=0, le=60)
+    report_interval_s: float = Field(0.1, gt=0, le=60)
 
     # What it serves.
     model: Path
@@ -38,6 +39,13 @@ class WorkerSettings(Settings):
     max_num_queued_reqs: int = Field(64, ge=1, le=1 << 16)  # waiting here; the backlog proper is the dispatcher's
     max_num_queued_tokens: int = Field(1 << 20, ge=1)
     admission_reserve_fraction: float = Field(0.05, ge=0, lt=1)  # of the KV blocks, for the growth of what runs
+    microbatching: Literal["token-count", "lookahead"] = "lookahead"  # in groups of several stages
+    overload_policy: OverloadPolicy = OverloadPolicy.DROP  # with `swap`, who gives way keeps its KV in host memory
+    fallback_policy: Literal["recompute", "swap"] = (
+        "recompute"  # with `drop`: of workers that are out of KV all the same
+    )
+    swap_space_bytes: ByteSize = Field(ByteSize(1 << 30), ge=0)  # host memory for that
+    swap_blocks_per_step: int = Field(0, ge=0)  # 0: as many as hide behind a step
     threads: int = Field(1, ge=1, le=1024)  # torch's intra-op threads
     seed: int = 0
 
@@ -54,6 +62,13 @@ class WorkerSettings(Settings):
 
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_format: Literal["console", "json"] = "console"
+
+    @property
+    def swaps(self) -> bool:
+        """Whether victims keep their KV in host memory."""
+        policy = self.overload_policy
+        is_fallback = policy is OverloadPolicy.DROP and self.fallback_policy == "swap"
+        return bool(self.swap_space_bytes) and (policy is OverloadPolicy.SWAP or is_fallback)
 
 
 def flags() -> argparse.ArgumentParser:
@@ -81,6 +96,11 @@ def flags() -> argparse.ArgumentParser:
     parser.add_argument("--max-num-queued-reqs", type=int, metavar="N")
     parser.add_argument("--max-num-queued-tokens", type=int, metavar="TOKENS")
     parser.add_argument("--admission-reserve-fraction", type=float, metavar="X", help="KV kept free for what runs")
+    parser.add_argument("--microbatching", metavar="WAY", help="of pipelines: lookahead (default) or token-count")
+    parser.add_argument("--overload-policy", metavar="POLICY", help=f"{', '.join(OverloadPolicy)} (drop)")
+    parser.add_argument("--fallback-policy", metavar="POLICY", help="with drop: recompute (default) or swap")
+    parser.add_argument("--swap-space-bytes", metavar="BYTES", help="host memory for swapped KV (1GiB)")
+    parser.add_argument("--swap-blocks-per-step", type=int, metavar="N", help="0: as many as hide behind a step")
     parser.add_argument("--threads", type=int, metavar="N")
     parser.add_argument("--seed", type=int)
     parser.add_argument("--cost-profile", metavar="FILE", help="from `ballast profile`, of the same model and machine")

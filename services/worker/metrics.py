@@ -8,6 +8,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from ballast.common.load import LoadReport
+from services.worker.pipeline.stage_clock import StageTimes
 
 
 class LoadCollector(Collector):
@@ -43,5 +44,26 @@ class LoadCollector(Collector):
             yield CounterMetricFamily(name, text, value=total)
 
 
-def export(load: Callable[[], LoadReport], registry: CollectorRegistry) -> None:
+class StageCollector(Collector):
+    """The bubble fraction of a stage is idle / (busy + idle), as rates."""
+
+    def __init__(self, times: Callable[[], StageTimes]) -> None:
+        self._times = times
+
+    def collect(self) -> Iterable[Metric]:
+        times = self._times()
+        for name, text, total in (
+            ("ballast_stage_busy_seconds", "This worker's stage executed a batch", times.busy_s),
+            ("ballast_stage_idle_seconds", "It executed none although its leader had work", times.idle_s),
+            ("ballast_stage_network_wait_seconds", "Of the idle time: the next batch was coming in", times.network_s),
+            ("ballast_stage_send_seconds", "Activations were on their way to the next stage", times.send_s),
+        ):
+            yield CounterMetricFamily(name, text, value=total)
+
+
+def export(
+    load: Callable[[], LoadReport], registry: CollectorRegistry, times: Callable[[], StageTimes] | None = None
+) -> None:
     registry.register(LoadCollector(load))
+    if times is not None:
+        registry.register(StageCollector(times))

@@ -26,6 +26,7 @@ from ballastpb.worker.v1 import worker_pb2 as pb
 from ballastpb.worker.v1 import worker_pb2_grpc
 from services.worker.core.batch import NewSequence, TokenLogprobs
 from services.worker.core.events import Aborted, Ending, SequenceKey, Submitted
+from services.worker.pipeline.stage_clock import StageClock
 from services.worker.shell import Detokenizing, Output, OutputStream, WorkerShell
 
 _HELLO_TIMEOUT_S = 10.0
@@ -45,6 +46,12 @@ class TransitionPort(Protocol):
 
     def status(self, epoch: int) -> pb.TransitionStatus: ...
 
+    async def when_prepared(self, epoch: int) -> pb.TransitionStatus:
+        """As `status`; waits a moment, in case that is enough."""
+        ...
+
+    async def when_taken_up(self, epoch: int) -> pb.TransitionStatus: ...
+
 
 class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     def __init__(
@@ -57,8 +64,10 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         max_waiting_count: int,
         detokenizer: Callable[[NewSequence], Detokenizing],
         transitions: TransitionPort,
+        clock: StageClock,
     ) -> None:
         self._transitions = transitions
+        self._clock = clock
         self._shell = shell
         self._worker_id = worker_id
         self._incarnation = incarnation
@@ -106,15 +115,39 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         load = self._shell.load()
         return pb.DrainResponse(running_request_count=load.running_count + load.waiting_count)
 
+    async def GetTrace(self, request: pb.GetTraceRequest, context: Context) -> pb.GetTraceResponse:
+        times, ahead_s = self._clock.times, time.time() - time.monotonic()
+        spans = [
+            pb.TraceSpan(
+                began_unix_s=span.began_s + ahead_s,
+                duration_s=span.ended_s - span.began_s,
+                kind=span.kind,
+                epoch=span.epoch,
+                step_id=span.step_id,
+                token_count=span.token_count,
+                what=span.what,
+            )
+            for span in self._clock.spans()
+        ]
+        return pb.GetTraceResponse(
+            worker_id=self._worker_id,
+            spans=spans,
+            busy_s=times.busy_s,
+            idle_s=times.idle_s,
+            network_s=times.network_s,
+            send_s=times.send_s,
+            steps=times.steps,
+        )
+
     # ------------------------------------------------------------ transitions
 
     async def Prepare(self, request: pb.PrepareRequest, context: Context) -> pb.PrepareResponse:
         self._transitions.prepare(request)
-        return pb.PrepareResponse(status=self._transitions.status(request.target.epoch))
+        return pb.PrepareResponse(status=await self._transitions.when_prepared(request.target.epoch))
 
     async def Commit(self, request: pb.CommitRequest, context: Context) -> pb.CommitResponse:
         self._transitions.commit(request.epoch)
-        return pb.CommitResponse(status=self._transitions.status(request.epoch))
+        return pb.CommitResponse(status=await self._transitions.when_taken_up(request.epoch))
 
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
         self._transitions.abort(request.epoch, request.why)

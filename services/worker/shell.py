@@ -21,6 +21,7 @@ from ballast.service.logs import get_logger
 from services.worker.core.batch import Batch, NewSequence, SequenceId, StepResult
 from services.worker.core.events import (
     BatchWanted,
+    BlockCopy,
     Command,
     Drained,
     DrainRequested,
@@ -100,6 +101,18 @@ class Member(Protocol):
         ...
 
     def check(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class BlockCopier(Protocol):
+    """Copies KV between device and host while a step runs. All calls come from the engine thread."""
+
+    def start(self, copies: Sequence[BlockCopy]) -> None: ...
+
+    def finish(self) -> float:
+        """Waits for the copies. Returns how long they took."""
+        ...
 
     def close(self) -> None: ...
 
@@ -198,9 +211,12 @@ class WorkerShell:
         core: WorkerCore,
         engine: Engine,
         detokenizer: Callable[[NewSequence], Detokenizing],
+        copier: BlockCopier | None = None,
         check_every_steps: int = 0,
     ) -> None:
+        """`copier`: needed if the core's limits let it swap."""
         self._core = core
+        self._copier = copier
         self._engine = engine
         self._detokenizer = detokenizer
         self._check_every_steps = check_every_steps
@@ -213,6 +229,7 @@ class WorkerShell:
         self._texts: dict[SequenceId, Detokenizing] = {}  # engine thread only
         self._busy_since_s: float | None = None
         self._failed_steps = 0
+        self._starved = False  # there is work, but none that may join what is in flight
         self._report = core.load(time.monotonic(), engine.memory_report())
         self._stopping = False
         self._stop_asked = asyncio.Event()
@@ -334,6 +351,8 @@ class WorkerShell:
         try:
             if self._member is not None:
                 self._member.close()
+            if self._copier is not None:
+                self._copier.close()
             self._engine.close()  # not if links may be left that write into its memory
         except Exception as error:  # noqa: BLE001 - as above
             if failure is None:
@@ -356,9 +375,11 @@ class WorkerShell:
         if stepping and any(isinstance(command, Emit) for command in commands):
             self._tell(events, commands)  # what a pipeline has sent back need not wait for the next batch to run
             events, commands = [], []
+        self._starved = False
         while self._may_step:
             self._busy_since_s = self._busy_since_s or time.monotonic()
             if not self._step(commands):
+                self._starved = self._core.in_flight_count > 0  # until one of those comes back
                 break
             if self._core.in_flight_count == 0:
                 break  # alone: what has come in meanwhile is looked at after each step
@@ -414,7 +435,7 @@ class WorkerShell:
         """What has come in; waits for something if there is nothing to do."""
         events: list[Event | MemberEvent] = []
         wait_s = 0.0
-        if not self._may_step:
+        if self._starved or not self._may_step:
             due_at_s = self._core.next_deadline_at_s
             wait_s = _IDLE_WAIT_S if due_at_s is None else min(_IDLE_WAIT_S, max(0.0, due_at_s - time.monotonic()))
         with contextlib.suppress(queue.Empty):
@@ -433,6 +454,20 @@ class WorkerShell:
         return commands
 
     def _run(self, command: Execute | Removed) -> StepOutcome | None:
+        if not command.copies:
+            return self._run_batch(command)
+        if self._copier is None:
+            raise InvariantViolation("KV is to be swapped, and there is no host memory for it")
+        self._copier.start(command.copies)
+        try:
+            outcome = self._run_batch(command)
+        finally:
+            copy_s = self._copier.finish()
+        if outcome is None or outcome.result is None:
+            return outcome
+        return replace(outcome, result=replace(outcome.result, copy_s=copy_s))
+
+    def _run_batch(self, command: Execute | Removed) -> StepOutcome | None:
         if self._member is not None:
             return self._member.run(command)
         tables = command.block_tables if isinstance(command, Execute) else ()

@@ -36,13 +36,18 @@ class World:
     requests: tuple[Request, ...]
     alone: tuple[Answer, ...]
 
-    def loop(self, *, chunk_tokens: int = 512, running: int = 36, blocks: int | None = None) -> EngineLoop:
+    def loop(
+        self, *, chunk_tokens: int = 512, running: int = 36, blocks: int | None = None, swap: tuple[int, int] = (0, 0)
+    ) -> EngineLoop:
+        """`swap`: blocks in host memory, and how many a step may copy."""
         return EngineLoop(
             self.engine,
             self.tokenizer,
             block_count=blocks,
             max_running_count=running,
             max_batch_tokens=chunk_tokens,
+            swap_block_count=swap[0],
+            swap_blocks_per_step=swap[1],
         )
 
 
@@ -175,6 +180,14 @@ def test_after_preemptions(world: World, blocks: int) -> None:
     loop = world.loop(blocks=blocks)
     answers = run(loop, world.requests)
     assert loop.core.totals.preemptions >= 3
+    assert_same(world, answers)
+
+
+@pytest.mark.parametrize(("blocks", "swap"), [(36, (200, 1)), (60, (30, 2)), (60, (200, 0)), (120, (200, 8))])
+def test_after_swaps(world: World, blocks: int, swap: tuple[int, int]) -> None:
+    loop = world.loop(blocks=blocks, swap=swap)
+    answers = run(loop, world.requests)
+    assert loop.copied_blocks >= 6
     assert_same(world, answers)
 
 

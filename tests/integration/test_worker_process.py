@@ -30,6 +30,7 @@ from ballast.service.settings import build
 from ballast.service.state import StateServer
 from services.worker.__main__ import WorkerProcess, load
 from services.worker.config import WorkerSettings
+from services.worker.policy.online_cost import OnlineCost
 from tests.support.attached import Attached, status_of, until_idle
 from tests.support.shells import Gate
 
@@ -359,7 +360,7 @@ def test_a_worker_whose_engine_hangs_is_not_ready(
         engine, gate, life = load(settings), Gate(), Lifecycle()
         state = StateServer(state_url)
         hanging = replace(engine, runner=cast(Any, Gated(engine.runner, gate)))
-        process = WorkerProcess(life, settings, hanging, state, WorkerId("hanging"))
+        process = WorkerProcess(life, settings, hanging, OnlineCost(), state, WorkerId("hanging"))
         async with asyncio.TaskGroup() as tasks:
             running = tasks.create_task(process.run(WorkerId("hanging")))
             printed = ""

@@ -24,6 +24,7 @@ from ballastpb.worker.v1 import worker_pb2 as pb
 from ballastpb.worker.v1 import worker_pb2_grpc
 from services.worker import servicer as servicer_module
 from services.worker import shell as shell_module
+from services.worker.pipeline.stage_clock import StageClock
 from services.worker.servicer import WorkerServicer
 from services.worker.text import load_tokenizer, primed_detokenizer
 from tests.support.attached import Attached, hello, status_of, until_idle
@@ -75,6 +76,12 @@ class Alone:
     def status(self, epoch: int) -> pb.TransitionStatus:
         return pb.TransitionStatus(epoch=epoch)
 
+    async def when_prepared(self, epoch: int) -> pb.TransitionStatus:
+        return self.status(epoch)
+
+    async def when_taken_up(self, epoch: int) -> pb.TransitionStatus:
+        return self.status(epoch)
+
 
 @contextlib.asynccontextmanager
 async def worker(model_dir: Path) -> AsyncGenerator[Served]:
@@ -89,6 +96,7 @@ async def worker(model_dir: Path) -> AsyncGenerator[Served]:
             max_waiting_count=64,
             detokenizer=functools.partial(primed_detokenizer, load_tokenizer(model_dir)),
             transitions=Alone(),
+            clock=StageClock(),
         )
 
         def register(server: grpc.aio.Server) -> None:

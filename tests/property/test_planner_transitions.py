@@ -13,7 +13,7 @@ from services.planner.core import messages as p
 from services.planner.core.conductor import ConductorRules
 from services.planner.core.machine import PlannerCore, PlannerRules
 from services.planner.core.transition import MemberPhase, MemberSaid, Stage
-from tests.unit.planner.test_transitions import EXTENT, LOAD, MODEL
+from tests.support.planner_core import EXTENT, LOAD, MODEL
 
 WORKERS = st.sampled_from([WorkerId("w0"), WorkerId("w1"), WorkerId("w2")])
 FORWARD = {

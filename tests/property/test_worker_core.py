@@ -44,6 +44,7 @@ class WorkerMachine(RuleBasedStateMachine):
         extra_budget_tokens=st.integers(0, 20),
         max_waiting_count=st.integers(1, 6),
         reserve_fraction=st.sampled_from([0.0, 0.1]),
+        swap=st.sampled_from([(0, 0), (0, 0), (5, 1), (40, 1), (40, 3), (40, 0)]),
     )
     def start(
         self,
@@ -53,6 +54,7 @@ class WorkerMachine(RuleBasedStateMachine):
         extra_budget_tokens: int,
         max_waiting_count: int,
         reserve_fraction: float,
+        swap: tuple[int, int],
     ) -> None:
         self.driver = Driver(
             limits(
@@ -63,6 +65,8 @@ class WorkerMachine(RuleBasedStateMachine):
                 max_waiting_count=max_waiting_count,
                 max_waiting_tokens=100,
                 admission_reserve_fraction=reserve_fraction,
+                swap_block_count=swap[0],
+                swap_blocks_per_step=swap[1],
             ),
             block_count,
         )

@@ -1,4 +1,7 @@
-"""Monitors, planners and reporting workers as processes around a private state server, with short leases."""
+"""Monitors, planners and reporting workers as processes around a private state server.
+
+Leases are short, and long enough for a process that gets no processor for a while: nobody is lost for that.
+"""
 
 import asyncio
 import os
@@ -18,11 +21,11 @@ from ballastpb.monitor.v1 import monitor_pb2, monitor_pb2_grpc
 from ballastpb.planner.v1 import planner_pb2, planner_pb2_grpc
 
 ENVIRON = {
-    "BALLAST_MONITOR__LEASE_S": "1.5",
+    "BALLAST_MONITOR__LEASE_S": "4",
     "BALLAST_MONITOR__WARMUP_S": "1.5",
-    "BALLAST_MONITOR__LEADERSHIP_TTL_S": "0.9",
+    "BALLAST_MONITOR__LEADERSHIP_TTL_S": "2",
     "BALLAST_MONITOR__TICK_INTERVAL_S": "0.05",
-    "BALLAST_PLANNER__LEADERSHIP_TTL_S": "0.9",
+    "BALLAST_PLANNER__LEADERSHIP_TTL_S": "2",
     "BALLAST_PLANNER__VERIFY_INTERVAL_S": "0.2",
     "BALLAST_PLANNER__RETRY_S": "0.1",
 }
@@ -58,7 +61,7 @@ class ControlPlane:
         assert process.returncode is None, process.describe_end()
         return process
 
-    async def until(self, holds: Callable[[], bool], what: str, within_s: float = 15.0) -> None:
+    async def until(self, holds: Callable[[], bool], what: str, within_s: float = 40.0) -> None:
         loop = asyncio.get_running_loop()
         give_up_at_s = loop.time() + within_s
         while not holds():
@@ -66,7 +69,7 @@ class ControlPlane:
             await asyncio.sleep(0.02)
 
     async def layout_until(
-        self, planner: ChildProcess, holds: Callable[[Layout], bool], what: str, within_s: float = 15.0
+        self, planner: ChildProcess, holds: Callable[[Layout], bool], what: str, within_s: float = 40.0
     ) -> Layout:
         """The first layout of that planner for which `holds`."""
         loop = asyncio.get_running_loop()
@@ -74,7 +77,7 @@ class ControlPlane:
         async with open_channel(address(planner)) as channel:
             stub = planner_pb2_grpc.PlannerServiceStub(channel)
             while True:
-                answer = await stub.GetLayout(planner_pb2.GetLayoutRequest(), timeout=5)
+                answer = await stub.GetLayout(planner_pb2.GetLayoutRequest(), timeout=20)
                 layout = codec.layout_from_proto(answer.layout)
                 if holds(layout):
                     return layout
@@ -84,7 +87,7 @@ class ControlPlane:
     async def status(self, monitor: ChildProcess) -> monitor_pb2.GetClusterStatusResponse:
         async with open_channel(address(monitor)) as channel:
             stub = monitor_pb2_grpc.MonitorServiceStub(channel)
-            return await stub.GetClusterStatus(monitor_pb2.GetClusterStatusRequest(), timeout=5)
+            return await stub.GetClusterStatus(monitor_pb2.GetClusterStatusRequest(), timeout=20)
 
     def logs(self) -> str:
         return "\n".join(f"--- {process.name}\n{process.log_tail(30)}" for process in self.processes)

@@ -4,7 +4,7 @@ Time is virtual. After every step the books of the core and of the device's memo
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 
 from tokenizers import Tokenizer
@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 from ballast.common.ids import RequestId
 from ballast.common.load import LoadReport
 from ballast.common.sampling import SamplingParams
-from services.worker.core.batch import Batch, NewSequence, SequenceId, TokenLogprobs
+from services.worker.core.batch import Batch, NewSequence, SequenceId, StepResult, TokenLogprobs
 from services.worker.core.events import (
     Aborted,
     BatchWanted,
@@ -31,6 +31,7 @@ from services.worker.core.events import (
 from services.worker.core.limits import WorkerLimits
 from services.worker.core.worker import WorkerCore
 from services.worker.engine.load import Engine
+from services.worker.memory.host_blocks import HostBlocks
 from services.worker.text import Detokenizer, primed_detokenizer
 
 _STREAM_ID = 1
@@ -62,6 +63,8 @@ class EngineLoop:
         max_running_count: int = 64,
         max_batch_tokens: int = 512,
         max_waiting_count: int = 1024,
+        swap_block_count: int = 0,
+        swap_blocks_per_step: int = 0,
     ) -> None:
         self.engine = engine
         self.answers: dict[SequenceKey, Answer] = {}
@@ -81,10 +84,14 @@ class EngineLoop:
                 max_waiting_count=max_waiting_count,
                 max_waiting_tokens=1 << 20,
                 admission_reserve_fraction=0.0,  # no caution: preemption is what the tests are after
+                swap_block_count=swap_block_count,
+                swap_blocks_per_step=swap_blocks_per_step,
             ),
             block_count or engine.block_count,
         )
         self.core.handle(StreamOpened(0.0, _STREAM_ID))
+        self._host = HostBlocks(engine.memory.kv, swap_block_count) if swap_block_count else None
+        self.copied_blocks = 0
 
     # ---------------------------------------------------------------- what a dispatcher does
 
@@ -153,6 +160,8 @@ class EngineLoop:
         load = self.load()
         held = (load.used_block_count, load.waiting_block_count, load.running_count, load.waiting_count)
         assert held == (0, 0, 0, 0)
+        if self._host is not None:
+            self._host.close()
         self.engine.step(Batch(0, self.engine.runner.sequence_ids, (), ()), ())
         assert self.engine.runner.sequence_ids == ()
 
@@ -171,7 +180,7 @@ class EngineLoop:
                     self._receive(command)
                 case Removed():
                     self._drop_texts(command.batch)
-                    self.engine.step(command.batch, ())
+                    self._step(command, ())
                 case _:
                     raise AssertionError(f"unexpected: {command}")
 
@@ -181,13 +190,22 @@ class EngineLoop:
         for new, wanted in zip(batch.added, execute.text_wanted, strict=True):
             if wanted:
                 self._texts[new.sequence_id] = self._detokenizer(new)
-        result = self.engine.step(batch, execute.block_tables)
+        result = self._step(execute, execute.block_tables)
         sampling = [part.sequence_id for part in batch.slices if part.samples]
         texts = tuple(
             self._texts[sequence_id].push(token_id) if sequence_id in self._texts else ""
             for sequence_id, token_id in zip(sampling, result.token_ids, strict=True)
         )
         self._obey(self.core.handle(StepDone(self._at_s, result, texts)))
+
+    def _step(self, command: Execute | Removed, tables: Sequence[Sequence[int]]) -> StepResult:
+        if not command.copies:
+            return self.engine.step(command.batch, tables)
+        assert self._host is not None
+        self.copied_blocks += sum(len(copy.device_blocks) for copy in command.copies)
+        self._host.start(command.copies)
+        result = self.engine.step(command.batch, tables)
+        return replace(result, copy_s=self._host.finish())
 
     def _drop_texts(self, batch: Batch) -> None:
         for sequence_id in batch.removed:

@@ -11,7 +11,6 @@ import itertools
 import random
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 from ballast.common.ids import Epoch, GroupId, Incarnation, WorkerId
 from ballast.common.layout import Group, Layout, Member
@@ -19,6 +18,7 @@ from services.planner.core import transition as pt
 from services.worker.core import plan as wp
 from services.worker.core import transition as wt
 from services.worker.core import transition_messages as wm
+from tests.support.transition_copies import Copies, SimWorker
 
 
 def layout(epoch: int, layers: int, groups: list[list[str]]) -> Layout:
@@ -33,20 +33,6 @@ def layout(epoch: int, layers: int, groups: list[list[str]]) -> Layout:
     result = Layout(Epoch(epoch), layers, tuple(made), "test")
     result.check()
     return result
-
-
-@dataclass
-class SimWorker:
-    name: WorkerId
-    layout: Layout  # whose role it plays
-    led: dict[int, int] = field(default_factory=dict[int, int])  # sequence -> computed tokens, if it leads
-    waiting: set[int] = field(default_factory=set[int])  # suspended ones among them
-    kv: dict[int, set[int]] = field(default_factory=dict[int, set[int]])  # sequence -> layers whose KV is here
-    transition: wt.Transition | None = None
-    aborted: int = 0  # an epoch that was taken back before its Prepare came
-    forming: bool = True  # may form batches
-    alive: bool = True
-    broken: bool = False
 
 
 class World:
@@ -67,6 +53,7 @@ class World:
         self.forgotten_epoch = 0
         self.faults = True
         self.sequences = itertools.count()
+        self.copies = Copies(self)
         self.expected_count: int | None = None
         self._journal_at_s = 0.0
         self.link_clock: dict[tuple[WorkerId, WorkerId], float] = {}
@@ -109,26 +96,24 @@ class World:
 
     def batch(self, worker: SimWorker) -> None:
         """The leader runs a step: every stage must be in the same layout and have the KV of what runs."""
-        if (
-            not worker.alive
-            or not worker.forming
-            or worker.broken
-            or self.group(worker).leader.worker_id != worker.name
-        ):
+        if not worker.alive or not worker.forming or worker.broken:
             return
-        for sequence in worker.led:
-            if sequence in worker.waiting:
-                continue
-            for member in self.group(worker).members:
-                stage = self.workers[member.worker_id]
-                if not stage.alive:
-                    return
-                assert wp.group_of(stage.layout, stage.name) == self.group(worker), "a stage in another layout"
-                wanted = set(range(member.first_layer, member.last_layer))
+        group = self.group(worker)
+        served = [sequence for sequence in worker.led if sequence not in worker.waiting]
+        if group.leader.worker_id != worker.name or not served:
+            return
+        stages = [(self.workers[m.worker_id], set(range(m.first_layer, m.last_layer))) for m in group.members]
+        if not all(stage.alive for stage, _ in stages):
+            return
+        for stage, _ in stages:
+            assert self.group(stage) == group, "a stage in another layout"
+        for sequence in served:
+            for stage, wanted in stages:
                 if worker.led[sequence]:
-                    assert wanted <= stage.kv.get(sequence, set()), f"{member.worker_id} lacks KV of {sequence}"
+                    assert wanted <= stage.kv.get(sequence, set()), f"{stage.name} lacks KV of {sequence}"
                 stage.kv.setdefault(sequence, set()).update(wanted)
             worker.led[sequence] += 1
+        self.copies.tell_batch(worker, [stage for stage, _ in stages])
 
     # ------------------------------------------------------------ planner
 
@@ -258,6 +243,7 @@ class World:
         if current is not None and current.phase in _AFTER_COMMIT:
             return
         worker.transition = wt.Transition(worker.name, plan)
+        worker.precopy = self.copies.begin(plan, worker)
         self.execute(worker, worker.transition.begin())
 
     def commit(self, worker: SimWorker, journal: pt.Journal) -> None:
@@ -310,9 +296,11 @@ class World:
                     if self.faults and self.rng.random() < 0.03:
                         self.local(worker, 0.01, wm.PreparationFailed(self.now_s, epoch, "too little memory"))
                     else:
-                        self.local(worker, self.rng.uniform(0, 0.3), wm.MemoryReady(self.now_s, epoch))
+                        self.after(
+                            self.rng.uniform(0, 0.3), "memory", lambda w=worker, t=transition: self.copies.go_on(w, t)
+                        )
                 case wm.UndoPreparation():
-                    pass
+                    worker.precopy = None
                 case wm.Quiesce():
                     worker.forming = False
                     self.local(worker, self.rng.uniform(0, 0.05), wm.BoundaryReached(self.now_s, epoch))
@@ -370,6 +358,8 @@ class World:
         assert worker.transition is not None
         plan = worker.transition.plan
         worker.layout = plan.target
+        if worker.precopy is not None:
+            worker.precopy.end()
         mine = {s: n for s, n in worker.led.items() if self.assigned(plan, worker, s) == worker.name}
         worker.transition.own_victims(wp.Victim(s, n, self.old_leader(plan, worker)) for s, n in sorted(mine.items()))
         self.local(worker, self.rng.uniform(0, 0.02), wm.TakenUp(self.now_s, plan.epoch))
@@ -408,6 +398,7 @@ class World:
                 or receiver.transition.epoch != epoch
             ):
                 return
+            self.copies.count_rest(victim, worker, receiver)
             receiver.kv.setdefault(victim.sequence_id, set()).update(wanted)
             self.drive(receiver, wm.KvReceived(self.now_s, epoch, victim.sequence_id, worker.name))
             self.local(worker, 0.001, wm.KvSent(self.now_s, epoch, victim.sequence_id, to))

@@ -15,6 +15,7 @@ from ballast.common.sampling import FinishReason, PriorityClass, SamplingParams
 from services.worker.core.batch import NewSequence, Slice, StepResult, TokenLogprobs
 from services.worker.core.events import (
     BatchWanted,
+    BlockCopy,
     BlocksAdded,
     Command,
     Drained,
@@ -99,6 +100,8 @@ class FakeEngine:
         self._known: dict[int, NewSequence] = {}
         self._text_wanted: dict[int, bool] = {}
         self._computed: dict[int, int] = {}  # sequence id -> tokens with KV
+        self._host: dict[int, dict[int, int]] = {}  # host block id -> place in it -> token id
+        self.copied_blocks = 0
 
     @property
     def known_ids(self) -> list[int]:
@@ -114,6 +117,11 @@ class FakeEngine:
             self._text_wanted[new.sequence_id] = text_wanted
             self._computed[new.sequence_id] = 0
         assert len({s.sequence_id for s in batch.slices}) == len(batch.slices)
+        touched = {block for table in execute.block_tables for block in table}
+        assert not any(touched.intersection(copy.device_blocks) for copy in execute.copies)
+        early = batch.step_id % 2 == 0  # copies may be made at any time while the step runs
+        if early:
+            self._copy(execute.copies)
         token_ids: list[int] = []
         texts: list[str] = []
         logprobs: list[TokenLogprobs | None] = []
@@ -126,7 +134,20 @@ class FakeEngine:
                 texts.append(piece(token_id) if self._text_wanted[part.sequence_id] else "")
                 wanted = self._known[part.sequence_id].sampling.logprobs is not None
                 logprobs.append(TokenLogprobs(token_id, -1.0, ()) if wanted else None)
+        if not early:
+            self._copy(execute.copies)
         return StepResult(batch.step_id, tuple(token_ids), tuple(logprobs), 0.001), tuple(texts)
+
+    def _copy(self, copies: tuple[BlockCopy, ...]) -> None:
+        for copy in copies:
+            for device, host in zip(copy.device_blocks, copy.host_blocks, strict=True):
+                self.copied_blocks += 1
+                if copy.out:
+                    self._host[host] = {p: token_id for (b, p), token_id in self._cache.items() if b == device}
+                    continue
+                for place in range(self._block_tokens):
+                    self._cache.pop((device, place), None)
+                self._cache.update({(device, place): token_id for place, token_id in self._host[host].items()})
 
     def _write(self, part: Slice, table: tuple[int, ...]) -> None:
         assert part.first_position == self._computed[part.sequence_id]
@@ -165,6 +186,7 @@ class Driver:
         self.sampling: dict[SequenceKey, SamplingParams] = {}
         self.executed: list[Execute] = []
         self.drained_count = 0
+        self.copied_alone = False  # the last batch computed nothing
         self._handles: Iterator[int] = count(1)
 
     def feed(self, event: Event) -> list[Command]:
@@ -182,7 +204,8 @@ class Driver:
                     self._receive(command)
                 case Removed():
                     assert not command.batch.slices
-                    self.engine.run(Execute(command.batch, (), ()))
+                    self.engine.run(Execute(command.batch, (), (), command.copies))
+                    self.copied_alone = bool(command.copies)
                 case Drained():
                     self.drained_count += 1
                 case _:
@@ -251,7 +274,10 @@ class Driver:
 
     def want_batch(self) -> Execute | None:
         had_work = self.core.has_work
-        self.feed(BatchWanted(self.at_s))
+        self.copied_alone = True
+        while self.copied_alone and self.pending is None:
+            self.copied_alone = False
+            self.feed(BatchWanted(self.at_s))
         assert self.pending is not None or not had_work or not self.core.has_work, "work to do, and no batch"
         return self.pending
 
@@ -330,6 +356,8 @@ def limits(
     max_waiting_count: int = 8,
     max_waiting_tokens: int = 1_000,
     admission_reserve_fraction: float = 0.0,
+    swap_block_count: int = 0,
+    swap_blocks_per_step: int = 0,
 ) -> WorkerLimits:
     return WorkerLimits(
         block_tokens=block_tokens,
@@ -341,4 +369,6 @@ def limits(
         max_waiting_count=max_waiting_count,
         max_waiting_tokens=max_waiting_tokens,
         admission_reserve_fraction=admission_reserve_fraction,
+        swap_block_count=swap_block_count,
+        swap_blocks_per_step=swap_blocks_per_step,
     )

@@ -33,7 +33,10 @@ class StageBatch(_message.Message):
     TOKEN_COUNTS_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     SAMPLES_FIELD_NUMBER: _builtins.int
+    QUIET_S_FIELD_NUMBER: _builtins.int
     step_id: _builtins.int
+    quiet_s: _builtins.float
+    """How long the leader had no work before this batch: stages do not count that as their idleness."""
     @_builtins.property
     def removed(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Sequences to forget, before the added ones enter and the slices run."""
@@ -63,10 +66,11 @@ class StageBatch(_message.Message):
         token_counts: _abc.Iterable[_builtins.int] | None = ...,
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
         samples: _abc.Iterable[_builtins.bool] | None = ...,
+        quiet_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["added", b"added", "first_positions", b"first_positions", "removed", b"removed", "samples", b"samples", "sequence_ids", b"sequence_ids", "step_id", b"step_id", "token_counts", b"token_counts", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["added", b"added", "first_positions", b"first_positions", "quiet_s", b"quiet_s", "removed", b"removed", "samples", b"samples", "sequence_ids", b"sequence_ids", "step_id", b"step_id", "token_counts", b"token_counts", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

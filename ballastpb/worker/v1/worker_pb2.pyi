@@ -759,3 +759,102 @@ class TransitionStatus(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___TransitionStatus: _TypeAlias = TransitionStatus  # noqa: Y015
+
+@_typing.final
+class GetTraceRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetTraceRequest: _TypeAlias = GetTraceRequest  # noqa: Y015
+
+@_typing.final
+class TraceSpan(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BEGAN_UNIX_S_FIELD_NUMBER: _builtins.int
+    DURATION_S_FIELD_NUMBER: _builtins.int
+    KIND_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    STEP_ID_FIELD_NUMBER: _builtins.int
+    TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    WHAT_FIELD_NUMBER: _builtins.int
+    began_unix_s: _builtins.float
+    """By the worker's wall clock. For the eye: those of two machines may differ."""
+    duration_s: _builtins.float
+    """0: an instant."""
+    kind: _builtins.str
+    """run, send (activations to the next stage), receive, transition."""
+    epoch: _builtins.int
+    step_id: _builtins.int
+    """The microbatch."""
+    token_count: _builtins.int
+    what: _builtins.str
+    """Of a transition: the phase that it has come to."""
+    def __init__(
+        self,
+        *,
+        began_unix_s: _builtins.float = ...,
+        duration_s: _builtins.float = ...,
+        kind: _builtins.str = ...,
+        epoch: _builtins.int = ...,
+        step_id: _builtins.int = ...,
+        token_count: _builtins.int = ...,
+        what: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["began_unix_s", b"began_unix_s", "duration_s", b"duration_s", "epoch", b"epoch", "kind", b"kind", "step_id", b"step_id", "token_count", b"token_count", "what", b"what"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TraceSpan: _TypeAlias = TraceSpan  # noqa: Y015
+
+@_typing.final
+class GetTraceResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    SPANS_FIELD_NUMBER: _builtins.int
+    BUSY_S_FIELD_NUMBER: _builtins.int
+    IDLE_S_FIELD_NUMBER: _builtins.int
+    NETWORK_S_FIELD_NUMBER: _builtins.int
+    SEND_S_FIELD_NUMBER: _builtins.int
+    STEPS_FIELD_NUMBER: _builtins.int
+    worker_id: _builtins.str
+    busy_s: _builtins.float
+    idle_s: _builtins.float
+    """Not executing though the leader had work."""
+    network_s: _builtins.float
+    """Of that, while the next batch was coming in."""
+    send_s: _builtins.float
+    steps: _builtins.int
+    @_builtins.property
+    def spans(self) -> _containers.RepeatedCompositeFieldContainer[Global___TraceSpan]:
+        """The latest, in the order of their ends; bounded."""
+
+    def __init__(
+        self,
+        *,
+        worker_id: _builtins.str = ...,
+        spans: _abc.Iterable[Global___TraceSpan] | None = ...,
+        busy_s: _builtins.float = ...,
+        idle_s: _builtins.float = ...,
+        network_s: _builtins.float = ...,
+        send_s: _builtins.float = ...,
+        steps: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["busy_s", b"busy_s", "idle_s", b"idle_s", "network_s", b"network_s", "send_s", b"send_s", "spans", b"spans", "steps", b"steps", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetTraceResponse: _TypeAlias = GetTraceResponse  # noqa: Y015

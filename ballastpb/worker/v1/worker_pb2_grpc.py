@@ -64,6 +64,11 @@ class WorkerServiceStub:
                 request_serializer=ballastpb_dot_worker_dot_v1_dot_worker__pb2.GetTransitionRequest.SerializeToString,
                 response_deserializer=ballastpb_dot_worker_dot_v1_dot_worker__pb2.GetTransitionResponse.FromString,
                 _registered_method=True)
+        self.GetTrace = channel.unary_unary(
+                '/ballastpb.worker.v1.WorkerService/GetTrace',
+                request_serializer=ballastpb_dot_worker_dot_v1_dot_worker__pb2.GetTraceRequest.SerializeToString,
+                response_deserializer=ballastpb_dot_worker_dot_v1_dot_worker__pb2.GetTraceResponse.FromString,
+                _registered_method=True)
         self.Drain = channel.unary_unary(
                 '/ballastpb.worker.v1.WorkerService/Drain',
                 request_serializer=ballastpb_dot_worker_dot_v1_dot_worker__pb2.DrainRequest.SerializeToString,
@@ -124,6 +129,13 @@ class WorkerServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetTrace(self, request, context):
+        """What this worker's stage has done lately, and where its time has gone since the start.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Drain(self, request, context):
         """Takes nothing new; running requests finish. Returns at once. The monitor tells the planner, which routes around.
         """
@@ -163,6 +175,11 @@ def add_WorkerServiceServicer_to_server(servicer, server):
                     servicer.GetTransition,
                     request_deserializer=ballastpb_dot_worker_dot_v1_dot_worker__pb2.GetTransitionRequest.FromString,
                     response_serializer=ballastpb_dot_worker_dot_v1_dot_worker__pb2.GetTransitionResponse.SerializeToString,
+            ),
+            'GetTrace': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetTrace,
+                    request_deserializer=ballastpb_dot_worker_dot_v1_dot_worker__pb2.GetTraceRequest.FromString,
+                    response_serializer=ballastpb_dot_worker_dot_v1_dot_worker__pb2.GetTraceResponse.SerializeToString,
             ),
             'Drain': grpc.unary_unary_rpc_method_handler(
                     servicer.Drain,
@@ -332,6 +349,33 @@ class WorkerService:
             '/ballastpb.worker.v1.WorkerService/GetTransition',
             ballastpb_dot_worker_dot_v1_dot_worker__pb2.GetTransitionRequest.SerializeToString,
             ballastpb_dot_worker_dot_v1_dot_worker__pb2.GetTransitionResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetTrace(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ballastpb.worker.v1.WorkerService/GetTrace',
+            ballastpb_dot_worker_dot_v1_dot_worker__pb2.GetTraceRequest.SerializeToString,
+            ballastpb_dot_worker_dot_v1_dot_worker__pb2.GetTraceResponse.FromString,
             options,
             channel_credentials,
             insecure,

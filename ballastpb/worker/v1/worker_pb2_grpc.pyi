@@ -54,6 +54,8 @@ class WorkerServiceStub:
     Abort: _grpc.UnaryUnaryMultiCallable[_worker_pb2.AbortRequest, _worker_pb2.AbortResponse]
     """Takes a prepared transition back; memory and requests are as if it had never been. Refused after Commit."""
     GetTransition: _grpc.UnaryUnaryMultiCallable[_worker_pb2.GetTransitionRequest, _worker_pb2.GetTransitionResponse]
+    GetTrace: _grpc.UnaryUnaryMultiCallable[_worker_pb2.GetTraceRequest, _worker_pb2.GetTraceResponse]
+    """What this worker's stage has done lately, and where its time has gone since the start."""
     Drain: _grpc.UnaryUnaryMultiCallable[_worker_pb2.DrainRequest, _worker_pb2.DrainResponse]
     """Takes nothing new; running requests finish. Returns at once. The monitor tells the planner, which routes around."""
 
@@ -83,6 +85,8 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
     Abort: _aio.UnaryUnaryMultiCallable[_worker_pb2.AbortRequest, _worker_pb2.AbortResponse]  # type: ignore[assignment]
     """Takes a prepared transition back; memory and requests are as if it had never been. Refused after Commit."""
     GetTransition: _aio.UnaryUnaryMultiCallable[_worker_pb2.GetTransitionRequest, _worker_pb2.GetTransitionResponse]  # type: ignore[assignment]
+    GetTrace: _aio.UnaryUnaryMultiCallable[_worker_pb2.GetTraceRequest, _worker_pb2.GetTraceResponse]  # type: ignore[assignment]
+    """What this worker's stage has done lately, and where its time has gone since the start."""
     Drain: _aio.UnaryUnaryMultiCallable[_worker_pb2.DrainRequest, _worker_pb2.DrainResponse]  # type: ignore[assignment]
     """Takes nothing new; running requests finish. Returns at once. The monitor tells the planner, which routes around."""
 
@@ -145,6 +149,14 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _worker_pb2.GetTransitionRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_worker_pb2.GetTransitionResponse, _abc.Awaitable[_worker_pb2.GetTransitionResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def GetTrace(
+        self,
+        request: _worker_pb2.GetTraceRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.GetTraceResponse, _abc.Awaitable[_worker_pb2.GetTraceResponse]]:
+        """What this worker's stage has done lately, and where its time has gone since the start."""
 
     @_abc_1.abstractmethod
     def Drain(

@@ -40,6 +40,7 @@ class Batch:
     removed: tuple[SequenceId, ...]
     added: tuple[NewSequence, ...]
     slices: tuple[Slice, ...]  # decodes (one token) first, then prefill chunks
+    quiet_s: float = 0.0  # so long there was no work before it; set by whoever executes it first
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,3 +58,4 @@ class StepResult:
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs | None, ...]  # None where none were asked for
     execute_s: float  # time the engine took
+    copy_s: float = 0.0  # time that copies between device and host took meanwhile

@@ -229,6 +229,15 @@ Event = (
 
 
 @dataclass(frozen=True, slots=True)
+class BlockCopy:
+    """KV of some blocks, all layers held, from device to host memory or back. Both aligned."""
+
+    out: bool  # to the host
+    device_blocks: tuple[int, ...]
+    host_blocks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Execute:
     """Run the batch, then report StepDone or StepFailed. Reports come in the order of the batches.
 
@@ -241,6 +250,7 @@ class Execute:
         tuple[int, ...], ...
     ]  # the leader's own stage's, aligned with batch.slices; same object while unchanged
     text_wanted: tuple[bool, ...]  # aligned with batch.added: whether StepDone must bring the sequence's text
+    copies: tuple[BlockCopy, ...] = ()  # at the same time; the batch touches none of these blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,6 +258,7 @@ class Removed:
     """A batch that only removes, for every stage, in order with the others. Nothing is reported for it."""
 
     batch: Batch
+    copies: tuple[BlockCopy, ...] = ()  # of a lone worker that has nothing to compute meanwhile
 
 
 @dataclass(frozen=True, slots=True)

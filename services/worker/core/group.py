@@ -26,6 +26,7 @@ from services.worker.core.sequence import Sequence, SequenceState
 from services.worker.core.snapshot import SequenceSnapshot
 from services.worker.policy.placement import PlacementView
 
+_WITHOUT_KV = (SequenceState.WAITING, SequenceState.HELD, SequenceState.SWAPPED)  # on the stages
 ANOTHER_LEADS = "another worker leads this group"
 
 
@@ -68,6 +69,7 @@ class Group:
         busy_count = self._scheduler.running_count + self._scheduler.waiting_count
         if not event.leads and busy_count:
             raise InvariantViolation(f"a follower has {busy_count} sequences that were not handed over")
+        self._forget_swapped(event.at_s)
         for sequence in self._residents.live.values():
             sequence.in_engine = False  # the engines of the new stages have not heard of it
         self.leads = event.leads
@@ -81,9 +83,15 @@ class Group:
     # ---------------------------------------------------------------- capacity
 
     def _resize(self, event: CapacityChanged) -> None:
+        if event.block_count < self._scheduler.block_count:
+            self._forget_swapped(event.at_s)
         self._scheduler.resize(event.block_count, event.lent_block_count)
         self._end_too_big(event.at_s)
         self.shed(event.at_s)
+
+    def _forget_swapped(self, at_s: float) -> None:
+        for sequence in self._scheduler.forget_swapped(at_s, "its KV is of no use to the new group"):
+            self._flights.forget(sequence)
 
     def shed(self, at_s: float) -> None:
         """What there is has become less: preempt what is too much, as far as it is not in flight."""
@@ -117,7 +125,7 @@ class Group:
 
     def _kv_lost(self, event: KvLost) -> None:
         sequence = self._scheduler.suspended.get(event.sequence_id) or self._residents.live.get(event.sequence_id)
-        if sequence is None or sequence.state in (SequenceState.WAITING, SequenceState.HELD):
+        if sequence is None or sequence.state in _WITHOUT_KV:
             self.stale_total += 1
         elif sequence.state is SequenceState.ENDED:
             self._let_go(sequence)
@@ -144,6 +152,7 @@ class Group:
 
     def hand_over(self, event: HandOver) -> HandedOver:
         self._flights.demand_none("sequences are handed over")
+        self._forget_swapped(event.at_s)
         target = _target(event)
         packed: dict[WorkerId, list[SequenceSnapshot]] = {}
         for sequence in self._all():

@@ -20,6 +20,8 @@ class WorkerLimits:
     # Of the KV blocks, kept free for the growth of what runs. In a full cache 0.05 leaves a third to a twentieth of
     # the preemptions that 0 causes, for 2 to 3 % more steps (benchmarks.worker_core).
     admission_reserve_fraction: float = 0.05
+    swap_block_count: int = 0  # KV blocks in host memory for who gives way; 0: victims are computed anew
+    swap_blocks_per_step: int = 0  # 0: as many as hide behind the step
     orphan_timeout_s: float = 10.0  # so long a sequence that was handed over waits for its dispatcher, and vice versa
     max_held_count: int = 1024  # requests that wait for their sequence to be handed over
 
@@ -39,6 +41,11 @@ class WorkerLimits:
             raise ConfigError(
                 "orphan_timeout_s, max_held_count",
                 f"must be positive, and not negative, got {self.orphan_timeout_s} and {self.max_held_count}",
+            )
+        if self.swap_block_count < 0 or self.swap_blocks_per_step < 0:
+            raise ConfigError(
+                "swap_space_bytes, swap_blocks_per_step",
+                f"must not be negative, got {self.swap_block_count} blocks and {self.swap_blocks_per_step}",
             )
         if not 0.0 <= self.admission_reserve_fraction < 1.0:
             raise ConfigError("admission_reserve_fraction", f"must be in [0, 1), got {self.admission_reserve_fraction}")

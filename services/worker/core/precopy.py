@@ -74,6 +74,8 @@ class Precopy:
 
     def begins(self, batch: Batch) -> None:
         """Before it runs: who is removed may lose its blocks to it."""
+        if self._over:
+            return
         self._step_id = batch.step_id
         for sequence_id in batch.removed:
             self._tokens.pop(sequence_id, None)
@@ -83,7 +85,7 @@ class Precopy:
                 self._tried_at.pop((sequence_id, source.worker_id), None)
 
     def ran(self, batch: Batch) -> None:
-        for part in batch.slices:
+        for part in () if self._over else batch.slices:
             self._tokens[part.sequence_id] = part.first_position + len(part.token_ids)
             self._seen_at.setdefault(part.sequence_id, batch.step_id)
 
@@ -169,7 +171,7 @@ class Precopy:
         return self._copied.get((sequence_id, source), 0)
 
     def end(self) -> None:
-        """The commit: what is copied stays, what is still to come is too late."""
+        """The commit: what is copied stays, what is still to come is too late, later batches are another layout's."""
         self._over = True
         self._asked.clear()
 

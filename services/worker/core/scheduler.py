@@ -26,6 +26,7 @@ from services.worker.core.batch import SequenceId
 from services.worker.core.blocks import blocks_for
 from services.worker.core.limits import WorkerLimits
 from services.worker.core.sequence import Sequence, SequenceState
+from services.worker.core.swapping import NOTHING, SwapOrders, SwapSpace
 from services.worker.policy.admission import AdmissionView, admits
 from services.worker.policy.batching import PrefillView, chunk_prefills
 from services.worker.policy.microbatching import Candidate, Microbatching, PipelineView, by_token_count
@@ -39,6 +40,7 @@ class Plan:
     decodes: list[Sequence]  # one token each
     chunks: list[tuple[Sequence, int]]  # with the number of tokens, at least 1
     preempted: list[Sequence]  # they wait again
+    swaps: SwapOrders = NOTHING  # besides; never of sequences that are computed
 
 
 def _order(sequence: Sequence) -> tuple[int, tuple[float, SequenceId]]:
@@ -62,6 +64,8 @@ class Scheduler:
         self.waiting_tokens = 0
         self.waiting_block_count = 0
         self.preemptions_total = 0
+        self._awaited_block_count = 0  # of those that are leaving, by sequences that skip a step
+        self.swap = SwapSpace(limits.swap_block_count, limits.block_tokens, limits.swap_blocks_per_step)
 
     @property
     def free_block_count(self) -> int:
@@ -74,7 +78,7 @@ class Scheduler:
 
     @property
     def running_count(self) -> int:
-        return len(self.running) + len(self.suspended)
+        return len(self.running) + len(self.suspended) + self.swap.returning_count
 
     @property
     def waiting(self) -> list[Sequence]:
@@ -99,7 +103,7 @@ class Scheduler:
         if any(s.step_id <= landed_step_id or s.departed_tokens < s.token_count for s in self.running):
             return True
         head = self._head()
-        return head is not None and self._admits(self.need(head))
+        return self.swap.has_copies or (head is not None and self._admits(self.need(head)))
 
     # ---------------------------------------------------------------- waiting
 
@@ -121,6 +125,11 @@ class Scheduler:
             need = self.need(sequence)
             if not self._admits(need):
                 return
+            if sequence.state is SequenceState.SWAPPED:
+                self._reserve(sequence, need)
+                self.swap.come_back(sequence)
+                sequence.note(at_s, "its KV comes back")
+                continue
             self._leave_line(sequence)
             self._run(sequence, need, at_s, f"{need} of {self.free_block_count} free blocks")
 
@@ -142,11 +151,12 @@ class Scheduler:
         bisect.insort(self.running, sequence, key=_order)
 
     def _head(self) -> Sequence | None:
-        if self.waiting_count:
-            for line in self._waiting:
-                if line:
-                    return next(iter(line.values()))
-        return None
+        """First in the order of service, of those that wait and those that are swapped out."""
+        waiting = next((next(iter(line.values())) for line in self._waiting if line), None)
+        away = min(self.swap.away, key=_order, default=None) if len(self.swap) else None
+        if waiting is None or away is None:
+            return waiting or away
+        return min(waiting, away, key=_order)
 
     def need(self, sequence: Sequence) -> int:
         """Blocks for all its tokens and the next one. Less by that one only where the cache ends."""
@@ -171,6 +181,9 @@ class Scheduler:
             case SequenceState.RUNNING:
                 self.running.remove(sequence)
                 self._reserve(sequence, -sequence.reserved_block_count)
+            case SequenceState.SWAPPED:
+                self._reserve(sequence, -sequence.reserved_block_count)
+                self.swap.forget(sequence)
             case _:
                 self.let_go(sequence)
 
@@ -197,15 +210,19 @@ class Scheduler:
     def plan(self, at_s: float, landed_step_id: int, in_flight: bool) -> Plan:
         """The next step, without those that take part in one after `landed_step_id`."""
         preempted: list[Sequence] = []
+        left = self._settle_swaps(at_s) if len(self.swap) else ()
+        self._awaited_block_count = 0
         for sequence in [s for s in self.running if s.token_count > s.reserved_tokens]:
             if sequence.state is SequenceState.RUNNING:  # not a victim of the ones before it
                 preempted += self._make_room(sequence, at_s, landed_step_id)
+        if self.swap.enabled and self.stage_count == 1:
+            self._leave_ahead(at_s)
         # Whoever just gave way does not fit: it needs at least what it had, and a part of that is taken.
         self.admit(at_s)
         if self.stage_count > 1:
             return self._next_microbatch(landed_step_id, preempted)
         ready = self.running
-        if in_flight:
+        if in_flight or len(self.swap):
             ready = [s for s in ready if s.step_id <= landed_step_id and s.token_count <= s.reserved_tokens]
         decodes: list[Sequence] = []
         prefills: list[Sequence] = []
@@ -214,7 +231,9 @@ class Scheduler:
                 decodes.append(sequence)
             else:
                 prefills.append(sequence)
-        return Plan(decodes, self._chunks(len(decodes), prefills, self._limits.max_batch_tokens), preempted)
+        chunks = self._chunks(len(decodes), prefills, self._limits.max_batch_tokens)
+        swaps = SwapOrders(left, self.swap.order(busy=bool(decodes or chunks))) if len(self.swap) or left else NOTHING
+        return Plan(decodes, chunks, preempted, swaps)
 
     def _next_microbatch(self, landed_step_id: int, preempted: list[Sequence]) -> Plan:
         candidates = [
@@ -256,9 +275,17 @@ class Scheduler:
         """
         victims: list[Sequence] = []
         while self.free_block_count < 1:
+            if self._awaited_block_count < self.swap.leaving_block_count:
+                self._awaited_block_count += 1  # one of those that are being copied will do: it skips a step
+                return victims
             victim = self._victim()
             if victim.step_id > landed_step_id:
                 return victims
+            if self.stage_count == 1 and self.swap.takes(victim):
+                self._swap_out(victim, at_s, f"no block free for {sequence.name}")
+                if victim is sequence:
+                    return victims
+                continue
             self._preempt(victim, at_s, f"no block free for {sequence.name}")
             victims.append(victim)
             if victim is sequence:
@@ -280,6 +307,43 @@ class Scheduler:
             self._preempt(victim, at_s, "the group has become smaller")
             victims.append(victim)
         return victims
+
+    def _settle_swaps(self, at_s: float) -> tuple[SequenceId, ...]:
+        """What the copies of the last step have brought. Returns those whose blocks on the device are free."""
+        left, back = self.swap.settle()
+        for sequence in left:
+            self._reserve(sequence, -sequence.reserved_block_count)
+            sequence.note(at_s, "its KV is in host memory")
+        for sequence in back:
+            self._run(sequence, 0, at_s, "its KV is back")
+        return tuple(s.sequence_id for s in left)
+
+    def _leave_ahead(self, at_s: float) -> None:
+        """Who will have to give way within the time that copying its KV takes leaves now, and nobody has to wait."""
+        while len(self.running) > 1:
+            victim = self._victim()
+            steps = -(-victim.reserved_block_count // self.swap.budget_blocks)
+            ahead_tokens = min(steps, self._block_tokens)
+            growing = sum(s.token_count + ahead_tokens > s.reserved_tokens for s in self.running if s is not victim)
+            soon_free = self.free_block_count + self.swap.leaving_block_count - self._awaited_block_count
+            if growing <= soon_free or not self.swap.takes(victim):
+                return
+            self._swap_out(victim, at_s, "the cache is about to be full")
+
+    def _swap_out(self, victim: Sequence, at_s: float, why: str) -> None:
+        self.running.remove(victim)
+        self.preemptions_total += 1
+        victim.preemption_count += 1
+        victim.move(SequenceState.SWAPPED, at_s, f"preempted, {why}")
+        self.swap.leave(victim)
+
+    def forget_swapped(self, at_s: float, why: str) -> list[Sequence]:
+        """They are computed anew: the group changes, and with it whose KV is where."""
+        lost = self.swap.sequences
+        for sequence in lost:
+            self.swap.forget(sequence)
+            self._recompute(sequence, at_s, why)
+        return lost
 
     def _preempt(self, victim: Sequence, at_s: float, why: str) -> None:
         self.running.remove(victim)
@@ -334,7 +398,8 @@ class Scheduler:
                 f" {self.max_running_count} sequences run"
             )
         waiting = self.waiting
-        held = [*self.running, *self.suspended.values()]
+        held = [*self.running, *self.suspended.values(), *self.swap.holders]
+        self.swap.check()
         for what, have, want in (
             ("waiting_count", self.waiting_count, len(waiting)),
             ("waiting_tokens", self.waiting_tokens, sum(s.token_count for s in waiting)),

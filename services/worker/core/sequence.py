@@ -19,6 +19,7 @@ class SequenceState(Enum):
     WAITING = "waiting"  # accepted; holds no KV
     RUNNING = "running"  # its KV is reserved; takes part in batches
     SUSPENDED = "suspended"  # its KV is reserved and on its way from stage to stage
+    SWAPPED = "swapped"  # its KV is in host memory, or on its way there or back
     HELD = "held"  # in no line yet: another leader may be handing its tokens and KV over
     ENDED = "ended"
 
@@ -31,6 +32,9 @@ _MOVES = frozenset(
         (SequenceState.WAITING, SequenceState.SUSPENDED),  # adopted while its KV travels
         (SequenceState.SUSPENDED, SequenceState.RUNNING),  # its KV is complete
         (SequenceState.SUSPENDED, SequenceState.WAITING),  # its KV is lost
+        (SequenceState.RUNNING, SequenceState.SWAPPED),  # preempted, and its KV is kept
+        (SequenceState.SWAPPED, SequenceState.RUNNING),  # its KV is back
+        (SequenceState.SWAPPED, SequenceState.WAITING),  # what was copied is of no use any more
         (SequenceState.WAITING, SequenceState.HELD),
         (SequenceState.HELD, SequenceState.WAITING),
         *((state, SequenceState.ENDED) for state in SequenceState if state is not SequenceState.ENDED),

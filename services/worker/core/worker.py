@@ -10,7 +10,7 @@ ERROR and not with LENGTH: the same request would have gone on elsewhere, and a 
 
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ballast.common.errors import InvariantViolation
 from ballast.common.load import LoadReport, MemoryReport
@@ -30,6 +30,7 @@ from services.worker.core.events import (
     GroupLost,
     HandedOver,
     HandOver,
+    Removed,
     RoleChanged,
     StepDone,
     StepFailed,
@@ -104,7 +105,7 @@ class WorkerCore:
         """News for dispatchers comes first in the answer, Execute last. Stale events are counted, nothing else."""
         if not self._busy:
             self._progress_at_s = event.at_s
-        execute: Execute | None = None
+        execute: Execute | Removed | None = None
         handed_over: HandedOver | None = None
         lost = isinstance(event, GroupLost)
         match event:
@@ -227,9 +228,9 @@ class WorkerCore:
             block_tokens=self._limits.block_tokens,
             block_count=scheduler.block_count,
             used_block_count=scheduler.reserved_block_count + scheduler.lent_block_count,
-            waiting_block_count=scheduler.waiting_block_count,
+            waiting_block_count=scheduler.waiting_block_count + sum(scheduler.need(s) for s in scheduler.swap.away),
             running_count=scheduler.running_count,
-            waiting_count=scheduler.waiting_count,
+            waiting_count=scheduler.waiting_count + len(scheduler.swap) - scheduler.swap.returning_count,
             max_running_count=scheduler.max_running_count,
             steps_total=self._steps_total,
             preemptions_total=scheduler.preemptions_total,
@@ -323,7 +324,7 @@ class WorkerCore:
 
     # ---------------------------------------------------------------- steps
 
-    def _form(self, at_s: float) -> Execute | None:
+    def _form(self, at_s: float) -> Execute | Removed | None:
         flights = self._flights
         if len(flights) >= self._scheduler.stage_count:
             flights.demand_none("a batch is wanted")
@@ -333,14 +334,22 @@ class WorkerCore:
         plan = self._scheduler.plan(at_s, flights.landed_step_id, in_flight=bool(flights))
         for sequence in plan.preempted:
             flights.forget(sequence)
-        if not plan.decodes and not plan.chunks:
+        for sequence_id in plan.swaps.left:
+            self._book.release(sequence_id)
+        if plan.decodes or plan.chunks:
+            execute = flights.depart(plan)
+            copies = self._scheduler.swap.block_copies(plan.swaps.copies, self._book)
+            return replace(execute, copies=copies) if copies else execute
+        if not plan.swaps.copies:
             return None
-        return flights.depart(plan)
+        removed = flights.tell_removed()
+        return replace(removed, copies=self._scheduler.swap.block_copies(plan.swaps.copies, self._book))
 
     def _step_done(self, event: StepDone) -> None:
         result, texts = event.result, event.texts
         flight = self._land(result.step_id, event.at_s)
         flight.check_result(result, len(texts))
+        self._scheduler.swap.measured(result.execute_s, result.copy_s)
         index = 0
         for sequence, computed_tokens, samples in flight.shares:
             if sequence.state is not SequenceState.ENDED:
@@ -392,11 +401,13 @@ class WorkerCore:
         scheduler, residents = self._scheduler, self._residents
         suspended = sum(s.state is SequenceState.SUSPENDED for s in scheduler.suspended.values())
         scheduled = len(scheduler.running) + scheduler.waiting_count + suspended + len(residents.held)
+        scheduled += len(scheduler.swap)
         if len(residents.live) != scheduled:
             raise InvariantViolation(f"{len(residents.live)} sequences live, {scheduled} are scheduled or held")
         holders = {s.sequence_id: s for s in (*scheduler.running, *scheduler.suspended.values())}
+        returning = scheduler.swap.sequences  # and leaving, and away with blocks that the next batch frees
         if self._keeps_book:
-            self._check_holders({*holders, *self._flights.to_remove})
+            self._check_holders({*holders, *(s.sequence_id for s in returning), *self._flights.to_remove})
         for sequence in holders.values():
             self._check_tables(sequence)
 

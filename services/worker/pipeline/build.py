@@ -10,16 +10,21 @@ from services.worker.engine.load import Engine
 from services.worker.pipeline.hub import Hub
 from services.worker.pipeline.member import GroupMember
 from services.worker.pipeline.timed_runner import TimedRunner
+from services.worker.policy.microbatching import Microbatching, by_token_count
 from services.worker.policy.online_cost import OnlineCost
 from services.worker.shell import MemberEvent, WorkerShell
 from services.worker.transport.config import TransportConfig
 from services.worker.transport.plane import DataPlane
 
 
-def stage_core(limits: WorkerLimits, engine: Engine, ordinal: int) -> tuple[WorkerCore, StageBook]:
+def stage_core(
+    limits: WorkerLimits, engine: Engine, ordinal: int, microbatching: Microbatching = by_token_count
+) -> tuple[WorkerCore, StageBook]:
     """`ordinal` is unique over the cluster: it makes the ids of sequences so."""
     book = StageBook(engine.block_count, limits.block_tokens)
-    core = WorkerCore(limits, engine.block_count, book=book, first_sequence_id=ordinal << 32)
+    core = WorkerCore(
+        limits, engine.block_count, book=book, first_sequence_id=ordinal << 32, microbatching=microbatching
+    )
     return core, book
 
 

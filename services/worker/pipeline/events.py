@@ -38,6 +38,8 @@ class BatchArrived(MemberEvent):
     epoch: Epoch
     batch: Batch
     hidden_TD: torch.Tensor | None
+    arrived_s: float = 0.0  # when
+    receive_s: float = 0.0  # from the first of its bytes that this side saw until then
 
 
 @dataclass(frozen=True, slots=True)

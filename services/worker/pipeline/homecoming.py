@@ -57,6 +57,7 @@ class Homecoming:
         self._post = post
         self._workers = ThreadPoolExecutor(_THREADS, thread_name_prefix="layers", initializer=step_back)
         self._server = LayerServer(memory.parameters, self._workers, post)
+        self._server.learn_each(memory.parameters.held_layers)
         self._pull: LayerPull | None = None
         self._epoch = Epoch(0)
         self._sources: Mapping[int, Sequence[WorkerId]] = {}

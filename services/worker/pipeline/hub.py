@@ -71,7 +71,7 @@ class Hub:
         match Topic(message.topic):
             case Topic.BATCH:
                 head = message.meta or self._heads.pop(link)
-                self._post(BatchArrived(epoch, batch_from_bytes(head), message.tensor))
+                self._post(BatchArrived(epoch, batch_from_bytes(head), message.tensor, now_s, message.receive_s))
             case Topic.BATCH_HEAD:
                 self._heads[link] = _whole(message)
             case Topic.RESULT:

@@ -59,6 +59,11 @@ class LayerServer:
         if unknown := [layer for layer in layers if layer not in self._checksums]:
             self._start(self._learn, unknown)
 
+    def learn_each(self, layers: Sequence[int]) -> None:
+        """Before anybody asks, one by one: a drop does not wait for what is known, and `cancel` ends the rest."""
+        for layer in layers:
+            self._start(self._learn, (layer,))
+
     def _learn(self, layers: Sequence[int]) -> None:
         for layer in layers:
             self.checksum(layer)

@@ -5,6 +5,7 @@ What decides is pure (`core.transition`, `core.worker`); here links, device memo
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from typing import Protocol
 
@@ -95,6 +96,7 @@ from services.worker.pipeline.homecoming import Homecoming
 from services.worker.pipeline.hub import Hub
 from services.worker.pipeline.precopy import Place, PrecopyRun
 from services.worker.pipeline.rescue import Rescue
+from services.worker.pipeline.stage_clock import StageClock
 from services.worker.pipeline.status import Progress
 from services.worker.pipeline.wire import (
     Topic,
@@ -135,6 +137,10 @@ class StageEngine(Protocol):
     ) -> StepResult | torch.Tensor: ...
 
     def forget_all(self) -> None: ...
+
+
+def _nothing() -> None:
+    """Nobody waits for what is published."""
 
 
 class GroupMember:
@@ -194,7 +200,9 @@ class GroupMember:
         self._rescue: Rescue | None = None  # a member of the group is gone
         self._progress: Progress | None = None
         self.progress: dict[Epoch, Progress] = {}  # what others may read: replaced, never changed
+        self.on_publish: Callable[[], None] = _nothing  # called after that, on the engine thread
         self.stale_total = 0
+        self.clock = StageClock()
 
     # ------------------------------------------------------------ what the shell calls
 
@@ -258,6 +266,9 @@ class GroupMember:
 
     def poll(self) -> list[Answer]:
         transition = self._transition
+        if self.leads:
+            has_work = bool(self._core.in_flight_count) or self._core.has_work
+            self.clock.note_work(time.monotonic(), has_work=has_work)
         if self._quiescing and transition is not None and transition.phase is Phase.COMMITTING:
             boundary = not self._core.in_flight_count and not self._core.suspended_ids
             if boundary and transition.led_before:
@@ -327,12 +338,17 @@ class GroupMember:
         """This member's layers of a batch, and on to whoever is next."""
         if self._precopy is not None:
             self._precopy.begins(batch)
+        if self.leads and batch.slices:
+            batch = replace(batch, quiet_s=self.clock.take_quiet_s())
+        began_s = time.monotonic()
         try:
             out = self._runner.run_stage(
                 batch, tables, hidden_TD, first_layer=self._first_layer, last_layer=self._last_layer
             )
         except (RuntimeError, ValueError, IndexError) as error:
             return self._failed(batch, f"{type(error).__name__}: {error}")
+        if batch.slices:
+            self.clock.ran(batch, self._epoch, began_s, time.monotonic())
         if self._precopy is not None:
             self._precopy.ran(batch)
         is_last = not self._stages or self._stages[-1].worker_id == self.me
@@ -349,7 +365,10 @@ class GroupMember:
         if len(head) > _HEAD_BYTES:
             self._send(self._next_stage(), TrafficClass.ACTIVATION, Topic.BATCH_HEAD, head)
             head = b""
-        self._send(self._next_stage(), TrafficClass.ACTIVATION, Topic.BATCH, head, tensor)
+        began_s, epoch = time.monotonic(), self._epoch
+        sent = self._send(self._next_stage(), TrafficClass.ACTIVATION, Topic.BATCH, head, tensor)
+        if sent is not None and batch.slices:
+            sent.add_done_callback(lambda _: self.clock.sent(batch, epoch, began_s, time.monotonic()))
         return None
 
     def _failed(self, batch: Batch, why: str) -> StepOutcome | None:
@@ -376,6 +395,7 @@ class GroupMember:
         if event.epoch < self._epoch or self.leads:
             self.stale_total += 1
             return
+        self.clock.received(event.batch, event.epoch, event.arrived_s, event.receive_s)
         outcome = self._run_stage(event.batch, self._book.apply(event.batch), event.hidden_TD)
         assert outcome is None
 
@@ -402,18 +422,21 @@ class GroupMember:
         tensor: torch.Tensor | None = None,
         stream: int = 0,
         epoch: Epoch | None = None,
-    ) -> None:
-        """Delivered, or the link ends, which is told as an event of its own: no message is missing in between."""
+    ) -> Future[None] | None:
+        """Delivered, or the link ends, which is told as an event of its own: no message is missing in between. The
+        future is done when it has left this side.
+        """
         link = self._link(to, epoch)
         if link is None:
-            return
+            return None
         try:
             if tensor is None and len(meta) > _META_BYTES:
                 tensor, meta = torch.frombuffer(bytearray(meta), dtype=torch.uint8), b""
-            link.send(traffic, topic, meta=meta, tensor=tensor, stream=stream, timeout_s=_SEND_TIMEOUT_S)
+            return link.send(traffic, topic, meta=meta, tensor=tensor, stream=stream, timeout_s=_SEND_TIMEOUT_S)
         except BallastError as error:
             get_logger().error("message to a member was not sent", to=to, topic=topic.name, why=str(error))
             link.give_up(f"{topic.name} could not be sent: {error}")
+            return None
 
     def _link(self, to: WorkerId, epoch: Epoch | None = None) -> Link | None:
         return self._plane.link(to, self._epoch if epoch is None else epoch)
@@ -529,6 +552,11 @@ class GroupMember:
     def _drive(self, event: TransitionEvent) -> None:
         if self._transition is None:
             return
+        progress = self._counted()
+        if isinstance(event, LinksUp):
+            progress.links_s = event.at_s - progress.began_s
+        elif isinstance(event, MemoryReady) and not progress.memory_s:
+            progress.memory_s = event.at_s - progress.began_s
         self._execute(self._transition.handle(event))
         self._publish()
 
@@ -664,6 +692,7 @@ class GroupMember:
         self._first_layer, self._last_layer = stage.first_layer, stage.last_layer
         self._stages = new.members if len(new.members) > 1 else ()
         self._epoch = transition.epoch
+        self.clock.begin_layout()
         self._capacities = {self.me: self._book.block_count}
         self._limited_epoch = Epoch(0)  # no restore of this group yet
         self._tell_core(self._core.handle(RoleChanged(now_s, self.leads, len(new.members))))
@@ -672,6 +701,7 @@ class GroupMember:
         progress = self._counted()
         progress.taken_up_at_s = time.monotonic()
         progress.boundary_wait_s = progress.taken_up_at_s - progress.commit_at_s - progress.remap_s
+        get_logger().info("layout taken up", epoch=transition.epoch, **progress.until_taken_up())
         self._drive(TakenUp(time.monotonic(), transition.epoch))
         self._run_early()
 
@@ -968,9 +998,12 @@ class GroupMember:
 
     def _publish_as(self, epoch: Epoch, phase: Phase) -> None:
         progress = self._counted()
+        if progress.phase is not phase:
+            self.clock.note_transition(time.monotonic(), epoch, phase.name.lower())
         progress.phase = phase
         if progress.phase is Phase.PREPARED and not progress.prepare_s:
             progress.prepare_s = time.monotonic() - progress.began_s
         published = dict(list(self.progress.items())[-_KEPT_TRANSITIONS:])
         published[epoch] = replace(progress)
         self.progress = published
+        self.on_publish()

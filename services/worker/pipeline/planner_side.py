@@ -1,7 +1,9 @@
 """What the planner asks of this worker: protobuf <-> events of the member, and how far it is."""
 
+import asyncio
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from ballast.common.errors import InvalidRequest, InvariantViolation, StaleEpoch
 from ballast.common.ids import Epoch, WorkerId
@@ -15,6 +17,7 @@ from services.worker.pipeline.status import Progress
 from services.worker.shell import MemberEvent
 
 _KINDS = {pb.TRANSITION_KIND_DROP: Kind.DROP, pb.TRANSITION_KIND_RESTORE: Kind.RESTORE}
+_HOLD_S = 0.05
 _PHASES = {
     Phase.PREPARING: pb.TRANSITION_PHASE_PREPARING,
     Phase.PREPARED: pb.TRANSITION_PHASE_PREPARED,
@@ -56,6 +59,11 @@ class Transitions:
         self._member = member
         self._post = post
         self._aborted: dict[Epoch, str] = {}  # before this worker had heard of them: a Prepare that comes late is stale
+        self._published = asyncio.Event()
+        member.on_publish = self._wake
+        self._published = asyncio.Event()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        member.on_publish = self._wake
 
     def prepare(self, request: pb.PrepareRequest) -> None:
         """Raises InvalidRequest or StaleEpoch; a plan this worker has already is no error."""
@@ -81,6 +89,35 @@ class Transitions:
             named = (WorkerId(source.worker_id),) if source.worker_id else ()
             sources[source.layer] = sources.get(source.layer, ()) + named
         self._post(PlanReceived(plan, addresses, sources))
+
+    async def when_prepared(self, epoch: int) -> pb.TransitionStatus:
+        """The planner need not come back for what takes a few milliseconds."""
+        return await self._status_beyond((None, Phase.PREPARING), epoch)
+
+    async def when_taken_up(self, epoch: int) -> pb.TransitionStatus:
+        return await self._status_beyond((Phase.PREPARED, Phase.COMMITTING), epoch)
+
+    async def _status_beyond(self, phases: Collection[Phase | None], epoch: int) -> pb.TransitionStatus:
+        """The status as soon as the phase is none of `phases` (None: not heard of), or after a moment."""
+        self._loop = asyncio.get_running_loop()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_HOLD_S):
+                while self._phase(epoch) in phases:
+                    self._published.clear()
+                    if self._phase(epoch) in phases:
+                        await self._published.wait()
+        return self.status(epoch)
+
+    def _phase(self, epoch: int) -> Phase | None:
+        progress = self._member.progress.get(Epoch(epoch))
+        return Phase.ABORTED if epoch in self._aborted else None if progress is None else progress.phase
+
+    def _wake(self) -> None:
+        """On the engine thread."""
+        loop = self._loop
+        if loop is not None:
+            with contextlib.suppress(RuntimeError):  # closed: the process is going down
+                loop.call_soon_threadsafe(self._published.set)
 
     def commit(self, epoch: int) -> None:
         self._post(Told(Epoch(epoch), CommitRequested(time.monotonic(), Epoch(epoch))))

@@ -57,7 +57,7 @@ class PrecopyRun:
         kv: KvCache,
         book: StageBook,
         hub: Hub,
-        tell: Callable[[WorkerId, Topic, bytes, int], None],
+        tell: Callable[[WorkerId, Topic, bytes, int], object],
         synchronise: Callable[[], None],
         post: Callable[[MemberEvent], None],
     ) -> None:
@@ -88,12 +88,10 @@ class PrecopyRun:
         return self._where.plan.epoch
 
     def begins(self, batch: Batch) -> None:
-        if not self._over:
-            self._core.begins(batch)
+        self._core.begins(batch)
 
     def ran(self, batch: Batch) -> None:
-        if not self._over:
-            self._core.ran(batch)
+        self._core.ran(batch)
 
     def handle(self, event: ShareTold | KvAheadAsked | KvAheadArrived, now_s: float) -> None:
         if self._over:

@@ -26,6 +26,8 @@ class Progress:
     victim_count: int = 0
     victims_waiting: int = 0
     victims_recomputed: int = 0
+    links_s: float = 0.0  # from hearing of the plan
+    memory_s: float = 0.0
     prepare_s: float = 0.0
     remap_s: float = 0.0
     boundary_wait_s: float = 0.0
@@ -38,6 +40,18 @@ class Progress:
     commit_at_s: float = 0.0
     taken_up_at_s: float = 0.0
     stalls_s: list[float] = field(default_factory=list[float])  # of each victim, from the commit until it may go on
+
+    def until_taken_up(self) -> dict[str, float]:
+        """Where the time from hearing of the plan to the new layout went."""
+        waited_s = self.commit_at_s - self.began_s - self.prepare_s
+        return {
+            "links_s": round(self.links_s, 4),
+            "memory_s": round(self.memory_s, 4),
+            "prepare_s": round(self.prepare_s, 4),
+            "commit_awaited_s": round(waited_s, 4),
+            "boundary_wait_s": round(self.boundary_wait_s, 4),
+            "remap_s": round(self.remap_s, 4),
+        }
 
     def note_stall(self, stall_s: float) -> None:
         self.stalls_s.append(stall_s)

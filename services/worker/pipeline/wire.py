@@ -52,6 +52,7 @@ def batch_to_bytes(batch: Batch) -> bytes:
         token_counts=[len(s.token_ids) for s in slices],
         token_ids=[token_id for s in slices for token_id in s.token_ids],
         samples=[s.samples for s in slices],
+        quiet_s=batch.quiet_s,
     ).SerializeToString()
 
 
@@ -64,7 +65,7 @@ def batch_from_bytes(data: bytes) -> Batch:
         slices.append(Slice(sequence_id, first, token_ids[at : at + count], samples))
         at += count
     added = tuple(_new_from_proto(new) for new in message.added)
-    return Batch(message.step_id, tuple(message.removed), added, tuple(slices))
+    return Batch(message.step_id, tuple(message.removed), added, tuple(slices), message.quiet_s)
 
 
 def result_to_bytes(result: StepResult) -> bytes:

@@ -75,7 +75,7 @@ def _run(arguments: argparse.Namespace) -> CostProfile:
 
 
 def main() -> int:
-    configure(service="profiling", instance="profiling", level="error", form="console")
+    configure(service="profiling", instance="profiling", level="warning", form="console")
     arguments = _parser().parse_args()
     try:
         write_profile(arguments.out, _run(arguments))

@@ -5,7 +5,9 @@ from pathlib import Path
 
 import torch
 
-from services.worker.cost_profile import CostProfile, Costs, Errors, HeldOut, ProfileKey, now
+from ballast.common.errors import BallastError
+from ballast.service.logs import get_logger
+from services.worker.cost_profile import CostProfile, Costs, Errors, HeldOut, Link, ProfileKey, now
 from services.worker.engine.load import Engine
 from services.worker.policy.cost_fit import Form
 from services.worker.profiling.loopback import measure_link
@@ -47,10 +49,19 @@ def build_profile(engine: Engine, measured: Measured) -> CostProfile:
         costs=Costs.of(fits[Form.EXTENDED]),
         sample_count=len(measured.samples),
         held_out=held_out,
-        link=measure_link(),
+        link=_link(),
         copies=copies(engine),
         remap_s_per_gb=remap_s_per_gb(engine),
     )
+
+
+def _link() -> Link | None:
+    """None if it fails: all else has been measured by then, for minutes perhaps."""
+    try:
+        return measure_link()
+    except BallastError as error:
+        get_logger().warning("the link could not be measured", why=str(error))
+        return None
 
 
 def _cpu_name() -> str:

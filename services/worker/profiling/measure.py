@@ -5,6 +5,7 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import Enum, auto
 from typing import NamedTuple
 
 from ballast.common.errors import ConfigError
@@ -45,6 +46,7 @@ class Measured:
     whole: StageShape
     samples: list[Sample]
     held_out: list[Sample]
+    others: list[Sample]  # on the whole model; neither fitted on nor counted among the errors
 
     def fit(self, form: Form = Form.EXTENDED) -> StageCosts:
         return fit_stages(self.samples, form)
@@ -79,13 +81,19 @@ def limits_of(engine: Engine, options: Options) -> Limits:
     return limits
 
 
+class _Use(Enum):
+    FIT = auto()
+    CHECK = auto()
+    OTHER = auto()
+
+
 class _Task(NamedTuple):
     chunks: Batch
     shape: StageShape
-    is_held_out: bool
+    use: _Use
 
 
-def measure(engine: Engine, options: Options, report: Report = quiet) -> Measured:
+def measure(engine: Engine, options: Options, report: Report = quiet, others: Sequence[Batch] = ()) -> Measured:
     """Takes the engine for itself. Measures as much as a fit needs, whatever `options.seconds`.
 
     Batches are visited in rounds, and those held out among the others: load on the machine that comes and goes then
@@ -95,7 +103,7 @@ def measure(engine: Engine, options: Options, report: Report = quiet) -> Measure
     timer = StageTimer(engine, seed=options.seed)
     timer.fill_kv(min(engine.block_count, limits.kv_tokens // engine.block_tokens + options.sequences))
     whole, parts = _shapes(engine.info.layer_count, options.layer_counts)
-    tasks = _tasks(limits, whole, parts, options)
+    tasks = _tasks(limits, whole, parts, options, others)
     least_s: dict[int, float] = {}  # index of the task -> the least time of it so far
     began_s, total = time.perf_counter(), options.visits * len(tasks)
     enough = _index_of_last_needed(tasks)
@@ -112,23 +120,27 @@ def measure(engine: Engine, options: Options, report: Report = quiet) -> Measure
     return Measured(
         clock=f"{timer.clock}, {repetitions}",
         whole=whole,
-        samples=[sample for task, sample in done if not task.is_held_out],
-        held_out=[sample for task, sample in done if task.is_held_out],
+        samples=[sample for task, sample in done if task.use is _Use.FIT],
+        held_out=[sample for task, sample in done if task.use is _Use.CHECK],
+        others=[sample for task, sample in done if task.use is _Use.OTHER],
     )
 
 
-def _tasks(limits: Limits, whole: StageShape, parts: Sequence[StageShape], options: Options) -> list[_Task]:
+def _tasks(
+    limits: Limits, whole: StageShape, parts: Sequence[StageShape], options: Options, others: Sequence[Batch]
+) -> list[_Task]:
     rng = random.Random(options.seed)
-    tasks = [_Task(chunks, shape, False) for chunks, shape in _with_shapes(grid(limits, rng), whole, parts)]
+    tasks = [_Task(chunks, shape, _Use.FIT) for chunks, shape in _with_shapes(grid(limits, rng), whole, parts)]
     for prefix in (False, True):
         kept = held_out(limits, rng, prefix=prefix, count=options.held_out_count)
-        tasks += [_Task(chunks, shape, True) for chunks, shape in _with_shapes(kept, whole, parts)]
+        tasks += [_Task(chunks, shape, _Use.CHECK) for chunks, shape in _with_shapes(kept, whole, parts)]
+    tasks += [_Task(chunks, whole, _Use.OTHER) for chunks in others if limits.allow(chunks)]
     rng.shuffle(tasks)
     return tasks
 
 
 def _index_of_last_needed(tasks: Sequence[_Task]) -> int:
-    fitted = [index for index, task in enumerate(tasks) if not task.is_held_out]
+    fitted = [index for index, task in enumerate(tasks) if task.use is _Use.FIT]
     return fitted[min(_LEAST_SAMPLES, len(fitted)) - 1]
 
 

@@ -1,5 +1,6 @@
 """What comes in on a link: urgent messages, and bulk transfers straight into the memory they are meant for."""
 
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ class Message:
     stream: int
     meta: bytes
     tensor: torch.Tensor | None
+    receive_s: float = 0.0  # from its header to its last byte
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +77,7 @@ class UrgentReceiver:
         header = frame.header
         if not header.traffic.is_urgent or header.payload_bytes > self._config.max_message_bytes:
             raise PeerViolation(self._peer, f"message of class {header.traffic.name} with {header.payload_bytes} bytes")
+        began_s = time.monotonic()
         payload = torch.empty(header.payload_bytes, dtype=torch.uint8, device=self._channel.device)
         if frame.inline is not None:
             payload.copy_(frame.inline)
@@ -86,7 +89,8 @@ class UrgentReceiver:
         counted.messages += 1
         counted.total_bytes += header.payload_bytes + header.meta_bytes
         tensor = payload.view(header.dtype).view(header.shape) if header.shape else None
-        self._handlers.on_message(Message(header.traffic, header.topic, header.stream, frame.meta, tensor))
+        took_s = time.monotonic() - began_s
+        self._handlers.on_message(Message(header.traffic, header.topic, header.stream, frame.meta, tensor, took_s))
 
 
 @dataclass(slots=True)

@@ -21,10 +21,13 @@ from tests.unit.bench.samples import CONTESTANTS, bench_result, bursty_run, comp
 
 def test_policies_carry_knobs_as_flags() -> None:
     plain, tuned, named = parse_policies("recompute,recompute:watermark=0.1,drop:max-num-seqs=8:label=ours")
-    assert plain.flags() == {"planner": ["--overload-policy", "recompute"], "worker": []}
+    assert plain.flags() == {service: ["--overload-policy", "recompute"] for service in ("planner", "worker")}
     assert tuned.label == "recompute:watermark=0.1"
-    assert tuned.flags()["worker"] == ["--admission-reserve-fraction", "0.1"]
-    assert (named.label, named.policy, named.flags()["worker"]) == ("ours", "drop", ["--max-num-seqs", "8"])
+    assert tuned.flags()["worker"][2:] == ["--admission-reserve-fraction", "0.1"]
+    assert (named.label, named.policy, named.flags()["worker"][2:]) == ("ours", "drop", ["--max-num-seqs", "8"])
+    (pipeline,) = parse_policies("static-pipeline:degree=4")
+    assert pipeline.flags()["planner"][2:] == ["--pipeline-degree", "4"]
+    assert pipeline.flags()["worker"][2:] == ["--microbatching", "token-count"], "no lookahead"
 
 
 @pytest.mark.parametrize(
@@ -74,7 +77,7 @@ def test_settings_come_on_top_of_those_for_short_runs(tmp_path: Path) -> None:
     model = make_tiny("llama", tmp_path / "m")
     settings = arguments(model).settings
     assert settings["monitor.pressure.dwell_s"] == "7"
-    assert settings["worker.report_interval_s"] == "0.1"
+    assert settings["monitor.pressure.relief_after_s"] == "1"
     assert all(setting_name(setting_variable(name)) == name for name in settings)
 
 

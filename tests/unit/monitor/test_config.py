@@ -31,8 +31,8 @@ def test_the_rules_of_the_core_are_the_settings() -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("RELIEF_THRESHOLD_FRACTION", "0.85"),
-        ("OVERLOAD_ARMING_FRACTION", "0.96"),
+        ("RELIEF_THRESHOLD_FRACTION", "0.9"),
+        ("OVERLOAD_ARMING_FRACTION", "1.01"),
         ("OVERLOAD_THRESHOLD_FRACTION", "0.7"),
     ],
 )

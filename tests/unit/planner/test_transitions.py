@@ -4,184 +4,27 @@ from dataclasses import replace
 
 import pytest
 
-from ballast.common.ids import Epoch, Incarnation, WorkerId
-from ballast.common.layout import Layout
-from ballast.common.load import LoadReport, MemoryReport
+from ballast.common.ids import Incarnation, WorkerId
 from ballast.common.overload import OverloadPolicy
-from services.planner.core.conductor import ConductorRules
-from services.planner.core.machine import PlannerCore, PlannerRules
 from services.planner.core.messages import (
     AnswerChange,
     Call,
     CallMember,
     ChangeRefusal,
-    Command,
     DropRequested,
-    Event,
     InstanceDraining,
-    InstanceLost,
-    InstanceUp,
-    JournalSettled,
-    LayoutLoaded,
     LeadershipChanged,
-    LoadLayout,
-    LoadsRead,
-    MemberAnswered,
     NothingDone,
     OverloadRaised,
     Publish,
-    ReadLoads,
     RefuseChange,
     ReliefRaised,
     RestoreRequested,
-    SetTimer,
-    SnapshotBegan,
-    SnapshotEnded,
-    StoredLayout,
-    TimerFired,
     TransitionMoved,
-    WriteJournal,
-    WriteLayout,
     WriteOutcome,
-    WriteSettled,
 )
-from services.planner.core.transition import Kind, MemberPhase, MemberSaid, MemberStatus, Stage
-from tests.support.reporting_worker import load_report, model_info
-
-EXTENT = 1024
-MODEL = replace(model_info(4), layer_parameter_bytes=(8 * EXTENT,) * 4, block_bytes=256, extent_bytes=EXTENT)
-# 64 extents: 32 for parameters, 8 for the KV of each layer, of 4 blocks each.
-MEMORY = MemoryReport(budget_bytes=64 * EXTENT, parameter_bytes=32 * EXTENT, kv_bytes=32 * EXTENT, free_bytes=0)
-LOAD = replace(load_report(8), block_count=32, used_block_count=8, memory=MEMORY)
-
-
-class Planner:
-    """A core, checked after each event, on a store that does as asked, and members that answer as told."""
-
-    def __init__(self, **rules: object) -> None:
-        transitions = ConductorRules(**rules)  # pyright: ignore[reportArgumentType]
-        self.core = PlannerCore(
-            PlannerRules(coalesce_s=0.1, verify_interval_s=100.0, retry_s=0.5, max_drains=2, transitions=transitions)
-        )
-        self.now_s = 0.0
-        self.timer_s: float | None = None
-        self.token = 1_700_000_000_000
-        self.stored: StoredLayout | None = None
-        self.outcomes: list[WriteOutcome] = []  # of the next writes, instead of WRITTEN
-        self.journal: list[Stage] = []
-        self.phases: dict[str, MemberPhase] = {}  # what members answer; absent: they are silent
-        self.said: list[Command] = []
-        self.events: list[Event] = []
-        self.answered = 0  # events that have been handled
-        self.load: LoadReport | None = LOAD
-        self.lives: dict[str, int] = {}
-
-    def tell(self, event: Event) -> None:
-        """And what the store and the monitor answer to the commands that follow."""
-        self.events.append(event)
-        while len(self.events) > self.answered:
-            commands = self.core.handle(self.events[self.answered])
-            self.answered += 1
-            self.core.check()
-            self.said += commands
-            for command in commands:
-                self.execute(command)
-
-    def execute(self, command: Command) -> None:
-        match command:
-            case SetTimer(at_s):
-                self.timer_s = at_s
-            case LoadLayout():
-                self.events.append(LayoutLoaded(self.now_s, "c", self.stored))
-            case WriteLayout():
-                outcome = self.outcomes.pop(0) if self.outcomes else WriteOutcome.WRITTEN
-                if outcome is WriteOutcome.WRITTEN:
-                    journal = self.stored.journal if self.stored else None
-                    self.stored = StoredLayout(command.layout, command.model, command.partial, journal)
-                self.events.append(WriteSettled(self.now_s, "c", command.layout.epoch, command.token, outcome))
-            case WriteJournal(journal):
-                outcome = self.outcomes.pop(0) if self.outcomes else WriteOutcome.WRITTEN
-                if outcome is WriteOutcome.WRITTEN:
-                    self.write(command)
-                self.events.append(
-                    JournalSettled(self.now_s, "c", journal.epoch, journal.stage, command.token, outcome)
-                )
-            case ReadLoads():
-                loads = {WorkerId(w): self.load for w in self.lives if self.load is not None}
-                failure = "" if loads else "no monitor"
-                self.events.append(LoadsRead(self.now_s, "c", loads, failure))
-            case _:
-                pass
-
-    def write(self, command: WriteJournal) -> None:
-        journal = command.journal
-        assert self.stored is not None
-        self.journal.append(journal.stage)
-        self.stored = replace(self.stored, journal=journal)
-        if journal.stage is Stage.COMMITTING:
-            self.stored = replace(self.stored, layout=journal.target, partial=command.partial)
-
-    def lead(self) -> None:
-        self.tell(LeadershipChanged(self.now_s, "c", self.token))
-
-    def start(self, *workers: str) -> None:
-        self.lead()
-        self.tell(SnapshotBegan(self.now_s, "c"))
-        for worker in workers:
-            self.up(worker)
-        self.tell(SnapshotEnded(self.now_s, "c"))
-        self.fire()
-        self.said.clear()
-
-    def up(self, worker: str) -> None:
-        self.lives[worker] = self.lives.get(worker, 0) + 1
-        life = Incarnation(self.lives[worker])
-        self.tell(InstanceUp(self.now_s, "c", WorkerId(worker), life, f"{worker}:1", MODEL, False, f"{worker}:2"))
-
-    def lose(self, worker: str) -> None:
-        self.tell(InstanceLost(self.now_s, "c", WorkerId(worker), Incarnation(self.lives[worker]), "silent"))
-
-    def fire(self) -> None:
-        assert self.timer_s is not None, "no timer is set"
-        self.now_s = max(self.now_s, self.timer_s)
-        self.timer_s = None
-        self.tell(TimerFired(self.now_s, "c"))
-
-    def wait(self, seconds: float) -> None:
-        until_s = self.now_s + seconds
-        while self.timer_s is not None and self.timer_s <= until_s:
-            self.fire()
-        self.now_s = until_s
-
-    def answer(self, phase: MemberPhase, *workers: str, why: str = "", status: MemberStatus | None = None) -> None:
-        record = self.core.conductor.record
-        for worker in workers:
-            said = MemberSaid(self.now_s, WorkerId(worker), phase, why, status)
-            self.tell(MemberAnswered(self.now_s, "c", record.epoch if record else Epoch(0), said))
-
-    def go_through(self, *workers: str) -> None:
-        for phase in (MemberPhase.PREPARED, MemberPhase.EXCHANGING, MemberPhase.DONE):
-            self.answer(phase, *workers)
-
-    def drop(self, *workers: str, request_id: str = "d1") -> None:
-        names = tuple(WorkerId(w) for w in workers)
-        self.tell(DropRequested(self.now_s, "c", request_id, worker_ids=names))
-
-    def told(self, kind: type[Command]) -> list[Command]:
-        found = [command for command in self.said if isinstance(command, kind)]
-        self.said.clear()
-        return found
-
-    def calls(self, call: Call) -> list[str]:
-        return [c.member.worker_id for c in self.said if isinstance(c, CallMember) and c.call is call]
-
-    @property
-    def shape(self) -> list[str]:
-        return shape(self.core.layout)
-
-
-def shape(layout: Layout) -> list[str]:
-    return ["+".join(f"{m.worker_id}[{m.first_layer}:{m.last_layer}]" for m in g.members) for g in layout.groups]
+from services.planner.core.transition import Kind, MemberPhase, MemberStatus, Stage
+from tests.support.planner_core import EXTENT, LOAD, Planner, shape
 
 
 def test_epochs_go_on_from_what_instances_have_heard_of() -> None:

@@ -9,7 +9,7 @@ import sys
 def _python(*args: str, hash_seed: str = "0") -> str:
     environment = {**os.environ, "PYTHONHASHSEED": hash_seed}
     return subprocess.run(
-        [sys.executable, *args], capture_output=True, text=True, check=True, env=environment, timeout=60
+        [sys.executable, *args], capture_output=True, text=True, check=True, env=environment, timeout=110
     ).stdout
 
 

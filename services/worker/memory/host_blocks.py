@@ -1,0 +1,85 @@
+"""KV of swapped-out sequences in host memory, and the copies from there and back, beside a running step.
+
+Copies are made by a thread of their own: on a CPU it shares the cores with the step, on a CUDA device it feeds a stream
+of its own from pinned memory. Which blocks may be copied at all is the core's business (`core.swapping`): none that the
+step touches. Layers that are not held have no KV here to copy.
+
+Shapes: B blocks, T tokens of a block, K KV heads, H head dim.
+"""
+
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import torch
+
+from ballast.common.errors import ConfigError, InvariantViolation
+from services.worker.core.events import BlockCopy
+from services.worker.memory.kv_cache import KvCache
+
+
+class HostBlocks:
+    """`start`, the step, `finish`: all from the engine thread. Takes memory as blocks are used for the first time."""
+
+    def __init__(self, kv: KvCache, block_count: int) -> None:
+        """
+        Raises:
+            ConfigError: this machine has not that much memory.
+        """
+        self.block_count = block_count
+        self._kv = kv
+        device = kv.layer(0).device
+        shape = (block_count, *kv.layer(0).shape[1:])
+        pinned = device.type == "cuda"
+        try:
+            self._layers_B2TKH = [
+                torch.empty(shape, dtype=kv.shape.dtype, pin_memory=pinned) for _ in range(kv.shape.layer_count)
+            ]
+        except RuntimeError as error:
+            size_bytes = block_count * kv.shape.block_bytes * kv.shape.layer_count
+            raise ConfigError("swap_space_bytes", f"{size_bytes} bytes of host memory are not to be had") from error
+        self._stream = torch.cuda.Stream(device) if pinned else None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="kv-copies")
+        self._under_way: Future[float] | None = None
+
+    def start(self, copies: Sequence[BlockCopy]) -> None:
+        if self._under_way is not None:
+            raise InvariantViolation("copies are started before those of the last step have been waited for")
+        for copy in copies:
+            self._kv.guard(max(copy.device_blocks) + 1)
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self._kv.layer(0).device))
+        self._under_way = self._thread.submit(self._copy, tuple(copies))
+
+    def finish(self) -> float:
+        """Waits until all is copied. Returns the seconds that it took, from the start of the first to the last."""
+        if self._under_way is None:
+            raise InvariantViolation("no copies have been started")
+        under_way, self._under_way = self._under_way, None
+        return under_way.result()
+
+    def close(self) -> None:
+        """Returns the memory. May be called again."""
+        self._thread.shutdown(wait=True)
+        self._layers_B2TKH.clear()
+
+    def _copy(self, copies: tuple[BlockCopy, ...]) -> float:
+        begin_s = time.perf_counter()
+        with torch.inference_mode():
+            if self._stream is None:
+                self._copy_all(copies)
+            else:
+                with torch.cuda.stream(self._stream):
+                    self._copy_all(copies)
+                self._stream.synchronize()
+        return time.perf_counter() - begin_s
+
+    def _copy_all(self, copies: tuple[BlockCopy, ...]) -> None:
+        for copy in copies:
+            for layer in self._kv.held_layers:
+                device_B2TKH, host_B2TKH = self._kv.layer(layer), self._layers_B2TKH[layer]
+                for device_block, host_block in zip(copy.device_blocks, copy.host_blocks, strict=True):
+                    if copy.out:
+                        host_B2TKH[host_block].copy_(device_B2TKH[device_block], non_blocking=True)
+                    else:
+                        device_B2TKH[device_block].copy_(host_B2TKH[host_block], non_blocking=True)

@@ -1,0 +1,37 @@
+"""How many KV blocks a step copies between device and host, so that the copies hide behind its computation.
+
+InferCept's budget: what the link moves in the time that the step takes anyway. Both times are measured on the steps
+themselves, since both depend on the machine and on what else it does.
+"""
+
+from dataclasses import dataclass
+
+FIRST_BLOCKS = 8  # until something has been measured
+_KEPT = 0.8  # of the mean so far, for each new measurement
+
+
+@dataclass(frozen=True, slots=True)
+class CopyPace:
+    """Moving means. None: not measured yet."""
+
+    step_s: float | None = None
+    block_s: float | None = None  # to copy one block of all layers
+
+    def after(self, step_s: float, copied_blocks: int, copy_s: float) -> "CopyPace":
+        block_s = self.block_s
+        if copied_blocks and copy_s > 0:
+            block_s = _mean(block_s, copy_s / copied_blocks)
+        return CopyPace(_mean(self.step_s, step_s), block_s)
+
+
+def _mean(before: float | None, value: float) -> float:
+    return value if before is None else _KEPT * before + (1 - _KEPT) * value
+
+
+def copy_budget(pace: CopyPace, fixed_blocks: int) -> int:
+    """Blocks that one step may copy, at least one: otherwise nothing would ever move. `fixed_blocks` 0: as measured."""
+    if fixed_blocks:
+        return fixed_blocks
+    if pace.step_s is None or pace.block_s is None:
+        return FIRST_BLOCKS
+    return max(1, int(pace.step_s / pace.block_s))

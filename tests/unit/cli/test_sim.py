@@ -1,0 +1,99 @@
+"""`ballast sim` from its arguments to its files."""
+
+from pathlib import Path
+
+import pytest
+
+from ballast.bench.records import Outcome
+from ballast.bench.results import BenchResult, read_result
+from ballast.cli.main import main
+from tests.support.simulated import burst
+
+MODEL = ("--model", "llama-2-13b", "--cluster", "2xA100-40G")
+
+
+@pytest.fixture(scope="module")
+def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("traces") / "burst.csv"
+    rows = [f"{a.at_s:.3f},{a.input_tokens},{a.output_tokens}\n" for a in burst()]
+    path.write_text("arrival_s,input_tokens,output_tokens\n" + "".join(rows))
+    return path
+
+
+def test_both_policies_are_compared_and_the_result_is_told_in_words(
+    trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out.json"
+    assert main(["sim", "--trace", str(trace), *MODEL, "--json", str(out)]) == 0
+    told = capsys.readouterr().out
+    result = read_result(out)
+    assert (result.kind, list(result.policies)) == ("sim", ["recompute", "drop"])
+    drop, recompute = result.policies["drop"], result.policies["recompute"]
+    assert [t.kind for t in drop.transitions if t.phase == "done"] == ["drop", "restore"]
+    assert drop.slo_reference.policy == recompute.slo_reference.policy == "recompute"
+    assert drop.outcomes[Outcome.FINISHED] == drop.request_count == len(burst())
+    assert 0.0 < (drop.bubble_fraction or 0.0) < 1.0
+    assert "Ballast drops parameters once" in " ".join(told.split())
+    assert "times better" in " ".join(told.split())
+
+
+def test_the_same_seed_gives_the_same_figures(trace: Path, tmp_path: Path) -> None:
+    def result(name: str, *more: str) -> BenchResult:
+        out = tmp_path / name
+        flags = ("--limit", "15", "--policy", "drop", "--rate-scale", "1.5")
+        assert main(["sim", "--trace", str(trace), *MODEL, *flags, *more, "--json", str(out)]) == 0
+        return read_result(out)
+
+    first, again, other = result("1.json"), result("2.json"), result("3.json", "--seed", "3")
+    assert first.policies == again.policies
+    assert first.config == again.config
+    assert first.policies != other.policies
+
+
+def test_a_figure_is_drawn(trace: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    out = tmp_path / "out.png"
+    assert main(["sim", "--trace", str(trace), *MODEL, "--limit", "5", "--plot", str(out)]) == 0
+    assert out.stat().st_size > 10_000
+
+
+def test_a_scenario_says_everything_and_flags_change_it(
+    trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    scenario, out = tmp_path / "scenario.yaml", tmp_path / "out.json"
+    scenario.write_text(f"description: a burst\ntrace: {trace}\nmodel: Llama-2-13B\ncluster: 2xA100-40G\nlimit: 5\n")
+    assert main(["sim", "--scenario", str(scenario), "--limit", "3", "--policy", "drop", "--json", str(out)]) == 0
+    result = read_result(out)
+    assert (result.trace.request_count, list(result.policies)) == (3, ["drop"])
+    scenario.write_text("description: a burst\nmodle: Llama-2-13B\n")
+    assert main(["sim", "--scenario", str(scenario)]) == 2
+    assert "is no scenario: model: Field required" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        ((), "--model: is missing; or give a --scenario"),
+        (("--model", "gpt-5", "--cluster", "2xA800"), "model: 'gpt-5' is not known; known are DeepSeek-V3"),
+        (("--model", "llama-2-7b", "--cluster", "2xB200"), "'B200' is not known; known are A100-40G"),
+        (("--model", "llama-2-7b", "--cluster", "A800"), "cluster: must be like 8xA800"),
+        (("--model", "qwen2.5-72b", "--cluster", "2xA800"), "one instance of Qwen2.5-72B takes 4"),
+        (("--model", "llama-2-13b", "--cluster", "2x4090"), "no room for a KV cache; use larger GPUs"),
+        ((*MODEL, "--policy", "swap"), "'swap', which is not simulated yet; known are drop, recompute"),
+        ((*MODEL, "--policy", ","), "--policy: names none"),
+        ((*MODEL, "--rate-scale", "0"), "rate_scale: Input should be greater than 0"),
+        ((*MODEL, "--lengths", "nothing"), "'nothing' is no file, and no data set"),
+    ],
+)
+def test_what_is_asked_wrongly_is_told(
+    trace: Path, flags: tuple[str, ...], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["sim", "--trace", str(trace), *flags]) == 2
+    assert told in capsys.readouterr().err
+
+
+def test_a_wrong_trace_is_told_with_its_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    wrong = tmp_path / "wrong.csv"
+    wrong.write_text("arrival_s,input_tokens,output_tokens\n0.0,10,5\n1.0,many,5\n")
+    assert main(["sim", "--trace", str(wrong), *MODEL]) == 2
+    assert f"{wrong}:3: input_tokens must be a whole number" in capsys.readouterr().err

@@ -1,0 +1,50 @@
+"""The scenarios in this repository can be read, and name what there is."""
+
+from pathlib import Path
+
+import pytest
+
+from ballast.bench.lengths import lengths_of
+from ballast.common.errors import ConfigError
+from sim.hardware import find_cluster, find_model
+from sim.policies import find_policy
+from sim.scenario import read_scenario
+from sim.world import instance_count
+
+FOLDER = Path(__file__).parents[3] / "benchmarks" / "scenarios"
+FILES = sorted(FOLDER.glob("*.yaml"))
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_it_names_what_there_is(path: Path) -> None:
+    scenario = read_scenario(path)
+    assert scenario.description
+    assert instance_count(find_model(scenario.model), find_cluster(scenario.cluster)) > 1
+    assert all(find_policy(name) for name in scenario.policies)
+    assert scenario.trace is None or Path(scenario.trace).is_file()
+    assert scenario.lengths is None or lengths_of(scenario.lengths)
+
+
+def test_there_are_some() -> None:
+    assert len(FILES) >= 5
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        ("description: x\nmodel: a\ncluster: b\nrate: 2\n", "rate: Extra inputs are not permitted"),
+        ("description: x\nmodel: a\ncluster: b\nlimit: 0\n", "limit: Input should be greater than or equal to 1"),
+        ("- a\n", "file: Input should be a valid dictionary"),
+        ("a: [\n", "is not YAML"),
+    ],
+)
+def test_what_does_not_fit_is_told_with_its_field(tmp_path: Path, content: str, told: str) -> None:
+    path = tmp_path / "wrong.yaml"
+    path.write_text(content)
+    with pytest.raises(ConfigError, match=told):
+        read_scenario(path)
+
+
+def test_a_missing_file_is_told(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_scenario(tmp_path / "none.yaml")

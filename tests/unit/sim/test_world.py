@@ -1,0 +1,115 @@
+"""Whole runs, with all invariants checked after every event."""
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+
+from ballast.common.errors import ConfigError, InvariantViolation
+from services.dispatcher.core.events import Deliver, Request
+from services.monitor.policy.pressure import Overload
+from sim.clients import Arrival, Clients
+from sim.clock import Clock
+from sim.hardware import find_cluster, find_model
+from sim.results import Outcome, SimRun
+from sim.world import World
+from tests.support.simulated import burst, options, world
+
+_HASH = "from tests.support.simulated import world; print(world(check_every=0).run().trace_hash)"
+
+
+@pytest.fixture(scope="module")
+def runs() -> dict[str, SimRun]:
+    return {policy: world(policy).run() for policy in ("drop", "recompute")}
+
+
+def p99_ttft_s(run: SimRun) -> float:
+    ttfts_s = sorted(record.token_times_s[0] - record.arrival_s for record in run.records)
+    return ttfts_s[int(0.99 * (len(ttfts_s) - 1))]
+
+
+def test_every_request_ends_once_with_all_its_tokens(runs: dict[str, SimRun]) -> None:
+    for run in runs.values():
+        assert len(run.records) == len(burst()) > 50
+        for record in run.records:
+            assert record.outcome is Outcome.FINISHED
+            assert len(record.token_times_s) == record.wanted_tokens
+            assert all(a <= b for a, b in pairwise([record.arrival_s, *record.token_times_s]))
+            assert record.end_s == pytest.approx(record.token_times_s[-1])
+
+
+def test_a_burst_drops_parameters_and_their_return_is_awaited(runs: dict[str, SimRun]) -> None:
+    done = [(str(r.journal.kind), str(r.journal.stage)) for r in runs["drop"].transitions]
+    assert done[0] == ("drop", "done")
+    assert ("restore", "done") in done
+    drop = runs["drop"].transitions[0]
+    assert drop.total("freed_parameter_bytes") == pytest.approx(25e9, rel=0.1)  # one copy of 26 GB, but for its ends
+    assert drop.total("kv_bytes_sent") > 1e9
+    assert 0.0 < drop.longest_s("max_stall_s") < 2.0
+    capacities = [sample.kv_capacity_bytes for sample in runs["drop"].samples]
+    assert max(capacities) > 1.9 * capacities[0]
+    assert capacities[-1] == capacities[0]
+
+
+def test_dropping_serves_the_burst_sooner(runs: dict[str, SimRun]) -> None:
+    assert runs["recompute"].transitions == []
+    assert any(isinstance(signal, Overload) for _, signal in runs["recompute"].signals)
+    assert p99_ttft_s(runs["drop"]) < 0.6 * p99_ttft_s(runs["recompute"])
+    assert 0.0 < (runs["drop"].bubble_fraction or 0.0) < 1.0
+    assert runs["recompute"].bubble_fraction is None
+
+
+def test_the_first_token_of_a_lone_request_takes_what_the_machine_takes() -> None:
+    lone = world(arrivals=[Arrival(0.0, 1000, 3)]).run().records[0]
+    # 2 FLOPs for each of 12.7 G parameters and 1,000 tokens at 0.45 of 312 TFLOPS, and attention.
+    assert lone.token_times_s[0] == pytest.approx(0.19, rel=0.1)
+    assert lone.token_times_s[2] - lone.token_times_s[1] == pytest.approx(0.0275, rel=0.1)
+
+
+def test_a_run_is_the_same_in_every_process() -> None:
+    hashes = {
+        subprocess.run(
+            [sys.executable, "-c", _HASH],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=100,
+        ).stdout
+        for seed in ("1", "2")
+    }
+    assert hashes == {f"{world(check_every=0).run().trace_hash}\n"}
+
+
+def test_checking_changes_nothing_and_a_seed_does(runs: dict[str, SimRun]) -> None:
+    assert world(check_every=0).run().trace_hash == runs["drop"].trace_hash
+    assert World(options(check_every=0, seed=7), burst()).run().trace_hash != runs["drop"].trace_hash
+
+
+def test_a_request_ends_at_its_deadline_and_only_then() -> None:
+    late = World(replace(options(), deadline_s=1.0), [Arrival(0.0, 300, 400), Arrival(0.0, 300, 10)]).run().records
+    assert [record.outcome for record in late] == [Outcome.DEADLINE, Outcome.FINISHED]
+    assert late[0].end_s == pytest.approx(1.0, abs=0.05)
+    assert "deadline" in late[0].error
+
+
+def test_a_token_out_of_place_is_noticed() -> None:
+    clients = Clients(Clock(), [Arrival(0.0, 100, 5)], 0.0, 10.0)
+    taken: list[Request] = []
+    clients.begin([taken.append])
+    clients._clock.step()
+    clients.deliver(Deliver(taken[0].request_id, [100], "", ()), 1.0)
+    with pytest.raises(InvariantViolation, match="place 102 after 1 tokens"):
+        clients.deliver(Deliver(taken[0].request_id, [102], "", ()), 1.1)
+    with pytest.raises(InvariantViolation, match="disagree about"):
+        clients.check(set())
+
+
+def test_too_few_gpus_and_too_small_ones_are_told() -> None:
+    with pytest.raises(ConfigError, match=r"one instance of Qwen2\.5-72B takes 4"):
+        World(replace(options(), model=find_model("Qwen2.5-72B")), [])
+    with pytest.raises(ConfigError, match="no room for a KV cache"):
+        World(replace(options(), cluster=find_cluster("2x4090")), [])

@@ -1,0 +1,30 @@
+"""What stories of a worker's core begin with and look at."""
+
+from services.worker.core.events import (
+    Ending,
+    Execute,
+    SequenceKey,
+)
+from tests.support.worker_core import VOCAB_SIZE, Driver, limits
+
+
+def driver(block_count: int = 32, **bounds: int | float) -> Driver:
+    made = Driver(limits(**bounds), block_count)  # pyright: ignore[reportArgumentType]
+    made.open(1)
+    return made
+
+
+def prompt(length: int, first: int = 0) -> tuple[int, ...]:
+    return tuple((first + i) % (VOCAB_SIZE - 1) for i in range(length))
+
+
+def ending(made: Driver, key: SequenceKey) -> Ending:
+    found = made.received[key].ending
+    assert found is not None
+    return found
+
+
+def slices(execute: Execute | None) -> list[tuple[int, int, int, bool]]:
+    """(sequence id, first position, tokens, samples) of a batch."""
+    assert execute is not None
+    return [(s.sequence_id, s.first_position, len(s.token_ids), s.samples) for s in execute.batch.slices]

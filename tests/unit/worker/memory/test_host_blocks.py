@@ -1,0 +1,52 @@
+"""KV that goes to host memory and comes back."""
+
+import pytest
+import torch
+
+from ballast.common.errors import InvariantViolation
+from services.worker.core.events import BlockCopy
+from services.worker.memory.device import DeviceMemory
+from services.worker.memory.host import HostBackend
+from services.worker.memory.host_blocks import HostBlocks
+from services.worker.memory.kv_cache import KvShape
+from services.worker.memory.parameters import PartSpec
+
+
+def memory() -> DeviceMemory:
+    shape = KvShape(layer_count=3, block_tokens=4, kv_heads=2, head_dim=8, dtype=torch.float32)
+    parts: list[PartSpec] = [{}, {}, {}]
+    return DeviceMemory.open(HostBackend(), budget_bytes=1 << 20, layers=parts, others={}, kv_shape=shape)
+
+
+def test_blocks_come_back_as_they_left_in_every_layer_that_is_held() -> None:
+    with memory() as device:
+        kv, host = device.kv, HostBlocks(device.kv, 5)
+        for layer in range(3):
+            kv.layer(layer)[:8] = torch.randn(8, 2, 4, 2, 8)
+        before = [kv.layer(layer)[:8].clone() for layer in range(3)]
+        host.start([BlockCopy(True, (6, 1), (0, 4))])
+        assert host.finish() > 0
+        for layer in range(3):
+            kv.layer(layer)[:8] = -1.0
+        host.start([BlockCopy(False, (2, 7), (0, 4)), BlockCopy(True, (5,), (2,))])
+        host.finish()
+        for layer in range(3):
+            assert torch.equal(kv.layer(layer)[2], before[layer][6])
+            assert torch.equal(kv.layer(layer)[7], before[layer][1])
+            assert (kv.layer(layer)[[0, 1, 3, 4, 5, 6]] == -1.0).all()
+        host.close()
+        host.close()
+
+
+def test_what_would_be_a_crash_is_an_error() -> None:
+    with memory() as device:
+        host = HostBlocks(device.kv, 1)
+        with pytest.raises(InvariantViolation, match="is used, there are"):
+            host.start([BlockCopy(True, (device.kv.block_count,), (0,))])
+        with pytest.raises(InvariantViolation, match="no copies"):
+            host.finish()
+        host.start([BlockCopy(True, (0,), (0,))])
+        with pytest.raises(InvariantViolation, match="before those of the last step"):
+            host.start([BlockCopy(True, (0,), (0,))])
+        host.finish()
+        host.close()
