@@ -232,7 +232,7 @@ def _report(
     return "\n".join(lines)
 
 
-def _environment() -> str:
+def environment() -> str:
     cpu = next(
         (line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line),
         platform.machine(),
@@ -265,7 +265,7 @@ def main() -> None:
         path = RESULTS / f"{datetime.now(UTC):%Y-%m-%d}-engine.md"
         path.parent.mkdir(exist_ok=True)
         command = "python -m benchmarks.engine_throughput --write"
-        path.write_text(f"# Engine throughput\n\n{_environment()}\n\n{table}\n\nRepeat with `{command}`.\n")
+        path.write_text(f"# Engine throughput\n\n{environment()}\n\n{table}\n\nRepeat with `{command}`.\n")
         print(f"\nwritten to {path}")
 
 

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from benchmarks.engine_throughput import RESULTS, _environment
+from benchmarks.engine_throughput import RESULTS, environment
 from services.worker.policy.cost import CostModel
 from services.worker.policy.splitting import (
     Microbatch,
@@ -175,7 +175,7 @@ def main() -> None:
     print(text)
     if given.write:
         name = "-".join(p.stem for p in given.lengths) or "drawn"
-        head = f"# Microbatches of a backlog, lengths: {name}\n\n{_environment()}\n\n"
+        head = f"# Microbatches of a backlog, lengths: {name}\n\n{environment()}\n\n"
         (RESULTS / f"microbatching-{name}.md").write_text(head + text + "\n")
 
 

@@ -22,7 +22,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from rich.console import Console
 
 from ballast.bench.policies import PolicySpec
-from ballast.bench.probe import probe, warm_up
+from ballast.bench.probe import PROBE_S, probe, warm_up
 from ballast.bench.progress import ComparisonDisplay
 from ballast.bench.replay import ReplayOptions
 from ballast.bench.results import BenchResult, ComparisonFacts, read_result, write_result
@@ -129,8 +129,11 @@ def order_of(workloads: list[Workload], specs: list[PolicySpec], repetitions: in
 class Comparison:
     """All runs of one output folder."""
 
-    def __init__(self, model: Path, arguments: Arguments, out: Path, console: Console) -> None:
+    def __init__(
+        self, model: Path, arguments: Arguments, out: Path, console: Console, probe_s: float = PROBE_S
+    ) -> None:
         self._model = model
+        self._probe_s = probe_s
         self._arguments = arguments
         self._out = out
         self._console = console
@@ -234,8 +237,14 @@ class Comparison:
         paces: list[Pace] = []
         async with self._cluster(PolicySpec("recompute", "recompute"), device_memory_bytes, "probe") as cluster:
             for concurrency in (few, full):
-                lengths = {"input_tokens": input_tokens, "output_tokens": output_tokens}
-                paces.append(await probe(cluster.address, concurrency=concurrency, **lengths))
+                pace = await probe(
+                    cluster.address,
+                    concurrency=concurrency,
+                    input_tokens=input_tokens,
+                    output_tokens=output_tokens,
+                    probe_s=self._probe_s,
+                )
+                paces.append(pace)
         return Speed(few, paces[0], full, paces[1])
 
     # ------------------------------------------------------------ runs
@@ -283,7 +292,8 @@ class Comparison:
             forecast_demand_fraction=plan.forecast_demand_fraction,
             plan_digest=self._digest(run.workload),
         )
-        info = result.trace.model_copy(update={"length_scale": plan.length_scale})
+        time_scale = 1.0 if arguments.span_s is None else arguments.span_s / run.workload.trace.span_s
+        info = result.trace.model_copy(update={"length_scale": plan.length_scale, "time_scale": time_scale})
         return result.model_copy(update={"comparison": facts, "trace": info})
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from ballast.bench.overload import Comparison, arguments_of
 from ballast.bench.policies import KNOBS, POLICIES, parse_policies
+from ballast.bench.probe import PROBE_S
 from ballast.bench.progress import open_console
 from ballast.bench.workloads import parse_workloads
 from ballast.common.errors import ConfigError
@@ -61,6 +62,7 @@ def add_overload_parser(commands: "_SubParsersAction[argparse.ArgumentParser]") 
     )
     parser.add_argument("--mean-tokens", type=float, default=240.0, metavar="N", help="shorten lengths to this mean")
     parser.add_argument("--sequences-each", type=int, default=8, metavar="N", help="mean requests that a worker holds")
+    parser.add_argument("--probe-s", type=float, default=PROBE_S, metavar="S", help="of each of two measurements")
     parser.add_argument("--max-num-seqs", type=int, default=64, metavar="N", help="requests that run in a worker")
     parser.add_argument(
         "--set",
@@ -76,6 +78,8 @@ def run(args: argparse.Namespace) -> int:
     console = open_console()
     if args.repetitions < 1:
         raise ConfigError("--repetitions", f"must be at least 1, got {args.repetitions}")
+    if args.probe_s <= 0:
+        raise ConfigError("--probe-s", f"must be above 0, got {args.probe_s}")
     specs = parse_policies(args.policies)
     workloads = parse_workloads(args.workloads, args.seed)
     model = args.model or _preset(args.out / "model", args.seed)
@@ -91,7 +95,8 @@ def run(args: argparse.Namespace) -> int:
         max_num_seqs=args.max_num_seqs,
         settings=dict(_setting(text) for text in args.set),
     )
-    problems = asyncio.run(Comparison(model, arguments, args.out, console).run(workloads, specs, args.repetitions))
+    comparison = Comparison(model, arguments, args.out, console, args.probe_s)
+    problems = asyncio.run(comparison.run(workloads, specs, args.repetitions))
     for problem in problems:
         console.print(problem, style="bold red", markup=False)
     console.print(f"results are in {args.out / 'runs'}; ballast bench plot --results {args.out} --out DIR draws them")

@@ -13,12 +13,15 @@ from ballast.bench.target import ClusterTarget
 from ballast.client import AsyncClient
 from ballast.common.errors import BallastError, Unavailable
 
-WARMUP_S, PROBE_S = 2.0, 5.0
+PROBE_S = 5.0
+_WARMUP_SHARE = 0.4  # on top of that
 _DEADLINE_S = 60.0
 
 
-async def probe(address: str, *, concurrency: int, input_tokens: int, output_tokens: int) -> Pace:
-    """Keeps `concurrency` requests running and measures.
+async def probe(
+    address: str, *, concurrency: int, input_tokens: int, output_tokens: int, probe_s: float = PROBE_S
+) -> Pace:
+    """Keeps `concurrency` requests running and measures for `probe_s`, after a while to get going.
 
     Raises:
         Unavailable: nothing was generated.
@@ -27,8 +30,8 @@ async def probe(address: str, *, concurrency: int, input_tokens: int, output_tok
     async with AsyncClient(address) as client:
         target = ClusterTarget(client)
         vocab_size = (await target.model()).vocab_size
-        begin_s = time.monotonic() + WARMUP_S
-        end_s = begin_s + PROBE_S
+        begin_s = time.monotonic() + _WARMUP_SHARE * probe_s
+        end_s = begin_s + probe_s
         numbers = itertools.count()
 
         async def keep_running() -> None:
@@ -45,8 +48,8 @@ async def probe(address: str, *, concurrency: int, input_tokens: int, output_tok
 
         await _all_of([keep_running() for _ in range(concurrency)])
     if not times_s:
-        raise Unavailable(address, f"no token within {WARMUP_S + PROBE_S:g} s")
-    rate = len(times_s) / PROBE_S
+        raise Unavailable(address, f"no token within {(1 + _WARMUP_SHARE) * probe_s:g} s")
+    rate = len(times_s) / probe_s
     return Pace(rate, concurrency / rate)
 
 

@@ -46,3 +46,32 @@ def test_replay_starts_a_cluster_of_its_own(tmp_path: Path) -> None:
     result = read_result(out)
     assert result.trace.format == "mooncake"
     assert result.policies["recompute"].output_token_count == 160
+
+
+@pytest.mark.timeout(2 * TIMEOUT_S + 10)
+def test_a_comparison_is_planned_run_continued_and_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    model = make_tiny("llama", tmp_path / "model", max_len=256)
+    trace = tmp_path / "steps.csv"
+    rows = [f"{0.05 * i:.2f},{20 + i % 7},{10 + i % 5}\n" for i in range(60)]
+    trace.write_text("arrival_s,input_tokens,output_tokens\n" + "".join(rows))
+    out = tmp_path / "out"
+    command = ["ballast.cli.main", "bench", "overload", "--out", str(out), "--model", str(model)]
+    command += ["--workloads", str(trace), "--repetitions", "1", "--probe-s", "0.5", "--span-s", "3"]
+    done = run(*command, "--policies", "static-pipeline")
+    assert done.returncode == 0, done.stdout + done.stderr
+    done = run(*command, "--policies", "static-pipeline,swap:swap-blocks-per-step=2")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "1 of 2 runs are finished already" in done.stdout
+    results = [read_result(path) for path in sorted((out / "runs").rglob("*.json"))]
+    pipeline, swap = sorted(results, key=lambda result: list(result.policies))
+    assert pipeline.policies["static-pipeline"].series.group_sizes[0] == [2]
+    assert swap.comparison is not None
+    assert swap.comparison.knobs == {"swap-blocks-per-step": "2"}
+    assert swap.trace.request_count == pipeline.trace.request_count
+    assert [r.input_tokens for p in swap.policies.values() for r in p.requests] == [
+        r.input_tokens for p in pipeline.policies.values() for r in p.requests
+    ]
+    done = run("ballast.cli.main", "bench", "plot", "--results", str(out), "--out", str(tmp_path / "plot"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (tmp_path / "plot" / "report.html").exists()

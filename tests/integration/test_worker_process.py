@@ -229,7 +229,12 @@ def test_metrics_tell_what_the_load_report_tells(model: Path, state_url: str, tm
             "ballast_generation_tokens_total": 12,
             "ballast_invariant_violations_total": 0,
         }
-        assert {name: value for name, value in shown.items() if not name.endswith("_created")} == expected
+        shown = {name: value for name, value in shown.items() if not name.endswith("_created")}
+        stage = {name: shown.pop(name) for name in list(shown) if name.startswith("ballast_stage_")}
+        assert shown == expected
+        assert stage.pop("ballast_stage_busy_seconds_total") > 0
+        assert stage.pop("ballast_stage_idle_seconds_total") >= 0
+        assert stage == {"ballast_stage_network_wait_seconds_total": 0, "ballast_stage_send_seconds_total": 0}
 
     play(story())
 

@@ -8,7 +8,7 @@ from services.worker.core.stage import StageBook
 from services.worker.core.worker import WorkerCore
 from services.worker.engine.load import Engine
 from services.worker.pipeline.hub import Hub
-from services.worker.pipeline.member import GroupMember
+from services.worker.pipeline.member import GroupMember, StageEngine
 from services.worker.pipeline.timed_runner import TimedRunner
 from services.worker.policy.microbatching import Microbatching, by_token_count
 from services.worker.policy.online_cost import OnlineCost
@@ -45,25 +45,28 @@ def join(
     advertise_host: str | None,
     max_running_count: int,
     costs: OnlineCost | None = None,
+    runner: StageEngine | None = None,
 ) -> Membership:
-    """Opens the data plane. The shell closes it when its engine thread ends. `costs` is told what stages take."""
+    """Opens the data plane. The shell closes it when its engine thread ends. `costs` is told what stages take.
+    `runner` executes instead of the engine's own.
+    """
 
     def post(event: MemberEvent) -> None:
         shell.post_member(event)
 
     hub = Hub(post)
     plane = DataPlane(me, hub, config, advertise_host=advertise_host)
-    runner = engine.runner
+    own = engine.runner
     if costs is not None:
         device = engine.memory.pool.backend.device
-        runner = TimedRunner(runner, costs, layer_count=engine.info.layer_count, device=device)
+        own = TimedRunner(own, costs, layer_count=engine.info.layer_count, device=device)
     member = GroupMember(
         me=me,
         layer_count=engine.info.layer_count,
         core=core,
         book=book,
         memory=engine.memory,
-        runner=runner,
+        runner=runner or own,
         plane=plane,
         hub=hub,
         read_layer=engine.read_layer,

@@ -71,8 +71,8 @@ class PairStore(Store):
                 name_bytes, value_bytes = _ENTRY.unpack(_read(self._reader, _ENTRY.size))
                 if max(name_bytes, value_bytes) > _MAX_ENTRY_BYTES:
                     raise OSError(f"store entry of {name_bytes} + {value_bytes} bytes")
-                name = _read(self._reader, name_bytes).decode()
-                self._values[name] = _read(self._reader, value_bytes)
+                entry = _read(self._reader, name_bytes + value_bytes)
+                self._values[entry[:name_bytes].decode()] = entry[name_bytes:]
             return self._values[key]
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
@@ -169,7 +169,7 @@ class Lobby:
         connection.settimeout(_HELLO_TIMEOUT_S)
         reader = connection.makefile("rb", buffering=0)
         try:
-            caller = _Caller(_hear(reader), connection, reader)
+            caller = _Caller(_hear(connection), connection, reader)
         except (OSError, ValueError, KeyError, TypeError):  # a port scanner, or nothing of ours
             reader.close()
             connection.close()
@@ -205,7 +205,7 @@ def call(mine: Hello, peer_id: str, address: str, deadline_s: float) -> Meeting:
     reader = connection.makefile("rb", buffering=0)
     try:
         _say(connection, mine)
-        theirs = _hear(reader)
+        theirs = _hear(connection)
         _check_version(mine, theirs)
         connection.sendall(b"!")
     except TimeoutError:
@@ -242,10 +242,14 @@ def _say(connection: socket.socket, hello: Hello) -> None:
     connection.sendall(json.dumps(asdict(hello)).encode() + b"\n")
 
 
-def _hear(reader: SocketIO) -> Hello:
-    line = reader.readline(_MAX_HELLO_BYTES)
-    if not line.endswith(b"\n"):
-        raise ConnectionResetError("it hung up")
+def _hear(connection: socket.socket) -> Hello:
+    """Reads a line and nothing beyond. Not byte by byte: after each the GIL would have to be had from the engine."""
+    line = b""
+    while not line.endswith(b"\n"):
+        there = connection.recv(_MAX_HELLO_BYTES - len(line), socket.MSG_PEEK)
+        if not there:  # or it says too much
+            raise ConnectionResetError("it hung up")
+        line += connection.recv(there.find(b"\n") + 1 or len(there))
     said: dict[str, Any] = json.loads(line)  # Any: what a stranger says; the constructors below take it apart
     return Hello(str(said["worker_id"]), int(said["epoch"]), Terms(**said["terms"]))
 
