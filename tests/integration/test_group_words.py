@@ -195,3 +195,26 @@ def test_a_plan_that_takes_a_worker_for_another_member_is_refused(model_dir: Pat
                 assert "and the plan takes that for" in p.why
 
     asyncio.run(run())
+
+
+def test_a_request_that_outgrows_a_member_keeps_its_group(model_dir: Path) -> None:
+    """It fits when the restore begins, and not any more before the commit: it must not end with an error."""
+    sizes, sampling = Sizes(memory_bytes=9 << 19), greedy(150)
+
+    async def run() -> None:
+        async with running_group(model_dir, ["w0", "w1"], sizes) as cluster:
+            home_tokens = cluster.workers["w0"].engine.block_tokens * cluster.workers["w0"].book.block_count
+            lengths = [home_tokens - 60, 30]
+            expected = await asyncio.to_thread(alone_says, model_dir, Sizes(memory_bytes=16 << 20), lengths, sampling)
+            await cluster.change(Kind.DROP, layout(2, PAIR, LAYERS))
+            answers = await ask(cluster, "w0", lengths, sampling)
+            await until(lambda: len(answers[0].token_ids) > 3)
+            members = await cluster.prepare(Kind.RESTORE, alone(3, ["w0", "w1"], LAYERS))
+            w0 = cluster.workers["w0"]
+            await until(lambda: (p := w0.progress(3)) is not None and p.phase is Phase.FAILED)
+            assert (p := w0.progress(3)) is not None
+            assert "without its group" in p.why
+            await cluster.abort(members, Epoch(3))
+            assert await whole(cluster, answers) == [e[0] for e in expected]
+
+    asyncio.run(run())

@@ -7,7 +7,7 @@ always.
 import asyncio
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
@@ -43,9 +43,11 @@ from services.worker.pipeline.events import (
 )
 from services.worker.shell import MemberEvent
 from services.worker.transport.config import TransportConfig
-from tests.support.group import Answer, Cluster, Sizes, layout, running_group
+from services.worker.transport.link import Link, Message
+from tests.support.group import Answer, Cluster, Sizes, Unprepared, layout, running_group
 from tests.support.shells import until
 
+OnMessage = Callable[[Link, Message], None]
 _STOPS = ((), (), ("e",), ("the", "\n"), ("ab", "a b"))
 
 
@@ -109,6 +111,7 @@ class Tally:
     drops: int = 0
     restores: int = 0
     aborts: int = 0
+    unprepared: int = 0
     victims: int = 0
     recomputed: int = 0
     exchanged_bytes: int = 0
@@ -128,6 +131,7 @@ class History:
     def __init__(
         self, seed: int, model_dir: Path, wishes: Sequence[Wish], expected: Sequence[Expected], request_count: int
     ) -> None:
+        self._seed = seed
         self._rng = rng = random.Random(seed)
         self._model_dir = model_dir
         self._wishes = wishes
@@ -149,6 +153,8 @@ class History:
     async def run(self) -> Tally:
         async with running_group(self._model_dir, self._names, self._sizes) as cluster:
             pristine = _checksums(cluster)
+            if self._seed % 4 == 3:
+                _delay(cluster, self._seed)
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._ask(cluster))
                 tasks.create_task(self._disturb(cluster))
@@ -180,12 +186,13 @@ class History:
 
     async def _disturb(self, cluster: Cluster) -> None:
         """Clients that withdraw, streams that end, messages that come late."""
-        rng = self._rng
+        rng, cancelled = self._rng, 0
         while self._under_way():
             await asyncio.sleep(rng.expovariate(1 / 0.05))
             what = rng.random()
             live = [a for _, a in self._asked if a.finish_reason is None]
-            if what < 0.3 and live:
+            if what < 0.3 and live and cancelled < len(self._chosen) // 4:  # a slow machine must not cancel them all
+                cancelled += 1
                 await cluster.dispatcher.cancel(rng.choice(live))
             elif what < 0.4:
                 await cluster.dispatcher.reattach(rng.choice(self._names))
@@ -210,7 +217,15 @@ class History:
                 await cluster.abort(members, target.epoch)
                 self.tally.aborts += 1
                 continue
-            members = await cluster.prepare(kind, target)
+            try:
+                members = await cluster.prepare(kind, target)
+            except Unprepared as failure:
+                if not all("no link" in why for why in failure.why.values()):
+                    raise
+                # Somebody was so busy with the plan before that the others have not waited for it.
+                await cluster.abort(cluster.members(target), target.epoch)
+                self.tally.unprepared += 1
+                continue
             if rng.random() < 0.15:
                 await cluster.abort(members, target.epoch)
                 self.tally.aborts += 1
@@ -365,6 +380,19 @@ def _check_at_rest(cluster: Cluster, pristine: Sequence[bytes]) -> None:
         report = leader.core.load(0.0, leader.engine.memory_report())
         assert report.block_count == _smallest(cluster, group)
         assert (report.used_block_count, report.running_count, report.waiting_count) == (0, 0, 0)
+
+
+def _delay(cluster: Cluster, seed: int) -> None:
+    """Messages come late, and those of one link after those of another that were sent later."""
+    for name, worker in cluster.workers.items():
+        hub, rng = worker.member._hub, random.Random(f"{seed} {name}")
+
+        def late(link: Link, message: Message, rng: random.Random = rng, deliver: OnMessage = hub.on_message) -> None:
+            if rng.random() < 0.04:
+                time.sleep(rng.uniform(0.0, 0.1))
+            deliver(link, message)
+
+        hub.on_message = late
 
 
 def _stale(rng: random.Random, cluster: Cluster, name: str) -> list[MemberEvent]:

@@ -264,6 +264,14 @@ class Dispatcher:
                 raise said
 
 
+class Unprepared(AssertionError):
+    """Members have failed, and say why."""
+
+    def __init__(self, why: dict[WorkerId, str]) -> None:
+        super().__init__(str(why))
+        self.why = why
+
+
 class Cluster:
     """The test is its planner."""
 
@@ -343,7 +351,8 @@ class Cluster:
             if all(p is not None and p.phase is phase for p in said.values()):
                 return
             failed = {n: p.why for n, p in said.items() if p and p.phase is Phase.FAILED}
-            assert not failed, failed
+            if failed:
+                raise Unprepared(failed)
             if time.monotonic() > give_up_at_s:
                 left = {n: _left(self.workers[n]) for n in members}
                 raise AssertionError(f"epoch {epoch} is not {phase} everywhere: {left}")
