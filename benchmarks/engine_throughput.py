@@ -1,8 +1,10 @@
 """Offline throughput of one engine beside that of `transformers`, in one process and one intra-op thread.
 
-    python -m benchmarks.engine_throughput [--repetitions N] [--write]
+    python -m benchmarks.engine_throughput [--lengths exponential gamma fixed] [--repetitions N] [--write]
 
 All serve the same requests with the same lengths, greedily and to the last token. Only asked-for output tokens count.
+How lengths are spread matters: a static batch is as long as its longest member, and what runs at once drains towards
+the end. Exponential ones vary about as much as those of published traces, gamma ones half as much, fixed ones not.
 Repetitions are interleaved, so that other load on the machine hits all alike. Both wall and processor time are shown:
 on a machine that is busy otherwise only the second says something, on an idle one they are the same.
 """
@@ -17,7 +19,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -39,6 +41,12 @@ REQUESTS, INPUT_MEAN, OUTPUT_MEAN = 64, 128, 64
 RIVAL_BATCH = 16
 MEMORY_BYTES = 1 << 30
 RESULTS = Path(__file__).parent / "results"
+# Of mean 1 before they are scaled; the coefficients of variation are 1, 0.5 and 0.
+DISTRIBUTIONS: dict[str, Callable[[np.random.Generator], np.ndarray]] = {
+    "exponential": lambda rng: rng.exponential(1.0, REQUESTS),
+    "gamma": lambda rng: rng.gamma(4.0, 0.25, REQUESTS),
+    "fixed": lambda _: np.ones(REQUESTS),
+}
 
 
 @dataclass(frozen=True)
@@ -47,12 +55,12 @@ class Request:
     output_tokens: int
 
 
-def make_requests(vocab_size: int) -> list[Request]:
-    """Exponentially distributed lengths, about as variable as those of published traces, scaled to the means."""
+def make_requests(vocab_size: int, spread: str = "exponential") -> list[Request]:
+    """Lengths of the named distribution, scaled to the means."""
     rng = np.random.default_rng(0)
 
     def lengths(mean: int, low: int, high: int) -> list[int]:
-        drawn = rng.exponential(mean, REQUESTS)
+        drawn = DISTRIBUTIONS[spread](rng)
         return [int(n) for n in np.clip(np.rint(drawn * mean / drawn.mean()), low, high)]
 
     pairs = zip(lengths(INPUT_MEAN, 4, 1024), lengths(OUTPUT_MEAN, 2, 512), strict=True)
@@ -160,7 +168,7 @@ def work_flops(engine: Engine, requests: Sequence[Request]) -> float:
     return 2.0 * (passed * in_layers + sampled * table)
 
 
-def measure(model_dir: Path, repetitions: int, max_running: int, batch_tokens: int) -> str:
+def measure(model_dir: Path, spread: str, repetitions: int, max_running: int, batch_tokens: int) -> str:
     import transformers
 
     transformers.logging.set_verbosity_error()
@@ -171,7 +179,7 @@ def measure(model_dir: Path, repetitions: int, max_running: int, batch_tokens: i
     rival.eval()
     rival.generation_config.eos_token_id = None
     with load_engine(model_dir, dtype="float32", device_memory_bytes=MEMORY_BYTES) as engine:
-        requests = make_requests(engine.config.vocab_size)
+        requests = make_requests(engine.config.vocab_size, spread)
         limits = WorkerLimits(
             block_tokens=engine.block_tokens,
             max_model_len=engine.info.max_model_len,
@@ -179,9 +187,11 @@ def measure(model_dir: Path, repetitions: int, max_running: int, batch_tokens: i
             max_running_count=max_running,
             max_batch_tokens=batch_tokens,
         )
+        as_few = replace(limits, max_running_count=RIVAL_BATCH)
         ours = f"ballast, {max_running} at most, {batch_tokens} tokens a step"
         runs: dict[str, Callable[[], Spent]] = {
             ours: lambda: run_ballast(engine, requests, limits),
+            f"ballast, {RIVAL_BATCH} at most": lambda: run_ballast(engine, requests, as_few),
             f"transformers continuous batching, {RIVAL_BATCH} at most": lambda: run_continuous(rival, requests),
             f"transformers.generate, static batch {RIVAL_BATCH}": lambda: run_static(rival, requests),
         }
@@ -193,10 +203,11 @@ def measure(model_dir: Path, repetitions: int, max_running: int, batch_tokens: i
                 spent[name].append(run())
         bound_s = work_flops(engine, requests) / flops_per_s
         outside = outside_torch_fraction(engine, sequences=32, context_tokens=INPUT_MEAN + OUTPUT_MEAN // 2)
-    return _report(requests, spent, ours, bound_s, flops_per_s, outside, engine.info.parameter_count)
+    return _report(spread, requests, spent, ours, bound_s, flops_per_s, outside, engine.info.parameter_count)
 
 
 def _report(
+    spread: str,
     requests: Sequence[Request],
     spent: dict[str, list[Spent]],
     ours: str,
@@ -209,7 +220,8 @@ def _report(
     wall = {name: statistics.median(s.wall_s for s in each) for name, each in spent.items()}
     processor = {name: statistics.median(s.processor_s for s in each) for name, each in spent.items()}
     lines = [
-        f"{len(requests)} requests, {sum(len(r.prompt) for r in requests)} input and {output_tokens} output tokens,"
+        f"{len(requests)} requests of {spread} lengths,"
+        f" {sum(len(r.prompt) for r in requests)} input and {output_tokens} output tokens,"
         f" {parameter_count / 1e6:.1f} M parameters, float32, one intra-op thread,"
         f" medians of {len(spent[ours])} interleaved repetitions",
         "",
@@ -247,6 +259,7 @@ def environment() -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--lengths", nargs="+", choices=tuple(DISTRIBUTIONS), default=["exponential", "gamma"])
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--max-num-seqs", type=int, default=64)
     parser.add_argument("--max-num-batched-tokens", type=int, default=512)
@@ -254,17 +267,24 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="ballast-bench-") as folder:
-        table = measure(
-            make_preset("bench", Path(folder) / "model"),
-            arguments.repetitions,
-            arguments.max_num_seqs,
-            arguments.max_num_batched_tokens,
-        )
-    print(table)
+        model_dir = make_preset("bench", Path(folder) / "model")
+        tables: list[str] = []
+        for spread in arguments.lengths:
+            tables.append(
+                measure(
+                    model_dir,
+                    spread,
+                    arguments.repetitions,
+                    arguments.max_num_seqs,
+                    arguments.max_num_batched_tokens,
+                )
+            )
+            print(tables[-1], flush=True)
+    table = "\n\n".join(tables)
     if arguments.write:
         path = RESULTS / f"{datetime.now(UTC):%Y-%m-%d}-engine.md"
         path.parent.mkdir(exist_ok=True)
-        command = "python -m benchmarks.engine_throughput --write"
+        command = f"python -m benchmarks.engine_throughput --lengths {' '.join(arguments.lengths)} --write"
         path.write_text(f"# Engine throughput\n\n{environment()}\n\n{table}\n\nRepeat with `{command}`.\n")
         print(f"\nwritten to {path}")
 

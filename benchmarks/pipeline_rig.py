@@ -242,7 +242,7 @@ class Rig:
     def __init__(self, spec: RigSpec) -> None:
         self._spec = spec
         context = multiprocessing.get_context("spawn")
-        self._pipes: list[Connection] = []
+        self._pipes: list[Any] = []  # differs with the system
         self._processes: list[Any] = []  # of the context's own class
         for index in range(spec.stage_count):
             here, there = context.Pipe()

@@ -35,10 +35,7 @@ class Clients:
         self._by_id: dict[RequestId, RequestRecord] = {}  # submitted, and not ended
         self._submits: Sequence[Submit] = ()
         self.ended_count = 0
-
-    @property
-    def open_count(self) -> int:
-        return len(self.records) - self.ended_count
+        self.stopped = not self.records  # everything has ended, or was stopped
 
     def begin(self, submits: Sequence[Submit]) -> None:
         """Requests go to the dispatchers in turn."""
@@ -66,11 +63,16 @@ class Clients:
         self._submits[record.index % len(self._submits)](request)
         self._expect_next()
 
+    def stop(self) -> None:
+        """Whoever is there stays open."""
+        self.stopped = True
+        self._clock.halt()
+
     def deliver(self, command: Deliver, at_s: float) -> None:
-        record = self._by_id[command.request_id]
+        record = self._by_id[command[0]]
         times_s = record.token_times_s
         at_s -= self._zero_s
-        for token_id in command.token_ids:
+        for token_id in command[1]:
             if token_id != record.input_tokens + len(times_s):
                 raise InvariantViolation(
                     f"{record.request_id} gets the token of place {token_id} after {len(times_s)} tokens"
@@ -83,6 +85,8 @@ class Clients:
             raise InvariantViolation(f"{command.request_id} ends twice")
         self.ended_count += 1
         record.end_s = at_s - self._zero_s
+        if self.ended_count == len(self.records):
+            self.stop()
         if isinstance(command, Finish):
             record.outcome = Outcome.FINISHED
             if len(record.token_times_s) != record.wanted_tokens:

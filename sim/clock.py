@@ -12,7 +12,7 @@ from struct import Struct
 from ballast.common.errors import InvariantViolation
 
 _INSTANT = Struct("<d")
-_FLUSH_BYTES = 1 << 16
+_FLUSH_BYTES = 1 << 14
 
 Act = Callable[[], None]
 
@@ -23,6 +23,7 @@ class Clock:
         self.event_count = 0
         self._queue: list[tuple[float, int, bytes, Act]] = []
         self._serial = 0
+        self._halted = False
         self._digest = blake2b(digest_size=16)
         self._story = bytearray()  # not yet hashed
 
@@ -47,18 +48,27 @@ class Clock:
 
     def step(self) -> bool:
         """The next event. False if there is none."""
-        if not self._queue:
-            return False
-        at_s, _, label, act = heapq.heappop(self._queue)
-        self.now_s = at_s
-        self.event_count += 1
-        story = self._story
-        story += _INSTANT.pack(at_s)
-        story += label
+        return self.run(1) == 1
+
+    def run(self, count: int) -> int:
+        """The next `count` events, or as many as there are until none is left or `halt` is called."""
+        queue, story, pop, pack = self._queue, self._story, heapq.heappop, _INSTANT.pack
+        self._halted = False
+        done = 0
+        while queue and done < count and not self._halted:
+            self.now_s, _, label, act = pop(queue)
+            done += 1
+            story += pack(self.now_s)
+            story += label
+            act()
+        self.event_count += done
         if len(story) >= _FLUSH_BYTES:
             self._flush()
-        act()
-        return True
+        return done
+
+    def halt(self) -> None:
+        """`run` returns after the event that is happening."""
+        self._halted = True
 
     @property
     def trace_hash(self) -> str:

@@ -85,10 +85,10 @@ class DispatcherNode:
     # ------------------------------------------------------------ events and commands
 
     def feed(self, event: d.Event) -> None:
-        now_s = self._clock.now_s
+        now_s, deliver, token = self._clock.now_s, self._deliver, d.Deliver
         for command in self.core.handle(event):
-            if isinstance(command, d.Deliver):
-                self._deliver(command, now_s)
+            if type(command) is token:
+                deliver(command, now_s)
             else:
                 self._execute(command, now_s)
         due_at_s = self.core.next_timer_s()

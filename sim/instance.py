@@ -226,7 +226,7 @@ class Instance:
     def _steps(self) -> Turns:
         """Forms batches while it may; alone, what has come in meanwhile is looked at after each."""
         core, member = self.core, self.member
-        while core.has_work and member.may_form:
+        while True:
             batch = self._form()
             if batch is None:
                 self._fruitless += 1
@@ -240,7 +240,7 @@ class Instance:
                 self._land(batch)
                 return
             self._pass_on(self._flight(batch, work))
-            if core.in_flight_count == 0:
+            if not (core.has_work and member.may_form):
                 return
 
     def _form(self) -> Batch | None:

@@ -78,6 +78,7 @@ class VirtualMemory:
         self.kv_held = set(everything)  # layers whose KV is kept here
         self.retired: dict[int, int] = {}  # layer given up -> extents of its KV, which is still being sent
         self._kv = geometry.home_kv  # of every layer kept
+        self._report: MemoryReport | None = None  # None: something has changed since the last one
 
     @property
     def block_count(self) -> int:
@@ -101,22 +102,26 @@ class VirtualMemory:
     def drop_layers(self, layers: Iterable[int]) -> int:
         """Their parameters make room for the KV of the others; their KV stays readable. Returns the blocks."""
         gone = set(layers)
+        self._report = None
         self.held -= gone
         self.retired |= dict.fromkeys(sorted(gone & self.kv_held), self._kv)
         self.kv_held -= gone
         return self._grow()
 
     def release_retired(self) -> int:
+        self._report = None
         self.retired.clear()
         return self._grow()
 
     def make_room(self, layers: Iterable[int]) -> int:
         """The KV has shrunk to its size at home; parameter ranges of missing layers are mapped. Returns the blocks."""
+        self._report = None
         self._kv = min(self._kv, self.geometry.home_kv)
         self.held |= set(layers)
         return self.block_count
 
     def hold_kv_again(self) -> None:
+        self._report = None
         self.kv_held = set(range(self.geometry.layer_count))
 
     def _grow(self) -> int:
@@ -136,6 +141,12 @@ class VirtualMemory:
         return self.geometry.budget - self._parameters - self._all_kv
 
     def report(self) -> MemoryReport:
+        """The same object until something changes: every step asks."""
+        if self._report is None:
+            self._report = self._make_report()
+        return self._report
+
+    def _make_report(self) -> MemoryReport:
         size, rest_bytes = self.geometry.extent_bytes, self.geometry.rest_bytes
         return MemoryReport(
             budget_bytes=self.geometry.budget * size + rest_bytes,

@@ -158,12 +158,13 @@ class World:
             clock.step()
         self._expect_service()
         clients.begin([node.submit for node in self.dispatchers])
-        stop_at_s = None if self.options.stop_after_s is None else self.zero_s + self.options.stop_after_s
-        while clients.open_count and (stop_at_s is None or clock.now_s < stop_at_s):
-            clock.step()
-            if every and clock.event_count % every == 0:
+        if self.options.stop_after_s is not None:
+            clock.at(self.zero_s + self.options.stop_after_s, b"stop", clients.stop)
+        while not clients.stopped:
+            clock.run(every or _PROGRESS_EVENTS)
+            if every:
                 self._check_touched()
-            if progress is not None and clock.event_count % _PROGRESS_EVENTS == 0:
+            if progress is not None:
                 progress(clients.ended_count, clock.now_s - self.zero_s)
         self.check()
         return self._result()

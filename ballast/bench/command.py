@@ -16,7 +16,8 @@ from ballast.bench.replay import ReplayOptions
 from ballast.bench.results import BenchResult, write_result
 from ballast.bench.session import ReplayJob, replay_on
 from ballast.bench.table import render
-from ballast.common.errors import ConfigError
+from ballast.bench.timeline import write_timeline
+from ballast.common.errors import BallastError, ConfigError
 from ballast.local.cluster import LocalCluster
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ def add_parser(subparsers: "_SubParsersAction[argparse.ArgumentParser]") -> None
     replay.add_argument("--device-memory-bytes", type=int, metavar="BYTES", help="of each of its workers")
     replay.add_argument("--json", type=Path, metavar="OUT", help="write the result here (docs/results-schema.md)")
     replay.add_argument("--plot", type=Path, metavar="OUT.png", help="draw the figure over time (needs matplotlib)")
+    replay.add_argument("--trace-out", type=Path, metavar="FILE", help="what the stages did last, for ui.perfetto.dev")
     replay.add_argument("--record-tokens", action="store_true", help="keep prompt and answer of each request")
     replay.set_defaults(run=run)
     add_overload_parser(commands)
@@ -70,13 +72,31 @@ async def _replay(args: argparse.Namespace) -> int:
     console = open_console()
     address: str | None = args.address or (os.environ.get("BALLAST_ADDRESS") if args.model is None else None)
     if address:
-        return _report(await replay_on(address, job, console, planner=args.planner), args, console)
+        result = await replay_on(address, job, console, planner=args.planner)
+        await _write_timeline(address, args.trace_out, console)
+        return _report(result, args, console)
     if args.model is None:
         raise ConfigError("bench replay", "give --address of a running cluster, or --model to start one")
     settings = {"workers": args.workers, "device_memory_bytes": args.device_memory_bytes}
     async with LocalCluster(args.model, workers=args.workers, device_memory_bytes=args.device_memory_bytes) as cluster:
         planner = cluster.processes["planner"][0].address
-        return _report(await replay_on(cluster.address, job, console, settings, planner=planner), args, console)
+        result = await replay_on(cluster.address, job, console, settings, planner=planner)
+        await _write_timeline(cluster.address, args.trace_out, console)
+    return _report(result, args, console)
+
+
+async def _write_timeline(address: str, path: Path | None, console: Console) -> None:
+    """While the workers are there. A result without it is still a result."""
+    if path is None:
+        return
+    try:
+        count, silent = await asyncio.to_thread(write_timeline, address.split(",")[0], path)
+    except BallastError as error:
+        console.print(f"no timeline: {error}", style="yellow")
+        return
+    console.print(f"wrote {path}: {count} steps, transfers and phases")
+    if silent:
+        console.print(f"without {', '.join(silent)}: no answer", style="yellow")
 
 
 def _report(result: BenchResult, args: argparse.Namespace, console: Console) -> int:

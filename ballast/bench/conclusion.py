@@ -4,7 +4,6 @@ from ballast.bench.results import BenchResult, PolicyResult
 from ballast.bench.table import duration
 
 _ALIKE = 1.1  # two figures within this factor are called equal
-_BUSY = 0.85  # of the engines' time: from here on there is little left to compute more
 
 
 def conclude(result: BenchResult) -> str:
@@ -74,17 +73,16 @@ def _price(drop: PolicyResult, name: str, other: PolicyResult) -> str:
 
 
 def _advice(result: BenchResult, name: str) -> str:
+    """More memory that does not shorten the wait says that something else is short, and there is only one other."""
     drop, other = result.policies["drop"], result.policies[name]
-    busy = result.config.cluster.get(f"{name}.busy_fraction")
-    dropped = any(t.kind == "drop" for t in drop.transitions)
-    better = (other.ttft_s.p99 or 0.0) > (drop.ttft_s.p99 or 0.0) * _ALIKE
-    if not dropped:
+    ours, theirs = drop.ttft_s.p99 or 0.0, other.ttft_s.p99 or 0.0
+    if not any(t.kind == "drop" for t in drop.transitions):
         return "This cluster has enough memory for this trace; with either policy the result is the same."
-    if better:
+    if theirs > ours * _ALIKE:
         return "Dropping parameters is worth it here."
-    if isinstance(busy, float) and busy > _BUSY:
+    if ours > theirs * _ALIKE:
         return (
-            f"What is short here is computing, not memory: the GPUs are busy for {busy:.0%} of the time with {name} as"
-            " well, and a pipeline wastes a part of that. More GPUs help, dropping parameters does not."
+            "What is short here is computing and not memory: with more KV cache the requests do not wait less, and a"
+            " pipeline wastes a part of the GPUs' time. More GPUs help, dropping parameters does not."
         )
-    return "Dropping parameters does not pay here."
+    return "Dropping parameters neither helps nor harms here."

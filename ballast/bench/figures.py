@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ballast.bench.plot import merged_spans
+from ballast.bench.policies import PolicySpec
 from ballast.bench.records import Outcome
 from ballast.bench.results import SLO_SCALES, PolicyResult
 from ballast.bench.study import Contestant, Study, WorkloadStudy, first_violation_s
@@ -160,7 +161,7 @@ def _degrees(workload: WorkloadStudy) -> dict[int, Contestant]:
         if facts is None:
             continue
         if c.policy == "static-pipeline":
-            found.setdefault(int(facts.knobs.get("degree", "2")), c)
+            found.setdefault(PolicySpec(c.label, c.policy, facts.knobs).pipeline_degree, c)
         elif c.policy == "recompute" and not facts.knobs:
             found.setdefault(1, c)
     return dict(sorted(found.items()))

@@ -42,7 +42,7 @@ QUICK_SETTINGS = {
     "BALLAST_MONITOR__PRESSURE__RELIEF_AFTER_S": "1",
 }
 _FEW_PER_WORKER = 2  # requests of the slower probe
-_WARMUP_PER_WORKER = 4
+_WARMUP_ROUNDS = 3
 _LAYOUT_WITHIN_S = 60.0
 _RUN_OVERHEAD_S = 12.0  # start, warm-up and end of a cluster, until one has been measured
 _POLL_S = 0.1
@@ -143,6 +143,9 @@ class Comparison:
 
     async def run(self, workloads: list[Workload], specs: list[PolicySpec], repetitions: int) -> list[str]:
         """Carries out what is not finished. Returns what went wrong; "interrupted" comes last."""
+        for spec in specs:
+            if spec.pipeline_degree > self._arguments.workers:
+                raise ConfigError("policies", f"{spec.label} takes more than {self._arguments.workers} workers")
         for workload in workloads:
             await self._prepare(workload)
         runs = order_of(workloads, specs, repetitions)
@@ -266,16 +269,21 @@ class Comparison:
     async def _carry_out(self, run: Run, display: ComparisonDisplay) -> BenchResult:
         arguments, plan = self._arguments, self._plan.workloads[run.workload.name]
         trace = self._traces[run.workload.name]
-        warmups = _WARMUP_PER_WORKER * arguments.workers
         input_tokens, output_tokens = mean_request(trace.requests)
         options = ReplayOptions(seed=arguments.seed, deadline_s=arguments.deadline_s)
         job = ReplayJob(trace=trace, options=options, policy=run.spec.label)
         settings = _settings(arguments, plan)
         log_name = f"{run.workload.name}/{run.path(self._out).stem}"
         async with self._cluster(run.spec, plan.device_memory_bytes, log_name) as cluster:
-            if run.spec.policy == "static-pipeline":
-                await _wait_for_pipelines(cluster.address)
-            await warm_up(cluster.address, count=warmups, input_tokens=input_tokens, output_tokens=output_tokens)
+            await _wait_at_rest(cluster.address, run.spec.pipeline_degree)
+            await warm_up(
+                cluster.address,
+                lanes=arguments.workers,
+                rounds=_WARMUP_ROUNDS,
+                input_tokens=input_tokens,
+                output_tokens=output_tokens,
+            )
+            await _wait_at_rest(cluster.address, run.spec.pipeline_degree)
             planner = cluster.processes["planner"][0].address
             result = await replay_on(
                 cluster.address, job, self._console, settings, planner=planner, display=display.on_progress
@@ -287,7 +295,7 @@ class Comparison:
             knobs=dict(run.spec.knobs),
             repetition=run.repetition,
             position=run.position,
-            warmup_request_count=warmups,
+            warmup_request_count=_WARMUP_ROUNDS * arguments.workers,
             undropped_kv_bytes=plan.undropped_tokens * self._info.kv_bytes_per_token(),
             forecast_demand_fraction=plan.forecast_demand_fraction,
             plan_digest=self._digest(run.workload),
@@ -306,17 +314,20 @@ def _settings(arguments: Arguments, plan: WorkloadPlan) -> dict[str, str | int |
     }
 
 
-async def _wait_for_pipelines(address: str) -> None:
-    """Until the planner has made its groups, and the workers lead and follow in them."""
+async def _wait_at_rest(address: str, degree: int) -> None:
+    """Until nothing runs, and groups are as the policy begins: of `degree`, and what is left over alone."""
     give_up_at_s = time.monotonic() + _LAYOUT_WITHIN_S
     async with AsyncClient(address) as client:
         while True:
-            groups = (await client.status()).groups
-            loads = [group.load for group in groups]
-            if groups and all(len(group.members) > 1 for group in groups) and None not in loads:
+            status = await client.status()
+            loads = [group.load for group in status.groups]
+            sizes = [len(group.members) for group in status.groups]
+            alone = sizes.count(1)
+            formed = alone == len(sizes) if degree == 1 else alone < degree
+            if loads and formed and not status.running_request_count and None not in loads:
                 return
             if time.monotonic() > give_up_at_s:
-                raise Unavailable("planner", f"has made no pipelines within {_LAYOUT_WITHIN_S:g} s")
+                raise Unavailable("the cluster", f"is not at rest within {_LAYOUT_WITHIN_S:g} s, groups are of {sizes}")
             await asyncio.sleep(_POLL_S)
 
 

@@ -46,6 +46,11 @@ class PolicySpec:
     policy: str
     knobs: Mapping[str, str] = field(default_factory=dict[str, str])
 
+    @property
+    def pipeline_degree(self) -> int:
+        """Instances of a group at the start."""
+        return int(self.knobs.get("degree", "2")) if self.policy == OverloadPolicy.STATIC_PIPELINE else 1
+
     def flags(self) -> dict[Service, list[str]]:
         policy = ["--overload-policy", self.policy]
         flags: dict[Service, list[str]] = {"planner": [*policy], "worker": [*policy]}
@@ -88,5 +93,7 @@ def _parse(word: str) -> PolicySpec:
         if name not in KNOBS or policy not in KNOBS[name].of:
             known = ", ".join(sorted(name for name, knob in KNOBS.items() if policy in knob.of))
             raise ConfigError("policies", f"{policy} has no knob {name!r}; it has {known}")
+        if name == "degree" and (not value.isdecimal() or int(value) < 2):
+            raise ConfigError("policies", f"{word!r}: degree must be a whole number of at least 2")
         knobs[name] = value
     return PolicySpec(label or ":".join([policy, *(f"{k}={v}" for k, v in knobs.items())]), policy, knobs)

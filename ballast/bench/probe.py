@@ -53,18 +53,21 @@ async def probe(
     return Pace(rate, concurrency / rate)
 
 
-async def warm_up(address: str, *, count: int, input_tokens: int, output_tokens: int) -> None:
-    """`count` requests at once, to their ends: nothing is left of them, but code and memory have been touched."""
+async def warm_up(address: str, *, lanes: int, rounds: int, input_tokens: int, output_tokens: int) -> None:
+    """`rounds` requests one after the other in each of `lanes`: code and memory have been touched, nothing is left of
+    them. Few at once, so that no policy has reason to act.
+    """
     async with AsyncClient(address) as client:
         target = ClusterTarget(client)
         vocab_size = (await target.model()).vocab_size
 
-        async def one(number: int) -> None:
-            prompt = random_prompt(1, number, input_tokens, vocab_size)
-            async for _ in target.generate("", prompt, output_tokens, _DEADLINE_S):
-                pass
+        async def lane(number: int) -> None:
+            for index in range(rounds):
+                prompt = random_prompt(1, number * rounds + index, input_tokens, vocab_size)
+                async for _ in target.generate("", prompt, output_tokens, _DEADLINE_S):
+                    pass
 
-        await _all_of([one(number) for number in range(count)])
+        await _all_of([lane(number) for number in range(lanes)])
 
 
 async def _all_of(what: Sequence[Coroutine[Any, Any, None]]) -> None:  # Any: what nobody sends or receives

@@ -56,7 +56,7 @@ def _row(workload: WorkloadStudy, c: Contestant) -> tuple[str, ...]:
         _share(workload.violations(c, 5)),
         _share(workload.violations(c, 10)),
         _share(workload.demand_fraction(c)),
-        _number(c.spread(lambda r: float(max(r.series.preemptions_total, default=0)))),
+        _number(c.spread(_preemptions)),
         _transitions(c.results),
         _number(c.spread(lambda r: float(r.request_count - r.outcomes.get(Outcome.FINISHED, 0)))),
     )
@@ -205,6 +205,12 @@ def _ranged(spread: Spread, form: Callable[[float | None], str]) -> str:
     middle = form(spread.middle)
     low, high = form(spread.low), form(spread.high)
     return middle if low == high else f"{middle} ({low} – {high})"
+
+
+def _preemptions(result: PolicyResult) -> float | None:
+    """During the replay: the workers count from their start."""
+    counts = result.series.preemptions_total
+    return float(counts[-1] - counts[0]) if counts else None
 
 
 def _transitions(results: Sequence[PolicyResult]) -> str:

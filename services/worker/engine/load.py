@@ -15,6 +15,7 @@ from services.worker.core.batch import Batch, StepResult
 from services.worker.engine.attention import AttentionBackend, CpuAttention
 from services.worker.engine.attention_cuda import CudaAttention
 from services.worker.engine.checkpoint import Checkpoint, load_parameters
+from services.worker.engine.kernels import bound_kernel_caches
 from services.worker.engine.model import Model
 from services.worker.engine.model_config import ModelConfig, read_model_config
 from services.worker.engine.parameters import end_parameters, layer_parameters, parameter_count, part_specs
@@ -103,6 +104,7 @@ def load_engine(
     Raises:
         ConfigError: the checkpoint cannot be served as asked, or the device has not the memory.
     """
+    bound_kernel_caches()
     if threads is not None:
         torch.set_num_threads(threads)
     config = read_model_config(model_dir)

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from services.worker.engine.attention import AttentionStep
+from services.worker.engine.kernels import padded_rows
 from services.worker.engine.model_config import ModelConfig
 from services.worker.engine.parameters import EMBEDDING, HEAD, Parameter, end_parameters, layer_parameters
 from services.worker.engine.rotary import rotary_table
@@ -81,21 +82,29 @@ class Model:
         first_layer: int,
         last_layer: int,
     ) -> torch.Tensor:
-        """Apply the layers `[first_layer, last_layer)` to `hidden_TD`, in place, and return it."""
+        """Apply the layers `[first_layer, last_layer)`. The result may lie where `hidden_TD` lay, or elsewhere."""
+        rows = hidden_TD.shape[0]
+        hidden_TD = self._pad(hidden_TD)
         if hidden_TD.shape[0] > self._buffers.qkv.shape[0]:
             self._buffers = self._make_buffers(hidden_TD.shape[0])
+        self._buffers.attended[rows : hidden_TD.shape[0]].zero_()
         rotary_T2H = self._rotary_P2H.index_select(0, positions_T)
         cos_T1H, sin_T1H = rotary_T2H[:, :1], rotary_T2H[:, 1:]
         for layer in self._layers[first_layer:last_layer]:
             self._attend(layer, hidden_TD, cos_T1H, sin_T1H, attention)
             self._transform(layer, hidden_TD)
-        return hidden_TD
+        return hidden_TD[:rows]
 
     def logits(self, hidden_RD: torch.Tensor) -> torch.Tensor:
         """logits_RV. For the last stage."""
-        normed_RD = self._rms_norm(hidden_RD, self._final_norm_D, self._config.rms_norm_eps)
+        normed_RD = self._rms_norm(self._pad(hidden_RD), self._final_norm_D, self._config.rms_norm_eps)
         logits = _linear(normed_RD, self._head_VD, None, normed_RD.new_empty(0))
-        return logits[:, : self._config.vocab_size]
+        return logits[: hidden_RD.shape[0], : self._config.vocab_size]
+
+    def _pad(self, hidden_TD: torch.Tensor) -> torch.Tensor:
+        """With rows of zeros behind, if that spares compiling kernels for one more number of rows."""
+        added = padded_rows(hidden_TD.shape[0]) - hidden_TD.shape[0] if hidden_TD.device.type == "cpu" else 0
+        return F.pad(hidden_TD, (0, 0, 0, added)) if added else hidden_TD
 
     def _make_buffers(self, rows: int) -> _Buffers:
         like, layer = self._embedding_VD, self._layers[0]
@@ -114,24 +123,25 @@ class Model:
         sin_T1H: torch.Tensor,
         attention: AttentionStep,
     ) -> None:
-        config, rows = self._config, hidden_TD.shape[0]
+        """`hidden_TD` may have more rows than attention sees; they follow the others and stay finite."""
+        config, padded, rows = self._config, hidden_TD.shape[0], cos_T1H.shape[0]
         normed_TD = self._rms_norm(hidden_TD, layer.attention_norm_D, config.rms_norm_eps)
-        qkv = _linear(normed_TD, layer.qkv, layer.qkv_bias, self._buffers.qkv[:rows])
+        qkv = _linear(normed_TD, layer.qkv, layer.qkv_bias, self._buffers.qkv[:padded])[:rows]
         heads = qkv[:, : config.query_size + 2 * config.kv_size].view(rows, -1, config.head_dim)
         rotating = config.head_count + config.kv_head_count
         qk, v_TKH = heads[:, :rotating], heads[:, rotating:]
         if layer.query_norm_H is not None and layer.key_norm_H is not None:
             self._norm_heads(qk, layer.query_norm_H, layer.key_norm_H)
         rotated = torch.addcmul(qk * cos_T1H, qk.roll(config.head_dim // 2, -1), sin_T1H)
-        attended = self._buffers.attended[:rows]
+        attended = self._buffers.attended[:padded]
         attention.run(
             layer.kv_B2TKH,
             rotated[:, : config.head_count],
             rotated[:, config.head_count :],
             v_TKH,
-            attended.view(rows, config.head_count, config.head_dim),
+            attended[:rows].view(rows, config.head_count, config.head_dim),
         )
-        projected = _linear(attended, layer.output, layer.output_bias, self._buffers.added[:rows])
+        projected = _linear(attended, layer.output, layer.output_bias, self._buffers.added[:padded])
         hidden_TD.add_(projected[:, : config.hidden_size])
 
     def _norm_heads(self, qk: torch.Tensor, query_norm_H: torch.Tensor, key_norm_H: torch.Tensor) -> None:

@@ -149,10 +149,10 @@ class Homecoming:
         progress = self._counted()
         progress.parameter_bytes_pulled, progress.repulled_layers = pull.pulled_bytes, pull.repulled
         self.failure = pull.failure
-        if pull.finished and not self.complete:
-            held = self._memory.kv.held_layers
-            self._memory.hold_kv_again([i for i in range(self._layer_count) if i not in held])
-            self.complete = True
+        began_s, held = time.perf_counter(), self._memory.kv.held_layers
+        self._memory.hold_kv_again([i for i in pull.back if i not in held])  # one by one: mapping holds batches up
+        progress.remap_s += time.perf_counter() - began_s
+        self.complete = pull.finished
 
     def undo(self, kept: range) -> int | None:
         """Gives up all but the layers `kept` again. None: something still writes into them; ask again later.

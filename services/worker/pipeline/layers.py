@@ -146,6 +146,7 @@ class LayerPull:
         self._under_way: dict[int, WorkerId | None] = {}
         self._cancelled = False
         self.failure = ""
+        self.back: list[int] = []  # layers that are here and right
         self.pulled_bytes = 0
         self.repulled = 0
 
@@ -208,6 +209,7 @@ class LayerPull:
             self._again(event.layer, "wrong checksum")
             return
         del self._under_way[event.layer]
+        self.back.append(event.layer)
         self.pulled_bytes += sum(t.nbytes for t in self._parameters.layer(event.layer).values())
         self.go_on()
 

@@ -72,7 +72,8 @@ class StageClock:
 
     def begin_layout(self) -> None:
         """What lies between two layouts is a transition and not a bubble."""
-        self._ended_s = None
+        self._ended_s = self._quiet_since_s = None
+        self._quiet_s = 0.0
 
     def note_transition(self, at_s: float, epoch: int, phase: str) -> None:
         self._spans.append(Span(at_s, at_s, "transition", epoch, 0, 0, phase))

@@ -26,6 +26,7 @@ def test_policies_carry_knobs_as_flags() -> None:
     assert tuned.flags()["worker"][2:] == ["--admission-reserve-fraction", "0.1"]
     assert (named.label, named.policy, named.flags()["worker"][2:]) == ("ours", "drop", ["--max-num-seqs", "8"])
     (pipeline,) = parse_policies("static-pipeline:degree=4")
+    assert (pipeline.pipeline_degree, plain.pipeline_degree) == (4, 1)
     assert pipeline.flags()["planner"][2:] == ["--pipeline-degree", "4"]
     assert pipeline.flags()["worker"][2:] == ["--microbatching", "token-count"], "no lookahead"
 
@@ -37,6 +38,7 @@ def test_policies_carry_knobs_as_flags() -> None:
         ("vllm", "unknown: 'vllm'"),
         ("drop:speed=9", "drop has no knob 'speed'; it has"),
         ("drop:watermark", "NAME=VALUE"),
+        ("static-pipeline:degree=1", "at least 2"),
         ("drop,drop", "twice"),
     ],
 )

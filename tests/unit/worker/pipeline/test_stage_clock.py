@@ -50,7 +50,10 @@ def test_the_network_is_waited_for_while_the_stage_is_idle() -> None:
 def test_a_change_of_layout_is_not_a_bubble() -> None:
     clock = StageClock()
     clock.ran(batch(1), 4, 0.0, 1.0)
+    clock.note_work(1.0, has_work=False)
     clock.begin_layout()
+    clock.note_work(7.0, has_work=True)
+    assert clock.take_quiet_s() == 0.0
     clock.note_transition(2.0, 5, "exchanging")
     clock.ran(batch(2), 5, 8.0, 9.0)
     assert clock.times.idle_s == 0.0

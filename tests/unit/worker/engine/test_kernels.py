@@ -1,0 +1,74 @@
+"""What keeps oneDNN's compiled products from growing with the number of different batch sizes."""
+
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from services.worker.core.batch import Slice
+from services.worker.engine.kernels import bound_kernel_caches, padded_rows
+from services.worker.engine.load import load_engine
+from tests.support.engine import Job, forward, generate
+
+
+def test_padding_costs_a_sixteenth_and_leaves_few_sizes() -> None:
+    padded = {rows: padded_rows(rows) for rows in range(1, 4097)}
+    assert all(rows <= size <= rows * 17 / 16 for rows, size in padded.items())
+    assert all(padded_rows(size) == size for size in padded.values())
+    assert all(padded[rows] <= padded[rows + 1] for rows in range(1, 4096))
+    assert all(padded[rows] == rows for rows in range(1, 33))
+    assert len({padded[rows] for rows in range(257, 513)}) == 16
+
+
+def test_what_the_operator_has_set_stays() -> None:
+    environ = {"DNNL_PRIMITIVE_CACHE_CAPACITY": "7", "LRU_CACHE_CAPACITY": "9"}
+    bound_kernel_caches(environ)
+    assert environ == {"DNNL_PRIMITIVE_CACHE_CAPACITY": "7", "LRU_CACHE_CAPACITY": "9"}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_no_row_depends_on_what_is_behind_it(model_dir: Path, dtype: str) -> None:
+    """The rows of a padded batch are those of one that needs no padding and ends with tokens of another sequence."""
+    with load_engine(model_dir, dtype=dtype, device_memory_bytes=16 << 20) as engine:
+        rng = random.Random(2)
+        tokens = tuple(rng.randrange(3, 320) for _ in range(101))
+        tables = [tuple(range(7)), (9,)]
+        assert padded_rows(101) == padded_rows(104) == 104
+        # Larger ones before have left values in the buffers.
+        generate(engine, [Job(i, (5 + i,) * 60, 2) for i in range(6)])
+        (padded,) = forward(engine, [Slice(1, 0, tokens, True)], tables[:1])
+        full, _ = forward(engine, [Slice(1, 0, tokens, True), Slice(2, 0, (7, 8, 9), True)], tables)
+        torch.testing.assert_close(padded, full, rtol=0, atol=0)
+
+
+_GROW = """
+import random, sys
+from pathlib import Path
+import psutil
+from services.worker.engine.load import load_engine
+from tests.support.engine import Job, generate
+
+me, rng = psutil.Process(), random.Random(1)
+with load_engine(Path(sys.argv[1]), dtype="float32", device_memory_bytes=16 << 20) as engine:
+    sizes = []
+    for _ in range(3):
+        for rows in rng.sample(range(2, 241), 239):
+            generate(engine, [Job(1, (7,) * rows, 2)])
+        sizes.append(me.memory_info().rss)
+print(*(size - sizes[0] for size in sizes), sizes[0])
+"""
+
+
+def test_an_engine_stops_growing(model_dir: Path) -> None:
+    """A process of its own, since caches fill once. Without bounds the 239 sizes of batches take 350 MiB."""
+    before = "import psutil, services.worker.engine.load; print(psutil.Process().memory_info().rss)"
+    run = [
+        subprocess.run([sys.executable, "-c", *a], capture_output=True, text=True, check=True, timeout=120)
+        for a in ((before,), (_GROW, str(model_dir)))
+    ]
+    _, second, third, first = map(int, run[1].stdout.split())
+    assert first - int(run[0].stdout) < 160 << 20
+    assert third - second < 8 << 20
