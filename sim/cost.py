@@ -9,9 +9,17 @@ sequences far too cheap (a token of KV that a decode reads takes as long as comp
 
 from typing import NamedTuple, Protocol
 
-from services.worker.core.batch import Batch
+import numpy as np
+
+from services.worker.core.batch import Batch, Slice
 from services.worker.policy.cost import Chunk, CostModel
+from services.worker.policy.cost_fit import cost_of, relative_fit, terms_of
 from sim.hardware import ELEMENT_BYTES, Cluster, ModelSpec, Timings
+
+_PREFIXES = (0, 512, 2048, 8192)
+_COUNTS = (16, 64, 256, 1024, 2048)
+_DECODES = (1, 8, 32, 128, 256)
+_DIGITS = 6  # of coefficients: what is left of a fit on another machine's linear algebra is the same
 
 
 class Work(NamedTuple):
@@ -92,3 +100,21 @@ class Roofline:
     def _chunk_s(self, prefix: int, count: int) -> float:
         pairs = prefix * count + (count * count + count) / 2
         return max(pairs * self._pair_s, (prefix + count) * self._context_s)
+
+
+def fitted(execution: ExecutionModel, layer_count: int) -> CostModel:
+    """What a profile of the whole instance would find: the model that workers form microbatches by.
+
+    Balance asks for ratios, so it serves for stages of any size.
+    """
+    shares = [((prefix, count),) for prefix in _PREFIXES for count in _COUNTS]
+    shares += [((prefix, 1),) * count for prefix in _PREFIXES for count in _DECODES]
+    shares += [((2048, 512), *((prefix, 1),) * 64) for prefix in _PREFIXES]
+    rows = np.array([terms_of([Chunk(*pair) for pair in chunks]) for chunks in shares])
+    seconds = [execution.work(_batch(chunks)).on(layer_count, is_last=True) for chunks in shares]
+    return cost_of([float(f"{x:.{_DIGITS}g}") for x in relative_fit(rows, np.array(seconds)).tolist()])
+
+
+def _batch(chunks: tuple[tuple[int, int], ...]) -> Batch:
+    slices = [Slice(number, prefix, (0,) * count, True) for number, (prefix, count) in enumerate(chunks)]
+    return Batch(0, (), (), tuple(slices))

@@ -1,6 +1,6 @@
 """What the cluster does when KV runs out, by name. Each policy is a change of the rules of the production code.
 
-Another policy (swap, migrate, static-pipeline) is another entry here, once the services have it.
+Another policy (swap, migrate) is another entry here, once what it needs is modelled.
 """
 
 from collections.abc import Callable, Mapping
@@ -12,7 +12,7 @@ from sim.rules import ClusterRules
 
 Policy = Callable[[ClusterRules], ClusterRules]
 
-_COMING = ("swap", "migrate", "static-pipeline")
+_COMING = ("swap", "migrate")
 
 
 def _with(rules: ClusterRules, policy: OverloadPolicy) -> ClusterRules:
@@ -23,6 +23,7 @@ def _with(rules: ClusterRules, policy: OverloadPolicy) -> ClusterRules:
 POLICIES: Mapping[str, Policy] = {
     "drop": lambda rules: _with(rules, OverloadPolicy.DROP),
     "recompute": lambda rules: _with(rules, OverloadPolicy.RECOMPUTE),
+    "static-pipeline": lambda rules: _with(rules, OverloadPolicy.STATIC_PIPELINE),
 }
 
 

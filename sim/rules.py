@@ -18,6 +18,7 @@ class WorkerRules:
     max_waiting_tokens: int
     admission_reserve_fraction: float
     report_interval_s: float
+    lookahead: bool  # microbatches of equal cost; else of equal numbers of tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

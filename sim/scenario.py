@@ -1,6 +1,7 @@
 """A simulation as a file: which trace, model and cluster, and what is compared."""
 
 from pathlib import Path
+from typing import Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -29,6 +30,7 @@ class Scenario(BaseModel):
     block_size: int = Field(64, ge=1)
     max_num_seqs: int = Field(256, ge=1)
     max_num_batched_tokens: int = Field(2048, ge=1)
+    microbatching: Literal["lookahead", "token-count"] = "lookahead"
 
 
 def read_scenario(path: Path) -> Scenario:

@@ -14,10 +14,12 @@ from services.monitor.core.messages import Instance as Announcement
 from services.worker.core.limits import WorkerLimits
 from services.worker.core.stage import StageBook
 from services.worker.core.worker import WorkerCore
+from services.worker.policy.lookahead import lookahead
+from services.worker.policy.microbatching import by_token_count
 from sim.clients import Arrival, Clients
 from sim.clock import Clock
 from sim.control import Delays, MonitorNode, PlannerNode, Reporter, StateServer, share_backlog
-from sim.cost import ExecutionModel, Roofline
+from sim.cost import ExecutionModel, Roofline, fitted
 from sim.dispatcher import DispatcherNode
 from sim.hardware import ELEMENT_BYTES, Cluster, ModelSpec, Timings
 from sim.homecoming import disk_of
@@ -70,6 +72,8 @@ class World:
         self.limits = _limits(options)
         self.model_info = _model_info(options, self.geometry)
         self.execution = options.execution or Roofline(options.model, options.cluster, timings)
+        cost = fitted(self.execution, options.model.layer_count)
+        self._microbatching = lookahead(lambda: cost) if rules.worker.lookahead else by_token_count
         self.state = StateServer(self.clock, delays)
         self.monitor = MonitorNode(self.clock, rules.monitor, self.state, delays, rules.monitor_tick_s)
         self.instances: dict[WorkerId, Instance] = {}
@@ -94,7 +98,13 @@ class World:
         self.network.add_source(disk_of(worker_id), options.timings.disk_bytes_per_s * max(1, gpus // per_host))
         memory = VirtualMemory(self.geometry)
         book = StageBook(memory.block_count, rules.block_tokens)
-        core = WorkerCore(self.limits, memory.block_count, book=book, first_sequence_id=(number + 1) << 32)
+        core = WorkerCore(
+            self.limits,
+            memory.block_count,
+            book=book,
+            first_sequence_id=(number + 1) << 32,
+            microbatching=self._microbatching,
+        )
         member = GroupMember(
             me=worker_id,
             core=core,
@@ -170,9 +180,15 @@ class World:
         return self._result()
 
     def _expect_service(self) -> None:
+        stored = self.state.stored
+        groups = stored.layout.groups if stored is not None else ()
+        serving = sum(len(group.members) for group in groups)
         usable = min(len(node.core.fleet.usable) for node in self.dispatchers)
-        if usable < len(self.instances):
-            raise InvariantViolation(f"{usable} of {len(self.instances)} instances serve when the trace begins")
+        if serving < len(self.instances) or usable < len(groups) or self.planner.core.conductor.busy:
+            raise InvariantViolation(
+                f"{serving} of {len(self.instances)} instances are in the layout, dispatchers reach {usable} of"
+                f" {len(groups)} groups when the trace begins"
+            )
 
     def check(self) -> None:
         """Raise InvariantViolation unless the books of all services balance, and those of the world itself."""

@@ -3,6 +3,7 @@
 from ballast.bench.results import BenchResult, PolicyResult
 from ballast.bench.table import duration
 
+_PLAIN = "recompute"
 _ALIKE = 1.1  # two figures within this factor are called equal
 
 
@@ -14,15 +15,21 @@ def conclude(result: BenchResult) -> str:
     if drop is not None:
         sentences.append(_drops(drop))
     if drop is not None and others:
-        best = min(others, key=lambda name: others[name].ttft_s.p99 or float("inf"))
-        sentences += [_latency(drop, best, others[best]), _price(drop, best, others[best]), _advice(result, best)]
+        plain = _plain(result)
+        sentences += [_latency(drop, name, others[name]) for name in (plain, *(n for n in others if n != plain))]
+        sentences += [_price(drop, plain, others[plain]), _advice(drop, others[plain])]
     return " ".join(sentence for sentence in sentences if sentence)
 
 
+def _plain(result: BenchResult) -> str:
+    """The policy that drop differs from in dropping alone; else another one; else itself."""
+    names = [_PLAIN, *(name for name in result.policies if name != "drop"), *result.policies]
+    return next(name for name in names if name in result.policies)
+
+
 def _demand(result: BenchResult) -> str:
-    name, policy = next(
-        ((n, p) for n, p in result.policies.items() if n != "drop"), next(iter(result.policies.items()))
-    )
+    name = _plain(result)
+    policy = result.policies[name]
     series = policy.series
     capacity = series.kv_capacity_bytes[0] if series.kv_capacity_bytes else 0
     if not capacity:
@@ -69,15 +76,14 @@ def _price(drop: PolicyResult, name: str, other: PolicyResult) -> str:
     if not ours or not theirs:
         return ""
     change = ours / theirs - 1.0
-    return f"The median time per output token changes by {change:+.0%} to {duration(ours)}."
+    return f"Compared with {name} the median time per output token changes by {change:+.0%} to {duration(ours)}."
 
 
-def _advice(result: BenchResult, name: str) -> str:
+def _advice(drop: PolicyResult, other: PolicyResult) -> str:
     """More memory that does not shorten the wait says that something else is short, and there is only one other."""
-    drop, other = result.policies["drop"], result.policies[name]
     ours, theirs = drop.ttft_s.p99 or 0.0, other.ttft_s.p99 or 0.0
     if not any(t.kind == "drop" for t in drop.transitions):
-        return "This cluster has enough memory for this trace; with either policy the result is the same."
+        return "This cluster has enough memory for this trace."
     if theirs > ours * _ALIKE:
         return "Dropping parameters is worth it here."
     if ours > theirs * _ALIKE:

@@ -46,6 +46,7 @@ from sim.world import World, WorldOptions, instance_count
 
 Progress = Callable[[str, int, float], None]  # policy, requests ended, instant of the trace
 
+_DROPPING = ("drop",)  # ours: all others are baselines
 _OUTCOMES = {
     SimOutcome.FINISHED: Outcome.FINISHED,
     SimOutcome.REFUSED: Outcome.REFUSED,
@@ -62,6 +63,7 @@ class WorkerSize:
     block_tokens: int = 64
     max_running_count: int = 256
     max_batch_tokens: int = 2048
+    lookahead: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,9 +96,11 @@ def production_rules(worker: WorkerSize) -> ClusterRules:
             retry_s=planner.retry_s,
             max_drains=planner.max_drains,
             transitions=ConductorRules(
+                pipeline_degree=planner.pipeline_degree,
+                restores=planner.restore,
                 coordinator=CoordinatorRules(
                     prepare_timeout_s=planner.prepare_timeout_s, restore_prepare_timeout_s=planner.restore_timeout_s
-                )
+                ),
             ),
         ),
         dispatcher=DispatcherRules(
@@ -122,6 +126,7 @@ def production_rules(worker: WorkerSize) -> ClusterRules:
             max_waiting_tokens=defaults["max_num_queued_tokens"].default,
             admission_reserve_fraction=defaults["admission_reserve_fraction"].default,
             report_interval_s=defaults["report_interval_s"].default,
+            lookahead=worker.lookahead,
         ),
         monitor_tick_s=monitor.tick_interval_s,
     )
@@ -209,6 +214,7 @@ def _settings(job: SimJob, runs: Mapping[str, SimRun]) -> dict[str, str | int | 
         "block_size": job.worker.block_tokens,
         "max_num_seqs": job.worker.max_running_count,
         "max_num_batched_tokens": job.worker.max_batch_tokens,
+        "microbatching": "lookahead" if job.worker.lookahead else "token-count",
     }
     for name, run in runs.items():
         settings[f"{name}.trace_hash"] = run.trace_hash
@@ -222,7 +228,7 @@ def _policy_results(runs: Mapping[str, SimRun]) -> dict[str, PolicyResult]:
     """SLO scales are multiples of the medians of the best baseline: of those that drop nothing, if there is one."""
     seen = {name: _replay_run(run) for name, run in runs.items()}
     alone = {name: policy_result(run, name) for name, run in seen.items()}
-    baselines = [name for name in runs if name != "drop"] or list(runs)
+    baselines = [name for name in runs if name not in _DROPPING] or list(runs)
     best = min(baselines, key=lambda name: (alone[name].ttft_s.p50 or math.inf, name))
     reference = SloReference(policy=best, ttft_s=alone[best].ttft_s.p50, tpot_s=alone[best].tpot_s.p50)
     results = {name: policy_result(run, name, reference) for name, run in seen.items()}

@@ -36,6 +36,7 @@ _FIELDS = (
     "block_size",
     "max_num_seqs",
     "max_num_batched_tokens",
+    "microbatching",
 )
 
 
@@ -63,6 +64,7 @@ def add_parser(subparsers: Commands) -> None:
     parser.add_argument("--block-size", type=int, metavar="TOKENS", help="of a KV block (64)")
     parser.add_argument("--max-num-seqs", type=int, metavar="N", help="requests that run at once (256)")
     parser.add_argument("--max-num-batched-tokens", type=int, metavar="N", help="tokens of one step (2048)")
+    parser.add_argument("--microbatching", metavar="WAY", help="of pipelines: lookahead (default) or token-count")
     parser.add_argument("--check-every", type=int, default=0, metavar="N", help="check all invariants every N events")
     parser.add_argument("--json", type=Path, metavar="OUT", help="write the result here (docs/results-schema.md)")
     parser.add_argument("--plot", type=Path, metavar="OUT.png", help="draw the figure over time (needs matplotlib)")
@@ -106,6 +108,7 @@ def job_of(args: argparse.Namespace) -> SimJob:
             block_tokens=scenario.block_size,
             max_running_count=scenario.max_num_seqs,
             max_batch_tokens=scenario.max_num_batched_tokens,
+            lookahead=scenario.microbatching == "lookahead",
         ),
         check_every=args.check_every,
         time_scale=scenario.time_scale,

@@ -41,6 +41,7 @@ from services.worker.pipeline.events import (
     ShareTold,
     Told,
 )
+from services.worker.policy.cost import CostModel
 from services.worker.shell import MemberEvent
 from services.worker.transport.config import TransportConfig
 from services.worker.transport.link import Link, Message
@@ -48,6 +49,8 @@ from tests.support.group import Answer, Cluster, Sizes, Unprepared, layout, runn
 from tests.support.shells import until
 
 OnMessage = Callable[[Link, Message], None]
+# How pipelines form microbatches: by token counts, or by a cost that cuts prompts finely or hardly at all.
+_COSTS = (None, CostModel(1e-6, 1e-5, 1e-6, 0.0), CostModel(1e-8, 1e-5, 1e-3, 1e-3), CostModel(1e-7, 1e-5, 1e-4, 5e-5))
 _STOPS = ((), (), ("e",), ("the", "\n"), ("ab", "a b"))
 
 
@@ -144,6 +147,7 @@ class History:
             max_running_count=rng.choice([4, 16]),
             max_batch_tokens=rng.choice([32, 64]),
             orphan_timeout_s=1.0,
+            cost=random.Random(f"microbatching {seed}").choice(_COSTS),
             transport=TransportConfig(rate_bytes_per_s=rate),
         )
         self._chosen = [rng.randrange(len(wishes)) for _ in range(request_count)]

@@ -23,6 +23,8 @@ from services.worker.pipeline.build import Membership, join, stage_core
 from services.worker.pipeline.events import PlanReceived, Told
 from services.worker.pipeline.member import GroupMember
 from services.worker.pipeline.status import Progress
+from services.worker.policy.cost import CostModel
+from services.worker.policy.lookahead import lookahead
 from services.worker.shell import MemberEvent, OutputStream, WorkerShell
 from services.worker.text import load_tokenizer, primed_detokenizer
 from services.worker.transport.config import TransportConfig
@@ -78,6 +80,7 @@ class Sizes:
     max_batch_tokens: int = 64
     max_waiting_count: int = 64
     orphan_timeout_s: float = 10.0
+    cost: CostModel | None = None  # with one, pipelines form their microbatches by it
     transport: TransportConfig = field(default_factory=TransportConfig)
 
 
@@ -96,7 +99,8 @@ class GroupWorker:
             max_waiting_count=sizes.max_waiting_count,
             orphan_timeout_s=sizes.orphan_timeout_s,
         )
-        self.core, self.book = stage_core(limits, self.engine, ordinal)
+        microbatching = lookahead(lambda: sizes.cost)
+        self.core, self.book = stage_core(limits, self.engine, ordinal, microbatching)
         self.shell = WorkerShell(
             core=self.core,
             engine=self.engine,

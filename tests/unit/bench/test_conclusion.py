@@ -62,6 +62,18 @@ def test_nothing_to_drop(template: BenchResult) -> None:
     assert "enough memory for this trace" in text
 
 
+def test_advice_is_about_dropping_alone_and_other_rivals_are_told_beside(template: BenchResult) -> None:
+    base = next(iter(template.policies.values()))
+    policies = {
+        "static-pipeline": policy(base, p99_s=0.5, dropped=False),
+        "recompute": policy(base, p99_s=5.0, dropped=False),
+        "drop": policy(base, p99_s=1.0, dropped=True),
+    }
+    text = conclude(template.model_copy(update={"policies": policies}))
+    assert text.index("5.0 times better") < text.index("2.0 times worse: 1.00 s against 500.0 ms with static-pipeline")
+    assert text.endswith("worth it here.")
+
+
 def test_a_single_policy_is_not_compared(template: BenchResult) -> None:
     base = next(iter(template.policies.values()))
     alone = template.model_copy(update={"policies": {"drop": policy(base, p99_s=1.0, dropped=True)}})
