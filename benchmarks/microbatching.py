@@ -17,6 +17,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 
 from benchmarks.engine_throughput import RESULTS, environment
@@ -174,9 +175,9 @@ def main() -> None:
     text = report(cost, read_lengths(given.lengths))
     print(text)
     if given.write:
-        name = "-".join(p.stem for p in given.lengths) or "drawn"
-        head = f"# Microbatches of a backlog, lengths: {name}\n\n{environment()}\n\n"
-        (RESULTS / f"microbatching-{name}.md").write_text(head + text + "\n")
+        names = ", ".join(p.name for p in given.lengths) or "drawn"
+        head = f"# Microbatches of a backlog, lengths: {names}\n\n{environment()}\n\n"
+        (RESULTS / f"{datetime.now(UTC):%Y-%m-%d}-microbatching.md").write_text(head + text + "\n")
 
 
 if __name__ == "__main__":

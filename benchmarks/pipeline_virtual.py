@@ -13,6 +13,7 @@ import statistics
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 
 from ballast.common.ids import RequestId
@@ -126,11 +127,12 @@ class Pipeline:
                 self._at_s = self._flying[0][0]
                 continue
             steps += 1
-            if backlog is None and not self._core.load(0.0, _NO_MEMORY).waiting_count:
+            if backlog is None and self._at_s and not self._core.load(0.0, _NO_MEMORY).waiting_count:
                 backlog = self._at_s, sum(self._busy_s)
             self._execute(batch)
         stages, wall_s = len(self._free_s), max(self._free_s)
-        assert backlog is not None
+        if backlog is None:
+            backlog = wall_s, sum(self._busy_s)
         return Outcome(
             wall_s,
             1 - backlog[1] / (stages * backlog[0]),
@@ -206,7 +208,7 @@ def main() -> None:
             f" ms, forming a batch {HOST_S * 1e3:g} ms, stages vary by {JITTER:.0%}.",
             "",
         ]
-        (RESULTS / "pipeline-virtual.md").write_text("\n".join([*head, *lines, ""]))
+        (RESULTS / f"{datetime.now(UTC):%Y-%m-%d}-pipeline-virtual.md").write_text("\n".join([*head, *lines, ""]))
 
 
 if __name__ == "__main__":

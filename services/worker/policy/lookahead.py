@@ -21,6 +21,7 @@ _PREFILL = 0.25  # of a full microbatch, so much prefill is in it however many d
 # others end, 8 takes bubbles from 18 to 10 % on two stages and from 28 to 13 % on four compared with 1, and the mean
 # time to the first token from 6.2 to 5.8 s (a model in virtual time; 4 is between, 16 no better).
 _RESERVE = 8
+_ATTENTION = 0.4  # of the average; 0 to 0.8 gain nearly the same (benchmarks.pipeline_virtual)
 _CRUMB = 0.1  # of a prompt's part: it takes so much more if nothing is left then
 _OVERHEAD = 0.1  # a microbatch is so long that what it costs at least is not more than this part of it
 
@@ -42,6 +43,7 @@ class _Former:
         self._decodes: list[int] = []
         self._prefills: list[tuple[int, float]] = []  # with what the rest of them costs
         self._all_decodes_s = 0.0  # of one trip through the pipeline
+        self._left_s, self._left_tokens = 0.0, 0  # of prompts
         self._prefill_s = 0.0  # of what is left, and of what is in flight
         for index, candidate in enumerate(view.candidates):
             self._look_at(index, candidate)
@@ -59,6 +61,8 @@ class _Former:
         if left:
             rest_s = added_s(cost, c.departed_tokens, left)
             self._prefill_s += rest_s
+            self._left_s += rest_s - cost.joining_s(c.departed_tokens)
+            self._left_tokens += left
             if c.has_room:
                 self._prefills.append((index, rest_s))
 
@@ -89,10 +93,12 @@ class _Former:
         return min(most_s, max(self._prefill_s / batch_count, least_s))
 
     def _full_s(self) -> float:
-        """What a full batch takes if none of its tokens has much to attend to. Any backlog can be cut into
-        microbatches of that cost without one of them reaching the bound of its tokens.
+        """What a full batch takes if its tokens have less to attend to than those of the backlog on average. Above
+        that, microbatches of short prompts would reach the bound of their tokens before they cost as much as others.
         """
-        return self._cost.token_s * self._view.max_batch_tokens
+        token_s = self._cost.token_s
+        attention_s = max(0.0, self._left_s / self._left_tokens - token_s) if self._left_tokens else 0.0
+        return (token_s + _ATTENTION * attention_s) * self._view.max_batch_tokens
 
     def _take_decodes(self) -> tuple[Share, float]:
         """A stage's share of them by cost, who has waited longest first."""
