@@ -67,6 +67,7 @@ def test_no_token_changes_whatever_happens_to_the_layout(
 def test_the_histories_have_seen_what_they_are_about(tally: Tally) -> None:
     assert tally.requests == HISTORIES * REQUESTS
     assert tally.whole > tally.requests * 0.5
+    assert tally.unprepared <= 1 + (tally.drops + tally.restores) // 20
     if HISTORIES >= 20:
         assert min(tally.drops, tally.restores, tally.aborts, tally.victims, tally.moved, tally.exchanged_bytes) > 0
         assert min(tally.ahead_bytes, tally.ahead_victims) > 0

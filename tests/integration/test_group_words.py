@@ -88,39 +88,44 @@ def test_what_a_stage_had_before_a_restore_is_not_counted_on_when_it_is_given_up
 
 def test_a_batch_that_overtakes_the_roster_waits_for_it(model_dir: Path) -> None:
     """The roster comes from the leader, batches from the stage before. Whom it recomputes, a batch may hold again."""
-    lengths = [150, 130, 110, 90, 70, 50, 30, 10] * 2
+    lengths = [150, 130, 110, 90, 70, 50, 30, 10]
     sizes = Sizes(memory_bytes=9 << 19, max_batch_tokens=256)
     expected = alone_says(model_dir, Sizes(memory_bytes=16 << 20, max_batch_tokens=256), lengths, greedy(60))
 
     async def run() -> None:
         async with running_group(model_dir, ["w0", "w1", "w2"], sizes) as cluster:
-            _delay(cluster.workers["w2"], Topic.ROSTER, 0.3)
-            halves = [await ask(cluster, name, lengths, greedy(60)) for name in ("w0", "w1", "w2")]
-            answers = [answer for half in halves for answer in half]
-            await until(lambda: sum(len(a.token_ids) for a in answers) > 100)
+            overtaken = _hold_back_rosters(cluster.workers["w2"])
+            groups = [await ask(cluster, name, lengths, greedy(60)) for name in ("w0", "w1", "w2")]
+            await until(lambda: all(len(a.token_ids) > 3 for a in groups[0]))
             target = layout(2, [[("w0", 0, 2), ("w1", 2, 4), ("w2", 4, 6)]], LAYERS)
             members = await cluster.prepare(Kind.DROP, target)
             cluster.commit(members, target)
-            await until(lambda: bool(cluster.workers["w2"].member._early))
+            await cluster.until(members, target.epoch, Phase.EXCHANGING)
+            groups.append(await ask(cluster, "w0", lengths, greedy(60)))  # they run while KV travels
             said = await cluster.done(members, target.epoch)
             assert said["w0"].victim_count
-            tokens = await whole(cluster, answers)
-            assert tokens == [e[0] for e in expected] * 3
+            assert overtaken == [True]
+            for answers in groups:
+                assert await whole(cluster, answers) == [e[0] for e in expected]
 
     asyncio.run(run())
 
 
-def _delay(worker: GroupWorker, topic: Topic, by_s: float) -> None:
-    """Of the links that are made from now on."""
-    hub = worker.member._hub
+def _hold_back_rosters(worker: GroupWorker) -> list[bool]:
+    """Until a batch has come another way. Of each roster whether one has, within seconds."""
+    hub, overtaken = worker.member._hub, list[bool]()
     deliver: Callable[[Link, Message], None] = hub.on_message
 
-    def later(link: Link, message: Message) -> None:
-        if message.topic == topic:
-            time.sleep(by_s)
+    def late(link: Link, message: Message) -> None:
+        if message.topic == Topic.ROSTER:
+            give_up_at_s = time.monotonic() + 8.0
+            while not worker.member._early and time.monotonic() < give_up_at_s:
+                time.sleep(0.01)
+            overtaken.append(bool(worker.member._early))
         deliver(link, message)
 
-    hub.on_message = later
+    hub.on_message = late
+    return overtaken
 
 
 def test_long_prompts_and_many_logprobs_reach_every_stage(model_dir: Path) -> None:
@@ -193,5 +198,28 @@ def test_a_plan_that_takes_a_worker_for_another_member_is_refused(model_dir: Pat
                 await until(lambda w=worker: (p := w.progress(3)) is not None and p.phase is Phase.FAILED)
                 assert (p := worker.progress(3)) is not None
                 assert "and the plan takes that for" in p.why
+
+    asyncio.run(run())
+
+
+def test_a_request_that_outgrows_a_member_keeps_its_group(model_dir: Path) -> None:
+    """It fits when the restore begins, and not any more before the commit: it must not end with an error."""
+    sizes, sampling = Sizes(memory_bytes=9 << 19), greedy(150)
+
+    async def run() -> None:
+        async with running_group(model_dir, ["w0", "w1"], sizes) as cluster:
+            home_tokens = cluster.workers["w0"].engine.block_tokens * cluster.workers["w0"].book.block_count
+            lengths = [home_tokens - 60, 30]
+            expected = await asyncio.to_thread(alone_says, model_dir, Sizes(memory_bytes=16 << 20), lengths, sampling)
+            await cluster.change(Kind.DROP, layout(2, PAIR, LAYERS))
+            answers = await ask(cluster, "w0", lengths, sampling)
+            await until(lambda: len(answers[0].token_ids) > 3)
+            members = await cluster.prepare(Kind.RESTORE, alone(3, ["w0", "w1"], LAYERS))
+            w0 = cluster.workers["w0"]
+            await until(lambda: (p := w0.progress(3)) is not None and p.phase is Phase.FAILED)
+            assert (p := w0.progress(3)) is not None
+            assert "without its group" in p.why
+            await cluster.abort(members, Epoch(3))
+            assert await whole(cluster, answers) == [e[0] for e in expected]
 
     asyncio.run(run())

@@ -7,7 +7,7 @@ always.
 import asyncio
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
@@ -44,9 +44,11 @@ from services.worker.pipeline.events import (
 from services.worker.policy.cost import CostModel
 from services.worker.shell import MemberEvent
 from services.worker.transport.config import TransportConfig
-from tests.support.group import Answer, Cluster, Sizes, layout, running_group
+from services.worker.transport.link import Link, Message
+from tests.support.group import Answer, Cluster, Sizes, Unprepared, layout, running_group
 from tests.support.shells import until
 
+OnMessage = Callable[[Link, Message], None]
 # How pipelines form microbatches: by token counts, or by a cost that cuts prompts finely or hardly at all.
 _COSTS = (None, CostModel(1e-6, 1e-5, 1e-6, 0.0), CostModel(1e-8, 1e-5, 1e-3, 1e-3), CostModel(1e-7, 1e-5, 1e-4, 5e-5))
 _STOPS = ((), (), ("e",), ("the", "\n"), ("ab", "a b"))
@@ -99,6 +101,7 @@ async def undisturbed(model_dir: Path, wishes: Sequence[Wish]) -> list[Expected]
     return [Expected(tuple(a.token_ids), a.text, a.finish_reason, a.matched_stop, tuple(a.logprobs)) for a in answers]
 
 
+_MOST_DISTURBANCES = 12  # of a kind: on a slow machine there is time for so many that nothing would come to its end
 _OVER = (Phase.DONE, Phase.ABORTED)
 Spans = list[list[tuple[str, int, int]]]  # groups of (worker, first layer, last layer)
 
@@ -112,6 +115,7 @@ class Tally:
     drops: int = 0
     restores: int = 0
     aborts: int = 0
+    unprepared: int = 0
     victims: int = 0
     recomputed: int = 0
     exchanged_bytes: int = 0
@@ -131,6 +135,7 @@ class History:
     def __init__(
         self, seed: int, model_dir: Path, wishes: Sequence[Wish], expected: Sequence[Expected], request_count: int
     ) -> None:
+        self._seed = seed
         self._rng = rng = random.Random(seed)
         self._model_dir = model_dir
         self._wishes = wishes
@@ -142,7 +147,6 @@ class History:
             max_running_count=rng.choice([4, 16]),
             max_batch_tokens=rng.choice([32, 64]),
             orphan_timeout_s=1.0,
-            swap_block_count=64 if seed % 4 == 1 else 0,
             cost=random.Random(f"microbatching {seed}").choice(_COSTS),
             transport=TransportConfig(rate_bytes_per_s=rate),
         )
@@ -154,6 +158,8 @@ class History:
     async def run(self) -> Tally:
         async with running_group(self._model_dir, self._names, self._sizes) as cluster:
             pristine = _checksums(cluster)
+            if self._seed % 4 == 3:
+                _delay(cluster, self._seed)
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._ask(cluster))
                 tasks.create_task(self._disturb(cluster))
@@ -185,14 +191,16 @@ class History:
 
     async def _disturb(self, cluster: Cluster) -> None:
         """Clients that withdraw, streams that end, messages that come late."""
-        rng = self._rng
+        rng, cancelled, reattached = self._rng, 0, 0
         while self._under_way():
             await asyncio.sleep(rng.expovariate(1 / 0.05))
             what = rng.random()
             live = [a for _, a in self._asked if a.finish_reason is None]
-            if what < 0.3 and live:
+            if what < 0.3 and live and cancelled < _MOST_DISTURBANCES:
+                cancelled += 1
                 await cluster.dispatcher.cancel(rng.choice(live))
-            elif what < 0.4:
+            elif what < 0.4 and reattached < _MOST_DISTURBANCES:
+                reattached += 1
                 await cluster.dispatcher.reattach(rng.choice(self._names))
             else:
                 name = rng.choice(self._names)
@@ -200,10 +208,12 @@ class History:
                     cluster.post(name, event)
 
     async def _change_layouts(self, cluster: Cluster) -> None:
-        rng, epoch = self._rng, 1
-        give_up_at_s = time.monotonic() + 45.0
+        rng, epoch, said, give_up_at_s = self._rng, 1, -1, 0.0
         while self._under_way():
-            if time.monotonic() > give_up_at_s:
+            now_said = sum(len(a.token_ids) + (a.finish_reason is not None) for _, a in self._asked)
+            if now_said != said:
+                said, give_up_at_s = now_said, time.monotonic() + 30.0
+            elif time.monotonic() > give_up_at_s:
                 stuck = [a.story for _, a in self._asked if a.finish_reason is None]
                 raise AssertionError(f"epoch {epoch}; without an end: {stuck}; {cluster.describe()}")
             await asyncio.sleep(rng.choice([0.0, 0.02, 0.1]) * rng.random())
@@ -215,7 +225,15 @@ class History:
                 await cluster.abort(members, target.epoch)
                 self.tally.aborts += 1
                 continue
-            members = await cluster.prepare(kind, target)
+            try:
+                members = await cluster.prepare(kind, target)
+            except Unprepared as failure:
+                if not all("no link" in why for why in failure.why.values()):
+                    raise
+                # Somebody was so busy with the plan before that the others have not waited for it.
+                await cluster.abort(cluster.members(target), target.epoch)
+                self.tally.unprepared += 1
+                continue
             if rng.random() < 0.15:
                 await cluster.abort(members, target.epoch)
                 self.tally.aborts += 1
@@ -370,6 +388,19 @@ def _check_at_rest(cluster: Cluster, pristine: Sequence[bytes]) -> None:
         report = leader.core.load(0.0, leader.engine.memory_report())
         assert report.block_count == _smallest(cluster, group)
         assert (report.used_block_count, report.running_count, report.waiting_count) == (0, 0, 0)
+
+
+def _delay(cluster: Cluster, seed: int) -> None:
+    """Messages come late, and those of one link after those of another that were sent later."""
+    for name, worker in cluster.workers.items():
+        hub, rng = worker.member._hub, random.Random(f"{seed} {name}")
+
+        def late(link: Link, message: Message, rng: random.Random = rng, deliver: OnMessage = hub.on_message) -> None:
+            if rng.random() < 0.04:
+                time.sleep(rng.uniform(0.0, 0.1))
+            deliver(link, message)
+
+        hub.on_message = late
 
 
 def _stale(rng: random.Random, cluster: Cluster, name: str) -> list[MemberEvent]:

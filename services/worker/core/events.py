@@ -124,6 +124,7 @@ class CapacityChanged:
     at_s: float
     block_count: int
     lent_block_count: int = 0  # of those, held for KV that is not the leader's: leaving, or not adopted yet
+    before_block_count: int = 0  # not 0: there may be so many again soon, and who needs them waits instead of ending
 
 
 @dataclass(frozen=True, slots=True)

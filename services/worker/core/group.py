@@ -85,7 +85,7 @@ class Group:
     def _resize(self, event: CapacityChanged) -> None:
         if event.block_count < self._scheduler.block_count:
             self._forget_swapped(event.at_s)
-        self._scheduler.resize(event.block_count, event.lent_block_count)
+        self._scheduler.resize(event.block_count, event.lent_block_count, event.before_block_count)
         self._end_too_big(event.at_s)
         self.shed(event.at_s)
 

@@ -54,6 +54,7 @@ class Scheduler:
         self._microbatching = microbatching
         self.block_count = block_count
         self.lent_block_count = 0
+        self._ceiling_block_count = block_count
         self.admission_limit: int | None = None  # blocks; nothing new above it
         self.stage_count = 1
         self.reserved_block_count = 0
@@ -90,8 +91,11 @@ class Scheduler:
         """Whether what is reserved and what runs is within what there is."""
         return self.free_block_count >= 0 and self.running_count <= self.max_running_count
 
-    def resize(self, block_count: int, lent_block_count: int) -> None:
-        """What waits may need a block more or less than counted before, so its needs are counted anew."""
+    def resize(self, block_count: int, lent_block_count: int, before_block_count: int = 0) -> None:
+        """What waits may need a block more or less than counted before, so its needs are counted anew. Of what there
+        was before there may be that much again soon: who needs it waits, and is not too big.
+        """
+        self._ceiling_block_count = max(block_count, before_block_count)
         self.block_count = block_count
         self.lent_block_count = lent_block_count
         self.waiting_block_count = sum(self.need(s) for s in self.waiting)
@@ -160,7 +164,8 @@ class Scheduler:
 
     def need(self, sequence: Sequence) -> int:
         """Blocks for all its tokens and the next one. Less by that one only where the cache ends."""
-        return min(blocks_for(sequence.token_count + 1, self._block_tokens), self.block_count)
+        with_next = blocks_for(sequence.token_count + 1, self._block_tokens)
+        return min(with_next, max(self.block_count, blocks_for(sequence.token_count, self._block_tokens)))
 
     def _leave_line(self, sequence: Sequence) -> None:
         del self._waiting[sequence.rank][sequence.sequence_id]
@@ -201,11 +206,15 @@ class Scheduler:
         """Running sequences that have outgrown the whole cache. They are to be ended before the next plan: no
         preemption can help them.
         """
-        capacity_tokens = self.block_count * self._block_tokens
-        return [s for s in self.running if s.token_count > capacity_tokens]
+        return [s for s in self.running if self.too_big(s)]
 
     def too_big(self, sequence: Sequence) -> bool:
-        return sequence.token_count > self.block_count * self._block_tokens
+        return sequence.token_count > self._ceiling_block_count * self._block_tokens
+
+    @property
+    def longest_token_count(self) -> int:
+        """Of all that run, wait or are suspended."""
+        return max((s.token_count for s in (*self.running, *self.suspended.values(), *self.waiting)), default=0)
 
     def plan(self, at_s: float, landed_step_id: int, in_flight: bool) -> Plan:
         """The next step, without those that take part in one after `landed_step_id`."""

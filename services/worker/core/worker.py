@@ -199,6 +199,11 @@ class WorkerCore:
         held = (*scheduler.running, *scheduler.suspended.values())
         return {s.sequence_id: s.computed_tokens for s in held if s.computed_tokens}
 
+    @property
+    def longest_token_count(self) -> int:
+        """Of the sequences that run, wait or are suspended."""
+        return self._scheduler.longest_token_count
+
     def placements(self) -> tuple[PlacementView, ...]:
         """What `policy.placement.place` needs to know of all that waits, runs or is suspended."""
         return self._group.placements()

@@ -184,6 +184,8 @@ class GroupMember:
         self._room_epoch = Epoch(0)  # the restore for which the leader has granted room
         self._withdrawn_epoch = Epoch(0)  # the restore that the leader has given up
         self._limited_epoch = Epoch(0)  # leader: the restore whose end a stage must know, to be believed what it has
+        self._limited: set[WorkerId] = set()  # leader: stages that have not said since what they have
+        self._before_block_count = 0  # leader: what the group had then; 0: what it has is all there is
         self._told_capacities: dict[WorkerId, int] = {}  # with the handovers, perhaps before this worker's take-up
         self._homes: dict[WorkerId, int] = {}  # leader: blocks of the other stages when they hold all layers
         self._early: list[BatchArrived] = []  # batches of a leader that is ahead of this member
@@ -274,10 +276,9 @@ class GroupMember:
             if boundary and transition.led_before:
                 self._tell_removed()
                 self._drive(BoundaryReached(time.monotonic(), transition.epoch))
-        wanted = self._rescue is None and self._homecoming.wants_room and self.leads and not self._links_missing
-        if wanted and self._core.settled:  # batches in flight stay within it, and word of it comes behind them
-            self._grant_room()
-        elif self._homecoming.wants_room:
+        if self.leads and transition is not None and transition.plan.kind is Kind.RESTORE:
+            self._lead_restore(transition)
+        if self._homecoming.wants_room:
             self._take_room()
         if self._undoing:
             self._undo_restore()
@@ -312,8 +313,7 @@ class GroupMember:
 
     def _tell_removed(self) -> None:
         """What has ended since the last batch, while the stages still follow this leader: it would stay with them."""
-        capacity = min(self._capacities.values(), default=self._book.block_count)
-        self._tell_core(self._core.handle(CapacityChanged(time.monotonic(), capacity)))
+        self._tell_capacity_to_core()
 
     def _take_answers(self) -> list[Answer]:
         answers, self._answers = self._answers, []
@@ -636,6 +636,16 @@ class GroupMember:
         taken_for = tuple((m.worker_id, m.first_layer, m.last_layer) for m in base.members)
         return "" if is_ == taken_for else f"{self.me} is a member of {is_}, and the plan takes that for {taken_for}"
 
+    def _why_too_long(self) -> str:
+        """Why the group must stay: a request that it runs would end with an error in a member of its own.
+
+        A batch in flight may still add a token to it, and the next batch wants room for one more.
+        """
+        longest, home = self._core.longest_token_count, self._smallest_home() * self._memory.kv.shape.block_tokens
+        if longest + 2 <= home:
+            return ""
+        return f"a request has {longest} tokens, and a member has room for {home} without its group"
+
     def _prepare_memory(self) -> None:
         transition = self._current()
         if why := self._why_unfit(transition):
@@ -643,10 +653,7 @@ class GroupMember:
             return
         if transition.plan.kind is Kind.RESTORE:
             self._counted().block_count_after = self._memory.home_block_count
-            home = self._smallest_home()
-            largest = max((view.block_count for view in self._core.placements()), default=0)
-            if largest > home:
-                why = f"a request holds {largest} blocks, more than the {home} there are without its group"
+            if why := self._why_too_long():
                 self._post(Told(transition.epoch, PreparationFailed(time.monotonic(), transition.epoch, why)))
                 return
             assert self._received is not None
@@ -694,7 +701,11 @@ class GroupMember:
         self._epoch = transition.epoch
         self.clock.begin_layout()
         self._capacities = {self.me: self._book.block_count}
-        self._limited_epoch = Epoch(0)  # no restore of this group yet
+        self._limited_epoch, self._limited, self._before_block_count = (
+            Epoch(0),
+            set(),
+            0,
+        )  # no restore of this group yet
         self._tell_core(self._core.handle(RoleChanged(now_s, self.leads, len(new.members))))
         self._quiescing = self.leads  # a leader forms batches once all members are ready
         transition.own_victims(own)
@@ -848,8 +859,15 @@ class GroupMember:
             self.stale_total += 1
             return
         self._capacities[event.source] = event.block_count
-        capacity = min(self._capacities.values())
-        self._tell_core(self._core.handle(CapacityChanged(time.monotonic(), capacity)))
+        self._limited.discard(event.source)
+        if not self._limited:
+            self._before_block_count = 0
+        self._tell_capacity_to_core()
+
+    def _tell_capacity_to_core(self) -> None:
+        capacity = min(self._capacities.values(), default=self._book.block_count)
+        changed = CapacityChanged(time.monotonic(), capacity, before_block_count=self._before_block_count)
+        self._tell_core(self._core.handle(changed))
 
     # ------------------------------------------------------------ restore
 
@@ -861,14 +879,20 @@ class GroupMember:
     def _limit(self, block_count: int) -> None:
         """Leader: the group is about to have so many blocks; nothing is counted on beyond them from now on."""
         self._limited_epoch = self._current().epoch
+        self._before_block_count = max(self._before_block_count, min(self._capacities.values(), default=0))
         self._capacities = {stage.worker_id: block_count for stage in self._stages} or {self.me: block_count}
-        self._tell_core(self._core.handle(CapacityChanged(time.monotonic(), block_count)))
+        self._limited = set(self._capacities)
+        self._tell_capacity_to_core()
 
-    def _grant_room(self) -> None:
-        """Leader: nobody holds or will take a block beyond the limit. Told down the pipeline, behind all batches."""
-        self._room_is_granted(self._current().epoch)
+    def _lead_restore(self, transition: Transition) -> None:
+        if transition.phase in _BEFORE_COMMIT and (why := self._why_too_long()):
+            self._drive(PreparationFailed(time.monotonic(), transition.epoch, why))
+        wanted = transition.phase is Phase.PREPARING and self._homecoming.wants_room and not self._links_missing
+        if wanted and self._core.settled:  # nobody holds or will take a block beyond the limit
+            self._room_is_granted(transition.epoch)
 
     def _room_is_granted(self, epoch: Epoch) -> None:
+        """Told down the pipeline, behind all batches."""
         if self._stages and self._stages[-1].worker_id != self.me:
             self._send(self._next_stage(), TrafficClass.ACTIVATION, Topic.ROOM, b"", stream=epoch)
         self._room_epoch = max(self._room_epoch, epoch)

@@ -136,6 +136,20 @@ def test_who_does_not_fit_into_the_smaller_group_even_alone_ends() -> None:
     assert (ending.finish_reason, ending.invalid) == (FinishReason.ERROR, True)
 
 
+def test_who_needs_what_may_come_back_soon_waits_for_it() -> None:
+    leader = Leader(8, block_tokens=4)
+    key = leader.submit("r", tuple(range(1, 16)))
+    leader.step()
+    leader.feed(CapacityChanged(leader.at_s, 4, before_block_count=8))
+    while leader.core.has_work:
+        leader.step()
+    assert leader.heard(key)[2] is None
+    assert leader.core.longest_token_count > 16
+    leader.feed(CapacityChanged(leader.at_s, 8))
+    assert leader.step()
+    assert leader.heard(key)[2] is None
+
+
 def test_nothing_new_is_admitted_above_the_limit_and_what_runs_goes_on_growing() -> None:
     leader = Leader(12, block_tokens=1, max_batch_tokens=16)
     leader.submit("old")
