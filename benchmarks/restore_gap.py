@@ -108,6 +108,7 @@ class Stretches:
     """Gaps of one window as multiples of the usual gap."""
 
     gaps: int
+    p50: float
     p99: float
     longest: float
     long: int  # beyond LONG
@@ -116,10 +117,13 @@ class Stretches:
     def of(cls, found: Sequence[float]) -> "Stretches":
         ordered = sorted(found) or [0.0]
         p99 = ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))]
-        return cls(len(found), p99, ordered[-1], len(ordered) - bisect.bisect_right(ordered, LONG))
+        return cls(
+            len(found), statistics.median(ordered), p99, ordered[-1], len(ordered) - bisect.bisect_right(ordered, LONG)
+        )
 
     def __str__(self) -> str:
-        return f"max {self.longest:5.1f} x  p99 {self.p99:4.1f} x  {self.long:3d} of {self.gaps} beyond {LONG:g} x"
+        long = f"{self.long:3d} of {self.gaps} beyond {LONG:g} x"
+        return f"p50 {self.p50:4.2f} x  p99 {self.p99:4.1f} x  max {self.longest:5.1f} x  {long}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -201,7 +201,10 @@ class BulkSender:
                     continue
             match decision:
                 case Grant():
+                    began_s = time.monotonic()
                     self._send_chunk(decision)
+                    if self._in_background and self._rest(began_s):
+                        return
                 case Hold(until_s):
                     self._stand_back(until_s)
                 case None:
@@ -209,6 +212,33 @@ class BulkSender:
                         return
                 case True:
                     pass
+
+    @property
+    def _in_background(self) -> bool:
+        """The last chunk was of the lowest class: nobody waits for it, and moving it takes time from batches."""
+        last = self._state.in_flight[-1].owner if self._state.in_flight else None
+        return last is not None and self._rests_after(last.traffic)
+
+    def _rests_after(self, traffic: TrafficClass) -> bool:
+        """Not on a link that is made slow: that leaves the processor alone as it is."""
+        return traffic is TrafficClass.PARAMETERS and self._config.background_share < 1.0 and self._bucket is None
+
+    def _rest(self, began_s: float) -> bool:
+        """So long that only a part of the time is spent on such chunks, unless something comes that is waited for.
+
+        True if the lane has come to its end.
+        """
+        while self._state.in_flight:
+            if self._complete_oldest():
+                return True
+        took_s = time.monotonic() - began_s
+        until_s = began_s + min(took_s / self._config.background_share, took_s + self._config.keepalive_s)
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._state.broken or bool(self._state.notices) or self._schedule.has_above_parameters,
+                timeout=max(until_s - time.monotonic(), 0),
+            )
+        return False
 
     def _stand_back(self, until_s: float) -> None:
         began_s = time.monotonic()
@@ -234,7 +264,7 @@ class BulkSender:
             counted.total_bytes += size
             counted.messages += outgoing.sent_bytes == outgoing.pieces.total_bytes
             outgoing.in_flight += 1
-            more = len(self._schedule) > 0 and self._bucket is None
+            more = len(self._schedule) > 0 and self._bucket is None and not self._rests_after(outgoing.traffic)
         pending = self._post_chunk(outgoing, grant.offset_bytes, size, more=more)
         if pending is None:
             return

@@ -14,6 +14,7 @@ class TransportConfig:
     window_chunks: int = 4  # bulk chunks in flight on a link
     hold_s: float = 0.005  # longest time bulk stands back for urgent traffic before one chunk goes anyway
     patience_chunks: int = 64  # chunks of higher classes after which a waiting lower class gets one
+    background_share: float = 0.3  # of the time in which parameters are sent; a processor that does it is not serving
     rate_bytes_per_s: float | None = None  # emulates a slower link, both lanes together; None: as fast as it goes
     # Frames: a header, then meta and, if it fits, the payload, in one message whose receive is posted in advance.
     urgent_inline_bytes: int = 64 * 1024
@@ -43,6 +44,8 @@ class TransportConfig:
             )
         if self.rate_bytes_per_s is not None and self.rate_bytes_per_s <= 0:
             raise ConfigError("transport.rate_bytes_per_s", f"must be positive, got {self.rate_bytes_per_s}")
+        if not 0.0 < self.background_share <= 1.0:
+            raise ConfigError("transport.background_share", f"must be in (0, 1], got {self.background_share}")
         if min(self.urgent_inline_bytes, self.bulk_inline_bytes) < 0:
             raise ConfigError("transport.urgent_inline_bytes", "and bulk_inline_bytes must not be negative")
 

@@ -72,6 +72,10 @@ class BulkSchedule:
     def queued_bytes(self) -> int:
         return sum(entry.total_bytes - entry.sent_bytes for entry in self._entries.values())
 
+    @property
+    def has_above_parameters(self) -> bool:
+        return any(traffic < TrafficClass.PARAMETERS for traffic in self._passed_over)
+
     def add(self, transfer: int, traffic: TrafficClass, total_bytes: int, rank: int = 0) -> None:
         if transfer in self._entries or total_bytes <= 0:
             raise InvariantViolation(f"transfer {transfer} of {total_bytes} bytes cannot be added")

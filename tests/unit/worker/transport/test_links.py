@@ -175,6 +175,18 @@ def test_a_more_urgent_class_ends_first(bench: Bench, shared_peer: PeerProcess) 
     assert [e["stream"] for e in shared_peer.call("received")["ended"]] == [3, 2, 1]
 
 
+def test_parameters_leave_time_to_others_and_are_not_waited_for(bench: Bench, shared_peer: PeerProcess) -> None:
+    bench.open(background_share=0.001, chunk_bytes=64 * 1024)  # it rests a thousand times as long as it sends
+    link = bench.link(shared_peer, "w2")
+    parameters = link.transfer(TrafficClass.PARAMETERS, [pattern(8 * MB, seed=1)], stream=1)
+    shared_peer.call("wait", what="openings", count=1)
+    kv = link.transfer(TrafficClass.KV, [pattern(MB, seed=2)], stream=2)
+    assert kv.done.result(20).outcome is Outcome.DELIVERED
+    assert not parameters.done.done(), "8 MiB came through without a rest"
+    assert parameters.cancel()
+    assert parameters.done.result(20).outcome is Outcome.CANCELLED
+
+
 def test_a_transfer_can_be_moved_to_another_class(bench: Bench, shared_peer: PeerProcess) -> None:
     bench.open()
     link = bench.link(shared_peer, "w2")

@@ -102,3 +102,13 @@ def test_a_bucket_lets_the_rate_through_and_remembers_no_idle_time() -> None:
     assert bucket.ready_at_s() == 11.0
     bucket.take(100, at_s=20.0)
     assert bucket.ready_at_s() == 21.0
+
+
+def test_what_is_waited_for_is_seen() -> None:
+    s = schedule()
+    s.add(1, PARAMETERS, 30)
+    assert not s.has_above_parameters
+    s.add(2, CHECKPOINT, 10)
+    assert s.has_above_parameters
+    s.remove(2)
+    assert not s.has_above_parameters
