@@ -19,6 +19,7 @@ from services.worker.core.limits import WorkerLimits
 from services.worker.core.plan import Kind, Phase, Plan
 from services.worker.core.transition_messages import AbortRequested, CommitRequested
 from services.worker.engine.load import Engine, load_engine
+from services.worker.memory.host_blocks import HostBlocks
 from services.worker.pipeline.build import Membership, join, stage_core
 from services.worker.pipeline.events import PlanReceived, Told
 from services.worker.pipeline.member import GroupMember
@@ -80,6 +81,7 @@ class Sizes:
     max_batch_tokens: int = 64
     max_waiting_count: int = 64
     orphan_timeout_s: float = 10.0
+    swap_block_count: int = 0
     cost: CostModel | None = None  # with one, pipelines form their microbatches by it
     transport: TransportConfig = field(default_factory=TransportConfig)
 
@@ -98,6 +100,8 @@ class GroupWorker:
             max_batch_tokens=sizes.max_batch_tokens,
             max_waiting_count=sizes.max_waiting_count,
             orphan_timeout_s=sizes.orphan_timeout_s,
+            swap_block_count=sizes.swap_block_count,
+            swap_blocks_per_step=2,
         )
         microbatching = lookahead(lambda: sizes.cost)
         self.core, self.book = stage_core(limits, self.engine, ordinal, microbatching)
@@ -105,6 +109,7 @@ class GroupWorker:
             core=self.core,
             engine=self.engine,
             detokenizer=functools.partial(primed_detokenizer, load_tokenizer(model_dir)),
+            copier=HostBlocks(self.engine.memory.kv, sizes.swap_block_count) if sizes.swap_block_count else None,
             check_every_steps=1,
         )
         self.membership: Membership = join(

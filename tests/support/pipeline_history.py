@@ -26,6 +26,7 @@ class History:
         rng = self.rng = random.Random(seed)
         cost = rng.choice(_COSTS)
         max_running_count = rng.randrange(1, 6)
+        swap_blocks, swap_per_step = random.Random(-seed).choice([(0, 0), (10, 1), (60, 2), (60, 0)])
         self.cluster = Cluster(
             limits(
                 block_tokens=rng.choice([1, 3, 4]),
@@ -35,6 +36,8 @@ class History:
                 max_waiting_count=rng.randrange(1, 8),
                 max_waiting_tokens=120,
                 admission_reserve_fraction=rng.choice([0.0, 0.1]),
+                swap_block_count=swap_blocks,
+                swap_blocks_per_step=swap_per_step,
             ),
             [LAYERS * rng.randrange(12, 44) for _ in range(rng.randrange(2, 5))],
             by_token_count if rng.random() < 0.3 else lookahead(lambda: None if rng.random() < 0.05 else cost),

@@ -7,6 +7,7 @@ from ballast.common.ids import RequestId, WorkerId
 from ballast.common.sampling import FinishReason, PriorityClass, SamplingParams
 from services.worker.core.batch import Batch, NewSequence, StepResult
 from services.worker.core.events import (
+    BlockCopy,
     Emit,
     Ending,
     SequenceKey,
@@ -95,9 +96,25 @@ class Worker:
         self.cache: dict[tuple[int, int, int], int] = {}  # (layer, block, place in it) -> token id
         self.known: dict[int, NewSequence] = {}
         self.queue: deque[tuple[Batch, tuple[Table, ...] | None, dict[int, list[int]]]] = deque()
+        self.host: dict[
+            tuple[int, int], dict[int, int]
+        ] = {}  # (layer, host block) -> place in it -> token id
+        self.copies: dict[int, tuple[BlockCopy, ...]] = {}  # step id -> of the batches in the queue
+        self.copied_blocks = 0
         self.stream_id = 0
         self.letters: deque[Emit] = deque()  # written and not read yet
         self.detokenizers: dict[int, list[int]] = {}
+
+    def copy(self, copies: tuple[BlockCopy, ...], block_tokens: int) -> None:
+        for copy in copies:
+            self.copied_blocks += len(copy.device_blocks)
+            for device, host in zip(copy.device_blocks, copy.host_blocks, strict=True):
+                for layer in self.layers:
+                    places = [(layer, device, place) for place in range(block_tokens)]
+                    if copy.out:
+                        self.host[layer, host] = {p[2]: self.cache[p] for p in places if p in self.cache}
+                    else:
+                        self.cache.update({(layer, device, p): t for p, t in self.host[layer, host].items()})
 
     def blocks_with(self, layer_count: int) -> int:
         return self.memory_units // layer_count

@@ -81,6 +81,7 @@ class Cluster:
                 case Execute():
                     self._depart(worker, command)
                 case Removed():
+                    worker.copies[command.batch.step_id] = command.copies
                     worker.queue.append((command.batch, (), {}))
                     self._drop_texts(worker, command.batch)
                 case _:
@@ -103,6 +104,7 @@ class Cluster:
         for new, wanted in zip(batch.added, execute.text_wanted, strict=True):
             if wanted:
                 leader.detokenizers[new.sequence_id] = [*new.prompt_token_ids, *new.output_token_ids]
+        leader.copies[batch.step_id] = execute.copies
         leader.queue.append((batch, execute.block_tables, {}))
 
     def _drop_texts(self, leader: Worker, batch: Batch) -> None:
@@ -120,6 +122,10 @@ class Cluster:
             tables = worker.book.apply(batch)
             worker.book.check()
         assert tables is not None
+        copies = worker.copies.pop(batch.step_id, ())
+        assert not copies or len(group.members) == 1, "only who is alone swaps"
+        if batch.step_id % 2:  # copies may be made at any time while the step runs
+            worker.copy(copies, self.limits.block_tokens)
         for sequence_id in batch.removed:
             worker.known.pop(sequence_id, None)
         for new in batch.added:
@@ -133,6 +139,8 @@ class Cluster:
             for layer in worker.layers:
                 tokens = self._read(worker, layer, table, part.first_position + len(part.token_ids))
                 assert read.setdefault(part.sequence_id, tokens) == tokens, "layers disagree"
+        if batch.step_id % 2 == 0:
+            worker.copy(copies, self.limits.block_tokens)
         stage = group.members.index(worker)
         if stage + 1 < len(group.members):
             group.members[stage + 1].queue.append((batch, None, read))
@@ -164,7 +172,7 @@ class Cluster:
             return False
         idle = not group.batches
         commands = self.feed(group.leader, BatchWanted(0.0))
-        formed = any(isinstance(c, Execute) for c in commands)
+        formed = any(isinstance(c, Execute) or (isinstance(c, Removed) and c.copies) for c in commands)
         assert formed or not idle or not group.leader.core.has_work, "work to do, and no batch"
         return formed
 
