@@ -65,8 +65,9 @@ def test_what_a_stage_had_before_a_restore_is_not_counted_on_when_it_is_given_up
     async def run() -> None:
         sizes = Sizes(memory_bytes=10 << 19)
         async with running_group(model_dir, ["w0", "w1"], sizes, w1=Sizes(memory_bytes=9 << 19)) as cluster:
-            await cluster.change(Kind.DROP, layout(2, PAIR, LAYERS))
             w0, w1 = cluster.workers["w0"], cluster.workers["w1"]
+            _hold_back(w1, Topic.ROOM_WITHDRAWN, lambda: False, 0.5)
+            await cluster.change(Kind.DROP, layout(2, PAIR, LAYERS))
             before = w1.book.block_count
             assert before < w0.book.block_count
             await cluster.prepare(Kind.RESTORE, alone(3, ["w0", "w1"], LAYERS))
@@ -94,7 +95,8 @@ def test_a_batch_that_overtakes_the_roster_waits_for_it(model_dir: Path) -> None
 
     async def run() -> None:
         async with running_group(model_dir, ["w0", "w1", "w2"], sizes) as cluster:
-            overtaken = _hold_back_rosters(cluster.workers["w2"])
+            w2 = cluster.workers["w2"]
+            overtaken = _hold_back(w2, Topic.ROSTER, lambda: bool(w2.member._early), 8.0)
             groups = [await ask(cluster, name, lengths, greedy(60)) for name in ("w0", "w1", "w2")]
             await until(lambda: all(len(a.token_ids) > 3 for a in groups[0]))
             target = layout(2, [[("w0", 0, 2), ("w1", 2, 4), ("w2", 4, 6)]], LAYERS)
@@ -111,21 +113,21 @@ def test_a_batch_that_overtakes_the_roster_waits_for_it(model_dir: Path) -> None
     asyncio.run(run())
 
 
-def _hold_back_rosters(worker: GroupWorker) -> list[bool]:
-    """Until a batch has come another way. Of each roster whether one has, within seconds."""
-    hub, overtaken = worker.member._hub, list[bool]()
+def _hold_back(worker: GroupWorker, topic: Topic, until_: Callable[[], bool], within_s: float) -> list[bool]:
+    """Messages that come over links made from now on. Of each, whether what it is held back for has come."""
+    hub, came = worker.member._hub, list[bool]()
     deliver: Callable[[Link, Message], None] = hub.on_message
 
     def late(link: Link, message: Message) -> None:
-        if message.topic == Topic.ROSTER:
-            give_up_at_s = time.monotonic() + 8.0
-            while not worker.member._early and time.monotonic() < give_up_at_s:
+        if message.topic == topic:
+            give_up_at_s = time.monotonic() + within_s
+            while not until_() and time.monotonic() < give_up_at_s:
                 time.sleep(0.01)
-            overtaken.append(bool(worker.member._early))
+            came.append(until_())
         deliver(link, message)
 
     hub.on_message = late
-    return overtaken
+    return came
 
 
 def test_long_prompts_and_many_logprobs_reach_every_stage(model_dir: Path) -> None:

@@ -96,9 +96,7 @@ class Worker:
         self.cache: dict[tuple[int, int, int], int] = {}  # (layer, block, place in it) -> token id
         self.known: dict[int, NewSequence] = {}
         self.queue: deque[tuple[Batch, tuple[Table, ...] | None, dict[int, list[int]]]] = deque()
-        self.host: dict[
-            tuple[int, int], dict[int, int]
-        ] = {}  # (layer, host block) -> place in it -> token id
+        self.host: dict[tuple[int, int], dict[int, int]] = {}  # (layer, host block) -> place in it -> token id
         self.copies: dict[int, tuple[BlockCopy, ...]] = {}  # step id -> of the batches in the queue
         self.copied_blocks = 0
         self.stream_id = 0
