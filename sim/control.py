@@ -81,6 +81,7 @@ class MonitorNode:
     ) -> None:
         self.core = MonitorCore(rules)
         self.signals: list[tuple[float, Signal]] = []
+        self.touched = True  # the core was told something since somebody set it back
         self._clock = clock
         self._state = state
         self._delays = delays
@@ -104,6 +105,7 @@ class MonitorNode:
         return f"{what}-{self._numbers}"
 
     def feed(self, event: m.Event) -> None:
+        self.touched = True
         for command in self.core.handle(event):
             match command:
                 case m.Publish(change, cause_id):
@@ -183,6 +185,7 @@ class PlannerNode:
     ) -> None:
         self.core = PlannerCore(rules)
         self.records: list[TransitionRecord] = []  # of transitions that have ended
+        self.touched = True  # as the monitor's
         self.nothing_done: list[tuple[float, p.NothingDone]] = []
         self._clock = clock
         self._state = state
@@ -197,6 +200,7 @@ class PlannerNode:
         self.feed(p.LeadershipChanged(clock.now_s, "lease", _TOKEN))
 
     def feed(self, event: p.Event) -> None:
+        self.touched = True
         for command in self.core.handle(event):
             self._execute(command)
 

@@ -71,6 +71,7 @@ class DispatcherNode:
         self._end = end
         self._links: dict[WorkerKey, _Link] = {}
         self._timer_at_s = math.inf
+        self.touched = True  # the core was told something since somebody set it back
         self._labels = {what: f"{dispatcher_id} {what}".encode() for what in ("timer", "link", "place", "hears")}
 
     def submit(self, request: d.Request) -> None:
@@ -85,6 +86,7 @@ class DispatcherNode:
     # ------------------------------------------------------------ events and commands
 
     def feed(self, event: d.Event) -> None:
+        self.touched = True
         now_s, deliver, token = self._clock.now_s, self._deliver, d.Deliver
         for command in self.core.handle(event):
             if type(command) is token:

@@ -195,7 +195,7 @@ class GroupMember:
             self._undo_restore()
 
     def check(self) -> None:
-        self.book.check()
+        """Of the book the core takes care, which is told of the same one."""
         self.memory.check()
         if self._transition is not None:
             self._transition.check()

@@ -192,21 +192,25 @@ class World:
 
     def check(self) -> None:
         """Raise InvariantViolation unless the books of all services balance, and those of the world itself."""
-        for instance in self.instances.values():
-            instance.touched = True
+        for part in (*self.instances.values(), *self.dispatchers, self.monitor, self.planner):
+            part.touched = True
         self._check_touched()
 
     def _check_touched(self) -> None:
-        """What cannot have changed since the last look is left out: of an engine that has done nothing."""
+        """Who was told nothing since the last look cannot have changed, and is left out."""
         for instance in self.instances.values():
             if instance.touched:
                 instance.touched = False
                 instance.check()
-        for node in self.dispatchers:
-            node.core.check()
-        self.monitor.core.check()
-        self.planner.core.check()
-        self.clients.check({request_id for node in self.dispatchers for request_id in node.core.requests})
+        for node in (self.monitor, self.planner):
+            if node.touched:
+                node.touched = False
+                node.core.check()
+        if any(node.touched for node in self.dispatchers):
+            for dispatcher in self.dispatchers:
+                dispatcher.touched = False
+                dispatcher.core.check()
+            self.clients.check({request_id for node in self.dispatchers for request_id in node.core.requests})
 
     def _sample(self) -> None:
         now_s = self.clock.now_s

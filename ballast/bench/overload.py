@@ -29,7 +29,7 @@ from ballast.bench.results import BenchResult, ComparisonFacts, read_result, wri
 from ballast.bench.session import ReplayJob, replay_on
 from ballast.bench.sizing import Pace, Speed, forecast_shared, length_scale_to, mean_request, rate_for, size_memory_for
 from ballast.bench.traces import Trace
-from ballast.bench.upscale import fitted_into, upscaled
+from ballast.bench.upscale import upscaled
 from ballast.bench.workloads import Workload
 from ballast.client import AsyncClient
 from ballast.common.errors import BallastError, ConfigError, Unavailable
@@ -194,27 +194,33 @@ class Comparison:
             _write_plan(self._out / "plan.json", self._plan)
         elif plan.word != workload.word:
             raise ConfigError(str(self._out), f"{workload.name!r} was {plan.word!r} there; choose another --out")
-        self._traces[workload.name] = trace = self._scaled(workload.trace, plan.length_scale, plan.rate_factor)
+        trace = self._scaled(workload.trace, self._time_scale(workload), plan.length_scale, plan.rate_factor)
+        self._traces[workload.name] = trace
         if len(trace.requests) != plan.request_count:
             raise ConfigError(workload.word, f"has changed since it was planned in {self._out}; choose another --out")
 
-    def _scaled(self, trace: Trace, length_scale: float, rate_factor: float) -> Trace:
+    def _time_scale(self, workload: Workload) -> float:
+        """Bursts become shorter and steeper, or longer; how many requests there are follows from the demand."""
         span_s = self._arguments.span_s
-        fitted = trace if span_s is None else fitted_into(trace, span_s)
-        lengths = fitted.scaled(length_scale=length_scale, max_total_tokens=self._info.max_model_len)
-        return upscaled(lengths, rate_factor, self._arguments.seed)
+        return 1.0 if span_s is None or not workload.base.span_s else span_s / workload.base.span_s
+
+    def _scaled(self, trace: Trace, time_scale: float, length_scale: float, rate_factor: float) -> Trace:
+        longest = self._info.max_model_len
+        scaled = trace.scaled(time_scale=time_scale, length_scale=length_scale, max_total_tokens=longest)
+        return upscaled(scaled, rate_factor, self._arguments.seed)
 
     async def _measure(self, workload: Workload) -> WorkloadPlan:
         arguments, info = self._arguments, self._info
-        length_scale = length_scale_to(workload.trace, arguments.mean_tokens)
-        trace = self._scaled(workload.trace, length_scale, 1.0)
+        time_scale = self._time_scale(workload)
+        length_scale = length_scale_to(workload.base, arguments.mean_tokens)
+        trace = self._scaled(workload.base, time_scale, length_scale, 1.0)
         memory = size_memory_for(
             info, trace.requests, sequences_each=arguments.sequences_each, workers=arguments.workers
         )
         self._console.print(f"{workload.name}: probing the machine ...")
         speed = await self._probe(workload, trace, memory.device_memory_bytes, memory.undropped_tokens)
         rate = rate_for(trace, speed, arguments.demand_fraction * memory.undropped_tokens, arguments.seed)
-        final = self._scaled(workload.trace, length_scale, rate)
+        final = self._scaled(workload.trace, time_scale, length_scale, rate)
         demand = forecast_shared(final.requests, speed)
         plan = WorkloadPlan(
             word=workload.word,
@@ -300,8 +306,8 @@ class Comparison:
             forecast_demand_fraction=plan.forecast_demand_fraction,
             plan_digest=self._digest(run.workload),
         )
-        time_scale = 1.0 if arguments.span_s is None else arguments.span_s / run.workload.trace.span_s
-        info = result.trace.model_copy(update={"length_scale": plan.length_scale, "time_scale": time_scale})
+        scales = {"length_scale": plan.length_scale, "time_scale": self._time_scale(run.workload)}
+        info = result.trace.model_copy(update=scales)
         return result.model_copy(update={"comparison": facts, "trace": info})
 
 

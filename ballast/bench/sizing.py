@@ -171,7 +171,7 @@ def rate_for(trace: Trace, speed: Speed, mean_tokens: float, seed: int) -> float
             low = middle
         if high / low < 1.005:
             break
-    return two_digits(low)
+    return float(f"{low:.4g}")
 
 
 def _exceeds(trace: Trace, factor: float, speed: Speed, mean_tokens: float, seed: int) -> bool:

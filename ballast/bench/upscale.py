@@ -39,21 +39,6 @@ def upscaled(trace: Trace, factor: float, seed: int) -> Trace:
     return replace(trace, requests=tuple(requests), rate_scale=trace.rate_scale * factor)
 
 
-def fitted_into(trace: Trace, span_s: float) -> Trace:
-    """The whole trace over `span_s` seconds. Bursts become shorter and steeper: thin it out afterwards."""
-    scale = span_s / trace.span_s if trace.span_s > 0 else 1.0
-    requests = tuple(replace(r, arrival_s=r.arrival_s * scale) for r in trace.requests)
-    return replace(trace, requests=requests)
-
-
-def cut(trace: Trace, begin_s: float, end_s: float) -> Trace:
-    """The requests that arrive from `begin_s` to `end_s`, counted from there."""
-    kept = tuple(replace(r, arrival_s=r.arrival_s - begin_s) for r in trace.requests if begin_s <= r.arrival_s < end_s)
-    if not kept:
-        raise ConfigError(trace.source, f"no request arrives between {begin_s:g} and {end_s:g} s")
-    return replace(trace, requests=kept)
-
-
 def repeated_burst(trace: Trace, window_s: float, times: int) -> Trace:
     """All until the end of the densest `window_s`, then that window again and again: `times` in all.
 

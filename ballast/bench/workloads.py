@@ -33,6 +33,7 @@ class Workload:
     name: str  # for files and figures
     word: str  # as it was asked for
     trace: Trace
+    base: Trace  # what the rate is chosen by: with `extreme`, the trace before its burst is repeated
 
 
 def parse_workloads(text: str, seed: int) -> list[Workload]:
@@ -54,7 +55,7 @@ def _load(word: str, seed: int) -> Workload:
     if word.startswith("extreme:"):
         inner = _load(word.removeprefix("extreme:"), seed)
         trace = repeated_burst(inner.trace, inner.trace.span_s * _EXTREME_SHARE, _EXTREME_TIMES)
-        return Workload(f"extreme-{inner.name}", word, trace)
+        return Workload(f"extreme-{inner.name}", word, replace(trace, source=word), inner.trace)
     arrivals, plus, other = word.partition("+")
     if arrivals in _GENERATED:
         requests = generate(KINDS[_GENERATED[arrivals]], seed=seed + 1)
@@ -67,4 +68,5 @@ def _load(word: str, seed: int) -> Workload:
     if plus:
         lengths = lengths_of(other)
         trace, name = with_lengths(trace, lengths, seed), f"{name}+{lengths.name}"
-    return Workload(re.sub(r"[^\w.+-]", "_", name), word, replace(trace, source=word))
+    trace = replace(trace, source=word)
+    return Workload(re.sub(r"[^\w.+-]", "_", name), word, trace, trace)

@@ -9,6 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from ballast.common.ids import Epoch, Incarnation, WorkerId
 from ballast.common.layout import Layout
+from ballast.common.overload import OverloadPolicy
 from services.planner.core import messages as p
 from services.planner.core.conductor import ConductorRules
 from services.planner.core.machine import PlannerCore, PlannerRules
@@ -27,9 +28,11 @@ FORWARD = {
 class TransitionMachine(RuleBasedStateMachine):
     """Members go through the phases that the planner's calls allow; answers come late, wrong, or never."""
 
+    policy = OverloadPolicy.DROP
+
     def __init__(self) -> None:
         super().__init__()
-        transitions = ConductorRules(wish_timeout_s=2.0, retry_s=0.5)
+        transitions = ConductorRules(policy=self.policy, wish_timeout_s=2.0, retry_s=0.5)
         self.core = PlannerCore(
             PlannerRules(coalesce_s=0.1, verify_interval_s=1.0, retry_s=0.2, max_drains=2, transitions=transitions)
         )
@@ -267,6 +270,13 @@ class TransitionMachine(RuleBasedStateMachine):
         serving = {m.worker_id: m.incarnation for group in groups for m in group.members}
         ENDINGS.update(record.journal.stage for record in self.core.conductor.history)
         assert serving == {w: life for w, life in self.lives.items() if w not in self.dead}
+        if self.policy is OverloadPolicy.STATIC_PIPELINE:
+            alone = [g for g in groups if len(g.members) == 1 and not g.leader.draining]
+            assert len(alone) < 2, f"they could form a pipeline: {groups}"
+
+
+class StaticPipelineMachine(TransitionMachine):
+    policy = OverloadPolicy.STATIC_PIPELINE
 
 
 ENDINGS: Counter[Stage] = Counter()
@@ -281,3 +291,11 @@ def test_whatever_happens_transitions_keep_their_promises() -> None:
     )
     assert ENDINGS[Stage.DONE] > 20, ENDINGS
     assert ENDINGS[Stage.ABORTED] > 10, ENDINGS
+
+
+def test_whatever_happens_there_are_static_pipelines_in_the_end() -> None:
+    ENDINGS.clear()
+    run_state_machine_as_test(
+        StaticPipelineMachine, settings=settings(max_examples=100, stateful_step_count=40, deadline=None)
+    )
+    assert ENDINGS[Stage.DONE] > 50, ENDINGS

@@ -113,6 +113,14 @@ class BlockBook:
 
     def check(self) -> None:
         """Raise InvariantViolation unless every block is either free or in exactly one table (I3)."""
+        claimed = self._free.copy()
+        for table in self._tables.values():
+            claimed += table
+        if len(claimed) != self._block_count or set(claimed) != set(range(self._block_count)):
+            self._blame()
+
+    def _blame(self) -> None:
+        """Names the block that is in two places, in none or not there at all: slow."""
         owner: dict[int, str] = {}  # block id -> who holds it
         for block_id in self._free:
             self._claim(owner, block_id, "the free list")

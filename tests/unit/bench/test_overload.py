@@ -140,7 +140,7 @@ def test_a_workload_that_has_changed_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="has changed since"):
         asyncio.run(comparison._prepare(workload))
     with pytest.raises(ConfigError, match="was 'burst' there"):
-        asyncio.run(comparison._prepare(Workload("burst", "other.csv", workload.trace)))
+        asyncio.run(comparison._prepare(Workload("burst", "other.csv", workload.trace, workload.trace)))
 
 
 def test_time_left_follows_what_runs_really_take(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ import pytest
 from ballast.bench.lengths import lengths_of, with_lengths
 from ballast.bench.sizing import Pace, Speed, forecast_shared, rate_for
 from ballast.bench.traces import Trace, TraceRequest, write_trace
-from ballast.bench.upscale import densest_window, fitted_into, repeated_burst, upscaled
+from ballast.bench.upscale import densest_window, repeated_burst, upscaled
 from ballast.bench.workloads import parse_workloads
 from ballast.common.errors import ConfigError
 
@@ -51,8 +51,7 @@ def test_a_factor_of_nothing_is_refused() -> None:
 
 
 def test_a_trace_can_be_squeezed_and_its_burst_repeated() -> None:
-    trace = fitted_into(spiky(), 30.0)
-    assert trace.span_s == pytest.approx(30.0)
+    trace = spiky().scaled(time_scale=0.5)
     assert densest_window(trace.requests, 5.0) == pytest.approx(10.0, abs=0.3)
     extreme = repeated_burst(trace, 5.0, times=3)
     assert extreme.requests[-1].arrival_s == pytest.approx(25.0, abs=0.3)
@@ -105,6 +104,8 @@ def test_workloads_are_arrivals_and_lengths(tmp_path: Path) -> None:
     assert "drawn from pool.csv" in workloads["a+pool"].lengths
     assert "fitted" in workloads["burst"].lengths
     assert len(workloads["extreme-burst"].requests) > len(workloads["burst"].requests)
+    (extreme,) = parse_workloads("extreme:burst", seed=0)
+    assert extreme.base.requests == workloads["burst"].requests, "the rate is that of the ordinary trace"
 
 
 @pytest.mark.parametrize(
