@@ -24,10 +24,12 @@ from rich.console import Console
 from ballast.bench.policies import PolicySpec
 from ballast.bench.probe import PROBE_S, probe, warm_up
 from ballast.bench.progress import ComparisonDisplay
+from ballast.bench.records import Outcome
 from ballast.bench.replay import ReplayOptions
 from ballast.bench.results import BenchResult, ComparisonFacts, read_result, write_result
 from ballast.bench.session import ReplayJob, replay_on
 from ballast.bench.sizing import Pace, Speed, forecast_shared, length_scale_to, mean_request, rate_for, size_memory_for
+from ballast.bench.table import duration
 from ballast.bench.traces import Trace
 from ballast.bench.upscale import upscaled
 from ballast.bench.workloads import Workload
@@ -169,6 +171,7 @@ class Comparison:
                 if not result.complete:
                     return [*problems, "interrupted"]
                 write_result(run.path(self._out), result)
+                display.say(describe_run(title, result))
         return problems
 
     def _finished(self, run: Run) -> bool:
@@ -343,6 +346,15 @@ def describe_plan(name: str, plan: WorkloadPlan) -> str:
         f" x{plan.length_scale:g}); {plan.few_tokens_per_s:,.0f} to {plan.full_tokens_per_s:,.0f} output tokens/s;"
         f" KV demand {plan.forecast_demand_fraction:.0%} of capacity on average,"
         f" {plan.forecast_peak_fraction:.0%} at the peak, if nobody waited"
+    )
+
+
+def describe_run(title: str, result: BenchResult) -> str:
+    (policy,) = result.policies.values()
+    unserved = policy.request_count - policy.outcomes.get(Outcome.FINISHED, 0)
+    return (
+        f"{title}: TTFT {duration(policy.ttft_s.p50)} at the median, {duration(policy.ttft_s.p99)} at P99; TPOT"
+        f" {duration(policy.tpot_s.p50)}; {policy.duration_s:.0f} s" + (f"; {unserved} not served" if unserved else "")
     )
 
 

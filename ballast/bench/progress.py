@@ -115,21 +115,21 @@ class ComparisonDisplay:
         self._began_s = time.monotonic()
         if not self._console.is_terminal:
             self.say(f"run {self._index + 1} of {len(self._expected_s)}, {minutes(self.left_s)} left: {title}")
-        self._update("starting")
+        self._update("starting", refresh=True)
 
     def end(self) -> None:
         self._done_s += self._expected_s[self._index]
         self._taken_s += time.monotonic() - self._began_s
         self._began_s = 0.0
-        self._update("")
+        self._update("", refresh=True)
 
     def on_progress(self, progress: Progress) -> None:
         self._update(f"{progress.ended_count}/{progress.total_count} requests, {progress.running_count} running")
 
     def say(self, line: str) -> None:
-        self._console.print(line, markup=False)
+        self._console.print(line, markup=False, highlight=False)
 
-    def _update(self, what: str) -> None:
+    def _update(self, what: str, *, refresh: bool = False) -> None:
         if not self._console.is_terminal:
             return
         expected_s = self._expected_s[self._index]
@@ -140,6 +140,7 @@ class ComparisonDisplay:
             description=f"{self._title}  {what}",
             count=f"run {self._index + 1}/{len(self._expected_s)}",
             left=minutes(self.left_s),
+            refresh=refresh,
         )
 
 

@@ -1,14 +1,26 @@
 """`bench overload` and `bench plot`, as far as no cluster is needed."""
 
 import asyncio
+import io
 import json
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
-from ballast.bench.overload import Arguments, Comparison, Run, arguments_of, order_of, setting_name, setting_variable
+from ballast.bench.overload import (
+    Arguments,
+    Comparison,
+    Run,
+    arguments_of,
+    describe_run,
+    order_of,
+    setting_name,
+    setting_variable,
+)
 from ballast.bench.policies import parse_policies
 from ballast.bench.progress import ComparisonDisplay, minutes, open_console
+from ballast.bench.replay import Progress
 from ballast.bench.results import read_result, write_result
 from ballast.bench.study import first_violation_s, read_study
 from ballast.bench.workloads import Workload, parse_workloads
@@ -153,6 +165,23 @@ def test_time_left_follows_what_runs_really_take(monkeypatch: pytest.MonkeyPatch
         display.end()
         assert display.left_s == 40.0
     assert minutes(75.4) == "1:15"
+
+
+def test_a_terminal_shows_a_bar_with_the_time_left() -> None:
+    written = io.StringIO()
+    console = Console(file=written, force_terminal=True, width=120)
+    with ComparisonDisplay(console, [30.0, 30.0]) as display:
+        display.begin("spiky · drop · repetition 1")
+        display.on_progress(Progress(total_count=9, span_s=20.0, sent_count=4, finished_count=3))
+        display.end()
+        display.begin("spiky · recompute · repetition 1")
+        display.say(describe_run("spiky · drop · repetition 1", comparison_result("spiky", "drop", 0, 0)))
+        display.end()
+    shown = written.getvalue()
+    assert "run 1/2" in shown
+    assert "1:00 left  spiky · drop · repetition 1  starting" in shown
+    assert "run 2/2" in shown
+    assert "4 not served" in shown
 
 
 # ---------------------------------------------------------------- what is made of results
