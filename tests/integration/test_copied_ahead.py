@@ -1,0 +1,76 @@
+"""A restore of real workers under load: what is copied ahead does not travel again, and only a rest is left to do."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from ballast.common.sampling import SamplingParams
+from ballast.model.tiny import make_tiny
+from services.worker.core.plan import Kind
+from services.worker.core.precopy import WORTH_BLOCKS
+from tests.support.group import Sizes, alone, layout, running_group
+from tests.support.shells import until
+
+LAYERS, NAMES = 4, ["w0", "w1"]
+PROMPTS = [[3 + i, 9, 4 + 2 * i, 7] * 20 for i in range(6)]  # five whole blocks each
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny("llama", tmp_path_factory.mktemp("model") / "tiny", layers=LAYERS, max_len=1024)
+
+
+def test_only_the_rest_of_the_last_blocks_travels_at_the_commit(model_dir: Path) -> None:
+    async def story() -> None:
+        async with running_group(model_dir, NAMES, Sizes(memory_bytes=12 << 20)) as cluster:
+            await cluster.change(Kind.DROP, layout(2, [[("w0", 0, 2), ("w1", 2, 4)]], LAYERS))
+            sampling = SamplingParams(temperature=0.0, max_tokens=800, ignore_eos=True)
+            answers = [await cluster.dispatcher.submit("w0", prompt, sampling) for prompt in PROMPTS]
+            await until(lambda: all(len(answer.token_ids) >= 20 for answer in answers))
+            done = await cluster.change(Kind.RESTORE, alone(3, NAMES, LAYERS))
+            kv = cluster.workers["w0"].engine.memory.kv
+            rest_bytes = len(PROMPTS) * (LAYERS // 2) * kv.shape.block_bytes * (WORTH_BLOCKS + 1)  # it grew meanwhile
+            sent = sum(progress.kv_bytes_sent for progress in done.values())
+            assert sent == sum(progress.kv_bytes_received for progress in done.values())
+            assert 0 < sent <= rest_bytes
+            assert sent == sum(progress.kv_bytes_to_send for progress in done.values())
+            ahead = sum(progress.kv_bytes_copied_ahead for progress in done.values())
+            assert ahead >= len(PROMPTS) * (LAYERS // 2) * kv.shape.block_bytes * 5
+            assert sum(progress.victims_copied_ahead for progress in done.values()) == len(PROMPTS)
+            for progress in done.values():
+                assert len(progress.stalls_s) == progress.victim_count
+                assert 0.0 < progress.p99_stall_s <= progress.max_stall_s
+            assert sorted(w.book.used_count > 0 for w in cluster.workers.values()) == [True, True]
+            for answer in answers:
+                await cluster.dispatcher.cancel(answer)
+            for answer in answers:
+                await cluster.dispatcher.end(answer)
+            await cluster.quiet()
+
+    asyncio.run(story())
+
+
+def test_a_restore_that_is_given_up_forgets_what_was_copied(model_dir: Path) -> None:
+    async def story() -> None:
+        async with running_group(model_dir, NAMES, Sizes(memory_bytes=12 << 20)) as cluster:
+            await cluster.change(Kind.DROP, layout(2, [[("w0", 0, 2), ("w1", 2, 4)]], LAYERS))
+            sampling = SamplingParams(temperature=0.0, max_tokens=800, ignore_eos=True)
+            answers = [await cluster.dispatcher.submit("w0", prompt, sampling) for prompt in PROMPTS]
+            await until(lambda: all(len(answer.token_ids) >= 20 for answer in answers))
+            members = await cluster.prepare(Kind.RESTORE, alone(3, NAMES, LAYERS))
+            told = [cluster.workers[name].progress(3) for name in members]
+            assert sum(progress.kv_bytes_copied_ahead for progress in told if progress) > 0
+            await cluster.abort(members, alone(3, NAMES, LAYERS).epoch)
+            counts = [len(answer.token_ids) for answer in answers]
+            await until(lambda: all(len(a.token_ids) > n for a, n in zip(answers, counts, strict=True)))
+            await until(lambda: all(w.engine.memory.kv.held_layers != (0, 1, 2, 3) for w in cluster.workers.values()))
+            done = await cluster.change(Kind.RESTORE, alone(4, NAMES, LAYERS))
+            assert sum(progress.victims_copied_ahead for progress in done.values()) == len(PROMPTS)
+            for answer in answers:
+                await cluster.dispatcher.cancel(answer)
+            for answer in answers:
+                await cluster.dispatcher.end(answer)
+            await cluster.quiet()
+
+    asyncio.run(story())
