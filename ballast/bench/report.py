@@ -20,6 +20,7 @@ from ballast.bench.table import duration, share
 from ballast.model.info import human_bytes
 
 _DPI = 130
+_PER_WORKLOAD = "device_memory_bytes"  # a setting that differs from workload to workload
 COLUMNS = (
     "policy",
     "runs",
@@ -151,10 +152,12 @@ def _facts(workload: WorkloadStudy) -> str:
     trace, facts = workload.sample.trace, workload.sample.comparison
     assert facts is not None, "a study is made of such results"
     lengths = html.escape(trace.lengths)
+    memory_bytes = workload.sample.config.cluster.get(_PER_WORKLOAD)
+    memory = f" of {human_bytes(memory_bytes)} each" if isinstance(memory_bytes, int) else ""
     return (
         f"<p>{html.escape(trace.source)}: {trace.request_count} requests over {trace.span_s:.0f} s, rate"
         f" x{trace.rate_scale:.3g}, lengths {lengths}, x{trace.length_scale:g}"
-        f" ({trace.clamped_count} cut to the maximum). All workers hold"
+        f" ({trace.clamped_count} cut to the maximum). All workers{memory} hold"
         f" {human_bytes(workload.undropped_kv_bytes)} of KV beside all parameters; forecast demand"
         f" {facts.forecast_demand_fraction:.0%} of that on average.</p>"
     )
@@ -183,7 +186,7 @@ def _configuration(study: Study, sample: BenchResult) -> str:
         ),
         ("seed", str(sample.config.seed)),
         ("deadline", f"{sample.config.deadline_s:g} s"),
-        *((name, str(value)) for name, value in sample.config.cluster.items()),
+        *((name, str(value)) for name, value in sample.config.cluster.items() if name != _PER_WORKLOAD),
     ]
     cells = "".join(f"<tr><th>{html.escape(name)}</th><td>{html.escape(value)}</td></tr>" for name, value in rows)
     return f'<h2>Configuration and machine</h2><table class="facts"><tbody>{cells}</tbody></table>'
