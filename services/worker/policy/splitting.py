@@ -64,7 +64,7 @@ def cut(cost: CostModel, work: Work, room_s: float, min_tokens: int) -> int:
 
 
 class _Piece(NamedTuple):
-    index: int
+    place: int  # in the work given
     work: Work
 
 
@@ -83,7 +83,7 @@ def by_halving(work: Sequence[Work], cost: CostModel, batch_count: int, min_toke
         halve(rest, count - count // 2)
 
     halve([_Piece(i, w) for i, w in enumerate(work) if w.token_count > 1], batch_count)
-    batches = [[(p.index, p.work.token_count) for p in pieces] for pieces in found]
+    batches = [[(p.place, p.work.token_count) for p in pieces] for pieces in found]
     loads_s = [sum(added_s(cost, *p.work) for p in pieces) for pieces in found]
     deal_decodes(work, cost, batches, loads_s)
     return [batch for batch in batches if batch]
