@@ -114,7 +114,6 @@ from services.worker.transport.traffic import TrafficClass
 _LINK_TIMEOUT_S = 5.0
 _SEND_TIMEOUT_S = 5.0
 _KEPT_TRANSITIONS = 16
-_UNDER_WAY = (Phase.PREPARING, Phase.PREPARED, Phase.COMMITTING, Phase.EXCHANGING)
 _BEFORE_COMMIT = (Phase.PREPARING, Phase.PREPARED)
 _AFTER_COMMIT = (Phase.COMMITTING, Phase.EXCHANGING)
 _META_BYTES = 2048  # longer bodies of messages without a tensor travel as one of bytes
