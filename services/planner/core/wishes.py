@@ -126,8 +126,10 @@ def _drop(wish: DropWish, base: Layout, model: ModelInfo | None, loads: Loads, e
 
 
 def _restore(wish: RestoreWish, base: Layout, snapshot: Snapshot, epoch: Epoch) -> Granted | Denied:
-    limit = inf if wish.whatever_the_load else 0.5
-    found = plan_restore(snapshot, usage_limit=limit, only=wish.only)
+    if wish.whatever_the_load:
+        found = plan_restore(snapshot, usage_limit=inf, room_limit=inf, only=wish.only)
+    else:
+        found = plan_restore(snapshot, only=wish.only)
     lines = tuple(explain_restore(found))
     chosen = [dissolution.group_id for dissolution in found.dissolutions]
     if not chosen:

@@ -46,6 +46,7 @@ def plan_restore(
     snapshot: Snapshot,
     *,
     usage_limit: float = 0.5,
+    room_limit: float = 0.9,
     backlog_blocks: int = 0,
     unavailable: Collection[WorkerId] = frozenset(),
     only: Collection[GroupId] | None = None,
@@ -55,10 +56,12 @@ def plan_restore(
 
     Both must hold: a group's own demand against the KV of its members with full copies (its requests stay with
     them), and all demand with the dispatchers' backlog against all capacity, since a pipeline that stays is relief
-    for the others. `unavailable` workers are no sources. `only`: those that an operator named.
+    for the others. And a group has to fit into `room_limit` of what its smallest member has with a full copy: while
+    the layers come back every stage holds the blocks of all the group's sequences, and whoever finds no room then is
+    preempted. `unavailable` workers are no sources. `only`: those that an operator named.
     """
     model = snapshot.model
-    choice = _Choice(snapshot, usage_limit, backlog_blocks, max_groups)
+    choice = _Choice(snapshot, usage_limit, room_limit, backlog_blocks, max_groups)
     kept: list[tuple[GroupId, str]] = []
     chosen: list[tuple[GroupState, tuple[int, ...]]] = []
     pipelines = [g for g in snapshot.groups if len(g.members) > 1 and (only is None or g.group_id in only)]
@@ -86,8 +89,16 @@ def _full_copy_blocks(group: GroupState, model: ModelShape) -> tuple[int, ...]:
 class _Choice:
     """Capacity as it will be with the groups dissolved that were taken so far."""
 
-    def __init__(self, snapshot: Snapshot, usage_limit: float, backlog_blocks: int, max_groups: int | None) -> None:
+    def __init__(
+        self,
+        snapshot: Snapshot,
+        usage_limit: float,
+        room_limit: float,
+        backlog_blocks: int,
+        max_groups: int | None,
+    ) -> None:
         self.usage_limit = usage_limit
+        self.room_limit = room_limit
         self.demand_blocks = backlog_blocks + sum(group.load_blocks for group in snapshot.groups)
         self.capacity_blocks = sum(group.block_count for group in snapshot.groups)
         self.left = len(snapshot.groups) if max_groups is None else max_groups
@@ -98,6 +109,11 @@ class _Choice:
             return "a member's memory does not hold a full copy and KV"
         if group.load_blocks > self.usage_limit * sum(blocks):
             return f"its demand of {group.load_blocks} blocks exceeds {percent} of {sum(blocks)} un-dropped ones"
+        if group.load_blocks > self.room_limit * min(blocks):
+            return (
+                f"its demand of {group.load_blocks} blocks exceeds {self.room_limit:.0%} of the {min(blocks)} that its"
+                " smallest member has while layers come back"
+            )
         after_blocks = self.capacity_blocks - group.block_count + sum(blocks)
         if self.demand_blocks > self.usage_limit * after_blocks:
             return f"all demand, {self.demand_blocks} blocks, would exceed {percent} of {after_blocks} left"

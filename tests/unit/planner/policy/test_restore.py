@@ -69,6 +69,15 @@ def test_all_demand_must_fit_and_backlog_counts() -> None:
     assert "all demand, 51 blocks" in restore.kept[0][1]
 
 
+def test_a_large_pipeline_has_to_fit_where_one_member_alone_will_be() -> None:
+    quiet, busy = dropped(4, 3, [10, 10, 10, 10]), dropped(4, 3, [14, 14, 14, 14])  # of 200 blocks un-dropped
+    assert len(quiet.groups) == len(busy.groups) == 1
+    assert plan_restore(quiet).kept == ()
+    ((_, why),) = plan_restore(busy).kept
+    assert "56 blocks exceeds 90% of the 50" in why
+    assert plan_restore(busy, room_limit=2.0).kept == ()
+
+
 def test_an_operator_names_groups_and_bounds_their_number() -> None:
     snapshot = dropped(4, 2)
     first, second = (g.group_id for g in snapshot.groups)
