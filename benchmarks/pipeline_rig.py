@@ -160,9 +160,9 @@ class _Stage:
                 progress = self.membership.member.progress.get(given)
                 return None if progress is None else progress.phase
             case "times":
-                return self.membership.member.clock.times
+                return self.membership.member.published.clock.times
             case "spans":
-                return self.membership.member.clock.spans()
+                return self.membership.member.published.clock.spans()
             case "serve":
                 self._mode, requests = given
                 return await self._serve(requests)

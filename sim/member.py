@@ -1,6 +1,6 @@
 """An instance's place in its group: carries transitions out on memory that is only numbers.
 
-The counterpart of `services.worker.pipeline.member`, which does the same with tensors, links and threads. What
+The counterpart of `services.worker.pipeline.driver`, which does the same with tensors, links and threads. What
 decides is the production code of `core.transition` and `core.worker`; order and content of what they are told must be
 as there. Failures of members are not modelled yet.
 """

@@ -149,7 +149,7 @@ class WorkerProcess:
             max_running_count=settings.max_num_seqs,
             costs=costs,
         )
-        clock = self._membership.member.clock
+        clock = self._membership.member.published.clock
         export(self._shell.load, REGISTRY, lambda: clock.times)
 
     async def run(self, worker_id: WorkerId) -> None:
@@ -216,7 +216,7 @@ class WorkerProcess:
             max_waiting_count=self._settings.max_num_queued_reqs,
             detokenizer=self._detokenizer,
             transitions=Transitions(self._membership.member, self._shell.post_member),
-            clock=self._membership.member.clock,
+            clock=self._membership.member.published.clock,
         )
 
         def register(server: grpc.aio.Server) -> None:

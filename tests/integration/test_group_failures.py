@@ -104,14 +104,14 @@ def test_exactly_the_kv_of_lost_layers_travels(
 
 def _spy_on_commit(cluster: Cluster, name: str, found: dict[str, list[tuple[int, int]]]) -> None:
     """Reads the core's own table at the moment the member takes its new role up."""
-    member, core = cluster.workers[name].member, cluster.workers[name].core
-    take_up = member._take_up
+    driver, core = cluster.workers[name].member._driver, cluster.workers[name].core
+    take_up = driver._take_up
 
     def spied() -> None:
         found[name] = sorted(core.kv_tokens.items())
         take_up()
 
-    member._take_up = spied
+    driver._take_up = spied
 
 
 def test_first_tokens_come_while_kv_is_exchanged(

@@ -96,7 +96,7 @@ def test_a_batch_that_overtakes_the_roster_waits_for_it(model_dir: Path) -> None
     async def run() -> None:
         async with running_group(model_dir, ["w0", "w1", "w2"], sizes) as cluster:
             w2 = cluster.workers["w2"]
-            overtaken = _hold_back(w2, Topic.ROSTER, lambda: bool(w2.member._early), 8.0)
+            overtaken = _hold_back(w2, Topic.ROSTER, lambda: bool(w2.member._stage._early), 8.0)
             groups = [await ask(cluster, name, lengths, greedy(60)) for name in ("w0", "w1", "w2")]
             await until(lambda: all(len(a.token_ids) > 3 for a in groups[0]))
             target = layout(2, [[("w0", 0, 2), ("w1", 2, 4), ("w2", 4, 6)]], LAYERS)

@@ -348,7 +348,8 @@ async def _all_done(cluster: Cluster) -> None:
         for member in group.members:
             worker = cluster.workers[member.worker_id]
             await until(lambda w=worker: all(p.phase in _OVER for p in w.member.progress.values()))
-            await until(lambda w=worker: not w.member._undoing)  # aborted is said before what had begun is undone
+            # Aborted is said before what had begun is undone.
+            await until(lambda w=worker: not w.member._restoring.undoing)
         leader = cluster.workers[group.leader.worker_id]
         # It hears over links what the others have.
         await until(lambda g=group, w=leader: w.shell.load().block_count == _smallest(cluster, g))
@@ -407,7 +408,7 @@ def _delay(cluster: Cluster, seed: int) -> None:
 def _stale(rng: random.Random, cluster: Cluster, name: str) -> list[MemberEvent]:
     """Messages of an epoch that is over, and of one that nobody knows. They must change nothing (I5)."""
     worker = cluster.workers[name]
-    own = int(worker.member._epoch)
+    own = int(worker.member._role.epoch)
     peer = WorkerId(rng.choice(sorted(set(cluster.workers) - {name})))
     ids = worker.book.sequence_ids
     some_id = rng.choice(ids) if ids else 1

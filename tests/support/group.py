@@ -341,14 +341,14 @@ class Cluster:
 
     async def abort(self, members: Sequence[WorkerId], epoch: Epoch) -> None:
         """Until all that have heard of the plan have undone it."""
-        stale = {n: self.workers[n].member.stale_total for n in members}
+        stale = {n: self.workers[n].member.published.stale_total for n in members}
         for name in members:
             self.post(name, Told(epoch, AbortRequested(time.monotonic(), epoch, "test")))
 
         def undone(name: WorkerId) -> bool:
             progress = self.workers[name].progress(epoch)
             if progress is None:
-                return self.workers[name].member.stale_total > stale[name]
+                return self.workers[name].member.published.stale_total > stale[name]
             return progress.phase is Phase.ABORTED
 
         await until(lambda: all(undone(name) for name in members))
@@ -381,12 +381,13 @@ class Cluster:
 
 
 def _left(worker: GroupWorker) -> str:
-    ids, member, transition = worker.book.sequence_ids, worker.member, worker.member._transition
+    ids, member = worker.book.sequence_ids, worker.member
+    driver, restoring, home = member._driver, member._restoring, member._homecoming
+    transition = driver.transition
     open_ = transition and (transition.phase, transition._is)
-    home = member._homecoming
     return (
-        f"{open_} undoing {member._undoing} learning {member._learning} quiescing {member._quiescing} wants room"
-        f" {home.wants_room} granted {member._room_epoch} links missing {member._links_missing} pulls"
+        f"{open_} undoing {restoring.undoing} learning {driver._learning} quiescing {driver.quiescing} wants room"
+        f" {home.wants_room} granted {restoring._room_epoch} links missing {member._links.missing} pulls"
         f" {home._pull and home._pull._under_way}, suspended {worker.core.suspended_ids}, in flight"
         f" {worker.core.in_flight_count}, settled {worker.core.settled}; "
         f"leads {worker.member.leads}, blocks of {[(i >> 32, i & 0xFFFFFFFF) for i in ids]}, live"

@@ -22,7 +22,6 @@ from services.planner.policy.units import Partition, Units
 from services.planner.policy.usable import blocks_by_size, cheapest_by_count, useful_sizes
 
 EXACT_LIMIT = 128  # groups of different load: 4 ms
-USABLE_LIMIT = 64  # groups whose useful sizes are tried for every number of groups
 _USABLE_ATTEMPTS = 8
 
 

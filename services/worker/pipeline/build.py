@@ -8,7 +8,8 @@ from services.worker.core.stage import StageBook
 from services.worker.core.worker import WorkerCore
 from services.worker.engine.load import Engine
 from services.worker.pipeline.hub import Hub
-from services.worker.pipeline.member import GroupMember, StageEngine
+from services.worker.pipeline.member import GroupMember
+from services.worker.pipeline.stage_runner import StageEngine
 from services.worker.pipeline.timed_runner import TimedRunner
 from services.worker.policy.microbatching import Microbatching, by_token_count
 from services.worker.policy.online_cost import OnlineCost

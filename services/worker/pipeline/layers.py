@@ -1,8 +1,8 @@
 """Getting layers back while the group goes on serving: from peers, else from the checkpoint, verified by checksum.
 
-The KV has made room before (`GroupMember`). Layers come a few at a time at the lowest priority; each is compared with
-a checksum, and one that is wrong is asked for again from the next source. Engine thread only, but for the checksums
-and the disk, which have a thread of their own.
+The KV has made room before (`Homecoming.make_room`). Layers come a few at a time at the lowest priority; each is
+compared with a checksum, and one that is wrong is asked for again from the next source. Engine thread only, but for the
+checksums and the disk, which have a thread of their own.
 """
 
 import contextlib

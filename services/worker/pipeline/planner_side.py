@@ -60,10 +60,8 @@ class Transitions:
         self._post = post
         self._aborted: dict[Epoch, str] = {}  # before this worker had heard of them: a Prepare that comes late is stale
         self._published = asyncio.Event()
-        member.on_publish = self._wake
-        self._published = asyncio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
-        member.on_publish = self._wake
+        member.published.on_publish = self._wake
 
     def prepare(self, request: pb.PrepareRequest) -> None:
         """Raises InvalidRequest or StaleEpoch; a plan this worker has already is no error."""

@@ -17,7 +17,7 @@ _INTERVAL_S = 0.02
 
 
 class TimedRunner:
-    """A `StageEngine` (see `pipeline.member`)."""
+    """A `StageEngine` (see `pipeline.stage_runner`)."""
 
     def __init__(
         self,

@@ -1,0 +1,103 @@
+"""How many blocks each stage has: a leader admits against the smallest, its followers say what they have."""
+
+import time
+from collections.abc import Callable, Mapping
+
+from ballast.common.ids import Epoch, WorkerId
+from ballastpb.worker.v1 import stage_pb2 as pb
+from services.worker.core.events import CapacityChanged
+from services.worker.core.stage import StageBook
+from services.worker.memory.device import DeviceMemory
+from services.worker.pipeline.events import CapacityTold
+from services.worker.pipeline.links import Links
+from services.worker.pipeline.published import Published
+from services.worker.pipeline.role import Role
+from services.worker.pipeline.wire import Topic
+from services.worker.transport.traffic import TrafficClass
+
+
+class Capacities:
+    def __init__(
+        self,
+        role: Role,
+        links: Links,
+        published: Published,
+        *,
+        book: StageBook,
+        memory: DeviceMemory,
+        tell: Callable[[CapacityChanged], object],
+    ) -> None:
+        """`tell` is how the core hears of it."""
+        self._role = role
+        self._links = links
+        self._published = published
+        self._book = book
+        self._memory = memory
+        self._tell = tell
+        self._counts: dict[WorkerId, int] = {}  # leader: stage -> blocks
+        self._homes: dict[WorkerId, int] = {}  # leader: blocks of the other stages when they hold all layers
+        self._limited_epoch = Epoch(0)  # leader: the restore whose end a stage must know, to be believed what it has
+        self._limited: set[WorkerId] = set()  # leader: stages that have not said since what they have
+        self._before_block_count = 0  # leader: what the group had then; 0: what it has is all there is
+
+    @property
+    def smallest(self) -> int:
+        return min(self._counts.values(), default=self._book.block_count)
+
+    @property
+    def smallest_home(self) -> int:
+        """What every member of the group has when it holds all layers."""
+        others = [self._homes[s.worker_id] for s in self._role.stages if s.worker_id in self._homes]
+        return min([self._memory.home_block_count, *others])
+
+    # ------------------------------------------------------------ what is known
+
+    def take_up(self) -> None:
+        """A new layout: nobody has said anything yet, and there is no restore of this group."""
+        self.begin_alone()
+        self._limited_epoch, self._limited, self._before_block_count = Epoch(0), set(), 0
+
+    def begin_alone(self) -> None:
+        self._counts = {self._role.me: self._book.block_count}
+
+    def add(self, counts: Mapping[WorkerId, int]) -> None:
+        self._counts |= counts
+
+    def note_home(self, source: WorkerId, block_count: int) -> None:
+        self._homes[source] = block_count
+
+    def told(self, event: CapacityTold) -> None:
+        role = self._role
+        known = event.source == role.me or role.has_stage(event.source)
+        early = event.source != role.me and event.withdrawn < self._limited_epoch  # may yet make room, or has done
+        if event.epoch != role.epoch or not role.leads or not known or early:
+            self._published.stale_total += 1
+            return
+        self._counts[event.source] = event.block_count
+        self._limited.discard(event.source)
+        if not self._limited:
+            self._before_block_count = 0
+        self.tell_core()
+
+    # ------------------------------------------------------------ who hears of it
+
+    def limit(self, epoch: Epoch, block_count: int) -> None:
+        """Leader: the group is about to have so many blocks; nothing is counted on beyond them from now on."""
+        self._limited_epoch = epoch
+        self._before_block_count = max(self._before_block_count, min(self._counts.values(), default=0))
+        self._counts = {stage.worker_id: block_count for stage in self._role.stages} or {self._role.me: block_count}
+        self._limited = set(self._counts)
+        self.tell_core()
+
+    def tell_core(self) -> None:
+        changed = CapacityChanged(time.monotonic(), self.smallest, before_block_count=self._before_block_count)
+        self._tell(changed)
+
+    def tell_leader(self, withdrawn: Epoch) -> None:
+        """What this member has. `withdrawn` is the newest restore that it knows to be given up."""
+        role, block_count = self._role, self._book.block_count
+        if role.leads:
+            self.told(CapacityTold(role.epoch, role.me, block_count, withdrawn))
+        else:
+            body = pb.Capacity(epoch=withdrawn, block_count=block_count).SerializeToString()
+            self._links.send(role.leader, TrafficClass.CONTROL, Topic.CAPACITY, body)

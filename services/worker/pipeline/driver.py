@@ -1,0 +1,420 @@
+"""One transition at a time: what its state machine wants is carried out, and it is told what has come of it.
+
+`core.transition` decides. Each command has its line in `_execute`; what is more than a message is done by the parts.
+"""
+
+import time
+from collections.abc import Callable, Iterable
+
+from ballast.common.errors import InvariantViolation
+from ballast.common.ids import Epoch, WorkerId
+from ballast.service.logs import get_logger
+from ballastpb.worker.v1 import stage_pb2 as pb
+from services.worker.core.batch import SequenceId
+from services.worker.core.events import KvArrived, RoleChanged
+from services.worker.core.plan import Kind, Phase, Victim, part_of
+from services.worker.core.stage import StageBook
+from services.worker.core.transition import Transition
+from services.worker.core.transition_messages import (
+    AbortRequested,
+    BoundaryReached,
+    Broken,
+    Command,
+    CommitRequested,
+    ConnectLinks,
+    EpochEnded,
+    Event,
+    ExpectKv,
+    HandoverReceived,
+    KvReceived,
+    KvSent,
+    Lead,
+    Led,
+    MemoryReady,
+    PreparationFailed,
+    PrepareMemory,
+    Quiesce,
+    ReleaseLost,
+    Resume,
+    SendEpochEnded,
+    SendHandover,
+    SendKv,
+    SendKvComplete,
+    SendRoster,
+    TakenUp,
+    TakeUp,
+    UndoPreparation,
+)
+from services.worker.core.worker import WorkerCore
+from services.worker.memory.device import DeviceMemory
+from services.worker.pipeline.answers import Answers
+from services.worker.pipeline.capacity import Capacities
+from services.worker.pipeline.events import (
+    HandoverArrived,
+    KvAsked,
+    LinkMade,
+    PieceSent,
+    PlanReceived,
+    RosterArrived,
+    Told,
+)
+from services.worker.pipeline.exchange import KvExchange
+from services.worker.pipeline.handover import Handover
+from services.worker.pipeline.homecoming import Homecoming
+from services.worker.pipeline.hub import Hub
+from services.worker.pipeline.links import Links
+from services.worker.pipeline.published import Published
+from services.worker.pipeline.restoring import BEFORE_COMMIT, Restoring
+from services.worker.pipeline.role import Role, own_layers
+from services.worker.pipeline.stage_runner import StageRunner
+from services.worker.pipeline.wire import Topic
+from services.worker.shell import MemberEvent
+from services.worker.transport.traffic import TrafficClass
+
+_AFTER_COMMIT = (Phase.COMMITTING, Phase.EXCHANGING)
+
+
+class TransitionDriver:
+    def __init__(
+        self,
+        role: Role,
+        links: Links,
+        published: Published,
+        answers: Answers,
+        *,
+        stage: StageRunner,
+        capacities: Capacities,
+        handover: Handover,
+        homecoming: Homecoming,
+        restoring: Restoring,
+        core: WorkerCore,
+        book: StageBook,
+        memory: DeviceMemory,
+        hub: Hub,
+        broken: Callable[[Epoch, WorkerId, str], None],
+        post: Callable[[MemberEvent], None],
+    ) -> None:
+        """`core` is only read, `answers` tell it something; `broken` hears that the group is lost with a member."""
+        self._role = role
+        self._links = links
+        self._published = published
+        self._answers = answers
+        self._stage = stage
+        self._capacities = capacities
+        self._handover = handover
+        self._homecoming = homecoming
+        self._restoring = restoring
+        self._core = core
+        self._book = book
+        self._memory = memory
+        self._hub = hub
+        self._broken = broken
+        self._post = post
+        self.transition: Transition | None = None  # under way, or the last
+        self._received: PlanReceived | None = None
+        self._exchange: KvExchange | None = None  # of that transition
+        self.quiescing = False  # no batches are formed
+        self._learning = False  # a drop is prepared: checksums are taken of what is to be given up
+
+    # ------------------------------------------------------------ what it is told
+
+    def receive(self, event: PlanReceived) -> None:
+        plan, current = event.plan, self.transition
+        if plan.epoch <= self._published.newest_epoch:
+            return  # the same once more, or an old one
+        if part_of(plan, self._role.me) is None:
+            return
+        if current is not None and current.phase in BEFORE_COMMIT:  # whoever has planned it has forgotten it
+            why = f"epoch {plan.epoch} is to be prepared"
+            self.drive(AbortRequested(time.monotonic(), current.epoch, why))
+        if current is not None and current.phase in _AFTER_COMMIT:
+            return  # one after the other: the planner asks again
+        if not self._restoring.idle:
+            return  # what is read for it must not be unmapped
+        self._learning = False
+        transition = self.transition = Transition(self._role.me, plan)
+        self._received = event
+        progress = self._published.begin(plan.epoch, self._book.block_count)
+        self._handover.begin()
+        precopy = self._restoring.plan(transition, progress)
+        self._exchange = KvExchange(
+            transition,
+            progress,
+            kv=self._memory.kv,
+            book=self._book,
+            hub=self._hub,
+            link=lambda to: self._links.to(to),
+            ask=self._ask_for_kv,
+            copied=precopy.copied_blocks,
+            post=self._post,
+        )
+        self._execute(transition.begin())
+        self._publish()
+
+    def told(self, epoch: Epoch, event: Event) -> None:
+        transition = self.transition
+        if transition is None or transition.epoch != epoch:
+            self._published.stale_total += 1
+            return
+        match event:
+            case EpochEnded():
+                self._links.pass_on(Topic.EPOCH_ENDED, epoch)
+            case CommitRequested() if transition.phase is Phase.PREPARED:
+                self._published.note_commit()
+            case KvReceived(sequence_id=sequence_id, source=source):
+                if not self._the_exchange().is_last_piece(sequence_id, source):
+                    return
+            case _:
+                pass
+        self.drive(event)
+
+    def drive(self, event: Event) -> None:
+        if self.transition is None:
+            return
+        self._published.note(event)
+        self._execute(self.transition.handle(event))
+        self._publish()
+
+    def poll(self) -> None:
+        """Between two batches."""
+        transition = self.transition
+        if self.quiescing and transition is not None and transition.phase is Phase.COMMITTING:
+            boundary = not self._core.in_flight_count and not self._core.suspended_ids
+            if boundary and transition.led_before:
+                # What has ended since the last batch, while the stages still follow this leader: it would stay there.
+                self._capacities.tell_core()
+                self.drive(BoundaryReached(time.monotonic(), transition.epoch))
+        self._restoring.poll(transition)
+        if self._learning and not self._homecoming.reads_layers:
+            self._learning = False
+            if transition is not None:
+                self.drive(MemoryReady(time.monotonic(), transition.epoch))
+        if transition is not None:
+            self._restoring.copy_ahead(transition)
+
+    def link_made(self, event: LinkMade) -> None:
+        if not self.is_current(event.epoch):  # of a plan that was given up: the links of this one may be missing yet
+            return
+        news = self._links.made(event)
+        if news is not None:
+            self.drive(news)
+
+    def handover_arrived(self, event: HandoverArrived) -> None:
+        transition = self.transition
+        if transition is None or transition.epoch != event.epoch or self._handover.has_come_from(event.source):
+            self._published.stale_total += 1
+            return
+        victims = self._handover.came(event)
+        self.drive(HandoverReceived(time.monotonic(), event.epoch, event.source, victims))
+
+    def roster_arrived(self, event: RosterArrived) -> None:
+        if not self.is_current(event.epoch):
+            return
+        for sequence_id in event.recomputed:  # their blocks are needed for those who keep their KV
+            self._book.release(sequence_id)
+        self.drive(event.event)
+        self._stage.run_early()
+
+    def kv_asked(self, event: KvAsked) -> None:
+        if self.is_current(event.epoch):
+            self._the_exchange().asked(event)
+
+    def piece_sent(self, event: PieceSent) -> None:
+        if self.is_current(event.epoch) and self._the_exchange().sent(event):
+            self.drive(KvSent(time.monotonic(), event.epoch, event.sequence_id, event.to))
+
+    def abandon(self) -> Callable[[], bool]:
+        """The group is no more. Returns whether nothing of the KV is being sent any more."""
+        exchange, precopy = self._exchange, self._restoring.precopy
+        self._restoring.abandon()
+        self._handover.begin()
+        self.transition, self._exchange = None, None
+        self.quiescing = self._learning = False
+        return lambda: (exchange is None or exchange.idle) and (precopy is None or precopy.idle)
+
+    # ------------------------------------------------------------ what others ask
+
+    def is_current(self, epoch: Epoch) -> bool:
+        """Whether it is the epoch of the transition under way. What is not is counted."""
+        current = self.transition is not None and self.transition.epoch == epoch
+        self._published.stale_total += not current
+        return current
+
+    def awaits_roster(self, epoch: Epoch) -> bool:
+        transition = self.transition
+        return transition is not None and transition.epoch == epoch and transition.awaits_roster
+
+    def check(self) -> None:
+        if self.transition is not None:
+            self.transition.check()
+
+    # ------------------------------------------------------------ commands
+
+    def _execute(self, commands: Iterable[Command]) -> None:
+        for command in commands:
+            match command:
+                case ConnectLinks(epoch=epoch, peers=peers):
+                    self._links.connect(epoch, peers, self._plan_received().data_addresses)
+                case PrepareMemory():
+                    self._prepare_memory()
+                case UndoPreparation(plan=plan):
+                    self.quiescing = False
+                    self._restoring.give_up(plan)
+                case Quiesce():
+                    self.quiescing = True
+                    self._published.note_commit()
+                case SendEpochEnded(epoch=epoch):
+                    self._links.pass_on(Topic.EPOCH_ENDED, epoch)
+                case TakeUp():
+                    self._take_up()
+                case SendHandover(epoch=epoch, to=to):
+                    self._handover.send(epoch, to)
+                case Lead(victims=victims):
+                    self._lead(victims)
+                case SendRoster(epoch=epoch, victims=victims, to=to):
+                    self._handover.send_roster(epoch, victims, to)
+                case SendKv():
+                    self._the_exchange().send(command)
+                case ExpectKv():
+                    self._the_exchange().expect(command)
+                case SendKvComplete(sequence_id=sequence_id, to=to):
+                    self._links.send(to, TrafficClass.CONTROL, Topic.KV_COMPLETE, b"", stream=sequence_id)
+                case Resume(sequence_id=sequence_id):
+                    self._resume(sequence_id)
+                case ReleaseLost():
+                    self._release_lost()
+                case Broken(peer=peer, why=why):
+                    self._broken(self._current().epoch, peer, why)
+
+    # ------------------------------------------------------------ prepare
+
+    def _prepare_memory(self) -> None:
+        transition, progress = self._current(), self._published.counted
+        if why := self._why_unfit(transition):
+            self._fail(transition, why)
+        elif transition.plan.kind is Kind.RESTORE:
+            progress.block_count_after = self._memory.home_block_count
+            if why := self._restoring.why_too_long():
+                self._fail(transition, why)
+            else:
+                self._restoring.begin(transition.epoch, self._plan_received().sources)
+        elif lacking := set(self._layers_to_come(transition)) - set(self._memory.parameters.held_layers):
+            self._fail(transition, f"{self._role.me} does not hold layers {sorted(lacking)}, which it is to execute")
+        else:
+            dropped = self._layers_lost(transition)
+            progress.block_count_after = self._memory.blocks_after_drop(dropped)
+            self._homecoming.learn(dropped)
+            self._learning = True  # see `poll`
+
+    def _why_unfit(self, transition: Transition) -> str:
+        """Why this worker cannot take part, whatever memory there is."""
+        if transition.plan.kind is Kind.RESTORE and (why := self._restoring.why_not(transition.epoch)):
+            return why
+        base = transition.part.old
+        return "" if base is None else self._role.why_not_as_in(base)
+
+    def _fail(self, transition: Transition, why: str) -> None:
+        """After the commands that are being carried out."""
+        self._post(Told(transition.epoch, PreparationFailed(time.monotonic(), transition.epoch, why)))
+
+    def _layers_to_come(self, transition: Transition) -> range:
+        return own_layers(self._role.me, transition.part.new.members)
+
+    def _layers_lost(self, transition: Transition) -> list[int]:
+        kept = self._layers_to_come(transition)
+        return [layer for layer in self._memory.parameters.held_layers if layer not in kept]
+
+    # ------------------------------------------------------------ commit
+
+    def _take_up(self) -> None:
+        """Between two batches: sequences change hands, memory is moved, and the role is another one."""
+        transition, now_s, role = self._current(), time.monotonic(), self._role
+        self._published.note_commit()
+        new = transition.part.new
+        own = self._hand_over(transition, now_s) if transition.led_before else ()
+        self._restoring.commit()
+        self._stage.forget_all()
+        self._remap(transition)
+        role.take_up(transition.epoch, new)
+        self._published.clock.begin_layout()
+        self._capacities.take_up()
+        self._answers.tell(RoleChanged(now_s, role.leads, len(new.members)))
+        self.quiescing = role.leads  # a leader forms batches once all members are ready
+        transition.own_victims(own)
+        progress = self._published.counted
+        progress.taken_up_at_s = time.monotonic()
+        progress.boundary_wait_s = progress.taken_up_at_s - progress.commit_at_s - progress.remap_s
+        get_logger().info("layout taken up", epoch=transition.epoch, **progress.until_taken_up())
+        self.drive(TakenUp(time.monotonic(), transition.epoch))
+        self._stage.run_early()
+
+    def _hand_over(self, transition: Transition, now_s: float) -> tuple[Victim, ...]:
+        if transition.plan.kind is Kind.RESTORE:
+            return self._handover.deal_out(self._restoring.destinations(), now_s)
+        return self._handover.give(transition.part.new.leader.worker_id, now_s)
+
+    def _remap(self, transition: Transition) -> None:
+        lost, began_s = self._layers_lost(transition), time.perf_counter()
+        progress = self._published.counted
+        progress.freed_parameter_bytes = (
+            sum(self._memory.parameters.extents_of(layer) for layer in lost) * self._memory.pool.extent_bytes
+        )
+        self._grow_book(self._memory.drop_layers(lost))
+        progress.remap_s += time.perf_counter() - began_s
+
+    def _grow_book(self, block_count: int) -> None:
+        self._book.grow(block_count - self._book.block_count)
+
+    def _lead(self, victims: tuple[Victim, ...]) -> None:
+        transition, now_s = self._current(), time.monotonic()
+        kept = self._handover.lead(transition, victims, self._published.counted, now_s)
+        self.quiescing = False
+        self.drive(Led(now_s, transition.epoch, kept))
+
+    # ------------------------------------------------------------ exchange
+
+    def _ask_for_kv(self, source: WorkerId, sequence_id: SequenceId, first_block: int) -> None:
+        body = pb.KvWanted(first_block=first_block).SerializeToString()
+        self._links.send(source, TrafficClass.CONTROL, Topic.KV_WANTED, body, stream=sequence_id)
+
+    def _resume(self, sequence_id: SequenceId) -> None:
+        now_s, progress = time.monotonic(), self._published.counted
+        progress.victims_waiting -= 1
+        progress.note_stall(now_s - progress.commit_at_s)
+        self._answers.tell(KvArrived(now_s, sequence_id))
+
+    def _release_lost(self) -> None:
+        progress, began_s = self._published.counted, time.perf_counter()
+        if not self._role.stages:  # alone: what the group has shared out to others leaves nothing here
+            mine = {*self._core.sequence_ids, *self._core.suspended_ids}
+            for sequence_id in self._book.sequence_ids:
+                if sequence_id not in mine:
+                    self._book.release(sequence_id)
+        self._grow_book(self._memory.release_retired())
+        progress.remap_s += time.perf_counter() - began_s
+        progress.exchange_s = time.monotonic() - progress.taken_up_at_s
+        progress.block_count_after = self._book.block_count
+        self._capacities.tell_leader(self._restoring.withdrawn_epoch)
+        self._links.retire(self._role.epoch)
+
+    # ------------------------------------------------------------ what there must be
+
+    def _publish(self) -> None:
+        """A group that is lost takes its transition with it: then there is nothing to tell here."""
+        if self.transition is not None:
+            self._published.publish(self.transition)
+
+    def _current(self) -> Transition:
+        if self.transition is None:
+            raise InvariantViolation("no transition is under way")
+        return self.transition
+
+    def _plan_received(self) -> PlanReceived:
+        if self._received is None:
+            raise InvariantViolation("no plan has been received")
+        return self._received
+
+    def _the_exchange(self) -> KvExchange:
+        if self._exchange is None:
+            raise InvariantViolation("KV is exchanged and no transition is under way")
+        return self._exchange

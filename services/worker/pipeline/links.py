@@ -1,0 +1,102 @@
+"""This worker's links to other members: made while a layout is prepared, and what is said over them."""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+
+import torch
+
+from ballast.common.errors import BallastError
+from ballast.common.ids import Epoch, WorkerId
+from ballast.service.logs import get_logger
+from services.worker.core.transition_messages import LinksUp, PreparationFailed
+from services.worker.pipeline.events import LinkMade, Told
+from services.worker.pipeline.role import Role
+from services.worker.pipeline.wire import Topic
+from services.worker.shell import MemberEvent
+from services.worker.transport.link import Link
+from services.worker.transport.plane import DataPlane
+from services.worker.transport.traffic import TrafficClass
+
+_LINK_TIMEOUT_S = 5.0
+_SEND_TIMEOUT_S = 5.0
+_META_BYTES = 2048  # longer bodies of messages without a tensor travel as one of bytes
+
+
+class Links:
+    """Where no epoch is named, the link of the layout in force is meant."""
+
+    def __init__(self, plane: DataPlane, role: Role, post: Callable[[MemberEvent], None]) -> None:
+        self._plane = plane
+        self._role = role
+        self._post = post
+        self.missing: set[WorkerId] = set()  # of those asked for last
+
+    def to(self, peer: WorkerId, epoch: Epoch | None = None) -> Link | None:
+        """None: there is none, or it has ended."""
+        return self._plane.link(peer, self._role.epoch if epoch is None else epoch)
+
+    # ------------------------------------------------------------ saying something
+
+    def send(
+        self,
+        to: WorkerId,
+        traffic: TrafficClass,
+        topic: Topic,
+        meta: bytes,
+        tensor: torch.Tensor | None = None,
+        stream: int = 0,
+        epoch: Epoch | None = None,
+    ) -> Future[None] | None:
+        """Delivered, or the link ends, which is told as an event of its own: no message is missing in between. The
+        future is done when it has left this side.
+        """
+        link = self.to(to, epoch)
+        if link is None:
+            return None
+        try:
+            if tensor is None and len(meta) > _META_BYTES:
+                tensor, meta = torch.frombuffer(bytearray(meta), dtype=torch.uint8), b""
+            return link.send(traffic, topic, meta=meta, tensor=tensor, stream=stream, timeout_s=_SEND_TIMEOUT_S)
+        except BallastError as error:
+            get_logger().error("message to a member was not sent", to=to, topic=topic.name, why=str(error))
+            link.give_up(f"{topic.name} could not be sent: {error}")
+            return None
+
+    def pass_on(self, topic: Topic, about: Epoch) -> None:
+        """Down the pipeline in force, behind the last batch: so it goes as an activation."""
+        if not self._role.is_last:
+            self.send(self._role.next_stage, TrafficClass.ACTIVATION, topic, b"", stream=about)
+
+    def ask_for_layer(self, peer: WorkerId, epoch: Epoch, layer: int) -> bool:
+        """False: it cannot be reached."""
+        if self.to(peer, epoch) is None:
+            return False
+        self.send(peer, TrafficClass.CONTROL, Topic.LAYER_WANTED, b"", stream=layer, epoch=epoch)
+        return True
+
+    # ------------------------------------------------------------ making and ending them
+
+    def connect(self, epoch: Epoch, peers: Sequence[WorkerId], addresses: Mapping[WorkerId, str]) -> None:
+        """`LinkMade` follows for each; with no peers the transition hears at once."""
+        self.missing = set(peers)
+        for peer in peers:
+            future = self._plane.warm(peer, addresses[peer], epoch, timeout_s=_LINK_TIMEOUT_S)
+            future.add_done_callback(lambda f, p=peer: self._post(LinkMade(epoch, p, f)))
+        if not peers:
+            self._post(Told(epoch, LinksUp(time.monotonic(), epoch)))
+
+    def made(self, event: LinkMade) -> LinksUp | PreparationFailed | None:
+        """What it means for the transition."""
+        error, now_s = event.link.exception(), time.monotonic()
+        if error is not None:
+            return PreparationFailed(now_s, event.epoch, f"no link to {event.peer}: {error}")
+        self.missing.discard(event.peer)
+        return None if self.missing else LinksUp(now_s, event.epoch)
+
+    def retire(self, before: Epoch) -> None:
+        """Those of older layouts bring nothing any more."""
+        self._plane.retire(before)
+
+    def close(self) -> None:
+        self._plane.close()

@@ -1,0 +1,257 @@
+"""A member's part in a restore until its commit: room is granted or withdrawn, layers come, and KV is copied ahead.
+
+`Homecoming` takes the layers back, `PrecopyRun` copies; here is when, and what the group hears of it.
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+from ballast.common.errors import InvariantViolation
+from ballast.common.ids import Epoch, WorkerId
+from services.worker.core.batch import SequenceId
+from services.worker.core.plan import Kind, Phase, Plan
+from services.worker.core.stage import StageBook
+from services.worker.core.transition import Transition
+from services.worker.core.transition_messages import Event, MemoryReady, PreparationFailed
+from services.worker.core.worker import WorkerCore
+from services.worker.memory.device import DeviceMemory
+from services.worker.pipeline.capacity import Capacities
+from services.worker.pipeline.events import (
+    KvAheadArrived,
+    KvAheadAsked,
+    LayerArrived,
+    LayerAsked,
+    LayerChecked,
+    ShareTold,
+)
+from services.worker.pipeline.homecoming import Homecoming
+from services.worker.pipeline.hub import Hub
+from services.worker.pipeline.links import Links
+from services.worker.pipeline.precopy import Place, PrecopyRun
+from services.worker.pipeline.published import Published
+from services.worker.pipeline.role import Role
+from services.worker.pipeline.status import Progress
+from services.worker.pipeline.wire import Topic
+from services.worker.shell import MemberEvent
+from services.worker.transport.traffic import TrafficClass
+
+BEFORE_COMMIT = (Phase.PREPARING, Phase.PREPARED)
+
+
+class Restoring:
+    """`plan` with every plan, also a drop's, for which nothing is copied ahead."""
+
+    def __init__(
+        self,
+        role: Role,
+        links: Links,
+        capacities: Capacities,
+        homecoming: Homecoming,
+        published: Published,
+        *,
+        core: WorkerCore,
+        book: StageBook,
+        memory: DeviceMemory,
+        hub: Hub,
+        max_running_count: int,
+        under_way: Callable[[], Transition | None],
+        drive: Callable[[Event], None],
+        post: Callable[[MemberEvent], None],
+    ) -> None:
+        """`core` is only read; `drive` tells the transition that is under way something."""
+        self._role = role
+        self._links = links
+        self._capacities = capacities
+        self._homecoming = homecoming
+        self._published = published
+        self._core = core
+        self._book = book
+        self._memory = memory
+        self._hub = hub
+        self._max_running_count = max_running_count
+        self._under_way = under_way
+        self._drive = drive
+        self._post = post
+        self._room_epoch = Epoch(0)  # the restore for which the leader has granted room
+        self._withdrawn_epoch = Epoch(0)  # the restore that the leader has given up
+        self.undoing = False  # a restore was aborted
+        self.precopy: PrecopyRun | None = None  # of one that has ended until nothing is read for it
+
+    @property
+    def idle(self) -> bool:
+        """Nothing is left of the restore before."""
+        return not self.undoing and (self.precopy is None or self.precopy.idle)
+
+    @property
+    def withdrawn_epoch(self) -> Epoch:
+        return self._withdrawn_epoch
+
+    def plan(self, transition: Transition, progress: Progress) -> PrecopyRun:
+        epoch, role = transition.epoch, self._role
+        smallest_home = self._capacities.smallest_home
+        where = Place(role.me, transition.plan, role.leads, smallest_home, self._max_running_count)
+        self.precopy = PrecopyRun(
+            where,
+            progress,
+            kv=self._memory.kv,
+            book=self._book,
+            hub=self._hub,
+            tell=lambda to, topic, body, i: self._links.send(
+                to, TrafficClass.CONTROL, topic, body, stream=i, epoch=epoch
+            ),
+            synchronise=self._memory.pool.backend.synchronise,
+            post=self._post,
+        )
+        return self.precopy
+
+    def poll(self, transition: Transition | None) -> None:
+        """Between two batches: what waits for room, or for the end of what is on its way."""
+        if self._role.leads and transition is not None and transition.plan.kind is Kind.RESTORE:
+            self._lead(transition)
+        if self._homecoming.wants_room:
+            self._take_room()
+        if self.undoing:
+            self._undo()
+
+    # ------------------------------------------------------------ its begin
+
+    def why_not(self, epoch: Epoch) -> str:
+        """Why there can be none, whatever memory there is; empty: there can."""
+        return f"the leader has given epoch {epoch} up" if epoch <= self._withdrawn_epoch else ""
+
+    def why_too_long(self) -> str:
+        """Why the group must stay: a request that it runs would end with an error in a member of its own.
+
+        A batch in flight may still add a token to it, and the next batch wants room for one more.
+        """
+        longest = self._core.longest_token_count
+        home = self._capacities.smallest_home * self._memory.kv.shape.block_tokens
+        if longest + 2 <= home:
+            return ""
+        return f"a request has {longest} tokens, and a member has room for {home} without its group"
+
+    def begin(self, epoch: Epoch, sources: Mapping[int, Sequence[WorkerId]]) -> None:
+        self._homecoming.begin(epoch, sources, self._published.counted)
+        if self._role.leads:
+            self._capacities.limit(epoch, self._capacities.smallest_home)
+
+    # ------------------------------------------------------------ room
+
+    def _lead(self, transition: Transition) -> None:
+        if transition.phase in BEFORE_COMMIT and (why := self.why_too_long()):
+            self._drive(PreparationFailed(time.monotonic(), transition.epoch, why))
+        wanted = transition.phase is Phase.PREPARING and self._homecoming.wants_room and not self._links.missing
+        if wanted and self._core.settled:  # nobody holds or will take a block beyond the limit
+            self.room_is_granted(transition.epoch)
+
+    def room_is_granted(self, epoch: Epoch) -> None:
+        """Told down the pipeline, behind all batches."""
+        self._links.pass_on(Topic.ROOM, epoch)
+        self._room_epoch = max(self._room_epoch, epoch)
+        self._take_room()
+
+    def room_is_withdrawn(self, epoch: Epoch) -> None:
+        """Follower: what it has from now on, it has for good, and the leader may count on it."""
+        if self._role.leads:
+            self._published.stale_total += 1
+            return
+        self._pass_on_withdrawal(epoch)
+        transition = self._under_way()
+        if transition is not None and transition.epoch == epoch:
+            self._drive(PreparationFailed(time.monotonic(), epoch, "the leader has given it up"))
+        if not self.undoing:  # else it is said then
+            self._capacities.tell_leader(self._withdrawn_epoch)
+
+    def _pass_on_withdrawal(self, epoch: Epoch) -> None:
+        """Down the pipeline, behind the grant of room if there was one."""
+        self._links.pass_on(Topic.ROOM_WITHDRAWN, epoch)
+        self._withdrawn_epoch = max(self._withdrawn_epoch, epoch)
+
+    def _take_room(self) -> None:
+        transition = self._under_way()
+        if transition is None or transition.epoch != self._room_epoch or transition.phase is not Phase.PREPARING:
+            return  # the leader's word may come before the planner's
+        if self._homecoming.wants_room and not self._links.missing:  # else peers could not be asked for layers
+            self._homecoming.make_room()
+            self._after_pull(transition)
+
+    # ------------------------------------------------------------ layers
+
+    def layer_asked(self, event: LayerAsked) -> None:
+        link, transition = event.link, self._under_way()
+        if transition is not None and transition.epoch == event.epoch and transition.phase in BEFORE_COMMIT:
+            self._homecoming.serve(link, event, self._role.layers)
+        else:
+            self._homecoming.refuse(link, event)
+
+    def layer_news(self, event: LayerArrived | LayerChecked) -> None:
+        if not self._homecoming.handle(event):
+            return
+        transition = self._under_way()
+        if transition is not None and transition.phase is Phase.PREPARING:
+            self._after_pull(transition)
+
+    def _after_pull(self, transition: Transition) -> None:
+        now_s, precopy = time.monotonic(), self.the_precopy()
+        if self._homecoming.failure:
+            self._drive(PreparationFailed(now_s, transition.epoch, self._homecoming.failure))
+        elif self._homecoming.complete and not precopy.is_ready:
+            precopy.ready(now_s)  # and MemoryReady when enough has been copied: see `copy_ahead`
+        else:
+            self._published.publish(transition)
+
+    # ------------------------------------------------------------ KV ahead of the commit
+
+    def the_precopy(self) -> PrecopyRun:
+        if self.precopy is None:
+            raise InvariantViolation("KV is copied ahead and no transition is under way")
+        return self.precopy
+
+    def ahead(self, event: ShareTold | KvAheadAsked | KvAheadArrived) -> None:
+        self.the_precopy().handle(event, time.monotonic())
+
+    def copy_ahead(self, transition: Transition) -> None:
+        """Between two batches."""
+        if self.precopy is None:
+            return
+        now_s = time.monotonic()
+        self.precopy.poll(now_s, self._core.placements)
+        if transition.phase is Phase.PREPARING and self.precopy.enough(now_s):
+            self._drive(MemoryReady(now_s, transition.epoch))
+
+    def destinations(self) -> Mapping[SequenceId, WorkerId]:
+        """Leader: who is going to lead which sequence."""
+        return self.the_precopy().destinations(self._core.placements())
+
+    # ------------------------------------------------------------ its end
+
+    def commit(self) -> None:
+        """Nothing is copied ahead any more."""
+        self.the_precopy().end()
+
+    def give_up(self, plan: Plan) -> None:
+        """What has been prepared is undone. The leader's followers hear of it, behind its grant of room."""
+        self.the_precopy().end()
+        self.undoing = plan.kind is Kind.RESTORE
+        if self.undoing and self._role.leads:
+            self._pass_on_withdrawal(plan.epoch)
+
+    def _undo(self) -> None:
+        """The burst is back: layers are given up again, once nothing writes into them any more."""
+        if not self.the_precopy().idle:
+            return
+        block_count = self._homecoming.undo(self._role.layers)
+        if block_count is not None:
+            self.undoing = False
+            self._book.grow(block_count - self._book.block_count)
+            self._capacities.tell_leader(self._withdrawn_epoch)
+
+    def abandon(self) -> None:
+        """The group is no more: `Rescue` takes the layers back."""
+        if self.precopy is not None:
+            self.precopy.end()
+        self.precopy, self.undoing = None, False
+
+    def check(self) -> None:
+        if self.precopy is not None:
+            self.precopy.check()

@@ -1,0 +1,70 @@
+"""The role that this worker plays: the layout in force here, the stages of its group, and which layers it executes."""
+
+from collections.abc import Iterable
+
+from ballast.common.errors import InvariantViolation
+from ballast.common.ids import Epoch, WorkerId
+from ballast.common.layout import Group
+from ballast.common.layout import Member as LayoutMember
+
+
+class Role:
+    """One object for all who need to know; a transition or a rescue changes it, on the engine thread."""
+
+    def __init__(self, me: WorkerId, layer_count: int) -> None:
+        self.me = me
+        self.layer_count = layer_count
+        self.epoch = Epoch(0)
+        self.stages: tuple[LayoutMember, ...] = ()  # of its group; empty: alone
+        self.layers = range(layer_count)  # that it executes
+
+    @property
+    def leads(self) -> bool:
+        return not self.stages or self.leader == self.me
+
+    @property
+    def leader(self) -> WorkerId:
+        return self.stages[0].worker_id if self.stages else self.me
+
+    @property
+    def is_last(self) -> bool:
+        """No stage follows."""
+        return not self.stages or self.stages[-1].worker_id == self.me
+
+    @property
+    def next_stage(self) -> WorkerId:
+        index = next(i for i, stage in enumerate(self.stages) if stage.worker_id == self.me)
+        return self.stages[index + 1].worker_id
+
+    def has_stage(self, worker_id: WorkerId) -> bool:
+        return any(stage.worker_id == worker_id for stage in self.stages)
+
+    def take_up(self, epoch: Epoch, group: Group) -> None:
+        self.epoch = epoch
+        self.stages = group.members if len(group.members) > 1 else ()
+        self.layers = own_layers(self.me, group.members)
+
+    def leave_group(self) -> None:
+        """The group is no more. The layers are the same: they are what this worker has."""
+        self.stages = ()
+
+    def be_whole(self) -> None:
+        self.layers = range(self.layer_count)
+
+    def why_not_as_in(self, base: Group) -> str:
+        """Why a plan that takes this for the group in force here cannot be carried out; empty: it can."""
+        whole = ((self.me, self.layers.start, self.layers.stop),)
+        is_ = _spans(self.stages) or whole
+        taken_for = _spans(base.members)
+        return "" if is_ == taken_for else f"{self.me} is a member of {is_}, and the plan takes that for {taken_for}"
+
+
+def own_layers(me: WorkerId, members: Iterable[LayoutMember]) -> range:
+    for member in members:
+        if member.worker_id == me:
+            return range(member.first_layer, member.last_layer)
+    raise InvariantViolation(f"{me} is no member of its group")
+
+
+def _spans(members: Iterable[LayoutMember]) -> tuple[tuple[WorkerId, int, int], ...]:
+    return tuple((m.worker_id, m.first_layer, m.last_layer) for m in members)
