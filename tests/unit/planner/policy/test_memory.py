@@ -38,10 +38,7 @@ def test_freed_bytes_and_blocks_come_true(first_layer: int, last_layer: int) -> 
 
         told = Splitter(model).aftermath(instance, first_layer, last_layer)
         before_bytes = memory.report().parameter_bytes
-        memory.parameters.drop(told.dropped_layers)
+        assert memory.drop_layers(told.dropped_layers) == told.early_block_count
         assert before_bytes - memory.report().parameter_bytes == told.freed_bytes
-        for layer in told.dropped_layers:
-            memory.kv.drop(layer)
-        memory.kv.grow(memory.pool.free_count // (last_layer - first_layer))
-        assert memory.kv.block_count == told.block_count
+        assert memory.release_retired() == memory.kv.block_count == told.block_count
         memory.check()
