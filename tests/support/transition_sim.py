@@ -49,6 +49,8 @@ class World:
         self.journal: pt.Journal | None = None
         self.coordinator: pt.Coordinator | None = None
         self.planner_life = 0
+        self.vacant = False  # a planner has died, and none has followed it yet
+        self.leased_life = 0  # writes of a planner before this one are refused: the state server fences them
         self.planned_epoch = 1
         self.forgotten_epoch = 0
         self.faults = True
@@ -137,10 +139,13 @@ class World:
     def crash_planner(self) -> None:
         """Another one takes over with what is in the journal by then."""
         self.planner_life += 1
-        life, self.coordinator = self.planner_life, None
+        life, self.coordinator, self.vacant = self.planner_life, None, True
 
         def take_over() -> None:
-            if life == self.planner_life and self.journal is not None and not self.journal.stage.over:
+            if life != self.planner_life:
+                return
+            self.leased_life, self.vacant = life, False
+            if self.journal is not None and not self.journal.stage.over:
                 self.coordinator, commands = pt.Coordinator.resume(self.journal, self.now_s, pt.CoordinatorRules())
                 self.planner(commands)
                 for worker in self.workers.values():
@@ -158,7 +163,9 @@ class World:
         self.forgotten_epoch, self.coordinator, self.journal = self.planned_epoch, None, None
 
         def plan_anew() -> None:
-            if self.coordinator is None and self.journal is None:
+            if self.vacant:
+                self.after(0.1, "plan anew", plan_anew)
+            elif self.coordinator is None and self.journal is None:
                 self.plan(kind, groups)
                 for worker in self.workers.values():
                     if not worker.alive:
@@ -174,7 +181,9 @@ class World:
                     at_s = max(self.now_s + self.rng.uniform(0, 0.02), self._journal_at_s)
                     self._journal_at_s = at_s
                     told = self.for_life(lambda j=journal: self.tell_planner(pt.Journaled(self.now_s, j.stage)))
-                    self.after(at_s - self.now_s, "journal", lambda j=journal, t=told: self.write(j, t))
+                    self.after(
+                        at_s - self.now_s, "journal", lambda j=journal, t=told, n=self.planner_life: self.write(j, t, n)
+                    )
                 case pt.SendPrepare(worker_id=worker_id):
                     self.call(worker_id, self.prepare)
                 case pt.SendCommit(worker_id=worker_id):
@@ -190,8 +199,8 @@ class World:
         life = self.planner_life
         return lambda: act() if life == self.planner_life else None
 
-    def write(self, journal: pt.Journal, told: Callable[[], None]) -> None:
-        if journal.epoch <= self.forgotten_epoch:
+    def write(self, journal: pt.Journal, told: Callable[[], None], life: int) -> None:
+        if journal.epoch <= self.forgotten_epoch or life < self.leased_life:
             return
         self.journal = journal
         if journal.stage is pt.Stage.COMMITTING:
