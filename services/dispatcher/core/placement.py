@@ -107,7 +107,8 @@ class Placement:
         left_tokens = tracked.request.sampling.max_tokens - len(tracked.output_token_ids)
         need = Need(tokens=tracked.token_count + 1, growth_tokens=min(left_tokens, self._routing.growth_tokens))
         since_s = tracked.blocked_since_s
-        patience_ended = since_s is not None and at_s - since_s >= self.rules.large_patience_s
+        # As the retry below is asked for: a difference may be rounded to less, and the retry would be for ever due now.
+        patience_ended = since_s is not None and at_s >= since_s + self.rules.large_patience_s
         view = choose(list(views.values()), need, self._routing, may_queue_large=patience_ended)
         if view is None and not patience_ended:
             if since_s is None:

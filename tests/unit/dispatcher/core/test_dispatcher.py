@@ -168,6 +168,19 @@ def test_small_requests_overtake_a_large_one_until_its_patience_ends() -> None:
     assert story.core.requests["over"].worker is None  # pyright: ignore[reportArgumentType]
 
 
+def test_patience_has_ended_when_its_timer_rings() -> None:
+    begin_s = 3.1
+    assert (begin_s + 2.0) - begin_s < 2.0  # a timer that is due again at once would ring for ever in virtual time
+    story = Story("a", placement=PlacementRules(large_patience_s=2.0))
+    story.step("a", report=load(used_block_count=40, running_count=2))
+    story.now_s = begin_s
+    story.submit("large", prompt=30 * 16)
+    due_at_s = story.core.next_timer_s()
+    assert due_at_s is not None
+    story.now_s = due_at_s
+    assert story.handle(Tick(due_at_s)).places == [("large", "a")]
+
+
 def test_a_large_request_that_fits_elsewhere_does_not_wait() -> None:
     story = Story("a", "b")
     story.step("a", report=load(used_block_count=40, running_count=2))
