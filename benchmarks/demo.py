@@ -99,12 +99,16 @@ async def make_plan(args: argparse.Namespace, model: Path, console: Console) -> 
         )
     console.print(f"{pace.output_tokens_per_s:,.0f} output tokens/s with un-dropped memory full")
     if time_scale is None:
-        time_scale, shorter = sizing.scales(trace, pace)
+        time_scale, shorter = sizing.scales(trace, pace, args.max_span_s or _max_span_s(args.trace))
         length_scale = two_digits(length_scale * shorter) if args.length_scale is None else length_scale
     trace = whole.scaled(time_scale=time_scale, length_scale=length_scale, max_total_tokens=info.max_model_len)
     memory = _size_memory(args, info, trace)
     _say_plan(trace, memory, info, pace, console)
     return Plan(model, memory, trace, time_scale, length_scale)
+
+
+def _max_span_s(trace: Path) -> float:
+    return sizing.SHIPPED_SPAN_S if trace == SHIPPED_TRACE else sizing.OTHER_SPAN_S
 
 
 def _size_memory(args: argparse.Namespace, info: CheckpointInfo, trace: Trace) -> Memory:
@@ -243,6 +247,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--trace", type=Path, default=SHIPPED_TRACE)
     parser.add_argument("--time-scale", type=float, help="default: see the head of benchmarks/demo_sizing.py")
     parser.add_argument("--length-scale", type=float, help="default: likewise")
+    parser.add_argument("--max-span-s", type=float, help="default: likewise")
     parser.add_argument("--limit", type=int, help="only the first requests of the trace")
     parser.add_argument("--arch", default="llama")
     parser.add_argument("--seed", type=int, default=0)

@@ -22,7 +22,7 @@ from benchmarks import demo_sizing as sizing  # noqa: E402
 
 def test_the_burst_asks_for_more_than_undropped_memory_can_serve() -> None:
     trace = read_trace(demo.SHIPPED_TRACE)
-    time_scale, shorter = sizing.scales(trace, Pace(1500.0, 16 / 1500.0))
+    time_scale, shorter = sizing.scales(trace, Pace(1500.0, 16 / 1500.0), sizing.SHIPPED_SPAN_S)
     peak_per_s = peak_output_tokens(trace.requests, sizing.PEAK_WINDOW_S) / sizing.PEAK_WINDOW_S / time_scale
     assert shorter == 1.0
     assert peak_per_s == pytest.approx(sizing.BURST_LOAD * 1500.0, rel=0.05)
@@ -33,9 +33,9 @@ def test_a_long_trace_is_compressed_and_then_its_lengths_are_shortened() -> None
     burst = [TraceRequest(3000 + i * 0.02, 80, 160) for i in range(2000)]
     trace = Trace(source="x", format="azure", requests=tuple(sorted(steady + burst, key=lambda r: r.arrival_s)))
     pace = Pace(1000.0, 0.016)
-    time_scale, shorter = sizing.scales(trace, pace)
+    time_scale, shorter = sizing.scales(trace, pace, 90.0)
     scaled = trace.scaled(time_scale=time_scale, length_scale=shorter)
-    assert 0.8 * sizing.MAX_SPAN_S < scaled.span_s <= sizing.MAX_SPAN_S
+    assert 72.0 < scaled.span_s <= 90.0
     peak_per_s = peak_output_tokens(scaled.requests, sizing.PEAK_WINDOW_S) / sizing.PEAK_WINDOW_S
     assert peak_per_s <= 1.3 * sizing.BURST_LOAD * pace.output_tokens_per_s
 
