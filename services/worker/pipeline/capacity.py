@@ -52,13 +52,10 @@ class Capacities:
 
     # ------------------------------------------------------------ what is known
 
-    def take_up(self) -> None:
-        """A new layout: nobody has said anything yet, and there is no restore of this group."""
-        self.begin_alone()
-        self._limited_epoch, self._limited, self._before_block_count = Epoch(0), set(), 0
-
-    def begin_alone(self) -> None:
+    def begin(self) -> None:
+        """A new role: nobody has said anything yet, and there is no restore of this group."""
         self._counts = {self._role.me: self._book.block_count}
+        self._limited_epoch, self._limited, self._before_block_count = Epoch(0), set(), 0
 
     def add(self, counts: Mapping[WorkerId, int]) -> None:
         self._counts |= counts

@@ -337,7 +337,7 @@ class TransitionDriver:
         self._remap(transition)
         role.take_up(transition.epoch, new)
         self._published.clock.begin_layout()
-        self._capacities.take_up()
+        self._capacities.begin()
         self._answers.tell(RoleChanged(now_s, role.leads, len(new.members)))
         self.quiescing = role.leads  # a leader forms batches once all members are ready
         transition.own_victims(own)

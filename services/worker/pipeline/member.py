@@ -268,7 +268,7 @@ class GroupMember:
         """Every layer is here again: this worker leads itself."""
         self._rescue = None
         self._role.be_whole()
-        self._capacities.begin_alone()
+        self._capacities.begin()
         now_s = time.monotonic()
         self._answers.tell(RoleChanged(now_s, leads=True))
         self._answers.tell(CapacityChanged(now_s, self._book.block_count))
