@@ -11,6 +11,7 @@ HISTORIES ?= 400
 PROCESSES ?= 2
 SHARED := tests/integration/test_group_exactness.py tests/golden tests/property tests/unit
 PYTEST := $(BIN)/pytest -q -m "not slow and not gpu"
+# loadgroup hands tests out one by one, so that the long ones do not pile up in one process.
 SPREAD := -n $(PROCESSES) --dist loadgroup
 export PYTHONUNBUFFERED = 1
 
@@ -20,8 +21,8 @@ setup: $(VENV)/.ready  ## install everything into .venv
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --disable-pip-version-check -q -c constraints.txt torch
-	$(BIN)/pip install --disable-pip-version-check -q -c constraints.txt -e '.[worker,bench,local,dev]'
+	$(BIN)/pip install --disable-pip-version-check -c constraints.txt torch
+	$(BIN)/pip install --disable-pip-version-check -c constraints.txt -e '.[worker,bench,local,dev]'
 	touch $@
 
 demo: setup  ## replay a bursty trace on a local cluster and re-compute answers with transformers
@@ -31,7 +32,7 @@ up: setup  ## a cluster on this machine: make up MODEL=DIR
 	$(BIN)/ballast up --workers $(WORKERS) $(if $(MODEL),--model $(MODEL))
 
 check: setup  ## lint, types, architecture, unit and property tests; the two halves at the same time
-	$(MAKE) --no-print-directory --jobs=2 --output-sync=target check-static check-tests
+	$(MAKE) --no-print-directory --jobs=2 check-static check-tests
 
 check-static: setup
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .

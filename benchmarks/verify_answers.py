@@ -18,6 +18,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
+from rich.console import Console
+from rich.progress import track
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
@@ -67,7 +69,7 @@ def compare(model: PreTrainedModel, prompt: Sequence[int], answer: Sequence[int]
 
 def verify(model: PreTrainedModel, requests: Sequence[RequestResult]) -> Verification:
     differing, near_ties, tokens = 0, 0, 0
-    for request in requests:
+    for request in track(requests, "transformers", console=Console(stderr=True), disable=not sys.stderr.isatty()):
         answer = request.output_token_ids or []
         found, excused = compare(model, request.prompt_token_ids or [], answer)
         differing, near_ties, tokens = differing + found, near_ties + excused, tokens + len(answer)

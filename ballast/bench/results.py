@@ -11,6 +11,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from ballast.bench.records import Outcome, ReplayRun, RequestRecord, StatusSample, TimedTransition
+from ballast.bench.traces import Trace
 from ballast.common.errors import ConfigError
 
 SCHEMA_VERSION = 1
@@ -140,6 +141,23 @@ class TraceInfo(_Strict):
     limit: int | None
     rate_scale: float = 1.0
     lengths: str = "of the trace"
+
+    @staticmethod
+    def of(trace: Trace, *, time_scale: float, length_scale: float, limit: int | None) -> "TraceInfo":
+        """Of a trace that has been scaled by these factors."""
+        return TraceInfo(
+            source=trace.source,
+            format=trace.format,
+            request_count=len(trace.requests),
+            span_s=trace.span_s,
+            dropped_count=trace.dropped_count,
+            clamped_count=trace.clamped_count,
+            time_scale=time_scale,
+            length_scale=length_scale,
+            limit=limit,
+            rate_scale=trace.rate_scale,
+            lengths=trace.lengths,
+        )
 
 
 class ModelFacts(_Strict):

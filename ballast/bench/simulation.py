@@ -186,19 +186,7 @@ def _result(job: SimJob, runs: Mapping[str, SimRun], created_unix_s: float) -> B
             max_model_len=model.max_model_len,
             vocab_size=model.vocab_size,
         ),
-        trace=TraceInfo(
-            source=trace.source,
-            format=trace.format,
-            request_count=len(trace.requests),
-            span_s=trace.span_s,
-            dropped_count=trace.dropped_count,
-            clamped_count=trace.clamped_count,
-            time_scale=job.time_scale,
-            length_scale=job.length_scale,
-            limit=job.limit,
-            rate_scale=trace.rate_scale,
-            lengths=trace.lengths,
-        ),
+        trace=TraceInfo.of(trace, time_scale=job.time_scale, length_scale=job.length_scale, limit=job.limit),
         policies=_policy_results(runs),
     )
 

@@ -18,6 +18,7 @@ from ballast.common.layout import Layout
 from ballast.common.load import LoadReport
 from ballast.service.logs import get_logger
 from ballast.service.metrics import REGISTRY
+from ballast.service.tasks import Work
 from services.monitor.core.machine import MonitorCore
 from services.monitor.core.messages import (
     BacklogWord,
@@ -185,7 +186,7 @@ class MonitorShell:
         self._max_watchers = max_watchers
         self._watcher_queue_length = watcher_queue_length
         self._is_refused = is_refused
-        self._tasks = asyncio.TaskGroup()
+        self._tasks = Work()
         self._streams: dict[StreamId, ReportStream] = {}
         self._watchers: set[Watcher] = set()
         self._last_number = 0
@@ -198,8 +199,8 @@ class MonitorShell:
     async def run(self) -> None:
         """Until cancelled."""
         async with self._tasks:
-            self._tasks.create_task(self._write_registry(), name="registry")
-            self._tasks.create_task(self._look_around(), name="surroundings")
+            self._tasks.start(self._write_registry(), "registry")
+            self._tasks.start(self._look_around(), "surroundings")
             while True:
                 self.feed(Ticked(time.monotonic(), self.next_cause("tick")))
                 self.core.check()
@@ -267,14 +268,14 @@ class MonitorShell:
                 if stream is not None:
                     stream.close(self._error(why, have, want))
             case ProbeAddress(instance, cause_id):
-                self._tasks.create_task(self._probe(instance, cause_id), name=f"probe {instance.worker_id}")
+                self._tasks.start(self._probe(instance, cause_id), f"probe {instance.worker_id}")
             case WriteRegistry(forget):
                 self._forget.update(forget)
                 self._registry_due.set()
             case LoadRegistry():
-                self._tasks.create_task(self._load_registry(), name="load registry")
+                self._tasks.start(self._load_registry(), "load registry")
             case ForgetBacklogs(dispatcher_ids):
-                self._tasks.create_task(self._forget_backlogs(dispatcher_ids), name="forget backlogs")
+                self._tasks.start(self._forget_backlogs(dispatcher_ids), "forget backlogs")
             case DismissWatchers():
                 for watcher in self._watchers:
                     watcher.dismiss(NotActive(self.monitor_id))

@@ -26,8 +26,9 @@ from ballastpb.worker.v1 import worker_pb2 as pb
 from ballastpb.worker.v1 import worker_pb2_grpc
 from services.worker.core.batch import NewSequence, TokenLogprobs
 from services.worker.core.events import Aborted, Ending, SequenceKey, Submitted
+from services.worker.output_stream import Output, OutputStream
 from services.worker.pipeline.stage_clock import StageClock
-from services.worker.shell import Detokenizing, Output, OutputStream, WorkerShell
+from services.worker.shell import Detokenizing, WorkerShell
 
 _HELLO_TIMEOUT_S = 10.0
 

@@ -10,12 +10,11 @@ import contextlib
 import queue
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from ballast.common.errors import BallastError, InvariantViolation, Overloaded, Unavailable
+from ballast.common.errors import InvariantViolation, Unavailable
 from ballast.common.load import LoadReport, MemoryReport
 from ballast.service.logs import get_logger
 from services.worker.core.batch import Batch, NewSequence, SequenceId, StepResult
@@ -26,7 +25,6 @@ from services.worker.core.events import (
     Drained,
     DrainRequested,
     Emit,
-    Ending,
     Event,
     Execute,
     HandedOver,
@@ -40,9 +38,9 @@ from services.worker.core.events import (
     Tick,
 )
 from services.worker.core.worker import WorkerCore
+from services.worker.output_stream import OutputStream
 
 INBOX_EVENTS = 1024
-STREAM_OUTPUTS = 4096  # messages that a dispatcher may leave unread before its stream is closed
 _IDLE_WAIT_S = 1.0
 _LOAD_INTERVAL_S = 0.02  # a stream without news of its own still hears of the load so often
 _SLOTLESS = (StreamClosed, DrainRequested)  # events that do not wait for a slot in the inbox
@@ -122,15 +120,6 @@ class Detokenizing(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Output:
-    """What one step, or a moment without one, has for one stream."""
-
-    emit: Emit | None
-    load: LoadReport
-    seen_handle: int
-
-
-@dataclass(frozen=True, slots=True)
 class _Turn:
     """What the engine thread tells the event loop after a turn."""
 
@@ -140,66 +129,6 @@ class _Turn:
     report: LoadReport
     drained: bool
     lost: bool  # the group is: all streams end
-
-
-class OutputStream:
-    """The outputs for one dispatcher, between the engine and its socket. Lives on the event loop."""
-
-    def __init__(self, stream_id: int) -> None:
-        self.stream_id = stream_id
-        self.sent_at_s = 0.0
-        self.seen_handle = 0
-        self.broken = asyncio.Event()  # closed with an error: do not even wait for what is being written
-        self._outputs: deque[Output] = deque()
-        self._wake = asyncio.Event()
-        self._closed: BallastError | _End | None = None
-
-    @property
-    def backlog_count(self) -> int:
-        return len(self._outputs)
-
-    def put(self, emit: Emit | None, load: LoadReport, now_s: float) -> None:
-        """For the dispatcher to read; ignored once the stream is closed. Closes it at the bound."""
-        if self._closed is not None:
-            return
-        if len(self._outputs) >= STREAM_OUTPUTS:
-            self.close(Overloaded(f"{STREAM_OUTPUTS} outputs are waiting to be read", 1.0))
-            return
-        if emit is not None:
-            self.seen_handle = max(self.seen_handle, emit.seen_handle)
-        self._outputs.append(Output(emit, load, self.seen_handle))
-        self.sent_at_s = now_s
-        self._wake.set()
-
-    def put_ending(self, ending: Ending, load: LoadReport) -> None:
-        """An ending that the core never hears of: the request was malformed."""
-        emit = Emit(self.stream_id, (), (), (), (), (), (ending,), self.seen_handle)
-        self.put(emit, load, self.sent_at_s)
-
-    def close(self, why: BallastError | None = None) -> None:
-        """Nothing follows. What is still queued is given out first, unless there is an error to tell."""
-        if self._closed is not None:
-            return
-        self._closed = why or _End()
-        if why is not None:
-            self._outputs.clear()
-            self.broken.set()
-        self._wake.set()
-
-    async def next(self) -> Output | None:
-        """The next output; None at the end. Raises what the stream was closed with."""
-        while not self._outputs:
-            if self._closed is not None:
-                if isinstance(self._closed, _End):
-                    return None
-                raise self._closed
-            self._wake.clear()
-            await self._wake.wait()
-        return self._outputs.popleft()
-
-
-class _End:
-    """A stream's regular end."""
 
 
 class WorkerShell:

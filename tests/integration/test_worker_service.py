@@ -22,8 +22,8 @@ from ballast.rpc.server import RpcServer
 from ballastpb.cluster.v1 import cluster_pb2
 from ballastpb.worker.v1 import worker_pb2 as pb
 from ballastpb.worker.v1 import worker_pb2_grpc
+from services.worker import output_stream
 from services.worker import servicer as servicer_module
-from services.worker import shell as shell_module
 from services.worker.pipeline.stage_clock import StageClock
 from services.worker.servicer import WorkerServicer
 from services.worker.text import load_tokenizer, primed_detokenizer
@@ -289,7 +289,7 @@ async def until_dispatchers(channel: grpc.aio.Channel, count: int) -> None:
 def test_a_dispatcher_that_does_not_read_is_dropped(
     model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(shell_module, "STREAM_OUTPUTS", 20)
+    monkeypatch.setattr(output_stream, "STREAM_OUTPUTS", 20)
 
     async def story(served: Served) -> None:
         async with grpc.aio.insecure_channel(served.address, options=SMALL_WINDOW) as channel:

@@ -20,13 +20,14 @@ from services.worker.core.plan import Kind, Phase, Plan
 from services.worker.core.transition_messages import AbortRequested, CommitRequested
 from services.worker.engine.load import Engine, load_engine
 from services.worker.memory.host_blocks import HostBlocks
+from services.worker.output_stream import OutputStream
 from services.worker.pipeline.build import Membership, join, stage_core
 from services.worker.pipeline.events import PlanReceived, Told
 from services.worker.pipeline.member import GroupMember
 from services.worker.pipeline.status import Progress
 from services.worker.policy.cost import CostModel
 from services.worker.policy.lookahead import lookahead
-from services.worker.shell import MemberEvent, OutputStream, WorkerShell
+from services.worker.shell import MemberEvent, WorkerShell
 from services.worker.text import load_tokenizer, primed_detokenizer
 from services.worker.transport.config import TransportConfig
 from tests.support.shells import until

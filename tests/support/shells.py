@@ -18,7 +18,8 @@ from services.worker.core.events import Ending, SequenceKey, Submitted
 from services.worker.core.limits import WorkerLimits
 from services.worker.core.worker import WorkerCore
 from services.worker.engine.load import load_engine
-from services.worker.shell import Engine, OutputStream, WorkerShell
+from services.worker.output_stream import OutputStream
+from services.worker.shell import Engine, WorkerShell
 from services.worker.text import load_tokenizer, primed_detokenizer
 
 MEMORY_BYTES = 4 << 20

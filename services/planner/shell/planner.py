@@ -9,6 +9,7 @@ from ballast.common.ids import Epoch, WorkerId
 from ballast.common.layout import Layout
 from ballast.common.load import LoadReport
 from ballast.service.logs import get_logger
+from ballast.service.tasks import Work
 from services.planner.core.machine import PlannerCore
 from services.planner.core.messages import (
     AnswerChange,
@@ -81,7 +82,7 @@ class PlannerShell:
         self._changes = Answers[AnswerChange]()
         self._drains = Answers[Epoch]()
         self._watchers = Watchers(max_watchers)
-        self._tasks = asyncio.TaskGroup()
+        self._tasks = Work()
         self._listening: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._last_number = 0
@@ -150,9 +151,9 @@ class PlannerShell:
     def _execute(self, command: Command) -> None:
         match command:
             case LoadLayout():
-                self._tasks.create_task(self._load(), name="load layout")
+                self._tasks.start(self._load(), "load layout")
             case WriteLayout():
-                self._tasks.create_task(self._write(command), name="write layout")
+                self._tasks.start(self._write(command), "write layout")
             case Publish(layout, cause_id):
                 self._publish(layout, cause_id)
             case FollowMonitor():
@@ -161,7 +162,7 @@ class PlannerShell:
                 if self._listening is not None:
                     self._listening.cancel()
             case AskWorkerToDrain():
-                self._tasks.create_task(self._ask_to_drain(command), name=f"drain {command.worker_id}")
+                self._tasks.start(self._ask_to_drain(command), f"drain {command.worker_id}")
             case AnswerDrain(request_id, epoch):
                 self._drains.settle(request_id, epoch)
             case RefuseDrain(request_id, why):
@@ -175,9 +176,9 @@ class PlannerShell:
             case SetTimer(at_s):
                 self._set_timer(at_s)
             case ReadLoads(cause_id):
-                self._tasks.create_task(self._read_loads(cause_id), name="read loads")
+                self._tasks.start(self._read_loads(cause_id), "read loads")
             case WriteJournal():
-                self._tasks.create_task(self._write_journal(command), name="write journal")
+                self._tasks.start(self._write_journal(command), "write journal")
             case CallMember():
                 self._call_member(command)
             case AnswerChange(request_id):
@@ -246,7 +247,7 @@ class PlannerShell:
         if key in self._calls:
             return
         self._calls.add(key)
-        self._tasks.create_task(self._ask_member(command), name=f"{command.call.name} {key[0]}")
+        self._tasks.start(self._ask_member(command), f"{command.call.name} {key[0]}")
 
     async def _ask_member(self, command: CallMember) -> None:
         try:

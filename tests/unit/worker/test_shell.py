@@ -12,6 +12,7 @@ import pytest
 from ballast.common.errors import DeadlineExceeded, InvariantViolation, Overloaded
 from ballast.common.sampling import FinishReason
 from ballast.model.tiny import make_tiny
+from services.worker import output_stream
 from services.worker import shell as shell_module
 from services.worker.core.events import Aborted, SequenceKey
 from services.worker.shell import INBOX_EVENTS
@@ -128,7 +129,7 @@ def test_a_closed_stream_takes_its_requests_along_and_no_others(model: Path) -> 
 
 
 def test_a_reader_that_falls_too_far_behind_is_dropped(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shell_module, "STREAM_OUTPUTS", 20)
+    monkeypatch.setattr(output_stream, "STREAM_OUTPUTS", 20)
 
     async def story() -> None:
         async with running_shell(model, slow) as shell:

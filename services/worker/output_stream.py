@@ -1,0 +1,80 @@
+"""What a worker has to say to one dispatcher, between the engine's turns and the dispatcher's socket."""
+
+import asyncio
+from collections import deque
+from dataclasses import dataclass
+
+from ballast.common.errors import BallastError, Overloaded
+from ballast.common.load import LoadReport
+from services.worker.core.events import Emit, Ending
+
+STREAM_OUTPUTS = 4096  # messages that a dispatcher may leave unread before its stream is closed
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """What one step, or a moment without one, has for one stream."""
+
+    emit: Emit | None
+    load: LoadReport
+    seen_handle: int
+
+
+class OutputStream:
+    """The outputs for one dispatcher, between the engine and its socket. Lives on the event loop."""
+
+    def __init__(self, stream_id: int) -> None:
+        self.stream_id = stream_id
+        self.sent_at_s = 0.0
+        self.seen_handle = 0
+        self.broken = asyncio.Event()  # closed with an error: do not even wait for what is being written
+        self._outputs: deque[Output] = deque()
+        self._wake = asyncio.Event()
+        self._closed: BallastError | _End | None = None
+
+    @property
+    def backlog_count(self) -> int:
+        return len(self._outputs)
+
+    def put(self, emit: Emit | None, load: LoadReport, now_s: float) -> None:
+        """For the dispatcher to read; ignored once the stream is closed. Closes it at the bound."""
+        if self._closed is not None:
+            return
+        if len(self._outputs) >= STREAM_OUTPUTS:
+            self.close(Overloaded(f"{STREAM_OUTPUTS} outputs are waiting to be read", 1.0))
+            return
+        if emit is not None:
+            self.seen_handle = max(self.seen_handle, emit.seen_handle)
+        self._outputs.append(Output(emit, load, self.seen_handle))
+        self.sent_at_s = now_s
+        self._wake.set()
+
+    def put_ending(self, ending: Ending, load: LoadReport) -> None:
+        """An ending that the core never hears of: the request was malformed."""
+        emit = Emit(self.stream_id, (), (), (), (), (), (ending,), self.seen_handle)
+        self.put(emit, load, self.sent_at_s)
+
+    def close(self, why: BallastError | None = None) -> None:
+        """Nothing follows. What is still queued is given out first, unless there is an error to tell."""
+        if self._closed is not None:
+            return
+        self._closed = why or _End()
+        if why is not None:
+            self._outputs.clear()
+            self.broken.set()
+        self._wake.set()
+
+    async def next(self) -> Output | None:
+        """The next output; None at the end. Raises what the stream was closed with."""
+        while not self._outputs:
+            if self._closed is not None:
+                if isinstance(self._closed, _End):
+                    return None
+                raise self._closed
+            self._wake.clear()
+            await self._wake.wait()
+        return self._outputs.popleft()
+
+
+class _End:
+    """A stream's regular end."""
