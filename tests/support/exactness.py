@@ -311,10 +311,10 @@ class History:
     def _compare(self) -> None:
         for index, answer in self._asked:
             self.tally.requests += 1
-            self.tally.whole += _compare(self._expected[index], answer)
+            self.tally.whole += compare(self._expected[index], answer)
 
 
-def _compare(expected: Expected, answer: Answer) -> bool:
+def compare(expected: Expected, answer: Answer) -> bool:
     """Whether it has come to its end."""
     cut = answer.finish_reason in (FinishReason.CANCELLED, FinishReason.DEADLINE)
     count = len(answer.token_ids) if cut else len(expected.token_ids)
