@@ -86,6 +86,10 @@ class Links:
         if not peers:
             self._post(Told(epoch, LinksUp(time.monotonic(), epoch)))
 
+    def name_partners(self, addresses: Mapping[WorkerId, str]) -> None:
+        """From any thread: spares are kept for these, so that `connect` need not make a link."""
+        self._plane.name_partners({str(peer): address for peer, address in addresses.items()})
+
     def made(self, event: LinkMade) -> LinksUp | PreparationFailed | None:
         """What it means for the transition."""
         error, now_s = event.link.exception(), time.monotonic()

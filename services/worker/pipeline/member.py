@@ -5,7 +5,7 @@ What decides is pure (`core.transition`, `core.worker`); the parts do what they 
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from ballast.common.errors import InvariantViolation
 from ballast.common.ids import Epoch, WorkerId
@@ -146,6 +146,10 @@ class GroupMember:
     @property
     def progress(self) -> dict[Epoch, Progress]:
         return self.published.progress
+
+    def name_partners(self, addresses: Mapping[WorkerId, str]) -> None:
+        """From any thread: with these it may soon share a group."""
+        self._links.name_partners(addresses)
 
     def handle(self, event: MemberEvent) -> list[Answer]:
         driver, restoring = self._driver, self._restoring
