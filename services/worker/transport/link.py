@@ -178,6 +178,10 @@ class Link:
         self._refuse_retired()
         return self._urgent.send(traffic, topic, meta, tensor, stream, timeout_s)
 
+    def as_tensor(self, data: bytes) -> torch.Tensor:
+        """What is too long to be meta, to be sent as a tensor of bytes."""
+        return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
     def transfer(
         self,
         traffic: TrafficClass,
@@ -234,6 +238,10 @@ class Link:
             self._retired = True
         self.begin_close()
         return True
+
+    @property
+    def was_spare(self) -> bool:
+        return self._tag == NO_EPOCH
 
     @property
     def asked_epoch(self) -> int:

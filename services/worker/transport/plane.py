@@ -8,7 +8,6 @@ from functools import partial
 from threading import Lock
 
 from ballast.common.errors import DeadlineExceeded, InvalidRequest, StaleEpoch, Unavailable
-from ballast.service.logs import get_logger
 from services.worker.transport.channel import ChannelBroken, PairChannel, Transport
 from services.worker.transport.config import TransportConfig
 from services.worker.transport.frame import VERSION
@@ -83,10 +82,8 @@ class DataPlane:
         if others is not None:
             return self._await_other(others, peer_id, timeout_s)
         try:
-            began_s, spare = time.monotonic(), self._adopt_spare(peer_id, epoch, timeout_s)
-            link = spare or self._make(self._meet(peer_id, peer_store_address, epoch, deadline_s), epoch, deadline_s)
-            took_s = round(time.monotonic() - began_s, 4)
-            get_logger().debug("link is up", peer=peer_id, epoch=epoch, spare=spare is not None, took_s=took_s)
+            link = self._adopt_spare(peer_id, epoch, timeout_s)
+            link = link or self._make(self._meet(peer_id, peer_store_address, epoch, deadline_s), epoch, deadline_s)
         except BaseException as error:
             with self._lock:
                 del self._connecting[key]
