@@ -12,7 +12,7 @@ def likely_partners(layout: Layout, most: int) -> list[tuple[Member, Sequence[Me
     named; in a larger one neighbours are a guess, and the link to who was not named is made while a plan is prepared.
     """
     order = [(member, place) for place, group in enumerate(layout.groups) for member in group.members]
-    staying = [(member, place) for member, place in order if not member.draining]
+    staying = [(member, place) for member, place in order if member.data_address and not member.draining]
 
     def nearest(index: int) -> list[Member]:
         group = staying[index][1]

@@ -6,11 +6,12 @@ from services.planner.policy.partners import likely_partners
 
 
 def layout(*groups: str, draining: str = "") -> Layout:
-    """Groups by the letters of their members."""
+    """Groups by the letters of their members; capital ones make no links."""
 
     def member(name: str, i: int, count: int) -> Member:
         layers = (i * 12 // count, (i + 1) * 12 // count)
-        return Member(WorkerId(name), Incarnation(1), "", *layers, draining=name in draining, data_address=f"at {name}")
+        address = f"at {name}" if name.islower() else ""
+        return Member(WorkerId(name), Incarnation(1), "", *layers, draining=name in draining, data_address=address)
 
     made = [
         Group(GroupId(names), tuple(member(name, i, len(names)) for i, name in enumerate(names))) for names in groups
@@ -35,5 +36,6 @@ def test_the_own_group_comes_first_then_the_neighbours() -> None:
 
 def test_whoever_leaves_is_named_to_nobody_and_one_alone_has_none() -> None:
     assert named(layout("a", "b", "c", draining="b"), 8) == {"a": "c", "c": "a"}
+    assert named(layout("a", "b", "C"), 8) == {"a": "b", "b": "a"}
     assert named(layout("a"), 8) == {}
     assert named(layout("a", "b", draining="b"), 8) == {}
