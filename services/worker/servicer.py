@@ -55,6 +55,8 @@ class TransitionPort(Protocol):
 
     async def when_taken_up(self, epoch: int) -> pb.TransitionStatus: ...
 
+    def name_partners(self, request: pb.NamePartnersRequest) -> None: ...
+
 
 class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     def __init__(
@@ -165,6 +167,10 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
                 raise StaleEpoch("worker incarnation", party.incarnation, self._incarnation)
         self._transitions.migrate(request)
         return pb.MigrateResponse()
+
+    async def NamePartners(self, request: pb.NamePartnersRequest, context: Context) -> pb.NamePartnersResponse:
+        self._transitions.name_partners(request)
+        return pb.NamePartnersResponse()
 
     async def _read_hello(self, requests: AsyncIterator[pb.AttachRequest]) -> pb.Hello:
         try:

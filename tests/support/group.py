@@ -325,7 +325,15 @@ class Cluster:
         await self.until(members, target.epoch, Phase.PREPARED)
         return members
 
+    def name_partners(self) -> None:
+        """As a planner does at rest: whoever may share a group with whom."""
+        addresses = {WorkerId(n): w.membership.plane.store_address for n, w in self.workers.items()}
+        for worker in self.workers.values():
+            worker.member.name_partners(addresses)
+
     def commit(self, members: Sequence[WorkerId], target: Layout) -> None:
+        if target.epoch % 3:  # so that some links are made ahead, some while they are needed, and some are not
+            self.name_partners()
         for name in members:
             self.post(name, Told(target.epoch, CommitRequested(time.monotonic(), target.epoch)))
         self.in_force = target
@@ -368,7 +376,9 @@ class Cluster:
                 raise AssertionError(f"epoch {epoch} is not {phase} everywhere: {left}")
             await asyncio.sleep(0.002)
 
-    def migrate(self, source: str, target: str, block_budget: int = 1000, within_s: float = 0.5, epoch: int = 0) -> None:
+    def migrate(
+        self, source: str, target: str, block_budget: int = 1000, within_s: float = 0.5, epoch: int = 0
+    ) -> None:
         """The order that a planner gives to both. By default in the layout that is in force."""
         parties = WorkerId(source), WorkerId(target)
         for name, peer in ((source, target), (target, source)):

@@ -1,13 +1,17 @@
 """Where arriving bytes go: filled by the engine thread, read by link threads."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from dataclasses import dataclass
 from threading import Lock
-
-import torch
+from typing import TYPE_CHECKING
 
 from ballast.common.ids import Epoch, WorkerId
 from services.worker.core.migration_messages import MigrationId, Span
+
+if TYPE_CHECKING:
+    import torch
 
 Key = tuple[Epoch, int, WorkerId, int]  # epoch, sequence and first layer; or layer and 0; source in between
 

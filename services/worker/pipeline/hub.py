@@ -3,11 +3,12 @@
 Called on link threads, so it only translates, looks up destinations and posts.
 """
 
+from __future__ import annotations
+
 import time
 from collections.abc import Callable, Sequence
 from threading import Lock
-
-import torch
+from typing import TYPE_CHECKING
 
 from ballast.common.ids import Epoch, WorkerId
 from ballastpb.worker.v1 import stage_pb2 as pb
@@ -49,8 +50,12 @@ from services.worker.pipeline.wire import (
     victim_from_proto,
 )
 from services.worker.shell import MemberEvent
-from services.worker.transport.link import Link, LinkEnding, Message, Opening
 from services.worker.transport.transfer import Outcome, Refusal
+
+if TYPE_CHECKING:
+    import torch
+
+    from services.worker.transport.link import Link, LinkEnding, Message, Opening
 
 
 class Hub:
@@ -161,7 +166,7 @@ class Hub:
 
     def on_link_end(self, link: Link, ending: LinkEnding) -> None:
         self._heads.pop(link, None)
-        if not link.retired:  # broken, or the peer has no use for it any more
+        if not link.retired and not link.is_spare:  # broken, or the peer has no use for it any more
             epoch = Epoch(link.epoch)
             self._post(Told(epoch, PeerLost(time.monotonic(), WorkerId(link.peer_id), ending.why)))
 

@@ -1,10 +1,11 @@
 """This worker's links to other members: made while a layout is prepared, and what is said over them."""
 
+from __future__ import annotations
+
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-
-import torch
+from typing import TYPE_CHECKING
 
 from ballast.common.errors import BallastError
 from ballast.common.ids import Epoch, WorkerId
@@ -14,9 +15,13 @@ from services.worker.pipeline.events import LinkMade, Told, Woken
 from services.worker.pipeline.role import Role
 from services.worker.pipeline.wire import Topic
 from services.worker.shell import MemberEvent
-from services.worker.transport.link import Link
-from services.worker.transport.plane import DataPlane
 from services.worker.transport.traffic import TrafficClass
+
+if TYPE_CHECKING:
+    import torch
+
+    from services.worker.transport.link import Link
+    from services.worker.transport.plane import DataPlane
 
 _LINK_TIMEOUT_S = 5.0
 _SEND_TIMEOUT_S = 5.0
@@ -56,7 +61,7 @@ class Links:
             return None
         try:
             if tensor is None and len(meta) > _META_BYTES:
-                tensor, meta = torch.frombuffer(bytearray(meta), dtype=torch.uint8), b""
+                tensor, meta = link.as_tensor(meta), b""
             return link.send(traffic, topic, meta=meta, tensor=tensor, stream=stream, timeout_s=_SEND_TIMEOUT_S)
         except BallastError as error:
             get_logger().error("message to a member was not sent", to=to, topic=topic.name, why=str(error))
@@ -93,11 +98,16 @@ class Links:
             made = self._plane.warm(peer, address, epoch, timeout_s=_LINK_TIMEOUT_S)
             made.add_done_callback(lambda _: self._post(Woken()))
 
+    def name_partners(self, addresses: Mapping[WorkerId, str]) -> None:
+        """From any thread: spares are kept for these, so that `connect` need not make a link."""
+        self._plane.name_partners({str(peer): address for peer, address in addresses.items()})
+
     def made(self, event: LinkMade) -> LinksUp | PreparationFailed | None:
         """What it means for the transition."""
         error, now_s = event.link.exception(), time.monotonic()
         if error is not None:
             return PreparationFailed(now_s, event.epoch, f"no link to {event.peer}: {error}")
+        get_logger().debug("link is up", peer=event.peer, epoch=event.epoch, spare=event.link.result().was_spare)
         self.missing.discard(event.peer)
         return None if self.missing else LinksUp(now_s, event.epoch)
 

@@ -4,8 +4,11 @@ What decides is pure (`core.transition`, `core.worker`); the parts do what they 
 `TransitionDriver` carries transitions out, `Restoring` prepares restores, and `Role` is what all of them go by.
 """
 
+from __future__ import annotations
+
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
 
 from ballast.common.errors import InvariantViolation
 from ballast.common.ids import Epoch, WorkerId
@@ -57,7 +60,9 @@ from services.worker.pipeline.role import Role
 from services.worker.pipeline.stage_runner import StageEngine, StageRunner
 from services.worker.pipeline.status import Progress
 from services.worker.shell import MemberEvent, StepOutcome
-from services.worker.transport.plane import DataPlane
+
+if TYPE_CHECKING:
+    from services.worker.transport.plane import DataPlane
 
 
 class GroupMember:
@@ -167,6 +172,10 @@ class GroupMember:
     @property
     def progress(self) -> dict[Epoch, Progress]:
         return self.published.progress
+
+    def name_partners(self, addresses: Mapping[WorkerId, str]) -> None:
+        """From any thread: with these it may soon share a group."""
+        self._links.name_partners(addresses)
 
     def handle(self, event: MemberEvent) -> list[Answer]:
         driver, restoring = self._driver, self._restoring

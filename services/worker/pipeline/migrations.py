@@ -6,11 +6,12 @@ that lead alone take part, and none of whose layout changes: `give_up` ends what
 nothing is left that reads or writes the cache.
 """
 
+from __future__ import annotations
+
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-
-import torch
+from typing import TYPE_CHECKING
 
 from ballast.common.errors import BallastError
 from ballast.common.ids import Epoch, WorkerId
@@ -52,6 +53,9 @@ from services.worker.policy.departure import choose_departure
 from services.worker.shell import MemberEvent
 from services.worker.transport.traffic import TrafficClass
 from services.worker.transport.transfer import Outcome, Transfer
+
+if TYPE_CHECKING:
+    import torch
 
 _SPAN_BYTES = 64 << 20  # sent at once while the sequence is decoding, unless a block of all the layers is more
 _BEHIND_EXCHANGE = 1  # rank inside the class KV; what a sequence stands still for does not wait
@@ -170,7 +174,7 @@ class Migrations:
         elif order.epoch != self._epochs.get(peer, order.epoch) and (len(self._departures) or len(self._arrivals)):
             why = f"some are on their way over the link of epoch {self._epochs[peer]}"
         if why:
-            get_logger().info("no migration", peer=peer, why=why, cause_id=order.cause_id)
+            get_logger().debug("no migration", peer=peer, why=why, cause_id=order.cause_id)
             return
         self._links.meet(peer, order.peer_address, order.epoch)
         if leaves:
@@ -275,10 +279,9 @@ class Migrations:
     def _hand_away(self, command: HandAway) -> None:
         """A copy of the last blocks is sent, so that they are free at once."""
         table, span = self._book.table(command.sequence_id), command.span
-        pieces = [
-            torch.cat(kv_pieces(self._kv, table, span.first_block, span.last_block, layer, layer + 1))
-            for layer in range(self._kv.shape.layer_count if span.first_block < span.last_block else 0)
-        ]
+        blocks = list(table[span.first_block : span.last_block])
+        layers = range(self._kv.shape.layer_count if blocks else 0)
+        pieces = [self._kv.layer(layer)[blocks] for layer in layers]
         self._synchronise()
         now_s = time.monotonic()
         transfer = self._transfer(command, pieces, 0)

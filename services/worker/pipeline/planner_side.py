@@ -146,6 +146,9 @@ class Transitions:
             )
         )
 
+    def name_partners(self, request: pb.NamePartnersRequest) -> None:
+        self._member.name_partners({WorkerId(p.worker_id): p.data_address for p in request.partners if p.data_address})
+
     def status(self, epoch: int) -> pb.TransitionStatus:
         """UNSPECIFIED for an epoch this worker has not heard of."""
         progress = self._member.progress.get(Epoch(epoch))
