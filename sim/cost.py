@@ -80,14 +80,14 @@ class Roofline:
     def work(self, batch: Batch) -> Work:
         tokens = context = sampled = 0
         attention_s = 0.0
-        for part in batch.slices:
-            count = len(part.token_ids)
+        for _, first, token_ids, samples in batch.slices:
+            count = len(token_ids)
             tokens += count
-            sampled += part.samples
+            sampled += samples
             if count == 1:
-                context += part.first_position + 1
+                context += first + 1
             else:
-                attention_s += self._chunk_s(part.first_position, count)
+                attention_s += self._chunk_s(first, count)
         attention_s += context * self._context_s
         weights_s = self._dense_s
         if self._experts_s:
