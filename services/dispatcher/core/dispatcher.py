@@ -10,7 +10,7 @@ dispatcher follows with what it has received, so that nothing is lost or repeate
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ballast.common.errors import (
@@ -55,7 +55,9 @@ from services.dispatcher.core.moves import Moves
 from services.dispatcher.core.placement import Placement, PlacementRules
 from services.dispatcher.policy.freeness import RoutingRules, WorkerKey
 
-_TUPLE = tuple.__new__  # a named tuple's own constructor takes twice as long, and there is one for each token
+# A named tuple's own constructor takes twice as long, and there is one for each token.
+_New = Callable[[type[Deliver], tuple[object, ...]], Deliver]
+_new: _New = tuple.__new__  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
 _MIN_RETRY_S, _MAX_RETRY_S = 0.1, 30.0
 _NO_WORKER_CHECK_S = 0.5
 _MAX_IDLE_MOVES = 16  # without a token in between; more are no progress but a quarrel between workers
@@ -100,7 +102,9 @@ class DispatcherCore:
 
     def next_timer_s(self) -> float:
         """When a `Tick` is wanted; infinite for never."""
-        due_s = min(self._deadlines.next_s(), self._moves.next_s())
+        due_s = self._deadlines.next_s()
+        if len(self._moves):
+            due_s = min(due_s, self._moves.next_s())
         return min(due_s, self._placement.retry_at_s, self._no_worker_check_at_s)
 
     @property
@@ -388,7 +392,7 @@ class DispatcherCore:
                 tracked.idle_move_count = 0
                 if tracked.first_token_at_s is None:
                     tracked.first_token_at_s = at_s
-            commands.append(_TUPLE(Deliver, (request.request_id, new_ids, text, new_logprobs)))
+            commands.append(_new(Deliver, (request.request_id, new_ids, text, new_logprobs)))
 
     def _end(self, worker: Worker, tracked: Tracked, ending: Ending, at_s: float) -> list[Command]:
         """A worker's ending: the request's own, or a reason to try elsewhere."""

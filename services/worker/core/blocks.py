@@ -15,6 +15,7 @@ def blocks_for(token_count: int, block_tokens: int) -> int:
     """Blocks that the KV of so many tokens takes."""
     return -(-token_count // block_tokens)
 
+
 _LOOKS = 64  # at changes only, before everything is looked at
 
 

@@ -127,6 +127,8 @@ class Scheduler:
 
     def admit(self, at_s: float) -> None:
         """Let the head of the line in while it fits. Nobody overtakes it: it would starve."""
+        if not self.waiting_count and not len(self.swap):
+            return
         while (sequence := self._head()) is not None:
             need = self.need(sequence)
             if not self._admits(need):

@@ -137,7 +137,7 @@ class WorkerCore:
             case _:
                 self._group.handle(event)
         commands: list[Command] = [*self._outbox.take(self._seen_handle)]
-        if self._flights.to_remove and (isinstance(event, _TELLS_REMOVED) or not self._busy):
+        if self._flights.to_remove and (not self._busy or isinstance(event, _TELLS_REMOVED)):
             commands.append(self._flights.tell_removed())
         if handed_over is not None:
             commands.append(handed_over)
