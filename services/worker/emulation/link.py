@@ -121,6 +121,11 @@ class EmulatedLink:
     def retired(self) -> bool:
         return self._retired
 
+    @property
+    def was_spare(self) -> bool:
+        """None is kept ready."""
+        return False
+
     # ------------------------------------------------------------ sending: any thread
 
     def send(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping
 from concurrent.futures import Future
 from threading import Event
 from typing import Any
@@ -45,6 +45,9 @@ class EmulatedPlane:
         return asyncio.run_coroutine_threadsafe(
             self._connect(peer_id, peer_store_address, epoch, timeout_s), self._loop
         )
+
+    def name_partners(self, addresses: Mapping[str, str]) -> None:
+        """Nothing is kept ready: to connect takes no longer here than to take over what is ready."""
 
     def retire(self, before_epoch: int) -> None:
         """Also known before the event loop comes to it: nothing more is sent over links of older epochs."""

@@ -12,6 +12,8 @@ from services.worker.emulation.link import EmulatedLink, Ending, Message
 from services.worker.emulation.phantom import PhantomBackend, phantom, read_all
 from services.worker.emulation.plane import EmulatedPlane
 from services.worker.emulation.runner import Activation
+from services.worker.transport.link import Link
+from services.worker.transport.plane import DataPlane
 from services.worker.transport.traffic import TrafficClass
 from services.worker.transport.transfer import Opening, Outcome, Refusal
 
@@ -194,3 +196,12 @@ def test_a_peer_that_does_not_come() -> None:
                 await asyncio.wrap_future(b.warm("a", "127.0.0.1:1", 1, 1.0))
 
     asyncio.run(story())
+
+
+def test_all_that_real_ones_are_asked_for_is_there() -> None:
+    """The pipeline is given one or the other."""
+    of_the_plane = {"adopt", "give_back", "asked_epoch", "is_spare", "close", "wait_ended", "state", "check"}
+    not_asked = {"connect", "facts", "urgent", "set_chunk_bytes"}
+    for real, emulated in ((DataPlane, EmulatedPlane), (Link, EmulatedLink)):
+        asked = {name for name in vars(real) if not name.startswith("_")} - not_asked
+        assert asked - (of_the_plane if real is Link else set[str]()) <= set(vars(emulated))
