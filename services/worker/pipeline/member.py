@@ -268,7 +268,7 @@ class GroupMember:
 
     def _peer_lost(self, epoch: Epoch, event: PeerLost) -> None:
         """Before a commit this ends the preparation; a member of the group in force takes the group with it."""
-        self._migrations.peer_lost(epoch, event.peer)
+        self._migrations.peer_lost(epoch, event.peer, event.why)
         if self._rescue is not None:
             return
         in_group = epoch == self._role.epoch and self._role.has_stage(event.peer)
