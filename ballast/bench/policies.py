@@ -13,7 +13,7 @@ from ballast.local.cluster import Service
 
 _EVERY = tuple(OverloadPolicy)
 _SWAPPING = (OverloadPolicy.SWAP, OverloadPolicy.DROP)
-POLICIES = ("recompute", "swap", "static-pipeline", "drop")
+POLICIES = ("recompute", "swap", "migrate", "static-pipeline", "drop")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +33,8 @@ KNOBS: dict[str, _Knob] = {
     "swap-blocks-per-step": _Knob("worker", "--swap-blocks-per-step", _SWAPPING, "0: as many as hide behind a step"),
     "fallback": _Knob("worker", "--fallback-policy", ("drop",), "recompute or swap, where no drop helps"),
     "microbatching": _Knob("worker", "--microbatching", ("static-pipeline", "drop"), "token-count or lookahead"),
+    "migrate-below": _Knob("planner", "--migrate-below-tokens", ("migrate",), "freeness of who gives requests away"),
+    "migrate-above": _Knob("planner", "--migrate-above-tokens", ("migrate",), "freeness of who takes them"),
     "degree": _Knob("planner", "--pipeline-degree", ("static-pipeline",), "instances of a pipeline"),
     "restore": _Knob("planner", "--restore", ("drop",), "on or off: whether parameters come back"),
 }
