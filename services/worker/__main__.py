@@ -20,7 +20,7 @@ from ballast.service.state import StateServer
 from ballastpb.worker.v1 import worker_pb2, worker_pb2_grpc
 from services.worker.config import WorkerSettings, flags
 from services.worker.core.limits import WorkerLimits
-from services.worker.cost_profile import read_matching
+from services.worker.cost_profile import read_matching, read_profile
 from services.worker.engine.load import Engine, load_engine
 from services.worker.memory.host_blocks import HostBlocks
 from services.worker.metrics import export
@@ -76,6 +76,12 @@ def load_costs(settings: WorkerSettings, engine: Engine) -> OnlineCost:
         )
         return OnlineCost(measure(engine, options).fit())
     return OnlineCost()
+
+
+def link_bandwidth(settings: WorkerSettings) -> float | None:
+    """Of a link's bulk, as the profile has measured it; None: to be found out."""
+    link = None if settings.cost_profile is None else read_profile(settings.cost_profile).link
+    return None if link is None else link.bandwidth_bytes_per_s
 
 
 def limits_of(settings: WorkerSettings, engine: Engine) -> WorkerLimits:
@@ -144,7 +150,7 @@ class WorkerProcess:
             core=core,
             book=book,
             engine=engine,
-            config=TransportConfig(),
+            config=TransportConfig(bandwidth_bytes_per_s=link_bandwidth(settings)),
             advertise_host=host,
             max_running_count=settings.max_num_seqs,
             costs=costs,
