@@ -152,6 +152,11 @@ class BulkSender:
                 self._state.transfers[number].traffic = traffic
             return moved
 
+    @property
+    def in_flight_bytes(self) -> int:
+        """At most, with chunks as large as they are now."""
+        return self._chunks.bytes_for(self._pace.stage_s) * self._chunks.window_for(self._pace.stage_s)
+
     def queued_bytes(self) -> int:
         with self._changed:
             return self._schedule.queued_bytes

@@ -45,6 +45,7 @@ class LinkFacts:
     epoch: int
     state: LinkState
     queued_bulk_bytes: int
+    in_flight_bulk_bytes: int  # at most: what an activation may find before it
     counts: TrafficCounts
 
 
@@ -149,7 +150,8 @@ class Link:
         return self._state
 
     def facts(self) -> LinkFacts:
-        return LinkFacts(self.peer_id, self.epoch, self._state, self._bulk.queued_bytes(), self.counts)
+        bulk = self._bulk
+        return LinkFacts(self.peer_id, self.epoch, self._state, bulk.queued_bytes(), bulk.in_flight_bytes, self.counts)
 
     # ------------------------------------------------------------ sending
 
