@@ -119,7 +119,7 @@ def _draw_latency(axes: "Axes", figures: Sequence[SpeedFigures]) -> None:
         axes.hlines(one.allowed_s * 1e3, x - 0.42, x + 0.42, color="black", linewidth=1.2, linestyle="--", label=label)
     axes.set_yscale("log")
     axes.set_ylabel("latency of activations, ms (dark: p50, light: p99)")
-    axes.legend(loc="upper right", fontsize=9)
+    axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncol=5, fontsize=8, columnspacing=1.0)
 
 
 def _draw_throughput(axes: "Axes", figures: Sequence[SpeedFigures]) -> None:
@@ -130,4 +130,4 @@ def _draw_throughput(axes: "Axes", figures: Sequence[SpeedFigures]) -> None:
         axes.bar(at, [f.share(way) * 100 for f in figures], width * 0.92, color=COLOURS[way], label=way)
     axes.axhline(EXCHANGE_SHARE * 100, color="black", linewidth=1.2, linestyle="--", label="goal")
     axes.set_ylabel("throughput of the exchange, % of bulk alone")
-    axes.legend(loc="lower right", fontsize=9)
+    axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncol=4, fontsize=8, columnspacing=1.0)
