@@ -21,6 +21,7 @@ from services.worker.transport.pieces import Pieces
 from services.worker.transport.traffic import TrafficClass, TrafficCounts
 from services.worker.transport.transfer import Outcome, Transfer, TransferReport
 
+_LEAST_ON_WIRE_BYTES = 16 * 1024  # its speed is known, and a chunk costs nothing but its time
 _LOOK_S = 0.0005  # while bulk stands back for an activation that is not here yet
 
 
@@ -90,10 +91,12 @@ class BulkSender:
         self._counts = counts
         self._wire = wire
         self._pace = pace
+        least_bytes = config.least_chunk_bytes if wire is None else _LEAST_ON_WIRE_BYTES
+        self._least_bytes = min(least_bytes, config.chunk_bytes)
         self._chunks = ChunkSize(
             config.chunk_bytes,
             config.window_chunks if wire is None else 1,  # one at a time is on an emulated wire
-            min(config.least_chunk_bytes, config.chunk_bytes),
+            self._least_bytes,
             min(config.most_chunk_bytes, config.max_message_bytes),
             config.bandwidth_bytes_per_s if wire is None else config.rate_bytes_per_s,
         )
@@ -154,8 +157,9 @@ class BulkSender:
 
     @property
     def in_flight_bytes(self) -> int:
-        """At most, with chunks as large as they are now."""
-        return self._chunks.bytes_for(self._pace.stage_s) * self._chunks.window_for(self._pace.stage_s)
+        """Beside activations at most, with chunks as large as they are now."""
+        window = self._chunks.window_for(activations_flow=True)
+        return self._chunks.bytes_for(self._pace.stage_s) * window
 
     def queued_bytes(self) -> int:
         with self._changed:
@@ -210,7 +214,7 @@ class BulkSender:
     def run(self) -> None:
         state = self._state
         while not state.broken:
-            if len(state.in_flight) >= self._chunks.window_for(self._pace.stage_s):
+            if len(state.in_flight) >= self._window():
                 if self._complete_oldest():
                     return
                 continue
@@ -259,6 +263,10 @@ class BulkSender:
                 timeout=max(until_s - time.monotonic(), 0),
             )
         return False
+
+    def _window(self) -> int:
+        flow = time.monotonic() - self._gate.activation_at_s < self._config.calm_s
+        return self._chunks.window_for(activations_flow=flow)
 
     def _stand_back(self, until_s: float) -> None:
         began_s = time.monotonic()
@@ -346,7 +354,7 @@ class BulkSender:
     def _decide(self, now_s: float) -> Grant | Hold | None:
         """What fits before the activation that the stage is computing; bulk stands back where nothing does."""
         self._schedule.chunk_bytes = size = self._chunks.bytes_for(self._pace.stage_s)
-        least = self._config.least_chunk_bytes
+        least = self._least_bytes
         due_at_s, rate = self._pace.due_at_s, self._chunks.rate_bytes_per_s
         if due_at_s is None or rate is None or now_s >= due_at_s + self._config.hold_s or size <= least:
             return self._schedule.next(now_s, urgent=self._gate.is_due)

@@ -11,9 +11,10 @@ HEADER_BYTES = 64
 class TransportConfig:
     # Bulk.
     chunk_bytes: int = 512 * 1024  # until the speed of the link and of the stage are known, see `pace`
-    least_chunk_bytes: int = 32 * 1024
+    least_chunk_bytes: int = 256 * 1024
     most_chunk_bytes: int = 8 * 1024 * 1024
-    window_chunks: int = 4  # bulk chunks in flight on a link, at most
+    window_chunks: int = 4  # bulk chunks in flight on a link, while no activations flow
+    calm_s: float = 0.2  # without activations, until they are taken not to flow
     bandwidth_bytes_per_s: float | None = None  # of a link's bulk, from a profile; measured while it is used
     hold_s: float = 0.005  # longest time bulk stands back for urgent traffic before one chunk goes anyway
     patience_chunks: int = 64  # chunks of higher classes after which a waiting lower class gets one

@@ -12,6 +12,7 @@ class UrgentGate:
     def __init__(self) -> None:
         self._changed = Condition()
         self._reasons = 0
+        self.activation_at_s = float("-inf")  # when the last one was handed over
 
     @property
     def is_due(self) -> bool:

@@ -1,9 +1,12 @@
 """How fast a stage and its links are, and how large chunks should be for that. No threads, no clock."""
 
+from collections import deque
 from dataclasses import dataclass
 
 _STAGE_SHARE = 1 / 8  # of a new measurement in the mean: some ten steps are remembered
-_REMEMBERED_CHUNKS = 16
+_BESIDE_ACTIVATIONS = 2  # chunks in flight
+_MEASURED_CHUNKS = 16
+_MEASUREMENTS = 8
 
 
 @dataclass(slots=True)
@@ -26,10 +29,12 @@ class StagePace:
 
 
 class ChunkSize:
-    """Chunks of one link: those in flight together take about as long as the stage executes (EuroSys '26, section 4.2).
+    """Chunks of one link: two of them take about as long as the stage executes (EuroSys '26, section 4.2).
 
-    So an activation finds at most one stage's time of bulk before it, whatever the link's speed, while several chunks
-    in flight keep the link busy.
+    Two are in flight while activations flow, as one alone would leave the link idle between its end and the next. So an
+    activation finds at most a stage's time of bulk before it. While none flow, more are in flight. There is a least
+    size: below it chunks cost wake-ups and not bandwidth, and a link that seems slow because of them would get smaller
+    ones still.
     """
 
     def __init__(
@@ -38,33 +43,34 @@ class ChunkSize:
         """`start_bytes` until speed and stage are known; `rate_bytes_per_s` is what a profile knows of the link."""
         self._start_bytes = start_bytes
         self._window_chunks = window_chunks
+        self._beside_activations = min(_BESIDE_ACTIVATIONS, window_chunks)
         self._least_bytes = least_bytes
         self._most_bytes = most_bytes
-        self._rate = rate_bytes_per_s
-        self._seen_bytes = self._seen_s = 0.0
+        self._rates: deque[float] = deque([] if rate_bytes_per_s is None else [rate_bytes_per_s], _MEASUREMENTS)
+        self._chunks, self._bytes, self._seconds = 0, 0, 0.0  # of the measurement under way
 
     @property
     def rate_bytes_per_s(self) -> float | None:
-        """Of bulk that has nothing to wait for."""
-        return self._rate
+        """Of bulk that has nothing to wait for: the best of some measurements, as what else runs only adds time."""
+        return max(self._rates, default=None)
 
     def moved(self, size_bytes: int, took_s: float) -> None:
-        """So much has left in so long, without standing back in between."""
-        keep = 1 - 1 / _REMEMBERED_CHUNKS
-        self._seen_bytes = self._seen_bytes * keep + size_bytes
-        self._seen_s = self._seen_s * keep + took_s
-        if self._seen_s > 0:
-            self._rate = self._seen_bytes / self._seen_s
+        """A chunk has left, so long after the one before it or after it was posted, without standing back between."""
+        self._chunks += 1
+        self._bytes += size_bytes
+        self._seconds += took_s
+        if self._chunks >= _MEASURED_CHUNKS and self._seconds > 0:  # they end in bursts: one alone says little
+            self._rates.append(self._bytes / self._seconds)
+            self._chunks, self._bytes, self._seconds = 0, 0, 0.0
 
     def bytes_for(self, stage_s: float | None) -> int:
         """Of one chunk."""
-        if stage_s is None or self._rate is None:
+        rate = self.rate_bytes_per_s
+        if stage_s is None or rate is None:
             return self._start_bytes
-        wanted = int(self._rate * stage_s / self._window_chunks)
-        return min(max(wanted, self._least_bytes), self._most_bytes)
+        wanted_bytes = int(rate * stage_s / self._beside_activations)
+        return min(max(wanted_bytes, self._least_bytes), self._most_bytes)
 
-    def window_for(self, stage_s: float | None) -> int:
-        """Chunks in flight: fewer where the least size of a chunk already takes its share of a stage's time."""
-        if stage_s is None or self._rate is None:
-            return self._window_chunks
-        return min(max(int(self._rate * stage_s / self.bytes_for(stage_s)), 1), self._window_chunks)
+    def window_for(self, *, activations_flow: bool) -> int:
+        """Chunks in flight."""
+        return self._beside_activations if activations_flow else self._window_chunks

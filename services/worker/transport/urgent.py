@@ -159,6 +159,8 @@ class UrgentSender:
         outgoing = _Outgoing(order, header, meta, payload, size_bytes, time.monotonic(), done)
         heapq.heappush(self._queue, outgoing)
         if header.kind is FrameKind.MESSAGE:
+            if header.traffic is TrafficClass.ACTIVATION:
+                self._gate.activation_at_s = outgoing.queued_at_s
             self._gate.enter()  # from now on: on a slow link it waits for the chunk that crosses, and for no other
         if self._wire is not None:
             self._wire.urgent_comes()
