@@ -22,7 +22,6 @@ from services.worker.transport.traffic import TrafficClass, TrafficCounts
 from services.worker.transport.transfer import Outcome, Transfer, TransferReport
 
 _LEAST_ON_WIRE_BYTES = 16 * 1024  # its speed is known, and a chunk costs nothing but its time
-_LOOK_S = 0.0005  # while bulk stands back for an activation that is not here yet
 
 
 @dataclass(slots=True)
@@ -270,11 +269,7 @@ class BulkSender:
 
     def _stand_back(self, until_s: float) -> None:
         began_s = time.monotonic()
-        if self._gate.is_due:
-            self._gate.wait_clear(until_s)
-        else:  # the stage is about to be through with a batch
-            with self._changed:
-                self._changed.wait_for(lambda: self._state.broken, timeout=max(until_s - began_s, 0))
+        self._gate.wait_clear(until_s)
         self._free_since_s = time.monotonic()
         self._counts.holds += 1
         self._counts.held_s += self._free_since_s - began_s
@@ -352,19 +347,13 @@ class BulkSender:
     # ------------------------------------------------------------ below: called with _changed held
 
     def _decide(self, now_s: float) -> Grant | Hold | None:
-        """What fits before the activation that the stage is computing; bulk stands back where nothing does."""
-        self._schedule.chunk_bytes = size = self._chunks.bytes_for(self._pace.stage_s)
-        least = self._least_bytes
-        due_at_s, rate = self._pace.due_at_s, self._chunks.rate_bytes_per_s
-        if due_at_s is None or rate is None or now_s >= due_at_s + self._config.hold_s or size <= least:
-            return self._schedule.next(now_s, urgent=self._gate.is_due)
-        room_bytes = int((due_at_s - now_s) * rate)
-        self._schedule.chunk_bytes = min(size, max(room_bytes, least))
-        too_late = room_bytes < least
-        decision = self._schedule.next(now_s, urgent=self._gate.is_due or too_late)
-        if isinstance(decision, Hold) and not self._gate.is_due:
-            return Hold(min(decision.until_s, due_at_s + self._config.hold_s, now_s + _LOOK_S))
-        return decision
+        """A chunk that is through before the activation that the stage is computing, or else a small one."""
+        size, rate = self._chunks.bytes_for(self._pace.stage_s), self._chunks.rate_bytes_per_s
+        if rate is not None and self._pace.due_at_s is not None and not self._pace.is_late(now_s):
+            room_bytes = int((self._pace.due_at_s - now_s) * rate)
+            size = min(size, max(room_bytes, self._least_bytes))
+        self._schedule.chunk_bytes = size
+        return self._schedule.next(now_s, urgent=self._gate.is_due)
 
     def _post_notice(self) -> bool | None:
         """True when one was posted; None when there is none, so that the schedule is asked."""

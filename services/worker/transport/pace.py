@@ -4,6 +4,7 @@ from collections import deque
 from dataclasses import dataclass
 
 _STAGE_SHARE = 1 / 8  # of a new measurement in the mean: some ten steps are remembered
+_LATE_SHARE = 0.25  # of a stage's time
 _BESIDE_ACTIVATIONS = 2  # chunks in flight
 _MEASURED_CHUNKS = 16
 _MEASUREMENTS = 8
@@ -18,6 +19,10 @@ class StagePace:
 
     stage_s: float | None = None  # what it takes lately; None: this worker is not a stage, or has not executed yet
     due_at_s: float | None = None  # when the activation of the batch that is executed is expected; None: of no batch
+
+    def is_late(self, at_s: float) -> bool:
+        """The activation that was expected is so late that nobody knows when it will come."""
+        return self.due_at_s is None or self.stage_s is None or at_s > self.due_at_s + _LATE_SHARE * self.stage_s
 
     def begins(self, at_s: float) -> None:
         if self.stage_s is not None:

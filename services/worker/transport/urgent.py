@@ -145,7 +145,7 @@ class UrgentSender:
             self._unsent_bytes -= outgoing.size_bytes
             self._post_ready()
             self._changed.notify_all()
-        if outgoing.header.kind is FrameKind.MESSAGE:
+        if outgoing.header.kind is FrameKind.MESSAGE and self._wire is None:
             self._gate.leave()
         _settle(outgoing.done, None)
 
@@ -161,8 +161,9 @@ class UrgentSender:
         if header.kind is FrameKind.MESSAGE:
             if header.traffic is TrafficClass.ACTIVATION:
                 self._gate.activation_at_s = outgoing.queued_at_s
-            self._gate.enter()  # from now on: on a slow link it waits for the chunk that crosses, and for no other
-        if self._wire is not None:
+            if self._wire is None:
+                self._gate.enter()
+        if self._wire is not None:  # which lets no bulk go before it
             self._wire.urgent_comes()
         self._unsent_bytes += size_bytes
         self._post_ready()

@@ -69,6 +69,8 @@ def test_an_activation_is_expected_when_the_stage_will_be_through() -> None:
     assert pace.stage_s == 0.5
     pace.begins(11.0)
     assert pace.due_at_s == 11.5
+    assert not pace.is_late(11.6)
+    assert pace.is_late(11.7)
     pace.ran(1.3)
     assert pace.due_at_s is None
     assert pace.stage_s == pytest.approx(0.6)
