@@ -53,6 +53,8 @@ class TransitionPort(Protocol):
 
     async def when_taken_up(self, epoch: int) -> pb.TransitionStatus: ...
 
+    def name_partners(self, request: pb.NamePartnersRequest) -> None: ...
+
 
 class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     def __init__(
@@ -156,6 +158,10 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
 
     async def GetTransition(self, request: pb.GetTransitionRequest, context: Context) -> pb.GetTransitionResponse:
         return pb.GetTransitionResponse(status=self._transitions.status(request.epoch))
+
+    async def NamePartners(self, request: pb.NamePartnersRequest, context: Context) -> pb.NamePartnersResponse:
+        self._transitions.name_partners(request)
+        return pb.NamePartnersResponse()
 
     async def _read_hello(self, requests: AsyncIterator[pb.AttachRequest]) -> pb.Hello:
         try:

@@ -761,6 +761,64 @@ class TransitionStatus(_message.Message):
 Global___TransitionStatus: _TypeAlias = TransitionStatus  # noqa: Y015
 
 @_typing.final
+class Partner(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    DATA_ADDRESS_FIELD_NUMBER: _builtins.int
+    worker_id: _builtins.str
+    data_address: _builtins.str
+    """host:port where links to it are made."""
+    def __init__(
+        self,
+        *,
+        worker_id: _builtins.str = ...,
+        data_address: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data_address", b"data_address", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Partner: _TypeAlias = Partner  # noqa: Y015
+
+@_typing.final
+class NamePartnersRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PARTNERS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def partners(self) -> _containers.RepeatedCompositeFieldContainer[Global___Partner]: ...
+    def __init__(
+        self,
+        *,
+        partners: _abc.Iterable[Global___Partner] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["partners", b"partners"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___NamePartnersRequest: _TypeAlias = NamePartnersRequest  # noqa: Y015
+
+@_typing.final
+class NamePartnersResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___NamePartnersResponse: _TypeAlias = NamePartnersResponse  # noqa: Y015
+
+@_typing.final
 class GetTraceRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -54,6 +54,10 @@ class WorkerServiceStub:
     Abort: _grpc.UnaryUnaryMultiCallable[_worker_pb2.AbortRequest, _worker_pb2.AbortResponse]
     """Takes a prepared transition back; memory and requests are as if it had never been. Refused after Commit."""
     GetTransition: _grpc.UnaryUnaryMultiCallable[_worker_pb2.GetTransitionRequest, _worker_pb2.GetTransitionResponse]
+    NamePartners: _grpc.UnaryUnaryMultiCallable[_worker_pb2.NamePartnersRequest, _worker_pb2.NamePartnersResponse]
+    """Workers with which this one may soon share a group: links to them are made before they are needed, as far as there
+    is room, and closed when nobody has named them for a minute. Repeated every few seconds.
+    """
     GetTrace: _grpc.UnaryUnaryMultiCallable[_worker_pb2.GetTraceRequest, _worker_pb2.GetTraceResponse]
     """What this worker's stage has done lately, and where its time has gone since the start."""
     Drain: _grpc.UnaryUnaryMultiCallable[_worker_pb2.DrainRequest, _worker_pb2.DrainResponse]
@@ -85,6 +89,10 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
     Abort: _aio.UnaryUnaryMultiCallable[_worker_pb2.AbortRequest, _worker_pb2.AbortResponse]  # type: ignore[assignment]
     """Takes a prepared transition back; memory and requests are as if it had never been. Refused after Commit."""
     GetTransition: _aio.UnaryUnaryMultiCallable[_worker_pb2.GetTransitionRequest, _worker_pb2.GetTransitionResponse]  # type: ignore[assignment]
+    NamePartners: _aio.UnaryUnaryMultiCallable[_worker_pb2.NamePartnersRequest, _worker_pb2.NamePartnersResponse]  # type: ignore[assignment]
+    """Workers with which this one may soon share a group: links to them are made before they are needed, as far as there
+    is room, and closed when nobody has named them for a minute. Repeated every few seconds.
+    """
     GetTrace: _aio.UnaryUnaryMultiCallable[_worker_pb2.GetTraceRequest, _worker_pb2.GetTraceResponse]  # type: ignore[assignment]
     """What this worker's stage has done lately, and where its time has gone since the start."""
     Drain: _aio.UnaryUnaryMultiCallable[_worker_pb2.DrainRequest, _worker_pb2.DrainResponse]  # type: ignore[assignment]
@@ -149,6 +157,16 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _worker_pb2.GetTransitionRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_worker_pb2.GetTransitionResponse, _abc.Awaitable[_worker_pb2.GetTransitionResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def NamePartners(
+        self,
+        request: _worker_pb2.NamePartnersRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.NamePartnersResponse, _abc.Awaitable[_worker_pb2.NamePartnersResponse]]:
+        """Workers with which this one may soon share a group: links to them are made before they are needed, as far as there
+        is room, and closed when nobody has named them for a minute. Repeated every few seconds.
+        """
 
     @_abc_1.abstractmethod
     def GetTrace(

@@ -42,7 +42,10 @@ class Residents:
 
     @property
     def next_deadline_at_s(self) -> float | None:
-        instants = (self._deadlines.next_at_s, self.orphans.next_at_s, self.held.next_at_s)
+        deadline_at_s = self._deadlines.next_at_s
+        if not self.orphans and not self.held:
+            return deadline_at_s
+        instants = (deadline_at_s, self.orphans.next_at_s, self.held.next_at_s)
         return min((at_s for at_s in instants if at_s is not None), default=None)
 
     # ---------------------------------------------------------------- coming

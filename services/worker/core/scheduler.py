@@ -79,7 +79,8 @@ class Scheduler:
 
     @property
     def running_count(self) -> int:
-        return len(self.running) + len(self.suspended) + self.swap.returning_count
+        returning_count = self.swap.returning_count if len(self.swap) else 0
+        return len(self.running) + len(self.suspended) + returning_count
 
     @property
     def waiting(self) -> list[Sequence]:
@@ -104,8 +105,9 @@ class Scheduler:
         """Whether the next plan may have something to run. None of it is certain: it may lack blocks, and only some
         microbatchings let a prompt go on while a part of it is in flight.
         """
-        if any(s.step_id <= landed_step_id or s.departed_tokens < s.token_count for s in self.running):
-            return True
+        for sequence in self.running:
+            if sequence.step_id <= landed_step_id or sequence.departed_tokens < sequence.token_count:
+                return True
         head = self._head()
         return self.swap.has_copies or (head is not None and self._admits(self.need(head)))
 
@@ -125,6 +127,8 @@ class Scheduler:
 
     def admit(self, at_s: float) -> None:
         """Let the head of the line in while it fits. Nobody overtakes it: it would starve."""
+        if not self.waiting_count and not len(self.swap):
+            return
         while (sequence := self._head()) is not None:
             need = self.need(sequence)
             if not self._admits(need):
@@ -156,7 +160,9 @@ class Scheduler:
 
     def _head(self) -> Sequence | None:
         """First in the order of service, of those that wait and those that are swapped out."""
-        waiting = next((next(iter(line.values())) for line in self._waiting if line), None)
+        waiting = (
+            next((next(iter(line.values())) for line in self._waiting if line), None) if self.waiting_count else None
+        )
         away = min(self.swap.away, key=_order, default=None) if len(self.swap) else None
         if waiting is None or away is None:
             return waiting or away
@@ -206,7 +212,8 @@ class Scheduler:
         """Running sequences that have outgrown the whole cache. They are to be ended before the next plan: no
         preemption can help them.
         """
-        return [s for s in self.running if self.too_big(s)]
+        ceiling_tokens = self._ceiling_block_count * self._block_tokens
+        return [s for s in self.running if s.token_count > ceiling_tokens]
 
     def too_big(self, sequence: Sequence) -> bool:
         return sequence.token_count > self._ceiling_block_count * self._block_tokens

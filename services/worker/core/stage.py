@@ -46,7 +46,7 @@ class StageBook:
         for sequence_id in batch.removed:
             self._book.free(sequence_id)
         cover = self._book.cover
-        return tuple([cover(part.sequence_id, part.first_position + len(part.token_ids)) for part in batch.slices])
+        return tuple([cover(sequence_id, first + len(ids)) for sequence_id, first, ids, _ in batch.slices])
 
     def missing_count(self, sequence_id: SequenceId, token_count: int) -> int:
         """Blocks that `hold` would take."""

@@ -137,7 +137,7 @@ class WorkerCore:
             case _:
                 self._group.handle(event)
         commands: list[Command] = [*self._outbox.take(self._seen_handle)]
-        if self._flights.to_remove and (isinstance(event, _TELLS_REMOVED) or not self._busy):
+        if self._flights.to_remove and (not self._busy or isinstance(event, _TELLS_REMOVED)):
             commands.append(self._flights.tell_removed())
         if handed_over is not None:
             commands.append(handed_over)
@@ -229,13 +229,17 @@ class WorkerCore:
 
     def load(self, at_s: float, memory: MemoryReport) -> LoadReport:
         scheduler = self._scheduler
+        waiting_count, waiting_block_count = scheduler.waiting_count, scheduler.waiting_block_count
+        if swapped_count := len(scheduler.swap):
+            waiting_count += swapped_count - scheduler.swap.returning_count
+            waiting_block_count += sum(scheduler.need(s) for s in scheduler.swap.away)
         return LoadReport(
             block_tokens=self._limits.block_tokens,
             block_count=scheduler.block_count,
             used_block_count=scheduler.reserved_block_count + scheduler.lent_block_count,
-            waiting_block_count=scheduler.waiting_block_count + sum(scheduler.need(s) for s in scheduler.swap.away),
+            waiting_block_count=waiting_block_count,
             running_count=scheduler.running_count,
-            waiting_count=scheduler.waiting_count + len(scheduler.swap) - scheduler.swap.returning_count,
+            waiting_count=waiting_count,
             max_running_count=scheduler.max_running_count,
             steps_total=self._steps_total,
             preemptions_total=scheduler.preemptions_total,
@@ -355,12 +359,13 @@ class WorkerCore:
         flight = self._land(result.step_id, event.at_s)
         flight.check_result(result, len(texts))
         self._scheduler.swap.measured(result.execute_s, result.copy_s)
+        at_s, token_ids, logprobs, take = event.at_s, result.token_ids, result.logprobs, self._token
         index = 0
         for sequence, computed_tokens, samples in flight.shares:
             if sequence.state is not SequenceState.ENDED:
                 sequence.computed_tokens = computed_tokens
                 if samples:
-                    self._token(sequence, event.at_s, result.token_ids[index], texts[index], result.logprobs[index])
+                    take(sequence, at_s, token_ids[index], texts[index], logprobs[index])
             index += samples
         self._group.shed(event.at_s)
 
@@ -374,7 +379,7 @@ class WorkerCore:
             self._prompt_tokens_total += len(sequence.prompt_token_ids)
         self._generation_tokens_total += 1
         output_count = sequence.append(token_id)
-        text = stop.take(token_id, output_count, delta)
+        text = stop.take(token_id, output_count, delta) if output_count >= stop.watched_from else ""
         if sequence.unsent is None:
             self._outbox.token(sequence, token_id, text, logprobs)
         else:

@@ -153,7 +153,7 @@ class Hub:
 
     def on_link_end(self, link: Link, ending: LinkEnding) -> None:
         self._heads.pop(link, None)
-        if not link.retired:  # broken, or the peer has no use for it any more
+        if not link.retired and not link.is_spare:  # broken, or the peer has no use for it any more
             epoch = Epoch(link.epoch)
             self._post(Told(epoch, PeerLost(time.monotonic(), WorkerId(link.peer_id), ending.why)))
 

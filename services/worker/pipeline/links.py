@@ -91,11 +91,16 @@ class Links:
         if not peers:
             self._post(Told(epoch, LinksUp(time.monotonic(), epoch)))
 
+    def name_partners(self, addresses: Mapping[WorkerId, str]) -> None:
+        """From any thread: spares are kept for these, so that `connect` need not make a link."""
+        self._plane.name_partners({str(peer): address for peer, address in addresses.items()})
+
     def made(self, event: LinkMade) -> LinksUp | PreparationFailed | None:
         """What it means for the transition."""
         error, now_s = event.link.exception(), time.monotonic()
         if error is not None:
             return PreparationFailed(now_s, event.epoch, f"no link to {event.peer}: {error}")
+        get_logger().debug("link is up", peer=event.peer, epoch=event.epoch, spare=event.link.result().was_spare)
         self.missing.discard(event.peer)
         return None if self.missing else LinksUp(now_s, event.epoch)
 

@@ -7,7 +7,7 @@ What decides is pure (`core.transition`, `core.worker`); the parts do what they 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from ballast.common.errors import InvariantViolation
@@ -152,6 +152,10 @@ class GroupMember:
     @property
     def progress(self) -> dict[Epoch, Progress]:
         return self.published.progress
+
+    def name_partners(self, addresses: Mapping[WorkerId, str]) -> None:
+        """From any thread: with these it may soon share a group."""
+        self._links.name_partners(addresses)
 
     def handle(self, event: MemberEvent) -> list[Answer]:
         driver, restoring = self._driver, self._restoring

@@ -125,6 +125,9 @@ class Transitions:
             self._aborted = {Epoch(epoch): why}
         self._post(Told(Epoch(epoch), AbortRequested(time.monotonic(), Epoch(epoch), why)))
 
+    def name_partners(self, request: pb.NamePartnersRequest) -> None:
+        self._member.name_partners({WorkerId(p.worker_id): p.data_address for p in request.partners if p.data_address})
+
     def status(self, epoch: int) -> pb.TransitionStatus:
         """UNSPECIFIED for an epoch this worker has not heard of."""
         progress = self._member.progress.get(Epoch(epoch))
