@@ -21,7 +21,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from ballast.bench.overload import QUICK_SETTINGS, setting_name
+from ballast.bench.overload_plan import QUICK_SETTINGS, setting_name
 from ballast.bench.plot import plot_result
 from ballast.bench.probe import PROBE_S, probe
 from ballast.bench.progress import open_console

@@ -9,17 +9,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from ballast.bench.overload import (
-    Arguments,
-    Comparison,
-    Run,
-    arguments_of,
-    describe_run,
-    order_of,
-    setting_name,
-    setting_variable,
-)
-from ballast.bench.policies import parse_policies
+from ballast.bench.overload import Comparison, Run, describe_run, order_of
+from ballast.bench.overload_plan import Arguments, Timetable, arguments_of, setting_name, setting_variable, span_within
+from ballast.bench.policies import ABLATION, COMPARED, SWEEP, parse_policies
 from ballast.bench.progress import ComparisonDisplay, minutes, open_console
 from ballast.bench.replay import Progress
 from ballast.bench.results import read_result, write_result
@@ -42,6 +34,46 @@ def test_policies_carry_knobs_as_flags() -> None:
     assert (pipeline.pipeline_degree, plain.pipeline_degree) == (4, 1)
     assert pipeline.flags()["planner"][2:] == ["--pipeline-degree", "4"]
     assert pipeline.flags()["worker"][2:] == ["--microbatching", "token-count"], "no lookahead"
+
+
+def test_a_knob_without_a_flag_is_a_setting() -> None:
+    (ours,) = parse_policies("drop:horizon=0.5:transfers=naive")
+    assert ours.settings() == {"monitor.pressure.horizon_s": "0.5"}
+    assert ours.flags()["worker"][2:] == ["--transfers", "naive"]
+    assert "monitor" not in ours.flags()
+
+
+@pytest.mark.parametrize("words", [COMPARED, ABLATION, SWEEP])
+def test_lists_of_contestants_are_understood(words: tuple[str, ...]) -> None:
+    specs = parse_policies(",".join(words))
+    assert len({json.dumps([spec.policy, dict(spec.knobs)]) for spec in specs}) == len(words)
+
+
+def test_it_says_how_long_it_takes_and_fits_into_what_is_given(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["bench", "overload", "--out", str(tmp_path / "o"), "--workloads", "burst,extreme:answers", "--plan-only"]
+    assert main([*command, "--workers", "2,4", "--policies", "drop,static-pipeline:degree=4", "--span-s", "20"]) == 0
+    two, four, together = capsys.readouterr().out.splitlines()
+    assert re.match(
+        r"2 workers: 6 runs \(2 workloads of 20 s, \d\d s; 1 policies; 3 repetitions\), about \d+:\d\d", two
+    )
+    assert four.startswith("4 workers: 12 runs")
+    assert together.startswith("together about")
+    assert not (tmp_path / "o").exists()
+    assert main([*command, "--policies", "drop", "--max-minutes", "9"]) == 0
+    assert re.search(r"about (8:[345]|9:0)", capsys.readouterr().out)
+    assert main([*command, "--policies", "drop", "--max-minutes", "2"]) == 2
+    assert "6 runs of at least 10 s take" in capsys.readouterr().err
+    assert main([*command, "--policies", "static-pipeline:degree=4"]) == 2
+    assert main([*command, "--workers", "2,2"]) == 2
+
+
+def test_a_span_is_what_the_minutes_leave() -> None:
+    unit = Timetable(2, {"a": 1.0, "b": 2.0}, ["x", "y"], 3, probe_s=5.0)
+    span_s = span_within([unit], 25.0)
+    made = Timetable(2, {"a": span_s, "b": 2 * span_s}, ["x", "y"], 3, probe_s=5.0)
+    assert 24.5 * 60 < made.total_s <= 25.0 * 60
 
 
 @pytest.mark.parametrize(
