@@ -58,7 +58,7 @@ from ballast.model.info import read_info
 _FEW_PER_WORKER = 2  # requests of the slower probe
 _WARMUP_ROUNDS = 3
 _LAYOUT_WITHIN_S = 60.0
-_SIZING_ATTEMPTS = 3
+_SIZING_ATTEMPTS = 4
 _ENOUGH = 0.95  # of the memory that was meant
 _REST_S = 1.0
 _POLL_S = 0.1
@@ -203,19 +203,21 @@ class Comparison:
         Workers take whole extents, the same number for each layer, and leave the rest: with few layers and small
         memory up to half of it. So that what was meant is there, they are given more until it is.
         """
-        device_memory_bytes, spec = memory.device_memory_bytes, PolicySpec("recompute", "recompute")
-        for attempt in range(_SIZING_ATTEMPTS):
-            async with self._cluster(spec, device_memory_bytes, "probe") as cluster:
-                capacity_tokens = await _wait_at_rest(cluster.address, 1)
-                lacking_tokens = memory.undropped_tokens - capacity_tokens
-                if capacity_tokens >= _ENOUGH * memory.undropped_tokens or attempt == _SIZING_ATTEMPTS - 1:
-                    return (
-                        await self._pace(cluster.address, trace, capacity_tokens),
-                        device_memory_bytes,
-                        capacity_tokens,
-                    )
+        device_memory_bytes, meant_tokens = memory.device_memory_bytes, memory.undropped_tokens
+        for attempts_left in reversed(range(_SIZING_ATTEMPTS)):
+            capacity_tokens = 0
+            try:
+                async with self._cluster(PolicySpec("recompute", "recompute"), device_memory_bytes, "probe") as cluster:
+                    capacity_tokens = await _wait_at_rest(cluster.address, 1)
+                    if capacity_tokens >= _ENOUGH * meant_tokens or not attempts_left:
+                        speed = await self._pace(cluster.address, trace, capacity_tokens)
+                        return speed, device_memory_bytes, capacity_tokens
+            except ConfigError as error:  # too little even for one block of each layer
+                if not attempts_left or "device_memory_bytes" not in str(error):
+                    raise
+            lacking_tokens = meant_tokens - capacity_tokens
             device_memory_bytes += lacking_tokens * self._info.kv_bytes_per_token() // self._arguments.workers
-        raise AssertionError("the last attempt returns")
+        raise AssertionError("the last attempt returns or raises")
 
     async def _pace(self, address: str, trace: Trace, undropped_tokens: int) -> Speed:
         input_tokens, output_tokens = mean_request(trace.requests)

@@ -20,7 +20,7 @@ POLICIES = ("recompute", "swap", "static-pipeline", "drop")
 COMPARED = ("recompute:watermark=0", "recompute", "swap", "static-pipeline", "drop")
 # KunServe, EuroSys '26, figure 14: what each step adds.
 ABLATION = (
-    "drop:microbatching=token-count:transfers=naive:label=drop",
+    "drop:microbatching=token-count:transfers=naive:label=naive drop",
     "drop:microbatching=token-count:label=+ coordinated exchange",
     "drop:label=+ lookahead",
 )

@@ -1,6 +1,7 @@
 """How links behave. One value for all links of a worker."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Self
 
 from ballast.common.errors import ConfigError
 
@@ -55,6 +56,10 @@ class TransportConfig:
             raise ConfigError("transport.background_share", f"must be in (0, 1], got {self.background_share}")
         if min(self.urgent_inline_bytes, self.bulk_inline_bytes) < 0:
             raise ConfigError("transport.urgent_inline_bytes", "and bulk_inline_bytes must not be negative")
+
+    def naive(self) -> Self:
+        """To measure against: bulk in whole pieces, in the order in which things come, behind nothing."""
+        return replace(self, chunk_bytes=self.max_message_bytes, window_chunks=1, hold_s=0.0, background_share=1.0)
 
     def frame_bytes(self, *, urgent: bool) -> int:
         """Size of a posted receive; the largest frame that may be sent to us."""

@@ -11,10 +11,10 @@ from rich.console import Console
 
 from ballast.bench.overload import Comparison, Run, describe_run, order_of
 from ballast.bench.overload_plan import Arguments, Timetable, arguments_of, setting_name, setting_variable, span_within
-from ballast.bench.policies import ABLATION, COMPARED, SWEEP, parse_policies
+from ballast.bench.policies import ABLATION, COMPARED, SWEEP, PolicySpec, parse_policies
 from ballast.bench.progress import ComparisonDisplay, minutes, open_console
 from ballast.bench.replay import Progress
-from ballast.bench.results import read_result, write_result
+from ballast.bench.results import BenchResult, read_result, write_result
 from ballast.bench.study import first_violation_s, read_study
 from ballast.bench.workloads import Workload, parse_workloads
 from ballast.cli.main import main
@@ -255,16 +255,28 @@ def test_a_folder_without_results_is_named(tmp_path: Path) -> None:
         read_study(tmp_path)
 
 
+def renamed(spec: PolicySpec, bubble_fraction: float) -> BenchResult:
+    made = comparison_result("extreme-spiky", "drop", 0, 50)
+    assert made.comparison is not None
+    facts = made.comparison.model_copy(update={"policy": spec.label, "knobs": dict(spec.knobs)})
+    policy = made.policies["drop"].model_copy(update={"bubble_fraction": bubble_fraction})
+    return made.model_copy(update={"comparison": facts, "policies": {spec.label: policy}})
+
+
 def test_plot_writes_figures_a_table_and_a_page_that_needs_nothing_else(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("matplotlib")
     write_comparison(tmp_path, ("extreme-spiky",), repetitions=1)
+    for step, spec in enumerate(parse_policies(",".join(ABLATION))):
+        write_result(tmp_path / "runs" / "extreme-spiky" / f"step{step}.json", renamed(spec, 0.2 - 0.05 * step))
     first = tmp_path / "runs" / "extreme-spiky" / "0.0.json"
     interrupted = read_result(first).model_copy(update={"complete": False})
     write_result(tmp_path / "runs" / "extreme-spiky" / "x.json", interrupted)
     assert main(["bench", "plot", "--results", str(tmp_path), "--out", str(tmp_path / "plot")]) == 0
-    names = {f"extreme-spiky-{kind}" for kind in ("latency", "overview", "time", "run", "degrees", "extreme")}
+    names = {
+        f"extreme-spiky-{kind}" for kind in ("latency", "overview", "time", "run", "degrees", "extreme", "ablation")
+    }
     made = {path.name for path in (tmp_path / "plot").iterdir()}
     assert made == {f"{name}.{form}" for name in names for form in ("svg", "png")} | {"table.md", "report.html"}
     page = (tmp_path / "plot" / "report.html").read_text()
@@ -277,5 +289,6 @@ def test_plot_writes_figures_a_table_and_a_page_that_needs_nothing_else(
         assert word in page
     table = (tmp_path / "plot" / "table.md").read_text()
     assert "P99 TTFT of drop is" in table
+    assert re.search(r"\| \+ lookahead \| 1 \|.* 10\.0% \|$", table, re.MULTILINE)
     assert "recompute: first TTFT over 5 times the reference" in table
     assert "wrote" in capsys.readouterr().out
