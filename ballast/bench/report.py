@@ -265,7 +265,7 @@ _CSS = """
 body{font:15px/1.5 system-ui,sans-serif;color:#111;background:#fff;margin:0}
 main{max-width:1180px;margin:0 auto;padding:24px}
 h2{margin-top:2.2em;border-bottom:1px solid #ccc}
-.wide{overflow-x:auto}
+.wide{overflow-x:auto;margin:.8em 0}
 table{border-collapse:collapse;font-size:13px}
 th,td{border:1px solid #ccc;padding:4px 8px;text-align:right;vertical-align:top}
 th:first-child,td:first-child{text-align:left}
