@@ -58,6 +58,7 @@ from services.dispatcher.policy.freeness import RoutingRules
 _MIN_RETRY_S, _MAX_RETRY_S = 0.1, 30.0
 _NO_WORKER_CHECK_S = 0.5
 _MAX_IDLE_MOVES = 16  # without a token in between; more are no progress but a quarrel between workers
+_OUTGROWN_WAIT_S = 1.0  # advice to whoever has outgrown all workers; a drop may make larger groups
 _ENDING_OF: dict[type[BallastError], str] = {
     Cancelled: FinishReason.CANCELLED.value,
     DeadlineExceeded: FinishReason.DEADLINE.value,
@@ -421,7 +422,10 @@ class DispatcherCore:
         commands: list[Command] = [*outcome.placed]
         for tracked in outcome.hopeless:
             why = f"{tracked.token_count} tokens need more KV blocks than any worker has"
-            commands += self._fail(tracked, InvalidRequest("prompt", why), at_s)
+            error: BallastError = InvalidRequest("prompt", why)
+            if answered := len(tracked.output_token_ids):  # it was right to take it: groups may have been larger
+                error = Overloaded(f"after {answered} tokens of the answer, {why}", _OUTGROWN_WAIT_S)
+            commands += self._fail(tracked, error, at_s)
         return commands
 
     # --------------------------------------------------------------------------------------------- inspection

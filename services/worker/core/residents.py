@@ -108,11 +108,12 @@ class Residents:
             unsent.finish_reason, unsent.error, unsent.invalid = reason, error, invalid
 
     def end_too_big(self, sequence: Sequence, at_s: float) -> None:
+        """Not the request's fault: it may have begun in a larger group, and there may be another one."""
         error = (
             f"{sequence.token_count} tokens do not fit into the KV cache of this worker"
             f" ({self._scheduler.block_count} blocks of {self._limits.block_tokens} tokens), even alone"
         )
-        self.end(sequence, at_s, FinishReason.ERROR, error, invalid=True)
+        self.end(sequence, at_s, FinishReason.ERROR, error)
 
     def remove(self, sequence: Sequence, at_s: float, reason: FinishReason, why: str = "") -> None:
         """Without a word. Its blocks are free for the next batch even if it is in flight (see `core.stage`); not yet
