@@ -93,6 +93,7 @@ class DispatcherCore:
         self._id = dispatcher_id
         self._placement = Placement(self.backlog, self.fleet, placement, routing)
         self._moves = Moves(limits.move_wait_s, self.fleet)
+        self._forsaken = Moves(limits.move_wait_s, self.fleet)  # ended on their way: whoever has them is told
         self._deadlines = Deadlines()
         self._next_serial = 1
         self._no_worker_since_s: float | None = None  # None: there is one, or nothing has happened yet
@@ -100,7 +101,7 @@ class DispatcherCore:
 
     def next_timer_s(self) -> float:
         """When a `Tick` is wanted; infinite for never."""
-        due_s = min(self._deadlines.next_s(), self._moves.next_s())
+        due_s = min(self._deadlines.next_s(), self._moves.next_s(), self._forsaken.next_s())
         return min(due_s, self._placement.retry_at_s, self._no_worker_check_at_s)
 
     @property
@@ -156,6 +157,7 @@ class DispatcherCore:
         commands += [Connect(worker.key, worker.address) for worker in new]
         for tracked in self._moves.take_stranded():
             self._resume_from_backlog(tracked, event.at_s)
+        self._forsaken.take_stranded()
         self._watch_usable(event.at_s)
         return commands + self._dispatch(event.at_s)
 
@@ -172,6 +174,8 @@ class DispatcherCore:
         for tracked in self._moves.take_arrivals(worker.key.worker_id):
             self.move_counts["waited"] += 1
             commands.append(self._placement.move(tracked, worker, event.at_s))
+        for tracked in self._forsaken.take_arrivals(worker.key.worker_id):
+            commands += self._end_there(tracked, worker, event.at_s)
         self._watch_usable(event.at_s)
         return commands + self._dispatch(event.at_s)
 
@@ -183,6 +187,7 @@ class DispatcherCore:
             worker.take_off(handle)
             commands += self._replay(tracked, at_s, f"worker {worker.key.worker_id}: {why}")
         worker.departed.clear()
+        worker.withdrawn.clear()
         self._watch_usable(at_s)
         return commands
 
@@ -305,6 +310,7 @@ class DispatcherCore:
             commands += self._fail(tracked, DeadlineExceeded("the deadline of the request has passed"), at_s)
         for tracked in self._moves.take_overdue(at_s):
             self._resume_from_backlog(tracked, at_s)
+        self._forsaken.take_overdue(at_s)
         if self._no_worker_since_s is not None:
             latest_s = at_s - self.limits.no_worker_timeout_s
             if self._no_worker_since_s <= latest_s:
@@ -316,12 +322,32 @@ class DispatcherCore:
 
     def _fail(self, tracked: Tracked, error: BallastError, at_s: float) -> list[Command]:
         commands: list[Command] = []
+        moves_to = self._moves.target_of(tracked) if tracked.moving else None
         if tracked.worker is not None:
             commands.append(AbortOnWorker(tracked.worker, tracked.handle))
+            if (worker := self.fleet.get(tracked.worker)) is not None:
+                worker.withdraw(tracked)
         facts = _facts(tracked, at_s)
         self._drop(tracked)
+        if moves_to is not None:
+            self._forsaken.add(tracked, moves_to, at_s)
         self.endings[_ENDING_OF.get(type(error), "error")] += 1
         return [*commands, Fail(tracked.request.request_id, error, facts)]
+
+    def _forsake(self, tracked: Tracked, worker_id: WorkerId, at_s: float) -> list[Command]:
+        """It has ended here and was handed over to that worker meanwhile: it must not run for nobody."""
+        tracked.worker, tracked.handle = None, 0
+        worker = self.fleet.member(worker_id)
+        if worker is not None and worker.connected:
+            return self._end_there(tracked, worker, at_s)
+        self._forsaken.add(tracked, worker_id, at_s)
+        return []
+
+    def _end_there(self, tracked: Tracked, worker: Worker, at_s: float) -> list[Command]:
+        """Asks for what was handed over and aborts it at once; it may come there only later."""
+        place = self._placement.move(tracked, worker, at_s)
+        worker.take_off(place.handle)
+        return [place, AbortOnWorker(worker.key, place.handle)]
 
     def _drop(self, tracked: Tracked) -> None:
         if tracked.moving:
@@ -349,6 +375,9 @@ class DispatcherCore:
             tracked = worker.placed.get(ending.handle)
             if tracked is None:
                 self.stale_count += 1
+                withdrawn = worker.withdrawn.pop(ending.handle, None)
+                if withdrawn is not None and ending.moved_to:
+                    commands += self._forsake(withdrawn, WorkerId(ending.moved_to), event.at_s)
             else:
                 commands += self._end(worker, tracked, ending, event.at_s)
         was_usable = worker.usable
@@ -435,6 +464,7 @@ class DispatcherCore:
         self.backlog.check()
         self.fleet.check()
         self._moves.check()
+        self._forsaken.check()
         moving = {tracked.request.request_id: tracked for tracked in self._moves.tracked}
         queued = {tracked.request.request_id: tracked for tracked in self.backlog}
         placed = {t.request.request_id: t for worker in self.fleet for t in worker.placed.values()}

@@ -34,6 +34,7 @@ class Residents:
         self.live: dict[SequenceId, Sequence] = {}
         self.orphans = Waits(limits.orphan_timeout_s)  # for their dispatchers; those that have ended, too
         self.held = Waits(limits.orphan_timeout_s)  # for their sequence to be handed over
+        self.forsaken = Waits(limits.orphan_timeout_s)  # held, and ended before their sequence has come
         self.claims: dict[SequenceId, Submitted] = {}  # what those were submitted with
         self.outbox = Outbox()
         self.endings_total = dict.fromkeys(FinishReason, 0)
@@ -98,6 +99,8 @@ class Residents:
     ) -> None:
         """The one place where a dispatcher learns of an ending; of an orphan's as soon as it asks."""
         unsent, rest = sequence.unsent, sequence.stop.flush()
+        if sequence.state is SequenceState.HELD and len(self.forsaken) < self._limits.max_held_count:
+            self.forsaken.add(sequence, at_s)
         if unsent is None:
             self.outbox.text(sequence, rest)
             self.remove(sequence, at_s, reason, error)
@@ -182,6 +185,7 @@ class Residents:
                 self.end(sequence, at_s, FinishReason.DEADLINE)
         for orphan in self.orphans.pop_due(at_s):
             self.drop_orphan(orphan, at_s, "nobody has asked for it")
+        self.forsaken.pop_due(at_s)
 
     # ---------------------------------------------------------------- inspector
 
