@@ -119,6 +119,7 @@ class GroupMember:
             runner,
             book=book,
             published=published,
+            pace=plane.pace,
             precopy=lambda: restoring.precopy,
             awaits_roster=lambda epoch: self._driver.awaits_roster(epoch),
         )

@@ -374,6 +374,21 @@ def test_a_peer_that_does_not_come_costs_the_deadline_only(bench: Bench, shared_
     assert link.state is LinkState.UP
 
 
+def test_over_a_slow_link_an_activation_waits_for_one_chunk_at_most(bench: Bench, shared_peer: PeerProcess) -> None:
+    """24 chunks of half a second are behind each other; five round trips wait for one each."""
+    bench.open(rate_bytes_per_s=MB, chunk_bytes=MB // 2)
+    link = bench.link(shared_peer, "w2")
+    transfer = link.transfer(TrafficClass.KV, [torch.zeros(12 * MB, dtype=torch.uint8)])
+    shared_peer.call("wait", what="openings", count=1)
+    for trips in range(1, 6):
+        link.send(TrafficClass.ACTIVATION, ECHO, tensor=torch.zeros(4, 256))
+        bench.recorder.wait("messages", trips)
+    chunks_meanwhile = link.counts.sent[TrafficClass.KV].total_bytes // (MB // 2)
+    assert chunks_meanwhile <= 1 + 5 + 1, "some activation waited for more than one"
+    assert transfer.cancel()
+    transfer.done.result(10)
+
+
 def test_a_slow_link_is_emulated(bench: Bench, shared_peer: PeerProcess) -> None:
     bench.open(rate_bytes_per_s=8 * MB)
     link = bench.link(shared_peer, "w2")
