@@ -189,6 +189,14 @@ def swap_block_count(settings: WorkerSettings, engine: Instance) -> int:
     return count
 
 
+def transport_of(settings: WorkerSettings) -> TransportConfig:
+    rate = settings.link_bytes_per_s
+    links = TransportConfig(
+        rate_bytes_per_s=None if rate is None else float(rate), bandwidth_bytes_per_s=link_bandwidth(settings)
+    )
+    return links.naive() if settings.transfers == "naive" else links
+
+
 class WorkerProcess:
     """Everything that one worker consists of, from the loaded engine to the drained end."""
 
@@ -222,7 +230,7 @@ class WorkerProcess:
             core=core,
             book=book,
             engine=engine,
-            config=TransportConfig(bandwidth_bytes_per_s=link_bandwidth(settings)),
+            config=transport_of(settings),
             advertise_host=host,
             max_running_count=settings.max_num_seqs,
             costs=kit.costs,
