@@ -17,6 +17,7 @@ on the stages until `resume`, `lose` or `let_go` is called for it.
 
 import bisect
 from collections import OrderedDict
+from collections.abc import Container
 from dataclasses import dataclass
 from itertools import islice
 
@@ -54,6 +55,8 @@ class Scheduler:
         self._microbatching = microbatching
         self.block_count = block_count
         self.lent_block_count = 0
+        self.expected_block_count = 0  # for sequences that come from other leaders, and
+        self.expected_count = 0  # so many of these
         self._ceiling_block_count = block_count
         self.admission_limit: int | None = None  # blocks; nothing new above it
         self.stage_count = 1
@@ -70,7 +73,7 @@ class Scheduler:
 
     @property
     def free_block_count(self) -> int:
-        return self.block_count - self.lent_block_count - self.reserved_block_count
+        return self.block_count - self.lent_block_count - self.expected_block_count - self.reserved_block_count
 
     @property
     def max_running_count(self) -> int:
@@ -141,14 +144,25 @@ class Scheduler:
             self._leave_line(sequence)
             self._run(sequence, need, at_s, f"{need} of {self.free_block_count} free blocks")
 
+    def why_no_room(self, block_count: int, *, new: bool) -> str:
+        """Why a sequence of another leader that takes so many blocks more cannot come, or (not `new`) not go on coming;
+        empty: it can.
+        """
+        if self._admits(block_count) if new else block_count <= self.free_block_count:
+            return ""
+        return (
+            f"{self.free_block_count} of {self.block_count} blocks are free, {block_count} are needed;"
+            f" {self.running_count} of {self.max_running_count} sequences run"
+        )
+
     def _admits(self, need_block_count: int) -> bool:
         block_count = self.block_count
         if self.admission_limit is not None:
             block_count = min(block_count, self.admission_limit)
         view = AdmissionView(
             block_count,
-            block_count - self.lent_block_count - self.reserved_block_count,
-            self.running_count,
+            block_count - self.block_count + self.free_block_count,
+            self.running_count + self.expected_count,
             self.max_running_count,
         )
         return admits(view, need_block_count, self._limits.admission_reserve_fraction)
@@ -353,9 +367,9 @@ class Scheduler:
         victim.move(SequenceState.SWAPPED, at_s, f"preempted, {why}")
         self.swap.leave(victim)
 
-    def forget_swapped(self, at_s: float, why: str) -> list[Sequence]:
-        """They are computed anew: the group changes, and with it whose KV is where."""
-        lost = self.swap.sequences
+    def forget_swapped(self, at_s: float, why: str, who: Container[SequenceId] | None = None) -> list[Sequence]:
+        """They, or those named, are computed anew: the group changes, and with it whose KV is where."""
+        lost = [s for s in self.swap.sequences if who is None or s.sequence_id in who]
         for sequence in lost:
             self.swap.forget(sequence)
             self._recompute(sequence, at_s, why)

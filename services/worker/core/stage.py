@@ -58,6 +58,10 @@ class StageBook:
         """
         return self._book.cover(sequence_id, token_count)
 
+    def trim(self, sequence_id: SequenceId, token_count: int) -> None:
+        """What was held beyond so many tokens is free."""
+        self._book.trim(sequence_id, token_count)
+
     def release(self, sequence_id: SequenceId) -> int:
         """The sequence has left this stage: its KV has been sent away. Returns the number of its blocks."""
         return self._book.free(sequence_id)

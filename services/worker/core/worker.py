@@ -5,7 +5,7 @@ thread, no tensor. Whoever drives it calls `handle` from one thread, asks for a 
 reports the steps in their order.
 
 A sequence that can never run is turned away at once. One that has outgrown the whole KV cache while it ran ends with
-ERROR and not with LENGTH: the same request would have gone on elsewhere, and a cut answer must not look complete.
+ERROR and not with LENGTH: a cut answer must not look complete, and a larger group may go on with it.
 """
 
 import sys
@@ -39,6 +39,7 @@ from services.worker.core.events import (
     StreamsLost,
     Submitted,
     Tick,
+    WithdrawnTooLate,
 )
 from services.worker.core.flights import Flight, Flights
 from services.worker.core.group import ANOTHER_LEADS, Group
@@ -49,6 +50,7 @@ from services.worker.core.residents import Residents, Stream
 from services.worker.core.scheduler import Scheduler
 from services.worker.core.sequence import Sequence, SequenceState
 from services.worker.core.stage import StageBook
+from services.worker.policy.departure import Decoding
 from services.worker.policy.microbatching import Microbatching, by_token_count
 from services.worker.policy.placement import PlacementView
 
@@ -90,7 +92,7 @@ class WorkerCore:
         self._residents = Residents(limits, self._scheduler, self._flights)
         self._group = Group(limits, self._residents, self._scheduler, self._flights)
         self._outbox = self._residents.outbox
-        self._last_sequence_id = first_sequence_id
+        self._first_sequence_id = self._last_sequence_id = first_sequence_id
         self._draining = False
         self._drained = False
         self._progress_at_s = 0.0  # last completed step, or end of the last idle time
@@ -98,6 +100,7 @@ class WorkerCore:
         self._prompt_tokens_total = 0
         self._generation_tokens_total = 0
         self._stale_events_total = 0
+        self._withdrawn_too_late: SequenceId | None = None
 
     # ---------------------------------------------------------------- the one door
 
@@ -141,6 +144,9 @@ class WorkerCore:
             commands.append(self._flights.tell_removed())
         if handed_over is not None:
             commands.append(handed_over)
+        if self._withdrawn_too_late is not None:
+            commands.append(WithdrawnTooLate(self._withdrawn_too_late))
+            self._withdrawn_too_late = None
         if self._draining and not self._drained and self._empty:
             self._drained = True
             commands.append(Drained())
@@ -199,6 +205,34 @@ class WorkerCore:
         held = (*scheduler.running, *scheduler.suspended.values())
         return {s.sequence_id: s.computed_tokens for s in held if s.computed_tokens}
 
+    def decoding(self) -> tuple[Decoding, ...]:
+        """The sequences that are past their prompts and could go on elsewhere: those of dispatchers, no orphans."""
+        return tuple(
+            Decoding(s.sequence_id, s.rank, s.token_count, s.reserved_block_count)
+            for s in self._scheduler.running
+            if s.unsent is None and s.token_count - s.computed_tokens == 1 and s.output_token_ids
+        )
+
+    def running_kv_tokens(self, sequence_id: SequenceId) -> int | None:
+        """Of a sequence that runs: how many of its tokens have KV."""
+        sequence = self._residents.live.get(sequence_id)
+        if sequence is None or sequence.state is not SequenceState.RUNNING:
+            return None
+        return sequence.computed_tokens
+
+    def why_no_room(self, block_count: int, *, new: bool) -> str:
+        """Why a sequence of another leader that takes so many blocks more cannot come, or (not `new`) not go on coming;
+        empty: it can.
+        """
+        if self._draining:
+            return "this worker is draining"
+        return self._scheduler.why_no_room(block_count, new=new)
+
+    @property
+    def first_sequence_id(self) -> SequenceId:
+        """Where this worker's ids begin: the part of them that no other worker has."""
+        return self._first_sequence_id
+
     @property
     def longest_token_count(self) -> int:
         """Of the sequences that run, wait or are suspended."""
@@ -236,7 +270,7 @@ class WorkerCore:
         return LoadReport(
             block_tokens=self._limits.block_tokens,
             block_count=scheduler.block_count,
-            used_block_count=scheduler.reserved_block_count + scheduler.lent_block_count,
+            used_block_count=scheduler.block_count - scheduler.free_block_count,
             waiting_block_count=waiting_block_count,
             running_count=scheduler.running_count,
             waiting_count=waiting_count,
@@ -318,6 +352,7 @@ class WorkerCore:
         sequence = stream.live.get(event.key.handle) if stream else None
         if sequence is None:
             self._stale_events_total += 1
+            self._withdrawn_too_late = self._residents.take_moved(event.key)
         else:
             self._residents.end(sequence, event.at_s, FinishReason.CANCELLED)
 

@@ -5,9 +5,12 @@ import pytest
 from ballast.bench.arrivals import generated
 from ballast.bench.scenarios import trace_of
 from ballast.common.errors import ConfigError
-from sim.scenario import Arrivals, Burst, Scenario
+from sim.scenario import Arrivals, make_scenario
 
-SPEC = Arrivals(span_s=200.0, rate_per_s=20.0, cv=1.5, bursts=(Burst(at_s=50.0, for_s=40.0, factor=3.0),))
+SPEC = Arrivals.model_validate(
+    {"span_s": 200, "rate_per_s": 20, "cv": 1.5, "bursts": [{"at_s": 50, "for_s": 40, "factor": 3}]}
+)
+PLAIN = {"description": "", "source": "the moon", "model": "Llama-2-7B", "cluster": "1xA800"}
 
 
 def rate_per_s(instants_s: list[float], begin_s: float, end_s: float) -> float:
@@ -30,7 +33,7 @@ def test_a_seed_gives_one_trace() -> None:
 
 
 def test_a_scenario_scales_its_arrivals_and_raises_its_burst() -> None:
-    plain = Scenario(description="", model="Llama-2-7B", cluster="1xA800", arrivals=SPEC)
+    plain = make_scenario({**PLAIN, "arrivals": SPEC}, "test")
     more = plain.model_copy(update={"rate_scale": 2.0})
     steeper = plain.model_copy(update={"burst_scale": 2.0})
     count = len(trace_of(plain, 4096).requests)
@@ -42,4 +45,4 @@ def test_a_scenario_scales_its_arrivals_and_raises_its_burst() -> None:
 
 def test_neither_a_trace_nor_arrivals_is_told() -> None:
     with pytest.raises(ConfigError, match="the scenario names none"):
-        trace_of(Scenario(description="", source="the moon", model="x", cluster="y"), 4096)
+        trace_of(make_scenario(PLAIN, "test"), 4096)

@@ -8,15 +8,18 @@ import pytest
 from ballast.bench.whatif import Slo, find_gpus, in_words, parse_sweep, sweep
 from ballast.cli.main import main
 from ballast.common.errors import ConfigError
-from sim.scenario import Arrivals, Burst, Scenario
+from sim.scenario import make_scenario
 
-SCENARIO = Scenario(
-    description="",
-    model="Llama-2-13B",
-    cluster="2xA100-40G",
-    policies=("recompute", "drop"),
-    lengths="burstgpt",
-    arrivals=Arrivals(span_s=25.0, rate_per_s=1.0, bursts=(Burst(at_s=5.0, for_s=8.0, factor=6.0),)),
+SCENARIO = make_scenario(
+    {
+        "description": "",
+        "model": "Llama-2-13B",
+        "cluster": "2xA100-40G",
+        "policies": ["recompute", "drop"],
+        "lengths": "burstgpt",
+        "arrivals": {"span_s": 25, "rate_per_s": 1, "bursts": [{"at_s": 5, "for_s": 8, "factor": 6}]},
+    },
+    "test",
 )
 GOAL = Slo(ttft_s=2.0, share=0.95)
 
