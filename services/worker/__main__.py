@@ -236,8 +236,8 @@ class WorkerProcess:
             costs=kit.costs,
             open_plane=None if (open_plane := kit.open_plane) is None else lambda hub: open_plane(worker_id, hub, host),
         )
-        clock = self._membership.member.published.clock
-        export(self._shell.load, REGISTRY, lambda: clock.times)
+        published = self._membership.member.published
+        export(self._shell.load, REGISTRY, lambda: published.clock.times, published.migrations)
 
     async def run(self, worker_id: WorkerId) -> None:
         incarnation = await self._register(worker_id)
