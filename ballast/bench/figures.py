@@ -108,9 +108,9 @@ def _overview(workload: WorkloadStudy, look: dict[str, Style]) -> Drawn:
         axes[1].plot(series.at_s, demand, color=style.colour, linestyle=style.line, label=c.label)
     capacity = workload.undropped_kv_bytes / MIB
     axes[1].axhline(capacity, color=GREY, linewidth=1)
-    over = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 0.8}  # curves that pass there
-    place = {"ha": "right", "va": "bottom", "fontsize": 8, "color": GREY, "bbox": over}
-    axes[1].annotate("with all parameters", (span_s, capacity * 1.02), **place)
+    name = axes[1].annotate("with all parameters", (span_s, capacity * 1.02), ha="right", va="bottom", fontsize=8)
+    name.set_color(GREY)
+    name.set_bbox({"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 0.8})  # curves pass there
     axes[1].set_ylabel("KV demand\n(MiB)")
     axes[1].set_ylim(bottom=0)
     _legend_above(figure, axes[1])
