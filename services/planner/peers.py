@@ -18,7 +18,7 @@ from ballast.common.errors import (
     StaleEpoch,
     Unavailable,
 )
-from ballast.common.ids import Incarnation, WorkerId
+from ballast.common.ids import Epoch, Incarnation, WorkerId
 from ballast.common.layout import Member
 from ballast.common.load import LoadReport
 from ballast.rpc import codec
@@ -206,14 +206,18 @@ class Members:
         phase = _PHASES.get(status.phase, MemberPhase.NONE)
         return MemberSaid(time.monotonic(), worker_id, phase, status.why, _status_from_proto(status))
 
-    async def name_partners(self, member: Member, partners: Sequence[Member], timeout_s: float) -> None:
+    async def name_partners(
+        self, member: Member, partners: Sequence[Member], settled_epoch: Epoch, timeout_s: float
+    ) -> Epoch:
         request = worker_pb2.NamePartnersRequest(
-            partners=[worker_pb2.Partner(worker_id=p.worker_id, data_address=p.data_address) for p in partners]
+            partners=[worker_pb2.Partner(worker_id=p.worker_id, data_address=p.data_address) for p in partners],
+            settled_epoch=settled_epoch,
         )
         try:
-            await self._stub(member.address).NamePartners(request, timeout=timeout_s)
+            answer = await self._stub(member.address).NamePartners(request, timeout=timeout_s)
         except grpc.RpcError as error:
             raise from_rpc_error(error, member.worker_id) from error
+        return Epoch(answer.newest_epoch)
 
     def _stub(self, address: str) -> "worker_pb2_grpc.WorkerServiceAsyncStub":
         channel = self._channels.get(address)

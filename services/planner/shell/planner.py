@@ -47,7 +47,7 @@ from services.planner.core.messages import (
 from services.planner.core.record import TransitionRecord
 from services.planner.shell import notes
 from services.planner.shell.answers import Answers, change_error, drain_error
-from services.planner.shell.partners import PartnerNaming
+from services.planner.shell.partners import AtRest, PartnerNaming
 from services.planner.shell.ports import Counting, DrainWorker, LayoutStore, MembersPort, MonitorPort
 from services.planner.shell.watchers import LayoutWatcher, Watchers
 
@@ -83,7 +83,7 @@ class PlannerShell:
         self._changes = Answers[AnswerChange]()
         self._drains = Answers[Epoch]()
         self._watchers = Watchers(max_watchers)
-        self._naming = PartnerNaming(members, self._layout_at_rest)
+        self._naming = PartnerNaming(members, self._at_rest)
         self._tasks = Work()
         self._listening: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -201,8 +201,9 @@ class PlannerShell:
         self._watchers.offer(layout)
         self._naming.soon()
 
-    def _layout_at_rest(self) -> Layout | None:
-        return self.core.layout if self.core.active and not self.core.conductor.busy else None
+    def _at_rest(self) -> AtRest | None:
+        is_at_rest = self.core.active and not self.core.conductor.busy
+        return AtRest(self.core.layout, self.core.settled_epoch) if is_at_rest else None
 
     def _note_transition(self, record: TransitionRecord, cause_id: str) -> None:
         if record.journal.stage.over:

@@ -3,7 +3,7 @@
 from collections.abc import AsyncGenerator, Awaitable, Sequence
 from typing import Protocol
 
-from ballast.common.ids import Incarnation, WorkerId
+from ballast.common.ids import Epoch, Incarnation, WorkerId
 from ballast.common.layout import Layout, Member
 from ballast.common.load import LoadReport
 from services.planner.core.messages import (
@@ -39,8 +39,10 @@ class MembersPort(Protocol):
 
     async def call(self, command: CallMember, timeout_s: float) -> MemberSaid | None: ...
 
-    async def name_partners(self, member: Member, partners: Sequence[Member], timeout_s: float) -> None:
-        """Raises BallastError: it does not hear."""
+    async def name_partners(
+        self, member: Member, partners: Sequence[Member], settled_epoch: Epoch, timeout_s: float
+    ) -> Epoch:
+        """Returns the highest epoch that it has heard of. Raises BallastError: it does not answer."""
         ...
 
     async def close(self) -> None: ...
