@@ -4,8 +4,8 @@ Two workers as processes of their own. In each cycle, under steady load: both al
 hand), then a restore by hand, then both alone again. Judged are the gaps of every request that end while the restore
 is under way, as multiples of the same request's median gap outside of it; and, so that a busy machine is not taken
 for a fault, the same for windows of the same length in which nothing happens. Time per token is compared before the
-drop and after the restore: at once, and when the requests of the pipeline's time have ended. A pipeline takes longer for
-each request, so more of them are there when it is dissolved than there were before, and batches are larger until then.
+drop and after the restore: at once, and when the requests of the pipeline's time have ended. A pipeline takes longer
+for each request, so more of them are there when it is dissolved than there were before, and batches are larger.
 """
 
 import argparse
@@ -269,7 +269,8 @@ def say(number: int, one: Cycle) -> None:
     after, settled = one.tpot_after_s / one.tpot_before_s - 1, one.tpot_settled_s / one.tpot_before_s - 1
     print(
         f"  p50 time per token: before {one.tpot_before_s * ms:.1f} ms, pipeline {one.tpot_pipeline_s * ms:.1f} ms,"
-        f" after {one.tpot_after_s * ms:.1f} ms ({after:+.1%}), settled {one.tpot_settled_s * ms:.1f} ms ({settled:+.1%})"
+        f" after {one.tpot_after_s * ms:.1f} ms ({after:+.1%}),"
+        f" settled {one.tpot_settled_s * ms:.1f} ms ({settled:+.1%})"
     )
     print(
         f"  requests at once: before {one.running_before:.1f}, after {one.running_after:.1f},"
