@@ -52,7 +52,6 @@ from sim.world import World, WorldOptions, instance_count
 Progress = Callable[[str, int, float], None]  # policy, requests ended, instant of the trace
 
 _DROP = "drop"  # ours: all others are baselines
-_TRANSFERS = "transfers"  # a knob that only simulations have
 _OUTCOMES = {
     SimOutcome.FINISHED: Outcome.FINISHED,
     SimOutcome.REFUSED: Outcome.REFUSED,
@@ -194,15 +193,9 @@ def specs_of(job: SimJob) -> list[tuple[PolicySpec, ClusterRules]]:
     plain = production_rules(job.worker)
     found: list[tuple[PolicySpec, ClusterRules]] = []
     for word in job.policies:
-        name, *settings = word.split(":")
-        find_policy(name)  # says which there are
-        own = [setting for setting in settings if setting.startswith(f"{_TRANSFERS}=")]
-        spec = parse_policies(":".join([name, *(s for s in settings if s not in own)]))[0]
-        rules = with_knobs(spec, find_policy(name)(plain))
-        for setting in own:
-            rules = replace(rules, coordinated=_switch(setting, "coordinated", "in-order"))
-        labelled = any(setting.startswith("label=") for setting in settings)
-        found.append((spec if labelled else replace(spec, label=word), rules))
+        find_policy(word.split(":")[0])  # says which there are
+        spec = parse_policies(word)[0]
+        found.append((spec, with_knobs(spec, find_policy(spec.policy)(plain))))
     labels = [spec.label for spec, _ in found]
     if len(set(labels)) < len(labels):
         raise ConfigError("policy", f"is named twice: {', '.join(labels)}; a knob label=NAME tells them apart")
@@ -240,6 +233,8 @@ def with_knobs(spec: PolicySpec, rules: ClusterRules) -> ClusterRules:
                 transitions = replace(transitions, pipeline_degree=int(_number(setting)))
             case "restore":
                 transitions = replace(transitions, restores=_switch(setting, "on", "off"))
+            case "transfers":
+                rules = replace(rules, coordinated=_switch(setting, "coordinated", "naive"))
             case _:
                 raise ConfigError("policy", f"{setting}: is not simulated")
     return replace(rules, worker=worker, planner=replace(rules.planner, transitions=transitions))

@@ -55,7 +55,7 @@ def test_knobs_of_policies_change_the_rules() -> None:
                 "static-pipeline:degree=4",
                 "static-pipeline:microbatching=lookahead",
                 "swap:swap-space=2GiB",
-                "drop:restore=off:transfers=in-order",
+                "drop:restore=off:transfers=naive",
                 "drop:label=ours",
             )
         )
@@ -64,7 +64,7 @@ def test_knobs_of_policies_change_the_rules() -> None:
     assert not found["static-pipeline:degree=4"].worker.lookahead
     assert found["static-pipeline:microbatching=lookahead"].worker.lookahead
     assert found["swap:swap-space=2GiB"].worker.swap_space_bytes == 2 << 30
-    stays = found["drop:restore=off:transfers=in-order"]
+    stays = found["drop:restore=off:transfers=naive"]
     assert not stays.planner.transitions.restores
     assert not stays.coordinated
     assert found["ours"].planner.transitions.restores
@@ -75,7 +75,7 @@ def test_knobs_of_policies_change_the_rules() -> None:
     ("word", "told"),
     [
         ("drop:restore=perhaps", "restore is on or off"),
-        ("drop:transfers=fast", "transfers is coordinated or in-order"),
+        ("drop:transfers=fast", "transfers is coordinated or naive"),
         ("recompute:watermark=much", "watermark must be a number"),
         ("swap:swap-space=lots", "swap-space must be a number of bytes"),
         ("recompute:degree=2", "has no knob 'degree'"),
