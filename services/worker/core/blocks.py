@@ -73,6 +73,19 @@ class BlockBook:
             heapq.heappush(free, block_id)
         return len(table)
 
+    def copy(self) -> "BlockBook":
+        """Another book that says the same."""
+        other = BlockBook(0, self._block_tokens)
+        other._block_count = self._block_count
+        other._free = self._free.copy()
+        other._tables = self._tables.copy()
+        return other
+
+    @property
+    def used_end(self) -> int:
+        """Behind the last block that is held."""
+        return max((max(table) for table in self._tables.values() if table), default=-1) + 1
+
     def grow(self, added_block_count: int) -> None:
         """The cache got so many more blocks, at its end."""
         first = self._block_count

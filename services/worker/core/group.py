@@ -11,6 +11,7 @@ from services.worker.core.events import (
     CapacityChanged,
     HandedOver,
     HandOver,
+    KvAdmitted,
     KvArrived,
     KvLost,
     KvTravels,
@@ -44,7 +45,8 @@ class Group:
         self.moved_total = 0
 
     def handle(
-        self, event: RoleChanged | CapacityChanged | AdmissionLimited | KvTravels | KvArrived | KvLost | Adopted
+        self,
+        event: RoleChanged | CapacityChanged | AdmissionLimited | KvTravels | KvAdmitted | KvArrived | KvLost | Adopted,
     ) -> None:
         match event:
             case RoleChanged():
@@ -55,6 +57,8 @@ class Group:
                 self._scheduler.admission_limit = event.block_count
             case KvTravels():
                 self._suspend(event)
+            case KvAdmitted():
+                self._admit_kv(event)
             case KvArrived():
                 self._kv_arrived(event)
             case KvLost():
@@ -76,6 +80,7 @@ class Group:
         if not event.leads:
             self._scheduler.resize(self._scheduler.block_count, 0)
         self._scheduler.stage_count = event.stage_count
+        self._scheduler.admission_limit = None
         for sequence in self._residents.live.values():
             sequence.in_engine = False  # the stages of the new group have yet to hear of it
         self.shed(event.at_s)
@@ -110,7 +115,15 @@ class Group:
         self._flights.demand_none("KV begins to travel")
         for sequence in [s for s in self._scheduler.running if s.sequence_id in event.sequence_ids]:
             if sequence.computed_tokens:
-                self._scheduler.suspend(sequence, event.at_s)
+                self._scheduler.suspend(sequence, event.at_s, waits=sequence.sequence_id in event.waiting_ids)
+
+    def _admit_kv(self, event: KvAdmitted) -> None:
+        for sequence_id in sorted(event.sequence_ids):
+            sequence = self._scheduler.suspended.get(sequence_id)
+            if sequence is None:
+                self.stale_total += 1
+            else:
+                self._scheduler.take_blocks(sequence, event.at_s)
 
     def _kv_arrived(self, event: KvArrived) -> None:
         sequence = self._scheduler.suspended.get(event.sequence_id)
@@ -203,8 +216,9 @@ class Group:
         self.adopted_total += 1
         sequence = unpack(snapshot, at_s, self._limits)
         suspended = sequence_id in event.suspended_ids and sequence.computed_tokens > 0
+        waits = suspended and sequence_id in event.waiting_ids
         if suspended and sequence.state is SequenceState.ENDED:
-            self._scheduler.adopt(sequence, at_s, suspended=True)
+            self._scheduler.adopt(sequence, at_s, suspended=True, waits=waits)
         elif sequence.state is SequenceState.ENDED or sequence_id in event.lost_ids:
             self._flights.forget(sequence)
             sequence.computed_tokens = 0
@@ -217,7 +231,7 @@ class Group:
         else:
             self._residents.enter(sequence, at_s)
             if sequence.computed_tokens:
-                self._scheduler.adopt(sequence, at_s, suspended=suspended)
+                self._scheduler.adopt(sequence, at_s, suspended=suspended, waits=waits)
             else:
                 self._scheduler.enqueue(sequence)
         if held := self._residents.held.get(sequence.request_id):

@@ -151,6 +151,25 @@ class KvCache:
             self._held[layer] = False
             self._retired.append(layer)
 
+    def move_retired(self, moves: Sequence[tuple[int, int]]) -> None:
+        """Copy blocks (from, to) of every retired layer; no target is a source."""
+        if not moves:
+            return
+        device = self.layer(0).device
+        origin, target = (torch.tensor(blocks, device=device) for blocks in zip(*moves, strict=True))
+        for layer in self._retired:
+            blocks = self.layer(layer)
+            blocks.index_copy_(0, target, blocks.index_select(0, origin))
+
+    def shrink_retired(self, block_count: int) -> int:
+        """Of retired layers only the first `block_count` blocks are needed. Returns how many extents became free."""
+        kept, freed = self.extents_for_blocks(block_count), 0
+        for layer in self._retired:
+            surplus = max(0, self._ranges[layer].extent_count - kept)
+            self._ranges[layer].shrink(surplus)
+            freed += surplus
+        return freed
+
     def drop(self, layer: int) -> int:
         """Free the KV of a layer that is executed elsewhere now. Returns how many extents became free."""
         if layer in self._retired:

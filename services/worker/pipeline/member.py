@@ -38,6 +38,7 @@ from services.worker.pipeline.events import (
     RosterArrived,
     ShareTold,
     Told,
+    WaveArrived,
     Woken,
 )
 from services.worker.pipeline.handover import Handover
@@ -166,6 +167,8 @@ class GroupMember:
                 driver.handover_arrived(event)
             case RosterArrived():
                 driver.roster_arrived(event)
+            case WaveArrived():
+                driver.wave_arrived(event)
             case KvAsked():
                 driver.kv_asked(event)
             case PieceSent():
