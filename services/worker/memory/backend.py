@@ -5,13 +5,20 @@ runs of them at addresses inside ranges that were reserved before. It keeps no b
 business of `pool`, and a caller that maps one extent twice gets what it asked for.
 """
 
-from collections.abc import Sequence
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
-SUPPORTED_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+SUPPORTED_DTYPES = ("float64", "float32", "bfloat16", "float16")
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -69,6 +76,24 @@ class MemoryBackend(Protocol):
 
     def tensor(self, address: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """A contiguous tensor over a reserved range, mapped or not. It does not keep the range alive."""
+        ...
+
+    def raw(self, address: int, size_bytes: int) -> torch.Tensor:
+        """As `tensor`, of bytes."""
+        ...
+
+    def scratch(self, size_bytes: int) -> torch.Tensor:
+        """Bytes on the device beside the budget, for a short time."""
+        ...
+
+    def copy_rows(
+        self, target: torch.Tensor, to: Sequence[int], source: torch.Tensor, rows: Sequence[int] | None = None
+    ) -> None:
+        """`source[rows]` (None: all, in order) to `target[to]`. All are read before one is written."""
+        ...
+
+    def contents(self, tensor: torch.Tensor) -> Iterable[memoryview]:
+        """The bytes of a tensor of bytes, a part at a time, for checksums."""
         ...
 
     def synchronise(self) -> None:

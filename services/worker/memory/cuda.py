@@ -15,6 +15,7 @@ import torch
 
 from ballast.common.errors import ConfigError, InvariantViolation
 from services.worker.memory.backend import ExtentRun
+from services.worker.memory.tensors import TensorOperations
 
 Handle = Any  # an opaque object of the driver bindings
 
@@ -61,7 +62,7 @@ class CudaError(RuntimeError):
         return "OUT_OF_MEMORY" in self.code
 
 
-class CudaBackend:
+class CudaBackend(TensorOperations):
     """`MemoryBackend` over a GPU. A peer that still reads an extent while it is unmapped is not waited for."""
 
     def __init__(self, driver: VmmDriver) -> None:

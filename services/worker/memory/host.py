@@ -20,6 +20,7 @@ import torch
 
 from ballast.common.errors import ConfigError, InvariantViolation
 from services.worker.memory.backend import ExtentRun
+from services.worker.memory.tensors import TensorOperations
 
 # Linux, all 64-bit architectures; the mmap module of Python 3.11 lacks some of them.
 _PROT_NONE = 0
@@ -47,7 +48,7 @@ _libc.munmap.restype = ctypes.c_int
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 
 
-class HostBackend:
+class HostBackend(TensorOperations):
     """`MemoryBackend` over the CPU's own memory."""
 
     def __init__(self) -> None:

@@ -4,14 +4,18 @@ Shapes: B blocks, T tokens of a block, K KV heads, H head dim. A layer's tensor 
 `[:, 1]` values. It covers the largest cache the device could ever hold; blocks from `block_count` on are not there.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-import torch
+from typing import TYPE_CHECKING
 
 from ballast.common.errors import ConfigError, InvariantViolation
-from services.worker.memory.backend import SUPPORTED_DTYPES
+from services.worker.memory.backend import SUPPORTED_DTYPES, dtype_name
 from services.worker.memory.pool import PhysicalPool, Purpose, VirtualRange
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +32,7 @@ class KvShape:
         for name in ("layer_count", "block_tokens", "kv_heads", "head_dim"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"kv_cache.{name}", f"must be at least 1, got {getattr(self, name)}")
-        if self.dtype not in SUPPORTED_DTYPES:
+        if dtype_name(self.dtype) not in SUPPORTED_DTYPES:
             raise ConfigError("kv_cache.dtype", f"{self.dtype} is not supported")
 
     @property
@@ -111,6 +115,22 @@ class KvCache:
         highest block id of its tables plus one, since the alternative is SIGSEGV inside a kernel."""
         if blocks_end > self.block_count:
             raise InvariantViolation(f"block {blocks_end - 1} is used, there are {self.block_count}")
+
+    def move(self, moves: Sequence[tuple[int, int]]) -> None:
+        """Copy blocks `from -> to` in every layer held."""
+        origin, target = [move[0] for move in moves], [move[1] for move in moves]
+        for layer in self.held_layers:
+            self._pool.backend.copy_rows(self._tensors[layer], target, self._tensors[layer], origin)
+
+    def scratch(self, block_count: int) -> torch.Tensor:
+        """Bytes beside the cache for blocks of one layer each, for `put`."""
+        return self._pool.backend.scratch(block_count * self.shape.block_bytes)
+
+    def put(self, layer: int, blocks: Sequence[int], came: torch.Tensor) -> None:
+        """Copy bytes into blocks of a layer, in order."""
+        layer_B2TKH = self._tensors[layer]
+        came_n2TKH = came.view(self.shape.dtype).view(len(blocks), *layer_B2TKH.shape[1:])
+        self._pool.backend.copy_rows(layer_B2TKH, blocks, came_n2TKH)
 
     def extents_for_blocks(self, block_count: int) -> int:
         """Extents per layer that hold so many blocks."""

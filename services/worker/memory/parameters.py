@@ -4,19 +4,22 @@ A layer can be dropped (its extents go to the pool, where the KV cache takes the
 a loader fills them again, checksums tell whether it did so right). Its tensors are made once and stay valid.
 """
 
+from __future__ import annotations
+
 import hashlib
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
-
-import torch
+from typing import TYPE_CHECKING, NamedTuple
 
 from ballast.common.errors import ConfigError, InvariantViolation
-from services.worker.memory.backend import SUPPORTED_DTYPES
+from services.worker.memory.backend import SUPPORTED_DTYPES, dtype_name
 from services.worker.memory.pool import PhysicalPool, Purpose, VirtualRange
 
+if TYPE_CHECKING:
+    import torch
+
 ALIGNMENT_BYTES = 64  # a cache line, and the widest vector load
-_CHECKSUM_CHUNK_BYTES = 16 << 20
 
 
 class TensorSpec(NamedTuple):
@@ -48,13 +51,13 @@ def lay_out(part: str, specs: PartSpec) -> PartLayout:
     placements: list[Placement] = []
     end_bytes = 0
     for name, spec in specs.items():
-        if spec.dtype not in SUPPORTED_DTYPES:
-            supported = ", ".join(str(dtype).removeprefix("torch.") for dtype in SUPPORTED_DTYPES)
+        if dtype_name(spec.dtype) not in SUPPORTED_DTYPES:
+            supported = ", ".join(SUPPORTED_DTYPES)
             raise ConfigError(f"{part}.{name}", f"dtype {spec.dtype} is not supported; use one of {supported}")
         if any(extent <= 0 for extent in spec.shape):
             raise ConfigError(f"{part}.{name}", f"shape {tuple(spec.shape)} has a dimension that is not positive")
         offset_bytes = -(-end_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-        size_bytes = torch.Size(spec.shape).numel() * spec.dtype.itemsize
+        size_bytes = math.prod(spec.shape) * spec.dtype.itemsize
         placements.append(Placement(name, spec, offset_bytes, size_bytes))
         end_bytes = offset_bytes + size_bytes
     return PartLayout(tuple(placements), end_bytes)
@@ -153,6 +156,6 @@ class _Part:
         digest = hashlib.blake2b(digest_size=16)
         for placed in self._layout.placements:
             digest.update(f"{placed.name} {placed.spec.dtype} {tuple(placed.spec.shape)}\n".encode())
-            for chunk in self._bytes_of(placed).split(_CHECKSUM_CHUNK_BYTES):
-                digest.update(chunk.cpu().numpy().data)
+            for part in self.range.contents(placed.offset_bytes, placed.size_bytes):
+                digest.update(part)
         return digest.digest()

@@ -4,15 +4,19 @@ Every extent is free or belongs to one purpose, and one that belongs to a purpos
 that purpose (DESIGN, I3). The pool and its ranges are used by one thread: the one that steps the engine.
 """
 
+from __future__ import annotations
+
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from enum import IntEnum
-
-import torch
+from typing import TYPE_CHECKING
 
 from ballast.common.errors import ConfigError, InvariantViolation
 from ballast.common.load import MemoryReport
 from services.worker.memory.backend import ExtentRun, MemoryBackend
+
+if TYPE_CHECKING:
+    pass
 
 
 class Purpose(IntEnum):
@@ -54,7 +58,7 @@ class PhysicalPool:
         """How many extents hold so many bytes."""
         return -(-size_bytes // self.extent_bytes)
 
-    def reserve(self, name: str, purpose: Purpose, extent_count: int) -> "VirtualRange":
+    def reserve(self, name: str, purpose: Purpose, extent_count: int) -> VirtualRange:
         """A new range with room for `extent_count` extents, nothing mapped yet. It lives as long as the pool."""
         made = VirtualRange(self, name, purpose, extent_count)
         self._ranges.append(made)
@@ -177,7 +181,7 @@ class VirtualRange:
         self.purpose = purpose
         self.reserved_bytes = max(1, extent_count) * pool.extent_bytes
         self.address = pool.backend.reserve(self.reserved_bytes)
-        self.bytes = pool.backend.tensor(self.address, (self.reserved_bytes,), torch.uint8)
+        self.bytes = pool.backend.raw(self.address, self.reserved_bytes)
         self._runs: list[ExtentRun] = []  # in address order from the base on
         self._count = 0
 
@@ -238,6 +242,10 @@ class VirtualRange:
         self._pool.backend.unmap(self.address + self.mapped_bytes - count * self._pool.extent_bytes, taken)
         self._runs, self._count = kept, self._count - count
         return taken
+
+    def contents(self, offset_bytes: int, size_bytes: int) -> Iterable[memoryview]:
+        """Mapped bytes, a part at a time."""
+        return self._pool.backend.contents(self.bytes[offset_bytes : offset_bytes + size_bytes])
 
     def release(self) -> None:
         """Called by the pool when it closes."""

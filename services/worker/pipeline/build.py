@@ -1,12 +1,15 @@
 """Puts a worker's parts together, so that it can be a member of groups."""
 
+from __future__ import annotations
+
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
 
 from ballast.common.ids import WorkerId
 from services.worker.core.limits import WorkerLimits
 from services.worker.core.stage import StageBook
 from services.worker.core.worker import WorkerCore
-from services.worker.engine.load import Engine
 from services.worker.pipeline.hub import Hub
 from services.worker.pipeline.member import GroupMember
 from services.worker.pipeline.stage_runner import StageEngine
@@ -14,12 +17,37 @@ from services.worker.pipeline.timed_runner import TimedRunner
 from services.worker.policy.microbatching import Microbatching, by_token_count
 from services.worker.policy.online_cost import OnlineCost
 from services.worker.shell import MemberEvent, WorkerShell
-from services.worker.transport.config import TransportConfig
-from services.worker.transport.plane import DataPlane
+
+if TYPE_CHECKING:
+    from ballast.common.model import ModelInfo
+    from services.worker.engine.runner import ModelRunner
+    from services.worker.memory.device import DeviceMemory
+    from services.worker.transport.config import TransportConfig
+    from services.worker.transport.plane import DataPlane
+
+
+class Instance(Protocol):
+    """A loaded model with its memory, which can run any range of its layers."""
+
+    @property
+    def info(self) -> ModelInfo: ...
+
+    @property
+    def memory(self) -> DeviceMemory: ...
+
+    @property
+    def runner(self) -> ModelRunner: ...
+
+    @property
+    def block_count(self) -> int: ...
+
+    def read_layer(self, layer: int) -> None:
+        """Fill a layer's parameters again. Any thread; the layer is not executed meanwhile."""
+        ...
 
 
 def stage_core(
-    limits: WorkerLimits, engine: Engine, ordinal: int, microbatching: Microbatching = by_token_count
+    limits: WorkerLimits, engine: Instance, ordinal: int, microbatching: Microbatching = by_token_count
 ) -> tuple[WorkerCore, StageBook]:
     """`ordinal` is unique over the cluster: it makes the ids of sequences so."""
     book = StageBook(engine.block_count, limits.block_tokens)
@@ -41,22 +69,23 @@ def join(
     me: WorkerId,
     core: WorkerCore,
     book: StageBook,
-    engine: Engine,
+    engine: Instance,
     config: TransportConfig,
     advertise_host: str | None,
     max_running_count: int,
     costs: OnlineCost | None = None,
     runner: StageEngine | None = None,
+    open_plane: Callable[[Hub], DataPlane] | None = None,
 ) -> Membership:
     """Opens the data plane. The shell closes it when its engine thread ends. `costs` is told what stages take.
-    `runner` executes instead of the engine's own.
+    `runner` executes instead of the engine's own, and `open_plane` opens another data plane.
     """
 
     def post(event: MemberEvent) -> None:
         shell.post_member(event)
 
     hub = Hub(post)
-    plane = DataPlane(me, hub, config, advertise_host=advertise_host)
+    plane = _real_plane(me, hub, config, advertise_host) if open_plane is None else open_plane(hub)
     own = engine.runner
     if costs is not None:
         device = engine.memory.pool.backend.device
@@ -76,3 +105,9 @@ def join(
     )
     shell.join_group(member)
     return Membership(member, plane)
+
+
+def _real_plane(me: WorkerId, hub: Hub, config: TransportConfig, advertise_host: str | None) -> DataPlane:
+    from services.worker.transport.plane import DataPlane
+
+    return DataPlane(me, hub, config, advertise_host=advertise_host)

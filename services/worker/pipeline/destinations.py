@@ -1,10 +1,14 @@
 """Where arriving bytes go: filled by the engine thread, read by link threads."""
 
-from threading import Lock
+from __future__ import annotations
 
-import torch
+from threading import Lock
+from typing import TYPE_CHECKING
 
 from ballast.common.ids import Epoch, WorkerId
+
+if TYPE_CHECKING:
+    import torch
 
 Key = tuple[Epoch, int, WorkerId, int]  # epoch, sequence and first layer; or layer and 0; source in between
 

@@ -1,9 +1,10 @@
 """What happens to a worker as a member of a group. Posted from any thread, handled by the engine thread."""
 
+from __future__ import annotations
+
 from concurrent.futures import Future
 from dataclasses import dataclass
-
-import torch
+from typing import TYPE_CHECKING
 
 from ballast.common.ids import Epoch, WorkerId
 from services.worker.core.batch import Batch, SequenceId, StepResult
@@ -12,8 +13,12 @@ from services.worker.core.precopy import Span
 from services.worker.core.snapshot import SequenceSnapshot
 from services.worker.core.transition_messages import Event as TransitionEvent
 from services.worker.shell import MemberEvent
-from services.worker.transport.link import Link
 from services.worker.transport.transfer import TransferReport
+
+if TYPE_CHECKING:
+    import torch
+
+    from services.worker.transport.link import Link
 
 
 @dataclass(frozen=True, slots=True)

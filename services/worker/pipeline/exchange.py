@@ -6,9 +6,10 @@ layer by layer and block by block in the order of the sequence; ids of neighbour
 on the two sides.
 """
 
-from collections.abc import Callable, Sequence
+from __future__ import annotations
 
-import torch
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from ballast.common.errors import BallastError, InvariantViolation
 from ballast.common.ids import WorkerId
@@ -26,9 +27,13 @@ from services.worker.pipeline.hub import Hub
 from services.worker.pipeline.status import Progress
 from services.worker.pipeline.wire import Topic
 from services.worker.shell import MemberEvent
-from services.worker.transport.link import Link
 from services.worker.transport.traffic import TrafficClass
 from services.worker.transport.transfer import Outcome, Transfer
+
+if TYPE_CHECKING:
+    import torch
+
+    from services.worker.transport.link import Link
 
 
 def kv_pieces(

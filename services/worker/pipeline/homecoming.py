@@ -3,14 +3,15 @@
 The other direction of a drop, prepared while the group goes on serving. Engine thread only.
 """
 
+from __future__ import annotations
+
 import os
 import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-
-import torch
+from typing import TYPE_CHECKING
 
 from ballast.common.errors import InvariantViolation
 from ballast.common.ids import Epoch, WorkerId
@@ -21,7 +22,9 @@ from services.worker.pipeline.hub import Hub
 from services.worker.pipeline.layers import LayerPull, LayerServer
 from services.worker.pipeline.status import Progress
 from services.worker.shell import MemberEvent
-from services.worker.transport.link import Link
+
+if TYPE_CHECKING:
+    from services.worker.transport.link import Link
 
 _THREADS = 2  # for checksums and the disk
 _NICENESS = 10
@@ -125,12 +128,7 @@ class Homecoming:
         moves = self._book.compaction_plan(block_count)
         if not moves:
             return
-        origin = torch.tensor([move[0] for move in moves])
-        target = torch.tensor([move[1] for move in moves])
-        for layer in self._memory.kv.held_layers:
-            blocks = self._memory.kv.layer(layer)
-            device = blocks.device
-            blocks.index_copy_(0, target.to(device), blocks.index_select(0, origin.to(device)))
+        self._memory.kv.move(moves)
         self._book.compacted(moves)
 
     def handle(self, event: LayerArrived | LayerChecked) -> bool:

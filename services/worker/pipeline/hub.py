@@ -3,11 +3,12 @@
 Called on link threads, so it only translates, looks up destinations and posts.
 """
 
+from __future__ import annotations
+
 import time
 from collections.abc import Callable, Sequence
 from threading import Lock
-
-import torch
+from typing import TYPE_CHECKING
 
 from ballast.common.ids import Epoch, WorkerId
 from ballastpb.worker.v1 import stage_pb2 as pb
@@ -47,8 +48,12 @@ from services.worker.pipeline.wire import (
     victim_from_proto,
 )
 from services.worker.shell import MemberEvent
-from services.worker.transport.link import Link, LinkEnding, Message, Opening
 from services.worker.transport.transfer import Outcome, Refusal
+
+if TYPE_CHECKING:
+    import torch
+
+    from services.worker.transport.link import Link, LinkEnding, Message, Opening
 
 
 class Hub:

@@ -5,13 +5,13 @@ compared with a checksum, and one that is wrong is asked for again from the next
 checksums and the disk, which have a thread of their own.
 """
 
+from __future__ import annotations
+
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from threading import Lock
-from typing import TypeVarTuple
-
-import torch
+from typing import TYPE_CHECKING, TypeVarTuple
 
 from ballast.common.errors import BallastError
 from ballast.common.ids import Epoch, WorkerId
@@ -22,9 +22,13 @@ from services.worker.pipeline.events import LayerArrived, LayerChecked, Woken
 from services.worker.pipeline.hub import Hub
 from services.worker.pipeline.wire import Topic
 from services.worker.shell import MemberEvent
-from services.worker.transport.link import Link
 from services.worker.transport.traffic import TrafficClass
 from services.worker.transport.transfer import Transfer
+
+if TYPE_CHECKING:
+    import torch
+
+    from services.worker.transport.link import Link
 
 _Given = TypeVarTuple("_Given")
 _AT_ONCE = 2  # layers under way

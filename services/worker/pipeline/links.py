@@ -1,10 +1,11 @@
 """This worker's links to other members: made while a layout is prepared, and what is said over them."""
 
+from __future__ import annotations
+
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-
-import torch
+from typing import TYPE_CHECKING
 
 from ballast.common.errors import BallastError
 from ballast.common.ids import Epoch, WorkerId
@@ -14,9 +15,13 @@ from services.worker.pipeline.events import LinkMade, Told
 from services.worker.pipeline.role import Role
 from services.worker.pipeline.wire import Topic
 from services.worker.shell import MemberEvent
-from services.worker.transport.link import Link
-from services.worker.transport.plane import DataPlane
 from services.worker.transport.traffic import TrafficClass
+
+if TYPE_CHECKING:
+    import torch
+
+    from services.worker.transport.link import Link
+    from services.worker.transport.plane import DataPlane
 
 _LINK_TIMEOUT_S = 5.0
 _SEND_TIMEOUT_S = 5.0
@@ -56,7 +61,7 @@ class Links:
             return None
         try:
             if tensor is None and len(meta) > _META_BYTES:
-                tensor, meta = torch.frombuffer(bytearray(meta), dtype=torch.uint8), b""
+                tensor, meta = link.as_tensor(meta), b""
             return link.send(traffic, topic, meta=meta, tensor=tensor, stream=stream, timeout_s=_SEND_TIMEOUT_S)
         except BallastError as error:
             get_logger().error("message to a member was not sent", to=to, topic=topic.name, why=str(error))

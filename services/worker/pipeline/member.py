@@ -4,8 +4,11 @@ What decides is pure (`core.transition`, `core.worker`); the parts do what they 
 `TransitionDriver` carries transitions out, `Restoring` prepares restores, and `Role` is what all of them go by.
 """
 
+from __future__ import annotations
+
 import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from ballast.common.errors import InvariantViolation
 from ballast.common.ids import Epoch, WorkerId
@@ -52,7 +55,9 @@ from services.worker.pipeline.role import Role
 from services.worker.pipeline.stage_runner import StageEngine, StageRunner
 from services.worker.pipeline.status import Progress
 from services.worker.shell import MemberEvent, StepOutcome
-from services.worker.transport.plane import DataPlane
+
+if TYPE_CHECKING:
+    from services.worker.transport.plane import DataPlane
 
 
 class GroupMember:

@@ -5,10 +5,11 @@ it; they come into a buffer, not into the cache, as the sequence may be gone by 
 Between two batches the buffer is copied to where the sequence's blocks are. Engine thread only.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-
-import torch
+from typing import TYPE_CHECKING
 
 from ballast.common.errors import BallastError
 from ballast.common.ids import Epoch, WorkerId
@@ -28,6 +29,9 @@ from services.worker.policy.placement import MemberView, PlacementView, place
 from services.worker.shell import MemberEvent
 from services.worker.transport.traffic import TrafficClass
 from services.worker.transport.transfer import Transfer
+
+if TYPE_CHECKING:
+    import torch
 
 _BUFFER_BYTES = 1 << 20  # of one answer, unless a block of all the layers is more
 _PATIENCE_S = 5.0  # a commit does not wait longer for the first round
@@ -168,9 +172,9 @@ class PrecopyRun:
     # ------------------------------------------------------------ as the one that takes
 
     def _ask(self, name: WorkerId, span: Span) -> None:
-        source, device = self._sources[name], self._kv.layer(0).device
+        source = self._sources[name]
         size = (span.last_block - span.first_block) * (source.last_layer - source.first_layer)
-        buffer = torch.empty(size * self._kv.shape.block_bytes, dtype=torch.uint8, device=device)
+        buffer = self._kv.scratch(size)
         self._buffers[span.sequence_id, name] = buffer
         self._hub.ahead.put((self.epoch, span.sequence_id, name, 0), [buffer])
         body = pb.KvWanted(
@@ -193,11 +197,8 @@ class PrecopyRun:
             return
         table = self._book.table(span.sequence_id)[span.first_block : span.last_block]
         layer_bytes = count * shape.block_bytes
-        target = torch.tensor(table, device=buffer.device)
         for i, layer in enumerate(range(source.first_layer, source.last_layer)):
-            blocks = self._kv.layer(layer)
-            came = buffer[i * layer_bytes : (i + 1) * layer_bytes].view(shape.dtype)
-            blocks.index_copy_(0, target, came.view(count, *blocks.shape[1:]))
+            self._kv.put(layer, table, buffer[i * layer_bytes : (i + 1) * layer_bytes])
         self._progress.kv_bytes_copied_ahead += layer_bytes * (source.last_layer - source.first_layer)
 
     # ------------------------------------------------------------ as a source

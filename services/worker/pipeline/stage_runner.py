@@ -1,11 +1,11 @@
 """Batches through this member's stage: as they come, in their order, and on to whoever is next."""
 
+from __future__ import annotations
+
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Protocol
-
-import torch
+from typing import TYPE_CHECKING, Protocol
 
 from ballast.common.ids import Epoch
 from ballast.service.logs import get_logger
@@ -19,6 +19,9 @@ from services.worker.pipeline.role import Role
 from services.worker.pipeline.wire import Topic, batch_to_bytes, failure_to_bytes, result_to_bytes
 from services.worker.shell import StepOutcome
 from services.worker.transport.traffic import TrafficClass
+
+if TYPE_CHECKING:
+    import torch
 
 _HEAD_BYTES = 2048  # longer heads of batches, prompts are in them, go before their hidden states
 
@@ -82,7 +85,7 @@ class StageRunner:
         if precopy is not None:
             precopy.ran(batch)
         if not role.is_last:
-            self._send_on(batch, out if isinstance(out, torch.Tensor) else None)
+            self._send_on(batch, None if isinstance(out, StepResult) else out)
             return None
         if not batch.slices:
             return None

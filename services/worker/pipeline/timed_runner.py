@@ -1,15 +1,20 @@
 """Runs stages and tells the cost model what they took. Engine thread only."""
 
+from __future__ import annotations
+
 import time
 from collections.abc import Callable, Sequence
-
-import torch
+from typing import TYPE_CHECKING
 
 from services.worker.core.batch import Batch, StepResult
-from services.worker.engine.runner import ModelRunner
 from services.worker.policy.cost import Chunk
 from services.worker.policy.cost_fit import StageShape
 from services.worker.policy.online_cost import OnlineCost
+
+if TYPE_CHECKING:
+    import torch
+
+    from services.worker.engine.runner import ModelRunner
 
 # Of execution, between two steps that are recorded. To record one takes some microseconds, and to fit anew, after
 # sixteen of them, a third of a millisecond: a few parts in ten thousand, however short the steps are.

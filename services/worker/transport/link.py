@@ -173,6 +173,10 @@ class Link:
         self._refuse_retired()
         return self._urgent.send(traffic, topic, meta, tensor, stream, timeout_s)
 
+    def as_tensor(self, data: bytes) -> torch.Tensor:
+        """What is too long to be meta, to be sent as a tensor of bytes."""
+        return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
     def transfer(
         self,
         traffic: TrafficClass,

@@ -1,14 +1,17 @@
 """A bulk transfer as its two ends see it."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from enum import Enum
-from typing import Protocol
-
-import torch
+from typing import TYPE_CHECKING, Protocol
 
 from services.worker.transport.traffic import TrafficClass
+
+if TYPE_CHECKING:
+    import torch
 
 
 class Outcome(Enum):
@@ -67,4 +70,4 @@ class Transfer:
         return self._sender.reprioritise(self.number, traffic, rank)
 
 
-Destination = Callable[[Opening], Sequence[torch.Tensor] | Refusal]
+Destination = Callable[[Opening], "Sequence[torch.Tensor] | Refusal"]

@@ -121,7 +121,7 @@ class BackendContract:
         one.unmap(0, 2)
         other.unmap(0, 2)
 
-    @pytest.mark.parametrize("dtype", [*SUPPORTED_DTYPES, torch.uint8])
+    @pytest.mark.parametrize("dtype", [*(getattr(torch, name) for name in SUPPORTED_DTYPES), torch.uint8])
     def test_tensors_of_every_dtype(self, created: MemoryBackend, one: Range, dtype: torch.dtype) -> None:
         one.map(0, ExtentRun(0, 2))
         rows = one.extent_bytes // dtype.itemsize // 8
