@@ -27,6 +27,7 @@ from services.worker.core.transition_messages import (
     KvCompleteReceived,
     KvReceived,
     RosterReceived,
+    WaveDone,
 )
 from services.worker.pipeline.events import (
     BatchArrived,
@@ -40,6 +41,7 @@ from services.worker.pipeline.events import (
     RosterArrived,
     ShareTold,
     Told,
+    WaveArrived,
 )
 from services.worker.policy.cost import CostModel
 from services.worker.shell import MemberEvent
@@ -118,6 +120,7 @@ class Tally:
     unprepared: int = 0
     victims: int = 0
     recomputed: int = 0
+    later_waves: int = 0  # of victims, as there was no room for all at once
     exchanged_bytes: int = 0
     ahead_bytes: int = 0  # copied before a commit
     ahead_victims: int = 0  # that lacked only the rest of their KV
@@ -304,6 +307,7 @@ class History:
                 if progress := worker.progress(epoch):
                     self.tally.victims += progress.victim_count
                     self.tally.recomputed += progress.victims_recomputed
+                    self.tally.later_waves += max(0, progress.waves - 1)
                     self.tally.exchanged_bytes += progress.kv_bytes_sent
                     self.tally.ahead_bytes += progress.kv_bytes_copied_ahead
                     self.tally.ahead_victims += progress.victims_copied_ahead
@@ -421,8 +425,10 @@ def _stale(rng: random.Random, cluster: Cluster, name: str) -> list[MemberEvent]
             BatchArrived(epoch, Batch(1 << 30, (some_id,), (), ()), hidden),
             ResultArrived(epoch, (1, "from another time")),
             CapacityTold(epoch, peer, 1, epoch),
-            HandoverArrived(epoch, peer, (), 1, 1),
+            HandoverArrived(epoch, peer, (), 1, 1, 1),
             RosterArrived(epoch, peer, RosterReceived(0.0, epoch, peer, ()), (some_id,)),
+            WaveArrived(epoch, (), (some_id,), 1, True),
+            Told(epoch, WaveDone(0.0, epoch, peer, 0)),
             KvAsked(epoch, some_id, peer),
             ShareTold(epoch, (some_id,)),
             KvAheadArrived(epoch, peer, Span(some_id, 0, 1), 1 << 30),

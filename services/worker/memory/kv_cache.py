@@ -118,8 +118,11 @@ class KvCache:
 
     def move(self, moves: Sequence[tuple[int, int]]) -> None:
         """Copy blocks `from -> to` in every layer held."""
+        self._copy(moves, self.held_layers)
+
+    def _copy(self, moves: Sequence[tuple[int, int]], layers: Sequence[int]) -> None:
         origin, target = [move[0] for move in moves], [move[1] for move in moves]
-        for layer in self.held_layers:
+        for layer in layers if moves else ():
             self._pool.backend.copy_rows(self._tensors[layer], target, self._tensors[layer], origin)
 
     def scratch(self, block_count: int) -> torch.Tensor:
@@ -173,13 +176,7 @@ class KvCache:
 
     def move_retired(self, moves: Sequence[tuple[int, int]]) -> None:
         """Copy blocks (from, to) of every retired layer; no target is a source."""
-        if not moves:
-            return
-        device = self.layer(0).device
-        origin, target = (torch.tensor(blocks, device=device) for blocks in zip(*moves, strict=True))
-        for layer in self._retired:
-            blocks = self.layer(layer)
-            blocks.index_copy_(0, target, blocks.index_select(0, origin))
+        self._copy(moves, self._retired)
 
     def shrink_retired(self, block_count: int) -> int:
         """Of retired layers only the first `block_count` blocks are needed. Returns how many extents became free."""
