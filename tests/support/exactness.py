@@ -8,7 +8,7 @@ import asyncio
 import random
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
 import torch
@@ -136,9 +136,19 @@ class History:
     """One cluster, requests and transitions as the seed has it."""
 
     def __init__(
-        self, seed: int, model_dir: Path, wishes: Sequence[Wish], expected: Sequence[Expected], request_count: int
+        self,
+        seed: int,
+        model_dir: Path,
+        wishes: Sequence[Wish],
+        expected: Sequence[Expected],
+        request_count: int,
+        crowded_bytes: int = 0,
     ) -> None:
+        """With `crowded_bytes` two workers have so much memory, and long requests for all of it come at once: a
+        drop has no room for all KV at the same time then.
+        """
         self._seed = seed
+        self._crowded = crowded_bytes > 0
         self._rng = rng = random.Random(seed)
         self._model_dir = model_dir
         self._wishes = wishes
@@ -154,7 +164,11 @@ class History:
             cost=random.Random(f"microbatching {seed}").choice(_COSTS),
             transport=TransportConfig(rate_bytes_per_s=rate),
         )
-        self._chosen = [rng.randrange(len(wishes)) for _ in range(request_count)]
+        if self._crowded:
+            self._names = self._names[:2]
+            self._sizes = replace(self._sizes, memory_bytes=crowded_bytes, max_running_count=64, max_batch_tokens=64)
+        eligible = [i for i, wish in enumerate(wishes) if not self._crowded or _is_long(wish)]
+        self._chosen = [eligible[rng.randrange(len(eligible))] for _ in range(request_count)]
         self._asked: list[tuple[int, Answer]] = []
         self._all_asked = False
         self.tally = Tally()
@@ -178,6 +192,7 @@ class History:
 
     async def _ask(self, cluster: Cluster) -> None:
         rng, pause_s = self._rng, self._rng.choice([0.0, 0.002, 0.01])
+        pause_s = 0.0 if self._crowded else pause_s
         for index in self._chosen:
             wish = self._wishes[index]
             within_s = rng.uniform(0.01, 0.5) if rng.random() < 0.05 else None
@@ -213,6 +228,8 @@ class History:
 
     async def _change_layouts(self, cluster: Cluster) -> None:
         rng, epoch, said, give_up_at_s = self._rng, 1, -1, 0.0
+        if self._crowded:
+            await until(lambda: not self._under_way() or _is_full(cluster))
         while self._under_way():
             now_said = sum(len(a.token_ids) + (a.finish_reason is not None) for _, a in self._asked)
             if now_said != said:
@@ -357,6 +374,15 @@ async def _all_done(cluster: Cluster) -> None:
         leader = cluster.workers[group.leader.worker_id]
         # It hears over links what the others have.
         await until(lambda g=group, w=leader: w.shell.load().block_count == _smallest(cluster, g))
+
+
+def _is_long(wish: Wish) -> bool:
+    return len(wish.prompt) >= 90 and wish.sampling.ignore_eos and wish.sampling.max_tokens >= 25
+
+
+def _is_full(cluster: Cluster) -> bool:
+    books = [worker.book for worker in cluster.workers.values()]
+    return sum(book.used_count for book in books) > 0.85 * sum(book.block_count for book in books)
 
 
 def _smallest(cluster: Cluster, group: Group) -> int:

@@ -129,7 +129,7 @@ class CapacityChanged:
 
 @dataclass(frozen=True, slots=True)
 class AdmissionLimited:
-    """Nothing new is admitted above that, what runs may go on growing. None, or another role: no limit."""
+    """Nothing new is admitted above that, what runs may go on growing. None, or GroupLost: no limit."""
 
     at_s: float
     block_count: int | None
@@ -202,9 +202,9 @@ class Adopted:
     at_s: float
     snapshots: tuple[SequenceSnapshot, ...]
     suspended_ids: frozenset[SequenceId] = frozenset()  # their KV is on its way: KvArrived or KvLost will follow
-    waiting_ids: frozenset[SequenceId] = frozenset()  # of those: no room on all stages yet, KvAdmitted says when
     lost_ids: frozenset[SequenceId] = frozenset()  # their KV will not come: computed again
     last: bool = False  # no other handover is coming: who still waits for one need not
+    waiting_ids: frozenset[SequenceId] = frozenset()  # suspended, no room on all stages yet: KvAdmitted says when
 
 
 @dataclass(frozen=True, slots=True)

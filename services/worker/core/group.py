@@ -80,7 +80,6 @@ class Group:
         if not event.leads:
             self._scheduler.resize(self._scheduler.block_count, 0)
         self._scheduler.stage_count = event.stage_count
-        self._scheduler.admission_limit = None
         for sequence in self._residents.live.values():
             sequence.in_engine = False  # the stages of the new group have yet to hear of it
         self.shed(event.at_s)

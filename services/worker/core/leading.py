@@ -79,7 +79,7 @@ class Leading:
             KvTravels(now_s, own, waiting & own),
             self.capacity(now_s, counts, lent_blocks),
             *(KvLost(now_s, sequence_id) for sequence_id in sorted(own & lost_ids)),
-            Adopted(now_s, tuple(coming), moving - own, waiting - own, frozenset(lost_ids - own), last=True),
+            Adopted(now_s, tuple(coming), moving - own, frozenset(lost_ids - own), True, waiting - own),
         ]
         return Decision(wave, tuple(events), tuple(sorted(lost_ids | gone_ids)), len(present))
 

@@ -147,6 +147,4 @@ class Waves:
         """Raise InvariantViolation if those who wait hold more than there is."""
         for stage, held_blocks in self._held().items():
             if held_blocks > counts[stage]:
-                raise InvariantViolation(
-                    f"{stage}: {held_blocks} blocks of {counts[stage]} are held for the next waves"
-                )
+                raise InvariantViolation(f"{stage}: {held_blocks} of {counts[stage]} blocks are held by who waits")
