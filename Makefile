@@ -7,9 +7,9 @@ TRACE ?=
 WORKERS ?= 2
 SEEDS ?= 50000
 HISTORIES ?= 400
-# Tests that neither start a cluster nor watch a clock share so many processes; the others run one after the other.
+# So many processes share the tests; only those that watch how long something takes run after all others, by themselves.
 PROCESSES ?= 2
-SHARED := tests/integration/test_group_exactness.py tests/golden tests/property tests/unit
+ALONE := $(addprefix tests/integration/test_,abandoned.py memory_pressure.py overload.py overload_policies.py)
 PYTEST := $(BIN)/pytest -q -m "not slow and not gpu"
 # loadgroup hands tests out one by one, so that the long ones do not pile up in one process.
 SPREAD := -n $(PROCESSES) --dist loadgroup
@@ -43,8 +43,8 @@ check-tests: setup
 	$(PYTEST) $(SPREAD) tests/property tests/unit
 
 test: setup  ## all tests: integration and golden ones too
-	$(PYTEST) $(SPREAD) $(SHARED)
-	$(PYTEST) tests/integration $(addprefix --ignore=,$(filter tests/integration/%,$(SHARED)))
+	$(PYTEST) $(SPREAD) $(addprefix --ignore=,$(ALONE)) tests
+	$(PYTEST) $(ALONE)
 
 test-transitions: setup  ## 50,000 simulated transitions with every fault
 	BALLAST_TRANSITION_SEEDS=$(SEEDS) $(BIN)/pytest -q -m slow tests/property/test_transitions.py

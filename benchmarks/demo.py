@@ -23,7 +23,7 @@ from rich.console import Console
 
 from ballast.bench.overload import QUICK_SETTINGS, setting_name
 from ballast.bench.plot import plot_result
-from ballast.bench.probe import probe
+from ballast.bench.probe import PROBE_S, probe
 from ballast.bench.progress import open_console
 from ballast.bench.records import Outcome
 from ballast.bench.replay import ReplayOptions
@@ -95,7 +95,11 @@ async def make_plan(args: argparse.Namespace, model: Path, console: Console) -> 
     console.print(f"probing the machine with {concurrency} requests of {input_tokens} + {output_tokens} tokens ...")
     async with start_cluster(args, model, memory, "recompute", "probe") as cluster:
         pace = await probe(
-            cluster.address, concurrency=concurrency, input_tokens=input_tokens, output_tokens=output_tokens
+            cluster.address,
+            concurrency=concurrency,
+            input_tokens=input_tokens,
+            output_tokens=output_tokens,
+            probe_s=args.probe_s,
         )
     console.print(f"{pace.output_tokens_per_s:,.0f} output tokens/s with un-dropped memory full")
     if time_scale is None:
@@ -249,6 +253,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--length-scale", type=float, help="default: likewise")
     parser.add_argument("--max-span-s", type=float, help="default: likewise")
     parser.add_argument("--limit", type=int, help="only the first requests of the trace")
+    parser.add_argument("--probe-s", type=float, default=PROBE_S, help="how long the machine's speed is measured")
     parser.add_argument("--arch", default="llama")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("out/demo"))

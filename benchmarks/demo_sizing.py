@@ -6,9 +6,10 @@ All follows from the trace and from one measurement of the machine:
   worker's KV holds SEQUENCES_EACH mean ones beside the parameters, which weigh several times as much.
 - A probe keeps that KV full for some seconds and measures the output tokens per second that un-dropped memory allows.
 - `time scale`: arrivals are moved together or apart until the densest PEAK_WINDOW_S of the trace ask for BURST_LOAD
-  times that rate, and the trace spans at most `max_span_s`: SHIPPED_SPAN_S for the one that comes with the project, so
-  that the demo takes minutes, and OTHER_SPAN_S for others (`--max-span-s`). Where that makes it too fast, lengths are
-  shortened further.
+  times that rate, or its mean asks for AVERAGE_LOAD times, whichever is the slower: a trace that is dense throughout
+  shall not be a burst throughout. It spans at most `max_span_s`: SHIPPED_SPAN_S for the one that comes with the
+  project, so that the demo takes minutes, and OTHER_SPAN_S for others (`--max-span-s`). Where that makes it too fast,
+  lengths are shortened further.
 """
 
 import math
@@ -20,17 +21,22 @@ MEAN_TOKENS = 240.0
 SEQUENCES_EACH = 8
 PEAK_WINDOW_S = 10.0
 BURST_LOAD = 1.7
+AVERAGE_LOAD = 0.6
 SHIPPED_SPAN_S = 90.0
 OTHER_SPAN_S = 900.0
 
 
 def scales(trace: Trace, pace: Pace, max_span_s: float) -> tuple[float, float]:
     """(time scale, factor for the lengths on top of those of `trace`)."""
-    wanted_per_s = BURST_LOAD * pace.output_tokens_per_s
-    peak_per_s = peak_output_tokens(trace.requests, PEAK_WINDOW_S) / PEAK_WINDOW_S
     longest = max_span_s / trace.span_s if trace.span_s > 0 else math.inf
-    time_scale = two_digits(min(peak_per_s / wanted_per_s, longest))
+    time_scale = two_digits(min(_excess(trace, pace), longest))
     if time_scale < longest * 0.9:
         return time_scale, 1.0
-    peak_per_s = peak_output_tokens(trace.scaled(time_scale=time_scale).requests, PEAK_WINDOW_S) / PEAK_WINDOW_S
-    return time_scale, two_digits(min(1.0, wanted_per_s / peak_per_s))
+    return time_scale, two_digits(min(1.0, 1.0 / _excess(trace.scaled(time_scale=time_scale), pace)))
+
+
+def _excess(trace: Trace, pace: Pace) -> float:
+    """How many times faster than wanted the trace is: by its burst or by its mean, whichever says more."""
+    peak_per_s = peak_output_tokens(trace.requests, PEAK_WINDOW_S) / PEAK_WINDOW_S
+    mean_per_s = sum(request.output_tokens for request in trace.requests) / max(trace.span_s, PEAK_WINDOW_S)
+    return max(peak_per_s / BURST_LOAD, mean_per_s / AVERAGE_LOAD) / pace.output_tokens_per_s

@@ -46,7 +46,7 @@ async def disturb(args: argparse.Namespace, model: Path, logs: Path) -> None:
         device_memory_bytes=info.parameter_bytes + args.kv_tokens * info.kv_bytes_per_token("float32"),
         flags={
             "planner": [*_JSON, "--overload-policy", "recompute"],
-            "worker": [*_JSON, "--max-num-seqs", "64"],
+            "worker": [*_JSON, "--log-level", "debug", "--max-num-seqs", "64"],
         },
         environ={"OMP_NUM_THREADS": "1"},
         log_dir=logs,
@@ -118,11 +118,12 @@ def main() -> None:
     parser.add_argument("--kv-tokens", type=int, default=12_000, help="of each worker (default: %(default)s)")
     parser.add_argument("--requests", type=int, default=24, help="at once; 0: none (default: %(default)s)")
     parser.add_argument("--drops", type=int, default=10)
+    parser.add_argument("--logs", type=Path, help="keep the services' logs there")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        model = make_preset(args.preset, Path(folder) / "model")
-        asyncio.run(disturb(args, model, Path(folder) / "logs"))
-        say(read_drops(Path(folder) / "logs"))
+        model, logs = make_preset(args.preset, Path(folder) / "model"), args.logs or Path(folder) / "logs"
+        asyncio.run(disturb(args, model, logs))
+        say(read_drops(logs))
 
 
 if __name__ == "__main__":

@@ -71,7 +71,8 @@ class DispatcherNode:
         self._end = end
         self._links: dict[WorkerKey, _Link] = {}
         self._timer_at_s = math.inf
-        self.touched = True  # the core was told something since somebody set it back
+        self.touched = True  # the core was told something since somebody set it back, other than
+        self.stepped: dict[WorkerKey, None] = {}  # steps of these workers that only delivered tokens
         self._labels = {what: f"{dispatcher_id} {what}".encode() for what in ("timer", "link", "place", "hears")}
 
     def submit(self, request: d.Request) -> None:
@@ -86,13 +87,18 @@ class DispatcherNode:
     # ------------------------------------------------------------ events and commands
 
     def feed(self, event: d.Event) -> None:
-        self.touched = True
         now_s, deliver, token = self._clock.now_s, self._deliver, d.Deliver
+        more = False
         for command in self.core.handle(event):
             if type(command) is token:
                 deliver(command, now_s)
             else:
+                more = True
                 self._execute(command, now_s)
+        if isinstance(event, d.StepReceived) and not more:
+            self.stepped[event.worker] = None
+        else:
+            self.touched = True
         due_at_s = self.core.next_timer_s()
         if due_at_s < self._timer_at_s:
             self._timer_at_s = max(due_at_s, now_s)

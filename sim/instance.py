@@ -278,7 +278,7 @@ class Instance:
 
     def _land(self, batch: Batch) -> None:
         """All stages have run it. A token is the number of its place, so that whoever gets it sees gaps."""
-        token_ids = tuple([s.first_position + len(s.token_ids) for s in batch.slices if s.samples])
+        token_ids = tuple([first + len(ids) for _, first, ids, samples in batch.slices if samples])
         count = len(token_ids)
         if count not in _NO_TEXTS:
             _NO_TEXTS[count], _NO_LOGPROBS[count] = ("",) * count, (None,) * count

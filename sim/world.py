@@ -3,6 +3,7 @@
 Rule 1: nothing here decides what the services decide. Rule 2: the same arguments give the same run, to the last bit.
 """
 
+import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -210,7 +211,12 @@ class World:
             for dispatcher in self.dispatchers:
                 dispatcher.touched = False
                 dispatcher.core.check()
+                dispatcher.stepped.clear()
             self.clients.check({request_id for node in self.dispatchers for request_id in node.core.requests})
+        for dispatcher in self.dispatchers:
+            for key in dispatcher.stepped:
+                dispatcher.core.check_step(key)
+            dispatcher.stepped.clear()
 
     def _sample(self) -> None:
         now_s = self.clock.now_s
@@ -251,12 +257,12 @@ class World:
         )
 
     def _bubble_fraction(self) -> float | None:
-        had_s = sum(instance.pipelined_s for instance in self.instances.values())
-        used_s = sum(instance.pipelined_busy_s for instance in self.instances.values())
+        had_s = math.fsum(instance.pipelined_s for instance in self.instances.values())
+        used_s = math.fsum(instance.pipelined_busy_s for instance in self.instances.values())
         return max(0.0, 1.0 - used_s / had_s) if had_s else None
 
     def _busy_fraction(self, duration_s: float) -> float:
-        busy_s = sum(instance.busy_s for instance in self.instances.values())
+        busy_s = math.fsum(instance.busy_s for instance in self.instances.values())
         return busy_s / (duration_s * len(self.instances)) if duration_s else 0.0
 
 

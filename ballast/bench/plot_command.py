@@ -41,12 +41,14 @@ def run(args: argparse.Namespace) -> int:
     study = read_study(args.results)
     with mpl.rc_context(RC):
         drawn = figures.draw_all(study)
-        table, page = report.text_table(study), report.html_report(study, drawn)
+        files = {one.name: report.files_of(one) for one in drawn}
+        table = report.text_table(study)
+        page = report.html_report(study, drawn, {name: made["svg"] for name, made in files.items()})
         try:
             args.out.mkdir(parents=True, exist_ok=True)
-            for one in drawn:
-                for form in ("svg", "png"):
-                    (args.out / f"{one.name}.{form}").write_bytes(report.drawing(one, form))
+            for name, made in files.items():
+                for form, data in made.items():
+                    (args.out / f"{name}.{form}").write_bytes(data)
             (args.out / "table.md").write_text(table)
             (args.out / "report.html").write_text(page)
         except OSError as error:

@@ -1,20 +1,41 @@
 """The `ballast` command. Exit status: 0 done, 1 failed, 2 asked for wrongly, 130 interrupted; never a traceback."""
 
 import argparse
+import importlib
 import os
 import sys
 from collections.abc import Iterator, Sequence
+from typing import Protocol, cast
 
 import ballast
-from ballast.bench import command as bench
-from ballast.cli import chat, doctor, drain, generate, health, layouts, profile, sim, status, top, up
+from ballast.cli.arguments import Commands
 from ballast.common.errors import BallastError, ConfigError, InvalidRequest, Overloaded
-from ballast.model import command as model
 
 _FAILED, _WRONG, _INTERRUPTED = 1, 2, 130
+# Only the module of the command that is asked for is imported: all of them take a second.
+_MODULES: dict[str, tuple[str, ...]] = {
+    "ballast.cli.up": ("up",),
+    "ballast.cli.generate": ("generate",),
+    "ballast.cli.chat": ("chat",),
+    "ballast.cli.status": ("status",),
+    "ballast.cli.top": ("top",),
+    "ballast.cli.drain": ("drain",),
+    "ballast.cli.layouts": ("plan", "drop", "restore", "transitions"),
+    "ballast.bench.command": ("bench",),
+    "ballast.cli.profile": ("profile",),
+    "ballast.cli.sim": ("sim",),
+    "ballast.model.command": ("model",),
+    "ballast.cli.doctor": ("doctor",),
+    "ballast.cli.health": ("health",),
+}
 
 
-def build_parser() -> argparse.ArgumentParser:
+class _CommandModule(Protocol):
+    def add_parser(self, subparsers: Commands, /) -> None: ...
+
+
+def build_parser(command: str = "") -> argparse.ArgumentParser:
+    """Of `command`; of all commands if there is none of this name."""
     parser = argparse.ArgumentParser(
         prog="ballast",
         description="LLM serving that does not queue when the KV cache overflows.",
@@ -22,13 +43,15 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"ballast {ballast.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for module in (up, generate, chat, status, top, drain, layouts, bench, profile, sim, model, doctor, health):
-        module.add_parser(commands)
+    wanted = [name for name, made in _MODULES.items() if command in made] or list(_MODULES)
+    for name in wanted:
+        cast(_CommandModule, importlib.import_module(name)).add_parser(commands)
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = build_parser().parse_args(argv)
+    given = sys.argv[1:] if argv is None else list(argv)
+    args = build_parser(given[0] if given else "").parse_args(given)
     try:
         return args.run(args)
     except BallastError as error:

@@ -9,10 +9,12 @@ import tempfile
 from pathlib import Path
 
 from ballast.cli.arguments import Commands
+from ballast.cli.checks import parse_bytes
 from ballast.client import AsyncClient
 from ballast.common.errors import ConfigError
 from ballast.common.overload import OverloadPolicy
 from ballast.local.cluster import LocalCluster, Service
+from ballast.local.emulation import emulated_model
 from ballast.model.info import read_info
 from ballast.model.tiny import make_preset
 
@@ -53,6 +55,13 @@ def add_parser(commands: Commands) -> None:
     )
     parser.set_defaults(run=run)
     parser.add_argument("--model", type=Path, metavar="DIR", help="Hugging Face checkpoint; none: a tiny random one")
+    parser.add_argument("--engine", choices=["torch", "emulated"], default="torch", help="emulated: compute nothing")
+    parser.add_argument(
+        "--profile",
+        metavar="WHAT",
+        help="what an emulated engine takes its time by: a GPU of the catalogue, then --model names a model of it"
+        " (--profile A800 --model Qwen2.5-14B); or a file from `ballast profile`, of the --model",
+    )
     parser.add_argument("--workers", type=int, default=2, metavar="N", help="instances (default: 2)")
     parser.add_argument("--dispatchers", type=int, default=1, metavar="N", help="on ports that follow (default: 1)")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
@@ -74,13 +83,29 @@ def run(args: argparse.Namespace) -> int:
     if not 0 <= args.port <= 65536 - args.dispatchers:
         raise ConfigError("--port", f"{args.port} is no port that {args.dispatchers} dispatchers can start from")
     with contextlib.ExitStack() as resources:
-        if args.model is None:
-            folder = resources.enter_context(tempfile.TemporaryDirectory(prefix="ballast-model-"))
+        folder = resources.enter_context(tempfile.TemporaryDirectory(prefix="ballast-model-"))
+        if args.engine == "emulated":
+            _emulate(args, Path(folder))
+        elif args.profile is not None:
+            raise ConfigError("--profile", "is for --engine emulated; a worker's own profile is its --cost-profile")
+        elif args.model is None:
             args.model = make_preset("demo", Path(folder) / "demo")
             _say("no --model given: serving a small model with random weights; its answers mean nothing")
         else:
             read_info(args.model)  # a wrong folder is named here, and not by four services
         return asyncio.run(_Up(args).run())
+
+
+def _emulate(args: argparse.Namespace, folder: Path) -> None:
+    """Workers are told of a machine, and dispatchers of a model that has only a tokenizer if it is the catalogue's."""
+    if args.profile is None:
+        raise ConfigError("--profile", "an emulated engine takes its time by one: a GPU such as A800, or a file")
+    if args.model is None:
+        raise ConfigError("--model", "is needed: what the workers seem to serve, such as Qwen2.5-14B")
+    budget = None if args.device_memory_bytes is None else parse_bytes(args.device_memory_bytes)
+    made = emulated_model(folder, args.profile, args.model, budget)
+    args.model, args.engine_flags = made.model, made.worker_flags
+    _say(f"nothing is computed: workers take the time of {made.machine.name} with {made.machine.model.name}")
 
 
 class _Up:
@@ -135,11 +160,12 @@ class _Up:
             values = ((flag, getattr(self._args, flag[2:].replace("-", "_"))) for flag in flags)
             return [part for flag, value in values if value is not None for part in (flag, value)]
 
+        engine: list[str] = self._args.engine_flags if self._args.engine == "emulated" else []
         common = ["--log-level", self._args.log_level] if self._args.log_level else []
         return {
             "monitor": common,
             "planner": [*common, *given(_POLICY_FLAG | _PLANNER_FLAGS)],
-            "worker": [*common, *given({"--device-memory-bytes": ""} | _POLICY_FLAG | _WORKER_FLAGS)],
+            "worker": [*common, *engine, *given({"--device-memory-bytes": ""} | _POLICY_FLAG | _WORKER_FLAGS)],
             "dispatcher": [*common, *given(_DISPATCHER_FLAGS)],
         }
 

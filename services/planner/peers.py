@@ -4,7 +4,7 @@ import asyncio
 import dataclasses
 import itertools
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 
 import grpc
 import grpc.aio
@@ -19,6 +19,7 @@ from ballast.common.errors import (
     Unavailable,
 )
 from ballast.common.ids import Incarnation, WorkerId
+from ballast.common.layout import Member
 from ballast.common.load import LoadReport
 from ballast.rpc import codec
 from ballast.rpc.channel import open_channel
@@ -205,12 +206,23 @@ class Members:
         phase = _PHASES.get(status.phase, MemberPhase.NONE)
         return MemberSaid(time.monotonic(), worker_id, phase, status.why, _status_from_proto(status))
 
-    async def _ask(self, command: CallMember, timeout_s: float) -> worker_pb2.TransitionStatus:
-        address, epoch = command.member.address, command.journal.epoch
+    async def name_partners(self, member: Member, partners: Sequence[Member], timeout_s: float) -> None:
+        request = worker_pb2.NamePartnersRequest(
+            partners=[worker_pb2.Partner(worker_id=p.worker_id, data_address=p.data_address) for p in partners]
+        )
+        try:
+            await self._stub(member.address).NamePartners(request, timeout=timeout_s)
+        except grpc.RpcError as error:
+            raise from_rpc_error(error, member.worker_id) from error
+
+    def _stub(self, address: str) -> "worker_pb2_grpc.WorkerServiceAsyncStub":
         channel = self._channels.get(address)
         if channel is None:
             channel = self._channels[address] = open_channel(address)
-        stub = worker_pb2_grpc.WorkerServiceStub(channel)
+        return worker_pb2_grpc.WorkerServiceStub(channel)
+
+    async def _ask(self, command: CallMember, timeout_s: float) -> worker_pb2.TransitionStatus:
+        stub, epoch = self._stub(command.member.address), command.journal.epoch
         match command.call:
             case Call.PREPARE:
                 return (await stub.Prepare(_prepare_request(command), timeout=timeout_s)).status

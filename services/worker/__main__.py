@@ -1,11 +1,16 @@
 """`python -m services.worker`: loads the model, wires the parts, and serves until the signal to stop."""
 
+from __future__ import annotations
+
 import asyncio
 import functools
 import gc
 import secrets
 import socket
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol, cast
 
 import grpc.aio
 
@@ -21,21 +26,26 @@ from ballastpb.worker.v1 import worker_pb2, worker_pb2_grpc
 from services.worker.config import WorkerSettings, flags
 from services.worker.core.limits import WorkerLimits
 from services.worker.cost_profile import read_matching
-from services.worker.engine.load import Engine, load_engine
-from services.worker.memory.host_blocks import HostBlocks
+from services.worker.emulation.machine import read_machine
 from services.worker.metrics import export
-from services.worker.pipeline.build import join, stage_core
+from services.worker.pipeline.build import Instance, join, stage_core
 from services.worker.pipeline.planner_side import Transitions
 from services.worker.policy.lookahead import lookahead
 from services.worker.policy.microbatching import by_token_count
-from services.worker.policy.online_cost import OnlineCost
-from services.worker.profiling.build import key_of
-from services.worker.profiling.measure import Options, measure
 from services.worker.reporter import MonitorReporter
 from services.worker.servicer import WorkerServicer
-from services.worker.shell import WorkerShell
+from services.worker.shell import BlockCopier, WorkerShell
+from services.worker.shell import Engine as ShellEngine
 from services.worker.text import load_tokenizer, primed_detokenizer
 from services.worker.transport.config import TransportConfig
+
+if TYPE_CHECKING:
+    from services.worker.emulation.link import Receiver
+    from services.worker.engine.load import Engine
+    from services.worker.pipeline.hub import Hub
+    from services.worker.policy.cost import CostModel
+    from services.worker.policy.online_cost import OnlineCost
+    from services.worker.transport.plane import DataPlane
 
 _READINESS_INTERVAL_S = 0.5
 _CALLS_GRACE_S = 1.0  # for the streams to end after the last request has
@@ -45,8 +55,33 @@ _CALLS_GRACE_S = 1.0  # for the streams to end after the last request has
 _SWITCH_INTERVAL_S = 0.0002
 
 
-def load(settings: WorkerSettings) -> Engine:
-    return load_engine(
+@dataclass(frozen=True, slots=True)
+class Kit:
+    """What depends on the kind of engine."""
+
+    engine: LoadedEngine
+    cost: Callable[[], CostModel | None]  # of the stage that is executed: microbatches are formed by it
+    costs: OnlineCost | None = None  # which is told what steps take
+    copier: BlockCopier | None = None  # for who gives way, if KV is swapped
+    open_plane: Callable[[WorkerId, Hub, str], DataPlane] | None = None  # another one than tensors travel over
+
+
+class LoadedEngine(Instance, ShellEngine, Protocol):
+    """A model that is ready to be run, here and as a stage."""
+
+
+def load(settings: WorkerSettings) -> Kit:
+    """
+    Raises:
+        ConfigError: the model cannot be had so.
+    """
+    if settings.engine == "emulated":
+        return _emulated(settings)
+    # Here and not above: torch comes with them, and takes longer than all else.
+    from services.worker.engine.load import load_engine
+    from services.worker.memory.host_blocks import HostBlocks
+
+    engine = load_engine(
         settings.model,
         device_memory_bytes=int(settings.device_memory_bytes),
         dtype=settings.dtype,
@@ -56,6 +91,41 @@ def load(settings: WorkerSettings) -> Engine:
         name=settings.served_model_name,
         threads=settings.threads,
     )
+    gc.freeze()  # torch alone makes so many objects that a full collection holds up a step
+    try:
+        costs = load_costs(settings, engine)
+        swap_blocks = swap_block_count(settings, engine)
+        copier = HostBlocks(engine.memory.kv, swap_blocks) if swap_blocks else None
+    except BaseException:
+        engine.close()
+        raise
+    return Kit(engine, costs.current, costs, copier)
+
+
+def _emulated(settings: WorkerSettings) -> Kit:
+    from services.worker.emulation.engine import emulate
+    from services.worker.emulation.plane import EmulatedPlane
+
+    if settings.profile is None:
+        raise ConfigError("worker.profile", "an emulated engine needs the file that says what things take")
+    if settings.swaps:
+        raise ConfigError("worker.overload_policy", "KV of an emulated engine cannot be swapped to host memory")
+    told = "device_memory_bytes" in settings.model_fields_set
+    engine = emulate(
+        read_machine(settings.profile),
+        device_memory_bytes=int(settings.device_memory_bytes) if told else None,
+        block_tokens=settings.block_size,
+        max_model_len=settings.max_model_len,
+        name=settings.served_model_name,
+    )
+    machine = engine.machine
+    cost = machine.execution.cost_of(machine.model.layer_count, is_first=True, is_last=True)
+
+    def open_plane(me: WorkerId, hub: Hub, host: str) -> DataPlane:
+        plane = EmulatedPlane(me, cast("Receiver", hub), host=host, bytes_per_s=machine.link_bytes_per_s)
+        return cast("DataPlane", plane)
+
+    return Kit(cast(LoadedEngine, engine), lambda: cost, open_plane=open_plane)
 
 
 def load_costs(settings: WorkerSettings, engine: Engine) -> OnlineCost:
@@ -64,6 +134,10 @@ def load_costs(settings: WorkerSettings, engine: Engine) -> OnlineCost:
     Raises:
         ConfigError: the profile is of another model or machine.
     """
+    from services.worker.policy.online_cost import OnlineCost
+    from services.worker.profiling.build import key_of
+    from services.worker.profiling.measure import Options, measure
+
     if settings.cost_profile is not None:
         return OnlineCost(read_matching(settings.cost_profile, key_of(engine)).costs.stages())
     if settings.self_profile_s > 0:
@@ -78,7 +152,7 @@ def load_costs(settings: WorkerSettings, engine: Engine) -> OnlineCost:
     return OnlineCost()
 
 
-def limits_of(settings: WorkerSettings, engine: Engine) -> WorkerLimits:
+def limits_of(settings: WorkerSettings, engine: LoadedEngine) -> WorkerLimits:
     return WorkerLimits(
         block_tokens=settings.block_size,
         max_model_len=engine.info.max_model_len,
@@ -94,7 +168,7 @@ def limits_of(settings: WorkerSettings, engine: Engine) -> WorkerLimits:
     )
 
 
-def swap_block_count(settings: WorkerSettings, engine: Engine) -> int:
+def swap_block_count(settings: WorkerSettings, engine: Instance) -> int:
     """Blocks of all layers that the host keeps for those who give way.
 
     Raises:
@@ -116,25 +190,23 @@ class WorkerProcess:
         self,
         life: Lifecycle,
         settings: WorkerSettings,
-        engine: Engine,
-        costs: OnlineCost,
+        kit: Kit,
         state: StateServer,
         worker_id: WorkerId,
     ) -> None:
         self._life = life
         self._settings = settings
-        self._engine = engine
+        self._engine = engine = kit.engine
         self._state = state
         self._detokenizer = functools.partial(primed_detokenizer, load_tokenizer(settings.model))
         # Unique but for one chance in 2^31 per pair: the ids of sequences that meet in a group begin with it.
-        microbatching = lookahead(costs.current) if settings.microbatching == "lookahead" else by_token_count
+        microbatching = lookahead(kit.cost) if settings.microbatching == "lookahead" else by_token_count
         core, book = stage_core(limits_of(settings, engine), engine, secrets.randbits(31), microbatching)
-        swap_blocks = swap_block_count(settings, engine)
         self._shell = WorkerShell(
             core=core,
             engine=engine,
             detokenizer=self._detokenizer,
-            copier=HostBlocks(engine.memory.kv, swap_blocks) if swap_blocks else None,
+            copier=kit.copier,
             check_every_steps=settings.check_every_steps,
         )
         host = settings.advertise_host or advertised_address(settings.host, None, 0).rpartition(":")[0]
@@ -147,7 +219,8 @@ class WorkerProcess:
             config=TransportConfig(),
             advertise_host=host,
             max_running_count=settings.max_num_seqs,
-            costs=costs,
+            costs=kit.costs,
+            open_plane=None if (open_plane := kit.open_plane) is None else lambda hub: open_plane(worker_id, hub, host),
         )
         clock = self._membership.member.published.clock
         export(self._shell.load, REGISTRY, lambda: clock.times)
@@ -261,14 +334,8 @@ async def main(life: Lifecycle) -> None:
     metrics = MetricsServer(settings.metrics_host, settings.metrics_port)
     try:
         # Loading takes long for large models; the loop stays free for signals meanwhile.
-        engine = await asyncio.to_thread(load, settings)
-        gc.freeze()  # torch alone makes so many objects that a full collection holds up a step
-        try:
-            costs = await asyncio.to_thread(load_costs, settings, engine)
-        except BaseException:
-            engine.close()
-            raise
-        process = WorkerProcess(life, settings, engine, costs, state, worker_id)
+        kit = await asyncio.to_thread(load, settings)
+        process = WorkerProcess(life, settings, kit, state, worker_id)
         await process.run(worker_id)
     finally:
         await state.close()

@@ -26,6 +26,8 @@ class WorkerSettings(Settings):
 
     # What it serves.
     model: Path
+    engine: Literal["torch", "emulated"] = "torch"  # emulated: nothing is computed, a profile says what it takes
+    profile: Path | None = None  # of an emulated engine
     served_model_name: str | None = None  # default: the checkpoint folder's name
     dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = "auto"
     device: Literal["cpu", "cuda"] = "cpu"
@@ -85,6 +87,8 @@ def flags() -> argparse.ArgumentParser:
     parser.add_argument("--monitor-address", metavar="HOST:PORT")
     parser.add_argument("--worker-id", metavar="ID")
     parser.add_argument("--model", metavar="DIR", help="Hugging Face checkpoint folder")
+    parser.add_argument("--engine", metavar="ENGINE", help="torch (default), or emulated: takes time, computes nothing")
+    parser.add_argument("--profile", metavar="FILE", help="what an emulated engine takes its time by")
     parser.add_argument("--served-model-name", metavar="NAME")
     parser.add_argument("--dtype", metavar="TYPE", help="auto, float32, bfloat16, float16 or float64")
     parser.add_argument("--device", metavar="DEVICE", help="cpu or cuda")

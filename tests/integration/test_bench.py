@@ -21,13 +21,14 @@ def run(*command: str) -> "subprocess.CompletedProcess[str]":
 
 @pytest.mark.timeout(TIMEOUT_S + 10)
 def test_a_short_demo_serves_and_verifies(tmp_path: Path) -> None:
-    done = run("benchmarks.demo", "--limit", "30", "--time-scale", "0.5", "--out", str(tmp_path / "demo"))
+    scales = ["--limit", "12", "--probe-s", "1", "--time-scale", "0.3"]
+    done = run("benchmarks.demo", *scales, "--out", str(tmp_path / "demo"))
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "0 of 30 answers differ between the two runs" in done.stdout
+    assert "0 of 12 answers differ between the two runs" in done.stdout
     policies = read_result(tmp_path / "demo" / "results.json").policies
     assert list(policies) == ["recompute", "drop"]
     policy = policies["drop"]
-    assert (policy.request_count, policy.verified_count, policy.token_mismatches) == (30, 30, 0)
+    assert (policy.request_count, policy.verified_count, policy.token_mismatches) == (12, 12, 0)
     assert policy.series.kv_capacity_bytes[-1] > 0
     assert (tmp_path / "demo" / "figure.png").read_bytes().startswith(b"\x89PNG")
 

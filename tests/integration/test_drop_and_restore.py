@@ -24,7 +24,7 @@ PROMPTS = [[3 + i, 9, 4 + 2 * i, 7] * (3 + i % 4) for i in range(12)]
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningCluster]:
     model = make_tiny("llama", tmp_path_factory.mktemp("model") / "tiny", max_len=512)
-    flags = {"worker": ["--dtype", "float64"], "planner": ["--overload-policy", "recompute"]}
+    flags = {"worker": ["--dtype", "float64", "--log-level", "debug"], "planner": ["--overload-policy", "recompute"]}
     with running_cluster(Path(model), workers=2, device_memory_bytes=8 << 20, flags=flags) as cluster:
         yield cluster
 
@@ -102,6 +102,10 @@ def test_drop_and_restore_under_load_change_no_token(running: RunningCluster) ->
                 w.load and w.load.memory for w in before.workers
             ]
         await planner.close()
+        logs = [(running.cluster.log_dir / f"worker-{i}.log").read_text() for i in range(2)]
+        made = [line for log in logs for line in log.splitlines() if "link is up" in line]
+        assert made, "no link was logged"
+        assert all("spare=True" in line for line in made), made
 
     running.run(story())
 

@@ -64,7 +64,7 @@ def _run(seed: int, known: Callable[[int], Known]) -> Tally:
     try:
         threads, descriptors = set(threading.enumerate()), _descriptors()
         crowded_bytes = CROWDED_BYTES[LAYERS[seed % len(LAYERS)]] if seed % CROWDED == 2 else 0
-        history = History(seed, model_dir, wishes, expected, REQUESTS, crowded_bytes)
+        history = History(seed, model_dir, wishes, expected, REQUESTS, crowded_bytes=crowded_bytes)
         asyncio.run(history.run())
         assert set(threading.enumerate()) <= threads
         assert _descriptors() == descriptors

@@ -8,6 +8,7 @@ import re
 import shutil
 import signal
 import socket
+import subprocess
 import sys
 import urllib.request
 from collections.abc import AsyncGenerator, Coroutine, Iterator
@@ -34,6 +35,7 @@ from services.worker.policy.online_cost import OnlineCost
 from tests.support.attached import Attached, status_of, until_idle
 from tests.support.shells import Gate
 
+ROOT = Path(__file__).parents[2]
 START_TIMEOUT_S = 60.0
 MAX_LEN = 4096
 LONG = 2500
@@ -59,9 +61,13 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
+def arguments(model_dir: Path, redis_url: str, name: str) -> list[str]:
+    where = ["--model", str(model_dir), "--redis-url", redis_url, "--port", "0"]
+    return [*where, "--device-memory-bytes", "32MiB", "--worker-id", name]
+
+
 def start(folder: Path, model_dir: Path, redis_url: str, *flags: str, name: str = "w1") -> ChildProcess:
-    command = [sys.executable, "-m", "services.worker", "--model", str(model_dir), "--redis-url", redis_url]
-    command += ["--port", "0", "--device-memory-bytes", "32MiB", "--worker-id", name, *flags]
+    command = [sys.executable, "-m", "services.worker", *arguments(model_dir, redis_url, name), *flags]
     environ = {**os.environ, "BALLAST_WORKER__CHECK_EVERY_STEPS": "1", "OMP_NUM_THREADS": "1"}
     return ChildProcess(name, command, log_path=folder / f"{name}.log", environ=environ)
 
@@ -313,32 +319,64 @@ def refusals(folder: Path, model_dir: Path, taken_port: int) -> dict[str, tuple[
     }
 
 
+# Imports once and starts a process for each line of arguments: importing takes two seconds, refusing hardly any time.
+REFUSE = """
+import json, os, sys
+from ballast.service.lifecycle import run_service
+from services.worker.__main__ import main
+
+statuses = []
+for number, arguments in enumerate(json.load(sys.stdin)):
+    pid = os.fork()
+    if not pid:
+        log = os.open(f"refusal-{number}.log", os.O_WRONLY | os.O_CREAT)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        sys.argv[1:] = arguments
+        run_service(main)
+    statuses.append(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+print(json.dumps(statuses))
+"""
+
+
 def test_a_wrong_configuration_ends_with_status_2_and_one_clear_line(
     model: Path, state_url: str, tmp_path: Path
 ) -> None:
-    slots = asyncio.Semaphore(3)
-
-    async def refuse(index: int, why: str, model_dir: Path, flags: tuple[str, ...]) -> None:
-        async with slots:
-            child = start(tmp_path, model_dir, state_url, "--log-level", "error", *flags, name=f"refusal-{index}")
-            try:
-                assert await child.wait(START_TIMEOUT_S), f"{why}: still alive\n{child.log_tail()}"
-            finally:
-                child.kill()
-        assert child.returncode == 2, f"{why}: {child.describe_end()}"
-        log = child.log()
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        cases = refusals(tmp_path, model, holder.getsockname()[1])
+        every = [
+            [*arguments(model_dir, state_url, f"refusal-{number}"), "--log-level", "error", *flags]
+            for number, (model_dir, flags) in enumerate(cases.values())
+        ]
+        done = subprocess.run(
+            [sys.executable, "-c", REFUSE],
+            input=json.dumps(every),
+            stdout=subprocess.PIPE,
+            text=True,
+            timeout=100,
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])},
+            check=True,
+        )
+    logs = [(tmp_path / f"refusal-{number}.log").read_text() for number in range(len(cases))]
+    for why, status, log in zip(cases, json.loads(done.stdout), logs, strict=True):
+        assert status == 2, f"{why}: status {status}, {log}"
         assert log.startswith("configuration error: "), log
         assert log.count("\n") == 1, log
         assert why in log
 
+
+def test_a_process_that_is_refused_says_so_too(model: Path, state_url: str, tmp_path: Path) -> None:
     async def story() -> None:
-        with socket.socket() as holder:
-            holder.bind(("127.0.0.1", 0))
-            holder.listen()
-            cases = refusals(tmp_path, model, holder.getsockname()[1])
-            async with asyncio.TaskGroup() as tasks:
-                for index, (why, (model_dir, flags)) in enumerate(cases.items()):
-                    tasks.create_task(refuse(index, why, model_dir, flags))
+        child = start(tmp_path, model, state_url, "--log-level", "error", "--max-num-seqs", "0")
+        try:
+            assert await child.wait(START_TIMEOUT_S), child.log_tail()
+        finally:
+            child.kill()
+        assert child.returncode == 2, child.describe_end()
+        assert child.log().startswith("configuration error: worker.max_num_seqs"), child.log()
 
     play(story())
 

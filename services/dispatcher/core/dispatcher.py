@@ -10,7 +10,7 @@ dispatcher follows with what it has received, so that nothing is lost or repeate
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ballast.common.errors import (
@@ -53,8 +53,11 @@ from services.dispatcher.core.events import (
 from services.dispatcher.core.fleet import Fleet, Worker
 from services.dispatcher.core.moves import Moves
 from services.dispatcher.core.placement import Placement, PlacementRules
-from services.dispatcher.policy.freeness import RoutingRules
+from services.dispatcher.policy.freeness import RoutingRules, WorkerKey
 
+# A named tuple's own constructor takes twice as long, and there is one for each token.
+_New = Callable[[type[Deliver], tuple[object, ...]], Deliver]
+_new: _New = tuple.__new__  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
 _MIN_RETRY_S, _MAX_RETRY_S = 0.1, 30.0
 _NO_WORKER_CHECK_S = 0.5
 _MAX_IDLE_MOVES = 16  # without a token in between; more are no progress but a quarrel between workers
@@ -99,7 +102,9 @@ class DispatcherCore:
 
     def next_timer_s(self) -> float:
         """When a `Tick` is wanted; infinite for never."""
-        due_s = min(self._deadlines.next_s(), self._moves.next_s())
+        due_s = self._deadlines.next_s()
+        if len(self._moves):
+            due_s = min(due_s, self._moves.next_s())
         return min(due_s, self._placement.retry_at_s, self._no_worker_check_at_s)
 
     @property
@@ -167,6 +172,7 @@ class DispatcherCore:
         worker.load = event.load
         worker.max_waiting_count = event.max_waiting_count
         worker.hold_until_s = 0.0
+        worker.touch()
         self.fleet.model = event.model
         for tracked in self._moves.take_arrivals(worker.key.worker_id):
             self.move_counts["waited"] += 1
@@ -177,6 +183,7 @@ class DispatcherCore:
     def _lose(self, worker: Worker, at_s: float, why: str) -> list[Command]:
         """Its requests go back to where they stood in the backlog, to be replayed elsewhere."""
         worker.connected = False
+        worker.touch()
         commands: list[Command] = []
         for handle, tracked in list(worker.placed.items()):
             worker.take_off(handle)
@@ -222,7 +229,7 @@ class DispatcherCore:
         self._enqueue(tracked, at_s)
 
     def _watch_usable(self, at_s: float) -> None:
-        if self.fleet.usable:
+        if self.fleet.has_usable:
             self._no_worker_since_s = None
             self._no_worker_check_at_s = math.inf
         elif self._no_worker_since_s is None:
@@ -361,9 +368,9 @@ class DispatcherCore:
     def _deliver(self, worker: Worker, event: StepReceived, commands: list[Command]) -> None:
         token_end = logprob_end = 0
         texts, token_ids, logprobs = event.texts, event.token_ids, event.logprobs
-        placed = worker.placed
+        at_s, placed, counts = event.at_s, worker.placed, event.token_counts
         for index, handle in enumerate(event.handles):
-            token_begin, token_end = token_end, token_end + event.token_counts[index]
+            token_begin, token_end = token_end, token_end + counts[index]
             tracked = placed.get(handle)
             if tracked is None:
                 self.stale_count += 1
@@ -371,18 +378,21 @@ class DispatcherCore:
                     logprob_end += token_end - token_begin
                 continue
             new_ids = token_ids[token_begin:token_end]
-            text = texts[index] if texts else ""
+            text = ""
+            if texts:
+                text = texts[index]
+                tracked.text_chars += len(text)
+            request = tracked.request
             new_logprobs: Sequence[object] = ()
-            if tracked.request.sampling.logprobs is not None:
+            if logprobs and request.sampling.logprobs is not None:
                 logprob_begin, logprob_end = logprob_end, logprob_end + len(new_ids)
                 new_logprobs = logprobs[logprob_begin:logprob_end]
             tracked.output_token_ids += new_ids
-            tracked.text_chars += len(text)
             if new_ids:
                 tracked.idle_move_count = 0
                 if tracked.first_token_at_s is None:
-                    tracked.first_token_at_s = event.at_s
-            commands.append(Deliver(tracked.request.request_id, new_ids, text, new_logprobs))
+                    tracked.first_token_at_s = at_s
+            commands.append(_new(Deliver, (request.request_id, new_ids, text, new_logprobs)))
 
     def _end(self, worker: Worker, tracked: Tracked, ending: Ending, at_s: float) -> list[Command]:
         """A worker's ending: the request's own, or a reason to try elsewhere."""
@@ -431,6 +441,7 @@ class DispatcherCore:
         self.backlog.check()
         self.fleet.check()
         self._moves.check()
+        self._placement.check()
         moving = {tracked.request.request_id: tracked for tracked in self._moves.tracked}
         queued = {tracked.request.request_id: tracked for tracked in self.backlog}
         placed = {t.request.request_id: t for worker in self.fleet for t in worker.placed.values()}
@@ -448,8 +459,23 @@ class DispatcherCore:
         ended_count = sum(count for ending, count in self.endings.items() if ending != "refused")
         if self.accepted_count != ended_count + len(self.requests):
             raise InvariantViolation(f"{self.accepted_count} accepted, {ended_count} ended, {len(self.requests)} here")
-        if (self._no_worker_since_s is not None) and self.fleet.usable:
+        if (self._no_worker_since_s is not None) and self.fleet.has_usable:
             raise InvariantViolation("a worker is usable, and the dispatcher does not know")
+
+    def check_step(self, key: WorkerKey) -> None:
+        """What `check` finds, after a step of this worker that has only delivered tokens: a look at its own requests,
+        and the counts of the others.
+        """
+        worker = self.fleet.get(key)
+        if worker is None:
+            return
+        worker.check()
+        for tracked in worker.placed.values():
+            if self.requests.get(tracked.request.request_id) is not tracked:
+                raise InvariantViolation(f"{tracked.request.request_id} runs on {key} and is not known")
+        count = len(self.backlog) + self.fleet.placed_count + len(self._moves)
+        if count != len(self.requests):
+            raise InvariantViolation(f"{count} requests are queued, placed or moving, {len(self.requests)} are here")
 
 
 def _facts(tracked: Tracked, at_s: float) -> Facts:

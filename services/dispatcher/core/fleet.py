@@ -34,12 +34,18 @@ class Worker:
     unseen: dict[int, int] = field(default_factory=dict[int, int])  # handle, ascending -> blocks it needs
     unseen_block_count: int = 0
     hold_until_s: float = 0.0  # it has refused a request: not asked again until then
+    # Shared with the fleet: workers that have changed since routing looked at them. Whoever changes a field calls
+    # `touch`.
+    changed: dict[WorkerKey, None] = field(default_factory=dict[WorkerKey, None])
     departed: dict[int, None] = field(default_factory=dict[int, None])  # handles that wanted logprobs, oldest first
 
     @property
     def usable(self) -> bool:
         load = self.load
         return self.connected and self.leads and load is not None and not (self.draining_in_layout or load.draining)
+
+    def touch(self) -> None:
+        self.changed[self.key] = None
 
     def view(self) -> WorkerView:
         """Only of a connected worker."""
@@ -65,12 +71,14 @@ class Worker:
         load = self.load
         if load is None:
             raise InvariantViolation(f"{tracked.request.request_id} placed on {self.key}, which is not connected")
+        self.touch()
         self.placed[handle] = tracked
         need = blocks_for(tracked.token_count + 1, load.block_tokens)
         self.unseen[handle] = need
         self.unseen_block_count += need
 
     def take_off(self, handle: int) -> None:
+        self.touch()
         tracked = self.placed.pop(handle)
         self.unseen_block_count -= self.unseen.pop(handle, 0)
         if tracked.request.sampling.logprobs is not None:
@@ -79,6 +87,7 @@ class Worker:
                 del self.departed[next(iter(self.departed))]
 
     def report(self, load: LoadReport, seen_handle: int) -> None:
+        self.touch()
         self.load = load
         for handle in list(self.unseen):
             if handle > seen_handle:
@@ -108,6 +117,7 @@ class Fleet:
         self.layout: Layout | None = None
         self.model: ModelInfo | None = None  # of whoever connected last; equal on all
         self.lives: dict[WorkerId, Incarnation] = {}  # of all members of the layout
+        self.changed: dict[WorkerKey, None] = {}  # see Worker.changed; those that are gone are among them
         self._workers: dict[WorkerKey, Worker] = {}
         self._former: set[WorkerKey] = set()  # those that lead no more
 
@@ -135,11 +145,24 @@ class Fleet:
 
     @property
     def usable(self) -> list[Worker]:
+        """In order of id."""
         return [worker for worker in self if worker.usable]
 
     @property
+    def has_usable(self) -> bool:
+        return any(worker.usable for worker in self._workers.values())
+
+    def fits_nobody(self, token_count: int) -> bool:
+        """Whether a request with so many tokens is larger than any usable worker."""
+        for worker in self._workers.values():
+            load = worker.load
+            if worker.usable and (load is None or blocks_for(token_count, load.block_tokens) <= load.block_count):
+                return False
+        return True
+
+    @property
     def placed_count(self) -> int:
-        return sum(len(worker.placed) for worker in list(self._workers.values()))
+        return sum([len(worker.placed) for worker in list(self._workers.values())])
 
     def adopt(self, layout: Layout) -> tuple[list[Worker], list[Worker]]:
         """Takes over a layout; gives the leaders that are new and the workers that are gone, in order of id."""
@@ -148,6 +171,7 @@ class Fleet:
         self.lives = {key.worker_id: key.incarnation for key in members}
         gone = [w for w in self if w.key not in members or w.address != members[w.key][1].address]
         for worker in gone:
+            worker.touch()
             del self._workers[worker.key]
         new: list[Worker] = []
         for key, (group, member) in sorted(members.items()):
@@ -156,8 +180,11 @@ class Fleet:
             if worker is None:
                 if not leads:
                     continue
-                worker = self._workers[key] = Worker(key=key, address=member.address, group_id=group.group_id)
+                worker = self._workers[key] = Worker(
+                    key=key, address=member.address, group_id=group.group_id, changed=self.changed
+                )
                 new.append(worker)
+            worker.touch()
             worker.leads = leads
             worker.group_id = group.group_id
             worker.draining_in_layout = member.draining
@@ -171,7 +198,7 @@ class Fleet:
         done = sorted(key for key in self._former if not self._workers[key].placed)
         for key in done:
             self._former.remove(key)
-            del self._workers[key]
+            self._workers.pop(key).touch()
         return done
 
     def check(self) -> None:

@@ -47,6 +47,7 @@ from services.planner.core.messages import (
 from services.planner.core.record import TransitionRecord
 from services.planner.shell import notes
 from services.planner.shell.answers import Answers, change_error, drain_error
+from services.planner.shell.partners import PartnerNaming
 from services.planner.shell.ports import Counting, DrainWorker, LayoutStore, MembersPort, MonitorPort
 from services.planner.shell.watchers import LayoutWatcher, Watchers
 
@@ -82,6 +83,7 @@ class PlannerShell:
         self._changes = Answers[AnswerChange]()
         self._drains = Answers[Epoch]()
         self._watchers = Watchers(max_watchers)
+        self._naming = PartnerNaming(members, self._layout_at_rest)
         self._tasks = Work()
         self._listening: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -92,10 +94,12 @@ class PlannerShell:
         """Until cancelled. A broken invariant, even one found in a timer, is raised from here."""
         async with self._tasks:
             self._bug = asyncio.get_running_loop().create_future()
+            naming = self._tasks.create_task(self._naming.run(), name="name partners")
             self.feed(TimerFired(time.monotonic(), self.next_cause("start")))
             try:
                 await self._bug
             finally:
+                naming.cancel()
                 if self._timer is not None:
                     self._timer.cancel()
                 self._watchers.dismiss(Unavailable(self.planner_id, "stopping"))
@@ -195,10 +199,15 @@ class PlannerShell:
         self._counting.layout(layout)
         notes.note_layout(layout, cause_id)
         self._watchers.offer(layout)
+        self._naming.soon()
+
+    def _layout_at_rest(self) -> Layout | None:
+        return self.core.layout if self.core.active and not self.core.conductor.busy else None
 
     def _note_transition(self, record: TransitionRecord, cause_id: str) -> None:
         if record.journal.stage.over:
             self._counting.ended(record)
+            self._naming.soon()
         notes.note_transition(record, cause_id)
 
     def _set_timer(self, at_s: float) -> None:

@@ -1,10 +1,10 @@
 """What the shell needs of the outside: the state server, the monitor, members of transitions, and who counts."""
 
-from collections.abc import AsyncGenerator, Awaitable
+from collections.abc import AsyncGenerator, Awaitable, Sequence
 from typing import Protocol
 
 from ballast.common.ids import Incarnation, WorkerId
-from ballast.common.layout import Layout
+from ballast.common.layout import Layout, Member
 from ballast.common.load import LoadReport
 from services.planner.core.messages import (
     CallMember,
@@ -38,6 +38,10 @@ class MembersPort(Protocol):
     """Calls to members of transitions. None: no answer that could be used."""
 
     async def call(self, command: CallMember, timeout_s: float) -> MemberSaid | None: ...
+
+    async def name_partners(self, member: Member, partners: Sequence[Member], timeout_s: float) -> None:
+        """Raises BallastError: it does not hear."""
+        ...
 
     async def close(self) -> None: ...
 

@@ -4,6 +4,8 @@ A sequence has a dispatcher's stream, or it is an orphan: handed over by another
 until its dispatcher submits the request here.
 """
 
+from collections import OrderedDict
+
 from ballast.common.errors import InvariantViolation
 from ballast.common.sampling import FinishReason
 from services.worker.core.batch import SequenceId
@@ -15,6 +17,8 @@ from services.worker.core.outbox import Outbox
 from services.worker.core.scheduler import Scheduler
 from services.worker.core.sequence import Sequence, SequenceState, Unsent
 from services.worker.core.waits import Waits
+
+_MOVED_REMEMBERED = 256
 
 
 class Stream:
@@ -35,6 +39,7 @@ class Residents:
         self.orphans = Waits(limits.orphan_timeout_s)  # for their dispatchers; those that have ended, too
         self.held = Waits(limits.orphan_timeout_s)  # for their sequence to be handed over
         self.claims: dict[SequenceId, Submitted] = {}  # what those were submitted with
+        self._moved: OrderedDict[SequenceKey, SequenceId] = OrderedDict()  # the latest that other leaders have now
         self.outbox = Outbox()
         self.endings_total = dict.fromkeys(FinishReason, 0)
         self.refused_total = 0
@@ -42,7 +47,10 @@ class Residents:
 
     @property
     def next_deadline_at_s(self) -> float | None:
-        instants = (self._deadlines.next_at_s, self.orphans.next_at_s, self.held.next_at_s)
+        deadline_at_s = self._deadlines.next_at_s
+        if not self.orphans and not self.held:
+            return deadline_at_s
+        instants = (deadline_at_s, self.orphans.next_at_s, self.held.next_at_s)
         return min((at_s for at_s in instants if at_s is not None), default=None)
 
     # ---------------------------------------------------------------- coming
@@ -135,6 +143,15 @@ class Residents:
                 self._scheduler.release(sequence)
             self._leave(sequence, at_s, why)
         self.orphans.discard(sequence)
+
+    def remember_moved(self, sequence: Sequence) -> None:
+        self._moved[sequence.key] = sequence.sequence_id
+        while len(self._moved) > _MOVED_REMEMBERED:
+            self._moved.popitem(last=False)
+
+    def take_moved(self, key: SequenceKey) -> SequenceId | None:
+        """What that handle stood for, if another leader has it since a moment ago."""
+        return self._moved.pop(key, None)
 
     def drop_orphan(self, orphan: Sequence, at_s: float, why: str) -> None:
         self.orphans.discard(orphan)

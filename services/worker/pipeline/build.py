@@ -13,15 +13,14 @@ from services.worker.core.worker import WorkerCore
 from services.worker.pipeline.hub import Hub
 from services.worker.pipeline.member import GroupMember
 from services.worker.pipeline.stage_runner import StageEngine
-from services.worker.pipeline.timed_runner import TimedRunner
 from services.worker.policy.microbatching import Microbatching, by_token_count
-from services.worker.policy.online_cost import OnlineCost
 from services.worker.shell import MemberEvent, WorkerShell
 
 if TYPE_CHECKING:
     from ballast.common.model import ModelInfo
     from services.worker.engine.runner import ModelRunner
     from services.worker.memory.device import DeviceMemory
+    from services.worker.policy.online_cost import OnlineCost
     from services.worker.transport.config import TransportConfig
     from services.worker.transport.plane import DataPlane
 
@@ -88,6 +87,8 @@ def join(
     plane = _real_plane(me, hub, config, advertise_host) if open_plane is None else open_plane(hub)
     own = engine.runner
     if costs is not None:
+        from services.worker.pipeline.timed_runner import TimedRunner  # NumPy comes with it
+
         device = engine.memory.pool.backend.device
         own = TimedRunner(own, costs, layer_count=engine.info.layer_count, device=device)
     member = GroupMember(

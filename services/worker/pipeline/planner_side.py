@@ -11,13 +11,14 @@ from ballast.rpc.codec import layout_from_proto
 from ballastpb.worker.v1 import worker_pb2 as pb
 from services.worker.core.plan import Kind, Phase, Plan, part_of
 from services.worker.core.transition_messages import AbortRequested, CommitRequested
-from services.worker.pipeline.events import PlanReceived, Told
+from services.worker.pipeline.events import MigrationOrdered, PlanReceived, Told
 from services.worker.pipeline.member import GroupMember
 from services.worker.pipeline.status import Progress
 from services.worker.shell import MemberEvent
 
 _KINDS = {pb.TRANSITION_KIND_DROP: Kind.DROP, pb.TRANSITION_KIND_RESTORE: Kind.RESTORE}
 _HOLD_S = 0.05
+_LONGEST_ORDER_S = 60.0  # of migrations
 _PHASES = {
     Phase.PREPARING: pb.TRANSITION_PHASE_PREPARING,
     Phase.PREPARED: pb.TRANSITION_PHASE_PREPARED,
@@ -124,6 +125,29 @@ class Transitions:
         if Epoch(epoch) not in self._member.progress:
             self._aborted = {Epoch(epoch): why}
         self._post(Told(Epoch(epoch), AbortRequested(time.monotonic(), Epoch(epoch), why)))
+
+    def migrate(self, request: pb.MigrateRequest) -> None:
+        """Raises InvalidRequest: it makes no sense for this worker."""
+        source, target, me = request.source, request.target, self._member.me
+        if source.worker_id == target.worker_id or me not in (source.worker_id, target.worker_id):
+            raise InvalidRequest("target", f"{me} is not one of two workers: {source.worker_id}, {target.worker_id}")
+        if request.block_budget < 1 or not 0 < request.within_s <= _LONGEST_ORDER_S:
+            raise InvalidRequest("block_budget, within_s", f"out of range: {request.block_budget}, {request.within_s}")
+        peer = target if source.worker_id == me else source
+        self._post(
+            MigrationOrdered(
+                epoch=Epoch(request.epoch),
+                source=WorkerId(source.worker_id),
+                target=WorkerId(target.worker_id),
+                peer_address=peer.data_address,
+                block_budget=request.block_budget,
+                until_s=time.monotonic() + request.within_s,
+                cause_id=request.cause_id,
+            )
+        )
+
+    def name_partners(self, request: pb.NamePartnersRequest) -> None:
+        self._member.name_partners({WorkerId(p.worker_id): p.data_address for p in request.partners if p.data_address})
 
     def status(self, epoch: int) -> pb.TransitionStatus:
         """UNSPECIFIED for an epoch this worker has not heard of."""

@@ -33,6 +33,11 @@ class TransportConfig:
     keepalive_s: float = 1.0
     silence_timeout_s: float = 10.0  # a peer that sends nothing for so long is gone
     close_timeout_s: float = 2.0
+    # Links that are made before they are needed.
+    max_spares: int = 8
+    spare_connect_timeout_s: float = 2.0
+    spare_idle_s: float = 60.0  # a spare that nobody has named for so long is closed
+    adopt_timeout_s: float = 1.0  # for the peer to take the same spare; then a link is made from nothing
 
     def __post_init__(self) -> None:
         for name in ("chunk_bytes", "window_chunks", "patience_chunks", "posted_frames", "max_transfers"):
@@ -42,6 +47,8 @@ class TransportConfig:
             raise ConfigError(
                 "transport.silence_timeout_s", f"must be at least twice keepalive_s ({self.keepalive_s} s)"
             )
+        if self.max_spares < 0:
+            raise ConfigError("transport.max_spares", f"must not be negative, got {self.max_spares}")
         if self.rate_bytes_per_s is not None and self.rate_bytes_per_s <= 0:
             raise ConfigError("transport.rate_bytes_per_s", f"must be positive, got {self.rate_bytes_per_s}")
         if not 0.0 < self.background_share <= 1.0:

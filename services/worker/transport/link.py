@@ -1,4 +1,4 @@
-"""A link: two workers, one epoch, an urgent and a bulk lane."""
+"""A link: two workers, one epoch, an urgent and a bulk lane. A spare one gets its epoch later, by `adopt`."""
 
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
-from threading import Event, Lock, Thread
+from threading import Condition, Event, Thread
 from typing import Protocol
 
 import torch
@@ -23,6 +23,8 @@ from services.worker.transport.rendezvous import PairStore, Terms
 from services.worker.transport.traffic import TrafficClass, TrafficCounts
 from services.worker.transport.transfer import Opening, Outcome, Refusal, Transfer
 from services.worker.transport.urgent import UrgentSender
+
+NO_EPOCH = 0  # layouts are numbered from 1
 
 
 class LinkState(Enum):
@@ -94,12 +96,14 @@ class Link:
     ) -> None:
         self.peer_id = peer_id
         self.epoch = epoch
+        self._tag = epoch  # in all frames, whatever epoch a spare is adopted for
+        self._asked = self._peer_asked = epoch  # for which each side has adopted it
         self.counts = TrafficCounts()
         self._config = config
         self._receiver = receiver
         self._dispose = dispose
         self._channels: Channels | None = channels
-        self._lock = Lock()
+        self._lock = Condition()  # notified when the state changes, or what the peer asks for
         self._state = LinkState.UP
         self._retired = False
         self._ended = Event()
@@ -129,6 +133,7 @@ class Link:
         urgent_handlers = UrgentHandlers(
             on_message=partial(self._receiver.on_message, self),
             on_answer=self._bulk.acknowledged,
+            on_adopt=self._adoption_asked,
             on_close=self.begin_close,
             is_stale=self._is_stale,
         )
@@ -206,6 +211,57 @@ class Link:
     def set_chunk_bytes(self, chunk_bytes: int) -> None:
         self._bulk.set_chunk_bytes(chunk_bytes)
 
+    # ------------------------------------------------------------ a spare gets its epoch
+
+    def adopt(self, epoch: int, timeout_s: float) -> bool:
+        """Make a spare that epoch's link: once both sides have asked for the same. A later epoch takes precedence.
+
+        False: the peer has not asked in time, or either side wants it for another epoch by now.
+        """
+        with self._lock:
+            if self._state is not LinkState.UP or self._retired or not self.is_spare or epoch < self._asked:
+                return False
+            self._asked = self.epoch = epoch  # the peer sends nothing for it before it has heard of this
+        self._urgent.tell(Header(kind=FrameKind.ADOPT, traffic=TrafficClass.CONTROL, epoch=self._tag, stream=epoch))
+        with self._lock:
+            self._lock.wait_for(
+                lambda: self._state is not LinkState.UP or self._asked != epoch or self._peer_asked >= epoch,
+                timeout=timeout_s,
+            )
+            return self._state is LinkState.UP and self._asked == self._peer_asked == epoch
+
+    def give_back(self) -> bool:
+        """A spare that is not wanted any more begins to close. False: somebody wants it for an epoch just now."""
+        with self._lock:
+            if self._asked != NO_EPOCH or self._peer_asked != NO_EPOCH:
+                return False
+            self._retired = True
+        self.begin_close()
+        return True
+
+    @property
+    def was_spare(self) -> bool:
+        return self._tag == NO_EPOCH
+
+    @property
+    def asked_epoch(self) -> int:
+        """For which this side has adopted it last."""
+        return self._asked
+
+    @property
+    def is_spare(self) -> bool:
+        """No epoch's link yet: nobody counts on it."""
+        return self._asked != self._peer_asked or self._asked == NO_EPOCH
+
+    def _adoption_asked(self, epoch: int) -> None:
+        with self._lock:
+            is_other = not self.is_spare and epoch != self._asked
+            if not is_other:
+                self._peer_asked = epoch
+                self._lock.notify_all()
+        if is_other:
+            self._break(f"the peer wants it for epoch {epoch}, and it is that of epoch {self.epoch}")
+
     # ------------------------------------------------------------ ending
 
     def retire(self) -> None:
@@ -227,6 +283,7 @@ class Link:
             if self._state is not LinkState.UP:
                 return
             self._state = LinkState.CLOSING
+            self._lock.notify_all()
         self._bulk.close()
         self._urgent.close()
 
@@ -269,6 +326,7 @@ class Link:
                 return
             was_up = self._state is LinkState.UP
             self._state = LinkState.BROKEN if was_up else LinkState.CLOSED
+            self._lock.notify_all()
             channels = self._channels
         channels.urgent.abort()  # before anyone is told: until then the channels may touch the callers' memory
         channels.bulk.abort()
@@ -283,6 +341,7 @@ class Link:
         with self._lock:
             was_broken = self._state is LinkState.BROKEN
             self._state = LinkState.BROKEN if was_broken else LinkState.CLOSED
+            self._lock.notify_all()
             channels = self._channels
         try:
             self._bulk_in.abandon()
@@ -305,11 +364,11 @@ class Link:
         channels.store.close()
 
     def _answer(self, kind: FrameKind, transfer: int, why: str) -> None:
-        header = Header(kind=kind, traffic=TrafficClass.CONTROL, epoch=self.epoch, transfer=transfer)
+        header = Header(kind=kind, traffic=TrafficClass.CONTROL, epoch=self._tag, transfer=transfer)
         self._urgent.tell(header, why.encode()[:1024])
 
     def _is_stale(self, header: Header) -> bool:
-        stale = self._retired or header.epoch != self.epoch
+        stale = self._retired or header.epoch != self._tag
         self.counts.stale_frames += stale
         return stale
 

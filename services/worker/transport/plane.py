@@ -1,7 +1,7 @@
 """All links of one worker."""
 
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from functools import partial
@@ -12,9 +12,10 @@ from services.worker.transport.channel import ChannelBroken, PairChannel, Transp
 from services.worker.transport.config import TransportConfig
 from services.worker.transport.frame import VERSION
 from services.worker.transport.gloo import GlooTransport
-from services.worker.transport.link import Channels, Link, LinkFacts, LinkState, Receiver
+from services.worker.transport.link import NO_EPOCH, Channels, Link, LinkFacts, LinkState, Receiver
 from services.worker.transport.reaper import Reaper
-from services.worker.transport.rendezvous import Hello, Lobby, Terms, call, resolve_host
+from services.worker.transport.rendezvous import Hello, Lobby, Meeting, Terms, call, resolve_host
+from services.worker.transport.spares import Spares
 
 _WARMING_THREADS = 4
 _LANES = ("act", "bulk")
@@ -39,7 +40,8 @@ class DataPlane:
         self._receiver = receiver
         self._config = config
         self._transport: Transport = GlooTransport(host) if transport is None else transport
-        self._lobby = Lobby(host, worker_id)
+        self._spares = Spares(worker_id, self._make_spare, config)
+        self._lobby = Lobby(host, worker_id, self._called)
         self.store_address = self._lobby.address
         self._lock = Lock()
         self._links: dict[tuple[str, int], Link] = {}
@@ -56,7 +58,7 @@ class DataPlane:
         return link if link is not None and link.state is LinkState.UP else None
 
     def connect(self, peer_id: str, peer_store_address: str, epoch: int, timeout_s: float | None = None) -> Link:
-        """The link to a peer for an epoch; made if there is none, which takes until the peer has called this too.
+        """The link to a peer for an epoch: a spare one, or it is made. Takes until the peer has called this too.
 
         Raises:
             DeadlineExceeded: the peer did not come.
@@ -80,7 +82,8 @@ class DataPlane:
         if others is not None:
             return self._await_other(others, peer_id, timeout_s)
         try:
-            link = self._make(peer_id, peer_store_address, epoch, deadline_s)
+            link = self._adopt_spare(peer_id, epoch, timeout_s)
+            link = link or self._make(self._meet(peer_id, peer_store_address, epoch, deadline_s), epoch, deadline_s)
         except BaseException as error:
             with self._lock:
                 del self._connecting[key]
@@ -97,6 +100,10 @@ class DataPlane:
             link.close()
             raise Unavailable(peer_id, f"link for epoch {epoch} was given up while it was made")
         return link
+
+    def name_partners(self, addresses: Mapping[str, str]) -> None:
+        """Peers, with the addresses of their lobbies, to whom links are likely to be needed: spares are kept ready."""
+        self._spares.name({peer_id: address for peer_id, address in addresses.items() if peer_id != self.worker_id})
 
     def warm(self, peer_id: str, peer_store_address: str, epoch: int, timeout_s: float | None = None) -> Future[Link]:
         """`connect` in the background, so that the link is there when it is needed."""
@@ -121,10 +128,10 @@ class DataPlane:
             self._reaper.submit(partial(_end, link))
 
     def facts(self) -> list[LinkFacts]:
-        """Of every link that is not retired, ended ones included until they are replaced; by peer and epoch."""
+        """Of spares, then of every link that is not retired, ended ones included until they are replaced."""
         with self._lock:
             links = sorted(self._links.items())
-        return [link.facts() for _, link in links]
+        return [link.facts() for link in [*self._spares.links(), *(link for _, link in links)]]
 
     def close(self, timeout_s: float | None = None) -> None:
         """End everything; nothing of it is left when this returns, or DeadlineExceeded says what is."""
@@ -133,8 +140,9 @@ class DataPlane:
             self._closing = True
         self._lobby.close()
         self._warmers.shutdown(wait=True, cancel_futures=True)
+        spares = self._spares.close(max(deadline_s - time.monotonic(), 0.01))
         with self._lock:
-            links = list(self._links.values())
+            links = [*self._links.values(), *spares]
             self._links.clear()
         for link in links:
             link.begin_close()
@@ -146,12 +154,38 @@ class DataPlane:
         if threads_left or not reaped:
             raise DeadlineExceeded(f"links of {self.worker_id} to {threads_left} have not ended")
 
-    def _make(self, peer_id: str, peer_store_address: str, epoch: int, deadline_s: float) -> Link:
+    def _adopt_spare(self, peer_id: str, epoch: int, timeout_s: float) -> Link | None:
+        """None: there is none, or the peer does not take it too: then one is made from nothing on both sides."""
+        patience_s = min(self._config.adopt_timeout_s, timeout_s / 2)
+        link = self._spares.take(peer_id, patience_s)
+        if link is None:
+            return None
+        if link.adopt(epoch, patience_s):
+            self._spares.remove(link)
+            return link
+        if link.asked_epoch <= epoch:  # nobody here wants it for a later one
+            self._spares.remove(link)
+            link.retire()
+            link.begin_close()
+            self._reaper.submit(partial(_end, link))
+        return None
+
+    def _called(self, peer_id: str, epoch: int) -> None:
+        if epoch == NO_EPOCH:
+            self._spares.called(peer_id)
+
+    def _make_spare(self, peer_id: str, address: str | None, timeout_s: float) -> Link:
+        deadline_s = time.monotonic() + timeout_s
+        return self._make(self._meet(peer_id, address or "", NO_EPOCH, deadline_s), NO_EPOCH, deadline_s)
+
+    def _meet(self, peer_id: str, peer_store_address: str, epoch: int, deadline_s: float) -> Meeting:
         mine = Hello(self.worker_id, epoch, self._terms())
         if self.worker_id < peer_id:
-            meeting = self._lobby.meet(mine, peer_id, deadline_s)
-        else:
-            meeting = call(mine, peer_id, peer_store_address, deadline_s)
+            return self._lobby.meet(mine, peer_id, deadline_s)
+        return call(mine, peer_id, peer_store_address, deadline_s)
+
+    def _make(self, meeting: Meeting, epoch: int, deadline_s: float) -> Link:
+        peer_id = meeting.peer.worker_id
         low, high = sorted((self.worker_id, peer_id))
         name = f"link/{epoch}/{low}-{high}"
         rank = 0 if self.worker_id == low else 1

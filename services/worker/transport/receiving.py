@@ -33,6 +33,7 @@ class Message:
 class UrgentHandlers:
     on_message: Callable[[Message], None]
     on_answer: Callable[[int, Outcome, str], None]  # to one of our transfers
+    on_adopt: Callable[[int], None]
     on_close: Callable[[], None]
     is_stale: Callable[[Header], bool]
 
@@ -64,6 +65,8 @@ class UrgentReceiver:
                     self._handlers.on_answer(header.transfer, Outcome.REFUSED, frame.meta.decode(errors="replace"))
                 case FrameKind.KEEPALIVE:
                     pass
+                case FrameKind.ADOPT:
+                    self._handlers.on_adopt(header.stream)
                 case FrameKind.CLOSE:
                     self._handlers.on_close()
                     return

@@ -10,6 +10,7 @@ import json
 import socket
 import struct
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from socket import SocketIO
@@ -107,7 +108,9 @@ class _Caller:
 class Lobby:
     """Where peers with higher ids come to. A caller nobody waits for yet is parked."""
 
-    def __init__(self, host: str, worker_id: str) -> None:
+    def __init__(self, host: str, worker_id: str, called: Callable[[str, int], None] | None = None) -> None:
+        """`called` hears of every caller that waits, by id and epoch; on the lobby's thread."""
+        self._called = called
         self._listener = socket.create_server((host, 0))
         self.address = f"{host}:{self._listener.getsockname()[1]}"
         self._changed = Condition()
@@ -184,6 +187,8 @@ class Lobby:
             self._changed.notify_all()
         if replaced is not None:
             replaced.close()
+        if replaced is not caller and self._called is not None:
+            self._called(*key)
 
 
 def call(mine: Hello, peer_id: str, address: str, deadline_s: float) -> Meeting:

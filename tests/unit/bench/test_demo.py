@@ -40,6 +40,16 @@ def test_a_long_trace_is_compressed_and_then_its_lengths_are_shortened() -> None
     assert peak_per_s <= 1.3 * sizing.BURST_LOAD * pace.output_tokens_per_s
 
 
+def test_a_trace_that_is_dense_throughout_leaves_room_on_average() -> None:
+    steady = tuple(TraceRequest(i * 0.1, 80, 160) for i in range(600))
+    trace = Trace(source="x", format="azure", requests=steady)
+    pace = Pace(1000.0, 0.016)
+    time_scale, shorter = sizing.scales(trace, pace, 900.0)
+    mean_per_s = 600 * 160 / (trace.span_s * time_scale)
+    assert shorter == 1.0
+    assert mean_per_s == pytest.approx(sizing.AVERAGE_LOAD * pace.output_tokens_per_s, rel=0.05)
+
+
 @pytest.mark.parametrize(("scale", "rounded"), [(0.1567, 0.15), (1.0, 1.0), (0.0099, 0.0099), (0.30001, 0.3)])
 def test_factors_are_rounded_down_to_two_digits(scale: float, rounded: float) -> None:
     assert two_digits(scale) == rounded

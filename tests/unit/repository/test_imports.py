@@ -38,7 +38,6 @@ def test_a_core_is_pure(service: str) -> None:
     "module",
     [
         "ballast.client",
-        "ballast.cli.main",
         "ballast.local.cluster",
         "services.dispatcher.__main__",
         "services.monitor.__main__",
@@ -49,6 +48,16 @@ def test_only_the_worker_needs_torch(module: str) -> None:
     loaded = modules_after(f"import {module}")
     assert module in loaded
     assert loaded & {"torch", "transformers", "safetensors", "matplotlib"} == set()
+
+
+def test_no_command_needs_torch_and_none_pays_for_the_others() -> None:
+    needless = {"torch", "transformers", "safetensors", "matplotlib"}
+    every = modules_after("from ballast.cli.main import build_parser; build_parser()")
+    assert {"ballast.cli.status", "ballast.cli.sim", "ballast.bench.command"} <= every
+    assert every & needless == set()
+    one = modules_after("from ballast.cli.main import build_parser; build_parser('status')")
+    assert "ballast.cli.status" in one
+    assert one & {*needless, "ballast.cli.sim", "ballast.bench.command", "services", "pydantic"} == set()
 
 
 def test_the_sdk_brings_no_service_and_no_state_server_along() -> None:

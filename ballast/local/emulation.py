@@ -1,0 +1,125 @@
+"""Machines for emulated workers, from the catalogue's figures or from a profile of this machine."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from ballast.common.errors import ConfigError
+from ballast.model.info import CheckpointInfo, read_info
+from ballast.model.safetensors_file import DTYPES
+from ballast.model.tokenizer import write_tokenizer
+from services.worker.cost_profile import read_profile
+from services.worker.emulation.machine import Machine, Measured, Outline, Roofline, read_machine, write_machine
+from sim.cost import Roofline as RooflineOf
+from sim.cost import fitted
+from sim.hardware import find_cluster, find_model, timings
+
+_GPU_FLAGS = ("--block-size", "64", "--max-num-seqs", "256", "--max-num-batched-tokens", "2048")
+_STAND_IN_VOCABULARY = 4096  # of a tokenizer that comes from nowhere
+_DEFAULT_MEMORY_BYTES = 1 << 30  # as workers have it
+MACHINE_FILE = "machine.json"
+_CHECKPOINT_DTYPES = ("float64", "float32", "bfloat16", "float16")
+
+
+def catalogue_machine(gpu: str, model: str, vocab_size: int | None = None) -> Machine:
+    """One instance of that model on as many of those GPUs as it needs. `vocab_size`: of another tokenizer.
+
+    Raises:
+        ConfigError: naming what the catalogue has.
+    """
+    cluster, spec, figures = find_cluster(f"1x{gpu}"), find_model(model), timings()
+    roofline, gpus = RooflineOf(spec, cluster, figures), spec.gpus_per_instance
+    return Machine(
+        name=f"{gpus} x {cluster.gpu.name}",
+        model=Outline(
+            name=spec.name,
+            architecture=spec.architecture,
+            parameter_count=spec.parameter_count,
+            layer_count=spec.layer_count,
+            layer_parameter_bytes=spec.layer_parameter_bytes,
+            other_parameter_bytes=spec.other_parameter_bytes,
+            kv_elements_per_token_layer=spec.kv_elements_per_token_layer,
+            hidden_size=spec.hidden_size,
+            vocab_size=vocab_size or spec.vocab_size,
+            max_model_len=spec.max_model_len,
+        ),
+        memory_bytes=int(cluster.gpu.memory_bytes * figures.memory_fraction) * gpus,
+        execution=Roofline(costs=roofline.costs, balance=fitted(roofline, spec.layer_count)),
+        link_bytes_per_s=cluster.gpu.nic_bytes_per_s * figures.link_fraction * gpus,
+        disk_bytes_per_s=figures.disk_bytes_per_s,
+        remap_s_per_byte=figures.remap_s / (spec.parameter_bytes / 2),  # what a drop of half the layers moves
+    )
+
+
+def profiled_machine(path: Path, checkpoint: CheckpointInfo, memory_bytes: int) -> Machine:
+    """The machine on which `ballast profile` has measured that checkpoint.
+
+    Raises:
+        ConfigError: the file is no profile, or of another model, or lacks what an emulation needs.
+    """
+    profile = read_profile(path)
+    if profile.key.parameter_count != checkpoint.parameter_count or profile.key.layer_count != checkpoint.layer_count:
+        raise ConfigError(str(path), f"is a profile of {profile.model}, not of {checkpoint.path.name}")
+    if profile.link is None or profile.key.dtype not in _CHECKPOINT_DTYPES:
+        raise ConfigError(str(path), "says nothing of a link, which an emulation needs; make another one")
+    element_bytes = DTYPES[profile.key.dtype][1]
+    ends = checkpoint.vocab_size * checkpoint.hidden_size * (1 if checkpoint.tied else 2) + checkpoint.hidden_size
+    layers = (checkpoint.parameter_count - ends) // checkpoint.layer_count
+    costs = profile.costs.stages()
+    return Machine(
+        name=profile.key.device,
+        model=Outline(
+            name=checkpoint.path.name,
+            architecture=checkpoint.architecture,
+            parameter_count=checkpoint.parameter_count,
+            layer_count=checkpoint.layer_count,
+            layer_parameter_bytes=layers * element_bytes,
+            other_parameter_bytes=ends * element_bytes,
+            kv_elements_per_token_layer=2 * checkpoint.kv_head_count * checkpoint.head_dim,
+            hidden_size=checkpoint.hidden_size,
+            vocab_size=checkpoint.vocab_size,
+            max_model_len=checkpoint.max_model_len,
+            dtype=profile.key.dtype,
+        ),
+        memory_bytes=memory_bytes,
+        execution=Measured(layer=costs.layer, step=costs.step, first=costs.first, last=costs.last),
+        link_bytes_per_s=profile.link.bandwidth_bytes_per_s,
+        disk_bytes_per_s=profile.copies.to_device_bytes_per_s,
+        remap_s_per_byte=(profile.remap_s_per_gb or 0.0) / 1e9,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class EmulatedModel:
+    model: Path  # for dispatchers and workers: a folder with a tokenizer at least
+    machine: Machine
+    machine_file: Path
+
+    @property
+    def worker_flags(self) -> list[str]:
+        """With what workers on GPUs run with by default, as in simulations; what is given later holds."""
+        flags = ["--engine", "emulated", "--profile", str(self.machine_file)]
+        return flags if self.machine.execution.kind == "measured" else [*_GPU_FLAGS, *flags]
+
+
+def emulated_model(folder: Path, profile: str, model: Path, memory_bytes: int | None = None) -> EmulatedModel:
+    """What `profile` and `model` mean. In `folder` what is missing is made: the machine's file, a tokenizer.
+
+    `profile` is a GPU of the catalogue or a file: of `ballast profile`, or one that describes a machine.
+
+    Raises:
+        ConfigError: naming what is not known, or does not fit.
+    """
+    path = Path(profile)
+    if not path.is_file():
+        return stand_in(folder, catalogue_machine(profile, str(model), _STAND_IN_VOCABULARY))
+    if '"ballast-emulated-machine"' in path.read_text(encoding="utf-8", errors="replace"):
+        return stand_in(folder, read_machine(path))
+    machine = profiled_machine(path, read_info(model), memory_bytes or _DEFAULT_MEMORY_BYTES)
+    return EmulatedModel(model, machine, write_machine(folder / MACHINE_FILE, machine))
+
+
+def stand_in(folder: Path, machine: Machine) -> EmulatedModel:
+    """What services want of a checkpoint when there is none: a tokenizer, and beside it the machine."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_tokenizer(folder, machine.model.vocab_size, qwen=False, max_len=machine.model.max_model_len)
+    return EmulatedModel(folder, machine, write_machine(folder / MACHINE_FILE, machine))

@@ -1,0 +1,66 @@
+"""An instance's network cards together: bulk data leaves them one transfer after the other, the more urgent first.
+
+Nothing is moved but marks; a transfer takes as long as its bytes would. Other instances' cards are not looked at: a
+transfer that its receiver could not take as fast is not slowed down. What comes in meanwhile takes half of the rate,
+as in the simulator, where both directions of a card share it.
+"""
+
+import asyncio
+import heapq
+from collections.abc import Callable
+from dataclasses import dataclass
+
+_QUANTUM_S = 0.02  # after that the next in line may be a more urgent one
+
+
+@dataclass(slots=True)
+class Outgoing:
+    order: tuple[int, int, int]  # traffic class, rank, arrival
+    left_bytes: float
+    sent: Callable[[], None]
+    is_over: bool = False  # cancelled or refused, or its link has ended
+
+    def __lt__(self, other: "Outgoing") -> bool:
+        return self.order < other.order
+
+
+class Card:
+    """Event loop only."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, bytes_per_s: float) -> None:
+        self._loop = loop
+        self._bytes_per_s = bytes_per_s
+        self._queue: list[Outgoing] = []
+        self._timer: asyncio.TimerHandle | None = None
+        self.incoming_count = 0
+
+    def message_s(self, size_bytes: int) -> float:
+        return size_bytes / self._bytes_per_s
+
+    def add(self, outgoing: Outgoing) -> None:
+        heapq.heappush(self._queue, outgoing)
+        if self._timer is None:
+            self._serve()
+
+    def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._queue.clear()
+
+    def _serve(self) -> None:
+        self._timer = None
+        while self._queue and self._queue[0].is_over:
+            heapq.heappop(self._queue)
+        if not self._queue:
+            return
+        first = self._queue[0]
+        rate = self._bytes_per_s / (2 if self.incoming_count else 1)
+        part_s = min(first.left_bytes / rate, _QUANTUM_S)
+        self._timer = self._loop.call_later(part_s, self._sent, first, part_s * rate)
+
+    def _sent(self, outgoing: Outgoing, size_bytes: float) -> None:
+        outgoing.left_bytes -= size_bytes
+        if outgoing.left_bytes < 1.0 and not outgoing.is_over:
+            outgoing.is_over = True
+            outgoing.sent()
+        self._serve()

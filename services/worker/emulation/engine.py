@@ -1,0 +1,111 @@
+"""An engine with a model's outline instead of a model: memory is booked and remapped as ever, and nothing is there."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import cast
+
+from ballast.common.errors import ConfigError
+from ballast.common.load import MemoryReport
+from ballast.common.model import ModelInfo
+from services.worker.core.batch import Batch, StepResult
+from services.worker.emulation.machine import Machine, Outline
+from services.worker.emulation.phantom import PhantomBackend, dtype, phantom
+from services.worker.emulation.runner import WEIGHTS, EmulatedRunner, layer_mark
+from services.worker.memory.backend import MemoryBackend
+from services.worker.memory.device import DeviceMemory
+from services.worker.memory.kv_cache import KvShape
+from services.worker.memory.parameters import TensorSpec
+
+
+@dataclass(frozen=True, slots=True)
+class EmulatedEngine:
+    """See `engine.load.Engine`."""
+
+    info: ModelInfo
+    machine: Machine
+    memory: DeviceMemory
+    runner: EmulatedRunner
+
+    @property
+    def block_count(self) -> int:
+        return self.memory.kv.block_count
+
+    def step(self, batch: Batch, block_tables: Sequence[Sequence[int]]) -> StepResult:
+        return self.runner.step(batch, block_tables)
+
+    def read_layer(self, layer: int) -> None:
+        """From the disk that the machine has."""
+        weights = self.memory.parameters.layer(layer)[WEIGHTS]
+        time.sleep(self.machine.model.layer_parameter_bytes / self.machine.disk_bytes_per_s)
+        phantom(weights).write([layer_mark(layer)])
+
+    def memory_report(self) -> MemoryReport:
+        return self.memory.report()
+
+    def check(self) -> None:
+        self.memory.check()
+
+    def close(self) -> None:
+        self.memory.close()
+
+
+def emulate(
+    machine: Machine,
+    *,
+    device_memory_bytes: int | None = None,
+    block_tokens: int = 16,
+    max_model_len: int | None = None,
+    name: str | None = None,
+) -> EmulatedEngine:
+    """
+    Raises:
+        ConfigError: the outline does not fit into the memory.
+    """
+    model = machine.model
+    element, kind = dtype(model.dtype), model.dtype
+    longest = model.max_model_len if max_model_len is None else max_model_len
+    if longest > model.max_model_len:
+        raise ConfigError("max_model_len", f"must be at most {model.max_model_len}, the model's limit, got {longest}")
+    shape = KvShape(
+        layer_count=model.layer_count,
+        block_tokens=block_tokens,
+        kv_heads=1,
+        head_dim=model.kv_elements_per_token_layer // 2,
+        dtype=element,
+    )
+    backend = PhantomBackend(shape.block_bytes, machine.remap_s_per_byte)
+    memory = DeviceMemory.open(
+        cast(MemoryBackend, backend),
+        budget_bytes=device_memory_bytes or machine.memory_bytes,
+        layers=[{WEIGHTS: TensorSpec((model.layer_parameter_bytes // element.itemsize,), element)}] * model.layer_count,
+        others={"ends": {WEIGHTS: TensorSpec((model.other_parameter_bytes // element.itemsize,), element)}},
+        kv_shape=shape,
+    )
+    runner = EmulatedRunner(machine, memory)
+    for layer in range(model.layer_count):
+        phantom(memory.parameters.layer(layer)[WEIGHTS]).write([layer_mark(layer)])
+    backend.takes_time = True
+    return EmulatedEngine(_info(model, memory, longest, name or model.name, kind), machine, memory, runner)
+
+
+def _info(model: Outline, memory: DeviceMemory, longest: int, name: str, kind: str) -> ModelInfo:
+    extent_bytes = memory.pool.extent_bytes
+    layer_bytes = tuple(memory.parameters.extents_of(i) * extent_bytes for i in range(model.layer_count))
+    return ModelInfo(
+        name=name,
+        architecture=model.architecture,
+        layer_count=model.layer_count,
+        vocab_size=model.vocab_size,
+        max_model_len=longest,
+        dtype=kind,
+        parameter_count=model.parameter_count,
+        kv_bytes_per_token=memory.kv.geometry.kv_bytes_per_token,
+        eos_token_ids=(),
+        layer_parameter_bytes=layer_bytes,
+        other_parameter_bytes=memory.report().parameter_bytes - sum(layer_bytes),
+        block_bytes=memory.kv.shape.block_bytes,
+        extent_bytes=extent_bytes,
+    )

@@ -1,0 +1,227 @@
+"""Tensors over memory that is not there. Each cell keeps a mark of four bytes in the place of its contents.
+
+A cell is a KV block of a layer, or a whole parameter. Marks travel where the contents would, and are gone when memory
+is unmapped; so whoever reads a block that was never copied, or another one's, finds that out.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from array import array
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
+
+from ballast.common.errors import InvariantViolation
+
+if TYPE_CHECKING:
+    import torch
+
+    from services.worker.memory.backend import ExtentRun
+
+NOTHING = 0  # the mark of what has not been written
+_MARK = "I"
+_SIZES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "uint8": 1}
+
+
+@dataclass(frozen=True, slots=True)
+class Dtype:
+    """In the place of a torch.dtype."""
+
+    name: str
+    itemsize: int
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def dtype(name: str) -> torch.dtype:
+    return cast("torch.dtype", Dtype(name, _SIZES[name]))
+
+
+_BYTE = Dtype("uint8", 1)
+
+
+class Area:
+    """A reserved range. With `cell_bytes` it is an array of such cells; without, a cell is what a tensor begins at."""
+
+    def __init__(self, cell_bytes: int = 0) -> None:
+        self.cell_bytes = cell_bytes
+        self._cells = array(_MARK)
+        self._starts: dict[int, int] = {}
+
+    def read(self, offset: int, size: int) -> list[int]:
+        if not self.cell_bytes:
+            return [self._starts.get(offset, NOTHING)]
+        first, last = offset // self.cell_bytes, (offset + size) // self.cell_bytes
+        there = self._cells[first:last].tolist()
+        return there + [NOTHING] * (last - first - len(there))
+
+    def write(self, offset: int, marks: Sequence[int]) -> None:
+        if not self.cell_bytes:
+            [self._starts[offset]] = marks
+            return
+        first = offset // self.cell_bytes
+        self._reach(first + len(marks))
+        self._cells[first : first + len(marks)] = array(_MARK, marks)
+
+    def cell(self, index: int) -> int:
+        return self._cells[index] if index < len(self._cells) else NOTHING
+
+    def set_cell(self, index: int, mark: int) -> None:
+        try:
+            self._cells[index] = mark
+        except IndexError:
+            self._reach(index + 1)
+            self._cells[index] = mark
+
+    def forget_from(self, offset: int) -> None:
+        if self.cell_bytes:
+            del self._cells[offset // self.cell_bytes :]
+        else:
+            self._starts = {start: mark for start, mark in self._starts.items() if start < offset}
+
+    def _reach(self, count: int) -> None:
+        if count > len(self._cells):
+            self._cells.extend(array(_MARK, bytes(4 * (count - len(self._cells)))))
+
+
+class Phantom:
+    """What of a torch.Tensor is asked of memory that only changes hands: sizes, slices, views."""
+
+    __slots__ = ("area", "dtype", "offset", "shape")
+
+    def __init__(self, area: Area, offset: int, shape: tuple[int, ...], kind: Dtype) -> None:
+        self.area = area
+        self.offset = offset
+        self.shape = shape
+        self.dtype = kind
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def __getitem__(self, rows: slice) -> Phantom:
+        first, last, _ = rows.indices(self.shape[0])
+        row_bytes = math.prod(self.shape[1:]) * self.dtype.itemsize
+        return Phantom(self.area, self.offset + first * row_bytes, (max(0, last - first), *self.shape[1:]), self.dtype)
+
+    def view(self, *how: int | tuple[int, ...] | Dtype) -> Phantom:
+        match how:
+            case (Dtype() as kind,):
+                return Phantom(self.area, self.offset, (self.nbytes // kind.itemsize,), kind)
+            case (tuple() as shape,):
+                return Phantom(self.area, self.offset, shape, self.dtype)
+            case _:
+                return Phantom(self.area, self.offset, cast("tuple[int, ...]", how), self.dtype)
+
+    def read(self) -> list[int]:
+        return self.area.read(self.offset, self.nbytes)
+
+    def write(self, marks: Sequence[int]) -> None:
+        self.area.write(self.offset, marks)
+
+
+def phantom(tensor: torch.Tensor) -> Phantom:
+    """What the memory of an emulated worker gives as a tensor is one of these."""
+    return cast("Phantom", tensor)
+
+
+def read_all(tensors: Sequence[torch.Tensor]) -> bytes:
+    """The marks of several, one after the other."""
+    marks = array(_MARK)
+    for tensor in tensors:
+        marks.extend(phantom(tensor).read())
+    return marks.tobytes()
+
+
+def write_all(tensors: Sequence[torch.Tensor], contents: bytes) -> None:
+    """
+    Raises:
+        ValueError: the contents are those of more or of fewer cells.
+    """
+    marks, at = array(_MARK, contents), 0
+    for each in map(phantom, tensors):
+        count = len(each.read())
+        each.write(marks[at : at + count].tolist())
+        at += count
+    if at != len(marks):
+        raise ValueError(f"{len(marks)} marks for {at} cells")
+
+
+class PhantomBackend:
+    """A `MemoryBackend`: addresses are handed out and books kept by others, as ever; there is only nothing there."""
+
+    granularity_bytes = 4096
+
+    def __init__(self, block_bytes: int, remap_s_per_byte: float = 0.0) -> None:
+        self._block_bytes = block_bytes
+        self._remap_s_per_byte = remap_s_per_byte
+        self._extent_bytes = 0
+        self.takes_time = False  # to map something: not while the worker starts
+        self._bases: list[int] = []
+        self._areas: list[Area] = []
+        self._next = 1 << 30
+        self._created = False
+
+    @property
+    def device(self) -> torch.device:
+        raise InvariantViolation("an emulated device has no torch.device")
+
+    def create(self, extent_bytes: int, count: int) -> None:
+        if self._created:
+            raise InvariantViolation("the extents of this backend were created before")
+        self._created, self._extent_bytes = True, extent_bytes
+
+    def reserve(self, size_bytes: int) -> int:
+        address = self._next
+        self._next += -(-size_bytes // self.granularity_bytes) * self.granularity_bytes
+        self._bases.append(address)
+        self._areas.append(Area())
+        return address
+
+    def release(self, address: int, size_bytes: int) -> None:
+        area, _ = self._at(address)
+        area.forget_from(0)
+
+    def map(self, address: int, run: ExtentRun) -> None:
+        """Fresh memory carries no mark."""
+        if self.takes_time:
+            time.sleep(run.count * self._extent_bytes * self._remap_s_per_byte)
+
+    def unmap(self, address: int, runs: Sequence[ExtentRun]) -> None:
+        area, offset = self._at(address)
+        area.forget_from(offset)
+
+    def tensor(self, address: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        area, offset = self._at(address)
+        return cast("torch.Tensor", Phantom(area, offset, tuple(shape), cast("Dtype", dtype)))
+
+    def raw(self, address: int, size_bytes: int) -> torch.Tensor:
+        return self.tensor(address, (size_bytes,), cast("torch.dtype", _BYTE))
+
+    def scratch(self, size_bytes: int) -> torch.Tensor:
+        return cast("torch.Tensor", Phantom(Area(self._block_bytes), 0, (size_bytes,), _BYTE))
+
+    def copy_rows(
+        self, target: torch.Tensor, to: Sequence[int], source: torch.Tensor, rows: Sequence[int] | None = None
+    ) -> None:
+        origin, goal = phantom(source), phantom(target)
+        marks = origin.read() if rows is None else [origin.area.cell(row) for row in rows]
+        for row, mark in zip(to, marks, strict=True):
+            goal.area.set_cell(row, mark)
+
+    def contents(self, tensor: torch.Tensor) -> Iterator[memoryview]:
+        yield memoryview(read_all([tensor]))
+
+    def synchronise(self) -> None:
+        """Nothing is under way."""
+
+    def close(self) -> None:
+        """Nothing is there."""
+
+    def _at(self, address: int) -> tuple[Area, int]:
+        index = bisect_right(self._bases, address) - 1
+        return self._areas[index], address - self._bases[index]

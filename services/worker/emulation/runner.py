@@ -1,0 +1,197 @@
+"""Executes batches by waiting as long as the machine would take, and answers with tokens that follow from the prompt.
+
+What the engine would read is looked at, too: the marks of a sequence's KV and of the layers (see `phantom`). A sequence
+whose KV is not its own, or has never come, gets wrong tokens from then on.
+"""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from ballast.common.errors import InvariantViolation
+from ballast.service.logs import get_logger
+from services.worker.core.batch import Batch, NewSequence, SequenceId, Slice, StepResult, TokenLogprobs
+from services.worker.emulation.machine import Machine
+from services.worker.emulation.phantom import Area, phantom
+from services.worker.emulation.tokens import next_token, prefix_hash, wrong_token
+
+if TYPE_CHECKING:
+    from services.worker.memory.device import DeviceMemory
+
+
+class Activation:
+    """Hidden states on their way: how many bytes they would be, and for which slices something was wrong before."""
+
+    __slots__ = ("nbytes", "wrong")
+
+    def __init__(self, nbytes: int, wrong: bytes) -> None:
+        self.nbytes = nbytes
+        self.wrong = wrong  # a byte for each slice
+
+
+class _Known:
+    """A sequence here: a hash of its first `position` tokens."""
+
+    __slots__ = ("hash", "is_wrong", "logprobs", "position", "start")
+
+    def __init__(self, new: NewSequence) -> None:
+        self.start = array("q", (*new.prompt_token_ids, *new.output_token_ids))
+        self.position = self.hash = 0
+        self.is_wrong = False
+        self.logprobs = new.sampling.logprobs is not None
+
+
+class EmulatedRunner:
+    """A `StageEngine`. Engine thread only."""
+
+    def __init__(self, machine: Machine, memory: DeviceMemory) -> None:
+        self._machine = machine
+        self._memory = memory
+        self._layer_count = machine.model.layer_count
+        self._vocab_size = machine.model.vocab_size
+        self._row_bytes = machine.model.hidden_size * 2
+        self._block_tokens = memory.kv.shape.block_tokens
+        self._known: dict[SequenceId, _Known] = {}
+        self._areas: list[Area] = []
+        for layer in range(self._layer_count):
+            area = phantom(memory.kv.layer(layer)).area
+            area.cell_bytes = memory.kv.shape.block_bytes
+            self._areas.append(area)
+        self._checked_layers: range | None = None
+        self._layers_are_wrong = False
+        self.wrong_total = 0  # slices that read what they should not have
+
+    @property
+    def sequence_ids(self) -> tuple[SequenceId, ...]:
+        return tuple(self._known)
+
+    def step(self, batch: Batch, block_tables: Sequence[Sequence[int]]) -> StepResult:
+        """Execute a batch on the whole model."""
+        result = self.run_stage(batch, block_tables, None, first_layer=0, last_layer=self._layer_count)
+        assert isinstance(result, StepResult)
+        return result
+
+    def run_stage(
+        self,
+        batch: Batch,
+        block_tables: Sequence[Sequence[int]],
+        hidden: Activation | None,
+        *,
+        first_layer: int,
+        last_layer: int,
+    ) -> StepResult | Activation:
+        """See `engine.runner.ModelRunner.run_stage`."""
+        began_s = time.perf_counter()
+        for sequence_id in batch.removed:
+            self._known.pop(sequence_id, None)
+        for new in batch.added:
+            if new.sequence_id in self._known:
+                raise InvariantViolation(f"sequence {new.sequence_id} is added twice")
+            self._known[new.sequence_id] = _Known(new)
+        if not batch.slices:
+            return StepResult(batch.step_id, (), (), time.perf_counter() - began_s)
+        if (first_layer == 0) != (hidden is None):
+            raise InvariantViolation(f"layers from {first_layer} on with{'out' if hidden is None else ''} activations")
+        self._memory.kv.guard(max(max(table) for table in block_tables) + 1)
+        layers = range(first_layer, last_layer)
+        self._check_layers(layers)
+        wrong = bytearray(hidden.wrong if hidden is not None else len(batch.slices))
+        for i, (part, table) in enumerate(zip(batch.slices, block_tables, strict=True)):
+            wrong[i] |= not self._compute(part, table, layers)
+        is_first, is_last = first_layer == 0, last_layer == self._layer_count
+        seconds = self._machine.execution.stage_s(batch.slices, len(layers), is_first=is_first, is_last=is_last)
+        out = self._sample(batch, wrong, seconds) if is_last else self._hidden(batch, wrong)
+        time.sleep(max(0.0, began_s + seconds - time.perf_counter()))
+        return out
+
+    def forget_all(self) -> None:
+        """Another leader's batches follow: they bring every sequence anew."""
+        self._known.clear()
+        self._checked_layers = None
+
+    # ------------------------------------------------------------ what is read and written
+
+    def _compute(self, part: Slice, table: Sequence[int], layers: range) -> bool:
+        """False: the KV before it is not that of this sequence."""
+        known = self._known.get(part.sequence_id)
+        if known is None:
+            raise InvariantViolation(f"sequence {part.sequence_id} has not been added")
+        first, size = part.first_position, self._block_tokens
+        if first != known.position:
+            known.is_wrong |= not self._read_all(known, first, table, layers)
+        elif first:
+            block, mark = table[(first - 1) // size], known.hash
+            known.is_wrong |= any(self._areas[layer].cell(block) != mark for layer in (layers[0], layers[-1]))
+        if self._layers_are_wrong:
+            known.is_wrong = True
+        self._write(known, part, table, layers)
+        self.wrong_total += known.is_wrong
+        return not known.is_wrong
+
+    def _read_all(self, known: _Known, first: int, table: Sequence[int], layers: range) -> bool:
+        """Every block of the prefix in every layer. It was computed elsewhere, or before the layout changed."""
+        if first > len(known.start):
+            raise InvariantViolation(f"a sequence of {len(known.start)} tokens goes on at position {first}")
+        marks, size, so_far = list[int](), self._block_tokens, 0
+        for at in range(0, first, size):
+            so_far = prefix_hash(known.start[at : min(at + size, first)], so_far)
+            marks.append(so_far)
+        known.hash, known.position = so_far, first
+        for layer in layers:
+            cell = self._areas[layer].cell
+            if [cell(block) for block in table[: len(marks)]] != marks:
+                get_logger().error("KV of another sequence, or none", layer=layer, tokens=first)
+                return False
+        return True
+
+    def _write(self, known: _Known, part: Slice, table: Sequence[int], layers: range) -> None:
+        size, at, end = self._block_tokens, part.first_position, part.first_position + len(part.token_ids)
+        mark = known.hash
+        while at < end:
+            until = min(end, at - at % size + size)
+            mark = prefix_hash(part.token_ids[at - part.first_position : until - part.first_position], mark)
+            block = table[at // size]
+            for layer in layers:
+                self._areas[layer].set_cell(block, mark)
+            at = until
+        known.hash, known.position = mark, end
+
+    def _check_layers(self, layers: range) -> None:
+        """Each layer's parameters are its own. Once in a layout: nobody writes into them meanwhile."""
+        if layers == self._checked_layers:
+            return
+        self._checked_layers = layers
+        parameters = self._memory.parameters
+        wrong = [i for i in layers if phantom(parameters.layer(i)[WEIGHTS]).read() != [layer_mark(i)]]
+        self._layers_are_wrong = bool(wrong)
+        if wrong:
+            get_logger().error("layers are not what they should be", layers=wrong)
+
+    # ------------------------------------------------------------ what comes out
+
+    def _hidden(self, batch: Batch, wrong: bytearray) -> Activation:
+        rows = sum(len(part.token_ids) for part in batch.slices)
+        return Activation(rows * self._row_bytes, bytes(wrong))
+
+    def _sample(self, batch: Batch, wrong: bytearray, seconds: float) -> StepResult:
+        tokens: list[int] = []
+        logprobs: list[TokenLogprobs | None] = []
+        for part, is_wrong in zip(batch.slices, wrong, strict=True):
+            if not part.samples:
+                continue
+            known = self._known[part.sequence_id]
+            token = next_token(known.hash, known.position, self._vocab_size)
+            tokens.append(wrong_token(token, self._vocab_size) if is_wrong else token)
+            logprobs.append(TokenLogprobs(tokens[-1], 0.0, ()) if known.logprobs else None)
+        return StepResult(batch.step_id, tuple(tokens), tuple(logprobs), seconds)
+
+
+WEIGHTS = "weights"  # the one parameter of a layer
+
+
+def layer_mark(layer: int) -> int:
+    """What the parameters of a layer are."""
+    return layer + 1

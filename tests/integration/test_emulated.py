@@ -1,0 +1,74 @@
+"""A cluster whose engines are emulated: real processes and transitions, and every token is checked."""
+
+import asyncio
+import random
+from pathlib import Path
+
+from ballast.client import AsyncClient, SamplingParams
+from ballast.local.emulation import catalogue_machine, stand_in
+from ballast.rpc.channel import open_channel
+from ballastpb.planner.v1 import planner_pb2 as pb
+from ballastpb.planner.v1 import planner_pb2_grpc
+from services.worker.emulation.tokens import answer
+from tests.support.cluster import running_cluster, until
+
+VOCABULARY = 4096
+_MAX_ANONYMOUS_KIB = 80 << 10
+
+
+async def ask(client: AsyncClient, seed: int) -> bool:
+    """Whether the answer is the right one."""
+    draw = random.Random(seed)
+    prompt = [draw.randrange(VOCABULARY) for _ in range(draw.randrange(5, 1500))]
+    sampling, tokens = SamplingParams(max_tokens=draw.randrange(20, 200), ignore_eos=True), list[int]()
+    async for chunk in client.stream(token_ids=prompt, sampling=sampling, include_text=False):
+        tokens += chunk.token_ids
+    return tokens == answer(prompt, len(tokens), VOCABULARY) and len(tokens) == sampling.max_tokens
+
+
+def anonymous_kib(pid: int) -> int:
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon"))
+
+
+async def ended(stub: "planner_pb2_grpc.PlannerServiceAsyncStub", epoch: int) -> pb.Transition:
+    async with asyncio.timeout(30):
+        while True:
+            listed = (await stub.ListTransitions(pb.ListTransitionsRequest(), timeout=5)).transitions
+            found = [one for one in listed if one.epoch == epoch and one.phase in ("done", "aborted")]
+            if found:
+                return found[0]
+            await asyncio.sleep(0.05)
+
+
+def test_drops_and_restores_of_what_is_not_there(tmp_path: Path) -> None:
+    made = stand_in(tmp_path / "stand-in", catalogue_machine("A800", "Qwen2.5-14B", VOCABULARY))
+    flags = {"worker": made.worker_flags, "planner": ["--overload-policy", "recompute"]}
+    with running_cluster(made.model, workers=2, flags=flags) as running:
+
+        async def story() -> None:
+            cluster = running.cluster
+            async with (
+                AsyncClient(cluster.address) as client,
+                open_channel(cluster.processes["planner"][0].address) as channel,
+            ):
+                stub = planner_pb2_grpc.PlannerServiceStub(channel)
+                load = asyncio.gather(*(ask(client, seed) for seed in range(24)))
+                await until(client, lambda now: now.running_request_count >= 12)
+                begun = await stub.Drop(
+                    pb.DropRequest(worker_ids=["worker-0", "worker-1"], request_id="drop"), timeout=10
+                )
+                dropped = await ended(stub, begun.epoch)
+                assert dropped.phase == "done", dropped.summary
+                assert dropped.victim_count > 0
+                more = asyncio.gather(*(ask(client, seed) for seed in range(100, 112)))
+                assert all(await load)
+                begun = await stub.Restore(pb.RestoreRequest(request_id="restore"), timeout=10)
+                restored = await ended(stub, begun.epoch)
+                assert restored.phase == "done", restored.summary
+                assert all(await more)
+
+        running.run(story())
+        for worker in running.cluster.processes["worker"]:
+            assert anonymous_kib(worker.pid) < _MAX_ANONYMOUS_KIB
+            assert "libtorch" not in Path(f"/proc/{worker.pid}/maps").read_text()

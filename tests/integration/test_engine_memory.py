@@ -1,0 +1,37 @@
+"""What an engine's process holds on to, after batches of every size."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+from ballast.model.tiny import make_tiny
+
+_GROW = """
+import random, sys
+from pathlib import Path
+import psutil
+from services.worker.engine.load import load_engine
+from tests.support.engine import Job, generate
+
+me, rng = psutil.Process(), random.Random(1)
+with load_engine(Path(sys.argv[1]), dtype="float32", device_memory_bytes=16 << 20) as engine:
+    sizes = []
+    for _ in range(3):
+        for rows in rng.sample(range(2, 241), 239):
+            generate(engine, [Job(1, (7,) * rows, 2)])
+        sizes.append(me.memory_info().rss)
+print(*(size - sizes[0] for size in sizes), sizes[0])
+"""
+
+
+def test_an_engine_stops_growing(tmp_path: Path) -> None:
+    """A process of its own, since caches fill once. Without bounds the 239 sizes of batches take 350 MiB."""
+    model_dir = make_tiny("llama", tmp_path / "model", seed=3, layers=2, vocab=320, max_len=256)
+    before = "import psutil, services.worker.engine.load; print(psutil.Process().memory_info().rss)"
+    run = [
+        subprocess.run([sys.executable, "-c", *a], capture_output=True, text=True, check=True, timeout=120)
+        for a in ((before,), (_GROW, str(model_dir)))
+    ]
+    _, second, third, first = map(int, run[1].stdout.split())
+    assert first - int(run[0].stdout) < 160 << 20
+    assert third - second < 8 << 20

@@ -1,0 +1,41 @@
+"""Who is named to whom."""
+
+from ballast.common.ids import Epoch, GroupId, Incarnation, WorkerId
+from ballast.common.layout import Group, Layout, Member
+from services.planner.policy.partners import likely_partners
+
+
+def layout(*groups: str, draining: str = "") -> Layout:
+    """Groups by the letters of their members; capital ones make no links."""
+
+    def member(name: str, i: int, count: int) -> Member:
+        layers = (i * 12 // count, (i + 1) * 12 // count)
+        address = f"at {name}" if name.islower() else ""
+        return Member(WorkerId(name), Incarnation(1), "", *layers, draining=name in draining, data_address=address)
+
+    made = [
+        Group(GroupId(names), tuple(member(name, i, len(names)) for i, name in enumerate(names))) for names in groups
+    ]
+    return Layout(Epoch(1), 12, tuple(made), "test")
+
+
+def named(layout: Layout, most: int) -> dict[str, str]:
+    return {str(m.worker_id): "".join(p.worker_id for p in ps) for m, ps in likely_partners(layout, most)}
+
+
+def test_in_a_small_cluster_everybody_is_named() -> None:
+    assert named(layout("a", "b", "c"), 8) == {"a": "bc", "b": "ac", "c": "ba"}
+
+
+def test_the_own_group_comes_first_then_the_neighbours() -> None:
+    found = named(layout("a", "b", "ce", "d", "f"), 2)
+    assert found["c"] == "eb"
+    assert found["e"] == "cd"
+    assert found["a"] == "bc"
+
+
+def test_whoever_leaves_is_named_to_nobody_and_one_alone_has_none() -> None:
+    assert named(layout("a", "b", "c", draining="b"), 8) == {"a": "c", "c": "a"}
+    assert named(layout("a", "b", "C"), 8) == {"a": "b", "b": "a"}
+    assert named(layout("a"), 8) == {}
+    assert named(layout("a", "b", draining="b"), 8) == {}

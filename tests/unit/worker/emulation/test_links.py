@@ -1,0 +1,207 @@
+"""Links between emulated workers, over real sockets."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager
+
+import pytest
+import torch
+
+from ballast.common.errors import DeadlineExceeded, StaleEpoch, Unavailable
+from services.worker.emulation.link import EmulatedLink, Ending, Message
+from services.worker.emulation.phantom import PhantomBackend, phantom, read_all
+from services.worker.emulation.plane import EmulatedPlane
+from services.worker.emulation.runner import Activation
+from services.worker.transport.link import Link
+from services.worker.transport.plane import DataPlane
+from services.worker.transport.traffic import TrafficClass
+from services.worker.transport.transfer import Opening, Outcome, Refusal
+
+BLOCK_BYTES = 1 << 20
+BACKEND = PhantomBackend(BLOCK_BYTES)
+
+
+class Seen:
+    """A `Receiver` that keeps what comes."""
+
+    def __init__(self) -> None:
+        self.messages: list[Message] = []
+        self.endings: list[str] = []
+        self.outcomes: list[Outcome] = []
+        self.pieces: list[torch.Tensor] | None = None
+        self.news = asyncio.Event()
+
+    def on_message(self, link: EmulatedLink, message: Message) -> None:
+        self.messages.append(message)
+        self.news.set()
+
+    def on_opening(self, link: EmulatedLink, opening: Opening) -> Sequence[torch.Tensor] | Refusal:
+        return Refusal("nobody waits for this") if self.pieces is None else self.pieces
+
+    def on_transfer_end(self, link: EmulatedLink, opening: Opening, outcome: Outcome) -> None:
+        self.outcomes.append(outcome)
+
+    def on_link_end(self, link: EmulatedLink, ending: Ending) -> None:
+        self.endings.append(ending.why)
+        self.news.set()
+
+    async def until(self, count: int) -> None:
+        async with asyncio.timeout(10):
+            while len(self.messages) + len(self.endings) < count:
+                self.news.clear()
+                await self.news.wait()
+
+
+class Pair:
+    def __init__(self, bytes_per_s: float) -> None:
+        self.seen = (Seen(), Seen())
+        one, other = (
+            EmulatedPlane(name, seen, host="127.0.0.1", bytes_per_s=bytes_per_s)
+            for name, seen in zip(("a", "b"), self.seen, strict=True)
+        )
+        self.planes = (one, other)
+
+    async def connect(self, epoch: int = 1) -> tuple[EmulatedLink, EmulatedLink]:
+        a, b = self.planes
+        return await asyncio.gather(
+            asyncio.wrap_future(a.warm("b", b.store_address, epoch, 5.0)),
+            asyncio.wrap_future(b.warm("a", a.store_address, epoch, 5.0)),
+        )
+
+
+@asynccontextmanager
+async def pair(bytes_per_s: float = 1e12) -> AsyncGenerator[Pair]:
+    made = Pair(bytes_per_s)
+    await asyncio.sleep(0)
+    try:
+        yield made
+    finally:
+        for plane in made.planes:
+            plane.close()
+        await asyncio.sleep(0.05)
+
+
+def blocks(count: int, first_mark: int) -> list[torch.Tensor]:
+    tensors = [BACKEND.scratch(2 * BLOCK_BYTES) for _ in range(count)]
+    for i, tensor in enumerate(tensors):
+        phantom(tensor).write([first_mark + 2 * i, first_mark + 2 * i + 1])
+    return tensors
+
+
+def test_messages_come_in_order_and_tensors_as_their_size() -> None:
+    async def story() -> list[Message]:
+        async with pair() as both:
+            a, _ = await both.connect()
+            a.send(TrafficClass.ACTIVATION, 1, meta=b"head", tensor=Activation(4096, b"\0\1"), stream=7)
+            a.send(TrafficClass.CONTROL, 2, tensor=a.as_tensor(b"x" * 5000))
+            a.send(TrafficClass.CONTROL, 3)
+            await both.seen[1].until(3)
+            return both.seen[1].messages
+
+    first, second, third = asyncio.run(story())
+    assert first.tensor is not None
+    assert (first.meta, first.stream, first.tensor.nbytes, first.tensor.wrong) == (b"head", 7, 4096, b"\0\1")
+    assert (second.meta, second.tensor) == (b"x" * 5000, None)
+    assert third.topic == 3
+
+
+def test_a_transfer_brings_the_marks_and_takes_its_time() -> None:
+    async def story() -> None:
+        async with pair(bytes_per_s=40 * BLOCK_BYTES) as both:
+            a, _ = await both.connect()
+            both.seen[1].pieces = [BACKEND.scratch(8 * BLOCK_BYTES)]  # pieces need not match
+            source = blocks(4, first_mark=100)
+            transfer = a.transfer(TrafficClass.KV, source, topic=16, meta=b"what")
+            report = await asyncio.wait_for(asyncio.wrap_future(transfer.done), 10)
+            assert report.outcome is Outcome.DELIVERED
+            assert report.sent_bytes == 8 * BLOCK_BYTES
+            assert report.duration_s >= 0.2
+            assert read_all(both.seen[1].pieces) == read_all(source)
+            assert both.seen[1].outcomes == [Outcome.DELIVERED]
+
+    asyncio.run(story())
+
+
+def test_kv_overtakes_parameters() -> None:
+    async def story() -> None:
+        async with pair(bytes_per_s=20 * BLOCK_BYTES) as both:
+            a, _ = await both.connect()
+            both.seen[1].pieces = [BACKEND.scratch(8 * BLOCK_BYTES)]
+            slow = a.transfer(TrafficClass.PARAMETERS, blocks(4, 1))
+            urgent = a.transfer(TrafficClass.KV, blocks(4, 1))
+            await asyncio.wait_for(asyncio.wrap_future(urgent.done), 10)
+            assert not slow.done.done()
+
+    asyncio.run(story())
+
+
+def test_a_transfer_that_is_refused_and_one_that_is_cancelled() -> None:
+    async def story() -> None:
+        async with pair(bytes_per_s=BLOCK_BYTES) as both:
+            a, _ = await both.connect()
+            refused = await asyncio.wait_for(asyncio.wrap_future(a.transfer(TrafficClass.KV, blocks(1, 1)).done), 10)
+            assert (refused.outcome, refused.why) == (Outcome.REFUSED, "nobody waits for this")
+            both.seen[1].pieces = blocks(4, 1)
+            transfer = a.transfer(TrafficClass.KV, blocks(4, 50))
+            await asyncio.sleep(0.05)
+            transfer.cancel()
+            ended = await asyncio.wait_for(asyncio.wrap_future(transfer.done), 10)
+            assert ended.outcome is Outcome.CANCELLED
+
+    asyncio.run(story())
+
+
+def test_a_peer_that_retires_its_link_is_told_as_its_end() -> None:
+    async def story() -> None:
+        async with pair() as both:
+            a, b = await both.connect()
+            both.planes[1].retire(2)
+            await both.seen[0].until(1)
+            assert both.seen[0].endings == ["closed"]
+            assert b.retired
+            with pytest.raises(Unavailable):
+                a.send(TrafficClass.CONTROL, 1)
+            with pytest.raises(StaleEpoch):
+                b.send(TrafficClass.CONTROL, 1)
+            with pytest.raises(StaleEpoch):
+                await asyncio.wrap_future(both.planes[1].warm("a", both.planes[0].store_address, 1, 1.0))
+
+    asyncio.run(story())
+
+
+def test_a_broken_link_ends_what_is_under_way() -> None:
+    async def story() -> None:
+        async with pair(bytes_per_s=BLOCK_BYTES) as both:
+            a, b = await both.connect()
+            both.seen[1].pieces = blocks(4, 1)
+            transfer = a.transfer(TrafficClass.KV, blocks(4, 50))
+            await asyncio.sleep(0.05)
+            b.give_up("it could not be said")
+            with pytest.raises(Unavailable):
+                await asyncio.wait_for(asyncio.wrap_future(transfer.done), 10)
+            assert both.seen[1].outcomes == [Outcome.BROKEN]
+            assert both.planes[0].link("b", 1) is None
+
+    asyncio.run(story())
+
+
+def test_a_peer_that_does_not_come() -> None:
+    async def story() -> None:
+        async with pair() as both:
+            a, b = both.planes
+            for caller, peer in ((a, b), (b, a)):
+                with pytest.raises(DeadlineExceeded):
+                    await asyncio.wrap_future(caller.warm(peer.worker_id, peer.store_address, 1, 0.1))
+            with pytest.raises(Unavailable):
+                await asyncio.wrap_future(b.warm("a", "127.0.0.1:1", 1, 1.0))
+
+    asyncio.run(story())
+
+
+def test_all_that_real_ones_are_asked_for_is_there() -> None:
+    """The pipeline is given one or the other."""
+    of_the_plane = {"adopt", "give_back", "asked_epoch", "is_spare", "close", "wait_ended", "state", "check"}
+    not_asked = {"connect", "facts", "urgent", "set_chunk_bytes"}
+    for real, emulated in ((DataPlane, EmulatedPlane), (Link, EmulatedLink)):
+        asked = {name for name in vars(real) if not name.startswith("_")} - not_asked
+        assert asked - (of_the_plane if real is Link else set[str]()) <= set(vars(emulated))

@@ -1,0 +1,117 @@
+"""The emulated runner says right tokens for right memory, and wrong ones for wrong memory."""
+
+import pytest
+
+from ballast.common.errors import InvariantViolation
+from ballast.common.sampling import SamplingParams
+from services.worker.core.batch import Batch, NewSequence, Slice, StepResult
+from services.worker.emulation.engine import EmulatedEngine
+from services.worker.emulation.phantom import phantom
+from services.worker.emulation.runner import WEIGHTS, Activation
+from services.worker.emulation.tokens import answer
+from tests.unit.worker.emulation.machines import VOCABULARY, small_engine
+
+PROMPT = tuple(range(7, 17))  # ten tokens: two blocks of four and a half one
+TABLE = (5, 2, 9, 4, 7)
+ANSWER = answer(PROMPT, 8, VOCABULARY)
+
+
+def new(outputs: tuple[int, ...] = ()) -> NewSequence:
+    return NewSequence(1, PROMPT, outputs, SamplingParams(seed=1))
+
+
+def step(engine: EmulatedEngine, number: int, first: int, tokens: tuple[int, ...], *, added: bool = False) -> int:
+    entering = (new(tuple(ANSWER[: first + len(tokens) - len(PROMPT)])),) if added else ()
+    result = engine.step(Batch(number, (), entering, (Slice(1, first, tokens, True),)), [TABLE])
+    return result.token_ids[0]
+
+
+def decode(engine: EmulatedEngine, count: int, start: int = 0) -> list[int]:
+    """`count` tokens after the first `start`, each fed back."""
+    return [step(engine, 10 + i, len(PROMPT) + i, (ANSWER[i],)) for i in range(start, start + count)]
+
+
+@pytest.fixture
+def engine() -> EmulatedEngine:
+    return small_engine()
+
+
+def test_prefill_and_decode(engine: EmulatedEngine) -> None:
+    assert step(engine, 1, 0, PROMPT, added=True) == ANSWER[0]
+    assert decode(engine, 6) == ANSWER[1:7]
+    assert engine.runner.wrong_total == 0
+
+
+def test_a_prompt_in_chunks(engine: EmulatedEngine) -> None:
+    chunk = Slice(1, 0, PROMPT[:6], False)
+    assert engine.step(Batch(1, (), (new(),), (chunk,)), [TABLE]).token_ids == ()
+    assert step(engine, 2, 6, PROMPT[6:]) == ANSWER[0]
+
+
+def test_stages_pass_activations_on(engine: EmulatedEngine) -> None:
+    batch = Batch(1, (), (new(),), (Slice(1, 0, PROMPT, True),))
+    hidden = engine.runner.run_stage(batch, [TABLE], None, first_layer=0, last_layer=2)
+    assert isinstance(hidden, Activation)
+    assert hidden.nbytes == len(PROMPT) * 256 * 2
+    later = small_engine()
+    result = later.runner.run_stage(batch, [TABLE], hidden, first_layer=2, last_layer=4)
+    assert isinstance(result, StepResult)
+    assert result.token_ids == (ANSWER[0],)
+
+
+def test_the_sequence_goes_on_under_another_leader(engine: EmulatedEngine) -> None:
+    step(engine, 1, 0, PROMPT, added=True)
+    decode(engine, 2)
+    engine.runner.forget_all()
+    assert step(engine, 2, len(PROMPT) + 2, (ANSWER[2],), added=True) == ANSWER[3]
+
+
+@pytest.mark.parametrize("layer", range(4))
+def test_kv_of_one_layer_that_never_came(engine: EmulatedEngine, layer: int) -> None:
+    step(engine, 1, 0, PROMPT, added=True)
+    engine.runner.forget_all()
+    phantom(engine.memory.kv.layer(layer)).area.set_cell(TABLE[0], 0)
+    assert step(engine, 2, len(PROMPT), (ANSWER[0],), added=True) != ANSWER[1]
+    assert decode(engine, 2, start=1) != ANSWER[2:4]  # and so it stays
+    assert engine.runner.wrong_total == 3
+
+
+def test_a_block_that_somebody_else_writes_into(engine: EmulatedEngine) -> None:
+    step(engine, 1, 0, PROMPT, added=True)
+    other = NewSequence(2, PROMPT[::-1], (), SamplingParams(seed=1))
+    engine.step(Batch(2, (), (other,), (Slice(2, 0, PROMPT[::-1], True),)), [(1, 3, TABLE[2])])
+    assert decode(engine, 1) != ANSWER[1:2]
+
+
+def test_a_layer_with_other_parameters(engine: EmulatedEngine) -> None:
+    phantom(engine.memory.parameters.layer(2)[WEIGHTS]).write([1])
+    assert step(engine, 1, 0, PROMPT, added=True) != ANSWER[0]
+    engine.read_layer(2)
+    engine.runner.forget_all()
+    assert step(engine, 2, 0, PROMPT, added=True) == ANSWER[0]
+
+
+def test_what_a_drop_takes_away_is_gone(engine: EmulatedEngine) -> None:
+    step(engine, 1, 0, PROMPT, added=True)
+    before = engine.block_count
+    after = engine.memory.drop_layers([2, 3])
+    assert after > before
+    assert phantom(engine.memory.kv.layer(3)).area.cell(TABLE[0])  # until the victims have been sent
+    engine.memory.release_retired()
+    assert not phantom(engine.memory.kv.layer(3)).area.cell(TABLE[0])
+    engine.check()
+    report = engine.memory_report()
+    assert report.parameter_bytes + report.kv_bytes + report.free_bytes == report.budget_bytes
+
+
+def test_compaction_takes_contents_along(engine: EmulatedEngine) -> None:
+    step(engine, 1, 0, PROMPT, added=True)
+    engine.memory.kv.move([(TABLE[0], 20), (TABLE[1], 21), (TABLE[2], 22)])
+    engine.runner.forget_all()
+    batch = Batch(2, (), (new((ANSWER[0],)),), (Slice(1, len(PROMPT), (ANSWER[0],), True),))
+    assert engine.step(batch, [(20, 21, 22, 23)]).token_ids == (ANSWER[1],)
+
+
+def test_blocks_that_are_not_there(engine: EmulatedEngine) -> None:
+    with pytest.raises(InvariantViolation, match="is used, there are"):
+        engine.step(Batch(1, (), (new(),), (Slice(1, 0, PROMPT, True),)), [(0, 1, engine.block_count)])
