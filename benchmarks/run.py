@@ -13,7 +13,7 @@ from rich.console import Console
 # module, arguments, what it measures
 BENCHMARKS = (
     ("benchmarks.worker_core", (), "deciding: time per step outside the engine"),
-    ("benchmarks.links", (), "activations beside bulk traffic on a link"),
+    ("benchmarks.transfers", (), "activations beside a bulk exchange on a link"),
     ("benchmarks.remap", (), "moving memory between parameters and KV cache"),
     ("benchmarks.engine_throughput", (), "offline throughput against transformers"),
     ("benchmarks.memory_growth", (), "whether the services stop growing under load"),

@@ -54,7 +54,7 @@ def test_requests_go_on_at_the_target_without_computing_anything_anew(model_dir:
         async with running_group(model_dir, NAMES, Sizes(memory_bytes=12 << 20)) as cluster:
             answers = [await cluster.dispatcher.submit("w0", prompt, LONG) for prompt in PROMPTS]
             await until(lambda: all(len(answer.token_ids) >= 20 for answer in answers))
-            cluster.migrate("w0", "w1", within_s=2.0)
+            cluster.migrate("w0", "w1", within_s=20.0)
             await until(lambda: _moved(cluster) == len(PROMPTS), 20.0)
             totals = cluster.workers["w0"].member.published.migrations
             print(totals)

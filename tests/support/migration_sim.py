@@ -169,7 +169,7 @@ class Cluster:
         self.generation[key] = self.generation.get(key, 0) + 1
         for name, peer in ((one, other), (other, one)):
             worker = self.workers[name]
-            self.do(worker, worker.departures.peer_lost(self.now_s, peer))
+            self.do(worker, worker.departures.peer_lost(self.now_s, peer, "cut"))
             self.do(worker, worker.arrivals.peer_lost(peer))
 
     def crash(self) -> None:

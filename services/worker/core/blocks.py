@@ -108,10 +108,13 @@ class BlockBook:
         """Give back the blocks of a sequence beyond those that so many tokens take."""
         table = self._tables.get(sequence_id, ())
         kept = blocks_for(token_count, self._block_tokens)
-        for block_id in table[kept:]:
-            heapq.heappush(self._free, block_id)
-        if len(table) > kept:
+        if kept == 0:
+            self.free(sequence_id)
+        elif len(table) > kept:
             self._tables[sequence_id] = table[:kept]
+            self._changed[sequence_id] = None
+            for block_id in table[kept:]:
+                heapq.heappush(self._free, block_id)
 
     def grow(self, added_block_count: int) -> None:
         """The cache got so many more blocks, at its end."""

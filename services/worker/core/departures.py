@@ -185,9 +185,9 @@ class Departures:
         still_here = [d for d in self._open.values() if d.phase is not Phase.HANDED]
         return [command for departure in still_here for command in self._give_up(departure, at_s, why)]
 
-    def peer_lost(self, at_s: float, peer: WorkerId) -> list[SourceCommand]:
+    def peer_lost(self, at_s: float, peer: WorkerId, why: str) -> list[SourceCommand]:
         theirs = [d for d in self._open.values() if d.to == peer]
-        return [self._end(departure, at_s, f"the link to {peer} has ended") for departure in theirs]
+        return [self._end(departure, at_s, f"the link has ended: {why}") for departure in theirs]
 
     def withdraw(self, sequence_id: SequenceId) -> list[SourceCommand]:
         """Its client has gone. That was said here, where it has been until a moment ago."""

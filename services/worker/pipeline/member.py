@@ -120,6 +120,7 @@ class GroupMember:
             runner,
             book=book,
             published=published,
+            pace=plane.pace,
             precopy=lambda: restoring.precopy,
             awaits_roster=lambda epoch: self._driver.awaits_roster(epoch),
         )
@@ -271,7 +272,7 @@ class GroupMember:
 
     def _peer_lost(self, epoch: Epoch, event: PeerLost) -> None:
         """Before a commit this ends the preparation; a member of the group in force takes the group with it."""
-        self._migrations.peer_lost(epoch, event.peer)
+        self._migrations.peer_lost(epoch, event.peer, event.why)
         if self._rescue is not None:
             return
         in_group = epoch == self._role.epoch and self._role.has_stage(event.peer)

@@ -135,9 +135,9 @@ class Migrations:
         """Its client has gone, and it has been the target's since a moment ago."""
         self._carry_out(self._departures.withdraw(sequence_id))
 
-    def peer_lost(self, epoch: Epoch, peer: WorkerId) -> None:
+    def peer_lost(self, epoch: Epoch, peer: WorkerId, why: str) -> None:
         if self._epochs.get(peer) == epoch:
-            self._carry_out(self._departures.peer_lost(time.monotonic(), peer))
+            self._carry_out(self._departures.peer_lost(time.monotonic(), peer, why))
             self._carry_out(self._arrivals.peer_lost(peer))
 
     def give_up(self, why: str) -> None:
