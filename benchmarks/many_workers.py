@@ -168,7 +168,11 @@ async def run(args: argparse.Namespace, model: EmulatedModel, budget: int, arriv
         model.model,
         workers=args.workers,
         dispatchers=args.dispatchers,
-        flags={"worker": flags, "dispatcher": ["--log-level", "warning"]},
+        flags={
+            "worker": flags,
+            "dispatcher": ["--log-level", "warning"],
+            "monitor": ["--lease-s", str(args.lease_s)],
+        },
         start_timeout_s=900.0,
         stop_timeout_s=60.0,
         log_dir=args.log_dir,
@@ -273,6 +277,8 @@ def main() -> int:
     parser.add_argument("--burst-prompt-tokens", type=int, default=2000, help="mean, in bursts")
     parser.add_argument("--output-tokens", type=int, default=16, help="mean")
     parser.add_argument("--kv-tokens", type=int, default=8700, help="that the KV cache of a worker holds")
+    # A worker that gets no processor time for seconds is not lost, and looks as if it were.
+    parser.add_argument("--lease-s", type=float, default=10.0, help="an instance that is silent for longer is lost")
     parser.add_argument("--settle-s", type=float, default=15.0, help="time for restores at the end")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--simulate", action="store_true", help="compare with the simulator")
