@@ -208,7 +208,7 @@ def simulated(machine: Machine, profile: CostProfile, budget: int, known: Overhe
             "link_fraction": 1.0,
             "chunk_bytes": 512 * 1024.0,
             "remap_s": machine.remap_s_per_byte * budget / 2,
-            "rpc_s": known.request_s / 4,  # client, dispatcher and worker: there and back
+            "rpc_s": known.request_s / 2,  # simulated: to the worker, and back
             "disk_bytes_per_s": machine.disk_bytes_per_s,
         }
     )
