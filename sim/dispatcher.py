@@ -45,6 +45,9 @@ class _Link:
     def hear(self, output: Output) -> None:
         self._node.told(self, output)
 
+    def lost(self, why: str) -> None:
+        self._node.told_lost(self, why)
+
 
 class DispatcherNode:
     def __init__(
@@ -71,7 +74,8 @@ class DispatcherNode:
         self._end = end
         self._links: dict[WorkerKey, _Link] = {}
         self._timer_at_s = math.inf
-        self.touched = True  # the core was told something since somebody set it back
+        self.touched = True  # the core was told something since somebody set it back, other than
+        self.stepped: dict[WorkerKey, None] = {}  # steps of these workers that only delivered tokens
         self._labels = {what: f"{dispatcher_id} {what}".encode() for what in ("timer", "link", "place", "hears")}
 
     def submit(self, request: d.Request) -> None:
@@ -86,13 +90,18 @@ class DispatcherNode:
     # ------------------------------------------------------------ events and commands
 
     def feed(self, event: d.Event) -> None:
-        self.touched = True
         now_s, deliver, token = self._clock.now_s, self._deliver, d.Deliver
+        more = False
         for command in self.core.handle(event):
             if type(command) is token:
                 deliver(command, now_s)
             else:
+                more = True
                 self._execute(command, now_s)
+        if isinstance(event, d.StepReceived) and not more:
+            self.stepped[event.worker] = None
+        else:
+            self.touched = True
         due_at_s = self.core.next_timer_s()
         if due_at_s < self._timer_at_s:
             self._timer_at_s = max(due_at_s, now_s)
@@ -125,7 +134,7 @@ class DispatcherNode:
     # ------------------------------------------------------------ streams
 
     def _connect(self, link: _Link) -> None:
-        if not link.open:
+        if not link.open or link.instance.crashed:
             return
         link.stream_id = link.instance.open_stream(link)
         load = link.instance.load()
@@ -177,6 +186,14 @@ class DispatcherNode:
     def told(self, link: _Link, output: Output) -> None:
         """By the worker's side, when its turn has ended."""
         self._clock.after(self._delays.rpc_s, self._labels["hears"], partial(self._hear, link, output))
+
+    def told_lost(self, link: _Link, why: str) -> None:
+        def arrive() -> None:
+            if link.open:
+                link.open = False
+                self.feed(d.WorkerLost(self._clock.now_s, link.key, why))
+
+        self._clock.after(self._delays.rpc_s, self._labels["link"], arrive)
 
     def _hear(self, link: _Link, output: Output) -> None:
         if not link.open:

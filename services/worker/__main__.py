@@ -152,6 +152,16 @@ def load_costs(settings: WorkerSettings, engine: Engine) -> OnlineCost:
     return OnlineCost()
 
 
+def link_bandwidth(settings: WorkerSettings) -> float | None:
+    """Of a link's bulk, as the profile has measured it; None: to be found out."""
+    if settings.cost_profile is None:
+        return None
+    from services.worker.cost_profile import read_profile  # NumPy comes with it
+
+    link = read_profile(settings.cost_profile).link
+    return None if link is None else link.bandwidth_bytes_per_s
+
+
 def limits_of(settings: WorkerSettings, engine: LoadedEngine) -> WorkerLimits:
     return WorkerLimits(
         block_tokens=settings.block_size,
@@ -181,6 +191,14 @@ def swap_block_count(settings: WorkerSettings, engine: Instance) -> int:
     if not count:
         raise ConfigError("worker.swap_space_bytes", f"must hold a KV block of all layers, {block_bytes} bytes")
     return count
+
+
+def transport_of(settings: WorkerSettings) -> TransportConfig:
+    rate = settings.link_bytes_per_s
+    links = TransportConfig(
+        rate_bytes_per_s=None if rate is None else float(rate), bandwidth_bytes_per_s=link_bandwidth(settings)
+    )
+    return links.naive() if settings.transfers == "naive" else links
 
 
 class WorkerProcess:
@@ -216,14 +234,14 @@ class WorkerProcess:
             core=core,
             book=book,
             engine=engine,
-            config=TransportConfig(),
+            config=transport_of(settings),
             advertise_host=host,
             max_running_count=settings.max_num_seqs,
             costs=kit.costs,
             open_plane=None if (open_plane := kit.open_plane) is None else lambda hub: open_plane(worker_id, hub, host),
         )
-        clock = self._membership.member.published.clock
-        export(self._shell.load, REGISTRY, lambda: clock.times)
+        published = self._membership.member.published
+        export(self._shell.load, REGISTRY, lambda: published.clock.times, published.migrations)
 
     async def run(self, worker_id: WorkerId) -> None:
         incarnation = await self._register(worker_id)

@@ -47,13 +47,17 @@ class TransitionPort(Protocol):
 
     def status(self, epoch: int) -> pb.TransitionStatus: ...
 
+    def migrate(self, request: pb.MigrateRequest) -> None: ...
+
     async def when_prepared(self, epoch: int) -> pb.TransitionStatus:
         """As `status`; waits a moment, in case that is enough."""
         ...
 
     async def when_taken_up(self, epoch: int) -> pb.TransitionStatus: ...
 
-    def name_partners(self, request: pb.NamePartnersRequest) -> None: ...
+    def name_partners(self, request: pb.NamePartnersRequest) -> int:
+        """Returns the highest epoch that this worker has heard of."""
+        ...
 
 
 class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
@@ -159,9 +163,15 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     async def GetTransition(self, request: pb.GetTransitionRequest, context: Context) -> pb.GetTransitionResponse:
         return pb.GetTransitionResponse(status=self._transitions.status(request.epoch))
 
+    async def Migrate(self, request: pb.MigrateRequest, context: Context) -> pb.MigrateResponse:
+        for party in (request.source, request.target):
+            if party.worker_id == self._worker_id and party.incarnation != self._incarnation:
+                raise StaleEpoch("worker incarnation", party.incarnation, self._incarnation)
+        self._transitions.migrate(request)
+        return pb.MigrateResponse()
+
     async def NamePartners(self, request: pb.NamePartnersRequest, context: Context) -> pb.NamePartnersResponse:
-        self._transitions.name_partners(request)
-        return pb.NamePartnersResponse()
+        return pb.NamePartnersResponse(newest_epoch=self._transitions.name_partners(request))
 
     async def _read_hello(self, requests: AsyncIterator[pb.AttachRequest]) -> pb.Hello:
         try:

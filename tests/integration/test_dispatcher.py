@@ -374,7 +374,10 @@ def test_ten_thousand_requests_at_once() -> None:
 
             watcher = asyncio.create_task(watch())
             answers = await asyncio.gather(
-                *(dispatcher.generate(request([index % 997, 3], max_tokens=4)) for index in range(10_000))
+                *(
+                    dispatcher.generate(request([index % 997, 3], max_tokens=4), timeout_s=300.0)
+                    for index in range(10_000)
+                )
             )
             watcher.cancel()
             served = [a for a in answers if a.error is None]

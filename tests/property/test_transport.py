@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from services.worker.transport.pacing import BulkSchedule, Grant, Hold
+from services.worker.transport.pacing import BulkSchedule, Grant, Hold, Wire
 from services.worker.transport.pieces import Pieces
 from services.worker.transport.traffic import TrafficClass
 
@@ -107,6 +107,37 @@ class ScheduleMachine(RuleBasedStateMachine):
 
 TestSchedule = ScheduleMachine.TestCase
 TestSchedule.settings = settings(max_examples=60, stateful_step_count=60, deadline=None)
+
+
+@settings(deadline=None, max_examples=100)
+@given(
+    st.lists(st.tuples(st.integers(0, 300), st.integers(1, 50)), min_size=1, max_size=30),
+    st.integers(1, 100),
+    st.lists(st.integers(0, 20), min_size=1, max_size=10),
+)
+def test_on_a_slow_link_an_urgent_message_waits_for_one_chunk(
+    coming: list[tuple[int, int]], chunk_bytes: int, late_by: list[int]
+) -> None:
+    """I4, whenever messages come and however late either lane looks; bulk always has something to send."""
+    wire = Wire(1.0)
+    coming = sorted(coming)
+    waiting: list[tuple[int, int, int]] = []  # since, size, chunks that had begun when it came
+    chunks, now_s, looks = 0, 0.0, 0
+    while coming or waiting:
+        while coming and coming[0][0] <= now_s:
+            since, size = coming.pop(0)
+            wire.urgent_comes()
+            waiting.append((since, size, chunks))
+        if wire.take(chunk_bytes, urgent=False, since_s=0.0, at_s=now_s) is not None:
+            assert not waiting, "bulk went before an urgent message"
+            chunks += 1
+        elif waiting:
+            since, size, chunks_before = waiting[0]
+            if wire.take(size, urgent=True, since_s=since, at_s=now_s) is not None:
+                waiting.pop(0)
+                assert chunks == chunks_before, "only the chunk that was crossing may be before it"
+        looks += 1
+        now_s = max(now_s, min([wire.free_at_s, *[at for at, _ in coming[:1]]])) + late_by[looks % len(late_by)]
 
 
 @settings(deadline=None, max_examples=60)

@@ -122,6 +122,9 @@ class Tally:
     ahead_bytes: int = 0  # copied before a commit
     ahead_victims: int = 0  # that lacked only the rest of their KV
     moved: int = 0
+    migrated: int = 0  # by live migrations
+    not_migrated: int = 0  # begun, and given up
+    migrated_anew: int = 0  # without all of their KV
     epochs: list[int] = field(default_factory=list[int])
 
     def add(self, other: "Tally") -> None:
@@ -133,8 +136,16 @@ class History:
     """One cluster, requests and transitions as the seed has it."""
 
     def __init__(
-        self, seed: int, model_dir: Path, wishes: Sequence[Wish], expected: Sequence[Expected], request_count: int
+        self,
+        seed: int,
+        model_dir: Path,
+        wishes: Sequence[Wish],
+        expected: Sequence[Expected],
+        request_count: int,
+        *,
+        layouts_change: bool = True,
     ) -> None:
+        self._layouts_change = layouts_change
         self._seed = seed
         self._rng = rng = random.Random(seed)
         self._model_dir = model_dir
@@ -164,7 +175,9 @@ class History:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._ask(cluster))
                 tasks.create_task(self._disturb(cluster))
-                tasks.create_task(self._change_layouts(cluster))
+                tasks.create_task(self._migrate(cluster))
+                if self._layouts_change:
+                    tasks.create_task(self._change_layouts(cluster))
             await cluster.quiet()
             _check_at_rest(cluster, pristine)
             self._count(cluster)
@@ -207,6 +220,15 @@ class History:
                 name = rng.choice(self._names)
                 for event in _stale(rng, cluster, name):
                     cluster.post(name, event)
+
+    async def _migrate(self, cluster: Cluster) -> None:
+        """Orders as a planner gives them, that of another layout and that of nobody's interest among them."""
+        rng = random.Random(f"migrations {self._seed}")
+        while self._under_way():
+            await asyncio.sleep(rng.expovariate(1 / (0.1 if self._layouts_change else 0.03)))
+            source, target = rng.sample(self._names, 2)
+            epoch = cluster.in_force.epoch + rng.choice([0, 0, 0, 0, -1])
+            cluster.migrate(source, target, rng.choice([1, 5, 20, 1000]), rng.uniform(0.01, 0.3), epoch)
 
     async def _change_layouts(self, cluster: Cluster) -> None:
         rng, epoch, said, give_up_at_s = self._rng, 1, -1, 0.0
@@ -300,6 +322,10 @@ class History:
     def _count(self, cluster: Cluster) -> None:
         for worker in cluster.workers.values():
             self.tally.moved += worker.core.totals.moved
+            migrations = worker.member.published.migrations
+            self.tally.migrated += migrations.moved
+            self.tally.not_migrated += migrations.not_moved
+            self.tally.migrated_anew += migrations.recomputed
             for epoch in self.tally.epochs:
                 if progress := worker.progress(epoch):
                     self.tally.victims += progress.victim_count

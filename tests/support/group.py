@@ -22,7 +22,7 @@ from services.worker.engine.load import Engine, load_engine
 from services.worker.memory.host_blocks import HostBlocks
 from services.worker.output_stream import OutputStream
 from services.worker.pipeline.build import Membership, join, stage_core
-from services.worker.pipeline.events import PlanReceived, Told
+from services.worker.pipeline.events import MigrationOrdered, PlanReceived, Told
 from services.worker.pipeline.member import GroupMember
 from services.worker.pipeline.status import Progress
 from services.worker.policy.cost import CostModel
@@ -375,6 +375,19 @@ class Cluster:
                 left = {n: _left(self.workers[n]) for n in members}
                 raise AssertionError(f"epoch {epoch} is not {phase} everywhere: {left}")
             await asyncio.sleep(0.002)
+
+    def migrate(
+        self, source: str, target: str, block_budget: int = 1000, within_s: float = 0.5, epoch: int = 0
+    ) -> None:
+        """The order that a planner gives to both. By default in the layout that is in force."""
+        parties = WorkerId(source), WorkerId(target)
+        for name, peer in ((source, target), (target, source)):
+            address = self.workers[peer].membership.plane.store_address
+            until_s = time.monotonic() + within_s
+            order = MigrationOrdered(
+                Epoch(epoch) or self.in_force.epoch, *parties, address, block_budget, until_s, "test"
+            )
+            self.post(name, order)
 
     def describe(self) -> dict[str, str]:
         return {name: _left(worker) for name, worker in self.workers.items()}

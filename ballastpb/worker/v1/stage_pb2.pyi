@@ -518,3 +518,164 @@ class LayerWanted(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___LayerWanted: _TypeAlias = LayerWanted  # noqa: Y015
+
+@_typing.final
+class Migration(_message.Message):
+    """What two workers that lead alone say to each other of one live migration: see services/worker/core/migration_messages."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MIGRATION_ID_FIELD_NUMBER: _builtins.int
+    OFFER_FIELD_NUMBER: _builtins.int
+    WANT_FIELD_NUMBER: _builtins.int
+    HANDED_FIELD_NUMBER: _builtins.int
+    TAKEN_FIELD_NUMBER: _builtins.int
+    OFF_FIELD_NUMBER: _builtins.int
+    WITHDRAWN_FIELD_NUMBER: _builtins.int
+    migration_id: _builtins.int
+    """Unique over the cluster and for all time."""
+    off: _builtins.str
+    """Why the sequence stays where it is."""
+    @_builtins.property
+    def offer(self) -> Global___MigrationOffer: ...
+    @_builtins.property
+    def want(self) -> Global___MigrationWant: ...
+    @_builtins.property
+    def handed(self) -> Global___SequenceState: ...
+    @_builtins.property
+    def taken(self) -> Global___MigrationTaken: ...
+    @_builtins.property
+    def withdrawn(self) -> Global___MigrationWithdrawn: ...
+    def __init__(
+        self,
+        *,
+        migration_id: _builtins.int = ...,
+        offer: Global___MigrationOffer | None = ...,
+        want: Global___MigrationWant | None = ...,
+        handed: Global___SequenceState | None = ...,
+        taken: Global___MigrationTaken | None = ...,
+        off: _builtins.str = ...,
+        withdrawn: Global___MigrationWithdrawn | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["handed", b"handed", "off", b"off", "offer", b"offer", "said", b"said", "taken", b"taken", "want", b"want", "withdrawn", b"withdrawn"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["handed", b"handed", "migration_id", b"migration_id", "off", b"off", "offer", b"offer", "said", b"said", "taken", b"taken", "want", b"want", "withdrawn", b"withdrawn"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_said: _TypeAlias = _typing.Literal["offer", "want", "handed", "taken", "off", "withdrawn"]  # noqa: Y015
+    _WhichOneofArgType_said: _TypeAlias = _typing.Literal["said", b"said"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_said) -> _WhichOneofReturnType_said | None: ...
+
+Global___Migration: _TypeAlias = Migration  # noqa: Y015
+
+@_typing.final
+class MigrationOffer(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SEQUENCE_ID_FIELD_NUMBER: _builtins.int
+    TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    sequence_id: _builtins.int
+    token_count: _builtins.int
+    def __init__(
+        self,
+        *,
+        sequence_id: _builtins.int = ...,
+        token_count: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["sequence_id", b"sequence_id", "token_count", b"token_count"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MigrationOffer: _TypeAlias = MigrationOffer  # noqa: Y015
+
+@_typing.final
+class MigrationWant(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FIRST_BLOCK_FIELD_NUMBER: _builtins.int
+    LAST_BLOCK_FIELD_NUMBER: _builtins.int
+    first_block: _builtins.int
+    last_block: _builtins.int
+    def __init__(
+        self,
+        *,
+        first_block: _builtins.int = ...,
+        last_block: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_block", b"first_block", "last_block", b"last_block"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MigrationWant: _TypeAlias = MigrationWant  # noqa: Y015
+
+@_typing.final
+class MigrationTaken(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WITH_KV_FIELD_NUMBER: _builtins.int
+    with_kv: _builtins.bool
+    def __init__(
+        self,
+        *,
+        with_kv: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["with_kv", b"with_kv"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MigrationTaken: _TypeAlias = MigrationTaken  # noqa: Y015
+
+@_typing.final
+class MigrationWithdrawn(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MigrationWithdrawn: _TypeAlias = MigrationWithdrawn  # noqa: Y015
+
+@_typing.final
+class MigrationSpan(_message.Message):
+    """Names a transfer of KV: all layers, block by block in the order of the sequence."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MIGRATION_ID_FIELD_NUMBER: _builtins.int
+    FIRST_BLOCK_FIELD_NUMBER: _builtins.int
+    LAST_BLOCK_FIELD_NUMBER: _builtins.int
+    TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    LAST_FIELD_NUMBER: _builtins.int
+    migration_id: _builtins.int
+    first_block: _builtins.int
+    last_block: _builtins.int
+    token_count: _builtins.int
+    """So many tokens of the sequence had KV when it was sent."""
+    last: _builtins.bool
+    """Nothing follows."""
+    def __init__(
+        self,
+        *,
+        migration_id: _builtins.int = ...,
+        first_block: _builtins.int = ...,
+        last_block: _builtins.int = ...,
+        token_count: _builtins.int = ...,
+        last: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_block", b"first_block", "last", b"last", "last_block", b"last_block", "migration_id", b"migration_id", "token_count", b"token_count"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MigrationSpan: _TypeAlias = MigrationSpan  # noqa: Y015

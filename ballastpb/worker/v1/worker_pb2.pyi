@@ -761,6 +761,85 @@ class TransitionStatus(_message.Message):
 Global___TransitionStatus: _TypeAlias = TransitionStatus  # noqa: Y015
 
 @_typing.final
+class MigrateRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EPOCH_FIELD_NUMBER: _builtins.int
+    SOURCE_FIELD_NUMBER: _builtins.int
+    TARGET_FIELD_NUMBER: _builtins.int
+    BLOCK_BUDGET_FIELD_NUMBER: _builtins.int
+    WITHIN_S_FIELD_NUMBER: _builtins.int
+    CAUSE_ID_FIELD_NUMBER: _builtins.int
+    epoch: _builtins.int
+    """Of the layout that the order was made from."""
+    block_budget: _builtins.int
+    """KV blocks of the requests to be moved, at most."""
+    within_s: _builtins.float
+    """None begins to move later than that."""
+    cause_id: _builtins.str
+    @_builtins.property
+    def source(self) -> Global___MigrationParty: ...
+    @_builtins.property
+    def target(self) -> Global___MigrationParty: ...
+    def __init__(
+        self,
+        *,
+        epoch: _builtins.int = ...,
+        source: Global___MigrationParty | None = ...,
+        target: Global___MigrationParty | None = ...,
+        block_budget: _builtins.int = ...,
+        within_s: _builtins.float = ...,
+        cause_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["source", b"source", "target", b"target"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_budget", b"block_budget", "cause_id", b"cause_id", "epoch", b"epoch", "source", b"source", "target", b"target", "within_s", b"within_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MigrateRequest: _TypeAlias = MigrateRequest  # noqa: Y015
+
+@_typing.final
+class MigrationParty(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    DATA_ADDRESS_FIELD_NUMBER: _builtins.int
+    worker_id: _builtins.str
+    incarnation: _builtins.int
+    data_address: _builtins.str
+    def __init__(
+        self,
+        *,
+        worker_id: _builtins.str = ...,
+        incarnation: _builtins.int = ...,
+        data_address: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data_address", b"data_address", "incarnation", b"incarnation", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MigrationParty: _TypeAlias = MigrationParty  # noqa: Y015
+
+@_typing.final
+class MigrateResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MigrateResponse: _TypeAlias = MigrateResponse  # noqa: Y015
+
+@_typing.final
 class Partner(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -788,16 +867,22 @@ class NamePartnersRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     PARTNERS_FIELD_NUMBER: _builtins.int
+    SETTLED_EPOCH_FIELD_NUMBER: _builtins.int
+    settled_epoch: _builtins.int
+    """No transition is under way, and none of up to this epoch will ever be committed any more: whoever is still prepared
+    for one takes it back. 0: nothing is said about that.
+    """
     @_builtins.property
     def partners(self) -> _containers.RepeatedCompositeFieldContainer[Global___Partner]: ...
     def __init__(
         self,
         *,
         partners: _abc.Iterable[Global___Partner] | None = ...,
+        settled_epoch: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["partners", b"partners"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["partners", b"partners", "settled_epoch", b"settled_epoch"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -807,12 +892,17 @@ Global___NamePartnersRequest: _TypeAlias = NamePartnersRequest  # noqa: Y015
 class NamePartnersResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    NEWEST_EPOCH_FIELD_NUMBER: _builtins.int
+    newest_epoch: _builtins.int
+    """Of a transition that this worker has heard of."""
     def __init__(
         self,
+        *,
+        newest_epoch: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["newest_epoch", b"newest_epoch"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -64,6 +64,11 @@ class WorkerServiceStub:
                 request_serializer=ballastpb_dot_worker_dot_v1_dot_worker__pb2.GetTransitionRequest.SerializeToString,
                 response_deserializer=ballastpb_dot_worker_dot_v1_dot_worker__pb2.GetTransitionResponse.FromString,
                 _registered_method=True)
+        self.Migrate = channel.unary_unary(
+                '/ballastpb.worker.v1.WorkerService/Migrate',
+                request_serializer=ballastpb_dot_worker_dot_v1_dot_worker__pb2.MigrateRequest.SerializeToString,
+                response_deserializer=ballastpb_dot_worker_dot_v1_dot_worker__pb2.MigrateResponse.FromString,
+                _registered_method=True)
         self.NamePartners = channel.unary_unary(
                 '/ballastpb.worker.v1.WorkerService/NamePartners',
                 request_serializer=ballastpb_dot_worker_dot_v1_dot_worker__pb2.NamePartnersRequest.SerializeToString,
@@ -134,6 +139,15 @@ class WorkerServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Migrate(self, request, context):
+        """Moves running requests from one worker to another while they run; told to both. Returns at once. The source chooses
+        them, and stops at the budget or the end of its time; a later order takes the place of an earlier one between the two.
+        FAILED_PRECONDITION: another life of this worker is meant, or the layout is an old one.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def NamePartners(self, request, context):
         """Workers with which this one may soon share a group: links to them are made before they are needed, as far as there
         is room, and closed when nobody has named them for a minute. Repeated every few seconds.
@@ -188,6 +202,11 @@ def add_WorkerServiceServicer_to_server(servicer, server):
                     servicer.GetTransition,
                     request_deserializer=ballastpb_dot_worker_dot_v1_dot_worker__pb2.GetTransitionRequest.FromString,
                     response_serializer=ballastpb_dot_worker_dot_v1_dot_worker__pb2.GetTransitionResponse.SerializeToString,
+            ),
+            'Migrate': grpc.unary_unary_rpc_method_handler(
+                    servicer.Migrate,
+                    request_deserializer=ballastpb_dot_worker_dot_v1_dot_worker__pb2.MigrateRequest.FromString,
+                    response_serializer=ballastpb_dot_worker_dot_v1_dot_worker__pb2.MigrateResponse.SerializeToString,
             ),
             'NamePartners': grpc.unary_unary_rpc_method_handler(
                     servicer.NamePartners,
@@ -367,6 +386,33 @@ class WorkerService:
             '/ballastpb.worker.v1.WorkerService/GetTransition',
             ballastpb_dot_worker_dot_v1_dot_worker__pb2.GetTransitionRequest.SerializeToString,
             ballastpb_dot_worker_dot_v1_dot_worker__pb2.GetTransitionResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Migrate(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ballastpb.worker.v1.WorkerService/Migrate',
+            ballastpb_dot_worker_dot_v1_dot_worker__pb2.MigrateRequest.SerializeToString,
+            ballastpb_dot_worker_dot_v1_dot_worker__pb2.MigrateResponse.FromString,
             options,
             channel_credentials,
             insecure,

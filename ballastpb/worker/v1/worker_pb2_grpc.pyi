@@ -54,6 +54,11 @@ class WorkerServiceStub:
     Abort: _grpc.UnaryUnaryMultiCallable[_worker_pb2.AbortRequest, _worker_pb2.AbortResponse]
     """Takes a prepared transition back; memory and requests are as if it had never been. Refused after Commit."""
     GetTransition: _grpc.UnaryUnaryMultiCallable[_worker_pb2.GetTransitionRequest, _worker_pb2.GetTransitionResponse]
+    Migrate: _grpc.UnaryUnaryMultiCallable[_worker_pb2.MigrateRequest, _worker_pb2.MigrateResponse]
+    """Moves running requests from one worker to another while they run; told to both. Returns at once. The source chooses
+    them, and stops at the budget or the end of its time; a later order takes the place of an earlier one between the two.
+    FAILED_PRECONDITION: another life of this worker is meant, or the layout is an old one.
+    """
     NamePartners: _grpc.UnaryUnaryMultiCallable[_worker_pb2.NamePartnersRequest, _worker_pb2.NamePartnersResponse]
     """Workers with which this one may soon share a group: links to them are made before they are needed, as far as there
     is room, and closed when nobody has named them for a minute. Repeated every few seconds.
@@ -89,6 +94,11 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
     Abort: _aio.UnaryUnaryMultiCallable[_worker_pb2.AbortRequest, _worker_pb2.AbortResponse]  # type: ignore[assignment]
     """Takes a prepared transition back; memory and requests are as if it had never been. Refused after Commit."""
     GetTransition: _aio.UnaryUnaryMultiCallable[_worker_pb2.GetTransitionRequest, _worker_pb2.GetTransitionResponse]  # type: ignore[assignment]
+    Migrate: _aio.UnaryUnaryMultiCallable[_worker_pb2.MigrateRequest, _worker_pb2.MigrateResponse]  # type: ignore[assignment]
+    """Moves running requests from one worker to another while they run; told to both. Returns at once. The source chooses
+    them, and stops at the budget or the end of its time; a later order takes the place of an earlier one between the two.
+    FAILED_PRECONDITION: another life of this worker is meant, or the layout is an old one.
+    """
     NamePartners: _aio.UnaryUnaryMultiCallable[_worker_pb2.NamePartnersRequest, _worker_pb2.NamePartnersResponse]  # type: ignore[assignment]
     """Workers with which this one may soon share a group: links to them are made before they are needed, as far as there
     is room, and closed when nobody has named them for a minute. Repeated every few seconds.
@@ -157,6 +167,17 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _worker_pb2.GetTransitionRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_worker_pb2.GetTransitionResponse, _abc.Awaitable[_worker_pb2.GetTransitionResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def Migrate(
+        self,
+        request: _worker_pb2.MigrateRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.MigrateResponse, _abc.Awaitable[_worker_pb2.MigrateResponse]]:
+        """Moves running requests from one worker to another while they run; told to both. Returns at once. The source chooses
+        them, and stops at the budget or the end of its time; a later order takes the place of an earlier one between the two.
+        FAILED_PRECONDITION: another life of this worker is meant, or the layout is an old one.
+        """
 
     @_abc_1.abstractmethod
     def NamePartners(

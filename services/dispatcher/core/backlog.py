@@ -43,10 +43,11 @@ class Backlog:
 
     def __init__(self) -> None:
         self._classes: list[list[Tracked]] = [[] for _ in PriorityClass]  # by rank; each sorted by serial
+        self._count = 0
         self.token_count = 0
 
     def __len__(self) -> int:
-        return sum(map(len, self._classes))
+        return self._count
 
     def __iter__(self) -> Iterator[Tracked]:
         return itertools.chain.from_iterable(self._classes)
@@ -61,6 +62,7 @@ class Backlog:
     def add(self, tracked: Tracked) -> None:
         entries = self._classes[tracked.request.priority.rank]
         bisect.insort(entries, tracked, key=_serial)
+        self._count += 1
         self.token_count += tracked.token_count
 
     def remove(self, tracked: Tracked) -> None:
@@ -69,6 +71,7 @@ class Backlog:
         if at == len(entries) or entries[at] is not tracked:
             raise InvariantViolation(f"{tracked.request.request_id} is not in the backlog")
         del entries[at]
+        self._count -= 1
         self.token_count -= tracked.token_count
 
     def check(self) -> None:
@@ -84,8 +87,9 @@ class Backlog:
                     or tracked.moving
                 ):
                     raise InvariantViolation(f"{tracked.request.request_id} does not belong into the backlog")
-        if self.token_count != sum(tracked.token_count for tracked in self):
-            raise InvariantViolation(f"backlog counts {self.token_count} tokens")
+        counts = self._count, self.token_count
+        if counts != (sum(map(len, self._classes)), sum(tracked.token_count for tracked in self)):
+            raise InvariantViolation(f"backlog counts {self._count} requests and {self.token_count} tokens")
 
 
 def _serial(tracked: Tracked) -> int:

@@ -10,7 +10,7 @@ dispatcher follows with what it has received, so that nothing is lost or repeate
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ballast.common.errors import (
@@ -53,11 +53,15 @@ from services.dispatcher.core.events import (
 from services.dispatcher.core.fleet import Fleet, Worker
 from services.dispatcher.core.moves import Moves
 from services.dispatcher.core.placement import Placement, PlacementRules
-from services.dispatcher.policy.freeness import RoutingRules
+from services.dispatcher.policy.freeness import RoutingRules, WorkerKey
 
+# A named tuple's own constructor takes twice as long, and there is one for each token.
+_New = Callable[[type[Deliver], tuple[object, ...]], Deliver]
+_new: _New = tuple.__new__  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
 _MIN_RETRY_S, _MAX_RETRY_S = 0.1, 30.0
 _NO_WORKER_CHECK_S = 0.5
 _MAX_IDLE_MOVES = 16  # without a token in between; more are no progress but a quarrel between workers
+_OUTGROWN_WAIT_S = 1.0  # advice to whoever has outgrown all workers; a drop may make larger groups
 _ENDING_OF: dict[type[BallastError], str] = {
     Cancelled: FinishReason.CANCELLED.value,
     DeadlineExceeded: FinishReason.DEADLINE.value,
@@ -92,6 +96,7 @@ class DispatcherCore:
         self._id = dispatcher_id
         self._placement = Placement(self.backlog, self.fleet, placement, routing)
         self._moves = Moves(limits.move_wait_s, self.fleet)
+        self._forsaken = Moves(limits.move_wait_s, self.fleet)  # ended on their way: whoever has them is told
         self._deadlines = Deadlines()
         self._next_serial = 1
         self._no_worker_since_s: float | None = None  # None: there is one, or nothing has happened yet
@@ -99,7 +104,11 @@ class DispatcherCore:
 
     def next_timer_s(self) -> float:
         """When a `Tick` is wanted; infinite for never."""
-        due_s = min(self._deadlines.next_s(), self._moves.next_s())
+        due_s = self._deadlines.next_s()
+        if len(self._moves):
+            due_s = min(due_s, self._moves.next_s())
+        if len(self._forsaken):
+            due_s = min(due_s, self._forsaken.next_s())
         return min(due_s, self._placement.retry_at_s, self._no_worker_check_at_s)
 
     @property
@@ -155,6 +164,7 @@ class DispatcherCore:
         commands += [Connect(worker.key, worker.address) for worker in new]
         for tracked in self._moves.take_stranded():
             self._resume_from_backlog(tracked, event.at_s)
+        self._forsaken.take_stranded()
         self._watch_usable(event.at_s)
         return commands + self._dispatch(event.at_s)
 
@@ -167,21 +177,26 @@ class DispatcherCore:
         worker.load = event.load
         worker.max_waiting_count = event.max_waiting_count
         worker.hold_until_s = 0.0
+        worker.touch()
         self.fleet.model = event.model
         for tracked in self._moves.take_arrivals(worker.key.worker_id):
             self.move_counts["waited"] += 1
             commands.append(self._placement.move(tracked, worker, event.at_s))
+        for tracked in self._forsaken.take_arrivals(worker.key.worker_id):
+            commands += self._end_there(tracked, worker, event.at_s)
         self._watch_usable(event.at_s)
         return commands + self._dispatch(event.at_s)
 
     def _lose(self, worker: Worker, at_s: float, why: str) -> list[Command]:
         """Its requests go back to where they stood in the backlog, to be replayed elsewhere."""
         worker.connected = False
+        worker.touch()
         commands: list[Command] = []
         for handle, tracked in list(worker.placed.items()):
             worker.take_off(handle)
             commands += self._replay(tracked, at_s, f"worker {worker.key.worker_id}: {why}")
         worker.departed.clear()
+        worker.withdrawn.clear()
         self._watch_usable(at_s)
         return commands
 
@@ -222,7 +237,7 @@ class DispatcherCore:
         self._enqueue(tracked, at_s)
 
     def _watch_usable(self, at_s: float) -> None:
-        if self.fleet.usable:
+        if self.fleet.has_usable:
             self._no_worker_since_s = None
             self._no_worker_check_at_s = math.inf
         elif self._no_worker_since_s is None:
@@ -304,6 +319,7 @@ class DispatcherCore:
             commands += self._fail(tracked, DeadlineExceeded("the deadline of the request has passed"), at_s)
         for tracked in self._moves.take_overdue(at_s):
             self._resume_from_backlog(tracked, at_s)
+        self._forsaken.take_overdue(at_s)
         if self._no_worker_since_s is not None:
             latest_s = at_s - self.limits.no_worker_timeout_s
             if self._no_worker_since_s <= latest_s:
@@ -315,12 +331,32 @@ class DispatcherCore:
 
     def _fail(self, tracked: Tracked, error: BallastError, at_s: float) -> list[Command]:
         commands: list[Command] = []
+        moves_to = self._moves.target_of(tracked) if tracked.moving else None
         if tracked.worker is not None:
             commands.append(AbortOnWorker(tracked.worker, tracked.handle))
+            if (worker := self.fleet.get(tracked.worker)) is not None:
+                worker.withdraw(tracked)
         facts = _facts(tracked, at_s)
         self._drop(tracked)
+        if moves_to is not None:
+            self._forsaken.add(tracked, moves_to, at_s)
         self.endings[_ENDING_OF.get(type(error), "error")] += 1
         return [*commands, Fail(tracked.request.request_id, error, facts)]
+
+    def _forsake(self, tracked: Tracked, worker_id: WorkerId, at_s: float) -> list[Command]:
+        """It has ended here and was handed over to that worker meanwhile: it must not run for nobody."""
+        tracked.worker, tracked.handle = None, 0
+        worker = self.fleet.member(worker_id)
+        if worker is not None and worker.connected:
+            return self._end_there(tracked, worker, at_s)
+        self._forsaken.add(tracked, worker_id, at_s)
+        return []
+
+    def _end_there(self, tracked: Tracked, worker: Worker, at_s: float) -> list[Command]:
+        """Asks for what was handed over and aborts it at once; it may come there only later."""
+        place = self._placement.move(tracked, worker, at_s)
+        worker.take_off(place.handle)
+        return [place, AbortOnWorker(worker.key, place.handle)]
 
     def _drop(self, tracked: Tracked) -> None:
         if tracked.moving:
@@ -348,6 +384,9 @@ class DispatcherCore:
             tracked = worker.placed.get(ending.handle)
             if tracked is None:
                 self.stale_count += 1
+                withdrawn = worker.withdrawn.pop(ending.handle, None)
+                if withdrawn is not None and ending.moved_to:
+                    commands += self._forsake(withdrawn, WorkerId(ending.moved_to), event.at_s)
             else:
                 commands += self._end(worker, tracked, ending, event.at_s)
         was_usable = worker.usable
@@ -361,9 +400,9 @@ class DispatcherCore:
     def _deliver(self, worker: Worker, event: StepReceived, commands: list[Command]) -> None:
         token_end = logprob_end = 0
         texts, token_ids, logprobs = event.texts, event.token_ids, event.logprobs
-        placed = worker.placed
+        at_s, placed, counts = event.at_s, worker.placed, event.token_counts
         for index, handle in enumerate(event.handles):
-            token_begin, token_end = token_end, token_end + event.token_counts[index]
+            token_begin, token_end = token_end, token_end + counts[index]
             tracked = placed.get(handle)
             if tracked is None:
                 self.stale_count += 1
@@ -371,18 +410,21 @@ class DispatcherCore:
                     logprob_end += token_end - token_begin
                 continue
             new_ids = token_ids[token_begin:token_end]
-            text = texts[index] if texts else ""
+            text = ""
+            if texts:
+                text = texts[index]
+                tracked.text_chars += len(text)
+            request = tracked.request
             new_logprobs: Sequence[object] = ()
-            if tracked.request.sampling.logprobs is not None:
+            if logprobs and request.sampling.logprobs is not None:
                 logprob_begin, logprob_end = logprob_end, logprob_end + len(new_ids)
                 new_logprobs = logprobs[logprob_begin:logprob_end]
             tracked.output_token_ids += new_ids
-            tracked.text_chars += len(text)
             if new_ids:
                 tracked.idle_move_count = 0
                 if tracked.first_token_at_s is None:
-                    tracked.first_token_at_s = event.at_s
-            commands.append(Deliver(tracked.request.request_id, new_ids, text, new_logprobs))
+                    tracked.first_token_at_s = at_s
+            commands.append(_new(Deliver, (request.request_id, new_ids, text, new_logprobs)))
 
     def _end(self, worker: Worker, tracked: Tracked, ending: Ending, at_s: float) -> list[Command]:
         """A worker's ending: the request's own, or a reason to try elsewhere."""
@@ -421,7 +463,10 @@ class DispatcherCore:
         commands: list[Command] = [*outcome.placed]
         for tracked in outcome.hopeless:
             why = f"{tracked.token_count} tokens need more KV blocks than any worker has"
-            commands += self._fail(tracked, InvalidRequest("prompt", why), at_s)
+            error: BallastError = InvalidRequest("prompt", why)
+            if answered := len(tracked.output_token_ids):  # it was right to take it: groups may have been larger
+                error = Overloaded(f"after {answered} tokens of the answer, {why}", _OUTGROWN_WAIT_S)
+            commands += self._fail(tracked, error, at_s)
         return commands
 
     # --------------------------------------------------------------------------------------------- inspection
@@ -431,6 +476,8 @@ class DispatcherCore:
         self.backlog.check()
         self.fleet.check()
         self._moves.check()
+        self._forsaken.check()
+        self._placement.check()
         moving = {tracked.request.request_id: tracked for tracked in self._moves.tracked}
         queued = {tracked.request.request_id: tracked for tracked in self.backlog}
         placed = {t.request.request_id: t for worker in self.fleet for t in worker.placed.values()}
@@ -448,8 +495,23 @@ class DispatcherCore:
         ended_count = sum(count for ending, count in self.endings.items() if ending != "refused")
         if self.accepted_count != ended_count + len(self.requests):
             raise InvariantViolation(f"{self.accepted_count} accepted, {ended_count} ended, {len(self.requests)} here")
-        if (self._no_worker_since_s is not None) and self.fleet.usable:
+        if (self._no_worker_since_s is not None) and self.fleet.has_usable:
             raise InvariantViolation("a worker is usable, and the dispatcher does not know")
+
+    def check_step(self, key: WorkerKey) -> None:
+        """What `check` finds, after a step of this worker that has only delivered tokens: a look at its own requests,
+        and the counts of the others.
+        """
+        worker = self.fleet.get(key)
+        if worker is None:
+            return
+        worker.check()
+        for tracked in worker.placed.values():
+            if self.requests.get(tracked.request.request_id) is not tracked:
+                raise InvariantViolation(f"{tracked.request.request_id} runs on {key} and is not known")
+        count = len(self.backlog) + self.fleet.placed_count + len(self._moves)
+        if count != len(self.requests):
+            raise InvariantViolation(f"{count} requests are queued, placed or moving, {len(self.requests)} are here")
 
 
 def _facts(tracked: Tracked, at_s: float) -> Facts:

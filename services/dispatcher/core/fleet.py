@@ -34,12 +34,19 @@ class Worker:
     unseen: dict[int, int] = field(default_factory=dict[int, int])  # handle, ascending -> blocks it needs
     unseen_block_count: int = 0
     hold_until_s: float = 0.0  # it has refused a request: not asked again until then
+    # Shared with the fleet: workers that have changed since routing looked at them. Whoever changes a field calls
+    # `touch`.
+    changed: dict[WorkerKey, None] = field(default_factory=dict[WorkerKey, None])
     departed: dict[int, None] = field(default_factory=dict[int, None])  # handles that wanted logprobs, oldest first
+    withdrawn: dict[int, Tracked] = field(default_factory=dict[int, Tracked])  # told to abort, and has not said its end
 
     @property
     def usable(self) -> bool:
         load = self.load
         return self.connected and self.leads and load is not None and not (self.draining_in_layout or load.draining)
+
+    def touch(self) -> None:
+        self.changed[self.key] = None
 
     def view(self) -> WorkerView:
         """Only of a connected worker."""
@@ -65,12 +72,14 @@ class Worker:
         load = self.load
         if load is None:
             raise InvariantViolation(f"{tracked.request.request_id} placed on {self.key}, which is not connected")
+        self.touch()
         self.placed[handle] = tracked
         need = blocks_for(tracked.token_count + 1, load.block_tokens)
         self.unseen[handle] = need
         self.unseen_block_count += need
 
     def take_off(self, handle: int) -> None:
+        self.touch()
         tracked = self.placed.pop(handle)
         self.unseen_block_count -= self.unseen.pop(handle, 0)
         if tracked.request.sampling.logprobs is not None:
@@ -78,7 +87,14 @@ class Worker:
             if len(self.departed) > _MAX_DEPARTED:
                 del self.departed[next(iter(self.departed))]
 
+    def withdraw(self, tracked: Tracked) -> None:
+        """It is being told to abort the request; perhaps it has handed it over already."""
+        self.withdrawn[tracked.handle] = tracked
+        if len(self.withdrawn) > _MAX_DEPARTED:
+            del self.withdrawn[next(iter(self.withdrawn))]
+
     def report(self, load: LoadReport, seen_handle: int) -> None:
+        self.touch()
         self.load = load
         for handle in list(self.unseen):
             if handle > seen_handle:
@@ -108,6 +124,7 @@ class Fleet:
         self.layout: Layout | None = None
         self.model: ModelInfo | None = None  # of whoever connected last; equal on all
         self.lives: dict[WorkerId, Incarnation] = {}  # of all members of the layout
+        self.changed: dict[WorkerKey, None] = {}  # see Worker.changed; those that are gone are among them
         self._workers: dict[WorkerKey, Worker] = {}
         self._former: set[WorkerKey] = set()  # those that lead no more
 
@@ -135,11 +152,24 @@ class Fleet:
 
     @property
     def usable(self) -> list[Worker]:
+        """In order of id."""
         return [worker for worker in self if worker.usable]
 
     @property
+    def has_usable(self) -> bool:
+        return any(worker.usable for worker in self._workers.values())
+
+    def fits_nobody(self, token_count: int) -> bool:
+        """Whether a request with so many tokens is larger than any usable worker."""
+        for worker in self._workers.values():
+            load = worker.load
+            if worker.usable and (load is None or blocks_for(token_count, load.block_tokens) <= load.block_count):
+                return False
+        return True
+
+    @property
     def placed_count(self) -> int:
-        return sum(len(worker.placed) for worker in list(self._workers.values()))
+        return sum([len(worker.placed) for worker in list(self._workers.values())])
 
     def adopt(self, layout: Layout) -> tuple[list[Worker], list[Worker]]:
         """Takes over a layout; gives the leaders that are new and the workers that are gone, in order of id."""
@@ -148,6 +178,7 @@ class Fleet:
         self.lives = {key.worker_id: key.incarnation for key in members}
         gone = [w for w in self if w.key not in members or w.address != members[w.key][1].address]
         for worker in gone:
+            worker.touch()
             del self._workers[worker.key]
         new: list[Worker] = []
         for key, (group, member) in sorted(members.items()):
@@ -156,8 +187,11 @@ class Fleet:
             if worker is None:
                 if not leads:
                     continue
-                worker = self._workers[key] = Worker(key=key, address=member.address, group_id=group.group_id)
+                worker = self._workers[key] = Worker(
+                    key=key, address=member.address, group_id=group.group_id, changed=self.changed
+                )
                 new.append(worker)
+            worker.touch()
             worker.leads = leads
             worker.group_id = group.group_id
             worker.draining_in_layout = member.draining
@@ -168,10 +202,11 @@ class Fleet:
         """Takes former leaders that have nothing of ours any more out of the books."""
         if not self._former:
             return []
-        done = sorted(key for key in self._former if not self._workers[key].placed)
+        former = {key: self._workers[key] for key in self._former}
+        done = sorted(key for key, worker in former.items() if not (worker.placed or worker.withdrawn))
         for key in done:
             self._former.remove(key)
-            del self._workers[key]
+            self._workers.pop(key).touch()
         return done
 
     def check(self) -> None:

@@ -4,18 +4,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ballast.common.errors import InvariantViolation
 from services.dispatcher.core.backlog import Backlog, DrainRate, Tracked
 from services.dispatcher.core.events import Place
 from services.dispatcher.core.fleet import Fleet, Worker
-from services.dispatcher.policy.freeness import (
-    Need,
-    RoutingRules,
-    WorkerKey,
-    WorkerView,
-    blocks_for,
-    choose,
-    has_place,
-)
+from services.dispatcher.policy.freeness import Need, RoutingRules, WorkerKey, has_place
+from services.dispatcher.policy.ranking import Ranking
 
 _BATCH_COUNT = 16
 # Taken off the deadline that a worker gets, so that its word arrives before our own time is up.
@@ -45,6 +39,8 @@ class Placement:
         self._routing = routing
         self._backlog = backlog
         self._fleet = fleet
+        self._ranking = Ranking(routing)
+        self._held: dict[WorkerKey, None] = {}  # workers that have refused a request a moment ago
         self._next_handle = 1
 
     def run(self, at_s: float) -> Outcome:
@@ -54,21 +50,20 @@ class Placement:
         hopeless: list[Tracked] = []
         if not len(self._backlog):
             return Outcome(placed, hopeless)
-        usable = self._fleet.usable
-        views = self._open_views(usable, at_s)
+        self._look_around(at_s)
         passed_over_count = 0
-        while views and passed_over_count < self.rules.scan_count:
+        while len(self._ranking) and passed_over_count < self.rules.scan_count:
             batch = self._backlog.slice(passed_over_count, _BATCH_COUNT)
             for tracked in batch:
-                view = self._choose(tracked, views, at_s)
-                if view is None:
+                key = self._choose(tracked, at_s)
+                if key is None:
                     passed_over_count += 1
-                    if self._is_hopeless(tracked, usable):
+                    if self._fleet.fits_nobody(tracked.token_count + 1):
                         hopeless.append(tracked)
                     continue
-                placed.append(self._place(tracked, view.worker, at_s))
-                self._refresh(views, view.worker)
-                if not views:
+                placed.append(self._place(tracked, key, at_s))
+                self._look_around(at_s)
+                if not len(self._ranking):
                     break
             if len(batch) < _BATCH_COUNT:
                 break
@@ -84,37 +79,37 @@ class Placement:
     def hold(self, worker: Worker, at_s: float) -> None:
         """The worker has refused a request."""
         worker.hold_until_s = at_s + self.rules.refused_hold_s
+        worker.touch()
 
-    def _open_views(self, usable: Sequence[Worker], at_s: float) -> dict[WorkerKey, WorkerView]:
-        views: dict[WorkerKey, WorkerView] = {}
-        for worker in usable:
-            if worker.hold_until_s > at_s:
+    def _look_around(self, at_s: float) -> None:
+        """Takes notice of the workers that have changed, and of those whose hold has ended or goes on."""
+        fleet, ranking = self._fleet, self._ranking
+        keys = [*fleet.changed, *self._held]
+        fleet.changed.clear()
+        self._held.clear()
+        for key in keys:
+            worker = fleet.get(key)
+            if worker is None or not worker.usable:
+                ranking.remove(key)
+            elif worker.hold_until_s > at_s:
+                self._held[key] = None
                 self.retry_at_s = min(self.retry_at_s, worker.hold_until_s)
+                ranking.remove(key)
             else:
-                views[worker.key] = worker.view()
-                if not has_place(views[worker.key], self._routing):
-                    del views[worker.key]
-        return views
+                ranking.update(worker.view())
 
-    def _refresh(self, views: dict[WorkerKey, WorkerView], key: WorkerKey) -> None:
-        worker = self._fleet.get(key)
-        if worker is not None:
-            views[key] = worker.view()
-            if not has_place(views[key], self._routing):
-                del views[key]
-
-    def _choose(self, tracked: Tracked, views: dict[WorkerKey, WorkerView], at_s: float) -> WorkerView | None:
+    def _choose(self, tracked: Tracked, at_s: float) -> WorkerKey | None:
         left_tokens = tracked.request.sampling.max_tokens - len(tracked.output_token_ids)
         need = Need(tokens=tracked.token_count + 1, growth_tokens=min(left_tokens, self._routing.growth_tokens))
         since_s = tracked.blocked_since_s
         # As the retry below is asked for: a difference may be rounded to less, and the retry would be for ever due now.
         patience_ended = since_s is not None and at_s >= since_s + self.rules.large_patience_s
-        view = choose(list(views.values()), need, self._routing, may_queue_large=patience_ended)
-        if view is None and not patience_ended:
+        found = self._ranking.choose(need, may_queue_large=patience_ended)
+        if found is None and not patience_ended:
             if since_s is None:
                 since_s = tracked.blocked_since_s = at_s
             self.retry_at_s = min(self.retry_at_s, since_s + self.rules.large_patience_s)
-        return view
+        return found
 
     def _place(self, tracked: Tracked, key: WorkerKey, at_s: float) -> Place:
         self._backlog.remove(tracked)
@@ -140,10 +135,18 @@ class Placement:
             expects_handover=expects_handover,
         )
 
-    @staticmethod
-    def _is_hopeless(tracked: Tracked, usable: Sequence[Worker]) -> bool:
-        return all(
-            worker.load is not None
-            and blocks_for(tracked.token_count + 1, worker.load.block_tokens) > worker.load.block_count
-            for worker in usable
-        )
+    def check(self) -> None:
+        """Raise InvariantViolation unless the ranking shows every worker as it is, but for those not looked at yet."""
+        unseen = {*self._fleet.changed, *self._held}
+        for worker in self._fleet:
+            if worker.key in unseen:
+                continue
+            view = worker.view() if worker.usable else None
+            expected = view if view is not None and has_place(view, self._routing) else None
+            if self._ranking.get(worker.key) != expected:
+                raise InvariantViolation(
+                    f"{worker.key} has changed, and routing was not told: {self._ranking.get(worker.key)}"
+                )
+        gone = [key for key in self._ranking if key not in unseen and self._fleet.get(key) is None]
+        if gone:
+            raise InvariantViolation(f"requests may be placed on {gone}, which are gone")

@@ -80,11 +80,14 @@ def blocks_for(tokens: int, block_tokens: int) -> int:
 
 def has_place(view: WorkerView, rules: RoutingRules) -> bool:
     """Whether the worker could take any request at all, however small."""
-    return _runs_at_once(view, 1) or _may_queue(view, rules)
+    return runs_at_once(view, 1) or may_queue(view, rules)
 
 
 def choose(views: Sequence[WorkerView], need: Need, rules: RoutingRules, *, may_queue_large: bool) -> WorkerView | None:
-    """The worker that gets the request now; None to keep it in the backlog. Ties go to the smallest id."""
+    """The worker that gets the request now; None to keep it in the backlog. Ties go to the smallest id.
+
+    The rule in its plain form. Dispatchers follow it by `policy.ranking.Ranking`, which has to choose the same.
+    """
     best: WorkerView | None = None
     best_rank: tuple[bool, float] = (False, -math.inf)
     for view in views:
@@ -102,14 +105,15 @@ def _rank(view: WorkerView, need: Need, rules: RoutingRules, *, may_queue_large:
     if view.draining or block_count > view.block_count:
         return None
     with_growth = min(view.block_count, blocks_for(need.tokens + need.growth_tokens, view.block_tokens))
-    if _runs_at_once(view, with_growth):
+    if runs_at_once(view, with_growth):
         return True, freeness(view)
-    if _may_queue(view, rules) and (may_queue_large or block_count <= rules.large_fraction * view.block_count):
+    if may_queue(view, rules) and (may_queue_large or block_count <= rules.large_fraction * view.block_count):
         return False, freeness(view)
     return None
 
 
-def _runs_at_once(view: WorkerView, block_count: int) -> bool:
+def runs_at_once(view: WorkerView, block_count: int) -> bool:
+    """Whether a request of so many blocks would run there without waiting."""
     coming = view.waiting_count + view.unseen_count
     return (
         not view.draining
@@ -119,6 +123,7 @@ def _runs_at_once(view: WorkerView, block_count: int) -> bool:
     )
 
 
-def _may_queue(view: WorkerView, rules: RoutingRules) -> bool:
+def may_queue(view: WorkerView, rules: RoutingRules) -> bool:
+    """Whether the worker's own queue has a place."""
     bound = max(1, min(rules.worker_queue_count, view.max_waiting_count))
     return not view.draining and view.waiting_count + view.unseen_count < bound

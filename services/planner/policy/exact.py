@@ -15,7 +15,7 @@ fixes the number of groups. What is exact, with a convex factor:
 
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
-from math import inf
+from math import fsum, inf
 
 from services.planner.policy.units import Partition, Units
 
@@ -49,7 +49,7 @@ def lower_bound(units: Units, group_count: int) -> float:
     stages = sum(units.stages)
     apart = sorted((w / s for w, s in zip(units.weights, units.stages, strict=True) for _ in range(s)), reverse=True)
     cut = _cut([1] * stages, apart, units.factors, units.max_stages, group_count)
-    return inf if cut is None else sum(_run_costs(cut, [1] * stages, apart, units.factors))
+    return inf if cut is None else fsum(_run_costs(cut, [1] * stages, apart, units.factors))
 
 
 def evened(units: Units, group_count: int) -> Partition | None:
@@ -78,7 +78,7 @@ def _run_costs(
     cut: Sequence[int], stages: Sequence[int], weights: Sequence[float], factors: Sequence[float]
 ) -> list[float]:
     runs = pairwise(cut)
-    return [sum(weights[begin:end]) * factors[sum(stages[begin:end])] for begin, end in runs]
+    return [fsum(weights[begin:end]) * factors[sum(stages[begin:end])] for begin, end in runs]
 
 
 def _cut(

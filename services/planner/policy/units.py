@@ -1,5 +1,6 @@
 """Partitions of groups into larger groups: the vocabulary that the grouping methods share."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -21,4 +22,4 @@ class Units:
         return sum(self.weights[i] for i in members) * self.factors[stages]
 
     def cost(self, partition: Partition) -> float:
-        return sum(self.cost_of(members) for members in partition)
+        return math.fsum(self.cost_of(members) for members in partition)

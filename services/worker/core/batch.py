@@ -6,6 +6,7 @@ parameters, prompt for the penalties) is sent once, in `added`.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ballast.common.sampling import SamplingParams
 
@@ -22,9 +23,11 @@ class NewSequence:
     sampling: SamplingParams  # its seed is set
 
 
-@dataclass(frozen=True, slots=True)
-class Slice:
-    """One sequence's share of a step: the tokens at positions `[first_position, first_position + len(token_ids))`."""
+class Slice(NamedTuple):
+    """One sequence's share of a step: the tokens at positions `[first_position, first_position + len(token_ids))`.
+
+    A named tuple because there is one for each token.
+    """
 
     sequence_id: SequenceId
     first_position: int  # so many tokens of the sequence have their KV in the cache

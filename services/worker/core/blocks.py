@@ -16,6 +16,20 @@ def blocks_for(token_count: int, block_tokens: int) -> int:
     return -(-token_count // block_tokens)
 
 
+_LOOKS = 64  # at changes only, before everything is looked at
+
+
+class _Audit:
+    """What a check has seen."""
+
+    __slots__ = ("looks_left", "owned", "tables")
+
+    def __init__(self, tables: dict[SequenceId, tuple[int, ...]], owned: set[int]) -> None:
+        self.tables = tables
+        self.owned = owned  # by any of them
+        self.looks_left = _LOOKS
+
+
 class BlockBook:
     """Always hands out the lowest free ids, so that what is in use stays at the low end of the cache and its tail can
     be given back with few moves. One heap operation per block taken or freed.
@@ -26,6 +40,8 @@ class BlockBook:
         self._block_tokens = block_tokens
         self._free = list(range(block_count))  # a heap
         self._tables: dict[SequenceId, tuple[int, ...]] = {}  # in token order
+        self._audit: _Audit | None = None  # of the last check; None: the next one looks at everything
+        self._changed: dict[SequenceId, None] = {}  # tables that are others than at the last check
 
     @property
     def block_count(self) -> int:
@@ -63,19 +79,34 @@ class BlockBook:
         free = self._free
         table = (*table, *[heapq.heappop(free) for _ in range(missing)])
         self._tables[sequence_id] = table
+        self._changed[sequence_id] = None
         return table
 
     def free(self, sequence_id: SequenceId) -> int:
         """Give back all blocks of a sequence. Returns their number: 0 if it held none."""
         table = self._tables.pop(sequence_id, ())
         free = self._free
+        self._changed[sequence_id] = None
         for block_id in table:
             heapq.heappush(free, block_id)
         return len(table)
 
+    def trim(self, sequence_id: SequenceId, token_count: int) -> None:
+        """Give back the blocks of a sequence beyond those that so many tokens take."""
+        table = self._tables.get(sequence_id, ())
+        kept = blocks_for(token_count, self._block_tokens)
+        if kept == 0:
+            self.free(sequence_id)
+        elif len(table) > kept:
+            self._tables[sequence_id] = table[:kept]
+            self._changed[sequence_id] = None
+            for block_id in table[kept:]:
+                heapq.heappush(self._free, block_id)
+
     def grow(self, added_block_count: int) -> None:
         """The cache got so many more blocks, at its end."""
         first = self._block_count
+        self._audit = None
         self._block_count += added_block_count
         self._free.extend(range(first, self._block_count))  # larger than all others: still a heap
 
@@ -92,6 +123,7 @@ class BlockBook:
         if not moves:
             return
         moved = dict(moves)
+        self._audit = None
         held = {b for table in self._tables.values() for b in table}
         free = set(self._free)
         if len(moved) != len(moves) or not held.issuperset(moved) or not free.issuperset(moved.values()):
@@ -105,6 +137,7 @@ class BlockBook:
     def shrink(self, block_count: int) -> None:
         """The cache ends earlier now. The blocks cut off must be free."""
         kept = [b for b in self._free if b < block_count]
+        self._audit = None
         if len(self._free) - len(kept) != self._block_count - block_count:
             raise InvariantViolation(f"of the blocks from {block_count} to {self._block_count} some are held")
         heapq.heapify(kept)
@@ -112,12 +145,40 @@ class BlockBook:
         self._block_count = block_count
 
     def check(self) -> None:
-        """Raise InvariantViolation unless every block is either free or in exactly one table (I3)."""
+        """Raise InvariantViolation unless every block is either free or in exactly one table (I3).
+
+        The tables that have not changed since the last look are only counted, except for every so many looks: the
+        free list, too, is then looked at as a whole.
+        """
+        if self._audit is None or self._audit.looks_left == 0:
+            self._check_all()
+            self._audit = _Audit(dict(self._tables), {b for table in self._tables.values() for b in table})
+        elif self._changed:
+            self._check_changed(self._audit)
+            self._audit.looks_left -= 1
+        self._changed.clear()
+
+    def _check_all(self) -> None:
         claimed = self._free.copy()
         for table in self._tables.values():
             claimed += table
         if len(claimed) != self._block_count or set(claimed) != set(range(self._block_count)):
             self._blame()
+
+    def _check_changed(self, audit: "_Audit") -> None:
+        owned = audit.owned
+        for sequence_id in self._changed:
+            owned.difference_update(audit.tables.pop(sequence_id, ()))
+        claimed_count = len(owned)
+        for sequence_id in self._changed:
+            if table := self._tables.get(sequence_id):
+                audit.tables[sequence_id] = table
+                owned.update(table)
+                claimed_count += len(table)
+        outside = any(b >= self._block_count for i in self._changed for b in self._tables.get(i, ()))
+        if outside or claimed_count != len(owned) or claimed_count + len(self._free) != self._block_count:
+            self._blame()
+            raise InvariantViolation("blocks have changed hands, and no table says so")
 
     def _blame(self) -> None:
         """Names the block that is in two places, in none or not there at all: slow."""

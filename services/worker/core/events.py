@@ -178,6 +178,7 @@ class HandOver:
 
     at_s: float
     to: WorkerId | Mapping[SequenceId, WorkerId]  # all there is to one, or those named; the others stay
+    frees: bool = False  # their KV is not needed here any more: the stages are told to forget them
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,6 +194,23 @@ class Adopted:
     suspended_ids: frozenset[SequenceId] = frozenset()  # their KV is on its way: KvArrived or KvLost will follow
     lost_ids: frozenset[SequenceId] = frozenset()  # their KV will not come: computed again
     last: bool = False  # no other handover is coming: who still waits for one need not
+
+
+@dataclass(frozen=True, slots=True)
+class RoomExpected:
+    """So much of the cache, and so many places among the running, are kept for sequences that are on their way here."""
+
+    at_s: float
+    block_count: int
+    running_count: int
+
+
+@dataclass(frozen=True, slots=True)
+class OrphanWithdrawn:
+    """Nobody is going to ask for this sequence. If somebody has, it is none."""
+
+    at_s: float
+    sequence_id: SequenceId
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,6 +241,8 @@ Event = (
     | KvLost
     | HandOver
     | Adopted
+    | RoomExpected
+    | OrphanWithdrawn
     | GroupLost
 )
 
@@ -302,8 +322,15 @@ class Drained:
 
 
 @dataclass(frozen=True, slots=True)
+class WithdrawnTooLate:
+    """A client has withdrawn, and another worker has had its sequence since a moment ago."""
+
+    sequence_id: SequenceId
+
+
+@dataclass(frozen=True, slots=True)
 class StreamsLost:
     """Close the stream of every dispatcher; batches that were in flight do not come back."""
 
 
-Command = Execute | Removed | HandedOver | Emit | Drained | StreamsLost
+Command = Execute | Removed | HandedOver | Emit | Drained | WithdrawnTooLate | StreamsLost

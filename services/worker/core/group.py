@@ -1,6 +1,6 @@
 """What changes when the group does: capacity, KV on its way, sequences that come from other leaders and go to them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 
 from ballast.common.errors import InvariantViolation
 from ballast.common.ids import WorkerId
@@ -14,7 +14,9 @@ from services.worker.core.events import (
     KvArrived,
     KvLost,
     KvTravels,
+    OrphanWithdrawn,
     RoleChanged,
+    RoomExpected,
     Submitted,
 )
 from services.worker.core.flights import Flights
@@ -44,7 +46,16 @@ class Group:
         self.moved_total = 0
 
     def handle(
-        self, event: RoleChanged | CapacityChanged | AdmissionLimited | KvTravels | KvArrived | KvLost | Adopted
+        self,
+        event: RoleChanged
+        | CapacityChanged
+        | AdmissionLimited
+        | KvTravels
+        | KvArrived
+        | KvLost
+        | Adopted
+        | RoomExpected
+        | OrphanWithdrawn,
     ) -> None:
         match event:
             case RoleChanged():
@@ -61,6 +72,11 @@ class Group:
                 self._kv_lost(event)
             case Adopted():
                 self._adopt_all(event)
+            case RoomExpected():
+                self._scheduler.expected_block_count = event.block_count
+                self._scheduler.expected_count = event.running_count
+            case OrphanWithdrawn():
+                self._drop(event)
 
     def _change_role(self, event: RoleChanged) -> None:
         self._flights.demand_none("the role is changed")
@@ -89,8 +105,8 @@ class Group:
         self._end_too_big(event.at_s)
         self.shed(event.at_s)
 
-    def _forget_swapped(self, at_s: float) -> None:
-        for sequence in self._scheduler.forget_swapped(at_s, "its KV is of no use to the new group"):
+    def _forget_swapped(self, at_s: float, who: Container[SequenceId] | None = None) -> None:
+        for sequence in self._scheduler.forget_swapped(at_s, "its KV is of no use to the new group", who):
             self._flights.forget(sequence)
 
     def shed(self, at_s: float) -> None:
@@ -152,7 +168,7 @@ class Group:
 
     def hand_over(self, event: HandOver) -> HandedOver:
         self._flights.demand_none("sequences are handed over")
-        self._forget_swapped(event.at_s)
+        self._forget_swapped(event.at_s, None if isinstance(event.to, str) else event.to)
         target = _target(event)
         packed: dict[WorkerId, list[SequenceSnapshot]] = {}
         for sequence in self._all():
@@ -162,6 +178,8 @@ class Group:
             suspended = sequence.sequence_id in self._scheduler.suspended
             packed.setdefault(to, []).append(pack(sequence, event.at_s, suspended=suspended))
             self._move_out(sequence, to, event.at_s)
+            if event.frees:
+                self._flights.forget(sequence)
         if isinstance(event.to, str):
             for sequence in self._residents.held.sequences:
                 self._move_out(sequence, event.to, event.at_s)
@@ -177,6 +195,7 @@ class Group:
     def _move_out(self, sequence: Sequence, to: WorkerId, at_s: float) -> None:
         if sequence.state is not SequenceState.ENDED and sequence.unsent is None:
             self._residents.outbox.moved(sequence.key, to)
+            self._residents.remember_moved(sequence)
         self._residents.move_out(sequence, at_s, f"moved to {to}")
         self.moved_total += 1
 
@@ -220,7 +239,10 @@ class Group:
                 self._scheduler.adopt(sequence, at_s, suspended=suspended)
             else:
                 self._scheduler.enqueue(sequence)
-        if held := self._residents.held.get(sequence.request_id):
+        if forsaken := self._residents.forsaken.get(sequence.request_id):
+            self._residents.forsaken.discard(forsaken)
+            self._residents.drop_orphan(sequence, at_s, "it was ended before it came")
+        elif held := self._residents.held.get(sequence.request_id):
             self._meet(sequence, held, at_s)
 
     def _meet(self, orphan: Sequence, held: Sequence, at_s: float) -> None:
@@ -231,6 +253,13 @@ class Group:
         else:
             self._residents.move_out(held, at_s, f"is {orphan.name}")
             self._residents.attach(orphan, claim)
+
+    def _drop(self, event: OrphanWithdrawn) -> None:
+        orphan = next((s for s in self._residents.orphans.sequences if s.sequence_id == event.sequence_id), None)
+        if orphan is None:
+            self.stale_total += 1
+        else:
+            self._residents.drop_orphan(orphan, event.at_s, "its client has gone")
 
     def claim(self, event: Submitted) -> bool:
         """Whether the request was an orphan here and is its dispatcher's again."""

@@ -32,11 +32,12 @@ class Outbox:
         return letter
 
     def token(self, sequence: Sequence, token_id: int, text: str, logprobs: TokenLogprobs | None) -> None:
-        letter = self._letter(sequence.key[0])
-        letter.handles.append(sequence.key[1])
+        stream_id, handle = sequence.key
+        letter = self._letters.get(stream_id) or self._letter(stream_id)
+        letter.handles.append(handle)
         letter.token_counts.append(1)
         letter.token_ids.append(token_id)
-        if sequence.wants_text and text:
+        if text and sequence.wants_text:
             letter.texts.append(text)
             letter.has_text = True
         else:

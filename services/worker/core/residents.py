@@ -4,6 +4,8 @@ A sequence has a dispatcher's stream, or it is an orphan: handed over by another
 until its dispatcher submits the request here.
 """
 
+from collections import OrderedDict
+
 from ballast.common.errors import InvariantViolation
 from ballast.common.sampling import FinishReason
 from services.worker.core.batch import SequenceId
@@ -15,6 +17,8 @@ from services.worker.core.outbox import Outbox
 from services.worker.core.scheduler import Scheduler
 from services.worker.core.sequence import Sequence, SequenceState, Unsent
 from services.worker.core.waits import Waits
+
+_MOVED_REMEMBERED = 256
 
 
 class Stream:
@@ -34,7 +38,9 @@ class Residents:
         self.live: dict[SequenceId, Sequence] = {}
         self.orphans = Waits(limits.orphan_timeout_s)  # for their dispatchers; those that have ended, too
         self.held = Waits(limits.orphan_timeout_s)  # for their sequence to be handed over
+        self.forsaken = Waits(limits.orphan_timeout_s)  # held, and ended before their sequence has come
         self.claims: dict[SequenceId, Submitted] = {}  # what those were submitted with
+        self._moved: OrderedDict[SequenceKey, SequenceId] = OrderedDict()  # the latest that other leaders have now
         self.outbox = Outbox()
         self.endings_total = dict.fromkeys(FinishReason, 0)
         self.refused_total = 0
@@ -42,7 +48,10 @@ class Residents:
 
     @property
     def next_deadline_at_s(self) -> float | None:
-        instants = (self._deadlines.next_at_s, self.orphans.next_at_s, self.held.next_at_s)
+        deadline_at_s = self._deadlines.next_at_s
+        if not self.orphans and not self.held:
+            return deadline_at_s
+        instants = (deadline_at_s, self.orphans.next_at_s, self.held.next_at_s)
         return min((at_s for at_s in instants if at_s is not None), default=None)
 
     # ---------------------------------------------------------------- coming
@@ -98,6 +107,8 @@ class Residents:
     ) -> None:
         """The one place where a dispatcher learns of an ending; of an orphan's as soon as it asks."""
         unsent, rest = sequence.unsent, sequence.stop.flush()
+        if sequence.state is SequenceState.HELD and len(self.forsaken) < self._limits.max_held_count:
+            self.forsaken.add(sequence, at_s)
         if unsent is None:
             self.outbox.text(sequence, rest)
             self.remove(sequence, at_s, reason, error)
@@ -108,11 +119,12 @@ class Residents:
             unsent.finish_reason, unsent.error, unsent.invalid = reason, error, invalid
 
     def end_too_big(self, sequence: Sequence, at_s: float) -> None:
+        """Not the request's fault: it may have begun in a larger group, and there may be another one."""
         error = (
             f"{sequence.token_count} tokens do not fit into the KV cache of this worker"
             f" ({self._scheduler.block_count} blocks of {self._limits.block_tokens} tokens), even alone"
         )
-        self.end(sequence, at_s, FinishReason.ERROR, error, invalid=True)
+        self.end(sequence, at_s, FinishReason.ERROR, error)
 
     def remove(self, sequence: Sequence, at_s: float, reason: FinishReason, why: str = "") -> None:
         """Without a word. Its blocks are free for the next batch even if it is in flight (see `core.stage`); not yet
@@ -135,6 +147,15 @@ class Residents:
                 self._scheduler.release(sequence)
             self._leave(sequence, at_s, why)
         self.orphans.discard(sequence)
+
+    def remember_moved(self, sequence: Sequence) -> None:
+        self._moved[sequence.key] = sequence.sequence_id
+        while len(self._moved) > _MOVED_REMEMBERED:
+            self._moved.popitem(last=False)
+
+    def take_moved(self, key: SequenceKey) -> SequenceId | None:
+        """What that handle stood for, if another leader has it since a moment ago."""
+        return self._moved.pop(key, None)
 
     def drop_orphan(self, orphan: Sequence, at_s: float, why: str) -> None:
         self.orphans.discard(orphan)
@@ -181,6 +202,7 @@ class Residents:
                 self.end(sequence, at_s, FinishReason.DEADLINE)
         for orphan in self.orphans.pop_due(at_s):
             self.drop_orphan(orphan, at_s, "nobody has asked for it")
+        self.forsaken.pop_due(at_s)
 
     # ---------------------------------------------------------------- inspector
 

@@ -17,6 +17,7 @@ on the stages until `resume`, `lose` or `let_go` is called for it.
 
 import bisect
 from collections import OrderedDict
+from collections.abc import Container
 from dataclasses import dataclass
 from itertools import islice
 
@@ -54,6 +55,8 @@ class Scheduler:
         self._microbatching = microbatching
         self.block_count = block_count
         self.lent_block_count = 0
+        self.expected_block_count = 0  # for sequences that come from other leaders, and
+        self.expected_count = 0  # so many of these
         self._ceiling_block_count = block_count
         self.admission_limit: int | None = None  # blocks; nothing new above it
         self.stage_count = 1
@@ -70,7 +73,7 @@ class Scheduler:
 
     @property
     def free_block_count(self) -> int:
-        return self.block_count - self.lent_block_count - self.reserved_block_count
+        return self.block_count - self.lent_block_count - self.expected_block_count - self.reserved_block_count
 
     @property
     def max_running_count(self) -> int:
@@ -79,7 +82,8 @@ class Scheduler:
 
     @property
     def running_count(self) -> int:
-        return len(self.running) + len(self.suspended) + self.swap.returning_count
+        returning_count = self.swap.returning_count if len(self.swap) else 0
+        return len(self.running) + len(self.suspended) + returning_count
 
     @property
     def waiting(self) -> list[Sequence]:
@@ -104,8 +108,9 @@ class Scheduler:
         """Whether the next plan may have something to run. None of it is certain: it may lack blocks, and only some
         microbatchings let a prompt go on while a part of it is in flight.
         """
-        if any(s.step_id <= landed_step_id or s.departed_tokens < s.token_count for s in self.running):
-            return True
+        for sequence in self.running:
+            if sequence.step_id <= landed_step_id or sequence.departed_tokens < sequence.token_count:
+                return True
         head = self._head()
         return self.swap.has_copies or (head is not None and self._admits(self.need(head)))
 
@@ -125,6 +130,8 @@ class Scheduler:
 
     def admit(self, at_s: float) -> None:
         """Let the head of the line in while it fits. Nobody overtakes it: it would starve."""
+        if not self.waiting_count and not len(self.swap):
+            return
         while (sequence := self._head()) is not None:
             need = self.need(sequence)
             if not self._admits(need):
@@ -137,14 +144,25 @@ class Scheduler:
             self._leave_line(sequence)
             self._run(sequence, need, at_s, f"{need} of {self.free_block_count} free blocks")
 
+    def why_no_room(self, block_count: int, *, new: bool) -> str:
+        """Why a sequence of another leader that takes so many blocks more cannot come, or (not `new`) not go on coming;
+        empty: it can.
+        """
+        if self._admits(block_count) if new else block_count <= self.free_block_count:
+            return ""
+        return (
+            f"{self.free_block_count} of {self.block_count} blocks are free, {block_count} are needed;"
+            f" {self.running_count} of {self.max_running_count} sequences run"
+        )
+
     def _admits(self, need_block_count: int) -> bool:
         block_count = self.block_count
         if self.admission_limit is not None:
             block_count = min(block_count, self.admission_limit)
         view = AdmissionView(
             block_count,
-            block_count - self.lent_block_count - self.reserved_block_count,
-            self.running_count,
+            block_count - self.block_count + self.free_block_count,
+            self.running_count + self.expected_count,
             self.max_running_count,
         )
         return admits(view, need_block_count, self._limits.admission_reserve_fraction)
@@ -156,7 +174,9 @@ class Scheduler:
 
     def _head(self) -> Sequence | None:
         """First in the order of service, of those that wait and those that are swapped out."""
-        waiting = next((next(iter(line.values())) for line in self._waiting if line), None)
+        waiting = (
+            next((next(iter(line.values())) for line in self._waiting if line), None) if self.waiting_count else None
+        )
         away = min(self.swap.away, key=_order, default=None) if len(self.swap) else None
         if waiting is None or away is None:
             return waiting or away
@@ -206,7 +226,8 @@ class Scheduler:
         """Running sequences that have outgrown the whole cache. They are to be ended before the next plan: no
         preemption can help them.
         """
-        return [s for s in self.running if self.too_big(s)]
+        ceiling_tokens = self._ceiling_block_count * self._block_tokens
+        return [s for s in self.running if s.token_count > ceiling_tokens]
 
     def too_big(self, sequence: Sequence) -> bool:
         return sequence.token_count > self._ceiling_block_count * self._block_tokens
@@ -346,9 +367,9 @@ class Scheduler:
         victim.move(SequenceState.SWAPPED, at_s, f"preempted, {why}")
         self.swap.leave(victim)
 
-    def forget_swapped(self, at_s: float, why: str) -> list[Sequence]:
-        """They are computed anew: the group changes, and with it whose KV is where."""
-        lost = self.swap.sequences
+    def forget_swapped(self, at_s: float, why: str, who: Container[SequenceId] | None = None) -> list[Sequence]:
+        """They, or those named, are computed anew: the group changes, and with it whose KV is where."""
+        lost = [s for s in self.swap.sequences if who is None or s.sequence_id in who]
         for sequence in lost:
             self.swap.forget(sequence)
             self._recompute(sequence, at_s, why)

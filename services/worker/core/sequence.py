@@ -146,10 +146,6 @@ class Sequence:
             f"{now} {self.reserved_block_count} blocks reserved"
         ]
 
-    @property
-    def last_token_id(self) -> int:
-        return (self.output_token_ids or self.prompt_token_ids)[-1]
-
     def append(self, token_id: int) -> int:
         """A new token, its KV not yet computed. Returns the number of output tokens."""
         self.output_token_ids.append(token_id)

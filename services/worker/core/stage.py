@@ -46,7 +46,7 @@ class StageBook:
         for sequence_id in batch.removed:
             self._book.free(sequence_id)
         cover = self._book.cover
-        return tuple([cover(part.sequence_id, part.first_position + len(part.token_ids)) for part in batch.slices])
+        return tuple([cover(sequence_id, first + len(ids)) for sequence_id, first, ids, _ in batch.slices])
 
     def missing_count(self, sequence_id: SequenceId, token_count: int) -> int:
         """Blocks that `hold` would take."""
@@ -57,6 +57,10 @@ class StageBook:
         a block id means the same place in every layer. To be called between two batches, none of which is on its way.
         """
         return self._book.cover(sequence_id, token_count)
+
+    def trim(self, sequence_id: SequenceId, token_count: int) -> None:
+        """What was held beyond so many tokens is free."""
+        self._book.trim(sequence_id, token_count)
 
     def release(self, sequence_id: SequenceId) -> int:
         """The sequence has left this stage: its KV has been sent away. Returns the number of its blocks."""

@@ -79,7 +79,16 @@ class StopText:
 class StopRule:
     """All stopping conditions of one sequence. `finish_reason` is set once one of them holds."""
 
-    __slots__ = ("_include", "_max_output_count", "_min_tokens", "_tokens", "finish_reason", "matched_stop", "text")
+    __slots__ = (
+        "_include",
+        "_max_output_count",
+        "_min_tokens",
+        "_tokens",
+        "finish_reason",
+        "matched_stop",
+        "text",
+        "watched_from",
+    )
 
     def __init__(
         self, sampling: SamplingParams, eos_token_ids: frozenset[int], max_output_count: int, text: StopText | None
@@ -93,6 +102,8 @@ class StopRule:
         self._max_output_count = max_output_count
         self._include = sampling.include_stop_str_in_output
         self.text = text
+        # `take` must see the tokens from this one on: those before it cannot be the last, and have no text to pass on.
+        self.watched_from = max_output_count if text is None and not self._tokens else 0
         self.finish_reason: FinishReason | None = None
         self.matched_stop = ""  # the stop string, or the decimal id of the token
 

@@ -43,6 +43,8 @@ class Waits:
 
     def pop_due(self, at_s: float) -> list[Sequence]:
         due: list[Sequence] = []
+        if not self._by_request:
+            return due
         while (next_at_s := self.next_at_s) is not None and next_at_s <= at_s:
             sequence = self._queue.popleft()[1]
             self.discard(sequence)

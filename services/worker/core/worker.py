@@ -5,7 +5,7 @@ thread, no tensor. Whoever drives it calls `handle` from one thread, asks for a 
 reports the steps in their order.
 
 A sequence that can never run is turned away at once. One that has outgrown the whole KV cache while it ran ends with
-ERROR and not with LENGTH: the same request would have gone on elsewhere, and a cut answer must not look complete.
+ERROR and not with LENGTH: a cut answer must not look complete, and a larger group may go on with it.
 """
 
 import sys
@@ -39,6 +39,7 @@ from services.worker.core.events import (
     StreamsLost,
     Submitted,
     Tick,
+    WithdrawnTooLate,
 )
 from services.worker.core.flights import Flight, Flights
 from services.worker.core.group import ANOTHER_LEADS, Group
@@ -49,6 +50,7 @@ from services.worker.core.residents import Residents, Stream
 from services.worker.core.scheduler import Scheduler
 from services.worker.core.sequence import Sequence, SequenceState
 from services.worker.core.stage import StageBook
+from services.worker.policy.departure import Decoding
 from services.worker.policy.microbatching import Microbatching, by_token_count
 from services.worker.policy.placement import PlacementView
 
@@ -90,7 +92,7 @@ class WorkerCore:
         self._residents = Residents(limits, self._scheduler, self._flights)
         self._group = Group(limits, self._residents, self._scheduler, self._flights)
         self._outbox = self._residents.outbox
-        self._last_sequence_id = first_sequence_id
+        self._first_sequence_id = self._last_sequence_id = first_sequence_id
         self._draining = False
         self._drained = False
         self._progress_at_s = 0.0  # last completed step, or end of the last idle time
@@ -98,6 +100,7 @@ class WorkerCore:
         self._prompt_tokens_total = 0
         self._generation_tokens_total = 0
         self._stale_events_total = 0
+        self._withdrawn_too_late: SequenceId | None = None
 
     # ---------------------------------------------------------------- the one door
 
@@ -137,10 +140,13 @@ class WorkerCore:
             case _:
                 self._group.handle(event)
         commands: list[Command] = [*self._outbox.take(self._seen_handle)]
-        if self._flights.to_remove and (isinstance(event, _TELLS_REMOVED) or not self._busy):
+        if self._flights.to_remove and (not self._busy or isinstance(event, _TELLS_REMOVED)):
             commands.append(self._flights.tell_removed())
         if handed_over is not None:
             commands.append(handed_over)
+        if self._withdrawn_too_late is not None:
+            commands.append(WithdrawnTooLate(self._withdrawn_too_late))
+            self._withdrawn_too_late = None
         if self._draining and not self._drained and self._empty:
             self._drained = True
             commands.append(Drained())
@@ -199,6 +205,34 @@ class WorkerCore:
         held = (*scheduler.running, *scheduler.suspended.values())
         return {s.sequence_id: s.computed_tokens for s in held if s.computed_tokens}
 
+    def decoding(self) -> tuple[Decoding, ...]:
+        """The sequences that are past their prompts and could go on elsewhere: those of dispatchers, no orphans."""
+        return tuple(
+            Decoding(s.sequence_id, s.rank, s.token_count, s.reserved_block_count)
+            for s in self._scheduler.running
+            if s.unsent is None and s.token_count - s.computed_tokens == 1 and s.output_token_ids
+        )
+
+    def running_kv_tokens(self, sequence_id: SequenceId) -> int | None:
+        """Of a sequence that runs: how many of its tokens have KV."""
+        sequence = self._residents.live.get(sequence_id)
+        if sequence is None or sequence.state is not SequenceState.RUNNING:
+            return None
+        return sequence.computed_tokens
+
+    def why_no_room(self, block_count: int, *, new: bool) -> str:
+        """Why a sequence of another leader that takes so many blocks more cannot come, or (not `new`) not go on coming;
+        empty: it can.
+        """
+        if self._draining:
+            return "this worker is draining"
+        return self._scheduler.why_no_room(block_count, new=new)
+
+    @property
+    def first_sequence_id(self) -> SequenceId:
+        """Where this worker's ids begin: the part of them that no other worker has."""
+        return self._first_sequence_id
+
     @property
     def longest_token_count(self) -> int:
         """Of the sequences that run, wait or are suspended."""
@@ -229,13 +263,17 @@ class WorkerCore:
 
     def load(self, at_s: float, memory: MemoryReport) -> LoadReport:
         scheduler = self._scheduler
+        waiting_count, waiting_block_count = scheduler.waiting_count, scheduler.waiting_block_count
+        if swapped_count := len(scheduler.swap):
+            waiting_count += swapped_count - scheduler.swap.returning_count
+            waiting_block_count += sum(scheduler.need(s) for s in scheduler.swap.away)
         return LoadReport(
             block_tokens=self._limits.block_tokens,
             block_count=scheduler.block_count,
-            used_block_count=scheduler.reserved_block_count + scheduler.lent_block_count,
-            waiting_block_count=scheduler.waiting_block_count + sum(scheduler.need(s) for s in scheduler.swap.away),
+            used_block_count=scheduler.block_count - scheduler.free_block_count,
+            waiting_block_count=waiting_block_count,
             running_count=scheduler.running_count,
-            waiting_count=scheduler.waiting_count + len(scheduler.swap) - scheduler.swap.returning_count,
+            waiting_count=waiting_count,
             max_running_count=scheduler.max_running_count,
             steps_total=self._steps_total,
             preemptions_total=scheduler.preemptions_total,
@@ -314,6 +352,7 @@ class WorkerCore:
         sequence = stream.live.get(event.key.handle) if stream else None
         if sequence is None:
             self._stale_events_total += 1
+            self._withdrawn_too_late = self._residents.take_moved(event.key)
         else:
             self._residents.end(sequence, event.at_s, FinishReason.CANCELLED)
 
@@ -355,12 +394,13 @@ class WorkerCore:
         flight = self._land(result.step_id, event.at_s)
         flight.check_result(result, len(texts))
         self._scheduler.swap.measured(result.execute_s, result.copy_s)
+        at_s, token_ids, logprobs, take = event.at_s, result.token_ids, result.logprobs, self._token
         index = 0
         for sequence, computed_tokens, samples in flight.shares:
             if sequence.state is not SequenceState.ENDED:
                 sequence.computed_tokens = computed_tokens
                 if samples:
-                    self._token(sequence, event.at_s, result.token_ids[index], texts[index], result.logprobs[index])
+                    take(sequence, at_s, token_ids[index], texts[index], logprobs[index])
             index += samples
         self._group.shed(event.at_s)
 
@@ -374,7 +414,7 @@ class WorkerCore:
             self._prompt_tokens_total += len(sequence.prompt_token_ids)
         self._generation_tokens_total += 1
         output_count = sequence.append(token_id)
-        text = stop.take(token_id, output_count, delta)
+        text = stop.take(token_id, output_count, delta) if output_count >= stop.watched_from else ""
         if sequence.unsent is None:
             self._outbox.token(sequence, token_id, text, logprobs)
         else:

@@ -13,6 +13,7 @@ from ballast.common.errors import DeadlineExceeded, StaleEpoch, Unavailable
 from services.worker.emulation.card import Card
 from services.worker.emulation.link import Connection, EmulatedLink, Receiver
 from services.worker.emulation.wire import Frame, Kind
+from services.worker.transport.pace import StagePace
 
 _MAX_PARKED = 256
 _Key = tuple[str, int]  # peer and epoch
@@ -23,6 +24,7 @@ class EmulatedPlane:
 
     def __init__(self, worker_id: str, receiver: Receiver, *, host: str, bytes_per_s: float) -> None:
         self.worker_id = worker_id
+        self.pace = StagePace()  # of its stage; messages are carried in any case as they would be
         self._receiver = receiver
         self._loop = asyncio.get_running_loop()
         self._card = Card(self._loop, bytes_per_s)

@@ -46,6 +46,7 @@ class PackedStep:
     decode_contexts_S: Ints  # tokens, the new one included; ascending
     decode_blocks_SW: Ints  # whole tables, padded with the sequence's own first block
     chunks: tuple[Chunk, ...]
+    first_rows: Ints  # aligned with the batch's slices: the row of its first token
     sample_rows: Ints  # aligned with the batch's slices that sample
     blocks_end: int  # highest block id in use, plus one
 
@@ -93,8 +94,9 @@ class Packer:
             for row, i in zip(first_rows[decode_count:], chunked, strict=True)
         )
         token_ids = itertools.chain.from_iterable(slices[i].token_ids for i in order.tolist())
-        last_rows = np.empty(len(slices), np.int64)  # slice -> row of its last token
-        last_rows[order] = first_rows + lengths - 1
+        rows_of_slices = np.empty(len(slices), np.int64)
+        rows_of_slices[order] = first_rows
+        last_rows = rows_of_slices + [len(part.token_ids) - 1 for part in slices]
         return PackedStep(
             block_tokens=self._block_tokens,
             token_ids_T=np.fromiter(token_ids, np.int64, int(lengths.sum())),
@@ -103,6 +105,7 @@ class Packer:
             decode_contexts_S=starts[:decode_count] + 1,
             decode_blocks_SW=decode_blocks_SW,
             chunks=chunks,
+            first_rows=rows_of_slices,
             sample_rows=last_rows[[part.samples for part in slices]],
             blocks_end=max(int(table.max()) for table in tables) + 1,
         )

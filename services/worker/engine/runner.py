@@ -5,12 +5,13 @@ from collections.abc import Sequence
 
 import torch
 
-from services.worker.core.batch import Batch, SequenceId, StepResult
-from services.worker.engine.attention import AttentionBackend
+from services.worker.core.batch import Batch, SequenceId, Slice, StepResult
+from services.worker.engine.attention import AttentionBackend, AttentionStep
 from services.worker.engine.model import Model
 from services.worker.engine.model_config import ModelConfig
 from services.worker.engine.packing import PackedStep, Packer
 from services.worker.engine.sampler import Sampler, SampleRow
+from services.worker.engine.spread_attention import Holders, Nowhere, SpreadAttentionStep
 from services.worker.memory.kv_cache import KvCache
 
 
@@ -26,11 +27,16 @@ class ModelRunner:
         self._sampler = sampler
         self._kv = kv
         self._packer = Packer(kv.shape.block_tokens)
+        self._holders: Holders = Nowhere()
 
     @property
     def sequence_ids(self) -> tuple[SequenceId, ...]:
         """The sequences that were added and not removed."""
         return self._sampler.sequence_ids
+
+    def attend_with(self, holders: Holders) -> None:
+        """From now on: who attends to contexts whose KV is not here."""
+        self._holders = holders
 
     def step(self, batch: Batch, block_tables: Sequence[Sequence[int]]) -> StepResult:
         """Execute a batch on the whole model; see `run_stage`."""
@@ -71,7 +77,8 @@ class ModelRunner:
         packed = self._packer.pack(batch.slices, block_tables)
         self._kv.guard(packed.blocks_end)
         with torch.inference_mode():
-            hidden_TD = self._forward(packed, hidden_TD, first_layer, last_layer)
+            attention = self._attend(packed, batch.slices, block_tables, first_layer)
+            hidden_TD = self._forward(packed, hidden_TD, attention, first_layer, last_layer)
             if not samples:
                 return hidden_TD
             rows = [SampleRow(s.sequence_id, s.first_position + len(s.token_ids)) for s in batch.slices if s.samples]
@@ -87,8 +94,23 @@ class ModelRunner:
             self._sampler.remove(sequence_id)
         self._packer.forget_all()
 
+    def _attend(
+        self, packed: PackedStep, slices: Sequence[Slice], block_tables: Sequence[Sequence[int]], first_layer: int
+    ) -> AttentionStep:
+        if not any(self._holders.of(part.sequence_id) for part in slices):
+            return self._attention.prepare(packed)
+        device = self._kv.layer(0).device
+        return SpreadAttentionStep(
+            self._attention, self._packer, packed, slices, block_tables, self._holders, first_layer, device
+        )
+
     def _forward(
-        self, packed: PackedStep, hidden_TD: torch.Tensor | None, first_layer: int, last_layer: int
+        self,
+        packed: PackedStep,
+        hidden_TD: torch.Tensor | None,
+        attention: AttentionStep,
+        first_layer: int,
+        last_layer: int,
     ) -> torch.Tensor:
         device = self._kv.layer(0).device
         if hidden_TD is None:
@@ -96,7 +118,7 @@ class ModelRunner:
         return self._model.run_layers(
             hidden_TD,
             torch.from_numpy(packed.positions_T).to(device),
-            self._attention.prepare(packed),
+            attention,
             first_layer=first_layer,
             last_layer=last_layer,
         )

@@ -63,6 +63,7 @@ from services.worker.pipeline.handover import Handover
 from services.worker.pipeline.homecoming import Homecoming
 from services.worker.pipeline.hub import Hub
 from services.worker.pipeline.links import Links
+from services.worker.pipeline.migrations import Migrations
 from services.worker.pipeline.published import Published
 from services.worker.pipeline.restoring import BEFORE_COMMIT, Restoring
 from services.worker.pipeline.role import Role, own_layers
@@ -72,6 +73,7 @@ from services.worker.shell import MemberEvent
 from services.worker.transport.traffic import TrafficClass
 
 _AFTER_COMMIT = (Phase.COMMITTING, Phase.EXCHANGING)
+_OVER = (Phase.DONE, Phase.ABORTED, Phase.FAILED)
 
 
 class TransitionDriver:
@@ -87,6 +89,7 @@ class TransitionDriver:
         handover: Handover,
         homecoming: Homecoming,
         restoring: Restoring,
+        migrations: Migrations,
         core: WorkerCore,
         book: StageBook,
         memory: DeviceMemory,
@@ -104,6 +107,7 @@ class TransitionDriver:
         self._handover = handover
         self._homecoming = homecoming
         self._restoring = restoring
+        self._migrations = migrations
         self._core = core
         self._book = book
         self._memory = memory
@@ -129,8 +133,9 @@ class TransitionDriver:
             self.drive(AbortRequested(time.monotonic(), current.epoch, why))
         if current is not None and current.phase in _AFTER_COMMIT:
             return  # one after the other: the planner asks again
-        if not self._restoring.idle:
-            return  # what is read for it must not be unmapped
+        self._migrations.give_up("the layout changes")
+        if not (self._restoring.idle and self._migrations.idle):
+            return  # what is read or written for it must not be unmapped
         self._learning = False
         transition = self.transition = Transition(self._role.me, plan)
         self._received = event
@@ -239,6 +244,11 @@ class TransitionDriver:
         current = self.transition is not None and self.transition.epoch == epoch
         self._published.stale_total += not current
         return current
+
+    @property
+    def under_way(self) -> bool:
+        """A transition has begun and is not over."""
+        return self.transition is not None and self.transition.phase not in _OVER
 
     def awaits_roster(self, epoch: Epoch) -> bool:
         transition = self.transition

@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING
 
 from ballast.common.ids import Epoch, WorkerId
 from services.worker.core.batch import Batch, SequenceId, StepResult
+from services.worker.core.migration_messages import Message as MigrationMessage
+from services.worker.core.migration_messages import MigrationId
+from services.worker.core.migration_messages import Span as MigrationSpan
 from services.worker.core.plan import Plan
 from services.worker.core.precopy import Span
 from services.worker.core.snapshot import SequenceSnapshot
@@ -164,6 +167,41 @@ class RoomGranted(MemberEvent):
     """From the leader, behind the last batch that could need them: the blocks beyond the size at home are free."""
 
     epoch: Epoch
+
+
+@dataclass(frozen=True, slots=True)
+class MigrationOrdered(MemberEvent):
+    """From the planner: this worker is `source` or `target`."""
+
+    epoch: Epoch
+    source: WorkerId
+    target: WorkerId
+    peer_address: str  # where the other one's links meet
+    block_budget: int
+    until_s: float
+    cause_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class MigrationTold(MemberEvent):
+    peer: WorkerId
+    message: MigrationMessage
+    link: Link  # answers go the same way
+    at_s: float  # when it came: the engine may have been in a step
+
+
+@dataclass(frozen=True, slots=True)
+class SpanLanded(MemberEvent):
+    """KV of a sequence that comes here by a migration; None: what was coming will not."""
+
+    migration_id: MigrationId
+    span: MigrationSpan | None
+
+
+@dataclass(frozen=True, slots=True)
+class SpanSent(MemberEvent):
+    migration_id: MigrationId
+    report: Future[TransferReport]
 
 
 @dataclass(frozen=True, slots=True)

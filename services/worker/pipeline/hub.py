@@ -20,7 +20,7 @@ from services.worker.core.transition_messages import (
     PeerLost,
     RosterReceived,
 )
-from services.worker.pipeline.destinations import Destinations
+from services.worker.pipeline.destinations import Destinations, ExpectedSpans
 from services.worker.pipeline.events import (
     BatchArrived,
     CapacityTold,
@@ -30,19 +30,23 @@ from services.worker.pipeline.events import (
     KvAsked,
     LayerArrived,
     LayerAsked,
+    MigrationTold,
     ResultArrived,
     RoomGranted,
     RoomWithdrawn,
     RosterArrived,
     ShareTold,
+    SpanLanded,
     Told,
     Woken,
 )
 from services.worker.pipeline.wire import (
     Topic,
     batch_from_bytes,
+    migration_from_bytes,
     result_from_bytes,
     snapshot_from_proto,
+    span_from_bytes,
     victim_from_proto,
 )
 from services.worker.shell import MemberEvent
@@ -62,6 +66,7 @@ class Hub:
         self.kv = Destinations()
         self.ahead = Destinations()  # buffers for KV before a commit, keyed (epoch, sequence, source, 0)
         self.layers = Destinations()  # keyed (epoch, layer, source, 0)
+        self.spans = ExpectedSpans()  # of sequences that come by migrations
         self._receiving: set[tuple[Link, int]] = set()  # transfers that write into this worker's memory
         self._lock = Lock()
         self._heads: dict[Link, bytes] = {}  # of the batch that comes next on that link
@@ -113,7 +118,9 @@ class Hub:
                 wanted = pb.KvWanted.FromString(message.meta)
                 span = Span(wanted.sequence_id, wanted.first_block, wanted.last_block)
                 self._post(KvAheadAsked(epoch, span, link))
-            case Topic.KV | Topic.LAYER | Topic.KV_AHEAD:
+            case Topic.MIGRATION:
+                self._post(MigrationTold(peer, migration_from_bytes(_whole(message)), link, now_s))
+            case Topic.KV | Topic.LAYER | Topic.KV_AHEAD | Topic.MIGRATION_KV:
                 raise ValueError(f"{peer} sends {Topic(message.topic).name} as a message")
 
     def on_opening(self, link: Link, opening: Opening) -> Sequence[torch.Tensor] | Refusal:
@@ -124,6 +131,8 @@ class Hub:
         elif opening.topic == Topic.KV_AHEAD:
             pieces = self.ahead.take((epoch, pb.KvPiece.FromString(opening.meta).sequence_id, peer, 0))
             pieces = pieces and [pieces[0][: opening.total_bytes]]  # there may be less than was asked for
+        elif opening.topic == Topic.MIGRATION_KV:
+            pieces = self.spans.take(peer, *span_from_bytes(opening.meta))
         else:
             pieces = self.layers.take((epoch, pb.LayerWanted.FromString(opening.meta).layer, peer, 0))
         if pieces is None:
@@ -146,6 +155,10 @@ class Hub:
             return
         if opening.topic == Topic.KV_AHEAD:
             self._post(_ahead(epoch, peer, opening, "" if delivered else outcome.value))
+            return
+        if opening.topic == Topic.MIGRATION_KV:
+            migration_id, span = span_from_bytes(opening.meta)
+            self._post(SpanLanded(migration_id, span if delivered else None))
             return
         wanted = pb.LayerWanted.FromString(opening.meta)
         failure = "" if delivered else f"{peer}: {outcome.value}"

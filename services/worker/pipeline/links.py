@@ -11,7 +11,7 @@ from ballast.common.errors import BallastError
 from ballast.common.ids import Epoch, WorkerId
 from ballast.service.logs import get_logger
 from services.worker.core.transition_messages import LinksUp, PreparationFailed
-from services.worker.pipeline.events import LinkMade, Told
+from services.worker.pipeline.events import LinkMade, Told, Woken
 from services.worker.pipeline.role import Role
 from services.worker.pipeline.wire import Topic
 from services.worker.shell import MemberEvent
@@ -90,6 +90,13 @@ class Links:
             future.add_done_callback(lambda f, p=peer: self._post(LinkMade(epoch, p, f)))
         if not peers:
             self._post(Told(epoch, LinksUp(time.monotonic(), epoch)))
+
+    def meet(self, peer: WorkerId, address: str, epoch: Epoch) -> None:
+        """A link to a worker outside of the group, while that layout lasts. If none comes up, nobody is told."""
+        self._plane.retire(epoch, (peer,))
+        if self.to(peer, epoch) is None:
+            made = self._plane.warm(peer, address, epoch, timeout_s=_LINK_TIMEOUT_S)
+            made.add_done_callback(lambda _: self._post(Woken()))
 
     def name_partners(self, addresses: Mapping[WorkerId, str]) -> None:
         """From any thread: spares are kept for these, so that `connect` need not make a link."""

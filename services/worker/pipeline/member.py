@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from ballast.common.errors import InvariantViolation
 from ballast.common.ids import Epoch, WorkerId
 from ballast.service.logs import get_logger
+from services.worker.core.batch import SequenceId
 from services.worker.core.events import CapacityChanged, Execute, GroupLost, Removed, RoleChanged
 from services.worker.core.plan import Phase
 from services.worker.core.stage import StageBook
@@ -33,6 +34,8 @@ from services.worker.pipeline.events import (
     LayerAsked,
     LayerChecked,
     LinkMade,
+    MigrationOrdered,
+    MigrationTold,
     PieceSent,
     PlanReceived,
     ResultArrived,
@@ -40,6 +43,8 @@ from services.worker.pipeline.events import (
     RoomWithdrawn,
     RosterArrived,
     ShareTold,
+    SpanLanded,
+    SpanSent,
     Told,
     Woken,
 )
@@ -47,6 +52,7 @@ from services.worker.pipeline.handover import Handover
 from services.worker.pipeline.homecoming import Homecoming
 from services.worker.pipeline.hub import Hub
 from services.worker.pipeline.links import Links
+from services.worker.pipeline.migrations import Migrations
 from services.worker.pipeline.published import Published
 from services.worker.pipeline.rescue import Rescue
 from services.worker.pipeline.restoring import Restoring
@@ -113,8 +119,23 @@ class GroupMember:
             runner,
             book=book,
             published=published,
+            pace=plane.pace,
             precopy=lambda: restoring.precopy,
             awaits_roster=lambda epoch: self._driver.awaits_roster(epoch),
+        )
+        self._migrations = migrations = Migrations(
+            role,
+            links,
+            published.migrations,
+            core=core,
+            book=book,
+            kv=memory.kv,
+            hub=hub,
+            synchronise=memory.pool.backend.synchronise,
+            tell=answers.tell,
+            layout_changes=lambda: self._rescue is not None or self._driver.under_way,
+            newest_epoch=lambda: published.newest_epoch,
+            post=post,
         )
         self._driver = TransitionDriver(
             role,
@@ -126,6 +147,7 @@ class GroupMember:
             handover=Handover(role, links, capacities, core=core, book=book, memory=memory, tell=answers.tell),
             homecoming=homecoming,
             restoring=restoring,
+            migrations=migrations,
             core=core,
             book=book,
             memory=memory,
@@ -194,6 +216,8 @@ class GroupMember:
             case ShareTold() | KvAheadAsked() | KvAheadArrived():
                 if driver.is_current(event.epoch):
                     restoring.ahead(event)
+            case MigrationOrdered() | MigrationTold() | SpanLanded() | SpanSent():
+                self._migrations.handle(event)
             case Woken():
                 pass  # see `poll`
             case _:
@@ -205,6 +229,7 @@ class GroupMember:
             has_work = bool(self._core.in_flight_count) or self._core.has_work
             self.published.clock.note_work(time.monotonic(), has_work=has_work)
         self._driver.poll()
+        self._migrations.poll()
         if self._rescue is not None and self._rescue.poll(time.monotonic(), self._grow_book):
             self._be_whole(self._rescue)
         return self._answers.take()
@@ -213,8 +238,13 @@ class GroupMember:
         tables = command.block_tables if isinstance(command, Execute) else ()
         return self._stage.run(command.batch, tables, None)
 
+    def withdrawn(self, sequence_id: SequenceId) -> list[Answer]:
+        self._migrations.withdrawn(sequence_id)
+        return self._answers.take()
+
     def check(self) -> None:
         self._book.check()
+        self._migrations.check()
         self._driver.check()
         self._restoring.check()
         if self._book.block_count > self._memory.kv.block_count:
@@ -239,6 +269,7 @@ class GroupMember:
 
     def _peer_lost(self, epoch: Epoch, event: PeerLost) -> None:
         """Before a commit this ends the preparation; a member of the group in force takes the group with it."""
+        self._migrations.peer_lost(epoch, event.peer, event.why)
         if self._rescue is not None:
             return
         in_group = epoch == self._role.epoch and self._role.has_stage(event.peer)

@@ -9,6 +9,7 @@ from ballast.common.ids import Epoch
 from services.worker.core.plan import Phase
 from services.worker.core.transition import Transition
 from services.worker.core.transition_messages import Event, LinksUp, MemoryReady
+from services.worker.pipeline.migration_totals import MigrationTotals
 from services.worker.pipeline.stage_clock import StageClock
 from services.worker.pipeline.status import Progress
 
@@ -24,6 +25,7 @@ class Published:
 
     def __init__(self) -> None:
         self.clock = StageClock()
+        self.migrations = MigrationTotals()
         self.stale_total = 0  # events of another time, which have changed nothing
         self.progress: dict[Epoch, Progress] = {}  # replaced, never changed
         self.on_publish: Callable[[], None] = _nothing  # called after that, on the engine thread

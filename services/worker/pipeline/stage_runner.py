@@ -18,6 +18,7 @@ from services.worker.pipeline.published import Published
 from services.worker.pipeline.role import Role
 from services.worker.pipeline.wire import Topic, batch_to_bytes, failure_to_bytes, result_to_bytes
 from services.worker.shell import StepOutcome
+from services.worker.transport.pace import StagePace
 from services.worker.transport.traffic import TrafficClass
 
 if TYPE_CHECKING:
@@ -53,6 +54,7 @@ class StageRunner:
         *,
         book: StageBook,
         published: Published,
+        pace: StagePace,
         precopy: Callable[[], PrecopyRun | None],
         awaits_roster: Callable[[Epoch], bool],
     ) -> None:
@@ -62,6 +64,7 @@ class StageRunner:
         self._engine = engine
         self._book = book
         self._published = published
+        self._pace = pace
         self._precopy = precopy
         self._awaits_roster = awaits_roster
         self._early: list[BatchArrived] = []  # batches of a leader that is ahead of this member
@@ -74,14 +77,20 @@ class StageRunner:
         if role.leads and batch.slices:
             batch = replace(batch, quiet_s=clock.take_quiet_s())
         began_s = time.monotonic()
+        in_pipeline = bool(role.stages and batch.slices)
+        if in_pipeline:
+            self._pace.begins(began_s)
         try:
             out = self._engine.run_stage(
                 batch, tables, hidden_TD, first_layer=role.layers.start, last_layer=role.layers.stop
             )
         except (RuntimeError, ValueError, IndexError) as error:
             return self._failed(batch, f"{type(error).__name__}: {error}")
+        ended_s = time.monotonic()
+        if in_pipeline:
+            self._pace.ran(ended_s - began_s)
         if batch.slices:
-            clock.ran(batch, role.epoch, began_s, time.monotonic())
+            clock.ran(batch, role.epoch, began_s, ended_s)
         if precopy is not None:
             precopy.ran(batch)
         if not role.is_last:

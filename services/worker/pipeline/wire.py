@@ -14,6 +14,17 @@ from ballast.rpc.codec import (
 from ballastpb.cluster.v1 import cluster_pb2
 from ballastpb.worker.v1 import stage_pb2 as pb
 from services.worker.core.batch import Batch, NewSequence, Slice, StepResult, TokenLogprobs
+from services.worker.core.migration_messages import (
+    Handed,
+    Message,
+    MigrationId,
+    Off,
+    Offer,
+    Span,
+    Taken,
+    Want,
+    Withdrawn,
+)
 from services.worker.core.plan import Victim
 from services.worker.core.snapshot import SequenceSnapshot
 
@@ -39,6 +50,8 @@ class Topic(IntEnum):
     KV = 16  # transfers
     LAYER = 17
     KV_AHEAD = 18
+    MIGRATION = 19  # a message
+    MIGRATION_KV = 20  # a transfer
 
 
 def batch_to_bytes(batch: Batch) -> bytes:
@@ -172,6 +185,60 @@ def snapshot_from_proto(message: pb.SequenceState) -> SequenceSnapshot:
         finish_reason=finish_from_proto(message.finish_reason),
         **{name: getattr(message, name) for name in _PLAIN},
     )
+
+
+def migration_to_bytes(message: Message) -> bytes:
+    made = pb.Migration(migration_id=message.migration_id)
+    match message:
+        case Offer():
+            made.offer.CopyFrom(pb.MigrationOffer(sequence_id=message.sequence_id, token_count=message.token_count))
+        case Want():
+            made.want.CopyFrom(pb.MigrationWant(first_block=message.first_block, last_block=message.last_block))
+        case Handed():
+            made.handed.CopyFrom(snapshot_to_proto(message.snapshot))
+        case Taken():
+            made.taken.CopyFrom(pb.MigrationTaken(with_kv=message.with_kv))
+        case Withdrawn():
+            made.withdrawn.SetInParent()
+        case Off():
+            made.off = message.why
+    return made.SerializeToString()
+
+
+def migration_from_bytes(data: bytes) -> Message:
+    """Raises ValueError for what no version of ours says."""
+    made = pb.Migration.FromString(data)
+    migration_id = made.migration_id
+    match made.WhichOneof("said"):
+        case "offer":
+            return Offer(migration_id, made.offer.sequence_id, made.offer.token_count)
+        case "want":
+            return Want(migration_id, made.want.first_block, made.want.last_block)
+        case "handed":
+            return Handed(migration_id, snapshot_from_proto(made.handed))
+        case "taken":
+            return Taken(migration_id, made.taken.with_kv)
+        case "withdrawn":
+            return Withdrawn(migration_id)
+        case "off":
+            return Off(migration_id, made.off)
+        case _:
+            raise ValueError("a message of a migration that says nothing")
+
+
+def span_to_bytes(migration_id: MigrationId, span: Span) -> bytes:
+    return pb.MigrationSpan(
+        migration_id=migration_id,
+        first_block=span.first_block,
+        last_block=span.last_block,
+        token_count=span.token_count,
+        last=span.last,
+    ).SerializeToString()
+
+
+def span_from_bytes(data: bytes) -> tuple[MigrationId, Span]:
+    made = pb.MigrationSpan.FromString(data)
+    return made.migration_id, Span(made.first_block, made.last_block, made.token_count, made.last)
 
 
 def _new_to_proto(new: NewSequence) -> pb.NewSequence:

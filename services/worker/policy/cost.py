@@ -3,8 +3,11 @@
 The term: a chunk reads the KV of its prefix once, however few tokens it has, so `prefix_s` counts the prefix itself.
 Without it decodes with long contexts come out at half of what they take on a CPU; with `prefix_s` 0 the equations are
 the paper's.
+
+Costs that decide are added with `math.fsum`: what `sum` gives for floats depends on the version of Python.
 """
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -36,7 +39,7 @@ class CostModel:
     def batch_cost_s(self, chunks: Iterable[Chunk]) -> float:
         """Chunks of different sequences together (equation 3); 0 for none."""
         costs = [self.chunk_cost_s(chunk) for chunk in chunks]
-        return sum(costs) - max(0, len(costs) - 1) * self.shared_s
+        return math.fsum(costs) - max(0, len(costs) - 1) * self.shared_s
 
     def joining_s(self, prefix_tokens: int) -> float:
         """What a chunk adds to a batch that has others, before its first token is counted."""

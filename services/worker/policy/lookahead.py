@@ -9,6 +9,7 @@ Unlike with token counts, successive chunks of a prompt may be in flight at once
 so the KV of the one is there when the next one comes, and a lone prompt keeps all stages busy.
 """
 
+import math
 from collections.abc import Callable
 
 from services.worker.policy.cost import CostModel
@@ -122,7 +123,7 @@ class _Former:
         others.sort(key=lambda p: (candidates[p[0]].rank, p[1], p[0]))
         left_s = room_s
         found: Share = []
-        limits_s = [max(room_s / 2, room_s - sum(rest_s for _, rest_s in others)), *(room_s for _ in others)]
+        limits_s = [max(room_s / 2, room_s - math.fsum(rest_s for _, rest_s in others)), *(room_s for _ in others)]
         for (index, rest_s), limit_s in zip([(head, head_s), *others], limits_s, strict=True):
             if left_s <= 0.0 or room_tokens <= 0:
                 break

@@ -84,7 +84,7 @@ def by_halving(work: Sequence[Work], cost: CostModel, batch_count: int, min_toke
 
     halve([_Piece(i, w) for i, w in enumerate(work) if w.token_count > 1], batch_count)
     batches = [[(p.place, p.work.token_count) for p in pieces] for pieces in found]
-    loads_s = [sum(added_s(cost, *p.work) for p in pieces) for pieces in found]
+    loads_s = [math.fsum(added_s(cost, *p.work) for p in pieces) for pieces in found]
     deal_decodes(work, cost, batches, loads_s)
     return [batch for batch in batches if batch]
 
@@ -93,7 +93,7 @@ def _split(
     pieces: list[_Piece], cost: CostModel, fraction: float, min_tokens: int
 ) -> tuple[list[_Piece], list[_Piece]]:
     """Two parts, the first of which costs `fraction` of the whole."""
-    room_s = fraction * sum(added_s(cost, *p.work) for p in pieces)
+    room_s = fraction * math.fsum(added_s(cost, *p.work) for p in pieces)
     for at, (index, piece) in enumerate(pieces):
         whole_s = added_s(cost, *piece)
         if whole_s <= room_s:
@@ -119,7 +119,7 @@ def by_filling(work: Sequence[Work], cost: CostModel, batch_count: int, min_toke
     deal_decodes(work, cost, batches, loads_s)
     queue = [_Piece(i, w) for i, w in enumerate(work) if w.token_count > 1]
     queue.reverse()
-    left_s = sum(loads_s) + sum(added_s(cost, *p.work) for p in queue)
+    left_s = math.fsum(loads_s) + math.fsum(added_s(cost, *p.work) for p in queue)
     cut_s = cost.joining_s(_middle_tokens(queue))
     for at, batch in enumerate(batches):
         left_count = batch_count - at
@@ -223,6 +223,6 @@ def makespan_bound_s(work: Sequence[Work], batch_count: int, stage_count: int, c
     not counted here); there are at least as many chunks as there is work, and as there are microbatches.
     """
     cut_s = cost.chunk_s - cost.shared_s
-    total_s = sum(added_s(cost, *w) for w in work) + max(0, batch_count - len(work)) * cut_s
+    total_s = math.fsum(added_s(cost, *w) for w in work) + max(0, batch_count - len(work)) * cut_s
     total_s += batch_count * cost.shared_s
     return total_s * (batch_count + stage_count - 1) / batch_count

@@ -13,12 +13,15 @@ from ballast.common.errors import InvalidRequest, InvariantViolation, Overloaded
 from services.worker.transport.channel import Pending
 from services.worker.transport.config import TransportConfig
 from services.worker.transport.frame import FrameKind, Header
-from services.worker.transport.gate import UrgentGate
+from services.worker.transport.gate import SharedWire, UrgentGate
 from services.worker.transport.lane import FrameWriter
-from services.worker.transport.pacing import BulkSchedule, Grant, Hold, TokenBucket
+from services.worker.transport.pace import ChunkSize, StagePace
+from services.worker.transport.pacing import BulkSchedule, Grant, Hold
 from services.worker.transport.pieces import Pieces
 from services.worker.transport.traffic import TrafficClass, TrafficCounts
 from services.worker.transport.transfer import Outcome, Transfer, TransferReport
+
+_LEAST_ON_WIRE_BYTES = 16 * 1024  # its speed is known, and a chunk costs nothing but its time
 
 
 @dataclass(slots=True)
@@ -46,6 +49,8 @@ class _Posted:
     pending: list[Pending]
     owner: _Outgoing | None
     kind: FrameKind
+    size_bytes: int = 0
+    posted_at_s: float = 0.0
 
 
 @dataclass(slots=True)
@@ -73,7 +78,8 @@ class BulkSender:
         max_transfer_bytes: int,
         gate: UrgentGate,
         counts: TrafficCounts,
-        bucket: TokenBucket | None,
+        wire: SharedWire | None,
+        pace: StagePace,
     ) -> None:
         self._peer = peer
         self._epoch = epoch
@@ -82,7 +88,19 @@ class BulkSender:
         self._max_transfer_bytes = max_transfer_bytes
         self._gate = gate
         self._counts = counts
-        self._bucket = bucket
+        self._wire = wire
+        self._pace = pace
+        least_bytes = config.least_chunk_bytes if wire is None or not config.urgent_first else _LEAST_ON_WIRE_BYTES
+        self._least_bytes = min(least_bytes, config.chunk_bytes)
+        self._chunks = ChunkSize(
+            config.chunk_bytes,
+            config.window_chunks if wire is None else 1,  # one at a time is on an emulated wire
+            self._least_bytes,
+            min(config.most_chunk_bytes, config.max_message_bytes),
+            config.bandwidth_bytes_per_s if wire is None else config.rate_bytes_per_s,
+        )
+        self._free_since_s = 0.0  # since then nothing has kept bulk from sending but the link's speed
+        self._last_end_s = 0.0  # of a chunk
         self._changed = Condition()
         self._reading = Lock()  # held while the callers' memory is read outside of _changed
         self._state = _State()
@@ -109,6 +127,8 @@ class BulkSender:
             outgoing = _Outgoing(self._peer, number, traffic, topic, stream, meta, source, time.monotonic(), done)
             self._state.transfers[number] = outgoing
             if source.total_bytes:
+                if not len(self._schedule):
+                    self._free_since_s = outgoing.queued_at_s
                 self._schedule.add(number, traffic, source.total_bytes, rank)
             else:
                 outgoing.opened = True
@@ -134,12 +154,11 @@ class BulkSender:
                 self._state.transfers[number].traffic = traffic
             return moved
 
-    def set_chunk_bytes(self, chunk_bytes: int) -> None:
-        """From the next chunk on."""
-        if chunk_bytes < 1:
-            raise InvalidRequest("chunk_bytes", f"must be positive, got {chunk_bytes}")
-        with self._changed:
-            self._schedule.chunk_bytes = chunk_bytes
+    @property
+    def in_flight_bytes(self) -> int:
+        """Beside activations at most, with chunks as large as they are now."""
+        window = self._chunks.window_for(activations_flow=True)
+        return self._chunks.bytes_for(self._pace.stage_s) * window
 
     def queued_bytes(self) -> int:
         with self._changed:
@@ -177,6 +196,8 @@ class BulkSender:
             failed = list(self._state.transfers.values())
             self._state.transfers.clear()
             self._changed.notify_all()
+        if self._wire is not None:
+            self._wire.end()
         with self._reading:  # a chunk that is being gathered right now
             pass
         for outgoing in failed:
@@ -192,10 +213,12 @@ class BulkSender:
     def run(self) -> None:
         state = self._state
         while not state.broken:
-            if len(state.in_flight) >= self._config.window_chunks and self._complete_oldest():
-                return
+            if len(state.in_flight) >= self._window():
+                if self._complete_oldest():
+                    return
+                continue
             with self._changed:
-                decision = self._post_notice() or self._schedule.next(time.monotonic(), urgent=self._gate.is_due)
+                decision = self._post_notice() or self._decide(time.monotonic())
                 if decision is None and not state.in_flight:
                     self._wait_for_work()
                     continue
@@ -221,7 +244,7 @@ class BulkSender:
 
     def _rests_after(self, traffic: TrafficClass) -> bool:
         """Not on a link that is made slow: that leaves the processor alone as it is."""
-        return traffic is TrafficClass.PARAMETERS and self._config.background_share < 1.0 and self._bucket is None
+        return traffic is TrafficClass.PARAMETERS and self._config.background_share < 1.0 and self._wire is None
 
     def _rest(self, began_s: float) -> bool:
         """So long that only a part of the time is spent on such chunks, unless something comes that is waited for.
@@ -240,11 +263,16 @@ class BulkSender:
             )
         return False
 
+    def _window(self) -> int:
+        flow = time.monotonic() - self._gate.activation_at_s < self._config.calm_s
+        return self._chunks.window_for(activations_flow=flow)
+
     def _stand_back(self, until_s: float) -> None:
         began_s = time.monotonic()
         self._gate.wait_clear(until_s)
+        self._free_since_s = time.monotonic()
         self._counts.holds += 1
-        self._counts.held_s += time.monotonic() - began_s
+        self._counts.held_s += self._free_since_s - began_s
 
     def _send_chunk(self, grant: Grant) -> None:
         with self._changed:
@@ -252,8 +280,11 @@ class BulkSender:
             if outgoing is None or grant.transfer not in self._schedule:  # cancelled since
                 return
             size = outgoing.pieces.chunk_bytes(grant.offset_bytes, grant.limit_bytes)
-            if self._bucket is not None:
-                self._bucket.take(size, time.monotonic())
+        if self._wire is not None and not self._wire.cross(size, self._free_since_s, self._config.keepalive_s):
+            return
+        with self._changed:
+            if grant.transfer not in self._schedule:  # cancelled while it crossed
+                return
             if not outgoing.opened:
                 outgoing.opened = True
                 self._counts.sent[outgoing.traffic].waited_s += time.monotonic() - outgoing.queued_at_s
@@ -264,15 +295,14 @@ class BulkSender:
             counted.total_bytes += size
             counted.messages += outgoing.sent_bytes == outgoing.pieces.total_bytes
             outgoing.in_flight += 1
-            more = len(self._schedule) > 0 and self._bucket is None and not self._rests_after(outgoing.traffic)
+            more = len(self._schedule) > 0 and self._wire is None and not self._rests_after(outgoing.traffic)
+        posted_at_s = time.monotonic()
         pending = self._post_chunk(outgoing, grant.offset_bytes, size, more=more)
         if pending is None:
             return
         with self._changed:
             self._state.promised = more
-            self._state.in_flight.append(_Posted(pending, outgoing, FrameKind.CHUNK))
-            pause_until_s = 0.0 if self._bucket is None else self._bucket.ready_at_s()
-            self._changed.wait_for(lambda: self._state.broken, timeout=max(pause_until_s - time.monotonic(), 0))
+            self._state.in_flight.append(_Posted(pending, outgoing, FrameKind.CHUNK, size, posted_at_s))
 
     def _post_chunk(self, outgoing: _Outgoing, offset: int, size: int, *, more: bool) -> list[Pending] | None:
         """Without _changed: copying and writing to a socket take their time, and nobody else posts on this lane."""
@@ -299,6 +329,8 @@ class BulkSender:
         posted = self._state.in_flight.popleft()
         for pending in posted.pending:
             pending.wait(self._config.send_timeout_s)
+        if posted.size_bytes and self._wire is None:
+            self._note_speed(posted)
         finished = None
         if posted.owner is not None:
             with self._changed:
@@ -307,7 +339,21 @@ class BulkSender:
         _settle(finished)
         return posted.kind is FrameKind.CLOSE
 
+    def _note_speed(self, posted: _Posted) -> None:
+        began_s, self._last_end_s = max(posted.posted_at_s, self._last_end_s), time.monotonic()
+        if self._free_since_s <= began_s:  # otherwise the thread was elsewhere when it ended
+            self._chunks.moved(posted.size_bytes, self._last_end_s - began_s)
+
     # ------------------------------------------------------------ below: called with _changed held
+
+    def _decide(self, now_s: float) -> Grant | Hold | None:
+        """A chunk that is through before the activation that the stage is computing, or else a small one."""
+        size, rate = self._chunks.bytes_for(self._pace.stage_s), self._chunks.rate_bytes_per_s
+        if rate is not None and self._pace.due_at_s is not None and not self._pace.is_late(now_s):
+            room_bytes = int((self._pace.due_at_s - now_s) * rate)
+            size = min(size, max(room_bytes, self._least_bytes))
+        self._schedule.chunk_bytes = size
+        return self._schedule.next(now_s, urgent=self._gate.is_due)
 
     def _post_notice(self) -> bool | None:
         """True when one was posted; None when there is none, so that the schedule is asked."""

@@ -1,6 +1,7 @@
 """How links behave. One value for all links of a worker."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Self
 
 from ballast.common.errors import ConfigError
 
@@ -10,12 +11,17 @@ HEADER_BYTES = 64
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransportConfig:
     # Bulk.
-    chunk_bytes: int = 512 * 1024  # an urgent message waits for at most one of these
-    window_chunks: int = 4  # bulk chunks in flight on a link
+    chunk_bytes: int = 512 * 1024  # until the speed of the link and of the stage are known, see `pace`
+    least_chunk_bytes: int = 256 * 1024
+    most_chunk_bytes: int = 8 * 1024 * 1024
+    window_chunks: int = 4  # bulk chunks in flight on a link, while no activations flow
+    calm_s: float = 0.2  # without activations, until they are taken not to flow
+    bandwidth_bytes_per_s: float | None = None  # of a link's bulk, from a profile; measured while it is used
     hold_s: float = 0.005  # longest time bulk stands back for urgent traffic before one chunk goes anyway
     patience_chunks: int = 64  # chunks of higher classes after which a waiting lower class gets one
     background_share: float = 0.3  # of the time in which parameters are sent; a processor that does it is not serving
     rate_bytes_per_s: float | None = None  # emulates a slower link, both lanes together; None: as fast as it goes
+    urgent_first: bool = True  # False: over an emulated link in order of arrival, to measure against
     # Frames: a header, then meta and, if it fits, the payload, in one message whose receive is posted in advance.
     urgent_inline_bytes: int = 64 * 1024
     bulk_inline_bytes: int = 4 * 1024
@@ -40,21 +46,39 @@ class TransportConfig:
     adopt_timeout_s: float = 1.0  # for the peer to take the same spare; then a link is made from nothing
 
     def __post_init__(self) -> None:
-        for name in ("chunk_bytes", "window_chunks", "patience_chunks", "posted_frames", "max_transfers"):
+        at_least_one = ("chunk_bytes", "least_chunk_bytes", "window_chunks", "patience_chunks", "posted_frames")
+        for name in (*at_least_one, "max_transfers"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"transport.{name}", f"must be at least 1, got {getattr(self, name)}")
         if self.keepalive_s * 2 > self.silence_timeout_s:
             raise ConfigError(
                 "transport.silence_timeout_s", f"must be at least twice keepalive_s ({self.keepalive_s} s)"
             )
+        if self.most_chunk_bytes < self.least_chunk_bytes:
+            raise ConfigError("transport.most_chunk_bytes", f"must not be less than {self.least_chunk_bytes}")
+        for name in ("rate_bytes_per_s", "bandwidth_bytes_per_s"):
+            if (rate := getattr(self, name)) is not None and rate <= 0:
+                raise ConfigError(f"transport.{name}", f"must be positive, got {rate}")
         if self.max_spares < 0:
             raise ConfigError("transport.max_spares", f"must not be negative, got {self.max_spares}")
-        if self.rate_bytes_per_s is not None and self.rate_bytes_per_s <= 0:
-            raise ConfigError("transport.rate_bytes_per_s", f"must be positive, got {self.rate_bytes_per_s}")
         if not 0.0 < self.background_share <= 1.0:
             raise ConfigError("transport.background_share", f"must be in (0, 1], got {self.background_share}")
         if min(self.urgent_inline_bytes, self.bulk_inline_bytes) < 0:
             raise ConfigError("transport.urgent_inline_bytes", "and bulk_inline_bytes must not be negative")
+
+    def naive(self) -> Self:
+        """To measure against: bulk in whole pieces, in the order in which things come, behind nothing."""
+        whole = self.max_message_bytes
+        return replace(
+            self,
+            chunk_bytes=whole,
+            least_chunk_bytes=whole,
+            most_chunk_bytes=whole,
+            window_chunks=1,
+            hold_s=0.0,
+            background_share=1.0,
+            urgent_first=False,
+        )
 
     def frame_bytes(self, *, urgent: bool) -> int:
         """Size of a posted receive; the largest frame that may be sent to us."""

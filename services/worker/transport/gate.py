@@ -1,17 +1,18 @@
-"""Whether urgent traffic is due on a link: what the bulk sender looks at before each chunk."""
+"""What the two lanes of a link share: whether urgent traffic is due, and the wire that is emulated."""
 
 import time
-from threading import Condition, Lock
+from threading import Condition, Event
 
-from services.worker.transport.pacing import TokenBucket
+from services.worker.transport.pacing import Wire
 
 
 class UrgentGate:
-    """Counts reasons for bulk to stand back: urgent messages in flight, and callers who know that one is due."""
+    """Counts reasons for bulk to stand back: urgent messages not yet sent, and callers who know that one is due."""
 
     def __init__(self) -> None:
         self._changed = Condition()
         self._reasons = 0
+        self.activation_at_s = float("-inf")  # when the last one was handed over
 
     @property
     def is_due(self) -> bool:
@@ -33,13 +34,51 @@ class UrgentGate:
             self._changed.wait_for(lambda: not self._reasons, timeout=max(until_s - time.monotonic(), 0))
 
 
-class SharedBucket(TokenBucket):
-    """One bucket for both lanes of a link."""
+class SharedWire:
+    """One wire for both lanes. The urgent lane asks and comes back, the bulk lane waits in `cross`."""
 
-    def __init__(self, rate_bytes_per_s: float) -> None:
-        super().__init__(rate_bytes_per_s)
-        self._lock = Lock()
+    def __init__(self, rate_bytes_per_s: float, *, urgent_first: bool = True) -> None:
+        self._wire = Wire(rate_bytes_per_s, urgent_first=urgent_first)
+        self._changed = Condition()
+        self._ended = Event()
 
-    def take(self, size_bytes: int, at_s: float) -> None:
-        with self._lock:
-            super().take(size_bytes, at_s)
+    @property
+    def free_at_s(self) -> float:
+        return self._wire.free_at_s
+
+    def urgent_comes(self) -> None:
+        with self._changed:
+            self._wire.urgent_comes()
+
+    def urgent_goes(self) -> None:
+        """It will not be sent."""
+        with self._changed:
+            self._wire.urgent_goes()
+            self._changed.notify_all()
+
+    def take_urgent(self, size_bytes: int, since_s: float) -> float | None:
+        """See `Wire.take`."""
+        with self._changed:
+            crossed_at_s = self._wire.take(size_bytes, urgent=True, since_s=since_s, at_s=time.monotonic())
+            self._changed.notify_all()
+            return crossed_at_s
+
+    def cross(self, size_bytes: int, since_s: float, timeout_s: float) -> bool:
+        """Wait for bulk's turn, then until it has crossed. False: the link has ended, or urgent ones never let up."""
+        give_up_at_s = time.monotonic() + timeout_s
+        with self._changed:
+            while (now_s := time.monotonic()) < give_up_at_s and not self._ended.is_set():
+                crossed_at_s = self._wire.take(size_bytes, urgent=False, since_s=since_s, at_s=now_s)
+                if crossed_at_s is not None:
+                    break
+                ahead_s = self._wire.free_at_s - now_s
+                self._changed.wait(ahead_s if ahead_s > 0 else give_up_at_s - now_s)
+            else:
+                return False
+        return not self._ended.wait(max(crossed_at_s - time.monotonic(), 0))
+
+    def end(self) -> None:
+        """Nobody waits here any more."""
+        with self._changed:
+            self._ended.set()
+            self._changed.notify_all()

@@ -16,8 +16,9 @@ from services.worker.transport.bulk_sender import BulkSender
 from services.worker.transport.channel import PairChannel
 from services.worker.transport.config import TransportConfig
 from services.worker.transport.frame import FrameKind, Header
-from services.worker.transport.gate import SharedBucket, UrgentGate
+from services.worker.transport.gate import SharedWire, UrgentGate
 from services.worker.transport.lane import FrameWriter
+from services.worker.transport.pace import StagePace
 from services.worker.transport.receiving import BulkHandlers, BulkReceiver, Message, UrgentHandlers, UrgentReceiver
 from services.worker.transport.rendezvous import PairStore, Terms
 from services.worker.transport.traffic import TrafficClass, TrafficCounts
@@ -46,6 +47,7 @@ class LinkFacts:
     epoch: int
     state: LinkState
     queued_bulk_bytes: int
+    in_flight_bulk_bytes: int  # at most: what an activation may find before it
     counts: TrafficCounts
 
 
@@ -93,6 +95,7 @@ class Link:
         config: TransportConfig,
         receiver: Receiver,
         dispose: Callable[[Callable[[], None]], None],
+        pace: StagePace,
     ) -> None:
         self.peer_id = peer_id
         self.epoch = epoch
@@ -108,7 +111,7 @@ class Link:
         self._retired = False
         self._ended = Event()
         self._gate = UrgentGate()
-        self._build(channels, peer_terms)
+        self._build(channels, peer_terms, pace)
         names = ("urgent-send", "urgent-receive", "bulk-send", "bulk-receive")
         bodies = (self._urgent.run, self._urgent_in.run, self._bulk.run, self._bulk_in.run)
         self._threads = [
@@ -119,17 +122,17 @@ class Link:
         for thread in self._threads:
             thread.start()
 
-    def _build(self, channels: Channels, peer_terms: Terms) -> None:
+    def _build(self, channels: Channels, peer_terms: Terms, pace: StagePace) -> None:
         rate = self._config.rate_bytes_per_s
-        bucket = None if rate is None else SharedBucket(rate)
+        wire = None if rate is None else SharedWire(rate, urgent_first=self._config.urgent_first)
         config, epoch, counts = self._config, self.epoch, self.counts
         urgent_out = FrameWriter(channels.urgent, peer_terms.urgent_frame_bytes)
         bulk_out = FrameWriter(channels.bulk, peer_terms.bulk_frame_bytes)
         max_message = min(config.max_message_bytes, peer_terms.max_message_bytes)
         max_transfer = min(config.max_transfer_bytes, peer_terms.max_transfer_bytes)
         gate = self._gate
-        self._urgent = UrgentSender(self.peer_id, epoch, config, urgent_out, max_message, gate, counts, bucket)
-        self._bulk = BulkSender(self.peer_id, epoch, config, bulk_out, max_transfer, gate, counts, bucket)
+        self._urgent = UrgentSender(self.peer_id, epoch, config, urgent_out, max_message, gate, counts, wire)
+        self._bulk = BulkSender(self.peer_id, epoch, config, bulk_out, max_transfer, gate, counts, wire, pace)
         urgent_handlers = UrgentHandlers(
             on_message=partial(self._receiver.on_message, self),
             on_answer=self._bulk.acknowledged,
@@ -152,7 +155,8 @@ class Link:
         return self._state
 
     def facts(self) -> LinkFacts:
-        return LinkFacts(self.peer_id, self.epoch, self._state, self._bulk.queued_bytes(), self.counts)
+        bulk = self._bulk
+        return LinkFacts(self.peer_id, self.epoch, self._state, bulk.queued_bytes(), bulk.in_flight_bytes, self.counts)
 
     # ------------------------------------------------------------ sending
 
@@ -207,9 +211,6 @@ class Link:
             yield
         finally:
             self._gate.leave()
-
-    def set_chunk_bytes(self, chunk_bytes: int) -> None:
-        self._bulk.set_chunk_bytes(chunk_bytes)
 
     # ------------------------------------------------------------ a spare gets its epoch
 

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from ballast.common.errors import InvariantViolation
 from services.worker.transport.traffic import TrafficClass
 
+CATCH_UP_S = 0.05
+
 
 @dataclass(frozen=True, slots=True)
 class Grant:
@@ -27,18 +29,40 @@ class Hold:
     until_s: float
 
 
-class TokenBucket:
-    """A link of `rate_bytes_per_s`. Taking may run into debt; the next one waits until the debt is paid."""
+class Wire:
+    """A link of `rate_bytes_per_s`, emulated: one message crosses at a time, and urgent ones go before bulk.
 
-    def __init__(self, rate_bytes_per_s: float) -> None:
+    No threads and no clock: `gate.SharedWire` is for the two lanes of a link.
+    """
+
+    def __init__(self, rate_bytes_per_s: float, *, urgent_first: bool = True) -> None:
         self.rate_bytes_per_s = rate_bytes_per_s
-        self._free_at_s = 0.0
+        self.free_at_s = 0.0
+        self._urgent_first = urgent_first  # False: whoever asks first when it is free
+        self._urgent_waiting = 0
 
-    def ready_at_s(self) -> float:
-        return self._free_at_s
+    def urgent_comes(self) -> None:
+        """An urgent message waits from now on, until it has taken the wire or `urgent_goes`."""
+        self._urgent_waiting += 1
 
-    def take(self, size_bytes: int, at_s: float) -> None:
-        self._free_at_s = max(self._free_at_s, at_s) + size_bytes / self.rate_bytes_per_s
+    def urgent_goes(self) -> None:
+        self._urgent_waiting -= 1
+        if self._urgent_waiting < 0:
+            raise InvariantViolation("more urgent messages left a wire than came")
+
+    def take(self, size_bytes: int, *, urgent: bool, since_s: float, at_s: float) -> float | None:
+        """When it will have crossed; None: it is not its turn. An urgent one counts as waiting no more.
+
+        Whoever has been ready `since_s` follows without a gap, however late its thread looks: a link with a queue does
+        not pause. Not for longer than `CATCH_UP_S`, as the machine's pauses are not the link's bandwidth.
+        """
+        if at_s < self.free_at_s or (self._urgent_first and self._urgent_waiting and not urgent):
+            return None
+        if urgent:
+            self.urgent_goes()
+        begin_s = max(self.free_at_s, since_s, at_s - CATCH_UP_S)
+        self.free_at_s = begin_s + size_bytes / self.rate_bytes_per_s
+        return self.free_at_s
 
 
 @dataclass(slots=True)

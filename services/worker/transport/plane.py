@@ -13,6 +13,7 @@ from services.worker.transport.config import TransportConfig
 from services.worker.transport.frame import VERSION
 from services.worker.transport.gloo import GlooTransport
 from services.worker.transport.link import NO_EPOCH, Channels, Link, LinkFacts, LinkState, Receiver
+from services.worker.transport.pace import StagePace
 from services.worker.transport.reaper import Reaper
 from services.worker.transport.rendezvous import Hello, Lobby, Meeting, Terms, call, resolve_host
 from services.worker.transport.spares import Spares
@@ -40,6 +41,7 @@ class DataPlane:
         self._receiver = receiver
         self._config = config
         self._transport: Transport = GlooTransport(host) if transport is None else transport
+        self.pace = StagePace()  # for the engine thread to tell what the stage does
         self._spares = Spares(worker_id, self._make_spare, config)
         self._lobby = Lobby(host, worker_id, self._called)
         self.store_address = self._lobby.address
@@ -195,7 +197,7 @@ class DataPlane:
             opened.extend(self._transport.open(meeting.store, f"{name}/{lane}", rank, left_s) for lane in _LANES)
             channels = Channels(opened[0], opened[1], meeting.store)
             config, receiver, dispose = self._config, self._receiver, self._reaper.submit
-            return Link(peer_id, epoch, channels, meeting.peer.terms, config, receiver, dispose)
+            return Link(peer_id, epoch, channels, meeting.peer.terms, config, receiver, dispose, self.pace)
         except BaseException as error:
             for channel in opened:
                 channel.abort()

@@ -13,9 +13,8 @@ from ballast.common.errors import InvalidRequest, Overloaded, Unavailable
 from services.worker.transport.channel import Broken, ChannelBroken, Pending
 from services.worker.transport.config import TransportConfig
 from services.worker.transport.frame import MAX_DIMENSIONS, SUPPORTED_DTYPES, FrameKind, Header
-from services.worker.transport.gate import UrgentGate
+from services.worker.transport.gate import SharedWire, UrgentGate
 from services.worker.transport.lane import FrameWriter
-from services.worker.transport.pacing import TokenBucket
 from services.worker.transport.pieces import as_bytes
 from services.worker.transport.traffic import TrafficClass, TrafficCounts
 
@@ -46,7 +45,7 @@ class UrgentSender:
         max_message_bytes: int,
         gate: UrgentGate,
         counts: TrafficCounts,
-        bucket: TokenBucket | None,
+        wire: SharedWire | None,
     ) -> None:
         self._peer = peer
         self._epoch = epoch
@@ -55,11 +54,12 @@ class UrgentSender:
         self._max_message_bytes = max_message_bytes
         self._gate = gate
         self._counts = counts
-        self._bucket = bucket
+        self._wire = wire
         self._changed = Condition()
         self._queue: list[_Outgoing] = []  # heap
+        self._crossing: tuple[_Outgoing, float] | None = None  # on the emulated wire, and until when
         self._in_flight: deque[_Outgoing] = deque()
-        self._unsent_bytes = 0  # of _queue and _in_flight
+        self._unsent_bytes = 0  # of all that is not sent
         self._arrivals = 0
         self._refusal: Unavailable | None = None  # why nothing is accepted any more
         self._broken = False
@@ -102,8 +102,9 @@ class UrgentSender:
         """The channel is gone: everything unfinished fails."""
         with self._changed:
             self._refusal, self._broken = why, True
-            failed = [*self._in_flight, *self._queue]
+            failed = [*self._in_flight, *([self._crossing[0]] if self._crossing else []), *self._queue]
             self._queue.clear()
+            self._crossing = None
             self._changed.notify_all()
         for outgoing in failed:
             _settle(outgoing.done, why)
@@ -131,10 +132,7 @@ class UrgentSender:
             self._post_ready()
             if self._in_flight:
                 return self._in_flight[0]
-            timeout_s = self._config.keepalive_s
-            if self._queue and self._bucket is not None:
-                timeout_s = min(timeout_s, max(self._bucket.ready_at_s() - time.monotonic(), 0))
-            if not self._changed.wait(timeout_s) and not self._queue and not self._broken:
+            if not self._changed.wait(self._until_next_s()) and not self._waiting_count and not self._broken:
                 quiet = Header(kind=FrameKind.KEEPALIVE, traffic=TrafficClass.CONTROL, epoch=self._epoch)
                 self._accept(quiet, b"", None, 0)
             return self._in_flight[0] if self._in_flight else None
@@ -147,7 +145,7 @@ class UrgentSender:
             self._unsent_bytes -= outgoing.size_bytes
             self._post_ready()
             self._changed.notify_all()
-        if outgoing.header.kind is FrameKind.MESSAGE:
+        if outgoing.header.kind is FrameKind.MESSAGE and self._wire is None:
             self._gate.leave()
         _settle(outgoing.done, None)
 
@@ -160,40 +158,73 @@ class UrgentSender:
         order = (header.traffic if order_class is None else order_class, self._arrivals)
         outgoing = _Outgoing(order, header, meta, payload, size_bytes, time.monotonic(), done)
         heapq.heappush(self._queue, outgoing)
+        if header.kind is FrameKind.MESSAGE:
+            if header.traffic is TrafficClass.ACTIVATION:
+                self._gate.activation_at_s = outgoing.queued_at_s
+            if self._wire is None:
+                self._gate.enter()
+        if self._wire is not None:  # which lets no bulk go before it
+            self._wire.urgent_comes()
         self._unsent_bytes += size_bytes
         self._post_ready()
         self._changed.notify_all()
         return done
 
     def _post_ready(self) -> None:
-        while self._queue and len(self._in_flight) < self._config.urgent_window and not self._broken:
-            now_s = time.monotonic()
-            if self._bucket is not None and self._bucket.ready_at_s() > now_s:
+        while len(self._in_flight) < self._config.urgent_window and not self._broken:
+            outgoing = self._next_to_post()
+            if outgoing is None:
                 return
-            outgoing = heapq.heappop(self._queue)
-            if self._bucket is not None:
-                self._bucket.take(outgoing.size_bytes, now_s)
             self._in_flight.append(outgoing)
             try:
                 outgoing.pending = self._writer.post(outgoing.header, outgoing.meta, outgoing.payload)
             except ChannelBroken as error:
                 outgoing.pending = [Broken(error)]  # for the thread to find; the caller learns it from the future
             if outgoing.header.kind is FrameKind.MESSAGE:
-                self._gate.enter()
                 counted = self._counts.sent[outgoing.header.traffic]
                 counted.messages += 1
                 counted.total_bytes += outgoing.size_bytes
-                counted.waited_s += now_s - outgoing.queued_at_s
+                counted.waited_s += time.monotonic() - outgoing.queued_at_s
+
+    def _next_to_post(self) -> _Outgoing | None:
+        """The next in line; over an emulated wire once it has crossed it."""
+        if self._wire is None:
+            return heapq.heappop(self._queue) if self._queue else None
+        if self._crossing is None:
+            if not self._queue:
+                return None
+            first = self._queue[0]
+            crossed_at_s = self._wire.take_urgent(first.size_bytes, first.queued_at_s)
+            if crossed_at_s is None:
+                return None
+            self._crossing = (heapq.heappop(self._queue), crossed_at_s)
+        outgoing, crossed_at_s = self._crossing
+        if time.monotonic() < crossed_at_s:
+            return None
+        self._crossing = None
+        return outgoing
+
+    @property
+    def _waiting_count(self) -> int:
+        """Accepted and not posted."""
+        return len(self._queue) + (self._crossing is not None)
+
+    def _until_next_s(self) -> float:
+        """How long to wait for something to do, if nothing is handed over."""
+        if self._wire is None or not self._waiting_count:
+            return self._config.keepalive_s
+        at_s = self._wire.free_at_s if self._crossing is None else self._crossing[1]
+        return min(max(at_s - time.monotonic(), 0), self._config.keepalive_s)
 
     def _wait_for_room(self, size_bytes: int, timeout_s: float) -> None:
         def has_room() -> bool:
             return self._refusal is not None or (
-                len(self._queue) + len(self._in_flight) < self._config.max_queued_messages
+                self._waiting_count + len(self._in_flight) < self._config.max_queued_messages
                 and self._unsent_bytes + size_bytes <= self._config.max_queued_bytes
             )
 
         if not self._changed.wait_for(has_room, timeout=timeout_s):
-            why = f"link to {self._peer}: {len(self._queue)} messages, {self._unsent_bytes} bytes unsent"
+            why = f"link to {self._peer}: {self._waiting_count} messages, {self._unsent_bytes} bytes unsent"
             raise Overloaded(why, retry_after_s=0.01)
         if self._refusal is not None:
             raise self._refusal

@@ -86,3 +86,18 @@ def test_books_balance_after_any_history(history: list[tuple[str, int, int]]) ->
             assert book.cover(sequence_id, amount)[: len(before)] == before
             assert len(book.table(sequence_id)) == max(len(before), blocks_for(amount, 3))
         book.check()
+
+
+def test_trim_gives_back_what_is_beyond() -> None:
+    book = BlockBook(10, 4)
+    book.cover(1, 20)
+    book.check()
+    book.trim(1, 9)
+    book.check()
+    assert book.table(1) == (0, 1, 2)
+    assert book.cover(2, 12) == (3, 4, 5)
+    book.trim(2, 12)
+    book.trim(1, 0)
+    book.check()
+    assert book.sequence_ids == (2,)
+    assert book.free_count == 7

@@ -3,7 +3,7 @@
 import pytest
 
 from ballast.common.errors import InvariantViolation
-from services.worker.transport.pacing import BulkSchedule, Grant, Hold, TokenBucket
+from services.worker.transport.pacing import BulkSchedule, Grant, Hold, Wire
 from services.worker.transport.traffic import TrafficClass
 
 KV, CHECKPOINT, PARAMETERS = TrafficClass.KV, TrafficClass.CHECKPOINT, TrafficClass.PARAMETERS
@@ -94,14 +94,49 @@ def test_more_than_there_is_cannot_be_sent() -> None:
         s.add(1, KV, 5)
 
 
-def test_a_bucket_lets_the_rate_through_and_remembers_no_idle_time() -> None:
-    bucket = TokenBucket(100.0)
-    bucket.take(50, at_s=10.0)
-    assert bucket.ready_at_s() == 10.5
-    bucket.take(50, at_s=10.1)
-    assert bucket.ready_at_s() == 11.0
-    bucket.take(100, at_s=20.0)
-    assert bucket.ready_at_s() == 21.0
+def bulk(wire: Wire, size_bytes: int, at_s: float, since_s: float | None = None) -> float | None:
+    return wire.take(size_bytes, urgent=False, since_s=at_s if since_s is None else since_s, at_s=at_s)
+
+
+def test_a_wire_lets_the_rate_through_and_remembers_no_idle_time() -> None:
+    wire = Wire(100.0)
+    assert bulk(wire, 50, 10.0) == 10.5
+    assert bulk(wire, 50, 10.1) is None, "the first one crosses still"
+    assert bulk(wire, 50, 10.5) == 11.0
+    assert bulk(wire, 100, 20.0) == 21.0
+
+
+def test_a_wire_with_a_queue_does_not_pause_for_a_late_thread() -> None:
+    wire = Wire(100.0)
+    assert bulk(wire, 50, 10.0) == 10.5
+    assert bulk(wire, 50, 10.52, since_s=10.1) == 11.0
+    assert bulk(wire, 50, 19.0, since_s=10.1) == 19.45, "but no more than CATCH_UP_S is made up for"
+
+
+def test_bulk_does_not_take_the_wire_before_an_urgent_message_that_waits() -> None:
+    wire = Wire(100.0)
+    assert bulk(wire, 100, 10.0) == 11.0
+    wire.urgent_comes()
+    assert bulk(wire, 100, 11.0) is None
+    assert wire.take(10, urgent=True, since_s=10.2, at_s=11.02) == 11.1
+    assert bulk(wire, 100, 11.1) == 12.1
+
+
+def test_where_nobody_is_urgent_bulk_takes_a_free_wire_although_a_message_waits() -> None:
+    wire = Wire(100.0, urgent_first=False)
+    wire.urgent_comes()
+    assert bulk(wire, 100, 10.0) == 11.0
+    assert wire.take(10, urgent=True, since_s=10.0, at_s=10.5) is None
+    assert wire.take(10, urgent=True, since_s=10.0, at_s=11.0) == 11.1
+
+
+def test_an_urgent_message_that_gives_up_lets_bulk_go() -> None:
+    wire = Wire(100.0)
+    wire.urgent_comes()
+    wire.urgent_goes()
+    assert bulk(wire, 100, 10.0) == 11.0
+    with pytest.raises(InvariantViolation):
+        wire.urgent_goes()
 
 
 def test_what_is_waited_for_is_seen() -> None:

@@ -1,0 +1,176 @@
+"""What a simulation costs: processor time for a request, a batch and an event, and how that grows with the cluster.
+
+    python -m benchmarks.sim_speed [--plot docs/sim-speed.png] [--trace FILE]
+    python -m benchmarks.sim_speed --instances 1000 --requests 1000000
+
+Qwen2.5-14B, one A800 for each instance, policy `recompute`, one thread. Arrivals are Poisson with BurstGPT's published
+lengths (`azureconv` in ballast.bench.lengths) unless a trace is given; a larger cluster gets as many requests more.
+Processor time depends on the machine and on what else runs there, so each figure stands beside that of a fixed loop of
+Python statements, and the runs of a curve are done in turns.
+"""
+
+import argparse
+import gc
+import random
+import resource
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ballast.bench.lengths import lengths_of
+from ballast.bench.simulation import WorkerSize, production_rules
+from ballast.bench.traces import read_trace
+from sim.clients import Arrival
+from sim.hardware import find_cluster, find_model, timings
+from sim.policies import find_policy
+from sim.world import World, WorldOptions
+
+MODEL = "Qwen2.5-14B"
+SIZES = (8, 32, 125, 500, 1000)
+REQUESTS_PER_INSTANCE = 16
+RATE_PER_S = 2.0  # of each instance: half of what it can do
+CALM_PER_S = 3057 / 640 / 8  # of the Azure conversations, spread over eight instances
+VIDUR = (103, 114)  # requests/s that vidur simulates, of 2,048 + 512 tokens, on a core like that of its measurement
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    what: str
+    instances: int
+    requests: int
+    tokens: int
+    steps: int
+    events: int
+    seconds: float  # of the processor
+    loop_s: float  # of the fixed loop, just before and after
+    peak_mib: int
+
+    @property
+    def event_us(self) -> float:
+        return self.seconds / self.events * 1e6
+
+
+def poisson(count: int, rate_per_s: float, fixed: tuple[int, int] | None = None) -> list[Arrival]:
+    """`fixed` lengths instead of drawn ones: tokens of the prompt and of the answer."""
+    rng, lengths = random.Random(0), lengths_of("azureconv")
+    arrivals: list[Arrival] = []
+    at_s = 0.0
+    for _ in range(count):
+        at_s += rng.expovariate(rate_per_s)
+        arrivals.append(Arrival(at_s, *(fixed or lengths.draw(rng))))
+    return arrivals
+
+
+def measured(what: str, instances: int, arrivals: Sequence[Arrival], *, check_every: int = 0) -> Cost:
+    options = WorldOptions(
+        model=find_model(MODEL),
+        cluster=find_cluster(f"{instances}xA800"),
+        timings=timings(),
+        rules=find_policy("recompute")(production_rules(WorkerSize())),
+        check_every=check_every,
+    )
+    gc.collect()
+    before_s = _loop_s()
+    began_s = time.process_time()
+    run = World(options, arrivals).run()
+    seconds = time.process_time() - began_s
+    return Cost(
+        what,
+        instances,
+        len(arrivals),
+        sum(len(record.token_times_s) for record in run.records),
+        run.step_count,
+        run.event_count,
+        seconds,
+        (before_s + _loop_s()) / 2,
+        resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
+    )
+
+
+def _loop_s() -> float:
+    began_s = time.process_time()
+    places: dict[int, int] = {}
+    for number in range(1_000_000):
+        places[number & 1023] = number
+    return time.process_time() - began_s
+
+
+def table(costs: Sequence[Cost]) -> str:
+    lines = [
+        "| run | instances | requests | tokens | steps | events | s | requests/s | steps/s | us/event | fixed loop |"
+        " MiB |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    lines += [
+        f"| {c.what} | {c.instances} | {c.requests:,} | {c.tokens:,} | {c.steps:,} | {c.events:,} | {c.seconds:.2f} |"
+        f" {c.requests / c.seconds:,.0f} | {c.steps / c.seconds:,.0f} | {c.event_us:.1f} | {c.loop_s * 1e3:.0f} ms |"
+        f" {c.peak_mib} |"
+        for c in costs
+    ]
+    return "\n".join(lines)
+
+
+def curve(rounds: int) -> list[Cost]:
+    """The median of each size, by what an event costs."""
+    runs: dict[int, list[Cost]] = {size: [] for size in SIZES}
+    for _ in range(rounds):
+        for size in SIZES:
+            arrivals = poisson(size * REQUESTS_PER_INSTANCE, size * RATE_PER_S)
+            runs[size].append(measured("growth", size, arrivals))
+            print(table(runs[size][-1:]).splitlines()[-1], flush=True)
+    return [sorted(costs, key=lambda c: c.event_us)[len(costs) // 2] for costs in runs.values()]
+
+
+def plot(costs: Sequence[Cost], path: Path) -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6.0, 3.4), layout="constrained")
+    axis = figure.subplots()
+    sizes = [c.instances for c in costs]
+    middle = statistics.median(c.event_us for c in costs)
+    axis.fill_between(sizes, 0.8 * middle, 1.2 * middle, alpha=0.15, label="median of the sizes, 20 % more or less")
+    axis.plot(sizes, [c.event_us for c in costs], marker="o", label="measured")
+    axis.set_xscale("log")
+    axis.set_xticks(sizes, [f"{size:,}" for size in sizes], minor=False)
+    axis.minorticks_off()
+    axis.set_ylim(bottom=0.0)
+    axis.set_xlabel("instances")
+    axis.set_ylabel("processor time per event [us]")
+    axis.set_title("A larger cluster has more events, and each costs about the same", fontsize=10)
+    axis.legend(loc="lower right", fontsize=8)
+    figure.savefig(path, dpi=150)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--trace", type=Path, help="of the 640-s run; without, Poisson arrivals at its rate")
+    parser.add_argument("--rounds", type=int, default=1, help="of the growth curve")
+    parser.add_argument("--plot", type=Path, metavar="OUT.png", help="draw the growth curve")
+    parser.add_argument("--instances", type=int, help="one run with so many, and nothing else")
+    parser.add_argument("--requests", type=int, default=100_000, help="of that run")
+    args = parser.parse_args()
+    if args.instances is not None:
+        arrivals = poisson(args.requests, args.instances * RATE_PER_S)
+        print(table([measured("one run", args.instances, arrivals)]))
+        return
+    if args.trace is not None:
+        long_run = [Arrival(r.arrival_s, r.input_tokens, r.output_tokens) for r in read_trace(args.trace).requests]
+    else:
+        long_run = poisson(3057, 8 * CALM_PER_S)
+    beginning = long_run[:300]
+    likes = poisson(600, 1.5, (2048, 512))
+    print(table([measured("640 s", 8, long_run), measured(f"vidur's ({VIDUR[0]}-{VIDUR[1]} requests/s)", 1, likes)]))
+    unchecked, checked = measured("unchecked", 8, beginning), measured("checked", 8, beginning, check_every=1)
+    print(f"\nchecks after every event: {checked.seconds / unchecked.seconds:.2f} times the processor time\n")
+    costs = curve(args.rounds)
+    print("\n" + table(costs))
+    growth = costs[-1].event_us / costs[0].event_us - 1.0
+    print(f"\nan event at {costs[-1].instances} instances costs {growth:+.0%} compared with {costs[0].instances}")
+    if args.plot is not None:
+        plot(costs, args.plot)
+
+
+if __name__ == "__main__":
+    main()

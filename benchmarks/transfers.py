@@ -1,0 +1,315 @@
+"""What an exchange of KV costs the activations on the same link, and what they cost it, for three ways to send.
+
+    python -m benchmarks.transfers [--seconds 2] [--rounds 5] [--speeds 25,100,400,unlimited] [--out FOLDER]
+
+Two processes, real links. One is a stage: it "executes" for --stage-ms and sends an activation, again and again, while
+KV is exchanged over the same link in the same direction. naive: whole pieces of KV in the queue of the activations.
+chunked: the same queue, pieces cut into chunks. coordinated: the links as they are, with a lane and a schedule of their
+own for bulk and chunks that fit the stage. Speeds (MB/s) below "unlimited" are emulated on both sides of the link.
+
+All ways take turns in every round. Percentiles are of each round, and of those the median, so that what else runs on
+the machine in one round does not decide. The clock is the one that all processes of a machine share.
+"""
+
+import argparse
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from benchmarks.transfers_report import GOALS, SpeedFigures, WayFigures, write_report
+from services.worker.transport.config import TransportConfig
+from services.worker.transport.link import Link, LinkEnding
+from services.worker.transport.plane import DataPlane
+from services.worker.transport.receiving import Message
+from services.worker.transport.traffic import TrafficClass
+from services.worker.transport.transfer import Opening, Outcome, Refusal
+
+RESULTS = Path(__file__).parent / "results"
+STAMPED, BULK = 1, 2
+ACTIVATION_BYTES = 16 * 1024
+PIECE_BYTES = 8 * 1024 * 1024  # of one victim: what the naive way sends at once
+PIECES_AHEAD = 2
+CHUNKS_AHEAD = 4
+MICROBATCHES = 2  # activations on their way at most, as in a pipeline of two stages
+STAGE_JITTER = 0.2
+MB = 1e6
+WAIT_S = 60.0
+
+
+class End:
+    """Takes bulk in and notes how old activations are when they come."""
+
+    def __init__(self) -> None:
+        self.ages_s: list[float] = []
+        self._destination = torch.zeros(PIECE_BYTES, dtype=torch.uint8)
+
+    def on_message(self, link: Link, message: Message) -> None:
+        if message.topic == STAMPED:
+            self.ages_s.append(time.monotonic() - float(message.meta))
+
+    def on_opening(self, link: Link, opening: Opening) -> Sequence[torch.Tensor] | Refusal:
+        return [self._destination[: opening.total_bytes]]
+
+    def on_transfer_end(self, link: Link, opening: Opening, outcome: Outcome) -> None: ...
+
+    def on_link_end(self, link: Link, ending: LinkEnding) -> None: ...
+
+
+class Exchange:
+    """A thread that keeps KV under way by some way of sending."""
+
+    def __init__(self, send: Callable[[], tuple[Future[Any], int]], ahead: int) -> None:
+        self._send = send
+        self._ahead = ahead
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+        self._moved_bytes = 0
+        self.bytes_per_s = 0.0
+
+    @contextmanager
+    def running(self) -> Generator[None]:
+        began_s = time.monotonic()
+        self._thread.start()
+        try:
+            yield
+        finally:
+            self._stop.set()
+            self._thread.join(WAIT_S)
+            self.bytes_per_s = self._moved_bytes / (time.monotonic() - began_s)
+
+    def _run(self) -> None:
+        waiting: deque[tuple[Future[Any], int]] = deque()
+        while waiting or not self._stop.is_set():
+            while len(waiting) < self._ahead and not self._stop.is_set():
+                waiting.append(self._send())
+            done, size = waiting.popleft()
+            done.result(WAIT_S)
+            self._moved_bytes += size
+
+
+class Stage:
+    """Executes and sends, like `pipeline.stage_runner`."""
+
+    def __init__(self, plane: DataPlane, link: Link, stage_s: float, seed: int) -> None:
+        self._plane = plane
+        self._link = link
+        self._stage_s = stage_s
+        self._random = random.Random(seed)
+        self._activation = torch.zeros(ACTIVATION_BYTES, dtype=torch.uint8)
+
+    def run(self, seconds: float) -> int:
+        """Activations sent."""
+        on_the_way: deque[Future[None]] = deque()
+        pace, count = self._plane.pace, 0
+        end_s = time.monotonic() + seconds
+        while time.monotonic() < end_s:
+            if len(on_the_way) >= MICROBATCHES:
+                on_the_way.popleft().result(WAIT_S)
+            began_s = time.monotonic()
+            pace.begins(began_s)
+            time.sleep(self._stage_s * (1 + STAGE_JITTER * self._random.uniform(-1, 1)))
+            now_s = time.monotonic()
+            pace.ran(now_s - began_s)
+            meta = repr(now_s).encode()
+            on_the_way.append(
+                self._link.send(TrafficClass.ACTIVATION, STAMPED, meta=meta, tensor=self._activation, timeout_s=WAIT_S)
+            )
+            count += 1
+        for sent in on_the_way:
+            sent.result(WAIT_S)
+        return count
+
+
+class Peer:
+    """The other process."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.transfers", "--peer"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def tell(self, **order: object) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(order) + "\n")
+        self._process.stdin.flush()
+
+    def ask(self, **order: object) -> Any:
+        assert self._process.stdout is not None
+        self.tell(**order)
+        return json.loads(self._process.stdout.readline())
+
+    def close(self) -> None:
+        self._process.communicate(timeout=WAIT_S)
+
+
+def run_peer() -> None:
+    torch.set_num_threads(1)
+    plane, end = None, End()
+    for line in sys.stdin:
+        order = json.loads(line)
+        match order.pop("do"):
+            case "open":
+                end = End()
+                plane = DataPlane("w2", end, TransportConfig(**order), "127.0.0.1")
+                print(json.dumps(plane.store_address), flush=True)
+            case "connect":
+                assert plane is not None
+                plane.connect("w1", order["address"], order["epoch"])
+            case "ages":
+                give_up_at_s = time.monotonic() + WAIT_S
+                while len(end.ages_s) < order["count"] and time.monotonic() < give_up_at_s:
+                    time.sleep(0.002)
+                print(json.dumps(end.ages_s), flush=True)
+                end.ages_s = []
+            case _:
+                assert plane is not None
+                plane.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    ages_s: dict[str, list[float]]
+    bytes_per_s: dict[str, float]
+    in_flight_bytes: int  # bulk, coordinated
+
+
+def measure_round(link: Link, stage: Stage, peer: Peer, seconds: float) -> Round:
+    source = torch.zeros(PIECE_BYTES, dtype=torch.uint8)
+    in_flight_bytes = link.facts().in_flight_bulk_bytes
+
+    def message(size: int) -> tuple[Future[None], int]:
+        return link.send(TrafficClass.ACTIVATION, BULK, tensor=source[:size], timeout_s=WAIT_S), size
+
+    def transfer() -> tuple[Future[Any], int]:
+        return link.transfer(TrafficClass.KV, [source]).done, PIECE_BYTES
+
+    ways = {
+        "idle": None,
+        "naive": Exchange(lambda: message(PIECE_BYTES), PIECES_AHEAD),
+        "chunked": Exchange(lambda: message(min(in_flight_bytes, PIECE_BYTES)), CHUNKS_AHEAD),
+        "coordinated": Exchange(transfer, PIECES_AHEAD),
+    }
+    ages_s: dict[str, list[float]] = {}
+    rates: dict[str, float] = {}
+    for way, exchange in ways.items():
+        if exchange is None:
+            count = stage.run(seconds)
+        else:
+            with exchange.running():
+                count = stage.run(seconds)
+            rates[way] = exchange.bytes_per_s
+        ages_s[way] = peer.ask(do="ages", count=count)
+    alone = Exchange(transfer, PIECES_AHEAD)
+    with alone.running():
+        time.sleep(seconds)
+    return Round(ages_s, {**rates, "alone": alone.bytes_per_s}, in_flight_bytes)
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    return sorted(values)[min(len(values) - 1, int(share * len(values)))]
+
+
+def summarise(speed: str, rounds: Sequence[Round]) -> SpeedFigures:
+    def over_rounds(of: Callable[[Round], float]) -> float:
+        return statistics.median(of(one) for one in rounds)
+
+    alone = over_rounds(lambda r: r.bytes_per_s["alone"])
+    in_flight_s = over_rounds(lambda r: r.in_flight_bytes) / alone
+    ways = {
+        way: WayFigures(
+            p50_s=over_rounds(lambda r, w=way: percentile(r.ages_s[w], 0.5)),
+            p99_s=over_rounds(lambda r, w=way: percentile(r.ages_s[w], 0.99)),
+            bytes_per_s=over_rounds(lambda r, w=way: r.bytes_per_s.get(w, 0.0)),
+            count=sum(len(r.ages_s[way]) for r in rounds),
+        )
+        for way in rounds[0].ages_s
+    }
+    return SpeedFigures(speed, alone, in_flight_s, ways)
+
+
+def measure_speed(speed: str, options: argparse.Namespace, peer: Peer) -> SpeedFigures:
+    rate = None if speed == "unlimited" else float(speed) * MB
+    plane = DataPlane("w1", End(), TransportConfig(rate_bytes_per_s=rate), "127.0.0.1")
+    address = peer.ask(do="open", rate_bytes_per_s=rate)
+    try:
+        peer.tell(do="connect", epoch=1, address=plane.store_address)
+        link = plane.connect("w2", address, 1)
+        stage = Stage(plane, link, options.stage_ms / 1e3, seed=1)
+        link.transfer(TrafficClass.KV, [torch.zeros(PIECE_BYTES, dtype=torch.uint8)]).done.result(WAIT_S)
+        peer.ask(do="ages", count=stage.run(0.5))
+        return summarise(speed, [measure_round(link, stage, peer, options.seconds) for _ in range(options.rounds)])
+    finally:
+        peer.tell(do="close")
+        plane.close()
+
+
+def lifecycle(peer: Peer, rounds: int) -> str:
+    """Median time to make a link and to end it, both sides ready."""
+    plane = DataPlane("w1", End(), TransportConfig(), "127.0.0.1")
+    address = peer.ask(do="open")
+    up_s: list[float] = []
+    down_s: list[float] = []
+    for epoch in range(2, 2 + rounds):
+        peer.tell(do="connect", epoch=epoch, address=plane.store_address)
+        time.sleep(0.02)
+        began_s = time.monotonic()
+        link = plane.connect("w2", address, epoch)
+        up_s.append(time.monotonic() - began_s)
+        began_s = time.monotonic()
+        link.close()
+        down_s.append(time.monotonic() - began_s)
+    peer.tell(do="close")
+    plane.close()
+    return f"link up {statistics.median(up_s) * 1e3:.1f} ms, closed {statistics.median(down_s) * 1e3:.1f} ms"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=2.0, help="per way and round")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--stage-ms", type=float, default=10.0, help="execution of a stage")
+    parser.add_argument("--speeds", default="25,100,400,unlimited", help="MB/s, with commas between them")
+    parser.add_argument("--out", type=Path, default=RESULTS, metavar="FOLDER")
+    parser.add_argument("--peer", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.peer:
+        run_peer()
+        return
+    torch.set_num_threads(1)
+    console = Console(width=140)
+    peer = Peer()
+    figures = [measure_speed(speed, options, peer) for speed in options.speeds.split(",")]
+    lives = lifecycle(peer, 9)
+    peer.close()
+    facts: dict[str, object] = {
+        "stage_ms": options.stage_ms,
+        "seconds": options.seconds,
+        "rounds": options.rounds,
+        "activation_bytes": ACTIVATION_BYTES,
+        "load_average": os.getloadavg(),
+        "links": lives,
+        "goals": GOALS,
+    }
+    write_report(figures, facts, options.out, console)
+
+
+if __name__ == "__main__":
+    main()

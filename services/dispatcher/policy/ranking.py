@@ -1,0 +1,115 @@
+"""The same choice as `freeness.choose`, over workers that change one at a time.
+
+Workers of one shape (blocks, and tokens of a block) differ for a request only in what is free and how free they are.
+So each shape keeps its workers in the order of freeness, and knows the most blocks that are free on any of them: who
+runs a request at once, or that nobody does, is found without a look at the others. A change costs a search in sorted
+lists, a choice one step for each shape and for each freer worker that has too few blocks.
+"""
+
+import bisect
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from services.dispatcher.policy.freeness import (
+    Need,
+    RoutingRules,
+    WorkerKey,
+    WorkerView,
+    blocks_for,
+    freeness,
+    has_place,
+    may_queue,
+    runs_at_once,
+)
+
+
+class _Place(NamedTuple):
+    """Sorts as the plain choice ranks: the freest first, then the smallest id."""
+
+    minus_freeness: float
+    worker: WorkerKey
+
+
+class _Shape:
+    __slots__ = ("free_block_counts", "queues", "runs")
+
+    def __init__(self) -> None:
+        self.runs: list[_Place] = []  # a request of one block could run at once
+        self.free_block_counts: list[int] = []  # of those, ascending
+        self.queues: list[_Place] = []  # a request may wait there
+
+
+class Ranking:
+    """Of the workers that could take any request at all; the others are not kept."""
+
+    def __init__(self, rules: RoutingRules) -> None:
+        self._rules = rules
+        self._views: dict[WorkerKey, WorkerView] = {}
+        self._shapes: dict[tuple[int, int], _Shape] = {}  # (blocks, tokens of a block)
+
+    def __len__(self) -> int:
+        return len(self._views)
+
+    def __iter__(self) -> Iterator[WorkerKey]:
+        return iter(self._views)
+
+    def get(self, worker: WorkerKey) -> WorkerView | None:
+        return self._views.get(worker)
+
+    def update(self, view: WorkerView) -> None:
+        """Takes the place of what was known of this worker."""
+        self.remove(view.worker)
+        if not has_place(view, self._rules):
+            return
+        self._views[view.worker] = view
+        shape = self._shapes.setdefault((view.block_count, view.block_tokens), _Shape())
+        place = _Place(-freeness(view), view.worker)
+        if runs_at_once(view, 1):
+            bisect.insort(shape.runs, place)
+            bisect.insort(shape.free_block_counts, view.free_block_count)
+        if may_queue(view, self._rules):
+            bisect.insort(shape.queues, place)
+
+    def remove(self, worker: WorkerKey) -> None:
+        view = self._views.pop(worker, None)
+        if view is None:
+            return
+        key = view.block_count, view.block_tokens
+        shape, place = self._shapes[key], _Place(-freeness(view), worker)
+        if runs_at_once(view, 1):
+            _take(shape.runs, place)
+            del shape.free_block_counts[bisect.bisect_left(shape.free_block_counts, view.free_block_count)]
+        if may_queue(view, self._rules):
+            _take(shape.queues, place)
+        if not shape.runs and not shape.queues:
+            del self._shapes[key]
+
+    def choose(self, need: Need, *, may_queue_large: bool) -> WorkerKey | None:
+        """As `freeness.choose` among all views."""
+        best: _Place | None = None
+        for (block_count, block_tokens), shape in self._shapes.items():
+            found = self._at_once(shape, need, block_count, block_tokens)
+            if found is not None and (best is None or found < best):
+                best = found
+        if best is not None:
+            return best.worker
+        for (block_count, block_tokens), shape in self._shapes.items():
+            wanted = blocks_for(need.tokens, block_tokens)
+            if not shape.queues or wanted > block_count:
+                continue
+            fits = may_queue_large or wanted <= self._rules.large_fraction * block_count
+            if fits and (best is None or shape.queues[0] < best):
+                best = shape.queues[0]
+        return None if best is None else best.worker
+
+    def _at_once(self, shape: _Shape, need: Need, block_count: int, block_tokens: int) -> _Place | None:
+        if not shape.runs or blocks_for(need.tokens, block_tokens) > block_count:
+            return None
+        wanted = min(block_count, blocks_for(need.tokens + need.growth_tokens, block_tokens))
+        if wanted > shape.free_block_counts[-1]:
+            return None
+        return next(place for place in shape.runs if wanted <= self._views[place.worker].free_block_count)
+
+
+def _take(places: list[_Place], place: _Place) -> None:
+    del places[bisect.bisect_left(places, place)]

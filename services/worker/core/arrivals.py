@@ -1,0 +1,273 @@
+"""Sequences that come to this worker while they run elsewhere: the target's half of live migrations (pure).
+
+Rule 1: blocks are taken before the first byte comes, and given back only when none is, or will be, written any more.
+Rule 2: a sequence that was handed over is taken, with its KV or, if that does not come, without.
+Rule 3: whatever is refused is refused before anything has moved.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+
+from ballast.common.errors import InvariantViolation
+from ballast.common.ids import WorkerId
+from services.worker.core.batch import SequenceId
+from services.worker.core.blocks import blocks_for
+from services.worker.core.migration_messages import (
+    MOST_AT_ONCE,
+    PATIENCE_S,
+    SPARE_BLOCKS,
+    Adopt,
+    DropOrphan,
+    Expect,
+    Handed,
+    MigrationId,
+    Off,
+    Offer,
+    Release,
+    Say,
+    Span,
+    StopExpecting,
+    Taken,
+    TargetCommand,
+    Want,
+    Withdrawn,
+)
+from services.worker.core.snapshot import SequenceSnapshot
+
+_TARGET_PATIENCE_S = 2 * PATIENCE_S
+_LAST_PATIENCE_S = 2.0  # for the last span of a sequence that was handed over: it stands still meanwhile
+_REMEMBERED = 256  # migrations that are over
+
+
+class Phase(Enum):
+    COPYING = "copying"  # a span may come at any time
+    HANDED = "handed over"  # only its last span is missing
+    ENDING = "ending"  # its blocks are free when nothing is written into them any more
+
+
+class _End(Enum):
+    GIVEN_UP = "given up"
+    TAKEN = "taken"
+    WITHDRAWN = "withdrawn"
+
+
+@dataclass(slots=True)
+class _Arrival:
+    migration_id: MigrationId
+    sequence_id: SequenceId
+    source: WorkerId
+    block_count: int  # that it holds here
+    progress_s: float
+    phase: Phase = Phase.COPYING
+    is_expected: bool = False  # a span may be written, or is to be told of
+    landed_blocks: int = 0
+    kv_tokens: int = 0  # all of them have come
+    snapshot: SequenceSnapshot | None = None  # handed over
+    withdrawn: bool = False
+
+
+class Arrivals:
+    def __init__(self, block_tokens: int, why_no_room: Callable[[int, bool], str]) -> None:
+        """`why_no_room` for so many blocks more, of a new sequence or of one that is coming; empty: there is."""
+        self._block_tokens = block_tokens
+        self._why_no_room = why_no_room
+        self._open: dict[MigrationId, _Arrival] = {}
+        self._over: OrderedDict[MigrationId, tuple[_End, SequenceId]] = OrderedDict()
+        self.stale_total = 0
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    @property
+    def block_count(self) -> int:
+        """Held for all that are on their way."""
+        return sum(arrival.block_count for arrival in self._open.values())
+
+    @property
+    def running_count(self) -> int:
+        """Of those that are going to run here."""
+        return sum(arrival.phase is not Phase.ENDING for arrival in self._open.values())
+
+    # ------------------------------------------------------------ what the source says
+
+    def offered(self, at_s: float, peer: WorkerId, offer: Offer, why_not: str) -> list[TargetCommand]:
+        """`why_not`: why this worker takes no sequence at all; empty: it may."""
+        migration_id = offer.migration_id
+        if migration_id in self._open or migration_id in self._over:
+            self.stale_total += 1
+            return []
+        block_count = blocks_for(offer.token_count + 1, self._block_tokens) + SPARE_BLOCKS
+        if not why_not and len(self._open) >= MOST_AT_ONCE:
+            why_not = f"{len(self._open)} others are on their way here"
+        if not why_not and any(a.sequence_id == offer.sequence_id for a in self._open.values()):
+            why_not = "an earlier migration of it has not ended here"
+        why_not = why_not or self._why_no_room(block_count, True)
+        if why_not:
+            self._remember(migration_id, _End.GIVEN_UP, offer.sequence_id)
+            return [Say(peer, Off(migration_id, why_not))]
+        self._open[migration_id] = _Arrival(migration_id, offer.sequence_id, peer, block_count, at_s)
+        return self._ask(self._open[migration_id])
+
+    def heard(self, at_s: float, peer: WorkerId, message: Handed | Withdrawn | Off) -> list[TargetCommand]:
+        arrival = self._open.get(message.migration_id)
+        if arrival is not None and arrival.source != peer:
+            self.stale_total += 1
+            return []
+        match message:
+            case Handed():
+                return self._handed(at_s, arrival, message)
+            case Withdrawn():
+                return self._withdrawn(arrival, message)
+            case Off() if arrival is not None and arrival.phase is Phase.COPYING:
+                return self._stop(arrival)
+            case Off():
+                self.stale_total += 1
+                return []
+
+    def _handed(self, at_s: float, arrival: _Arrival | None, handed: Handed) -> list[TargetCommand]:
+        snapshot = handed.snapshot
+        if arrival is None:
+            end, _ = self._over.get(handed.migration_id, (None, 0))
+            if end is not _End.GIVEN_UP:  # the same once more, or of a migration that nobody remembers
+                self.stale_total += 1
+                return []
+            self._remember(handed.migration_id, _End.TAKEN, snapshot.sequence_id)
+            return [Adopt(snapshot, 0)]
+        if arrival.snapshot is not None:
+            self.stale_total += 1
+            return []
+        arrival.snapshot, arrival.progress_s = snapshot, at_s
+        if arrival.phase is Phase.ENDING:  # this side has given up and the other had not heard: see `quiet`
+            return []
+        arrival.phase = Phase.HANDED
+        return self._take(arrival) if arrival.kv_tokens else []
+
+    def _withdrawn(self, arrival: _Arrival | None, message: Withdrawn) -> list[TargetCommand]:
+        if arrival is not None:
+            arrival.withdrawn = True
+            return self._stop(arrival)
+        end, sequence_id = self._over.get(message.migration_id, (None, 0))
+        if end is not _End.TAKEN:
+            self.stale_total += 1
+            return []
+        self._remember(message.migration_id, _End.WITHDRAWN, sequence_id)
+        return [DropOrphan(sequence_id)]
+
+    # ------------------------------------------------------------ KV
+
+    def landed(self, at_s: float, migration_id: MigrationId, span: Span | None) -> list[TargetCommand]:
+        """A span has come, or what was coming will not (None). Nothing is written for it any more."""
+        arrival = self._open.get(migration_id)
+        if arrival is None:
+            self.stale_total += 1
+            return []
+        arrival.is_expected = False
+        if arrival.phase is Phase.ENDING:
+            return self.quiet(migration_id)
+        arrival.progress_s = at_s
+        if span is None:
+            return self._lose_kv(arrival)
+        if span.first_block != arrival.landed_blocks or span.last_block > arrival.block_count:
+            raise InvariantViolation(f"{span} has come for {arrival}")
+        arrival.landed_blocks = span.last_block
+        if span.last:
+            arrival.kv_tokens = span.token_count
+            return self._take(arrival) if arrival.snapshot is not None else []
+        return self._make_room(arrival, blocks_for(span.token_count + 1, self._block_tokens) + SPARE_BLOCKS)
+
+    def _make_room(self, arrival: _Arrival, block_count: int) -> list[TargetCommand]:
+        more = max(0, block_count - arrival.block_count)
+        if more and (why := self._why_no_room(more, False)):
+            return [Say(arrival.source, Off(arrival.migration_id, why)), *self._stop(arrival)]
+        arrival.block_count += more
+        return self._ask(arrival)
+
+    def _ask(self, arrival: _Arrival) -> list[TargetCommand]:
+        first, last = arrival.landed_blocks, arrival.block_count
+        arrival.is_expected = True
+        return [
+            Expect(arrival.migration_id, arrival.sequence_id, arrival.source, first, last),
+            Say(arrival.source, Want(arrival.migration_id, first, last)),
+        ]
+
+    def _take(self, arrival: _Arrival) -> list[TargetCommand]:
+        assert arrival.snapshot is not None
+        with_kv = arrival.kv_tokens == arrival.snapshot.computed_tokens > 0
+        self._close(arrival, _End.TAKEN)
+        released = [] if with_kv else [Release(arrival.sequence_id)]
+        taken = Say(arrival.source, Taken(arrival.migration_id, with_kv))
+        return [*released, Adopt(arrival.snapshot, arrival.kv_tokens if with_kv else 0), taken]
+
+    def _lose_kv(self, arrival: _Arrival) -> list[TargetCommand]:
+        """Whatever was coming does not come, and nothing is written any more."""
+        if arrival.phase is Phase.HANDED:
+            arrival.kv_tokens = 0
+            return self._take(arrival)
+        self._close(arrival, _End.GIVEN_UP)
+        why = "its KV has not come"
+        return [Release(arrival.sequence_id), Say(arrival.source, Off(arrival.migration_id, why))]
+
+    # ------------------------------------------------------------ the end of it
+
+    def quiet(self, migration_id: MigrationId) -> list[TargetCommand]:
+        """Nothing is, or will be, written for it any more."""
+        arrival = self._open.get(migration_id)
+        if arrival is None or arrival.phase is not Phase.ENDING:
+            self.stale_total += 1
+            return []
+        arrival.kv_tokens = 0
+        if arrival.snapshot is not None and not arrival.withdrawn:
+            return self._take(arrival)
+        self._close(arrival, _End.WITHDRAWN if arrival.withdrawn else _End.GIVEN_UP)
+        return [Release(arrival.sequence_id)]
+
+    def tick(self, at_s: float) -> list[TargetCommand]:
+        commands: list[TargetCommand] = []
+        for arrival in list(self._open.values()):
+            waited_s = at_s - arrival.progress_s
+            if arrival.phase is Phase.COPYING and waited_s > _TARGET_PATIENCE_S:
+                why = f"nothing has come for {_TARGET_PATIENCE_S:g} s"
+                commands += [Say(arrival.source, Off(arrival.migration_id, why)), *self._stop(arrival)]
+            elif arrival.phase is Phase.HANDED and waited_s > _LAST_PATIENCE_S:
+                commands += self._stop(arrival)
+        return commands
+
+    def give_up_all(self, why: str) -> list[TargetCommand]:
+        """The layout changes. Who was handed over is still waited for."""
+        commands: list[TargetCommand] = []
+        for arrival in [a for a in self._open.values() if a.phase is Phase.COPYING]:
+            commands += [Say(arrival.source, Off(arrival.migration_id, why)), *self._stop(arrival)]
+        return commands
+
+    def peer_lost(self, peer: WorkerId) -> list[TargetCommand]:
+        theirs = [a for a in self._open.values() if a.source == peer and a.phase is not Phase.ENDING]
+        return [command for arrival in theirs for command in self._stop(arrival)]
+
+    def _stop(self, arrival: _Arrival) -> list[TargetCommand]:
+        if arrival.phase is Phase.ENDING:
+            return []
+        arrival.phase = Phase.ENDING
+        return [StopExpecting(arrival.migration_id)] if arrival.is_expected else self.quiet(arrival.migration_id)
+
+    def _close(self, arrival: _Arrival, end: _End) -> None:
+        del self._open[arrival.migration_id]
+        self._remember(arrival.migration_id, end, arrival.sequence_id)
+
+    def _remember(self, migration_id: MigrationId, end: _End, sequence_id: SequenceId) -> None:
+        self._over[migration_id] = end, sequence_id
+        self._over.move_to_end(migration_id)
+        while len(self._over) > _REMEMBERED:
+            self._over.popitem(last=False)
+
+    def check(self) -> None:
+        """Raise InvariantViolation if a sequence comes twice, or more has landed than there are blocks for."""
+        coming = [arrival.sequence_id for arrival in self._open.values()]
+        if len(set(coming)) != len(coming) or len(coming) > MOST_AT_ONCE:
+            raise InvariantViolation(f"sequences that come: {coming}")
+        for arrival in self._open.values():
+            if arrival.landed_blocks > arrival.block_count:
+                raise InvariantViolation(f"more has landed than there is room for: {arrival}")
+            if arrival.phase is Phase.HANDED and (arrival.snapshot is None or arrival.kv_tokens):
+                raise InvariantViolation(f"all is here, and it does not run: {arrival}")

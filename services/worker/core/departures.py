@@ -1,0 +1,225 @@
+"""Sequences that leave this worker while they run: the source's half of live migrations (pure).
+
+Rule 1: until `HandAway` the sequence is this worker's and goes on undisturbed, whatever becomes of the migration.
+Rule 2: with `HandAway` it is the target's for good. Its dispatcher submits it there with the tokens that it has, so
+whatever is lost on the way costs time, and no token.
+Rule 3: KV is sent only against the target's leave (`Want`), one span at a time.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+
+from ballast.common.errors import InvariantViolation
+from ballast.common.ids import WorkerId
+from services.worker.core.batch import SequenceId
+from services.worker.core.blocks import blocks_for
+from services.worker.core.migration_messages import (
+    MOST_AT_ONCE,
+    PATIENCE_S,
+    HandAway,
+    MigrationId,
+    Off,
+    Offer,
+    Report,
+    Say,
+    SendSpan,
+    SourceCommand,
+    Span,
+    Taken,
+    Want,
+    Withdrawn,
+)
+
+WORTH_BLOCKS = 2  # fewer whole blocks are left to the last span: a part of a block is missing then, whatever is done
+_TAIL_ROUNDS = 8  # rounds that copy what has grown meanwhile; then the sequence stands still for the rest
+_MOST_ROUNDS = 2 * _TAIL_ROUNDS
+_REMEMBERED = 256  # sequences that have gone, for clients that withdraw too late
+
+
+class Phase(Enum):
+    OFFERED = "offered"
+    READY = "ready"  # the target waits for a span
+    SENDING = "sending"  # one is on its way, or the target has not said that it has it
+    HANDED = "handed over"  # and not confirmed
+
+
+@dataclass(slots=True)
+class _Departure:
+    migration_id: MigrationId
+    sequence_id: SequenceId
+    to: WorkerId
+    began_s: float
+    progress_s: float
+    phase: Phase = Phase.OFFERED
+    copied_blocks: int = 0  # that the target has said it has
+    sent_blocks: int = 0  # to the end of the span that was sent last
+    room_blocks: int = 0  # that the target has
+    rounds: int = 0
+    tail_rounds: int = 0
+    last_blocks: int = 0
+    handed_s: float = 0.0
+
+
+class Departures:
+    def __init__(self, block_tokens: int, max_span_blocks: int) -> None:
+        """`max_span_blocks` bounds a span that is sent while the sequence is decoding."""
+        self._block_tokens = block_tokens
+        self._max_span_blocks = max_span_blocks
+        self._open: dict[MigrationId, _Departure] = {}
+        self._gone: OrderedDict[SequenceId, tuple[MigrationId, WorkerId]] = OrderedDict()
+        self.stale_total = 0
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    @property
+    def leaving(self) -> frozenset[SequenceId]:
+        """Those that are still here."""
+        return frozenset(d.sequence_id for d in self._open.values() if d.phase is not Phase.HANDED)
+
+    @property
+    def may_begin(self) -> bool:
+        return len(self._open) < MOST_AT_ONCE
+
+    def begin(
+        self, at_s: float, migration_id: MigrationId, sequence_id: SequenceId, to: WorkerId, token_count: int
+    ) -> list[SourceCommand]:
+        if not self.may_begin or sequence_id in self.leaving:
+            raise InvariantViolation(f"sequence {sequence_id} is to leave, {len(self._open)} are leaving")
+        self._open[migration_id] = _Departure(migration_id, sequence_id, to, at_s, at_s)
+        return [Say(to, Offer(migration_id, sequence_id, token_count))]
+
+    # ------------------------------------------------------------ what happens
+
+    def heard(self, at_s: float, peer: WorkerId, message: Want | Taken | Off) -> list[SourceCommand]:
+        departure = self._open.get(message.migration_id)
+        if departure is None or departure.to != peer:
+            self.stale_total += 1
+            return []
+        match message:
+            case Want():
+                self._wanted(departure, message, at_s)
+            case Taken() if departure.phase is Phase.HANDED:
+                return [self._end(departure, at_s, "", with_kv=message.with_kv)]
+            case Off() if departure.phase is not Phase.HANDED:
+                return [self._end(departure, at_s, message.why)]
+            case _:
+                self.stale_total += 1
+        return []
+
+    def _wanted(self, departure: _Departure, want: Want, at_s: float) -> None:
+        first_block = {Phase.OFFERED: 0, Phase.SENDING: departure.sent_blocks}.get(departure.phase)
+        if want.first_block != first_block:
+            self.stale_total += 1
+            return
+        departure.phase, departure.progress_s = Phase.READY, at_s
+        departure.copied_blocks, departure.room_blocks = want.first_block, want.last_block
+
+    def sent(self, at_s: float, migration_id: MigrationId, why_not: str) -> list[SourceCommand]:
+        """The span that was sent last has left, or could not."""
+        departure = self._open.get(migration_id)
+        if departure is None or departure.phase is not Phase.SENDING:
+            return []  # the target has said already what has become of it
+        if why_not:
+            return self._give_up(departure, at_s, why_not)
+        departure.progress_s = at_s
+        return []
+
+    def look(self, at_s: float, kv_tokens: Callable[[SequenceId], int | None]) -> list[SourceCommand]:
+        """Between two steps. `kv_tokens`: how many tokens of a running sequence have KV; None: it runs no more."""
+        commands: list[SourceCommand] = []
+        for departure in list(self._open.values()):
+            if departure.phase is Phase.HANDED:
+                if at_s - departure.handed_s > PATIENCE_S:
+                    commands.append(self._end(departure, at_s, "its target has not confirmed it", with_kv=False))
+                continue
+            token_count = kv_tokens(departure.sequence_id)
+            if token_count is None:
+                commands += self._give_up(departure, at_s, "it has ended, or has given way")
+            elif departure.phase is Phase.READY:
+                commands += self._go_on(departure, at_s, token_count)
+            elif at_s - departure.progress_s > PATIENCE_S:
+                commands += self._give_up(departure, at_s, f"nothing has happened for {PATIENCE_S:g} s")
+        return commands
+
+    def _go_on(self, departure: _Departure, at_s: float, token_count: int) -> list[SourceCommand]:
+        first, room = departure.copied_blocks, departure.room_blocks
+        whole, end = token_count // self._block_tokens, blocks_for(token_count, self._block_tokens)
+        enough = whole - first < WORTH_BLOCKS or departure.tail_rounds >= _TAIL_ROUNDS
+        if enough and end <= room:
+            departure.phase, departure.handed_s, departure.last_blocks = Phase.HANDED, at_s, end - first
+            self._remember(departure)
+            span = Span(first, end, token_count, last=True)
+            return [HandAway(departure.migration_id, departure.sequence_id, departure.to, span)]
+        if departure.rounds >= _MOST_ROUNDS and departure.tail_rounds >= _TAIL_ROUNDS:
+            return self._give_up(departure, at_s, "its KV grows as fast as it is copied")
+        last = min(whole, room, first + self._max_span_blocks)
+        departure.phase, departure.progress_s = Phase.SENDING, at_s
+        departure.sent_blocks = max(first, last)
+        departure.rounds += 1
+        departure.tail_rounds += departure.rounds > 1 and whole - first <= self._max_span_blocks
+        span = Span(first, departure.sent_blocks, token_count)
+        return [SendSpan(departure.migration_id, departure.sequence_id, departure.to, span)]
+
+    def _remember(self, departure: _Departure) -> None:
+        self._gone[departure.sequence_id] = departure.migration_id, departure.to
+        self._gone.move_to_end(departure.sequence_id)
+        while len(self._gone) > _REMEMBERED:
+            self._gone.popitem(last=False)
+
+    # ------------------------------------------------------------ the end of it
+
+    def give_up(self, at_s: float, migration_id: MigrationId, why: str) -> list[SourceCommand]:
+        """What was to be sent could not be; also the last span, with which nothing has happened then."""
+        departure = self._open.get(migration_id)
+        if departure is None:
+            return []
+        self._gone.pop(departure.sequence_id, None)
+        departure.last_blocks = 0
+        return self._give_up(departure, at_s, why)
+
+    def give_up_all(self, at_s: float, why: str) -> list[SourceCommand]:
+        """All that have not been handed over: the layout changes."""
+        still_here = [d for d in self._open.values() if d.phase is not Phase.HANDED]
+        return [command for departure in still_here for command in self._give_up(departure, at_s, why)]
+
+    def peer_lost(self, at_s: float, peer: WorkerId, why: str) -> list[SourceCommand]:
+        theirs = [d for d in self._open.values() if d.to == peer]
+        return [self._end(departure, at_s, f"the link has ended: {why}") for departure in theirs]
+
+    def withdraw(self, sequence_id: SequenceId) -> list[SourceCommand]:
+        """Its client has gone. That was said here, where it has been until a moment ago."""
+        migration_id, to = self._gone.pop(sequence_id, (None, WorkerId("")))
+        return [] if migration_id is None else [Say(to, Withdrawn(migration_id))]
+
+    def _give_up(self, departure: _Departure, at_s: float, why: str) -> list[SourceCommand]:
+        departure.phase = Phase.OFFERED  # even if it was about to be handed over
+        return [Say(departure.to, Off(departure.migration_id, why)), self._end(departure, at_s, why)]
+
+    def _end(self, departure: _Departure, at_s: float, why: str, *, with_kv: bool = False) -> Report:
+        del self._open[departure.migration_id]
+        moved = departure.phase is Phase.HANDED
+        return Report(
+            departure.migration_id,
+            departure.sequence_id,
+            departure.to,
+            moved,
+            why,
+            with_kv,
+            departure.rounds,
+            departure.copied_blocks,
+            departure.last_blocks,
+            at_s - departure.began_s,
+            at_s - departure.handed_s if moved else 0.0,
+        )
+
+    def check(self) -> None:
+        """Raise InvariantViolation if a sequence leaves twice, or more is sent than there is room for."""
+        still_here = [d.sequence_id for d in self._open.values() if d.phase is not Phase.HANDED]
+        if len(set(still_here)) != len(still_here) or len(self._open) > MOST_AT_ONCE:
+            raise InvariantViolation(f"sequences that leave: {still_here}, {len(self._open)} in all")
+        for departure in self._open.values():
+            if departure.sent_blocks > departure.room_blocks or departure.copied_blocks > departure.room_blocks:
+                raise InvariantViolation(f"more is sent than there is room for: {departure}")

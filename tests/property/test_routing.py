@@ -1,0 +1,48 @@
+"""The ranking that dispatchers keep chooses as the plain rule over all workers does, whatever has changed before."""
+
+import hypothesis.strategies as st
+from hypothesis import given
+
+from ballast.common.ids import Incarnation, WorkerId
+from services.dispatcher.policy.freeness import Need, RoutingRules, WorkerKey, WorkerView, choose, has_place
+from services.dispatcher.policy.ranking import Ranking
+
+views = st.builds(
+    WorkerView,
+    worker=st.builds(WorkerKey, st.sampled_from([WorkerId(f"w{i}") for i in range(7)]), st.just(Incarnation(1))),
+    block_tokens=st.sampled_from((16, 64)),
+    block_count=st.sampled_from((0, 8, 40)),
+    used_block_count=st.integers(0, 40),
+    waiting_block_count=st.integers(0, 6),
+    unseen_block_count=st.integers(0, 6),
+    running_count=st.integers(0, 4),
+    waiting_count=st.integers(0, 3),
+    unseen_count=st.integers(0, 3),
+    max_running_count=st.integers(1, 6),
+    max_waiting_count=st.integers(0, 4),
+    draining=st.sampled_from((False, False, False, True)),
+)
+needs = st.builds(Need, tokens=st.integers(1, 700), growth_tokens=st.integers(0, 128))
+rules = st.builds(RoutingRules, worker_queue_count=st.integers(0, 3), large_fraction=st.sampled_from((0.0, 0.25, 1.0)))
+changes = st.lists(st.tuples(views, st.booleans(), st.lists(needs, max_size=3)), min_size=1, max_size=25)
+
+
+@given(changes, rules, st.booleans())
+def test_the_ranking_chooses_as_the_plain_rule(
+    told: list[tuple[WorkerView, bool, list[Need]]], rules: RoutingRules, may_queue_large: bool
+) -> None:
+    ranking, known = Ranking(rules), dict[WorkerKey, WorkerView]()
+    for view, stays, asked in told:
+        if stays:
+            known[view.worker] = view
+            ranking.update(view)
+        else:
+            known.pop(view.worker, None)
+            ranking.remove(view.worker)
+        assert {key: ranking.get(key) for key in ranking} == {
+            key: view for key, view in known.items() if has_place(view, rules)
+        }
+        for need in asked:
+            plain = choose([*known.values()], need, rules, may_queue_large=may_queue_large)
+            chosen = ranking.choose(need, may_queue_large=may_queue_large)
+            assert chosen == (None if plain is None else plain.worker)
