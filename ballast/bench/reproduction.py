@@ -203,13 +203,12 @@ def _full_at_s(policy: PolicyResult) -> float | None:
 
 
 def _stands(result: BenchResult) -> float | None:
-    ours, plain = _full_at_s(result.policies[_OURS]), _full_at_s(result.policies[_PLAIN])
-    return ours / plain if ours is not None and plain else None
+    return _over(result, _PLAIN, _OURS, _full_at_s)
 
 
 def _freed(result: BenchResult) -> float | None:
-    capacity = result.policies[_OURS].series.kv_capacity_bytes
-    return 100.0 * (max(capacity) / capacity[0] - 1.0)
+    ours = result.policies.get(_OURS)
+    return None if ours is None else 100.0 * (max(ours.series.kv_capacity_bytes) / ours.series.kv_capacity_bytes[0] - 1)
 
 
 def _spike(name: str) -> Callable[[BenchResult], float | None]:
