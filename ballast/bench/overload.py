@@ -60,7 +60,7 @@ _WARMUP_ROUNDS = 3
 _LAYOUT_WITHIN_S = 60.0
 _SIZING_ATTEMPTS = 4
 _ENOUGH = 0.95  # of the memory that was meant
-_REST_S = 1.0
+_REST_S = 0.5
 _POLL_S = 0.1
 
 

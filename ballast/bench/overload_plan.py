@@ -15,7 +15,7 @@ QUICK_SETTINGS = {
     "BALLAST_MONITOR__PRESSURE__DWELL_S": "2",
     "BALLAST_MONITOR__PRESSURE__RELIEF_AFTER_S": "1",
 }
-RUN_OVERHEAD_S = 12.0  # start, warm-up and end of a cluster
+RUN_OVERHEAD_S = 10.0  # start, warm-up and end of a cluster
 _TAIL_SHARE = 0.25  # of the span: from the last arrival to the last answer
 _PROBE_SHARE = 2.8  # two probes, each with its time to get going
 _SHORTEST_SPAN_S = 10.0  # of a workload: below it there is hardly a burst

@@ -207,14 +207,18 @@ class Members:
         phase = _PHASES.get(status.phase, MemberPhase.NONE)
         return MemberSaid(time.monotonic(), worker_id, phase, status.why, _status_from_proto(status))
 
-    async def name_partners(self, member: Member, partners: Sequence[Member], timeout_s: float) -> None:
+    async def name_partners(
+        self, member: Member, partners: Sequence[Member], settled_epoch: Epoch, timeout_s: float
+    ) -> Epoch:
         request = worker_pb2.NamePartnersRequest(
-            partners=[worker_pb2.Partner(worker_id=p.worker_id, data_address=p.data_address) for p in partners]
+            partners=[worker_pb2.Partner(worker_id=p.worker_id, data_address=p.data_address) for p in partners],
+            settled_epoch=settled_epoch,
         )
         try:
-            await self._stub(member.address).NamePartners(request, timeout=timeout_s)
+            answer = await self._stub(member.address).NamePartners(request, timeout=timeout_s)
         except grpc.RpcError as error:
             raise from_rpc_error(error, member.worker_id) from error
+        return Epoch(answer.newest_epoch)
 
     async def migrate(self, epoch: Epoch, move: Move, within_s: float, cause_id: str, timeout_s: float) -> None:
         """Both are told, as neither could make a link alone; the target first, so that it waits for the source."""

@@ -49,7 +49,7 @@ from services.planner.policy.migrate import MigrationRules
 from services.planner.shell import notes
 from services.planner.shell.answers import Answers, change_error, drain_error
 from services.planner.shell.balancing import Balancing
-from services.planner.shell.partners import PartnerNaming
+from services.planner.shell.partners import AtRest, PartnerNaming
 from services.planner.shell.ports import Counting, DrainWorker, LayoutStore, MembersPort, MonitorPort
 from services.planner.shell.watchers import LayoutWatcher, Watchers
 
@@ -86,7 +86,7 @@ class PlannerShell:
         self._changes = Answers[AnswerChange]()
         self._drains = Answers[Epoch]()
         self._watchers = Watchers(max_watchers)
-        self._naming = PartnerNaming(members, self._layout_at_rest)
+        self._naming = PartnerNaming(members, self._at_rest)
         self._balancing = Balancing(
             members,
             migrations,
@@ -216,6 +216,10 @@ class PlannerShell:
 
     def _layout_at_rest(self) -> Layout | None:
         return self.core.layout if self.core.active and not self.core.conductor.busy else None
+
+    def _at_rest(self) -> AtRest | None:
+        layout = self._layout_at_rest()
+        return None if layout is None else AtRest(layout, self.core.settled_epoch)
 
     def _note_transition(self, record: TransitionRecord, cause_id: str) -> None:
         if record.journal.stage.over:

@@ -40,8 +40,10 @@ class MembersPort(Protocol):
 
     async def call(self, command: CallMember, timeout_s: float) -> MemberSaid | None: ...
 
-    async def name_partners(self, member: Member, partners: Sequence[Member], timeout_s: float) -> None:
-        """Raises BallastError: it does not hear."""
+    async def name_partners(
+        self, member: Member, partners: Sequence[Member], settled_epoch: Epoch, timeout_s: float
+    ) -> Epoch:
+        """Returns the highest epoch that it has heard of. Raises BallastError: it does not answer."""
         ...
 
     async def migrate(self, epoch: Epoch, move: Move, within_s: float, cause_id: str, timeout_s: float) -> None:
