@@ -6,10 +6,11 @@
 Qwen2.5-14B, one A800 for each instance, policy `recompute`, one thread. Arrivals are Poisson with BurstGPT's published
 lengths (`azureconv` in ballast.bench.lengths) unless a trace is given; a larger cluster gets as many requests more.
 Processor time depends on the machine and on what else runs there, so each figure stands beside that of a fixed loop of
-Python statements, and the runs of a curve are done in turns.
+Python statements, and the runs of a curve are done in turns. `--calls` counts function calls instead.
 """
 
 import argparse
+import cProfile
 import gc
 import random
 import resource
@@ -29,7 +30,6 @@ from sim.world import World, WorldOptions
 
 MODEL = "Qwen2.5-14B"
 SIZES = (8, 32, 125, 500, 1000)
-REQUESTS_PER_INSTANCE = 8
 RATE_PER_S = 2.0  # of each instance: half of what it can do
 CALM_PER_S = 3057 / 640 / 8  # of the Azure conversations, spread over eight instances
 VIDUR = (103, 114)  # requests/s that vidur simulates, of 2,048 + 512 tokens, on a core like that of its measurement
@@ -64,13 +64,7 @@ def poisson(count: int, rate_per_s: float, fixed: tuple[int, int] | None = None)
 
 
 def measured(what: str, instances: int, arrivals: Sequence[Arrival], *, check_every: int = 0) -> Cost:
-    options = WorldOptions(
-        model=find_model(MODEL),
-        cluster=find_cluster(f"{instances}xA800"),
-        timings=timings(),
-        rules=find_policy("recompute")(production_rules(WorkerSize())),
-        check_every=check_every,
-    )
+    options = _options(instances, check_every)
     gc.collect()
     before_s = _loop_s()
     began_s = time.process_time()
@@ -86,6 +80,16 @@ def measured(what: str, instances: int, arrivals: Sequence[Arrival], *, check_ev
         seconds,
         (before_s + _loop_s()) / 2,
         resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
+    )
+
+
+def _options(instances: int, check_every: int = 0) -> WorldOptions:
+    return WorldOptions(
+        model=find_model(MODEL),
+        cluster=find_cluster(f"{instances}xA800"),
+        timings=timings(),
+        rules=find_policy("recompute")(production_rules(WorkerSize())),
+        check_every=check_every,
     )
 
 
@@ -112,12 +116,12 @@ def table(costs: Sequence[Cost]) -> str:
     return "\n".join(lines)
 
 
-def curve(rounds: int) -> list[Cost]:
-    """The median of each size, by what an event costs."""
+def curve(rounds: int, each: int) -> list[Cost]:
+    """The median of each size, by what an event costs. `each`: requests for each instance."""
     runs: dict[int, list[Cost]] = {size: [] for size in SIZES}
     for _ in range(rounds):
         for size in SIZES:
-            arrivals = poisson(size * REQUESTS_PER_INSTANCE, size * RATE_PER_S)
+            arrivals = poisson(size * each, size * RATE_PER_S)
             runs[size].append(measured("growth", size, arrivals))
             print(table(runs[size][-1:]).splitlines()[-1], flush=True)
     return [sorted(costs, key=lambda c: c.event_us)[len(costs) // 2] for costs in runs.values()]
@@ -143,10 +147,35 @@ def plot(costs: Sequence[Cost], path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
+def calls_per_event(size: int, each: int) -> float:
+    """Work without a clock: how long it takes depends on what of it the processor's caches hold."""
+    world = World(_options(size), poisson(size * each, size * RATE_PER_S))
+    profile = cProfile.Profile()
+    run = profile.runcall(world.run)
+    return sum(entry.callcount for entry in profile.getstats()) / run.event_count
+
+
+def single_runs(trace: Path | None) -> None:
+    if trace is not None:
+        long_run = [Arrival(r.arrival_s, r.input_tokens, r.output_tokens) for r in read_trace(trace).requests]
+    else:
+        long_run = poisson(3057, 8 * CALM_PER_S)
+    beginning = long_run[:300]
+    likes = poisson(600, 1.5, (2048, 512))
+    print(table([measured("640 s", 8, long_run), measured(f"vidur's ({VIDUR[0]}-{VIDUR[1]} requests/s)", 1, likes)]))
+    unchecked, checked = measured("unchecked", 8, beginning), measured("checked", 8, beginning, check_every=1)
+    print(f"\nchecks after every event: {checked.seconds / unchecked.seconds:.2f} times the processor time\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trace", type=Path, help="of the 640-s run; without, Poisson arrivals at its rate")
     parser.add_argument("--rounds", type=int, default=1, help="of the growth curve")
+    parser.add_argument("--each", type=int, default=8, metavar="N", help="requests for each instance of that curve")
+    parser.add_argument("--only-growth", action="store_true", help="the curve, and nothing else")
+    parser.add_argument(
+        "--calls", action="store_true", help="function calls for each event instead of time: they repeat"
+    )
     parser.add_argument("--plot", type=Path, metavar="OUT.png", help="draw the growth curve")
     parser.add_argument("--instances", type=int, help="one run with so many, and nothing else")
     parser.add_argument("--requests", type=int, default=100_000, help="of that run")
@@ -155,16 +184,13 @@ def main() -> None:
         arrivals = poisson(args.requests, args.instances * RATE_PER_S)
         print(table([measured("one run", args.instances, arrivals)]))
         return
-    if args.trace is not None:
-        long_run = [Arrival(r.arrival_s, r.input_tokens, r.output_tokens) for r in read_trace(args.trace).requests]
-    else:
-        long_run = poisson(3057, 8 * CALM_PER_S)
-    beginning = long_run[:300]
-    likes = poisson(600, 1.5, (2048, 512))
-    print(table([measured("640 s", 8, long_run), measured(f"vidur's ({VIDUR[0]}-{VIDUR[1]} requests/s)", 1, likes)]))
-    unchecked, checked = measured("unchecked", 8, beginning), measured("checked", 8, beginning, check_every=1)
-    print(f"\nchecks after every event: {checked.seconds / unchecked.seconds:.2f} times the processor time\n")
-    costs = curve(args.rounds)
+    if args.calls:
+        for size in SIZES[:3]:
+            print(f"{size} instances: {calls_per_event(size, args.each):.2f} calls for each event", flush=True)
+        return
+    if not args.only_growth:
+        single_runs(args.trace)
+    costs = curve(args.rounds, args.each)
     print("\n" + table(costs))
     growth = costs[-1].event_us / costs[0].event_us - 1.0
     print(f"\nan event at {costs[-1].instances} instances costs {growth:+.0%} compared with {costs[0].instances}")
