@@ -59,6 +59,7 @@ class Exchange:
         self._asked: set[tuple[SequenceId, WorkerId]] = set()
         self._unsent: dict[tuple[SequenceId, WorkerId], int] = {}
         self._due: dict[tuple[SequenceId, WorkerId], int] = {}
+        self._sent: dict[SequenceId, None] = {}  # whose KV has gone from here, or is on its way
 
     def expect(self, command: ExpectKv) -> None:
         transition, victim = self._transition, command.victim
@@ -80,6 +81,7 @@ class Exchange:
     def send(self, command: SendKv) -> None:
         key = (command.victim.sequence_id, command.to)
         self._to_send.setdefault(key, []).append(command)
+        self._sent[command.victim.sequence_id] = None
         layers = command.last_layer - command.first_layer
         self._progress.kv_bytes_to_send += self._size(command.victim.computed_tokens, layers)
         if key in self._asked:
@@ -119,6 +121,11 @@ class Exchange:
         if not self._unsent[key]:
             del self._unsent[key]
             self._drive(KvSent(_NEVER, self._transition.epoch, sequence_id, to))
+
+    def take_sent(self) -> tuple[SequenceId, ...]:
+        """Whose KV has gone from here since the last time. Nothing is on its way."""
+        sent, self._sent = tuple(self._sent), {}
+        return sent
 
     def _size(self, computed_tokens: int, layer_count: int) -> int:
         return blocks_for(computed_tokens, self._block_tokens) * self._block_bytes * layer_count

@@ -13,20 +13,19 @@ from ballast.common.errors import InvariantViolation
 from ballast.common.ids import Epoch, WorkerId
 from ballast.common.layout import Member as LayoutMember
 from services.worker.core.batch import SequenceId
-from services.worker.core.blocks import blocks_for
 from services.worker.core.events import (
-    Adopted,
     CapacityChanged,
     Command,
+    Event,
     HandedOver,
     HandOver,
     KvArrived,
-    KvLost,
-    KvTravels,
     Removed,
     RoleChanged,
 )
-from services.worker.core.plan import Kind, Phase, Plan, Victim, group_of, members_of, part_of, transfers
+from services.worker.core.leading import Decision, Leading
+from services.worker.core.plan import Kind, Phase, Plan, Victim, group_of, members_of, part_of
+from services.worker.core.retired import RetiredTables
 from services.worker.core.snapshot import SequenceSnapshot
 from services.worker.core.stage import StageBook
 from services.worker.core.transition import Transition
@@ -40,6 +39,7 @@ from services.worker.core.transition_messages import (
     HandoverReceived,
     KvCompleteReceived,
     Lead,
+    LeadWave,
     Led,
     LinksUp,
     MemoryReady,
@@ -47,6 +47,7 @@ from services.worker.core.transition_messages import (
     PrepareMemory,
     Quiesce,
     ReleaseLost,
+    ReleaseSent,
     Resume,
     RosterReceived,
     SendEpochEnded,
@@ -54,9 +55,11 @@ from services.worker.core.transition_messages import (
     SendKv,
     SendKvComplete,
     SendRoster,
+    SendWaveDone,
     TakenUp,
     TakeUp,
     UndoPreparation,
+    WaveDone,
 )
 from services.worker.core.transition_messages import Command as TransitionCommand
 from services.worker.core.transition_messages import Event as TransitionEvent
@@ -130,6 +133,9 @@ class GroupMember:
         self._going: dict[WorkerId, tuple[SequenceSnapshot, ...]] = {}
         self._coming: list[SequenceSnapshot] = []
         self._told_capacities: dict[WorkerId, int] = {}
+        self._in_the_end: dict[WorkerId, int] = {}  # leader: stage -> blocks once nothing is left to be sent
+        self._leading: Leading | None = None  # leader: of the transition under way
+        self._retired: RetiredTables | None = None  # of layers given up whose KV is being sent
         self._room_epoch = Epoch(0)  # the restore for which the leader has granted room
         self._withdrawn_epoch = Epoch(0)  # the restore that the leader has given up
         self._limited_epoch = Epoch(0)  # leader: the restore whose end a stage must know, to be believed what it has
@@ -221,6 +227,7 @@ class GroupMember:
         self._sources = sources
         self._progress = Progress(plan.epoch, self._clock.now_s, block_count_before=self.book.block_count)
         self._going, self._coming, self._told_capacities = {}, [], {}
+        self._in_the_end, self._leading = {}, None
         self._links_up = False
         self._exchange = Exchange(
             self._transition,
@@ -278,10 +285,10 @@ class GroupMember:
                     self._send_handover(epoch, to)
                 case Lead(victims=victims):
                     self._lead(victims)
-                case SendRoster(epoch=epoch, victims=victims, to=to):
-                    recomputed = self._recomputed
-                    for name in to:
-                        self._tell(name, lambda m, e=epoch, v=victims, r=recomputed: m.roster(e, self.me, v, r))
+                case LeadWave(wave=wave):
+                    self._lead_on(wave)
+                case SendRoster():
+                    self._send_roster(command)
                 case SendKv():
                     self._the_exchange().send(command)
                 case ExpectKv():
@@ -291,6 +298,11 @@ class GroupMember:
                     self._tell(to, lambda m, e=epoch, k=event: m.told(e, k))
                 case Resume(sequence_id=sequence_id):
                     self._resume(sequence_id)
+                case ReleaseSent():
+                    self._release_sent()
+                case SendWaveDone(epoch=epoch, wave=wave, to=to):
+                    done = WaveDone(self._clock.now_s, epoch, self.me, wave)
+                    self._tell(to, lambda m, e=epoch, d=done: m.told(e, d))
                 case ReleaseLost():
                     self._release_lost()
                 case Broken(peer=peer, why=why):
@@ -361,7 +373,10 @@ class GroupMember:
 
     def _tell_removed(self) -> None:
         capacity = min(self._capacities.values(), default=self.book.block_count)
-        self._tell_core(self._core.handle(CapacityChanged(self._clock.now_s, capacity)))
+        self._feed(CapacityChanged(self._clock.now_s, capacity))
+
+    def _feed(self, event: Event) -> None:
+        self._tell_core(self._core.handle(event))
 
     def _pass_on_epoch_end(self, epoch: Epoch) -> None:
         """Down the old pipeline, behind the last batch."""
@@ -376,6 +391,7 @@ class GroupMember:
         own: tuple[Victim, ...] = ()
         if transition.led_before:
             own = self._hand_over(transition, now_s)
+        self._in_the_end[self.me] = self.memory.blocks_after_drop(self._layers_lost())
         self._remap()
         stage = next(m for m in new.members if m.worker_id == self.me)
         self.first_layer, self.last_layer = stage.first_layer, stage.last_layer
@@ -418,7 +434,11 @@ class GroupMember:
     def _remap(self) -> None:
         lost, progress = self._layers_lost(), self._counted()
         progress.freed_parameter_bytes = len(lost) * self.memory.layer_bytes
-        self._grow_book(self.memory.drop_layers(lost))
+        block_count = self.memory.drop_layers(lost)
+        if self.memory.retired:
+            self._retired = RetiredTables(self.book)
+            block_count = self.memory.shrink_retired(self._retired.used_end)
+        self._grow_book(block_count)
 
     def _busy_remapping(self, progress: Progress, then: Callable[[], None]) -> None:
         progress.remap_s += self._timings.remap_s
@@ -432,75 +452,94 @@ class GroupMember:
         size_bytes = _CONTROL_BYTES + sum(
             _TOKEN_BYTES * (len(s.prompt_token_ids) + len(s.output_token_ids)) for s in snapshots
         )
-        count = self.book.block_count
-        self._tell(to, lambda m: m.handover(epoch, self.me, snapshots, count), size_bytes)
+        counts = self.book.block_count, self._in_the_end[self.me]
+        self._tell(to, lambda m: m.handover(epoch, self.me, snapshots, counts), size_bytes)
 
     def handover(
-        self, epoch: Epoch, source: WorkerId, snapshots: tuple[SequenceSnapshot, ...], block_count: int
+        self, epoch: Epoch, source: WorkerId, snapshots: tuple[SequenceSnapshot, ...], counts: tuple[int, int]
     ) -> None:
+        """`counts` of the sender's blocks: now, and once nothing is left to be sent."""
         transition = self._transition
         if transition is None or transition.epoch != epoch or source in self._told_capacities:
             return
         self._coming.extend(snapshots)
-        self._told_capacities[source] = block_count
+        self._told_capacities[source], self._in_the_end[source] = counts
         victims = tuple(Victim(s.sequence_id, s.computed_tokens, source) for s in snapshots if s.computed_tokens)
         self.told(epoch, HandoverReceived(self._clock.now_s, epoch, source, victims))
 
-    def roster(
-        self, epoch: Epoch, source: WorkerId, victims: tuple[Victim, ...], recomputed: tuple[SequenceId, ...]
-    ) -> None:
-        if self._transition is None or self._transition.epoch != epoch:
+    def _send_roster(self, command: SendRoster) -> None:
+        roster = RosterReceived(
+            self._clock.now_s, command.epoch, self.me, command.victims, command.wave, last=command.last
+        )
+        recomputed = self._recomputed
+        if command.wave:
+            self._pass_wave_on(roster, recomputed)
+            return
+        for name in command.to:
+            self._tell(name, lambda m: m.roster(roster, recomputed))
+
+    def _pass_wave_on(self, roster: RosterReceived, recomputed: tuple[SequenceId, ...]) -> None:
+        """Down the pipeline, behind the batches that have freed the blocks which it takes."""
+        if not self.is_last:
+            self._tell(self.next_stage, lambda m: m.later_roster(roster, recomputed))
+
+    def roster(self, roster: RosterReceived, recomputed: tuple[SequenceId, ...]) -> None:
+        if self._transition is None or self._transition.epoch != roster.epoch:
             return
         for sequence_id in recomputed:  # their blocks are needed for those who keep their KV
             self.book.release(sequence_id)
-        self._drive(RosterReceived(self._clock.now_s, epoch, source, victims))
+        self._forget_retired(recomputed)
+        self._drive(roster)
         self.roster_came()
+
+    def later_roster(self, roster: RosterReceived, recomputed: tuple[SequenceId, ...]) -> None:
+        if self._transition is None or self._transition.epoch != roster.epoch:
+            return
+        self._pass_wave_on(roster, recomputed)
+        self._forget_retired(recomputed)
+        self._drive(roster)
+
+    def _forget_retired(self, sequence_ids: tuple[SequenceId, ...]) -> None:
+        if self._retired is not None:
+            self._retired.forget(sequence_ids)
 
     def _lead(self, victims: tuple[Victim, ...]) -> None:
         transition, now_s = self._current(), self._clock.now_s
-        alive = self._core.kv_tokens
-        gone_ids = {v.sequence_id for v in victims if v.old_leader == self.me} - alive.keys()
-        victims = tuple(v for v in victims if v.sequence_id not in gone_ids)
         members = members_of(transition.part.new)
         self._capacities |= {peer: count for peer, count in self._told_capacities.items() if peer in members}
-        capacity = min(self._capacities.values())
+        in_the_end = {peer: count for peer, count in self._in_the_end.items() if peer in members}
         lent = 0 if self.stages else self._foreign_block_count()
-        kept, lost = self._fitting(victims, capacity - lent)
-        moving = frozenset(v.sequence_id for v in kept if transfers(transition.plan, v, self.me))
-        own = frozenset(v.sequence_id for v in victims if v.old_leader == self.me)
-        lost_ids = frozenset(v.sequence_id for v in lost)
-        self._tell_core(self._core.handle(KvTravels(now_s, own)))
-        self._tell_core(self._core.handle(CapacityChanged(now_s, capacity, lent)))
-        for sequence_id in sorted(own & lost_ids):
-            self._tell_core(self._core.handle(KvLost(now_s, sequence_id)))
-        adopted = Adopted(now_s, tuple(self._coming), moving - own, lost_ids - own, last=True)
-        self._tell_core(self._core.handle(adopted))
-        self._coming = []
-        for sequence_id in sorted(lost_ids):  # for those who keep their KV
-            self.book.release(sequence_id)
-        self._recomputed = tuple(sorted(lost_ids | gone_ids))
-        self._quiescing = False
+        self._leading = Leading(self.me, transition.plan, transition.part, self._core, self._block_tokens)
+        decision = self._leading.lead(now_s, victims, self._coming, self._capacities, in_the_end, lent)
         progress = self._counted()
-        progress.victim_count, progress.victims_recomputed = len(victims), len(lost)
-        progress.victims_waiting = len(kept)
-        self._drive(Led(now_s, transition.epoch, kept))
+        progress.victim_count, progress.victims_waiting = decision.victim_count, decision.victim_count
+        self._carry_out(decision)
+        self._coming = []
+        for sequence_id in decision.recomputed:  # for those who keep their KV
+            self.book.release(sequence_id)
+        self._quiescing = False
+        self._drive(Led(now_s, transition.epoch, decision.wave.admitted, last=decision.wave.last))
+
+    def _lead_on(self, wave: int) -> None:
+        assert self._leading is not None, "victims have been led before"
+        now_s = self._clock.now_s
+        decision = self._leading.lead_on(now_s, self._capacities)
+        self._carry_out(decision)
+        self._drive(Led(now_s, self._current().epoch, decision.wave.admitted, wave, decision.wave.last))
+
+    def _carry_out(self, decision: Decision) -> None:
+        for event in decision.events:
+            self._feed(event)
+        self._recomputed = decision.recomputed
+        self._forget_retired(decision.recomputed)
+        progress = self._counted()
+        progress.waves += 1
+        progress.victims_recomputed += len(decision.wave.lost)
+        progress.victims_waiting -= len(decision.wave.lost)
 
     def _foreign_block_count(self) -> int:
         mine = {*self._core.sequence_ids, *(snapshot.sequence_id for snapshot in self._coming)}
         return sum(len(self.book.table(i)) for i in self.book.sequence_ids if i not in mine)
-
-    def _fitting(self, victims: tuple[Victim, ...], capacity: int) -> tuple[tuple[Victim, ...], tuple[Victim, ...]]:
-        kept: list[Victim] = []
-        lost: list[Victim] = []
-        used = 0
-        for victim in sorted(victims, key=lambda v: v.sequence_id):
-            blocks = blocks_for(victim.computed_tokens + 1, self._block_tokens)
-            if used + blocks <= capacity:
-                used += blocks
-                kept.append(victim)
-            else:
-                lost.append(victim)
-        return tuple(kept), tuple(lost)
 
     # ------------------------------------------------------------ exchange
 
@@ -522,8 +561,18 @@ class GroupMember:
         progress.note_stall(now_s - progress.commit_at_s)
         self._tell_core(self._core.handle(KvArrived(now_s, sequence_id)))
 
+    def _release_sent(self) -> None:
+        """Room for the next wave. What is left moves together: that is as fast as the memory, so it takes no time."""
+        if self._retired is None:
+            return
+        self._retired.forget(self._the_exchange().take_sent())
+        self._retired.compact()
+        self._grow_book(self.memory.shrink_retired(self._retired.used_end))
+        self._tell_capacity()
+
     def _release_lost(self) -> None:
         progress = self._counted()
+        self._retired = None
         if not self.stages:  # alone: what the group has shared out to others leaves nothing here
             mine = {*self._core.sequence_ids, *self._core.suspended_ids}
             for sequence_id in self.book.sequence_ids:
@@ -547,8 +596,9 @@ class GroupMember:
         if epoch != self.epoch or not self.leads or not known or early:
             return
         self._capacities[source] = block_count
-        capacity = min(self._capacities.values())
-        self._tell_core(self._core.handle(CapacityChanged(self._clock.now_s, capacity)))
+        now_s, capacity = self._clock.now_s, min(self._capacities.values())
+        leading = self._leading
+        self._feed(CapacityChanged(now_s, capacity) if leading is None else leading.capacity(now_s, self._capacities))
 
     # ------------------------------------------------------------ restore
 

@@ -108,6 +108,13 @@ class VirtualMemory:
         self.kv_held -= gone
         return self._grow()
 
+    def shrink_retired(self, block_count: int) -> int:
+        """Of layers given up only the first `block_count` blocks are needed any more. Returns the blocks."""
+        self._report = None
+        extents = -(-block_count * self.geometry.block_bytes // self.geometry.extent_bytes)
+        self.retired = {layer: min(held, extents) for layer, held in self.retired.items()}
+        return self._grow()
+
     def release_retired(self) -> int:
         self._report = None
         self.retired.clear()

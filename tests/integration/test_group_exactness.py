@@ -21,6 +21,8 @@ FIRST_SEED = int(os.environ.get("BALLAST_EXACTNESS_FIRST_SEED", "0"))
 REQUESTS = 50
 BLOCK = 14  # histories in a test: enough of them to have seen everything
 LAYERS = (4, 7, 5)
+CROWDED_BYTES = {4: 10 << 19, 5: 12 << 19, 7: 16 << 19}  # by layers: more KV than half of the parameters
+CROWDED = 5  # one history of so many is crowded
 
 Known = tuple[Path, list[Wish], list[Expected]]
 
@@ -61,7 +63,8 @@ def _run(seed: int, known: Callable[[int], Known]) -> Tally:
     gc.disable()  # what was opened is to be closed, and not left to the collector
     try:
         threads, descriptors = set(threading.enumerate()), _descriptors()
-        history = History(seed, model_dir, wishes, expected, REQUESTS)
+        crowded_bytes = CROWDED_BYTES[LAYERS[seed % len(LAYERS)]] if seed % CROWDED == 2 else 0
+        history = History(seed, model_dir, wishes, expected, REQUESTS, crowded_bytes=crowded_bytes)
         asyncio.run(history.run())
         assert set(threading.enumerate()) <= threads
         assert _descriptors() == descriptors
@@ -76,6 +79,7 @@ def _check_that_it_has_seen_what_it_is_about(tally: Tally) -> None:
     assert tally.unprepared <= 1 + (tally.drops + tally.restores) // 20
     assert min(tally.drops, tally.restores, tally.aborts, tally.victims, tally.moved, tally.exchanged_bytes) > 0
     assert min(tally.ahead_bytes, tally.ahead_victims) > 0
+    assert tally.later_waves > 0, "drops have had no room for all KV at once"
 
 
 def _descriptors() -> int:

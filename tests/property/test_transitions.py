@@ -14,16 +14,18 @@ CHUNK = 50
 
 
 def run(first: int, last: int) -> None:
-    copied_blocks = rests = 0
+    copied_blocks = rests = later_waves = 0
     for seed in range(first, last):
         try:
-            copies = story(seed).copies
+            world = story(seed)
         except AssertionError as error:
             error.add_note(f"seed {seed}: run `python -m tests.support.transition_sim {seed} {seed + 1}`")
             raise
-        copied_blocks += copies.copied_blocks
-        rests += copies.rests
+        copied_blocks += world.copies.copied_blocks
+        rests += world.copies.rests
+        later_waves += world.later_waves
     assert min(copied_blocks, rests) > 0, "restores have copied KV ahead"
+    assert later_waves > 0, "victims of drops have waited for others"
 
 
 @pytest.mark.parametrize("first", range(0, SEEDS, CHUNK))

@@ -8,7 +8,7 @@ import asyncio
 import random
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
 import torch
@@ -27,6 +27,7 @@ from services.worker.core.transition_messages import (
     KvCompleteReceived,
     KvReceived,
     RosterReceived,
+    WaveDone,
 )
 from services.worker.pipeline.events import (
     BatchArrived,
@@ -40,6 +41,7 @@ from services.worker.pipeline.events import (
     RosterArrived,
     ShareTold,
     Told,
+    WaveArrived,
 )
 from services.worker.policy.cost import CostModel
 from services.worker.shell import MemberEvent
@@ -118,6 +120,7 @@ class Tally:
     unprepared: int = 0
     victims: int = 0
     recomputed: int = 0
+    later_waves: int = 0  # of victims, as there was no room for all at once
     exchanged_bytes: int = 0
     ahead_bytes: int = 0  # copied before a commit
     ahead_victims: int = 0  # that lacked only the rest of their KV
@@ -143,10 +146,15 @@ class History:
         expected: Sequence[Expected],
         request_count: int,
         *,
+        crowded_bytes: int = 0,
         layouts_change: bool = True,
     ) -> None:
+        """With `crowded_bytes` two workers have so much memory, and long requests for all of it come at once: a
+        drop has no room for all KV at the same time then.
+        """
         self._layouts_change = layouts_change
         self._seed = seed
+        self._crowded = crowded_bytes > 0
         self._rng = rng = random.Random(seed)
         self._model_dir = model_dir
         self._wishes = wishes
@@ -162,7 +170,11 @@ class History:
             cost=random.Random(f"microbatching {seed}").choice(_COSTS),
             transport=TransportConfig(rate_bytes_per_s=rate),
         )
-        self._chosen = [rng.randrange(len(wishes)) for _ in range(request_count)]
+        if self._crowded:
+            self._names = self._names[:2]
+            self._sizes = replace(self._sizes, memory_bytes=crowded_bytes, max_running_count=64, max_batch_tokens=64)
+        eligible = [i for i, wish in enumerate(wishes) if not self._crowded or _is_long(wish)]
+        self._chosen = [eligible[rng.randrange(len(eligible))] for _ in range(request_count)]
         self._asked: list[tuple[int, Answer]] = []
         self._all_asked = False
         self.tally = Tally()
@@ -188,6 +200,7 @@ class History:
 
     async def _ask(self, cluster: Cluster) -> None:
         rng, pause_s = self._rng, self._rng.choice([0.0, 0.002, 0.01])
+        pause_s = 0.0 if self._crowded else pause_s
         for index in self._chosen:
             wish = self._wishes[index]
             within_s = rng.uniform(0.01, 0.5) if rng.random() < 0.05 else None
@@ -232,6 +245,8 @@ class History:
 
     async def _change_layouts(self, cluster: Cluster) -> None:
         rng, epoch, said, give_up_at_s = self._rng, 1, -1, 0.0
+        if self._crowded:
+            await until(lambda: not self._under_way() or _is_full(cluster))
         while self._under_way():
             now_said = sum(len(a.token_ids) + (a.finish_reason is not None) for _, a in self._asked)
             if now_said != said:
@@ -330,6 +345,7 @@ class History:
                 if progress := worker.progress(epoch):
                     self.tally.victims += progress.victim_count
                     self.tally.recomputed += progress.victims_recomputed
+                    self.tally.later_waves += max(0, progress.waves - 1)
                     self.tally.exchanged_bytes += progress.kv_bytes_sent
                     self.tally.ahead_bytes += progress.kv_bytes_copied_ahead
                     self.tally.ahead_victims += progress.victims_copied_ahead
@@ -379,6 +395,15 @@ async def _all_done(cluster: Cluster) -> None:
         leader = cluster.workers[group.leader.worker_id]
         # It hears over links what the others have.
         await until(lambda g=group, w=leader: w.shell.load().block_count == _smallest(cluster, g))
+
+
+def _is_long(wish: Wish) -> bool:
+    return len(wish.prompt) >= 90 and wish.sampling.ignore_eos and wish.sampling.max_tokens >= 25
+
+
+def _is_full(cluster: Cluster) -> bool:
+    books = [worker.book for worker in cluster.workers.values()]
+    return sum(book.used_count for book in books) > 0.85 * sum(book.block_count for book in books)
 
 
 def _smallest(cluster: Cluster, group: Group) -> int:
@@ -447,8 +472,10 @@ def _stale(rng: random.Random, cluster: Cluster, name: str) -> list[MemberEvent]
             BatchArrived(epoch, Batch(1 << 30, (some_id,), (), ()), hidden),
             ResultArrived(epoch, (1, "from another time")),
             CapacityTold(epoch, peer, 1, epoch),
-            HandoverArrived(epoch, peer, (), 1, 1),
+            HandoverArrived(epoch, peer, (), 1, 1, 1),
             RosterArrived(epoch, peer, RosterReceived(0.0, epoch, peer, ()), (some_id,)),
+            WaveArrived(epoch, (), (some_id,), 1, True),
+            Told(epoch, WaveDone(0.0, epoch, peer, 0)),
             KvAsked(epoch, some_id, peer),
             ShareTold(epoch, (some_id,)),
             KvAheadArrived(epoch, peer, Span(some_id, 0, 1), 1 << 30),

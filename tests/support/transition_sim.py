@@ -10,7 +10,7 @@ import heapq
 import itertools
 import random
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from ballast.common.ids import Epoch, GroupId, Incarnation, WorkerId
 from ballast.common.layout import Group, Layout, Member
@@ -18,6 +18,7 @@ from services.planner.core import transition as pt
 from services.worker.core import plan as wp
 from services.worker.core import transition as wt
 from services.worker.core import transition_messages as wm
+from services.worker.core.waves import may_wait
 from tests.support.transition_copies import Copies, SimWorker
 
 
@@ -56,6 +57,7 @@ class World:
         self.faults = True
         self.sequences = itertools.count()
         self.copies = Copies(self)
+        self.later_waves = 0  # of victims that had to wait for others
         self.expected_count: int | None = None
         self._journal_at_s = 0.0
         self.link_clock: dict[tuple[WorkerId, WorkerId], float] = {}
@@ -327,9 +329,13 @@ class World:
                     )
                 case wm.Lead(victims=victims):
                     self.lead(worker, victims)
-                case wm.SendRoster(victims=victims, to=to):
+                case wm.LeadWave(wave=wave):
+                    self.lead_wave(worker, wave)
+                case wm.SendRoster(victims=victims, to=to, wave=wave, last=last):
+                    self.later_waves += wave > 0
                     for name in to:
-                        self.over_link(worker, name, wm.RosterReceived(self.now_s, epoch, worker.name, victims), epoch)
+                        roster = wm.RosterReceived(self.now_s, epoch, worker.name, victims, wave, last)
+                        self.over_link(worker, name, roster, epoch)
                 case wm.SendKv(victim=victim, to=to, first_layer=first, last_layer=last):
                     self.send_kv(worker, victim, to, first, last, epoch)
                 case wm.ExpectKv(victim=victim):
@@ -339,29 +345,60 @@ class World:
                     self.over_link(worker, to, event, epoch)
                 case wm.Resume(sequence_id=sequence_id):
                     worker.waiting.discard(sequence_id)
+                case wm.ReleaseSent():
+                    self.release(worker, self.workers[transition.part.new.leader.worker_id].later)
+                case wm.SendWaveDone(wave=wave, to=to):
+                    self.over_link(worker, to, wm.WaveDone(self.now_s, epoch, worker.name, wave), epoch)
                 case wm.ReleaseLost():
-                    member = next(m for m in self.group(worker).members if m.worker_id == worker.name)
-                    kept = set(range(member.first_layer, member.last_layer))
-                    for layers in worker.kv.values():
-                        layers &= kept
+                    self.release(worker, ())
                     self.close_older_links(worker, epoch)
                 case wm.Broken():
                     worker.broken = True
 
+    def release(self, worker: SimWorker, needed: Collection[int]) -> None:
+        """Of the layers that this worker has given up, only KV of sequences `needed` is kept."""
+        member = next(m for m in self.group(worker).members if m.worker_id == worker.name)
+        kept = set(range(member.first_layer, member.last_layer))
+        for sequence, layers in worker.kv.items():
+            if sequence not in needed:
+                layers &= kept
+
     def lead(self, worker: SimWorker, victims: tuple[wp.Victim, ...]) -> None:
-        """Adopts the victims; now and then there is no room for one, which begins anew."""
+        """Adopts the victims; now and then there is no room for one, which begins anew or waits."""
         assert worker.transition is not None
+        plan, part = worker.transition.plan, worker.transition.part
         worker.forming = True
-        kept: list[wp.Victim] = []
         for victim in victims:
-            if self.rng.random() < 0.05:
-                worker.led[victim.sequence_id] = 0
-                worker.waiting.discard(victim.sequence_id)
-                continue
-            kept.append(victim)
             worker.led[victim.sequence_id] = victim.computed_tokens
             worker.waiting.add(victim.sequence_id)
-        self.local(worker, 0.0, wm.Led(self.now_s, worker.transition.epoch, tuple(kept)))
+        worker.later = {v.sequence_id: v for v in victims}
+        waits = 0.3 if may_wait(plan, part) and self.rng.random() < 0.5 else 0.0
+        self.admit(worker, 0, waits)
+
+    def lead_wave(self, worker: SimWorker, wave: int) -> None:
+        assert worker.transition is not None
+        for stage in worker.transition.part.new.members:
+            open_ = self.workers[stage.worker_id].transition
+            assert open_ is None or not (open_._is.outgoing or open_._is.incoming), "KV is on its way between two waves"
+        assert worker.later, "a wave of nobody"
+        self.admit(worker, wave, 0.3 if len(worker.later) > 1 else 0.0)
+
+    def admit(self, worker: SimWorker, wave: int, waits: float) -> None:
+        """Some of those that are left get room, some are given up, the others go on waiting."""
+        assert worker.transition is not None
+        admitted: list[wp.Victim] = []
+        for sequence, victim in list(worker.later.items()):
+            what = self.rng.random()
+            if what < waits and not (wave and len(worker.later) == 1):
+                continue
+            del worker.later[sequence]
+            if what >= 0.95:
+                worker.led[sequence] = 0
+                worker.waiting.discard(sequence)
+            else:
+                admitted.append(victim)
+        led = wm.Led(self.now_s, worker.transition.epoch, tuple(admitted), wave, not worker.later)
+        self.local(worker, 0.0, led)
 
     def take_up(self, worker: SimWorker) -> None:
         assert worker.transition is not None

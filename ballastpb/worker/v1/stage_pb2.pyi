@@ -264,10 +264,13 @@ class Handover(_message.Message):
     SEQUENCES_FIELD_NUMBER: _builtins.int
     BLOCK_COUNT_FIELD_NUMBER: _builtins.int
     HOME_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
+    FINAL_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     block_count: _builtins.int
     """Blocks of this member's stage in the coming group; and when it holds all layers."""
     home_block_count: _builtins.int
+    final_block_count: _builtins.int
+    """In the coming group, when all KV of layers given up has been sent."""
     @_builtins.property
     def sequences(self) -> _containers.RepeatedCompositeFieldContainer[Global___SequenceState]: ...
     def __init__(
@@ -277,10 +280,11 @@ class Handover(_message.Message):
         sequences: _abc.Iterable[Global___SequenceState] | None = ...,
         block_count: _builtins.int = ...,
         home_block_count: _builtins.int = ...,
+        final_block_count: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_count", b"block_count", "epoch", b"epoch", "home_block_count", b"home_block_count", "sequences", b"sequences"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_count", b"block_count", "epoch", b"epoch", "final_block_count", b"final_block_count", "home_block_count", b"home_block_count", "sequences", b"sequences"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -314,14 +318,21 @@ Global___Victim: _TypeAlias = Victim  # noqa: Y015
 
 @_typing.final
 class Roster(_message.Message):
-    """From a new leader to everybody concerned: whose KV must be where."""
+    """From a new leader to everybody concerned: whose KV must be where. If there is no room for all at once, victims come in
+    waves, each with a roster: of the first wave it goes to everybody, of later ones from stage to stage, behind batches.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
     EPOCH_FIELD_NUMBER: _builtins.int
     VICTIMS_FIELD_NUMBER: _builtins.int
     RECOMPUTED_FIELD_NUMBER: _builtins.int
+    WAVE_FIELD_NUMBER: _builtins.int
+    LAST_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
+    wave: _builtins.int
+    last: _builtins.bool
+    """No other wave follows."""
     @_builtins.property
     def victims(self) -> _containers.RepeatedCompositeFieldContainer[Global___Victim]: ...
     @_builtins.property
@@ -334,10 +345,12 @@ class Roster(_message.Message):
         epoch: _builtins.int = ...,
         victims: _abc.Iterable[Global___Victim] | None = ...,
         recomputed: _abc.Iterable[_builtins.int] | None = ...,
+        wave: _builtins.int = ...,
+        last: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "recomputed", b"recomputed", "victims", b"victims"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "last", b"last", "recomputed", b"recomputed", "victims", b"victims", "wave", b"wave"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

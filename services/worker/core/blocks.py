@@ -91,6 +91,19 @@ class BlockBook:
             heapq.heappush(free, block_id)
         return len(table)
 
+    def copy(self) -> "BlockBook":
+        """Another book that says the same."""
+        other = BlockBook(0, self._block_tokens)
+        other._block_count = self._block_count
+        other._free = self._free.copy()
+        other._tables = self._tables.copy()
+        return other
+
+    @property
+    def used_end(self) -> int:
+        """Behind the last block that is held."""
+        return max((max(table) for table in self._tables.values() if table), default=-1) + 1
+
     def trim(self, sequence_id: SequenceId, token_count: int) -> None:
         """Give back the blocks of a sequence beyond those that so many tokens take."""
         table = self._tables.get(sequence_id, ())

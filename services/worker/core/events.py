@@ -123,13 +123,13 @@ class CapacityChanged:
 
     at_s: float
     block_count: int
-    lent_block_count: int = 0  # of those, held for KV that is not the leader's: leaving, or not adopted yet
+    lent_block_count: int = 0  # of those, held for KV that is not the leader's (leaving, not adopted yet), or waits
     before_block_count: int = 0  # not 0: there may be so many again soon, and who needs them waits instead of ending
 
 
 @dataclass(frozen=True, slots=True)
 class AdmissionLimited:
-    """Fewer blocks are coming: nothing new is admitted above that, what runs may go on growing. None: no limit."""
+    """Nothing new is admitted above that, what runs may go on growing. None, or GroupLost: no limit."""
 
     at_s: float
     block_count: int | None
@@ -150,6 +150,17 @@ class RoleChanged:
 class KvTravels:
     """Layers of these sequences have moved to another member, and their KV follows. They are left out of batches until
     KvArrived or KvLost is told for each. Told while nothing is in flight; who has no KV is not affected.
+    """
+
+    at_s: float
+    sequence_ids: frozenset[SequenceId]
+    waiting_ids: frozenset[SequenceId] = frozenset()  # of those: no room on all stages yet, KvAdmitted says when
+
+
+@dataclass(frozen=True, slots=True)
+class KvAdmitted:
+    """There is room on all stages for the KV of these sequences, and it is on its way now. Until then they count among
+    the lent blocks, for what they hold on some stages.
     """
 
     at_s: float
@@ -194,6 +205,7 @@ class Adopted:
     suspended_ids: frozenset[SequenceId] = frozenset()  # their KV is on its way: KvArrived or KvLost will follow
     lost_ids: frozenset[SequenceId] = frozenset()  # their KV will not come: computed again
     last: bool = False  # no other handover is coming: who still waits for one need not
+    waiting_ids: frozenset[SequenceId] = frozenset()  # suspended, no room on all stages yet: KvAdmitted says when
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,6 +249,7 @@ Event = (
     | AdmissionLimited
     | RoleChanged
     | KvTravels
+    | KvAdmitted
     | KvArrived
     | KvLost
     | HandOver

@@ -11,6 +11,7 @@ from services.worker.core.events import (
     CapacityChanged,
     HandedOver,
     HandOver,
+    KvAdmitted,
     KvArrived,
     KvLost,
     KvTravels,
@@ -51,6 +52,7 @@ class Group:
         | CapacityChanged
         | AdmissionLimited
         | KvTravels
+        | KvAdmitted
         | KvArrived
         | KvLost
         | Adopted
@@ -66,6 +68,8 @@ class Group:
                 self._scheduler.admission_limit = event.block_count
             case KvTravels():
                 self._suspend(event)
+            case KvAdmitted():
+                self._admit_kv(event)
             case KvArrived():
                 self._kv_arrived(event)
             case KvLost():
@@ -126,7 +130,15 @@ class Group:
         self._flights.demand_none("KV begins to travel")
         for sequence in [s for s in self._scheduler.running if s.sequence_id in event.sequence_ids]:
             if sequence.computed_tokens:
-                self._scheduler.suspend(sequence, event.at_s)
+                self._scheduler.suspend(sequence, event.at_s, waits=sequence.sequence_id in event.waiting_ids)
+
+    def _admit_kv(self, event: KvAdmitted) -> None:
+        for sequence_id in sorted(event.sequence_ids):
+            sequence = self._scheduler.suspended.get(sequence_id)
+            if sequence is None:
+                self.stale_total += 1
+            else:
+                self._scheduler.take_blocks(sequence, event.at_s)
 
     def _kv_arrived(self, event: KvArrived) -> None:
         sequence = self._scheduler.suspended.get(event.sequence_id)
@@ -222,8 +234,9 @@ class Group:
         self.adopted_total += 1
         sequence = unpack(snapshot, at_s, self._limits)
         suspended = sequence_id in event.suspended_ids and sequence.computed_tokens > 0
+        waits = suspended and sequence_id in event.waiting_ids
         if suspended and sequence.state is SequenceState.ENDED:
-            self._scheduler.adopt(sequence, at_s, suspended=True)
+            self._scheduler.adopt(sequence, at_s, suspended=True, waits=waits)
         elif sequence.state is SequenceState.ENDED or sequence_id in event.lost_ids:
             self._flights.forget(sequence)
             sequence.computed_tokens = 0
@@ -236,7 +249,7 @@ class Group:
         else:
             self._residents.enter(sequence, at_s)
             if sequence.computed_tokens:
-                self._scheduler.adopt(sequence, at_s, suspended=suspended)
+                self._scheduler.adopt(sequence, at_s, suspended=suspended, waits=waits)
             else:
                 self._scheduler.enqueue(sequence)
         if held := self._residents.held.get(sequence.request_id):

@@ -182,6 +182,7 @@ class Residents:
 
     def abandon(self, at_s: float) -> None:
         """The group is lost: nobody is left, and nothing that anybody would have to be told."""
+        self._scheduler.admission_limit = None
         for sequence in list(self._scheduler.suspended.values()):
             self._scheduler.let_go(sequence)
         for sequence in list(self.live.values()):

@@ -12,7 +12,8 @@ the block of such a one skips a batch; as it comes before its victim in the orde
 the block when the victim has landed.
 
 A suspended sequence keeps its reservation and is left alone, even if it ends meanwhile: its blocks are being written
-on the stages until `resume`, `lose` or `let_go` is called for it.
+on the stages until `resume`, `lose` or `let_go` is called for it. One that waits for room on some stage has none
+until `take_blocks`.
 """
 
 import bisect
@@ -63,6 +64,7 @@ class Scheduler:
         self.reserved_block_count = 0
         self.running: list[Sequence] = []  # in order of service
         self.suspended: dict[SequenceId, Sequence] = {}  # those that have ended meanwhile are still among them
+        self.without_blocks: set[SequenceId] = set()  # of those: have no reservation yet
         self._waiting: tuple[OrderedDict[SequenceId, Sequence], ...] = tuple(OrderedDict() for _ in PriorityClass)
         self.waiting_count = 0
         self.waiting_tokens = 0
@@ -214,7 +216,7 @@ class Scheduler:
 
     def let_go(self, sequence: Sequence) -> None:
         """Nothing is written any more into the blocks of a suspended sequence, and it does not need them."""
-        del self.suspended[sequence.sequence_id]
+        self._leave_suspended(sequence)
         self._reserve(sequence, -sequence.reserved_block_count)
 
     def _reserve(self, sequence: Sequence, added_block_count: int) -> None:
@@ -390,33 +392,52 @@ class Scheduler:
 
     # ---------------------------------------------------------------- KV on its way
 
-    def suspend(self, sequence: Sequence, at_s: float) -> None:
+    def suspend(self, sequence: Sequence, at_s: float, *, waits: bool = False) -> None:
         self.running.remove(sequence)
-        sequence.move(SequenceState.SUSPENDED, at_s, "its KV travels")
+        sequence.move(SequenceState.SUSPENDED, at_s, "its KV waits for room" if waits else "its KV travels")
         self.suspended[sequence.sequence_id] = sequence
+        if waits:
+            self.without_blocks.add(sequence.sequence_id)
+            self._reserve(sequence, -sequence.reserved_block_count)
+
+    def take_blocks(self, sequence: Sequence, at_s: float) -> None:
+        """There is room for a suspended sequence that has waited for it."""
+        self.without_blocks.remove(sequence.sequence_id)
+        self._reserve(sequence, blocks_for(sequence.token_count, self._block_tokens))
+        sequence.note(at_s, "its KV travels")
 
     def resume(self, sequence: Sequence, at_s: float) -> None:
-        del self.suspended[sequence.sequence_id]
+        if sequence.sequence_id in self.without_blocks:
+            raise InvariantViolation(f"{sequence.name} has its KV in no block", sequence.story())
+        self._leave_suspended(sequence)
         self._run(sequence, 0, at_s, "its KV is complete")
+
+    def _leave_suspended(self, sequence: Sequence) -> None:
+        del self.suspended[sequence.sequence_id]
+        self.without_blocks.discard(sequence.sequence_id)
 
     def lose(self, sequence: Sequence, at_s: float) -> None:
         """It loses its KV, suspended or running."""
         if sequence.state is SequenceState.RUNNING:
             self.running.remove(sequence)
         else:
-            del self.suspended[sequence.sequence_id]
+            self._leave_suspended(sequence)
         self._recompute(sequence, at_s, "its KV is lost")
 
-    def adopt(self, sequence: Sequence, at_s: float, *, suspended: bool) -> None:
+    def adopt(self, sequence: Sequence, at_s: float, *, suspended: bool, waits: bool = False) -> None:
         """It comes with its KV. Room is made afterwards, if need be, by `shed`."""
         need = blocks_for(sequence.token_count, self._block_tokens)
         if not suspended:
             self._run(sequence, need, at_s, "adopted")
             return
         if sequence.state is not SequenceState.ENDED:
-            sequence.move(SequenceState.SUSPENDED, at_s, "adopted, its KV travels")
+            why = "adopted, its KV waits for room" if waits else "adopted, its KV travels"
+            sequence.move(SequenceState.SUSPENDED, at_s, why)
         self.suspended[sequence.sequence_id] = sequence
-        self._reserve(sequence, need)
+        if waits:
+            self.without_blocks.add(sequence.sequence_id)
+        else:
+            self._reserve(sequence, need)
 
     # ---------------------------------------------------------------- inspector
 
@@ -449,6 +470,10 @@ class Scheduler:
         for sequence in self.suspended.values():
             if sequence.state not in (SequenceState.SUSPENDED, SequenceState.ENDED):
                 raise InvariantViolation(f"{sequence.name} is among the suspended", sequence.story())
+            if sequence.reserved_block_count and sequence.sequence_id in self.without_blocks:
+                raise InvariantViolation(f"{sequence.name} waits for room and has some", sequence.story())
+        if not self.without_blocks <= self.suspended.keys():
+            raise InvariantViolation(f"{sorted(self.without_blocks)} wait for room, and not all are suspended")
         for sequence in waiting:
             if sequence.state is not SequenceState.WAITING or sequence.computed_tokens or sequence.reserved_tokens:
                 raise InvariantViolation(f"{sequence.name} waits and holds something", sequence.story())

@@ -66,6 +66,17 @@ class StageBook:
         """The sequence has left this stage: its KV has been sent away. Returns the number of its blocks."""
         return self._book.free(sequence_id)
 
+    def copy(self) -> "StageBook":
+        """Another book that says the same, for layers whose blocks go ways of their own."""
+        other = StageBook(0, self._block_tokens)
+        other._book = self._book.copy()
+        return other
+
+    @property
+    def used_end(self) -> int:
+        """Behind the last block that is held."""
+        return self._book.used_end
+
     def grow(self, added_block_count: int) -> None:
         """The cache got so many more blocks, at its end."""
         self._book.grow(added_block_count)

@@ -36,6 +36,7 @@ from services.worker.core.transition_messages import (
     KvReceived,
     KvSent,
     Lead,
+    LeadWave,
     Led,
     LinksUp,
     MemoryReady,
@@ -45,6 +46,7 @@ from services.worker.core.transition_messages import (
     PrepareRequested,
     Quiesce,
     ReleaseLost,
+    ReleaseSent,
     Resume,
     RosterReceived,
     SendEpochEnded,
@@ -52,9 +54,11 @@ from services.worker.core.transition_messages import (
     SendKv,
     SendKvComplete,
     SendRoster,
+    SendWaveDone,
     TakenUp,
     TakeUp,
     UndoPreparation,
+    WaveDone,
 )
 
 
@@ -68,7 +72,10 @@ class _Progress:
     epoch_ended: bool = False  # word of the old leader, if it followed
     taken_up: bool = False
     handovers: dict[WorkerId, tuple[Victim, ...]] = field(default_factory=dict)  # sender -> its victims
-    rosters: set[WorkerId] = field(default_factory=set)  # whose has been handled
+    waves: dict[WorkerId, int] = field(default_factory=dict)  # new leader -> its waves that have been handled
+    closed: set[WorkerId] = field(default_factory=set)  # new leaders whose last wave is among them
+    waves_left: dict[WorkerId, int] = field(default_factory=dict)  # new leader -> the wave it was last told to be done
+    wave_missing: set[WorkerId] = field(default_factory=set)  # leader: stages that are not through with its wave
     outgoing: set[tuple[SequenceId, WorkerId]] = field(default_factory=set)
     incoming: dict[SequenceId, set[WorkerId]] = field(default_factory=dict)  # victim -> sources not yet done
     early: set[tuple[SequenceId, WorkerId]] = field(default_factory=set)  # KV that came before the roster
@@ -107,7 +114,7 @@ class Transition:
     @property
     def awaits_roster(self) -> bool:
         """Its group's leader has not said yet whose KV stays."""
-        return self.phase is Phase.EXCHANGING and self.part.new.leader.worker_id not in self._is.rosters
+        return self.phase is Phase.EXCHANGING and self.part.new.leader.worker_id not in self._is.waves
 
     def begin(self) -> list[Command]:
         return [ConnectLinks(self.epoch, self.part.peers), PrepareMemory(self.plan)]
@@ -136,10 +143,12 @@ class Transition:
             case HandoverReceived(source=source, victims=victims):
                 self._is.handovers.setdefault(source, victims)
                 return self._maybe_lead()
-            case RosterReceived(source=source, victims=victims):
-                return self._roster(source, victims)
-            case Led(victims=victims):
-                return self._led(victims)
+            case RosterReceived(source=source, victims=victims, wave=wave, last=last):
+                return self._roster(source, victims, wave, last)
+            case Led(victims=victims, wave=wave, last=last):
+                return self._led(victims, wave, last)
+            case WaveDone(source=source, wave=wave):
+                return self._wave_done(source, wave)
             case KvSent(sequence_id=sequence_id, to=to):
                 self._is.outgoing.discard((sequence_id, to))
                 return self._maybe_done()
@@ -223,30 +232,33 @@ class Transition:
         victims = is_.own_victims + tuple(v for sender in sorted(is_.handovers) for v in is_.handovers[sender])
         return [Lead(self.epoch, victims)]
 
-    def _led(self, victims: tuple[Victim, ...]) -> list[Command]:
+    def _led(self, victims: tuple[Victim, ...], wave: int, last: bool) -> list[Command]:
         is_ = self._is
-        if self.phase is not Phase.EXCHANGING or not is_.led or self.me in is_.rosters:
+        if self.phase is not Phase.EXCHANGING or not is_.led or wave != is_.waves.get(self.me, 0):
             return []
+        is_.wave_missing = set() if last else set(members_of(self.part.new))
         for victim in victims:
             stages = {to for _, to, _, _ in transfers(self.plan, victim, self.me)}
             stages -= {s for i, s in is_.early_complete if i == victim.sequence_id}
             if stages:
                 is_.stages_missing[victim.sequence_id] = stages
-        commands: list[Command] = [SendRoster(self.epoch, victims, self.part.roster_to)]
+        commands: list[Command] = [SendRoster(self.epoch, victims, self.part.roster_to, wave, last)]
         commands += [Resume(self.epoch, v.sequence_id) for v in victims if v.sequence_id not in is_.stages_missing]
-        return commands + self._roster(self.me, victims)
+        return commands + self._roster(self.me, victims, wave, last)
 
     # ------------------------------------------------------------ exchange
 
-    def _roster(self, source: WorkerId, victims: tuple[Victim, ...]) -> list[Command]:
+    def _roster(self, source: WorkerId, victims: tuple[Victim, ...], wave: int, last: bool) -> list[Command]:
         is_ = self._is
-        if source in is_.rosters or source not in self.part.rosters_from:
+        if wave != is_.waves.get(source, 0) or source in is_.closed or source not in self.part.rosters_from:
             return []
         if self.phase is Phase.FAILED:
             return []  # a member was lost; what the others still say of it comes to nothing
         if self.phase is not Phase.EXCHANGING:
             raise InvariantViolation(f"{self.me} got a roster of epoch {self.epoch} while {self.phase}")
-        is_.rosters.add(source)
+        is_.waves[source] = wave + 1
+        if last:
+            is_.closed.add(source)
         commands: list[Command] = []
         for victim in victims:
             moves = transfers(self.plan, victim, source)
@@ -255,10 +267,10 @@ class Transition:
                 commands.append(ExpectKv(self.epoch, victim, sources))
             if sources:
                 is_.incoming[victim.sequence_id] = set(sources)
-            for giver, to, first, last in moves:
+            for giver, to, first_layer, last_layer in moves:
                 if giver == self.me:
                     is_.outgoing.add((victim.sequence_id, to))
-                    commands.append(SendKv(self.epoch, victim, to, first, last))
+                    commands.append(SendKv(self.epoch, victim, to, first_layer, last_layer))
         for sequence_id, giver in sorted(is_.early):
             commands += self._kv_received(sequence_id, giver)
         return commands + self._maybe_done()
@@ -295,10 +307,33 @@ class Transition:
     def _maybe_done(self) -> list[Command]:
         is_ = self._is
         open_ = is_.outgoing or is_.incoming or is_.stages_missing or (self.leads and not is_.led)
-        if self.phase is not Phase.EXCHANGING or open_ or set(self.part.rosters_from) - is_.rosters:
+        if self.phase is not Phase.EXCHANGING or open_ or set(self.part.rosters_from) - is_.waves.keys():
             return []
+        if set(self.part.rosters_from) - is_.closed:
+            return self._leave_wave()
         self.phase = Phase.DONE
         return [ReleaseLost(self.plan)]
+
+    def _leave_wave(self) -> list[Command]:
+        """Nothing of the waves so far is on its way here, and others follow."""
+        is_, commands = self._is, list[Command]()
+        for leader in self.part.rosters_from:
+            wave = is_.waves[leader] - 1
+            if leader in is_.closed or is_.waves_left.get(leader, -1) == wave:
+                continue
+            is_.waves_left[leader] = wave
+            commands += [ReleaseSent(self.plan)] if not commands else []
+            commands += (
+                self._wave_done(self.me, wave) if leader == self.me else [SendWaveDone(self.epoch, wave, leader)]
+            )
+        return commands
+
+    def _wave_done(self, stage: WorkerId, wave: int) -> list[Command]:
+        is_ = self._is
+        if self.phase is not Phase.EXCHANGING or stage not in is_.wave_missing or wave + 1 != is_.waves.get(self.me, 0):
+            return []
+        is_.wave_missing.discard(stage)
+        return [] if is_.wave_missing else [LeadWave(self.epoch, wave + 1)]
 
     # ------------------------------------------------------------ failure
 
@@ -317,6 +352,8 @@ class Transition:
         is_ = self._is
         if self.phase is Phase.DONE and (is_.outgoing or is_.incoming or is_.stages_missing):
             raise InvariantViolation(f"{self.me}: epoch {self.epoch} is done with KV still on its way")
+        if self.phase is Phase.DONE and set(self.part.rosters_from) - is_.closed:
+            raise InvariantViolation(f"{self.me}: epoch {self.epoch} is done and victims wait")
         if is_.taken_up and not (is_.boundary if self.led_before else is_.epoch_ended or self.part.old is None):
             raise InvariantViolation(f"{self.me}: epoch {self.epoch} was taken up inside a step")
         if self.phase in (Phase.PREPARING, Phase.ABORTED) and is_.taken_up:

@@ -69,11 +69,15 @@ class TakenUp:
 
 @dataclass(frozen=True, slots=True)
 class Led:
-    """Answer to Lead: these victims keep their KV, for the others there is no room and they are computed anew."""
+    """Answer to Lead and LeadWave: the KV of these victims is exchanged now. Unless this is the `last` wave others wait
+    for room; who is in none of them is computed anew.
+    """
 
     at_s: float
     epoch: Epoch
     victims: tuple[Victim, ...]
+    wave: int = 0
+    last: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,12 +129,24 @@ class HandoverReceived:
 
 @dataclass(frozen=True, slots=True)
 class RosterReceived:
-    """From a new leader: the victims of its group, whose KV is to be gathered there."""
+    """From a new leader: victims of its group, whose KV is to be gathered there now. Each wave has one."""
 
     at_s: float
     epoch: Epoch
     source: WorkerId
     victims: tuple[Victim, ...]
+    wave: int = 0
+    last: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class WaveDone:
+    """From a stage to its leader, which knows what room it has: the KV of this wave has come and gone there."""
+
+    at_s: float
+    epoch: Epoch
+    source: WorkerId
+    wave: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +175,7 @@ Event = (
     | EpochEnded
     | HandoverReceived
     | RosterReceived
+    | WaveDone
     | KvCompleteReceived
 )
 
@@ -222,10 +239,24 @@ class Lead:
 
 
 @dataclass(frozen=True, slots=True)
+class LeadWave:
+    """All members are through with the wave before: see who of those that wait has room now. Answered with Led."""
+
+    epoch: Epoch
+    wave: int
+
+
+@dataclass(frozen=True, slots=True)
 class SendRoster:
+    """Of wave 0 at once. Of a later one in order with the batches, which go from stage to stage: its victims take
+    blocks that batches before it have freed.
+    """
+
     epoch: Epoch
     victims: tuple[Victim, ...]
     to: tuple[WorkerId, ...]
+    wave: int = 0
+    last: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,6 +295,24 @@ class Resume:
 
 
 @dataclass(frozen=True, slots=True)
+class ReleaseSent:
+    """Nobody needs the KV of the layers this worker has given up any more, as far as it is of victims of the waves so
+    far: room for the next ones. The leader is told what there is.
+    """
+
+    plan: Plan
+
+
+@dataclass(frozen=True, slots=True)
+class SendWaveDone:
+    """Behind what ReleaseSent has told the leader."""
+
+    epoch: Epoch
+    wave: int
+    to: WorkerId
+
+
+@dataclass(frozen=True, slots=True)
 class ReleaseLost:
     """Nobody needs the KV of the layers this worker has given up: its extents follow the parameters."""
 
@@ -287,11 +336,14 @@ Command = (
     | TakeUp
     | SendHandover
     | Lead
+    | LeadWave
     | SendRoster
     | SendKv
     | ExpectKv
     | SendKvComplete
     | Resume
+    | ReleaseSent
+    | SendWaveDone
     | ReleaseLost
     | Broken
 )

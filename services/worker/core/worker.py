@@ -234,6 +234,18 @@ class WorkerCore:
         return self._first_sequence_id
 
     @property
+    def reserved_block_count(self) -> int:
+        """Of all that has room on every stage."""
+        return self._scheduler.reserved_block_count
+
+    def weight(self, sequence_id: SequenceId) -> tuple[int, float, int]:
+        """Rank of its class, instant of its arrival and the blocks that it needs, of a sequence with KV."""
+        scheduler = self._scheduler
+        sequence = scheduler.suspended.get(sequence_id) or self._residents.live[sequence_id]
+        need_blocks = max(sequence.reserved_block_count, blocks_for(sequence.token_count, self._limits.block_tokens))
+        return sequence.rank, sequence.arrival[0], need_blocks
+
+    @property
     def longest_token_count(self) -> int:
         """Of the sequences that run, wait or are suspended."""
         return self._scheduler.longest_token_count
@@ -453,8 +465,9 @@ class WorkerCore:
         returning = scheduler.swap.sequences  # and leaving, and away with blocks that the next batch frees
         if self._keeps_book:
             self._check_holders({*holders, *(s.sequence_id for s in returning), *self._flights.to_remove})
-        for sequence in holders.values():
-            self._check_tables(sequence)
+        for sequence_id, sequence in holders.items():
+            if sequence_id not in scheduler.without_blocks:
+                self._check_tables(sequence)
 
     def _check_holders(self, may_hold: set[SequenceId]) -> None:
         for sequence_id in self._book.sequence_ids:

@@ -66,10 +66,20 @@ class DeviceMemory:
     def drop_layers(self, layers: Sequence[int]) -> int:
         """Give up layers that another member executes: their parameters make room for the KV of those that are kept.
 
-        The KV of the layers given up stays readable until `release_retired`. Returns the new number of blocks.
+        The KV of the layers given up stays readable until `shrink_retired` or `release_retired`. Returns the new
+        number of blocks.
         """
         self.parameters.drop(layers)
         self.kv.retire([layer for layer in layers if layer in self.kv.held_layers])
+        return self._grow_kv()
+
+    def shrink_retired(self, block_count: int, moves: Sequence[tuple[int, int]] = ()) -> int:
+        """Of layers given up only so many blocks are needed any more, once those in `moves` (from, to) lie in front;
+        nothing reads them at this moment. Returns the number of blocks of the layers that are kept.
+        """
+        self.kv.move_retired(moves)
+        self.pool.backend.synchronise()
+        self.kv.shrink_retired(block_count)
         return self._grow_kv()
 
     def release_retired(self) -> int:

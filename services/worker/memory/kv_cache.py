@@ -118,8 +118,11 @@ class KvCache:
 
     def move(self, moves: Sequence[tuple[int, int]]) -> None:
         """Copy blocks `from -> to` in every layer held."""
+        self._copy(moves, self.held_layers)
+
+    def _copy(self, moves: Sequence[tuple[int, int]], layers: Sequence[int]) -> None:
         origin, target = [move[0] for move in moves], [move[1] for move in moves]
-        for layer in self.held_layers:
+        for layer in layers if moves else ():
             self._pool.backend.copy_rows(self._tensors[layer], target, self._tensors[layer], origin)
 
     def scratch(self, block_count: int) -> torch.Tensor:
@@ -170,6 +173,19 @@ class KvCache:
                 raise InvariantViolation(f"the KV of layer {layer} is not held; held are {self.held_layers}")
             self._held[layer] = False
             self._retired.append(layer)
+
+    def move_retired(self, moves: Sequence[tuple[int, int]]) -> None:
+        """Copy blocks (from, to) of every retired layer; no target is a source."""
+        self._copy(moves, self._retired)
+
+    def shrink_retired(self, block_count: int) -> int:
+        """Of retired layers only the first `block_count` blocks are needed. Returns how many extents became free."""
+        kept, freed = self.extents_for_blocks(block_count), 0
+        for layer in self._retired:
+            surplus = max(0, self._ranges[layer].extent_count - kept)
+            self._ranges[layer].shrink(surplus)
+            freed += surplus
+        return freed
 
     def drop(self, layer: int) -> int:
         """Free the KV of a layer that is executed elsewhere now. Returns how many extents became free."""

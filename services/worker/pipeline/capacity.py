@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from ballast.common.ids import Epoch, WorkerId
 from ballastpb.worker.v1 import stage_pb2 as pb
 from services.worker.core.events import CapacityChanged
+from services.worker.core.leading import Leading
 from services.worker.core.stage import StageBook
 from services.worker.memory.device import DeviceMemory
 from services.worker.pipeline.events import CapacityTold
@@ -39,10 +40,16 @@ class Capacities:
         self._limited_epoch = Epoch(0)  # leader: the restore whose end a stage must know, to be believed what it has
         self._limited: set[WorkerId] = set()  # leader: stages that have not said since what they have
         self._before_block_count = 0  # leader: what the group had then; 0: what it has is all there is
+        self.leading: Leading | None = None  # leader: of the drop that made this group, as long as victims wait
 
     @property
     def smallest(self) -> int:
         return min(self._counts.values(), default=self._book.block_count)
+
+    @property
+    def counts(self) -> Mapping[WorkerId, int]:
+        """Leader: of every stage."""
+        return self._counts
 
     @property
     def smallest_home(self) -> int:
@@ -56,6 +63,7 @@ class Capacities:
         """A new role: nobody has said anything yet, and there is no restore of this group."""
         self._counts = {self._role.me: self._book.block_count}
         self._limited_epoch, self._limited, self._before_block_count = Epoch(0), set(), 0
+        self.leading = None
 
     def add(self, counts: Mapping[WorkerId, int]) -> None:
         self._counts |= counts
@@ -87,8 +95,11 @@ class Capacities:
         self.tell_core()
 
     def tell_core(self) -> None:
-        changed = CapacityChanged(time.monotonic(), self.smallest, before_block_count=self._before_block_count)
-        self._tell(changed)
+        now_s = time.monotonic()
+        if self.leading is not None and self.leading.waiting_ids:
+            self._tell(self.leading.capacity(now_s, self._counts))
+        else:
+            self._tell(CapacityChanged(now_s, self.smallest, before_block_count=self._before_block_count))
 
     def tell_leader(self, withdrawn: Epoch) -> None:
         """What this member has. `withdrawn` is the newest restore that it knows to be given up."""

@@ -29,18 +29,22 @@ from services.worker.core.transition_messages import (
     KvReceived,
     KvSent,
     Lead,
+    LeadWave,
     Led,
     MemoryReady,
     PreparationFailed,
     PrepareMemory,
     Quiesce,
     ReleaseLost,
+    ReleaseSent,
     Resume,
+    RosterReceived,
     SendEpochEnded,
     SendHandover,
     SendKv,
     SendKvComplete,
     SendRoster,
+    SendWaveDone,
     TakenUp,
     TakeUp,
     UndoPreparation,
@@ -57,6 +61,7 @@ from services.worker.pipeline.events import (
     PlanReceived,
     RosterArrived,
     Told,
+    WaveArrived,
 )
 from services.worker.pipeline.exchange import KvExchange
 from services.worker.pipeline.handover import Handover
@@ -217,8 +222,22 @@ class TransitionDriver:
             return
         for sequence_id in event.recomputed:  # their blocks are needed for those who keep their KV
             self._book.release(sequence_id)
+        self._the_exchange().forget(event.recomputed)
         self.drive(event.event)
         self._stage.run_early()
+
+    def wave_arrived(self, event: WaveArrived) -> None:
+        if not self.is_current(event.epoch):
+            return
+        victims, wave, last = event.victims, event.wave, event.last
+        self._handover.pass_wave_on(event.epoch, victims, event.recomputed, wave, last=last)
+        self._begin_wave(event.recomputed)
+        self.drive(RosterReceived(time.monotonic(), event.epoch, self._role.leader, victims, wave, last))
+
+    def _begin_wave(self, recomputed: tuple[SequenceId, ...]) -> None:
+        """Blocks that batches before it have freed are taken by KV that comes over links: nothing may touch them."""
+        self._the_exchange().forget(recomputed)
+        self._memory.pool.backend.synchronise()
 
     def kv_asked(self, event: KvAsked) -> None:
         if self.is_current(event.epoch):
@@ -257,6 +276,8 @@ class TransitionDriver:
     def check(self) -> None:
         if self.transition is not None:
             self.transition.check()
+        if self._exchange is not None:
+            self._exchange.check()
 
     # ------------------------------------------------------------ commands
 
@@ -281,8 +302,10 @@ class TransitionDriver:
                     self._handover.send(epoch, to)
                 case Lead(victims=victims):
                     self._lead(victims)
-                case SendRoster(epoch=epoch, victims=victims, to=to):
-                    self._handover.send_roster(epoch, victims, to)
+                case LeadWave(wave=wave):
+                    self._lead_wave(wave)
+                case SendRoster():
+                    self._handover.send_roster(command)
                 case SendKv():
                     self._the_exchange().send(command)
                 case ExpectKv():
@@ -291,6 +314,10 @@ class TransitionDriver:
                     self._links.send(to, TrafficClass.CONTROL, Topic.KV_COMPLETE, b"", stream=sequence_id)
                 case Resume(sequence_id=sequence_id):
                     self._resume(sequence_id)
+                case ReleaseSent():
+                    self._release_sent()
+                case SendWaveDone(wave=wave, to=to):
+                    self._links.send(to, TrafficClass.CONTROL, Topic.WAVE_DONE, b"", stream=wave)
                 case ReleaseLost():
                     self._release_lost()
                 case Broken(peer=peer, why=why):
@@ -369,7 +396,11 @@ class TransitionDriver:
         progress.freed_parameter_bytes = (
             sum(self._memory.parameters.extents_of(layer) for layer in lost) * self._memory.pool.extent_bytes
         )
-        self._grow_book(self._memory.drop_layers(lost))
+        self._handover.note_final(self._memory.blocks_after_drop(lost))
+        block_count = self._memory.drop_layers(lost)
+        if self._memory.kv.retired_layers:
+            block_count = self._memory.shrink_retired(self._the_exchange().retire())
+        self._grow_book(block_count)
         progress.remap_s += time.perf_counter() - began_s
 
     def _grow_book(self, block_count: int) -> None:
@@ -377,9 +408,16 @@ class TransitionDriver:
 
     def _lead(self, victims: tuple[Victim, ...]) -> None:
         transition, now_s = self._current(), time.monotonic()
-        kept = self._handover.lead(transition, victims, self._published.counted, now_s)
+        decision = self._handover.lead(transition, victims, self._published.counted, now_s)
+        self._the_exchange().forget(decision.recomputed)
         self.quiescing = False
-        self.drive(Led(now_s, transition.epoch, kept))
+        self.drive(Led(now_s, transition.epoch, decision.wave.admitted, last=decision.wave.last))
+
+    def _lead_wave(self, wave: int) -> None:
+        now_s, epoch = time.monotonic(), self._current().epoch
+        decision = self._handover.lead_on(self._published.counted, now_s)
+        self._begin_wave(decision.recomputed)
+        self.drive(Led(now_s, epoch, decision.wave.admitted, wave, decision.wave.last))
 
     # ------------------------------------------------------------ exchange
 
@@ -392,6 +430,13 @@ class TransitionDriver:
         progress.victims_waiting -= 1
         progress.note_stall(now_s - progress.commit_at_s)
         self._answers.tell(KvArrived(now_s, sequence_id))
+
+    def _release_sent(self) -> None:
+        """What has been sent makes room for the next wave."""
+        progress, began_s = self._published.counted, time.perf_counter()
+        self._grow_book(self._memory.shrink_retired(*self._the_exchange().take_moves()))
+        progress.remap_s += time.perf_counter() - began_s
+        self._capacities.tell_leader(self._restoring.withdrawn_epoch)
 
     def _release_lost(self) -> None:
         progress, began_s = self._published.counted, time.perf_counter()

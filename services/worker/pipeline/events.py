@@ -11,7 +11,7 @@ from services.worker.core.batch import Batch, SequenceId, StepResult
 from services.worker.core.migration_messages import Message as MigrationMessage
 from services.worker.core.migration_messages import MigrationId
 from services.worker.core.migration_messages import Span as MigrationSpan
-from services.worker.core.plan import Plan
+from services.worker.core.plan import Plan, Victim
 from services.worker.core.precopy import Span
 from services.worker.core.snapshot import SequenceSnapshot
 from services.worker.core.transition_messages import Event as TransitionEvent
@@ -63,6 +63,7 @@ class HandoverArrived(MemberEvent):
     snapshots: tuple[SequenceSnapshot, ...]
     block_count: int
     home_block_count: int  # when it holds all layers
+    final_block_count: int  # when all KV of layers given up has been sent
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +72,17 @@ class RosterArrived(MemberEvent):
     source: WorkerId
     event: TransitionEvent
     recomputed: tuple[SequenceId, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class WaveArrived(MemberEvent):
+    """The roster of a later wave, from the leader by way of the stages in between."""
+
+    epoch: Epoch
+    victims: tuple[Victim, ...]
+    recomputed: tuple[SequenceId, ...]
+    wave: int
+    last: bool
 
 
 @dataclass(frozen=True, slots=True)

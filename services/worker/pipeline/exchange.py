@@ -4,11 +4,14 @@ The receiver asks (KvWanted) once its blocks are ready, so a transfer never find
 the first block that it lacks: what has been copied before the commit does not travel again. Both sides name the pieces
 layer by layer and block by block in the order of the sequence; ids of neighbours are merged, and runs need not match
 on the two sides.
+
+Layers given up have tables of their own from then on (`core.retired`): what of them has not been sent moves together
+when a wave is through.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from ballast.common.errors import BallastError, InvariantViolation
@@ -18,6 +21,7 @@ from ballastpb.worker.v1 import stage_pb2 as pb
 from services.worker.core.batch import SequenceId
 from services.worker.core.blocks import blocks_for
 from services.worker.core.plan import Victim, transfers
+from services.worker.core.retired import RetiredTables
 from services.worker.core.stage import StageBook
 from services.worker.core.transition import Transition
 from services.worker.core.transition_messages import ExpectKv, SendKv
@@ -96,6 +100,8 @@ class KvExchange:
         self._unsent: dict[tuple[SequenceId, WorkerId], int] = {}  # transfers under way
         self._transfers: list[Transfer] = []
         self._pieces_due: dict[tuple[SequenceId, WorkerId], int] = {}  # receiver: transfers still to come
+        self._retired: RetiredTables | None = None  # of layers that this member has given up
+        self._leaving: dict[SequenceId, None] = {}  # whose KV is being sent or has been, since `take_moves`
 
     def expect(self, command: ExpectKv) -> None:
         """Blocks first, then the question for the KV: a transfer never finds its destination missing."""
@@ -124,7 +130,37 @@ class KvExchange:
         self._pieces_due[key] = self._pieces_due.get(key, 1) - 1
         return self._pieces_due[key] == 0
 
+    # ------------------------------------------------------------ layers given up
+
+    def retire(self) -> int:
+        """The book is still that of the old layout. Returns how many blocks of the layers given up are needed."""
+        self._retired = RetiredTables(self._book)
+        return self._retired.used_end
+
+    def forget(self, sequence_ids: Iterable[SequenceId]) -> None:
+        """Nobody wants their KV."""
+        if self._retired is not None:
+            self._retired.forget(sequence_ids)
+
+    def take_moves(self) -> tuple[int, tuple[tuple[int, int], ...]]:
+        """Nothing is being sent: how many blocks of the layers given up are needed from now on, and which have to be
+        copied (from, to) so that these are the first ones.
+        """
+        leaving, self._leaving = self._leaving, {}
+        if self._retired is None:
+            return 0, ()
+        self._retired.forget(leaving)
+        moves = self._retired.compact()
+        return self._retired.used_end, moves
+
+    def check(self) -> None:
+        if self._retired is not None:
+            self._retired.check()
+
+    # ------------------------------------------------------------ sending
+
     def send(self, command: SendKv) -> None:
+        self._leaving[command.victim.sequence_id] = None
         key = (command.victim.sequence_id, command.to)
         self._to_send.setdefault(key, []).append(command)
         layers = command.last_layer - command.first_layer
@@ -147,7 +183,7 @@ class KvExchange:
         first_block = self._asked[key]
         for command in commands:
             victim, layers = command.victim, command.last_layer - command.first_layer
-            table = self._book.table(victim.sequence_id)
+            table = self._table(command)
             pieces = kv_pieces(
                 self._kv, table, first_block, self._end_block(victim), command.first_layer, command.last_layer
             )
@@ -165,6 +201,11 @@ class KvExchange:
                 return  # the link is broken, and its end is told too
             self._transfers = [t for t in self._transfers if not t.done.done()] + [transfer]
             transfer.done.add_done_callback(lambda f, k=key, e=command.epoch: self._post(PieceSent(e, *k, f)))
+
+    def _table(self, command: SendKv) -> Sequence[int]:
+        given_up = self._retired is not None and command.first_layer not in self._kv.held_layers
+        tables = self._retired if given_up and self._retired is not None else self._book
+        return tables.table(command.victim.sequence_id)
 
     @property
     def idle(self) -> bool:

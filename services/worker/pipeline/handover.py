@@ -2,24 +2,17 @@
 
 from collections.abc import Callable, Mapping, Sequence
 
+from ballast.common.errors import InvariantViolation
 from ballast.common.ids import Epoch, WorkerId
 from ballastpb.worker.v1 import stage_pb2 as pb
 from services.worker.core.batch import SequenceId
-from services.worker.core.blocks import blocks_for
-from services.worker.core.events import (
-    Adopted,
-    CapacityChanged,
-    Command,
-    Event,
-    HandedOver,
-    HandOver,
-    KvLost,
-    KvTravels,
-)
-from services.worker.core.plan import Victim, members_of, transfers
+from services.worker.core.events import Command, Event, HandedOver, HandOver
+from services.worker.core.leading import Decision, Leading
+from services.worker.core.plan import Victim, members_of
 from services.worker.core.snapshot import SequenceSnapshot
 from services.worker.core.stage import StageBook
 from services.worker.core.transition import Transition
+from services.worker.core.transition_messages import SendRoster
 from services.worker.core.worker import WorkerCore
 from services.worker.memory.device import DeviceMemory
 from services.worker.pipeline.capacity import Capacities
@@ -56,10 +49,17 @@ class Handover:
         self._going: dict[WorkerId, tuple[SequenceSnapshot, ...]] = {}  # by the leader they go to
         self._coming: list[SequenceSnapshot] = []  # new leader: handed over to it
         self._told_counts: dict[WorkerId, int] = {}  # blocks of those who have, perhaps before this worker's take-up
+        self._final_counts: dict[WorkerId, int] = {}  # when all KV of layers given up has been sent
         self._recomputed: tuple[SequenceId, ...] = ()  # new leader: victims for whom there is no room
+        self._leading: Leading | None = None
 
     def begin(self) -> None:
-        self._going, self._coming, self._told_counts = {}, [], {}
+        self._going, self._coming, self._told_counts, self._final_counts = {}, [], {}, {}
+        self._leading = None
+
+    def note_final(self, block_count: int) -> None:
+        """What this worker is going to have when all KV of layers given up has been sent."""
+        self._final_counts[self._role.me] = block_count
 
     # ------------------------------------------------------------ as the leader before
 
@@ -90,6 +90,7 @@ class Handover:
             sequences=[snapshot_to_proto(snapshot) for snapshot in self._going.pop(to, ())],
             block_count=self._book.block_count,
             home_block_count=self._memory.home_block_count,
+            final_block_count=self._final_counts[self._role.me],
         )
         self._links.send(to, TrafficClass.CONTROL, Topic.HANDOVER, body.SerializeToString())
 
@@ -101,66 +102,68 @@ class Handover:
     def came(self, event: HandoverArrived) -> tuple[Victim, ...]:
         self._coming.extend(event.snapshots)
         self._told_counts[event.source] = event.block_count
+        self._final_counts[event.source] = event.final_block_count
         self._capacities.note_home(event.source, event.home_block_count)
         return tuple(
             Victim(s.sequence_id, s.computed_tokens, event.source) for s in event.snapshots if s.computed_tokens
         )
 
-    def lead(
-        self, transition: Transition, victims: Sequence[Victim], progress: Progress, now_s: float
-    ) -> tuple[Victim, ...]:
-        """All members are ready. Whoever finds no room in the smallest stage starts over; the youngest first.
-
-        Returns those who keep their KV.
-        """
-        me = self._role.me
-        alive = self._core.kv_tokens  # own ones may have ended since they were counted
-        gone_ids = {v.sequence_id for v in victims if v.old_leader == me} - alive.keys()
-        victims = [v for v in victims if v.sequence_id not in gone_ids]
+    def lead(self, transition: Transition, victims: Sequence[Victim], progress: Progress, now_s: float) -> Decision:
+        """All members are ready. Who finds no room in the smallest stage waits for it, or starts over."""
         members = members_of(transition.part.new)
         self._capacities.add({peer: count for peer, count in self._told_counts.items() if peer in members})
-        capacity = self._capacities.smallest
+        in_the_end = {peer: count for peer, count in self._final_counts.items() if peer in members}
         lent = 0 if self._role.stages else self._foreign_block_count()
-        kept, lost = _fitting(victims, capacity - lent, self._memory.kv.shape.block_tokens)
-        moving = frozenset(v.sequence_id for v in kept if transfers(transition.plan, v, me))
-        own = frozenset(v.sequence_id for v in victims if v.old_leader == me)
-        lost_ids = frozenset(v.sequence_id for v in lost)
-        self._tell(KvTravels(now_s, own))
-        self._tell(CapacityChanged(now_s, capacity, lent))
-        for sequence_id in sorted(own & lost_ids):
-            self._tell(KvLost(now_s, sequence_id))
-        self._tell(Adopted(now_s, tuple(self._coming), moving - own, lost_ids - own, last=True))
+        size = self._memory.kv.shape.block_tokens
+        leading = self._leading = Leading(self._role.me, transition.plan, transition.part, self._core, size)
+        decision = leading.lead(now_s, victims, self._coming, self._capacities.counts, in_the_end, lent)
+        self._capacities.leading = leading
+        progress.victim_count = progress.victims_waiting = decision.victim_count
+        self._carry_out(decision, progress)
         self._coming = []
-        for sequence_id in sorted(lost_ids):  # for those who keep their KV
+        for sequence_id in decision.recomputed:  # for those who keep their KV
             self._book.release(sequence_id)
-        self._recomputed = tuple(sorted(lost_ids | gone_ids))
-        progress.victim_count, progress.victims_recomputed = len(victims), len(lost)
-        progress.victims_waiting = len(kept)
-        return kept
+        return decision
+
+    def lead_on(self, progress: Progress, now_s: float) -> Decision:
+        """All members are through with the wave before, and have told what room they have."""
+        if self._leading is None:
+            raise InvariantViolation("a wave is over and no victims have been led")
+        decision = self._leading.lead_on(now_s, self._capacities.counts)
+        self._carry_out(decision, progress)
+        return decision
+
+    def _carry_out(self, decision: Decision, progress: Progress) -> None:
+        for event in decision.events:
+            self._tell(event)
+        self._recomputed = decision.recomputed
+        progress.waves += 1
+        progress.victims_recomputed += len(decision.wave.lost)
+        progress.victims_waiting -= len(decision.wave.lost)
 
     def _foreign_block_count(self) -> int:
         """Blocks of sequences that others lead now, still here because their KV is being sent."""
         mine = {*self._core.sequence_ids, *(snapshot.sequence_id for snapshot in self._coming)}
         return sum(len(self._book.table(i)) for i in self._book.sequence_ids if i not in mine)
 
-    def send_roster(self, epoch: Epoch, victims: tuple[Victim, ...], to: Sequence[WorkerId]) -> None:
-        body = roster_to_bytes(epoch, victims, self._recomputed)
-        for member in to:
+    def send_roster(self, roster: SendRoster) -> None:
+        if roster.wave:
+            self.pass_wave_on(roster.epoch, roster.victims, self._recomputed, roster.wave, last=roster.last)
+            return
+        body = roster_to_bytes(roster.epoch, roster.victims, self._recomputed, 0, last=roster.last)
+        for member in roster.to:
             self._links.send(member, TrafficClass.CONTROL, Topic.ROSTER, body)
 
-
-def _fitting(
-    victims: Sequence[Victim], block_count: int, block_tokens: int
-) -> tuple[tuple[Victim, ...], tuple[Victim, ...]]:
-    """Who fits, and who does not."""
-    kept: list[Victim] = []
-    lost: list[Victim] = []
-    used = 0
-    for victim in sorted(victims, key=lambda v: v.sequence_id):
-        blocks = blocks_for(victim.computed_tokens + 1, block_tokens)
-        if used + blocks <= block_count:
-            used += blocks
-            kept.append(victim)
-        else:
-            lost.append(victim)
-    return tuple(kept), tuple(lost)
+    def pass_wave_on(
+        self,
+        epoch: Epoch,
+        victims: tuple[Victim, ...],
+        recomputed: tuple[SequenceId, ...],
+        wave: int,
+        *,
+        last: bool,
+    ) -> None:
+        """Down the pipeline, behind the batches that have freed the blocks which this wave takes."""
+        if not self._role.is_last:
+            body = roster_to_bytes(epoch, victims, recomputed, wave, last=last)
+            self._links.send(self._role.next_stage, TrafficClass.ACTIVATION, Topic.WAVE, body)

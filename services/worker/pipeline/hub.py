@@ -19,6 +19,7 @@ from services.worker.core.transition_messages import (
     KvReceived,
     PeerLost,
     RosterReceived,
+    WaveDone,
 )
 from services.worker.pipeline.destinations import Destinations, ExpectedSpans
 from services.worker.pipeline.events import (
@@ -38,6 +39,7 @@ from services.worker.pipeline.events import (
     ShareTold,
     SpanLanded,
     Told,
+    WaveArrived,
     Woken,
 )
 from services.worker.pipeline.wire import (
@@ -92,11 +94,19 @@ class Hub:
             case Topic.HANDOVER:
                 handover = pb.Handover.FromString(_whole(message))
                 snapshots = tuple(snapshot_from_proto(s) for s in handover.sequences)
-                self._post(HandoverArrived(epoch, peer, snapshots, handover.block_count, handover.home_block_count))
+                counts = handover.block_count, handover.home_block_count, handover.final_block_count
+                self._post(HandoverArrived(epoch, peer, snapshots, *counts))
             case Topic.ROSTER:
                 roster = pb.Roster.FromString(_whole(message))
-                event = RosterReceived(now_s, epoch, peer, tuple(victim_from_proto(v) for v in roster.victims))
+                victims = tuple(victim_from_proto(v) for v in roster.victims)
+                event = RosterReceived(now_s, epoch, peer, victims, last=roster.last)
                 self._post(RosterArrived(epoch, peer, event, tuple(roster.recomputed)))
+            case Topic.WAVE:
+                roster = pb.Roster.FromString(_whole(message))
+                victims = tuple(victim_from_proto(v) for v in roster.victims)
+                self._post(WaveArrived(epoch, victims, tuple(roster.recomputed), roster.wave, roster.last))
+            case Topic.WAVE_DONE:
+                self._post(Told(epoch, WaveDone(now_s, epoch, peer, message.stream)))
             case Topic.KV_WANTED:
                 self._post(KvAsked(epoch, message.stream, peer, pb.KvWanted.FromString(message.meta).first_block))
             case Topic.KV_COMPLETE:

@@ -46,6 +46,7 @@ from services.worker.pipeline.events import (
     SpanLanded,
     SpanSent,
     Told,
+    WaveArrived,
     Woken,
 )
 from services.worker.pipeline.handover import Handover
@@ -197,6 +198,8 @@ class GroupMember:
                 driver.handover_arrived(event)
             case RosterArrived():
                 driver.roster_arrived(event)
+            case WaveArrived():
+                driver.wave_arrived(event)
             case KvAsked():
                 driver.kv_asked(event)
             case PieceSent():

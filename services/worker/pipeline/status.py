@@ -26,6 +26,7 @@ class Progress:
     victim_count: int = 0
     victims_waiting: int = 0
     victims_recomputed: int = 0
+    waves: int = 0  # of victims, as room for their KV was made by sending the KV of those before
     links_s: float = 0.0  # from hearing of the plan
     memory_s: float = 0.0
     prepare_s: float = 0.0

@@ -52,6 +52,8 @@ class Topic(IntEnum):
     KV_AHEAD = 18
     MIGRATION = 19  # a message
     MIGRATION_KV = 20  # a transfer
+    WAVE = 21  # a Roster that goes from stage to stage, in order with batches
+    WAVE_DONE = 22  # no payload; the stream is the wave
 
 
 def batch_to_bytes(batch: Batch) -> bytes:
@@ -117,9 +119,11 @@ def victim_from_proto(message: pb.Victim) -> Victim:
     return Victim(message.sequence_id, message.computed_tokens, WorkerId(message.old_leader))
 
 
-def roster_to_bytes(epoch: Epoch, victims: tuple[Victim, ...], recomputed: tuple[int, ...]) -> bytes:
+def roster_to_bytes(
+    epoch: Epoch, victims: tuple[Victim, ...], recomputed: tuple[int, ...], wave: int, *, last: bool
+) -> bytes:
     return pb.Roster(
-        epoch=epoch, victims=[victim_to_proto(v) for v in victims], recomputed=recomputed
+        epoch=epoch, victims=[victim_to_proto(v) for v in victims], recomputed=recomputed, wave=wave, last=last
     ).SerializeToString()
 
 

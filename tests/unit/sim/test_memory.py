@@ -45,6 +45,9 @@ def test_a_drop_and_a_restore_leave_as_many_blocks_as_in_a_worker(seed: int) -> 
             assert virtual.blocks_after_drop(lost) == real.blocks_after_drop(lost)
             assert virtual.drop_layers(lost) == real.drop_layers(lost)
             agree(real, virtual)
+            for needed in sorted(rng.sample(range(real.home_block_count + 1), 2), reverse=True):
+                assert virtual.shrink_retired(needed) == real.shrink_retired(needed)
+                agree(real, virtual)
             assert virtual.release_retired() == real.release_retired()
             agree(real, virtual)
             assert virtual.home_block_count == real.home_block_count

@@ -11,13 +11,14 @@ from services.worker.core.events import (
     CapacityChanged,
     Ending,
     Event,
+    KvAdmitted,
     KvArrived,
     KvLost,
     KvTravels,
     Removed,
 )
 from tests.support.leader import Leader, reserved
-from tests.support.worker_core import MEMORY
+from tests.support.worker_core import MEMORY, greedy
 
 # ---------------------------------------------------------------- several batches in flight
 
@@ -227,3 +228,29 @@ def test_news_of_kv_that_nobody_waits_for_is_stale(event: Event) -> None:
     leader = Leader()
     assert leader.feed(event) == []
     assert leader.core.totals.stale_events == 1
+
+
+# ---------------------------------------------------------------- KV that waits for room
+
+
+def test_who_waits_for_room_holds_none_of_it_until_it_is_admitted() -> None:
+    leader = Leader(12, stages=2, block_tokens=4, max_running_count=4)
+    for name in ("first", "second"):
+        leader.submit(name, (1, 2, 3, 4, 5, 6, 7), sampling=greedy(9))
+    while len(leader.core.kv_tokens) < 2:
+        leader.step()
+    ids = leader.core.sequence_ids
+    before = reserved(leader)
+    leader.feed(KvTravels(leader.at_s, frozenset(ids), frozenset(ids[1:])))
+    assert reserved(leader) == before / 2
+    with pytest.raises(InvariantViolation, match="has its KV in no block"):
+        leader.core.handle(KvArrived(leader.at_s, ids[1]))
+    leader.feed(KvArrived(leader.at_s, ids[0]))
+    assert leader.step() == [ids[0]]
+    alone = reserved(leader)
+    leader.feed(KvAdmitted(leader.at_s, frozenset(ids[1:])))
+    assert reserved(leader) == alone + before / 2
+    leader.feed(KvArrived(leader.at_s, ids[1]))
+    while leader.step():
+        pass
+    assert leader.core.sequence_ids == ()

@@ -15,6 +15,7 @@ from tests.unit.worker.memory.models import (
     EXTENT_BYTES,
     EXTENTS_PER_LAYER,
     KV_EXTENTS_PER_LAYER,
+    KV_SHAPE,
     LAYERS,
     OTHER_EXTENTS,
     REMAINDER_BYTES,
@@ -99,6 +100,28 @@ def test_the_same_story_on_the_gpu_backend() -> None:
         memory.check()
         assert memory.parameters.layer_checksum(1) == checksum
     driver.require_empty()
+
+
+def test_layers_given_up_go_block_by_block() -> None:
+    with open_small(HostBackend()) as memory:
+        before = memory.kv.block_count
+        for block in range(before):
+            memory.kv.layer(3)[block].fill_(float(block))
+        dropped = memory.drop_layers([3])
+        assert memory.shrink_retired(before) == dropped
+        per_extent = EXTENT_BYTES // KV_SHAPE.block_bytes
+        needed = per_extent + 1  # in the second of three extents
+        moves = [(before - 1 - i, i) for i in range(3)]
+        grown = memory.shrink_retired(needed, moves)
+        memory.check()
+        assert grown >= dropped
+        assert memory.kv.layer(3)[:4, 0, 0, 0, 0].tolist() == [before - 1, before - 2, before - 3, 3.0]
+        assert memory.pool.extent_count - memory.pool.free_count == (
+            (LAYERS - 1) * (EXTENTS_PER_LAYER + memory.kv.extents_per_layer) + OTHER_EXTENTS + 2
+        )
+        after = memory.shrink_retired(0)
+        assert memory.release_retired() == after > dropped
+        memory.check()
 
 
 def test_a_gpu_with_too_little_memory_is_left_clean() -> None:

@@ -1,0 +1,113 @@
+"""What the leader of a new group tells its core about victims: who keeps the KV, who waits for room, who starts over.
+
+`core.waves` decides; here is what it means for the core, in the order in which the core has to hear it. The core is
+only read.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ballast.common.ids import WorkerId
+from services.worker.core.batch import SequenceId
+from services.worker.core.blocks import blocks_for
+from services.worker.core.events import (
+    AdmissionLimited,
+    Adopted,
+    CapacityChanged,
+    Event,
+    KvAdmitted,
+    KvLost,
+    KvTravels,
+)
+from services.worker.core.plan import Part, Plan, Victim, members_of, transfers
+from services.worker.core.snapshot import SequenceSnapshot
+from services.worker.core.waves import Standing, Wave, Waves, may_wait, standing_of
+from services.worker.core.worker import WorkerCore
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    wave: Wave
+    events: tuple[Event, ...]  # for the core
+    recomputed: tuple[SequenceId, ...]  # nobody needs KV of these any more: those who start over, and who has ended
+    victim_count: int
+
+
+class Leading:
+    """Of one transition: `lead`, then `lead_on` whenever all members are through with a wave."""
+
+    def __init__(self, me: WorkerId, plan: Plan, part: Part, core: WorkerCore, block_tokens: int) -> None:
+        self._me = me
+        self._plan = plan
+        self._members = members_of(part.new)
+        self._may_wait = may_wait(plan, part)
+        self._core = core
+        self._block_tokens = block_tokens
+        self._waves = Waves(self._members, ())
+        self._in_the_end = 0  # blocks of the smallest stage
+
+    @property
+    def waiting_ids(self) -> frozenset[SequenceId]:
+        return self._waves.waiting_ids
+
+    def lead(
+        self,
+        now_s: float,
+        victims: Sequence[Victim],
+        coming: Sequence[SequenceSnapshot],
+        counts: Mapping[WorkerId, int],
+        counts_in_the_end: Mapping[WorkerId, int],
+        lent_blocks: int,
+    ) -> Decision:
+        """All members are ready. `counts`: blocks of each stage, now and when nothing is left to be sent;
+        `lent_blocks` of a lone worker are of sequences that others lead now.
+        """
+        alive = self._core.kv_tokens  # own ones may have ended since they were counted
+        gone_ids = {v.sequence_id for v in victims if v.old_leader == self._me} - alive.keys()
+        present = [v for v in victims if v.sequence_id not in gone_ids]
+        self._in_the_end = min((counts_in_the_end if self._may_wait else counts).values())
+        arrived = {snapshot.sequence_id: snapshot for snapshot in coming}
+        standings = [self._standing(victim, arrived.get(victim.sequence_id), now_s) for victim in present]
+        self._waves = Waves(self._members, standings)
+        wave = self._waves.first(counts, self._in_the_end, lent_blocks)
+        waiting, lost_ids = self._waves.waiting_ids, {v.sequence_id for v in wave.lost}
+        kept = [v for v in present if v.sequence_id not in lost_ids]
+        moving = frozenset(v.sequence_id for v in kept if transfers(self._plan, v, self._me)) | waiting
+        own = frozenset(v.sequence_id for v in present if v.old_leader == self._me)
+        events: list[Event] = [
+            AdmissionLimited(now_s, None if wave.last else 0),
+            KvTravels(now_s, own, waiting & own),
+            self.capacity(now_s, counts, lent_blocks),
+            *(KvLost(now_s, sequence_id) for sequence_id in sorted(own & lost_ids)),
+            Adopted(now_s, tuple(coming), moving - own, frozenset(lost_ids - own), True, waiting - own),
+        ]
+        return Decision(wave, tuple(events), tuple(sorted(lost_ids | gone_ids)), len(present))
+
+    def lead_on(self, now_s: float, counts: Mapping[WorkerId, int]) -> Decision:
+        """The room of the waves so far has been given back; nothing travels."""
+        gone = self._waves.waiting_ids - set(self._core.sequence_ids)
+        wave = self._waves.next(counts, self._core.reserved_block_count, gone)
+        lost_ids = sorted(v.sequence_id for v in wave.lost)
+        events: list[Event] = [
+            *(KvLost(now_s, sequence_id) for sequence_id in lost_ids),
+            self.capacity(now_s, counts),  # and the stages hear what is free
+            KvAdmitted(now_s, frozenset(v.sequence_id for v in wave.admitted)),
+        ]
+        if wave.last:
+            events.append(AdmissionLimited(now_s, None))
+        return Decision(wave, tuple(events), tuple(lost_ids), 0)
+
+    def capacity(self, now_s: float, counts: Mapping[WorkerId, int], lent_blocks: int = 0) -> CapacityChanged:
+        """What there is, less what those who wait hold on some stages."""
+        smallest, held_blocks = self._waves.lent_blocks(counts)
+        before = self._in_the_end if self._waves.waiting_ids else 0
+        return CapacityChanged(now_s, smallest, held_blocks + lent_blocks, before)
+
+    def _standing(self, victim: Victim, snapshot: SequenceSnapshot | None, now_s: float) -> Standing:
+        if snapshot is None:
+            rank, arrival_s, need_blocks = self._core.weight(victim.sequence_id)
+        else:
+            rank, arrival_s = snapshot.priority.rank, now_s - snapshot.age_s
+            token_count = len(snapshot.prompt_token_ids) + len(snapshot.output_token_ids)
+            need_blocks = blocks_for(token_count, self._block_tokens)
+        return standing_of(self._plan, victim, self._members, rank, arrival_s, need_blocks, self._block_tokens)

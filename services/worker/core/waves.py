@@ -1,0 +1,150 @@
+"""Whose KV is exchanged when, if it does not all find room at once (DESIGN, section 6; pure).
+
+Until KV has been sent, its holder needs the room: a drop at full memory has room for all KV in the end, but not while
+everything is kept twice. So victims go in waves. Those of the first wave take blocks at once. The others are suspended
+as well, with their KV where it is; on the stages that keep a part of their layers they hold blocks all the while. When
+a wave has been sent and has come, its senders give back the room that it took, and as many of the others as fit make
+the next wave. Between two waves nothing travels, so every count is known.
+
+There is always another wave or an end: if nobody fits, the last in the order of service gives up its KV and is
+computed anew, so each wave has at least one victim fewer waiting. Who would not fit in the end is told so at once.
+The order is the one in which `policy.preemption` would have them give way: of the lowest class the latest arrival.
+"""
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from ballast.common.errors import InvariantViolation
+from ballast.common.ids import WorkerId
+from services.worker.core.batch import SequenceId
+from services.worker.core.blocks import blocks_for
+from services.worker.core.plan import Kind, Part, Plan, Victim, group_of, members_of
+
+_SPARE_BLOCKS = 1  # of each victim of a wave, for what it says while others wait
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """A victim as its new leader weighs it."""
+
+    victim: Victim
+    rank: int  # of its priority class; a higher one matters less
+    arrival: tuple[float, SequenceId]
+    need_blocks: int  # on every stage of the group once it takes blocks
+    held_blocks: int  # on each of `holders` until then
+    holders: frozenset[WorkerId]  # stages of the group on which it has blocks already
+
+    @property
+    def order(self) -> tuple[int, tuple[float, SequenceId]]:
+        return self.rank, self.arrival
+
+
+def standing_of(
+    plan: Plan, victim: Victim, members: Collection[WorkerId], rank: int, arrival_s: float, need_blocks: int, size: int
+) -> Standing:
+    """`members` of the new group; `size`: tokens of a block."""
+    old = members_of(group_of(plan.base, victim.old_leader))
+    held_blocks = blocks_for(victim.computed_tokens, size)
+    holders = frozenset(old) & frozenset(members)
+    return Standing(victim, rank, (arrival_s, victim.sequence_id), max(need_blocks, held_blocks), held_blocks, holders)
+
+
+def may_wait(plan: Plan, part: Part) -> bool:
+    """Whether there can be a second wave: members give up layers, and all who hold KV are stages of the new group."""
+    return plan.kind is Kind.DROP and set(part.roster_to) <= set(members_of(part.new))
+
+
+@dataclass(frozen=True, slots=True)
+class Wave:
+    """Of those that waited: who takes blocks now, and who is computed anew. `last`: nobody waits after it."""
+
+    admitted: tuple[Victim, ...]
+    lost: tuple[Victim, ...]
+    last: bool
+
+
+class Waves:
+    """The victims of one new group, in the hands of its leader: `first`, then `next` whenever a wave is through."""
+
+    def __init__(self, stages: Sequence[WorkerId], standings: Iterable[Standing]) -> None:
+        self._stages = tuple(stages)
+        self._waiting = sorted(standings, key=lambda standing: standing.order)
+
+    @property
+    def waiting_ids(self) -> frozenset[SequenceId]:
+        return frozenset(standing.victim.sequence_id for standing in self._waiting)
+
+    def lent_blocks(self, counts: Mapping[WorkerId, int]) -> tuple[int, int]:
+        """The blocks of the smallest stage, and how many of those the group lacks because of who waits."""
+        held = self._held()
+        smallest = min(counts[stage] for stage in self._stages)
+        return smallest, smallest - min(counts[stage] - held[stage] for stage in self._stages)
+
+    def first(self, counts: Mapping[WorkerId, int], in_the_end: int, lent_blocks: int = 0) -> Wave:
+        """`counts`: blocks of each stage; `in_the_end`: of the smallest, when all that is to be sent has been sent. A
+        wave can be a second one only where that is more than `counts` say. `lent_blocks` cannot be had on any stage.
+        """
+        kept: list[Standing] = []
+        lost: list[Victim] = []
+        left = max(in_the_end, min(counts.values())) - lent_blocks
+        for standing in self._waiting:
+            if standing.need_blocks <= left:
+                left -= standing.need_blocks
+                kept.append(standing)
+            else:
+                lost.append(standing.victim)
+        self._waiting = kept
+        admitted = self._admit(self._room(counts, lent_blocks))
+        if in_the_end <= min(counts.values()) and self._waiting:
+            raise InvariantViolation(f"{len(self._waiting)} victims would fit in the end and do not fit now")
+        return Wave(admitted, tuple(lost), not self._waiting)
+
+    def next(self, counts: Mapping[WorkerId, int], reserved_blocks: int, gone: Collection[SequenceId]) -> Wave:
+        """`reserved_blocks`: by all that runs, on every stage; `gone`: have ended while they waited."""
+        lost = [standing.victim for standing in self._waiting if standing.victim.sequence_id in gone]
+        self._waiting = [standing for standing in self._waiting if standing.victim.sequence_id not in gone]
+        admitted = self._admit(self._room(counts, reserved_blocks))
+        if not admitted and self._waiting:
+            lost.append(self._waiting.pop().victim)
+            admitted = self._admit(self._room(counts, reserved_blocks))
+        return Wave(admitted, tuple(lost), not self._waiting)
+
+    def _held(self) -> dict[WorkerId, int]:
+        held = dict.fromkeys(self._stages, 0)
+        for standing in self._waiting:
+            for stage in standing.holders:
+                held[stage] += standing.held_blocks
+        return held
+
+    def _room(self, counts: Mapping[WorkerId, int], taken_blocks: int) -> dict[WorkerId, int]:
+        held = self._held()
+        return {stage: counts[stage] - held[stage] - taken_blocks for stage in self._stages}
+
+    def _admit(self, room: Mapping[WorkerId, int]) -> tuple[Victim, ...]:
+        """All, if they fit; else some, with something to spare; else at least one, if any fits."""
+        for spare_blocks, enough in ((0, len(self._waiting)), (_SPARE_BLOCKS, 1), (0, 1)):
+            found = self._fitting(room, spare_blocks)
+            if len(found) >= enough:
+                break
+        chosen = {standing.victim.sequence_id for standing in found}
+        self._waiting = [standing for standing in self._waiting if standing.victim.sequence_id not in chosen]
+        return tuple(sorted((standing.victim for standing in found), key=lambda victim: victim.sequence_id))
+
+    def _fitting(self, room: Mapping[WorkerId, int], spare_blocks: int) -> list[Standing]:
+        left, found = dict(room), list[Standing]()
+        for standing in self._waiting:
+            taken = {
+                stage: standing.need_blocks + spare_blocks - (standing.held_blocks if stage in standing.holders else 0)
+                for stage in self._stages
+            }
+            if all(taken[stage] <= left[stage] for stage in self._stages):
+                found.append(standing)
+                for stage in self._stages:
+                    left[stage] -= taken[stage]
+        return found
+
+    def check(self, counts: Mapping[WorkerId, int]) -> None:
+        """Raise InvariantViolation if those who wait hold more than there is."""
+        for stage, held_blocks in self._held().items():
+            if held_blocks > counts[stage]:
+                raise InvariantViolation(f"{stage}: {held_blocks} of {counts[stage]} blocks are held by who waits")
