@@ -42,6 +42,7 @@ class WorkerSettings(Settings):
     max_num_queued_tokens: int = Field(1 << 20, ge=1)
     admission_reserve_fraction: float = Field(0.05, ge=0, lt=1)  # of the KV blocks, for the growth of what runs
     microbatching: Literal["token-count", "lookahead"] = "lookahead"  # in groups of several stages
+    exchange: Literal["stall", "live"] = "stall"  # of KV after a drop: whether victims go on meanwhile
     overload_policy: OverloadPolicy = OverloadPolicy.DROP  # with `swap`, who gives way keeps its KV in host memory
     fallback_policy: Literal["recompute", "swap"] = (
         "recompute"  # with `drop`: of workers that are out of KV all the same
@@ -101,6 +102,7 @@ def flags() -> argparse.ArgumentParser:
     parser.add_argument("--max-num-queued-tokens", type=int, metavar="TOKENS")
     parser.add_argument("--admission-reserve-fraction", type=float, metavar="X", help="KV kept free for what runs")
     parser.add_argument("--microbatching", metavar="WAY", help="of pipelines: lookahead (default) or token-count")
+    parser.add_argument("--exchange", metavar="WAY", help="of KV after a drop: victims stall (default) or go on, live")
     parser.add_argument("--overload-policy", metavar="POLICY", help=f"{', '.join(OverloadPolicy)} (drop)")
     parser.add_argument("--fallback-policy", metavar="POLICY", help="with drop: recompute (default) or swap")
     parser.add_argument("--swap-space-bytes", metavar="BYTES", help="host memory for swapped KV (1GiB)")

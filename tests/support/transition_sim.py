@@ -343,6 +343,11 @@ class World:
                 case wm.SendKvComplete(sequence_id=sequence_id, to=to):
                     event = wm.KvCompleteReceived(self.now_s, epoch, sequence_id, worker.name)
                     self.over_link(worker, to, event, epoch)
+                case wm.SendKvLanded(sequence_id=sequence_id, to=to):
+                    landed = wm.KvLandedReceived(self.now_s, epoch, sequence_id, worker.name)
+                    self.over_link(worker, to, landed, epoch)
+                case wm.Land():
+                    pass
                 case wm.Resume(sequence_id=sequence_id):
                     worker.waiting.discard(sequence_id)
                 case wm.ReleaseSent():
