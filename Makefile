@@ -15,7 +15,7 @@ PYTEST := $(BIN)/pytest -q -m "not slow and not gpu"
 SPREAD := -n $(PROCESSES) --dist loadgroup
 export PYTHONUNBUFFERED = 1
 
-.PHONY: setup demo up test test-transitions test-exactness check check-static check-tests fmt bench proto compose-check gpu-check clean
+.PHONY: setup demo up test test-transitions test-exactness check check-static check-tests fmt bench reproduce proto compose-check gpu-check clean
 
 setup: $(VENV)/.ready  ## install everything into .venv
 
@@ -57,6 +57,9 @@ fmt: setup
 
 bench: setup  ## measure; results land in out/
 	$(PY) -m benchmarks.run
+
+reproduce: setup  ## simulate the evaluation of the papers: figures and a table land in out/reproduce
+	$(PY) -m benchmarks.reproduce $(if $(TRACE),--trace $(TRACE))
 
 proto: setup  ## regenerate ballastpb/ from protos/
 	$(PY) protos/generate.py

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from ballast.bench.overload import QUICK_SETTINGS, setting_name
+from ballast.bench.overload_plan import QUICK_SETTINGS, setting_name
 from ballast.bench.plot import plot_result
 from ballast.bench.probe import PROBE_S, probe
 from ballast.bench.progress import open_console
@@ -44,7 +44,7 @@ from ballast.local.cluster import LocalCluster
 from ballast.model.info import CheckpointInfo, human_bytes, read_info
 from ballast.model.tiny import make_preset
 from benchmarks import demo_sizing as sizing
-from benchmarks.demo_report import compare
+from benchmarks.demo_report import compare, markdown
 
 SHIPPED_TRACE = Path(__file__).parent / "traces" / "answers.csv"
 PRESET = "ballast"
@@ -232,7 +232,9 @@ async def demo(args: argparse.Namespace, console: Console) -> int:
     write_result(results_path, result)
     plot_result(result, figure_path)
     console.print(compare(result))
-    console.print(f"wrote {results_path} and {figure_path}")
+    table_path = args.out / "table.md"
+    table_path.write_text(markdown(result) + "\n")
+    console.print(f"wrote {results_path}, {figure_path} and {table_path}")
     problems = judge(result)
     for problem in problems:
         console.print(f"FAILED: {problem}", style="bold red")

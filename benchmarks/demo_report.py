@@ -1,15 +1,26 @@
-"""The demo's table: two overload policies on the same trace beside each other."""
+"""The demo's table: two overload policies on the same trace beside each other.
 
-from collections.abc import Callable
+    python -m benchmarks.demo_report out/demo/results.json [--quote README.md]
+
+prints it as Markdown; with --quote it also takes the place of what stands between the two marks in that file.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ballast.bench.results import BenchResult, PolicyResult
+from ballast.bench.results import BenchResult, PolicyResult, read_result
 from ballast.bench.table import duration
+from ballast.common.errors import BallastError
+from benchmarks.quoting import quote
 
 _GOAL_TTFT_TIMES, _GOAL_TPOT_FRACTION = 10.0, 0.25
+MARK = "demo"
 
 
 def compare(result: BenchResult) -> RenderableType:
@@ -26,6 +37,22 @@ def compare(result: BenchResult) -> RenderableType:
         table.add_row(label, *map(cell, policies.values()))
     lines = [Text(line) for line in (*_transition_lines(result), *_verdicts(result))]
     return Group(Text(headline, style="bold"), table, *lines)
+
+
+def markdown(result: BenchResult) -> str:
+    """The table, what it shows, and on what it was measured."""
+    policies, machine = result.policies, result.environment
+    head = ["", *policies]
+    rows = [[label, *map(cell, policies.values())] for label, cell in _ROWS]
+    lines = [head, ["---", *["---:"] * len(policies)], *rows]
+    table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    where = (
+        f"{result.trace.request_count} requests over {result.trace.span_s:.0f} s (time x{result.trace.time_scale:g},"
+        f" length x{result.trace.length_scale:g}); {machine.cpu}, {machine.core_count} cores, commit"
+        f" {(machine.git_commit or 'unknown')[:7]}."
+    )
+    said = [f"- {line}" for line in _verdicts(result)]
+    return "\n".join([table, "", *said, "", where])
 
 
 def differing_answers(one: PolicyResult, other: PolicyResult) -> tuple[int, int]:
@@ -100,3 +127,23 @@ def _verdicts(result: BenchResult) -> list[str]:
 def _mean_share(policy: PolicyResult) -> float:
     series = policy.series
     return sum(series.kv_demand_bytes) / len(series.kv_demand_bytes) / series.kv_capacity_bytes[0]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("results", type=Path, metavar="RESULTS.json")
+    parser.add_argument("--quote", type=Path, metavar="FILE.md")
+    given = parser.parse_args(arguments)
+    try:
+        text = markdown(read_result(given.results))
+        if given.quote is not None:
+            quote(given.quote, MARK, text)
+    except BallastError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -16,6 +16,7 @@ BENCHMARKS = (
     ("benchmarks.transfers", (), "activations beside a bulk exchange on a link"),
     ("benchmarks.remap", (), "moving memory between parameters and KV cache"),
     ("benchmarks.engine_throughput", (), "offline throughput against transformers"),
+    ("benchmarks.migration", (), "how long requests stand still when they move between workers"),
     ("benchmarks.memory_growth", (), "whether the services stop growing under load"),
     ("benchmarks.cost_model", (), "predicting what batches take, beside the token count"),
     ("benchmarks.dispatcher_relay", (), "tokens relayed, and the time a dispatcher adds to the first one"),

@@ -1,6 +1,6 @@
 """Monitor and planner in virtual time, and the state server between them. One of each is active from the beginning."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, fields
 from functools import partial
 from typing import Protocol
@@ -77,14 +77,22 @@ class StateServer:
 
 class MonitorNode:
     def __init__(
-        self, clock: Clock, rules: MonitorRules, state: StateServer, delays: Delays, tick_interval_s: float
+        self,
+        clock: Clock,
+        rules: MonitorRules,
+        state: StateServer,
+        delays: Delays,
+        tick_interval_s: float,
+        crashed: Set[WorkerId],
     ) -> None:
+        """`crashed`: workers at whose addresses nobody listens any more."""
         self.core = MonitorCore(rules)
         self.signals: list[tuple[float, Signal]] = []
         self.touched = True  # the core was told something since somebody set it back
         self._clock = clock
         self._state = state
         self._delays = delays
+        self._crashed = crashed
         self._watcher: Callable[[m.Change | None, str], None] | None = None
         self._numbers = 0
         self.feed(m.LeadershipChanged(clock.now_s, "lease", _TOKEN))
@@ -116,8 +124,17 @@ class MonitorNode:
                 case m.ForgetBacklogs(dispatcher_ids):
                     for name in dispatcher_ids:
                         self._state.backlogs.pop(name, None)
+                case m.ProbeAddress(instance, cause_id):
+                    self._clock.after(
+                        2 * self._delays.rpc_s, b"monitor probes", partial(self._probed, instance, cause_id)
+                    )
                 case _:
-                    pass  # registry, probes, standby: of a monitor that may be lost
+                    pass  # registry, standby: of a monitor that may be lost
+
+    def _probed(self, instance: m.Instance, cause_id: str) -> None:
+        if instance.worker_id in self._crashed:
+            now_s = self._clock.now_s
+            self.feed(m.ConnectionRefused(now_s, cause_id, instance.worker_id, instance.incarnation))
 
     def follow(self, told: Callable[[m.Change | None, str], None]) -> None:
         """None: a snapshot begins."""
@@ -144,7 +161,11 @@ class Reporter:
         stream_id: int,
         interval_s: float,
         first_s: float,
+        crashed: Set[WorkerId],
     ) -> None:
+        self._worker_id = instance.worker_id
+        self._crashed = crashed
+        self._ended = False
         self._clock = clock
         self._monitor = monitor
         self._load = load
@@ -160,6 +181,12 @@ class Reporter:
 
     def _report(self) -> None:
         """It was sent a moment ago, and says what was then."""
+        if self._worker_id in self._crashed:
+            if not self._ended:
+                self._ended = True
+                now_s = self._clock.now_s
+                self._monitor.feed(m.StreamEnded(now_s, self._cause, self._stream_id, said_goodbye=False))
+            return
         load = self._load()
         self._clock.after(self._delays.rpc_s, self._label, lambda: self._arrive(load))
 
@@ -182,7 +209,9 @@ class PlannerNode:
         monitor: MonitorNode,
         members: Mapping[WorkerId, Peer],
         delays: Delays,
+        crashed: Set[WorkerId],
     ) -> None:
+        """`crashed`: workers that answer no call."""
         self.core = PlannerCore(rules)
         self.records: list[TransitionRecord] = []  # of transitions that have ended
         self.touched = True  # as the monitor's
@@ -192,6 +221,7 @@ class PlannerNode:
         self._monitor = monitor
         self._members = members
         self._delays = delays
+        self._crashed = crashed
         self._calls: set[tuple[WorkerId, p.Call]] = set()  # one of a kind at a time
         self._aborted: dict[WorkerId, Epoch] = {}  # before that member had heard of the epoch
         self._timer = 0
@@ -299,6 +329,9 @@ class PlannerNode:
         label = f"planner {command.call.name} {worker_id}".encode()
 
         def arrive() -> None:
+            if worker_id in self._crashed:
+                self._calls.discard(key)
+                return
             said = self._ask(command)
             self._clock.after(self._delays.rpc_s, label, partial(self._member_said, key, command, said))
 

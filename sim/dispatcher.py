@@ -45,6 +45,9 @@ class _Link:
     def hear(self, output: Output) -> None:
         self._node.told(self, output)
 
+    def lost(self, why: str) -> None:
+        self._node.told_lost(self, why)
+
 
 class DispatcherNode:
     def __init__(
@@ -131,7 +134,7 @@ class DispatcherNode:
     # ------------------------------------------------------------ streams
 
     def _connect(self, link: _Link) -> None:
-        if not link.open:
+        if not link.open or link.instance.crashed:
             return
         link.stream_id = link.instance.open_stream(link)
         load = link.instance.load()
@@ -183,6 +186,14 @@ class DispatcherNode:
     def told(self, link: _Link, output: Output) -> None:
         """By the worker's side, when its turn has ended."""
         self._clock.after(self._delays.rpc_s, self._labels["hears"], partial(self._hear, link, output))
+
+    def told_lost(self, link: _Link, why: str) -> None:
+        def arrive() -> None:
+            if link.open:
+                link.open = False
+                self.feed(d.WorkerLost(self._clock.now_s, link.key, why))
+
+        self._clock.after(self._delays.rpc_s, self._labels["link"], arrive)
 
     def _hear(self, link: _Link, output: Output) -> None:
         if not link.open:

@@ -5,15 +5,16 @@ has to say to dispatchers goes out when a turn has ended.
 """
 
 from collections import deque
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from typing import NamedTuple, Protocol
 
-from ballast.common.errors import InvariantViolation
+from ballast.common.errors import ConfigError, InvariantViolation
 from ballast.common.ids import Epoch, WorkerId
 from ballast.common.load import LoadReport
 from services.worker.core.batch import Batch, Slice, StepResult
 from services.worker.core.events import (
     BatchWanted,
+    BlockCopy,
     Command,
     Emit,
     Event,
@@ -54,6 +55,10 @@ class Listener(Protocol):
 
     def hear(self, output: Output) -> None: ...
 
+    def lost(self, why: str) -> None:
+        """The worker's end of the stream is gone."""
+        ...
+
 
 class _Stream:
     __slots__ = ("listener", "seen_handle", "sent_at_s")
@@ -87,10 +92,14 @@ class Instance:
         peers: "dict[WorkerId, Instance]",
         block_tokens: int,
         activation_bytes_per_token: int,
+        host_bytes_per_s: float,
     ) -> None:
+        """`host_bytes_per_s`: of KV from the device to host memory, and as much at the same time the other way."""
         self.worker_id = worker_id
         self.core = core
         self.member = member
+        self.crashed = False
+        self.slowness = 1.0  # everything that is executed takes so many times as long
         self.touched = True  # something has happened here since somebody set it back
         self.busy_s = 0.0  # executing batches
         self.pipelined_busy_s = 0.0  # of those, as a stage of several
@@ -101,6 +110,7 @@ class Instance:
         self._peers = peers
         self._block_tokens = block_tokens
         self._activation_bytes = activation_bytes_per_token
+        self._host_bytes_per_s = host_bytes_per_s
         self._inbox: deque[Event | Callable[[], None]] = deque()
         self._streams: dict[int, _Stream] = {}
         self._next_stream_id = 1
@@ -122,6 +132,8 @@ class Instance:
 
     def post(self, what: Event | Callable[[], None]) -> None:
         """Into the engine's inbox; a resting engine looks at it at once."""
+        if self.crashed:
+            return
         self._inbox.append(what)
         if self._resting:
             self._go_on()
@@ -136,6 +148,24 @@ class Instance:
     def close_stream(self, stream_id: int) -> None:
         if self._streams.pop(stream_id, None) is not None:
             self.post(StreamClosed(self._clock.now_s, stream_id))
+
+    def crash(self) -> None:
+        """The process ends.
+
+        Raises:
+            ConfigError: it is a member of a group.
+        """
+        if self.member.stages:
+            raise ConfigError(
+                f"faults: crash of {self.worker_id} at {self._clock.now_s:.1f} s of the world",
+                "it is a member of a pipeline then, which is not simulated yet; choose another instant or worker",
+            )
+        self.crashed = True
+        self._turns.close()
+        self._inbox.clear()
+        streams, self._streams = self._streams, {}
+        for stream in streams.values():
+            stream.listener.lost("its process has ended")
 
     def load(self) -> LoadReport:
         """The state after the last turn."""
@@ -152,6 +182,8 @@ class Instance:
     # ------------------------------------------------------------ the engine
 
     def _go_on(self) -> None:
+        if self.crashed:
+            return
         self._resting = False
         self.touched = True
         busy_s = next(self._turns)
@@ -227,34 +259,48 @@ class Instance:
         """Forms batches while it may; alone, what has come in meanwhile is looked at after each."""
         core, member = self.core, self.member
         while True:
-            batch = self._form()
-            if batch is None:
+            formed = self._form()
+            if formed is None:
                 self._fruitless += 1
                 return
             self._fruitless = 0
+            copy_s = self._copy_s(formed.copies) if formed.copies else 0.0
+            if isinstance(formed, Removed):  # nothing to compute meanwhile
+                yield copy_s
+                return
+            batch = formed.batch
             if core.in_flight_count == 1:
                 self._flying_since_s = self._clock.now_s
             work = self._execution.work(batch)
-            yield self._begin(work)
+            seconds = self._begin(work)
+            yield max(seconds, copy_s)
             if not member.stages:
-                self._land(batch)
+                self._land(batch, seconds, copy_s)
                 return
             self._pass_on(self._flight(batch, work))
             if not (core.has_work and member.may_form):
                 return
 
-    def _form(self) -> Batch | None:
-        batch: Batch | None = None
+    def _form(self) -> Execute | Removed | None:
+        """A batch, or copies of KV without one."""
+        formed: Execute | Removed | None = None
         for command in self.core.handle(BatchWanted(self._clock.now_s)):
-            if isinstance(command, Execute):
-                batch = command.batch
+            if isinstance(command, Execute) or (isinstance(command, Removed) and command.copies):
+                formed = command
             else:
                 self._note(command)
-        return batch
+        return formed
+
+    def _copy_s(self, copies: Sequence[BlockCopy]) -> float:
+        """Both ways at once."""
+        out_count = sum(len(copy.device_blocks) for copy in copies if copy.out)
+        in_count = sum(len(copy.device_blocks) for copy in copies if not copy.out)
+        geometry = self.member.memory.geometry
+        return max(out_count, in_count) * geometry.block_bytes * geometry.layer_count / self._host_bytes_per_s
 
     def _begin(self, work: Work) -> float:
         member = self.member
-        seconds = work.on(member.layer_count, is_last=member.is_last)
+        seconds = work.on(member.layer_count, is_last=member.is_last) * self.slowness
         self.busy_s += seconds
         if member.stages:
             self.pipelined_busy_s += seconds
@@ -276,13 +322,13 @@ class Instance:
 
     # ------------------------------------------------------------ batches between stages
 
-    def _land(self, batch: Batch) -> None:
+    def _land(self, batch: Batch, execute_s: float = 0.0, copy_s: float = 0.0) -> None:
         """All stages have run it. A token is the number of its place, so that whoever gets it sees gaps."""
         token_ids = tuple([first + len(ids) for _, first, ids, samples in batch.slices if samples])
         count = len(token_ids)
         if count not in _NO_TEXTS:
             _NO_TEXTS[count], _NO_LOGPROBS[count] = ("",) * count, (None,) * count
-        result = StepResult(batch.step_id, token_ids, _NO_LOGPROBS[count], 0.0)
+        result = StepResult(batch.step_id, token_ids, _NO_LOGPROBS[count], execute_s, copy_s)
         for command in self.core.handle(StepDone(self._clock.now_s, result, _NO_TEXTS[count])):
             self._note(command)
 

@@ -69,11 +69,21 @@ class _Pair:
 
 
 class Network:
-    def __init__(self, clock: Clock, *, latency_s: float, chunk_bytes: float, rate_fraction: float = 1.0) -> None:
+    def __init__(
+        self,
+        clock: Clock,
+        *,
+        latency_s: float,
+        chunk_bytes: float,
+        rate_fraction: float = 1.0,
+        coordinated: bool = True,
+    ) -> None:
+        """Not `coordinated`: one queue for each direction of a pair, urgent messages and bulk data in their order."""
         self._clock = clock
         self._latency_s = latency_s
         self._chunk_bytes = chunk_bytes
         self._rate_fraction = rate_fraction
+        self._coordinated = coordinated
         self._endpoints: dict[str, Endpoint] = {}
         self._resources: dict[tuple[str, str], _Resource] = {}
         self._pairs: dict[tuple[str, str], _Pair] = {}
@@ -91,10 +101,22 @@ class Network:
     def send(self, source: str, to: str, size_bytes: int, label: bytes, arrive: Callable[[], None]) -> None:
         pair = self._pair(source, to)
         rate = min(resource.bytes_per_s for resource in pair.resources)
-        wait_s = self._chunk_bytes / rate if any(resource.flows for resource in pair.resources) else 0.0
+        wait_s = self._wait_s(pair, rate)
         at_s = self._clock.now_s + self._latency_s + wait_s + size_bytes / rate
         pair.last_arrival_s = at_s = max(at_s, pair.last_arrival_s)
         self._clock.at(at_s, label, arrive)
+
+    def _wait_s(self, pair: _Pair, bytes_per_s: float) -> float:
+        if self._coordinated:
+            return self._chunk_bytes / bytes_per_s if any(resource.flows for resource in pair.resources) else 0.0
+        if pair.current is None:
+            return 0.0
+        sent_bytes = (self._clock.now_s - pair.settled_s) * pair.bytes_per_s
+        left_bytes = max(0.0, pair.current.left_bytes - sent_bytes)
+        for queue in pair.queues:
+            for transfer in queue:
+                left_bytes += transfer.left_bytes
+        return left_bytes / pair.bytes_per_s
 
     # ------------------------------------------------------------ bulk transfers
 

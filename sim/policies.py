@@ -1,6 +1,6 @@
 """What the cluster does when KV runs out, by name. Each policy is a change of the rules of the production code.
 
-Another policy (swap, migrate) is another entry here, once what it needs is modelled.
+Another policy (migrate) is another entry here, once what it needs is there.
 """
 
 from collections.abc import Callable, Mapping
@@ -8,11 +8,13 @@ from dataclasses import replace
 
 from ballast.common.errors import ConfigError
 from ballast.common.overload import OverloadPolicy
-from sim.rules import ClusterRules
+from sim.rules import ClusterRules, WorkerRules
 
 Policy = Callable[[ClusterRules], ClusterRules]
 
-_COMING = ("swap", "migrate")
+# InferCept keeps all that is swapped out; servers with such GPUs have far more memory than this for each.
+DEFAULT_SWAP_BYTES = 64 << 30
+_COMING = ("migrate",)
 
 
 def _with(rules: ClusterRules, policy: OverloadPolicy) -> ClusterRules:
@@ -20,8 +22,13 @@ def _with(rules: ClusterRules, policy: OverloadPolicy) -> ClusterRules:
     return replace(rules, planner=replace(rules.planner, transitions=transitions))
 
 
+def _swapping(rules: WorkerRules) -> WorkerRules:
+    return replace(rules, swap_space_bytes=rules.swap_space_bytes or DEFAULT_SWAP_BYTES)
+
+
 POLICIES: Mapping[str, Policy] = {
     "drop": lambda rules: _with(rules, OverloadPolicy.DROP),
+    "swap": lambda rules: _with(replace(rules, worker=_swapping(rules.worker)), OverloadPolicy.SWAP),
     "recompute": lambda rules: _with(rules, OverloadPolicy.RECOMPUTE),
     "static-pipeline": lambda rules: _with(rules, OverloadPolicy.STATIC_PIPELINE),
 }

@@ -19,6 +19,8 @@ class WorkerRules:
     admission_reserve_fraction: float
     report_interval_s: float
     lookahead: bool  # microbatches of equal cost; else of equal numbers of tokens
+    swap_space_bytes: int = 0  # host memory of an instance for KV of who gives way; 0: they are computed anew
+    swap_blocks_per_step: int = 0  # 0: as many as hide behind a step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,3 +31,4 @@ class ClusterRules:
     worker: WorkerRules
     monitor_tick_s: float
     backlog_interval_s: float = field(default=0.2)  # as dispatchers tell of theirs
+    coordinated: bool = True  # what pipelines send overtakes bulk data; else it waits for all that is ahead of it

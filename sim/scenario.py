@@ -7,6 +7,43 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ballast.common.errors import ConfigError
+from sim.faults import FaultKind
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Burst(_Part):
+    at_s: float = Field(ge=0)
+    for_s: float = Field(gt=0)
+    factor: float = Field(gt=0)  # times the rate
+
+
+class Arrivals(_Part):
+    """Drawn, where there is no trace."""
+
+    span_s: float = Field(gt=0)
+    rate_per_s: float = Field(gt=0)  # outside of bursts
+    cv: float = Field(1.0, gt=0)  # of the intervals; 1: a Poisson process
+    bursts: tuple[Burst, ...] = ()
+
+
+class RepeatedBurst(_Part):
+    """The densest window comes again and again, and nothing after it."""
+
+    window_s: float = Field(gt=0)
+    times: int = Field(ge=1)
+
+
+class FaultPlan(_Part):
+    """See sim.faults.Fault."""
+
+    at_s: float = Field(ge=0)
+    kind: FaultKind
+    worker: int = Field(ge=0)
+    duration_s: float | None = Field(None, gt=0)
+    factor: float = Field(1.0, gt=0)
 
 
 class Scenario(BaseModel):
@@ -16,12 +53,16 @@ class Scenario(BaseModel):
 
     description: str
     source: str = ""  # what it reproduces
-    trace: str | None = None  # relative to the file; None: it must be given
+    trace: str | None = None  # relative to the file; None: arrivals are drawn, or it must be given
+    arrivals: Arrivals | None = None
+    repeat_burst: RepeatedBurst | None = None
     lengths: str | None = None  # a data set's name; None: those of the trace
     model: str
     cluster: str
     policies: tuple[str, ...] = ("recompute", "drop")
     rate_scale: float = Field(1.0, gt=0)
+    burst_scale: float = Field(1.0, gt=0)  # times as many requests in the densest half minute
+    network_gbps: float | None = Field(None, gt=0)  # of each GPU's card; None: of the catalogue
     time_scale: float = Field(1.0, gt=0)
     length_scale: float = Field(1.0, gt=0)
     limit: int | None = Field(None, ge=1)
@@ -30,6 +71,8 @@ class Scenario(BaseModel):
     block_size: int = Field(64, ge=1)
     max_num_seqs: int = Field(256, ge=1)
     max_num_batched_tokens: int = Field(2048, ge=1)
+    stop_after_s: float | None = Field(None, gt=0)  # whoever is there then has no ending
+    faults: tuple[FaultPlan, ...] = ()
     microbatching: Literal["lookahead", "token-count"] = "lookahead"
 
 

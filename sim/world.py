@@ -7,6 +7,7 @@ import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from ballast.common.errors import ConfigError, InvariantViolation
 from ballast.common.ids import DispatcherId, Incarnation, WorkerId
@@ -22,6 +23,7 @@ from sim.clock import Clock
 from sim.control import Delays, MonitorNode, PlannerNode, Reporter, StateServer, share_backlog
 from sim.cost import ExecutionModel, Roofline, fitted
 from sim.dispatcher import DispatcherNode
+from sim.faults import Fault, FaultKind
 from sim.hardware import ELEMENT_BYTES, Cluster, ModelSpec, Timings
 from sim.homecoming import disk_of
 from sim.instance import Instance
@@ -48,6 +50,7 @@ class WorldOptions:
     seed: int = 0
     deadline_s: float = 3600.0  # of each request
     check_every: int = 0  # events between two checks of all invariants; 0: none
+    faults: Sequence[Fault] = ()
     stop_after_s: float | None = None  # of the trace's time: whoever is there then stays open
 
 
@@ -65,6 +68,7 @@ class World:
             latency_s=timings.link_latency_s,
             chunk_bytes=timings.chunk_bytes,
             rate_fraction=timings.link_fraction,
+            coordinated=rules.coordinated,
         )
         self._random = random.Random(options.seed)
         delays = Delays(timings.rpc_s, timings.state_s)
@@ -76,17 +80,23 @@ class World:
         cost = fitted(self.execution, options.model.layer_count)
         self._microbatching = lookahead(lambda: cost) if rules.worker.lookahead else by_token_count
         self.state = StateServer(self.clock, delays)
-        self.monitor = MonitorNode(self.clock, rules.monitor, self.state, delays, rules.monitor_tick_s)
+        self.crashed: set[WorkerId] = set()
+        self.monitor = MonitorNode(self.clock, rules.monitor, self.state, delays, rules.monitor_tick_s, self.crashed)
         self.instances: dict[WorkerId, Instance] = {}
         self._peers: dict[WorkerId, Peer] = {}
         for number in range(count):
             self._add_instance(number, delays)
-        self.planner = PlannerNode(self.clock, rules.planner, self.state, self.monitor, self._peers, delays)
+        self.planner = PlannerNode(
+            self.clock, rules.planner, self.state, self.monitor, self._peers, delays, self.crashed
+        )
         self.zero_s = rules.monitor.warmup_s + _SETTLE_S
         self.clients = Clients(self.clock, arrivals, self.zero_s, options.deadline_s)
         self.dispatchers = [self._add_dispatcher(number, delays) for number in range(options.dispatcher_count)]
         self.samples: list[Sample] = []
         self.clock.every(_SAMPLE_INTERVAL_S, b"sample", self._sample, first_s=self.zero_s)
+        for fault in options.faults:
+            fault.check(count)
+            self.clock.at(self.zero_s + fault.at_s, b"fault", partial(self._break, fault))
 
     # ------------------------------------------------------------ setting up
 
@@ -129,6 +139,7 @@ class World:
             peers=self.instances,
             block_tokens=rules.block_tokens,
             activation_bytes_per_token=options.model.hidden_size * ELEMENT_BYTES,
+            host_bytes_per_s=gpu.host_bytes_per_s * gpus,
         )
         self.instances[worker_id] = self._peers[worker_id] = instance
         address = f"{worker_id}:1"
@@ -141,6 +152,7 @@ class World:
             stream_id=number + 1,
             interval_s=rules.report_interval_s,
             first_s=self._random.uniform(0.0, rules.report_interval_s),
+            crashed=self.crashed,
         )
 
     def _add_dispatcher(self, number: int, delays: Delays) -> DispatcherNode:
@@ -159,6 +171,18 @@ class World:
         self.state.watch(node.adopt)
         share_backlog(self.clock, self.state, dispatcher_id, node.backlog, interval_s=rules.backlog_interval_s)
         return node
+
+    def _break(self, fault: Fault) -> None:
+        worker_id = WorkerId(f"{_LINE}{fault.worker}")
+        instance = self.instances[worker_id]
+        match fault.kind:
+            case FaultKind.CRASH:
+                self.crashed.add(worker_id)
+                instance.crash()
+            case FaultKind.SLOW:
+                instance.slowness = fault.factor
+                if fault.duration_s is not None:
+                    self.clock.after(fault.duration_s, b"fault ends", lambda: setattr(instance, "slowness", 1.0))
 
     # ------------------------------------------------------------ running
 
@@ -303,6 +327,8 @@ def _limits(options: WorldOptions) -> WorkerLimits:
         max_waiting_count=rules.max_waiting_count,
         max_waiting_tokens=rules.max_waiting_tokens,
         admission_reserve_fraction=rules.admission_reserve_fraction,
+        swap_block_count=rules.swap_space_bytes // (model.kv_bytes_per_token * rules.block_tokens),
+        swap_blocks_per_step=rules.swap_blocks_per_step,
     )
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ballast.bench.plot import merged_spans
-from ballast.bench.policies import PolicySpec
+from ballast.bench.policies import ABLATION, PolicySpec, parse_policies
 from ballast.bench.records import Outcome
 from ballast.bench.results import SLO_SCALES, PolicyResult
 from ballast.bench.study import Contestant, Study, WorkloadStudy, first_violation_s
@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 
 _WINDOWS = 40  # of a figure over time
 _PERCENTILES = (("P50", "p50"), ("P99", "p99"), ("P99.9", "p999"))
+ABLATION_PERCENTILES = (("P50", "p50"), ("P90", "p90"), ("P99", "p99"), ("P99.9", "p999"))
+_WHISKERS = {"elinewidth": 1, "ecolor": "#333333", "capsize": 2}
+_FEW_TICKS = (1.0,)  # of a decade, for low panels
 EXTREME_SCALE = 5.0  # of the SLO whose first violation is looked for
 
 
@@ -70,6 +73,8 @@ def draw_all(study: Study) -> list[Drawn]:
     drawn: list[Drawn] = []
     for workload in study.workloads:
         drawn += [_latencies(workload, look), _overview(workload, look), _over_time(workload, look)]
+        if steps := ablation_steps(workload):
+            drawn.append(_ablation(workload, steps, look))
         if any(c.is_ours for c in workload.contestants):
             drawn.append(_long_run(workload, look))
         if len(_degrees(workload)) > 1:
@@ -103,7 +108,9 @@ def _overview(workload: WorkloadStudy, look: dict[str, Style]) -> Drawn:
         axes[1].plot(series.at_s, demand, color=style.colour, linestyle=style.line, label=c.label)
     capacity = workload.undropped_kv_bytes / MIB
     axes[1].axhline(capacity, color=GREY, linewidth=1)
-    axes[1].annotate("with all parameters", (span_s, capacity), ha="right", va="bottom", fontsize=8, color=GREY)
+    name = axes[1].annotate("with all parameters", (span_s, capacity * 1.02), ha="right", va="bottom", fontsize=8)
+    name.set_color(GREY)
+    name.set_bbox({"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 0.8})  # curves pass there
     axes[1].set_ylabel("KV demand\n(MiB)")
     axes[1].set_ylim(bottom=0)
     _legend_above(figure, axes[1])
@@ -130,9 +137,9 @@ def _rate(axis: "Axes", result: PolicyResult, span_s: float) -> None:
 
 def _ttft_scatter(axis: "Axes", c: Contestant, style: Style) -> None:
     served = [(r.planned_s, r.first_token_s - r.planned_s) for r in c.first.requests if r.first_token_s is not None]
-    _logarithmic(axis)
+    _logarithmic(axis, _FEW_TICKS)
     if served:
-        axis.scatter(*zip(*served, strict=True), s=8, color=style.colour, alpha=0.6, linewidths=0)
+        axis.scatter(*zip(*served, strict=True), s=14, color=style.colour, alpha=0.75, linewidths=0)
     failed = [r.planned_s for r in c.first.requests if r.outcome is not Outcome.FINISHED]
     if failed:
         axis.plot(failed, [0.98] * len(failed), "x", color=VERMILION, transform=axis.get_xaxis_transform())
@@ -282,23 +289,62 @@ def _latencies(workload: WorkloadStudy, look: dict[str, Style]) -> Drawn:
     return Drawn(workload.name, "latency", "latency and SLO violations", caption, figure)
 
 
-def _bars(axis: "Axes", contestants: Sequence[Contestant], what: _Latency, look: dict[str, Style]) -> None:
+def _bars(
+    axis: "Axes",
+    contestants: Sequence[Contestant],
+    what: _Latency,
+    look: dict[str, Style],
+    percentiles: Sequence[tuple[str, str]] = _PERCENTILES,
+) -> None:
     width = 0.8 / len(contestants)
     for index, c in enumerate(contestants):
-        spreads = [c.spread(_summary(what.field, field)) for _, field in _PERCENTILES]
-        at = np.arange(len(_PERCENTILES)) + (index - (len(contestants) - 1) / 2) * width
+        spreads = [c.spread(_summary(what.field, field)) for _, field in percentiles]
+        at = np.arange(len(percentiles)) + (index - (len(contestants) - 1) / 2) * width
         middles = np.array([np.nan if s.middle is None else s.middle for s in spreads]) * what.unit
         low = np.array([0.0 if s.low is None or s.middle is None else s.middle - s.low for s in spreads]) * what.unit
         high = np.array([0.0 if s.high is None or s.middle is None else s.high - s.middle for s in spreads]) * what.unit
         style = look[c.label]
-        error = {"elinewidth": 1, "ecolor": "#333333", "capsize": 2}
-        axis.bar(at, middles, width * 0.92, yerr=[low, high], color=style.colour, error_kw=error, label=c.label)
-    axis.set_xticks(range(len(_PERCENTILES)), [name for name, _ in _PERCENTILES])
+        axis.bar(at, middles, width * 0.92, yerr=[low, high], color=style.colour, error_kw=_WHISKERS, label=c.label)
+    axis.set_xticks(range(len(percentiles)), [name for name, _ in percentiles])
     axis.grid(visible=False, axis="x")
 
 
 def _summary(what: str, field: str) -> Callable[[PolicyResult], float | None]:
     return lambda result: getattr(getattr(result, what), field)
+
+
+# ---------------------------------------------------------------- figure 14
+
+
+def ablation_steps(workload: WorkloadStudy) -> list[Contestant]:
+    """In their order, if all of them were run."""
+    by_label = {c.label: c for c in workload.contestants}
+    labels = [spec.label for spec in parse_policies(",".join(ABLATION))]
+    return [by_label[label] for label in labels] if all(label in by_label for label in labels) else []
+
+
+def _ablation(workload: WorkloadStudy, steps: list[Contestant], look: dict[str, Style]) -> Drawn:
+    figure, grid = _new(1, 3, 13.0, 3.8, sharex=False)
+    for axis, what in zip(grid[0], _LATENCIES, strict=False):
+        _bars(axis, steps, what, look, ABLATION_PERCENTILES)
+        what.scale(axis)
+    bubbles = grid[0][2]
+    for index, c in enumerate(steps):
+        spread = c.spread(lambda r: r.bubble_fraction)
+        if spread.middle is not None and spread.low is not None and spread.high is not None:
+            around = [[100 * (spread.middle - spread.low)], [100 * (spread.high - spread.middle)]]
+            bubbles.bar(index, 100 * spread.middle, 0.6, yerr=around, color=look[c.label].colour, error_kw=_WHISKERS)
+    bubbles.set_xticks(range(len(steps)), [c.label.replace(" exchange", "\nexchange") for c in steps])
+    bubbles.grid(visible=False, axis="x")
+    bubbles.set_ylabel("idle though there was work (%)")
+    _legend_above(figure, grid[0][0])
+    caption = (
+        "What each step adds: dropping with KV and activations in one queue and microbatches of equal token counts;"
+        " exchange in chunks behind activations; microbatches of equal cost. Right: the share of the stages' time in"
+        " which they did not execute although there was work. Medians over repetitions, whiskers from the lowest to the"
+        " highest."
+    )
+    return Drawn(workload.name, "ablation", "ablation", caption, figure)
 
 
 # ---------------------------------------------------------------- figures 16 and 17
@@ -318,7 +364,7 @@ def _long_run(workload: WorkloadStudy, look: dict[str, Style]) -> Drawn:
         row[0].set_ylim(lowest / 1.5, highest * 2)
         served = [(r.planned_s, 1e3 * r.tpot_s) for r in c.first.requests if r.tpot_s is not None]
         if served:
-            row[1].scatter(*zip(*served, strict=True), s=8, color=look[c.label].colour, alpha=0.6, linewidths=0)
+            row[1].scatter(*zip(*served, strict=True), s=14, color=look[c.label].colour, alpha=0.75, linewidths=0)
         row[1].set_ylabel("TPOT (ms)")
         row[1].set_ylim(bottom=0)
         for axis in row:
@@ -378,11 +424,11 @@ def _legend_above(figure: "Figure", axis: "Axes") -> None:
     figure.legend(handles, labels, loc="outside upper center", ncols=min(per_row, len(labels)), handlelength=2.4)
 
 
-def _logarithmic(axis: "Axes") -> None:
+def _logarithmic(axis: "Axes", subs: Sequence[float] = (1.0, 2.0, 5.0)) -> None:
     from matplotlib.ticker import LogLocator, NullFormatter
 
     axis.set_yscale("log")
-    axis.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axis.yaxis.set_major_locator(LogLocator(subs=subs))
     axis.yaxis.set_major_formatter("{x:g}")
     axis.yaxis.set_minor_formatter(NullFormatter())
 

@@ -1,7 +1,8 @@
 """`ballast bench overload`: overload policies against each other, on the same arrivals, each on clusters of its own.
 
 1. *Plan.* For each workload lengths are shortened to a mean that suits the machine, and memory is sized in requests.
-   Two probes measure how fast the machine is with few requests and with a full cache; the rate of arrivals is then
+   Workers of that memory say how much of it they can use, and two probes measure how fast the machine is with few
+   requests and with a full cache; the rate of arrivals is then
    multiplied (`ballast.bench.upscale`) until the forecast KV demand is a given share of what all workers hold with all
    parameters: KunServe's setup is below 60 % on average, so that only bursts overflow.
 2. *Runs.* Repetition by repetition, and in each of them workload by workload, every policy once; who begins changes.
@@ -14,13 +15,20 @@ workloads and repetitions may be added.
 import asyncio
 import hashlib
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, ValidationError
 from rich.console import Console
 
+from ballast.bench.overload_plan import (
+    Arguments,
+    WorkloadPlan,
+    describe_plan,
+    read_plan,
+    run_s,
+    setting_variable,
+    write_plan,
+)
 from ballast.bench.policies import PolicySpec
 from ballast.bench.probe import PROBE_S, probe, warm_up
 from ballast.bench.progress import ComparisonDisplay
@@ -28,7 +36,16 @@ from ballast.bench.records import Outcome
 from ballast.bench.replay import ReplayOptions
 from ballast.bench.results import BenchResult, ComparisonFacts, read_result, write_result
 from ballast.bench.session import ReplayJob, replay_on
-from ballast.bench.sizing import Pace, Speed, forecast_shared, length_scale_to, mean_request, rate_for, size_memory_for
+from ballast.bench.sizing import (
+    Memory,
+    Pace,
+    Speed,
+    forecast_shared,
+    length_scale_to,
+    mean_request,
+    rate_for,
+    size_memory_for,
+)
 from ballast.bench.table import duration
 from ballast.bench.traces import Trace
 from ballast.bench.upscale import upscaled
@@ -36,73 +53,15 @@ from ballast.bench.workloads import Workload
 from ballast.client import AsyncClient
 from ballast.common.errors import BallastError, ConfigError, Unavailable
 from ballast.local.cluster import LocalCluster
-from ballast.model.info import CheckpointInfo, read_info
+from ballast.model.info import read_info
 
-# Quicker than the defaults, because whole traces are short.
-QUICK_SETTINGS = {
-    "BALLAST_MONITOR__PRESSURE__DWELL_S": "2",
-    "BALLAST_MONITOR__PRESSURE__RELIEF_AFTER_S": "1",
-}
 _FEW_PER_WORKER = 2  # requests of the slower probe
 _WARMUP_ROUNDS = 3
 _LAYOUT_WITHIN_S = 60.0
-_RUN_OVERHEAD_S = 12.0  # start, warm-up and end of a cluster, until one has been measured
+_SIZING_ATTEMPTS = 4
+_ENOUGH = 0.95  # of the memory that was meant
+_REST_S = 0.5
 _POLL_S = 0.1
-
-
-def setting_name(variable: str) -> str:
-    """BALLAST_MONITOR__TICK_INTERVAL_S -> monitor.tick_interval_s."""
-    return variable.removeprefix("BALLAST_").lower().replace("__", ".")
-
-
-def setting_variable(name: str) -> str:
-    """monitor.tick_interval_s -> BALLAST_MONITOR__TICK_INTERVAL_S."""
-    return "BALLAST_" + name.upper().replace(".", "__")
-
-
-class Arguments(BaseModel):
-    """What runs must have in common to be compared."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    model: str
-    parameter_count: int
-    workers: int
-    seed: int
-    deadline_s: float
-    demand_fraction: float
-    mean_tokens: float
-    sequences_each: int
-    span_s: float | None
-    max_num_seqs: int
-    settings: dict[str, str]
-
-
-class WorkloadPlan(BaseModel):
-    """How a workload is replayed, in all runs alike."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    word: str
-    length_scale: float
-    rate_factor: float
-    span_s: float
-    request_count: int
-    device_memory_bytes: int
-    undropped_tokens: int
-    few_tokens_per_s: float  # output, all workers
-    full_tokens_per_s: float
-    forecast_demand_fraction: float
-    forecast_peak_fraction: float
-
-
-class Plan(BaseModel):
-    """plan.json."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    arguments: Arguments
-    workloads: dict[str, WorkloadPlan] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,14 +99,11 @@ class Comparison:
         self._out = out
         self._console = console
         self._info = read_info(model)
-        self._plan = _read_plan(out / "plan.json", arguments)
+        self._plan = read_plan(out / "plan.json", arguments)
         self._traces: dict[str, Trace] = {}
 
     async def run(self, workloads: list[Workload], specs: list[PolicySpec], repetitions: int) -> list[str]:
         """Carries out what is not finished. Returns what went wrong; "interrupted" comes last."""
-        for spec in specs:
-            if spec.pipeline_degree > self._arguments.workers:
-                raise ConfigError("policies", f"{spec.label} takes more than {self._arguments.workers} workers")
         for workload in workloads:
             await self._prepare(workload)
         runs = order_of(workloads, specs, repetitions)
@@ -155,7 +111,7 @@ class Comparison:
         if len(left) < len(runs):
             self._console.print(f"{len(runs) - len(left)} of {len(runs)} runs are finished already")
         problems: list[str] = []
-        spans_s = [self._plan.workloads[run.workload.name].span_s + _RUN_OVERHEAD_S for run in left]
+        spans_s = [run_s(self._plan.workloads[run.workload.name].span_s) for run in left]
         with ComparisonDisplay(self._console, spans_s) as display:
             for run in left:
                 title = f"{run.workload.name} · {run.spec.label} · repetition {run.repetition + 1}"
@@ -194,7 +150,7 @@ class Comparison:
         if plan is None:
             plan = await self._measure(workload)
             self._plan.workloads[workload.name] = plan
-            _write_plan(self._out / "plan.json", self._plan)
+            write_plan(self._out / "plan.json", self._plan)
         elif plan.word != workload.word:
             raise ConfigError(str(self._out), f"{workload.name!r} was {plan.word!r} there; choose another --out")
         trace = self._scaled(workload.trace, self._time_scale(workload), plan.length_scale, plan.rate_factor)
@@ -221,8 +177,8 @@ class Comparison:
             info, trace.requests, sequences_each=arguments.sequences_each, workers=arguments.workers
         )
         self._console.print(f"{workload.name}: probing the machine ...")
-        speed = await self._probe(workload, trace, memory.device_memory_bytes, memory.undropped_tokens)
-        rate = rate_for(trace, speed, arguments.demand_fraction * memory.undropped_tokens, arguments.seed)
+        speed, device_memory_bytes, undropped_tokens = await self._probe(trace, memory)
+        rate = rate_for(trace, speed, arguments.demand_fraction * undropped_tokens, arguments.seed)
         final = self._scaled(workload.trace, time_scale, length_scale, rate)
         demand = forecast_shared(final.requests, speed)
         plan = WorkloadPlan(
@@ -231,32 +187,53 @@ class Comparison:
             rate_factor=rate,
             span_s=final.span_s,
             request_count=len(final.requests),
-            device_memory_bytes=memory.device_memory_bytes,
-            undropped_tokens=memory.undropped_tokens,
+            device_memory_bytes=device_memory_bytes,
+            undropped_tokens=undropped_tokens,
             few_tokens_per_s=speed.few.output_tokens_per_s,
             full_tokens_per_s=speed.full.output_tokens_per_s,
-            forecast_demand_fraction=demand.mean_tokens / memory.undropped_tokens,
-            forecast_peak_fraction=demand.peak_tokens / memory.undropped_tokens,
+            forecast_demand_fraction=demand.mean_tokens / undropped_tokens,
+            forecast_peak_fraction=demand.peak_tokens / undropped_tokens,
         )
         self._console.print(describe_plan(workload.name, plan))
         return plan
 
-    async def _probe(self, workload: Workload, trace: Trace, device_memory_bytes: int, undropped_tokens: int) -> Speed:
+    async def _probe(self, trace: Trace, memory: Memory) -> tuple[Speed, int, int]:
+        """With the memory of a worker, and the tokens that all workers really have room for.
+
+        Workers take whole extents, the same number for each layer, and leave the rest: with few layers and small
+        memory up to half of it. So that what was meant is there, they are given more until it is.
+        """
+        device_memory_bytes, meant_tokens = memory.device_memory_bytes, memory.undropped_tokens
+        for attempts_left in reversed(range(_SIZING_ATTEMPTS)):
+            capacity_tokens = 0
+            try:
+                async with self._cluster(PolicySpec("recompute", "recompute"), device_memory_bytes, "probe") as cluster:
+                    capacity_tokens = await _wait_at_rest(cluster.address, 1)
+                    if capacity_tokens >= _ENOUGH * meant_tokens or not attempts_left:
+                        speed = await self._pace(cluster.address, trace, capacity_tokens)
+                        return speed, device_memory_bytes, capacity_tokens
+            except ConfigError as error:  # too little even for one block of each layer
+                if not attempts_left or "device_memory_bytes" not in str(error):
+                    raise
+            lacking_tokens = meant_tokens - capacity_tokens
+            device_memory_bytes += lacking_tokens * self._info.kv_bytes_per_token() // self._arguments.workers
+        raise AssertionError("the last attempt returns or raises")
+
+    async def _pace(self, address: str, trace: Trace, undropped_tokens: int) -> Speed:
         input_tokens, output_tokens = mean_request(trace.requests)
         workers = self._arguments.workers
         full = max(workers, undropped_tokens // (input_tokens + output_tokens))
         few = min(_FEW_PER_WORKER * workers, max(1, full - 1))
         paces: list[Pace] = []
-        async with self._cluster(PolicySpec("recompute", "recompute"), device_memory_bytes, "probe") as cluster:
-            for concurrency in (few, full):
-                pace = await probe(
-                    cluster.address,
-                    concurrency=concurrency,
-                    input_tokens=input_tokens,
-                    output_tokens=output_tokens,
-                    probe_s=self._probe_s,
-                )
-                paces.append(pace)
+        for concurrency in (few, full):
+            pace = await probe(
+                address,
+                concurrency=concurrency,
+                input_tokens=input_tokens,
+                output_tokens=output_tokens,
+                probe_s=self._probe_s,
+            )
+            paces.append(pace)
         return Speed(few, paces[0], full, paces[1])
 
     # ------------------------------------------------------------ runs
@@ -265,7 +242,8 @@ class Comparison:
         flags = spec.flags()
         if "max-num-seqs" not in spec.knobs:
             flags["worker"] += ["--max-num-seqs", str(self._arguments.max_num_seqs)]
-        environ = {setting_variable(key): value for key, value in self._arguments.settings.items()}
+        settings = {**self._arguments.settings, **spec.settings()}
+        environ = {setting_variable(key): value for key, value in settings.items()}
         return LocalCluster(
             self._model,
             workers=self._arguments.workers,
@@ -323,30 +301,29 @@ def _settings(arguments: Arguments, plan: WorkloadPlan) -> dict[str, str | int |
     }
 
 
-async def _wait_at_rest(address: str, degree: int) -> None:
-    """Until nothing runs, and groups are as the policy begins: of `degree`, and what is left over alone."""
+async def _wait_at_rest(address: str, degree: int) -> int:
+    """Until nothing runs for a moment, and groups are as the policy begins: of `degree`, and what is left over alone.
+
+    Returns the tokens that they have room for. A moment, since what ended just now may have been an overload.
+    """
     give_up_at_s = time.monotonic() + _LAYOUT_WITHIN_S
+    at_rest_since_s: float | None = None
     async with AsyncClient(address) as client:
         while True:
-            status = await client.status()
+            status, now_s = await client.status(), time.monotonic()
             loads = [group.load for group in status.groups]
             sizes = [len(group.members) for group in status.groups]
             alone = sizes.count(1)
             formed = alone == len(sizes) if degree == 1 else alone < degree
             if loads and formed and not status.running_request_count and None not in loads:
-                return
-            if time.monotonic() > give_up_at_s:
+                at_rest_since_s = now_s if at_rest_since_s is None else at_rest_since_s
+                if now_s - at_rest_since_s >= _REST_S:
+                    return sum(group.capacity_tokens for group in status.groups)
+            else:
+                at_rest_since_s = None
+            if now_s > give_up_at_s:
                 raise Unavailable("the cluster", f"is not at rest within {_LAYOUT_WITHIN_S:g} s, groups are of {sizes}")
             await asyncio.sleep(_POLL_S)
-
-
-def describe_plan(name: str, plan: WorkloadPlan) -> str:
-    return (
-        f"{name}: {plan.request_count} requests over {plan.span_s:.0f} s (rate x{plan.rate_factor:g}, length"
-        f" x{plan.length_scale:g}); {plan.few_tokens_per_s:,.0f} to {plan.full_tokens_per_s:,.0f} output tokens/s;"
-        f" KV demand {plan.forecast_demand_fraction:.0%} of capacity on average,"
-        f" {plan.forecast_peak_fraction:.0%} at the peak, if nobody waited"
-    )
 
 
 def describe_run(title: str, result: BenchResult) -> str:
@@ -355,72 +332,4 @@ def describe_run(title: str, result: BenchResult) -> str:
     return (
         f"{title}: TTFT {duration(policy.ttft_s.p50)} at the median, {duration(policy.ttft_s.p99)} at P99; TPOT"
         f" {duration(policy.tpot_s.p50)}; {policy.duration_s:.0f} s" + (f"; {unserved} not served" if unserved else "")
-    )
-
-
-def _read_plan(path: Path, arguments: Arguments) -> Plan:
-    if not path.exists():
-        return Plan(arguments=arguments)
-    try:
-        plan = Plan.model_validate_json(path.read_text())
-    except (OSError, ValidationError) as error:
-        raise ConfigError(str(path), "is no plan of `bench overload`; choose another --out") from error
-    old, new = plan.arguments.model_dump(), arguments.model_dump()
-    differing = [f"{key} (was {old[key]!r}, is {new[key]!r})" for key in new if old[key] != new[key]]
-    if differing:
-        raise ConfigError(str(path), f"was made with other arguments: {', '.join(differing)}; choose another --out")
-    return plan
-
-
-def _write_plan(path: Path, plan: Plan) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(plan.model_dump_json(indent=1) + "\n")
-    except OSError as error:
-        raise ConfigError(str(path), f"cannot be written: {error.strerror}") from error
-
-
-def arguments_of(
-    info: CheckpointInfo,
-    *,
-    workers: int,
-    seed: int,
-    deadline_s: float,
-    demand_fraction: float,
-    mean_tokens: float,
-    sequences_each: int,
-    span_s: float | None,
-    max_num_seqs: int,
-    settings: Mapping[str, str],
-) -> Arguments:
-    """Checked; the settings on top of those that suit short traces.
-
-    Raises:
-        ConfigError: naming the flag.
-    """
-    for name, value, least in (
-        ("workers", workers, 1),
-        ("sequences-each", sequences_each, 1),
-        ("mean-tokens", mean_tokens, 4),
-        ("max-num-seqs", max_num_seqs, 1),
-    ):
-        if value < least:
-            raise ConfigError(f"--{name}", f"must be at least {least}, got {value}")
-    if not 0 < demand_fraction <= 2:
-        raise ConfigError("--demand", f"must be above 0 and at most 2, got {demand_fraction}")
-    if span_s is not None and span_s <= 0:
-        raise ConfigError("--span-s", f"must be above 0, got {span_s}")
-    quick = {setting_name(variable): value for variable, value in QUICK_SETTINGS.items()}
-    return Arguments(
-        model=info.path.name,
-        parameter_count=info.parameter_count,
-        workers=workers,
-        seed=seed,
-        deadline_s=deadline_s,
-        demand_fraction=demand_fraction,
-        mean_tokens=mean_tokens,
-        sequences_each=sequences_each,
-        span_s=span_s,
-        max_num_seqs=max_num_seqs,
-        settings=quick | dict(settings),
     )

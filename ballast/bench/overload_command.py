@@ -2,14 +2,19 @@
 
 import argparse
 import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ballast.bench.overload import Comparison, arguments_of
-from ballast.bench.policies import KNOBS, POLICIES, parse_policies
+from rich.console import Console
+
+from ballast.bench.overload import Comparison
+from ballast.bench.overload_plan import Timetable, arguments_of, span_within
+from ballast.bench.policies import ABLATION, COMPARED, KNOBS, POLICIES, SWEEP, PolicySpec, parse_policies
 from ballast.bench.probe import PROBE_S
-from ballast.bench.progress import open_console
-from ballast.bench.workloads import parse_workloads
+from ballast.bench.progress import minutes, open_console
+from ballast.bench.workloads import Workload, parse_workloads
 from ballast.common.errors import ConfigError
 from ballast.model.info import read_info
 from ballast.model.tiny import make_preset
@@ -30,14 +35,8 @@ def add_overload_parser(commands: "_SubParsersAction[argparse.ArgumentParser]") 
         " again with the same arguments it goes on where it was. `ballast bench plot` draws the results.",
     )
     parser.set_defaults(run=run)
-    knobs = "; ".join(f"{name}: {knob.what}" for name, knob in KNOBS.items())
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="plan.json, runs/ and logs/ go there")
-    parser.add_argument(
-        "--policies",
-        default=",".join(POLICIES),
-        metavar="P,...",
-        help=f"of {', '.join(POLICIES)}; knobs follow as :NAME=VALUE, a name for figures as :label=NAME ({knobs})",
-    )
+    _add_contestants(parser)
     parser.add_argument(
         "--workloads",
         required=True,
@@ -46,7 +45,12 @@ def add_overload_parser(commands: "_SubParsersAction[argparse.ArgumentParser]") 
         " extreme:W repeats the burst of W",
     )
     parser.add_argument("--model", type=Path, metavar="DIR", help="checkpoint (default: a small random one in OUT)")
-    parser.add_argument("--workers", type=int, default=2, metavar="N", help="of each cluster (default: 2)")
+    parser.add_argument(
+        "--workers",
+        default="2",
+        metavar="N,...",
+        help="of each cluster (default: 2); with several numbers each has a folder of its own in OUT",
+    )
     parser.add_argument("--repetitions", type=int, default=3, metavar="N", help="(default: 3)")
     parser.add_argument("--seed", type=int, default=0, help="of arrivals, lengths and prompts")
     parser.add_argument("--deadline-s", type=float, default=300.0, metavar="S", help="of each request")
@@ -57,9 +61,10 @@ def add_overload_parser(commands: "_SubParsersAction[argparse.ArgumentParser]") 
         metavar="X",
         help="average KV demand to scale arrivals to, as a share of un-dropped capacity (default: 0.55)",
     )
-    parser.add_argument(
-        "--span-s", type=float, metavar="S", help="squeeze or stretch each trace to this many seconds first"
-    )
+    span = parser.add_mutually_exclusive_group()
+    span.add_argument("--span-s", type=float, metavar="S", help="squeeze or stretch each trace to this many seconds")
+    span.add_argument("--max-minutes", type=float, metavar="M", help="likewise, to what lets all of it take so long")
+    parser.add_argument("--plan-only", action="store_true", help="say how long it would take, and end")
     parser.add_argument("--mean-tokens", type=float, default=240.0, metavar="N", help="shorten lengths to this mean")
     parser.add_argument("--sequences-each", type=int, default=8, metavar="N", help="mean requests that a worker holds")
     parser.add_argument("--probe-s", type=float, default=PROBE_S, metavar="S", help="of each of two measurements")
@@ -73,6 +78,37 @@ def add_overload_parser(commands: "_SubParsersAction[argparse.ArgumentParser]") 
     )
 
 
+def _add_contestants(parser: argparse.ArgumentParser) -> None:
+    knobs = "; ".join(f"{name}: {knob.what}" for name, knob in KNOBS.items())
+    contestants = parser.add_mutually_exclusive_group()
+    contestants.add_argument(
+        "--policies",
+        default=",".join(COMPARED),
+        metavar="P,...",
+        help=f"of {', '.join(POLICIES)}; knobs follow as :NAME=VALUE, a name for figures as :label=NAME ({knobs})."
+        f" Default: {', '.join(COMPARED)}",
+    )
+    contestants.add_argument(
+        "--ablation",
+        action="store_const",
+        dest="policies",
+        const=",".join(ABLATION),
+        help="drop with naive transfers and microbatches of equal token counts; with coordinated transfers; with both",
+    )
+    contestants.add_argument(
+        "--sweep", action="store_const", dest="policies", const=",".join(SWEEP), help="every policy's own knobs"
+    )
+
+
+@dataclass(frozen=True)
+class _Part:
+    """One number of workers."""
+
+    workers: int
+    out: Path
+    specs: list[PolicySpec]
+
+
 def run(args: argparse.Namespace) -> int:
     """Exit status: 0 all runs are there, 1 some failed, 130 interrupted."""
     console = open_console()
@@ -80,12 +116,79 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("--repetitions", f"must be at least 1, got {args.repetitions}")
     if args.probe_s <= 0:
         raise ConfigError("--probe-s", f"must be above 0, got {args.probe_s}")
-    specs = parse_policies(args.policies)
     workloads = parse_workloads(args.workloads, args.seed)
+    parts = _parts(args)
+    if args.max_minutes is not None:
+        unit = [_timetable(part, args, {w.name: _longer(w) for w in workloads}) for part in parts]
+        args.span_s = span_within(unit, args.max_minutes)
+    _say_timetable(parts, args, workloads, console)
+    if args.plan_only:
+        return 0
+    problems: list[str] = []
+    for part in parts:
+        problems += asyncio.run(_comparison(part, args, console).run(workloads, part.specs, args.repetitions))
+        if problems[-1:] == ["interrupted"]:
+            break
+    for problem in problems:
+        console.print(problem, style="bold red", markup=False)
+    for part in parts:
+        console.print(
+            f"results are in {part.out / 'runs'}; ballast bench plot --results {part.out} --out DIR draws them"
+        )
+    if not problems:
+        return 0
+    return _INTERRUPTED if problems[-1] == "interrupted" else _FAILED
+
+
+def _parts(args: argparse.Namespace) -> list[_Part]:
+    """What needs more workers than there are is left out where there are other numbers of workers for it."""
+    numbers = _numbers(args.workers)
+    specs = parse_policies(args.policies)
+    for spec in specs:
+        if spec.pipeline_degree > max(numbers):
+            raise ConfigError("policies", f"{spec.label} takes more than {max(numbers)} workers")
+    return [
+        _Part(
+            workers,
+            args.out if len(numbers) == 1 else args.out / f"workers-{workers}",
+            [spec for spec in specs if spec.pipeline_degree <= workers],
+        )
+        for workers in numbers
+    ]
+
+
+def _numbers(text: str) -> list[int]:
+    words = [word.strip() for word in text.split(",") if word.strip()]
+    if not words or not all(word.isdecimal() for word in words) or len(set(words)) < len(words):
+        raise ConfigError("--workers", f"must be different whole numbers, got {text!r}")
+    return [int(word) for word in words]
+
+
+def _longer(workload: Workload) -> float:
+    """Than what `--span-s` says, because its burst is repeated."""
+    return workload.trace.span_s / workload.base.span_s if workload.base.span_s else 1.0
+
+
+def _timetable(part: _Part, args: argparse.Namespace, spans_s: dict[str, float]) -> Timetable:
+    return Timetable(part.workers, spans_s, [spec.label for spec in part.specs], args.repetitions, args.probe_s)
+
+
+def _say_timetable(
+    parts: Sequence[_Part], args: argparse.Namespace, workloads: Sequence[Workload], console: Console
+) -> None:
+    spans_s = {w.name: w.trace.span_s if args.span_s is None else args.span_s * _longer(w) for w in workloads}
+    tables = [_timetable(part, args, spans_s) for part in parts]
+    for table in tables:
+        console.print(table.describe(), markup=False, highlight=False)
+    if len(tables) > 1:
+        console.print(f"together about {minutes(sum(table.total_s for table in tables))} min", highlight=False)
+
+
+def _comparison(part: _Part, args: argparse.Namespace, console: Console) -> Comparison:
     model = args.model or _preset(args.out / "model", args.seed)
     arguments = arguments_of(
         read_info(model),
-        workers=args.workers,
+        workers=part.workers,
         seed=args.seed,
         deadline_s=args.deadline_s,
         demand_fraction=args.demand,
@@ -95,14 +198,7 @@ def run(args: argparse.Namespace) -> int:
         max_num_seqs=args.max_num_seqs,
         settings=dict(_setting(text) for text in args.set),
     )
-    comparison = Comparison(model, arguments, args.out, console, args.probe_s)
-    problems = asyncio.run(comparison.run(workloads, specs, args.repetitions))
-    for problem in problems:
-        console.print(problem, style="bold red", markup=False)
-    console.print(f"results are in {args.out / 'runs'}; ballast bench plot --results {args.out} --out DIR draws them")
-    if not problems:
-        return 0
-    return _INTERRUPTED if problems[-1] == "interrupted" else _FAILED
+    return Comparison(model, arguments, part.out, console, args.probe_s)
 
 
 def _preset(path: Path, seed: int) -> Path:

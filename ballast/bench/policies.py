@@ -13,13 +13,31 @@ from ballast.local.cluster import Service
 
 _EVERY = tuple(OverloadPolicy)
 _SWAPPING = (OverloadPolicy.SWAP, OverloadPolicy.DROP)
-POLICIES = ("recompute", "swap", "static-pipeline", "drop")
+POLICIES = ("recompute", "swap", "migrate", "static-pipeline", "drop")
+
+
+# With and without a watermark: which of both thrashes less depends on the workload.
+COMPARED = ("recompute:watermark=0", "recompute", "swap", "migrate", "static-pipeline", "drop")
+# KunServe, EuroSys '26, figure 14: what each step adds.
+ABLATION = (
+    "drop:microbatching=token-count:transfers=naive:label=naive drop",
+    "drop:microbatching=token-count:label=+ coordinated exchange",
+    "drop:label=+ lookahead",
+)
+# Each contestant's own knobs around their defaults, so that nobody is beaten for being tuned badly.
+SWEEP = (
+    *(f"recompute:watermark={x}" for x in ("0", "0.05", "0.1", "0.2")),
+    *(f"swap:swap-blocks-per-step={x}" for x in ("0", "4", "16", "64")),
+    *(f"migrate:migrate-below={x}:migrate-above={3 * x}" for x in (8, 32, 128)),
+    *(f"static-pipeline:degree={x}" for x in ("2", "4")),
+    *(f"drop:horizon={x}" for x in ("0.5", "1", "2")),
+)
 
 
 @dataclass(frozen=True, slots=True)
 class _Knob:
     service: Service
-    flag: str
+    flag: str  # or, with dots, a setting without a flag
     of: tuple[str, ...]  # the policies that have it
     what: str
 
@@ -33,6 +51,10 @@ KNOBS: dict[str, _Knob] = {
     "swap-blocks-per-step": _Knob("worker", "--swap-blocks-per-step", _SWAPPING, "0: as many as hide behind a step"),
     "fallback": _Knob("worker", "--fallback-policy", ("drop",), "recompute or swap, where no drop helps"),
     "microbatching": _Knob("worker", "--microbatching", ("static-pipeline", "drop"), "token-count or lookahead"),
+    "migrate-below": _Knob("planner", "--migrate-below-tokens", ("migrate",), "freeness of who gives requests away"),
+    "migrate-above": _Knob("planner", "--migrate-above-tokens", ("migrate",), "freeness of who takes them"),
+    "transfers": _Knob("worker", "--transfers", ("drop",), "coordinated, or naive: one queue for KV and activations"),
+    "horizon": _Knob("monitor", "monitor.pressure.horizon_s", ("drop",), "seconds that demand is forecast ahead"),
     "degree": _Knob("planner", "--pipeline-degree", ("static-pipeline",), "instances of a pipeline"),
     "restore": _Knob("planner", "--restore", ("drop",), "on or off: whether parameters come back"),
 }
@@ -58,8 +80,13 @@ class PolicySpec:
             flags["worker"] += ["--microbatching", "token-count"]  # as the rival that it stands for
         for name, value in self.knobs.items():
             knob = KNOBS[name]
-            flags[knob.service] += [knob.flag, value]
+            if knob.flag.startswith("--"):
+                flags[knob.service] += [knob.flag, value]
         return flags
+
+    def settings(self) -> dict[str, str]:
+        """Those knobs that are no flags: SERVICE.SETTING -> value."""
+        return {KNOBS[name].flag: value for name, value in self.knobs.items() if not KNOBS[name].flag.startswith("--")}
 
 
 def parse_policies(text: str) -> list[PolicySpec]:

@@ -86,3 +86,4 @@ class ReplayRun:
     duration_s: float  # from time zero to the end of the last request
     failed_sample_count: int
     transitions: list[TimedTransition] = field(default_factory=list[TimedTransition])
+    bubble_fraction: float | None = None  # of all stages: idle though there was work

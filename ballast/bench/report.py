@@ -8,10 +8,11 @@ matplotlib's stubs leave **kwargs without types, hence the comment below.
 import base64
 import html
 import io
+import re
 from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 
-from ballast.bench.figures import EXTREME_SCALE, Drawn
+from ballast.bench.figures import ABLATION_PERCENTILES, EXTREME_SCALE, Drawn, ablation_steps
 from ballast.bench.records import Outcome
 from ballast.bench.results import BenchResult, PolicyResult
 from ballast.bench.study import Contestant, Spread, Study, WorkloadStudy, first_violation_s
@@ -101,15 +102,45 @@ def _first_violation(workload: WorkloadStudy, c: Contestant) -> str:
     return f"{c.label}: first TTFT over {EXTREME_SCALE:g} times the reference: {when}."
 
 
+ABLATION_COLUMNS = (
+    "step",
+    "runs",
+    *(f"{what} {name}" for what in ("TTFT", "TPOT") for name, _ in ABLATION_PERCENTILES),
+    "bubbles",
+)
+
+
+def ablation_rows(workload: WorkloadStudy) -> list[tuple[str, ...]]:
+    """Under `ABLATION_COLUMNS`; empty where it was not run."""
+    return [
+        (
+            c.label,
+            str(len(c.runs)),
+            *(
+                _time(c.spread(lambda r, of=of, field=field: getattr(getattr(r, of), field)))
+                for of in ("ttft_s", "tpot_s")
+                for _, field in ABLATION_PERCENTILES
+            ),
+            _share(c.spread(lambda r: r.bubble_fraction)),
+        )
+        for c in ablation_steps(workload)
+    ]
+
+
 def text_table(study: Study) -> str:
     """Markdown."""
     parts: list[str] = []
     for workload in study.workloads:
-        rows = rows_of(workload)
-        lines = [" | ".join(COLUMNS), " | ".join("---" for _ in COLUMNS), *(" | ".join(row) for row in rows)]
-        table = "\n".join(f"| {line} |" for line in lines)
-        parts.append(f"### {workload.name}\n\n{table}\n\n" + "\n".join(verdicts(workload)))
+        tables = [_markdown(COLUMNS, rows_of(workload))]
+        if steps := ablation_rows(workload):
+            tables.append(_markdown(ABLATION_COLUMNS, steps))
+        parts.append("\n\n".join([f"### {workload.name}", *tables, "\n".join(verdicts(workload))]))
     return "\n\n".join(parts) + "\n"
+
+
+def _markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [columns, ["---"] * len(columns), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def html_report(study: Study, drawn: Sequence[Drawn], svgs: Mapping[str, bytes]) -> str:
@@ -118,7 +149,8 @@ def html_report(study: Study, drawn: Sequence[Drawn], svgs: Mapping[str, bytes])
     for workload in study.workloads:
         figures = [one for one in drawn if one.workload == workload.name]
         sections.append(
-            f"<h2>{html.escape(workload.name)}</h2>{_facts(workload)}{_table(workload)}"
+            f"<h2>{html.escape(workload.name)}</h2>{_facts(workload)}{_table(COLUMNS, rows_of(workload))}"
+            + (_table(ABLATION_COLUMNS, steps) if (steps := ablation_rows(workload)) else "")
             + "".join(f"<p>{html.escape(line)}</p>" for line in verdicts(workload))
             + "".join(_figure(one, svgs[one.name]) for one in figures)
         )
@@ -168,12 +200,15 @@ def _facts(workload: WorkloadStudy) -> str:
     )
 
 
-def _table(workload: WorkloadStudy) -> str:
-    head = "".join(f"<th>{html.escape(column)}</th>" for column in COLUMNS)
-    rows = "".join(
-        "<tr>" + "".join(f"<td>{html.escape(text)}</td>" for text in row) + "</tr>" for row in rows_of(workload)
-    )
-    return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>'
+def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    head = "".join(f"<th>{html.escape(column)}</th>" for column in columns)
+    body = "".join("<tr>" + "".join(f"<td>{_cell(text)}</td>" for text in row) + "</tr>" for row in rows)
+    return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+
+
+def _cell(text: str) -> str:
+    """A figure is not torn from its unit."""
+    return html.escape(re.sub(r"(?<=\d) (?=(?:s|ms|us)\b)", "\N{NO-BREAK SPACE}", text))
 
 
 def _configuration(study: Study, sample: BenchResult) -> str:
@@ -230,7 +265,7 @@ _CSS = """
 body{font:15px/1.5 system-ui,sans-serif;color:#111;background:#fff;margin:0}
 main{max-width:1180px;margin:0 auto;padding:24px}
 h2{margin-top:2.2em;border-bottom:1px solid #ccc}
-.wide{overflow-x:auto}
+.wide{overflow-x:auto;margin:.8em 0}
 table{border-collapse:collapse;font-size:13px}
 th,td{border:1px solid #ccc;padding:4px 8px;text-align:right;vertical-align:top}
 th:first-child,td:first-child{text-align:left}
@@ -239,4 +274,14 @@ thead th{background:#f2f2f2}
 figure{margin:1.6em 0}
 figcaption{margin-bottom:.4em}
 img{max-width:100%;height:auto}
+@page{margin:12mm}
+@media print{
+main{max-width:none;padding:0}
+h2{break-before:page}
+h2:first-of-type{break-before:auto}
+figure,tr{break-inside:avoid}
+table{font-size:8.5px}
+th,td{padding:2px 3px}
+.wide{overflow:visible}
+}
 """

@@ -248,6 +248,7 @@ def policy_result(run: ReplayRun, policy: str, reference: SloReference | None = 
         series=_series(run.samples),
         failed_sample_count=run.failed_sample_count,
         transitions=_transitions(run),
+        bubble_fraction=run.bubble_fraction,
         requests=[_request(r) for r in run.records],
     )
 

@@ -16,6 +16,7 @@ from ballast.bench.progress import ProgressDisplay
 from ballast.bench.records import ReplayRun, TimedTransition
 from ballast.bench.replay import Progress, Replay, ReplayOptions
 from ballast.bench.results import BenchConfig, BenchResult, ModelFacts, TraceInfo, policy_result
+from ballast.bench.stages import bubble_fraction, stage_seconds
 from ballast.bench.target import ClusterTarget
 from ballast.bench.traces import Trace, read_trace
 from ballast.bench.transitions import transitions_or_why
@@ -72,7 +73,9 @@ async def replay_on(
             on_progress = display or shown.enter_context(ProgressDisplay(console))
             replay = Replay(target, trace, options, model.vocab_size, on_progress)
             shown.enter_context(_interrupted_by_ctrl_c(replay))
+            before = await stage_seconds(client)
             run = await replay.run()
+            run.bubble_fraction = bubble_fraction(before, await stage_seconds(client))
         if planner is not None:
             run.transitions = await _transitions(planner, replay, console)
     return _result(address, job, trace, model, run, dict(cluster or {}))

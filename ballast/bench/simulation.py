@@ -6,10 +6,13 @@ The settings of the services are those that their processes start with; only wha
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
+from pydantic import ByteSize, TypeAdapter, ValidationError
+
 from ballast.bench.environment import describe_environment
+from ballast.bench.policies import PolicySpec, parse_policies
 from ballast.bench.records import Outcome, ReplayRun, RequestRecord, StatusSample, TimedTransition
 from ballast.bench.results import (
     BenchConfig,
@@ -22,6 +25,7 @@ from ballast.bench.results import (
 )
 from ballast.bench.traces import Trace
 from ballast.bench.transitions import PlannerTransition
+from ballast.common.errors import ConfigError
 from services.dispatcher.config import DispatcherSettings
 from services.dispatcher.core.dispatcher import Limits
 from services.dispatcher.core.placement import PlacementRules
@@ -37,8 +41,9 @@ from services.planner.core.transition import CoordinatorRules
 from services.worker.config import WorkerSettings
 from sim.clients import Arrival
 from sim.dispatcher import DispatcherRules
+from sim.faults import Fault
 from sim.hardware import Cluster, ModelSpec, Timings, timings
-from sim.policies import find_policy
+from sim.policies import DEFAULT_SWAP_BYTES, find_policy
 from sim.results import Outcome as SimOutcome
 from sim.results import SimRun
 from sim.rules import ClusterRules, WorkerRules
@@ -46,7 +51,7 @@ from sim.world import World, WorldOptions, instance_count
 
 Progress = Callable[[str, int, float], None]  # policy, requests ended, instant of the trace
 
-_DROPPING = ("drop",)  # ours: all others are baselines
+_DROP = "drop"  # ours: all others are baselines
 _OUTCOMES = {
     SimOutcome.FINISHED: Outcome.FINISHED,
     SimOutcome.REFUSED: Outcome.REFUSED,
@@ -77,6 +82,8 @@ class SimJob:
     worker: WorkerSize = field(default_factory=WorkerSize)
     timings: Timings = field(default_factory=timings)
     check_every: int = 0
+    faults: Sequence[Fault] = ()
+    stop_after_s: float | None = None  # of the trace's time: whoever is there then stays open
     time_scale: float = 1.0
     length_scale: float = 1.0
     limit: int | None = None
@@ -151,22 +158,109 @@ def simulate(job: SimJob, created_unix_s: float, progress: Progress | None = Non
     Raises:
         ConfigError: an unknown policy, or the model does not fit.
     """
-    rules = production_rules(job.worker)
-    changes = {name: find_policy(name) for name in job.policies}  # before anything is run
-    arrivals = [Arrival(r.arrival_s, r.input_tokens, r.output_tokens) for r in job.trace.requests]
+    ruled = {spec.label: rules for spec, rules in specs_of(job)}  # before anything is run
     runs: dict[str, SimRun] = {}
-    for name, change in changes.items():
-        options = WorldOptions(
-            model=job.model,
-            cluster=job.cluster,
-            timings=job.timings,
-            rules=change(rules),
-            seed=job.seed,
-            deadline_s=job.deadline_s,
-            check_every=job.check_every,
-        )
-        runs[name] = World(options, arrivals).run(None if progress is None else partial(progress, name))
+    for name, rules in ruled.items():
+        told = None if progress is None else partial(progress, name)
+        runs[name] = World(_options(job, rules), arrivals_of(job.trace)).run(told)
     return _result(job, runs, created_unix_s)
+
+
+def arrivals_of(trace: Trace) -> list[Arrival]:
+    return [Arrival(r.arrival_s, r.input_tokens, r.output_tokens) for r in trace.requests]
+
+
+def _options(job: SimJob, rules: ClusterRules) -> WorldOptions:
+    return WorldOptions(
+        model=job.model,
+        cluster=job.cluster,
+        timings=job.timings,
+        rules=rules,
+        seed=job.seed,
+        deadline_s=job.deadline_s,
+        check_every=job.check_every,
+        faults=job.faults,
+        stop_after_s=job.stop_after_s,
+    )
+
+
+def specs_of(job: SimJob) -> list[tuple[PolicySpec, ClusterRules]]:
+    """What the names and knobs of the job's policies mean.
+
+    Raises:
+        ConfigError: an unknown policy or knob, or a value that does not fit.
+    """
+    plain = production_rules(job.worker)
+    found: list[tuple[PolicySpec, ClusterRules]] = []
+    for word in job.policies:
+        find_policy(word.split(":")[0])  # says which there are
+        spec = parse_policies(word)[0]
+        found.append((spec, with_knobs(spec, find_policy(spec.policy)(plain))))
+    labels = [spec.label for spec, _ in found]
+    if len(set(labels)) < len(labels):
+        raise ConfigError("policy", f"is named twice: {', '.join(labels)}; a knob label=NAME tells them apart")
+    return found
+
+
+def with_knobs(spec: PolicySpec, rules: ClusterRules) -> ClusterRules:
+    """A static pipeline forms microbatches by token counts unless told otherwise, as the rival that it stands for."""
+    worker, transitions, knobs = rules.worker, rules.planner.transitions, dict(spec.knobs)
+    if spec.policy == "static-pipeline":
+        knobs.setdefault("microbatching", "token-count")
+    for name, value in knobs.items():
+        setting = f"{name}={value}"
+        match name:
+            case "watermark":
+                worker = replace(worker, admission_reserve_fraction=_number(setting))
+            case "max-num-seqs":
+                worker = replace(worker, max_running_count=int(_number(setting)))
+            case "max-num-batched-tokens":
+                worker = replace(worker, max_batch_tokens=int(_number(setting)))
+            case "block-size":
+                worker = replace(worker, block_tokens=int(_number(setting)))
+            case "swap-space":
+                worker = replace(worker, swap_space_bytes=_bytes(setting))
+            case "swap-blocks-per-step":
+                worker = replace(worker, swap_blocks_per_step=int(_number(setting)))
+            case "fallback":
+                swaps = _switch(setting, "swap", "recompute")
+                worker = replace(
+                    worker, swap_space_bytes=(worker.swap_space_bytes or DEFAULT_SWAP_BYTES) if swaps else 0
+                )
+            case "microbatching":
+                worker = replace(worker, lookahead=_switch(setting, "lookahead", "token-count"))
+            case "degree":
+                transitions = replace(transitions, pipeline_degree=int(_number(setting)))
+            case "restore":
+                transitions = replace(transitions, restores=_switch(setting, "on", "off"))
+            case "transfers":
+                rules = replace(rules, coordinated=_switch(setting, "coordinated", "naive"))
+            case _:
+                raise ConfigError("policy", f"{setting}: is not simulated")
+    return replace(rules, worker=worker, planner=replace(rules.planner, transitions=transitions))
+
+
+def _switch(setting: str, yes: str, no: str) -> bool:
+    name, _, value = setting.partition("=")
+    if value not in (yes, no):
+        raise ConfigError("policy", f"{name} is {yes} or {no}, got {value!r}")
+    return value == yes
+
+
+def _number(setting: str) -> float:
+    name, _, value = setting.partition("=")
+    try:
+        return float(value)
+    except ValueError as error:
+        raise ConfigError("policy", f"{name} must be a number, got {value!r}") from error
+
+
+def _bytes(setting: str) -> int:
+    name, _, value = setting.partition("=")
+    try:
+        return int(TypeAdapter(ByteSize).validate_python(value))
+    except ValidationError as error:
+        raise ConfigError("policy", f"{name} must be a number of bytes such as 64GiB, got {value!r}") from error
 
 
 def _result(job: SimJob, runs: Mapping[str, SimRun], created_unix_s: float) -> BenchResult:
@@ -216,7 +310,7 @@ def _policy_results(runs: Mapping[str, SimRun]) -> dict[str, PolicyResult]:
     """SLO scales are multiples of the medians of the best baseline: of those that drop nothing, if there is one."""
     seen = {name: _replay_run(run) for name, run in runs.items()}
     alone = {name: policy_result(run, name) for name, run in seen.items()}
-    baselines = [name for name in runs if name not in _DROPPING] or list(runs)
+    baselines = [name for name in runs if name.split(":")[0] != _DROP] or list(runs)
     best = min(baselines, key=lambda name: (alone[name].ttft_s.p50 or math.inf, name))
     reference = SloReference(policy=best, ttft_s=alone[best].ttft_s.p50, tpot_s=alone[best].tpot_s.p50)
     results = {name: policy_result(run, name, reference) for name, run in seen.items()}

@@ -51,6 +51,19 @@ def repeated_burst(trace: Trace, window_s: float, times: int) -> Trace:
     return replace(trace, requests=tuple(until + again))
 
 
+def raised_burst(trace: Trace, window_s: float, factor: float, seed: int) -> Trace:
+    """`factor` times as many requests in the densest `window_s`, and elsewhere as many as before."""
+    if factor == 1.0:
+        return trace
+    begin_s = densest_window(trace.requests, window_s)
+    inside = [r for r in trace.requests if begin_s <= r.arrival_s < begin_s + window_s]
+    shifted = tuple(replace(r, arrival_s=r.arrival_s - begin_s) for r in inside)
+    raised = upscaled(replace(trace, requests=shifted), factor, seed).requests
+    outside = [r for r in trace.requests if not begin_s <= r.arrival_s < begin_s + window_s]
+    requests = [*outside, *(replace(r, arrival_s=r.arrival_s + begin_s) for r in raised)]
+    return replace(trace, requests=tuple(sorted(requests, key=lambda r: r.arrival_s)))
+
+
 def densest_window(requests: Sequence[TraceRequest], window_s: float) -> float:
     """Where the `window_s` with most requests begins."""
     arrivals_s = [r.arrival_s for r in requests]

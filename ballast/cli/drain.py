@@ -1,4 +1,4 @@
-"""`ballast drain WORKER`: takes a worker out of routing; its running requests finish."""
+"""`ballast drain WORKER`: takes a worker out of routing; its running requests move to others, or finish."""
 
 import argparse
 import asyncio
@@ -11,8 +11,9 @@ from ballast.common.errors import NotFound
 def add_parser(commands: Commands) -> None:
     parser = commands.add_parser(
         "drain",
-        help="take a worker or a dispatcher out of service; what runs there finishes",
-        description="It takes no new requests from now on, and may be stopped when nothing runs there any more.",
+        help="take a worker or a dispatcher out of service; what runs there finishes, or moves to other workers",
+        description="It takes no new requests from now on, and may be stopped when nothing runs there any more. Running"
+        " requests of a worker go on elsewhere as far as there is room.",
     )
     parser.set_defaults(run=run)
     parser.add_argument("name", metavar="WORKER", help="as `ballast status` names it; or a dispatcher's HOST:PORT")

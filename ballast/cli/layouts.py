@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, TypeAlias, TypeVar
 import grpc
 
 from ballast.cli.arguments import Commands, add_address
-from ballast.client import AsyncClient
 from ballast.common.errors import Unavailable
 from ballast.rpc.channel import open_channel
 from ballast.rpc.errors import from_rpc_error
@@ -55,7 +54,7 @@ def add_parser(commands: Commands) -> None:
     listing.set_defaults(run=run_transitions)
     for parser in (plan, drop, restore, listing):
         add_address(parser)
-        parser.add_argument("--planner", metavar="HOST:PORT", help="the active planner (default: the dispatcher knows)")
+        parser.add_argument("--planner", metavar="HOST:PORT", help="ask this planner itself, past the dispatchers")
     for parser in (drop, restore):
         parser.add_argument("--no-wait", action="store_true", help="return once the plan is journaled")
 
@@ -118,8 +117,10 @@ def _line(one: pb.Transition) -> str:
 
 
 def _ask(args: argparse.Namespace, ask: "Ask[T]") -> T:
+    """Of a dispatcher, which passes it on to the active planner."""
+
     async def run() -> T:
-        address = args.planner or await _planner_of(args.address)
+        address = args.planner or args.address
         async with open_channel(address) as channel:
             try:
                 return await ask(planner_pb2_grpc.PlannerServiceStub(channel))
@@ -127,14 +128,6 @@ def _ask(args: argparse.Namespace, ask: "Ask[T]") -> T:
                 raise from_rpc_error(error, address) from error
 
     return asyncio.run(run())
-
-
-async def _planner_of(dispatcher_address: str) -> str:
-    async with AsyncClient(dispatcher_address) as client:
-        address = (await client.status()).planner_address
-    if not address:
-        raise Unavailable("planner", "the dispatcher knows of no active one; give --planner HOST:PORT")
-    return address
 
 
 def _new_request_id() -> str:

@@ -10,16 +10,15 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
 from ballast.bench.conclusion import conclude
-from ballast.bench.lengths import lengths_of, with_lengths
 from ballast.bench.progress import open_console
 from ballast.bench.results import write_result
-from ballast.bench.simulation import SimJob, WorkerSize, simulate
+from ballast.bench.scenarios import job_of
+from ballast.bench.simulation import simulate
 from ballast.bench.table import render
-from ballast.bench.traces import Trace, read_trace
-from ballast.bench.upscale import upscaled
+from ballast.cli import whatif
 from ballast.cli.arguments import Commands
 from ballast.common.errors import ConfigError
-from sim.hardware import find_cluster, find_model, gpus, models
+from sim.hardware import gpus, models
 from sim.scenario import Scenario, make_scenario, read_scenario
 
 # Flags that change the field of the same name of a scenario.
@@ -28,6 +27,8 @@ _FIELDS = (
     "cluster",
     "lengths",
     "rate_scale",
+    "burst_scale",
+    "network_gbps",
     "time_scale",
     "length_scale",
     "limit",
@@ -65,6 +66,9 @@ def add_parser(subparsers: Commands) -> None:
     parser.add_argument("--max-num-seqs", type=int, metavar="N", help="requests that run at once (256)")
     parser.add_argument("--max-num-batched-tokens", type=int, metavar="N", help="tokens of one step (2048)")
     parser.add_argument("--microbatching", metavar="WAY", help="of pipelines: lookahead (default) or token-count")
+    parser.add_argument("--network-gbps", type=float, metavar="X", help="of each GPU's network card (of the catalogue)")
+    parser.add_argument("--burst-scale", type=float, metavar="X", help="times as many requests in the densest 30 s")
+    whatif.add_arguments(parser)
     parser.add_argument("--check-every", type=int, default=0, metavar="N", help="check all invariants every N events")
     parser.add_argument("--json", type=Path, metavar="OUT", help="write the result here (docs/results-schema.md)")
     parser.add_argument("--plot", type=Path, metavar="OUT.png", help="draw the figure over time (needs matplotlib)")
@@ -72,8 +76,15 @@ def add_parser(subparsers: Commands) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Exit status: 0, whatever has become of the requests."""
-    job = job_of(args)
-    console = open_console()
+    scenario, console = _scenario(args), open_console()
+    slo = whatif.slo_of(args)
+    if args.find_gpus or args.sweep is not None:
+        with _Display(console, None) as display:
+            whatif.run(args, scenario, console, display)
+        return 0
+    if slo is not None:
+        raise ConfigError("--slo-ttft-s", "belongs to --find-gpus or --sweep")
+    job = job_of(scenario, check_every=args.check_every)
     with _Display(console, len(job.trace.requests)) as display:
         result = simulate(job, time.time(), display)
     if args.json is not None:
@@ -90,33 +101,6 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def job_of(args: argparse.Namespace) -> SimJob:
-    """
-    Raises:
-        ConfigError: something is missing, unknown or does not fit together.
-    """
-    scenario = _scenario(args)
-    model, cluster = find_model(scenario.model), find_cluster(scenario.cluster)
-    return SimJob(
-        trace=_trace(scenario, model.max_model_len),
-        model=model,
-        cluster=cluster,
-        policies=scenario.policies,
-        seed=scenario.seed,
-        deadline_s=scenario.deadline_s,
-        worker=WorkerSize(
-            block_tokens=scenario.block_size,
-            max_running_count=scenario.max_num_seqs,
-            max_batch_tokens=scenario.max_num_batched_tokens,
-            lookahead=scenario.microbatching == "lookahead",
-        ),
-        check_every=args.check_every,
-        time_scale=scenario.time_scale,
-        length_scale=scenario.length_scale,
-        limit=scenario.limit,
-    )
-
-
 def _scenario(args: argparse.Namespace) -> Scenario:
     changes = {name: getattr(args, name) for name in _FIELDS if getattr(args, name) is not None}
     if args.trace is not None:
@@ -130,25 +114,7 @@ def _scenario(args: argparse.Namespace) -> Scenario:
         for name in ("trace", "model", "cluster"):
             if name not in changes:
                 raise ConfigError(f"--{name}", "is missing; or give a --scenario")
-    scenario = make_scenario({**told, **changes}, "sim")
-    if scenario.trace is None:
-        raise ConfigError("--trace", f"is missing: the scenario names none ({scenario.source or 'see its file'})")
-    if not scenario.policies:
-        raise ConfigError("--policy", "names none")
-    return scenario
-
-
-def _trace(scenario: Scenario, max_model_len: int) -> Trace:
-    assert scenario.trace is not None, "looked at by the caller"
-    trace = upscaled(read_trace(Path(scenario.trace)), scenario.rate_scale, scenario.seed)
-    if scenario.lengths is not None:
-        trace = with_lengths(trace, lengths_of(scenario.lengths), scenario.seed)
-    return trace.scaled(
-        time_scale=scenario.time_scale,
-        length_scale=scenario.length_scale,
-        limit=scenario.limit,
-        max_total_tokens=max_model_len,
-    )
+    return make_scenario({**told, **changes}, "sim")
 
 
 @dataclass
@@ -160,13 +126,18 @@ class _Task:
 class _Display:
     """How far the simulation has come: a bar on a terminal, nothing elsewhere."""
 
-    def __init__(self, console: Console, request_count: int) -> None:
+    def __init__(self, console: Console, request_count: int | None) -> None:
+        """`request_count` None: it differs from run to run."""
         self._console = console
         self._request_count = request_count
         self._bar = Progress(
             TextColumn("{task.description}"),
             BarColumn(bar_width=None),
-            TextColumn("{task.completed:.0f}/{task.total:.0f} requests"),
+            TextColumn(
+                "{task.completed:.0f} requests"
+                if request_count is None
+                else "{task.completed:.0f}/{task.total:.0f} requests"
+            ),
             TimeElapsedColumn(),
             console=console,
             transient=True,

@@ -38,6 +38,8 @@ _WORKER_FLAGS = {
 _POLICY_FLAG = {"--overload-policy": f"when KV memory runs short: {', '.join(OverloadPolicy)} (default: drop)"}
 _PLANNER_FLAGS = {
     "--pipeline-degree": "instances of a pipeline, with static-pipeline",
+    "--migrate-below-tokens": "with migrate: who has room for fewer tokens of each request gives requests away",
+    "--migrate-above-tokens": "with migrate: who has room for more of them takes requests",
     "--restore": "on or off: whether dropped parameters come back",
 }
 _DISPATCHER_FLAGS = {

@@ -22,10 +22,12 @@ from ballast.service.metrics import REGISTRY, MetricsServer
 from ballast.service.settings import load_settings
 from ballast.service.state import StateServer
 from ballastpb.inference.v1 import inference_pb2, inference_pb2_grpc
+from ballastpb.planner.v1 import planner_pb2, planner_pb2_grpc
 from services.dispatcher.config import DispatcherSettings, flags
 from services.dispatcher.core.dispatcher import DispatcherCore, Limits
 from services.dispatcher.core.events import LayoutChanged
 from services.dispatcher.core.placement import PlacementRules
+from services.dispatcher.operators import OperatorServicer
 from services.dispatcher.peers import PlannerClient
 from services.dispatcher.policy.freeness import RoutingRules
 from services.dispatcher.servicer import DispatcherServicer, ServingBounds
@@ -89,6 +91,7 @@ async def _serve(
     store = DispatcherStore(state, identity)
     shell = build_shell(settings, identity, clock, life)
     planner = LeaderAddress(state, "planner", None, interval_s=_PLANNER_LOOKUP_S)
+    operators = PlannerClient(planner)
     servicer = DispatcherServicer(
         shell=shell,
         claims=store,
@@ -100,17 +103,22 @@ async def _serve(
             max_queued_token_count=settings.max_num_queued_tokens,
         ),
         clock=clock,
-        planner=PlannerClient(planner),
+        planner=operators,
     )
 
     def register(server: grpc.aio.Server) -> None:
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(servicer, server)
 
-    descriptor = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"]
+    def register_operators(server: grpc.aio.Server) -> None:
+        planner_pb2_grpc.add_PlannerServiceServicer_to_server(OperatorServicer(operators), server)
+
     server = RpcServer(
         host=settings.host,
         port=settings.port,
-        services=[(descriptor, register)],
+        services=[
+            (inference_pb2.DESCRIPTOR.services_by_name["InferenceService"], register),
+            (planner_pb2.DESCRIPTOR.services_by_name["PlannerService"], register_operators),
+        ],
         on_bug=life.report_bug,
     )
     port = await server.start()

@@ -5,6 +5,7 @@ import sys
 
 import grpc.aio
 
+from ballast.common.overload import OverloadPolicy
 from ballast.rpc.server import RpcServer
 from ballast.service import logs
 from ballast.service.elected import Candidate, serve_elected
@@ -20,6 +21,7 @@ from services.planner.core.machine import PlannerCore, PlannerRules
 from services.planner.core.transition import CoordinatorRules
 from services.planner.metrics import PlannerMetrics
 from services.planner.peers import Members, MonitorEvents, drain_worker
+from services.planner.policy.migrate import MigrationRules
 from services.planner.servicer import PlannerServicer
 from services.planner.shell.planner import PlannerShell
 from services.planner.store import RedisLayoutStore
@@ -92,6 +94,11 @@ def build_shell(settings: PlannerSettings, state: StateServer, monitor: LeaderAd
         PlannerMetrics(),
         planner_id=settings.planner_id,
         max_watchers=settings.max_watchers,
+        migrations=MigrationRules(
+            balances=settings.overload_policy is OverloadPolicy.MIGRATE,
+            below_tokens=settings.migrate_below_tokens,
+            above_tokens=settings.migrate_above_tokens,
+        ),
     )
 
 

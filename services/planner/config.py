@@ -32,6 +32,9 @@ class PlannerSettings(Settings):
     overload_policy: OverloadPolicy = OverloadPolicy.DROP
     pipeline_degree: int = Field(default=2, ge=2, le=64)  # instances of one pipeline, with static-pipeline
     restore: bool = True  # with drop: parameters come back when demand has fallen. False is for comparisons
+    # With migrate: tokens that each running request may still get on average, before memory is full.
+    migrate_below_tokens: float = Field(default=32.0, ge=0)  # who has less gives requests away
+    migrate_above_tokens: float = Field(default=96.0, ge=0)  # who has more takes them
     prepare_timeout_s: float = Field(default=10.0, gt=0)  # of a drop; nothing has changed for anybody until then
     restore_timeout_s: float = Field(default=600.0, gt=0)  # for missing parameters to come back
     log_level: str = Field(default="info", pattern="^(debug|info|warning|error)$")
@@ -55,14 +58,26 @@ def flags() -> argparse.ArgumentParser:
         "--overload-policy",
         dest="overload_policy",
         choices=[policy.value for policy in OverloadPolicy],
-        help="what to do when KV memory runs short: drop parameters (default); leave it to the workers; or have them"
-        " dropped from the start",
+        help="what to do when KV memory runs short: drop parameters (default); leave it to the workers; move requests"
+        " between them; or have parameters dropped from the start",
     )
     parser.add_argument(
         "--pipeline-degree", dest="pipeline_degree", type=int, help="instances of a pipeline, with static-pipeline (2)"
     )
     parser.add_argument(
         "--restore", dest="restore", choices=("on", "off"), help="with drop: off never takes parameters back on board"
+    )
+    parser.add_argument(
+        "--migrate-below-tokens",
+        dest="migrate_below_tokens",
+        type=float,
+        help="with migrate: who has room for fewer tokens of each running request gives requests away (32)",
+    )
+    parser.add_argument(
+        "--migrate-above-tokens",
+        dest="migrate_above_tokens",
+        type=float,
+        help="with migrate: who has room for more of them takes requests (96)",
     )
     parser.add_argument("--log-level", dest="log_level", help="debug, info, warning or error")
     parser.add_argument("--log-format", dest="log_format", help="console or json")

@@ -46,6 +46,11 @@ _GROUP_SIZES = Gauge("ballast_layout_group_size", "Groups by number of members",
 _NOTHING_DONE = Counter(
     "ballast_plans_insufficient_total", "Times that no plan met what was asked for", ["asked_by"], registry=REGISTRY
 )
+_ORDERED = Counter(
+    "ballast_migrations_ordered_total",
+    "Times that an instance was to give running requests to another",
+    registry=REGISTRY,
+)
 _SHORTFALL = Gauge(
     "ballast_plan_shortfall_bytes",
     "What the newest plan for an overload lacked; more instances help",
@@ -99,6 +104,9 @@ class PlannerMetrics:
         _VICTIMS.labels("recomputed").inc(recomputed)
         _VICTIMS.labels("kept").inc(max(0, record.victim_count - recomputed))
         _STALL.observe(record.longest_s("max_stall_s"))
+
+    def migrations_ordered(self) -> None:
+        _ORDERED.inc()
 
     def nothing_done(self, asked_by: str, shortfall_bytes: int) -> None:
         _NOTHING_DONE.labels(asked_by).inc()

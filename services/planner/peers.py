@@ -18,7 +18,7 @@ from ballast.common.errors import (
     StaleEpoch,
     Unavailable,
 )
-from ballast.common.ids import Incarnation, WorkerId
+from ballast.common.ids import Epoch, Incarnation, WorkerId
 from ballast.common.layout import Member
 from ballast.common.load import LoadReport
 from ballast.rpc import codec
@@ -42,6 +42,7 @@ from services.planner.core.messages import (
     SnapshotEnded,
 )
 from services.planner.core.transition import Journal, Kind, MemberPhase, MemberSaid, MemberStatus
+from services.planner.policy.migrate import Move
 
 _FIRST_BACK_OFF_S = 0.1
 _LONGEST_BACK_OFF_S = 1.0
@@ -206,14 +207,34 @@ class Members:
         phase = _PHASES.get(status.phase, MemberPhase.NONE)
         return MemberSaid(time.monotonic(), worker_id, phase, status.why, _status_from_proto(status))
 
-    async def name_partners(self, member: Member, partners: Sequence[Member], timeout_s: float) -> None:
+    async def name_partners(
+        self, member: Member, partners: Sequence[Member], settled_epoch: Epoch, timeout_s: float
+    ) -> Epoch:
         request = worker_pb2.NamePartnersRequest(
-            partners=[worker_pb2.Partner(worker_id=p.worker_id, data_address=p.data_address) for p in partners]
+            partners=[worker_pb2.Partner(worker_id=p.worker_id, data_address=p.data_address) for p in partners],
+            settled_epoch=settled_epoch,
         )
         try:
-            await self._stub(member.address).NamePartners(request, timeout=timeout_s)
+            answer = await self._stub(member.address).NamePartners(request, timeout=timeout_s)
         except grpc.RpcError as error:
             raise from_rpc_error(error, member.worker_id) from error
+        return Epoch(answer.newest_epoch)
+
+    async def migrate(self, epoch: Epoch, move: Move, within_s: float, cause_id: str, timeout_s: float) -> None:
+        """Both are told, as neither could make a link alone; the target first, so that it waits for the source."""
+        request = worker_pb2.MigrateRequest(
+            epoch=epoch,
+            source=_party(move.source),
+            target=_party(move.target),
+            block_budget=move.block_budget,
+            within_s=within_s,
+            cause_id=cause_id,
+        )
+        for member in (move.target, move.source):
+            try:
+                await self._stub(member.address).Migrate(request, timeout=timeout_s)
+            except grpc.RpcError as error:
+                raise from_rpc_error(error, member.worker_id) from error
 
     def _stub(self, address: str) -> "worker_pb2_grpc.WorkerServiceAsyncStub":
         channel = self._channels.get(address)
@@ -239,6 +260,12 @@ class Members:
         channels, self._channels = list(self._channels.values()), {}
         for channel in channels:
             await channel.close()
+
+
+def _party(member: Member) -> worker_pb2.MigrationParty:
+    return worker_pb2.MigrationParty(
+        worker_id=member.worker_id, incarnation=member.incarnation, data_address=member.data_address
+    )
 
 
 def _prepare_request(command: CallMember) -> worker_pb2.PrepareRequest:

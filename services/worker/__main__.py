@@ -189,6 +189,14 @@ def swap_block_count(settings: WorkerSettings, engine: Instance) -> int:
     return count
 
 
+def transport_of(settings: WorkerSettings) -> TransportConfig:
+    rate = settings.link_bytes_per_s
+    links = TransportConfig(
+        rate_bytes_per_s=None if rate is None else float(rate), bandwidth_bytes_per_s=link_bandwidth(settings)
+    )
+    return links.naive() if settings.transfers == "naive" else links
+
+
 class WorkerProcess:
     """Everything that one worker consists of, from the loaded engine to the drained end."""
 
@@ -222,15 +230,15 @@ class WorkerProcess:
             core=core,
             book=book,
             engine=engine,
-            config=TransportConfig(bandwidth_bytes_per_s=link_bandwidth(settings)),
+            config=transport_of(settings),
             advertise_host=host,
             max_running_count=settings.max_num_seqs,
             live_exchange=settings.exchange == "live",
             costs=kit.costs,
             open_plane=None if (open_plane := kit.open_plane) is None else lambda hub: open_plane(worker_id, hub, host),
         )
-        clock = self._membership.member.published.clock
-        export(self._shell.load, REGISTRY, lambda: clock.times)
+        published = self._membership.member.published
+        export(self._shell.load, REGISTRY, lambda: published.clock.times, published.migrations)
 
     async def run(self, worker_id: WorkerId) -> None:
         incarnation = await self._register(worker_id)

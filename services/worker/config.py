@@ -43,6 +43,9 @@ class WorkerSettings(Settings):
     admission_reserve_fraction: float = Field(0.05, ge=0, lt=1)  # of the KV blocks, for the growth of what runs
     microbatching: Literal["token-count", "lookahead"] = "lookahead"  # in groups of several stages
     exchange: Literal["stall", "live"] = "stall"  # of KV after a drop: whether victims go on meanwhile
+    # How KV and layers travel. naive: whole pieces in one queue with the activations, to measure against.
+    transfers: Literal["coordinated", "naive"] = "coordinated"
+    link_bytes_per_s: ByteSize | None = Field(None, gt=0)  # emulates slower links; default: as fast as they are
     overload_policy: OverloadPolicy = OverloadPolicy.DROP  # with `swap`, who gives way keeps its KV in host memory
     fallback_policy: Literal["recompute", "swap"] = (
         "recompute"  # with `drop`: of workers that are out of KV all the same
@@ -103,6 +106,10 @@ def flags() -> argparse.ArgumentParser:
     parser.add_argument("--admission-reserve-fraction", type=float, metavar="X", help="KV kept free for what runs")
     parser.add_argument("--microbatching", metavar="WAY", help="of pipelines: lookahead (default) or token-count")
     parser.add_argument("--exchange", metavar="WAY", help="of KV after a drop: victims stall (default) or go on, live")
+    parser.add_argument(
+        "--transfers", metavar="WAY", help="coordinated (default); naive: nothing gives way to anything"
+    )
+    parser.add_argument("--link-bytes-per-s", metavar="BYTES", help="emulate links of this speed")
     parser.add_argument("--overload-policy", metavar="POLICY", help=f"{', '.join(OverloadPolicy)} (drop)")
     parser.add_argument("--fallback-policy", metavar="POLICY", help="with drop: recompute (default) or swap")
     parser.add_argument("--swap-space-bytes", metavar="BYTES", help="host memory for swapped KV (1GiB)")

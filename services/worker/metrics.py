@@ -3,11 +3,12 @@
 from collections.abc import Callable, Iterable
 
 from prometheus_client import CollectorRegistry
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from ballast.common.load import LoadReport
+from services.worker.pipeline.migration_totals import DOWNTIME_BOUNDS_S, MigrationTotals
 from services.worker.pipeline.stage_clock import StageTimes
 
 
@@ -61,9 +62,37 @@ class StageCollector(Collector):
             yield CounterMetricFamily(name, text, value=total)
 
 
+class MigrationCollector(Collector):
+    """Of the requests that have left this worker while they ran."""
+
+    def __init__(self, totals: MigrationTotals) -> None:
+        self._totals = totals
+
+    def collect(self) -> Iterable[Metric]:
+        totals = self._totals
+        ended = CounterMetricFamily("ballast_migrations", "Live migrations from here by outcome", labels=["outcome"])
+        ended.add_metric(["moved"], totals.moved - totals.recomputed)
+        ended.add_metric(["recomputed"], totals.recomputed)
+        ended.add_metric(["given_up"], totals.not_moved)
+        yield ended
+        below = [(str(bound), sum(totals.downtime_counts[: i + 1])) for i, bound in enumerate(DOWNTIME_BOUNDS_S)]
+        yield HistogramMetricFamily(
+            "ballast_migration_downtime_seconds",
+            "From a request's last step here until the word that it runs elsewhere",
+            buckets=[*below, ("+Inf", sum(totals.downtime_counts))],
+            sum_value=totals.downtime_s,
+        )
+        yield CounterMetricFamily("ballast_migrated_kv_blocks", "KV blocks that went along", value=totals.blocks)
+
+
 def export(
-    load: Callable[[], LoadReport], registry: CollectorRegistry, times: Callable[[], StageTimes] | None = None
+    load: Callable[[], LoadReport],
+    registry: CollectorRegistry,
+    times: Callable[[], StageTimes] | None = None,
+    migrations: MigrationTotals | None = None,
 ) -> None:
     registry.register(LoadCollector(load))
     if times is not None:
         registry.register(StageCollector(times))
+    if migrations is not None:
+        registry.register(MigrationCollector(migrations))

@@ -55,7 +55,9 @@ class TransitionPort(Protocol):
 
     async def when_taken_up(self, epoch: int) -> pb.TransitionStatus: ...
 
-    def name_partners(self, request: pb.NamePartnersRequest) -> None: ...
+    def name_partners(self, request: pb.NamePartnersRequest) -> int:
+        """Returns the highest epoch that this worker has heard of."""
+        ...
 
 
 class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
@@ -169,8 +171,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         return pb.MigrateResponse()
 
     async def NamePartners(self, request: pb.NamePartnersRequest, context: Context) -> pb.NamePartnersResponse:
-        self._transitions.name_partners(request)
-        return pb.NamePartnersResponse()
+        return pb.NamePartnersResponse(newest_epoch=self._transitions.name_partners(request))
 
     async def _read_hello(self, requests: AsyncIterator[pb.AttachRequest]) -> pb.Hello:
         try:

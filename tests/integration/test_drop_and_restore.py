@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import grpc
+import grpc.aio
 import pytest
 
 from ballast.cli.main import main as ballast
@@ -130,7 +131,16 @@ def test_what_cannot_be_is_refused(running: RunningCluster) -> None:
     running.run(story())
 
 
-def test_the_command_line_does_it_too(running: RunningCluster, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_line_does_it_too(
+    running: RunningCluster, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It reaches nobody but the dispatcher."""
+
+    def only_the_dispatcher(address: str) -> grpc.aio.Channel:
+        assert address == running.cluster.address
+        return open_channel(address)
+
+    monkeypatch.setattr("ballast.cli.layouts.open_channel", only_the_dispatcher)
     address = ["--address", running.cluster.address]
     assert ballast(["plan", "--explain", "--bytes", "1000", *address]) == 0
     assert "dropped layers worker-" in capsys.readouterr().out

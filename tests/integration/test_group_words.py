@@ -10,9 +10,11 @@ import pytest
 from ballast.common.ids import Epoch, WorkerId
 from ballast.common.sampling import SamplingParams
 from ballast.model.tiny import make_tiny
+from ballastpb.worker.v1 import worker_pb2 as pb
 from services.worker.core.plan import Kind, Phase
 from services.worker.core.transition_messages import AbortRequested
 from services.worker.pipeline.events import CapacityTold, Told
+from services.worker.pipeline.planner_side import Transitions
 from services.worker.pipeline.wire import Topic
 from services.worker.transport.link import Link, Message
 from tests.support.group import Answer, Cluster, GroupWorker, Sizes, alone, layout, running_group
@@ -223,5 +225,36 @@ def test_a_request_that_outgrows_a_member_keeps_its_group(model_dir: Path) -> No
             assert "without its group" in p.why
             await cluster.abort(members, Epoch(3))
             assert await whole(cluster, answers) == [e[0] for e in expected]
+
+    asyncio.run(run())
+
+
+def test_a_plan_that_nobody_remembers_is_taken_back(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All planners and the state server have been lost, and the new planner plans nothing."""
+    expected = alone_says(model_dir, Sizes(memory_bytes=16 << 20), [30] * 4, greedy(60))
+
+    async def run() -> None:
+        async with running_group(model_dir, ["w0", "w1"], Sizes(memory_bytes=10 << 19)) as cluster:
+            await cluster.prepare(Kind.DROP, layout(5, PAIR, LAYERS))
+            told = [Transitions(w.member, w.shell.post_member) for w in cluster.workers.values()]
+
+            async def phases_after(settled_epoch: int) -> set[int]:
+                for one in told:
+                    one.name_partners(pb.NamePartnersRequest(settled_epoch=settled_epoch))
+                await asyncio.sleep(0.2)
+                return {one.status(5).phase for one in told}
+
+            monkeypatch.setattr("services.worker.pipeline.planner_side._SILENCE_S", 0.0)
+            assert await phases_after(4) == {pb.TRANSITION_PHASE_PREPARED}, "it may be decided yet"
+            monkeypatch.setattr("services.worker.pipeline.planner_side._SILENCE_S", 60.0)
+            assert await phases_after(9) == {pb.TRANSITION_PHASE_PREPARED}, "its planner was heard just now"
+            monkeypatch.setattr("services.worker.pipeline.planner_side._SILENCE_S", 0.0)
+            for one in told:
+                one.name_partners(pb.NamePartnersRequest(settled_epoch=5))
+            await until(lambda: {one.status(5).phase for one in told} == {pb.TRANSITION_PHASE_ABORTED})
+            await cluster.change(Kind.DROP, layout(6, PAIR, LAYERS))
+            answers = await ask(cluster, "w0", [30] * 4, greedy(60))
+            tokens = await whole(cluster, answers)
+            assert list(zip(tokens, [len(a.logprobs) for a in answers], strict=True)) == expected
 
     asyncio.run(run())

@@ -57,6 +57,7 @@ def undisturbed(model: Path) -> Tokens:
         ("recompute", [], []),
         ("recompute", ["--admission-reserve-fraction", "0.2"], []),
         ("swap", ["--swap-blocks-per-step", "2"], []),
+        ("migrate", [], ["--migrate-below-tokens", "60", "--migrate-above-tokens", "70"]),
         ("static-pipeline", ["--microbatching", "token-count"], ["--pipeline-degree", "2"]),
         ("drop", ["--fallback-policy", "swap"], ["--restore", "off"]),
     ],
@@ -83,6 +84,11 @@ def test_no_token_changes(
                     if policy in ("recompute", "swap"):
                         assert sizes == [1, 1]
                         if sum(load.preemptions_total for load in loads):
+                            return
+                    elif policy == "migrate":
+                        assert sizes == [1, 1]
+                        logs = [path.read_text() for path in cluster.cluster.log_dir.glob("worker-*.log")]
+                        if any(" migrated " in log for log in logs):
                             return
                     elif sizes == [2]:
                         return

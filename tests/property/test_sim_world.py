@@ -25,7 +25,7 @@ arrivals = st.lists(
     min_size=1,
     max_size=60,
 )
-policies = st.sampled_from(("drop", "recompute", "static-pipeline"))
+policies = st.sampled_from(("drop", "recompute", "swap", "static-pipeline"))
 in_heaps = st.lists(st.tuples(st.floats(0.0, _SPAN_S), st.integers(5, 30), st.integers(200, 2500)), max_size=3)
 
 

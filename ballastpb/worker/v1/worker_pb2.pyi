@@ -867,16 +867,22 @@ class NamePartnersRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     PARTNERS_FIELD_NUMBER: _builtins.int
+    SETTLED_EPOCH_FIELD_NUMBER: _builtins.int
+    settled_epoch: _builtins.int
+    """No transition is under way, and none of up to this epoch will ever be committed any more: whoever is still prepared
+    for one takes it back. 0: nothing is said about that.
+    """
     @_builtins.property
     def partners(self) -> _containers.RepeatedCompositeFieldContainer[Global___Partner]: ...
     def __init__(
         self,
         *,
         partners: _abc.Iterable[Global___Partner] | None = ...,
+        settled_epoch: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["partners", b"partners"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["partners", b"partners", "settled_epoch", b"settled_epoch"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -886,12 +892,17 @@ Global___NamePartnersRequest: _TypeAlias = NamePartnersRequest  # noqa: Y015
 class NamePartnersResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    NEWEST_EPOCH_FIELD_NUMBER: _builtins.int
+    newest_epoch: _builtins.int
+    """Of a transition that this worker has heard of."""
     def __init__(
         self,
+        *,
+        newest_epoch: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["newest_epoch", b"newest_epoch"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -61,6 +61,7 @@ _new: _New = tuple.__new__  # pyright: ignore[reportUnknownMemberType, reportUnk
 _MIN_RETRY_S, _MAX_RETRY_S = 0.1, 30.0
 _NO_WORKER_CHECK_S = 0.5
 _MAX_IDLE_MOVES = 16  # without a token in between; more are no progress but a quarrel between workers
+_OUTGROWN_WAIT_S = 1.0  # advice to whoever has outgrown all workers; a drop may make larger groups
 _ENDING_OF: dict[type[BallastError], str] = {
     Cancelled: FinishReason.CANCELLED.value,
     DeadlineExceeded: FinishReason.DEADLINE.value,
@@ -95,6 +96,7 @@ class DispatcherCore:
         self._id = dispatcher_id
         self._placement = Placement(self.backlog, self.fleet, placement, routing)
         self._moves = Moves(limits.move_wait_s, self.fleet)
+        self._forsaken = Moves(limits.move_wait_s, self.fleet)  # ended on their way: whoever has them is told
         self._deadlines = Deadlines()
         self._next_serial = 1
         self._no_worker_since_s: float | None = None  # None: there is one, or nothing has happened yet
@@ -105,6 +107,8 @@ class DispatcherCore:
         due_s = self._deadlines.next_s()
         if len(self._moves):
             due_s = min(due_s, self._moves.next_s())
+        if len(self._forsaken):
+            due_s = min(due_s, self._forsaken.next_s())
         return min(due_s, self._placement.retry_at_s, self._no_worker_check_at_s)
 
     @property
@@ -160,6 +164,7 @@ class DispatcherCore:
         commands += [Connect(worker.key, worker.address) for worker in new]
         for tracked in self._moves.take_stranded():
             self._resume_from_backlog(tracked, event.at_s)
+        self._forsaken.take_stranded()
         self._watch_usable(event.at_s)
         return commands + self._dispatch(event.at_s)
 
@@ -177,6 +182,8 @@ class DispatcherCore:
         for tracked in self._moves.take_arrivals(worker.key.worker_id):
             self.move_counts["waited"] += 1
             commands.append(self._placement.move(tracked, worker, event.at_s))
+        for tracked in self._forsaken.take_arrivals(worker.key.worker_id):
+            commands += self._end_there(tracked, worker, event.at_s)
         self._watch_usable(event.at_s)
         return commands + self._dispatch(event.at_s)
 
@@ -189,6 +196,7 @@ class DispatcherCore:
             worker.take_off(handle)
             commands += self._replay(tracked, at_s, f"worker {worker.key.worker_id}: {why}")
         worker.departed.clear()
+        worker.withdrawn.clear()
         self._watch_usable(at_s)
         return commands
 
@@ -311,6 +319,7 @@ class DispatcherCore:
             commands += self._fail(tracked, DeadlineExceeded("the deadline of the request has passed"), at_s)
         for tracked in self._moves.take_overdue(at_s):
             self._resume_from_backlog(tracked, at_s)
+        self._forsaken.take_overdue(at_s)
         if self._no_worker_since_s is not None:
             latest_s = at_s - self.limits.no_worker_timeout_s
             if self._no_worker_since_s <= latest_s:
@@ -322,12 +331,32 @@ class DispatcherCore:
 
     def _fail(self, tracked: Tracked, error: BallastError, at_s: float) -> list[Command]:
         commands: list[Command] = []
+        moves_to = self._moves.target_of(tracked) if tracked.moving else None
         if tracked.worker is not None:
             commands.append(AbortOnWorker(tracked.worker, tracked.handle))
+            if (worker := self.fleet.get(tracked.worker)) is not None:
+                worker.withdraw(tracked)
         facts = _facts(tracked, at_s)
         self._drop(tracked)
+        if moves_to is not None:
+            self._forsaken.add(tracked, moves_to, at_s)
         self.endings[_ENDING_OF.get(type(error), "error")] += 1
         return [*commands, Fail(tracked.request.request_id, error, facts)]
+
+    def _forsake(self, tracked: Tracked, worker_id: WorkerId, at_s: float) -> list[Command]:
+        """It has ended here and was handed over to that worker meanwhile: it must not run for nobody."""
+        tracked.worker, tracked.handle = None, 0
+        worker = self.fleet.member(worker_id)
+        if worker is not None and worker.connected:
+            return self._end_there(tracked, worker, at_s)
+        self._forsaken.add(tracked, worker_id, at_s)
+        return []
+
+    def _end_there(self, tracked: Tracked, worker: Worker, at_s: float) -> list[Command]:
+        """Asks for what was handed over and aborts it at once; it may come there only later."""
+        place = self._placement.move(tracked, worker, at_s)
+        worker.take_off(place.handle)
+        return [place, AbortOnWorker(worker.key, place.handle)]
 
     def _drop(self, tracked: Tracked) -> None:
         if tracked.moving:
@@ -355,6 +384,9 @@ class DispatcherCore:
             tracked = worker.placed.get(ending.handle)
             if tracked is None:
                 self.stale_count += 1
+                withdrawn = worker.withdrawn.pop(ending.handle, None)
+                if withdrawn is not None and ending.moved_to:
+                    commands += self._forsake(withdrawn, WorkerId(ending.moved_to), event.at_s)
             else:
                 commands += self._end(worker, tracked, ending, event.at_s)
         was_usable = worker.usable
@@ -431,7 +463,10 @@ class DispatcherCore:
         commands: list[Command] = [*outcome.placed]
         for tracked in outcome.hopeless:
             why = f"{tracked.token_count} tokens need more KV blocks than any worker has"
-            commands += self._fail(tracked, InvalidRequest("prompt", why), at_s)
+            error: BallastError = InvalidRequest("prompt", why)
+            if answered := len(tracked.output_token_ids):  # it was right to take it: groups may have been larger
+                error = Overloaded(f"after {answered} tokens of the answer, {why}", _OUTGROWN_WAIT_S)
+            commands += self._fail(tracked, error, at_s)
         return commands
 
     # --------------------------------------------------------------------------------------------- inspection
@@ -441,6 +476,7 @@ class DispatcherCore:
         self.backlog.check()
         self.fleet.check()
         self._moves.check()
+        self._forsaken.check()
         self._placement.check()
         moving = {tracked.request.request_id: tracked for tracked in self._moves.tracked}
         queued = {tracked.request.request_id: tracked for tracked in self.backlog}

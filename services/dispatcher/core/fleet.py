@@ -38,6 +38,7 @@ class Worker:
     # `touch`.
     changed: dict[WorkerKey, None] = field(default_factory=dict[WorkerKey, None])
     departed: dict[int, None] = field(default_factory=dict[int, None])  # handles that wanted logprobs, oldest first
+    withdrawn: dict[int, Tracked] = field(default_factory=dict[int, Tracked])  # told to abort, and has not said its end
 
     @property
     def usable(self) -> bool:
@@ -85,6 +86,12 @@ class Worker:
             self.departed[handle] = None
             if len(self.departed) > _MAX_DEPARTED:
                 del self.departed[next(iter(self.departed))]
+
+    def withdraw(self, tracked: Tracked) -> None:
+        """It is being told to abort the request; perhaps it has handed it over already."""
+        self.withdrawn[tracked.handle] = tracked
+        if len(self.withdrawn) > _MAX_DEPARTED:
+            del self.withdrawn[next(iter(self.withdrawn))]
 
     def report(self, load: LoadReport, seen_handle: int) -> None:
         self.touch()
@@ -195,7 +202,8 @@ class Fleet:
         """Takes former leaders that have nothing of ours any more out of the books."""
         if not self._former:
             return []
-        done = sorted(key for key in self._former if not self._workers[key].placed)
+        former = {key: self._workers[key] for key in self._former}
+        done = sorted(key for key, worker in former.items() if not (worker.placed or worker.withdrawn))
         for key in done:
             self._former.remove(key)
             self._workers.pop(key).touch()

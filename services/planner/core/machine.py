@@ -112,6 +112,18 @@ class PlannerCore:
     def active(self) -> bool:
         return self.token is not None
 
+    @property
+    def settled_epoch(self) -> Epoch:
+        """No transition of this epoch or a lower one will be committed any more; 0 if that is not certain.
+
+        Only of what is known to be stored: a number that was given away and never stored may be another leader's.
+        """
+        certain = self.active and self._read and not self._must_hear_first() and self._stored_epoch == self.layout.epoch
+        if not certain or self.conductor.busy:
+            return Epoch(0)
+        newest = self.conductor.newest
+        return max(self.layout.epoch, newest.epoch) if newest is not None and newest.stage.over else self.layout.epoch
+
     def handle(self, event: Event) -> list[Command]:
         was_busy = self.conductor.busy
         commands = self._apply(event)

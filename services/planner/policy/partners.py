@@ -20,4 +20,4 @@ def likely_partners(layout: Layout, most: int) -> list[tuple[Member, Sequence[Me
         others.sort(key=lambda i: (staying[i][1] != group, abs(i - index), i))
         return [staying[i][0] for i in others[:most]]
 
-    return [(member, nearest(index)) for index, (member, _) in enumerate(staying)] if len(staying) > 1 else []
+    return [(member, nearest(index)) for index, (member, _) in enumerate(staying)]

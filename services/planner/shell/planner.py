@@ -45,9 +45,11 @@ from services.planner.core.messages import (
     WriteSettled,
 )
 from services.planner.core.record import TransitionRecord
+from services.planner.policy.migrate import MigrationRules
 from services.planner.shell import notes
 from services.planner.shell.answers import Answers, change_error, drain_error
-from services.planner.shell.partners import PartnerNaming
+from services.planner.shell.balancing import Balancing
+from services.planner.shell.partners import AtRest, PartnerNaming
 from services.planner.shell.ports import Counting, DrainWorker, LayoutStore, MembersPort, MonitorPort
 from services.planner.shell.watchers import LayoutWatcher, Watchers
 
@@ -71,6 +73,7 @@ class PlannerShell:
         *,
         planner_id: str,
         max_watchers: int,
+        migrations: MigrationRules,
     ) -> None:
         self.core = core
         self.planner_id = planner_id
@@ -83,7 +86,15 @@ class PlannerShell:
         self._changes = Answers[AnswerChange]()
         self._drains = Answers[Epoch]()
         self._watchers = Watchers(max_watchers)
-        self._naming = PartnerNaming(members, self._layout_at_rest)
+        self._naming = PartnerNaming(members, self._at_rest)
+        self._balancing = Balancing(
+            members,
+            migrations,
+            counting,
+            at_rest=self._layout_at_rest,
+            loads=self.loads,
+            next_cause=self.next_cause,
+        )
         self._tasks = Work()
         self._listening: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -95,11 +106,13 @@ class PlannerShell:
         async with self._tasks:
             self._bug = asyncio.get_running_loop().create_future()
             naming = self._tasks.create_task(self._naming.run(), name="name partners")
+            balancing = self._tasks.create_task(self._balancing.run(), name="balance")
             self.feed(TimerFired(time.monotonic(), self.next_cause("start")))
             try:
                 await self._bug
             finally:
                 naming.cancel()
+                balancing.cancel()
                 if self._timer is not None:
                     self._timer.cancel()
                 self._watchers.dismiss(Unavailable(self.planner_id, "stopping"))
@@ -203,6 +216,10 @@ class PlannerShell:
 
     def _layout_at_rest(self) -> Layout | None:
         return self.core.layout if self.core.active and not self.core.conductor.busy else None
+
+    def _at_rest(self) -> AtRest | None:
+        layout = self._layout_at_rest()
+        return None if layout is None else AtRest(layout, self.core.settled_epoch)
 
     def _note_transition(self, record: TransitionRecord, cause_id: str) -> None:
         if record.journal.stage.over:

@@ -3,7 +3,7 @@
 from collections.abc import AsyncGenerator, Awaitable, Sequence
 from typing import Protocol
 
-from ballast.common.ids import Incarnation, WorkerId
+from ballast.common.ids import Epoch, Incarnation, WorkerId
 from ballast.common.layout import Layout, Member
 from ballast.common.load import LoadReport
 from services.planner.core.messages import (
@@ -16,6 +16,7 @@ from services.planner.core.messages import (
 )
 from services.planner.core.record import TransitionRecord
 from services.planner.core.transition import MemberSaid
+from services.planner.policy.migrate import Move
 
 
 class LayoutStore(Protocol):
@@ -39,8 +40,14 @@ class MembersPort(Protocol):
 
     async def call(self, command: CallMember, timeout_s: float) -> MemberSaid | None: ...
 
-    async def name_partners(self, member: Member, partners: Sequence[Member], timeout_s: float) -> None:
-        """Raises BallastError: it does not hear."""
+    async def name_partners(
+        self, member: Member, partners: Sequence[Member], settled_epoch: Epoch, timeout_s: float
+    ) -> Epoch:
+        """Returns the highest epoch that it has heard of. Raises BallastError: it does not answer."""
+        ...
+
+    async def migrate(self, epoch: Epoch, move: Move, within_s: float, cause_id: str, timeout_s: float) -> None:
+        """Tells both. Raises BallastError: one of them does not hear, or refuses."""
         ...
 
     async def close(self) -> None: ...
@@ -72,6 +79,10 @@ class Counting(Protocol):
         ...
 
     def ended(self, record: TransitionRecord) -> None: ...
+
+    def migrations_ordered(self) -> None:
+        """From one instance to another."""
+        ...
 
     def nothing_done(self, asked_by: str, shortfall_bytes: int) -> None:
         """No plan met what was asked for."""

@@ -264,7 +264,10 @@ class Group:
                 self._scheduler.adopt(sequence, at_s, suspended=suspended, waits=waits)
             else:
                 self._scheduler.enqueue(sequence)
-        if held := self._residents.held.get(sequence.request_id):
+        if forsaken := self._residents.forsaken.get(sequence.request_id):
+            self._residents.forsaken.discard(forsaken)
+            self._residents.drop_orphan(sequence, at_s, "it was ended before it came")
+        elif held := self._residents.held.get(sequence.request_id):
             self._meet(sequence, held, at_s)
 
     def _meet(self, orphan: Sequence, held: Sequence, at_s: float) -> None:

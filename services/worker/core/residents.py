@@ -38,6 +38,7 @@ class Residents:
         self.live: dict[SequenceId, Sequence] = {}
         self.orphans = Waits(limits.orphan_timeout_s)  # for their dispatchers; those that have ended, too
         self.held = Waits(limits.orphan_timeout_s)  # for their sequence to be handed over
+        self.forsaken = Waits(limits.orphan_timeout_s)  # held, and ended before their sequence has come
         self.claims: dict[SequenceId, Submitted] = {}  # what those were submitted with
         self._moved: OrderedDict[SequenceKey, SequenceId] = OrderedDict()  # the latest that other leaders have now
         self.outbox = Outbox()
@@ -106,6 +107,8 @@ class Residents:
     ) -> None:
         """The one place where a dispatcher learns of an ending; of an orphan's as soon as it asks."""
         unsent, rest = sequence.unsent, sequence.stop.flush()
+        if sequence.state is SequenceState.HELD and len(self.forsaken) < self._limits.max_held_count:
+            self.forsaken.add(sequence, at_s)
         if unsent is None:
             self.outbox.text(sequence, rest)
             self.remove(sequence, at_s, reason, error)
@@ -116,11 +119,12 @@ class Residents:
             unsent.finish_reason, unsent.error, unsent.invalid = reason, error, invalid
 
     def end_too_big(self, sequence: Sequence, at_s: float) -> None:
+        """Not the request's fault: it may have begun in a larger group, and there may be another one."""
         error = (
             f"{sequence.token_count} tokens do not fit into the KV cache of this worker"
             f" ({self._scheduler.block_count} blocks of {self._limits.block_tokens} tokens), even alone"
         )
-        self.end(sequence, at_s, FinishReason.ERROR, error, invalid=True)
+        self.end(sequence, at_s, FinishReason.ERROR, error)
 
     def remove(self, sequence: Sequence, at_s: float, reason: FinishReason, why: str = "") -> None:
         """Without a word. Its blocks are free for the next batch even if it is in flight (see `core.stage`); not yet
@@ -202,6 +206,7 @@ class Residents:
                 self.end(sequence, at_s, FinishReason.DEADLINE)
         for orphan in self.orphans.pop_due(at_s):
             self.drop_orphan(orphan, at_s, "nobody has asked for it")
+        self.forsaken.pop_due(at_s)
 
     # ---------------------------------------------------------------- inspector
 

@@ -5,7 +5,7 @@ thread, no tensor. Whoever drives it calls `handle` from one thread, asks for a 
 reports the steps in their order.
 
 A sequence that can never run is turned away at once. One that has outgrown the whole KV cache while it ran ends with
-ERROR and not with LENGTH: the same request would have gone on elsewhere, and a cut answer must not look complete.
+ERROR and not with LENGTH: a cut answer must not look complete, and a larger group may go on with it.
 """
 
 import sys

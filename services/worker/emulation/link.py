@@ -122,8 +122,12 @@ class EmulatedLink:
         return self._retired
 
     @property
-    def was_spare(self) -> bool:
+    def is_spare(self) -> bool:
         """None is kept ready."""
+        return False
+
+    @property
+    def was_spare(self) -> bool:
         return False
 
     # ------------------------------------------------------------ sending: any thread

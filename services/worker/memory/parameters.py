@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     import torch
 
 ALIGNMENT_BYTES = 64  # a cache line, and the widest vector load
+_PIECE_BYTES = 1 << 20  # what is read for a checksum at once
 
 
 class TensorSpec(NamedTuple):
@@ -95,10 +96,13 @@ class ParameterStore:
         """The tensors of a part that is no layer."""
         return self._others[name].tensors
 
-    def layer_checksum(self, layer: int) -> bytes:
-        """16 bytes over names, shapes, dtypes and contents; equal if and only if the parameters are."""
+    def layer_checksum(self, layer: int, between: Callable[[], None] | None = None) -> bytes:
+        """16 bytes over names, shapes, dtypes and contents; equal if and only if the parameters are.
+
+        `between` is called after every piece of about 1 MiB.
+        """
         self._require_held(layer, held=True)
-        return self._layers[layer].checksum()
+        return self._layers[layer].checksum(between)
 
     def part_checksum(self, name: str) -> bytes:
         """As `layer_checksum`, for a part that is no layer."""
@@ -152,10 +156,13 @@ class _Part:
     def _bytes_of(self, placed: Placement) -> torch.Tensor:
         return self.range.bytes[placed.offset_bytes : placed.offset_bytes + placed.size_bytes]
 
-    def checksum(self) -> bytes:
+    def checksum(self, between: Callable[[], None] | None = None) -> bytes:
         digest = hashlib.blake2b(digest_size=16)
         for placed in self._layout.placements:
             digest.update(f"{placed.name} {placed.spec.dtype} {tuple(placed.spec.shape)}\n".encode())
             for part in self.range.contents(placed.offset_bytes, placed.size_bytes):
-                digest.update(part)
+                for start in range(0, len(part), _PIECE_BYTES):
+                    digest.update(part[start : start + _PIECE_BYTES])
+                    if between is not None:
+                        between()
         return digest.digest()

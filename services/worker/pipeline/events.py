@@ -209,6 +209,7 @@ class MigrationTold(MemberEvent):
     peer: WorkerId
     message: MigrationMessage
     link: Link  # answers go the same way
+    at_s: float  # when it came: the engine may have been in a step
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,9 +5,6 @@ The other direction of a drop, prepared while the group goes on serving. Engine 
 
 from __future__ import annotations
 
-import os
-import sys
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -27,13 +24,6 @@ if TYPE_CHECKING:
     from services.worker.transport.link import Link
 
 _THREADS = 2  # for checksums and the disk
-_NICENESS = 10
-
-
-def step_back() -> None:
-    """Linux gives this thread the time that the engine leaves: each thread has a niceness of its own there."""
-    if sys.platform == "linux":
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
 
 
 class Homecoming:
@@ -58,7 +48,7 @@ class Homecoming:
         self._ask = ask
         self._read = read
         self._post = post
-        self._workers = ThreadPoolExecutor(_THREADS, thread_name_prefix="layers", initializer=step_back)
+        self._workers = ThreadPoolExecutor(_THREADS, thread_name_prefix="layers")
         self._server = LayerServer(memory.parameters, self._workers, post)
         self._server.learn_each(memory.parameters.held_layers)
         self._pull: LayerPull | None = None

@@ -139,7 +139,7 @@ class Hub:
                 span = Span(wanted.sequence_id, wanted.first_block, wanted.last_block)
                 self._post(KvAheadAsked(epoch, span, link))
             case Topic.MIGRATION:
-                self._post(MigrationTold(peer, migration_from_bytes(_whole(message)), link))
+                self._post(MigrationTold(peer, migration_from_bytes(_whole(message)), link, now_s))
             case Topic.KV | Topic.LAYER | Topic.KV_AHEAD | Topic.MIGRATION_KV:
                 raise ValueError(f"{peer} sends {Topic(message.topic).name} as a message")
 

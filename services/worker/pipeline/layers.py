@@ -20,6 +20,7 @@ from ballastpb.worker.v1 import stage_pb2 as pb
 from services.worker.memory.parameters import ParameterStore
 from services.worker.pipeline.events import LayerArrived, LayerChecked, Woken
 from services.worker.pipeline.hub import Hub
+from services.worker.pipeline.unhurried import unhurried
 from services.worker.pipeline.wire import Topic
 from services.worker.shell import MemberEvent
 from services.worker.transport.traffic import TrafficClass
@@ -47,15 +48,16 @@ class LayerServer:
         self._checksums: dict[int, bytes] = {}  # layer -> of its contents, which are always the same
         self._hashing = Lock()  # whoever has it may read a layer that the others are waiting for
         self._jobs: list[Future[None]] = []  # they read layers
+        self._cancel_count = 0
         self._lock = Lock()
         self._sending: list[Transfer] = []
 
-    def checksum(self, layer: int) -> bytes:
-        """Slow the first time; not on the engine thread."""
+    def checksum(self, layer: int, between: Callable[[], None] | None = None) -> bytes:
+        """Slow the first time; not on the engine thread. `between` is called between its pieces."""
         with self._hashing:
             known = self._checksums.get(layer)
             if known is None:
-                known = self._checksums[layer] = self._parameters.layer_checksum(layer)
+                known = self._checksums[layer] = self._parameters.layer_checksum(layer, between)
             return known
 
     def learn(self, layers: Sequence[int]) -> None:
@@ -66,11 +68,14 @@ class LayerServer:
     def learn_each(self, layers: Sequence[int]) -> None:
         """Before anybody asks, one by one: a drop does not wait for what is known, and `cancel` ends the rest."""
         for layer in layers:
-            self._start(self._learn, (layer,))
+            self._start(self._learn_unhurried, layer, self._cancel_count)
 
     def _learn(self, layers: Sequence[int]) -> None:
         for layer in layers:
             self.checksum(layer)
+
+    def _learn_unhurried(self, layer: int, cancel_count: int) -> None:
+        self.checksum(layer, unhurried(lambda: self._cancel_count != cancel_count))
 
     def known_checksum(self, layer: int) -> bytes | None:
         """What this worker itself has found the layer's to be, in an earlier time when it held it."""
@@ -104,6 +109,7 @@ class LayerServer:
 
     def cancel(self) -> None:
         """To be called until `idle`: a job that had begun may yet start a transfer."""
+        self._cancel_count += 1
         for job in self._jobs:
             job.cancel()
         with self._lock:
@@ -199,13 +205,16 @@ class LayerPull:
         if event.peer is None:  # the checkpoint is the source of truth
             self.checked(LayerChecked(event.epoch, event.layer, True))
             return
-        future = self._workers.submit(self._parameters.layer_checksum, event.layer)
+        future = self._workers.submit(self._parameters.layer_checksum, event.layer, unhurried(lambda: self._cancelled))
         wanted = self._server.known_checksum(event.layer) or event.checksum
         future.add_done_callback(lambda f, i=event.layer: self._post(_verdict(self._epoch, i, f, wanted)))
 
     def checked(self, event: LayerChecked) -> None:
         source = self._under_way.get(event.layer, _NOBODY)
         if source == _NOBODY:
+            return
+        if self._cancelled:
+            self._again(event.layer, "cancelled")
             return
         if not event.right:
             get_logger().error("a pulled layer has a wrong checksum", layer=event.layer, source=source)

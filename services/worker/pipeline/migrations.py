@@ -116,7 +116,7 @@ class Migrations:
             case MigrationOrdered():
                 self._ordered(event)
             case MigrationTold():
-                self._told(event, now_s)
+                self._told(event)
             case SpanLanded(migration_id=migration_id, span=span):
                 self._carry_out(self._arrivals.landed(now_s, migration_id, span))
             case SpanSent(migration_id=migration_id):
@@ -199,8 +199,8 @@ class Migrations:
 
     # ------------------------------------------------------------ what the other side says
 
-    def _told(self, event: MigrationTold, now_s: float) -> None:
-        peer, message = event.peer, event.message
+    def _told(self, event: MigrationTold) -> None:
+        peer, message, now_s = event.peer, event.message, event.at_s
         match message:
             case Offer():
                 self._epochs[peer] = Epoch(event.link.epoch)

@@ -13,11 +13,13 @@ from services.worker.core.plan import Kind, Phase, Plan, part_of
 from services.worker.core.transition_messages import AbortRequested, CommitRequested
 from services.worker.pipeline.events import MigrationOrdered, PlanReceived, Told
 from services.worker.pipeline.member import GroupMember
+from services.worker.pipeline.restoring import BEFORE_COMMIT
 from services.worker.pipeline.status import Progress
 from services.worker.shell import MemberEvent
 
 _KINDS = {pb.TRANSITION_KIND_DROP: Kind.DROP, pb.TRANSITION_KIND_RESTORE: Kind.RESTORE}
 _HOLD_S = 0.05
+_SILENCE_S = 3.0  # a planner asks several times a second what it has under way
 _LONGEST_ORDER_S = 60.0  # of migrations
 _PHASES = {
     Phase.PREPARING: pb.TRANSITION_PHASE_PREPARING,
@@ -60,6 +62,7 @@ class Transitions:
         self._member = member
         self._post = post
         self._aborted: dict[Epoch, str] = {}  # before this worker had heard of them: a Prepare that comes late is stale
+        self._heard_at_s = 0.0  # of a transition, from a planner
         self._published = asyncio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
         member.published.on_publish = self._wake
@@ -75,7 +78,7 @@ class Transitions:
             plan.target.check()
         except InvariantViolation as error:
             raise InvalidRequest("target", error.why) from error
-        newest = self._member.newest_epoch
+        newest, self._heard_at_s = self._member.newest_epoch, time.monotonic()
         if plan.epoch < newest:
             raise StaleEpoch("layout epoch", plan.epoch, newest)
         if plan.epoch in self._aborted:
@@ -146,11 +149,22 @@ class Transitions:
             )
         )
 
-    def name_partners(self, request: pb.NamePartnersRequest) -> None:
+    def name_partners(self, request: pb.NamePartnersRequest) -> Epoch:
         self._member.name_partners({WorkerId(p.worker_id): p.data_address for p in request.partners if p.data_address})
+        self._take_back(Epoch(request.settled_epoch))
+        return self._member.newest_epoch
+
+    def _take_back(self, settled_epoch: Epoch) -> None:
+        """What nobody will commit any more. Not if its planner was heard a moment ago: words overtake each other."""
+        epoch = self._member.newest_epoch
+        waits = self._phase(epoch) in BEFORE_COMMIT and epoch <= settled_epoch
+        if waits and time.monotonic() - self._heard_at_s >= _SILENCE_S:
+            why = f"nobody remembers it: all is decided up to epoch {settled_epoch}"
+            self._post(Told(epoch, AbortRequested(time.monotonic(), epoch, why)))
 
     def status(self, epoch: int) -> pb.TransitionStatus:
         """UNSPECIFIED for an epoch this worker has not heard of."""
+        self._heard_at_s = time.monotonic()
         progress = self._member.progress.get(Epoch(epoch))
         if progress is not None:
             return _to_proto(progress)

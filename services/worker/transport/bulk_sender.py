@@ -90,7 +90,7 @@ class BulkSender:
         self._counts = counts
         self._wire = wire
         self._pace = pace
-        least_bytes = config.least_chunk_bytes if wire is None else _LEAST_ON_WIRE_BYTES
+        least_bytes = config.least_chunk_bytes if wire is None or not config.urgent_first else _LEAST_ON_WIRE_BYTES
         self._least_bytes = min(least_bytes, config.chunk_bytes)
         self._chunks = ChunkSize(
             config.chunk_bytes,

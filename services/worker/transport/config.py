@@ -1,6 +1,7 @@
 """How links behave. One value for all links of a worker."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Self
 
 from ballast.common.errors import ConfigError
 
@@ -20,6 +21,7 @@ class TransportConfig:
     patience_chunks: int = 64  # chunks of higher classes after which a waiting lower class gets one
     background_share: float = 0.3  # of the time in which parameters are sent; a processor that does it is not serving
     rate_bytes_per_s: float | None = None  # emulates a slower link, both lanes together; None: as fast as it goes
+    urgent_first: bool = True  # False: over an emulated link in order of arrival, to measure against
     # Frames: a header, then meta and, if it fits, the payload, in one message whose receive is posted in advance.
     urgent_inline_bytes: int = 64 * 1024
     bulk_inline_bytes: int = 4 * 1024
@@ -63,6 +65,20 @@ class TransportConfig:
             raise ConfigError("transport.background_share", f"must be in (0, 1], got {self.background_share}")
         if min(self.urgent_inline_bytes, self.bulk_inline_bytes) < 0:
             raise ConfigError("transport.urgent_inline_bytes", "and bulk_inline_bytes must not be negative")
+
+    def naive(self) -> Self:
+        """To measure against: bulk in whole pieces, in the order in which things come, behind nothing."""
+        whole = self.max_message_bytes
+        return replace(
+            self,
+            chunk_bytes=whole,
+            least_chunk_bytes=whole,
+            most_chunk_bytes=whole,
+            window_chunks=1,
+            hold_s=0.0,
+            background_share=1.0,
+            urgent_first=False,
+        )
 
     def frame_bytes(self, *, urgent: bool) -> int:
         """Size of a posted receive; the largest frame that may be sent to us."""

@@ -37,8 +37,8 @@ class UrgentGate:
 class SharedWire:
     """One wire for both lanes. The urgent lane asks and comes back, the bulk lane waits in `cross`."""
 
-    def __init__(self, rate_bytes_per_s: float) -> None:
-        self._wire = Wire(rate_bytes_per_s)
+    def __init__(self, rate_bytes_per_s: float, *, urgent_first: bool = True) -> None:
+        self._wire = Wire(rate_bytes_per_s, urgent_first=urgent_first)
         self._changed = Condition()
         self._ended = Event()
 

@@ -124,7 +124,7 @@ class Link:
 
     def _build(self, channels: Channels, peer_terms: Terms, pace: StagePace) -> None:
         rate = self._config.rate_bytes_per_s
-        wire = None if rate is None else SharedWire(rate)
+        wire = None if rate is None else SharedWire(rate, urgent_first=self._config.urgent_first)
         config, epoch, counts = self._config, self.epoch, self.counts
         urgent_out = FrameWriter(channels.urgent, peer_terms.urgent_frame_bytes)
         bulk_out = FrameWriter(channels.bulk, peer_terms.bulk_frame_bytes)

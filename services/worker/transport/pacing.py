@@ -35,9 +35,10 @@ class Wire:
     No threads and no clock: `gate.SharedWire` is for the two lanes of a link.
     """
 
-    def __init__(self, rate_bytes_per_s: float) -> None:
+    def __init__(self, rate_bytes_per_s: float, *, urgent_first: bool = True) -> None:
         self.rate_bytes_per_s = rate_bytes_per_s
         self.free_at_s = 0.0
+        self._urgent_first = urgent_first  # False: whoever asks first when it is free
         self._urgent_waiting = 0
 
     def urgent_comes(self) -> None:
@@ -55,7 +56,7 @@ class Wire:
         Whoever has been ready `since_s` follows without a gap, however late its thread looks: a link with a queue does
         not pause. Not for longer than `CATCH_UP_S`, as the machine's pauses are not the link's bandwidth.
         """
-        if at_s < self.free_at_s or (self._urgent_waiting and not urgent):
+        if at_s < self.free_at_s or (self._urgent_first and self._urgent_waiting and not urgent):
             return None
         if urgent:
             self.urgent_goes()

@@ -163,6 +163,24 @@ def test_answers_are_chosen_over_the_whole_trace() -> None:
     assert (chosen[0].index, chosen[-1].index) == (0, 299)
 
 
+def test_the_table_takes_its_place_in_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    results, page = tmp_path / "results.json", tmp_path / "page.md"
+    write_result(results, bench_result(bursty_run(), "recompute", "drop"))
+    begin, end = "<!-- begin demo: written by a program -->", "<!-- end demo -->"
+    page.write_text(f"before\n\n{begin}\nold\n{end}\n\nafter\n")
+    for _ in range(2):
+        assert demo_report.main([str(results), "--quote", str(page)]) == 0
+    table = capsys.readouterr().out
+    made = page.read_text()
+    assert made.startswith(f"before\n\n{begin}\n|  | recompute | drop |\n| --- | ---: | ---: |\n| TTFT p50 |")
+    assert made.endswith(f"{end}\n\nafter\n")
+    assert "old" not in made
+    assert table.count("p99 TTFT 1.0 times better (goal: at least 10)") == 2
+    page.write_text("nothing to replace")
+    assert demo_report.main([str(results), "--quote", str(page)]) == 2
+    assert "has no lines" in capsys.readouterr().err
+
+
 def test_the_verdict_names_every_problem() -> None:
     run = bursty_run()
     result = bench_result(run)

@@ -9,20 +9,12 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from ballast.bench.overload import (
-    Arguments,
-    Comparison,
-    Run,
-    arguments_of,
-    describe_run,
-    order_of,
-    setting_name,
-    setting_variable,
-)
-from ballast.bench.policies import parse_policies
+from ballast.bench.overload import Comparison, Run, describe_run, order_of
+from ballast.bench.overload_plan import Arguments, Timetable, arguments_of, setting_name, setting_variable, span_within
+from ballast.bench.policies import ABLATION, COMPARED, SWEEP, PolicySpec, parse_policies
 from ballast.bench.progress import ComparisonDisplay, minutes, open_console
 from ballast.bench.replay import Progress
-from ballast.bench.results import read_result, write_result
+from ballast.bench.results import BenchResult, read_result, write_result
 from ballast.bench.study import first_violation_s, read_study
 from ballast.bench.workloads import Workload, parse_workloads
 from ballast.cli.main import main
@@ -42,6 +34,46 @@ def test_policies_carry_knobs_as_flags() -> None:
     assert (pipeline.pipeline_degree, plain.pipeline_degree) == (4, 1)
     assert pipeline.flags()["planner"][2:] == ["--pipeline-degree", "4"]
     assert pipeline.flags()["worker"][2:] == ["--microbatching", "token-count"], "no lookahead"
+
+
+def test_a_knob_without_a_flag_is_a_setting() -> None:
+    (ours,) = parse_policies("drop:horizon=0.5:transfers=naive")
+    assert ours.settings() == {"monitor.pressure.horizon_s": "0.5"}
+    assert ours.flags()["worker"][2:] == ["--transfers", "naive"]
+    assert "monitor" not in ours.flags()
+
+
+@pytest.mark.parametrize("words", [COMPARED, ABLATION, SWEEP])
+def test_lists_of_contestants_are_understood(words: tuple[str, ...]) -> None:
+    specs = parse_policies(",".join(words))
+    assert len({json.dumps([spec.policy, dict(spec.knobs)]) for spec in specs}) == len(words)
+
+
+def test_it_says_how_long_it_takes_and_fits_into_what_is_given(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["bench", "overload", "--out", str(tmp_path / "o"), "--workloads", "burst,extreme:answers", "--plan-only"]
+    assert main([*command, "--workers", "2,4", "--policies", "drop,static-pipeline:degree=4", "--span-s", "20"]) == 0
+    two, four, together = capsys.readouterr().out.splitlines()
+    assert re.match(
+        r"2 workers: 6 runs \(2 workloads of 20 s, \d\d s; 1 policies; 3 repetitions\), about \d+:\d\d", two
+    )
+    assert four.startswith("4 workers: 12 runs")
+    assert together.startswith("together about")
+    assert not (tmp_path / "o").exists()
+    assert main([*command, "--policies", "drop", "--max-minutes", "9"]) == 0
+    assert re.search(r"about (8:[345]|9:0)", capsys.readouterr().out)
+    assert main([*command, "--policies", "drop", "--max-minutes", "2"]) == 2
+    assert "6 runs of at least 10 s take" in capsys.readouterr().err
+    assert main([*command, "--policies", "static-pipeline:degree=4"]) == 2
+    assert main([*command, "--workers", "2,2"]) == 2
+
+
+def test_a_span_is_what_the_minutes_leave() -> None:
+    unit = Timetable(2, {"a": 1.0, "b": 2.0}, ["x", "y"], 3, probe_s=5.0)
+    span_s = span_within([unit], 25.0)
+    made = Timetable(2, {"a": span_s, "b": 2 * span_s}, ["x", "y"], 3, probe_s=5.0)
+    assert 24.5 * 60 < made.total_s <= 25.0 * 60
 
 
 @pytest.mark.parametrize(
@@ -223,16 +255,28 @@ def test_a_folder_without_results_is_named(tmp_path: Path) -> None:
         read_study(tmp_path)
 
 
+def renamed(spec: PolicySpec, bubble_fraction: float) -> BenchResult:
+    made = comparison_result("extreme-spiky", "drop", 0, 50)
+    assert made.comparison is not None
+    facts = made.comparison.model_copy(update={"policy": spec.label, "knobs": dict(spec.knobs)})
+    policy = made.policies["drop"].model_copy(update={"bubble_fraction": bubble_fraction})
+    return made.model_copy(update={"comparison": facts, "policies": {spec.label: policy}})
+
+
 def test_plot_writes_figures_a_table_and_a_page_that_needs_nothing_else(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("matplotlib")
     write_comparison(tmp_path, ("extreme-spiky",), repetitions=1)
+    for step, spec in enumerate(parse_policies(",".join(ABLATION))):
+        write_result(tmp_path / "runs" / "extreme-spiky" / f"step{step}.json", renamed(spec, 0.2 - 0.05 * step))
     first = tmp_path / "runs" / "extreme-spiky" / "0.0.json"
     interrupted = read_result(first).model_copy(update={"complete": False})
     write_result(tmp_path / "runs" / "extreme-spiky" / "x.json", interrupted)
     assert main(["bench", "plot", "--results", str(tmp_path), "--out", str(tmp_path / "plot")]) == 0
-    names = {f"extreme-spiky-{kind}" for kind in ("latency", "overview", "time", "run", "degrees", "extreme")}
+    names = {
+        f"extreme-spiky-{kind}" for kind in ("latency", "overview", "time", "run", "degrees", "extreme", "ablation")
+    }
     made = {path.name for path in (tmp_path / "plot").iterdir()}
     assert made == {f"{name}.{form}" for name in names for form in ("svg", "png")} | {"table.md", "report.html"}
     page = (tmp_path / "plot" / "report.html").read_text()
@@ -245,5 +289,6 @@ def test_plot_writes_figures_a_table_and_a_page_that_needs_nothing_else(
         assert word in page
     table = (tmp_path / "plot" / "table.md").read_text()
     assert "P99 TTFT of drop is" in table
+    assert re.search(r"\| \+ lookahead \| 1 \|.* 10\.0% \|$", table, re.MULTILINE)
     assert "recompute: first TTFT over 5 times the reference" in table
     assert "wrote" in capsys.readouterr().out

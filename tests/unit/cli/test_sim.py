@@ -80,8 +80,8 @@ def test_a_scenario_says_everything_and_flags_change_it(
         (("--model", "qwen2.5-72b", "--cluster", "2xA800"), "one instance of Qwen2.5-72B takes 4"),
         (("--model", "llama-2-13b", "--cluster", "2x4090"), "no room for a KV cache; use larger GPUs"),
         (
-            (*MODEL, "--policy", "swap"),
-            "'swap', which is not simulated yet; known are drop, recompute, static-pipeline",
+            (*MODEL, "--policy", "migrate"),
+            "'migrate', which is not simulated yet; known are drop, swap, recompute, static-pipeline",
         ),
         ((*MODEL, "--policy", ","), "--policy: names none"),
         ((*MODEL, "--rate-scale", "0"), "rate_scale: Input should be greater than 0"),

@@ -39,6 +39,23 @@ def test_epochs_go_on_from_what_instances_have_heard_of() -> None:
     assert planner.core.layout.epoch == 58
 
 
+def test_what_is_settled_is_said_only_at_rest() -> None:
+    """Whoever is still prepared for it takes it back: it must never be one that may yet be committed."""
+    planner = Planner()
+    assert planner.core.settled_epoch == 0
+    planner.start("w0", "w1")
+    assert planner.core.settled_epoch == 1
+    planner.drop("w0", "w1")
+    assert planner.journal == [Stage.PREPARING]
+    assert planner.core.settled_epoch == 0
+    planner.answer(MemberPhase.FAILED, "w0", why="no memory")
+    planner.answer(MemberPhase.ABORTED, "w0", "w1")
+    assert planner.journal[-1] is Stage.ABORTED
+    assert planner.core.settled_epoch == 2, "the layout is still that of epoch 1"
+    planner.tell(LeadershipChanged(planner.now_s, "c", None))
+    assert planner.core.settled_epoch == 0
+
+
 def test_an_overload_is_planned_prepared_committed_and_exchanged() -> None:
     planner = Planner()
     planner.start("w0", "w1", "w2")

@@ -7,9 +7,9 @@ from sim.network import Bulk, Endpoint, Network
 
 
 class Net:
-    def __init__(self) -> None:
+    def __init__(self, *, coordinated: bool = True) -> None:
         self.clock = Clock()
-        self.network = Network(self.clock, latency_s=0.5, chunk_bytes=10.0)
+        self.network = Network(self.clock, latency_s=0.5, chunk_bytes=10.0, coordinated=coordinated)
         for name, host in (("a", 0), ("b", 1), ("c", 2), ("d", 2)):
             self.network.add(Endpoint(name, host, 100.0, 1000.0))
         self.network.add_source("disk", 50.0)
@@ -89,3 +89,14 @@ def test_an_urgent_message_waits_for_one_chunk_and_stays_in_order() -> None:
     assert seen["alone"] == pytest.approx(1.0)
     assert seen["behind"] == pytest.approx(11.0 + 0.5 + 0.1 + 0.5)
     assert seen["small"] == seen["behind"]
+
+
+def test_without_coordination_a_message_waits_for_all_that_is_ahead_of_it() -> None:
+    net = Net(coordinated=False)
+    net.transfer("a", "b", 1000)
+    net.transfer("a", "b", 500, name="second")
+    net.network.send("a", "b", 100, b"", lambda: net.arrived("message"))
+    net.network.send("b", "a", 100, b"", lambda: net.arrived("other way"))
+    seen = net.run()
+    assert seen["message"] == pytest.approx(15.0 + 1.0 + 0.5)
+    assert seen["other way"] == pytest.approx(1.0 + 0.5)

@@ -12,7 +12,7 @@ from sim.scenario import read_scenario
 from sim.world import instance_count
 
 FOLDER = Path(__file__).parents[3] / "benchmarks" / "scenarios"
-FILES = sorted(FOLDER.glob("*.yaml"))
+FILES = sorted(FOLDER.rglob("*.yaml"))
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
@@ -20,7 +20,7 @@ def test_it_names_what_there_is(path: Path) -> None:
     scenario = read_scenario(path)
     assert scenario.description
     assert instance_count(find_model(scenario.model), find_cluster(scenario.cluster)) > 1
-    assert all(find_policy(name) for name in scenario.policies)
+    assert all(find_policy(word.split(":")[0]) for word in scenario.policies)
     assert scenario.trace is None or Path(scenario.trace).is_file()
     assert scenario.lengths is None or lengths_of(scenario.lengths)
 

@@ -6,6 +6,7 @@ import sys
 import pytest
 
 from ballast.common.errors import Overloaded
+from ballast.common.ids import RequestId
 from ballast.common.sampling import FinishReason, PriorityClass
 from services.dispatcher.core.dispatcher import Limits
 from services.dispatcher.core.events import (
@@ -255,6 +256,32 @@ def test_an_engine_error_is_tried_elsewhere_unless_the_request_is_at_fault() -> 
     assert [p.attempt for p in story.step("a", endings=[broken]).of(Place)] == [2]
     invalid = Ending(story.handle_of("bad"), FinishReason.ERROR, error="too long", invalid=True)
     assert story.step("a", endings=[invalid]).errors == {"bad": "InvalidRequest"}
+
+
+def outgrown(story: Story) -> Ending:
+    """Of request r, after 1,100 tokens of prompt and 30 of its answer."""
+    return Ending(story.handle_of("r"), FinishReason.ERROR, error="1130 tokens do not fit")
+
+
+def test_a_request_that_has_outgrown_its_worker_goes_on_at_a_larger_group() -> None:
+    story = Story("a", "b")
+    story.connect("a", load(block_count=128))
+    assert story.submit("r", prompt=1100).places == [("r", "a")]
+    story.step("a", {"r": [7] * 30}, report=load(block_count=128))
+    story.connect("b", load(block_count=128))
+    assert story.step("a", endings=[outgrown(story)], report=load(block_count=70)).places == [("r", "b")]
+    assert story.core.requests[RequestId("r")].output_token_ids == [7] * 30
+
+
+def test_a_request_that_has_outgrown_all_workers_ends_as_exhausted() -> None:
+    story = Story("a")
+    story.connect("a", load(block_count=128))
+    story.submit("r", prompt=1100)
+    story.step("a", {"r": [7] * 30}, report=load(block_count=128))
+    answer = story.step("a", endings=[outgrown(story)], report=load(block_count=70))
+    assert answer.errors == {"r": "Overloaded"}
+    [fail] = answer.of(Fail)
+    assert "after 30 tokens of the answer, 1130 tokens need more KV blocks than any worker has" in str(fail.error)
 
 
 def test_a_refused_request_waits_a_moment_and_is_no_replay() -> None:

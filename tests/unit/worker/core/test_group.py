@@ -135,7 +135,7 @@ def test_who_does_not_fit_into_the_smaller_group_even_alone_ends() -> None:
     leader.feed(CapacityChanged(leader.at_s, 4))
     ending = leader.heard(key)[2]
     assert ending is not None
-    assert (ending.finish_reason, ending.invalid) == (FinishReason.ERROR, True)
+    assert (ending.finish_reason, ending.invalid) == (FinishReason.ERROR, False)
 
 
 def test_who_needs_what_may_come_back_soon_waits_for_it() -> None:

@@ -130,6 +130,32 @@ def test_who_waits_in_vain_is_resumed_without_kv(how: str) -> None:
     assert leader.heard(key)[0] == [6]
 
 
+@pytest.mark.parametrize("travels", [False, True], ids=["with its KV", "its KV travels"])
+def test_a_request_that_is_ended_before_its_sequence_comes_leaves_no_orphan(travels: bool) -> None:
+    _, snapshots = handed_over()
+    leader = Leader(ordinal=2)
+    key = leader.submit("r", output=(5, 5), expects=True)
+    leader.feed(Aborted(leader.at_s, key))
+    leader.adopt(snapshots, travels=travels, last=True)
+    assert leader.core.orphan_count == 0
+    assert not leader.core.sequence_ids
+    if travels:
+        leader.feed(KvArrived(leader.at_s, snapshots[0].sequence_id))
+    assert reserved(leader) == 0
+    assert not leader.core.has_work
+    leader.core.check()
+
+
+def test_that_a_request_was_ended_is_remembered_for_a_time() -> None:
+    _, snapshots = handed_over()
+    leader = Leader(ordinal=2)
+    leader.feed(Aborted(leader.at_s, leader.submit("r", output=(5, 5), expects=True)))
+    leader.at_s += 10.0
+    leader.feed(Tick(leader.at_s))
+    leader.adopt(snapshots, last=True)
+    assert leader.core.orphan_count == 1
+
+
 def test_who_waits_in_vain_at_a_follower_is_refused() -> None:
     follower = Leader()
     follower.feed(RoleChanged(follower.at_s, leads=False))

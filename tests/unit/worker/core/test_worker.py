@@ -196,6 +196,7 @@ def test_a_request_that_outgrows_the_whole_cache_ends_as_an_error_and_harms_nobo
     made.run_to_end()
     assert "17 tokens do not fit into the KV cache" in ending(made, big).error
     assert ending(made, big).finish_reason is FinishReason.ERROR
+    assert not ending(made, big).invalid, "a larger group may hold it"
     assert len(made.received[big].token_ids) == 7
     assert ending(made, other).finish_reason is FinishReason.LENGTH
     made.assert_empty()

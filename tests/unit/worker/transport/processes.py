@@ -10,7 +10,8 @@ from typing import Any
 
 import psutil
 
-CONFIG: dict[str, Any] = {"keepalive_s": 0.2, "silence_timeout_s": 20.0}
+# A chunk may take long where nobody gets a processor; only silence is waited for.
+CONFIG: dict[str, Any] = {"keepalive_s": 0.2, "silence_timeout_s": 20.0, "send_timeout_s": 60.0}
 
 
 class PeerProcess:

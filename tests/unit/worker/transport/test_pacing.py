@@ -122,6 +122,14 @@ def test_bulk_does_not_take_the_wire_before_an_urgent_message_that_waits() -> No
     assert bulk(wire, 100, 11.1) == 12.1
 
 
+def test_where_nobody_is_urgent_bulk_takes_a_free_wire_although_a_message_waits() -> None:
+    wire = Wire(100.0, urgent_first=False)
+    wire.urgent_comes()
+    assert bulk(wire, 100, 10.0) == 11.0
+    assert wire.take(10, urgent=True, since_s=10.0, at_s=10.5) is None
+    assert wire.take(10, urgent=True, since_s=10.0, at_s=11.0) == 11.1
+
+
 def test_an_urgent_message_that_gives_up_lets_bulk_go() -> None:
     wire = Wire(100.0)
     wire.urgent_comes()

@@ -1,0 +1,57 @@
+"""Arrivals that a scenario describes, for those who have no trace: a rate with bursts, and gamma intervals.
+
+Intervals of mean one are drawn in operational time and mapped through the inverse of the rate's integral, so that
+bursts begin and end where they should and are as clumpy inside as outside. Lengths are drawn from a data set's fit.
+"""
+
+import itertools
+import random
+from collections.abc import Iterator
+
+from ballast.bench.lengths import lengths_of
+from ballast.bench.traces import Trace, TraceRequest
+from sim.scenario import Arrivals
+
+_LENGTHS = "burstgpt"  # where the scenario names none
+
+
+def generated(spec: Arrivals, lengths: str | None, seed: int) -> Trace:
+    """
+    Raises:
+        ConfigError: lengths that nobody knows.
+    """
+    rng, kind = random.Random(seed), lengths_of(lengths or _LENGTHS)
+    requests = tuple(TraceRequest(round(at_s, 6), *kind.draw(rng)) for at_s in _instants_s(spec, rng))
+    bursts = ", ".join(f"{b.factor:g} times from {b.at_s:g} s for {b.for_s:g} s" for b in spec.bursts) or "none"
+    source = f"generated: {spec.rate_per_s:g} requests/s, bursts: {bursts}; cv {spec.cv:g}, seed {seed}"
+    return Trace(source=source, format="generated", requests=requests, lengths=kind.source)
+
+
+def _instants_s(spec: Arrivals, rng: random.Random) -> Iterator[float]:
+    shape = 1.0 / spec.cv**2
+    operational = 0.0
+    pieces = _pieces(spec)
+    begin_s, end_s, rate = next(pieces)
+    done = 0.0  # of operational time, at the beginning of the piece
+    while True:
+        operational += rng.gammavariate(shape, 1.0 / shape)
+        while operational > done + (end_s - begin_s) * rate:
+            done += (end_s - begin_s) * rate
+            piece = next(pieces, None)
+            if piece is None:
+                return
+            begin_s, end_s, rate = piece
+        yield begin_s + (operational - done) / rate
+
+
+def _pieces(spec: Arrivals) -> Iterator[tuple[float, float, float]]:
+    """(begin, end, requests per second), without gaps."""
+    edges = {0.0, spec.span_s}
+    for burst in spec.bursts:
+        edges |= {burst.at_s, burst.at_s + burst.for_s}
+    for begin_s, end_s in itertools.pairwise(sorted(edge for edge in edges if edge <= spec.span_s)):
+        factor = 1.0
+        for burst in spec.bursts:
+            if burst.at_s <= begin_s < burst.at_s + burst.for_s:
+                factor *= burst.factor
+        yield begin_s, end_s, spec.rate_per_s * factor

@@ -1,0 +1,183 @@
+"""Everything that docs/evaluation.md shows: what is run, how long it takes, and the page's tables from the results.
+
+    python -m benchmarks.evaluation plan                              # how long each part takes
+    python -m benchmarks.evaluation run PART ... [--traces DIR]       # goes on where it was interrupted
+    python -m benchmarks.evaluation write                             # tables and figures into the page
+
+Results of the runs stay in --out (out/evaluation). `write` puts what is measured there between the marks of the page
+and the figures beside it, and leaves the parts that have not been run as they are. With --traces, a folder with the
+published slices, comparisons also replay a real spike; without it, only what is generated.
+"""
+
+import argparse
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ballast.bench.report import text_table
+from ballast.bench.results import BenchResult
+from ballast.bench.study import Study, WorkloadStudy, read_study
+from ballast.cli.main import main as ballast
+from ballast.common.errors import BallastError, ConfigError
+from ballast.model.tiny import make_preset
+from benchmarks.quoting import quote
+
+PAGE = Path("docs/evaluation.md")
+FIGURES = Path("docs/evaluation")
+SPIKE = "azure_code_spike640_a.csv"
+# So many requests in a run that P99 is not the slowest one, and so short ones that the machine keeps up with them.
+_SIZES = ("--mean-tokens", "60", "--sequences-each", "8", "--probe-s", "3", "--demand", "0.5")
+_RESTORES = "recompute,drop,drop:restore=off"
+
+
+@dataclass(frozen=True)
+class Part:
+    """Commands of `ballast bench overload`, each with a folder of its own in the part's."""
+
+    name: str
+    commands: dict[str, tuple[str, ...]]
+    shown: tuple[str, ...]  # kinds of figures that the page has
+
+
+def parts(traces: Path | None) -> list[Part]:
+    spike = [] if traces is None else [f"{traces / SPIKE}+burstgpt"]
+    two, four = ",".join(["burst", *spike]), "burst"
+    long = spike[0] if spike else "answers"  # which has one burst only
+    span = ("--span-s", "13", *_SIZES)
+    return [
+        Part(
+            "comparison",
+            {
+                "workers-2": ("--workers", "2", "--workloads", two, *span),
+                "workers-4": ("--workers", "4", "--workloads", four, *span),
+            },
+            ("latency", "time"),
+        ),
+        Part(
+            "ablation",
+            {"workers-2": ("--ablation", "--workloads", "burst", "--set", "worker.link_bytes_per_s=50000000", *span)},
+            ("ablation",),
+        ),
+        Part(
+            "sweep",
+            {
+                "workers-2": ("--sweep", "--workers", "2,4", "--workloads", "burst", "--repetitions", "1", *span),
+            },
+            (),
+        ),
+        Part(
+            "long",
+            {"workers-2": ("--policies", _RESTORES, "--workloads", long, "--span-s", "120", *_SIZES)},
+            ("run",),
+        ),
+        Part("extreme", {"workers-2": ("--workloads", "extreme:burst", *span)}, ("extreme",)),
+    ]
+
+
+def run_part(part: Part, out: Path, *, plan_only: bool) -> int:
+    model = out / "model"  # the same for all parts
+    if not plan_only and not model.exists():
+        make_preset("ballast", model)
+    how = ["--plan-only"] if plan_only else ["--model", str(model)]
+    for name, arguments in part.commands.items():
+        status = ballast(["bench", "overload", "--out", str(out / part.name / name), *arguments, *how])
+        if status:
+            return status
+    return 0
+
+
+def write(out: Path, page: Path, figures: Path, of: Sequence[Part]) -> list[str]:
+    """The parts that were written."""
+    written: list[str] = []
+    for part in of:
+        folders = sorted(path.parent for path in (out / part.name).rglob("plan.json"))
+        if not folders:
+            continue
+        texts = [_section(part, folder, out / part.name, figures, page) for folder in folders]
+        quote(page, part.name, "\n\n".join(texts))
+        written.append(part.name)
+    return written
+
+
+def _section(part: Part, folder: Path, root: Path, figures: Path, page: Path) -> str:
+    name = "-".join(folder.relative_to(root).parts)
+    study, drawn = read_study(folder), folder / "plot"
+    if status := ballast(["bench", "plot", "--results", str(folder), "--out", str(drawn)]):
+        raise ConfigError(str(folder), f"could not be drawn: status {status}")
+    figures.mkdir(parents=True, exist_ok=True)
+    lines = [text_table(study).strip(), "", _where(study)]
+    for workload in study.workloads:
+        for kind in part.shown:
+            source = drawn / f"{workload.name}-{kind}.png"
+            if source.exists():
+                target = figures / f"{part.name}-{name}-{source.name}"
+                shutil.copyfile(source, target)
+                lines += ["", f"![{workload.name}: {kind}]({os.path.relpath(target, page.parent)})"]
+    return "\n".join(lines)
+
+
+def _where(study: Study) -> str:
+    sample = study.workloads[0].sample
+    machine, model, cluster = sample.environment, sample.model, sample.config.cluster
+    settings = ", ".join(f"{name} {value}" for name, value in cluster.items() if "." in name)
+    loads = "; ".join(_load(workload) for workload in study.workloads)
+    return (
+        f"{study.files} runs on {machine.cpu}, {machine.core_count} cores, Python {machine.python}, commit"
+        f" {(machine.git_commit or 'unknown')[:7]}{' with changes' if machine.git_dirty else ''}. {cluster['workers']}"
+        f" workers; {model.architecture} of {model.parameter_count / 1e6:.1f} million parameters, {model.dtype};"
+        f" {settings}. {loads}."
+    )
+
+
+def _load(workload: WorkloadStudy) -> str:
+    trace = workload.sample.trace
+    return (
+        f"{workload.name}: {trace.request_count} requests over {trace.span_s:.0f} s, lengths {trace.lengths},"
+        f" x{trace.length_scale:g}, forecast KV demand {_forecast(workload.sample):.0%} of capacity"
+    )
+
+
+def _forecast(sample: BenchResult) -> float:
+    if sample.comparison is None:
+        raise ConfigError(sample.trace.source, "was not replayed by `bench overload`")
+    return sample.comparison.forecast_demand_fraction
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("plan", "run", "write"))
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"{', '.join(p.name for p in parts(None))} (all)")
+    parser.add_argument("--out", type=Path, default=Path("out/evaluation"))
+    parser.add_argument("--traces", type=Path, metavar="DIR", help=f"a folder with {SPIKE}")
+    parser.add_argument("--page", type=Path, default=PAGE)
+    parser.add_argument("--figures", type=Path, default=FIGURES)
+    given = parser.parse_args(arguments)
+    try:
+        chosen = _choose(parts(given.traces), given.parts)
+        if given.what == "write":
+            written = write(given.out, given.page, given.figures, chosen)
+            print(f"wrote {', '.join(written) or 'nothing: there are no results'} into {given.page}")
+            return 0
+        for part in chosen:
+            print(f"{part.name}:", flush=True)
+            if status := run_part(part, given.out, plan_only=given.what == "plan"):
+                return status
+    except BallastError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _choose(known: Sequence[Part], names: Sequence[str]) -> list[Part]:
+    if unknown := set(names) - {part.name for part in known}:
+        raise ConfigError(
+            "PART", f"unknown: {', '.join(sorted(unknown))}; there are {', '.join(p.name for p in known)}"
+        )
+    return [part for part in known if not names or part.name in names]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

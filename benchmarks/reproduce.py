@@ -1,0 +1,190 @@
+"""The evaluation of KunServe (EuroSys '26) in one command, by simulation: figures, results, and a table of figures.
+
+    python -m benchmarks.reproduce [--out out/reproduce] [--only longbench-14b,...] [--trace FILE]
+
+Runs the scenarios under benchmarks/scenarios/kunserve, one policy after the other, in as many processes as there are
+cores (`--processes`), and writes
+
+    runs/WORKLOAD/POLICY.json   results, in the schema of `ballast bench` (docs/results-schema.md)
+    figures                     2, 5, 12, 13, 16 and 17 as `ballast bench plot` draws them, and 14
+    table.md                    paper, simulated, ratio; under what load; what differs from the paper's machines
+
+`--compute-fraction` replaces the calibrated share of the GPU's peak (sim/catalogue/timings.yaml): a question, not a
+calibration. What a policy needs of processor time: one to three minutes.
+"""
+
+import argparse
+import hashlib
+import os
+import re
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import matplotlib as mpl
+from matplotlib.figure import Figure
+
+from ballast.bench.figures import draw_all
+from ballast.bench.report import files_of
+from ballast.bench.reproduction import lines_of, regime, table
+from ballast.bench.results import SLO_SCALES, BenchResult, ComparisonFacts, PolicyResult, write_result
+from ballast.bench.scenarios import job_of
+from ballast.bench.simulation import simulate, specs_of
+from ballast.bench.study import read_study
+from ballast.bench.style import RC
+from ballast.common.errors import BallastError, ConfigError
+from sim.scenario import Scenario, read_scenario
+
+SCENARIOS = Path(__file__).parent / "scenarios" / "kunserve"
+ABLATION = "ablation-14b"
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    workload: str
+    scenario: Scenario  # with one policy
+    word: str
+    position: int
+    compute_fraction: float | None
+
+
+def runs_of(names: Sequence[str], trace: str | None, compute_fraction: float | None) -> Iterator[Run]:
+    position = 0
+    for name in names:
+        scenario = read_scenario(SCENARIOS / f"{name}.yaml")
+        if trace is not None:
+            scenario = scenario.model_copy(update={"trace": trace})
+        for word in scenario.policies:
+            yield Run(name, scenario.model_copy(update={"policies": (word,)}), word, position, compute_fraction)
+            position += 1
+
+
+def carry_out(run: Run, out: Path) -> tuple[Path, float]:
+    """Writes the result. Returns its path and the processor time."""
+    began_s = time.process_time()
+    job = job_of(run.scenario)
+    if run.compute_fraction is not None:
+        job = replace(job, timings=job.timings.model_copy(update={"compute_fraction": run.compute_fraction}))
+    spec, _ = specs_of(job)[0]
+    result = simulate(job, time.time())
+    capacity = result.policies[spec.label].series.kv_capacity_bytes[0]
+    if spec.policy == "static-pipeline":  # what the cluster has before anything is dropped
+        capacity = _undropped(run)
+    facts = ComparisonFacts(
+        workload=run.workload,
+        policy=spec.label,
+        overload_policy=spec.policy,
+        knobs={name: value for name, value in spec.knobs.items() if name != "label"},
+        repetition=0,
+        position=run.position,
+        warmup_request_count=0,
+        undropped_kv_bytes=capacity,
+        forecast_demand_fraction=0.0,
+        plan_digest=hashlib.blake2b(run.workload.encode(), digest_size=8).hexdigest(),
+    )
+    path = out / "runs" / run.workload / f"{_file_name(spec.label)}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_result(path, result.model_copy(update={"comparison": facts}))
+    return path, time.process_time() - began_s
+
+
+def _undropped(run: Run) -> int:
+    plain = job_of(run.scenario.model_copy(update={"policies": ("recompute",), "limit": 1}))
+    return simulate(plain, 0.0).policies["recompute"].series.kv_capacity_bytes[0]
+
+
+def _file_name(label: str) -> str:
+    return re.sub(r"[^A-Za-z0-9.]+", "-", label)
+
+
+def gathered(out: Path) -> dict[str, BenchResult]:
+    """One result for each workload, with all policies, and SLOs in multiples of the best baseline's medians."""
+    study = read_study(out)
+    found: dict[str, BenchResult] = {}
+    for workload in study.workloads:
+        settings: dict[str, str | int | float | bool | None] = {}
+        policies: dict[str, PolicyResult] = {}
+        for contestant in workload.contestants:
+            settings |= contestant.runs[0].config.cluster
+            fractions = {scale: workload.violations(contestant, scale).middle for scale in SLO_SCALES}
+            policies[contestant.label] = contestant.first.model_copy(update={"slo_violation_fraction": fractions})
+        sample = workload.sample
+        config = sample.config.model_copy(update={"cluster": settings})
+        found[workload.name] = sample.model_copy(update={"policies": policies, "config": config})
+    return found
+
+
+def draw(out: Path, results: dict[str, BenchResult]) -> int:
+    study = read_study(out)
+    with mpl.rc_context(RC):
+        drawn = draw_all(study)
+        for one in drawn:
+            for form, data in files_of(one).items():
+                (out / f"{one.name}.{form}").write_bytes(data)
+        if ABLATION in results:
+            _draw_ablation(results[ABLATION]).savefig(out / "figure-14.png", dpi=150)
+    return len(drawn)
+
+
+def _draw_ablation(result: BenchResult) -> Figure:
+    """Figure 14: what each technique adds."""
+    figure = Figure(figsize=(11.0, 3.2), layout="constrained")
+    axes = figure.subplots(1, 3)
+    names = list(result.policies)
+    for axis, what, unit in ((axes[0], "ttft_s", 1.0), (axes[1], "tpot_s", 1e3)):
+        for number, percentile in enumerate(("p90", "p99", "p999")):
+            heights = [unit * (getattr(getattr(result.policies[n], what), percentile) or 0.0) for n in names]
+            bars = axis.bar([i + 0.27 * number for i in range(len(names))], heights, 0.25, label=percentile.upper())
+            axis.bar_label(bars, fmt="%.3g", fontsize=6)
+        axis.set_ylabel("TTFT (s)" if unit == 1.0 else "TPOT (ms)")
+        axis.set_xticks([i + 0.27 for i in range(len(names))], names, fontsize=7, rotation=12)
+    axes[0].legend()
+    shares = [100.0 * (result.policies[n].bubble_fraction or 0.0) for n in names]
+    axes[2].bar_label(axes[2].bar(range(len(names)), shares, 0.6), fmt="%.1f")
+    axes[2].set_xticks(range(len(names)), names, fontsize=7, rotation=12)
+    axes[2].set_ylabel("bubbles in pipelines (%)")
+    return figure
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("out/reproduce"))
+    parser.add_argument("--only", metavar="NAMES", help=f"of {', '.join(_known())}")
+    parser.add_argument("--trace", metavar="FILE", help="arrivals instead of the drawn ones; lengths stay")
+    parser.add_argument("--compute-fraction", type=float, metavar="X", help="of the GPU's peak (0.45)")
+    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
+    args = parser.parse_args()
+    try:
+        return _reproduce(args)
+    except BallastError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+
+
+def _known() -> list[str]:
+    return sorted(path.stem for path in SCENARIOS.glob("*.yaml"))
+
+
+def _reproduce(args: argparse.Namespace) -> int:
+    names = args.only.split(",") if args.only else _known()
+    if unknown := sorted(set(names) - set(_known())):
+        raise ConfigError("--only", f"{', '.join(unknown)}: not known; there are {', '.join(_known())}")
+    runs = list(runs_of(names, args.trace, args.compute_fraction))
+    with ProcessPoolExecutor(args.processes) as pool:
+        futures = [pool.submit(carry_out, run, args.out) for run in runs]
+        for done, future in enumerate(as_completed(futures), 1):
+            path, seconds = future.result()
+            print(f"{done} of {len(runs)}: {path}, {seconds:.0f} s of processor time", flush=True)
+    results = gathered(args.out)
+    count = draw(args.out, results)
+    page = f"{table(lines_of(results))}\n\n{regime(results)}\n"
+    (args.out / "table.md").write_text(page)
+    print(f"\n{page}\nwrote {args.out / 'table.md'} and {count} figures")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

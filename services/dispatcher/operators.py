@@ -1,0 +1,54 @@
+"""PlannerService at a dispatcher's door: passed on to the active planner, so that operators need to reach nobody else.
+
+Whoever may talk to a dispatcher may ask for a drop or a restore, as for a drain (`InferenceService.DrainWorker`); the
+planner decides, and refuses what cannot be. Request ids are the caller's, so that a repetition means the same here.
+"""
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc.aio
+
+from ballast.rpc.deadline import remaining_s
+from ballastpb.planner.v1 import planner_pb2 as pb
+from ballastpb.planner.v1 import planner_pb2_grpc
+from services.dispatcher.peers import PlannerClient
+
+_TIMEOUT_S = 15.0  # of a caller without a deadline
+
+# Any: grpc.aio has no better type for the context's messages.
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class OperatorServicer(planner_pb2_grpc.PlannerServiceServicer):
+    def __init__(self, planner: PlannerClient) -> None:
+        self._planner = planner
+
+    async def ExplainPlan(self, request: pb.ExplainPlanRequest, context: Context) -> pb.ExplainPlanResponse:
+        return await self._planner.ask(lambda planner: planner.ExplainPlan(request, timeout=_left_s(context)))
+
+    async def Drop(self, request: pb.DropRequest, context: Context) -> pb.DropResponse:
+        return await self._planner.ask(lambda planner: planner.Drop(request, timeout=_left_s(context)))
+
+    async def Restore(self, request: pb.RestoreRequest, context: Context) -> pb.RestoreResponse:
+        return await self._planner.ask(lambda planner: planner.Restore(request, timeout=_left_s(context)))
+
+    async def ListTransitions(self, request: pb.ListTransitionsRequest, context: Context) -> pb.ListTransitionsResponse:
+        return await self._planner.ask(lambda planner: planner.ListTransitions(request, timeout=_left_s(context)))
+
+    async def DrainWorker(self, request: pb.DrainWorkerRequest, context: Context) -> pb.DrainWorkerResponse:
+        return await self._planner.ask(lambda planner: planner.DrainWorker(request, timeout=_left_s(context)))
+
+    async def GetLayout(self, request: pb.GetLayoutRequest, context: Context) -> pb.GetLayoutResponse:
+        return await self._planner.ask(lambda planner: planner.GetLayout(request, timeout=_left_s(context)))
+
+    async def WatchLayout(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, request: pb.WatchLayoutRequest, context: Context
+    ) -> AsyncIterator[pb.WatchLayoutResponse]:
+        async for response in self._planner.watch_layout(request):
+            yield response
+
+
+def _left_s(context: Context) -> float:
+    left_s = remaining_s(context)
+    return _TIMEOUT_S if left_s is None else min(left_s, _TIMEOUT_S)

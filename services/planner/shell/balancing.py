@@ -1,0 +1,72 @@
+"""Has running requests moved from instance to instance, again and again; nothing is remembered from round to round.
+
+What an order comes to is the two workers' business: if the planner dies, or another follows it, they finish or give up
+what they have begun, and the next round starts from what instances report then.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+
+from ballast.common.errors import BallastError
+from ballast.common.ids import WorkerId
+from ballast.common.layout import Layout
+from ballast.common.load import LoadReport
+from ballast.service.logs import get_logger
+from services.planner.policy.migrate import MigrationRules, Move, migrations
+from services.planner.shell.ports import Counting, MembersPort
+
+_INTERVAL_S = 0.25
+_WITHIN_S = 2 * _INTERVAL_S  # an order's time: the next one takes its place before
+_TIMEOUT_S = 2.0
+
+
+class Balancing:
+    def __init__(
+        self,
+        members: MembersPort,
+        rules: MigrationRules,
+        counting: Counting,
+        *,
+        at_rest: Callable[[], Layout | None],
+        loads: Callable[[], Awaitable[Mapping[WorkerId, LoadReport]]],
+        next_cause: Callable[[str], str],
+    ) -> None:
+        """`at_rest`: the layout; None while it is about to change or another planner leads."""
+        self._members = members
+        self._rules = rules
+        self._counting = counting
+        self._at_rest = at_rest
+        self._loads = loads
+        self._next_cause = next_cause
+
+    async def run(self) -> None:
+        while True:
+            await asyncio.sleep(_INTERVAL_S)
+            layout = self._at_rest()
+            if layout is not None and self._is_wanted(layout):
+                await self._round(layout)
+
+    def _is_wanted(self, layout: Layout) -> bool:
+        alone = [group.leader for group in layout.groups if len(group.members) == 1]
+        return len(alone) > 1 and (self._rules.balances or any(member.draining for member in alone))
+
+    async def _round(self, layout: Layout) -> None:
+        try:
+            loads = await self._loads()
+        except BallastError as error:
+            get_logger().debug("nothing is migrated: loads are not known", why=str(error))
+            return
+        if self._at_rest() == layout:
+            moves = migrations(layout, loads, self._rules)
+            await asyncio.gather(*(self._order(layout, move) for move in moves))
+
+    async def _order(self, layout: Layout, move: Move) -> None:
+        cause_id = self._next_cause("migrate")
+        names = {"source": move.source.worker_id, "target": move.target.worker_id, "cause_id": cause_id}
+        try:
+            await self._members.migrate(layout.epoch, move, _WITHIN_S, cause_id, _TIMEOUT_S)
+        except BallastError as error:
+            get_logger().info("migrations not ordered", why=str(error), **names)
+        else:
+            self._counting.migrations_ordered()
+            get_logger().debug("migrations ordered", blocks=move.block_budget, **names)

@@ -1,0 +1,33 @@
+"""What breaks during a simulation, and when."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from ballast.common.errors import ConfigError
+
+
+class FaultKind(StrEnum):
+    CRASH = "crash"  # the worker's process ends, and does not come back
+    SLOW = "slow"  # it takes `factor` times as long for everything that it executes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    at_s: float  # of the trace's time
+    kind: FaultKind
+    worker: int  # its number, from 0
+    duration_s: float | None = None  # of SLOW; None: until the end
+    factor: float = 1.0  # of SLOW
+
+    def check(self, worker_count: int) -> None:
+        """
+        Raises:
+            ConfigError: there is no such worker, or the times make no sense.
+        """
+        where = f"faults: {self.kind.value} at {self.at_s} s"
+        if not 0 <= self.worker < worker_count:
+            raise ConfigError(where, f"worker {self.worker} is not there; there are 0 to {worker_count - 1}")
+        if self.at_s < 0.0 or (self.duration_s is not None and self.duration_s <= 0.0):
+            raise ConfigError(where, "instants and durations must be above 0")
+        if self.kind is FaultKind.SLOW and self.factor <= 0.0:
+            raise ConfigError(where, f"factor must be above 0, got {self.factor}")

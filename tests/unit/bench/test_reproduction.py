@@ -1,0 +1,92 @@
+"""What the table of a reproduction says about figures."""
+
+import pytest
+
+from ballast.bench.reproduction import CLAIMS, Claim, Line, table
+from ballast.bench.simulation import SimJob, specs_of
+from ballast.bench.traces import Trace
+from ballast.common.errors import ConfigError
+from sim.hardware import find_cluster, find_model
+
+
+def line(value: float | None, low: float = 10.0, high: float = 20.0) -> Line:
+    return Line(Claim("13", "gain", "somewhere", low, high, "x", lambda _: value), value)
+
+
+@pytest.mark.parametrize(
+    ("value", "ratio", "within"),
+    [
+        (15.0, 1.0, True),
+        (8.0, 0.8, True),
+        (5.0, 0.5, False),
+        (28.0, 1.4, True),
+        (40.0, 2.0, False),
+        (-3.0, -0.3, False),
+    ],
+)
+def test_the_ratio_is_to_the_nearest_end_of_what_the_paper_says(value: float, ratio: float, within: bool) -> None:
+    assert line(value).ratio == pytest.approx(ratio)
+    assert line(value).within is within
+
+
+def test_what_was_not_measured_is_no_figure() -> None:
+    assert line(None).ratio is None
+    assert not line(None).within
+    assert table([line(None), line(8.0)]).splitlines()[2:] == [
+        "| 13 | gain | somewhere | 10.0 to 20.0 x | - | - | no |",
+        "| 13 | gain | somewhere | 10.0 to 20.0 x | 8.0 x | 0.80 | yes |",
+    ]
+
+
+def test_the_papers_figures_are_all_asked_for() -> None:
+    assert {claim.figure for claim in CLAIMS} == {"2", "12", "13", "14", "16", "17"}
+
+
+def job(*policies: str) -> SimJob:
+    trace = Trace(source="none", format="none", requests=())
+    return SimJob(trace=trace, model=find_model("Llama-2-7B"), cluster=find_cluster("2xA800"), policies=policies)
+
+
+def test_knobs_of_policies_change_the_rules() -> None:
+    found = {
+        spec.label: rules
+        for spec, rules in specs_of(
+            job(
+                "static-pipeline:degree=4",
+                "static-pipeline:microbatching=lookahead",
+                "swap:swap-space=2GiB",
+                "drop:restore=off:transfers=naive",
+                "drop:label=ours",
+            )
+        )
+    }
+    assert found["static-pipeline:degree=4"].planner.transitions.pipeline_degree == 4
+    assert not found["static-pipeline:degree=4"].worker.lookahead
+    assert found["static-pipeline:microbatching=lookahead"].worker.lookahead
+    assert found["swap:swap-space=2GiB"].worker.swap_space_bytes == 2 << 30
+    stays = found["drop:restore=off:transfers=naive"]
+    assert not stays.planner.transitions.restores
+    assert not stays.coordinated
+    assert found["ours"].planner.transitions.restores
+    assert found["ours"].coordinated
+
+
+@pytest.mark.parametrize(
+    ("word", "told"),
+    [
+        ("drop:restore=perhaps", "restore is on or off"),
+        ("drop:transfers=fast", "transfers is coordinated or naive"),
+        ("recompute:watermark=much", "watermark must be a number"),
+        ("swap:swap-space=lots", "swap-space must be a number of bytes"),
+        ("recompute:degree=2", "has no knob 'degree'"),
+        ("migrate", "known are"),
+    ],
+)
+def test_knobs_that_make_no_sense_are_told(word: str, told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        specs_of(job(word))
+
+
+def test_a_policy_is_named_once() -> None:
+    with pytest.raises(ConfigError, match="named twice"):
+        specs_of(job("drop", "drop"))

@@ -1,0 +1,27 @@
+"""Bubbles of a run, from what the workers' stages say before and after it."""
+
+import pytest
+
+from ballast.bench.stages import bubble_fraction
+
+
+def test_only_what_was_added_counts() -> None:
+    before = {"w0": (10.0, 90.0), "w1": (5.0, 0.0)}
+    after = {"w0": (16.0, 91.0), "w1": (7.0, 1.0)}
+    assert bubble_fraction(before, after) == pytest.approx(2 / 10)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (None, {"w0": (1.0, 0.0)}),
+        ({"w0": (1.0, 0.0)}, None),
+        ({"w0": (1.0, 0.0)}, {"w1": (2.0, 0.0)}),  # another worker
+        ({"w0": (1.0, 0.5)}, {"w0": (1.0, 0.5)}),  # nothing was done
+        ({"w0": (1.0, 0.5)}, {"w0": (2.0, 0.1)}),  # it has begun anew
+    ],
+)
+def test_what_cannot_be_compared_is_not_known(
+    before: dict[str, tuple[float, float]] | None, after: dict[str, tuple[float, float]] | None
+) -> None:
+    assert bubble_fraction(before, after) is None

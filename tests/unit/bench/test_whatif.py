@@ -1,0 +1,91 @@
+"""Sweeps, and the search for the fewest GPUs."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from ballast.bench.whatif import Slo, find_gpus, in_words, parse_sweep, sweep
+from ballast.cli.main import main
+from ballast.common.errors import ConfigError
+from sim.scenario import make_scenario
+
+SCENARIO = make_scenario(
+    {
+        "description": "",
+        "model": "Llama-2-13B",
+        "cluster": "2xA100-40G",
+        "policies": ["recompute", "drop"],
+        "lengths": "burstgpt",
+        "arrivals": {"span_s": 25, "rate_per_s": 1, "bursts": [{"at_s": 5, "for_s": 8, "factor": 6}]},
+    },
+    "test",
+)
+GOAL = Slo(ttft_s=2.0, share=0.95)
+
+
+def test_the_fewest_gpus_keep_the_slo_and_one_less_does_not() -> None:
+    sizings = {sizing.policy: sizing for sizing in find_gpus(SCENARIO, GOAL, 8)}
+    for sizing in sizings.values():
+        shares = {point.gpu_count: point.met_share or 0.0 for point in sizing.points}
+        assert sizing.gpu_count is not None
+        assert sizing.gpu_count > 1
+        assert shares[sizing.gpu_count] >= GOAL.share > shares[sizing.gpu_count - 1]
+    assert (sizings["drop"].gpu_count or 0) <= (sizings["recompute"].gpu_count or 0)
+    told = in_words([*sizings.values()], GOAL, SCENARIO, 8)
+    assert f"With recompute {sizings['recompute'].gpu_count} A100-40G keep it" in told
+    assert "Dropping parameters saves" in told
+
+
+def test_what_cannot_be_reached_is_told() -> None:
+    strict = replace(GOAL, ttft_s=0.01)
+    (sizing,) = find_gpus(SCENARIO.model_copy(update={"policies": ("recompute",)}), strict, 2)
+    assert sizing.gpu_count is None
+    assert "With recompute 2 A100-40G are not enough: 0.0% meet it there." in in_words([sizing], strict, SCENARIO, 2)
+
+
+def test_a_sweep_changes_one_thing() -> None:
+    rates = sweep(SCENARIO.model_copy(update={"policies": ("recompute",)}), "rate", (0.5, 2.0), GOAL)
+    assert [point.condition for point in rates] == ["rate 0.5", "rate 2"]
+    assert (rates[0].ttft_p99_s or 0.0) < (rates[1].ttft_p99_s or 0.0)
+    assert (rates[0].met_share or 0.0) > (rates[1].met_share or 0.0)
+    sizes = sweep(SCENARIO.model_copy(update={"policies": ("recompute",)}), "gpus", (1, 3), None)
+    assert [(point.gpu_count, point.met_share) for point in sizes] == [(1, None), (3, None)]
+    assert (sizes[0].ttft_p99_s or 0.0) > (sizes[1].ttft_p99_s or 0.0)
+
+
+def test_a_slower_network_makes_a_drop_slower_and_no_other_policy() -> None:
+    apart = SCENARIO.model_copy(update={"cluster": "2x1xA100-40G"})  # within a server KV takes another way
+    points = sweep(apart, "network", (10.0, 200.0), None)
+    plain = [point.ttft_p99_s for point in points if point.policy == "recompute"]
+    drop = [point.ttft_p99_s or 0.0 for point in points if point.policy == "drop"]
+    assert plain[0] == plain[1]
+    assert drop[0] > drop[1]
+
+
+def test_one_run_serves_for_every_slo() -> None:
+    points = sweep(SCENARIO.model_copy(update={"policies": ("recompute",)}), "slo", (0.5, 5.0, 500.0), None)
+    shares = [point.met_share or 0.0 for point in points]
+    assert shares == sorted(shares)
+    assert shares[-1] == 1.0
+    assert len({point.ttft_p99_s for point in points}) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [("speed=1", "NAME=VALUE"), ("rate=1,x", "must be numbers"), ("rate=0", "above 0"), ("rate", "NAME=VALUE")],
+)
+def test_a_sweep_that_makes_no_sense_is_told(text: str, told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        parse_sweep(text)
+
+
+def test_a_question_without_a_goal_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace = tmp_path / "trace.csv"
+    trace.write_text("arrival_s,input_tokens,output_tokens\n0.0,100,5\n0.5,200,5\n")
+    flags = ["sim", "--trace", str(trace), "--model", "llama-2-7b", "--cluster", "1xA800"]
+    assert main([*flags, "--find-gpus"]) != 0
+    assert "how long may a first token take" in capsys.readouterr().err
+    assert main([*flags, "--find-gpus", "--slo-ttft-s", "3", "--policy", "recompute", "--max-gpus", "2"]) == 0
+    told = " ".join(capsys.readouterr().out.split())
+    assert "With recompute 1 A800-80G keep it" in told

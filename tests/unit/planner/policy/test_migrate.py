@@ -1,0 +1,74 @@
+"""Who gives running requests to whom."""
+
+from dataclasses import replace
+
+from ballast.common.ids import Epoch, GroupId, Incarnation, WorkerId
+from ballast.common.layout import Group, Layout, Member
+from ballast.common.load import LoadReport
+from services.planner.policy.migrate import MigrationRules, migrations
+from tests.support.reporting_worker import load_report
+
+RULES = MigrationRules(balances=True, below_tokens=32, above_tokens=96)
+DRAINS_ONLY = replace(RULES, balances=False)
+
+
+def load(used: int, running: int = 4, *, waiting: int = 0, draining: bool = False) -> LoadReport:
+    """Of 100 blocks of 16 tokens."""
+    return replace(
+        load_report(100),
+        block_count=100,
+        block_tokens=16,
+        used_block_count=used,
+        running_count=running,
+        waiting_count=bool(waiting),
+        waiting_block_count=waiting,
+        max_running_count=64,
+        draining=draining,
+    )
+
+
+def moves(loads: dict[str, LoadReport], rules: MigrationRules = RULES) -> list[tuple[str, str, int]]:
+    members = [Member(WorkerId(w), Incarnation(1), f"{w}:1", 0, 4, loads[w].draining, f"{w}:2") for w in loads]
+    layout = Layout(Epoch(3), 4, tuple(Group(GroupId(m.worker_id), (m,)) for m in members), "test")
+    found = migrations(layout, {WorkerId(w): one for w, one in loads.items()}, rules)
+    return [(m.source.worker_id, m.target.worker_id, m.block_budget) for m in found]
+
+
+def test_the_least_free_gives_to_the_freest_until_both_are_even() -> None:
+    # 16, 400 and 120 tokens for each request.
+    assert moves({"w1": load(96), "w2": load(0), "w3": load(70)}) == [("w1", "w2", 48)]
+    assert moves({"w1": load(96), "w2": load(40), "w3": load(97), "w4": load(20)}) == [
+        ("w3", "w4", 38),
+        ("w1", "w2", 28),
+    ]
+
+
+def test_nothing_moves_between_instances_that_are_alike() -> None:
+    assert moves({"w1": load(80), "w2": load(81)}) == []
+    assert moves({"w1": load(97), "w2": load(98)}) == []
+
+
+def test_a_request_that_waits_for_memory_in_pieces_makes_its_instance_look_full() -> None:
+    """Twenty blocks are free on each, and one request wants thirty."""
+    assert moves({"w1": load(80, waiting=30), "w2": load(50, running=2)}) == [("w1", "w2", 30)]
+    assert moves({"w1": load(80), "w2": load(50, running=2)}) == []
+
+
+def test_a_single_request_gains_nothing_by_moving() -> None:
+    assert moves({"w1": load(99, running=1), "w2": load(0, running=0)}) == []
+    assert moves({"w1": load(99, running=1, waiting=10), "w2": load(0, running=0)}) == [("w1", "w2", 54)]
+
+
+def test_who_drains_gives_everything_away_and_takes_nothing() -> None:
+    drained = {"w1": load(10, draining=True), "w2": load(40), "w3": load(60, running=2)}
+    assert moves(drained, DRAINS_ONLY) == [("w1", "w3", 40)]
+    assert moves({"w1": load(97), "w2": load(0, running=0, draining=True)}) == []
+
+
+def test_without_the_policy_only_drains_move_requests() -> None:
+    assert moves({"w1": load(96), "w2": load(0)}, DRAINS_ONLY) == []
+
+
+def test_who_runs_as_many_as_it_may_takes_nothing() -> None:
+    full = replace(load(0, running=8), max_running_count=8)
+    assert moves({"w1": load(96), "w2": full}) == []

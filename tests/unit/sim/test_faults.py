@@ -1,0 +1,44 @@
+"""What breaks in a simulation, and that everybody is served all the same."""
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+
+from ballast.common.errors import ConfigError
+from sim.clients import Arrival
+from sim.faults import Fault, FaultKind
+from sim.results import Outcome
+from sim.world import World
+from tests.support.simulated import burst, options
+
+
+def test_requests_of_a_worker_that_crashes_go_on_elsewhere() -> None:
+    crash = Fault(at_s=3.0, kind=FaultKind.CRASH, worker=1)
+    made = replace(options("recompute", cluster="3xA100-40G"), faults=(crash,))
+    world = World(made, burst(burst_per_s=4.0))
+    run = world.run()
+    assert [record.outcome for record in run.records] == [Outcome.FINISHED] * len(run.records)
+    assert sum(node.core.replay_count for node in world.dispatchers) > 0
+    assert sum(run.samples[-1].group_sizes) == 2
+
+
+def test_a_crash_repeats_exactly() -> None:
+    made = replace(options("recompute", check_every=0), faults=(Fault(at_s=3.0, kind=FaultKind.CRASH, worker=0),))
+    hashes = {World(made, burst(burst_per_s=2.0)).run().trace_hash for _ in range(2)}
+    assert len(hashes) == 1
+
+
+def test_a_slow_worker_is_slow_for_as_long_as_it_is_said() -> None:
+    slow = Fault(at_s=0.0, kind=FaultKind.SLOW, worker=0, factor=5.0, duration_s=2.0)
+    lone = World(replace(options(cluster="1xA100-40G"), faults=(slow,)), [Arrival(0.1, 300, 60)]).run().records[0]
+    gaps_s = [b - a for a, b in pairwise(lone.token_times_s)]
+    assert gaps_s[0] == pytest.approx(5 * gaps_s[-1], rel=0.1)
+    assert lone.token_times_s[-1] > 2.0
+
+
+def test_faults_that_cannot_be_are_told() -> None:
+    with pytest.raises(ConfigError, match="worker 7 is not there; there are 0 to 1"):
+        World(replace(options(), faults=(Fault(at_s=1.0, kind=FaultKind.CRASH, worker=7),)), [])
+    with pytest.raises(ConfigError, match="factor must be above 0"):
+        World(replace(options(), faults=(Fault(at_s=1.0, kind=FaultKind.SLOW, worker=0, factor=0.0),)), [])
