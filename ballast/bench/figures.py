@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+_WIDE = 10.0  # inches: letters of 10 points are still 7 on a page of paper
 _WINDOWS = 40  # of a figure over time
 _PERCENTILES = (("P50", "p50"), ("P99", "p99"), ("P99.9", "p999"))
 ABLATION_PERCENTILES = (("P50", "p50"), ("P90", "p90"), ("P99", "p99"), ("P99.9", "p999"))
@@ -194,7 +195,7 @@ def _pipeline_degrees(workload: WorkloadStudy) -> Drawn:
 
 
 def _over_time(workload: WorkloadStudy, look: dict[str, Style]) -> Drawn:
-    figure, grid = _new(1, 3, 13.0, 3.6, sharex=False)
+    figure, grid = _new(1, 3, _WIDE, 3.2, sharex=False)
     memory, ttft, throughput = grid[0]
     shown = next((c for c in workload.contestants if c.is_ours), workload.contestants[0])
     _memory(memory, shown)
@@ -263,7 +264,7 @@ def _token_rate(result: PolicyResult, edges: np.ndarray) -> np.ndarray:
 
 
 def _latencies(workload: WorkloadStudy, look: dict[str, Style]) -> Drawn:
-    figure, grid = _new(1, 3, 13.0, 3.8, sharex=False)
+    figure, grid = _new(1, 3, _WIDE, 3.4, sharex=False)
     for axis, what in zip(grid[0], _LATENCIES, strict=False):
         _bars(axis, workload.contestants, what, look)
         what.scale(axis)
@@ -324,7 +325,7 @@ def ablation_steps(workload: WorkloadStudy) -> list[Contestant]:
 
 
 def _ablation(workload: WorkloadStudy, steps: list[Contestant], look: dict[str, Style]) -> Drawn:
-    figure, grid = _new(1, 3, 13.0, 3.8, sharex=False)
+    figure, grid = _new(1, 3, _WIDE, 3.4, sharex=False)
     for axis, what in zip(grid[0], _LATENCIES, strict=False):
         _bars(axis, steps, what, look, ABLATION_PERCENTILES)
         what.scale(axis)
@@ -334,7 +335,7 @@ def _ablation(workload: WorkloadStudy, steps: list[Contestant], look: dict[str, 
         if spread.middle is not None and spread.low is not None and spread.high is not None:
             around = [[100 * (spread.middle - spread.low)], [100 * (spread.high - spread.middle)]]
             bubbles.bar(index, 100 * spread.middle, 0.6, yerr=around, color=look[c.label].colour, error_kw=_WHISKERS)
-    bubbles.set_xticks(range(len(steps)), [c.label.replace(" exchange", "\nexchange") for c in steps])
+    bubbles.set_xticks(range(len(steps)), [c.label.replace(" exchange", "\nexchange") for c in steps], fontsize=8)
     bubbles.grid(visible=False, axis="x")
     bubbles.set_ylabel("idle though there was work (%)")
     _legend_above(figure, grid[0][0])
@@ -356,7 +357,7 @@ def _long_run(workload: WorkloadStudy, look: dict[str, Style]) -> Drawn:
     rivals = [c for c in workload.contestants if not c.is_ours and c.spread(_summary("ttft_s", "p99")).middle]
     best = sorted(rivals, key=lambda c: c.spread(_summary("ttft_s", "p99")).middle or 0.0)[:1]
     shown = [*best, *ours]
-    figure, grid = _new(len(shown), 2, 13.0, 0.6 + 2.0 * len(shown), sharex=True)
+    figure, grid = _new(len(shown), 2, _WIDE, 0.6 + 2.0 * len(shown), sharex=True)
     edges = np.linspace(0, _end_s(workload), 2 * _WINDOWS + 1)
     lowest, highest = _ttft_range(workload)
     for row, c in zip(grid, shown, strict=True):

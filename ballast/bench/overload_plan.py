@@ -18,6 +18,7 @@ QUICK_SETTINGS = {
 RUN_OVERHEAD_S = 10.0  # start, warm-up and end of a cluster
 _TAIL_SHARE = 0.25  # of the span: from the last arrival to the last answer
 _PROBE_SHARE = 2.8  # two probes, each with its time to get going
+_OVERFLOW = 1.05  # of the capacity: a peak below it tells no policy from another
 _SHORTEST_SPAN_S = 10.0  # of a workload: below it there is hardly a burst
 
 
@@ -129,11 +130,13 @@ def span_within(tables: Sequence[Timetable], minutes_given: float) -> float:
 
 
 def describe_plan(name: str, plan: WorkloadPlan) -> str:
+    calm = plan.forecast_peak_fraction < _OVERFLOW
+    hint = "; NOTHING WILL OVERFLOW: give --demand more, or --span-s" if calm else ""
     return (
         f"{name}: {plan.request_count} requests over {plan.span_s:.0f} s (rate x{plan.rate_factor:g}, length"
         f" x{plan.length_scale:g}); {plan.few_tokens_per_s:,.0f} to {plan.full_tokens_per_s:,.0f} output tokens/s;"
         f" KV demand {plan.forecast_demand_fraction:.0%} of capacity on average,"
-        f" {plan.forecast_peak_fraction:.0%} at the peak, if nobody waited"
+        f" {plan.forecast_peak_fraction:.0%} at the peak, if nobody waited{hint}"
     )
 
 

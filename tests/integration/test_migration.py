@@ -8,8 +8,10 @@ import pytest
 
 from ballast.common.sampling import SamplingParams
 from ballast.model.tiny import make_tiny
+from services.worker.core.plan import Kind
+from services.worker.transport.config import TransportConfig
 from tests.support.exactness import History, Tally, make_wishes, undisturbed
-from tests.support.group import Cluster, Sizes, running_group
+from tests.support.group import Answer, Cluster, Sizes, layout, running_group
 from tests.support.shells import until
 
 HISTORIES = int(os.environ.get("BALLAST_MIGRATION_HISTORIES", "6"))
@@ -69,5 +71,87 @@ def test_requests_go_on_at_the_target_without_computing_anything_anew(model_dir:
                 await cluster.dispatcher.cancel(answer)
                 await cluster.dispatcher.end(answer)
             await cluster.quiet()
+
+    asyncio.run(story())
+
+
+async def _at_w0(cluster: Cluster, prompts: list[list[int]]) -> list[Answer]:
+    answers = [await cluster.dispatcher.submit("w0", prompt, LONG) for prompt in prompts]
+    await until(lambda: all(len(answer.token_ids) >= 4 for answer in answers))
+    return answers
+
+
+async def _end(cluster: Cluster, answers: list[Answer]) -> None:
+    for answer in answers:
+        await cluster.dispatcher.cancel(answer)
+        await cluster.dispatcher.end(answer)
+    await cluster.quiet()
+
+
+def test_a_target_that_is_full_refuses_before_anything_moves(model_dir: Path) -> None:
+    async def story() -> None:
+        busy = Sizes(memory_bytes=12 << 20, max_running_count=1)
+        async with running_group(model_dir, NAMES, Sizes(memory_bytes=12 << 20), w1=busy) as cluster:
+            answers = await _at_w0(cluster, PROMPTS[:1])
+            totals = cluster.workers["w0"].member.published.migrations
+            others = [await cluster.dispatcher.submit("w1", PROMPTS[1], LONG)]
+            await until(lambda: bool(others[0].token_ids))
+            cluster.migrate("w0", "w1", within_s=20.0)
+            await until(lambda: totals.not_moved > 0)
+            assert (totals.moved, len(cluster.workers["w1"].member._migrations._arrivals)) == (0, 0)
+            count = len(answers[0].token_ids)
+            await until(lambda: len(answers[0].token_ids) > count)
+            assert answers[0].attempts == 1
+            await _end(cluster, answers + others)
+
+    asyncio.run(story())
+
+
+def test_what_was_withdrawn_on_its_way_is_free_on_both_sides(model_dir: Path) -> None:
+    async def story() -> None:
+        slow = Sizes(memory_bytes=12 << 20, transport=TransportConfig(rate_bytes_per_s=100e3))
+        async with running_group(model_dir, NAMES, slow) as cluster:
+            answers = await _at_w0(cluster, PROMPTS[:3])
+            cluster.migrate("w0", "w1", within_s=20.0)
+            await until(lambda: cluster.workers["w1"].book.used_count > 0)
+            assert _moved(cluster) == 0
+            await _end(cluster, answers)
+            assert _moved(cluster) == 0
+
+    asyncio.run(story())
+
+
+def test_a_link_that_breaks_leaves_requests_where_they_are(model_dir: Path) -> None:
+    async def story() -> None:
+        slow = Sizes(memory_bytes=12 << 20, transport=TransportConfig(rate_bytes_per_s=100e3))
+        async with running_group(model_dir, NAMES, slow) as cluster:
+            answers = await _at_w0(cluster, PROMPTS[:3])
+            cluster.migrate("w0", "w1", within_s=20.0)
+            await until(lambda: cluster.workers["w1"].book.used_count > 0)
+            link = cluster.workers["w0"].membership.plane.link("w1", cluster.in_force.epoch)
+            assert link is not None
+            link.give_up("test")
+            await until(lambda: not cluster.workers["w1"].book.used_count)
+            counts = [len(answer.token_ids) for answer in answers]
+            await until(lambda: all(len(a.token_ids) > n for a, n in zip(answers, counts, strict=True)))
+            assert [answer.attempts for answer in answers] == [1, 1, 1]
+            await _end(cluster, answers)
+
+    asyncio.run(story())
+
+
+def test_a_change_of_the_layout_goes_before(model_dir: Path) -> None:
+    async def story() -> None:
+        slow = Sizes(memory_bytes=12 << 20, transport=TransportConfig(rate_bytes_per_s=300e3))
+        async with running_group(model_dir, NAMES, slow) as cluster:
+            answers = await _at_w0(cluster, PROMPTS[:3])
+            cluster.migrate("w0", "w1", within_s=20.0)
+            await until(lambda: cluster.workers["w1"].book.used_count > 0)
+            await cluster.change(Kind.DROP, layout(2, [[("w0", 0, 2), ("w1", 2, 4)]], LAYERS))
+            counts = [len(answer.token_ids) for answer in answers]
+            await until(lambda: all(len(a.token_ids) > n for a, n in zip(answers, counts, strict=True)))
+            cluster.migrate("w0", "w1")  # members of pipelines do not take part
+            await _end(cluster, answers)
+            assert not cluster.workers["w1"].member._migrations._arrivals.block_count
 
     asyncio.run(story())

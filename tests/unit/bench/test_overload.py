@@ -10,7 +10,16 @@ import pytest
 from rich.console import Console
 
 from ballast.bench.overload import Comparison, Run, describe_run, order_of
-from ballast.bench.overload_plan import Arguments, Timetable, arguments_of, setting_name, setting_variable, span_within
+from ballast.bench.overload_plan import (
+    Arguments,
+    Timetable,
+    WorkloadPlan,
+    arguments_of,
+    describe_plan,
+    setting_name,
+    setting_variable,
+    span_within,
+)
 from ballast.bench.policies import ABLATION, COMPARED, SWEEP, PolicySpec, parse_policies
 from ballast.bench.progress import ComparisonDisplay, minutes, open_console
 from ballast.bench.replay import Progress
@@ -148,6 +157,12 @@ PLAN = {
     "forecast_demand_fraction": 0.5,
     "forecast_peak_fraction": 1.0,
 }
+
+
+def test_a_plan_without_an_overload_says_so() -> None:
+    assert "OVERFLOW" in describe_plan("burst", WorkloadPlan.model_validate(PLAN))
+    steep = WorkloadPlan.model_validate({**PLAN, "forecast_peak_fraction": 1.3})
+    assert describe_plan("burst", steep).endswith("130% at the peak, if nobody waited")
 
 
 def test_a_comparison_goes_on_only_with_the_same_arguments_and_plan(tmp_path: Path) -> None:
