@@ -10,7 +10,7 @@ cores (`--processes`), and writes
     table.md                    paper, simulated, ratio; under what load; what differs from the paper's machines
 
 `--compute-fraction` replaces the calibrated share of the GPU's peak (sim/catalogue/timings.yaml): a question, not a
-calibration. What a policy needs of processor time: one to three minutes.
+calibration. A run takes 5 to 40 s of processor time.
 """
 
 import argparse
@@ -51,10 +51,12 @@ class Run:
     compute_fraction: float | None
 
 
-def runs_of(names: Sequence[str], trace: str | None, compute_fraction: float | None) -> Iterator[Run]:
+def runs_of(
+    names: Sequence[str], trace: str | None, compute_fraction: float | None, rate_scale: float
+) -> Iterator[Run]:
     position = 0
     for name in names:
-        scenario = read_scenario(SCENARIOS / f"{name}.yaml")
+        scenario = read_scenario(SCENARIOS / f"{name}.yaml").model_copy(update={"rate_scale": rate_scale})
         if trace is not None:
             scenario = scenario.model_copy(update={"trace": trace})
         for word in scenario.policies:
@@ -140,11 +142,11 @@ def _draw_ablation(result: BenchResult) -> Figure:
             bars = axis.bar([i + 0.27 * number for i in range(len(names))], heights, 0.25, label=percentile.upper())
             axis.bar_label(bars, fmt="%.3g", fontsize=6)
         axis.set_ylabel("TTFT (s)" if unit == 1.0 else "TPOT (ms)")
-        axis.set_xticks([i + 0.27 for i in range(len(names))], names, fontsize=7, rotation=12)
-    axes[0].legend()
+        axis.set_xticks([i + 0.27 for i in range(len(names))], names, fontsize=7, rotation=15, ha="right")
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=3)
     shares = [100.0 * (result.policies[n].bubble_fraction or 0.0) for n in names]
     axes[2].bar_label(axes[2].bar(range(len(names)), shares, 0.6), fmt="%.1f")
-    axes[2].set_xticks(range(len(names)), names, fontsize=7, rotation=12)
+    axes[2].set_xticks(range(len(names)), names, fontsize=7, rotation=15, ha="right")
     axes[2].set_ylabel("bubbles in pipelines (%)")
     return figure
 
@@ -155,6 +157,7 @@ def main() -> int:
     parser.add_argument("--only", metavar="NAMES", help=f"of {', '.join(_known())}")
     parser.add_argument("--trace", metavar="FILE", help="arrivals instead of the drawn ones; lengths stay")
     parser.add_argument("--compute-fraction", type=float, metavar="X", help="of the GPU's peak (0.45)")
+    parser.add_argument("--rate-scale", type=float, default=1.0, metavar="X", help="times as many requests")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     args = parser.parse_args()
     try:
@@ -172,7 +175,7 @@ def _reproduce(args: argparse.Namespace) -> int:
     names = args.only.split(",") if args.only else _known()
     if unknown := sorted(set(names) - set(_known())):
         raise ConfigError("--only", f"{', '.join(unknown)}: not known; there are {', '.join(_known())}")
-    runs = list(runs_of(names, args.trace, args.compute_fraction))
+    runs = list(runs_of(names, args.trace, args.compute_fraction, args.rate_scale))
     with ProcessPoolExecutor(args.processes) as pool:
         futures = [pool.submit(carry_out, run, args.out) for run in runs]
         for done, future in enumerate(as_completed(futures), 1):

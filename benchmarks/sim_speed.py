@@ -29,7 +29,7 @@ from sim.world import World, WorldOptions
 
 MODEL = "Qwen2.5-14B"
 SIZES = (8, 32, 125, 500, 1000)
-REQUESTS_PER_INSTANCE = 16
+REQUESTS_PER_INSTANCE = 8
 RATE_PER_S = 2.0  # of each instance: half of what it can do
 CALM_PER_S = 3057 / 640 / 8  # of the Azure conversations, spread over eight instances
 VIDUR = (103, 114)  # requests/s that vidur simulates, of 2,048 + 512 tokens, on a core like that of its measurement

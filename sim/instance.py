@@ -33,7 +33,7 @@ from sim.cost import ExecutionModel, Work
 from sim.member import GroupMember
 from sim.network import Network
 
-_LOAD_INTERVAL_S = 0.02  # a stream without news of its own still hears of the load so often
+_LOAD_INTERVAL_S = 0.02  # times the streams: so often one without news of its own still hears of the load
 _MAX_FRUITLESS = 4
 _BATCH_BYTES = 64  # of a message, for each sequence
 _NO_TEXTS: dict[int, tuple[str, ...]] = {}
@@ -418,8 +418,8 @@ class Instance:
                     stream.listener.hear(Output(command, report, stream.seen_handle))
             elif isinstance(command, StreamsLost):
                 raise InvariantViolation(f"{self.worker_id} loses its group; losses are not simulated yet")
-        quiet = report.running_count == 0
+        quiet, interval_s = report.running_count == 0, _LOAD_INTERVAL_S * len(self._streams)
         for stream in self._streams.values():
-            if now_s - stream.sent_at_s >= _LOAD_INTERVAL_S or (quiet and stream.sent_at_s < now_s):
+            if now_s - stream.sent_at_s >= interval_s or (quiet and stream.sent_at_s < now_s):
                 stream.sent_at_s = now_s
                 stream.listener.hear(Output(None, report, stream.seen_handle))

@@ -46,6 +46,7 @@ class WorldOptions:
     timings: Timings
     rules: ClusterRules
     execution: ExecutionModel | None = None  # None: from the catalogue's figures
+    geometry: Geometry | None = None  # of each device's memory; None: of a GPU with large pages
     dispatcher_count: int = 1
     seed: int = 0
     deadline_s: float = 3600.0  # of each request
@@ -73,7 +74,7 @@ class World:
         self._random = random.Random(options.seed)
         delays = Delays(timings.rpc_s, timings.state_s)
         count = instance_count(options.model, options.cluster)
-        self.geometry = _geometry(options)
+        self.geometry = options.geometry or _geometry(options)
         self.limits = _limits(options)
         self.model_info = _model_info(options, self.geometry)
         self.execution = options.execution or Roofline(options.model, options.cluster, timings)

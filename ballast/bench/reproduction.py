@@ -13,7 +13,6 @@ from ballast.bench.results import SLO_SCALES, BenchResult, PolicyResult
 
 _PLAIN, _OURS, _STATIC = "recompute", "drop", "static-pipeline"
 _WITHIN = 1.5
-_NEAR_FULL = 0.98  # of the KV memory: nobody new can be let in
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,27 +195,20 @@ def _demand(result: BenchResult, policy: PolicyResult) -> list[float]:
 
 
 def _full_at_s(policy: PolicyResult) -> float | None:
-    """When all KV memory that there was then is taken for the first time, and nothing that is freed later helps."""
+    """When more KV is wanted for the first time than there ever is, whatever is dropped."""
     series = policy.series
     most = max(series.kv_capacity_bytes)
-    return next(
-        (
-            at_s
-            for at_s, used, capacity in zip(series.at_s, series.kv_used_bytes, series.kv_capacity_bytes, strict=True)
-            if capacity >= _NEAR_FULL * most and used >= _NEAR_FULL * capacity
-        ),
-        None,
-    )
+    pairs = zip(series.at_s, series.kv_demand_bytes, strict=True)
+    return next((at_s for at_s, wanted in pairs if wanted > most), None)
 
 
 def _stands(result: BenchResult) -> float | None:
-    ours, plain = _full_at_s(result.policies[_OURS]), _full_at_s(result.policies[_PLAIN])
-    return ours / plain if ours is not None and plain else None
+    return _over(result, _PLAIN, _OURS, _full_at_s)
 
 
 def _freed(result: BenchResult) -> float | None:
-    capacity = result.policies[_OURS].series.kv_capacity_bytes
-    return 100.0 * (max(capacity) / capacity[0] - 1.0)
+    ours = result.policies.get(_OURS)
+    return None if ours is None else 100.0 * (max(ours.series.kv_capacity_bytes) / ours.series.kv_capacity_bytes[0] - 1)
 
 
 def _spike(name: str) -> Callable[[BenchResult], float | None]:

@@ -308,7 +308,7 @@ def _settings(job: SimJob, runs: Mapping[str, SimRun]) -> dict[str, str | int | 
 
 def _policy_results(runs: Mapping[str, SimRun]) -> dict[str, PolicyResult]:
     """SLO scales are multiples of the medians of the best baseline: of those that drop nothing, if there is one."""
-    seen = {name: _replay_run(run) for name, run in runs.items()}
+    seen = {name: replay_run(run) for name, run in runs.items()}
     alone = {name: policy_result(run, name) for name, run in seen.items()}
     baselines = [name for name in runs if name.split(":")[0] != _DROP] or list(runs)
     best = min(baselines, key=lambda name: (alone[name].ttft_s.p50 or math.inf, name))
@@ -320,7 +320,8 @@ def _policy_results(runs: Mapping[str, SimRun]) -> dict[str, PolicyResult]:
     }
 
 
-def _replay_run(run: SimRun) -> ReplayRun:
+def replay_run(run: SimRun) -> ReplayRun:
+    """As if it had been measured."""
     records = [
         RequestRecord(
             index=r.index,

@@ -25,7 +25,6 @@ from ballast.service.state import StateServer
 from ballastpb.worker.v1 import worker_pb2, worker_pb2_grpc
 from services.worker.config import WorkerSettings, flags
 from services.worker.core.limits import WorkerLimits
-from services.worker.cost_profile import read_matching, read_profile
 from services.worker.emulation.machine import read_machine
 from services.worker.metrics import export
 from services.worker.pipeline.build import Instance, join, stage_core
@@ -134,6 +133,7 @@ def load_costs(settings: WorkerSettings, engine: Engine) -> OnlineCost:
     Raises:
         ConfigError: the profile is of another model or machine.
     """
+    from services.worker.cost_profile import read_matching
     from services.worker.policy.online_cost import OnlineCost
     from services.worker.profiling.build import key_of
     from services.worker.profiling.measure import Options, measure
@@ -154,7 +154,11 @@ def load_costs(settings: WorkerSettings, engine: Engine) -> OnlineCost:
 
 def link_bandwidth(settings: WorkerSettings) -> float | None:
     """Of a link's bulk, as the profile has measured it; None: to be found out."""
-    link = None if settings.cost_profile is None else read_profile(settings.cost_profile).link
+    if settings.cost_profile is None:
+        return None
+    from services.worker.cost_profile import read_profile  # NumPy comes with it
+
+    link = read_profile(settings.cost_profile).link
     return None if link is None else link.bandwidth_bytes_per_s
 
 

@@ -19,6 +19,7 @@ from ballast.service.state import StateServer
 from ballastpb.monitor.v1 import monitor_pb2 as pb
 from ballastpb.monitor.v1 import monitor_pb2_grpc
 
+_LONGEST_INTERVAL_S = 1.0  # whatever the monitor asks for
 _ANSWER_TIMEOUT_S = 3.0
 _GOODBYE_TIMEOUT_S = 1.0
 _FIRST_BACK_OFF_S = 0.1
@@ -108,9 +109,9 @@ class MonitorReporter:
                 get_logger().info("reporting to the monitor", monitor=target)
                 while not self._leaving.is_set() and target == self._monitor.current:
                     load = codec.load_to_proto(self._load())
-                    await self._exchange(call, pb.ReportRequest(load=load), target)
+                    answer = await self._exchange(call, pb.ReportRequest(load=load), target)
                     self.connected = True
-                    await self._pause(self._interval_s)
+                    await self._pause(max(self._interval_s, min(answer.least_interval_s, _LONGEST_INTERVAL_S)))
                 if self._leaving.is_set():
                     await self._say_goodbye(call)
             except grpc.RpcError as error:
@@ -118,7 +119,7 @@ class MonitorReporter:
             finally:
                 call.cancel()
 
-    async def _exchange(self, call: _Call, request: pb.ReportRequest, target: str) -> None:
+    async def _exchange(self, call: _Call, request: pb.ReportRequest, target: str) -> pb.ReportResponse:
         try:
             async with asyncio.timeout(_ANSWER_TIMEOUT_S):
                 await call.write(request)
@@ -129,6 +130,7 @@ class MonitorReporter:
             raise Unavailable(target, "the stream has ended") from error
         if not isinstance(answer, pb.ReportResponse):
             raise Unavailable(target, "the monitor closed the stream")
+        return answer
 
     async def _say_goodbye(self, call: _Call) -> None:
         try:

@@ -43,7 +43,7 @@ from services.worker.output_stream import OutputStream
 
 INBOX_EVENTS = 1024
 _IDLE_WAIT_S = 1.0
-_LOAD_INTERVAL_S = 0.02  # a stream without news of its own still hears of the load so often
+_LOAD_INTERVAL_S = 0.02  # times the streams: so often one without news of its own still hears of the load
 _SLOTLESS = (StreamClosed, DrainRequested)  # events that do not wait for a slot in the inbox
 _LAST_STEP_S = 30.0  # what the step that runs when the worker stops may take
 _FAILED_STEPS = 3  # in a row, before the engine is considered broken
@@ -252,9 +252,9 @@ class WorkerShell:
         for emit in turn.emits:
             if stream := self._streams.get(emit.stream_id):
                 stream.put(emit, report, now_s)
-        quiet = report.running_count == 0
+        quiet, interval_s = report.running_count == 0, _LOAD_INTERVAL_S * len(self._streams)
         for stream in list(self._streams.values()):
-            due = now_s - stream.sent_at_s >= _LOAD_INTERVAL_S or (quiet and stream.sent_at_s < now_s)
+            due = now_s - stream.sent_at_s >= interval_s or (quiet and stream.sent_at_s < now_s)
             if due and not stream.backlog_count:
                 stream.put(None, report, now_s)
             if stream.broken.is_set():

@@ -31,7 +31,7 @@ from ballast.service.settings import build
 from ballast.service.state import StateServer
 from services.worker.__main__ import WorkerProcess, load
 from services.worker.config import WorkerSettings
-from services.worker.policy.online_cost import OnlineCost
+from services.worker.engine.load import Engine
 from tests.support.attached import Attached, status_of, until_idle
 from tests.support.shells import Gate
 
@@ -237,7 +237,10 @@ def test_metrics_tell_what_the_load_report_tells(model: Path, state_url: str, tm
         }
         shown = {name: value for name, value in shown.items() if not name.endswith("_created")}
         stage = {name: shown.pop(name) for name in list(shown) if name.startswith("ballast_stage_")}
+        migrations = {name: shown.pop(name) for name in list(shown) if name.startswith("ballast_migrat")}
         assert shown == expected
+        assert migrations
+        assert not any(migrations.values())
         assert stage.pop("ballast_stage_busy_seconds_total") > 0
         assert stage.pop("ballast_stage_idle_seconds_total") >= 0
         assert stage == {"ballast_stage_network_wait_seconds_total": 0, "ballast_stage_send_seconds_total": 0}
@@ -400,10 +403,11 @@ def test_a_worker_whose_engine_hangs_is_not_ready(
 ) -> None:
     async def story() -> None:
         settings = build(WorkerSettings, {"model": model, "port": 0, "redis_url": state_url, "step_timeout_s": 0.3})
-        engine, gate, life = load(settings), Gate(), Lifecycle()
+        kit, gate, life = load(settings), Gate(), Lifecycle()
         state = StateServer(state_url)
-        hanging = replace(engine, runner=cast(Any, Gated(engine.runner, gate)))
-        process = WorkerProcess(life, settings, hanging, OnlineCost(), state, WorkerId("hanging"))
+        engine = cast(Engine, kit.engine)
+        hanging = replace(kit, engine=replace(engine, runner=cast(Any, Gated(engine.runner, gate))))
+        process = WorkerProcess(life, settings, hanging, state, WorkerId("hanging"))
         async with asyncio.TaskGroup() as tasks:
             running = tasks.create_task(process.run(WorkerId("hanging")))
             printed = ""

@@ -73,6 +73,12 @@ class Alone:
     def abort(self, epoch: int, why: str) -> None:
         raise Unavailable("data plane", "this worker has none")
 
+    def migrate(self, request: pb.MigrateRequest) -> None:
+        raise Unavailable("data plane", "this worker has none")
+
+    def name_partners(self, request: pb.NamePartnersRequest) -> int:
+        return 0
+
     def status(self, epoch: int) -> pb.TransitionStatus:
         return pb.TransitionStatus(epoch=epoch)
 

@@ -84,16 +84,20 @@ class ReportResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     LEASE_S_FIELD_NUMBER: _builtins.int
+    LEAST_INTERVAL_S_FIELD_NUMBER: _builtins.int
     lease_s: _builtins.float
     """Silence for longer than this means lost."""
+    least_interval_s: _builtins.float
+    """Reports should not follow each other faster: longer the more instances there are."""
     def __init__(
         self,
         *,
         lease_s: _builtins.float = ...,
+        least_interval_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease_s", b"lease_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease_s", b"lease_s", "least_interval_s", b"least_interval_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -17,7 +17,6 @@ from services.dispatcher.policy.freeness import (
     WorkerView,
     blocks_for,
     freeness,
-    has_place,
     may_queue,
     runs_at_once,
 )
@@ -39,50 +38,65 @@ class _Shape:
         self.queues: list[_Place] = []  # a request may wait there
 
 
+class _Entry(NamedTuple):
+    """Where a worker stands."""
+
+    view: WorkerView
+    shape: _Shape
+    place: _Place
+    free_block_count: int
+    runs: bool
+    queues: bool
+
+
 class Ranking:
     """Of the workers that could take any request at all; the others are not kept."""
 
     def __init__(self, rules: RoutingRules) -> None:
         self._rules = rules
-        self._views: dict[WorkerKey, WorkerView] = {}
+        self._entries: dict[WorkerKey, _Entry] = {}
         self._shapes: dict[tuple[int, int], _Shape] = {}  # (blocks, tokens of a block)
 
     def __len__(self) -> int:
-        return len(self._views)
+        return len(self._entries)
 
     def __iter__(self) -> Iterator[WorkerKey]:
-        return iter(self._views)
+        return iter(self._entries)
 
     def get(self, worker: WorkerKey) -> WorkerView | None:
-        return self._views.get(worker)
+        entry = self._entries.get(worker)
+        return None if entry is None else entry.view
 
     def update(self, view: WorkerView) -> None:
         """Takes the place of what was known of this worker."""
         self.remove(view.worker)
-        if not has_place(view, self._rules):
+        runs, queues = runs_at_once(view, 1), may_queue(view, self._rules)
+        if not runs and not queues:
             return
-        self._views[view.worker] = view
-        shape = self._shapes.setdefault((view.block_count, view.block_tokens), _Shape())
-        place = _Place(-freeness(view), view.worker)
-        if runs_at_once(view, 1):
+        key = view.block_count, view.block_tokens
+        shape = self._shapes.get(key)
+        if shape is None:
+            shape = self._shapes[key] = _Shape()
+        place, free_block_count = _Place(-freeness(view), view.worker), view.free_block_count
+        self._entries[view.worker] = _Entry(view, shape, place, free_block_count, runs, queues)
+        if runs:
             bisect.insort(shape.runs, place)
-            bisect.insort(shape.free_block_counts, view.free_block_count)
-        if may_queue(view, self._rules):
+            bisect.insort(shape.free_block_counts, free_block_count)
+        if queues:
             bisect.insort(shape.queues, place)
 
     def remove(self, worker: WorkerKey) -> None:
-        view = self._views.pop(worker, None)
-        if view is None:
+        entry = self._entries.pop(worker, None)
+        if entry is None:
             return
-        key = view.block_count, view.block_tokens
-        shape, place = self._shapes[key], _Place(-freeness(view), worker)
-        if runs_at_once(view, 1):
+        view, shape, place, free_block_count, runs, queues = entry
+        if runs:
             _take(shape.runs, place)
-            del shape.free_block_counts[bisect.bisect_left(shape.free_block_counts, view.free_block_count)]
-        if may_queue(view, self._rules):
+            del shape.free_block_counts[bisect.bisect_left(shape.free_block_counts, free_block_count)]
+        if queues:
             _take(shape.queues, place)
         if not shape.runs and not shape.queues:
-            del self._shapes[key]
+            del self._shapes[view.block_count, view.block_tokens]
 
     def choose(self, need: Need, *, may_queue_large: bool) -> WorkerKey | None:
         """As `freeness.choose` among all views."""
@@ -108,7 +122,7 @@ class Ranking:
         wanted = min(block_count, blocks_for(need.tokens + need.growth_tokens, block_tokens))
         if wanted > shape.free_block_counts[-1]:
             return None
-        return next(place for place in shape.runs if wanted <= self._views[place.worker].free_block_count)
+        return next(place for place in shape.runs if wanted <= self._entries[place.worker].free_block_count)
 
 
 def _take(places: list[_Place], place: _Place) -> None:

@@ -26,11 +26,6 @@ from services.planner.policy.explain import explain, explain_refused, explain_re
 from services.planner.policy.restore import RestorePlan, plan_restore
 from services.planner.policy.snapshot import ModelShape, Snapshot
 
-# Of what a merge adds, so much KV at most may be lost to it. Qwen2.5-14B on 8 A800 with LongBench's lengths, simulated:
-# pairs lost 0.4 of what they added, and groups of four 2.7 times as much, after which the last first tokens took 50 s.
-# With 0.25 there would be no pairs either, which a burst on 4 A800 needs (p99 of the first token 26 instead of 36 s).
-_RECOMPUTE_LIMIT = 0.5
-
 
 @dataclass(frozen=True, slots=True)
 class DropWish:
@@ -120,7 +115,7 @@ def _drop(wish: DropWish, base: Layout, model: ModelInfo | None, loads: Loads, e
     needed = wish.required_bytes
     if needed is None:
         needed = max(1, demand_bytes(snapshot))
-    found = _plan(snapshot, needed, wish.method, _RECOMPUTE_LIMIT if wish.by == "overload" else inf)
+    found = _plan(snapshot, needed, wish.method)
     lines = tuple(explain(found, snapshot.model))
     if not found.groups:
         why = "; ".join(explain_refused(found, snapshot.model)) or "no groups are left that could be merged"
@@ -149,14 +144,8 @@ def _sources(found: RestorePlan) -> dict[WorkerId, Sources]:
     return {name: sources_of(found, name) for name in names}
 
 
-def _plan(snapshot: Snapshot, needed_bytes: int, method: Method, recompute_limit: float = inf) -> DropPlan:
-    return plan(
-        snapshot,
-        needed_bytes,
-        method,
-        count_usable=method in (Method.AUTO, Method.USABLE),
-        recompute_limit=recompute_limit,
-    )
+def _plan(snapshot: Snapshot, needed_bytes: int, method: Method) -> DropPlan:
+    return plan(snapshot, needed_bytes, method, count_usable=method in (Method.AUTO, Method.USABLE))
 
 
 def _shape(model: ModelInfo | None, loads: Loads) -> ModelShape | None:

@@ -79,14 +79,14 @@ class BlockBook:
         free = self._free
         table = (*table, *[heapq.heappop(free) for _ in range(missing)])
         self._tables[sequence_id] = table
-        self._changed[sequence_id] = None
+        self._note(sequence_id)
         return table
 
     def free(self, sequence_id: SequenceId) -> int:
         """Give back all blocks of a sequence. Returns their number: 0 if it held none."""
         table = self._tables.pop(sequence_id, ())
         free = self._free
-        self._changed[sequence_id] = None
+        self._note(sequence_id)
         for block_id in table:
             heapq.heappush(free, block_id)
         return len(table)
@@ -112,7 +112,7 @@ class BlockBook:
             self.free(sequence_id)
         elif len(table) > kept:
             self._tables[sequence_id] = table[:kept]
-            self._changed[sequence_id] = None
+            self._note(sequence_id)
             for block_id in table[kept:]:
                 heapq.heappush(self._free, block_id)
 
@@ -170,6 +170,11 @@ class BlockBook:
             self._check_changed(self._audit)
             self._audit.looks_left -= 1
         self._changed.clear()
+
+    def _note(self, sequence_id: SequenceId) -> None:
+        """Its table changes. Forgotten where nobody checks, which is everywhere but in tests and simulations."""
+        if self._audit is not None:
+            self._changed[sequence_id] = None
 
     def _check_all(self) -> None:
         claimed = self._free.copy()

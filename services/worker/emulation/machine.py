@@ -101,6 +101,7 @@ def read_machine(path: Path) -> Machine:
 
 def write_machine(path: Path, machine: Machine) -> Path:
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(machine.model_dump_json(indent=1) + "\n", encoding="utf-8")
     except OSError as error:
         raise ConfigError(str(path), f"cannot be written: {error.strerror}") from error

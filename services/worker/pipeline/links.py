@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from services.worker.transport.plane import DataPlane
 
 _LINK_TIMEOUT_S = 5.0
+_MEETING_TIMEOUT_S = 1.0  # the other side may not want to
 _SEND_TIMEOUT_S = 5.0
 _META_BYTES = 2048  # longer bodies of messages without a tensor travel as one of bytes
 
@@ -36,6 +37,7 @@ class Links:
         self._role = role
         self._post = post
         self.missing: set[WorkerId] = set()  # of those asked for last
+        self._meeting: set[tuple[WorkerId, Epoch]] = set()  # under way: they share threads with what plans wait for
 
     def to(self, peer: WorkerId, epoch: Epoch | None = None) -> Link | None:
         """None: there is none, or it has ended."""
@@ -94,9 +96,16 @@ class Links:
     def meet(self, peer: WorkerId, address: str, epoch: Epoch) -> None:
         """A link to a worker outside of the group, while that layout lasts. If none comes up, nobody is told."""
         self._plane.retire(epoch, (peer,))
-        if self.to(peer, epoch) is None:
-            made = self._plane.warm(peer, address, epoch, timeout_s=_LINK_TIMEOUT_S)
-            made.add_done_callback(lambda _: self._post(Woken()))
+        key = (peer, epoch)
+        if key in self._meeting or self.to(peer, epoch) is not None:
+            return
+
+        def met(_: Future[Link]) -> None:
+            self._meeting.discard(key)
+            self._post(Woken())
+
+        self._meeting.add(key)
+        self._plane.warm(peer, address, epoch, timeout_s=_MEETING_TIMEOUT_S).add_done_callback(met)
 
     def name_partners(self, addresses: Mapping[WorkerId, str]) -> None:
         """From any thread: spares are kept for these, so that `connect` need not make a link."""

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from ballast.common.errors import Overloaded
+from ballast.common.errors import InvariantViolation, Overloaded
 from ballast.common.ids import RequestId
 from ballast.common.sampling import FinishReason, PriorityClass
 from services.dispatcher.core.dispatcher import Limits
@@ -449,3 +449,23 @@ def test_the_core_drags_in_no_io() -> None:
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"
+
+
+def test_a_look_at_one_worker_sees_what_is_wrong_there() -> None:
+    story = Story("a", "b")
+    story.submit("r")
+    story.core.check_step(key("a"))
+    tracked = story.core.requests.pop(RequestId("r"))
+    with pytest.raises(InvariantViolation, match=r"is not known|are here"):
+        story.core.check_step(tracked.worker or key("a"))
+
+
+def test_a_worker_that_changes_without_a_word_to_routing_is_noticed() -> None:
+    story = Story("a")
+    story.submit("first")
+    story.core._placement._look_around(story.now_s)
+    worker = story.core.fleet.get(key("a"))
+    assert worker is not None
+    worker.draining_in_layout = True
+    with pytest.raises(InvariantViolation, match="routing was not told"):
+        story.core._placement.check()

@@ -72,6 +72,28 @@ def test_check_sees_damage(free: list[int], tables: dict[int, tuple[int, ...]], 
         book.check()
 
 
+@pytest.mark.parametrize(
+    ("table", "why"),
+    [((0, 1), "block 0 belongs to"), ((3, 9), "holds block 9, there are only 8"), ((3,), "1 of 8 blocks are lost")],
+)
+def test_a_second_check_sees_damage_to_what_has_changed(table: tuple[int, ...], why: str) -> None:
+    book = BlockBook(8, 1)
+    book.cover(1, 3)
+    book.check()
+    book.cover(2, 2)
+    book._tables[2] = table
+    with pytest.raises(InvariantViolation, match=why):
+        book.check()
+
+
+def test_a_book_that_nobody_checks_remembers_nothing_of_sequences_that_have_left() -> None:
+    book = BlockBook(8, 1)
+    for sequence_id in range(100):
+        book.cover(sequence_id, 3)
+        book.free(sequence_id)
+    assert not book._changed
+
+
 @given(st.lists(st.tuples(st.sampled_from(["cover", "free", "grow"]), st.integers(1, 4), st.integers(1, 12))))
 def test_books_balance_after_any_history(history: list[tuple[str, int, int]]) -> None:
     book = BlockBook(6, 3)

@@ -1,0 +1,372 @@
+"""How far a simulation can be believed: one workload in `sim`, on emulated workers, and on real ones of this machine.
+
+    python -m benchmarks.fidelity --out out/fidelity
+
+Two workers of a small model, with the engine that computes. The simulator and the emulated engine know of this machine
+what `ballast profile` measures (`--profile FILE`, or measured first) and what a few lone requests show: how long a step
+takes beyond the engine's own time, and a request beyond its steps. Three workloads: steady, bursty (the KV overflows:
+drops and restores), and long prompts. Rates follow from the profile, so that they fit any machine.
+
+Goals: mean TTFT and TPOT within 15 % of the real run, p99 within 30 %, as many drops. Figures of a machine that does
+other work meanwhile mean little.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+from matplotlib.figure import Figure
+from rich.console import Console
+from rich.table import Table
+
+from ballast.bench.results import PolicyResult, Summary, policy_result
+from ballast.bench.session import ReplayJob, replay_on
+from ballast.bench.simulation import WorkerSize, production_rules, replay_run
+from ballast.bench.style import BLUE, GREEN, ORANGE, RC
+from ballast.bench.traces import Trace, TraceRequest
+from ballast.cli.profile import measure
+from ballast.client import AsyncClient, SamplingParams
+from ballast.local.cluster import LocalCluster
+from ballast.local.emulation import emulated_model
+from ballast.model.tiny import make_preset
+from services.worker.core.batch import Batch
+from services.worker.cost_profile import CostProfile, read_profile
+from services.worker.emulation.engine import EmulatedEngine, emulate
+from services.worker.emulation.machine import Machine, Measured, write_machine
+from services.worker.policy.cost import Chunk, CostModel
+from services.worker.policy.roofline import Work
+from sim.clients import Arrival
+from sim.hardware import Cluster, Gpu, ModelSpec, timings
+from sim.memory import Geometry
+from sim.world import World, WorldOptions
+
+WORKERS = 2
+BLOCK_TOKENS, SEQUENCES, BATCH_TOKENS = 16, 64, 512
+_KV_REQUESTS = 8  # mean ones that the KV of a worker holds
+_PROBES = 12
+_GOALS = {"mean": 0.15, "p99": 0.30}
+SYSTEMS = ("real", "emulated", "simulated")
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    name: str
+    prompt_tokens: int  # mean; lengths are uniform, from half to one and a half of it
+    output_tokens: int
+    load: float  # of what two workers can do without a batch being larger than usual
+    burst_load: float = 0.0  # in the middle fifth, if any
+
+
+WORKLOADS = (
+    Workload("steady", 120, 40, 0.4),
+    Workload("bursty", 160, 60, 0.25, 1.6),
+    Workload("long prompts", 600, 24, 0.4),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Overheads:
+    """Of the real path, beyond what the engine takes. Measured on lone requests."""
+
+    step_s: float
+    request_s: float  # of the first token
+
+
+class StageProfile:
+    """An `ExecutionModel` of measured stages."""
+
+    def __init__(self, machine: Measured) -> None:
+        self._machine = machine
+
+    def work(self, batch: Batch) -> Work:
+        chunks = [Chunk(part.first_position, len(part.token_ids)) for part in batch.slices]
+        parts = self._machine
+        head_s = parts.last.batch_cost_s(chunks)
+        return Work(parts.layer.batch_cost_s(chunks), head_s, parts.step.plus(parts.first).batch_cost_s(chunks))
+
+
+# ------------------------------------------------------------ what is run
+
+
+def draw(workload: Workload, machine: Machine, span_s: float, seed: int) -> Trace:
+    """Rates from the profile: a request's prefill, and its share of decodes in batches of half the KV."""
+    execution, layers = machine.execution, machine.model.layer_count
+    whole = execution.cost_of(layers, is_first=True, is_last=True)
+    batch = _KV_REQUESTS // 2
+    decode_s = whole.batch_cost_s([Chunk(workload.prompt_tokens, 1)] * batch) / batch
+    request_s = whole.chunk_cost_s(Chunk(0, workload.prompt_tokens)) + workload.output_tokens * decode_s
+    source, at_s, requests = random.Random(seed), 0.0, list[TraceRequest]()
+    while True:
+        bursts = workload.burst_load and 0.4 <= at_s / span_s < 0.6
+        rate = (workload.burst_load if bursts else workload.load) * min(WORKERS, os.cpu_count() or 1) / request_s
+        at_s += source.expovariate(rate)
+        if at_s >= span_s:
+            break
+        prompt, output = (
+            source.randint(mean // 2, mean * 3 // 2) for mean in (workload.prompt_tokens, workload.output_tokens)
+        )
+        requests.append(TraceRequest(at_s, prompt, output))
+    return Trace(source=workload.name, format="drawn", requests=tuple(requests))
+
+
+async def served(
+    model: Path, budget: int, worker_flags: Sequence[str], traces: Mapping[str, Trace], console: Console
+) -> tuple[dict[str, PolicyResult], Overheads | None]:
+    """The workloads one after the other on one cluster; before them, lone requests."""
+    flags = ["--block-size", str(BLOCK_TOKENS), "--max-num-seqs", str(SEQUENCES)]
+    flags += ["--max-num-batched-tokens", str(BATCH_TOKENS), *worker_flags, "--device-memory-bytes", str(budget)]
+    results: dict[str, PolicyResult] = {}
+    async with LocalCluster(model, workers=WORKERS, flags={"worker": flags}) as cluster:
+        first_s, token_s = await probe(cluster.address)
+        for name, trace in traces.items():
+            planner = cluster.processes["planner"][0].address
+            job = ReplayJob(trace=trace, policy="drop")
+            results[name] = (await replay_on(cluster.address, job, console, planner=planner)).policies["drop"]
+            await asyncio.sleep(8.0)  # what is dropped comes back
+    return results, Overheads(token_s, first_s)
+
+
+async def probe(address: str) -> tuple[float, float]:
+    """Median seconds to the first token, and between tokens, of lone requests."""
+    first, between = list[float](), list[float]()
+    async with AsyncClient(address) as client:
+        for number in range(_PROBES):
+            began_s, times = time.perf_counter(), list[float]()
+            prompt = [7 + (number + i) % 400 for i in range(_PROBE_PROMPT)]
+            sampling = SamplingParams(max_tokens=_PROBE_TOKENS, temperature=0.0, ignore_eos=True)
+            async for chunk in client.stream(token_ids=prompt, sampling=sampling, include_text=False):
+                times += [time.perf_counter()] * len(chunk.token_ids)
+            first.append(times[0] - began_s)
+            between.append((times[-1] - times[0]) / (len(times) - 1))
+    return statistics.median(first), statistics.median(between)
+
+
+_PROBE_PROMPT, _PROBE_TOKENS = 64, 24
+
+
+def overheads(seen: Overheads, machine: Machine) -> Overheads:
+    """What is left of a lone request's times after the profile's."""
+    whole = machine.execution.cost_of(machine.model.layer_count, is_first=True, is_last=True)
+    step_s = max(0.0, seen.step_s - whole.chunk_cost_s(Chunk(_PROBE_PROMPT + _PROBE_TOKENS // 2, 1)))
+    return Overheads(step_s, max(0.0, seen.request_s - step_s - whole.chunk_cost_s(Chunk(0, _PROBE_PROMPT))))
+
+
+def with_step(machine: Machine, step_s: float) -> Machine:
+    """A machine whose every step takes longer by so much."""
+    measured = machine.execution
+    assert isinstance(measured, Measured)
+    longer = measured.step.plus(CostModel(0.0, 0.0, step_s, step_s))
+    return machine.model_copy(update={"execution": measured.model_copy(update={"step": longer})})
+
+
+def simulated(machine: Machine, profile: CostProfile, budget: int, known: Overheads, trace: Trace) -> PolicyResult:
+    outline = machine.model
+    assert profile.link is not None
+    assert isinstance(machine.execution, Measured)
+    spec = ModelSpec(
+        name=outline.name,
+        architecture=outline.architecture,
+        parameter_count=outline.parameter_count,
+        other_parameter_count=outline.other_parameter_bytes // _element_bytes(outline.dtype),
+        layer_count=outline.layer_count,
+        hidden_size=outline.hidden_size,
+        attention_width=outline.hidden_size,
+        kv_elements_per_token_layer=outline.kv_elements_per_token_layer * _element_bytes(outline.dtype) // 2,
+        vocab_size=outline.vocab_size,
+        max_model_len=outline.max_model_len,
+        gpus_per_instance=1,
+        source="measured here",
+    )
+    rate = profile.link.bandwidth_bytes_per_s
+    gpu = Gpu(
+        name=machine.name,
+        memory_bytes=budget,
+        flops_per_s=1.0,
+        memory_bytes_per_s=1.0,
+        scale_up_bytes_per_s=rate,
+        nic_bytes_per_s=rate,
+        host_bytes_per_s=rate,
+        gpus_per_host=1,
+        source="measured here",
+    )
+    engine = emulate(machine, device_memory_bytes=budget, block_tokens=BLOCK_TOKENS)
+    geometry = geometry_of(engine)
+    figures = timings().model_copy(
+        update={
+            "link_latency_s": profile.link.latency_s,
+            "link_fraction": 1.0,
+            "chunk_bytes": 512 * 1024.0,
+            "remap_s": machine.remap_s_per_byte * budget / 2,
+            "rpc_s": known.request_s / 2,  # simulated: to the worker, and back
+            "disk_bytes_per_s": machine.disk_bytes_per_s,
+        }
+    )
+    options = WorldOptions(
+        model=spec,
+        cluster=Cluster(gpu=gpu, gpu_count=WORKERS, gpus_per_host=1),
+        timings=figures,
+        rules=production_rules(
+            WorkerSize(block_tokens=BLOCK_TOKENS, max_running_count=SEQUENCES, max_batch_tokens=BATCH_TOKENS)
+        ),
+        execution=StageProfile(machine.execution),
+        geometry=geometry,
+    )
+    arrivals = [Arrival(r.arrival_s, r.input_tokens, r.output_tokens) for r in trace.requests]
+    return policy_result(replay_run(World(options, arrivals).run()), "drop")
+
+
+def geometry_of(engine: EmulatedEngine) -> Geometry:
+    """The same extents as the real memory has: those of the emulated one, which is laid out by the same code."""
+    info, pool = engine.info, engine.memory.pool
+    return Geometry(
+        pool.extent_bytes,
+        pool.extent_count,
+        info.layer_count,
+        info.layer_parameter_bytes[0] // pool.extent_bytes,
+        info.other_parameter_bytes // pool.extent_bytes,
+        info.block_bytes,
+        pool.budget_bytes - pool.extent_count * pool.extent_bytes,
+    )
+
+
+def _element_bytes(dtype: str) -> int:
+    return {"float64": 8, "float32": 4}.get(dtype, 2)
+
+
+# ------------------------------------------------------------ what is told
+
+Results = Mapping[str, Mapping[str, PolicyResult]]  # workload -> system -> result
+
+
+def drops(result: PolicyResult) -> int:
+    return sum(one.kind == "drop" and one.phase == "done" for one in result.transitions)
+
+
+def differences(results: Mapping[str, PolicyResult], system: str) -> dict[str, float]:
+    """Of that system against the real one: TTFT and TPOT, mean and p99, as shares of the real figure."""
+
+    def share(of: Summary, real: Summary, figure: str) -> float:
+        here, there = getattr(of, figure), getattr(real, figure)
+        return here / there - 1 if here is not None and there else float("nan")
+
+    mine, real = results[system], results["real"]
+    return {
+        f"{name} {figure}": share(getattr(mine, field), getattr(real, field), figure)
+        for name, field in (("TTFT", "ttft_s"), ("TPOT", "tpot_s"))
+        for figure in _GOALS
+    }
+
+
+def table(results: Results) -> tuple[Table, bool]:
+    """And whether the simulation reaches all goals."""
+    shown = Table(title="Against the real run", box=None, padding=(0, 2, 0, 0))
+    for column in ("workload", "", "TTFT mean", "TTFT p99", "TPOT mean", "TPOT p99", "drops", "requests"):
+        shown.add_column(column, justify="left" if column in ("workload", "") else "right")
+    reached = True
+    for workload, of in results.items():
+        for system in SYSTEMS:
+            result = of[system]
+            off = differences(of, system)
+            cells = [
+                f"{1e3 * (getattr(summary, figure) or 0.0):,.1f} ms"
+                + ("" if system == "real" else f" {off[f'{name} {figure}']:+.0%}")
+                for name, summary in (("TTFT", result.ttft_s), ("TPOT", result.tpot_s))
+                for figure in _GOALS
+            ]
+            shown.add_row(workload, system, *cells, str(drops(result)), str(result.request_count))
+        off = differences(of, "simulated")
+        reached &= all(abs(share) <= _GOALS[name.split()[1]] for name, share in off.items())
+        reached &= drops(of["simulated"]) == drops(of["real"])
+    return shown, reached
+
+
+async def measured(args: argparse.Namespace, folder: Path, console: Console) -> Results:
+    checkpoint = make_preset("ballast", folder / "ballast")
+    profile_file = args.profile or folder / "profile.json"
+    if args.profile is None:
+        command = [sys.executable, "-m", "services.worker.profiling", "--model", str(checkpoint)]
+        command += ["--out", str(profile_file), "--dtype", "auto", "--device", "cpu", "--threads", "1"]
+        command += ["--max-num-batched-tokens", str(BATCH_TOKENS), "--max-num-seqs", str(SEQUENCES), "--rounds", "3"]
+        measure(console, [*command, "--seconds", str(args.profile_seconds)])
+    profile = read_profile(profile_file)
+    machine = emulated_model(folder / "emulated", str(profile_file), checkpoint, 1 << 30).machine
+    outline = machine.model
+    mean = max(w.prompt_tokens + w.output_tokens for w in WORKLOADS[:2])
+    token_bytes = outline.kv_elements_per_token_layer * outline.layer_count * _element_bytes(outline.dtype)
+    kv_bytes = _KV_REQUESTS * mean * token_bytes
+    budget = (
+        int(1.02 * (outline.layer_count * outline.layer_parameter_bytes + outline.other_parameter_bytes)) + kv_bytes
+    )
+    traces = {w.name: draw(w, machine, args.seconds, args.seed) for w in WORKLOADS}
+    real, seen = await served(checkpoint, budget, ["--cost-profile", str(profile_file)], traces, console)
+    assert seen is not None
+    known = overheads(seen, machine)
+    console.print(f"beyond the profile: {1e3 * known.step_s:.2f} ms a step, {1e3 * known.request_s:.2f} ms a request")
+    # The emulated worker has the real one's overhead already; the machine it takes its time by is the engine's alone.
+    file = write_machine(folder / "machine.json", machine)
+    emulated, _ = await served(checkpoint, budget, ["--engine", "emulated", "--profile", str(file)], traces, console)
+    slower = with_step(machine, known.step_s)
+    return {
+        name: {
+            "real": real[name],
+            "emulated": emulated[name],
+            "simulated": simulated(slower, profile, budget, known, trace),
+        }
+        for name, trace in traces.items()
+    }
+
+
+def save(out: Path, results: Results) -> None:
+    """A figure, bars for mean and p99 of each system, and the whole results as JSON."""
+    out.mkdir(parents=True, exist_ok=True)
+    kept = {w: {s: r.model_dump(mode="json") for s, r in of.items()} for w, of in results.items()}
+    (out / "results.json").write_text(json.dumps(kept), encoding="utf-8")
+    matplotlib.rcParams.update(RC)
+    figure = Figure(figsize=(10, 6), layout="constrained")
+    axes: Any = figure.subplots(2, 2)  # Any: matplotlib's stubs leave the element type open
+    for row, (name, field) in zip(axes, (("TTFT", "ttft_s"), ("TPOT", "tpot_s")), strict=True):
+        for panel, what in zip(row, _GOALS, strict=True):
+            for place, (system, colour) in enumerate(zip(SYSTEMS, (BLUE, ORANGE, GREEN), strict=True)):
+                heights = [1e3 * (getattr(getattr(of[system], field), what) or 0.0) for of in results.values()]
+                positions = [number + 0.27 * (place - 1) for number in range(len(results))]
+                panel.bar(positions, heights, width=0.25, color=colour, label=system)
+            panel.set_xticks(range(len(results)), list(results))
+            panel.set_ylabel(f"{what} {name} [ms]")
+    axes[0][0].legend()
+    figure.savefig(out / "figure.png", dpi=120)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--profile", type=Path, metavar="FILE", help="of the preset `ballast` on this machine")
+    parser.add_argument("--profile-seconds", type=float, default=30.0, help="how long to measure without one")
+    parser.add_argument("--seconds", type=float, default=20.0, help="of each workload")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--out", type=Path, help="folder for figure and results")
+    args = parser.parse_args()
+    console = Console(width=140)
+    with tempfile.TemporaryDirectory(prefix="ballast-fidelity-") as folder:
+        results = asyncio.run(measured(args, Path(folder), console))
+    shown, reached = table(results)
+    console.print(shown)
+    console.print(f"load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
+    console.print("goals reached" if reached else "goals missed: mean within 15 %, p99 within 30 %, as many drops")
+    if args.out is not None:
+        save(args.out, results)
+        console.print(f"written: {args.out}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
