@@ -53,10 +53,6 @@ class RigSpec:
     max_blocks: int | None = None  # admission is held below it, so that the KV cache is what limits
     emulated: CostModel | None = None  # of the whole model; None: stages execute
     jitter: float = 0.0  # emulated stages take up to this part more or less
-    merged: bool = True  # from the start
-    live_exchange: bool = False
-    rate_bytes_per_s: float | None = None  # of an emulated link
-    dtype: str = "auto"
 
 
 @dataclass(frozen=True)
@@ -112,12 +108,7 @@ class _Stage:
         self._spec = spec
         self._costs = OnlineCost()
         self._mode = "token-count"
-        self.engine = load_engine(
-            spec.model_dir,
-            device_memory_bytes=spec.memory_bytes,
-            block_tokens=spec.block_tokens,
-            dtype=spec.dtype,
-        )
+        self.engine = load_engine(spec.model_dir, device_memory_bytes=spec.memory_bytes, block_tokens=spec.block_tokens)
         info = self.engine.info
         limits = WorkerLimits(
             block_tokens=spec.block_tokens,
@@ -141,11 +132,10 @@ class _Stage:
             core=self.core,
             book=book,
             engine=self.engine,
-            config=TransportConfig(rate_bytes_per_s=spec.rate_bytes_per_s),
+            config=TransportConfig(),
             advertise_host="127.0.0.1",
             max_running_count=limits.max_running_count,
             costs=self._costs,
-            live_exchange=spec.live_exchange,
             runner=None
             if spec.emulated is None
             else Emulated(spec.emulated, spec.layer_count, self.engine.config.hidden_size, spec.jitter),
@@ -173,38 +163,11 @@ class _Stage:
                 return self.membership.member.published.clock.times
             case "spans":
                 return self.membership.member.published.clock.spans()
-            case "progress":
-                return self.membership.member.progress.get(given)
-            case "generate":
-                return await self._generate(given)
             case "serve":
                 self._mode, requests = given
                 return await self._serve(requests)
             case _:
                 raise ValueError(what)
-
-    async def _generate(self, requests: Sequence[tuple[int, int]]) -> list[tuple[list[int], list[float]]]:
-        """Of each request its tokens and when they came, by the clock that all processes of a machine share."""
-        stream = await self.shell.open_stream()
-        said: dict[int, tuple[list[int], list[float]]] = {h: ([], []) for h in range(1, len(requests) + 1)}
-        left = set(said)
-        for handle, (prompt_tokens, output_tokens) in enumerate(requests, 1):
-            await self.shell.post(_submitted(stream.stream_id, handle, prompt_tokens, output_tokens))
-        async with asyncio.timeout(_PATIENCE_S):
-            while left:
-                output = await stream.next()
-                assert output is not None
-                if output.emit is None:
-                    continue
-                for handle, token_id in zip(output.emit.handles, output.emit.token_ids, strict=True):
-                    said[handle][0].append(token_id)
-                    said[handle][1].append(time.monotonic())
-                for ending in output.emit.endings:
-                    if ending.error or ending.refused or ending.moved_to:
-                        raise RuntimeError(f"a request was not served: {ending}")
-                    left.discard(ending.handle)
-        self.shell.close_stream(stream)
-        return list(said.values())
 
     async def _serve(self, requests: Sequence[tuple[int, int]]) -> Served:
         stream = await self.shell.open_stream()
@@ -215,7 +178,17 @@ class _Stage:
 
         async def submit() -> None:
             for handle, (prompt_tokens, output_tokens) in enumerate(requests, 1):
-                await self.shell.post(_submitted(stream.stream_id, handle, prompt_tokens, output_tokens))
+                await self.shell.post(
+                    Submitted(
+                        at_s=time.monotonic(),
+                        key=SequenceKey(stream.stream_id, handle),
+                        request_id=RequestId(f"r{stream.stream_id}-{handle}"),
+                        attempt=1,
+                        prompt_token_ids=tuple((handle * 31 + i * 7) % 400 + 16 for i in range(prompt_tokens)),
+                        sampling=SamplingParams(temperature=0.0, max_tokens=output_tokens, ignore_eos=True),
+                        wants_text=False,
+                    )
+                )
 
         submitting = asyncio.ensure_future(submit())
         async with asyncio.timeout(_PATIENCE_S):
@@ -238,18 +211,6 @@ class _Stage:
         self.shell.close_stream(stream)
         tokens = sum(p + o for p, o in requests)
         return Served(wall_s, tuple(first_s.values()), began_s, waited_s - began_s, tokens, self._model())
-
-
-def _submitted(stream_id: int, handle: int, prompt_tokens: int, output_tokens: int) -> Submitted:
-    return Submitted(
-        at_s=time.monotonic(),
-        key=SequenceKey(stream_id, handle),
-        request_id=RequestId(f"r{stream_id}-{handle}"),
-        attempt=1,
-        prompt_token_ids=tuple((handle * 31 + i * 7) % 400 + 16 for i in range(prompt_tokens)),
-        sampling=SamplingParams(temperature=0.0, max_tokens=output_tokens, ignore_eos=True),
-        wants_text=False,
-    )
 
 
 async def _stage_main(index: int, spec: RigSpec, pipe: Connection) -> None:
@@ -293,8 +254,7 @@ class Rig:
 
     def __enter__(self) -> Self:
         try:
-            if self._spec.merged:
-                self.merge()
+            self._merge()
         except BaseException:
             self.close()
             raise
@@ -314,12 +274,12 @@ class Rig:
             if process.is_alive():
                 process.kill()
 
-    def send(self, index: int, what: str, given: Any = None) -> int:
+    def _send(self, index: int, what: str, given: Any = None) -> int:
         self._numbers += 1
         self._pipes[index].send((self._numbers, what, given))
         return self._numbers
 
-    def receive(self, index: int, number: int) -> Any:
+    def _receive(self, index: int, number: int) -> Any:
         if not self._pipes[index].poll(_PATIENCE_S):
             raise TimeoutError(f"stage {index} does not answer")
         got, answer = self._pipes[index].recv()
@@ -327,11 +287,11 @@ class Rig:
         return answer
 
     def ask(self, index: int, what: str, given: Any = None) -> Any:
-        return self.receive(index, self.send(index, what, given))
+        return self._receive(index, self._send(index, what, given))
 
     def _ask_all(self, what: str, given: Any = None) -> list[Any]:
-        numbers = [self.send(i, what, given) for i in range(self._spec.stage_count)]
-        return [self.receive(i, number) for i, number in enumerate(numbers)]
+        numbers = [self._send(i, what, given) for i in range(self._spec.stage_count)]
+        return [self._receive(i, number) for i, number in enumerate(numbers)]
 
     def serve(self, mode: str, requests: Sequence[tuple[int, int]]) -> tuple[Served, list[StageTimes]]:
         """All at once; with what each stage's time went to meanwhile."""
@@ -342,8 +302,7 @@ class Rig:
     def spans(self) -> list[list[Span]]:
         return self._ask_all("spans")
 
-    def merge(self) -> None:
-        """By an ordinary drop, which ends when its exchange has."""
+    def _merge(self) -> None:
         count, layers = self._spec.stage_count, self._spec.layer_count
         names = [WorkerId(f"w{i}") for i in range(count)]
         cuts = [layers * i // count for i in range(count + 1)]
@@ -362,8 +321,7 @@ class Rig:
         give_up_at_s = time.monotonic() + 60.0
         while set(phases := self._ask_all("phase", Epoch(2))) != {phase}:
             if time.monotonic() > give_up_at_s:
-                whys = [getattr(p, "why", "") for p in self._ask_all("progress", Epoch(2))]
-                raise TimeoutError(f"the workers have not come to {phase}: {phases}, {whys}")
+                raise TimeoutError(f"the workers have not come to {phase}: {phases}")
             time.sleep(0.01)
 
 
