@@ -242,7 +242,7 @@ class History:
         """Orders as a planner gives them, that of another layout and that of nobody's interest among them."""
         rng = random.Random(f"migrations {self._seed}")
         while self._under_way():
-            await asyncio.sleep(rng.expovariate(1 / (0.1 if self._layouts_change else 0.03)))
+            await asyncio.sleep(rng.expovariate(1 / (0.4 if self._layouts_change else 0.03)))
             source, target = rng.sample(self._names, 2)
             epoch = cluster.in_force.epoch + rng.choice([0, 0, 0, 0, -1])
             cluster.migrate(source, target, rng.choice([1, 5, 20, 1000]), rng.uniform(0.01, 0.3), epoch)

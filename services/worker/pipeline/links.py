@@ -59,14 +59,24 @@ class Links:
         future is done when it has left this side.
         """
         link = self.to(to, epoch)
-        if link is None:
-            return None
+        return None if link is None else self.send_over(link, traffic, topic, meta, tensor, stream)
+
+    def send_over(
+        self,
+        link: Link,
+        traffic: TrafficClass,
+        topic: Topic,
+        meta: bytes,
+        tensor: torch.Tensor | None = None,
+        stream: int = 0,
+    ) -> Future[None] | None:
+        """As `send`; for an answer to what has come over a link that this side may not have been told of yet."""
         try:
             if tensor is None and len(meta) > _META_BYTES:
                 tensor, meta = link.as_tensor(meta), b""
             return link.send(traffic, topic, meta=meta, tensor=tensor, stream=stream, timeout_s=_SEND_TIMEOUT_S)
         except BallastError as error:
-            get_logger().error("message to a member was not sent", to=to, topic=topic.name, why=str(error))
+            get_logger().error("message to a member was not sent", to=link.peer_id, topic=topic.name, why=str(error))
             link.give_up(f"{topic.name} could not be sent: {error}")
             return None
 

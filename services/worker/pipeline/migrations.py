@@ -57,6 +57,8 @@ from services.worker.transport.transfer import Outcome, Transfer
 if TYPE_CHECKING:
     import torch
 
+    from services.worker.transport.link import Link
+
 _SPAN_BYTES = 64 << 20  # sent at once while the sequence is decoding, unless a block of all the layers is more
 _BEHIND_EXCHANGE = 1  # rank inside the class KV; what a sequence stands still for does not wait
 
@@ -103,7 +105,7 @@ class Migrations:
         self._departures = Departures(kv.shape.block_tokens, max(1, _SPAN_BYTES // block_bytes))
         self._arrivals = Arrivals(kv.shape.block_tokens, lambda blocks, new: core.why_no_room(blocks, new=new))
         self._orders: dict[WorkerId, _Order] = {}
-        self._epochs: dict[WorkerId, Epoch] = {}  # of the link to whom something is open
+        self._link: dict[WorkerId, Link] = {}  # over which something is open, or was last
         self._transfers: list[Transfer] = []  # that read the cache
         self._last_id = core.first_sequence_id
         self._told_room = (0, 0)
@@ -136,7 +138,7 @@ class Migrations:
         self._carry_out(self._departures.withdraw(sequence_id))
 
     def peer_lost(self, epoch: Epoch, peer: WorkerId, why: str) -> None:
-        if self._epochs.get(peer) == epoch:
+        if peer in self._link and self._link[peer].epoch == epoch:
             self._carry_out(self._departures.peer_lost(time.monotonic(), peer, why))
             self._carry_out(self._arrivals.peer_lost(peer))
 
@@ -171,8 +173,8 @@ class Migrations:
         peer = order.target if leaves else order.source
         if order.epoch < self._newest_epoch():
             why = f"epoch {order.epoch} is an old one"
-        elif order.epoch != self._epochs.get(peer, order.epoch) and (len(self._departures) or len(self._arrivals)):
-            why = f"some are on their way over the link of epoch {self._epochs[peer]}"
+        elif (len(self._departures) or len(self._arrivals)) and self._is_older(peer, order.epoch):
+            why = f"some are on their way over the link of epoch {self._link[peer].epoch}"
         if why:
             get_logger().debug("no migration", peer=peer, why=why, cause_id=order.cause_id)
             return
@@ -180,12 +182,15 @@ class Migrations:
         if leaves:
             self._orders[peer] = _Order(order.epoch, order.block_budget, order.until_s, order.cause_id)
 
+    def _is_older(self, peer: WorkerId, epoch: Epoch) -> bool:
+        return peer in self._link and self._link[peer].epoch < epoch
+
     def _begin(self, now_s: float) -> None:
         for to, order in list(self._orders.items()):
             if now_s > order.until_s or self._why_not():
                 del self._orders[to]
-            elif self._links.to(to, order.epoch) is not None:
-                self._epochs[to] = order.epoch
+            elif (link := self._links.to(to, order.epoch)) is not None:
+                self._link[to] = link
                 self._begin_some(to, order, now_s)
 
     def _begin_some(self, to: WorkerId, order: _Order, now_s: float) -> None:
@@ -203,7 +208,7 @@ class Migrations:
         peer, message, now_s = event.peer, event.message, event.at_s
         match message:
             case Offer():
-                self._epochs[peer] = Epoch(event.link.epoch)
+                self._link[peer] = event.link
                 self._carry_out(self._arrivals.offered(now_s, peer, message, self._why_not()))
             case Handed() | Withdrawn():
                 self._carry_out(self._arrivals.heard(now_s, peer, message))
@@ -247,7 +252,7 @@ class Migrations:
 
     def _say(self, to: WorkerId, message_bytes: bytes) -> None:
         """A link that takes no message ends, and then this side hears `peer_lost`."""
-        self._links.send(to, TrafficClass.CONTROL, Topic.MIGRATION, message_bytes, epoch=self._epochs[to])
+        self._links.send_over(self._link[to], TrafficClass.CONTROL, Topic.MIGRATION, message_bytes)
 
     # ------------------------------------------------------------ as the source
 
@@ -264,9 +269,7 @@ class Migrations:
 
     def _transfer(self, command: SendSpan | HandAway, pieces: Sequence[torch.Tensor], rank: int) -> Transfer | str:
         """Or why it cannot be sent."""
-        link = self._links.to(command.to, self._epochs[command.to])
-        if link is None:
-            return f"there is no link to {command.to}"
+        link = self._link[command.to]
         meta = span_to_bytes(command.migration_id, command.span)
         try:
             transfer = link.transfer(TrafficClass.KV, pieces, topic=Topic.MIGRATION_KV, meta=meta, rank=rank)
