@@ -42,6 +42,7 @@ class WorkerSettings(Settings):
     max_num_queued_tokens: int = Field(1 << 20, ge=1)
     admission_reserve_fraction: float = Field(0.05, ge=0, lt=1)  # of the KV blocks, for the growth of what runs
     microbatching: Literal["token-count", "lookahead"] = "lookahead"  # in groups of several stages
+    exchange: Literal["stall", "live"] = "stall"  # of KV after a drop: whether victims go on meanwhile
     # How KV and layers travel. naive: whole pieces in one queue with the activations, to measure against.
     transfers: Literal["coordinated", "naive"] = "coordinated"
     link_bytes_per_s: ByteSize | None = Field(None, gt=0)  # emulates slower links; default: as fast as they are
@@ -104,6 +105,7 @@ def flags() -> argparse.ArgumentParser:
     parser.add_argument("--max-num-queued-tokens", type=int, metavar="TOKENS")
     parser.add_argument("--admission-reserve-fraction", type=float, metavar="X", help="KV kept free for what runs")
     parser.add_argument("--microbatching", metavar="WAY", help="of pipelines: lookahead (default) or token-count")
+    parser.add_argument("--exchange", metavar="WAY", help="of KV after a drop: victims stall (default) or go on, live")
     parser.add_argument(
         "--transfers", metavar="WAY", help="coordinated (default); naive: nothing gives way to anything"
     )

@@ -83,6 +83,7 @@ class Sizes:
     max_waiting_count: int = 64
     orphan_timeout_s: float = 10.0
     swap_block_count: int = 0
+    live_exchange: bool = False
     cost: CostModel | None = None  # with one, pipelines form their microbatches by it
     transport: TransportConfig = field(default_factory=TransportConfig)
 
@@ -122,6 +123,7 @@ class GroupWorker:
             config=sizes.transport,
             advertise_host="127.0.0.1",
             max_running_count=limits.max_running_count,
+            live_exchange=sizes.live_exchange,
         )
 
     @property

@@ -78,6 +78,7 @@ class Led:
     victims: tuple[Victim, ...]
     wave: int = 0
     last: bool = True
+    live: bool = False  # they go on meanwhile
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +138,7 @@ class RosterReceived:
     victims: tuple[Victim, ...]
     wave: int = 0
     last: bool = True
+    live: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +154,16 @@ class WaveDone:
 @dataclass(frozen=True, slots=True)
 class KvCompleteReceived:
     """A stage of the group that this worker leads has all KV of a victim."""
+
+    at_s: float
+    epoch: Epoch
+    sequence_id: SequenceId
+    source: WorkerId
+
+
+@dataclass(frozen=True, slots=True)
+class KvLandedReceived:
+    """After a KvComplete that meant no more than that a victim may go on: all its KV is on that stage."""
 
     at_s: float
     epoch: Epoch
@@ -177,6 +189,7 @@ Event = (
     | RosterReceived
     | WaveDone
     | KvCompleteReceived
+    | KvLandedReceived
 )
 
 # ---------------------------------------------------------------- commands
@@ -257,6 +270,7 @@ class SendRoster:
     to: tuple[WorkerId, ...]
     wave: int = 0
     last: bool = True
+    live: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,6 +282,7 @@ class SendKv:
     to: WorkerId
     first_layer: int
     last_layer: int
+    live: bool = False  # answer for it meanwhile; KvSent then also means that nobody asks any more
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,6 +292,7 @@ class ExpectKv:
     epoch: Epoch
     victim: Victim
     sources: tuple[WorkerId, ...]
+    live: bool = False  # what has not come is asked of the sources
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,8 +303,24 @@ class SendKvComplete:
 
 
 @dataclass(frozen=True, slots=True)
+class SendKvLanded:
+    epoch: Epoch
+    sequence_id: SequenceId
+    to: WorkerId
+
+
+@dataclass(frozen=True, slots=True)
 class Resume:
-    """Every stage has the victim's KV."""
+    """Every stage has the victim's KV, or asks its sources for what it lacks: then `Land` follows."""
+
+    epoch: Epoch
+    sequence_id: SequenceId
+    landing: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Land:
+    """By now every stage has the KV of a victim that went on before."""
 
     epoch: Epoch
     sequence_id: SequenceId
@@ -341,6 +373,8 @@ Command = (
     | SendKv
     | ExpectKv
     | SendKvComplete
+    | SendKvLanded
+    | Land
     | Resume
     | ReleaseSent
     | SendWaveDone

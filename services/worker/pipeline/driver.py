@@ -11,7 +11,8 @@ from ballast.common.ids import Epoch, WorkerId
 from ballast.service.logs import get_logger
 from ballastpb.worker.v1 import stage_pb2 as pb
 from services.worker.core.batch import SequenceId
-from services.worker.core.events import KvArrived, RoleChanged
+from services.worker.core.events import KvArrived, KvLanded, RoleChanged
+from services.worker.core.leading import Decision
 from services.worker.core.plan import Kind, Phase, Victim, part_of
 from services.worker.core.stage import StageBook
 from services.worker.core.transition import Transition
@@ -28,6 +29,7 @@ from services.worker.core.transition_messages import (
     HandoverReceived,
     KvReceived,
     KvSent,
+    Land,
     Lead,
     LeadWave,
     Led,
@@ -43,12 +45,14 @@ from services.worker.core.transition_messages import (
     SendHandover,
     SendKv,
     SendKvComplete,
+    SendKvLanded,
     SendRoster,
     SendWaveDone,
     TakenUp,
     TakeUp,
     UndoPreparation,
 )
+from services.worker.core.waves import may_wait
 from services.worker.core.worker import WorkerCore
 from services.worker.memory.device import DeviceMemory
 from services.worker.pipeline.answers import Answers
@@ -56,6 +60,7 @@ from services.worker.pipeline.capacity import Capacities
 from services.worker.pipeline.events import (
     HandoverArrived,
     KvAsked,
+    KvTakenOver,
     LinkMade,
     PieceSent,
     PlanReceived,
@@ -100,6 +105,7 @@ class TransitionDriver:
         memory: DeviceMemory,
         hub: Hub,
         broken: Callable[[Epoch, WorkerId, str], None],
+        live: bool,
         post: Callable[[MemberEvent], None],
     ) -> None:
         """`core` is only read, `answers` tell it something; `broken` hears that the group is lost with a member."""
@@ -118,6 +124,7 @@ class TransitionDriver:
         self._memory = memory
         self._hub = hub
         self._broken = broken
+        self._live = live
         self._post = post
         self.transition: Transition | None = None  # under way, or the last
         self._received: PlanReceived | None = None
@@ -157,6 +164,7 @@ class TransitionDriver:
             ask=self._ask_for_kv,
             copied=precopy.copied_blocks,
             post=self._post,
+            attention=self._hub.attention,
         )
         self._execute(transition.begin())
         self._publish()
@@ -174,6 +182,8 @@ class TransitionDriver:
             case KvReceived(sequence_id=sequence_id, source=source):
                 if not self._the_exchange().is_last_piece(sequence_id, source):
                     return
+                if self._the_exchange().landed(sequence_id, source):
+                    self._links.send(source, TrafficClass.CONTROL, Topic.KV_TAKEN_OVER, b"", stream=sequence_id)
             case _:
                 pass
         self.drive(event)
@@ -229,10 +239,10 @@ class TransitionDriver:
     def wave_arrived(self, event: WaveArrived) -> None:
         if not self.is_current(event.epoch):
             return
-        victims, wave, last = event.victims, event.wave, event.last
-        self._handover.pass_wave_on(event.epoch, victims, event.recomputed, wave, last=last)
+        victims, wave, last, live = event.victims, event.wave, event.last, event.live
+        self._handover.pass_wave_on(event.epoch, victims, event.recomputed, wave, last=last, live=live)
         self._begin_wave(event.recomputed)
-        self.drive(RosterReceived(time.monotonic(), event.epoch, self._role.leader, victims, wave, last))
+        self.drive(RosterReceived(time.monotonic(), event.epoch, self._role.leader, victims, wave, last, live))
 
     def _begin_wave(self, recomputed: tuple[SequenceId, ...]) -> None:
         """Blocks that batches before it have freed are taken by KV that comes over links: nothing may touch them."""
@@ -247,11 +257,17 @@ class TransitionDriver:
         if self.is_current(event.epoch) and self._the_exchange().sent(event):
             self.drive(KvSent(time.monotonic(), event.epoch, event.sequence_id, event.to))
 
+    def kv_taken_over(self, event: KvTakenOver) -> None:
+        if self.is_current(event.epoch) and self._the_exchange().taken_over(event):
+            self.drive(KvSent(time.monotonic(), event.epoch, event.sequence_id, event.peer))
+
     def abandon(self) -> Callable[[], bool]:
         """The group is no more. Returns whether nothing of the KV is being sent any more."""
         exchange, precopy = self._exchange, self._restoring.precopy
         self._restoring.abandon()
         self._handover.begin()
+        if self._hub.attention is not None:
+            self._hub.attention.abandon()
         self.transition, self._exchange = None, None
         self.quiescing = self._learning = False
         return lambda: (exchange is None or exchange.idle) and (precopy is None or precopy.idle)
@@ -312,8 +328,12 @@ class TransitionDriver:
                     self._the_exchange().expect(command)
                 case SendKvComplete(sequence_id=sequence_id, to=to):
                     self._links.send(to, TrafficClass.CONTROL, Topic.KV_COMPLETE, b"", stream=sequence_id)
-                case Resume(sequence_id=sequence_id):
-                    self._resume(sequence_id)
+                case SendKvLanded(sequence_id=sequence_id, to=to):
+                    self._links.send(to, TrafficClass.CONTROL, Topic.KV_LANDED, b"", stream=sequence_id)
+                case Resume(sequence_id=sequence_id, landing=landing):
+                    self._resume(sequence_id, landing=landing)
+                case Land(sequence_id=sequence_id):
+                    self._answers.tell(KvLanded(time.monotonic(), sequence_id))
                 case ReleaseSent():
                     self._release_sent()
                 case SendWaveDone(wave=wave, to=to):
@@ -411,13 +431,19 @@ class TransitionDriver:
         decision = self._handover.lead(transition, victims, self._published.counted, now_s)
         self._the_exchange().forget(decision.recomputed)
         self.quiescing = False
-        self.drive(Led(now_s, transition.epoch, decision.wave.admitted, last=decision.wave.last))
+        self._drive_led(transition, decision, 0)
 
     def _lead_wave(self, wave: int) -> None:
-        now_s, epoch = time.monotonic(), self._current().epoch
+        transition, now_s = self._current(), time.monotonic()
         decision = self._handover.lead_on(self._published.counted, now_s)
         self._begin_wave(decision.recomputed)
-        self.drive(Led(now_s, epoch, decision.wave.admitted, wave, decision.wave.last))
+        self._drive_led(transition, decision, wave)
+
+    def _drive_led(self, transition: Transition, decision: Decision, wave: int) -> None:
+        """Live only if all who hold KV are stages of the new group, and so come to every roster."""
+        live = self._live and may_wait(transition.plan, transition.part)
+        admitted, last = decision.wave.admitted, decision.wave.last
+        self.drive(Led(time.monotonic(), transition.epoch, admitted, wave, last, live))
 
     # ------------------------------------------------------------ exchange
 
@@ -425,11 +451,11 @@ class TransitionDriver:
         body = pb.KvWanted(first_block=first_block).SerializeToString()
         self._links.send(source, TrafficClass.CONTROL, Topic.KV_WANTED, body, stream=sequence_id)
 
-    def _resume(self, sequence_id: SequenceId) -> None:
+    def _resume(self, sequence_id: SequenceId, *, landing: bool) -> None:
         now_s, progress = time.monotonic(), self._published.counted
         progress.victims_waiting -= 1
         progress.note_stall(now_s - progress.commit_at_s)
-        self._answers.tell(KvArrived(now_s, sequence_id))
+        self._answers.tell(KvArrived(now_s, sequence_id, landing))
 
     def _release_sent(self) -> None:
         """What has been sent makes room for the next wave."""

@@ -83,6 +83,7 @@ class WaveArrived(MemberEvent):
     recomputed: tuple[SequenceId, ...]
     wave: int
     last: bool
+    live: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +94,15 @@ class KvAsked(MemberEvent):
     sequence_id: SequenceId
     peer: WorkerId
     first_block: int = 0  # what comes before is there already
+
+
+@dataclass(frozen=True, slots=True)
+class KvTakenOver(MemberEvent):
+    """A peer has all KV that it needs of a sequence, and does not ask for it any more."""
+
+    epoch: Epoch
+    sequence_id: SequenceId
+    peer: WorkerId
 
 
 @dataclass(frozen=True, slots=True)

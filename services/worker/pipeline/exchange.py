@@ -26,7 +26,7 @@ from services.worker.core.stage import StageBook
 from services.worker.core.transition import Transition
 from services.worker.core.transition_messages import ExpectKv, SendKv
 from services.worker.memory.kv_cache import KvCache
-from services.worker.pipeline.events import KvAsked, PieceSent
+from services.worker.pipeline.events import KvAsked, KvTakenOver, PieceSent
 from services.worker.pipeline.hub import Hub
 from services.worker.pipeline.status import Progress
 from services.worker.pipeline.wire import Topic
@@ -37,19 +37,33 @@ from services.worker.transport.transfer import Outcome, Transfer
 if TYPE_CHECKING:
     import torch
 
+    from services.worker.pipeline.remote_attention import RemoteAttention
     from services.worker.transport.link import Link
 
 
 def kv_pieces(
-    kv: KvCache, table: Sequence[int], first_block: int, last_block: int, first_layer: int, last_layer: int
+    kv: KvCache,
+    table: Sequence[int],
+    first_block: int,
+    last_block: int,
+    first_layer: int,
+    last_layer: int,
+    rest_tokens: int = 0,
 ) -> list[torch.Tensor]:
-    """The memory of some blocks of a sequence in `[first_layer, last_layer)`: [n, 2, T, K, H] per run of ids."""
-    if first_block == last_block:
+    """The memory of some blocks of a sequence in `[first_layer, last_layer)`: [n, 2, T, K, H] per run of ids. Of the
+    block behind them the first `rest_tokens`.
+    """
+    if first_block == last_block and not rest_tokens:
         return []  # the sequence may be gone since it was asked for
     if len(table) < last_block:
         raise InvariantViolation(f"the KV in {last_block} blocks of a sequence is to travel, and it has {len(table)}")
     runs = _runs(table[first_block:last_block])
-    return [kv.layer(layer)[first:last] for layer in range(first_layer, last_layer) for first, last in runs]
+    pieces: list[torch.Tensor] = []
+    for layer in range(first_layer, last_layer):
+        pieces += [kv.layer(layer)[first:last] for first, last in runs]
+        if rest_tokens:
+            pieces += kv.layer(layer)[table[last_block], :, :rest_tokens].unbind()
+    return pieces
 
 
 def kv_bytes(kv: KvCache, computed_tokens: int, layer_count: int, first_block: int = 0) -> int:
@@ -82,6 +96,7 @@ class KvExchange:
         ask: Callable[[WorkerId, SequenceId, int], None],
         copied: Callable[[SequenceId, WorkerId], int],
         post: Callable[[MemberEvent], None],
+        attention: RemoteAttention | None,
     ) -> None:
         """`ask` tells a holder that this member's blocks are ready, and from which one on it wants them; `copied` says
         how many of the first have come from it before the commit.
@@ -95,6 +110,9 @@ class KvExchange:
         self._ask = ask
         self._copied = copied
         self._post = post
+        self._attention = attention
+        self._asking: set[tuple[SequenceId, WorkerId]] = set()  # members that may yet ask for what is sent to them
+        self._sent: set[tuple[SequenceId, WorkerId]] = set()  # of those: it has all been sent
         self._to_send: dict[tuple[SequenceId, WorkerId], list[SendKv]] = {}
         self._asked: dict[tuple[SequenceId, WorkerId], int] = {}  # the first block that is wanted
         self._unsent: dict[tuple[SequenceId, WorkerId], int] = {}  # transfers under way
@@ -112,7 +130,9 @@ class KvExchange:
             if to != transition.me:
                 continue
             copied = self._copied(victim.sequence_id, source)
-            pieces = kv_pieces(self._kv, table, copied, self._end_block(victim), first, last)
+            pieces = self._pieces(victim, table, copied, first, last, live=command.live)
+            if command.live:
+                self._the_attention().await_kv(victim.sequence_id, source, victim.computed_tokens, range(first, last))
             self._hub.kv.put((command.epoch, victim.sequence_id, source, first), pieces)
             key = (victim.sequence_id, source)
             self._pieces_due[key] = self._pieces_due.get(key, 0) + 1
@@ -121,6 +141,37 @@ class KvExchange:
         self._progress.victims_copied_ahead += bool(wanted) and all(wanted.values())
         for source, first_block in wanted.items():
             self._ask(source, victim.sequence_id, first_block)
+
+    def _pieces(
+        self, victim: Victim, table: Sequence[int], first_block: int, first: int, last: int, *, live: bool
+    ) -> list[torch.Tensor]:
+        """In a live exchange what the last block has room for is written here meanwhile: it does not travel."""
+        rest_tokens = victim.computed_tokens % self._kv.shape.block_tokens if live else 0
+        end_block = self._end_block(victim) - (rest_tokens > 0)
+        return kv_pieces(self._kv, table, first_block, end_block, first, last, rest_tokens)
+
+    def _the_attention(self) -> RemoteAttention:
+        if self._attention is None:
+            raise InvariantViolation("an exchange is live, and this worker cannot attend for others")
+        return self._attention
+
+    def landed(self, sequence_id: SequenceId, source: WorkerId) -> bool:
+        """All that this source had is here. True: it has to be told that nobody asks any more."""
+        return self._attention is not None and self._attention.has_come(sequence_id, source)
+
+    def taken_over(self, event: KvTakenOver) -> bool:
+        """True if that was the last thing this member's sending of it waited for."""
+        key = (event.sequence_id, event.peer)
+        self._asking.discard(key)
+        if key not in self._sent:
+            return False
+        self._sent.discard(key)
+        self._stop_lending(event.sequence_id)
+        return True
+
+    def _stop_lending(self, sequence_id: SequenceId) -> None:
+        if self._attention is not None and not any(asked == sequence_id for asked, _ in self._asking):
+            self._attention.take_back(sequence_id)
 
     def _end_block(self, victim: Victim) -> int:
         return blocks_for(victim.computed_tokens, self._kv.shape.block_tokens)
@@ -162,6 +213,11 @@ class KvExchange:
     def send(self, command: SendKv) -> None:
         self._leaving[command.victim.sequence_id] = None
         key = (command.victim.sequence_id, command.to)
+        if command.live:
+            self._asking.add(key)
+            layers = range(command.first_layer, command.last_layer)
+            victim = command.victim
+            self._the_attention().lend(victim.sequence_id, layers, self._table(command), victim.computed_tokens)
         self._to_send.setdefault(key, []).append(command)
         layers = command.last_layer - command.first_layer
         self._progress.kv_bytes_to_send += kv_bytes(self._kv, command.victim.computed_tokens, layers)
@@ -184,8 +240,8 @@ class KvExchange:
         for command in commands:
             victim, layers = command.victim, command.last_layer - command.first_layer
             table = self._table(command)
-            pieces = kv_pieces(
-                self._kv, table, first_block, self._end_block(victim), command.first_layer, command.last_layer
+            pieces = self._pieces(
+                victim, table, first_block, command.first_layer, command.last_layer, live=command.live
             )
             self._progress.kv_bytes_to_send -= first_block * self._kv.shape.block_bytes * layers
             meta = pb.KvPiece(
@@ -209,11 +265,12 @@ class KvExchange:
 
     @property
     def idle(self) -> bool:
-        """Nothing is being sent from here."""
-        return all(transfer.done.done() for transfer in self._transfers)
+        """Nothing is being sent from here, or read to answer others."""
+        answering = self._attention is not None and not self._attention.idle
+        return not answering and all(transfer.done.done() for transfer in self._transfers)
 
     def sent(self, event: PieceSent) -> bool:
-        """Counts a transfer that has ended. True if it was the sequence's last to that member."""
+        """Counts a transfer that has ended. True if it was the sequence's last to a member that asks for nothing."""
         error = event.report.exception()
         report = None if error is not None else event.report.result()
         if report is None or report.outcome is not Outcome.DELIVERED:
@@ -226,4 +283,8 @@ class KvExchange:
         if self._unsent[key]:
             return False
         del self._unsent[key]
+        if key in self._asking:
+            self._sent.add(key)
+            return False
+        self._stop_lending(event.sequence_id)
         return True

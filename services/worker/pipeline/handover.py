@@ -148,9 +148,11 @@ class Handover:
 
     def send_roster(self, roster: SendRoster) -> None:
         if roster.wave:
-            self.pass_wave_on(roster.epoch, roster.victims, self._recomputed, roster.wave, last=roster.last)
+            self.pass_wave_on(
+                roster.epoch, roster.victims, self._recomputed, roster.wave, last=roster.last, live=roster.live
+            )
             return
-        body = roster_to_bytes(roster.epoch, roster.victims, self._recomputed, 0, last=roster.last)
+        body = roster_to_bytes(roster.epoch, roster.victims, self._recomputed, 0, last=roster.last, live=roster.live)
         for member in roster.to:
             self._links.send(member, TrafficClass.CONTROL, Topic.ROSTER, body)
 
@@ -162,8 +164,9 @@ class Handover:
         wave: int,
         *,
         last: bool,
+        live: bool,
     ) -> None:
         """Down the pipeline, behind the batches that have freed the blocks which this wave takes."""
         if not self._role.is_last:
-            body = roster_to_bytes(epoch, victims, recomputed, wave, last=last)
+            body = roster_to_bytes(epoch, victims, recomputed, wave, last=last, live=live)
             self._links.send(self._role.next_stage, TrafficClass.ACTIVATION, Topic.WAVE, body)

@@ -16,6 +16,7 @@ from services.worker.core.precopy import Span
 from services.worker.core.transition_messages import (
     EpochEnded,
     KvCompleteReceived,
+    KvLandedReceived,
     KvReceived,
     PeerLost,
     RosterReceived,
@@ -29,6 +30,7 @@ from services.worker.pipeline.events import (
     KvAheadArrived,
     KvAheadAsked,
     KvAsked,
+    KvTakenOver,
     LayerArrived,
     LayerAsked,
     MigrationTold,
@@ -57,6 +59,7 @@ from services.worker.transport.transfer import Outcome, Refusal
 if TYPE_CHECKING:
     import torch
 
+    from services.worker.pipeline.remote_attention import RemoteAttention
     from services.worker.transport.link import Link, LinkEnding, Message, Opening
 
 
@@ -70,6 +73,7 @@ class Hub:
         self.layers = Destinations()  # keyed (epoch, layer, source, 0)
         self.spans = ExpectedSpans()  # of sequences that come by migrations
         self._receiving: set[tuple[Link, int]] = set()  # transfers that write into this worker's memory
+        self.attention: RemoteAttention | None = None  # of a worker that can take part in live exchanges
         self._lock = Lock()
         self._heads: dict[Link, bytes] = {}  # of the batch that comes next on that link
 
@@ -99,16 +103,22 @@ class Hub:
             case Topic.ROSTER:
                 roster = pb.Roster.FromString(_whole(message))
                 victims = tuple(victim_from_proto(v) for v in roster.victims)
-                event = RosterReceived(now_s, epoch, peer, victims, last=roster.last)
+                event = RosterReceived(now_s, epoch, peer, victims, last=roster.last, live=roster.live)
                 self._post(RosterArrived(epoch, peer, event, tuple(roster.recomputed)))
             case Topic.WAVE:
                 roster = pb.Roster.FromString(_whole(message))
                 victims = tuple(victim_from_proto(v) for v in roster.victims)
-                self._post(WaveArrived(epoch, victims, tuple(roster.recomputed), roster.wave, roster.last))
+                self._post(WaveArrived(epoch, victims, tuple(roster.recomputed), roster.wave, roster.last, roster.live))
             case Topic.WAVE_DONE:
                 self._post(Told(epoch, WaveDone(now_s, epoch, peer, message.stream)))
             case Topic.KV_WANTED:
                 self._post(KvAsked(epoch, message.stream, peer, pb.KvWanted.FromString(message.meta).first_block))
+            case Topic.ATTEND | Topic.ATTENDED:
+                self._about_attention(link, message)
+            case Topic.KV_LANDED:
+                self._post(Told(epoch, KvLandedReceived(now_s, epoch, message.stream, peer)))
+            case Topic.KV_TAKEN_OVER:
+                self._post(KvTakenOver(epoch, message.stream, peer))
             case Topic.KV_COMPLETE:
                 self._post(Told(epoch, KvCompleteReceived(now_s, epoch, message.stream, peer)))
             case Topic.CAPACITY:
@@ -132,6 +142,14 @@ class Hub:
                 self._post(MigrationTold(peer, migration_from_bytes(_whole(message)), link, now_s))
             case Topic.KV | Topic.LAYER | Topic.KV_AHEAD | Topic.MIGRATION_KV:
                 raise ValueError(f"{peer} sends {Topic(message.topic).name} as a message")
+
+    def _about_attention(self, link: Link, message: Message) -> None:
+        if self.attention is None:
+            raise ValueError(f"{link.peer_id} asks for attention, and this worker cannot answer")
+        if message.topic == Topic.ATTEND:
+            self.attention.asked(link, message)
+        else:
+            self.attention.answered(link, message)
 
     def on_opening(self, link: Link, opening: Opening) -> Sequence[torch.Tensor] | Refusal:
         peer, epoch = WorkerId(link.peer_id), Epoch(link.epoch)
@@ -176,6 +194,8 @@ class Hub:
 
     def on_link_end(self, link: Link, ending: LinkEnding) -> None:
         self._heads.pop(link, None)
+        if self.attention is not None:
+            self.attention.link_ended(link.peer_id, ending.why)
         if not link.retired and not link.is_spare:  # broken, or the peer has no use for it any more
             epoch = Epoch(link.epoch)
             self._post(Told(epoch, PeerLost(time.monotonic(), WorkerId(link.peer_id), ending.why)))

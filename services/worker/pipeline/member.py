@@ -30,6 +30,7 @@ from services.worker.pipeline.events import (
     KvAheadArrived,
     KvAheadAsked,
     KvAsked,
+    KvTakenOver,
     LayerArrived,
     LayerAsked,
     LayerChecked,
@@ -63,6 +64,7 @@ from services.worker.pipeline.status import Progress
 from services.worker.shell import MemberEvent, StepOutcome
 
 if TYPE_CHECKING:
+    from services.worker.transport.link import Link
     from services.worker.transport.plane import DataPlane
 
 
@@ -82,9 +84,12 @@ class GroupMember:
         hub: Hub,
         read_layer: Callable[[int], None],
         max_running_count: int,
+        live: bool,
         post: Callable[[MemberEvent], None],
     ) -> None:
-        """`read_layer` fills a layer's parameters from the checkpoint; called on a thread of its own."""
+        """`live`: victims of drops go on while their KV travels. `read_layer` fills a layer's parameters from the
+        checkpoint; called on a thread of its own.
+        """
         self.me = me
         self.published = published = Published()
         self._core = core
@@ -154,6 +159,7 @@ class GroupMember:
             memory=memory,
             hub=hub,
             broken=self._break_up,
+            live=live,
             post=post,
         )
 
@@ -179,6 +185,10 @@ class GroupMember:
         """From any thread: with these it may soon share a group."""
         self._links.name_partners(addresses)
 
+    def link_to(self, peer: WorkerId) -> Link | None:
+        """In the layout in force."""
+        return self._links.to(peer)
+
     def handle(self, event: MemberEvent) -> list[Answer]:
         driver, restoring = self._driver, self._restoring
         match event:
@@ -202,6 +212,8 @@ class GroupMember:
                 driver.wave_arrived(event)
             case KvAsked():
                 driver.kv_asked(event)
+            case KvTakenOver():
+                driver.kv_taken_over(event)
             case PieceSent():
                 driver.piece_sent(event)
             case LinkMade():
@@ -258,6 +270,8 @@ class GroupMember:
     def close(self) -> None:
         self._homecoming.close()
         self._links.close()
+        if self._hub.attention is not None:
+            self._hub.attention.close()
 
     def _capacity_told(self, event: CapacityTold) -> None:
         if self._rescue is None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
+from ballast.common.errors import Unavailable
 from ballast.common.ids import Epoch
 from ballast.service.logs import get_logger
 from services.worker.core.batch import Batch, StepResult
@@ -84,6 +85,9 @@ class StageRunner:
             out = self._engine.run_stage(
                 batch, tables, hidden_TD, first_layer=role.layers.start, last_layer=role.layers.stop
             )
+        except Unavailable as error:  # who has KV that is on its way is gone: the group is lost, and that is told
+            get_logger().error("attention elsewhere was not had", step_id=batch.step_id, why=str(error))
+            return None
         except (RuntimeError, ValueError, IndexError) as error:
             return self._failed(batch, f"{type(error).__name__}: {error}")
         ended_s = time.monotonic()

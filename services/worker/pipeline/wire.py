@@ -54,6 +54,10 @@ class Topic(IntEnum):
     MIGRATION_KV = 20  # a transfer
     WAVE = 21  # a Roster that goes from stage to stage, in order with batches
     WAVE_DONE = 22  # no payload; the stream is the wave
+    ATTEND = 23  # with a tensor; the stream is the question's number
+    ATTENDED = 24  # its answer, a tensor; none: the KV is not here
+    KV_LANDED = 25  # no payload; to the leader
+    KV_TAKEN_OVER = 26  # no payload; to a holder: nobody asks it for this sequence any more
 
 
 def batch_to_bytes(batch: Batch) -> bytes:
@@ -120,10 +124,15 @@ def victim_from_proto(message: pb.Victim) -> Victim:
 
 
 def roster_to_bytes(
-    epoch: Epoch, victims: tuple[Victim, ...], recomputed: tuple[int, ...], wave: int, *, last: bool
+    epoch: Epoch, victims: tuple[Victim, ...], recomputed: tuple[int, ...], wave: int, *, last: bool, live: bool
 ) -> bytes:
     return pb.Roster(
-        epoch=epoch, victims=[victim_to_proto(v) for v in victims], recomputed=recomputed, wave=wave, last=last
+        epoch=epoch,
+        victims=[victim_to_proto(v) for v in victims],
+        recomputed=recomputed,
+        wave=wave,
+        last=last,
+        live=live,
     ).SerializeToString()
 
 

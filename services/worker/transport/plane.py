@@ -158,7 +158,7 @@ class DataPlane:
 
     def _adopt_spare(self, peer_id: str, epoch: int, timeout_s: float) -> Link | None:
         """None: there is none, or the peer does not take it too: then one is made from nothing on both sides."""
-        patience_s = min(self._config.adopt_timeout_s, timeout_s / 2)
+        patience_s = min(self._config.adopt_timeout_s, 0.6 * timeout_s)
         link = self._spares.take(peer_id, patience_s)
         if link is None:
             return None
