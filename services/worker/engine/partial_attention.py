@@ -64,7 +64,8 @@ class PartialAttention:
         self._row_count = sum(span.row_count for span in spans)
         first_rows = np.cumsum([0, *(span.row_count for span in spans)])[:-1]
         single = [i for i, span in enumerate(spans) if span.row_count == 1]
-        single.sort(key=lambda i: spans[i].end_token - spans[i].first_token)
+        # By blocks, not tokens: two tokens on either side of a boundary need more blocks than three inside of one.
+        single.sort(key=lambda i: self._block_span(spans[i]))
         self._spans = spans
         self._device = device
         self._first_rows = first_rows

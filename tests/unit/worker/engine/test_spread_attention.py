@@ -99,6 +99,13 @@ def test_it_makes_no_difference_where_a_context_lies(
     check(shares, away, dtype)
 
 
+def test_fewer_new_tokens_may_need_more_blocks() -> None:
+    """Two on either side of a boundary, and three inside of a block."""
+    assert BLOCK_TOKENS >= 4
+    two, three = Elsewhere("a", BLOCK_TOKENS - 1, 0, LAYERS), Elsewhere("a", 1, 0, LAYERS)
+    check([(BLOCK_TOKENS, 1), (3, 1)], {0: (two,), 1: (three,)}, torch.float64)
+
+
 def test_each_holder_is_asked_once_per_layer() -> None:
     contexts = {i: (Elsewhere("ab"[i % 2], 5 + i, 0, 2),) for i in range(4)}
     others = check([(9, 1), (9, 4), (10, 1), (12, 1), (3, 1)], contexts, torch.float64)
