@@ -38,6 +38,7 @@ from services.worker.core.transition_messages import (
     ExpectKv,
     HandoverReceived,
     KvCompleteReceived,
+    Land,
     Lead,
     LeadWave,
     Led,
@@ -54,6 +55,7 @@ from services.worker.core.transition_messages import (
     SendHandover,
     SendKv,
     SendKvComplete,
+    SendKvLanded,
     SendRoster,
     SendWaveDone,
     TakenUp,
@@ -307,6 +309,8 @@ class GroupMember:
                     self._release_lost()
                 case Broken(peer=peer, why=why):
                     raise InvariantViolation(f"{self.me} loses {peer}: {why}; losses are not simulated yet")
+                case SendKvLanded() | Land():
+                    raise InvariantViolation(f"{self.me}: {command}; live exchange is not simulated yet")
 
     def _tell(self, to: WorkerId, say: Callable[["GroupMember"], None], size_bytes: int = _CONTROL_BYTES) -> None:
         peer = self._peers[to]

@@ -397,6 +397,9 @@ class Gated:
         self._gate(0)
         return self._runner.run_stage(*arguments, **layers)
 
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._runner, name)
+
 
 def test_a_worker_whose_engine_hangs_is_not_ready(
     model: Path, state_url: str, capsys: pytest.CaptureFixture[str]
