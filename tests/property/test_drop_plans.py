@@ -109,23 +109,6 @@ def test_every_plan_is_sound(snapshot: Snapshot, needed_bytes: int, method: Meth
 
 
 @settings(max_examples=100, deadline=None)
-@given(clusters(), st.integers(0, 60_000), METHODS, st.booleans(), st.sampled_from([0.0, 0.5, 2.0]), st.integers(1, 20))
-def test_no_merge_loses_more_kv_than_it_may(
-    snapshot: Snapshot, needed_bytes: int, method: Method, count_usable: bool, limit: float, fill: int
-) -> None:
-    full = tuple(replace(g, used_block_count=g.block_count * fill // 20) for g in snapshot.groups)
-    snapshot = replace(snapshot, groups=full)
-    done = plan(snapshot, needed_bytes, method, count_usable=count_usable, recompute_limit=limit)
-    check_plan(snapshot, replace(done, shortfall_bytes=max(0, needed_bytes - done.freed_bytes)))
-    for g in done.groups:
-        assert g.recomputed_blocks == 0 or g.recomputed_blocks <= limit * (g.block_count - g.block_count_before)
-        assert g.recomputed_blocks <= sum(merged.used_block_count for merged in g.merged)
-    assert {g for planned in done.refused for g in planned.merged} <= set(done.unchanged) | {
-        g for planned in done.groups for g in planned.merged if len(planned.merged) == 1
-    }
-
-
-@settings(max_examples=100, deadline=None)
 @given(clusters(), st.integers(0, 60_000), METHODS, st.randoms(use_true_random=False))
 def test_the_order_of_the_input_does_not_matter(
     snapshot: Snapshot, needed_bytes: int, method: Method, rng: random.Random

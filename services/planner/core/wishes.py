@@ -22,7 +22,7 @@ from services.planner.core.survey import (
 )
 from services.planner.core.transition import Kind, changed_members
 from services.planner.policy.drop import DropPlan, Method, plan
-from services.planner.policy.explain import explain, explain_refused, explain_restore, megabytes
+from services.planner.policy.explain import explain, explain_restore, megabytes
 from services.planner.policy.restore import RestorePlan, plan_restore
 from services.planner.policy.snapshot import ModelShape, Snapshot
 
@@ -118,8 +118,7 @@ def _drop(wish: DropWish, base: Layout, model: ModelInfo | None, loads: Loads, e
     found = _plan(snapshot, needed, wish.method)
     lines = tuple(explain(found, snapshot.model))
     if not found.groups:
-        why = "; ".join(explain_refused(found, snapshot.model)) or "no groups are left that could be merged"
-        return Denied(why, found.shortfall_bytes)
+        return Denied("no groups are left that could be merged", found.shortfall_bytes)
     target = dropped(base, found, epoch, f"{wish.by}: {megabytes(needed)} of KV needed")
     if not changed_members(base, target):
         return Denied("nothing would change", found.shortfall_bytes)

@@ -43,7 +43,6 @@ class MemberPlan:
     dropped_layers: tuple[int, ...]
     freed_bytes: int
     block_count: int  # its own KV blocks, once the exchange is over
-    early_block_count: int  # until then
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +54,6 @@ class GroupPlan:
     exchange_bytes: int  # KV of running sequences that changes its holder
     block_count_before: int  # of all that was merged
     block_count: int  # the minimum over the stages
-    recomputed_blocks: int  # of running sequences: they find no room before the exchange is over, and lose their KV
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +68,6 @@ class DropPlan:
     cost_after: float
     cost_bound: float | None  # no plan with as many merges costs less; None: not known for so many groups
     groups: tuple[GroupPlan, ...]  # those that change, by id
-    refused: tuple[GroupPlan, ...]  # they would change, and lose too much KV; their groups are among the unchanged
     unchanged: tuple[GroupState, ...]
 
     @property
@@ -86,21 +83,15 @@ def plan(
     cost: StageCost | None = None,
     tolerance: SplitTolerance | None = None,
     count_usable: bool = False,
-    recompute_limit: float = inf,
 ) -> DropPlan:
     """The snapshot is consistent (`Snapshot.check`). Existing groups may be merged, none is split.
 
     `count_usable`: the need is met by KV that admission can count with, not by freed bytes; where layers do not
     divide evenly over the members, that takes more merges.
-
-    `recompute_limit`: no group is merged whose running sequences would lose more KV than this share of what the merge
-    adds. Until KV has been exchanged a member holds it for the layers given up as well; where memory is full and
-    parameters are a small part of it, many sequences find no room meanwhile and are computed anew, which takes longer
-    than those that the drop lets in would have waited.
     """
     if tolerance is None:
         tolerance = SplitTolerance(capacity=0.0) if count_usable else SplitTolerance()
-    planning = _Planning(snapshot, needed_bytes, cost or StageCost(), tolerance, recompute_limit)
+    planning = _Planning(snapshot, needed_bytes, cost or StageCost(), tolerance)
     return planning.until_usable(method) if count_usable else planning.with_merges(method, planning.least_merges)
 
 
@@ -113,10 +104,8 @@ class _Planning:
         needed_bytes: int,
         cost: StageCost,
         tolerance: SplitTolerance,
-        recompute_limit: float,
     ) -> None:
         self.model = snapshot.model
-        self.recompute_limit = recompute_limit
         self.needed_bytes = max(0, needed_bytes)
         self.splitter = Splitter(self.model, tolerance)
         self._group_plans: dict[tuple[int, ...], GroupPlan] = {}
@@ -142,9 +131,6 @@ class _Planning:
             merges = min(self.most_merges, merges + max(1, best.shortfall_bytes // self.model.copy_bytes))
             more = _judged_by_usable(self.with_merges(method, merges))
             best = min(best, more, key=_preference)
-        while merges > 1 and best.refused and best.shortfall_bytes:  # smaller groups lose less
-            merges //= 2
-            best = min(best, _judged_by_usable(self.with_merges(method, merges)), key=_preference)
         return best
 
     def _are_equal_singles(self) -> bool:
@@ -161,10 +147,9 @@ class _Planning:
         wanted = sum(group.block_count for group in self.groups) + -(-self.needed_bytes // block_bytes)
         found = [p for p in cheapest_by_count(self.units, useful_sizes(blocks)) if p is not None]
 
-        def demerits(partition: Partition) -> tuple[int, float, int]:
-            kept, refused = self._without_refused(partition)
-            missing = max(0, wanted - sum(blocks[len(members)] for members in kept))
-            return missing, self.units.cost(kept), -len(refused)  # what has been refused is to be told
+        def demerits(partition: Partition) -> tuple[int, float]:
+            missing = max(0, wanted - sum(blocks[len(members)] for members in partition))
+            return missing, self.units.cost(partition)
 
         return min(found, key=demerits)
 
@@ -220,25 +205,6 @@ class _Planning:
             return True
         return self.splitter.is_feasible([instance for i in members for instance in self.groups[i].members])
 
-    def _without_refused(self, partition: Partition) -> tuple[Partition, list[GroupPlan]]:
-        """With the members of those apart that would lose too much KV."""
-        if self.recompute_limit == inf:
-            return partition, []
-        kept: Partition = []
-        refused: list[GroupPlan] = []
-        for members in partition:
-            planned = self._group_plan(members) if len(members) > 1 else None
-            if planned is not None and self._loses_too_much(planned):
-                refused.append(planned)
-                kept += [[i] for i in members]
-            else:
-                kept.append(members)
-        return kept, refused
-
-    def _loses_too_much(self, planned: GroupPlan) -> bool:
-        added_blocks = planned.block_count - planned.block_count_before
-        return planned.recomputed_blocks > 0 and planned.recomputed_blocks > self.recompute_limit * added_blocks
-
     def _group_plan(self, members: Sequence[int]) -> GroupPlan:
         key = tuple(sorted(members))
         if key not in self._group_plans:
@@ -246,7 +212,6 @@ class _Planning:
         return self._group_plans[key]
 
     def _assemble(self, partition: Partition, method: Method) -> DropPlan:
-        partition, refused = self._without_refused(partition)
         changing = {i for members in partition if len(members) > 1 for i in members} | set(self.trimmed)
         changed = [self._group_plan(members) for members in partition if changing.issuperset(members)]
         freed_bytes = sum(group.freed_bytes for group in changed)
@@ -261,14 +226,13 @@ class _Planning:
             exchange_bytes=sum(group.exchange_bytes for group in changed),
             cost_before=self._scaled(self.units.cost([[i] for i in units])),
             cost_after=self._scaled(self.units.cost(partition)),
-            cost_bound=self._bound(partition, method, is_whole=not refused),
+            cost_bound=self._bound(partition, method),
             groups=tuple(sorted(changed, key=lambda group: group.group_id)),
-            refused=tuple(sorted(refused, key=lambda group: group.group_id)),
             unchanged=tuple(self.groups[i] for i in units if i not in changing),
         )
 
-    def _bound(self, partition: Partition, method: Method, *, is_whole: bool) -> float | None:
-        is_exact_here = is_whole and method is Method.EXACT and len(set(self.units.stages)) == 1
+    def _bound(self, partition: Partition, method: Method) -> float | None:
+        is_exact_here = method is Method.EXACT and len(set(self.units.stages)) == 1
         if not self.groups or is_exact_here:
             return self._scaled(self.units.cost(partition))
         bound = lower_bound(self.units, len(partition)) if self._is_affordable() else inf
@@ -302,7 +266,6 @@ def group_plan(merged: Sequence[GroupState], splitter: Splitter) -> GroupPlan:
         raise InvariantViolation(f"no pipeline of {', '.join(c.instance.worker_id for c in candidates)} is complete")
     members = tuple(_member_plan(stage, splitter) for stage in stages)
     block_count = min(member.block_count for member in members)
-    early_count = min(block_count, *(member.early_block_count for member in members))
     used_count = sum(group.used_block_count for group in merged)
     kept_bytes = sum(stage.candidate.kv_bytes_per_layer * _kept_layers(stage) for stage in stages)
     return GroupPlan(
@@ -313,7 +276,6 @@ def group_plan(merged: Sequence[GroupState], splitter: Splitter) -> GroupPlan:
         exchange_bytes=used_count * model.block_bytes * model.layer_count - kept_bytes,
         block_count_before=sum(group.block_count for group in merged),
         block_count=block_count,
-        recomputed_blocks=max(0, used_count - early_count) if len(merged) > 1 else 0,  # alone: no KV moves
     )
 
 

@@ -10,7 +10,6 @@ from services.planner.policy.snapshot import ModelShape
 def explain(plan: DropPlan, model: ModelShape) -> list[str]:
     """One line for the need, one for the cost, one per group that changes."""
     lines = [_need_line(plan)]
-    lines += explain_refused(plan, model)
     if not plan.groups:
         return [*lines, "nothing changes"]
     lines.append(_cost_line(plan))
@@ -23,17 +22,6 @@ def explain(plan: DropPlan, model: ModelShape) -> list[str]:
     if plan.unchanged:
         lines.append(f"unchanged: {len(plan.unchanged)} of {len(plan.unchanged) + _merged_count(plan)} groups")
     return lines
-
-
-def explain_refused(plan: DropPlan, model: ModelShape) -> list[str]:
-    whole_bytes = model.block_bytes * model.layer_count
-    return [
-        f"not merged: {','.join(member.worker_id for member in group.members)}; of their running requests"
-        f" {megabytes(group.recomputed_blocks * whole_bytes)} of KV would be computed anew, for"
-        f" {megabytes((group.block_count - group.block_count_before) * whole_bytes)} more: they find no room until KV"
-        " has been exchanged"
-        for group in plan.refused
-    ]
 
 
 def group_line(group: GroupPlan, model: ModelShape) -> str:

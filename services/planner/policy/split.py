@@ -61,7 +61,6 @@ class Aftermath(NamedTuple):
     dropped_layers: tuple[int, ...]
     freed_bytes: int
     block_count: int  # KV blocks, once the exchange is over
-    early_block_count: int  # until then: the KV of the layers given up is still there
 
 
 Kinds = tuple[tuple[Kind, int], ...]  # with the number of members of each, in order
@@ -117,18 +116,8 @@ class Splitter:
                 tuple(layer for layer in instance.held_layers if not first_layer <= layer < last_layer),
                 freed_bytes,
                 self.model.block_count(instance.budget_bytes, first_layer, last_layer),
-                self._early_block_count(instance, freed_bytes, last_layer - first_layer),
             )
         return self._aftermath[key]
-
-    def _early_block_count(self, instance: InstanceState, freed_bytes: int, kept_count: int) -> int:
-        """Every layer held has its KV now; what the freed parameters add goes to the layers that are kept."""
-        model = self.model
-        taken_bytes = model.occupied_bytes(instance.held_layers)
-        taken = -(-model.other_parameter_bytes // model.extent_bytes) + taken_bytes // model.extent_bytes
-        each, rest = divmod(instance.budget_bytes // model.extent_bytes - taken, len(instance.held_layers))
-        each += (rest + freed_bytes // model.extent_bytes) // kept_count
-        return each * model.extent_bytes // model.block_bytes
 
     def is_feasible(self, instances: Sequence[InstanceState]) -> bool:
         if len(instances) > self.model.layer_count:

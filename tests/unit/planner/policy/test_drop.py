@@ -205,41 +205,6 @@ def test_even_layers_need_no_more_merges_for_use() -> None:
     assert [g.members for g in by_use.groups] == [g.members for g in plan(snapshot, 3 * 8_000).groups]
 
 
-def test_kv_that_finds_no_room_before_the_exchange_is_told() -> None:
-    # 5000 bytes for each of eight layers; 4000 of parameters are added to the four that are kept, and to these only.
-    (pair,) = plan(singles(2, model(8), used=[310, 310], kv_bytes=40_000), 1).groups
-    assert [m.early_block_count for m in pair.members] == [600, 600]
-    assert pair.block_count == 1100
-    assert pair.recomputed_blocks == 20
-
-
-def test_members_that_would_lose_too_much_kv_stay_apart() -> None:
-    snapshot = singles(2, model(8), used=[310, 310], kv_bytes=40_000)  # 20 blocks are lost for 100 more
-    assert plan(snapshot, 1, count_usable=True, recompute_limit=0.2).refused == ()
-    done = plan(snapshot, 1, count_usable=True, recompute_limit=0.19)
-    assert done.groups == ()
-    assert done.unchanged == snapshot.groups
-    assert [g.recomputed_blocks for g in done.refused] == [20]
-    assert (done.freed_bytes, done.shortfall_bytes, done.cost_after) == (0, 1, 0.0)
-
-
-def test_smaller_groups_are_formed_where_large_ones_would_lose_too_much() -> None:
-    snapshot = singles(4, model(8), used=[310] * 4, kv_bytes=40_000)
-    (four,) = plan(snapshot, 20_000, count_usable=True).groups
-    assert four.recomputed_blocks == 4 * 310 - 800
-    done = plan(snapshot, 20_000, count_usable=True, recompute_limit=0.25)
-    assert [len(g.members) for g in done.groups] == [2, 2]
-    assert done.shortfall_bytes == 20_000 - 2 * 100 * 80
-
-
-def test_pipelines_that_would_lose_too_much_are_not_merged_further() -> None:
-    full = singles(4, model(8), used=[310] * 4, kv_bytes=40_000)
-    pairs = after(full, plan(full, 16_000))
-    assert [len(g.members) for g in plan(pairs, 8_000, count_usable=True).groups] == [4]
-    done = plan(pairs, 8_000, count_usable=True, recompute_limit=0.25)
-    assert (done.groups, len(done.refused), done.shortfall_bytes) == ((), 1, 8_000)
-
-
 def test_the_same_plans_under_any_hash_seed() -> None:
     told = {
         subprocess.run(

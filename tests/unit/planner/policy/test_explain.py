@@ -3,7 +3,6 @@ from dataclasses import replace
 from services.planner.policy.drop import Method, plan
 from services.planner.policy.explain import (
     explain,
-    explain_refused,
     explain_restore,
     group_line,
     layer_ranges,
@@ -47,14 +46,6 @@ def test_memory_that_admission_cannot_use_is_told() -> None:
     shape = model(4)
     lines = explain(plan(singles(3, shape, kv_bytes=1000), 8_000), shape)
     assert "count for admission" in lines[2]
-
-
-def test_groups_that_would_lose_too_much_kv_are_told() -> None:
-    shape = model(8)
-    done = plan(singles(2, shape, used=[310, 310], kv_bytes=40_000), 1, count_usable=True, recompute_limit=0.0)
-    (line,) = explain_refused(done, shape)
-    assert line.startswith("not merged: w0,w1; of their running requests 0.0 MB of KV would be computed anew")
-    assert line in explain(done, shape)
 
 
 def test_nothing_to_do_is_told() -> None:

@@ -38,7 +38,7 @@ def test_freed_bytes_and_blocks_come_true(first_layer: int, last_layer: int) -> 
 
         told = Splitter(model).aftermath(instance, first_layer, last_layer)
         before_bytes = memory.report().parameter_bytes
-        assert memory.drop_layers(told.dropped_layers) == told.early_block_count
+        memory.drop_layers(told.dropped_layers)
         assert before_bytes - memory.report().parameter_bytes == told.freed_bytes
         assert memory.release_retired() == memory.kv.block_count == told.block_count
         memory.check()
