@@ -134,7 +134,10 @@ def children(parent: int) -> list[int]:
 
 
 def pids_of(cluster: LocalCluster) -> dict[str, list[int]]:
-    found = {service: [process.pid for process in processes] for service, processes in cluster.processes.items()}
+    found = {
+        service: list(dict.fromkeys(process.pid for process in processes))
+        for service, processes in cluster.processes.items()
+    }
     known = {pid for pids in found.values() for pid in pids}
     return {**found, "state server": [pid for pid in children(os.getpid()) if pid not in known], "load": [os.getpid()]}
 
@@ -167,6 +170,7 @@ async def run(args: argparse.Namespace, model: EmulatedModel, budget: int, arriv
     async with LocalCluster(
         model.model,
         workers=args.workers,
+        workers_per_process=args.workers_per_process,
         dispatchers=args.dispatchers,
         flags={
             "worker": flags,
@@ -268,6 +272,7 @@ def report(args: argparse.Namespace, done: Run, compared: Sequence[Seen]) -> Non
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", type=int, default=64)
+    parser.add_argument("--workers-per-process", type=int, default=16, help="each with its own server and name")
     parser.add_argument("--dispatchers", type=int, default=4)
     parser.add_argument("--rate", type=float, default=200.0, help="requests per second")
     parser.add_argument("--minutes", type=float, default=5.0)
