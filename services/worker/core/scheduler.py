@@ -19,10 +19,10 @@ until `take_blocks`.
 import bisect
 from collections import OrderedDict
 from collections.abc import Container
-from dataclasses import dataclass
 from itertools import islice
 
 from ballast.common.errors import InvariantViolation
+from ballast.common.record import record
 from ballast.common.sampling import PriorityClass
 from services.worker.core.batch import SequenceId
 from services.worker.core.blocks import blocks_for
@@ -35,7 +35,7 @@ from services.worker.policy.microbatching import Candidate, Microbatching, Pipel
 from services.worker.policy.preemption import VictimView, choose_victim
 
 
-@dataclass(frozen=True, slots=True)
+@record()
 class Plan:
     """What the next step computes."""
 
