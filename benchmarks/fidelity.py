@@ -359,8 +359,8 @@ async def measured(args: argparse.Namespace, folder: Path, console: Console) -> 
     # By what was seen, so that the machine is as loaded as is said, whatever else it does.
     traces = {w.name: draw(w, slowed(machine, known), args.seconds, args.seed) for w in WORKLOADS}
     real, _ = await served(checkpoint, budget, told, traces, console)
-    # The emulated worker has the real one's overhead already; the machine it takes its time by is the engine's alone.
-    file = write_machine(folder / "machine.json", machine)
+    # The emulated worker has the real one's overhead already, and waits where the engine would be held up by others.
+    file = write_machine(folder / "machine.json", slowed(machine, replace(known, step_s=0.0)))
     emulated, _ = await served(checkpoint, budget, ["--engine", "emulated", "--profile", str(file)], traces, console)
     return {
         name: {
