@@ -69,7 +69,7 @@ class Requests:
         rng = random.Random(number)
         length = round(self._options.context * rng.uniform(0.7, 1.3))
         prompt = [rng.randrange(5, self._vocab_size) for _ in range(length)]
-        sampling = SamplingParams(temperature=1.0, seed=number, max_tokens=self._options.tokens, ignore_eos=True)
+        sampling = SamplingParams(temperature=0.0, max_tokens=self._options.tokens, ignore_eos=True)
         async with aclosing(self._client.stream(token_ids=prompt, sampling=sampling, include_text=False)) as stream:
             async for chunk in stream:
                 now_s = time.time()

@@ -34,6 +34,8 @@ from services.worker.shell import MemberEvent
 from services.worker.transport.traffic import TrafficClass
 from services.worker.transport.transfer import Outcome, Transfer
 
+BEHIND_EXCHANGE = 1 << 40  # rank inside the class KV, behind every sequence that somebody waits for
+
 if TYPE_CHECKING:
     import torch
 
@@ -251,7 +253,14 @@ class KvExchange:
                 last_layer=command.last_layer,
             ).SerializeToString()
             try:
-                transfer = link.transfer(TrafficClass.KV, pieces, topic=Topic.KV, meta=meta, stream=victim.sequence_id)
+                transfer = link.transfer(
+                    TrafficClass.KV,
+                    pieces,
+                    topic=Topic.KV,
+                    meta=meta,
+                    stream=victim.sequence_id,
+                    rank=victim.computed_tokens,  # one after the other, the short ones first: most go on soonest
+                )
             except BallastError as error:
                 get_logger().error("KV is not sent", sequence_id=victim.sequence_id, to=key[1], why=str(error))
                 return  # the link is broken, and its end is told too

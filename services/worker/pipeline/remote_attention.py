@@ -30,6 +30,7 @@ from services.worker.engine.spread_attention import Elsewhere
 from services.worker.memory.kv_cache import KvCache
 from services.worker.pipeline.wire import Topic
 from services.worker.transport.link import Link
+from services.worker.transport.pace import StagePace
 from services.worker.transport.receiving import Message
 from services.worker.transport.traffic import TrafficClass
 
@@ -49,9 +50,11 @@ class _Lent:
 class RemoteAttention:
     """`engine.spread_attention.Holders` of one worker, and what answers the others."""
 
-    def __init__(self, kv: KvCache, link: Callable[[WorkerId], Link | None]) -> None:
+    def __init__(self, kv: KvCache, link: Callable[[WorkerId], Link | None], pace: StagePace) -> None:
+        """`pace` is told that questions are under way."""
         self._kv = kv
         self._link = link
+        self._pace = pace
         self._elsewhere: dict[SequenceId, tuple[Elsewhere, ...]] = {}  # engine thread only
         self._numbers = count(1)
         self._lock = Lock()
@@ -93,6 +96,7 @@ class RemoteAttention:
             self._asked[number] = (holder, answer)
         body = pb.Attend(layer=layer, sequence_ids=[i for i, _ in rows], row_counts=[n for _, n in rows])
         meta, tensor = body.SerializeToString(), q_RNH.flatten(1).contiguous()
+        self._pace.attended_at_s = time.monotonic()
         link.send(TrafficClass.ACTIVATION, Topic.ATTEND, meta=meta, tensor=tensor, stream=number, timeout_s=1.0)
         self.questions_total += 1
         shape = tuple(q_RNH.shape)
@@ -149,6 +153,7 @@ class RemoteAttention:
     # ------------------------------------------------------------ links' threads
 
     def asked(self, link: Link, message: Message) -> None:
+        self._pace.attended_at_s = time.monotonic()
         self._questions.put_nowait((link, message))  # full: more than the peers can ask, which breaks the link
 
     def answered(self, link: Link, message: Message) -> None:
