@@ -37,9 +37,10 @@ from services.worker.transport.traffic import TrafficClass
 _ANSWER_TIMEOUT_S = 10.0
 _ROSTER_TIMEOUT_S = 5.0
 _MAX_QUESTIONS = 256
+_MAX_PREPARED = 16  # sets of rows that are asked for together: a microbatch each, and some prompts' chunks
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class _Lent:
     """KV of layers given up, for as long as somebody may ask for it."""
 
@@ -62,6 +63,7 @@ class RemoteAttention:
         self._changed = Condition()
         self._lent: dict[tuple[SequenceId, int], _Lent] = {}  # by sequence and layer
         self._answering = False
+        self._prepared: dict[tuple[tuple[_Lent, ...], tuple[int, ...]], PartialAttention] = {}  # same for all layers
         self._questions: queue.Queue[tuple[Link, Message] | None] = queue.Queue(_MAX_QUESTIONS)
         self._thread: Thread | None = None
         self.questions_total = 0
@@ -130,12 +132,14 @@ class RemoteAttention:
         with self._changed:
             for key in [key for key in self._lent if key[0] == sequence_id]:
                 del self._lent[key]
+            self._prepared.clear()
 
     def abandon(self) -> None:
         """The group is no more: nobody asks, and nobody is answered."""
         self._elsewhere.clear()
         with self._changed:
             self._lent.clear()
+            self._prepared.clear()
             self._changed.notify_all()
 
     @property
@@ -190,19 +194,27 @@ class RemoteAttention:
         if lent is None or message.tensor is None:
             return None
         try:
-            spans = [
-                Span(rows, 0, one.token_count, False, one.blocks)
-                for rows, one in zip(asked.row_counts, lent, strict=True)
-            ]
-            shape = self._kv.shape
-            q_RNH = message.tensor.view(message.tensor.shape[0], -1, shape.head_dim)
+            cache = self._kv.layer(asked.layer)
+            q_RNH = message.tensor.view(message.tensor.shape[0], -1, self._kv.shape.head_dim)
             with torch.inference_mode():
-                cache = self._kv.layer(asked.layer)
-                found = PartialAttention(spans, shape.block_tokens, cache.device).run(cache, q_RNH)
+                found = self._prepare(tuple(lent), tuple(asked.row_counts), cache.device).run(cache, q_RNH)
                 return torch.cat([found.out_RNH.flatten(1), found.lse_RN], 1)
         finally:
             with self._changed:
                 self._answering = False
+
+    def _prepare(self, lent: tuple[_Lent, ...], row_counts: tuple[int, ...], device: torch.device) -> PartialAttention:
+        """What is asked for in one layer is asked for in the others and, while they last, in the next steps too."""
+        with self._changed:
+            if (known := self._prepared.get((lent, row_counts))) is not None:
+                return known
+        spans = [Span(rows, 0, one.token_count, False, one.blocks) for rows, one in zip(row_counts, lent, strict=True)]
+        made = PartialAttention(spans, self._kv.shape.block_tokens, device)
+        with self._changed:
+            if len(self._prepared) >= _MAX_PREPARED:
+                self._prepared.clear()
+            self._prepared[lent, row_counts] = made
+        return made
 
     def _find(self, keys: Sequence[tuple[SequenceId, int]]) -> list[_Lent] | None:
         """None: it is not here. From here on it is being read."""

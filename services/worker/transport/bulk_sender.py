@@ -213,7 +213,7 @@ class BulkSender:
     def run(self) -> None:
         state = self._state
         while not state.broken:
-            if len(state.in_flight) >= self._window():
+            if len(state.in_flight) >= (self._window() if self._wire is None else self._config.window_chunks):
                 if self._complete_oldest():
                     return
                 continue
