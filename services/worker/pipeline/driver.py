@@ -274,6 +274,11 @@ class TransitionDriver:
 
     # ------------------------------------------------------------ what others ask
 
+    @property
+    def may_form(self) -> bool:
+        """Batches."""
+        return not self.quiescing and (self.transition is None or not self.transition.awaits_stages)
+
     def is_current(self, epoch: Epoch) -> bool:
         """Whether it is the epoch of the transition under way. What is not is counted."""
         current = self.transition is not None and self.transition.epoch == epoch

@@ -167,7 +167,7 @@ class GroupMember:
 
     @property
     def may_form(self) -> bool:
-        return not self._driver.quiescing
+        return self._driver.may_form
 
     @property
     def leads(self) -> bool:
