@@ -183,9 +183,8 @@ class RemoteAttention:
         while (question := self._questions.get()) is not None:
             link, message = question
             try:
-                with link.urgent():
-                    answer = self._answer(message)
-                    link.send(TrafficClass.ACTIVATION, Topic.ATTENDED, tensor=answer, stream=message.stream, timeout_s=1.0)
+                answer = self._answer(message)
+                link.send(TrafficClass.ACTIVATION, Topic.ATTENDED, tensor=answer, stream=message.stream, timeout_s=1.0)
             except BallastError as error:  # a link that ends is told of anyway
                 get_logger().warning("a question for KV was not answered", by=link.peer_id, why=str(error))
 
