@@ -175,19 +175,22 @@ def draw(path: Path, pairs: Sequence[Pair]) -> None:
             one.set_xlabel("speed of the link, MB/s")
         megabytes = pairs[0].median("stall", lambda r: r.kv_bytes) / 1e6
         victims = pairs[0].runs["stall"][0].victims
-        figure.suptitle(f"{victims} victims of a drop wait for {megabytes:.0f} MB of KV, or go on meanwhile", fontsize=11)
+        figure.suptitle(
+            f"{victims} victims of a drop wait for {megabytes:.0f} MB of KV, or go on meanwhile", fontsize=11
+        )
         figure.savefig(path, dpi=130)
 
 
 def _draw_gaps(axes: "Axes", pairs: Sequence[Pair]) -> None:
     at = range(len(pairs))
+    measures: dict[str, tuple[str, Callable[[Run], float]]] = {
+        "longest": ("o-", lambda r: r.longest_gap_s),
+        "mean": ("^:", lambda r: r.mean_gap_s),
+    }
     for way in WAYS:
-        for mark, label, get in (
-            ("o-", "longest", lambda r: r.longest_gap_s),
-            ("^:", "mean", lambda r: r.mean_gap_s),
-        ):
+        for name, (mark, get) in measures.items():
             values = [pair.median(way, get) * 1e3 for pair in pairs]
-            axes.plot(at, values, mark, color=COLOURS[way], label=f"{way}, {label}", markersize=5)
+            axes.plot(at, values, mark, color=COLOURS[way], label=f"{way}, {name}", markersize=5)
     usual = statistics.median(run.usual_gap_s for pair in pairs for runs in pair.runs.values() for run in runs)
     axes.axhline(usual * 1e3, color=GREY, linewidth=1.0, linestyle="--", label="median before the drop")
     axes.set_yscale("log")
@@ -226,9 +229,7 @@ def _draw_timeline(axes: "Axes", pairs: Sequence[Pair]) -> None:
         run = pair.runs[way][0]
         steps = range(-10, int(1.15 * pair.window_s / _TIMELINE_S) + 1)
         came = sorted(at_s for one in run.token_at_s for at_s in one)
-        counts = [
-            bisect_right(came, (i + 1) * _TIMELINE_S) - bisect_right(came, i * _TIMELINE_S) for i in steps
-        ]
+        counts = [bisect_right(came, (i + 1) * _TIMELINE_S) - bisect_right(came, i * _TIMELINE_S) for i in steps]
         rates = [count / _TIMELINE_S for count in counts]
         axes.step([i * _TIMELINE_S for i in steps], rates, where="post", color=COLOURS[way], label=way, linewidth=1.2)
         axes.axvline(run.end_s, color=COLOURS[way], linewidth=1.0, linestyle=":")

@@ -127,7 +127,8 @@ class Transition:
         the others would wait behind it.
         """
         is_ = self._is
-        return self.phase is Phase.EXCHANGING and is_.waves.get(self.me) == 1 and not is_.stages_missing.keys().isdisjoint(is_.landing)
+        in_first_wave = self.phase is Phase.EXCHANGING and is_.waves.get(self.me) == 1
+        return in_first_wave and not is_.stages_missing.keys().isdisjoint(is_.landing)
 
     def begin(self) -> list[Command]:
         return [ConnectLinks(self.epoch, self.part.peers), PrepareMemory(self.plan)]

@@ -347,8 +347,8 @@ class BulkSender:
     # ------------------------------------------------------------ below: called with _changed held
 
     def _decide(self, now_s: float) -> Grant | Hold | None:
-        """A chunk that is through before the activation that the stage is computing, or else a small one; always a small
-        one while stages ask each other.
+        """A chunk that is through before the activation that the stage is computing, or else a small one. Always a
+        small one while stages ask each other.
         """
         size, rate = self._chunks.bytes_for(self._pace.stage_s), self._chunks.rate_bytes_per_s
         if rate is not None and self._pace.due_at_s is not None and not self._pace.is_late(now_s):

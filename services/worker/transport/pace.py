@@ -6,7 +6,7 @@ from dataclasses import dataclass
 _STAGE_SHARE = 1 / 8  # of a new measurement in the mean: some ten steps are remembered
 _LATE_SHARE = 0.25  # of a stage's time
 _BESIDE_ACTIVATIONS = 2  # chunks in flight
-_BETWEEN_QUESTIONS_S = 0.001  # of a chunk; a stage asks and hears in every layer, and each time may wait for one
+_BETWEEN_QUESTIONS_S = 0.004  # of a chunk; smaller ones cost the exchange more than they save each question
 _MEASURED_CHUNKS = 16
 _MEASUREMENTS = 8
 
