@@ -71,6 +71,7 @@ class RemoteAttention:
     # ------------------------------------------------------------ this member lacks KV; engine thread
 
     def await_kv(self, sequence_id: SequenceId, holder: WorkerId, token_count: int, layers: range) -> None:
+        self._pace.attended_at_s = time.monotonic()  # soon: the first question is not to find a large chunk before it
         elsewhere = Elsewhere(holder, token_count, layers.start, layers.stop)
         self._elsewhere[sequence_id] = (*self._elsewhere.get(sequence_id, ()), elsewhere)
 
@@ -119,6 +120,7 @@ class RemoteAttention:
     # ------------------------------------------------------------ others lack what is here; engine thread
 
     def lend(self, sequence_id: SequenceId, layers: range, table: Sequence[int], token_count: int) -> None:
+        self._pace.attended_at_s = time.monotonic()
         lent = _Lent(np.array(table, np.int64), token_count)
         with self._changed:
             for layer in layers:
