@@ -218,7 +218,7 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=600, help="tokens of a prompt, more or less")
     parser.add_argument("--tokens", type=int, default=1200, help="of an answer: it must outlast the exchange")
     parser.add_argument("--before", type=int, default=30, help="tokens of each request before the drop")
-    parser.add_argument("--after", type=int, default=30, help="tokens of each request after the exchange")
+    parser.add_argument("--after", type=int, default=60, help="tokens of each request after the exchange")
     parser.add_argument("--logs", type=Path, help="keep the services' logs there")
     parser.add_argument("--out", type=Path, default=RESULTS, metavar="FOLDER")
     options = parser.parse_args()

@@ -215,7 +215,7 @@ def _draw_tokens(axes: "Axes", pairs: Sequence[Pair]) -> None:
     shares = [pair.tokens("live") / max(pair.tokens("stall"), 1.0) for pair in pairs]
     axes.plot(range(len(pairs)), shares, "o-", color=BLUE, markersize=5)
     axes.axhline(1.0, color=VERMILION, linewidth=1.2, label="as many as stalling")
-    axes.set_yscale("log")
+    axes.set_ylim(bottom=0)
     axes.set_ylabel("tokens until both exchanges are over,\nlive / stall")
     for x, share in enumerate(shares):
         axes.annotate(f"{share:.2f}", (x, share), textcoords="offset points", xytext=(0, 6), ha="center", fontsize=8)
