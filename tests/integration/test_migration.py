@@ -57,8 +57,8 @@ def test_requests_go_on_at_the_target_without_computing_anything_anew(model_dir:
             answers = [await cluster.dispatcher.submit("w0", prompt, LONG) for prompt in PROMPTS]
             await until(lambda: all(len(answer.token_ids) >= 20 for answer in answers))
             cluster.migrate("w0", "w1", within_s=60.0)
-            # Who hears nothing for seconds is given up and offered anew: on a machine that starves this process an answer
-            # takes as long as that.
+            # Who hears nothing for seconds is given up and offered anew: where this process is starved of processor
+            # time, an answer takes as long as that.
             await until(lambda: _moved(cluster) == len(PROMPTS), 60.0)
             totals = cluster.workers["w0"].member.published.migrations
             print(totals)
