@@ -188,12 +188,12 @@ def _figure(one: Drawn, svg: bytes) -> str:
 def _facts(workload: WorkloadStudy) -> str:
     trace, facts = workload.sample.trace, workload.sample.comparison
     assert facts is not None, "a study is made of such results"
-    lengths = html.escape(trace.lengths)
+    lengths = html.escape(trace.describe_lengths())
     memory_bytes = workload.sample.config.cluster.get(_PER_WORKLOAD)
     memory = f" of {human_bytes(memory_bytes)} each" if isinstance(memory_bytes, int) else ""
     return (
         f"<p>{html.escape(trace.source)}: {trace.request_count} requests over {trace.span_s:.0f} s, rate"
-        f" x{trace.rate_scale:.3g}, lengths {lengths}, x{trace.length_scale:g}"
+        f" x{trace.rate_scale:.3g}, lengths {lengths}"
         f" ({trace.clamped_count} cut to the maximum). All workers{memory} hold"
         f" {human_bytes(workload.undropped_kv_bytes)} of KV beside all parameters; forecast demand"
         f" {facts.forecast_demand_fraction:.0%} of that on average.</p>"
