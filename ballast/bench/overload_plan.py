@@ -10,8 +10,9 @@ from ballast.bench.progress import minutes
 from ballast.common.errors import ConfigError
 from ballast.model.info import CheckpointInfo
 
-# Quicker than the defaults, because whole traces are short.
+# Quicker than the defaults, because whole traces are short: their bursts fill the memory while a drop is under way.
 QUICK_SETTINGS = {
+    "BALLAST_MONITOR__PRESSURE__OVERLOAD_LEAD_S": "0.5",
     "BALLAST_MONITOR__PRESSURE__DWELL_S": "2",
     "BALLAST_MONITOR__PRESSURE__RELIEF_AFTER_S": "1",
 }

@@ -14,6 +14,7 @@ from ballast.model.info import CheckpointInfo
 
 _STEP_S = 0.1  # of the forecast
 _BISECTIONS = 24
+_STEP, _STEPS_DOWN, _STEPS_UP = 1.02, 12, 24  # about 0.8 to 1.6 times
 _HOPELESS = 20.0  # times the mean demand that is looked for: the machine is far from keeping up
 
 
@@ -185,7 +186,22 @@ def rate_for(trace: Trace, speed: Speed, limit: Forecast, seed: int) -> float:
             low = middle
         if high / low < 1.005:
             break
-    return float(f"{low:.4g}")
+    return float(f"{_highest(trace, low, speed, limit, seed):.4g}")
+
+
+def _highest(trace: Trace, factor: float, speed: Speed, limit: Forecast, seed: int) -> float:
+    """The factor near `factor` with the highest peak within the limits. Which lengths are drawn changes with it, so the
+    demand goes up and down, and bisection may have ended where the burst hardly overflows.
+    """
+    best, highest_tokens = factor, 0.0
+    for step in range(-_STEPS_DOWN, _STEPS_UP):
+        near = factor * _STEP**step
+        requests = upscaled(trace, near, seed).requests
+        if requests and not _exceeds(trace, near, speed, limit, seed):
+            peak_tokens = forecast_shared(requests, speed).peak_tokens
+            if peak_tokens > highest_tokens:
+                best, highest_tokens = near, peak_tokens
+    return best
 
 
 def _exceeds(trace: Trace, factor: float, speed: Speed, limit: Forecast, seed: int) -> bool:
