@@ -16,7 +16,7 @@ from ballast.local.state_server import PrivateStateServer
 from ballast.model.tokenizer import write_tokenizer
 from ballastpb.cluster.v1 import cluster_pb2
 from ballastpb.inference.v1 import inference_pb2 as pb
-from tests.support.dispatchers import Arena, Dispatcher, request, until, until_async
+from tests.support.dispatchers import Arena, Dispatcher, play, request, until, until_async
 from tests.support.timed_worker import TimedSettings, TimedWorker, scripted_text, scripted_tokens
 
 
@@ -44,7 +44,7 @@ def test_streams_tokens_text_and_usage_in_order() -> None:
             assert unseeded.token_ids == scripted_tokens([1, 2, 3], seed, 8)
             assert len({r.request_id for r in unseeded.responses}) == 1
 
-    asyncio.run(story())
+    play(story())
 
 
 def test_bad_requests_are_refused_by_name_and_harm_nobody() -> None:
@@ -96,7 +96,7 @@ def test_bad_requests_are_refused_by_name_and_harm_nobody() -> None:
             assert len(said.token_ids) == 2
             assert arena.worker.request_count == 0
 
-    asyncio.run(story())
+    play(story())
 
 
 def test_a_client_that_goes_away_frees_its_kv_at_once() -> None:
@@ -127,7 +127,7 @@ def test_a_client_that_goes_away_frees_its_kv_at_once() -> None:
             assert dict(status.requests_total) == {"cancelled": count + 1}
             assert status.running_request_count == status.backlog_request_count == 0
 
-    asyncio.run(story())
+    play(story())
 
 
 def test_a_deadline_ends_the_request_on_both_sides() -> None:
@@ -145,7 +145,7 @@ def test_a_deadline_ends_the_request_on_both_sides() -> None:
 
             await until_async(counted, "the deadline to be counted")
 
-    asyncio.run(story())
+    play(story())
 
 
 def test_a_killed_worker_costs_no_token() -> None:
@@ -168,7 +168,7 @@ def test_a_killed_worker_costs_no_token() -> None:
             assert len(resumed) == replay_count >= doomed > 0
             assert any(s.output_token_ids and s.delivered_text_chars for s in resumed)
 
-    asyncio.run(story())
+    play(story())
 
 
 def test_a_restarted_worker_is_another_one() -> None:
@@ -185,7 +185,7 @@ def test_a_restarted_worker_is_another_one() -> None:
                 assert answer.token_ids == scripted_tokens([1, 2, 3], 7, 60)
                 assert answer.last.usage.replay_count == 1
 
-    asyncio.run(story())
+    play(story())
 
 
 def test_two_dispatchers_share_the_workers_and_keep_ids_apart() -> None:
@@ -224,7 +224,7 @@ def test_two_dispatchers_share_the_workers_and_keep_ids_apart() -> None:
 
             await until_async(is_taken_over, "the dead dispatcher's claim to lapse")
 
-    asyncio.run(story())
+    play(story())
 
 
 def test_serving_goes_on_without_the_state_server() -> None:
@@ -248,7 +248,7 @@ def test_serving_goes_on_without_the_state_server() -> None:
                 assert (await arena.dispatcher.generate(request())).error is None
                 assert len(newcomer.submitted) == 1
 
-    asyncio.run(story())
+    play(story())
 
 
 def test_sigterm_finishes_what_runs_refuses_what_comes_and_exits_0() -> None:
@@ -271,7 +271,7 @@ def test_sigterm_finishes_what_runs_refuses_what_comes_and_exits_0() -> None:
             await until(lambda: dispatcher.process.returncode is not None, "the process to end")
             assert dispatcher.process.returncode == 0
 
-    asyncio.run(story())
+    play(story())
 
 
 def test_what_outlives_the_shutdown_timeout_ends_with_a_reason() -> None:
@@ -284,7 +284,7 @@ def test_what_outlives_the_shutdown_timeout_ends_with_a_reason() -> None:
             await until(lambda: arena.dispatcher.process.returncode is not None, "the process to end")
             assert arena.dispatcher.process.returncode == 0
 
-    asyncio.run(story())
+    play(story())
 
 
 def test_a_slow_client_gets_everything_and_one_that_never_reads_is_given_up() -> None:
@@ -308,7 +308,7 @@ def test_a_slow_client_gets_everything_and_one_that_never_reads_is_given_up() ->
             assert dict(status.requests_total) == {"length": 1, "cancelled": 1}
             stalled.cancel()
 
-    asyncio.run(story())
+    play(story())
 
 
 def test_what_is_wrong_at_the_start_is_said_in_one_line_with_status_2(tmp_path: Path) -> None:
@@ -335,7 +335,7 @@ def test_what_is_wrong_at_the_start_is_said_in_one_line_with_status_2(tmp_path: 
                 [line] = [line for line in dispatcher.process.log().splitlines() if "configuration error" in line]
                 assert expected in line
 
-    asyncio.run(story())
+    play(story())
 
 
 def test_an_unreachable_state_server_is_waited_for(tmp_path: Path) -> None:
@@ -357,7 +357,7 @@ def test_an_unreachable_state_server_is_waited_for(tmp_path: Path) -> None:
             assert again.process.returncode == 0
             await dispatcher.channel.close()
 
-    asyncio.run(story())
+    play(story())
 
 
 def test_ten_thousand_requests_at_once() -> None:
@@ -398,7 +398,7 @@ def test_ten_thousand_requests_at_once() -> None:
             assert dict(status.requests_total) == {"length": len(served), "refused": len(refused)}
             assert status.running_request_count == status.backlog_request_count == status.backlog_token_count == 0
 
-    asyncio.run(story())
+    play(story())
 
 
 def _service_pid(tether_pid: int) -> int:
