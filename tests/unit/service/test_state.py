@@ -101,7 +101,7 @@ def test_leadership_is_taken_kept_over_an_outage_and_handed_over() -> None:
         told: dict[str, list[int | None]] = {"a": [], "b": []}
         candidates = {
             name: Leadership(
-                state, name="x", holder=name, address=f"host-{name}:1", ttl_s=0.3, on_change=told[name].append
+                state, name="x", holder=name, address=f"host-{name}:1", ttl_s=1.5, on_change=told[name].append
             )
             for name in told
         }
