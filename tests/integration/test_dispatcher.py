@@ -10,10 +10,12 @@ from pathlib import Path
 
 import grpc
 import psutil
+import pytest
 
 from ballast.common import errors
 from ballast.local.state_server import PrivateStateServer
 from ballast.model.tokenizer import write_tokenizer
+from ballast.rpc.errors import from_rpc_error
 from ballastpb.cluster.v1 import cluster_pb2
 from ballastpb.inference.v1 import inference_pb2 as pb
 from tests.support.dispatchers import Arena, Dispatcher, play, request, until, until_async
@@ -287,13 +289,15 @@ def test_what_outlives_the_shutdown_timeout_ends_with_a_reason() -> None:
     play(story())
 
 
-def test_a_slow_client_gets_everything_and_one_that_never_reads_is_given_up() -> None:
+FAST = TimedSettings(step_s=0.002, tokens_per_step=20, max_model_len=100_000, block_count=10_000)
+
+
+def test_a_slow_client_gets_everything() -> None:
     async def story() -> None:
-        fast = TimedSettings(step_s=0.002, tokens_per_step=20, max_model_len=100_000, block_count=10_000)
-        async with Arena(fast, flags=["--client-stall-timeout", "10"]) as arena:
+        async with Arena(FAST) as arena:
             # With 20 logprobs each several MB: more than a transport with a fixed window takes without a reader.
-            count, stub = 12_000, arena.dispatcher.narrow_stub()
-            call = stub.Generate(request(max_tokens=count, logprobs=20, omit_text=True))
+            count = 12_000
+            call = arena.dispatcher.narrow_stub().Generate(request(max_tokens=count, logprobs=20, omit_text=True))
             await until(lambda: arena.worker.submitted and arena.worker.request_count == 0, "the worker to be done")
             got: list[pb.GenerateResponse] = []
             while isinstance(response := await call.read(), pb.GenerateResponse):
@@ -302,11 +306,27 @@ def test_a_slow_client_gets_everything_and_one_that_never_reads_is_given_up() ->
             assert sum(len(r.logprobs) for r in got) == count
             assert max(len(r.token_ids) for r in got) > 200, "what came while nobody read was not merged"
 
+    play(story())
+
+
+async def to_the_end(call: "grpc.aio.UnaryStreamCall[pb.GenerateRequest, pb.GenerateResponse]") -> None:
+    while isinstance(await call.read(), pb.GenerateResponse):
+        pass
+
+
+def test_a_client_that_does_not_read_is_given_up_and_told() -> None:
+    async def story() -> None:
+        async with Arena(FAST, flags=["--client-stall-timeout", "2"]) as arena:
+            stub = arena.dispatcher.narrow_stub()
             stalled = stub.Generate(request(max_tokens=90_000, request_id="stalled", logprobs=20))
             await until(lambda: "stalled" in [name for name, _ in arena.worker.aborted], "the client to be given up")
             status = await arena.dispatcher.status()
-            assert dict(status.requests_total) == {"length": 1, "cancelled": 1}
-            stalled.cancel()
+            assert dict(status.requests_total) == {"cancelled": 1}
+            with pytest.raises(grpc.RpcError) as caught:
+                await to_the_end(stalled)
+            error = from_rpc_error(caught.value, "dispatcher")
+            assert isinstance(error, errors.Cancelled)
+            assert "read nothing for 2 s" in str(error)
 
     play(story())
 
