@@ -106,7 +106,7 @@ class DispatcherStore:
             try:
                 await self._state.run(cast(Awaitable[object], pubsub.subscribe(_LAYOUT_CHANGED)))  # pyright: ignore[reportUnknownMemberType]
                 while True:
-                    if await self._state.run(pubsub.get_message(timeout=1.0)) is not None:
+                    if await self._state.run(cast(Awaitable[object], pubsub.get_message(timeout=1.0))) is not None:
                         self._hint.set()
             except Unavailable:
                 await asyncio.sleep(1.0)
