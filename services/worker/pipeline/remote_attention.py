@@ -93,7 +93,12 @@ class RemoteAttention:
             self._asked[number] = (holder, answer)
         body = pb.Attend(layer=layer, sequence_ids=[i for i, _ in rows], row_counts=[n for _, n in rows])
         meta, tensor = body.SerializeToString(), q_RNH.flatten(1).contiguous()
-        link.send(TrafficClass.ACTIVATION, Topic.ATTEND, meta=meta, tensor=tensor, stream=number, timeout_s=1.0)
+        try:
+            link.send(TrafficClass.ACTIVATION, Topic.ATTEND, meta=meta, tensor=tensor, stream=number, timeout_s=1.0)
+        except BallastError:
+            with self._lock:
+                self._asked.pop(number, None)
+            raise
         self.questions_total += 1
         shape = tuple(q_RNH.shape)
         return lambda: self._await(link, number, answer, shape)
@@ -152,21 +157,20 @@ class RemoteAttention:
         self._questions.put_nowait((link, message))  # full: more than the peers can ask, which breaks the link
 
     def answered(self, link: Link, message: Message) -> None:
-        with self._lock:
+        with self._lock:  # an answer and the end of its link may come at once, on two threads
             _, answer = self._asked.get(message.stream, ("", None))
-        if answer is None or answer.done():
-            return
-        if message.tensor is None:
-            answer.set_exception(Unavailable(link.peer_id, "it does not hold KV that it is asked for"))
-        else:
-            answer.set_result(message.tensor)
+            if answer is None or answer.done():
+                return
+            if message.tensor is None:
+                answer.set_exception(Unavailable(link.peer_id, "it does not hold KV that it is asked for"))
+            else:
+                answer.set_result(message.tensor)
 
     def link_ended(self, peer: str, why: str) -> None:
         with self._lock:
-            answers = [answer for holder, answer in self._asked.values() if holder == peer]
-        for answer in answers:
-            if not answer.done():
-                answer.set_exception(Unavailable(peer, why))
+            for holder, answer in self._asked.values():
+                if holder == peer and not answer.done():
+                    answer.set_exception(Unavailable(peer, why))
 
     # ------------------------------------------------------------ the thread that answers
 
@@ -178,6 +182,9 @@ class RemoteAttention:
                 link.send(TrafficClass.ACTIVATION, Topic.ATTENDED, tensor=answer, stream=message.stream, timeout_s=1.0)
             except BallastError as error:  # a link that ends is told of anyway
                 get_logger().warning("a question for KV was not answered", by=link.peer_id, why=str(error))
+            except Exception as error:  # noqa: BLE001 a bug or a broken question ends that link, and nobody else's answers
+                get_logger().exception("a question for KV cannot be answered", by=link.peer_id)
+                link.give_up(f"a question for KV cannot be answered: {type(error).__name__}: {error}")
 
     def _answer(self, message: Message) -> torch.Tensor | None:
         asked = pb.Attend.FromString(message.meta)
