@@ -254,7 +254,7 @@ class History:
         while self._under_way():
             now_said = sum(len(a.token_ids) + (a.finish_reason is not None) for _, a in self._asked)
             if now_said != said:
-                said, give_up_at_s = now_said, time.monotonic() + 30.0
+                said, give_up_at_s = now_said, time.monotonic() + 90.0
             elif time.monotonic() > give_up_at_s:
                 stuck = [a.story for _, a in self._asked if a.finish_reason is None]
                 raise AssertionError(f"epoch {epoch}; without an end: {stuck}; {cluster.describe()}")
@@ -481,7 +481,7 @@ def _stale(rng: random.Random, cluster: Cluster, name: str) -> list[MemberEvent]
             RosterArrived(epoch, peer, RosterReceived(0.0, epoch, peer, ()), (some_id,)),
             WaveArrived(epoch, (), (some_id,), 1, True, rng.random() < 0.5),
             Told(epoch, WaveDone(0.0, epoch, peer, 0)),
-            KvAsked(epoch, some_id, peer),
+            KvAsked(epoch, peer, ((some_id, 0),)),
             KvTakenOver(epoch, some_id, peer),
             Told(epoch, KvLandedReceived(0.0, epoch, some_id, peer)),
             ShareTold(epoch, (some_id,)),

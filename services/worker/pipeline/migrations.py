@@ -19,7 +19,16 @@ from ballast.service.logs import get_logger
 from services.worker.core.arrivals import Arrivals
 from services.worker.core.batch import SequenceId
 from services.worker.core.departures import Departures
-from services.worker.core.events import Adopted, Command, Event, HandedOver, HandOver, OrphanWithdrawn, RoomExpected
+from services.worker.core.events import (
+    Adopted,
+    Command,
+    Event,
+    HandedOver,
+    HandOver,
+    OrphanWithdrawn,
+    PrefillLimited,
+    RoomExpected,
+)
 from services.worker.core.migration_messages import (
     Adopt,
     DropOrphan,
@@ -43,7 +52,7 @@ from services.worker.core.stage import StageBook
 from services.worker.core.worker import WorkerCore
 from services.worker.memory.kv_cache import KvCache
 from services.worker.pipeline.events import MigrationOrdered, MigrationTold, SpanLanded, SpanSent
-from services.worker.pipeline.exchange import kv_pieces
+from services.worker.pipeline.exchange import BEHIND_EXCHANGE, kv_pieces
 from services.worker.pipeline.hub import Hub
 from services.worker.pipeline.links import Links
 from services.worker.pipeline.migration_totals import MigrationTotals
@@ -60,7 +69,6 @@ if TYPE_CHECKING:
     from services.worker.transport.link import Link
 
 _SPAN_BYTES = 64 << 20  # sent at once while the sequence is decoding, unless a block of all the layers is more
-_BEHIND_EXCHANGE = 1  # rank inside the class KV; what a sequence stands still for does not wait
 
 
 @dataclass(slots=True)
@@ -109,6 +117,7 @@ class Migrations:
         self._transfers: list[Transfer] = []  # that read the cache
         self._last_id = core.first_sequence_id
         self._told_room = (0, 0)
+        self._told_imminent = False
 
     # ------------------------------------------------------------ what happens
 
@@ -249,6 +258,10 @@ class Migrations:
         if room != self._told_room:
             self._told_room = room
             self._tell(RoomExpected(time.monotonic(), *room))
+        if self._arrivals.imminent != self._told_imminent:  # it would stand still for as long as a prompt takes here
+            self._told_imminent = not self._told_imminent
+            limit = self._kv.shape.block_tokens if self._told_imminent else None
+            self._tell(PrefillLimited(time.monotonic(), limit))
 
     def _say(self, to: WorkerId, message_bytes: bytes) -> None:
         """A link that takes no message ends, and then this side hears `peer_lost`."""
@@ -261,7 +274,7 @@ class Migrations:
         span, layers = command.span, self._kv.shape.layer_count
         self._synchronise()
         pieces = kv_pieces(self._kv, table, span.first_block, span.last_block, 0, layers)
-        transfer = self._transfer(command, pieces, _BEHIND_EXCHANGE)
+        transfer = self._transfer(command, pieces, BEHIND_EXCHANGE)
         if isinstance(transfer, str):
             self._carry_out(self._departures.give_up(time.monotonic(), command.migration_id, transfer))
         else:

@@ -17,11 +17,11 @@ from ballast.service.logs import get_logger
 from ballastpb.worker.v1 import stage_pb2 as pb
 from services.worker.core.batch import Batch, SequenceId
 from services.worker.core.plan import Kind, Plan, group_of, members_of
-from services.worker.core.precopy import Precopy, Source, Span, sources_of
+from services.worker.core.precopy import WORTH_BLOCKS, Precopy, Source, Span, sources_of
 from services.worker.core.stage import StageBook
 from services.worker.memory.kv_cache import KvCache
 from services.worker.pipeline.events import KvAheadArrived, KvAheadAsked, ShareTold, Woken
-from services.worker.pipeline.exchange import kv_pieces
+from services.worker.pipeline.exchange import BEHIND_EXCHANGE, kv_pieces
 from services.worker.pipeline.hub import Hub
 from services.worker.pipeline.status import Progress
 from services.worker.pipeline.wire import Topic
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 _BUFFER_BYTES = 1 << 20  # of one answer, unless a block of all the layers is more
 _PATIENCE_S = 5.0  # a commit does not wait longer for the first round
 _DEAF_S = 30.0  # nor for the leader's word
-_BEHIND_EXCHANGE = 1  # rank inside the class KV: what was copied late does not hold up what is waited for
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,14 +126,14 @@ class PrecopyRun:
         since_s, bound_s = (self._ready_at_s, _DEAF_S) if self._heard_at_s is None else (self._heard_at_s, _PATIENCE_S)
         return now_s - since_s > bound_s
 
-    def poll(self, now_s: float, placements: Callable[[], Sequence[PlacementView]]) -> None:
-        """Between two batches."""
+    def poll(self, now_s: float, placements: Callable[[], Sequence[PlacementView]], *, prepared: bool) -> None:
+        """Between two batches. `prepared`: the commit may come at any moment, so every block counts."""
         if self._over or self._ready_at_s is None:
             return
         if self._where.leads and self._where.plan.kind is Kind.RESTORE:
             self._choose(placements(), now_s)
         if self._heard_at_s is not None:
-            for source, span in self._core.wants():
+            for source, span in self._core.wants(1 if prepared else WORTH_BLOCKS):
                 self._ask(source, span)
 
     def destinations(self, placements: Sequence[PlacementView]) -> dict[SequenceId, WorkerId]:
@@ -225,7 +224,7 @@ class PrecopyRun:
                 topic=Topic.KV_AHEAD,
                 meta=meta,
                 stream=span.sequence_id,
-                rank=_BEHIND_EXCHANGE,
+                rank=BEHIND_EXCHANGE,
             )
         except BallastError as error:
             get_logger().warning("KV is not copied ahead", to=event.link.peer_id, why=str(error))

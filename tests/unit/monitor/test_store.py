@@ -36,7 +36,7 @@ def test_rows_come_back_as_written_until_they_are_forgotten_or_expire() -> None:
             await registry.write([row("v", reported=False)], {WorkerId("w000"), WorkerId("w001")})
             assert await registry.read() == [row("v", reported=False), *many[2:]]
             await brief.write([row("v", reported=False), *many[2:]], set())
-            while await registry.read():
+            while await registry.read():  # noqa: ASYNC110 until they have expired; the time limit is above
                 await asyncio.sleep(0.02)
             await registry.write([row("w1")], set())
             await state.run(state.redis.hset(f"{KEY_PREFIX}registry:zz", "incarnation", "one"))  # pyright: ignore[reportArgumentType]
