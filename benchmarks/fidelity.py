@@ -75,7 +75,7 @@ class Workload:
 
 WORKLOADS = (
     Workload("steady", 120, 40, 0.4),
-    Workload("bursty", 160, 60, 0.25, 1.6),
+    Workload("bursty", 160, 60, 0.25, 3.0),
     Workload("long prompts", 600, 24, 0.4),
 )
 
