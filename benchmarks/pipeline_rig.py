@@ -39,6 +39,7 @@ from services.worker.text import load_tokenizer, primed_detokenizer
 from services.worker.transport.config import TransportConfig
 
 _PATIENCE_S = 600.0
+_SPANS = 100_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +51,7 @@ class RigSpec:
     max_running_count: int
     max_batch_tokens: int
     block_tokens: int = 16
-    max_blocks: int | None = None  # admission is held below it, so that the KV cache is what limits
+    ahead_count: int = 1  # microbatches in flight that lookahead may have beyond one for each stage
     emulated: CostModel | None = None  # of the whole model; None: stages execute
     jitter: float = 0.0  # emulated stages take up to this part more or less
 
@@ -119,7 +120,7 @@ class _Stage:
             max_waiting_count=1 << 20,
             max_waiting_tokens=1 << 40,
         )
-        self.core, book = stage_core(limits, self.engine, index + 1, self._form)
+        self.core, book = stage_core(limits, self.engine, index + 1, self._form, spec.ahead_count)
         self.shell = WorkerShell(
             core=self.core,
             engine=self.engine,
@@ -140,6 +141,7 @@ class _Stage:
             if spec.emulated is None
             else Emulated(spec.emulated, spec.layer_count, self.engine.config.hidden_size, spec.jitter),
         )
+        self.membership.member.published.clock.keep(_SPANS)
 
     def _model(self) -> CostModel | None:
         if self._spec.emulated is not None:

@@ -48,12 +48,21 @@ class Instance(Protocol):
 
 
 def stage_core(
-    limits: WorkerLimits, engine: Instance, ordinal: int, microbatching: Microbatching = by_token_count
+    limits: WorkerLimits,
+    engine: Instance,
+    ordinal: int,
+    microbatching: Microbatching = by_token_count,
+    ahead_count: int = 0,
 ) -> tuple[WorkerCore, StageBook]:
     """`ordinal` is unique over the cluster: it makes the ids of sequences so."""
     book = StageBook(engine.block_count, limits.block_tokens)
     core = WorkerCore(
-        limits, engine.block_count, book=book, first_sequence_id=ordinal << 32, microbatching=microbatching
+        limits,
+        engine.block_count,
+        book=book,
+        first_sequence_id=ordinal << 32,
+        microbatching=microbatching,
+        ahead_count=ahead_count,
     )
     return core, book
 
