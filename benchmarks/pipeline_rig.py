@@ -51,7 +51,6 @@ class RigSpec:
     max_running_count: int
     max_batch_tokens: int
     block_tokens: int = 16
-    ahead_count: int = 1  # microbatches in flight that lookahead may have beyond one for each stage
     emulated: CostModel | None = None  # of the whole model; None: stages execute
     jitter: float = 0.0  # emulated stages take up to this part more or less
 
@@ -120,7 +119,7 @@ class _Stage:
             max_waiting_count=1 << 20,
             max_waiting_tokens=1 << 40,
         )
-        self.core, book = stage_core(limits, self.engine, index + 1, self._form, spec.ahead_count)
+        self.core, book = stage_core(limits, self.engine, index + 1, self._form)
         self.shell = WorkerShell(
             core=self.core,
             engine=self.engine,

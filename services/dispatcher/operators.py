@@ -25,22 +25,32 @@ class OperatorServicer(planner_pb2_grpc.PlannerServiceServicer):
         self._planner = planner
 
     async def ExplainPlan(self, request: pb.ExplainPlanRequest, context: Context) -> pb.ExplainPlanResponse:
-        return await self._planner.ask(lambda planner: planner.ExplainPlan(request, timeout=_left_s(context)))
+        return await self._planner.ask(
+            lambda planner, left_s: planner.ExplainPlan(request, timeout=left_s), _left_s(context)
+        )
 
     async def Drop(self, request: pb.DropRequest, context: Context) -> pb.DropResponse:
-        return await self._planner.ask(lambda planner: planner.Drop(request, timeout=_left_s(context)))
+        return await self._planner.ask(lambda planner, left_s: planner.Drop(request, timeout=left_s), _left_s(context))
 
     async def Restore(self, request: pb.RestoreRequest, context: Context) -> pb.RestoreResponse:
-        return await self._planner.ask(lambda planner: planner.Restore(request, timeout=_left_s(context)))
+        return await self._planner.ask(
+            lambda planner, left_s: planner.Restore(request, timeout=left_s), _left_s(context)
+        )
 
     async def ListTransitions(self, request: pb.ListTransitionsRequest, context: Context) -> pb.ListTransitionsResponse:
-        return await self._planner.ask(lambda planner: planner.ListTransitions(request, timeout=_left_s(context)))
+        return await self._planner.ask(
+            lambda planner, left_s: planner.ListTransitions(request, timeout=left_s), _left_s(context)
+        )
 
     async def DrainWorker(self, request: pb.DrainWorkerRequest, context: Context) -> pb.DrainWorkerResponse:
-        return await self._planner.ask(lambda planner: planner.DrainWorker(request, timeout=_left_s(context)))
+        return await self._planner.ask(
+            lambda planner, left_s: planner.DrainWorker(request, timeout=left_s), _left_s(context)
+        )
 
     async def GetLayout(self, request: pb.GetLayoutRequest, context: Context) -> pb.GetLayoutResponse:
-        return await self._planner.ask(lambda planner: planner.GetLayout(request, timeout=_left_s(context)))
+        return await self._planner.ask(
+            lambda planner, left_s: planner.GetLayout(request, timeout=left_s), _left_s(context)
+        )
 
     async def WatchLayout(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, request: pb.WatchLayoutRequest, context: Context

@@ -1,12 +1,13 @@
 """The planner, as the dispatcher reaches it."""
 
+import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, TypeVar
 
 import grpc
 
-from ballast.common.errors import Unavailable
+from ballast.common.errors import BallastError, DeadlineExceeded, NotActive, Unavailable
 from ballast.common.ids import Epoch, WorkerId
 from ballast.rpc.channel import open_channel
 from ballast.rpc.errors import from_rpc_error
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
     from ballastpb.planner.v1.planner_pb2_grpc import PlannerServiceAsyncStub
 
 T = TypeVar("T")
+
+_PATIENCE_S = 8.0  # a new active monitor needs 4 s before it says who is missing, and the planner hears it only then
+_RETRY_S = 0.25
 
 
 class PlannerClient:
@@ -31,12 +35,37 @@ class PlannerClient:
 
     async def drain_worker(self, worker_id: WorkerId, request_id: str, timeout_s: float) -> Epoch:
         request = planner_pb2.DrainWorkerRequest(worker_id=worker_id, request_id=request_id)
-        return Epoch((await self.ask(lambda planner: planner.DrainWorker(request, timeout=timeout_s))).epoch)
+        return Epoch(
+            (await self.ask(lambda planner, left_s: planner.DrainWorker(request, timeout=left_s), timeout_s)).epoch
+        )
 
-    async def ask(self, call: "Callable[[PlannerServiceAsyncStub], Awaitable[T]]") -> T:
-        """Raises BallastError: what the planner answers, or that it does not."""
-        async with self._stub() as planner:
-            return await call(planner)
+    async def ask(self, call: "Callable[[PlannerServiceAsyncStub, float], Awaitable[T]]", timeout_s: float) -> T:
+        """What the active planner answers.
+
+        While there is none, or it has only just become active and cannot tell yet, it is asked again: operators need
+        not know of a fail-over. All that is asked may be repeated; changes carry the caller's request id.
+
+        Args:
+            call: Gets the stub and the seconds that are left for this attempt.
+
+        Raises:
+            BallastError: what the planner answers, or that none answers within `timeout_s`.
+        """
+        clock = asyncio.get_running_loop()
+        ends_s = clock.time() + timeout_s
+        give_up_s = clock.time() + min(_PATIENCE_S, 0.8 * timeout_s)
+        reason: BallastError | None = None
+        while True:
+            try:
+                async with self._stub() as planner:
+                    return await call(planner, ends_s - clock.time())
+            except (Unavailable, NotActive) as error:
+                if clock.time() > give_up_s:
+                    raise
+                reason = error
+            except DeadlineExceeded as error:
+                raise reason or error from error  # an earlier answer says more than that the last try was too short
+            await asyncio.sleep(_RETRY_S)
 
     async def watch_layout(
         self, request: planner_pb2.WatchLayoutRequest

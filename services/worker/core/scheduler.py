@@ -240,7 +240,7 @@ class Scheduler:
         """Of all that run, wait or are suspended."""
         return max((s.token_count for s in (*self.running, *self.suspended.values(), *self.waiting)), default=0)
 
-    def plan(self, at_s: float, landed_step_id: int, in_flight_count: int) -> Plan:
+    def plan(self, at_s: float, landed_step_id: int, in_flight: bool) -> Plan:
         """The next step, without those that take part in one after `landed_step_id`."""
         preempted: list[Sequence] = []
         left = self._settle_swaps(at_s) if len(self.swap) else ()
@@ -253,9 +253,9 @@ class Scheduler:
         # Whoever just gave way does not fit: it needs at least what it had, and a part of that is taken.
         self.admit(at_s)
         if self.stage_count > 1:
-            return self._next_microbatch(landed_step_id, in_flight_count, preempted)
+            return self._next_microbatch(landed_step_id, preempted)
         ready = self.running
-        if in_flight_count or len(self.swap):
+        if in_flight or len(self.swap):
             ready = [s for s in ready if s.step_id <= landed_step_id and s.token_count <= s.reserved_tokens]
         decodes: list[Sequence] = []
         prefills: list[Sequence] = []
@@ -268,7 +268,7 @@ class Scheduler:
         swaps = SwapOrders(left, self.swap.order(busy=bool(decodes or chunks))) if len(self.swap) or left else NOTHING
         return Plan(decodes, chunks, preempted, swaps)
 
-    def _next_microbatch(self, landed_step_id: int, in_flight_count: int, preempted: list[Sequence]) -> Plan:
+    def _next_microbatch(self, landed_step_id: int, preempted: list[Sequence]) -> Plan:
         candidates = [
             Candidate(
                 s.rank,
@@ -281,12 +281,7 @@ class Scheduler:
             for s in self.running
         ]
         view = PipelineView(
-            self.stage_count,
-            landed_step_id,
-            self._limits.max_batch_tokens,
-            self.waiting_count,
-            candidates,
-            in_flight_count,
+            self.stage_count, landed_step_id, self._limits.max_batch_tokens, self.waiting_count, candidates
         )
         plan = Plan([], [], preempted)
         for index, count in self._microbatching(view):

@@ -79,18 +79,15 @@ class WorkerCore:
         book: StageBook | None = None,
         first_sequence_id: int = 0,
         microbatching: Microbatching = by_token_count,
-        ahead_count: int = 0,
     ) -> None:
         """`block_count`: of the smallest stage. `book`: the tables of this worker's own stage, which outlive its being
         a leader; without one, the core is that of a lone worker and keeps its own. Ids follow on `first_sequence_id`.
-        `microbatching` forms the batches of a group of several stages, and may have `ahead_count` more in flight than
-        there are stages.
+        `microbatching` forms the batches of a group of several stages.
         """
         self._limits = limits
         self._keeps_book = book is None
         self._book = StageBook(block_count, limits.block_tokens) if book is None else book
         self._scheduler = Scheduler(limits, block_count, microbatching)
-        self._ahead_count = ahead_count
         self._flights = Flights(self._book)
         self._residents = Residents(limits, self._scheduler, self._flights)
         self._group = Group(limits, self._residents, self._scheduler, self._flights)
@@ -174,13 +171,9 @@ class WorkerCore:
     @property
     def has_work(self) -> bool:
         """Whether a batch may be asked for. While others are in flight there may yet be none to give."""
-        flights = self._flights
-        return len(flights) < self._max_in_flight_count and self._scheduler.has_ready(flights.landed_step_id)
-
-    @property
-    def _max_in_flight_count(self) -> int:
-        stage_count = self._scheduler.stage_count
-        return stage_count + self._ahead_count if stage_count > 1 else 1
+        return len(self._flights) < self._scheduler.stage_count and self._scheduler.has_ready(
+            self._flights.landed_step_id
+        )
 
     @property
     def in_flight_count(self) -> int:
@@ -389,12 +382,12 @@ class WorkerCore:
 
     def _form(self, at_s: float) -> Execute | Removed | None:
         flights = self._flights
-        if len(flights) >= self._max_in_flight_count:
+        if len(flights) >= self._scheduler.stage_count:
             flights.demand_none("a batch is wanted")
         self._expire(at_s)
         for sequence in self._scheduler.stranded():
             self._residents.end_too_big(sequence, at_s)
-        plan = self._scheduler.plan(at_s, flights.landed_step_id, in_flight_count=len(flights))
+        plan = self._scheduler.plan(at_s, flights.landed_step_id, in_flight=bool(flights))
         for sequence in plan.preempted:
             flights.forget(sequence)
         for sequence_id in plan.swaps.left:

@@ -48,21 +48,12 @@ class Instance(Protocol):
 
 
 def stage_core(
-    limits: WorkerLimits,
-    engine: Instance,
-    ordinal: int,
-    microbatching: Microbatching = by_token_count,
-    ahead_count: int = 0,
+    limits: WorkerLimits, engine: Instance, ordinal: int, microbatching: Microbatching = by_token_count
 ) -> tuple[WorkerCore, StageBook]:
     """`ordinal` is unique over the cluster: it makes the ids of sequences so."""
     book = StageBook(engine.block_count, limits.block_tokens)
     core = WorkerCore(
-        limits,
-        engine.block_count,
-        book=book,
-        first_sequence_id=ordinal << 32,
-        microbatching=microbatching,
-        ahead_count=ahead_count,
+        limits, engine.block_count, book=book, first_sequence_id=ordinal << 32, microbatching=microbatching
     )
     return core, book
 

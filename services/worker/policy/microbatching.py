@@ -27,7 +27,6 @@ class PipelineView(NamedTuple):
     max_batch_tokens: int
     waiting_count: int  # sequences that have been let into no microbatch yet: there are not enough blocks or places
     candidates: Sequence[Candidate]  # in order of service
-    in_flight_count: int = 0  # microbatches
 
 
 Share = list[tuple[int, int]]  # (index of the candidate, tokens, at least 1)
@@ -42,8 +41,6 @@ def by_token_count(view: PipelineView) -> Share:
     overlap.
     """
     stages = view.stage_count
-    if view.in_flight_count >= stages:
-        return []
     decode_count = prefill_count = prefill_tokens = 0
     decodes: list[int] = []
     prefills: list[int] = []
