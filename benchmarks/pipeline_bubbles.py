@@ -4,10 +4,13 @@
 
 Each worker is a process with one engine thread. All requests are there from the beginning; their lengths are drawn
 from CSV files with the columns input_tokens and output_tokens, scaled. Repetitions are interleaved, so that other load
-on the machine hits both alike. More stages than there are cores (or all, with --emulate) sleep for as long as a cost
-model says instead of executing: they could not overlap otherwise. The bubble fraction is the part of the time in which
-stages did not execute, all of them together, while requests waited; over the whole run, whose end has a tail of decodes,
-it is idle / (busy + idle). --write makes the table and the file of results in benchmarks/results.
+on the machine hits both alike. More stages than there are cores (or all, with --emulate) do not execute but sleep for
+as long as a model of the catalogue takes on one of its GPUs: they could not overlap otherwise. Scheduler, wire, links
+and threads are real then, activations small. What lookahead goes by is fitted to the data sheet.
+
+The bubble fraction is the part of the time in which stages did not execute, all of them together, while requests
+waited; over the whole run, whose end has a tail of decodes, it is idle / (busy + idle). --write makes the table and
+the file of results in benchmarks/results.
 """
 
 import argparse
@@ -21,20 +24,18 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
+from ballast.local.emulation import catalogue_machine
 from ballast.model.tiny import TinyShape, write_checkpoint
 from benchmarks.engine_throughput import RESULTS, environment
 from benchmarks.microbatching import read_lengths
 from benchmarks.pipeline_rig import Rig, RigSpec, Served
 from benchmarks.stage_gaps import shares
 from services.worker.pipeline.stage_clock import Span, StageTimes
-from services.worker.policy.cost import CostModel
 
 MODES = ("token-count", "lookahead")
 REAL = TinyShape(hidden=256, layers=8, heads=8, kv_heads=4, intermediate=768, vocab=1024, max_len=4096)
 HOLLOW = TinyShape(hidden=64, layers=8, heads=2, kv_heads=1, head_dim=2, intermediate=64, vocab=512, max_len=8192)
-# Of all layers of the model that is emulated: a full batch of 512 tokens without attention takes 51 ms, attention to
-# 4,000 tokens as much again as all else.
-EMULATED = CostModel(attention_s=2.5e-8, token_s=1e-4, chunk_s=1e-3, shared_s=8e-4, prefix_s=2e-7)
+GPU, MODEL = "A800-80G", "Qwen2.5-14B"  # of the paper's
 JITTER = 0.03
 
 
@@ -69,11 +70,9 @@ class Run:
     mean_first_token_s: float
 
 
-def to_run(
-    mode: str, repetition: int, served: Served, times: Sequence[StageTimes], spans: list[list[Span]], in_flight: int
-) -> Run:
+def to_run(mode: str, repetition: int, served: Served, times: Sequence[StageTimes], spans: list[list[Span]]) -> Run:
     busy_s, idle_s = sum(t.busy_s for t in times), sum(t.idle_s for t in times)
-    backlog = shares(spans, served.began_at_s, served.began_at_s + served.backlog_s, in_flight)
+    backlog = shares(spans, served.began_at_s, served.began_at_s + served.backlog_s)
     return Run(
         mode=mode,
         repetition=repetition,
@@ -97,15 +96,14 @@ def draw(lengths: Sequence[tuple[int, int]], workload: Workload, seed: int) -> l
     return [(max(2, round(p * workload.input_scale)), max(2, round(o * workload.output_scale))) for p, o in drawn]
 
 
-def measure(rig: Rig, spec: RigSpec, requests: list[tuple[int, int]], repetitions: int) -> list[Run]:
+def measure(rig: Rig, requests: list[tuple[int, int]], repetitions: int) -> list[Run]:
     runs: list[Run] = []
     for mode in MODES:  # warm: links, caches, and the cost model, which is fitted from what is executed
         rig.serve(mode, requests[: max(8, len(requests) // 4)])
     for repetition in range(repetitions):
         for mode in MODES if repetition % 2 == 0 else MODES[::-1]:
             served, times = rig.serve(mode, requests)
-            in_flight = spec.stage_count + (spec.ahead_count if mode == "lookahead" else 0)
-            runs.append(to_run(mode, repetition, served, times, rig.spans(), in_flight))
+            runs.append(to_run(mode, repetition, served, times, rig.spans()))
             print(runs[-1], flush=True)
     return runs
 
@@ -118,7 +116,9 @@ def table(runs: Sequence[Run]) -> list[str]:
     ]
     for mode in MODES:
         own = [run for run in runs if run.mode == mode]
-        median = {name: statistics.median(getattr(run, name) for run in own) for name in asdict(own[0]) if name != "mode"}
+        median = {
+            name: statistics.median(getattr(run, name) for run in own) for name in asdict(own[0]) if name != "mode"
+        }
         lines.append(
             f"| {mode} | {median['backlog_bubble']:.1%} | {median['waiting']:.1%} | {median['latency']:.1%} |"
             f" {median['bubble']:.1%} | {median['tokens_per_s']:.0f} | {median['busy_s']:.1f} |"
@@ -150,22 +150,23 @@ def main() -> None:
     parser.add_argument("--stages", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--emulate", action="store_true", help="all stages sleep")
     parser.add_argument("--workloads", type=int, nargs="+", choices=range(len(WORKLOADS)), default=[0, 1], metavar="N")
-    parser.add_argument("--batch-tokens", type=int, default=512)
+    parser.add_argument("--batch-tokens", type=int, help="at most (default: 512, 2048 where stages sleep)")
     parser.add_argument("--running", type=int, default=32, metavar="N", help="sequences for each stage")
-    parser.add_argument("--ahead", type=int, default=1, metavar="N", help="microbatches more than stages, lookahead")
     parser.add_argument("--repetitions", type=int, default=2)
     parser.add_argument("--write", action="store_true", help="JSON and table into benchmarks/results")
     given = parser.parse_args()
     lengths = read_lengths(given.lengths)
     names = ", ".join(path.name for path in given.lengths)
     text = [
-        f"Lengths drawn from {names}, scaled; at most {given.batch_tokens} tokens a microbatch and {given.running}"
-        f" sequences a stage. Medians of {given.repetitions} interleaved pairs of runs."
+        f"Lengths drawn from {names}, scaled; at most {given.running} sequences a stage. Medians of"
+        f" {given.repetitions} interleaved pairs of runs."
     ]
     kept: dict[str, list[dict[str, object]]] = {}
     for stages in given.stages:
         emulated = given.emulate or stages > (os.cpu_count() or 1)
-        text += ["", f"## {stages} stages, which {'sleep' if emulated else 'execute'}"]
+        batch_tokens = given.batch_tokens or (2048 if emulated else 512)
+        doing = f"take the time of {MODEL} on {GPU}s" if emulated else "execute"
+        text += ["", f"## {stages} stages, which {doing}, at most {batch_tokens} tokens a microbatch"]
         shape = HOLLOW if emulated else REAL
         with tempfile.TemporaryDirectory() as folder:
             spec = RigSpec(
@@ -174,15 +175,14 @@ def main() -> None:
                 stage_count=stages,
                 memory_bytes=256 << 20 if emulated else 1 << 30,
                 max_running_count=given.running,
-                max_batch_tokens=given.batch_tokens,
-                ahead_count=given.ahead,
-                emulated=EMULATED if emulated else None,
+                max_batch_tokens=batch_tokens,
+                emulated=catalogue_machine(GPU, MODEL) if emulated else None,
                 jitter=JITTER if emulated else 0.0,
             )
             with Rig(spec) as rig:
                 for workload in (WORKLOADS[i] for i in given.workloads):
                     requests = draw(lengths, workload, 0)
-                    runs = measure(rig, spec, requests, given.repetitions)
+                    runs = measure(rig, requests, given.repetitions)
                     text += ["", text_of(workload, requests), "", *table(runs)]
                     kept[f"{stages} stages, {workload.name}"] = [asdict(run) for run in runs]
     print("\n".join(text))

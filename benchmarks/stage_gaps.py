@@ -24,9 +24,8 @@ class Shares:
         return self.waiting + self.latency
 
 
-def shares(stages: Sequence[Sequence[Span]], begin_s: float, end_s: float, in_flight_count: int) -> Shares:
-    """`in_flight_count`: microbatches that the leader lets circulate at most.
-
+def shares(stages: Sequence[Sequence[Span]], begin_s: float, end_s: float) -> Shares:
+    """
     Raises:
         ValueError: the spans do not reach back to `begin_s`.
     """
@@ -34,6 +33,7 @@ def shares(stages: Sequence[Sequence[Span]], begin_s: float, end_s: float, in_fl
     if any(not own or min(s.began_s for s in own.values()) > begin_s + 0.1 * (end_s - begin_s) for own in runs):
         raise ValueError("a stage's window of spans is shorter than the run: keep more")
     steps = sorted(runs[0])
+    in_flight_count = len(stages)  # at most
     total_s = len(stages) * (end_s - begin_s)
     busy_s = waiting_s = 0.0
     for place, own in enumerate(runs):
