@@ -151,7 +151,7 @@ def main() -> None:
     parser.add_argument("--emulate", action="store_true", help="all stages sleep")
     parser.add_argument("--workloads", type=int, nargs="+", choices=range(len(WORKLOADS)), default=[0, 1], metavar="N")
     parser.add_argument("--batch-tokens", type=int, help="at most (default: 512, 2048 where stages sleep)")
-    parser.add_argument("--running", type=int, default=32, metavar="N", help="sequences for each stage")
+    parser.add_argument("--running", type=int, default=16, metavar="N", help="sequences for each stage")
     parser.add_argument("--repetitions", type=int, default=2)
     parser.add_argument("--write", action="store_true", help="JSON and table into benchmarks/results")
     given = parser.parse_args()

@@ -27,11 +27,13 @@ class Shares:
 def shares(stages: Sequence[Sequence[Span]], begin_s: float, end_s: float) -> Shares:
     """
     Raises:
-        ValueError: the spans do not reach back to `begin_s`.
+        ValueError: the spans do not reach back to `begin_s`, or there is no time between the two instants.
     """
+    if end_s <= begin_s:
+        raise ValueError("no request has waited: more of them are needed")
     runs = [{span.step_id: span for span in stage if span.kind == "run"} for stage in stages]
-    if any(not own or min(s.began_s for s in own.values()) > begin_s + 0.1 * (end_s - begin_s) for own in runs):
-        raise ValueError("a stage's window of spans is shorter than the run: keep more")
+    if not all(runs) or min(s.began_s for s in runs[0].values()) > begin_s + 0.1 * (end_s - begin_s):
+        raise ValueError("the spans do not reach back to the beginning: keep more")
     steps = sorted(runs[0])
     in_flight_count = len(stages)  # at most
     total_s = len(stages) * (end_s - begin_s)

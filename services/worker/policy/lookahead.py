@@ -90,7 +90,8 @@ class _Former:
         view, full_s = self._view, self._full_s()
         batch_count = view.stage_count * (_RESERVE if view.waiting_count else 1)
         # Where each microbatch has decodes, they pay what it costs at least.
-        least_s = 0.0 if self._decode_count >= view.stage_count else self._cost.shared_s / _OVERHEAD
+        have_decodes = self._decode_count >= view.stage_count
+        least_s = 0.0 if have_decodes else (self._cost.shared_s + self._cost.many_s) / _OVERHEAD
         most_s = max(full_s - self._all_decodes_s / view.stage_count, full_s * _PREFILL, least_s)
         if most_s == 0.0:
             return self._prefill_s
@@ -100,7 +101,7 @@ class _Former:
         """What a full batch takes if its tokens have less to attend to than those of the backlog on average. Above
         that, microbatches of short prompts would reach the bound of their tokens before they cost as much as others.
         """
-        token_s = self._cost.token_s
+        token_s = self._cost.token_s + self._cost.beyond_s
         attention_s = max(0.0, self._left_s / self._left_tokens - token_s) if self._left_tokens else 0.0
         return (token_s + _ATTENTION * attention_s) * self._view.max_batch_tokens
 
