@@ -48,7 +48,7 @@ def test_batches_that_cost_much_whatever_is_in_them_share_the_prompts_with_the_d
     """As on a GPU, where a batch of a few decodes takes a fifth of a full one: all parameters are read."""
     gpu = CostModel(attention_s=9.5e-9, token_s=1.4e-4, chunk_s=1.84e-2, shared_s=1.84e-2, prefix_s=1.4e-7)
     for stages in (2, 4):
-        wanted = requests(stages, 40 * stages, 2000, 150)
+        wanted = requests(stages, 60 * stages, 1200, 200)
         counted = Pipeline(by_token_count, gpu, wanted, stages, PLENTY).run()
         own = gpu.scaled(1 / stages)
         ahead = Pipeline(lookahead(lambda own=own: own), gpu, wanted, stages, PLENTY).run()
