@@ -8,12 +8,10 @@ Valkey of this machine with the command's flags.
 
 import argparse
 import asyncio
-import contextlib
 import os
 import re
 import shutil
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -23,6 +21,7 @@ from pathlib import Path
 
 from ballast.client import AsyncClient, Generation, SamplingParams
 from ballast.common.errors import BallastError, ConfigError, Unavailable
+from ballast.local.ports import free_ports
 from ballast.local.process import ChildProcess
 from ballast.local.state_server import find_server_binary
 from deploy.compose_file import COMPLETED, HEALTHY, Placement, ServiceSpec, read_compose, start_order
@@ -90,7 +89,7 @@ class ComposeRun:
     def _start_replica(self, spec: ServiceSpec, index: int) -> None:
         is_state_server = spec.command[0] in _STATE_SERVERS
         inside = [_STATE_PORT] if is_state_server else spec.own_ports
-        ports = dict(zip(inside, _free_ports(len(inside)), strict=True))
+        ports = dict(zip(inside, free_ports(len(inside)), strict=True))
         if index == 0:
             self._peers |= {f"{spec.name}:{port}": f"127.0.0.1:{mine}" for port, mine in ports.items()}
         placement = Placement(ports, dict(self._peers), {i: self._outside(o) for i, o in spec.volumes.items()})
@@ -167,14 +166,6 @@ def _ping_command(command: list[str], port: int) -> list[str]:
     if shutil.which(command[0]):
         return [str(port) if word == str(_STATE_PORT) else word for word in command]
     return [sys.executable, "-c", f"import redis; redis.Redis(port={port}).ping()"]
-
-
-def _free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as probes:
-        sockets = [probes.enter_context(socket.socket()) for _ in range(count)]
-        for probe in sockets:
-            probe.bind(("127.0.0.1", 0))
-        return [int(probe.getsockname()[1]) for probe in sockets]
 
 
 async def check_service(run: ComposeRun) -> None:

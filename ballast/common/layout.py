@@ -30,6 +30,17 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True)
+class Place:
+    """What an instance says of its own part: since `epoch` it has been in this group, whose members have no addresses.
+
+    Of one that is alone since its group was lost, the group may not hold every layer.
+    """
+
+    epoch: Epoch
+    group: Group
+
+
+@dataclass(frozen=True, slots=True)
 class Layout:
     epoch: Epoch
     layer_count: int

@@ -185,6 +185,12 @@ class LocalCluster:
             await self._wait_routable({process.id}, give_up_at_s)
         return process
 
+    async def start_planner(self) -> ServiceProcess:
+        """One more planner. Returns when it is ready: active, or standing by."""
+        process = self._spawn("planner")
+        await self._wait_ready(process, time.monotonic() + self._start_timeout_s)
+        return process
+
     async def _start_all(self) -> None:
         give_up_at_s = time.monotonic() + self._start_timeout_s
         for service in _START_ORDER:

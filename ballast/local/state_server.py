@@ -18,12 +18,13 @@ from pathlib import Path
 from typing import Self
 
 from ballast.common.errors import ConfigError, Unavailable
+from ballast.local.ports import free_port
 from ballast.local.process import ChildProcess
 
-_START_TIMEOUT_S = 10.0
+_START_TIMEOUT_S = 30.0
 _STOP_TIMEOUT_S = 5.0
 _POLL_S = 0.01
-_PING_TIMEOUT_S = 0.5
+_PING_TIMEOUT_S = 2.0
 _PORT_ATTEMPTS = 5
 DEFAULT_MAX_MEMORY_BYTES = 256 << 20
 
@@ -165,7 +166,7 @@ class PrivateStateServer:
     def _spawn(self) -> ChildProcess:
         if self._folder is None:
             self._folder = Path(tempfile.mkdtemp(prefix="ballast-state-"))
-        self._port = self._wanted_port or _free_port()
+        self._port = self._wanted_port or free_port()
         settings = {
             "--bind": "127.0.0.1",
             "--port": str(self._port),
@@ -198,12 +199,6 @@ class PrivateStateServer:
                 why = f"port {self._port} is taken" if taken else process.describe_end()
                 self.stop()
                 raise ConfigError("state server", why)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _answers(port: int, pid: int) -> bool:

@@ -28,6 +28,9 @@ SERVER_OPTIONS: Sequence[tuple[str, int]] = (
     # first number on; a burst should get as far as our own bounds, which refuse with a reason and a delay.
     ("grpc.server.max_pending_requests", 16_384),
     ("grpc.server.max_pending_requests_hard_limit", 32_768),
+    # Nor does gRPC end those that have waited for their handler for 30 s, again with a bare CANCELLED, which a busy
+    # machine comes to: each has its own deadline.
+    ("grpc.server_max_unrequested_time_in_server", 3600),
     # Two processes on one port is a mistake here, not load balancing.
     ("grpc.so_reuseport", 0),
 )

@@ -2,7 +2,7 @@
 
 from ballast.common.errors import InvalidRequest
 from ballast.common.ids import Epoch, GroupId, Incarnation, WorkerId
-from ballast.common.layout import Group, Layout, Member
+from ballast.common.layout import Group, Layout, Member, Place
 from ballast.common.load import LoadReport, MemoryReport
 from ballast.common.model import ModelInfo
 from ballast.common.sampling import FinishReason, PriorityClass, SamplingParams
@@ -82,47 +82,56 @@ def sampling_from_proto(message: pb.SamplingParams) -> SamplingParams:
     return SamplingParams(**given, stop=tuple(message.stop), stop_token_ids=tuple(message.stop_token_ids))
 
 
+def member_to_proto(member: Member) -> pb.Member:
+    return pb.Member(
+        worker_id=member.worker_id,
+        incarnation=member.incarnation,
+        address=member.address,
+        first_layer=member.first_layer,
+        last_layer=member.last_layer,
+        draining=member.draining,
+        data_address=member.data_address,
+    )
+
+
+def member_from_proto(message: pb.Member) -> Member:
+    return Member(
+        worker_id=WorkerId(message.worker_id),
+        incarnation=Incarnation(message.incarnation),
+        address=message.address,
+        first_layer=message.first_layer,
+        last_layer=message.last_layer,
+        draining=message.draining,
+        data_address=message.data_address,
+    )
+
+
+def group_to_proto(group: Group) -> pb.Group:
+    return pb.Group(group_id=group.group_id, members=[member_to_proto(member) for member in group.members])
+
+
+def group_from_proto(message: pb.Group) -> Group:
+    return Group(GroupId(message.group_id), tuple(member_from_proto(member) for member in message.members))
+
+
+def place_to_proto(place: Place | None) -> pb.Place | None:
+    return None if place is None else pb.Place(epoch=place.epoch, group=group_to_proto(place.group))
+
+
+def place_from_proto(message: pb.Place) -> Place | None:
+    """None of one that is not set."""
+    if not message.epoch or not message.group.members:
+        return None
+    return Place(Epoch(message.epoch), group_from_proto(message.group))
+
+
 def layout_to_proto(layout: Layout) -> pb.Layout:
-    groups = [
-        pb.Group(
-            group_id=group.group_id,
-            members=[
-                pb.Member(
-                    worker_id=m.worker_id,
-                    incarnation=m.incarnation,
-                    address=m.address,
-                    first_layer=m.first_layer,
-                    last_layer=m.last_layer,
-                    draining=m.draining,
-                    data_address=m.data_address,
-                )
-                for m in group.members
-            ],
-        )
-        for group in layout.groups
-    ]
+    groups = [group_to_proto(group) for group in layout.groups]
     return pb.Layout(epoch=layout.epoch, layer_count=layout.layer_count, groups=groups, reason=layout.reason)
 
 
 def layout_from_proto(message: pb.Layout) -> Layout:
-    groups = tuple(
-        Group(
-            GroupId(group.group_id),
-            tuple(
-                Member(
-                    worker_id=WorkerId(m.worker_id),
-                    incarnation=Incarnation(m.incarnation),
-                    address=m.address,
-                    first_layer=m.first_layer,
-                    last_layer=m.last_layer,
-                    draining=m.draining,
-                    data_address=m.data_address,
-                )
-                for m in group.members
-            ),
-        )
-        for group in message.groups
-    )
+    groups = tuple(group_from_proto(group) for group in message.groups)
     return Layout(Epoch(message.epoch), message.layer_count, groups, message.reason)
 
 

@@ -72,12 +72,14 @@ class MonitorServicer(monitor_pb2_grpc.MonitorServiceServicer):
 
     def _take(self, request: pb.ReportRequest, stream: ReportStream, announced: bool) -> None:
         at_s, cause_id = time.monotonic(), self._shell.next_cause("report")
+        place = codec.place_from_proto(request.place)
         match request.WhichOneof("message"):
             case "announce" if not announced:
                 instance = _instance_from_proto(request.announce)
-                self._shell.feed(Announced(at_s, cause_id, stream.stream_id, instance))
+                self._shell.feed(Announced(at_s, cause_id, stream.stream_id, instance, place))
             case "load" if announced:
-                self._shell.feed(LoadReported(at_s, cause_id, stream.stream_id, codec.load_from_proto(request.load)))
+                load = codec.load_from_proto(request.load)
+                self._shell.feed(LoadReported(at_s, cause_id, stream.stream_id, load, place))
             case other:
                 raise InvalidRequest("message", f"expected Announce first, then LoadReports; got {other}")
 
@@ -164,8 +166,9 @@ def _instance_to_proto(instance: Instance) -> pb.Announce:
 
 def _change_to_proto(change: Change, cause_id: str) -> pb.WatchEventsResponse:
     match change:
-        case InstanceUp(instance, draining):
-            up = pb.InstanceUp(instance=_instance_to_proto(instance), draining=draining)
+        case InstanceUp(instance, draining, place):
+            announce = _instance_to_proto(instance)
+            up = pb.InstanceUp(instance=announce, draining=draining, place=codec.place_to_proto(place))
             return pb.WatchEventsResponse(instance_up=up, cause_id=cause_id)
         case InstanceLost(worker_id, incarnation, why):
             lost = pb.InstanceLost(worker_id=worker_id, incarnation=incarnation, why=why)

@@ -284,7 +284,7 @@ class MonitorShell:
     def _publish(self, change: Change, cause_id: str) -> None:
         log = get_logger().bind(cause_id=cause_id)
         match change:
-            case InstanceUp(instance, draining):
+            case InstanceUp(instance, draining, place):
                 log.info(
                     "instance up",
                     worker=instance.worker_id,
@@ -292,6 +292,7 @@ class MonitorShell:
                     address=instance.address,
                     model=instance.model.name,
                     draining=draining,
+                    group=" ".join(m.worker_id for m in place.group.members) if place is not None else "",
                 )
             case InstanceLost(worker_id, incarnation, why):
                 _LOST.inc()

@@ -42,6 +42,12 @@ _STALL = Histogram(
     buckets=_DURATIONS_S,
     registry=REGISTRY,
 )
+_WAVES = Histogram(
+    "ballast_transition_waves",
+    "Parts in which KV was exchanged, as some of it made room for other, per transition",
+    buckets=(0, 1, 2, 3, 5, 8, 13, 21, 34),
+    registry=REGISTRY,
+)
 _GROUP_SIZES = Gauge("ballast_layout_group_size", "Groups by number of members", ["members"], registry=REGISTRY)
 _NOTHING_DONE = Counter(
     "ballast_plans_insufficient_total", "Times that no plan met what was asked for", ["asked_by"], registry=REGISTRY
@@ -104,6 +110,7 @@ class PlannerMetrics:
         _VICTIMS.labels("recomputed").inc(recomputed)
         _VICTIMS.labels("kept").inc(max(0, record.victim_count - recomputed))
         _STALL.observe(record.longest_s("max_stall_s"))
+        _WAVES.observe(record.waves)
 
     def migrations_ordered(self) -> None:
         _ORDERED.inc()

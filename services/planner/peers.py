@@ -167,6 +167,7 @@ def _event_from_proto(message: pb.WatchEventsResponse) -> MonitorEvent | None:
                 model=codec.model_from_proto(instance.model),
                 draining=message.instance_up.draining,
                 data_address=instance.data_address,
+                place=codec.place_from_proto(message.instance_up.place),
             )
         case "instance_lost":
             lost = message.instance_lost

@@ -153,4 +153,5 @@ def _record_to_proto(record: TransitionRecord, now_s: float) -> pb.Transition:
         p99_stall_s=record.longest_s("p99_stall_s"),
         kv_bytes_copied_ahead=record.total("kv_bytes_copied_ahead"),
         victims_copied_ahead=record.total("victims_copied_ahead"),
+        waves=record.waves,
     )

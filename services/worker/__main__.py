@@ -260,6 +260,7 @@ class WorkerProcess:
             model=self._engine.info,
             data_address=self._membership.plane.store_address,
             load=self._shell.load,
+            place=lambda: self._membership.member.place,
             monitor_address=self._settings.monitor_address,
             state=self._state,
             interval_s=self._settings.report_interval_s,

@@ -8,6 +8,7 @@ import grpc.aio
 
 from ballast.common.errors import BallastError, DeadlineExceeded, NotActive, StaleEpoch, Unavailable
 from ballast.common.ids import Incarnation, WorkerId
+from ballast.common.layout import Place
 from ballast.common.load import LoadReport
 from ballast.common.model import ModelInfo
 from ballast.rpc import codec
@@ -16,6 +17,7 @@ from ballast.rpc.errors import from_rpc_error
 from ballast.service.leadership import LeaderAddress
 from ballast.service.logs import get_logger
 from ballast.service.state import StateServer
+from ballastpb.cluster.v1 import cluster_pb2
 from ballastpb.monitor.v1 import monitor_pb2 as pb
 from ballastpb.monitor.v1 import monitor_pb2_grpc
 
@@ -29,11 +31,16 @@ _LONGEST_BACK_OFF_S = 1.0
 _Call = grpc.aio.StreamStreamCall[pb.ReportRequest, pb.ReportResponse]
 
 
+def alone() -> None:
+    """The place of a worker that takes part in no transition."""
+
+
 class MonitorReporter:
     """`run` keeps one Report stream to the active monitor open until `leave` is called (or it is cancelled).
 
     Args:
         load: Called before each report, on the event loop; must be quick.
+        place: The same for the part that it has in the layout; None: it serves alone.
         data_address: host:port of the data plane's rendezvous; "" for a worker that cannot join a pipeline.
         monitor_address: host:port; None: whoever holds the lease in the state server, followed when it changes.
     """
@@ -47,6 +54,7 @@ class MonitorReporter:
         model: ModelInfo,
         data_address: str = "",
         load: Callable[[], LoadReport],
+        place: Callable[[], Place | None] = alone,
         monitor_address: str | None,
         state: StateServer,
         interval_s: float = 0.2,
@@ -59,6 +67,7 @@ class MonitorReporter:
             data_address=data_address,
         )
         self._load = load
+        self._place = place
         self._monitor = LeaderAddress(state, "monitor", monitor_address)
         self._interval_s = interval_s
         self._leaving = asyncio.Event()
@@ -105,11 +114,11 @@ class MonitorReporter:
             stub = monitor_pb2_grpc.MonitorServiceStub(channel)
             call = stub.Report()
             try:
-                await self._exchange(call, pb.ReportRequest(announce=self._announce), target)
+                await self._exchange(call, self._report(announce=self._announce), target)
                 get_logger().info("reporting to the monitor", monitor=target)
                 while not self._leaving.is_set() and target == self._monitor.current:
                     load = codec.load_to_proto(self._load())
-                    answer = await self._exchange(call, pb.ReportRequest(load=load), target)
+                    answer = await self._exchange(call, self._report(load=load), target)
                     self.connected = True
                     await self._pause(max(self._interval_s, min(answer.least_interval_s, _LONGEST_INTERVAL_S)))
                 if self._leaving.is_set():
@@ -118,6 +127,11 @@ class MonitorReporter:
                 raise from_rpc_error(error, target) from error
             finally:
                 call.cancel()
+
+    def _report(
+        self, announce: pb.Announce | None = None, load: cluster_pb2.LoadReport | None = None
+    ) -> pb.ReportRequest:
+        return pb.ReportRequest(announce=announce, load=load, place=codec.place_to_proto(self._place()))
 
     async def _exchange(self, call: _Call, request: pb.ReportRequest, target: str) -> pb.ReportResponse:
         try:

@@ -74,7 +74,7 @@ BAD = {
 async def refused(address: str, request: inference_pb2.GenerateRequest) -> InvalidRequest:
     async with open_channel(address) as channel:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            async for _ in inference_pb2_grpc.InferenceServiceStub(channel).Generate(request, timeout=20):
+            async for _ in inference_pb2_grpc.InferenceServiceStub(channel).Generate(request, timeout=60):
                 pass
     assert caught.value.code() in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.RESOURCE_EXHAUSTED)
     error = from_rpc_error(caught.value, address)
@@ -97,7 +97,7 @@ def test_a_message_over_the_bound_is_refused(running: RunningCluster) -> None:
         options = [("grpc.max_send_message_length", -1)]
         async with grpc.aio.insecure_channel(running.cluster.address, options=options) as channel:
             with pytest.raises(grpc.aio.AioRpcError) as caught:
-                async for _ in inference_pb2_grpc.InferenceServiceStub(channel).Generate(request, timeout=20):
+                async for _ in inference_pb2_grpc.InferenceServiceStub(channel).Generate(request, timeout=60):
                     pass
         assert isinstance(from_rpc_error(caught.value, "dispatcher"), InvalidRequest)
 

@@ -10,7 +10,7 @@ from ballast.bench.results import read_result
 from ballast.model.tiny import make_tiny
 
 ROOT = Path(__file__).parents[2]
-TIMEOUT_S = 200
+TIMEOUT_S = 400
 
 
 def run(*command: str) -> "subprocess.CompletedProcess[str]":

@@ -9,7 +9,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def compose_check(*arguments: str) -> tuple[int, str]:
     command = [sys.executable, "-m", "deploy.compose_check", *arguments]
-    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=110)
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=280)
     return done.returncode, done.stdout
 
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import signal
-import socket
 import urllib.request
 from collections.abc import Callable, Coroutine
 from typing import Any, cast
@@ -11,6 +10,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from ballast.common.errors import StaleEpoch
+from ballast.local.ports import free_port
 from ballast.local.process import ChildProcess
 from ballast.rpc import codec
 from ballast.rpc.channel import open_channel
@@ -26,7 +26,7 @@ NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 def tell(story: Callable[[ControlPlane], Coroutine[Any, Any, None]]) -> None:
     async def run() -> None:
-        async with control_plane() as plane, asyncio.timeout(100):
+        async with control_plane() as plane, asyncio.timeout(240):
             await story(plane)
 
     asyncio.run(run())
@@ -214,7 +214,7 @@ def test_draining_a_worker() -> None:
         async with open_channel(address(planner)) as channel:
             stub = planner_pb2_grpc.PlannerServiceStub(channel)
             request = planner_pb2.DrainWorkerRequest(worker_id="w1", request_id="d1")
-            answers = [(await stub.DrainWorker(request, timeout=30)).epoch for _ in range(2)]
+            answers = [(await stub.DrainWorker(request, timeout=60)).epoch for _ in range(2)]
         assert answers == [before.epoch + 1] * 2, "a repeated request is answered like the first time"
         layout = await plane.layout_until(planner, lambda now: now.epoch >= answers[0], "drained")
         assert {m.worker_id: m.draining for g in layout.groups for m in g.members} == {"w1": True, "w2": False}
@@ -292,7 +292,7 @@ def test_readiness_says_who_is_active_and_metrics_say_what_is_there() -> None:
     tell(story)
 
 
-async def becomes(process: ChildProcess, service: str, wanted: int, within_s: float = 40.0) -> None:
+async def becomes(process: ChildProcess, service: str, wanted: int, within_s: float = 60.0) -> None:
     async with open_channel(address(process)) as channel, asyncio.timeout(within_s):
         # Any: the generated health stub has no types.
         watch = cast(Any, health_pb2_grpc).HealthStub(channel).Watch(health_pb2.HealthCheckRequest(service=service))
@@ -302,11 +302,5 @@ async def becomes(process: ChildProcess, service: str, wanted: int, within_s: fl
 
 
 def scrape(port: int) -> str:
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as answer:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as answer:
         return answer.read().decode()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

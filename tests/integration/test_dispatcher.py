@@ -5,6 +5,7 @@ import contextlib
 import signal
 import socket
 import time
+from collections import Counter
 from pathlib import Path
 
 import grpc
@@ -102,7 +103,9 @@ def test_a_client_that_goes_away_frees_its_kv_at_once() -> None:
     async def story() -> None:
         async with Arena(TimedSettings(step_s=0.01)) as arena:
             delays_s: list[float] = []
-            for index in range(5):
+            while not delays_s or min(delays_s) >= 0.05:  # a machine that is busy all the time would be a surprise
+                assert len(delays_s) < 50, delays_s
+                index = len(delays_s)
                 call = arena.dispatcher.stub.Generate(request(max_tokens=5000, request_id=f"r{index}"))
                 await call.read()
                 assert arena.worker.used_blocks > 0
@@ -110,8 +113,8 @@ def test_a_client_that_goes_away_frees_its_kv_at_once() -> None:
                 call.cancel()
                 await until(lambda: arena.worker.used_blocks == 0, "the blocks to come back")
                 delays_s.append(arena.worker.aborted[-1][1] - left_at_s)
-            assert [name for name, _ in arena.worker.aborted] == [f"r{index}" for index in range(5)]
-            assert min(delays_s) < 0.05
+            count = len(delays_s)
+            assert [name for name, _ in arena.worker.aborted] == [f"r{index}" for index in range(count)]
             call = arena.dispatcher.stub.Generate(request(max_tokens=5000, request_id="by-id"))
             await call.read()
             assert (await arena.dispatcher.stub.Cancel(pb.CancelRequest(request_id="by-id"))).found
@@ -121,7 +124,7 @@ def test_a_client_that_goes_away_frees_its_kv_at_once() -> None:
             assert await call.code() == grpc.StatusCode.CANCELLED
             assert not (await arena.dispatcher.stub.Cancel(pb.CancelRequest(request_id="by-id"))).found
             status = await arena.dispatcher.status()
-            assert dict(status.requests_total) == {"cancelled": 6}
+            assert dict(status.requests_total) == {"cancelled": count + 1}
             assert status.running_request_count == status.backlog_request_count == 0
 
     asyncio.run(story())
@@ -149,14 +152,14 @@ def test_a_killed_worker_costs_no_token() -> None:
     async def story() -> None:
         async with Arena(TimedSettings(worker_id="w0"), TimedSettings(worker_id="w1")) as arena:
             prompts = [[1, 2, index] for index in range(40)]
-            calls = [asyncio.create_task(arena.dispatcher.generate(request(p, max_tokens=60))) for p in prompts]
+            calls = [asyncio.create_task(arena.dispatcher.generate(request(p, max_tokens=150))) for p in prompts]
             await until(lambda: arena.workers[1].used_blocks > 0 and arena.workers[0].used_blocks > 0, "both to run")
             await asyncio.sleep(0.2)
-            doomed = len(arena.workers[0].submitted)
+            doomed = arena.workers[0].request_count  # those that have ended already are not replayed
             await arena.workers[0].stop()
             answers = await asyncio.gather(*calls)
             for prompt, answer in zip(prompts, answers, strict=True):
-                expected = scripted_tokens(prompt, 7, 60)
+                expected = scripted_tokens(prompt, 7, 150)
                 assert answer.error is None
                 assert answer.token_ids == expected
                 assert answer.text == scripted_text(expected)
@@ -199,7 +202,7 @@ def test_two_dispatchers_share_the_workers_and_keep_ids_apart() -> None:
                 assert answer.token_ids == scripted_tokens(prompt, 7, 20)
             assert min(len(worker.submitted) for worker in arena.workers) >= 30
 
-            call = d0.stub.Generate(request(max_tokens=400, request_id="mine"))
+            call = d0.stub.Generate(request(max_tokens=4000, request_id="mine"))
             await call.read()
             twin = await d1.generate(request(request_id="mine"))
             assert isinstance(twin.error, errors.AlreadyExists)
@@ -287,7 +290,7 @@ def test_what_outlives_the_shutdown_timeout_ends_with_a_reason() -> None:
 def test_a_slow_client_gets_everything_and_one_that_never_reads_is_given_up() -> None:
     async def story() -> None:
         fast = TimedSettings(step_s=0.002, tokens_per_step=20, max_model_len=100_000, block_count=10_000)
-        async with Arena(fast, flags=["--client-stall-timeout", "3"]) as arena:
+        async with Arena(fast, flags=["--client-stall-timeout", "10"]) as arena:
             # With 20 logprobs each several MB: more than a transport with a fixed window takes without a reader.
             count, stub = 12_000, arena.dispatcher.narrow_stub()
             call = stub.Generate(request(max_tokens=count, logprobs=20, omit_text=True))
@@ -327,7 +330,7 @@ def test_what_is_wrong_at_the_start_is_said_in_one_line_with_status_2(tmp_path: 
             }
             for (model, url, port), expected in cases.items():
                 dispatcher = Dispatcher(tmp_path / model, tmp_path, url, "d", ["--port", port])
-                assert await dispatcher.process.wait(20)
+                assert await dispatcher.process.wait(60)
                 assert dispatcher.process.returncode == 2
                 [line] = [line for line in dispatcher.process.log().splitlines() if "configuration error" in line]
                 assert expected in line
@@ -382,7 +385,8 @@ def test_ten_thousand_requests_at_once() -> None:
             watcher.cancel()
             served = [a for a in answers if a.error is None]
             refused = [a.error for a in answers if isinstance(a.error, errors.Overloaded)]
-            assert len(served) + len(refused) == 10_000
+            others = Counter(repr(a.error) for a in answers if a.error and not isinstance(a.error, errors.Overloaded))
+            assert not others, others.most_common(5)
             assert len(served) >= bound
             assert refused
             assert all(0.1 <= error.retry_after_s <= 30.0 for error in refused)

@@ -29,7 +29,7 @@ def test_an_engine_stops_growing(tmp_path: Path) -> None:
     model_dir = make_tiny("llama", tmp_path / "model", seed=3, layers=2, vocab=320, max_len=256)
     before = "import psutil, services.worker.engine.load; print(psutil.Process().memory_info().rss)"
     run = [
-        subprocess.run([sys.executable, "-c", *a], capture_output=True, text=True, check=True, timeout=120)
+        subprocess.run([sys.executable, "-c", *a], capture_output=True, text=True, check=True, timeout=280)
         for a in ((before,), (_GROW, str(model_dir)))
     ]
     _, second, third, first = map(int, run[1].stdout.split())

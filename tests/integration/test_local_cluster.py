@@ -34,10 +34,10 @@ def test_dispatchers_and_workers_come_and_go_while_requests_are_answered(model: 
             assert {w.worker_id for w in (await client.status()).workers} == {"worker-0", late.id}
             cluster.kill("dispatcher", 0)
             for _ in range(4):
-                assert (await client.generate("A ship", SAMPLING, deadline_s=20)).token_ids == expected
+                assert (await client.generate("A ship", SAMPLING, deadline_s=60)).token_ids == expected
             cluster.kill("worker", 0)
             for _ in range(4):
-                assert (await client.generate("A ship", SAMPLING, deadline_s=20)).token_ids == expected
+                assert (await client.generate("A ship", SAMPLING, deadline_s=60)).token_ids == expected
             await until(client, lambda status: [w.worker_id for w in status.workers] == [late.id])
             assert cluster.crash() is None
             # A stopped process does not hold up the end.
@@ -66,7 +66,7 @@ def test_a_drained_worker_gets_nothing_new_and_finishes_what_it_has(model: Path)
                     await until(one, lambda status: draining(status) == {"worker-0"})
             before = prompt_tokens(await until(client, idle))
             for _ in range(6):
-                await client.generate("A ship", SAMPLING, deadline_s=20)
+                await client.generate("A ship", SAMPLING, deadline_s=60)
             after = prompt_tokens(await until(client, idle))
             assert after["worker-0"] == before["worker-0"]
             assert after["worker-1"] > before["worker-1"]
@@ -98,7 +98,7 @@ def test_a_crash_is_reported_on_leaving(model: Path) -> None:
         async with LocalCluster(model, workers=1, device_memory_bytes=8 << 20) as cluster:
             pids.extend(p.pid for processes in cluster.processes.values() for p in processes)
             os.kill(cluster.processes["planner"][0].pid, signal.SIGKILL)
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(60):
                 assert (await cluster.wait_crash()).target == "planner-0"
 
     with pytest.raises(Unavailable, match=r"planner-0: was killed by SIGKILL; its log ends with\n"):

@@ -9,10 +9,10 @@ import pytest
 
 from ballast.client import AsyncClient
 from ballast.common.sampling import SamplingParams
+from ballast.local.ports import free_port
 from ballast.model.tiny import make_tiny
 from ballast.rpc.channel import open_channel
 from ballastpb.monitor.v1 import monitor_pb2, monitor_pb2_grpc
-from tests.integration.test_control_plane import free_port
 from tests.support.cluster import RunningCluster, idle, running_cluster, until
 
 WORKERS = 2
@@ -36,7 +36,7 @@ def running(tmp_path_factory: pytest.TempPathFactory, metrics_port: int) -> Iter
 
 
 def metrics(port: int) -> dict[str, float]:
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as answer:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as answer:
         lines = answer.read().decode().splitlines()
     return {line.rsplit(" ", 1)[0]: float(line.rsplit(" ", 1)[1]) for line in lines if not line.startswith("#")}
 
@@ -66,7 +66,9 @@ def test_a_burst_is_an_overload_and_a_moderate_load_is_none(running: RunningClus
             assert len(groups) == WORKERS
             assert sum(groups) == quiet["ballast_cluster_kv_undropped_bytes"] == kv_bytes
 
-            told = asyncio.create_task(first_overload(running))
+            listening = asyncio.Event()
+            told = asyncio.create_task(first_overload(running, listening))
+            await listening.wait()
             full = asyncio.create_task(
                 metrics_until(metrics_port, lambda now: now["ballast_cluster_kv_demand_bytes"] > 0.7 * kv_bytes)
             )
@@ -86,21 +88,22 @@ def test_a_burst_is_an_overload_and_a_moderate_load_is_none(running: RunningClus
     running.run(story())
 
 
-async def first_overload(running: RunningCluster) -> monitor_pb2.Overload:
-    """As the planner hears it."""
+async def first_overload(running: RunningCluster, listening: asyncio.Event) -> monitor_pb2.Overload:
+    """As the planner hears it. Sets `listening` once it would."""
     async with open_channel(running.cluster.processes["monitor"][0].address) as channel:
         watch = monitor_pb2_grpc.MonitorServiceStub(channel).WatchEvents(monitor_pb2.WatchEventsRequest())
-        async with asyncio.timeout(40):
+        async with asyncio.timeout(60):
             while True:
                 event = await watch.read()
                 assert isinstance(event, monitor_pb2.WatchEventsResponse), "the monitor has ended the stream"
+                listening.set()  # the first is what it knows already
                 if event.WhichOneof("event") == "overload":
                     assert event.cause_id
                     return event.overload
 
 
 async def metrics_until(
-    port: int, holds: Callable[[dict[str, float]], bool], within_s: float = 40.0
+    port: int, holds: Callable[[dict[str, float]], bool], within_s: float = 60.0
 ) -> dict[str, float]:
     loop = asyncio.get_running_loop()
     give_up_at_s = loop.time() + within_s

@@ -18,10 +18,10 @@ import pytest
 from ballast.client import Client
 from ballast.model.tiny import make_preset
 
-START_WITHIN_S = 60.0
+START_WITHIN_S = 120.0
 
 
-def ballast(*arguments: str, address: str = "", stdin: str = "", timeout_s: float = 60.0) -> tuple[int, str, str]:
+def ballast(*arguments: str, address: str = "", stdin: str = "", timeout_s: float = 120.0) -> tuple[int, str, str]:
     environ = {**os.environ, "BALLAST_ADDRESS": address, "COLUMNS": "100"}
     command = [sys.executable, "-m", "ballast.cli.main", *arguments]
     done = subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=timeout_s, env=environ)
@@ -60,7 +60,7 @@ class Up:
     def children(self) -> list[psutil.Process]:
         return psutil.Process(self.process.pid).children(recursive=True)
 
-    def wait(self, timeout_s: float = 40.0) -> tuple[int, str]:
+    def wait(self, timeout_s: float = 120.0) -> tuple[int, str]:
         """Exit status, and what stood on standard output behind the first line."""
         rest, _ = self.process.communicate(timeout=timeout_s)
         return self.process.returncode, rest
@@ -77,7 +77,7 @@ def up(log: Path, *arguments: str) -> Generator[Up]:
 
 
 def assert_gone(processes: list[psutil.Process]) -> None:
-    _, alive = psutil.wait_procs(processes, timeout=10)
+    _, alive = psutil.wait_procs(processes, timeout=60)
     assert alive == []
 
 
@@ -165,7 +165,7 @@ def test_ctrl_c_lets_a_running_request_finish_and_leaves_nothing(model: Path, tm
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as request:
             until_running(process.address)
             process.process.send_signal(signal.SIGINT)
-            answer, _ = request.communicate(timeout=40)
+            answer, _ = request.communicate(timeout=120)
         assert len(json.loads(answer)["token_ids"]) == 400
         assert process.wait() == (0, "")
         assert_gone(children)

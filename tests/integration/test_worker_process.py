@@ -22,6 +22,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from ballast.common.ids import WorkerId
 from ballast.common.sampling import FinishReason
+from ballast.local.ports import free_port
 from ballast.local.process import ChildProcess
 from ballast.local.state_server import PrivateStateServer
 from ballast.model.tiny import make_tiny
@@ -36,7 +37,7 @@ from tests.support.attached import Attached, status_of, until_idle
 from tests.support.shells import Gate
 
 ROOT = Path(__file__).parents[2]
-START_TIMEOUT_S = 60.0
+START_TIMEOUT_S = 120.0
 MAX_LEN = 4096
 LONG = 2500
 SERVICE = "ballastpb.worker.v1.WorkerService"
@@ -53,12 +54,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def state_url() -> Iterator[str]:
     with PrivateStateServer() as server:
         yield server.url
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def arguments(model_dir: Path, redis_url: str, name: str) -> list[str]:
@@ -107,7 +102,7 @@ async def is_ready(channel: grpc.aio.Channel) -> bool:
 
 
 async def until_ready(channel: grpc.aio.Channel, ready: bool) -> None:
-    give_up_at_s = asyncio.get_running_loop().time() + 10.0
+    give_up_at_s = asyncio.get_running_loop().time() + 60.0
     while await is_ready(channel) != ready:
         assert asyncio.get_running_loop().time() < give_up_at_s, f"readiness is still {not ready}"
         await asyncio.sleep(0.02)
@@ -126,7 +121,7 @@ async def serving(child: ChildProcess) -> AsyncGenerator[Serving]:
 
 def play(story: Coroutine[Any, Any, None]) -> None:
     async def run() -> None:
-        async with asyncio.timeout(100):
+        async with asyncio.timeout(200):
             await story
 
     asyncio.run(run())
@@ -148,12 +143,12 @@ def test_a_signal_drains_and_the_second_life_is_another_one(model: Path, state_u
             assert len(running.token_ids) == LONG
             assert late.ending is not None
             assert late.ending.refused
-            assert await worker.child.wait(15.0)
+            assert await worker.child.wait(60)
             assert worker.child.returncode == 0, worker.child.describe_end()
         async with serving(start(tmp_path, model, state_url)) as worker:
             assert (await status_of(worker.channel)).incarnation > first_life
             worker.child.send_signal(signal.SIGTERM)
-            assert await worker.child.wait(15.0)
+            assert await worker.child.wait(60)
             assert worker.child.returncode == 0, worker.child.describe_end()
 
     play(story())
@@ -166,7 +161,7 @@ def test_a_drain_that_takes_too_long_ends_anyway(model: Path, state_url: str, tm
             await attached.submit(1, LONG)
             await attached.started(1)
             worker.child.send_signal(signal.SIGTERM)
-            assert await worker.child.wait(15.0)
+            assert await worker.child.wait(60)
             assert worker.child.returncode == 0, worker.child.describe_end()
             assert "not drained in time" in worker.child.log()
 
@@ -249,7 +244,7 @@ def test_metrics_tell_what_the_load_report_tells(model: Path, state_url: str, tm
 
 
 def scrape(url: str) -> dict[str, float]:
-    with urllib.request.urlopen(url, timeout=10) as response:
+    with urllib.request.urlopen(url, timeout=60) as response:
         lines: list[str] = response.read().decode().splitlines()
     return {name: float(value) for name, _, value in (one.rpartition(" ") for one in lines if not one.startswith("#"))}
 
@@ -276,7 +271,7 @@ def test_a_signal_ends_the_wait_for_the_state_server(model: Path, tmp_path: Path
         try:
             await has_logged(child, "waiting for the state server")
             child.send_signal(signal.SIGTERM)
-            assert await child.wait(10.0)
+            assert await child.wait(60)
             assert child.returncode == 0, child.describe_end()
         finally:
             child.kill()
@@ -358,7 +353,7 @@ def test_a_wrong_configuration_ends_with_status_2_and_one_clear_line(
             input=json.dumps(every),
             stdout=subprocess.PIPE,
             text=True,
-            timeout=100,
+            timeout=200,
             cwd=tmp_path,
             env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])},
             check=True,

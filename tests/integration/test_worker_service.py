@@ -122,7 +122,7 @@ async def worker(model_dir: Path) -> AsyncGenerator[Served]:
 
 def play(model_dir: Path, story: Callable[[Served], Coroutine[Any, Any, None]]) -> None:
     async def run() -> None:
-        async with asyncio.timeout(60), worker(model_dir) as served:
+        async with asyncio.timeout(120), worker(model_dir) as served:
             await story(served)
 
     asyncio.run(run())
@@ -286,7 +286,7 @@ def test_a_dispatcher_that_goes_takes_its_requests_along(model: Path, how: str) 
 
 
 async def until_dispatchers(channel: grpc.aio.Channel, count: int) -> None:
-    give_up_at_s = asyncio.get_running_loop().time() + 10
+    give_up_at_s = asyncio.get_running_loop().time() + 60
     while (attached := (await status_of(channel)).dispatcher_count) != count:
         assert asyncio.get_running_loop().time() < give_up_at_s, f"{attached} dispatchers are attached"
         await asyncio.sleep(0.01)

@@ -15,7 +15,7 @@ from ballastpb.cluster.v1 import cluster_pb2
 from ballastpb.worker.v1 import worker_pb2 as pb
 from ballastpb.worker.v1 import worker_pb2_grpc
 
-READ_TIMEOUT_S = 30.0
+READ_TIMEOUT_S = 60.0
 
 
 @dataclass
@@ -122,7 +122,7 @@ def is_idle(load: cluster_pb2.LoadReport) -> bool:
     return counts == (0, 0, 0, 0)
 
 
-async def until_idle(channel: grpc.aio.Channel, within_s: float = 20.0) -> float:
+async def until_idle(channel: grpc.aio.Channel, within_s: float = 60.0) -> float:
     """How long it took until the worker holds nothing more."""
     loop = asyncio.get_running_loop()
     began_at_s = loop.time()

@@ -20,7 +20,7 @@ class RunningCluster:
         self._runner = runner
         self.cluster = cluster
 
-    def run(self, story: Coroutine[Any, Any, T], timeout_s: float = 100.0) -> T:
+    def run(self, story: Coroutine[Any, Any, T], timeout_s: float = 200.0) -> T:
         async def bounded() -> T:
             async with asyncio.timeout(timeout_s):
                 return await story
@@ -42,7 +42,7 @@ def running_cluster(model: Path, **arguments: Any) -> Generator[RunningCluster]:
             runner.run(cluster.__aexit__(None, None, None))
 
 
-async def until(client: AsyncClient, holds: Callable[[ClusterStatus], bool], within_s: float = 20.0) -> ClusterStatus:
+async def until(client: AsyncClient, holds: Callable[[ClusterStatus], bool], within_s: float = 60.0) -> ClusterStatus:
     """Polls the cluster's status until it is as wished; fails with the last one otherwise."""
     loop = asyncio.get_running_loop()
     give_up_at_s = loop.time() + within_s

@@ -61,7 +61,7 @@ class ControlPlane:
         assert process.returncode is None, process.describe_end()
         return process
 
-    async def until(self, holds: Callable[[], bool], what: str, within_s: float = 40.0) -> None:
+    async def until(self, holds: Callable[[], bool], what: str, within_s: float = 60.0) -> None:
         loop = asyncio.get_running_loop()
         give_up_at_s = loop.time() + within_s
         while not holds():
@@ -69,7 +69,7 @@ class ControlPlane:
             await asyncio.sleep(0.02)
 
     async def layout_until(
-        self, planner: ChildProcess, holds: Callable[[Layout], bool], what: str, within_s: float = 40.0
+        self, planner: ChildProcess, holds: Callable[[Layout], bool], what: str, within_s: float = 60.0
     ) -> Layout:
         """The first layout of that planner for which `holds`."""
         loop = asyncio.get_running_loop()
@@ -77,7 +77,7 @@ class ControlPlane:
         async with open_channel(address(planner)) as channel:
             stub = planner_pb2_grpc.PlannerServiceStub(channel)
             while True:
-                answer = await stub.GetLayout(planner_pb2.GetLayoutRequest(), timeout=20)
+                answer = await stub.GetLayout(planner_pb2.GetLayoutRequest(), timeout=60)
                 layout = codec.layout_from_proto(answer.layout)
                 if holds(layout):
                     return layout
@@ -87,7 +87,7 @@ class ControlPlane:
     async def status(self, monitor: ChildProcess) -> monitor_pb2.GetClusterStatusResponse:
         async with open_channel(address(monitor)) as channel:
             stub = monitor_pb2_grpc.MonitorServiceStub(channel)
-            return await stub.GetClusterStatus(monitor_pb2.GetClusterStatusRequest(), timeout=20)
+            return await stub.GetClusterStatus(monitor_pb2.GetClusterStatusRequest(), timeout=60)
 
     def logs(self) -> str:
         return "\n".join(f"--- {process.name}\n{process.log_tail(30)}" for process in self.processes)

@@ -77,13 +77,13 @@ class Dispatcher:
     async def is_ready(self) -> bool:
         health: Any = health_pb2_grpc.HealthStub(self.channel)  # Any: the add-on has no types
         try:
-            answer = await health.Check(health_pb2.HealthCheckRequest(service=SERVICE), timeout=5)
+            answer = await health.Check(health_pb2.HealthCheckRequest(service=SERVICE), timeout=60)
         except grpc.RpcError:
             return False
         return answer.status == health_pb2.HealthCheckResponse.SERVING
 
     async def status(self) -> pb.GetStatusResponse:
-        return await self.stub.GetStatus(pb.GetStatusRequest(), timeout=5)
+        return await self.stub.GetStatus(pb.GetStatusRequest(), timeout=60)
 
     async def generate(self, request: pb.GenerateRequest, timeout_s: float | None = 60.0) -> Answer:
         answer = Answer()
@@ -158,7 +158,7 @@ class Arena:
         await until_async(all_there, f"streams to {sorted(wanted)}")
 
 
-async def until(found: Callable[[], Any], what: str, story: Callable[[], str] = str, timeout_s: float = 20.0) -> Any:
+async def until(found: Callable[[], Any], what: str, story: Callable[[], str] = str, timeout_s: float = 60.0) -> Any:
     """Waits for something that must come; says what when it does not."""
     give_up_at_s = time.monotonic() + timeout_s
     while not (result := found()):
@@ -167,7 +167,7 @@ async def until(found: Callable[[], Any], what: str, story: Callable[[], str] = 
     return result
 
 
-async def until_async(found: Callable[[], Coroutine[Any, Any, bool]], what: str, timeout_s: float = 20.0) -> None:
+async def until_async(found: Callable[[], Coroutine[Any, Any, bool]], what: str, timeout_s: float = 60.0) -> None:
     give_up_at_s = time.monotonic() + timeout_s
     while not await found():
         assert time.monotonic() < give_up_at_s, f"waited {timeout_s} s for {what}"

@@ -320,7 +320,7 @@ class Cluster:
     async def prepare(self, kind: Kind, target: Layout) -> Sequence[WorkerId]:
         """Returns the members once all are prepared."""
         members = self.ask_to_prepare(kind, target)
-        async with asyncio.timeout(30.0):
+        async with asyncio.timeout(90.0):
             while any(self.workers[n].progress(target.epoch) is None for n in members):
                 await asyncio.sleep(0.005)
                 self.ask_to_prepare(kind, target)
@@ -365,7 +365,7 @@ class Cluster:
         await until(lambda: all(undone(name) for name in members))
 
     async def until(self, members: Sequence[WorkerId], epoch: Epoch, phase: Phase) -> None:
-        give_up_at_s = time.monotonic() + 30.0
+        give_up_at_s = time.monotonic() + 90.0
         while True:
             said = {n: self.workers[n].progress(epoch) for n in members}
             if all(p is not None and p.phase is phase for p in said.values()):
@@ -424,7 +424,7 @@ _PLAIN = Sizes()
 
 @contextlib.asynccontextmanager
 async def running_group(
-    model_dir: Path, names: Sequence[str], sizes: Sizes = _PLAIN, within_s: float = 120.0, **own: Sizes
+    model_dir: Path, names: Sequence[str], sizes: Sizes = _PLAIN, within_s: float = 240.0, **own: Sizes
 ) -> AsyncGenerator[Cluster]:
     """`own`: sizes of single workers by name."""
     workers = {name: GroupWorker(name, model_dir, i + 1, own.get(name, sizes)) for i, name in enumerate(names)}

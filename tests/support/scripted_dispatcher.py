@@ -130,7 +130,7 @@ def serving_in_thread() -> Generator[tuple[ScriptedDispatcher, str], None, None]
     thread = threading.Thread(target=lambda: loop.run_until_complete(serve()))
     thread.start()
     try:
-        assert started.wait(10)
+        assert started.wait(60)
         yield found[0]
     finally:
         loop.call_soon_threadsafe(stop.set)

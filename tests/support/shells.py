@@ -60,7 +60,7 @@ class Gate:
 
     def __call__(self, step: int) -> None:
         self.entered.set()
-        assert self._open.wait(30.0)
+        assert self._open.wait(60.0)
 
     def open(self) -> None:
         self._open.set()
@@ -103,14 +103,14 @@ async def running_shell(
     )
     before = set(threading.enumerate())
     try:
-        async with asyncio.timeout(60.0), asyncio.TaskGroup() as tasks:
+        async with asyncio.timeout(120.0), asyncio.TaskGroup() as tasks:
             tasks.create_task(shell.run())
             yield shell
             shell.stop()
     finally:
         for thread in set(threading.enumerate()) - before:
             if thread.name == "engine":
-                thread.join(timeout=5.0)
+                thread.join(timeout=30.0)
                 assert not thread.is_alive()
         assert engine.closed
 
@@ -155,7 +155,7 @@ async def listen(stream: OutputStream, handles: Sequence[int]) -> dict[int, Hear
     return heard
 
 
-async def until(holds: Callable[[], bool], within_s: float = 20.0) -> None:
+async def until(holds: Callable[[], bool], within_s: float = 60.0) -> None:
     give_up_at_s = time.monotonic() + within_s
     while not holds():
         assert time.monotonic() < give_up_at_s, f"not so after {within_s} s"

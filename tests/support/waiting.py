@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable
 
 
-async def soon(holds: Callable[[], bool], within_s: float = 10.0) -> None:
+async def soon(holds: Callable[[], bool], within_s: float = 60.0) -> None:
     """Returns once `holds`; TimeoutError after `within_s`."""
     async with asyncio.timeout(within_s):
         while not holds():  # noqa: ASYNC110 - see above

@@ -167,6 +167,33 @@ class Layout(_message.Message):
 Global___Layout: _TypeAlias = Layout  # noqa: Y015
 
 @_typing.final
+class Place(_message.Message):
+    """What an instance says of its own part in the layout: since this epoch it has been in that group. Alone after its
+    group was lost, it may hold some layers only. Addresses are left out.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EPOCH_FIELD_NUMBER: _builtins.int
+    GROUP_FIELD_NUMBER: _builtins.int
+    epoch: _builtins.int
+    @_builtins.property
+    def group(self) -> Global___Group: ...
+    def __init__(
+        self,
+        *,
+        epoch: _builtins.int = ...,
+        group: Global___Group | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["group", b"group"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "group", b"group"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Place: _TypeAlias = Place  # noqa: Y015
+
+@_typing.final
 class MemoryReport(_message.Message):
     """Device memory. parameter + kv + free = budget, always."""
 

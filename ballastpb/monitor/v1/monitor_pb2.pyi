@@ -59,19 +59,25 @@ class ReportRequest(_message.Message):
 
     ANNOUNCE_FIELD_NUMBER: _builtins.int
     LOAD_FIELD_NUMBER: _builtins.int
+    PLACE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def announce(self) -> Global___Announce: ...
     @_builtins.property
     def load(self) -> _cluster_pb2.LoadReport: ...
+    @_builtins.property
+    def place(self) -> _cluster_pb2.Place:
+        """Beside either. Absent: it has taken part in no transition, so it serves alone, with all layers."""
+
     def __init__(
         self,
         *,
         announce: Global___Announce | None = ...,
         load: _cluster_pb2.LoadReport | None = ...,
+        place: _cluster_pb2.Place | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["announce", b"announce", "load", b"load", "message", b"message"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["announce", b"announce", "load", b"load", "message", b"message", "place", b"place"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["announce", b"announce", "load", b"load", "message", b"message"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["announce", b"announce", "load", b"load", "message", b"message", "place", b"place"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["announce", "load"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
@@ -174,18 +180,24 @@ class InstanceUp(_message.Message):
 
     INSTANCE_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
+    PLACE_FIELD_NUMBER: _builtins.int
     draining: _builtins.bool
     @_builtins.property
     def instance(self) -> Global___Announce: ...
+    @_builtins.property
+    def place(self) -> _cluster_pb2.Place:
+        """As the instance said last. A planner that has lost the layout has nothing else to go by."""
+
     def __init__(
         self,
         *,
         instance: Global___Announce | None = ...,
         draining: _builtins.bool = ...,
+        place: _cluster_pb2.Place | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["instance", b"instance"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["instance", b"instance", "place", b"place"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "instance", b"instance"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "instance", b"instance", "place", b"place"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -691,6 +691,7 @@ class TransitionStatus(_message.Message):
     KV_BYTES_COPIED_AHEAD_FIELD_NUMBER: _builtins.int
     VICTIMS_COPIED_AHEAD_FIELD_NUMBER: _builtins.int
     P99_STALL_S_FIELD_NUMBER: _builtins.int
+    WAVES_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     phase: Global___TransitionPhase.ValueType
     why: _builtins.str
@@ -725,6 +726,8 @@ class TransitionStatus(_message.Message):
     victims_copied_ahead: _builtins.int
     p99_stall_s: _builtins.float
     """Of all victims, 99 of 100 waited no longer than this."""
+    waves: _builtins.int
+    """In which the exchange goes, as the KV of some makes room for that of others. Counted by the leader, 0 at others."""
     def __init__(
         self,
         *,
@@ -751,10 +754,11 @@ class TransitionStatus(_message.Message):
         kv_bytes_copied_ahead: _builtins.int = ...,
         victims_copied_ahead: _builtins.int = ...,
         p99_stall_s: _builtins.float = ...,
+        waves: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_count_after", b"block_count_after", "block_count_before", b"block_count_before", "boundary_wait_s", b"boundary_wait_s", "epoch", b"epoch", "exchange_s", b"exchange_s", "freed_parameter_bytes", b"freed_parameter_bytes", "kv_bytes_copied_ahead", b"kv_bytes_copied_ahead", "kv_bytes_received", b"kv_bytes_received", "kv_bytes_sent", b"kv_bytes_sent", "kv_bytes_to_send", b"kv_bytes_to_send", "max_stall_s", b"max_stall_s", "p99_stall_s", b"p99_stall_s", "parameter_bytes_pulled", b"parameter_bytes_pulled", "parameter_bytes_to_pull", b"parameter_bytes_to_pull", "phase", b"phase", "prepare_s", b"prepare_s", "remap_s", b"remap_s", "repulled_layers", b"repulled_layers", "victim_count", b"victim_count", "victims_copied_ahead", b"victims_copied_ahead", "victims_recomputed", b"victims_recomputed", "victims_waiting", b"victims_waiting", "why", b"why"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_count_after", b"block_count_after", "block_count_before", b"block_count_before", "boundary_wait_s", b"boundary_wait_s", "epoch", b"epoch", "exchange_s", b"exchange_s", "freed_parameter_bytes", b"freed_parameter_bytes", "kv_bytes_copied_ahead", b"kv_bytes_copied_ahead", "kv_bytes_received", b"kv_bytes_received", "kv_bytes_sent", b"kv_bytes_sent", "kv_bytes_to_send", b"kv_bytes_to_send", "max_stall_s", b"max_stall_s", "p99_stall_s", b"p99_stall_s", "parameter_bytes_pulled", b"parameter_bytes_pulled", "parameter_bytes_to_pull", b"parameter_bytes_to_pull", "phase", b"phase", "prepare_s", b"prepare_s", "remap_s", b"remap_s", "repulled_layers", b"repulled_layers", "victim_count", b"victim_count", "victims_copied_ahead", b"victims_copied_ahead", "victims_recomputed", b"victims_recomputed", "victims_waiting", b"victims_waiting", "waves", b"waves", "why", b"why"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -3,6 +3,7 @@
 from collections import deque
 from dataclasses import dataclass
 
+from ballast.common.layout import Place
 from ballast.common.load import LoadReport
 from services.monitor.core.messages import Instance, StreamId, WholeMemory
 from services.monitor.policy.demand import capacity_bytes
@@ -24,10 +25,11 @@ class Entry:
     history: deque[LoadSample]
     load: LoadReport | None = None
     draining: bool = False
+    place: Place | None = None  # as it said last
     whole: WholeMemory | None = None
 
-    def take(self, at_s: float, load: LoadReport) -> None:
-        self.heard_at_s, self.load = at_s, load
+    def take(self, at_s: float, load: LoadReport, place: Place | None) -> None:
+        self.heard_at_s, self.load, self.place = at_s, load, place
         self.history.append(LoadSample(at_s, load))
         kv_bytes = capacity_bytes(load, self.instance.model.kv_bytes_per_token)
         self.learn(WholeMemory(load.memory.parameter_bytes, kv_bytes))

@@ -94,7 +94,9 @@ class MonitorCore:
 
     def snapshot(self) -> list[Change]:
         """What a new watcher is told before anything else."""
-        ups: list[Change] = [InstanceUp(entry.instance, entry.draining) for _, entry in sorted(self.entries.items())]
+        ups: list[Change] = [
+            InstanceUp(entry.instance, entry.draining, entry.place) for _, entry in sorted(self.entries.items())
+        ]
         return [*ups, SnapshotEnd()] if self.warm else ups
 
     def handle(self, event: Event) -> list[Command]:
@@ -139,10 +141,11 @@ class MonitorCore:
             entry = Entry(instance, event.at_s, stream_id, deque(maxlen=self.rules.history_length))
             entry.whole = self._wholes.pop((instance.worker_id, instance.incarnation), None)
             self.entries[instance.worker_id] = entry
-            commands.append(Publish(InstanceUp(instance, draining=False), event.cause_id))
+            commands.append(Publish(InstanceUp(instance, draining=False, place=event.place), event.cause_id))
         elif entry.instance != instance:
-            commands.append(Publish(InstanceUp(instance, entry.draining), event.cause_id))
+            commands.append(Publish(InstanceUp(instance, entry.draining, event.place), event.cause_id))
         entry.instance, entry.stream_id, entry.heard_at_s = instance, stream_id, event.at_s
+        entry.place = event.place
         self._streams[stream_id] = instance.worker_id
         self._remember(instance.worker_id, instance.incarnation)
         return commands
@@ -152,7 +155,7 @@ class MonitorCore:
         if worker_id is None:  # of a stream that was closed meanwhile
             return []
         entry = self.entries[worker_id]
-        entry.take(event.at_s, event.load)
+        entry.take(event.at_s, event.load, event.place)
         # Draining is for good: a life that drains takes nothing new again.
         if not event.load.draining or entry.draining:
             return []

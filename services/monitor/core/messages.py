@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 
 from ballast.common.ids import DispatcherId, Incarnation, WorkerId
-from ballast.common.layout import Layout
+from ballast.common.layout import Layout, Place
 from ballast.common.load import LoadReport
 from ballast.common.model import ModelInfo
 from services.monitor.policy.demand import Backlog, GroupDemand
@@ -50,6 +50,7 @@ class Announced:
     cause_id: str
     stream_id: StreamId
     instance: Instance
+    place: Place | None = None  # None: alone, with all layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +59,7 @@ class LoadReported:
     cause_id: str
     stream_id: StreamId
     load: LoadReport
+    place: Place | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +132,7 @@ Event = (
 class InstanceUp:
     instance: Instance
     draining: bool
+    place: Place | None = None  # as it said last; None: alone, with all layers
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ epoch. The number of a write whose outcome is unknown counts as used. A new lead
 cannot know the last epochs of the one before: it waits for the monitor's snapshot and goes on from the number of
 seconds in its token, which no earlier leader can have reached. Only if all planners and the state server are lost at
 once do epochs begin anew; those of transitions go on from the highest that an instance says it has heard of, as it
-would take part in no lower one.
+would take part in no lower one. The groups are then made again from what their members say (`claims`).
 
 Transitions (drop, restore) are the conductor's. While one is not decided, the layout stays as it is; joins and losses
 are written afterwards. Of a pipeline that has lost a member the others leave the layout with it: they hold only some
@@ -24,6 +24,7 @@ from ballast.common.errors import InvariantViolation
 from ballast.common.ids import Epoch, WorkerId
 from ballast.common.layout import Group, Layout
 from ballast.common.model import ModelInfo
+from services.planner.core.claims import newer, rebuild
 from services.planner.core.conductor import Conductor, ConductorRules, Ground
 from services.planner.core.drains import Drains
 from services.planner.core.messages import (
@@ -129,6 +130,7 @@ class PlannerCore:
         commands = self._apply(event)
         if was_busy and not self.conductor.busy:
             self._transition_ended(event.at_s)
+        self._take_up_claims(event.at_s)
         commands += self._act(event.at_s, event.cause_id)
         commands += self._reset_timer(event.at_s)
         return commands
@@ -432,7 +434,20 @@ class PlannerCore:
 
     def _must_hear_first(self) -> bool:
         """Whether what this planner remembers may be older than what was lost, so that only the monitor knows more."""
-        return not self._has_seen_last and not self.roster.complete
+        if self.roster.complete:
+            return False
+        return not self._has_seen_last or bool(newer(self.layout, self.roster.claims()))
+
+    def _take_up_claims(self, at_s: float) -> None:
+        """Once everybody is known and it is certain what is stored: a layout that was lost is as its members say."""
+        if not (self.active and self._read and self.roster.complete) or self.in_flight is not None:
+            return
+        rebuilt = None if self.conductor.busy else rebuild(self.layout, self.roster.claims(), self._layer_count())
+        if rebuilt is None:
+            return
+        self.layout, self.layout_model = rebuilt.layout, self.roster.model
+        self.partial = tuple(sorted({**dict(self.partial), **dict(rebuilt.partial)}.items()))
+        self._plan_at_s = min(self._plan_at_s, at_s)
 
     def _plan(self, cause_id: str) -> list[Command]:
         self._plan_at_s = math.inf

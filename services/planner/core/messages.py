@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 
 from ballast.common.ids import Epoch, Incarnation, WorkerId
-from ballast.common.layout import Layout, Member
+from ballast.common.layout import Layout, Member, Place
 from ballast.common.load import LoadReport
 from ballast.common.model import ModelInfo
 from services.planner.core.record import TransitionRecord
@@ -89,6 +89,7 @@ class InstanceUp:
     model: ModelInfo
     draining: bool
     data_address: str = ""  # host:port where links to it are made
+    place: Place | None = None  # in the layout, as it says itself; None: alone, with all layers
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,6 +52,11 @@ class TransitionRecord:
         return max((getattr(status, name) for status in self.statuses.values()), default=0.0)
 
     @property
+    def waves(self) -> int:
+        """In which the exchange went."""
+        return max((status.waves for status in self.statuses.values()), default=0)
+
+    @property
     def victim_count(self) -> int:
         """The leader of each group counts for all of it."""
         leaders = [
@@ -126,6 +131,8 @@ class TransitionRecord:
         if recomputed := self.total("victims_recomputed"):
             told.append(f" ({recomputed} computed anew)")
         told.append(f", exchanged {megabytes(self.total('kv_bytes_sent'))} in {self.longest_s('exchange_s'):.2f} s")
+        if self.waves > 1:
+            told.append(f", in {self.waves} waves")
         if ahead := self.total("kv_bytes_copied_ahead"):
             told.append(f", {megabytes(ahead)} copied ahead")
         if pulled := self.total("parameter_bytes_pulled"):

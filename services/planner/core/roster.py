@@ -9,8 +9,9 @@ from dataclasses import dataclass, field, replace
 
 from ballast.common.errors import InvariantViolation
 from ballast.common.ids import Incarnation, WorkerId
-from ballast.common.layout import Layout, Member
+from ballast.common.layout import Layout, Member, Place
 from ballast.common.model import ModelInfo
+from services.planner.core.claims import Claim
 from services.planner.core.messages import InstanceUp
 from services.planner.policy.replicate import Placeable
 
@@ -20,6 +21,7 @@ class Known:
     placeable: Placeable
     model: ModelInfo | None  # None: taken from a layout that does not say
     confirmed: bool  # by the monitor, since the present connection to it began
+    place: Place | None = None  # as it said when the monitor named it
 
 
 @dataclass(slots=True)
@@ -86,7 +88,7 @@ class Roster:
         if before is not None and before.placeable.incarnation == event.incarnation:
             draining = draining or before.placeable.draining
         placeable = Placeable(event.worker_id, event.incarnation, event.address, draining, event.data_address)
-        self._put(Known(placeable, event.model, confirmed=True))
+        self._put(Known(placeable, event.model, confirmed=True, place=event.place))
         return True
 
     def drop(self, worker_id: WorkerId, incarnation: Incarnation) -> bool:
@@ -107,6 +109,15 @@ class Roster:
         old = known.placeable
         known.placeable = replace(old, draining=True)
         return True
+
+    def claims(self) -> dict[WorkerId, Claim]:
+        """What the instances that serve the cluster's model say of their places in the layout."""
+        self._choose_model()
+        return {
+            worker_id: Claim(known.placeable.incarnation, known.place)
+            for worker_id, known in self.known.items()
+            if known.place is not None and known.model == self.model
+        }
 
     def placeable(self) -> list[Placeable]:
         """The instances that serve the cluster's model."""

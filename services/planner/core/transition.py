@@ -68,6 +68,7 @@ class MemberStatus:
     repulled_layers: int = 0
     kv_bytes_copied_ahead: int = 0
     victims_copied_ahead: int = 0
+    waves: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from ballast.common.errors import InvariantViolation
 from ballast.common.ids import Epoch, WorkerId
+from ballast.common.layout import Place
 from ballast.service.logs import get_logger
 from services.worker.core.batch import SequenceId
 from services.worker.core.events import CapacityChanged, Execute, GroupLost, Removed, RoleChanged
@@ -172,6 +173,11 @@ class GroupMember:
     @property
     def leads(self) -> bool:
         return self._role.leads
+
+    @property
+    def place(self) -> Place | None:
+        """From any thread: which group this worker is in, and since when."""
+        return self._role.place
 
     @property
     def newest_epoch(self) -> Epoch:

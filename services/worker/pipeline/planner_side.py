@@ -52,6 +52,7 @@ _COPIED = (
     "kv_bytes_copied_ahead",
     "victims_copied_ahead",
     "p99_stall_s",
+    "waves",
 )
 
 

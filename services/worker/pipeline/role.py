@@ -1,10 +1,11 @@
 """The role that this worker plays: the layout in force here, the stages of its group, and which layers it executes."""
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 from ballast.common.errors import InvariantViolation
-from ballast.common.ids import Epoch, WorkerId
-from ballast.common.layout import Group
+from ballast.common.ids import Epoch, GroupId, WorkerId
+from ballast.common.layout import Group, Place
 from ballast.common.layout import Member as LayoutMember
 
 
@@ -17,6 +18,7 @@ class Role:
         self.epoch = Epoch(0)
         self.stages: tuple[LayoutMember, ...] = ()  # of its group; empty: alone
         self.layers = range(layer_count)  # that it executes
+        self.place: Place | None = None  # the same for others, read on any thread; None: no transition yet
 
     @property
     def leads(self) -> bool:
@@ -43,13 +45,24 @@ class Role:
         self.epoch = epoch
         self.stages = group.members if len(group.members) > 1 else ()
         self.layers = own_layers(self.me, group.members)
+        stages = tuple(replace(member, address="", data_address="", draining=False) for member in group.members)
+        self.place = Place(epoch, Group(group.group_id, stages))
 
     def leave_group(self) -> None:
         """The group is no more. The layers are the same: they are what this worker has."""
         self.stages = ()
+        self._be_placed_alone()
 
     def be_whole(self) -> None:
         self.layers = range(self.layer_count)
+        self._be_placed_alone()
+
+    def _be_placed_alone(self) -> None:
+        if self.place is None:
+            return
+        mine = next(member for member in self.place.group.members if member.worker_id == self.me)
+        alone = replace(mine, first_layer=self.layers.start, last_layer=self.layers.stop)
+        self.place = Place(self.place.epoch, Group(GroupId(self.me), (alone,)))
 
     def why_not_as_in(self, base: Group) -> str:
         """Why a plan that takes this for the group in force here cannot be carried out; empty: it can."""

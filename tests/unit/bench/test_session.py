@@ -63,7 +63,7 @@ def test_a_trace_becomes_requests_and_their_answers_figures(tmp_path: Path) -> N
     )
 
     async def story() -> BenchResult:
-        async with serving(dispatcher) as address, asyncio.timeout(20):
+        async with serving(dispatcher) as address, asyncio.timeout(60):
             return await replay_on(address, job, Console(file=io.StringIO()), {"workers": 1})
 
     result = asyncio.run(story())
@@ -119,7 +119,7 @@ def replayed(tmp_path: Path, planner: str | None) -> tuple[BenchResult, str]:
         port = server.add_insecure_port("127.0.0.1:0")
         await server.start()
         try:
-            async with serving(dispatcher_with_model()) as address, asyncio.timeout(20):
+            async with serving(dispatcher_with_model()) as address, asyncio.timeout(60):
                 return await replay_on(address, job, Console(file=log), planner=planner or f"127.0.0.1:{port}")
         finally:
             await server.stop(None)
@@ -151,7 +151,7 @@ def test_ctrl_c_writes_what_was_seen_and_says_so(tmp_path: Path) -> None:
     dispatcher = dispatcher_with_model()
 
     async def story() -> tuple[int | None, str]:
-        async with serving(dispatcher) as address, asyncio.timeout(40):
+        async with serving(dispatcher) as address, asyncio.timeout(60):
             arguments = ["bench", "replay", "--trace", str(trace), "--address", address, "--json", str(out)]
             process = await asyncio.create_subprocess_exec(
                 sys.executable, "-m", "ballast.cli.main", *arguments, cwd=ROOT, stdout=asyncio.subprocess.PIPE

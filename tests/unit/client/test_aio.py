@@ -25,7 +25,7 @@ def tell(story: Story, **options: float) -> None:
     async def run() -> None:
         dispatcher = ScriptedDispatcher()
         async with serving(dispatcher) as address, AsyncClient(address, **options) as client:  # pyright: ignore[reportArgumentType]
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(60):
                 await story(dispatcher, client)
 
     asyncio.run(run())

@@ -86,7 +86,7 @@ def test_closing_ends_those_who_wait(scripted: tuple[ScriptedDispatcher, str]) -
         until(lambda: dispatcher.running)
         client.close()
         with pytest.raises(Cancelled):
-            waiting.result(5)
+            waiting.result(60)
     client.close()
     with pytest.raises(Unavailable, match="closed"):
         client.generate("a")

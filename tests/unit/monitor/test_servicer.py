@@ -103,7 +103,7 @@ async def monitor(
     if active:
         shell.change_leadership(7)
     try:
-        async with open_channel(f"127.0.0.1:{port}") as channel, asyncio.timeout(20):
+        async with open_channel(f"127.0.0.1:{port}") as channel, asyncio.timeout(60):
             yield shell, monitor_pb2_grpc.MonitorServiceStub(channel)
     finally:
         await server.stop(0)

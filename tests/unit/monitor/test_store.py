@@ -26,7 +26,7 @@ def row(name: str, *, reported: bool = True) -> Row:
 
 def test_rows_come_back_as_written_until_they_are_forgotten_or_expire() -> None:
     async def story() -> None:
-        async with PrivateStateServer() as server, asyncio.timeout(30):
+        async with PrivateStateServer() as server, asyncio.timeout(60):
             state = StateServer(server.url)
             registry = RedisRegistry(state, ttl_s=0.5)
             assert await registry.read() == []
@@ -47,7 +47,7 @@ def test_rows_come_back_as_written_until_they_are_forgotten_or_expire() -> None:
 
 def test_the_layout_is_read_as_the_planner_wrote_it_and_one_that_is_broken_counts_as_none() -> None:
     async def story() -> None:
-        async with PrivateStateServer() as server, asyncio.timeout(30):
+        async with PrivateStateServer() as server, asyncio.timeout(60):
             state = StateServer(server.url)
             surroundings = RedisSurroundings(state)
             assert await surroundings.read() == (None, ())
@@ -66,7 +66,7 @@ def test_the_layout_is_read_as_the_planner_wrote_it_and_one_that_is_broken_count
 
 def test_a_dispatcher_says_what_waits_and_falls_silent_when_nothing_does() -> None:
     async def story() -> None:
-        async with PrivateStateServer() as server, asyncio.timeout(30):
+        async with PrivateStateServer() as server, asyncio.timeout(60):
             state = StateServer(server.url)
             surroundings = RedisSurroundings(state)
             dispatcher = DispatcherStore(state, Identity(DispatcherId("d 1"), Incarnation(7)))

@@ -35,7 +35,7 @@ def write(epoch: int, expected: int | None, token: int) -> WriteLayout:
 
 def tell(story: Callable[[PrivateStateServer, StateServer, RedisLayoutStore], Coroutine[Any, Any, None]]) -> None:
     async def run() -> None:
-        async with PrivateStateServer() as server, asyncio.timeout(30):
+        async with PrivateStateServer() as server, asyncio.timeout(60):
             state = StateServer(server.url)
             try:
                 await story(server, state, RedisLayoutStore(state))
@@ -94,9 +94,9 @@ def test_writing_is_announced() -> None:
         assert token is not None
         async with state.redis.pubsub() as pubsub:
             await pubsub.subscribe(LAYOUT_CHANNEL)
-            await pubsub.get_message(timeout=5)
+            await pubsub.get_message(timeout=60)
             await store.write(write(1, None, token))
-            message = await pubsub.get_message(timeout=5)
+            message = await pubsub.get_message(timeout=60)
         assert message is not None
         assert message["data"] == "1"
 

@@ -447,12 +447,13 @@ def test_the_summary_names_layers_memory_victims_and_times() -> None:
             kv_bytes_sent=sent,
             exchange_s=0.21,
             max_stall_s=0.3,
+            waves=3 if worker == "w0" else 0,
         )
         planner.answer(MemberPhase.DONE, worker, status=status)
     moved = [c for c in planner.said if isinstance(c, TransitionMoved)]
     assert moved[-1].record.summary == (
         "group {w0,w1}: dropped layers w0[2:4) w1[0:2), +0.0 MB KV (1.0k -> 1.5k tokens), 37 victims,"
-        " exchanged 8.1 MB in 0.21 s, longest stall 0.30 s"
+        " exchanged 8.1 MB in 0.21 s, in 3 waves, longest stall 0.30 s"
     )
     assert [c for c in planner.said if isinstance(c, Publish)]
 

@@ -98,8 +98,8 @@ def call(error: BaseException, story: Callable[[Stub, Bugs], Any]) -> None:
 def test_the_caller_catches_what_was_raised(error: BallastError) -> None:
     async def story(stub: Stub, bugs: Bugs) -> None:
         with pytest.raises(grpc.aio.AioRpcError) as unary:
-            await stub.GetLayout(pb.GetLayoutRequest(), timeout=10)
-        watch = stub.WatchLayout(pb.WatchLayoutRequest(), timeout=10)
+            await stub.GetLayout(pb.GetLayoutRequest(), timeout=60)
+        watch = stub.WatchLayout(pb.WatchLayoutRequest(), timeout=60)
         assert isinstance(await watch.read(), pb.WatchLayoutResponse)
         with pytest.raises(grpc.aio.AioRpcError) as streamed:
             await watch.read()
@@ -117,7 +117,7 @@ def test_the_caller_catches_what_was_raised(error: BallastError) -> None:
 def test_details_follow_google_rpc() -> None:
     async def story(stub: Stub, bugs: Bugs) -> None:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await stub.GetLayout(pb.GetLayoutRequest(), timeout=10)
+            await stub.GetLayout(pb.GetLayoutRequest(), timeout=60)
         status = rpc_status.from_call(cast(Any, caught.value))
         retry, info = error_details_pb2.RetryInfo(), error_details_pb2.ErrorInfo()
         assert status is not None
@@ -131,7 +131,7 @@ def test_details_follow_google_rpc() -> None:
 def test_an_unexpected_failure_is_a_bug_and_is_reported() -> None:
     async def story(stub: Stub, bugs: Bugs) -> None:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await stub.GetLayout(pb.GetLayoutRequest(), timeout=10)
+            await stub.GetLayout(pb.GetLayoutRequest(), timeout=60)
         assert caught.value.code() is grpc.StatusCode.INTERNAL
         assert "ZeroDivisionError" in str(from_rpc_error(caught.value, "planner"))
         assert len(bugs) == 1
@@ -142,9 +142,9 @@ def test_an_unexpected_failure_is_a_bug_and_is_reported() -> None:
 def test_a_message_over_the_bound_is_refused_and_harms_nobody() -> None:
     async def story(stub: Stub, bugs: Bugs) -> None:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await stub.DrainWorker(pb.DrainWorkerRequest(worker_id="x" * (MAX_MESSAGE_BYTES + 1)), timeout=20)
+            await stub.DrainWorker(pb.DrainWorkerRequest(worker_id="x" * (MAX_MESSAGE_BYTES + 1)), timeout=60)
         assert isinstance(from_rpc_error(caught.value, "planner"), errors.InvalidRequest)
-        assert (await stub.DrainWorker(pb.DrainWorkerRequest(worker_id="abc"), timeout=10)).epoch == 3
+        assert (await stub.DrainWorker(pb.DrainWorkerRequest(worker_id="abc"), timeout=60)).epoch == 3
 
     call(errors.NotFound(""), story)
 
@@ -154,7 +154,7 @@ def test_nobody_there_is_unavailable() -> None:
         async with open_channel("127.0.0.1:1") as channel:
             stub = planner_pb2_grpc.PlannerServiceStub(channel)
             with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await stub.GetLayout(pb.GetLayoutRequest(), timeout=10)
+                await stub.GetLayout(pb.GetLayoutRequest(), timeout=60)
         error = from_rpc_error(caught.value, "planner-9")
         assert isinstance(error, errors.Unavailable)
         assert error.target == "planner-9"

@@ -44,7 +44,7 @@ def serve(story: Callable[[RpcServer, grpc.aio.Channel, Endless], Awaitable[None
         server = make(servicer, 0)
         port = await server.start()
         try:
-            async with open_channel(f"127.0.0.1:{port}") as channel, asyncio.timeout(20):
+            async with open_channel(f"127.0.0.1:{port}") as channel, asyncio.timeout(60):
                 await story(server, channel, servicer)
         finally:
             await server.stop(0)
@@ -65,7 +65,7 @@ def test_health_says_alive_and_ready_apart_and_watch_delivers_every_change() -> 
         stub = cast(Any, health_pb2_grpc).HealthStub(channel)
 
         async def check(name: str) -> int:
-            return (await stub.Check(health_pb2.HealthCheckRequest(service=name), timeout=5)).status
+            return (await stub.Check(health_pb2.HealthCheckRequest(service=name), timeout=60)).status
 
         assert (await check(""), await check(NAME)) == (SERVING, NOT_SERVING)
         with pytest.raises(grpc.aio.AioRpcError) as unknown:

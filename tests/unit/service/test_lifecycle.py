@@ -28,7 +28,7 @@ def start(*body: str) -> "subprocess.Popen[str]":
 
 
 def end(process: "subprocess.Popen[str]") -> tuple[int, str]:
-    _, errors = process.communicate(timeout=30)
+    _, errors = process.communicate(timeout=60)
     return process.returncode, errors
 
 

@@ -17,7 +17,7 @@ Story = Callable[[PrivateStateServer, StateServer], Coroutine[Any, Any, None]]
 
 def tell(story: Story) -> None:
     async def run() -> None:
-        async with PrivateStateServer() as server, asyncio.timeout(40):
+        async with PrivateStateServer() as server, asyncio.timeout(60):
             state = StateServer(server.url)
             try:
                 await story(server, state)

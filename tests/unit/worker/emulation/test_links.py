@@ -46,7 +46,7 @@ class Seen:
         self.news.set()
 
     async def until(self, count: int) -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while len(self.messages) + len(self.endings) < count:
                 self.news.clear()
                 await self.news.wait()

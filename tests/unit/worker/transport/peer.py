@@ -31,14 +31,14 @@ class Peer:
 
     def send(self, to: str, texts: list[str]) -> None:
         for text in texts:
-            self.links[to].send(TrafficClass.ACTIVATION, 0, meta=text.encode(), timeout_s=5)
+            self.links[to].send(TrafficClass.ACTIVATION, 0, meta=text.encode(), timeout_s=60)
 
     def transfer(self, to: str, size_bytes: int, seed: int, wait: bool = True) -> dict[str, Any]:
         """Starts a transfer of a pattern; its report when it is waited for."""
         transfer = self.links[to].transfer(TrafficClass.KV, [pattern(size_bytes, seed)], stream=seed)
         if not wait:
             return {}
-        report = transfer.done.result(30)
+        report = transfer.done.result(60)
         return {"outcome": report.outcome.value, "sent_bytes": report.sent_bytes}
 
     def wait(self, what: str, count: int) -> int:

@@ -11,7 +11,12 @@ from typing import Any
 import psutil
 
 # A chunk may take long where nobody gets a processor; only silence is waited for.
-CONFIG: dict[str, Any] = {"keepalive_s": 0.2, "silence_timeout_s": 20.0, "send_timeout_s": 60.0}
+CONFIG: dict[str, Any] = {
+    "keepalive_s": 0.2,
+    "silence_timeout_s": 60.0,
+    "send_timeout_s": 60.0,
+    "connect_timeout_s": 60.0,
+}
 
 
 class PeerProcess:
@@ -49,7 +54,7 @@ class PeerProcess:
     def freeze(self) -> None:
         """SIGSTOP, and every thread of it has taken notice."""
         self.signal(signal.SIGSTOP)
-        deadline_s = time.monotonic() + 10
+        deadline_s = time.monotonic() + 60
         process = psutil.Process(self.process.pid)
         while any(psutil.Process(thread.id).status() != psutil.STATUS_STOPPED for thread in process.threads()):
             if time.monotonic() > deadline_s:
@@ -58,6 +63,6 @@ class PeerProcess:
 
     def stop(self) -> None:
         self.process.kill()
-        self.process.wait(10)
+        self.process.wait(60)
         self._to.close()
         self._from.close()

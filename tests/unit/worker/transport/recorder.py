@@ -76,7 +76,7 @@ class Recorder:
             self.endings[link.peer_id] = ending
             self.changed.notify_all()
 
-    def wait(self, what: str, count: int, timeout_s: float = 30.0) -> None:
+    def wait(self, what: str, count: int, timeout_s: float = 60.0) -> None:
         """Until so many of `what` have come."""
         with self.changed:
             if not self.changed.wait_for(lambda: len(getattr(self, what)) >= count, timeout=timeout_s):

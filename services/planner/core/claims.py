@@ -1,0 +1,71 @@
+"""A layout that was lost with the state server, made again from what the instances say of their places (pure).
+
+A place counts if it is newer than the layout that is known: no instance gets into a group before the layout with it is
+stored, so such a layout was stored, and has been lost since.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ballast.common.ids import Epoch, Incarnation, WorkerId
+from ballast.common.layout import Layout, Place
+from services.planner.policy.replicate import Partial
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    incarnation: Incarnation  # of the instance that says so
+    place: Place
+
+
+@dataclass(frozen=True, slots=True)
+class Rebuilt:
+    layout: Layout  # under the newest epoch that was claimed
+    partial: Partial  # hold only some layers, and are in no group any more
+
+
+def newer(layout: Layout, claims: Mapping[WorkerId, Claim]) -> dict[WorkerId, Claim]:
+    return {worker_id: claim for worker_id, claim in claims.items() if claim.place.epoch > layout.epoch}
+
+
+def rebuild(layout: Layout, claims: Mapping[WorkerId, Claim], layer_count: int) -> Rebuilt | None:
+    """The groups on whose members all of them agree, beside those of `layout` of which nobody says anything newer.
+
+    None: nobody says anything newer than the layout.
+    """
+    telling = newer(layout, claims)
+    if not telling:
+        return None
+    epoch = max(claim.place.epoch for claim in telling.values())
+    agreed = {c.place.group.group_id: c.place.group for c in telling.values() if _is_agreed(c, telling, layer_count)}
+    placed = {member.worker_id for group in agreed.values() for member in group.members}
+    kept = [group for group in layout.groups if not any(m.worker_id in telling for m in group.members)]
+    groups = tuple(sorted((*kept, *agreed.values()), key=lambda group: group.group_id))
+    partial = tuple(
+        (worker_id, claim.incarnation)
+        for worker_id, claim in sorted(telling.items())
+        if worker_id not in placed and _layers(worker_id, claim) != range(layer_count)
+    )
+    rebuilt = Layout(Epoch(epoch), layer_count, groups, "as the instances say")
+    rebuilt.check()
+    return Rebuilt(rebuilt, partial)
+
+
+def _is_agreed(claim: Claim, telling: Mapping[WorkerId, Claim], layer_count: int) -> bool:
+    """Whether all members live on, say the same, and hold all layers together."""
+    group, next_layer = claim.place.group, 0
+    for member in group.members:
+        other = telling.get(member.worker_id)
+        if other is None or (other.incarnation, other.place) != (member.incarnation, claim.place):
+            return False
+        if member.first_layer != next_layer or member.last_layer <= next_layer:
+            return False
+        next_layer = member.last_layer
+    return next_layer == layer_count
+
+
+def _layers(worker_id: WorkerId, claim: Claim) -> range:
+    for member in claim.place.group.members:
+        if (member.worker_id, member.incarnation) == (worker_id, claim.incarnation):
+            return range(member.first_layer, member.last_layer)
+    return range(0)  # it names a group that it is not in

@@ -1,0 +1,29 @@
+import socket
+from pathlib import Path
+
+import pytest
+
+from ballast.local import ports
+from ballast.local.ports import free_port, free_ports
+
+
+def test_they_differ_are_free_and_nobody_else_is_given_them() -> None:
+    found = free_ports(20)
+    assert len(set(found)) == 20
+    first_given = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    if first_given > 20_000:
+        assert max(found) < first_given
+    for port in found:
+        with socket.socket() as server:
+            server.bind(("127.0.0.1", port))
+
+
+def test_a_taken_port_is_passed_over(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", free_port()))
+        taken = int(holder.getsockname()[1])
+        monkeypatch.setattr(ports, "_FIRST_PORT", taken)
+        limits = tmp_path / "range"
+        limits.write_text(f"{taken + 1}\t60999\n")  # the taken one is the only one below
+        monkeypatch.setattr(ports, "_RANGE", limits)
+        assert taken not in free_ports(3)

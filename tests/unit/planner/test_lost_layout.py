@@ -1,0 +1,156 @@
+"""A planner that finds no layout makes it again from what the instances say of their places."""
+
+from dataclasses import replace
+
+import pytest
+
+from ballast.common.ids import Epoch, GroupId, Incarnation, WorkerId
+from ballast.common.layout import Group, Layout, Member, Place
+from services.planner.core.claims import Claim, rebuild
+from services.planner.core.messages import (
+    DrainRequested,
+    InstanceUp,
+    SnapshotBegan,
+    SnapshotEnded,
+    StoredLayout,
+    WriteLayout,
+)
+from services.planner.core.transition import Stage
+from tests.support.planner_core import MODEL, Planner
+
+LAYERS = 4
+ALONE = Layout(Epoch(1), LAYERS, (), "start")
+
+
+def group(*stages: tuple[str, int, int], life: int = 1) -> Group:
+    members = tuple(Member(WorkerId(w), Incarnation(life), "", first, last) for w, first, last in stages)
+    return Group(GroupId(stages[0][0]), members)
+
+
+PAIR = group(("w1", 0, 2), ("w2", 2, 4))
+
+
+def claims(*said: tuple[str, int, Group]) -> dict[WorkerId, Claim]:
+    return {WorkerId(w): Claim(Incarnation(1), Place(Epoch(epoch), group)) for w, epoch, group in said}
+
+
+def shape(layout: Layout) -> list[str]:
+    return ["+".join(f"{m.worker_id}[{m.first_layer}:{m.last_layer}]" for m in g.members) for g in layout.groups]
+
+
+def test_a_group_on_which_its_members_agree_is_there_again() -> None:
+    alone = group(("w3", 0, 4))
+    rebuilt = rebuild(ALONE, claims(("w1", 7, PAIR), ("w2", 7, PAIR), ("w3", 9, alone)), LAYERS)
+    assert rebuilt is not None
+    assert shape(rebuilt.layout) == ["w1[0:2]+w2[2:4]", "w3[0:4]"]
+    assert (rebuilt.layout.epoch, rebuilt.partial) == (9, ())
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {},  # it is not there
+        claims(("w2", 8, PAIR)),  # since another epoch
+        claims(("w2", 7, group(("w1", 0, 1), ("w2", 1, 4)))),
+        {WorkerId("w2"): Claim(Incarnation(2), Place(Epoch(7), PAIR))},  # another life of it
+    ],
+)
+def test_of_a_group_without_agreement_each_holds_some_layers_only(other: dict[WorkerId, Claim]) -> None:
+    rebuilt = rebuild(ALONE, {**claims(("w1", 7, PAIR)), **other}, LAYERS)
+    assert rebuilt is not None
+    assert rebuilt.layout.groups == ()
+    assert ("w1", 1) in rebuilt.partial
+
+
+def test_who_is_alone_may_be_whole_or_not() -> None:
+    said = claims(("w1", 7, group(("w1", 0, 2))), ("w2", 7, group(("w2", 0, 4))))
+    rebuilt = rebuild(ALONE, said, LAYERS)
+    assert rebuilt is not None
+    assert shape(rebuilt.layout) == ["w2[0:4]"]
+    assert rebuilt.partial == (("w1", 1),)
+
+
+def test_what_is_stored_counts_unless_places_are_newer() -> None:
+    stored = Layout(Epoch(7), LAYERS, (group(("w1", 0, 4)), group(("w2", 0, 4)), group(("w4", 0, 4))), "restore")
+    assert rebuild(stored, claims(("w1", 7, PAIR), ("w2", 6, PAIR)), LAYERS) is None
+    rebuilt = rebuild(stored, claims(("w1", 8, PAIR), ("w2", 8, PAIR)), LAYERS)
+    assert rebuilt is not None
+    assert shape(rebuilt.layout) == ["w1[0:2]+w2[2:4]", "w4[0:4]"]
+
+
+# ---------------------------------------------------------------- in the planner
+
+
+def up(planner: Planner, worker: str, place: Place | None) -> None:
+    planner.lives[worker] = 1
+    planner.tell(
+        InstanceUp(0.0, "c", WorkerId(worker), Incarnation(1), f"{worker}:1", MODEL, False, f"{worker}:2", place)
+    )
+
+
+def begin(planner: Planner) -> None:
+    planner.lead()
+    planner.tell(SnapshotBegan(0.0, "c"))
+
+
+PLACE = Place(Epoch(57), PAIR)
+
+
+def test_a_pipeline_outlives_the_loss_of_all_planners_and_of_the_state_server() -> None:
+    planner = Planner()
+    begin(planner)
+    up(planner, "w1", PLACE)
+    planner.wait(1.0)
+    assert not [c for c in planner.said if isinstance(c, WriteLayout)], "it waits until the monitor has named all"
+    up(planner, "w2", PLACE)
+    up(planner, "w3", None)
+    planner.tell(SnapshotEnded(1.0, "c"))
+    planner.wait(1.0)
+    assert planner.shape == ["w1[0:2]+w2[2:4]", "w3[0:4]"]
+    assert planner.core.layout.epoch == 58, "above all that its members have heard of"
+    assert planner.stored is not None
+    assert planner.stored.layout == planner.core.layout
+    assert planner.core.layout.groups[0].leader.address == "w1:1"
+    assert planner.core.partial == ()
+
+
+def test_it_can_be_dissolved_and_its_old_place_means_nothing_then() -> None:
+    planner = Planner()
+    begin(planner)
+    for worker in ("w1", "w2"):
+        up(planner, worker, PLACE)
+    planner.tell(SnapshotEnded(0.0, "c"))
+    planner.wait(1.0)
+    planner.tell(DrainRequested(planner.now_s, "c", "d", WorkerId("w2")))
+    planner.go_through("w1", "w2")
+    planner.wait(1.0)
+    assert planner.journal[-1] is Stage.DONE
+    assert planner.shape == ["w1[0:4]", "w2[0:4]"]
+
+
+def test_a_survivor_without_its_group_gets_the_missing_layers() -> None:
+    planner = Planner()
+    begin(planner)
+    up(planner, "w1", PLACE)
+    up(planner, "w3", None)
+    planner.tell(SnapshotEnded(0.0, "c"))
+    planner.wait(1.0)
+    planner.go_through("w1")
+    planner.wait(1.0)
+    assert planner.shape == ["w1[0:4]", "w3[0:4]"]
+    assert planner.journal[-1] is Stage.DONE
+
+
+def test_a_layout_that_is_stored_needs_no_witnesses() -> None:
+    before = Planner()
+    before.start("w1", "w2")
+    planner = Planner()
+    stored = before.stored
+    assert stored is not None
+    planner.stored = StoredLayout(replace(stored.layout, epoch=Epoch(57)), MODEL)
+    begin(planner)
+    up(planner, "w1", PLACE)
+    up(planner, "w2", PLACE)
+    planner.tell(SnapshotEnded(0.0, "c"))
+    planner.wait(1.0)
+    assert planner.core.layout == planner.stored.layout
