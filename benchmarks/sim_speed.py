@@ -15,8 +15,9 @@ import gc
 import random
 import resource
 import statistics
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -63,12 +64,19 @@ def poisson(count: int, rate_per_s: float, fixed: tuple[int, int] | None = None)
     return arrivals
 
 
-def measured(what: str, instances: int, arrivals: Sequence[Arrival], *, check_every: int = 0) -> Cost:
+def measured(
+    what: str,
+    instances: int,
+    arrivals: Sequence[Arrival],
+    *,
+    check_every: int = 0,
+    progress: Callable[[int, float], None] | None = None,
+) -> Cost:
     options = _options(instances, check_every)
     gc.collect()
     before_s = _loop_s()
     began_s = time.process_time()
-    run = World(options, arrivals).run()
+    run = World(options, arrivals).run(progress)
     seconds = time.process_time() - began_s
     return Cost(
         what,
@@ -81,6 +89,21 @@ def measured(what: str, instances: int, arrivals: Sequence[Arrival], *, check_ev
         (before_s + _loop_s()) / 2,
         resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
     )
+
+
+def _every(count: int) -> Callable[[int, float], None]:
+    """Says where a long run is, on stderr."""
+    next_count = count
+
+    def tell(ended_count: int, at_s: float) -> None:
+        nonlocal next_count
+        if ended_count >= next_count:
+            next_count += count
+            peak_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
+            spent_s = time.process_time()
+            print(f"{ended_count:,} ended at {at_s:.0f} s: {spent_s:.0f} s spent, {peak_mib} MiB", file=sys.stderr)
+
+    return tell
 
 
 def _options(instances: int, check_every: int = 0) -> WorldOptions:
@@ -182,7 +205,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.instances is not None:
         arrivals = poisson(args.requests, args.instances * RATE_PER_S)
-        print(table([measured("one run", args.instances, arrivals)]))
+        print(table([measured("one run", args.instances, arrivals, progress=_every(len(arrivals) // 50 or 1))]))
         return
     if args.calls:
         for size in SIZES[:3]:

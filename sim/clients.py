@@ -69,15 +69,16 @@ class Clients:
         self._clock.halt()
 
     def deliver(self, command: Deliver, at_s: float) -> None:
-        request_id, token_ids, _, _ = command
-        record = self._by_id[request_id]
-        times_s, input_tokens = record.token_times_s, record.input_tokens
+        record = self._by_id[command[0]]
+        times_s = record.token_times_s
         at_s -= self._zero_s
-        for token_id in token_ids:
-            if token_id != input_tokens + len(times_s):
+        place = record.input_tokens + len(times_s)
+        for token_id in command[1]:
+            if token_id != place:
                 raise InvariantViolation(
                     f"{record.request_id} gets the token of place {token_id} after {len(times_s)} tokens"
                 )
+            place += 1
             times_s.append(at_s)
 
     def end(self, command: Finish | Fail | Refuse, at_s: float) -> None:

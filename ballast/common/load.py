@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from ballast.common.errors import InvariantViolation
+from ballast.common.record import record
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,7 +20,7 @@ class MemoryReport:
             raise InvariantViolation(f"device memory does not add up: {self}")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record(kw_only=True)
 class LoadReport:
     """State of one instance after a step. Counts of blocks are the minimum over the stages of its group."""
 

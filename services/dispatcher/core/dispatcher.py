@@ -379,7 +379,9 @@ class DispatcherCore:
             self.stale_count += len(event.handles) + len(event.endings)
             return []
         commands: list[Command] = []
-        self._deliver(worker, event, commands)
+        one_each = len(event.handles) == len(event.token_ids) == event.token_counts.count(1)
+        deliver = self._deliver_one_each if one_each and not (event.texts or event.logprobs) else self._deliver
+        deliver(worker, event, commands)
         for ending in event.endings:
             tracked = worker.placed.get(ending.handle)
             if tracked is None:
@@ -425,6 +427,20 @@ class DispatcherCore:
                 if tracked.first_token_at_s is None:
                     tracked.first_token_at_s = at_s
             commands.append(_new(Deliver, (request.request_id, new_ids, text, new_logprobs)))
+
+    def _deliver_one_each(self, worker: Worker, event: StepReceived, commands: list[Command]) -> None:
+        """A token for each handle and nothing else, as most messages have it: the same, in a shorter way."""
+        at_s, find, add = event.at_s, worker.placed.get, commands.append
+        for handle, token_id in zip(event.handles, event.token_ids, strict=True):
+            tracked = find(handle)
+            if tracked is None:
+                self.stale_count += 1
+                continue
+            tracked.output_token_ids.append(token_id)
+            tracked.idle_move_count = 0
+            if tracked.first_token_at_s is None:
+                tracked.first_token_at_s = at_s
+            add(_new(Deliver, (tracked.request.request_id, (token_id,), "", ())))
 
     def _end(self, worker: Worker, tracked: Tracked, ending: Ending, at_s: float) -> list[Command]:
         """A worker's ending: the request's own, or a reason to try elsewhere."""

@@ -9,6 +9,7 @@ from ballast.common.ids import RequestId
 from ballast.common.layout import Layout
 from ballast.common.load import LoadReport
 from ballast.common.model import ModelInfo
+from ballast.common.record import record
 from ballast.common.sampling import FinishReason, PriorityClass, SamplingParams
 from services.dispatcher.policy.freeness import WorkerKey
 
@@ -80,7 +81,7 @@ class Withdrawn:
     why: str
 
 
-@dataclass(frozen=True, slots=True)
+@record()
 class StepReceived:
     """One message of a worker, in parallel arrays as on the wire; their lengths have been checked."""
 

@@ -8,6 +8,7 @@ parameters, prompt for the penalties) is sent once, in `added`.
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from ballast.common.record import record
 from ballast.common.sampling import SamplingParams
 
 SequenceId = int  # chosen by the leader's core, never reused within the life of a worker
@@ -35,7 +36,7 @@ class Slice(NamedTuple):
     samples: bool  # the logits of the last token give a new token; False for a chunk that is not the prompt's last
 
 
-@dataclass(frozen=True, slots=True)
+@record()
 class Batch:
     """One microbatch. `removed` sequences are forgotten before `added` ones enter and the slices run."""
 
@@ -53,7 +54,7 @@ class TokenLogprobs:
     top: tuple[tuple[int, float], ...]  # (token id, logprob), best first
 
 
-@dataclass(frozen=True, slots=True)
+@record()
 class StepResult:
     """What a batch has produced, aligned with those of its slices that sample."""
 

@@ -8,7 +8,7 @@ import heapq
 from collections.abc import Sequence
 
 from ballast.common.errors import InvariantViolation
-from services.worker.core.batch import SequenceId
+from services.worker.core.batch import SequenceId, Slice
 
 
 def blocks_for(token_count: int, block_tokens: int) -> int:
@@ -81,6 +81,18 @@ class BlockBook:
         self._tables[sequence_id] = table
         self._note(sequence_id)
         return table
+
+    def cover_all(self, slices: Sequence[Slice]) -> tuple[tuple[int, ...], ...]:
+        """The tables of the slices, each of which covers its slice."""
+        block_tokens, get, cover = self._block_tokens, self._tables.get, self.cover
+        tables: list[tuple[int, ...]] = []
+        for sequence_id, first, token_ids, _ in slices:
+            end = first + len(token_ids)
+            table = get(sequence_id)
+            if table is None or end > len(table) * block_tokens:
+                table = cover(sequence_id, end)
+            tables.append(table)
+        return tuple(tables)
 
     def free(self, sequence_id: SequenceId) -> int:
         """Give back all blocks of a sequence. Returns their number: 0 if it held none."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ballast.common.ids import RequestId, WorkerId
+from ballast.common.record import record
 from ballast.common.sampling import FinishReason, PriorityClass, SamplingParams
 from services.worker.core.batch import Batch, SequenceId, StepResult, TokenLogprobs
 from services.worker.core.snapshot import SequenceSnapshot
@@ -64,7 +65,7 @@ class Aborted:
     key: SequenceKey
 
 
-@dataclass(frozen=True, slots=True)
+@record()
 class BatchWanted:
     """The first stage is free. Answered with Execute, or with nothing if there is nothing to run: in a pipeline also
     because all that could run is in flight. At most as many batches as there are stages are in flight.
@@ -73,7 +74,7 @@ class BatchWanted:
     at_s: float
 
 
-@dataclass(frozen=True, slots=True)
+@record()
 class StepDone:
     """The batch of the oldest Execute that is in flight has been run."""
 
@@ -283,7 +284,7 @@ class BlockCopy:
     host_blocks: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@record()
 class Execute:
     """Run the batch, then report StepDone or StepFailed. Reports come in the order of the batches.
 
@@ -327,7 +328,7 @@ class Ending:
     moved_to: str = ""  # not at its end: this worker has it, and will tell the rest to whoever submits it there
 
 
-@dataclass(frozen=True, slots=True)
+@record()
 class Emit:
     """News for one dispatcher, in the parallel arrays of its wire message."""
 

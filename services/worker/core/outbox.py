@@ -45,6 +45,14 @@ class Outbox:
         if logprobs is not None:
             letter.logprobs.append(logprobs)
 
+    def tokens(self, stream_id: int, handles: list[int], token_ids: list[int]) -> None:
+        """One token without text for each handle."""
+        letter = self._letters.get(stream_id) or self._letter(stream_id)
+        letter.handles += handles
+        letter.token_counts += [1] * len(handles)
+        letter.token_ids += token_ids
+        letter.texts += [""] * len(handles)
+
     def text(self, sequence: Sequence, text: str) -> None:
         """Text without a token: what had been held back."""
         if sequence.wants_text and text:

@@ -19,10 +19,10 @@ until `take_blocks`.
 import bisect
 from collections import OrderedDict
 from collections.abc import Container
-from dataclasses import dataclass
 from itertools import islice
 
 from ballast.common.errors import InvariantViolation
+from ballast.common.record import record
 from ballast.common.sampling import PriorityClass
 from services.worker.core.batch import SequenceId
 from services.worker.core.blocks import blocks_for
@@ -35,7 +35,7 @@ from services.worker.policy.microbatching import Candidate, Microbatching, Pipel
 from services.worker.policy.preemption import VictimView, choose_victim
 
 
-@dataclass(frozen=True, slots=True)
+@record()
 class Plan:
     """What the next step computes."""
 
@@ -257,13 +257,8 @@ class Scheduler:
         ready = self.running
         if in_flight or len(self.swap):
             ready = [s for s in ready if s.step_id <= landed_step_id and s.token_count <= s.reserved_tokens]
-        decodes: list[Sequence] = []
-        prefills: list[Sequence] = []
-        for sequence in ready:
-            if sequence.token_count - sequence.computed_tokens == 1:
-                decodes.append(sequence)
-            else:
-                prefills.append(sequence)
+        decodes = [s for s in ready if s.token_count - s.computed_tokens == 1]
+        prefills = [] if len(decodes) == len(ready) else [s for s in ready if s.token_count - s.computed_tokens != 1]
         chunks = self._chunks(len(decodes), prefills, self._limits.max_batch_tokens)
         swaps = SwapOrders(left, self.swap.order(busy=bool(decodes or chunks))) if len(self.swap) or left else NOTHING
         return Plan(decodes, chunks, preempted, swaps)

@@ -45,8 +45,7 @@ class StageBook:
         """The tables of the batch's slices, each covering its slice; the same object as long as a table is the same."""
         for sequence_id in batch.removed:
             self._book.free(sequence_id)
-        cover = self._book.cover
-        return tuple([cover(sequence_id, first + len(ids)) for sequence_id, first, ids, _ in batch.slices])
+        return self._book.cover_all(batch.slices)
 
     def missing_count(self, sequence_id: SequenceId, token_count: int) -> int:
         """Blocks that `hold` would take."""

@@ -406,14 +406,32 @@ class WorkerCore:
         flight = self._land(result.step_id, event.at_s)
         flight.check_result(result, len(texts))
         self._scheduler.swap.measured(result.execute_s, result.copy_s)
-        at_s, token_ids, logprobs, take = event.at_s, result.token_ids, result.logprobs, self._token
+        at_s, token_ids, logprobs, ended = event.at_s, result.token_ids, result.logprobs, SequenceState.ENDED
+        plain: dict[int, tuple[list[int], list[int]]] = {}  # stream -> handles, a token for each
         index = 0
         for sequence, computed_tokens, samples in flight.shares:
-            if sequence.state is not SequenceState.ENDED:
+            if sequence.state is not ended:
                 sequence.computed_tokens = computed_tokens
                 if samples:
-                    take(sequence, at_s, token_ids[index], texts[index], logprobs[index])
+                    output = sequence.output_token_ids
+                    if (
+                        len(output) + 1 < sequence.stop.watched_from
+                        and sequence.first_token_at_s is not None
+                        and sequence.unsent is None
+                        and logprobs[index] is None
+                    ):
+                        output.append(token_ids[index])
+                        sequence.token_count += 1
+                        stream_id, handle = sequence.key
+                        news = plain.get(stream_id) or plain.setdefault(stream_id, ([], []))
+                        news[0].append(handle)
+                        news[1].append(token_ids[index])
+                    else:
+                        self._token(sequence, at_s, token_ids[index], texts[index], logprobs[index])
             index += samples
+        for stream_id, (handles, ids) in plain.items():
+            self._generation_tokens_total += len(ids)
+            self._outbox.tokens(stream_id, handles, ids)
         self._group.shed(event.at_s)
 
     def _token(

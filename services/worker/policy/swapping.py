@@ -4,13 +4,13 @@ InferCept's budget: what the link moves in the time that the step takes anyway. 
 themselves, since both depend on the machine and on what else it does.
 """
 
-from dataclasses import dataclass
+from ballast.common.record import record
 
 FIRST_BLOCKS = 8  # until something has been measured
 _KEPT = 0.8  # of the mean so far, for each new measurement
 
 
-@dataclass(frozen=True, slots=True)
+@record()
 class CopyPace:
     """Moving means. None: not measured yet."""
 

@@ -71,16 +71,17 @@ def test_the_first_token_of_a_lone_request_takes_what_the_machine_takes() -> Non
 
 
 def test_a_run_is_the_same_in_every_process() -> None:
+    """BALLAST_OTHER_PYTHON: an interpreter of another version with the same packages."""
     hashes = {
         subprocess.run(
-            [sys.executable, "-c", _HASH],
+            [python, "-c", _HASH],
             env={**os.environ, "PYTHONHASHSEED": seed},
             capture_output=True,
             text=True,
             check=True,
             timeout=100,
         ).stdout
-        for seed in ("1", "2")
+        for seed, python in (("1", sys.executable), ("2", os.environ.get("BALLAST_OTHER_PYTHON", sys.executable)))
     }
     assert hashes == {f"{world(check_every=0).run().trace_hash}\n"}
 
