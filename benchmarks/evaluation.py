@@ -28,62 +28,76 @@ from benchmarks.quoting import quote
 PAGE = Path("docs/evaluation.md")
 FIGURES = Path("docs/evaluation")
 SPIKE = "azure_code_spike640_a.csv"
-# So many requests in a run that P99 is not the slowest one, and so short ones that the machine keeps up with them.
-_SIZES = ("--mean-tokens", "60", "--sequences-each", "8", "--probe-s", "3", "--demand", "0.55")
+_SPIKE_WINDOW_S = 100  # of it: its burst of some twelve seconds and what is around it
+_KNOBS = "recompute,swap,migrate,static-pipeline,drop"
+_DEGREES = "recompute,static-pipeline,static-pipeline:degree=4,drop"
 _RESTORES = "recompute,drop,drop:restore=off"
+# Requests that wait for memory: prompts are a third of their tokens, so that arithmetic is not what is short; a worker
+# holds eight of them. The rate follows from a probe: the burst asks for so much memory, and the average for half of it.
+_SIZES = ("--mean-tokens", "120", "--answer-share", "0.7", "--sequences-each", "8", "--probe-s", "3")
+_LOAD = ("--demand", "0.5", "--peak", "1.7")
+
+
+@dataclass(frozen=True)
+class Command:
+    """Of `ballast bench overload`."""
+
+    workers: int
+    span_s: int
+    workloads: str
+    arguments: tuple[str, ...] = ()
+    repetitions: int = 3
+    load: tuple[str, ...] = _LOAD
+
+    @property
+    def preset(self) -> str:
+        """Four workers share two cores: with half of the arithmetic memory still is short first."""
+        return "ballast" if self.workers == 2 else "ballast-half"
+
+    def words(self) -> list[str]:
+        counts = ("--workers", str(self.workers), "--repetitions", str(self.repetitions))
+        where = ("--workloads", self.workloads, "--span-s", str(self.span_s))
+        return [*counts, *where, *_SIZES, *self.load, *self.arguments]
 
 
 @dataclass(frozen=True)
 class Part:
-    """Commands of `ballast bench overload`, each with a folder of its own in the part's."""
+    """Each command has a folder of its own in the part's."""
 
     name: str
-    commands: dict[str, tuple[str, ...]]
+    commands: dict[str, Command]
     shown: tuple[str, ...]  # kinds of figures that the page has
 
 
 def parts(traces: Path | None) -> list[Part]:
-    spike = [] if traces is None else [f"{traces / SPIKE}+burstgpt"]
-    two, four = ",".join(["burst", *spike]), "burst"
-    long = spike[0] if spike else "answers"  # which has one burst only
-    span = ("--span-s", "13", *_SIZES)
+    compared = {"workers-2": Command(2, 21, "spike"), "workers-4": Command(4, 12, "spike")}
+    if traces is not None:
+        compared["workers-2-real"] = Command(2, 12, f"{traces / SPIKE}@{_SPIKE_WINDOW_S}+burstgpt")
+    slow_links = ("--ablation", "--set", "worker.link_bytes_per_s=50000000")
     return [
-        Part(
-            "comparison",
-            {
-                "workers-2": ("--workers", "2", "--workloads", two, *span),
-                "workers-4": ("--workers", "4", "--workloads", four, *span),
-            },
-            ("latency", "time"),
-        ),
-        Part(
-            "ablation",
-            {"workers-2": ("--ablation", "--workloads", "burst", "--set", "worker.link_bytes_per_s=50000000", *span)},
-            ("ablation",),
-        ),
+        Part("comparison", compared, ("latency", "time")),
+        Part("ablation", {"workers-2": Command(2, 14, "spike", slow_links)}, ("ablation",)),
         Part(
             "sweep",
             {
-                "workers-2": ("--sweep", "--workers", "2,4", "--workloads", "burst", "--repetitions", "1", *span),
+                "workers-2": Command(2, 10, "spike", ("--sweep",), 1),
+                "degrees": Command(4, 12, "spike", ("--policies", _DEGREES), 1),
+                "calm": Command(2, 10, "answers", ("--policies", _KNOBS), 1, ("--demand", "0.3", "--peak", "1.01")),
             },
-            (),
+            ("degrees",),
         ),
-        Part(
-            "long",
-            {"workers-2": ("--policies", _RESTORES, "--workloads", long, "--span-s", "120", *_SIZES)},
-            ("run",),
-        ),
-        Part("extreme", {"workers-2": ("--workloads", "extreme:burst", *span)}, ("extreme",)),
+        Part("long", {"workers-2": Command(2, 22, "twice:spike", ("--policies", _RESTORES))}, ("run",)),
+        Part("extreme", {"workers-2": Command(2, 13, "extreme:spike", ("--policies", _KNOBS), 2)}, ("extreme",)),
     ]
 
 
 def run_part(part: Part, out: Path, *, plan_only: bool) -> int:
-    model = out / "model"  # the same for all parts
-    if not plan_only and not model.exists():
-        make_preset("ballast", model)
-    how = ["--plan-only"] if plan_only else ["--model", str(model)]
-    for name, arguments in part.commands.items():
-        status = ballast(["bench", "overload", "--out", str(out / part.name / name), *arguments, *how])
+    for name, command in part.commands.items():
+        model = out / "models" / command.preset  # the same for all parts
+        if not plan_only and not model.exists():
+            make_preset(command.preset, model)
+        how = ["--plan-only"] if plan_only else ["--model", str(model)]
+        status = ballast(["bench", "overload", "--out", str(out / part.name / name), *command.words(), *how])
         if status:
             return status
     return 0
@@ -135,8 +149,8 @@ def _where(study: Study) -> str:
 def _load(workload: WorkloadStudy) -> str:
     trace = workload.sample.trace
     return (
-        f"{workload.name}: {trace.request_count} requests over {trace.span_s:.0f} s, lengths {trace.lengths},"
-        f" x{trace.length_scale:g}, forecast KV demand {_forecast(workload.sample):.0%} of capacity"
+        f"{workload.name}: {trace.request_count} requests over {trace.span_s:.0f} s, lengths"
+        f" {trace.describe_lengths()}, forecast KV demand {_forecast(workload.sample):.0%} of capacity"
     )
 
 

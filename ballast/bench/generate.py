@@ -15,6 +15,9 @@ lower one is chosen so that the mean is the stated one. Stated means: 603 input,
 The kind `answers` has lengths of its own: short prompts and longer answers, so that a request keeps its memory for
 long and computes little. A burst of such requests runs out of memory first.
 
+The kind `spike` has the lengths of BurstGPT and a higher and relatively shorter burst: before and after it little of
+the memory is taken, as where the average is far below the peak.
+
 All draws come from `random.Random(seed)`; the same arguments give the same file.
 """
 
@@ -59,7 +62,8 @@ ANSWERS = BurstySpec(
     input_quantiles=ANSWERS_INPUT,
     output_quantiles=ANSWERS_OUTPUT,
 )
-KINDS = {"bursty": BurstySpec(), "answers": ANSWERS}
+SPIKE = BurstySpec(span_s=100.0, base_rate=4.0, burst_start_s=30.0, burst_s=10.0, burst_factor=6.0)
+KINDS = {"bursty": BurstySpec(), "answers": ANSWERS, "spike": SPIKE}
 
 
 def generate(spec: BurstySpec = BurstySpec(), seed: int = 1) -> tuple[TraceRequest, ...]:

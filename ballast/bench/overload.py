@@ -37,11 +37,12 @@ from ballast.bench.replay import ReplayOptions
 from ballast.bench.results import BenchResult, ComparisonFacts, read_result, write_result
 from ballast.bench.session import ReplayJob, replay_on
 from ballast.bench.sizing import (
+    Forecast,
     Memory,
     Pace,
     Speed,
     forecast_shared,
-    length_scale_to,
+    length_scales_to,
     mean_request,
     rate_for,
     size_memory_for,
@@ -57,6 +58,7 @@ from ballast.model.info import read_info
 
 _FEW_PER_WORKER = 2  # requests of the slower probe
 _WARMUP_ROUNDS = 3
+_WARMUP_ANSWER_TOKENS = 16  # longer ones touch nothing new
 _LAYOUT_WITHIN_S = 60.0
 _SIZING_ATTEMPTS = 4
 _ENOUGH = 0.95  # of the memory that was meant
@@ -153,7 +155,8 @@ class Comparison:
             write_plan(self._out / "plan.json", self._plan)
         elif plan.word != workload.word:
             raise ConfigError(str(self._out), f"{workload.name!r} was {plan.word!r} there; choose another --out")
-        trace = self._scaled(workload.trace, self._time_scale(workload), plan.length_scale, plan.rate_factor)
+        lengths = (plan.length_scale, plan.answer_scale)
+        trace = self._scaled(workload.trace, self._time_scale(workload), lengths, plan.rate_factor)
         self._traces[workload.name] = trace
         if len(trace.requests) != plan.request_count:
             raise ConfigError(workload.word, f"has changed since it was planned in {self._out}; choose another --out")
@@ -163,27 +166,36 @@ class Comparison:
         span_s = self._arguments.span_s
         return 1.0 if span_s is None or not workload.base.span_s else span_s / workload.base.span_s
 
-    def _scaled(self, trace: Trace, time_scale: float, length_scale: float, rate_factor: float) -> Trace:
-        longest = self._info.max_model_len
-        scaled = trace.scaled(time_scale=time_scale, length_scale=length_scale, max_total_tokens=longest)
+    def _scaled(
+        self, trace: Trace, time_scale: float, lengths: tuple[float, float | None], rate_factor: float
+    ) -> Trace:
+        """`lengths`: the scales of prompts and of answers."""
+        scaled = trace.scaled(
+            time_scale=time_scale,
+            length_scale=lengths[0],
+            answer_scale=lengths[1],
+            max_total_tokens=self._info.max_model_len,
+        )
         return upscaled(scaled, rate_factor, self._arguments.seed)
 
     async def _measure(self, workload: Workload) -> WorkloadPlan:
         arguments, info = self._arguments, self._info
         time_scale = self._time_scale(workload)
-        length_scale = length_scale_to(workload.base, arguments.mean_tokens)
-        trace = self._scaled(workload.base, time_scale, length_scale, 1.0)
+        lengths = length_scales_to(workload.base, arguments.mean_tokens, arguments.answer_share)
+        trace = self._scaled(workload.base, time_scale, lengths, 1.0)
         memory = size_memory_for(
             info, trace.requests, sequences_each=arguments.sequences_each, workers=arguments.workers
         )
         self._console.print(f"{workload.name}: probing the machine ...")
         speed, device_memory_bytes, undropped_tokens = await self._probe(trace, memory)
-        rate = rate_for(trace, speed, arguments.demand_fraction * undropped_tokens, arguments.seed)
-        final = self._scaled(workload.trace, time_scale, length_scale, rate)
+        limit = Forecast(arguments.demand_fraction * undropped_tokens, arguments.peak_fraction * undropped_tokens)
+        rate = rate_for(trace, speed, limit, arguments.seed)
+        final = self._scaled(workload.trace, time_scale, lengths, rate)
         demand = forecast_shared(final.requests, speed)
         plan = WorkloadPlan(
             word=workload.word,
-            length_scale=length_scale,
+            length_scale=lengths[0],
+            answer_scale=lengths[1],
             rate_factor=rate,
             span_s=final.span_s,
             request_count=len(final.requests),
@@ -268,7 +280,7 @@ class Comparison:
                 lanes=arguments.workers,
                 rounds=_WARMUP_ROUNDS,
                 input_tokens=input_tokens,
-                output_tokens=output_tokens,
+                output_tokens=min(output_tokens, _WARMUP_ANSWER_TOKENS),
             )
             await _wait_at_rest(cluster.address, run.spec.pipeline_degree)
             planner = cluster.processes["planner"][0].address
@@ -287,7 +299,8 @@ class Comparison:
             forecast_demand_fraction=plan.forecast_demand_fraction,
             plan_digest=self._digest(run.workload),
         )
-        scales = {"length_scale": plan.length_scale, "time_scale": self._time_scale(run.workload)}
+        lengths = {"length_scale": plan.length_scale, "answer_scale": plan.answer_scale}
+        scales = {**lengths, "time_scale": self._time_scale(run.workload)}
         info = result.trace.model_copy(update=scales)
         return result.model_copy(update={"comparison": facts, "trace": info})
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from ballast.bench.overload import Comparison
-from ballast.bench.overload_plan import Timetable, arguments_of, span_within
+from ballast.bench.overload_plan import NO_PEAK, Timetable, arguments_of, span_within
 from ballast.bench.policies import ABLATION, COMPARED, KNOBS, POLICIES, SWEEP, PolicySpec, parse_policies
 from ballast.bench.probe import PROBE_S
 from ballast.bench.progress import minutes, open_console
@@ -41,8 +41,8 @@ def add_overload_parser(commands: "_SubParsersAction[argparse.ArgumentParser]") 
         "--workloads",
         required=True,
         metavar="W,...",
-        help="trace files, `burst` or `answers`; FILE+LENGTHS takes lengths from another file or a fitted data set,"
-        " extreme:W repeats the burst of W",
+        help="trace files, `burst`, `spike` or `answers`; FILE+LENGTHS takes lengths from another file or a fitted"
+        " data set, extreme:W repeats the burst of W, twice:W all of W, FILE@SECONDS is so much of it around its burst",
     )
     parser.add_argument("--model", type=Path, metavar="DIR", help="checkpoint (default: a small random one in OUT)")
     parser.add_argument(
@@ -61,11 +61,24 @@ def add_overload_parser(commands: "_SubParsersAction[argparse.ArgumentParser]") 
         metavar="X",
         help="average KV demand to scale arrivals to, as a share of un-dropped capacity (default: 0.55)",
     )
+    parser.add_argument(
+        "--peak",
+        type=float,
+        default=NO_PEAK,
+        metavar="X",
+        help="scale arrivals less than that where their forecast peak would exceed X times that capacity",
+    )
     span = parser.add_mutually_exclusive_group()
     span.add_argument("--span-s", type=float, metavar="S", help="squeeze or stretch each trace to this many seconds")
     span.add_argument("--max-minutes", type=float, metavar="M", help="likewise, to what lets all of it take so long")
     parser.add_argument("--plan-only", action="store_true", help="say how long it would take, and end")
     parser.add_argument("--mean-tokens", type=float, default=240.0, metavar="N", help="shorten lengths to this mean")
+    parser.add_argument(
+        "--answer-share",
+        type=float,
+        metavar="X",
+        help="of the tokens of the mean request (default: that of the trace): prompts and answers are shortened apart",
+    )
     parser.add_argument("--sequences-each", type=int, default=8, metavar="N", help="mean requests that a worker holds")
     parser.add_argument("--probe-s", type=float, default=PROBE_S, metavar="S", help="of each of two measurements")
     parser.add_argument("--max-num-seqs", type=int, default=64, metavar="N", help="requests that run in a worker")
@@ -192,7 +205,9 @@ def _comparison(part: _Part, args: argparse.Namespace, console: Console) -> Comp
         seed=args.seed,
         deadline_s=args.deadline_s,
         demand_fraction=args.demand,
+        peak_fraction=args.peak,
         mean_tokens=args.mean_tokens,
+        answer_share=args.answer_share,
         sequences_each=args.sequences_each,
         span_s=args.span_s,
         max_num_seqs=args.max_num_seqs,

@@ -10,14 +10,16 @@ from ballast.bench.progress import minutes
 from ballast.common.errors import ConfigError
 from ballast.model.info import CheckpointInfo
 
-# Quicker than the defaults, because whole traces are short.
+# Quicker than the defaults, because whole traces are short: their bursts fill the memory while a drop is under way.
 QUICK_SETTINGS = {
+    "BALLAST_MONITOR__PRESSURE__OVERLOAD_LEAD_S": "0.5",
     "BALLAST_MONITOR__PRESSURE__DWELL_S": "2",
     "BALLAST_MONITOR__PRESSURE__RELIEF_AFTER_S": "1",
 }
-RUN_OVERHEAD_S = 10.0  # start, warm-up and end of a cluster
-_TAIL_SHARE = 0.25  # of the span: from the last arrival to the last answer
+RUN_OVERHEAD_S = 8.5  # start, warm-up and end of a cluster
+_TAIL_SHARE = 0.2  # of the span: from the last arrival to the last answer
 _PROBE_SHARE = 2.8  # two probes, each with its time to get going
+NO_PEAK = 1e9  # times the capacity
 _OVERFLOW = 1.05  # of the capacity: a peak below it tells no policy from another
 _SHORTEST_SPAN_S = 10.0  # of a workload: below it there is hardly a burst
 
@@ -43,7 +45,9 @@ class Arguments(BaseModel):
     seed: int
     deadline_s: float
     demand_fraction: float
+    peak_fraction: float = NO_PEAK
     mean_tokens: float
+    answer_share: float | None = None  # of the tokens of the mean request; null: as in the trace
     sequences_each: int
     span_s: float | None
     max_num_seqs: int
@@ -57,6 +61,7 @@ class WorkloadPlan(BaseModel):
 
     word: str
     length_scale: float
+    answer_scale: float | None = None  # null: answers are shortened like prompts
     rate_factor: float
     span_s: float
     request_count: int
@@ -132,9 +137,11 @@ def span_within(tables: Sequence[Timetable], minutes_given: float) -> float:
 def describe_plan(name: str, plan: WorkloadPlan) -> str:
     calm = plan.forecast_peak_fraction < _OVERFLOW
     hint = "; NOTHING WILL OVERFLOW: give --demand more, or --span-s" if calm else ""
+    answers = "" if plan.answer_scale is None else f" and answers x{plan.answer_scale:g}"
     return (
         f"{name}: {plan.request_count} requests over {plan.span_s:.0f} s (rate x{plan.rate_factor:g}, length"
-        f" x{plan.length_scale:g}); {plan.few_tokens_per_s:,.0f} to {plan.full_tokens_per_s:,.0f} output tokens/s;"
+        f" x{plan.length_scale:g}{answers}); {plan.few_tokens_per_s:,.0f} to {plan.full_tokens_per_s:,.0f} output"
+        " tokens/s;"
         f" KV demand {plan.forecast_demand_fraction:.0%} of capacity on average,"
         f" {plan.forecast_peak_fraction:.0%} at the peak, if nobody waited{hint}"
     )
@@ -169,7 +176,9 @@ def arguments_of(
     seed: int,
     deadline_s: float,
     demand_fraction: float,
+    peak_fraction: float = NO_PEAK,
     mean_tokens: float,
+    answer_share: float | None = None,
     sequences_each: int,
     span_s: float | None,
     max_num_seqs: int,
@@ -190,6 +199,10 @@ def arguments_of(
             raise ConfigError(f"--{name}", f"must be at least {least}, got {value}")
     if not 0 < demand_fraction <= 2:
         raise ConfigError("--demand", f"must be above 0 and at most 2, got {demand_fraction}")
+    if peak_fraction <= 1:
+        raise ConfigError("--peak", f"must be above 1, got {peak_fraction}")
+    if answer_share is not None and not 0 < answer_share < 1:
+        raise ConfigError("--answer-share", f"must be between 0 and 1, got {answer_share}")
     if span_s is not None and span_s <= 0:
         raise ConfigError("--span-s", f"must be above 0, got {span_s}")
     quick = {setting_name(variable): value for variable, value in QUICK_SETTINGS.items()}
@@ -200,7 +213,9 @@ def arguments_of(
         seed=seed,
         deadline_s=deadline_s,
         demand_fraction=demand_fraction,
+        peak_fraction=peak_fraction,
         mean_tokens=mean_tokens,
+        answer_share=answer_share,
         sequences_each=sequences_each,
         span_s=span_s,
         max_num_seqs=max_num_seqs,

@@ -26,10 +26,11 @@ ABLATION = (
 )
 # Each contestant's own knobs around their defaults, so that nobody is beaten for being tuned badly.
 SWEEP = (
-    *(f"recompute:watermark={x}" for x in ("0", "0.05", "0.1", "0.2")),
-    *(f"swap:swap-blocks-per-step={x}" for x in ("0", "4", "16", "64")),
+    "recompute",
+    *(f"recompute:watermark={x}" for x in ("0", "0.2")),
+    *(f"swap:swap-blocks-per-step={x}" for x in ("0", "4", "32")),
     *(f"migrate:migrate-below={x}:migrate-above={3 * x}" for x in (8, 32, 128)),
-    *(f"static-pipeline:degree={x}" for x in ("2", "4")),
+    *(f"static-pipeline:microbatching={x}" for x in ("token-count", "lookahead")),
     *(f"drop:horizon={x}" for x in ("0.5", "1", "2")),
 )
 

@@ -10,13 +10,13 @@ import html
 import io
 import re
 from collections.abc import Callable, Mapping, Sequence
-from statistics import median
 
-from ballast.bench.figures import ABLATION_PERCENTILES, EXTREME_SCALE, Drawn, ablation_steps
+from ballast.bench.figures import ABLATION_PERCENTILES, Drawn, ablation_steps
 from ballast.bench.records import Outcome
 from ballast.bench.results import BenchResult, PolicyResult
-from ballast.bench.study import Contestant, Spread, Study, WorkloadStudy, first_violation_s
+from ballast.bench.study import Contestant, Spread, Study, WorkloadStudy
 from ballast.bench.table import duration, share
+from ballast.bench.verdicts import verdicts
 from ballast.model.info import human_bytes
 
 _DPI = 130
@@ -61,45 +61,6 @@ def _row(workload: WorkloadStudy, c: Contestant) -> tuple[str, ...]:
         _transitions(c.results),
         _number(c.spread(lambda r: float(r.request_count - r.outcomes.get(Outcome.FINISHED, 0)))),
     )
-
-
-def verdicts(workload: WorkloadStudy) -> list[str]:
-    """Ours against the rivals, in sentences. Nothing where one of both is missing."""
-    ours = next((c for c in workload.contestants if c.is_ours), None)
-    rivals = [c for c in workload.contestants if not c.is_ours]
-    if ours is None or not rivals:
-        return []
-    lines: list[str] = []
-    p99 = ours.spread(lambda r: r.ttft_s.p99).middle
-    others = [s.middle for c in rivals if (s := c.spread(lambda r: r.ttft_s.p99)).middle is not None]
-    if p99 and others:
-        lines.append(
-            f"P99 TTFT of {ours.label} is {median(others) / p99:.1f} times lower than the median rival's,"
-            f" {min(others) / p99:.1f} times lower than the best one's (KunServe reports 12.7 to 72.2 times)."
-        )
-        lines.append(_in_every_repetition(ours, rivals))
-    p50 = ours.spread(lambda r: r.tpot_s.p50).middle
-    best = [s.middle for c in rivals if (s := c.spread(lambda r: r.tpot_s.p50)).middle is not None]
-    if p50 and best:
-        lines.append(f"P50 TPOT is {p50 / min(best) - 1:+.1%} against the best rival's (KunServe: up to +22.7 %).")
-    if workload.name.startswith("extreme-"):
-        lines += [_first_violation(workload, c) for c in workload.contestants]
-    return lines
-
-
-def _in_every_repetition(ours: Contestant, rivals: Sequence[Contestant]) -> str:
-    repetitions = min(len(c.runs) for c in (ours, *rivals))
-    won = sum(
-        all((ours.results[i].ttft_s.p99 or 0.0) < (c.results[i].ttft_s.p99 or 0.0) for c in rivals)
-        for i in range(repetitions)
-    )
-    return f"It is the lowest of all in {won} of {repetitions} repetitions."
-
-
-def _first_violation(workload: WorkloadStudy, c: Contestant) -> str:
-    at_s = Spread.of([first_violation_s(r, workload.reference, EXTREME_SCALE) for r in c.results])
-    when = "none" if at_s.middle is None else _time(at_s)
-    return f"{c.label}: first TTFT over {EXTREME_SCALE:g} times the reference: {when}."
 
 
 ABLATION_COLUMNS = (
@@ -188,12 +149,12 @@ def _figure(one: Drawn, svg: bytes) -> str:
 def _facts(workload: WorkloadStudy) -> str:
     trace, facts = workload.sample.trace, workload.sample.comparison
     assert facts is not None, "a study is made of such results"
-    lengths = html.escape(trace.lengths)
+    lengths = html.escape(trace.describe_lengths())
     memory_bytes = workload.sample.config.cluster.get(_PER_WORKLOAD)
     memory = f" of {human_bytes(memory_bytes)} each" if isinstance(memory_bytes, int) else ""
     return (
         f"<p>{html.escape(trace.source)}: {trace.request_count} requests over {trace.span_s:.0f} s, rate"
-        f" x{trace.rate_scale:.3g}, lengths {lengths}, x{trace.length_scale:g}"
+        f" x{trace.rate_scale:.3g}, lengths {lengths}"
         f" ({trace.clamped_count} cut to the maximum). All workers{memory} hold"
         f" {human_bytes(workload.undropped_kv_bytes)} of KV beside all parameters; forecast demand"
         f" {facts.forecast_demand_fraction:.0%} of that on average.</p>"

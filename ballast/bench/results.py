@@ -141,6 +141,12 @@ class TraceInfo(_Strict):
     limit: int | None
     rate_scale: float = 1.0
     lengths: str = "of the trace"
+    answer_scale: float | None = None
+
+    def describe_lengths(self) -> str:
+        if self.answer_scale is None:
+            return f"{self.lengths}, x{self.length_scale:g}"
+        return f"{self.lengths}, prompts x{self.length_scale:g}, answers x{self.answer_scale:g}"
 
     @staticmethod
     def of(trace: Trace, *, time_scale: float, length_scale: float, limit: int | None) -> "TraceInfo":

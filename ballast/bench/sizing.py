@@ -14,6 +14,7 @@ from ballast.model.info import CheckpointInfo
 
 _STEP_S = 0.1  # of the forecast
 _BISECTIONS = 24
+_STEP, _STEPS_DOWN, _STEPS_UP = 1.02, 12, 24  # about 0.8 to 1.6 times
 _HOPELESS = 20.0  # times the mean demand that is looked for: the machine is far from keeping up
 
 
@@ -54,6 +55,20 @@ def mean_request(requests: Sequence[TraceRequest]) -> tuple[int, int]:
 def length_scale_to(trace: Trace, mean_tokens: float) -> float:
     """What shortens the mean request to `mean_tokens`, prompt and answer together; at most 1."""
     return two_digits(min(1.0, mean_tokens / sum(mean_request(trace.requests))))
+
+
+def length_scales_to(trace: Trace, mean_tokens: float, answer_share: float | None) -> tuple[float, float | None]:
+    """Of prompts and of answers, each at most 1: the mean request has `mean_tokens`, that share of them in its answer.
+
+    With None both are shortened alike, and the second is None.
+    """
+    if answer_share is None:
+        return length_scale_to(trace, mean_tokens), None
+    input_tokens, output_tokens = mean_request(trace.requests)
+    return (
+        two_digits(min(1.0, (1 - answer_share) * mean_tokens / input_tokens)),
+        two_digits(min(1.0, answer_share * mean_tokens / output_tokens)),
+    )
 
 
 def size_memory_for(
@@ -158,26 +173,41 @@ def forecast_shared(requests: Sequence[TraceRequest], speed: Speed, hopeless_tok
     return Forecast(sum(demand) / len(demand), max(demand))
 
 
-def rate_for(trace: Trace, speed: Speed, mean_tokens: float, seed: int) -> float:
-    """By how much to multiply the rate of arrivals, so that the KV demand is `mean_tokens` on average."""
+def rate_for(trace: Trace, speed: Speed, limit: Forecast, seed: int) -> float:
+    """By how much to multiply the rate of arrivals, so that the KV demand reaches one of both limits."""
     low, high = 1e-3, 1.0
-    while high < 1e3 and not _exceeds(trace, high, speed, mean_tokens, seed):
+    while high < 1e3 and not _exceeds(trace, high, speed, limit, seed):
         low, high = high, high * 2
     for _ in range(_BISECTIONS):
         middle = math.sqrt(low * high)
-        if _exceeds(trace, middle, speed, mean_tokens, seed):
+        if _exceeds(trace, middle, speed, limit, seed):
             high = middle
         else:
             low = middle
         if high / low < 1.005:
             break
-    return float(f"{low:.4g}")
+    return float(f"{_highest(trace, low, speed, limit, seed):.4g}")
 
 
-def _exceeds(trace: Trace, factor: float, speed: Speed, mean_tokens: float, seed: int) -> bool:
+def _highest(trace: Trace, factor: float, speed: Speed, limit: Forecast, seed: int) -> float:
+    """The factor near `factor` with the highest peak within the limits. Which lengths are drawn changes with it, so the
+    demand goes up and down, and bisection may have ended where the burst hardly overflows.
+    """
+    best, highest_tokens = factor, 0.0
+    for step in range(-_STEPS_DOWN, _STEPS_UP):
+        near = factor * _STEP**step
+        requests = upscaled(trace, near, seed).requests
+        if requests and not _exceeds(trace, near, speed, limit, seed):
+            peak_tokens = forecast_shared(requests, speed).peak_tokens
+            if peak_tokens > highest_tokens:
+                best, highest_tokens = near, peak_tokens
+    return best
+
+
+def _exceeds(trace: Trace, factor: float, speed: Speed, limit: Forecast, seed: int) -> bool:
     requests = upscaled(trace, factor, seed).requests
     if not requests:
         return False
-    hopeless_tokens = _HOPELESS * mean_tokens
-    demand = forecast_shared(requests, speed, hopeless_tokens)
-    return demand.mean_tokens >= mean_tokens or demand.peak_tokens > hopeless_tokens
+    highest_tokens = min(limit.peak_tokens, _HOPELESS * limit.mean_tokens)
+    demand = forecast_shared(requests, speed, highest_tokens)
+    return demand.mean_tokens >= limit.mean_tokens or demand.peak_tokens > highest_tokens

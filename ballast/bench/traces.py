@@ -52,17 +52,21 @@ class Trace:
         *,
         time_scale: float = 1.0,
         length_scale: float = 1.0,
+        answer_scale: float | None = None,
         limit: int | None = None,
         max_total_tokens: int | None = None,
     ) -> "Trace":
         """The first `limit` requests with arrivals multiplied by `time_scale` and lengths by `length_scale`.
 
-        A time scale of 0.5 makes the trace twice as fast. Lengths are rounded, to one token at least. Where input
+        `answer_scale` is that of the answers where it is another than that of the prompts. A time scale of 0.5 makes
+        the trace twice as fast. Lengths are rounded, to one token at least. Where input
         and output together exceed `max_total_tokens` the input is cut, and the output only where it alone is too
         long; `clamped_count` says how often.
         """
         _positive("time-scale", time_scale)
         _positive("length-scale", length_scale)
+        answer_scale = length_scale if answer_scale is None else answer_scale
+        _positive("answer-scale", answer_scale)
         if limit is not None and limit < 1:
             raise ConfigError("limit", f"must be at least 1, got {limit}")
         if max_total_tokens is not None and max_total_tokens < 2:
@@ -70,7 +74,7 @@ class Trace:
         clamped_count = 0
         requests: list[TraceRequest] = []
         for request in self.requests[:limit]:
-            wanted = (_scale(request.input_tokens, length_scale), _scale(request.output_tokens, length_scale))
+            wanted = (_scale(request.input_tokens, length_scale), _scale(request.output_tokens, answer_scale))
             kept = wanted if max_total_tokens is None else _clamp(*wanted, max_total_tokens)
             clamped_count += kept != wanted
             requests.append(TraceRequest(request.arrival_s * time_scale, *kept))

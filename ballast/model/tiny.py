@@ -93,6 +93,8 @@ PRESETS = {
     "demo": TinyShape(hidden=128, layers=4, heads=8, kv_heads=4, vocab=1024, max_len=2048),
     # Its parameters weigh several times the KV of the requests that the demo lets it serve at once.
     "ballast": TinyShape(hidden=384, layers=8, heads=12, kv_heads=2, intermediate=1024, vocab=1024, max_len=1024),
+    # Likewise, with about half of the arithmetic: for more workers on the same cores.
+    "ballast-half": TinyShape(hidden=256, layers=8, heads=8, kv_heads=1, intermediate=1024, vocab=1024, max_len=1024),
     # About 35 M parameters: the model of the throughput figures.
     "bench": TinyShape(
         hidden=512, layers=8, heads=8, kv_heads=4, intermediate=1792, vocab=8192, max_len=2048, tied=False

@@ -19,6 +19,8 @@ class PressureSettings(Section):
     overload_threshold_fraction: float = Field(default=1.0, gt=0)
     # ... if the workers' memory is taken to this share already: early drops win nothing, and a pipeline is slower.
     overload_arming_fraction: float = Field(default=0.9, gt=0)
+    # What grew in so many seconds will grow as much again in the next: the time a drop takes, where bursts are quick.
+    overload_lead_s: float = Field(default=0.0, ge=0)
     # Chance makes small clusters look short for a moment: that has to last, unless a great deal is missing.
     overload_after_s: float = Field(default=0.15, ge=0)
     overload_urgent_fraction: float = Field(default=1.25, gt=0)

@@ -9,6 +9,7 @@ RULES = PressureRules(
     trend_window_s=2.0,
     overload_threshold_fraction=0.95,
     overload_arming_fraction=0.85,
+    overload_lead_s=0.0,
     overload_after_s=0.15,
     overload_urgent_fraction=1.25,
     overload_margin_fraction=0.1,

@@ -3,10 +3,11 @@
 Forecast: what is wanted now, plus its trend over the horizon where it grows. What is wanted contains everything that
 waits, so a burst counts in full at the moment it arrives and does not have to become a trend first.
 
-- Overload: the forecast is above the threshold, and the workers' memory is nearly taken already (armed): dropping early
-  wins nothing and a pipeline costs something, and what waits in a backlog while workers have memory to spare waits for
-  something else, which no memory buys. Demand above the threshold needs no trend. Chance makes small clusters look
-  short for a moment again and again, so the next sample has to agree, except when a great deal is missing.
+- Overload: the forecast is above the threshold, and the workers' memory is nearly taken already, or will be in the time
+  that a drop takes (armed): dropping earlier wins nothing and a pipeline costs something, and what waits in a backlog
+  while workers have memory to spare waits for something else, which no memory buys. Demand above the threshold needs no
+  trend. Chance makes small clusters look short for a moment again and again, so the next sample has to agree, except
+  when a great deal is missing.
 - Relief: parameters are dropped, and forecast and usage have been below half of the un-dropped memory for a while.
 - Between any two of these lies at least the dwell time, and a change of the merged groups, whoever made it, starts it
   anew: a load that oscillates over any threshold causes one transition per dwell time at most.
@@ -16,6 +17,7 @@ waits, so a burst counts in full at the moment it arrives and does not have to b
 
 import math
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from ballast.common.errors import InvariantViolation
@@ -32,6 +34,7 @@ class PressureRules:
     trend_window_s: float  # samples not older than this make a trend
     overload_threshold_fraction: float  # of the capacity at the horizon: forecast demand above it is an overload
     overload_arming_fraction: float  # of the capacity, taken or waited for in the workers: below it nothing is alarming
+    overload_lead_s: float  # what grew in so many seconds grows as much again in the next: the time that a drop takes
     overload_after_s: float  # the forecast has to stay above the threshold for so long
     overload_urgent_fraction: float  # of the capacity: a forecast above it needs no confirmation
     overload_margin_fraction: float  # of the forecast demand: freed in excess
@@ -145,11 +148,19 @@ class Pressure:
         # Memory on its way back to parameters shrinks by plan, and never below what all parameters leave.
         floor = min(sample.capacity_bytes, sample.undropped_bytes)
         shrunk = max(floor, sample.capacity_bytes + min(0.0, capacity) * rules.horizon_s)
+        growth_bytes = max(0.0, wanted * rules.horizon_s, self._lately(lambda s: s.wanted_bytes))
         return Forecast(
-            demand_bytes=sample.wanted_bytes + max(0.0, wanted) * rules.horizon_s,
+            demand_bytes=sample.wanted_bytes + growth_bytes,
             capacity_bytes=shrunk,
             growth_bytes_per_s=wanted,
         )
+
+    def _lately(self, of: Callable[[ClusterDemand], int]) -> int:
+        """By how much it has grown in the last `overload_lead_s`: a burst that is steeper than any trend is sure of."""
+        newest = self.history[-1]
+        since_s = newest.at_s - self.rules.overload_lead_s
+        oldest = next(s for s in self.history if s.at_s >= since_s)
+        return max(0, of(newest) - of(oldest))
 
     def _is_short(self, sample: ClusterDemand, forecast: Forecast) -> bool:
         if self._alarming_since_s is None:
@@ -158,7 +169,8 @@ class Pressure:
         return is_urgent or sample.at_s - self._alarming_since_s >= self.rules.overload_after_s
 
     def _is_alarming(self, sample: ClusterDemand, forecast: Forecast) -> bool:
-        if sample.engaged_bytes < self.rules.overload_arming_fraction * sample.capacity_bytes:
+        soon_bytes = sample.engaged_bytes + self._lately(lambda s: s.engaged_bytes)
+        if soon_bytes < self.rules.overload_arming_fraction * sample.capacity_bytes:
             return False
         return forecast.demand_bytes > self.rules.overload_threshold_fraction * forecast.capacity_bytes
 

@@ -97,6 +97,7 @@ def test_scaling_limits_and_counts_what_it_cuts() -> None:
     ]
     assert scaled.clamped_count == 2
     assert trace.scaled(length_scale=0.001).requests[0] == TraceRequest(0, 1, 1)
+    assert trace.scaled(length_scale=0.1, answer_scale=2.0).requests[1] == TraceRequest(10, 100, 120)
 
 
 @pytest.mark.parametrize(
@@ -104,6 +105,7 @@ def test_scaling_limits_and_counts_what_it_cuts() -> None:
     [
         ({"time_scale": 0}, "time-scale"),
         ({"length_scale": float("nan")}, "length-scale"),
+        ({"answer_scale": 0}, "answer-scale"),
         ({"limit": 0}, "limit"),
         ({"max_total_tokens": 1}, "max-total-tokens"),
     ],

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from ballast.bench.lengths import lengths_of, with_lengths
-from ballast.bench.sizing import Pace, Speed, forecast_shared, rate_for
+from ballast.bench.sizing import Forecast, Pace, Speed, forecast_shared, length_scales_to, mean_request, rate_for
 from ballast.bench.traces import Trace, TraceRequest, write_trace
 from ballast.bench.upscale import densest_window, repeated_burst, upscaled
 from ballast.bench.workloads import parse_workloads
@@ -61,10 +61,14 @@ def test_a_trace_can_be_squeezed_and_its_burst_repeated() -> None:
 def test_the_rate_is_chosen_by_the_demand() -> None:
     speed = Speed(2, Pace(100.0, 0.02), 16, Pace(320.0, 0.05))
     trace = spiky()
-    rate = rate_for(trace, speed, 300.0, seed=0)
+    rate = rate_for(trace, speed, Forecast(mean_tokens=300.0, peak_tokens=1e9), seed=0)
     demand = forecast_shared(upscaled(trace, rate, 0).requests, speed)
     assert demand.mean_tokens == pytest.approx(300.0, rel=0.2)
     assert demand.peak_tokens > 1.5 * demand.mean_tokens
+    lower = rate_for(trace, speed, Forecast(mean_tokens=300.0, peak_tokens=0.5 * demand.peak_tokens), seed=0)
+    demand = forecast_shared(upscaled(trace, lower, 0).requests, speed)
+    assert lower < rate
+    assert demand.mean_tokens < 250.0
 
 
 def test_the_more_run_the_slower_each() -> None:
@@ -120,3 +124,29 @@ def test_workloads_are_arrivals_and_lengths(tmp_path: Path) -> None:
 def test_wrong_workloads_are_named(words: str, what: str) -> None:
     with pytest.raises(ConfigError, match=what):
         parse_workloads(words, seed=0)
+
+
+def test_a_part_of_a_trace_is_what_lies_around_its_burst(tmp_path: Path) -> None:
+    path = tmp_path / "spiky.csv"
+    write_trace(path, spiky().requests)
+    (whole, part) = parse_workloads(f"{path},{path}@24+sharegpt", seed=0)
+    assert part.name == "spiky@24+sharegpt"
+    assert len(whole.trace.requests) == len(spiky().requests)
+    arrivals_s = [r.arrival_s for r in part.trace.requests]
+    assert len(arrivals_s) == sum(14 <= r.arrival_s < 38 for r in whole.trace.requests)
+    burst_s = densest_window(part.trace.requests, 10.0)
+    assert burst_s == pytest.approx(6.0, abs=0.3)
+    assert 23 < part.trace.span_s < 24
+    for wrong in ("", "0", "soon", "inf"):
+        with pytest.raises(ConfigError, match="after @ come seconds"):
+            parse_workloads(f"burst@{wrong}", seed=0)
+
+
+def test_prompts_and_answers_are_shortened_apart() -> None:
+    trace = spiky()
+    lengths = length_scales_to(trace, 20.0, 0.2)
+    scaled = trace.scaled(length_scale=lengths[0], answer_scale=lengths[1])
+    assert mean_request(scaled.requests) == (pytest.approx(16, abs=1), pytest.approx(4, abs=1))
+    together = length_scales_to(trace, 20.0, None)
+    assert together[1] is None
+    assert sum(mean_request(trace.scaled(length_scale=together[0]).requests)) == pytest.approx(20, abs=1)

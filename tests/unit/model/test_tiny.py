@@ -154,7 +154,7 @@ def test_a_folder_that_holds_something_is_left_alone(tmp_path: Path) -> None:
 
 
 def test_presets(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="there are tiny, demo, ballast, bench"):
+    with pytest.raises(ConfigError, match="there are tiny, demo, ballast, ballast-half, bench"):
         make_preset("huge", tmp_path / "m")
     for preset in PRESETS:
         make_preset(preset, tmp_path / preset)

@@ -56,6 +56,20 @@ def test_fast_growth_far_below_capacity_is_no_overload() -> None:
     assert said == []
 
 
+def test_a_steep_burst_is_seen_before_the_memory_is_full_where_drops_take_that_long() -> None:
+    def rising(until: int) -> list[ClusterDemand]:
+        return series(8, lambda t: sample(t, int(min(until, 100 + 700 * max(0.0, t - 2.0)))))
+
+    patient = tell(Pressure(RULES), rising(2000))
+    hasty = Pressure(dataclasses.replace(RULES, overload_lead_s=0.6))
+    early = tell(hasty, rising(2000))
+    assert early[0][0] < patient[0][0]
+    assert isinstance(early[0][1], Overload)
+    assert 600 < int(100 + 700 * (early[0][0] - 2.0)) < 850, "what is taken then"
+    hasty.begin(0.0)
+    assert tell(hasty, rising(500)) == [], "what has doubled may do so again without being much"
+
+
 def test_what_waits_while_workers_have_memory_to_spare_waits_for_something_else() -> None:
     slots_taken = series(20, lambda t: sample(t, 9000, engaged_bytes=840, used_bytes=650))
     assert tell(Pressure(RULES), slots_taken) == []

@@ -1,0 +1,45 @@
+"""Sentences that a comparison's figures make."""
+
+from pathlib import Path
+
+import pytest
+
+from ballast.bench.study import read_study
+from ballast.bench.verdicts import verdicts
+from tests.unit.bench.samples import CONTESTANTS, comparison_result, write_comparison
+
+pytest.importorskip("matplotlib")
+
+
+def test_ours_is_measured_against_each_goal(tmp_path: Path) -> None:
+    write_comparison(tmp_path, ("extreme-spiky",), repetitions=2)
+    (workload,) = read_study(tmp_path).workloads
+    lines = verdicts(workload)
+    p99_s = {
+        label: sorted(comparison_result("extreme-spiky", label, n, 0).policies[label].ttft_s.p99 or 0.0 for n in (0, 1))
+        for label in CONTESTANTS
+    }
+    assert max(p99_s["drop"]) < min(p99_s["static-pipeline"]), "or the sample does not suit"
+    assert "It is the lowest of all in 2 of 2 repetitions." in lines
+    assert any(line.startswith("Lower than its") and line.endswith("nobody.") for line in lines)
+    assert any(line.startswith(("P50 TPOT is -", "P50 TPOT is +")) for line in lines)
+    (slo,) = [line for line in lines if line.startswith("Over 5 times the reference")]
+    assert "with drop" in slo
+    assert "with recompute" in slo
+    assert "with static-pipeline" in slo
+    (restored,) = [line for line in lines if line.startswith("Restoring changes")]
+    assert "P50 TTFT by" in restored
+    assert "P50 TPOT by" in restored
+    assert sum("first TTFT over 5 times the reference after" in line for line in lines) == len(CONTESTANTS)
+    (lasted,) = [line for line in lines if "holds out" in line]
+    assert float(lasted.split("holds out ")[1].split()[0]) > 1.0
+
+
+def test_without_rivals_nothing_is_said(tmp_path: Path) -> None:
+    write_comparison(tmp_path, repetitions=1)
+    for path in (tmp_path / "runs").rglob("*.json"):
+        if int(path.name[0]) < 5:
+            path.unlink()
+    (workload,) = read_study(tmp_path).workloads
+    assert {c.policy for c in workload.contestants} == {"drop"}
+    assert verdicts(workload) == []
