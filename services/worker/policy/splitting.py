@@ -1,7 +1,8 @@
 """A backlog cut into microbatches: figures 9 to 11 of KunServe (EuroSys '26, section 4.3), and what to hold beside it.
 
 All of them take work in its order and cut at most one sequence where a microbatch ends, so that the chunks of a
-sequence are in successive microbatches. Decodes cannot be cut and need no order: they are dealt out first.
+sequence are in successive microbatches (in later ones, where decodes leave no room for the smallest chunk). Decodes
+cannot be cut and need no order: they are dealt out first.
 """
 
 import math
