@@ -89,6 +89,11 @@ class Member(Protocol):
         """Whether batches may be formed: not while the layout changes."""
         ...
 
+    @property
+    def wakes_at_s(self) -> float | None:
+        """When `poll` wants to be called although nothing has happened."""
+        ...
+
     def handle(self, event: MemberEvent) -> list[Command | StepOutcome]: ...
 
     def poll(self) -> list[Command | StepOutcome]:
@@ -370,8 +375,9 @@ class WorkerShell:
         events: list[Event | MemberEvent] = []
         wait_s = 0.0
         if self._starved or not self._may_step:
-            due_at_s = self._core.next_deadline_at_s
-            wait_s = _IDLE_WAIT_S if due_at_s is None else min(_IDLE_WAIT_S, max(0.0, due_at_s - time.monotonic()))
+            wakes_at_s = None if self._member is None else self._member.wakes_at_s
+            due = [at_s for at_s in (self._core.next_deadline_at_s, wakes_at_s) if at_s is not None]
+            wait_s = min(_IDLE_WAIT_S, max(0.0, min(due) - time.monotonic())) if due else _IDLE_WAIT_S
         with contextlib.suppress(queue.Empty):
             event = self._inbox.get(timeout=wait_s) if wait_s else self._inbox.get_nowait()
             while event is not None:

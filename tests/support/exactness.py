@@ -481,7 +481,7 @@ def _stale(rng: random.Random, cluster: Cluster, name: str) -> list[MemberEvent]
             RosterArrived(epoch, peer, RosterReceived(0.0, epoch, peer, ()), (some_id,)),
             WaveArrived(epoch, (), (some_id,), 1, True, rng.random() < 0.5),
             Told(epoch, WaveDone(0.0, epoch, peer, 0)),
-            KvAsked(epoch, some_id, peer),
+            KvAsked(epoch, peer, ((some_id, 0),)),
             KvTakenOver(epoch, some_id, peer),
             Told(epoch, KvLandedReceived(0.0, epoch, some_id, peer)),
             ShareTold(epoch, (some_id,)),

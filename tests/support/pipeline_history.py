@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from ballast.common.ids import RequestId
 from ballast.common.sampling import PriorityClass
-from services.worker.core.events import AdmissionLimited
+from services.worker.core.events import AdmissionLimited, PrefillLimited
 from services.worker.policy.cost import CostModel
 from services.worker.policy.lookahead import lookahead
 from services.worker.policy.microbatching import by_token_count
@@ -195,6 +195,11 @@ class History:
         self.cluster.feed(group.leader, AdmissionLimited(0.0, limit))
         return True
 
+    def limit_prefill(self) -> bool:
+        limit = self.rng.choice([None, None, self.rng.randrange(1, 20)])
+        self.cluster.feed(self._group().leader, PrefillLimited(0.0, limit))
+        return True
+
     def squeeze(self) -> bool:
         """The capacity is less for a while."""
         group = self._group()
@@ -236,6 +241,7 @@ _ACTIONS = {
     "carry": (25, History.carry),
     "lose_kv": (0.6, History.lose_kv),
     "limit_admission": (0.8, History.limit_admission),
+    "limit_prefill": (0.8, History.limit_prefill),
     "squeeze": (0.6, History.squeeze),
     "relax": (2, History.relax),
     "shrink": (2, History.shrink),

@@ -425,6 +425,32 @@ class KvWanted(_message.Message):
 Global___KvWanted: _TypeAlias = KvWanted  # noqa: Y015
 
 @_typing.final
+class KvWantedAll(_message.Message):
+    """After a commit, of all victims whose blocks are ready. Both lists are aligned."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SEQUENCE_IDS_FIELD_NUMBER: _builtins.int
+    FIRST_BLOCKS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def sequence_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def first_blocks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        sequence_ids: _abc.Iterable[_builtins.int] | None = ...,
+        first_blocks: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_blocks", b"first_blocks", "sequence_ids", b"sequence_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KvWantedAll: _TypeAlias = KvWantedAll  # noqa: Y015
+
+@_typing.final
 class Share(_message.Message):
     """Before a restore's commit, from the leader to a member: it is going to take these sequences, and may have their KV."""
 
@@ -538,6 +564,28 @@ class KvPiece(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___KvPiece: _TypeAlias = KvPiece  # noqa: Y015
+
+@_typing.final
+class KvPieces(_message.Message):
+    """Names a transfer of KV after a commit: one piece after the other."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PIECES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def pieces(self) -> _containers.RepeatedCompositeFieldContainer[Global___KvPiece]: ...
+    def __init__(
+        self,
+        *,
+        pieces: _abc.Iterable[Global___KvPiece] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["pieces", b"pieces"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KvPieces: _TypeAlias = KvPieces  # noqa: Y015
 
 @_typing.final
 class LayerWanted(_message.Message):

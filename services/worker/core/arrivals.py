@@ -39,6 +39,7 @@ from services.worker.core.snapshot import SequenceSnapshot
 _TARGET_PATIENCE_S = 2 * PATIENCE_S
 _LAST_PATIENCE_S = 2.0  # for the last span of a sequence that was handed over: it stands still meanwhile
 _REMEMBERED = 256  # migrations that are over
+_NEARLY = 2  # with fewer whole blocks missing, the next that comes of a sequence is its end
 
 
 class Phase(Enum):
@@ -63,6 +64,7 @@ class _Arrival:
     phase: Phase = Phase.COPYING
     is_expected: bool = False  # a span may be written, or is to be told of
     landed_blocks: int = 0
+    whole_blocks: int = 0  # that the source has, as far as it is known here
     kv_tokens: int = 0  # all of them have come
     snapshot: SequenceSnapshot | None = None  # handed over
     withdrawn: bool = False
@@ -90,6 +92,14 @@ class Arrivals:
         """Of those that are going to run here."""
         return sum(arrival.phase is not Phase.ENDING for arrival in self._open.values())
 
+    @property
+    def imminent(self) -> bool:
+        """Some sequence is handed over any moment, and stands still until this worker's next step boundary."""
+        return any(
+            arrival.phase is not Phase.ENDING and arrival.whole_blocks - arrival.landed_blocks < _NEARLY
+            for arrival in self._open.values()
+        )
+
     # ------------------------------------------------------------ what the source says
 
     def offered(self, at_s: float, peer: WorkerId, offer: Offer, why_not: str) -> list[TargetCommand]:
@@ -107,8 +117,10 @@ class Arrivals:
         if why_not:
             self._remember(migration_id, _End.GIVEN_UP, offer.sequence_id)
             return [Say(peer, Off(migration_id, why_not))]
-        self._open[migration_id] = _Arrival(migration_id, offer.sequence_id, peer, block_count, at_s)
-        return self._ask(self._open[migration_id])
+        arrival = _Arrival(migration_id, offer.sequence_id, peer, block_count, at_s)
+        arrival.whole_blocks = offer.token_count // self._block_tokens
+        self._open[migration_id] = arrival
+        return self._ask(arrival)
 
     def heard(self, at_s: float, peer: WorkerId, message: Handed | Withdrawn | Off) -> list[TargetCommand]:
         arrival = self._open.get(message.migration_id)
@@ -171,7 +183,7 @@ class Arrivals:
             return self._lose_kv(arrival)
         if span.first_block != arrival.landed_blocks or span.last_block > arrival.block_count:
             raise InvariantViolation(f"{span} has come for {arrival}")
-        arrival.landed_blocks = span.last_block
+        arrival.landed_blocks, arrival.whole_blocks = span.last_block, span.token_count // self._block_tokens
         if span.last:
             arrival.kv_tokens = span.token_count
             return self._take(arrival) if arrival.snapshot is not None else []

@@ -137,6 +137,14 @@ class AdmissionLimited:
 
 
 @dataclass(frozen=True, slots=True)
+class PrefillLimited:
+    """Beside decodes at most so many tokens of prompts in a batch. None, or RoleChanged: as many as fit."""
+
+    at_s: float
+    token_count: int | None
+
+
+@dataclass(frozen=True, slots=True)
 class RoleChanged:
     """This worker leads a group of so many stages, or it follows (and has handed everything over). Told while nothing
     is in flight. Every stage forgets what it knows of sequences, except their blocks: batches add them anew.
@@ -259,6 +267,7 @@ Event = (
     | BlocksAdded
     | CapacityChanged
     | AdmissionLimited
+    | PrefillLimited
     | RoleChanged
     | KvTravels
     | KvAdmitted

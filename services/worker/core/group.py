@@ -17,6 +17,7 @@ from services.worker.core.events import (
     KvLost,
     KvTravels,
     OrphanWithdrawn,
+    PrefillLimited,
     RoleChanged,
     RoomExpected,
     Submitted,
@@ -52,6 +53,7 @@ class Group:
         event: RoleChanged
         | CapacityChanged
         | AdmissionLimited
+        | PrefillLimited
         | KvTravels
         | KvAdmitted
         | KvArrived
@@ -68,6 +70,8 @@ class Group:
                 self._resize(event)
             case AdmissionLimited():
                 self._scheduler.admission_limit = event.block_count
+            case PrefillLimited():
+                self._scheduler.prefill_limit = event.token_count
             case KvTravels():
                 self._suspend(event)
             case KvAdmitted():
@@ -100,6 +104,7 @@ class Group:
         if not event.leads:
             self._scheduler.resize(self._scheduler.block_count, 0)
         self._scheduler.stage_count = event.stage_count
+        self._scheduler.prefill_limit = None
         for sequence in self._residents.live.values():
             sequence.in_engine = False  # the stages of the new group have yet to hear of it
         self.shed(event.at_s)

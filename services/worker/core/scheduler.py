@@ -60,6 +60,7 @@ class Scheduler:
         self.expected_count = 0  # so many of these
         self._ceiling_block_count = block_count
         self.admission_limit: int | None = None  # blocks; nothing new above it
+        self.prefill_limit: int | None = None  # tokens of prompts in a batch that has decodes
         self.stage_count = 1
         self.reserved_block_count = 0
         self.running: list[Sequence] = []  # in order of service
@@ -259,7 +260,7 @@ class Scheduler:
             ready = [s for s in ready if s.step_id <= landed_step_id and s.token_count <= s.reserved_tokens]
         decodes = [s for s in ready if s.token_count - s.computed_tokens == 1]
         prefills = [] if len(decodes) == len(ready) else [s for s in ready if s.token_count - s.computed_tokens != 1]
-        chunks = self._chunks(len(decodes), prefills, self._limits.max_batch_tokens)
+        chunks = self._chunks(len(decodes), prefills, self._batch_tokens(len(decodes)))
         swaps = SwapOrders(left, self.swap.order(busy=bool(decodes or chunks))) if len(self.swap) or left else NOTHING
         return Plan(decodes, chunks, preempted, swaps)
 
@@ -275,9 +276,10 @@ class Scheduler:
             )
             for s in self.running
         ]
-        view = PipelineView(
-            self.stage_count, landed_step_id, self._limits.max_batch_tokens, self.waiting_count, candidates
-        )
+        limited = self.prefill_limit is not None
+        decode_count = sum(c.token_count - c.computed_tokens == 1 for c in candidates) if limited else 0
+        batch_tokens = self._batch_tokens(-(-decode_count // self.stage_count))
+        view = PipelineView(self.stage_count, landed_step_id, batch_tokens, self.waiting_count, candidates)
         plan = Plan([], [], preempted)
         for index, count in self._microbatching(view):
             sequence, candidate = self.running[index], candidates[index]
@@ -289,6 +291,13 @@ class Scheduler:
             else:
                 plan.chunks.append((sequence, count))
         return plan
+
+    def _batch_tokens(self, decode_count: int) -> int:
+        """The most in a batch with so many decodes."""
+        most = self._limits.max_batch_tokens
+        if self.prefill_limit is None or not decode_count:
+            return most
+        return min(most, decode_count + self.prefill_limit)
 
     def _chunks(self, decode_count: int, prefills: list[Sequence], budget_tokens: int) -> list[tuple[Sequence, int]]:
         if not prefills:

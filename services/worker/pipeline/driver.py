@@ -4,16 +4,17 @@
 """
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 from ballast.common.errors import InvariantViolation
 from ballast.common.ids import Epoch, WorkerId
 from ballast.service.logs import get_logger
 from ballastpb.worker.v1 import stage_pb2 as pb
 from services.worker.core.batch import SequenceId
-from services.worker.core.events import KvArrived, KvLanded, RoleChanged
+from services.worker.core.events import KvArrived, KvLanded, PrefillLimited, RoleChanged
 from services.worker.core.leading import Decision
-from services.worker.core.plan import Kind, Phase, Victim, part_of
+from services.worker.core.plan import Kind, Phase, Victim, members_of, part_of
+from services.worker.core.regroup import Regroup, Turn
 from services.worker.core.stage import StageBook
 from services.worker.core.transition import Transition
 from services.worker.core.transition_messages import (
@@ -130,6 +131,8 @@ class TransitionDriver:
         self._received: PlanReceived | None = None
         self._exchange: KvExchange | None = None  # of that transition
         self.quiescing = False  # no batches are formed
+        self.regroup = Regroup()
+        self._waits = False  # for the first batch after a restore
         self._learning = False  # a drop is prepared: checksums are taken of what is to be given up
 
     # ------------------------------------------------------------ what it is told
@@ -195,9 +198,17 @@ class TransitionDriver:
         self._execute(self.transition.handle(event))
         self._publish()
 
+    @property
+    def may_form(self) -> bool:
+        return not self.quiescing and not self._waits
+
     def poll(self) -> None:
         """Between two batches."""
         transition = self.transition
+        turn = self.regroup.turn(time.monotonic(), len(self._core.suspended_ids))
+        self._waits = turn is Turn.WAIT
+        if turn is Turn.OVER:
+            self._answers.tell(PrefillLimited(time.monotonic(), None))
         if self.quiescing and transition is not None and transition.phase is Phase.COMMITTING:
             boundary = not self._core.in_flight_count and not self._core.suspended_ids
             if boundary and transition.led_before:
@@ -252,10 +263,11 @@ class TransitionDriver:
     def kv_asked(self, event: KvAsked) -> None:
         if self.is_current(event.epoch):
             self._the_exchange().asked(event)
+            self._the_exchange().flush()
 
     def piece_sent(self, event: PieceSent) -> None:
-        if self.is_current(event.epoch) and self._the_exchange().sent(event):
-            self.drive(KvSent(time.monotonic(), event.epoch, event.sequence_id, event.to))
+        for sequence_id in self._the_exchange().sent(event) if self.is_current(event.epoch) else ():
+            self.drive(KvSent(time.monotonic(), event.epoch, sequence_id, event.to))
 
     def kv_taken_over(self, event: KvTakenOver) -> None:
         if self.is_current(event.epoch) and self._the_exchange().taken_over(event):
@@ -269,7 +281,8 @@ class TransitionDriver:
         if self._hub.attention is not None:
             self._hub.attention.abandon()
         self.transition, self._exchange = None, None
-        self.quiescing = self._learning = False
+        self.quiescing = self._learning = self._waits = False
+        self.regroup.end()
         return lambda: (exchange is None or exchange.idle) and (precopy is None or precopy.idle)
 
     # ------------------------------------------------------------ what others ask
@@ -342,6 +355,8 @@ class TransitionDriver:
                     self._release_lost()
                 case Broken(peer=peer, why=why):
                     self._broken(self._current().epoch, peer, why)
+        if self._exchange is not None:
+            self._exchange.flush()
 
     # ------------------------------------------------------------ prepare
 
@@ -387,6 +402,7 @@ class TransitionDriver:
         """Between two batches: sequences change hands, memory is moved, and the role is another one."""
         transition, now_s, role = self._current(), time.monotonic(), self._role
         self._published.note_commit()
+        self.regroup.end()
         new = transition.part.new
         own = self._hand_over(transition, now_s) if transition.led_before else ()
         self._restoring.commit()
@@ -431,6 +447,10 @@ class TransitionDriver:
         decision = self._handover.lead(transition, victims, self._published.counted, now_s)
         self._the_exchange().forget(decision.recomputed)
         self.quiescing = False
+        if transition.plan.kind is Kind.RESTORE and not self._role.stages:
+            self._answers.tell(PrefillLimited(now_s, 0))
+            self.regroup.begin(now_s, len(members_of(transition.part.old)) * self._stage.usual_s)
+            self._waits = True
         self._drive_led(transition, decision, 0)
 
     def _lead_wave(self, wave: int) -> None:
@@ -447,9 +467,9 @@ class TransitionDriver:
 
     # ------------------------------------------------------------ exchange
 
-    def _ask_for_kv(self, source: WorkerId, sequence_id: SequenceId, first_block: int) -> None:
-        body = pb.KvWanted(first_block=first_block).SerializeToString()
-        self._links.send(source, TrafficClass.CONTROL, Topic.KV_WANTED, body, stream=sequence_id)
+    def _ask_for_kv(self, source: WorkerId, first_blocks: Mapping[SequenceId, int]) -> None:
+        body = pb.KvWantedAll(sequence_ids=first_blocks.keys(), first_blocks=first_blocks.values())
+        self._links.send(source, TrafficClass.CONTROL, Topic.KV_WANTED, body.SerializeToString())
 
     def _resume(self, sequence_id: SequenceId, *, landing: bool) -> None:
         now_s, progress = time.monotonic(), self._published.counted

@@ -88,12 +88,11 @@ class WaveArrived(MemberEvent):
 
 @dataclass(frozen=True, slots=True)
 class KvAsked(MemberEvent):
-    """A peer has blocks ready for a victim's KV."""
+    """A peer has blocks ready for the KV of victims."""
 
     epoch: Epoch
-    sequence_id: SequenceId
     peer: WorkerId
-    first_block: int = 0  # what comes before is there already
+    first_blocks: tuple[tuple[SequenceId, int], ...]  # what comes before that block is there already
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +155,7 @@ class PieceSent(MemberEvent):
     """A transfer of KV to this member has ended."""
 
     epoch: Epoch
-    sequence_id: SequenceId
+    sequence_ids: tuple[SequenceId, ...]  # one for each piece
     to: WorkerId
     report: Future[TransferReport]
 

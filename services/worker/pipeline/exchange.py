@@ -5,13 +5,17 @@ the first block that it lacks: what has been copied before the commit does not t
 layer by layer and block by block in the order of the sequence; ids of neighbours are merged, and runs need not match
 on the two sides.
 
+What is known at one moment is said at once (`flush`): one question to each source, and small pieces in one transfer.
+After a restore little is left of each sequence, and the time goes into messages, not into bytes.
+
 Layers given up have tables of their own from then on (`core.retired`): what of them has not been sent moves together
 when a wave is through.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ballast.common.errors import BallastError, InvariantViolation
@@ -39,6 +43,9 @@ if TYPE_CHECKING:
 
     from services.worker.pipeline.remote_attention import RemoteAttention
     from services.worker.transport.link import Link
+
+_TOGETHER_BYTES = 1 << 20  # of a transfer that has pieces of several sequences: a longer one holds up who is complete
+_TOGETHER = 32  # of those; they are named in its head
 
 
 def kv_pieces(
@@ -81,6 +88,16 @@ def _runs(blocks: Sequence[int]) -> list[tuple[int, int]]:
     return runs
 
 
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """KV of a sequence in some layers, on its way out."""
+
+    sequence_id: SequenceId
+    name: pb.KvPiece
+    tensors: Sequence[torch.Tensor]
+    size_bytes: int
+
+
 class KvExchange:
     """The KV that comes and goes in one transition. Engine thread only."""
 
@@ -93,13 +110,13 @@ class KvExchange:
         book: StageBook,
         hub: Hub,
         link: Callable[[WorkerId], Link | None],
-        ask: Callable[[WorkerId, SequenceId, int], None],
+        ask: Callable[[WorkerId, Mapping[SequenceId, int]], None],
         copied: Callable[[SequenceId, WorkerId], int],
         post: Callable[[MemberEvent], None],
         attention: RemoteAttention | None,
     ) -> None:
-        """`ask` tells a holder that this member's blocks are ready, and from which one on it wants them; `copied` says
-        how many of the first have come from it before the commit.
+        """`ask` tells a holder of which sequences this member's blocks are ready, and from which one on it wants them;
+        `copied` says how many of the first have come from it before the commit.
         """
         self._transition = transition
         self._progress = progress
@@ -115,7 +132,9 @@ class KvExchange:
         self._sent: set[tuple[SequenceId, WorkerId]] = set()  # of those: it has all been sent
         self._to_send: dict[tuple[SequenceId, WorkerId], list[SendKv]] = {}
         self._asked: dict[tuple[SequenceId, WorkerId], int] = {}  # the first block that is wanted
-        self._unsent: dict[tuple[SequenceId, WorkerId], int] = {}  # transfers under way
+        self._to_ask: dict[WorkerId, dict[SequenceId, int]] = {}  # with the next `flush`
+        self._to_begin: list[tuple[SequenceId, WorkerId]] = []  # likewise; they are to be sent and have been asked for
+        self._unsent: dict[tuple[SequenceId, WorkerId], int] = {}  # pieces under way
         self._transfers: list[Transfer] = []
         self._pieces_due: dict[tuple[SequenceId, WorkerId], int] = {}  # receiver: transfers still to come
         self._retired: RetiredTables | None = None  # of layers that this member has given up
@@ -140,7 +159,16 @@ class KvExchange:
         wanted = {source: self._copied(victim.sequence_id, source) for source in command.sources}
         self._progress.victims_copied_ahead += bool(wanted) and all(wanted.values())
         for source, first_block in wanted.items():
-            self._ask(source, victim.sequence_id, first_block)
+            self._to_ask.setdefault(source, {})[victim.sequence_id] = first_block
+
+    def flush(self) -> None:
+        """Asks for what has been expected, and sends what has been asked for, since the last time."""
+        to_ask, self._to_ask = self._to_ask, {}
+        for source, first_blocks in to_ask.items():
+            self._ask(source, first_blocks)
+        to_begin, self._to_begin = self._to_begin, []
+        for to in dict.fromkeys(to for _, to in to_begin):
+            self._begin_sending(to, [key for key in to_begin if key[1] == to])
 
     def _pieces(
         self, victim: Victim, table: Sequence[int], first_block: int, first: int, last: int, *, live: bool
@@ -222,41 +250,51 @@ class KvExchange:
         layers = command.last_layer - command.first_layer
         self._progress.kv_bytes_to_send += kv_bytes(self._kv, command.victim.computed_tokens, layers)
         if key in self._asked:
-            self._start_sending(key)
+            self._to_begin.append(key)
 
     def asked(self, event: KvAsked) -> None:
         """A peer has its blocks ready."""
-        key = (event.sequence_id, event.peer)
-        self._asked[key] = event.first_block
-        self._start_sending(key)
+        for sequence_id, first_block in event.first_blocks:
+            key = (sequence_id, event.peer)
+            self._asked[key] = first_block
+            if key in self._to_send:
+                self._to_begin.append(key)
 
-    def _start_sending(self, key: tuple[SequenceId, WorkerId]) -> None:
-        commands = self._to_send.pop(key, [])
-        link = self._link(key[1])
-        if not commands or link is None:
+    def _begin_sending(self, to: WorkerId, keys: Iterable[tuple[SequenceId, WorkerId]]) -> None:
+        link, together, size_bytes = self._link(to), list[_Piece](), 0
+        if link is None:
             return
-        self._unsent[key] = len(commands)
-        first_block = self._asked[key]
-        for command in commands:
-            victim, layers = command.victim, command.last_layer - command.first_layer
-            table = self._table(command)
-            pieces = self._pieces(
-                victim, table, first_block, command.first_layer, command.last_layer, live=command.live
-            )
-            self._progress.kv_bytes_to_send -= first_block * self._kv.shape.block_bytes * layers
-            meta = pb.KvPiece(
-                epoch=command.epoch,
-                sequence_id=victim.sequence_id,
-                first_layer=command.first_layer,
-                last_layer=command.last_layer,
-            ).SerializeToString()
-            try:
-                transfer = link.transfer(TrafficClass.KV, pieces, topic=Topic.KV, meta=meta, stream=victim.sequence_id)
-            except BallastError as error:
-                get_logger().error("KV is not sent", sequence_id=victim.sequence_id, to=key[1], why=str(error))
-                return  # the link is broken, and its end is told too
-            self._transfers = [t for t in self._transfers if not t.done.done()] + [transfer]
-            transfer.done.add_done_callback(lambda f, k=key, e=command.epoch: self._post(PieceSent(e, *k, f)))
+        for key in dict.fromkeys(keys):
+            commands = self._to_send.pop(key, [])
+            self._unsent[key] = len(commands)
+            for command in commands:
+                piece = self._piece(command, self._asked[key])
+                if together and (size_bytes + piece.size_bytes > _TOGETHER_BYTES or len(together) == _TOGETHER):
+                    self._transfer(link, to, together)
+                    together, size_bytes = [], 0
+                together.append(piece)
+                size_bytes += piece.size_bytes
+        if together:
+            self._transfer(link, to, together)
+
+    def _piece(self, command: SendKv, first_block: int) -> _Piece:
+        victim, first, last = command.victim, command.first_layer, command.last_layer
+        tensors = self._pieces(victim, self._table(command), first_block, first, last, live=command.live)
+        self._progress.kv_bytes_to_send -= first_block * self._kv.shape.block_bytes * (last - first)
+        name = pb.KvPiece(epoch=command.epoch, sequence_id=victim.sequence_id, first_layer=first, last_layer=last)
+        return _Piece(victim.sequence_id, name, tensors, sum(tensor.nbytes for tensor in tensors))
+
+    def _transfer(self, link: Link, to: WorkerId, pieces: Sequence[_Piece]) -> None:
+        epoch, ids = self._transition.epoch, tuple(piece.sequence_id for piece in pieces)
+        meta = pb.KvPieces(pieces=[piece.name for piece in pieces]).SerializeToString()
+        tensors = [tensor for piece in pieces for tensor in piece.tensors]
+        try:
+            transfer = link.transfer(TrafficClass.KV, tensors, topic=Topic.KV, meta=meta, stream=ids[0])
+        except BallastError as error:
+            get_logger().error("KV is not sent", sequence_ids=ids, to=to, why=str(error))
+            return  # the link is broken, and its end is told too
+        self._transfers = [t for t in self._transfers if not t.done.done()] + [transfer]
+        transfer.done.add_done_callback(lambda f: self._post(PieceSent(epoch, ids, to, f)))
 
     def _table(self, command: SendKv) -> Sequence[int]:
         given_up = self._retired is not None and command.first_layer not in self._kv.held_layers
@@ -269,16 +307,19 @@ class KvExchange:
         answering = self._attention is not None and not self._attention.idle
         return not answering and all(transfer.done.done() for transfer in self._transfers)
 
-    def sent(self, event: PieceSent) -> bool:
-        """Counts a transfer that has ended. True if it was the sequence's last to a member that asks for nothing."""
+    def sent(self, event: PieceSent) -> list[SequenceId]:
+        """Counts a transfer that has ended. Returns of whom it was the last to a member that asks for nothing."""
         error = event.report.exception()
         report = None if error is not None else event.report.result()
         if report is None or report.outcome is not Outcome.DELIVERED:
             why = str(error) if report is None else f"{report.outcome.value}: {report.why}"
-            get_logger().error("KV was not sent", sequence_id=event.sequence_id, to=event.to, why=why)
-            return False  # the link is broken, and its end is told too
+            get_logger().error("KV was not sent", sequence_ids=event.sequence_ids, to=event.to, why=why)
+            return []  # the link is broken, and its end is told too
         self._progress.kv_bytes_sent += report.sent_bytes
-        key = (event.sequence_id, event.to)
+        return [sequence_id for sequence_id in event.sequence_ids if self._is_sent((sequence_id, event.to))]
+
+    def _is_sent(self, key: tuple[SequenceId, WorkerId]) -> bool:
+        """One more piece of it has been."""
         self._unsent[key] -= 1
         if self._unsent[key]:
             return False
@@ -286,5 +327,5 @@ class KvExchange:
         if key in self._asking:
             self._sent.add(key)
             return False
-        self._stop_lending(event.sequence_id)
+        self._stop_lending(key[0])
         return True

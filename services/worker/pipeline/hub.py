@@ -112,7 +112,8 @@ class Hub:
             case Topic.WAVE_DONE:
                 self._post(Told(epoch, WaveDone(now_s, epoch, peer, message.stream)))
             case Topic.KV_WANTED:
-                self._post(KvAsked(epoch, message.stream, peer, pb.KvWanted.FromString(message.meta).first_block))
+                asked = pb.KvWantedAll.FromString(_whole(message))
+                self._post(KvAsked(epoch, peer, tuple(zip(asked.sequence_ids, asked.first_blocks, strict=True))))
             case Topic.ATTEND | Topic.ATTENDED:
                 self._about_attention(link, message)
             case Topic.KV_LANDED:
@@ -154,8 +155,9 @@ class Hub:
     def on_opening(self, link: Link, opening: Opening) -> Sequence[torch.Tensor] | Refusal:
         peer, epoch = WorkerId(link.peer_id), Epoch(link.epoch)
         if opening.topic == Topic.KV:
-            piece = pb.KvPiece.FromString(opening.meta)
-            pieces = self.kv.take((epoch, piece.sequence_id, peer, piece.first_layer))
+            named = pb.KvPieces.FromString(opening.meta).pieces
+            found = [self.kv.take((epoch, piece.sequence_id, peer, piece.first_layer)) for piece in named]
+            pieces = None if None in found else [tensor for part in found for tensor in part or ()]
         elif opening.topic == Topic.KV_AHEAD:
             pieces = self.ahead.take((epoch, pb.KvPiece.FromString(opening.meta).sequence_id, peer, 0))
             pieces = pieces and [pieces[0][: opening.total_bytes]]  # there may be less than was asked for
@@ -176,8 +178,8 @@ class Hub:
             self._receiving.discard((link, opening.transfer))
         if opening.topic == Topic.KV:
             if delivered:
-                piece = pb.KvPiece.FromString(opening.meta)
-                self._post(Told(epoch, KvReceived(time.monotonic(), epoch, piece.sequence_id, peer)))
+                for piece in pb.KvPieces.FromString(opening.meta).pieces:
+                    self._post(Told(epoch, KvReceived(time.monotonic(), epoch, piece.sequence_id, peer)))
             else:
                 self._post(Woken())
             return

@@ -118,6 +118,7 @@ class GroupMember:
             max_running_count=max_running_count,
             under_way=lambda: self._driver.transition,
             drive=lambda event: self._driver.drive(event),
+            tell=answers.tell,
             post=post,
         )
         self._stage = stage = StageRunner(
@@ -168,7 +169,11 @@ class GroupMember:
 
     @property
     def may_form(self) -> bool:
-        return not self._driver.quiescing
+        return self._driver.may_form
+
+    @property
+    def wakes_at_s(self) -> float | None:
+        return self._driver.regroup.wakes_at_s
 
     @property
     def leads(self) -> bool:

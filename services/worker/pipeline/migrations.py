@@ -19,7 +19,16 @@ from ballast.service.logs import get_logger
 from services.worker.core.arrivals import Arrivals
 from services.worker.core.batch import SequenceId
 from services.worker.core.departures import Departures
-from services.worker.core.events import Adopted, Command, Event, HandedOver, HandOver, OrphanWithdrawn, RoomExpected
+from services.worker.core.events import (
+    Adopted,
+    Command,
+    Event,
+    HandedOver,
+    HandOver,
+    OrphanWithdrawn,
+    PrefillLimited,
+    RoomExpected,
+)
 from services.worker.core.migration_messages import (
     Adopt,
     DropOrphan,
@@ -109,6 +118,7 @@ class Migrations:
         self._transfers: list[Transfer] = []  # that read the cache
         self._last_id = core.first_sequence_id
         self._told_room = (0, 0)
+        self._told_imminent = False
 
     # ------------------------------------------------------------ what happens
 
@@ -249,6 +259,10 @@ class Migrations:
         if room != self._told_room:
             self._told_room = room
             self._tell(RoomExpected(time.monotonic(), *room))
+        if self._arrivals.imminent != self._told_imminent:  # it would stand still for as long as a prompt takes here
+            self._told_imminent = not self._told_imminent
+            limit = self._kv.shape.block_tokens if self._told_imminent else None
+            self._tell(PrefillLimited(time.monotonic(), limit))
 
     def _say(self, to: WorkerId, message_bytes: bytes) -> None:
         """A link that takes no message ends, and then this side hears `peer_lost`."""

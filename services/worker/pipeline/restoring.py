@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from ballast.common.errors import InvariantViolation
 from ballast.common.ids import Epoch, WorkerId
 from services.worker.core.batch import SequenceId
+from services.worker.core.events import PrefillLimited
 from services.worker.core.plan import Kind, Phase, Plan
 from services.worker.core.stage import StageBook
 from services.worker.core.transition import Transition
@@ -36,6 +37,9 @@ from services.worker.shell import MemberEvent
 from services.worker.transport.traffic import TrafficClass
 
 BEFORE_COMMIT = (Phase.PREPARING, Phase.PREPARED)
+# Of prompts in a batch beside decodes. Layers that come take bandwidth, and time of the processor, from every batch:
+# a long piece of a prompt on top of it would be the longest gap that a request has.
+_PROMPT_BLOCKS = 2
 
 
 class Restoring:
@@ -56,9 +60,10 @@ class Restoring:
         max_running_count: int,
         under_way: Callable[[], Transition | None],
         drive: Callable[[Event], None],
+        tell: Callable[[PrefillLimited], object],
         post: Callable[[MemberEvent], None],
     ) -> None:
-        """`core` is only read; `drive` tells the transition that is under way something."""
+        """`core` is only read, `tell` is how it hears of something; `drive` tells the transition that is under way."""
         self._role = role
         self._links = links
         self._capacities = capacities
@@ -71,6 +76,7 @@ class Restoring:
         self._max_running_count = max_running_count
         self._under_way = under_way
         self._drive = drive
+        self._tell = tell
         self._post = post
         self._room_epoch = Epoch(0)  # the restore for which the leader has granted room
         self._withdrawn_epoch = Epoch(0)  # the restore that the leader has given up
@@ -134,6 +140,10 @@ class Restoring:
         self._homecoming.begin(epoch, sources, self._published.counted)
         if self._role.leads:
             self._capacities.limit(epoch, self._capacities.smallest_home)
+            self._limit_prefill(_PROMPT_BLOCKS * self._memory.kv.shape.block_tokens)
+
+    def _limit_prefill(self, token_count: int | None) -> None:
+        self._tell(PrefillLimited(time.monotonic(), token_count))
 
     # ------------------------------------------------------------ room
 
@@ -215,7 +225,8 @@ class Restoring:
         if self.precopy is None:
             return
         now_s = time.monotonic()
-        self.precopy.poll(now_s, self._core.placements)
+        prepared = transition.phase is not Phase.PREPARING
+        self.precopy.poll(now_s, self._core.placements, prepared=prepared)
         if transition.phase is Phase.PREPARING and self.precopy.enough(now_s):
             self._drive(MemoryReady(now_s, transition.epoch))
 
@@ -235,6 +246,7 @@ class Restoring:
         self.undoing = plan.kind is Kind.RESTORE
         if self.undoing and self._role.leads:
             self._pass_on_withdrawal(plan.epoch)
+            self._limit_prefill(None)
 
     def _undo(self) -> None:
         """The burst is back: layers are given up again, once nothing writes into them any more."""

@@ -70,6 +70,11 @@ class StageRunner:
         self._awaits_roster = awaits_roster
         self._early: list[BatchArrived] = []  # batches of a leader that is ahead of this member
 
+    @property
+    def usual_s(self) -> float:
+        """What this stage has lately taken for a batch; 0 if it was never one."""
+        return self._pace.stage_s or 0.0
+
     def run(self, batch: Batch, tables: Sequence[Sequence[int]], hidden_TD: torch.Tensor | None) -> StepOutcome | None:
         """This member's layers of a batch. None: it has gone on, or there is nothing to tell."""
         role, clock, precopy = self._role, self._published.clock, self._precopy()

@@ -16,7 +16,9 @@ from services.worker.core.events import (
     KvLanded,
     KvLost,
     KvTravels,
+    PrefillLimited,
     Removed,
+    RoleChanged,
 )
 from tests.support.leader import Leader, reserved
 from tests.support.worker_core import MEMORY, greedy
@@ -163,6 +165,44 @@ def test_nothing_new_is_admitted_above_the_limit_and_what_runs_goes_on_growing()
     assert reserved(leader) > 4
     leader.feed(AdmissionLimited(leader.at_s, None))
     assert len(leader.step()) == 2
+
+
+# ---------------------------------------------------------------- prompts beside decodes
+
+
+def _step(leader: Leader) -> dict[int, int]:
+    """Who took part in it, by number, with how many tokens."""
+    execute = leader.batch()
+    leader.done(execute)
+    assert execute is not None
+    return {part.sequence_id & 0xFF: len(part.token_ids) for part in execute.batch.slices}
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_prompts_take_little_of_a_batch_beside_decodes_while_that_is_wanted(stages: int) -> None:
+    leader = Leader(64, stages=stages, block_tokens=4, max_batch_tokens=32)
+    leader.submit("old")
+    leader.step()
+    leader.feed(PrefillLimited(leader.at_s, 3))
+    leader.submit("new", tuple(range(1, 21)))
+    chunks: list[int] = []
+    while sum(chunks) < 20:
+        chunks.append(_step(leader).get(2, 0))
+    assert max(chunks) <= 3 + (stages - 1)  # a stage's share of the decodes leaves its place when it is not there
+    leader.feed(PrefillLimited(leader.at_s, None))
+    leader.submit("newer", tuple(range(1, 17)))
+    assert _step(leader)[3] > 12
+
+
+def test_prompts_have_the_batch_for_themselves_where_nobody_decodes() -> None:
+    leader = Leader(64, block_tokens=4, max_batch_tokens=32)
+    leader.feed(PrefillLimited(leader.at_s, 0))
+    leader.submit("a", tuple(range(1, 21)))
+    assert _step(leader) == {1: 20}
+    leader.submit("b", tuple(range(1, 21)))
+    assert _step(leader) == {1: 1}
+    leader.feed(RoleChanged(leader.at_s, leads=True))
+    assert _step(leader) == {1: 1, 2: 20}
 
 
 # ---------------------------------------------------------------- KV on its way

@@ -159,6 +159,24 @@ def test_a_sequence_runs_when_its_state_and_its_last_blocks_are_here_whichever_c
         assert coming.heard(0.3, W1, state) == []  # the same once more
 
 
+def test_a_hand_over_is_foreseen() -> None:
+    coming = arrivals()
+    coming.offered(0.0, W1, Offer(MIGRATION, SEQUENCE, 22), "")
+    assert not coming.imminent
+    coming.landed(0.1, MIGRATION, Span(0, 3, 23))
+    assert not coming.imminent  # two whole blocks are missing
+    coming.landed(0.2, MIGRATION, Span(3, 5, 26))
+    assert coming.imminent
+    coming.landed(0.3, MIGRATION, Span(5, 7, 26, last=True))
+    assert coming.imminent
+    coming.heard(0.3, W1, Handed(MIGRATION, snapshot(SEQUENCE, 26)))
+    assert not coming.imminent
+    coming.offered(0.4, W1, Offer(MIGRATION + 1, SEQUENCE, 7), "")
+    assert coming.imminent
+    coming.give_up_all("the layout changes")
+    assert not coming.imminent
+
+
 def test_what_has_no_room_is_refused_before_anything_moves() -> None:
     (said,) = arrivals(5).offered(0.0, W1, Offer(MIGRATION, SEQUENCE, 22), "")
     assert said == Say(W1, Off(MIGRATION, "full"))

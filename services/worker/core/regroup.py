@@ -1,0 +1,48 @@
+"""The first batch of a worker that leads alone again after a restore (pure).
+
+The KV that its sequences still lack at the commit comes within milliseconds, one sequence after the other. Whoever is
+complete first would run a step alone, and all others would wait for the end of it: so the first batch waits for all
+of them, but no longer than such a step would take. Prompts wait for the batch after it.
+"""
+
+from enum import Enum, auto
+
+
+class Turn(Enum):
+    """What may be done at this step boundary."""
+
+    AS_USUAL = auto()
+    WAIT = auto()
+    FIRST = auto()  # the batch that has been waited for may be formed
+    OVER = auto()  # it has been, if there was anything to run; said once
+
+
+class Regroup:
+    def __init__(self) -> None:
+        self._turn = Turn.AS_USUAL
+        self._until_s = 0.0
+
+    def begin(self, now_s: float, patience_s: float) -> None:
+        self._turn, self._until_s = Turn.WAIT, now_s + patience_s
+
+    def end(self) -> None:
+        """The layout changes once more, or the group is lost."""
+        self._turn = Turn.AS_USUAL
+
+    @property
+    def wakes_at_s(self) -> float | None:
+        """When `turn` wants to be called although nothing has happened."""
+        return self._until_s if self._turn is Turn.WAIT else None
+
+    def turn(self, now_s: float, incomplete_count: int) -> Turn:
+        """At each step boundary. `incomplete_count`: sequences whose KV is on its way."""
+        match self._turn:
+            case Turn.WAIT if not incomplete_count or now_s >= self._until_s:
+                self._turn = Turn.FIRST
+            case Turn.FIRST:
+                self._turn = Turn.OVER
+            case Turn.OVER:
+                self._turn = Turn.AS_USUAL
+            case _:
+                pass
+        return self._turn
