@@ -3,9 +3,14 @@
     python -m benchmarks.fidelity --out out/fidelity
 
 Two workers of a small model, with the engine that computes. The simulator and the emulated engine know of this machine
-what `ballast profile` measures (`--profile FILE`, or measured first) and what a few lone requests show: how long a step
-takes beyond the engine's own time, and a request beyond its steps. Three workloads: steady, bursty (the KV overflows:
-drops and restores), and long prompts. Rates follow from the profile, so that they fit any machine.
+what `ballast profile` measures (`--profile FILE`, or measured first) and what lone requests show: how long a step takes
+beyond the engine's own time, and a request beyond its steps. Three workloads: steady, bursty (the KV overflows: drops
+and restores), and long prompts. Rates follow from profile and calibration, so that they fit any machine.
+
+Workers, dispatcher and client share this machine's cores, which the simulator knows nothing of. So a fourth workload,
+with other lengths, another rate and another seed, and no drops, is run first to calibrate by: steps take so many times
+as long, and first tokens so much longer, that its mean TPOT and TTFT are right. Nothing is calibrated on the three that
+are compared.
 
 Goals: mean TTFT and TPOT within 15 % of the real run, p99 within 30 %, as many drops. Figures of a machine that does
 other work meanwhile mean little.
@@ -21,7 +26,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +42,7 @@ from ballast.bench.style import BLUE, GREEN, ORANGE, RC
 from ballast.bench.traces import Trace, TraceRequest
 from ballast.cli.profile import measure
 from ballast.client import AsyncClient, SamplingParams
+from ballast.common.errors import ConfigError
 from ballast.local.cluster import LocalCluster
 from ballast.local.emulation import emulated_model
 from ballast.model.tiny import make_preset
@@ -75,12 +81,19 @@ WORKLOADS = (
 )
 
 
+CALIBRATION = Workload("calibration", 240, 48, 0.2)
+_CALIBRATION_SEED = 7919  # added to that of the workloads
+_CALIBRATION_ROUNDS = 12
+_CALIBRATED_WITHIN = 0.01  # of both means
+
+
 @dataclass(frozen=True, slots=True)
 class Overheads:
-    """Of the real path, beyond what the engine takes. Measured on lone requests."""
+    """Of the real path, beyond what the engine takes alone on the machine."""
 
-    step_s: float
+    step_s: float  # of lone requests
     request_s: float  # of the first token
+    slowdown: float = 1.0  # steps take so many times as long beside the other processes
 
 
 class StageProfile:
@@ -122,7 +135,7 @@ def draw(workload: Workload, machine: Machine, span_s: float, seed: int) -> Trac
 
 async def served(
     model: Path, budget: int, worker_flags: Sequence[str], traces: Mapping[str, Trace], console: Console
-) -> tuple[dict[str, PolicyResult], Overheads | None]:
+) -> tuple[dict[str, PolicyResult], Overheads]:
     """The workloads one after the other on one cluster; before them, lone requests."""
     flags = ["--block-size", str(BLOCK_TOKENS), "--max-num-seqs", str(SEQUENCES)]
     flags += ["--max-num-batched-tokens", str(BATCH_TOKENS), *worker_flags, "--device-memory-bytes", str(budget)]
@@ -162,15 +175,41 @@ def overheads(seen: Overheads, machine: Machine) -> Overheads:
     return Overheads(step_s, max(0.0, seen.request_s - step_s - whole.chunk_cost_s(Chunk(0, _PROBE_PROMPT))))
 
 
-def with_step(machine: Machine, step_s: float) -> Machine:
-    """A machine whose every step takes longer by so much."""
-    measured = machine.execution
+def slowed(machine: Machine, known: Overheads) -> Machine:
+    """As it is while it serves."""
+    measured, factor = machine.execution, known.slowdown
     assert isinstance(measured, Measured)
-    longer = measured.step.plus(CostModel(0.0, 0.0, step_s, step_s))
-    return machine.model_copy(update={"execution": measured.model_copy(update={"step": longer})})
+    step = measured.step.plus(CostModel(0.0, 0.0, known.step_s, known.step_s))
+    execution = Measured(
+        layer=measured.layer.scaled(factor),
+        step=step.scaled(factor),
+        first=measured.first.scaled(factor),
+        last=measured.last.scaled(factor),
+    )
+    return machine.model_copy(update={"execution": execution})
+
+
+def calibrated(
+    machine: Machine, profile: CostProfile, budget: int, alone: Overheads, trace: Trace, real: PolicyResult
+) -> Overheads:
+    """With which the simulation of the calibration run has that run's means."""
+    known = alone
+    ttft_s, tpot_s = real.ttft_s.mean, real.tpot_s.mean
+    if not ttft_s or not tpot_s:
+        raise ConfigError("--seconds", "the calibration run has ended no request; make it longer")
+    for _ in range(_CALIBRATION_ROUNDS):
+        seen = simulated(machine, profile, budget, known, trace)
+        missing_s, ratio = ttft_s - (seen.ttft_s.mean or 0.0), tpot_s / (seen.tpot_s.mean or tpot_s)
+        if abs(missing_s) <= _CALIBRATED_WITHIN * ttft_s and abs(ratio - 1) <= _CALIBRATED_WITHIN:
+            break
+        known = replace(
+            known, slowdown=known.slowdown * ratio**0.7, request_s=max(0.0, known.request_s + 0.7 * missing_s)
+        )
+    return known
 
 
 def simulated(machine: Machine, profile: CostProfile, budget: int, known: Overheads, trace: Trace) -> PolicyResult:
+    machine = slowed(machine, known)
     outline = machine.model
     assert profile.link is not None
     assert isinstance(machine.execution, Measured)
@@ -308,20 +347,26 @@ async def measured(args: argparse.Namespace, folder: Path, console: Console) -> 
     budget = (
         int(1.02 * (outline.layer_count * outline.layer_parameter_bytes + outline.other_parameter_bytes)) + kv_bytes
     )
-    traces = {w.name: draw(w, machine, args.seconds, args.seed) for w in WORKLOADS}
-    real, seen = await served(checkpoint, budget, ["--cost-profile", str(profile_file)], traces, console)
-    assert seen is not None
-    known = overheads(seen, machine)
-    console.print(f"beyond the profile: {1e3 * known.step_s:.2f} ms a step, {1e3 * known.request_s:.2f} ms a request")
-    # The emulated worker has the real one's overhead already; the machine it takes its time by is the engine's alone.
-    file = write_machine(folder / "machine.json", machine)
+    told = ["--cost-profile", str(profile_file)]
+    first = draw(CALIBRATION, machine, args.seconds, args.seed + _CALIBRATION_SEED)
+    calibration, seen = await served(checkpoint, budget, told, {CALIBRATION.name: first}, console)
+    alone = overheads(seen, machine)
+    known = calibrated(machine, profile, budget, alone, first, calibration[CALIBRATION.name])
+    console.print(
+        f"lone requests, beyond the profile: {1e3 * alone.step_s:.2f} ms a step, {1e3 * alone.request_s:.2f} ms a"
+        f" request; calibration run: steps x {known.slowdown:.2f}, {1e3 * known.request_s:.2f} ms a request"
+    )
+    # By what was seen, so that the machine is as loaded as is said, whatever else it does.
+    traces = {w.name: draw(w, slowed(machine, known), args.seconds, args.seed) for w in WORKLOADS}
+    real, _ = await served(checkpoint, budget, told, traces, console)
+    # The emulated worker has the real one's overhead already, and waits where the engine would be held up by others.
+    file = write_machine(folder / "machine.json", slowed(machine, replace(known, step_s=0.0)))
     emulated, _ = await served(checkpoint, budget, ["--engine", "emulated", "--profile", str(file)], traces, console)
-    slower = with_step(machine, known.step_s)
     return {
         name: {
             "real": real[name],
             "emulated": emulated[name],
-            "simulated": simulated(slower, profile, budget, known, trace),
+            "simulated": simulated(machine, profile, budget, known, trace),
         }
         for name, trace in traces.items()
     }

@@ -80,24 +80,32 @@ def prompt_of(number: int, arrival: Arrival) -> list[int]:
     return np.random.default_rng(number).integers(0, VOCABULARY, arrival.input_tokens).tolist()
 
 
-async def ask(client: AsyncClient, number: int, seen: Seen) -> None:
+async def ask(client: AsyncClient, number: int, seen: Seen, *, streamed: bool) -> None:
+    """Not streamed: times are as the dispatcher saw them, and do not count its answer's way here."""
     arrival, began_s = seen.arrival, time.perf_counter()
     prompt, tokens = prompt_of(number, arrival), list[int]()
     sampling = SamplingParams(max_tokens=arrival.output_tokens, temperature=0.0, ignore_eos=True)
     try:
-        async for chunk in client.stream(
-            token_ids=prompt, sampling=sampling, include_text=False, deadline_s=_DEADLINE_S, request_id=f"many-{number}"
-        ):
-            now_s = time.perf_counter() - began_s
-            tokens += chunk.token_ids
-            seen.first_s, seen.last_s = seen.first_s or now_s, now_s
+        if streamed:
+            async for chunk in client.stream(
+                token_ids=prompt, sampling=sampling, include_text=False, deadline_s=_DEADLINE_S
+            ):
+                now_s = time.perf_counter() - began_s
+                tokens += chunk.token_ids
+                seen.first_s, seen.last_s = seen.first_s or now_s, now_s
+        else:
+            answered = await client.generate(
+                token_ids=prompt, sampling=sampling, include_text=False, deadline_s=_DEADLINE_S
+            )
+            tokens += answered.token_ids
+            seen.first_s, seen.last_s = answered.usage.ttft_s, answered.usage.e2e_s
         seen.ending = "right" if tokens == answer(prompt, arrival.output_tokens, VOCABULARY) else "WRONG TOKENS"
     except BallastError as error:
         seen.ending = type(error).__name__
     seen.tokens = len(tokens)
 
 
-async def load(address: str, arrivals: Sequence[Arrival]) -> tuple[list[Seen], float]:
+async def load(address: str, arrivals: Sequence[Arrival], streamed_share: float) -> tuple[list[Seen], float]:
     """Open loop. Returns how late the latest request was sent, too: then this process was what limits."""
     seen, latest_s = [Seen(arrival) for arrival in arrivals], 0.0
     async with AsyncClient(address) as client, asyncio.TaskGroup() as tasks:
@@ -107,7 +115,8 @@ async def load(address: str, arrivals: Sequence[Arrival]) -> tuple[list[Seen], f
             if (wait_s := zero_s + each.arrival.at_s - now_s) > 0:
                 await asyncio.sleep(wait_s)
             latest_s = max(latest_s, -wait_s)
-            tasks.create_task(ask(client, number, each))
+            streamed = int((number + 1) * streamed_share) > int(number * streamed_share)
+            tasks.create_task(ask(client, number, each, streamed=streamed))
             if now_s - told_s > _TELL_S:
                 told_s = now_s
                 endings = Counter(one.ending for one in seen[:number])
@@ -134,7 +143,10 @@ def children(parent: int) -> list[int]:
 
 
 def pids_of(cluster: LocalCluster) -> dict[str, list[int]]:
-    found = {service: [process.pid for process in processes] for service, processes in cluster.processes.items()}
+    found = {
+        service: list(dict.fromkeys(process.pid for process in processes))
+        for service, processes in cluster.processes.items()
+    }
     known = {pid for pids in found.values() for pid in pids}
     return {**found, "state server": [pid for pid in children(os.getpid()) if pid not in known], "load": [os.getpid()]}
 
@@ -167,6 +179,7 @@ async def run(args: argparse.Namespace, model: EmulatedModel, budget: int, arriv
     async with LocalCluster(
         model.model,
         workers=args.workers,
+        workers_per_process=args.workers_per_process,
         dispatchers=args.dispatchers,
         flags={
             "worker": flags,
@@ -182,7 +195,7 @@ async def run(args: argparse.Namespace, model: EmulatedModel, budget: int, arriv
         pids = pids_of(cluster)
         before = {pid: processor_s(pid) for group in pids.values() for pid in group}
         begun_s = time.perf_counter()
-        seen, latest_s = await load(",".join(cluster.addresses), arrivals)
+        seen, latest_s = await load(",".join(cluster.addresses), arrivals, args.streamed_share)
         wall_s = time.perf_counter() - begun_s
         used = usage(pids, before)
         await asyncio.sleep(args.settle_s)  # what is dropped comes back
@@ -240,7 +253,8 @@ def report(args: argparse.Namespace, done: Run, compared: Sequence[Seen]) -> Non
     tokens = sum(one.tokens for one in done.seen)
     load_1 = os.getloadavg()[0]
     print(
-        f"{args.workers} workers ({args.gpu}, {args.model}), {args.dispatchers} dispatchers, {args.rate:g} requests/s"
+        f"{args.workers} workers ({args.gpu}, {args.model}), {args.dispatchers} dispatchers, {args.rate:g} requests/s,"
+        f" {args.streamed_share:.0%} streamed; {args.workers_per_process} workers in a process"
     )
     print(
         f"{len(done.seen)} requests in {done.wall_s:.0f} s, {tokens / done.wall_s:.0f} tokens/s;"
@@ -268,9 +282,11 @@ def report(args: argparse.Namespace, done: Run, compared: Sequence[Seen]) -> Non
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", type=int, default=64)
+    parser.add_argument("--workers-per-process", type=int, default=16, help="each with its own server and name")
     parser.add_argument("--dispatchers", type=int, default=4)
     parser.add_argument("--rate", type=float, default=200.0, help="requests per second")
     parser.add_argument("--minutes", type=float, default=5.0)
+    parser.add_argument("--streamed-share", type=float, default=0.25, help="of the requests; others answer at once")
     parser.add_argument("--gpu", default="A800")
     parser.add_argument("--model", default="Qwen2.5-14B")
     parser.add_argument("--prompt-tokens", type=int, default=150, help="mean")

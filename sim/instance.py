@@ -28,12 +28,12 @@ from services.worker.core.events import (
     Tick,
 )
 from services.worker.core.worker import WorkerCore
+from services.worker.policy.telling import is_due
 from sim.clock import Clock
 from sim.cost import ExecutionModel, Work
 from sim.member import GroupMember
 from sim.network import Network
 
-_LOAD_INTERVAL_S = 0.02  # times the streams: so often one without news of its own still hears of the load
 _MAX_FRUITLESS = 4
 _BATCH_BYTES = 64  # of a message, for each sequence
 _NO_TEXTS: dict[int, tuple[str, ...]] = {}
@@ -61,12 +61,17 @@ class Listener(Protocol):
 
 
 class _Stream:
-    __slots__ = ("listener", "seen_handle", "sent_at_s")
+    __slots__ = ("listener", "seen_handle", "sent_at_s", "told", "told_handle")
 
     def __init__(self, listener: Listener) -> None:
         self.listener = listener
         self.sent_at_s = 0.0
-        self.seen_handle = 0
+        self.seen_handle = self.told_handle = 0
+        self.told: LoadReport | None = None
+
+    def tell(self, emit: Emit | None, report: LoadReport, now_s: float) -> None:
+        self.told, self.told_handle, self.sent_at_s = report, self.seen_handle, now_s
+        self.listener.hear(Output(emit, report, self.seen_handle))
 
 
 class _InFlight(NamedTuple):
@@ -414,12 +419,11 @@ class Instance:
                 stream = self._streams.get(command.stream_id)
                 if stream is not None:
                     stream.seen_handle = max(stream.seen_handle, command.seen_handle)
-                    stream.sent_at_s = now_s
-                    stream.listener.hear(Output(command, report, stream.seen_handle))
+                    stream.tell(command, report, now_s)
             elif isinstance(command, StreamsLost):
                 raise InvariantViolation(f"{self.worker_id} loses its group; losses are not simulated yet")
-        quiet, interval_s = report.running_count == 0, _LOAD_INTERVAL_S * len(self._streams)
+        stream_count = len(self._streams)
         for stream in self._streams.values():
-            if now_s - stream.sent_at_s >= interval_s or (quiet and stream.sent_at_s < now_s):
-                stream.sent_at_s = now_s
-                stream.listener.hear(Output(None, report, stream.seen_handle))
+            silent_s, more = now_s - stream.sent_at_s, stream.seen_handle > stream.told_handle
+            if is_due(stream.told, report, silent_s, stream_count, counts_more=more):
+                stream.tell(None, report, now_s)

@@ -300,7 +300,8 @@ def instance_count(model: ModelSpec, cluster: Cluster) -> int:
     if count < 1:
         raise ConfigError(
             "cluster",
-            f"{cluster.gpu_count} GPUs are too few: one instance of {model.name} takes {model.gpus_per_instance}",
+            f"{cluster.gpu_count} x {cluster.gpu.name} are too few: one instance of {model.name} takes"
+            f" {model.gpus_per_instance}",
         )
     return count
 

@@ -4,6 +4,7 @@ from ballast.bench.results import BenchResult, PolicyResult
 from ballast.bench.table import duration
 
 _PLAIN = "recompute"
+_LONG_WAIT = 5.0  # p99 of the time to the first token, of its median
 _ALIKE = 1.1  # two figures within this factor are called equal
 
 
@@ -17,7 +18,7 @@ def conclude(result: BenchResult) -> str:
     if drop is not None and others:
         plain = _plain(result)
         sentences += [_latency(drop, name, others[name]) for name in (plain, *(n for n in others if n != plain))]
-        sentences += [_price(drop, plain, others[plain]), _advice(drop, others[plain])]
+        sentences += [_price(drop, plain, others[plain]), _advice(result, drop, others[plain])]
     return " ".join(sentence for sentence in sentences if sentence)
 
 
@@ -76,14 +77,16 @@ def _price(drop: PolicyResult, name: str, other: PolicyResult) -> str:
     if not ours or not theirs:
         return ""
     change = ours / theirs - 1.0
+    if abs(change) < 0.005:
+        return f"The median time per output token is that with {name}, {duration(ours)}."
     return f"Compared with {name} the median time per output token changes by {change:+.0%} to {duration(ours)}."
 
 
-def _advice(drop: PolicyResult, other: PolicyResult) -> str:
+def _advice(result: BenchResult, drop: PolicyResult, other: PolicyResult) -> str:
     """More memory that does not shorten the wait says that something else is short, and there is only one other."""
     ours, theirs = drop.ttft_s.p99 or 0.0, other.ttft_s.p99 or 0.0
     if not any(t.kind == "drop" for t in drop.transitions):
-        return "This cluster has enough memory for this trace."
+        return f"This cluster has enough memory for this trace.{_waits_for_computing(result, other)}"
     if theirs > ours * _ALIKE:
         return "Dropping parameters is worth it here."
     if ours > theirs * _ALIKE:
@@ -92,3 +95,15 @@ def _advice(drop: PolicyResult, other: PolicyResult) -> str:
             " pipeline wastes a part of the GPUs' time. More GPUs help, dropping parameters does not."
         )
     return "Dropping parameters neither helps nor harms here."
+
+
+def _waits_for_computing(result: BenchResult, other: PolicyResult) -> str:
+    """What else makes requests wait that much longer at some times than at others."""
+    p50, p99 = other.ttft_s.p50, other.ttft_s.p99
+    busy = result.config.cluster.get(f"{_plain(result)}.busy_fraction")
+    if not p50 or not p99 or p99 < _LONG_WAIT * p50 or not isinstance(busy, float):
+        return ""
+    return (
+        f" Requests wait for computing: at the worst times {p99 / p50:.0f} times as long as the median for the first"
+        f" token, with GPUs that compute {busy:.0%} of the time. More or faster GPUs shorten that."
+    )

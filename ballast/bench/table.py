@@ -15,7 +15,7 @@ _SHOWN_SCALES = (2, 5, 10)
 def render(result: BenchResult) -> RenderableType:
     parts: list[RenderableType] = [Text(_headline(result), style="bold")]
     for name, policy in result.policies.items():
-        parts += [_latency_table(name, policy), *(Text(line) for line in _facts(policy))]
+        parts += [_latency_table(name, policy, measured=result.kind != "sim"), *(Text(line) for line in _facts(policy))]
     if not result.complete:
         parts.append(Text("interrupted: the figures cover what was seen until then", style="bold yellow"))
     return Group(*parts)
@@ -28,12 +28,12 @@ def _headline(result: BenchResult) -> str:
     return f"{trace.source}: {trace.request_count} requests over {trace.span_s:.1f} s ({scales}{cut})"
 
 
-def _latency_table(name: str, policy: PolicyResult) -> Table:
+def _latency_table(name: str, policy: PolicyResult, *, measured: bool) -> Table:
     table = Table(title=f"overload policy: {name}", title_justify="left")
     table.add_column("")
     for column in _COLUMNS:
         table.add_column(column, justify="right")
-    for label, field in _LATENCIES:
+    for label, field in _LATENCIES if measured else _LATENCIES[:-1]:  # nobody is late in virtual time
         summary: Summary = getattr(policy, field)
         table.add_row(label, *(duration(getattr(summary, column)) for column in _COLUMNS))
     return table

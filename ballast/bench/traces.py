@@ -131,7 +131,8 @@ def read_trace(path: Path) -> Trace:
     except UnicodeDecodeError as error:
         raise ConfigError(str(path), "is not a text file in UTF-8") from error
     if not requests:
-        raise ConfigError(str(path), f"holds no request ({dropped_count} rows without output)")
+        why = f"all {dropped_count} rows are without output" if dropped_count else "nothing follows the header"
+        raise ConfigError(str(path), f"holds no request: {why}")
     start_s = min(r.arrival_s for r in requests) if trace_format.from_first_row else 0.0
     ordered = sorted((replace(r, arrival_s=r.arrival_s - start_s) for r in requests), key=lambda r: r.arrival_s)
     return Trace(source=str(path), format=trace_format.name, requests=tuple(ordered), dropped_count=dropped_count)
@@ -152,8 +153,25 @@ def _open_rows(path: Path, file: TextIOBase) -> tuple[_Format, Iterator[tuple[in
     for candidate in _CSV_FORMATS:
         if set(candidate.columns) <= set(header):
             return candidate, _csv_rows(path, reader)
-    known = "; ".join(",".join(f.columns) for f in (*_CSV_FORMATS, _MOONCAKE))
-    raise ConfigError(f"{path}:1", f"unknown header {first.strip()[:120]!r}; known are {known}")
+    raise ConfigError(f"{path}:1", _no_header(first.strip()))
+
+
+def _no_header(line: str) -> str:
+    """What to do about a file that does not begin with names of columns that are known."""
+    own = ",".join(_CSV_FORMATS[0].columns)
+    shown = f"{line[:120]!r}"
+    if not line:
+        return f"is empty; the first line must name the columns: {own}"
+    if "," not in line and any(mark in line for mark in ";\t|"):
+        mark = next(mark for mark in ";\t|" if mark in line)
+        return f"columns are separated by {mark!r}: {shown}; write commas, and points for decimals, under {own}"
+    if any(character.isdigit() for character in line.split(",")[0][:1]):
+        return f"there is no header: {shown}; put the line {own} before it (seconds, tokens, tokens)"
+    others = "; ".join(f"{f.name} {','.join(f.columns)}" for f in (*_CSV_FORMATS[1:], _MOONCAKE))
+    return (
+        f"unknown header {shown}; name the columns {own} (seconds from the start, tokens of the prompt, tokens of the"
+        f" answer). Published files are read, too: {others}"
+    )
 
 
 def _csv_rows(path: Path, reader: "csv.DictReader[str]") -> Iterator[tuple[int, Row]]:
@@ -201,7 +219,7 @@ def _tokens(where: str, column: str, cell: object) -> int:
     except (TypeError, ValueError):
         value = math.nan
     if isinstance(cell, bool) or not math.isfinite(value) or value < 0 or value != int(value):
-        raise ConfigError(where, f"{column} must be a whole number of tokens, got {cell!r}")
+        raise ConfigError(where, f"{column} must be a whole number of tokens, {_got(cell)}")
     return int(value)
 
 
@@ -211,8 +229,31 @@ def _arrival_s(where: str, column: str, cell: object, parse_s: Callable[[Any], f
     except (TypeError, ValueError, AttributeError):
         value = math.nan
     if not math.isfinite(value) or value < 0:
-        raise ConfigError(where, f"{column} must be a time from 0 on, got {cell!r}")
+        raise ConfigError(where, f"{column} must be {_TIMES[parse_s is _date_s]}, {_got(cell)}")
     return value
+
+
+_TIMES = {False: "a number of seconds from 0 on", True: "a date and time such as 2024-05-10 00:00:00.009"}
+
+
+def _got(cell: object) -> str:
+    """What stands there, with what is wrong about it if that is a common mistake."""
+    if cell is None:
+        return "and the row has no such column: it is too short"
+    hint = ""
+    if isinstance(cell, str):
+        if "," in cell and cell.replace(",", "", 1).strip().isdigit():
+            hint = "; write a decimal point in the place of the comma"
+        elif _is_date(cell):
+            hint = "; dates are read from a column that is called TIMESTAMP, beside ContextTokens,GeneratedTokens"
+    return f"got {cell!r}{hint}"
+
+
+def _is_date(text: str) -> bool:
+    try:
+        return _date_s(text) > 0
+    except ValueError:
+        return False
 
 
 def write_trace(path: Path, requests: tuple[TraceRequest, ...]) -> None:

@@ -26,6 +26,7 @@ from ballast.local.process import ChildProcess
 from ballast.local.state_server import state_server_url
 from ballast.rpc.channel import open_channel
 from ballastpb.inference.v1 import inference_pb2, inference_pb2_grpc
+from services.worker.config import copy_id
 
 Service = Literal["monitor", "planner", "dispatcher", "worker"]
 
@@ -58,6 +59,8 @@ class LocalCluster:
 
     Args:
         model: Folder of the checkpoint.
+        workers_per_process: Of emulated ones; each has a server, a name and a life of its own all the same. To pause
+            or kill one is to do it to all of its process.
         host: Where dispatchers listen; nobody but them is reachable from elsewhere.
         port: Port of the first dispatcher; the others take the ports that follow. 0: any free ports.
         device_memory_bytes: Budget of each worker for parameters and KV; None: the worker's default.
@@ -78,6 +81,7 @@ class LocalCluster:
         model: Path,
         *,
         workers: int = 2,
+        workers_per_process: int = 1,
         dispatchers: int = 1,
         monitors: int = 1,
         planners: int = 1,
@@ -100,6 +104,7 @@ class LocalCluster:
             "worker": workers,
             "dispatcher": dispatchers,
         }
+        self._workers_per_process = workers_per_process
         self._host = host
         self._port = port
         self._flags: dict[Service, tuple[str, ...]] = {s: tuple((flags or {}).get(s, ())) for s in _START_ORDER}
@@ -178,7 +183,7 @@ class LocalCluster:
 
     async def start_worker(self, flags: Sequence[str] = (), *, routable: bool = True) -> ServiceProcess:
         """One more worker. Returns when every dispatcher sends requests to it, or just when it is ready."""
-        process = self._spawn("worker", flags)
+        [process] = self._spawn("worker", flags)
         give_up_at_s = time.monotonic() + self._start_timeout_s
         await self._wait_ready(process, give_up_at_s)
         if routable:
@@ -194,14 +199,17 @@ class LocalCluster:
     async def _start_all(self) -> None:
         give_up_at_s = time.monotonic() + self._start_timeout_s
         for service in _START_ORDER:
-            for _ in range(self._counts[service]):
-                self._spawn(service)
+            left = self._counts[service]
+            while left:
+                copies = min(left, self._workers_per_process) if service == "worker" else 1
+                self._spawn(service, copies=copies)
+                left -= copies
         for processes in self.processes.values():
             for process in processes:
                 await self._wait_ready(process, give_up_at_s)
         await self._wait_routable({process.id for process in self.processes["worker"]}, give_up_at_s)
 
-    def _spawn(self, service: Service, flags: Sequence[str] = ()) -> ServiceProcess:
+    def _spawn(self, service: Service, flags: Sequence[str] = (), copies: int = 1) -> list[ServiceProcess]:
         number = self._started[service]
         self._started[service] += 1
         name = f"{service}-{number}"
@@ -212,13 +220,17 @@ class LocalCluster:
         if service in _NEEDS_MODEL:
             command += ["--model", str(self.model)]
         command += [*self._flags[service], *flags]
+        ids = [name]
+        if copies > 1:
+            command += ["--copies", str(copies)]
+            ids = [copy_id(name, i) for i in range(copies)]
         child = ChildProcess(name, command, log_path=self.log_dir / f"{name}.log", environ=self._environ)
-        process = ServiceProcess(service, name, child)
-        self.processes[service].append(process)
-        return process
+        processes = [ServiceProcess(service, each, child) for each in ids]
+        self.processes[service] += processes
+        return processes
 
     async def _wait_ready(self, process: ServiceProcess, give_up_at_s: float) -> None:
-        while (line := process.child.find_line("ready service=")) is None:
+        while (line := process.child.find_line(f"ready service={process.service} id={process.id} ")) is None:
             self._raise_if_crashed()
             if time.monotonic() > give_up_at_s:
                 why = f"not ready within {self._start_timeout_s:g} s; its log ends with\n{process.child.log_tail()}"
@@ -263,8 +275,8 @@ class LocalCluster:
         try:
             for services in _STOP_ORDER:
                 async with asyncio.TaskGroup() as tasks:
-                    for process in (p for service in services for p in self.processes[service]):
-                        tasks.create_task(process.child.stop(timeout_s), name=f"stop {process.id}")
+                    for child in {p.child: None for service in services for p in self.processes[service]}:
+                        tasks.create_task(child.stop(timeout_s), name=f"stop {child.name}")
         finally:
             for process in everyone:
                 process.child.kill()

@@ -12,6 +12,8 @@ from ballast.common.errors import Unavailable
 from ballast.service.logs import get_logger
 from ballast.service.state import StateServer
 
+_CONFIRMED_SKIPS = 4  # lookups in a row: two leaders at a time are found out after these
+
 
 class Leadership:
     """Tries for the lease `name` for as long as `run` runs, and reports the first outcome and every change of
@@ -85,10 +87,21 @@ class LeaderAddress:
         self._name = name
         self._is_fixed = fixed is not None
         self._interval_s = interval_s
+        self._answers = False
         self.current = fixed  # host:port; None: nobody has been found yet
 
+    def confirm(self) -> None:
+        """Whoever is there has just answered as the leader: looked up less often while that goes on."""
+        self._answers = True
+
     async def follow(self) -> None:
+        unasked = 0
         while not self._is_fixed:
-            with contextlib.suppress(Unavailable):
-                self.current = await self._state.leader_address(self._name) or self.current
+            if self._answers and unasked < _CONFIRMED_SKIPS:
+                unasked += 1
+            else:
+                unasked = 0
+                with contextlib.suppress(Unavailable):
+                    self.current = await self._state.leader_address(self._name) or self.current
+            self._answers = False
             await asyncio.sleep(self._interval_s)

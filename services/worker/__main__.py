@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, cast
 
 import grpc.aio
+from prometheus_client import CollectorRegistry
 
 from ballast.common.errors import ConfigError, Unavailable
 from ballast.common.ids import Incarnation, WorkerId
@@ -23,7 +24,7 @@ from ballast.service.metrics import REGISTRY, MetricsServer
 from ballast.service.settings import load_settings
 from ballast.service.state import StateServer
 from ballastpb.worker.v1 import worker_pb2, worker_pb2_grpc
-from services.worker.config import WorkerSettings, flags
+from services.worker.config import WorkerSettings, copy_id, flags
 from services.worker.core.limits import WorkerLimits
 from services.worker.emulation.machine import read_machine
 from services.worker.metrics import export
@@ -211,6 +212,7 @@ class WorkerProcess:
         kit: Kit,
         state: StateServer,
         worker_id: WorkerId,
+        registry: CollectorRegistry = REGISTRY,
     ) -> None:
         self._life = life
         self._settings = settings
@@ -242,7 +244,7 @@ class WorkerProcess:
             open_plane=None if (open_plane := kit.open_plane) is None else lambda hub: open_plane(worker_id, hub, host),
         )
         published = self._membership.member.published
-        export(self._shell.load, REGISTRY, lambda: published.clock.times, published.migrations)
+        export(self._shell.load, registry, lambda: published.clock.times, published.migrations)
 
     async def run(self, worker_id: WorkerId) -> None:
         incarnation = await self._register(worker_id)
@@ -324,10 +326,13 @@ class WorkerProcess:
 
     async def _keep_readiness(self, server: RpcServer) -> None:
         """Ready while the engine makes progress: a process that merely lives serves nobody."""
+        told = None
         while True:
             load_report = self._shell.load()
             stuck = load_report.step_age_s > self._settings.step_timeout_s
-            await server.set_ready(not stuck and not load_report.draining)
+            if (ready := not stuck and not load_report.draining) != told:
+                told = ready
+                await server.set_ready(ready)
             await asyncio.sleep(_READINESS_INTERVAL_S)
 
     async def _drain(self) -> None:
@@ -345,21 +350,34 @@ class WorkerProcess:
 async def main(life: Lifecycle) -> None:
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     settings = load_settings(WorkerSettings, flags(), sys.argv[1:])
+    if settings.copies > 1 and (settings.engine != "emulated" or settings.port):
+        raise ConfigError("worker.copies", "several workers in a process must be emulated, and need --port 0")
     suffix = settings.port or secrets.token_hex(3)
-    worker_id = WorkerId(settings.worker_id or f"{socket.gethostname()}-{suffix}")
+    worker_id = settings.worker_id or f"{socket.gethostname()}-{suffix}"
     logs.configure(service="worker", instance=worker_id, level=settings.log_level, form=settings.log_format)
     logs.get_logger().info("starting", settings=settings.model_dump(mode="json"))
     ensure_free(settings.host, settings.port)  # before the model is loaded, which may take minutes
     state = StateServer(settings.redis_url)
     metrics = MetricsServer(settings.metrics_host, settings.metrics_port)
     try:
-        # Loading takes long for large models; the loop stays free for signals meanwhile.
-        kit = await asyncio.to_thread(load, settings)
-        process = WorkerProcess(life, settings, kit, state, worker_id)
-        await process.run(worker_id)
+        if settings.copies == 1:
+            await serve(life, settings, state, WorkerId(worker_id), REGISTRY)
+            return
+        async with asyncio.TaskGroup() as tasks:
+            for number in range(settings.copies):
+                one = serve(life, settings, state, WorkerId(copy_id(worker_id, number)), CollectorRegistry())
+                tasks.create_task(one, name=f"copy {number}")
     finally:
         await state.close()
         metrics.close()
+
+
+async def serve(
+    life: Lifecycle, settings: WorkerSettings, state: StateServer, worker_id: WorkerId, registry: CollectorRegistry
+) -> None:
+    """One worker from its loading to its end."""
+    kit = await asyncio.to_thread(load, settings)  # takes long for large models; signals are heard meanwhile
+    await WorkerProcess(life, settings, kit, state, worker_id, registry).run(worker_id)
 
 
 if __name__ == "__main__":

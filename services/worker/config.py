@@ -28,6 +28,7 @@ class WorkerSettings(Settings):
     model: Path
     engine: Literal["torch", "emulated"] = "torch"  # emulated: nothing is computed, a profile says what it takes
     profile: Path | None = None  # of an emulated engine
+    copies: int = Field(1, ge=1, le=256)  # emulated workers in this process, ID.0, ID.1 ...; without metrics if several
     served_model_name: str | None = None  # default: the checkpoint folder's name
     dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = "auto"
     device: Literal["cpu", "cuda"] = "cpu"
@@ -77,6 +78,11 @@ class WorkerSettings(Settings):
         return bool(self.swap_space_bytes) and (policy is OverloadPolicy.SWAP or is_fallback)
 
 
+def copy_id(worker_id: str, number: int) -> str:
+    """Of one of several workers in a process."""
+    return f"{worker_id}.{number}"
+
+
 def flags() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m services.worker",
@@ -93,6 +99,7 @@ def flags() -> argparse.ArgumentParser:
     parser.add_argument("--model", metavar="DIR", help="Hugging Face checkpoint folder")
     parser.add_argument("--engine", metavar="ENGINE", help="torch (default), or emulated: takes time, computes nothing")
     parser.add_argument("--profile", metavar="FILE", help="what an emulated engine takes its time by")
+    parser.add_argument("--copies", type=int, metavar="N", help="so many emulated workers in this process")
     parser.add_argument("--served-model-name", metavar="NAME")
     parser.add_argument("--dtype", metavar="TYPE", help="auto, float32, bfloat16, float16 or float64")
     parser.add_argument("--device", metavar="DEVICE", help="cpu or cuda")

@@ -27,6 +27,8 @@ class OutputStream:
         self.stream_id = stream_id
         self.sent_at_s = 0.0
         self.seen_handle = 0
+        self.told: LoadReport | None = None  # with the last output
+        self._told_handle = 0
         self.broken = asyncio.Event()  # closed with an error: do not even wait for what is being written
         self._outputs: deque[Output] = deque()
         self._wake = asyncio.Event()
@@ -35,6 +37,11 @@ class OutputStream:
     @property
     def backlog_count(self) -> int:
         return len(self._outputs)
+
+    @property
+    def counts_more(self) -> bool:
+        """There are requests in the report of which the dispatcher does not know yet that they are."""
+        return self.seen_handle > self._told_handle
 
     def put(self, emit: Emit | None, load: LoadReport, now_s: float) -> None:
         """For the dispatcher to read; ignored once the stream is closed. Closes it at the bound."""
@@ -46,6 +53,7 @@ class OutputStream:
         if emit is not None:
             self.seen_handle = max(self.seen_handle, emit.seen_handle)
         self._outputs.append(Output(emit, load, self.seen_handle))
+        self.told, self._told_handle = load, self.seen_handle
         self.sent_at_s = now_s
         self._wake.set()
 

@@ -120,6 +120,7 @@ class MonitorReporter:
                     load = codec.load_to_proto(self._load())
                     answer = await self._exchange(call, self._report(load=load), target)
                     self.connected = True
+                    self._monitor.confirm()
                     await self._pause(max(self._interval_s, min(answer.least_interval_s, _LONGEST_INTERVAL_S)))
                 if self._leaving.is_set():
                     await self._say_goodbye(call)

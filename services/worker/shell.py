@@ -40,10 +40,10 @@ from services.worker.core.events import (
 )
 from services.worker.core.worker import WorkerCore
 from services.worker.output_stream import OutputStream
+from services.worker.policy.telling import is_due
 
 INBOX_EVENTS = 1024
 _IDLE_WAIT_S = 1.0
-_LOAD_INTERVAL_S = 0.02  # times the streams: so often one without news of its own still hears of the load
 _SLOTLESS = (StreamClosed, DrainRequested)  # events that do not wait for a slot in the inbox
 _LAST_STEP_S = 30.0  # what the step that runs when the worker stops may take
 _FAILED_STEPS = 3  # in a row, before the engine is considered broken
@@ -257,10 +257,10 @@ class WorkerShell:
         for emit in turn.emits:
             if stream := self._streams.get(emit.stream_id):
                 stream.put(emit, report, now_s)
-        quiet, interval_s = report.running_count == 0, _LOAD_INTERVAL_S * len(self._streams)
+        stream_count = len(self._streams)
         for stream in list(self._streams.values()):
-            due = now_s - stream.sent_at_s >= interval_s or (quiet and stream.sent_at_s < now_s)
-            if due and not stream.backlog_count:
+            silent_s, more = now_s - stream.sent_at_s, stream.counts_more
+            if not stream.backlog_count and is_due(stream.told, report, silent_s, stream_count, counts_more=more):
                 stream.put(None, report, now_s)
             if stream.broken.is_set():
                 self.close_stream(stream)

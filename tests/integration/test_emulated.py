@@ -80,3 +80,21 @@ def test_drops_and_restores_of_what_is_not_there(tmp_path: Path) -> None:
         for worker in running.cluster.processes["worker"]:
             assert anonymous_kib(worker.pid) < _MAX_ANONYMOUS_KIB
             assert "libtorch" not in Path(f"/proc/{worker.pid}/maps").read_text()
+
+
+def test_several_workers_in_a_process_are_workers_of_their_own(tmp_path: Path) -> None:
+    made = stand_in(tmp_path / "stand-in", catalogue_machine("A800", "Qwen2.5-14B", VOCABULARY))
+    with running_cluster(
+        made.model, workers=3, workers_per_process=2, dispatchers=2, flags={"worker": made.worker_flags}
+    ) as running:
+
+        async def story() -> None:
+            async with AsyncClient(",".join(running.cluster.addresses)) as client:
+                status = await client.status()
+                ids = {member.worker_id for group in status.groups for member in group.members}
+                assert ids == {"worker-0.0", "worker-0.1", "worker-1"}
+                assert all(await asyncio.gather(*(ask(client, seed) for seed in range(12))))
+
+        running.run(story())
+        assert len({worker.pid for worker in running.cluster.processes["worker"]}) == 2
+        assert len({worker.address for worker in running.cluster.processes["worker"]}) == 3

@@ -25,6 +25,7 @@ from services.dispatcher.core.events import (
     Place,
     Refuse,
     Request,
+    StepReceived,
     Submitted,
     Tick,
     TimeIsUp,
@@ -209,7 +210,8 @@ class DispatcherShell:
 
     def _feed_from_link(self, event: Event) -> None:
         self.feed(event)
-        self.ready_changed.set()
+        if not isinstance(event, StepReceived):
+            self.ready_changed.set()
 
     # --------------------------------------------------------------------------------------------- timer
 

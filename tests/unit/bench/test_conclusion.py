@@ -78,3 +78,14 @@ def test_a_single_policy_is_not_compared(template: BenchResult) -> None:
     base = next(iter(template.policies.values()))
     alone = template.model_copy(update={"policies": {"drop": policy(base, p99_s=1.0, dropped=True)}})
     assert "against" not in conclude(alone)
+
+
+def test_enough_memory_and_requests_that_wait_all_the_same(template: BenchResult) -> None:
+    base = next(iter(template.policies.values()))
+    slow = policy(base, p99_s=15.0, dropped=False, demand=0.8)
+    slow = slow.model_copy(update={"ttft_s": slow.ttft_s.model_copy(update={"p50": 0.5})})
+    config = template.config.model_copy(update={"cluster": {"recompute.busy_fraction": 0.93}})
+    text = told(template.model_copy(update={"config": config}), slow, slow)
+    assert "The median time per output token is that with recompute, 50.0 ms." in text
+    assert "wait for computing: at the worst times 30 times as long as the median" in text
+    assert "compute 93% of the time" in text

@@ -54,16 +54,29 @@ def test_published_formats(
 @pytest.mark.parametrize(
     ("text", "named"),
     [
-        ("", "trace:1: unknown header ''"),
+        ("", "trace:1: is empty; the first line must name the columns: arrival_s"),
+        ("0.5,10,3\n1,2,3\n", "trace:1: there is no header: '0.5,10,3'; put the line arrival_s,input_tokens"),
+        ("arrival_s;input_tokens;output_tokens\n0,5;1;2\n", "trace:1: columns are separated by ';'"),
         ("a,b\n1,2\n", "trace:1: unknown header 'a,b'"),
         ("arrival_s,input_tokens,output_tokens\n", "holds no request"),
-        ("arrival_s,input_tokens,output_tokens\n1,2,0\n", r"holds no request \(1 rows"),
-        ("arrival_s,input_tokens,output_tokens\n1,2,3\nx,2,3\n", "trace:3: arrival_s must be a time .* 'x'"),
+        ("arrival_s,input_tokens,output_tokens\n1,2,0\n", "holds no request: all 1 rows are without output"),
+        ('arrival_s,input_tokens,output_tokens\n"0,5",2,3\n', "trace:2: arrival_s .* '0,5'; write a decimal point"),
+        (
+            "arrival_s,input_tokens,output_tokens\n2024-05-01 12:00,2,3\n",
+            "trace:2: .* a column that is called TIMESTAMP",
+        ),
+        (
+            "arrival_s,input_tokens,output_tokens\n1,2,3\nx,2,3\n",
+            "trace:3: arrival_s must be a number of seconds .* 'x'",
+        ),
         ("arrival_s,input_tokens,output_tokens\n-1,2,3\n", "trace:2: arrival_s"),
         ("arrival_s,input_tokens,output_tokens\nnan,2,3\n", "trace:2: arrival_s"),
         ("arrival_s,input_tokens,output_tokens\n1,2.5,3\n", "trace:2: input_tokens must be a whole"),
         ("arrival_s,input_tokens,output_tokens\n1,0,3\n", "trace:2: input_tokens is 0"),
-        ("arrival_s,input_tokens,output_tokens\n1,2\n", "trace:2: output_tokens must be a whole .* got None"),
+        (
+            "arrival_s,input_tokens,output_tokens\n1,2\n",
+            "trace:2: output_tokens must be a whole .* the row has no such column",
+        ),
         ("TIMESTAMP,ContextTokens,GeneratedTokens\nyesterday,1,1\n", "trace:2: TIMESTAMP"),
         ('{"timestamp": 1, "input_length": 2, "output_length": 3}\n{"timest', "trace:2: is not JSON"),
         ('{"timestamp": 1, "input_length": true, "output_length": 3}\n', "trace:1: input_length"),

@@ -139,6 +139,26 @@ def test_leadership_is_taken_kept_over_an_outage_and_handed_over() -> None:
     tell(story)
 
 
+def test_a_leader_that_answers_is_looked_up_less_often_and_still_found_out() -> None:
+    async def story(server: PrivateStateServer, state: StateServer) -> None:
+        assert await state.acquire_lease("x", "a", 60.0, "a:1")
+        follower = LeaderAddress(state, "x", None, interval_s=0.01)
+        following = asyncio.create_task(follower.follow())
+        await soon(lambda: follower.current == "a:1")
+        await state.release_lease("x", "a")
+        assert await state.acquire_lease("x", "b", 60.0, "b:1")
+
+        def found() -> bool:
+            follower.confirm()
+            return follower.current == "b:1"
+
+        await soon(found)
+        following.cancel()
+        await asyncio.wait((following,))
+
+    tell(story)
+
+
 def test_a_fixed_address_is_never_looked_up() -> None:
     async def run() -> None:
         state = StateServer("redis://127.0.0.1:1")

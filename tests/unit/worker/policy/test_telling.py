@@ -1,0 +1,67 @@
+"""A dispatcher without tokens here hears of what routing would see, and not of every step."""
+
+from dataclasses import replace
+
+import pytest
+
+from ballast.common.load import LoadReport, MemoryReport
+from services.worker.policy.telling import INTERVAL_S, is_due
+
+BUSY = LoadReport(
+    block_tokens=16,
+    block_count=320,
+    used_block_count=100,
+    waiting_block_count=0,
+    running_count=4,
+    waiting_count=0,
+    max_running_count=64,
+    steps_total=10,
+    preemptions_total=0,
+    prompt_tokens_total=0,
+    generation_tokens_total=40,
+    step_age_s=0.0,
+    draining=False,
+    memory=MemoryReport(budget_bytes=1, parameter_bytes=0, kv_bytes=1, free_bytes=0),
+)
+LATER_S = 4 * INTERVAL_S
+
+
+def test_whoever_has_heard_nothing_hears_at_once() -> None:
+    assert is_due(None, BUSY, 0.0, 4, counts_more=False)
+
+
+def test_a_step_that_changes_little_is_not_told_until_long_after() -> None:
+    after = replace(BUSY, used_block_count=109, steps_total=30, generation_tokens_total=120)
+    assert not is_due(BUSY, after, LATER_S, 4, counts_more=False)
+    assert is_due(BUSY, after, 2.0, 4, counts_more=False)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"running_count": 5},
+        {"waiting_count": 1},
+        {"waiting_block_count": 3},
+        {"block_count": 300},
+        {"draining": True},
+        {"used_block_count": 110},
+        {"used_block_count": 90},
+    ],
+)
+def test_what_routing_sees_is_told_once_in_an_interval(change: dict[str, int]) -> None:
+    after = replace(BUSY, **change)  # pyright: ignore[reportArgumentType]
+    assert is_due(BUSY, after, LATER_S, 4, counts_more=False)
+    assert not is_due(BUSY, after, LATER_S, 5, counts_more=False), "more dispatchers, the same number of messages"
+
+
+def test_requests_that_are_counted_now_are_told() -> None:
+    assert is_due(BUSY, BUSY, LATER_S, 4, counts_more=True)
+    assert not is_due(BUSY, BUSY, 0.0, 4, counts_more=True)
+
+
+def test_the_last_word_is_exact_and_said_at_once() -> None:
+    told = replace(BUSY, used_block_count=1)
+    quiet = replace(BUSY, running_count=0, used_block_count=0)
+    assert is_due(told, quiet, 0.0, 4, counts_more=False)
+    assert is_due(replace(quiet, used_block_count=1), quiet, 0.0, 4, counts_more=False)
+    assert not is_due(quiet, replace(quiet, steps_total=99), 0.0, 4, counts_more=False)
