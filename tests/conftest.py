@@ -1,7 +1,12 @@
 """Tests marked `gpu` are skipped where there is no CUDA device; a busy machine fails no property."""
 
+import os
+
 import pytest
 from hypothesis import HealthCheck, settings
+
+# Before anybody imports grpc, and for all child processes: its notes about connections that end are no results.
+os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 
 # How long an example takes says more about the machine than about the property.
 settings.register_profile("ballast", deadline=None, suppress_health_check=[HealthCheck.too_slow])

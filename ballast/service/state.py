@@ -79,6 +79,11 @@ def address_key(name: str) -> str:
     return f"{KEY_PREFIX}{name}:address"
 
 
+def _cancel_count() -> int:
+    task = asyncio.current_task()
+    return 0 if task is None else task.cancelling()
+
+
 class StateServer:
     """One connection pool. Every operation ends within two seconds, with a result or `Unavailable`."""
 
@@ -116,6 +121,7 @@ class StateServer:
         Raises:
             Unavailable: no answer in time.
         """
+        cancelled_before = _cancel_count()
         try:
             async with asyncio.timeout(2 * _OPERATION_TIMEOUT_S):
                 result = await operation
@@ -123,6 +129,10 @@ class StateServer:
             self.reachable = False
             raise Unavailable("state server", f"{self.url}: {error or type(error).__name__}") from error
         self.reachable = True
+        # redis-py sends in asyncio.wait_for, which before Python 3.12 swallows a cancellation that comes in the moment
+        # in which all has been sent: the task would go on, and a service that was told to stop would not.
+        if _cancel_count() > cancelled_before:
+            raise asyncio.CancelledError
         return result
 
     async def wait_ready(self) -> None:

@@ -11,7 +11,7 @@ import grpc.aio
 
 from ballast import __version__
 from ballast.common.clock import Clock
-from ballast.common.errors import InvalidRequest, Unavailable
+from ballast.common.errors import Cancelled, InvalidRequest, Unavailable
 from ballast.common.ids import RequestId, WorkerId
 from ballast.common.sampling import FinishReason, SamplingParams
 from ballast.rpc.codec import (
@@ -80,6 +80,11 @@ class DispatcherServicer(inference_pb2_grpc.InferenceServiceServicer):
         claim = self._claim(request, submission)
         try:
             await self._relay(stream, claim, submission, collect=request.collect, context=context)
+        except asyncio.CancelledError:
+            if not stream.given_up:
+                raise
+            # Without a status the client would wait for ever, should it read on: gRPC sends none for a cancelled call.
+            raise Cancelled(stream.given_up) from None
         finally:
             self._shell.close(stream, "the client went away")
             if claim is not None:

@@ -17,7 +17,6 @@ from collections.abc import Awaitable, Callable
 from typing import Any, cast
 
 from google.protobuf.message import DecodeError
-from redis.exceptions import RedisError
 
 from ballast.common.errors import AlreadyExists, InvariantViolation, Unavailable
 from ballast.common.ids import RequestId
@@ -105,11 +104,11 @@ class DispatcherStore:
         while True:
             pubsub = self._state.redis.pubsub()  # pyright: ignore[reportUnknownMemberType]
             try:
-                await pubsub.subscribe(_LAYOUT_CHANGED)  # pyright: ignore[reportUnknownMemberType]
+                await self._state.run(cast(Awaitable[object], pubsub.subscribe(_LAYOUT_CHANGED)))  # pyright: ignore[reportUnknownMemberType]
                 while True:
-                    if await pubsub.get_message(timeout=5.0) is not None:
+                    if await self._state.run(cast(Awaitable[object], pubsub.get_message(timeout=1.0))) is not None:
                         self._hint.set()
-            except (RedisError, OSError, TimeoutError):
+            except Unavailable:
                 await asyncio.sleep(1.0)
             finally:
                 await pubsub.aclose()  # pyright: ignore[reportUnknownMemberType]

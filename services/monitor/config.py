@@ -15,8 +15,9 @@ class PressureSettings(Section):
 
     horizon_s: float = Field(default=1.0, gt=0)  # demand is forecast so far ahead
     trend_window_s: float = Field(default=2.0, gt=0)  # from what the last seconds have shown
-    # Forecast demand above this share of the capacity is an overload ...
-    overload_threshold_fraction: float = Field(default=1.0, gt=0)
+    # Forecast demand above this share of the capacity is an overload: what workers keep for the growth of what runs
+    # (worker.admission_reserve_fraction) lets nobody in, so whoever is last waits before demand is all there is ...
+    overload_threshold_fraction: float = Field(default=0.95, gt=0)
     # ... if the workers' memory is taken to this share already: early drops win nothing, and a pipeline is slower.
     overload_arming_fraction: float = Field(default=0.9, gt=0)
     # What grew in so many seconds will grow as much again in the next: the time a drop takes, where bursts are quick.
@@ -24,7 +25,9 @@ class PressureSettings(Section):
     # Chance makes small clusters look short for a moment: that has to last, unless a great deal is missing.
     overload_after_s: float = Field(default=0.15, ge=0)
     overload_urgent_fraction: float = Field(default=1.25, gt=0)
-    overload_margin_fraction: float = Field(default=0.1, ge=0)  # of the forecast demand: freed in excess
+    # Of the forecast demand: freed in excess. Where only some groups are merged, all who come go where the room is,
+    # and wait for computing there.
+    overload_margin_fraction: float = Field(default=0.25, ge=0)
     relief_threshold_fraction: float = Field(default=0.5, gt=0)  # of the un-dropped memory
     relief_after_s: float = Field(default=2.0, ge=0)  # usage has to be below it for so long
     dwell_s: float = Field(default=3.0, ge=0)  # between any two transitions

@@ -60,7 +60,7 @@ def test_workers_come_into_the_layout_and_leave_it() -> None:
 def test_a_standby_monitor_takes_over_and_nobody_is_lost() -> None:
     async def story(plane: ControlPlane) -> None:
         m1 = await plane.monitor("m1")
-        m2 = await plane.monitor("m2", "--warmup-s", "5")  # time for both workers to find it
+        m2 = await plane.monitor("m2", "--warmup-s", "10")  # time for both workers to find it
         planner = await plane.planner("p1")
         await plane.worker("w1")
         await plane.worker("w2")
@@ -129,7 +129,8 @@ def test_the_state_server_restarts_empty() -> None:
         plane.state.restart()
         after = await plane.layout_until(planner, lambda now: now.epoch > before.epoch, "written again")
         assert after.groups == before.groups
-        assert after.epoch == before.epoch + 1
+        unknown = planner.log().count("layout not written")
+        assert after.epoch <= before.epoch + 1 + unknown, "only writes of unknown outcome cost a number"
         await plane.worker("w2")
         await plane.layout_until(planner, lambda now: names(now) == {"w1", "w2"}, "life goes on")
         assert "instance lost" not in monitor.log()

@@ -10,13 +10,15 @@ from pathlib import Path
 
 import grpc
 import psutil
+import pytest
 
 from ballast.common import errors
 from ballast.local.state_server import PrivateStateServer
 from ballast.model.tokenizer import write_tokenizer
+from ballast.rpc.errors import from_rpc_error
 from ballastpb.cluster.v1 import cluster_pb2
 from ballastpb.inference.v1 import inference_pb2 as pb
-from tests.support.dispatchers import Arena, Dispatcher, request, until, until_async
+from tests.support.dispatchers import Arena, Dispatcher, play, request, until, until_async
 from tests.support.timed_worker import TimedSettings, TimedWorker, scripted_text, scripted_tokens
 
 
@@ -44,7 +46,7 @@ def test_streams_tokens_text_and_usage_in_order() -> None:
             assert unseeded.token_ids == scripted_tokens([1, 2, 3], seed, 8)
             assert len({r.request_id for r in unseeded.responses}) == 1
 
-    asyncio.run(story())
+    play(story())
 
 
 def test_bad_requests_are_refused_by_name_and_harm_nobody() -> None:
@@ -96,7 +98,7 @@ def test_bad_requests_are_refused_by_name_and_harm_nobody() -> None:
             assert len(said.token_ids) == 2
             assert arena.worker.request_count == 0
 
-    asyncio.run(story())
+    play(story())
 
 
 def test_a_client_that_goes_away_frees_its_kv_at_once() -> None:
@@ -127,7 +129,7 @@ def test_a_client_that_goes_away_frees_its_kv_at_once() -> None:
             assert dict(status.requests_total) == {"cancelled": count + 1}
             assert status.running_request_count == status.backlog_request_count == 0
 
-    asyncio.run(story())
+    play(story())
 
 
 def test_a_deadline_ends_the_request_on_both_sides() -> None:
@@ -145,7 +147,7 @@ def test_a_deadline_ends_the_request_on_both_sides() -> None:
 
             await until_async(counted, "the deadline to be counted")
 
-    asyncio.run(story())
+    play(story())
 
 
 def test_a_killed_worker_costs_no_token() -> None:
@@ -168,7 +170,7 @@ def test_a_killed_worker_costs_no_token() -> None:
             assert len(resumed) == replay_count >= doomed > 0
             assert any(s.output_token_ids and s.delivered_text_chars for s in resumed)
 
-    asyncio.run(story())
+    play(story())
 
 
 def test_a_restarted_worker_is_another_one() -> None:
@@ -185,7 +187,7 @@ def test_a_restarted_worker_is_another_one() -> None:
                 assert answer.token_ids == scripted_tokens([1, 2, 3], 7, 60)
                 assert answer.last.usage.replay_count == 1
 
-    asyncio.run(story())
+    play(story())
 
 
 def test_two_dispatchers_share_the_workers_and_keep_ids_apart() -> None:
@@ -224,7 +226,7 @@ def test_two_dispatchers_share_the_workers_and_keep_ids_apart() -> None:
 
             await until_async(is_taken_over, "the dead dispatcher's claim to lapse")
 
-    asyncio.run(story())
+    play(story())
 
 
 def test_serving_goes_on_without_the_state_server() -> None:
@@ -248,7 +250,7 @@ def test_serving_goes_on_without_the_state_server() -> None:
                 assert (await arena.dispatcher.generate(request())).error is None
                 assert len(newcomer.submitted) == 1
 
-    asyncio.run(story())
+    play(story())
 
 
 def test_sigterm_finishes_what_runs_refuses_what_comes_and_exits_0() -> None:
@@ -271,7 +273,7 @@ def test_sigterm_finishes_what_runs_refuses_what_comes_and_exits_0() -> None:
             await until(lambda: dispatcher.process.returncode is not None, "the process to end")
             assert dispatcher.process.returncode == 0
 
-    asyncio.run(story())
+    play(story())
 
 
 def test_what_outlives_the_shutdown_timeout_ends_with_a_reason() -> None:
@@ -284,16 +286,18 @@ def test_what_outlives_the_shutdown_timeout_ends_with_a_reason() -> None:
             await until(lambda: arena.dispatcher.process.returncode is not None, "the process to end")
             assert arena.dispatcher.process.returncode == 0
 
-    asyncio.run(story())
+    play(story())
 
 
-def test_a_slow_client_gets_everything_and_one_that_never_reads_is_given_up() -> None:
+FAST = TimedSettings(step_s=0.002, tokens_per_step=20, max_model_len=100_000, block_count=10_000)
+
+
+def test_a_slow_client_gets_everything() -> None:
     async def story() -> None:
-        fast = TimedSettings(step_s=0.002, tokens_per_step=20, max_model_len=100_000, block_count=10_000)
-        async with Arena(fast, flags=["--client-stall-timeout", "10"]) as arena:
+        async with Arena(FAST) as arena:
             # With 20 logprobs each several MB: more than a transport with a fixed window takes without a reader.
-            count, stub = 12_000, arena.dispatcher.narrow_stub()
-            call = stub.Generate(request(max_tokens=count, logprobs=20, omit_text=True))
+            count = 12_000
+            call = arena.dispatcher.narrow_stub().Generate(request(max_tokens=count, logprobs=20, omit_text=True))
             await until(lambda: arena.worker.submitted and arena.worker.request_count == 0, "the worker to be done")
             got: list[pb.GenerateResponse] = []
             while isinstance(response := await call.read(), pb.GenerateResponse):
@@ -302,13 +306,29 @@ def test_a_slow_client_gets_everything_and_one_that_never_reads_is_given_up() ->
             assert sum(len(r.logprobs) for r in got) == count
             assert max(len(r.token_ids) for r in got) > 200, "what came while nobody read was not merged"
 
+    play(story())
+
+
+async def to_the_end(call: "grpc.aio.UnaryStreamCall[pb.GenerateRequest, pb.GenerateResponse]") -> None:
+    while isinstance(await call.read(), pb.GenerateResponse):
+        pass
+
+
+def test_a_client_that_does_not_read_is_given_up_and_told() -> None:
+    async def story() -> None:
+        async with Arena(FAST, flags=["--client-stall-timeout", "2"]) as arena:
+            stub = arena.dispatcher.narrow_stub()
             stalled = stub.Generate(request(max_tokens=90_000, request_id="stalled", logprobs=20))
             await until(lambda: "stalled" in [name for name, _ in arena.worker.aborted], "the client to be given up")
             status = await arena.dispatcher.status()
-            assert dict(status.requests_total) == {"length": 1, "cancelled": 1}
-            stalled.cancel()
+            assert dict(status.requests_total) == {"cancelled": 1}
+            with pytest.raises(grpc.RpcError) as caught:
+                await to_the_end(stalled)
+            error = from_rpc_error(caught.value, "dispatcher")
+            assert isinstance(error, errors.Cancelled)
+            assert "read nothing for 2 s" in str(error)
 
-    asyncio.run(story())
+    play(story())
 
 
 def test_what_is_wrong_at_the_start_is_said_in_one_line_with_status_2(tmp_path: Path) -> None:
@@ -335,7 +355,7 @@ def test_what_is_wrong_at_the_start_is_said_in_one_line_with_status_2(tmp_path: 
                 [line] = [line for line in dispatcher.process.log().splitlines() if "configuration error" in line]
                 assert expected in line
 
-    asyncio.run(story())
+    play(story())
 
 
 def test_an_unreachable_state_server_is_waited_for(tmp_path: Path) -> None:
@@ -357,7 +377,7 @@ def test_an_unreachable_state_server_is_waited_for(tmp_path: Path) -> None:
             assert again.process.returncode == 0
             await dispatcher.channel.close()
 
-    asyncio.run(story())
+    play(story())
 
 
 def test_ten_thousand_requests_at_once() -> None:
@@ -398,7 +418,7 @@ def test_ten_thousand_requests_at_once() -> None:
             assert dict(status.requests_total) == {"length": len(served), "refused": len(refused)}
             assert status.running_request_count == status.backlog_request_count == status.backlog_token_count == 0
 
-    asyncio.run(story())
+    play(story())
 
 
 def _service_pid(tether_pid: int) -> int:

@@ -59,7 +59,7 @@ class Bench:
             if peer.process.poll() is None:
                 peer.begin("close")
         if self.plane is not None:
-            self.plane.close(10.0)
+            self.plane.close(60.0)
         for peer in self.peers:
             if peer.process.poll() is None:
                 peer.end()

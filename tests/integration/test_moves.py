@@ -5,7 +5,7 @@ import contextlib
 from collections.abc import AsyncGenerator, Sequence
 
 from ballast.common import errors
-from tests.support.dispatchers import Answer, Arena, request, until, until_async
+from tests.support.dispatchers import Answer, Arena, play, request, until, until_async
 from tests.support.timed_group import TimedMember
 from tests.support.timed_worker import TimedSettings, publish_groups, scripted_text, scripted_tokens
 
@@ -103,7 +103,7 @@ def test_a_drop_and_a_restore_with_two_dispatchers_lose_and_repeat_nothing() -> 
             assert sum(status.requests_total["length"] for status in statuses) == 41
             assert all(len(s.workers) == 2 and all(w.connected for w in s.workers) for s in statuses)
 
-    asyncio.run(story())
+    play(story())
 
 
 def test_a_request_that_ends_on_its_way_is_told_at_its_new_worker() -> None:
@@ -120,7 +120,7 @@ def test_a_request_that_ends_on_its_way_is_told_at_its_new_worker() -> None:
             check(await asyncio.gather(*calls), 300)
             assert other.claimed_count == 6
 
-    asyncio.run(story())
+    play(story())
 
 
 def test_status_names_every_member_of_a_group() -> None:
@@ -137,7 +137,7 @@ def test_status_names_every_member_of_a_group() -> None:
                 "w2": ("g-w2", True, True),
             }
 
-    asyncio.run(story())
+    play(story())
 
 
 def test_cancel_and_deadline_between_two_workers() -> None:
@@ -168,4 +168,4 @@ def test_cancel_and_deadline_between_two_workers() -> None:
             await until_async(both_ended, "both to be counted")
             assert (await dispatcher.status()).running_request_count == 0
 
-    asyncio.run(story())
+    play(story())

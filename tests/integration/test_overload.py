@@ -17,6 +17,7 @@ from tests.support.cluster import RunningCluster, idle, running_cluster, until
 
 REQUESTS = 10_000
 QUEUED = 500
+MAX_TOKENS = 40  # so many that the workers are slower by far than whoever sends
 DEADLINE_S = 60.0
 # A worker's compiled kernels and allocators' arenas fill up once, to about 150 MiB, partly while it warms up, and then
 # stay as they are (benchmarks/memory_growth.py). 15 to 23 MiB were seen to come on top here.
@@ -49,23 +50,23 @@ def resident_bytes(running: RunningCluster) -> dict[str, int]:
     return {p.id: psutil.Process(p.pid).memory_info().rss for all_ in running.cluster.processes.values() for p in all_}
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(400)
 def test_ten_thousand_requests_at_once(running: RunningCluster) -> None:
     async def one(client: AsyncClient, i: int, outcomes: Counter[str], retry_after_s: list[float]) -> None:
-        sampling = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+        sampling = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS, ignore_eos=True)
         began_s = time.monotonic()
         try:
             answer = await client.generate(
                 token_ids=[3 + i % 500] * 20, sampling=sampling, deadline_s=DEADLINE_S, include_text=False
             )
-            assert len(answer.token_ids) == 8
+            assert len(answer.token_ids) == MAX_TOKENS
             outcomes["finished"] += 1
         except Overloaded as error:
             retry_after_s.append(error.retry_after_s)
             outcomes["refused"] += 1
         except DeadlineExceeded:
             outcomes["deadline"] += 1
-        assert time.monotonic() - began_s < DEADLINE_S + 10.0
+        assert time.monotonic() - began_s < DEADLINE_S + 60.0
 
     async def story() -> None:
         outcomes: Counter[str] = Counter()
@@ -85,4 +86,4 @@ def test_ten_thousand_requests_at_once(running: RunningCluster) -> None:
         assert all(0.0 < delay_s <= 60.0 for delay_s in retry_after_s)
         assert all(size < GROWTH_BYTES for size in grown.values()), grown
 
-    running.run(story(), timeout_s=200.0)
+    running.run(story(), timeout_s=360.0)

@@ -158,6 +158,16 @@ class Arena:
         await until_async(all_there, f"streams to {sorted(wanted)}")
 
 
+def play(story: Coroutine[Any, Any, None]) -> None:
+    """Runs it; one that hangs ends with the line at which it hangs."""
+
+    async def bounded() -> None:
+        async with asyncio.timeout(250):
+            await story
+
+    asyncio.run(bounded())
+
+
 async def until(found: Callable[[], Any], what: str, story: Callable[[], str] = str, timeout_s: float = 60.0) -> Any:
     """Waits for something that must come; says what when it does not."""
     give_up_at_s = time.monotonic() + timeout_s

@@ -254,7 +254,7 @@ class History:
         while self._under_way():
             now_said = sum(len(a.token_ids) + (a.finish_reason is not None) for _, a in self._asked)
             if now_said != said:
-                said, give_up_at_s = now_said, time.monotonic() + 30.0
+                said, give_up_at_s = now_said, time.monotonic() + 90.0
             elif time.monotonic() > give_up_at_s:
                 stuck = [a.story for _, a in self._asked if a.finish_reason is None]
                 raise AssertionError(f"epoch {epoch}; without an end: {stuck}; {cluster.describe()}")

@@ -240,8 +240,9 @@ class TimedWorker(worker_pb2_grpc.WorkerServiceServicer):
             if output.handles or output.endings or now_s - stream.sent_at_s > 0.02:
                 output.load.CopyFrom(load)
                 output.seen_handle = stream.seen_handle
-                if not stream.messages.full():
-                    stream.messages.put_nowait(pb.AttachResponse(step=output))
+                if stream.messages.full():
+                    continue  # the dispatcher gets no processor: it is told with the next step
+                stream.messages.put_nowait(pb.AttachResponse(step=output))
                 stream.output = pb.StepOutput()
                 stream.sent_at_s = now_s
 

@@ -29,7 +29,8 @@ class ClientStream:
         self.request_id = request_id
         self.ending: ClientEnding | None = None
         self.waiting_since_s: float | None = None  # something lies here unread since then
-        self.task = asyncio.current_task()  # the call that reads
+        self.given_up = ""  # why, if its client does not read
+        self._task = asyncio.current_task()  # the call that reads
         self._loop = asyncio.get_running_loop()
         self._pacer = pacer
         self._has_begun = False
@@ -63,6 +64,12 @@ class ClientStream:
             return False
         self._waiter.set_result(None)
         return True
+
+    def give_up(self, why: str) -> None:
+        """Ends the call, which waits until its client reads."""
+        self.given_up = why
+        if self._task is not None:
+            self._task.cancel()
 
     async def take(self) -> Delivery:
         """What is there, as soon as there is anything. After the ending it must not be called again."""

@@ -164,9 +164,9 @@ class DispatcherShell:
         for stream in list(self._clients.values()):
             if stream.waiting_since_s is not None and stream.waiting_since_s < latest_s:
                 get_logger().warning("client does not read", request_id=stream.request_id)
-                self.close(stream, f"the client read nothing for {self._client_stall_timeout_s:g} s")
-                if stream.task is not None:
-                    stream.task.cancel()
+                why = f"the client read nothing for {self._client_stall_timeout_s:g} s"
+                self.close(stream, why)
+                stream.give_up(why)
 
     # --------------------------------------------------------------------------------------------- commands
 

@@ -95,8 +95,8 @@ def test_stop_keeps_what_was_seen_and_cancels_what_runs() -> None:
 
     async def run_and_stop() -> ReplayRun:
         replay = Replay(target, trace, ReplayOptions(), VOCAB)
-        asyncio.get_running_loop().call_later(0.3, replay.stop)
-        async with asyncio.timeout(5):
+        asyncio.get_running_loop().call_later(2.0, replay.stop)
+        async with asyncio.timeout(60):
             return await replay.run()
 
     run = asyncio.run(run_and_stop())

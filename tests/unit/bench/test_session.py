@@ -157,7 +157,7 @@ def test_ctrl_c_writes_what_was_seen_and_says_so(tmp_path: Path) -> None:
                 sys.executable, "-m", "ballast.cli.main", *arguments, cwd=ROOT, stdout=asyncio.subprocess.PIPE
             )
             await dispatcher.started.wait()
-            await asyncio.sleep(0.5)
+            await asyncio.sleep(3.0)  # for three tokens to arrive there
             process.send_signal(signal.SIGINT)
             output, _ = await process.communicate()
             return process.returncode, output.decode()

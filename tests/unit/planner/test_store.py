@@ -169,7 +169,7 @@ def test_with_the_decision_the_layout_changes_and_not_before() -> None:
             assert (stored.layout, stored.journal) == (in_force, change(stage))
         assert stored.partial == ((WorkerId("w9"), Incarnation(3)),)
         told: list[str] = []
-        while message := await pubsub.get_message(timeout=0.2):
+        while message := await pubsub.get_message(timeout=0.2 if told else 60):
             if message["type"] == "message":
                 told.append(str(message["data"]))
         assert told == ["2"], "dispatchers hear of the decision once"

@@ -308,7 +308,7 @@ def test_a_step_that_hangs_does_not_keep_the_worker_from_ending(model: Path, mon
     monkeypatch.setattr(shell_module, "_LAST_STEP_S", 0.2)
 
     async def story() -> None:
-        async with running_shell(model, lambda step: time.sleep(2.0)) as shell:
+        async with running_shell(model, lambda step: time.sleep(4.0)) as shell:
             stream = await shell.open_stream()
             await shell.post(submission(stream, 1))
             await until(lambda: shell.load().step_age_s > 0.05)

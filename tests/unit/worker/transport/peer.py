@@ -66,7 +66,7 @@ class Peer:
 
     def close(self) -> None:
         if self.plane is not None:
-            self.plane.close()
+            self.plane.close(60.0)
         self.plane = None
         self.links.clear()
 

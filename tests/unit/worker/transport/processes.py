@@ -36,7 +36,7 @@ class PeerProcess:
         self._to.write(json.dumps({"do": do, "with": arguments}) + "\n")
         self._to.flush()
 
-    def end(self, timeout_s: float = 60.0) -> Any:
+    def end(self, timeout_s: float = 200.0) -> Any:
         if not select.select([self._from], [], [], timeout_s)[0]:
             raise TimeoutError("the peer process does not answer")
         answer = json.loads(self._from.readline())

@@ -25,7 +25,7 @@ class Pair:
 
     def __init__(self, stack: ExitStack, **settings: Any) -> None:
         self.recorders = {"w1": Recorder(), "w2": Recorder()}
-        given: dict[str, Any] = {**CONFIG, "connect_timeout_s": 5.0, **settings}
+        given: dict[str, Any] = {**CONFIG, "connect_timeout_s": 40.0, "close_timeout_s": 10.0, **settings}
         config = TransportConfig(**given)
         self.planes = {w: DataPlane(w, recorder, config, "127.0.0.1") for w, recorder in self.recorders.items()}
         for plane in self.planes.values():
@@ -44,7 +44,7 @@ class Pair:
         self.name()
         return until(lambda: found if len(found := self.spares()) == 2 else None)
 
-    def connect(self, epochs: tuple[int, int], timeout_s: float = 5.0) -> list[Link]:
+    def connect(self, epochs: tuple[int, int], timeout_s: float = 40.0) -> list[Link]:
         with ThreadPoolExecutor(2) as pool:
             asked = [
                 pool.submit(self.planes[w].connect, peer, self.planes[peer].store_address, epoch, timeout_s)
@@ -53,7 +53,7 @@ class Pair:
         return [future.result() for future in asked]
 
 
-def until(found: Callable[[], Any], timeout_s: float = 20.0) -> Any:
+def until(found: Callable[[], Any], timeout_s: float = 60.0) -> Any:
     deadline_s = time.monotonic() + timeout_s
     while not (value := found()):
         if time.monotonic() > deadline_s:
@@ -101,10 +101,10 @@ def test_naming_again_and_again_keeps_the_same_spare(stack: ExitStack) -> None:
 
 
 def test_a_plan_that_only_one_side_has_heard_of_does_not_spoil_the_spare_for_the_next(stack: ExitStack) -> None:
-    pair = Pair(stack, adopt_timeout_s=3.0)
+    pair = Pair(stack, adopt_timeout_s=20.0)
     spares = pair.warm()
     with ThreadPoolExecutor(1) as pool:
-        lonely = pool.submit(pair.planes["w1"].connect, "w2", "", 7, 1.0)
+        lonely = pool.submit(pair.planes["w1"].connect, "w2", "", 7, 4.0)
         until(lambda: spares[0].asked_epoch == 7)
         assert pair.connect((8, 8)) == spares
         with pytest.raises(DeadlineExceeded):
@@ -134,10 +134,10 @@ def test_a_link_of_one_epoch_is_none_for_another(stack: ExitStack) -> None:
 
 def test_a_spare_that_a_plan_is_taking_is_not_closed_for_a_newer_one(stack: ExitStack) -> None:
     """Its caller has taken it for the plan and been told to make the next one, before the other side heard of it."""
-    pair = Pair(stack, adopt_timeout_s=3.0)
+    pair = Pair(stack, adopt_timeout_s=20.0)
     old = pair.warm()
     with ThreadPoolExecutor(1) as pool:
-        early = pool.submit(pair.planes["w2"].connect, "w1", pair.planes["w1"].store_address, 7, 5.0)
+        early = pool.submit(pair.planes["w2"].connect, "w1", pair.planes["w1"].store_address, 7, 40.0)
         until(lambda: old[0]._peer_asked == 7)
         pair.planes["w2"]._spares.remove(old[1])
         pair.planes["w2"].name_partners({"w1": pair.planes["w1"].store_address})
