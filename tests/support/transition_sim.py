@@ -562,6 +562,7 @@ def _judge(world: World) -> None:
         assert not worker.landing or worker.broken, f"{worker.name} still lacks KV of {worker.landing}"
         assert worker.forming or not world.leads(worker), f"{worker.name} serves nobody"
         phase = worker.transition.phase if worker.transition is not None else None
+        assert worker.transition is None or not worker.transition.awaits_stages, f"{worker.name} forms no batches"
         # Of a plan that everybody has forgotten nothing is in force. Who has prepared it waits for a newer one: it
         # cannot know that nobody has decided.
         forgotten = worker.transition is not None and worker.transition.epoch <= world.forgotten_epoch

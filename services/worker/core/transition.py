@@ -121,6 +121,15 @@ class Transition:
         """Its group's leader has not said yet whose KV stays."""
         return self.phase is Phase.EXCHANGING and self.part.new.leader.worker_id not in self._is.waves
 
+    @property
+    def awaits_stages(self) -> bool:
+        """Leader: victims that go on at once could not yet be in a batch. One that is formed now has a few of them, and
+        the others would wait behind it.
+        """
+        is_ = self._is
+        in_first_wave = self.phase is Phase.EXCHANGING and is_.waves.get(self.me) == 1
+        return in_first_wave and not is_.stages_missing.keys().isdisjoint(is_.landing)
+
     def begin(self) -> list[Command]:
         return [ConnectLinks(self.epoch, self.part.peers), PrepareMemory(self.plan)]
 

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from services.worker.pipeline.remote_attention import RemoteAttention
     from services.worker.policy.online_cost import OnlineCost
     from services.worker.transport.config import TransportConfig
+    from services.worker.transport.pace import StagePace
     from services.worker.transport.plane import DataPlane
 
 
@@ -101,7 +102,7 @@ def join(
 
         device = engine.memory.pool.backend.device
         own = TimedRunner(own, costs, layer_count=engine.info.layer_count, device=device)
-    attention_of = _remote_attention(engine) if open_plane is None else None
+    attention_of = _remote_attention(engine, plane.pace) if open_plane is None else None
     if live_exchange and attention_of is None:
         raise ConfigError("worker.exchange", "live exchange needs a model on the cpu device")
     member = GroupMember(
@@ -124,14 +125,14 @@ def join(
     return Membership(member, plane, hub.attention)
 
 
-def _remote_attention(engine: Instance) -> Callable[[GroupMember], RemoteAttention] | None:
+def _remote_attention(engine: Instance, pace: StagePace) -> Callable[[GroupMember], RemoteAttention] | None:
     """None: this engine cannot attend to a part of a context."""
     if engine.memory.pool.backend.device.type != "cpu":
         return None
     from services.worker.pipeline.remote_attention import RemoteAttention
 
     def make(member: GroupMember) -> RemoteAttention:
-        attention = RemoteAttention(engine.memory.kv, member.link_to)
+        attention = RemoteAttention(engine.memory.kv, member.link_to, pace)
         engine.runner.attend_with(attention)
         return attention
 

@@ -200,7 +200,8 @@ class TransitionDriver:
 
     @property
     def may_form(self) -> bool:
-        return not self.quiescing and not self._waits
+        awaits_stages = self.transition is not None and self.transition.awaits_stages
+        return not (self.quiescing or self._waits or awaits_stages)
 
     def poll(self) -> None:
         """Between two batches."""

@@ -38,6 +38,8 @@ from services.worker.shell import MemberEvent
 from services.worker.transport.traffic import TrafficClass
 from services.worker.transport.transfer import Outcome, Transfer
 
+BEHIND_EXCHANGE = 1 << 40  # rank inside the class KV, behind every sequence that somebody waits for
+
 if TYPE_CHECKING:
     import torch
 
@@ -93,6 +95,7 @@ class _Piece:
     """KV of a sequence in some layers, on its way out."""
 
     sequence_id: SequenceId
+    token_count: int
     name: pb.KvPiece
     tensors: Sequence[torch.Tensor]
     size_bytes: int
@@ -264,7 +267,7 @@ class KvExchange:
         link, together, size_bytes = self._link(to), list[_Piece](), 0
         if link is None:
             return
-        for key in dict.fromkeys(keys):
+        for key in sorted(dict.fromkeys(keys), key=self._tokens):  # the short ones first: most of them go on soonest
             commands = self._to_send.pop(key, [])
             self._unsent[key] = len(commands)
             for command in commands:
@@ -277,19 +280,25 @@ class KvExchange:
         if together:
             self._transfer(link, to, together)
 
+    def _tokens(self, key: tuple[SequenceId, WorkerId]) -> int:
+        return max((command.victim.computed_tokens for command in self._to_send.get(key, ())), default=0)
+
     def _piece(self, command: SendKv, first_block: int) -> _Piece:
         victim, first, last = command.victim, command.first_layer, command.last_layer
         tensors = self._pieces(victim, self._table(command), first_block, first, last, live=command.live)
         self._progress.kv_bytes_to_send -= first_block * self._kv.shape.block_bytes * (last - first)
         name = pb.KvPiece(epoch=command.epoch, sequence_id=victim.sequence_id, first_layer=first, last_layer=last)
-        return _Piece(victim.sequence_id, name, tensors, sum(tensor.nbytes for tensor in tensors))
+        size_bytes = sum(tensor.nbytes for tensor in tensors)
+        return _Piece(victim.sequence_id, victim.computed_tokens, name, tensors, size_bytes)
 
     def _transfer(self, link: Link, to: WorkerId, pieces: Sequence[_Piece]) -> None:
         epoch, ids = self._transition.epoch, tuple(piece.sequence_id for piece in pieces)
         meta = pb.KvPieces(pieces=[piece.name for piece in pieces]).SerializeToString()
         tensors = [tensor for piece in pieces for tensor in piece.tensors]
         try:
-            transfer = link.transfer(TrafficClass.KV, tensors, topic=Topic.KV, meta=meta, stream=ids[0])
+            transfer = link.transfer(
+                TrafficClass.KV, tensors, topic=Topic.KV, meta=meta, stream=ids[0], rank=pieces[0].token_count
+            )
         except BallastError as error:
             get_logger().error("KV is not sent", sequence_ids=ids, to=to, why=str(error))
             return  # the link is broken, and its end is told too

@@ -52,7 +52,7 @@ from services.worker.core.stage import StageBook
 from services.worker.core.worker import WorkerCore
 from services.worker.memory.kv_cache import KvCache
 from services.worker.pipeline.events import MigrationOrdered, MigrationTold, SpanLanded, SpanSent
-from services.worker.pipeline.exchange import kv_pieces
+from services.worker.pipeline.exchange import BEHIND_EXCHANGE, kv_pieces
 from services.worker.pipeline.hub import Hub
 from services.worker.pipeline.links import Links
 from services.worker.pipeline.migration_totals import MigrationTotals
@@ -69,7 +69,6 @@ if TYPE_CHECKING:
     from services.worker.transport.link import Link
 
 _SPAN_BYTES = 64 << 20  # sent at once while the sequence is decoding, unless a block of all the layers is more
-_BEHIND_EXCHANGE = 1  # rank inside the class KV; what a sequence stands still for does not wait
 
 
 @dataclass(slots=True)
@@ -275,7 +274,7 @@ class Migrations:
         span, layers = command.span, self._kv.shape.layer_count
         self._synchronise()
         pieces = kv_pieces(self._kv, table, span.first_block, span.last_block, 0, layers)
-        transfer = self._transfer(command, pieces, _BEHIND_EXCHANGE)
+        transfer = self._transfer(command, pieces, BEHIND_EXCHANGE)
         if isinstance(transfer, str):
             self._carry_out(self._departures.give_up(time.monotonic(), command.migration_id, transfer))
         else:

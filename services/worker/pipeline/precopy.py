@@ -21,7 +21,7 @@ from services.worker.core.precopy import WORTH_BLOCKS, Precopy, Source, Span, so
 from services.worker.core.stage import StageBook
 from services.worker.memory.kv_cache import KvCache
 from services.worker.pipeline.events import KvAheadArrived, KvAheadAsked, ShareTold, Woken
-from services.worker.pipeline.exchange import kv_pieces
+from services.worker.pipeline.exchange import BEHIND_EXCHANGE, kv_pieces
 from services.worker.pipeline.hub import Hub
 from services.worker.pipeline.status import Progress
 from services.worker.pipeline.wire import Topic
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 _BUFFER_BYTES = 1 << 20  # of one answer, unless a block of all the layers is more
 _PATIENCE_S = 5.0  # a commit does not wait longer for the first round
 _DEAF_S = 30.0  # nor for the leader's word
-_BEHIND_EXCHANGE = 1  # rank inside the class KV: what was copied late does not hold up what is waited for
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,7 +224,7 @@ class PrecopyRun:
                 topic=Topic.KV_AHEAD,
                 meta=meta,
                 stream=span.sequence_id,
-                rank=_BEHIND_EXCHANGE,
+                rank=BEHIND_EXCHANGE,
             )
         except BallastError as error:
             get_logger().warning("KV is not copied ahead", to=event.link.peer_id, why=str(error))

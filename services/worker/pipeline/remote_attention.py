@@ -30,15 +30,17 @@ from services.worker.engine.spread_attention import Elsewhere
 from services.worker.memory.kv_cache import KvCache
 from services.worker.pipeline.wire import Topic
 from services.worker.transport.link import Link
+from services.worker.transport.pace import StagePace
 from services.worker.transport.receiving import Message
 from services.worker.transport.traffic import TrafficClass
 
 _ANSWER_TIMEOUT_S = 10.0
 _ROSTER_TIMEOUT_S = 5.0
 _MAX_QUESTIONS = 256
+_MAX_PREPARED = 16  # sets of rows that are asked for together: a microbatch each, and some prompts' chunks
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class _Lent:
     """KV of layers given up, for as long as somebody may ask for it."""
 
@@ -49,9 +51,11 @@ class _Lent:
 class RemoteAttention:
     """`engine.spread_attention.Holders` of one worker, and what answers the others."""
 
-    def __init__(self, kv: KvCache, link: Callable[[WorkerId], Link | None]) -> None:
+    def __init__(self, kv: KvCache, link: Callable[[WorkerId], Link | None], pace: StagePace) -> None:
+        """`pace` is told that questions are under way."""
         self._kv = kv
         self._link = link
+        self._pace = pace
         self._elsewhere: dict[SequenceId, tuple[Elsewhere, ...]] = {}  # engine thread only
         self._numbers = count(1)
         self._lock = Lock()
@@ -59,6 +63,7 @@ class RemoteAttention:
         self._changed = Condition()
         self._lent: dict[tuple[SequenceId, int], _Lent] = {}  # by sequence and layer
         self._answering = False
+        self._prepared: dict[tuple[tuple[_Lent, ...], tuple[int, ...]], PartialAttention] = {}  # same for all layers
         self._questions: queue.Queue[tuple[Link, Message] | None] = queue.Queue(_MAX_QUESTIONS)
         self._thread: Thread | None = None
         self.questions_total = 0
@@ -66,6 +71,7 @@ class RemoteAttention:
     # ------------------------------------------------------------ this member lacks KV; engine thread
 
     def await_kv(self, sequence_id: SequenceId, holder: WorkerId, token_count: int, layers: range) -> None:
+        self._pace.attended_at_s = time.monotonic()  # soon: the first question is not to find a large chunk before it
         elsewhere = Elsewhere(holder, token_count, layers.start, layers.stop)
         self._elsewhere[sequence_id] = (*self._elsewhere.get(sequence_id, ()), elsewhere)
 
@@ -93,6 +99,7 @@ class RemoteAttention:
             self._asked[number] = (holder, answer)
         body = pb.Attend(layer=layer, sequence_ids=[i for i, _ in rows], row_counts=[n for _, n in rows])
         meta, tensor = body.SerializeToString(), q_RNH.flatten(1).contiguous()
+        self._pace.attended_at_s = time.monotonic()
         try:
             link.send(TrafficClass.ACTIVATION, Topic.ATTEND, meta=meta, tensor=tensor, stream=number, timeout_s=1.0)
         except BallastError:
@@ -118,6 +125,7 @@ class RemoteAttention:
     # ------------------------------------------------------------ others lack what is here; engine thread
 
     def lend(self, sequence_id: SequenceId, layers: range, table: Sequence[int], token_count: int) -> None:
+        self._pace.attended_at_s = time.monotonic()
         lent = _Lent(np.array(table, np.int64), token_count)
         with self._changed:
             for layer in layers:
@@ -131,12 +139,14 @@ class RemoteAttention:
         with self._changed:
             for key in [key for key in self._lent if key[0] == sequence_id]:
                 del self._lent[key]
+            self._prepared.clear()
 
     def abandon(self) -> None:
         """The group is no more: nobody asks, and nobody is answered."""
         self._elsewhere.clear()
         with self._changed:
             self._lent.clear()
+            self._prepared.clear()
             self._changed.notify_all()
 
     @property
@@ -154,6 +164,7 @@ class RemoteAttention:
     # ------------------------------------------------------------ links' threads
 
     def asked(self, link: Link, message: Message) -> None:
+        self._pace.attended_at_s = time.monotonic()
         self._questions.put_nowait((link, message))  # full: more than the peers can ask, which breaks the link
 
     def answered(self, link: Link, message: Message) -> None:
@@ -192,19 +203,27 @@ class RemoteAttention:
         if lent is None or message.tensor is None:
             return None
         try:
-            spans = [
-                Span(rows, 0, one.token_count, False, one.blocks)
-                for rows, one in zip(asked.row_counts, lent, strict=True)
-            ]
-            shape = self._kv.shape
-            q_RNH = message.tensor.view(message.tensor.shape[0], -1, shape.head_dim)
+            cache = self._kv.layer(asked.layer)
+            q_RNH = message.tensor.view(message.tensor.shape[0], -1, self._kv.shape.head_dim)
             with torch.inference_mode():
-                cache = self._kv.layer(asked.layer)
-                found = PartialAttention(spans, shape.block_tokens, cache.device).run(cache, q_RNH)
+                found = self._prepare(tuple(lent), tuple(asked.row_counts), cache.device).run(cache, q_RNH)
                 return torch.cat([found.out_RNH.flatten(1), found.lse_RN], 1)
         finally:
             with self._changed:
                 self._answering = False
+
+    def _prepare(self, lent: tuple[_Lent, ...], row_counts: tuple[int, ...], device: torch.device) -> PartialAttention:
+        """What is asked for in one layer is asked for in the others and, while they last, in the next steps too."""
+        with self._changed:
+            if (known := self._prepared.get((lent, row_counts))) is not None:
+                return known
+        spans = [Span(rows, 0, one.token_count, False, one.blocks) for rows, one in zip(row_counts, lent, strict=True)]
+        made = PartialAttention(spans, self._kv.shape.block_tokens, device)
+        with self._changed:
+            if len(self._prepared) >= _MAX_PREPARED:
+                self._prepared.clear()
+            self._prepared[lent, row_counts] = made
+        return made
 
     def _find(self, keys: Sequence[tuple[SequenceId, int]]) -> list[_Lent] | None:
         """None: it is not here. From here on it is being read."""

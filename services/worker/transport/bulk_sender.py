@@ -213,7 +213,7 @@ class BulkSender:
     def run(self) -> None:
         state = self._state
         while not state.broken:
-            if len(state.in_flight) >= self._window():
+            if len(state.in_flight) >= (self._window() if self._wire is None else self._config.window_chunks):
                 if self._complete_oldest():
                     return
                 continue
@@ -347,11 +347,15 @@ class BulkSender:
     # ------------------------------------------------------------ below: called with _changed held
 
     def _decide(self, now_s: float) -> Grant | Hold | None:
-        """A chunk that is through before the activation that the stage is computing, or else a small one."""
+        """A chunk that is through before the activation that the stage is computing, or else a small one. Always a
+        small one while stages ask each other.
+        """
         size, rate = self._chunks.bytes_for(self._pace.stage_s), self._chunks.rate_bytes_per_s
         if rate is not None and self._pace.due_at_s is not None and not self._pace.is_late(now_s):
             room_bytes = int((self._pace.due_at_s - now_s) * rate)
             size = min(size, max(room_bytes, self._least_bytes))
+        if now_s - self._pace.attended_at_s < self._config.calm_s:
+            size = min(size, self._chunks.bytes_between_questions())
         self._schedule.chunk_bytes = size
         return self._schedule.next(now_s, urgent=self._gate.is_due)
 

@@ -125,3 +125,22 @@ def test_many_of_all_kinds(monkeypatch: pytest.MonkeyPatch) -> None:
             if rng.random() < 0.5
         }
         check(shares, away, torch.float64)
+
+
+def test_without_the_fused_kernel_it_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(partial_attention, "_FUSED", None)
+    away = {1: (Elsewhere("a", 4, 0, LAYERS),), 2: (Elsewhere("b", 8, 1, 3),)}
+    check([(9, 6), (5, 1), (30, 3), (3, 1)], away, torch.float64)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_both_kernels_say_the_same_log_sum_exp(dtype: torch.dtype) -> None:
+    torch.manual_seed(1)
+    q = torch.randn(3, 5, KV_HEADS, HEADS // KV_HEADS, HEAD_DIM, dtype=dtype)
+    k, v = torch.randn(2, 3, 17, KV_HEADS, HEAD_DIM, dtype=dtype).unbind()
+    hidden = torch.rand(3, 5, 17) < 0.5
+    hidden[:, :, 3] = False  # every row sees something
+    for mask in (hidden, None):
+        found, expected = partial_attention._attend_fused(q, k, v, mask), partial_attention._attend(q, k, v, mask)
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, other, atol=1e-12 if dtype == torch.float64 else 1e-5, rtol=0)
