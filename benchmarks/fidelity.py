@@ -8,9 +8,8 @@ beyond the engine's own time, and a request beyond its steps. Three workloads: s
 and restores), and long prompts. Rates follow from profile and calibration, so that they fit any machine.
 
 Workers, dispatcher and client share this machine's cores, which the simulator knows nothing of. So a fourth workload,
-with other lengths, another rate and another seed, and no drops, is run first to calibrate by: steps take so many times
-as long, and first tokens so much longer, that its mean TPOT and TTFT are right. Nothing is calibrated on the three that
-are compared.
+with other lengths, another rate and another seed, is run first to calibrate by: steps, and tokens of prompts, take so
+many times as long that its mean TPOT and TTFT are right. Nothing is calibrated on the three that are compared.
 
 Goals: mean TTFT and TPOT within 15 % of the real run, p99 within 30 %, as many drops. Figures of a machine that does
 other work meanwhile mean little.
@@ -81,9 +80,10 @@ WORKLOADS = (
 )
 
 
-CALIBRATION = Workload("calibration", 240, 48, 0.2)
+CALIBRATION = Workload("calibration", 320, 48, 0.2)
 _CALIBRATION_SEED = 7919  # added to that of the workloads
-_CALIBRATION_ROUNDS = 12
+_CALIBRATION_ROUNDS = 16
+_DAMPING = 0.6  # each changes the other's figure, too
 _CALIBRATED_WITHIN = 0.01  # of both means
 
 
@@ -92,8 +92,10 @@ class Overheads:
     """Of the real path, beyond what the engine takes alone on the machine."""
 
     step_s: float  # of lone requests
-    request_s: float  # of the first token
-    slowdown: float = 1.0  # steps take so many times as long beside the other processes
+    request_s: float  # of the first token; of those as well
+    # Beside the other processes, so many times as long:
+    step_slowdown: float = 1.0  # what a step costs by itself and by its sequences
+    prompt_slowdown: float = 1.0  # what it costs by its tokens
 
 
 class StageProfile:
@@ -177,15 +179,21 @@ def overheads(seen: Overheads, machine: Machine) -> Overheads:
 
 def slowed(machine: Machine, known: Overheads) -> Machine:
     """As it is while it serves."""
-    measured, factor = machine.execution, known.slowdown
+    measured = machine.execution
     assert isinstance(measured, Measured)
+
+    def of(cost: CostModel) -> CostModel:
+        by_token, by_step = known.prompt_slowdown, known.step_slowdown
+        return CostModel(
+            cost.attention_s * by_token,
+            cost.token_s * by_token,
+            cost.chunk_s * by_step,
+            cost.shared_s * by_step,
+            cost.prefix_s * by_step,
+        )
+
     step = measured.step.plus(CostModel(0.0, 0.0, known.step_s, known.step_s))
-    execution = Measured(
-        layer=measured.layer.scaled(factor),
-        step=step.scaled(factor),
-        first=measured.first.scaled(factor),
-        last=measured.last.scaled(factor),
-    )
+    execution = Measured(layer=of(measured.layer), step=of(step), first=of(measured.first), last=of(measured.last))
     return machine.model_copy(update={"execution": execution})
 
 
@@ -199,11 +207,13 @@ def calibrated(
         raise ConfigError("--seconds", "the calibration run has ended no request; make it longer")
     for _ in range(_CALIBRATION_ROUNDS):
         seen = simulated(machine, profile, budget, known, trace)
-        missing_s, ratio = ttft_s - (seen.ttft_s.mean or 0.0), tpot_s / (seen.tpot_s.mean or tpot_s)
-        if abs(missing_s) <= _CALIBRATED_WITHIN * ttft_s and abs(ratio - 1) <= _CALIBRATED_WITHIN:
+        first, each = ttft_s / (seen.ttft_s.mean or ttft_s), tpot_s / (seen.tpot_s.mean or tpot_s)
+        if max(abs(first - 1), abs(each - 1)) <= _CALIBRATED_WITHIN:
             break
         known = replace(
-            known, slowdown=known.slowdown * ratio**0.7, request_s=max(0.0, known.request_s + 0.7 * missing_s)
+            known,
+            step_slowdown=known.step_slowdown * each**_DAMPING,
+            prompt_slowdown=known.prompt_slowdown * first**_DAMPING,
         )
     return known
 
@@ -354,7 +364,7 @@ async def measured(args: argparse.Namespace, folder: Path, console: Console) -> 
     known = calibrated(machine, profile, budget, alone, first, calibration[CALIBRATION.name])
     console.print(
         f"lone requests, beyond the profile: {1e3 * alone.step_s:.2f} ms a step, {1e3 * alone.request_s:.2f} ms a"
-        f" request; calibration run: steps x {known.slowdown:.2f}, {1e3 * known.request_s:.2f} ms a request"
+        f" request; calibration run: steps x {known.step_slowdown:.2f}, tokens of prompts x {known.prompt_slowdown:.2f}"
     )
     # By what was seen, so that the machine is as loaded as is said, whatever else it does.
     traces = {w.name: draw(w, slowed(machine, known), args.seconds, args.seed) for w in WORKLOADS}
