@@ -175,12 +175,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=defaults.visits, help="over all batches")
     parser.add_argument("--max-num-batched-tokens", type=int, default=1024)
     parser.add_argument("--held-out", type=int, default=defaults.held_out_count, help="batches of each kind")
+    parser.add_argument("--seed", type=int, default=defaults.seed, help="of the batches drawn")
     parser.add_argument("--out", type=Path, default=RESULTS, metavar="FOLDER")
     arguments = parser.parse_args()
     options = Options(
         visits=arguments.rounds,
         batch_tokens=arguments.max_num_batched_tokens,
         held_out_count=arguments.held_out,
+        seed=arguments.seed,
     )
     console = Console() if Console().is_terminal else Console(width=120)
     measured = run(options, console)

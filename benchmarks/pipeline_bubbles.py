@@ -4,14 +4,18 @@
 
 Each worker is a process with one engine thread. All requests are there from the beginning; their lengths are drawn
 from CSV files with the columns input_tokens and output_tokens, scaled. Repetitions are interleaved, so that other load
-on the machine hits both alike. With --emulate stages sleep for as long as a cost model says instead of executing:
-more stages than there are cores can overlap only then. A stage is idle while it does not execute although the leader
-has work; the bubble fraction is idle / (busy + idle) over all stages, while requests wait and over the whole run, whose
-end has a tail of decodes.
+on the machine hits both alike. More stages than there are cores (or all, with --emulate) do not execute but sleep for
+as long as a model of the catalogue takes on one of its GPUs: they could not overlap otherwise. Scheduler, wire, links
+and threads are real then, activations small. What lookahead goes by is fitted to the data sheet.
+
+The bubble fraction is the part of the time in which stages did not execute, all of them together, while requests
+waited; over the whole run, whose end has a tail of decodes, it is idle / (busy + idle). --write makes the table and
+the file of results in benchmarks/results.
 """
 
 import argparse
 import json
+import os
 import random
 import statistics
 import tempfile
@@ -20,20 +24,33 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
+from ballast.local.emulation import catalogue_machine
 from ballast.model.tiny import TinyShape, write_checkpoint
 from benchmarks.engine_throughput import RESULTS, environment
 from benchmarks.microbatching import read_lengths
 from benchmarks.pipeline_rig import Rig, RigSpec, Served
+from benchmarks.stage_gaps import shares
 from services.worker.pipeline.stage_clock import Span, StageTimes
-from services.worker.policy.cost import CostModel
 
 MODES = ("token-count", "lookahead")
 REAL = TinyShape(hidden=256, layers=8, heads=8, kv_heads=4, intermediate=768, vocab=1024, max_len=4096)
 HOLLOW = TinyShape(hidden=64, layers=8, heads=2, kv_heads=1, head_dim=2, intermediate=64, vocab=512, max_len=8192)
-# Of all layers of the model that is emulated: a full batch of 512 tokens without attention takes 51 ms, attention to
-# 4,000 tokens as much again as all else.
-EMULATED = CostModel(attention_s=2.5e-8, token_s=1e-4, chunk_s=1e-3, shared_s=8e-4, prefix_s=2e-7)
+GPU, MODEL = "A800-80G", "Qwen2.5-14B"  # of the paper's
 JITTER = 0.03
+
+
+@dataclass(frozen=True)
+class Workload:
+    name: str
+    input_scale: float
+    output_scale: float
+    request_count: int
+
+
+WORKLOADS = (
+    Workload("prompts and answers a quarter as long", 0.25, 0.25, 300),
+    Workload("prompts half as long, answers a twentieth", 0.5, 0.05, 120),
+)
 
 
 @dataclass(frozen=True)
@@ -44,74 +61,67 @@ class Run:
     backlog_s: float
     tokens_per_s: float
     bubble: float  # over the whole run
-    backlog_bubble: float  # while requests waited
+    backlog_bubble: float  # while requests waited, and what it is made of:
+    waiting: float  # for a neighbour
+    latency: float
+    busy_s: float  # of all stages, over the whole run
     network_s: float
     steps: int
     mean_first_token_s: float
 
 
-def backlog_bubble(served: Served, spans: Sequence[Sequence[Span]]) -> float:
-    """Of the time in which requests waited, all stages together. Raises ValueError if the windows do not reach back."""
-    begin_s, end_s = served.began_at_s, served.began_at_s + served.backlog_s
-    busy_s = 0.0
-    for stage in spans:
-        runs = [s for s in stage if s.kind == "run"]
-        if not runs or runs[0].began_s > begin_s + 0.1 * served.backlog_s:
-            raise ValueError("a stage's window of spans is shorter than the run: fewer requests, or larger batches")
-        busy_s += sum(max(0.0, min(s.ended_s, end_s) - max(s.began_s, begin_s)) for s in runs)
-    return 1 - busy_s / (len(spans) * served.backlog_s)
-
-
 def to_run(mode: str, repetition: int, served: Served, times: Sequence[StageTimes], spans: list[list[Span]]) -> Run:
     busy_s, idle_s = sum(t.busy_s for t in times), sum(t.idle_s for t in times)
+    backlog = shares(spans, served.began_at_s, served.began_at_s + served.backlog_s)
     return Run(
-        mode,
-        repetition,
-        served.wall_s,
-        served.backlog_s,
-        served.token_count / served.wall_s,
-        idle_s / (busy_s + idle_s),
-        backlog_bubble(served, spans),
-        sum(t.network_s for t in times),
-        times[0].steps,
-        statistics.mean(served.first_token_s),
+        mode=mode,
+        repetition=repetition,
+        wall_s=served.wall_s,
+        backlog_s=served.backlog_s,
+        tokens_per_s=served.token_count / served.wall_s,
+        bubble=idle_s / (busy_s + idle_s),
+        backlog_bubble=backlog.bubble,
+        waiting=backlog.waiting,
+        latency=backlog.latency,
+        busy_s=busy_s,
+        network_s=sum(t.network_s for t in times),
+        steps=times[0].steps,
+        mean_first_token_s=statistics.mean(served.first_token_s),
     )
 
 
-def draw(
-    lengths: Sequence[tuple[int, int]], count: int, scale: tuple[float, float], seed: int
-) -> list[tuple[int, int]]:
+def draw(lengths: Sequence[tuple[int, int]], workload: Workload, seed: int) -> list[tuple[int, int]]:
     rng = random.Random(seed)
-    drawn = (rng.choice(lengths) for _ in range(count))
-    return [(max(2, round(p * scale[0])), max(2, round(o * scale[1]))) for p, o in drawn]
+    drawn = (rng.choice(lengths) for _ in range(workload.request_count))
+    return [(max(2, round(p * workload.input_scale)), max(2, round(o * workload.output_scale))) for p, o in drawn]
 
 
-def measure(spec: RigSpec, requests: list[tuple[int, int]], repetitions: int) -> list[Run]:
+def measure(rig: Rig, requests: list[tuple[int, int]], repetitions: int) -> list[Run]:
     runs: list[Run] = []
-    with Rig(spec) as rig:
-        for mode in MODES:  # warm: links, caches, and the cost model, which is fitted from what is executed
-            rig.serve(mode, requests[: max(8, len(requests) // 4)])
-        for repetition in range(repetitions):
-            for mode in MODES if repetition % 2 == 0 else MODES[::-1]:
-                served, times = rig.serve(mode, requests)
-                runs.append(to_run(mode, repetition, served, times, rig.spans()))
-                print(runs[-1], flush=True)
+    for mode in MODES:  # warm: links, caches, and the cost model, which is fitted from what is executed
+        rig.serve(mode, requests[: max(8, len(requests) // 4)])
+    for repetition in range(repetitions):
+        for mode in MODES if repetition % 2 == 0 else MODES[::-1]:
+            served, times = rig.serve(mode, requests)
+            runs.append(to_run(mode, repetition, served, times, rig.spans()))
+            print(runs[-1], flush=True)
     return runs
 
 
 def table(runs: Sequence[Run]) -> list[str]:
     lines = [
-        "| | bubble while requests wait | bubble, whole run | tokens/s | first token, mean s | microbatches | runs |",
-        "|---|---|---|---|---|---|---|",
+        "| | bubble while requests wait | for a neighbour | latency | bubble, whole run | tokens/s | busy, s |"
+        " first token, mean s | microbatches | runs |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for mode in MODES:
         own = [run for run in runs if run.mode == mode]
         median = {
-            name: statistics.median(getattr(run, name) for run in own)
-            for name in ("backlog_bubble", "bubble", "tokens_per_s", "mean_first_token_s", "steps")
+            name: statistics.median(getattr(run, name) for run in own) for name in asdict(own[0]) if name != "mode"
         }
         lines.append(
-            f"| {mode} | {median['backlog_bubble']:.1%} | {median['bubble']:.1%} | {median['tokens_per_s']:.0f} |"
+            f"| {mode} | {median['backlog_bubble']:.1%} | {median['waiting']:.1%} | {median['latency']:.1%} |"
+            f" {median['bubble']:.1%} | {median['tokens_per_s']:.0f} | {median['busy_s']:.1f} |"
             f" {median['mean_first_token_s']:.2f} | {median['steps']:.0f} | {len(own)} |"
         )
     pairs = [
@@ -126,59 +136,72 @@ def table(runs: Sequence[Run]) -> list[str]:
     return lines
 
 
+def text_of(workload: Workload, requests: Sequence[tuple[int, int]]) -> str:
+    return (
+        f"{workload.name[0].upper()}{workload.name[1:]} (x {workload.input_scale:g} and x {workload.output_scale:g}):"
+        f" {len(requests)} requests of {sum(p for p, _ in requests)} prompt and {sum(o for _, o in requests)} output"
+        " tokens."
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lengths", type=Path, nargs="+", required=True, metavar="FILE")
     parser.add_argument("--stages", type=int, nargs="+", default=[2, 4])
-    parser.add_argument("--emulate", action="store_true", help="stages sleep")
-    parser.add_argument("--requests", type=int, default=120)
-    parser.add_argument("--input-scale", type=float, default=0.5)
-    parser.add_argument("--output-scale", type=float, default=0.05)
-    parser.add_argument("--batch-tokens", type=int, default=512)
+    parser.add_argument("--emulate", action="store_true", help="all stages sleep")
+    parser.add_argument("--workloads", type=int, nargs="+", choices=range(len(WORKLOADS)), default=[0, 1], metavar="N")
+    parser.add_argument("--batch-tokens", type=int, help="at most (default: 512, 2048 where stages sleep)")
     parser.add_argument("--running", type=int, default=16, metavar="N", help="sequences for each stage")
-    parser.add_argument("--memory-bytes", type=int, help="of each worker (default: much)")
-    parser.add_argument("--repetitions", type=int, default=3)
+    parser.add_argument("--repetitions", type=int, default=2)
     parser.add_argument("--write", action="store_true", help="JSON and table into benchmarks/results")
     given = parser.parse_args()
-    scale = given.input_scale, given.output_scale
-    requests = draw(read_lengths(given.lengths), given.requests, scale, 0)
-    shape = HOLLOW if given.emulate else REAL
+    lengths = read_lengths(given.lengths)
+    names = ", ".join(path.name for path in given.lengths)
     text = [
-        f"{len(requests)} requests of {sum(p for p, _ in requests)} prompt and {sum(o for _, o in requests)} output"
-        f" tokens, lengths of {', '.join(p.name for p in given.lengths)} x {scale[0]:g} and {scale[1]:g}; at most"
-        f" {given.batch_tokens} tokens a microbatch and {given.running} sequences a stage;"
-        f" stages {'sleep' if given.emulate else 'execute'}.",
+        f"Lengths drawn from {names}, scaled; at most {given.running} sequences a stage. Medians of"
+        f" {given.repetitions} interleaved pairs of runs."
     ]
-    results: dict[str, list[Run]] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        model_dir = write_checkpoint("llama", Path(folder) / "model", shape)
-        for stages in given.stages:
+    kept: dict[str, list[dict[str, object]]] = {}
+    for stages in given.stages:
+        emulated = given.emulate or stages > (os.cpu_count() or 1)
+        batch_tokens = given.batch_tokens or (2048 if emulated else 512)
+        doing = f"take the time of {MODEL} on {GPU}s" if emulated else "execute"
+        text += ["", f"## {stages} stages, which {doing}, at most {batch_tokens} tokens a microbatch"]
+        shape = HOLLOW if emulated else REAL
+        with tempfile.TemporaryDirectory() as folder:
             spec = RigSpec(
-                model_dir=model_dir,
+                model_dir=write_checkpoint("llama", Path(folder) / "model", shape),
                 layer_count=shape.layers,
                 stage_count=stages,
-                memory_bytes=given.memory_bytes or (256 << 20 if given.emulate else 1 << 30),
+                memory_bytes=256 << 20 if emulated else 1 << 30,
                 max_running_count=given.running,
-                max_batch_tokens=given.batch_tokens,
-                emulated=EMULATED if given.emulate else None,
-                jitter=JITTER if given.emulate else 0.0,
+                max_batch_tokens=batch_tokens,
+                emulated=catalogue_machine(GPU, MODEL) if emulated else None,
+                jitter=JITTER if emulated else 0.0,
             )
-            results[str(stages)] = measure(spec, requests, given.repetitions)
-            text += ["", f"{stages} stages:", "", *table(results[str(stages)])]
+            with Rig(spec) as rig:
+                for workload in (WORKLOADS[i] for i in given.workloads):
+                    requests = draw(lengths, workload, 0)
+                    runs = measure(rig, requests, given.repetitions)
+                    text += ["", text_of(workload, requests), "", *table(runs)]
+                    kept[f"{stages} stages, {workload.name}"] = [asdict(run) for run in runs]
     print("\n".join(text))
     if given.write:
-        name = f"{datetime.now(UTC):%Y-%m-%d}-pipeline-bubbles-{'emulated' if given.emulate else 'executed'}"
-        command = "python -m benchmarks.pipeline_bubbles " + " ".join(
-            f"--{key.replace('_', '-')} {' '.join(map(str, value)) if isinstance(value, list) else value}"
-            for key, value in vars(given).items()
-            if value not in (None, False, True)
-        )
-        command += " --emulate" * given.emulate
-        head = ["# Bubbles of pipelines under backlog", "", environment(), ""]
-        (RESULTS / f"{name}.md").write_text("\n".join([*head, *text, "", f"Repeat with `{command}`.", ""]))
-        kept = {stages: [asdict(run) for run in runs] for stages, runs in results.items()}
-        document = {"environment": environment(), "command": command, "runs": kept}
-        (RESULTS / f"{name}.json").write_text(json.dumps(document, indent=1) + "\n")
+        write(given, text, kept)
+
+
+def write(given: argparse.Namespace, text: Sequence[str], kept: dict[str, list[dict[str, object]]]) -> None:
+    stem = RESULTS / f"{datetime.now(UTC):%Y-%m-%d}-pipeline-bubbles"
+    command = "python -m benchmarks.pipeline_bubbles " + " ".join(
+        f"--{key.replace('_', '-')} {' '.join(map(str, value)) if isinstance(value, list) else value}"
+        for key, value in vars(given).items()
+        if value not in (None, False, True)
+    )
+    command += " --emulate" * given.emulate
+    head = ["# Bubbles of pipelines under backlog", "", f"{environment()}.", ""]
+    stem.with_suffix(".md").write_text("\n".join([*head, *text, "", f"Repeat with `{command} --write`.", ""]))
+    document = {"environment": environment(), "command": command, "runs": kept}
+    stem.with_suffix(".json").write_text(json.dumps(document, indent=1) + "\n")
 
 
 if __name__ == "__main__":

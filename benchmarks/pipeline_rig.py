@@ -1,7 +1,7 @@
 """A pipeline of real workers, each a process with one engine thread, for benchmarks: the rig is their planner.
 
-Stages execute their layers, or sleep for as long as a cost model says: then more of them than there are cores overlap,
-and everything else (scheduler, wire, links, threads) is as it is.
+Stages execute their layers, or sleep for as long as another machine would take, by its data sheet: then more of them
+than there are cores overlap, and everything else (scheduler, wire, links, threads) is as it is.
 """
 
 import asyncio
@@ -26,11 +26,12 @@ from services.worker.core.events import SequenceKey, Submitted
 from services.worker.core.limits import WorkerLimits
 from services.worker.core.plan import Kind, Phase, Plan
 from services.worker.core.transition_messages import CommitRequested
+from services.worker.emulation.machine import Machine
 from services.worker.engine.load import load_engine
 from services.worker.pipeline.build import join, stage_core
 from services.worker.pipeline.events import PlanReceived, Told
 from services.worker.pipeline.stage_clock import Span, StageTimes
-from services.worker.policy.cost import Chunk, CostModel
+from services.worker.policy.cost import CostModel
 from services.worker.policy.lookahead import lookahead
 from services.worker.policy.microbatching import PipelineView, Share, by_token_count
 from services.worker.policy.online_cost import OnlineCost
@@ -39,6 +40,7 @@ from services.worker.text import load_tokenizer, primed_detokenizer
 from services.worker.transport.config import TransportConfig
 
 _PATIENCE_S = 600.0
+_SPANS = 100_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,8 +52,7 @@ class RigSpec:
     max_running_count: int
     max_batch_tokens: int
     block_tokens: int = 16
-    max_blocks: int | None = None  # admission is held below it, so that the KV cache is what limits
-    emulated: CostModel | None = None  # of the whole model; None: stages execute
+    emulated: Machine | None = None  # whose times stages take; None: they execute
     jitter: float = 0.0  # emulated stages take up to this part more or less
 
 
@@ -70,8 +71,9 @@ class Served:
 class Emulated:
     """A `StageEngine` that computes nothing. Its hidden states have the size of the model's."""
 
-    def __init__(self, cost: CostModel, layer_count: int, hidden: int, jitter: float) -> None:
-        self._cost = cost
+    def __init__(self, machine: Machine, layer_count: int, hidden: int, jitter: float) -> None:
+        self._execution = machine.execution
+        self._machine_layers = machine.model.layer_count // layer_count  # for each layer here
         self._layer_count = layer_count
         self._hidden = hidden
         self._jitter = jitter
@@ -86,12 +88,12 @@ class Emulated:
         last_layer: int,
     ) -> StepResult | torch.Tensor:
         began_s = time.monotonic()
-        cost = self._cost.scaled((last_layer - first_layer) / self._layer_count)
-        took_s = cost.batch_cost_s(Chunk(s.first_position, len(s.token_ids)) for s in batch.slices)
+        layers, is_last = (last_layer - first_layer) * self._machine_layers, last_layer == self._layer_count
+        took_s = self._execution.stage_s(batch.slices, layers, is_first=first_layer == 0, is_last=is_last)
         took_s *= 1 + self._jitter * ((batch.step_id * 2654435761 + first_layer * 40503) % 2001 / 1000 - 1)
         tokens = sum(len(s.token_ids) for s in batch.slices)
         time.sleep(max(0.0, began_s + took_s - time.monotonic()))
-        if last_layer < self._layer_count:
+        if not is_last:
             return torch.zeros(tokens, self._hidden)
         samples = sum(s.samples for s in batch.slices)
         return StepResult(batch.step_id, (7,) * samples, (None,) * samples, took_s)
@@ -140,10 +142,12 @@ class _Stage:
             if spec.emulated is None
             else Emulated(spec.emulated, spec.layer_count, self.engine.config.hidden_size, spec.jitter),
         )
+        self.membership.member.published.clock.keep(_SPANS)
 
     def _model(self) -> CostModel | None:
-        if self._spec.emulated is not None:
-            return self._spec.emulated.scaled(1 / self._spec.stage_count)
+        if (machine := self._spec.emulated) is not None:
+            layers = machine.model.layer_count // self._spec.stage_count
+            return machine.execution.cost_of(layers, is_first=True, is_last=False)
         return self._costs.current()
 
     def _form(self, view: PipelineView) -> Share:

@@ -40,7 +40,8 @@ from services.worker.policy.cost import Chunk, CostModel
 from services.worker.policy.lookahead import lookahead
 from services.worker.policy.microbatching import Microbatching, by_token_count
 
-# Of all layers; see benchmarks.pipeline_bubbles.
+# Of all layers of no model in particular: a full batch of 512 tokens without attention takes 51 ms, attention to 4,000
+# tokens as much again as all else.
 COST = CostModel(attention_s=2.5e-8, token_s=1e-4, chunk_s=1e-3, shared_s=8e-4, prefix_s=2e-7)
 HOP_S, HOST_S, JITTER = 0.0005, 0.0005, 0.03
 BATCH_TOKENS, RUNNING = 512, 32

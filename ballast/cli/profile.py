@@ -19,6 +19,7 @@ from rich.table import Table
 from ballast.cli.arguments import Commands
 from ballast.common.errors import ConfigError, Unavailable
 from services.worker.cost_profile import CostProfile, Costs, read_profile
+from services.worker.policy.cost import KNEE_TOKENS
 from services.worker.policy.cost_fit import Form
 
 _ENDS_WITHIN_S = 10.0
@@ -136,9 +137,10 @@ Rows = Iterator[tuple[str, str]]
 
 def _cost_rows(costs: Costs) -> Rows:
     layer, first, last = costs.layer, costs.first, costs.last
-    yield "a layer", f"{layer.shared_s * 1e6:,.0f} us per batch"
+    many, beyond = layer.many_s * 1e6, layer.beyond_s * 1e6
+    yield "a layer", f"{layer.shared_s * 1e6:,.0f} us per batch, {many:,.0f} more unless it has but one token"
     yield "", f"{(layer.chunk_s - layer.shared_s) * 1e6:,.1f} us per sequence"
-    yield "", f"{layer.token_s * 1e6:,.1f} us per token"
+    yield "", f"{layer.token_s * 1e6:,.1f} us per token, {beyond:,.1f} more beyond the {KNEE_TOKENS}th"
     yield "", f"{layer.prefix_s * 1e9:,.1f} ns per token of a prefix"
     yield "", f"{layer.attention_s * 1e9:,.1f} ns per pair of tokens"
     yield "first stage", f"{first.shared_s * 1e6:,.0f} us per batch, {first.token_s * 1e6:,.2f} us per token"

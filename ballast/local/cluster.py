@@ -192,7 +192,7 @@ class LocalCluster:
 
     async def start_planner(self) -> ServiceProcess:
         """One more planner. Returns when it is ready: active, or standing by."""
-        process = self._spawn("planner")
+        [process] = self._spawn("planner")
         await self._wait_ready(process, time.monotonic() + self._start_timeout_s)
         return process
 

@@ -42,6 +42,8 @@ class Coefficients(_Strict):
     chunk_s: float = Field(ge=0, allow_inf_nan=False)
     shared_s: float = Field(ge=0, allow_inf_nan=False)
     prefix_s: float = Field(ge=0, allow_inf_nan=False)
+    many_s: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    beyond_s: float = Field(default=0.0, ge=0, allow_inf_nan=False)
 
     @model_validator(mode="after")
     def _shared_is_part_of_a_chunk(self) -> "Coefficients":
@@ -57,10 +59,12 @@ class Coefficients(_Strict):
             chunk_s=cost.chunk_s,
             shared_s=cost.shared_s,
             prefix_s=cost.prefix_s,
+            many_s=cost.many_s,
+            beyond_s=cost.beyond_s,
         )
 
     def cost(self) -> CostModel:
-        return CostModel(self.attention_s, self.token_s, self.chunk_s, self.shared_s, self.prefix_s)
+        return CostModel(**self.model_dump())
 
 
 class Costs(_Strict):

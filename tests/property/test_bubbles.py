@@ -44,6 +44,18 @@ def test_a_model_that_is_off_by_a_third_still_helps() -> None:
     assert ahead.wall_s < counted.wall_s
 
 
+def test_batches_that_cost_much_whatever_is_in_them_share_the_prompts_with_the_decodes() -> None:
+    """As on a GPU, where a batch of a few decodes takes a fifth of a full one: all parameters are read."""
+    gpu = CostModel(attention_s=9.5e-9, token_s=1.4e-4, chunk_s=1.84e-2, shared_s=1.84e-2, prefix_s=1.4e-7)
+    for stages in (2, 4):
+        wanted = requests(stages, 60 * stages, 1200, 200)
+        counted = Pipeline(by_token_count, gpu, wanted, stages, PLENTY).run()
+        own = gpu.scaled(1 / stages)
+        ahead = Pipeline(lookahead(lambda own=own: own), gpu, wanted, stages, PLENTY).run()
+        assert ahead.backlog_bubble < counted.backlog_bubble / 2
+        assert ahead.wall_s < counted.wall_s * 0.97
+
+
 def test_a_lone_prompt_is_answered_sooner_by_all_stages_together() -> None:
     counted, ahead = (played(4, PLENTY, [(8000, 2)], model) for model in (None, COST.scaled(1 / 4)))
     assert ahead.first_token_s < counted.first_token_s / 2

@@ -1,8 +1,9 @@
-"""What a batch costs a stage: equations 1 to 3 of KunServe (EuroSys '26, section 4.3), and one term more.
+"""What a batch costs a stage: equations 1 to 3 of KunServe (EuroSys '26, section 4.3), and three terms more.
 
-The term: a chunk reads the KV of its prefix once, however few tokens it has, so `prefix_s` counts the prefix itself.
-Without it decodes with long contexts come out at half of what they take on a CPU; with `prefix_s` 0 the equations are
-the paper's.
+A chunk reads the KV of its prefix once, however few tokens it has, so `prefix_s` counts the prefix itself. Without it
+decodes with long contexts come out at half of what they take on a CPU. The time of a matrix product is no straight
+line over its rows: `many_s` is what it takes more than a product with one vector, and `beyond_s` what a token takes
+more once there are so many that reading the parameters hides nothing of it. With these at 0 it is the paper's model.
 
 Costs that decide are added with `math.fsum`: what `sum` gives for floats depends on the version of Python.
 """
@@ -11,6 +12,8 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
+
+KNEE_TOKENS = 64  # of a batch; above it tokens cost `beyond_s` more
 
 
 class Chunk(NamedTuple):
@@ -29,17 +32,29 @@ class CostModel:
     chunk_s: float  # per sequence in the batch
     shared_s: float  # saved for every sequence but the first
     prefix_s: float = 0.0  # per token of a chunk's prefix, whose KV is read
+    many_s: float = 0.0  # if the batch has more than one token
+    beyond_s: float = 0.0  # per token of the batch above KNEE_TOKENS
 
     def chunk_cost_s(self, chunk: Chunk) -> float:
         """A chunk alone (equations 1 and 2)."""
+        return self._own_s(chunk) + self._together_s(chunk.token_count)
+
+    def batch_cost_s(self, chunks: Iterable[Chunk]) -> float:
+        """Chunks of different sequences together (equation 3); 0 for none."""
+        costs, token_count = list[float](), 0
+        for chunk in chunks:
+            costs.append(self._own_s(chunk))
+            token_count += chunk.token_count
+        return math.fsum(costs) - max(0, len(costs) - 1) * self.shared_s + self._together_s(token_count)
+
+    def _own_s(self, chunk: Chunk) -> float:
         prefix, count = chunk
         pairs = prefix * count + (count * count + count) / 2
         return self.attention_s * pairs + self.token_s * count + self.prefix_s * prefix + self.chunk_s
 
-    def batch_cost_s(self, chunks: Iterable[Chunk]) -> float:
-        """Chunks of different sequences together (equation 3); 0 for none."""
-        costs = [self.chunk_cost_s(chunk) for chunk in chunks]
-        return math.fsum(costs) - max(0, len(costs) - 1) * self.shared_s
+    def _together_s(self, token_count: int) -> float:
+        """What depends on the tokens of the whole batch."""
+        return (self.many_s if token_count > 1 else 0.0) + self.beyond_s * max(0, token_count - KNEE_TOKENS)
 
     def joining_s(self, prefix_tokens: int) -> float:
         """What a chunk adds to a batch that has others, before its first token is counted."""
@@ -53,6 +68,8 @@ class CostModel:
             self.chunk_s * factor,
             self.shared_s * factor,
             self.prefix_s * factor,
+            self.many_s * factor,
+            self.beyond_s * factor,
         )
 
     def plus(self, other: "CostModel") -> "CostModel":
@@ -63,4 +80,6 @@ class CostModel:
             self.chunk_s + other.chunk_s,
             self.shared_s + other.shared_s,
             self.prefix_s + other.prefix_s,
+            self.many_s + other.many_s,
+            self.beyond_s + other.beyond_s,
         )

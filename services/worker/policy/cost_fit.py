@@ -10,10 +10,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from services.worker.policy.cost import Chunk, CostModel
+from services.worker.policy.cost import KNEE_TOKENS, Chunk, CostModel
 from services.worker.policy.least_squares import Floats, non_negative_least_squares
 
-_LAYER_TERMS = 5
+_LAYER_TERMS = 7
+_NONE = (0.0, 0.0, 0.0)  # of prefixes, of many tokens, of tokens beyond the knee
 
 
 class StageShape(NamedTuple):
@@ -33,7 +34,7 @@ class Sample(NamedTuple):
 class Form(StrEnum):
     """Which terms the model may have."""
 
-    EXTENDED = "extended"  # the paper's and the prefix's
+    EXTENDED = "extended"  # all of them
     PAPER = "paper"  # equations 1 to 3
     TOKEN_COUNT = "token_count"  # tokens and a constant: what schedulers without a cost model go by
 
@@ -64,26 +65,40 @@ class ErrorSummary:
     max: float
 
 
-def terms_of(chunks: Iterable[Chunk]) -> tuple[float, float, float, float, float]:
-    """What the coefficients multiply: pairs, tokens, sequences, 1, prefix tokens."""
+def terms_of(chunks: Iterable[Chunk]) -> tuple[float, float, float, float, float, float, float]:
+    """What the coefficients multiply: pairs, tokens, sequences, 1, prefix tokens, more than one token or not, tokens
+    beyond the knee.
+    """
     pairs, tokens, sequences, prefixes = 0.0, 0, 0, 0
     for prefix, count in chunks:
         pairs += prefix * count + (count * count + count) / 2
         tokens += count
         prefixes += prefix
         sequences += 1
-    return pairs, float(tokens), float(sequences), 1.0, float(prefixes)
+    beyond = max(0, tokens - KNEE_TOKENS)
+    return pairs, float(tokens), float(sequences), 1.0, float(prefixes), float(tokens > 1), float(beyond)
 
 
 def cost_of(coefficients: Sequence[float] | Floats) -> CostModel:
     """Of what multiplies `terms_of`."""
-    attention, token, sequence, batch, prefix = (float(value) for value in coefficients)
-    return CostModel(attention_s=attention, token_s=token, chunk_s=sequence + batch, shared_s=batch, prefix_s=prefix)
+    attention, token, sequence, batch, prefix, many, beyond = (float(value) for value in coefficients)
+    return CostModel(attention, token, sequence + batch, batch, prefix, many, beyond)
 
 
 def coefficients_of(cost: CostModel) -> Floats:
     """The inverse of `cost_of`."""
-    return np.array([cost.attention_s, cost.token_s, cost.chunk_s - cost.shared_s, cost.shared_s, cost.prefix_s])
+    per_sequence_s = cost.chunk_s - cost.shared_s
+    return np.array(
+        [
+            cost.attention_s,
+            cost.token_s,
+            per_sequence_s,
+            cost.shared_s,
+            cost.prefix_s,
+            cost.many_s,
+            cost.beyond_s,
+        ]
+    )
 
 
 def fit_stages(samples: Sequence[Sample], form: Form = Form.EXTENDED) -> StageCosts:
@@ -91,12 +106,12 @@ def fit_stages(samples: Sequence[Sample], form: Form = Form.EXTENDED) -> StageCo
     rows = np.array([_stage_terms(sample) for sample in samples])
     rows[:, [not allowed for allowed in _ALLOWED[form]]] = 0.0
     x = relative_fit(rows, np.array([sample.seconds for sample in samples]))
-    layer, step, first, last = x[:_LAYER_TERMS], x[5:7], x[7:9], x[9:11]
+    layer, step, first, last = np.split(x, (_LAYER_TERMS, _LAYER_TERMS + 2, _LAYER_TERMS + 4))
     return StageCosts(
         layer=cost_of(layer),
-        step=cost_of((0.0, 0.0, *step, 0.0)),
-        first=cost_of((0.0, first[0], 0.0, first[1], 0.0)),
-        last=cost_of((0.0, 0.0, *last, 0.0)),
+        step=cost_of((0.0, 0.0, *step, *_NONE)),
+        first=cost_of((0.0, first[0], 0.0, first[1], *_NONE)),
+        last=cost_of((0.0, 0.0, *last, *_NONE)),
     )
 
 
@@ -123,7 +138,7 @@ def has_prefix(chunks: Iterable[Chunk]) -> bool:
 
 def _stage_terms(sample: Sample) -> list[float]:
     terms = terms_of(sample.chunks)
-    _, tokens, sequences, one, _ = terms
+    _, tokens, sequences, one, *_ = terms
     layers, is_first, is_last = sample.shape
     row = [layers * term for term in terms]
     row += [sequences, one]
@@ -132,10 +147,10 @@ def _stage_terms(sample: Sample) -> list[float]:
     return row
 
 
+_ENDS = (True,) * 6  # step: sequences, batch; first: tokens, batch; last: sequences, batch
 _ALLOWED = {
-    # layer: pairs, tokens, sequences, batch, prefix; step: sequences, batch; first: tokens, batch;
-    # last: sequences, batch
-    Form.EXTENDED: (True,) * 11,
-    Form.PAPER: (True, True, True, True, False, True, True, True, True, True, True),
-    Form.TOKEN_COUNT: (False, True, False, True, False, False, True, True, True, False, True),
+    # layer: pairs, tokens, sequences, batch, prefix, many, beyond
+    Form.EXTENDED: (True,) * 7 + _ENDS,
+    Form.PAPER: (True, True, True, True, False, False, False, *_ENDS),
+    Form.TOKEN_COUNT: (False, True, False, True, False, False, False, False, True, True, True, False, True),
 }

@@ -24,7 +24,7 @@ _PREFILL = 0.25  # of a full microbatch, so much prefill is in it however many d
 _RESERVE = 8
 _ATTENTION = 0.4  # of the average; 0 to 0.8 gain nearly the same (benchmarks.pipeline_virtual)
 _CRUMB = 0.1  # of a prompt's part: it takes so much more if nothing is left then
-_OVERHEAD = 0.1  # a microbatch is so long that what it costs at least is not more than this part of it
+_OVERHEAD = 0.1  # a microbatch without decodes is so long that what it costs at least is not more than this part of it
 
 
 def lookahead(model: Callable[[], CostModel | None], otherwise: Microbatching = by_token_count) -> Microbatching:
@@ -43,6 +43,7 @@ class _Former:
         self._cost = cost
         self._decodes: list[int] = []
         self._prefills: list[tuple[int, float]] = []  # with what the rest of them costs
+        self._decode_count = 0
         self._all_decodes_s = 0.0  # of one trip through the pipeline
         self._left_s, self._left_tokens = 0.0, 0  # of prompts
         self._prefill_s = 0.0  # of what is left, and of what is in flight
@@ -53,6 +54,7 @@ class _Former:
         in_flight = c.step_id > self._view.landed_step_id
         left, cost = c.token_count - c.departed_tokens, self._cost
         if c.token_count - c.computed_tokens == 1:
+            self._decode_count += 1
             self._all_decodes_s += added_s(cost, c.computed_tokens, 1)
             if left and c.has_room:
                 self._decodes.append(index)
@@ -87,7 +89,9 @@ class _Former:
         """
         view, full_s = self._view, self._full_s()
         batch_count = view.stage_count * (_RESERVE if view.waiting_count else 1)
-        least_s = self._cost.shared_s / _OVERHEAD
+        # Where each microbatch has decodes, they pay what it costs at least.
+        have_decodes = self._decode_count >= view.stage_count
+        least_s = 0.0 if have_decodes else (self._cost.shared_s + self._cost.many_s) / _OVERHEAD
         most_s = max(full_s - self._all_decodes_s / view.stage_count, full_s * _PREFILL, least_s)
         if most_s == 0.0:
             return self._prefill_s
@@ -97,7 +101,7 @@ class _Former:
         """What a full batch takes if its tokens have less to attend to than those of the backlog on average. Above
         that, microbatches of short prompts would reach the bound of their tokens before they cost as much as others.
         """
-        token_s = self._cost.token_s
+        token_s = self._cost.token_s + self._cost.beyond_s
         attention_s = max(0.0, self._left_s / self._left_tokens - token_s) if self._left_tokens else 0.0
         return (token_s + _ATTENTION * attention_s) * self._view.max_batch_tokens
 

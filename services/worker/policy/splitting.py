@@ -1,7 +1,8 @@
 """A backlog cut into microbatches: figures 9 to 11 of KunServe (EuroSys '26, section 4.3), and what to hold beside it.
 
 All of them take work in its order and cut at most one sequence where a microbatch ends, so that the chunks of a
-sequence are in successive microbatches. Decodes cannot be cut and need no order: they are dealt out first.
+sequence are in successive microbatches (in later ones, where decodes leave no room for the smallest chunk). Decodes
+cannot be cut and need no order: they are dealt out first.
 """
 
 import math
@@ -22,9 +23,9 @@ Microbatch = list[tuple[int, int]]  # (index of the work, tokens)
 
 
 def added_s(cost: CostModel, prefix_tokens: int, token_count: int) -> float:
-    """What a chunk adds to a batch that has another one. Written out, as this is where the time goes."""
+    """What a chunk adds to a batch of more tokens than KNEE_TOKENS. Written out, as this is where the time goes."""
     pairs = token_count * (prefix_tokens + 0.5 * (token_count + 1))
-    own_s = cost.attention_s * pairs + cost.token_s * token_count
+    own_s = cost.attention_s * pairs + (cost.token_s + cost.beyond_s) * token_count
     return own_s + cost.chunk_s - cost.shared_s + cost.prefix_s * prefix_tokens
 
 
@@ -34,7 +35,7 @@ def tokens_within(cost: CostModel, prefix_tokens: int, room_s: float) -> float:
     if room_s <= 0.0:
         return 0.0
     half = cost.attention_s / 2
-    linear = cost.attention_s * (prefix_tokens + 0.5) + cost.token_s
+    linear = cost.attention_s * (prefix_tokens + 0.5) + cost.token_s + cost.beyond_s
     root = math.sqrt(linear * linear + 4.0 * half * room_s) + linear
     return 2.0 * room_s / root if root > 0.0 else math.inf
 
