@@ -33,7 +33,7 @@ from services.worker.pipeline.events import PlanReceived, Told
 from services.worker.pipeline.stage_clock import Span, StageTimes
 from services.worker.policy.cost import CostModel
 from services.worker.policy.lookahead import lookahead
-from services.worker.policy.microbatching import PipelineView, Share, by_token_count
+from services.worker.policy.microbatching import Microbatching, PipelineView, Share, by_token_count
 from services.worker.policy.online_cost import OnlineCost
 from services.worker.shell import WorkerShell
 from services.worker.text import load_tokenizer, primed_detokenizer
@@ -110,6 +110,7 @@ class _Stage:
         self._spec = spec
         self._costs = OnlineCost()
         self._mode = "token-count"
+        self._lookahead = lookahead(self._model)
         self.engine = load_engine(spec.model_dir, device_memory_bytes=spec.memory_bytes, block_tokens=spec.block_tokens)
         info = self.engine.info
         limits = WorkerLimits(
@@ -121,13 +122,12 @@ class _Stage:
             max_waiting_count=1 << 20,
             max_waiting_tokens=1 << 40,
         )
-        self.core, book = stage_core(limits, self.engine, index + 1, self._form)
+        self.core, book = stage_core(limits, self.engine, index + 1, Microbatching(self._form, self._lookahead.ahead))
         self.shell = WorkerShell(
             core=self.core,
             engine=self.engine,
             detokenizer=functools.partial(primed_detokenizer, load_tokenizer(spec.model_dir)),
         )
-        self._lookahead = lookahead(self._model)
         self.membership = join(
             self.shell,
             me=WorkerId(f"w{index}"),
@@ -151,7 +151,9 @@ class _Stage:
         return self._costs.current()
 
     def _form(self, view: PipelineView) -> Share:
-        return self._lookahead(view) if self._mode == "lookahead" else by_token_count(view)
+        if self._mode == "lookahead":
+            return self._lookahead(view)
+        return by_token_count(view) if view.in_flight_count < view.stage_count else []
 
     async def answer(self, what: str, given: Any) -> Any:  # Any: what goes over the pipe
         match what:

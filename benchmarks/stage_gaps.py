@@ -1,10 +1,12 @@
 """Why the stages of a pipeline were idle, from the spans of what they executed, all by one clock.
 
 A stage can begin a microbatch when it is through with the one before and the stage before it is through with this one;
-the first stage, when one has come back. What it waits until then is for its neighbours: microbatches are unequal, or
-there are too few. What passes from then on is latency: sending, receiving, forming, waking up.
+the first stage, when so many have come back that one more may be in flight. What it waits until then is for its
+neighbours: microbatches are unequal, or there are too few. What passes from then on is latency: sending, receiving,
+forming, waking up.
 """
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -35,7 +37,7 @@ def shares(stages: Sequence[Sequence[Span]], begin_s: float, end_s: float) -> Sh
     if not all(runs) or min(s.began_s for s in runs[0].values()) > begin_s + 0.1 * (end_s - begin_s):
         raise ValueError("the spans do not reach back to the beginning: keep more")
     steps = sorted(runs[0])
-    in_flight_count = len(stages)  # at most
+    back = [runs[-1][step_id].ended_s for step_id in steps if step_id in runs[-1]]  # in this order
     total_s = len(stages) * (end_s - begin_s)
     busy_s = waiting_s = 0.0
     for place, own in enumerate(runs):
@@ -47,8 +49,9 @@ def shares(stages: Sequence[Sequence[Span]], begin_s: float, end_s: float) -> Sh
             if place:
                 ready_s = runs[place - 1][step_id].ended_s
             else:
-                back = runs[-1].get(steps[number - in_flight_count]) if number >= in_flight_count else None
-                ready_s = begin_s if back is None else back.ended_s
+                # As many are in flight as it shows; at least one for each stage may be.
+                landed = min(bisect_right(back, span.began_s), number + 1 - len(stages))
+                ready_s = back[landed - 1] if landed > 0 else begin_s
             waiting_s += _within(free_s, max(free_s, min(ready_s, span.began_s)), begin_s, end_s)
             busy_s += _within(span.began_s, span.ended_s, begin_s, end_s)
             free_s = max(free_s, span.ended_s)

@@ -25,6 +25,7 @@ from services.worker.core.events import (
 from services.worker.core.snapshot import SequenceSnapshot
 from services.worker.core.stage import StageBook
 from services.worker.core.worker import WorkerCore
+from services.worker.policy.microbatching import Microbatching, by_token_count
 from tests.support.worker_core import MEMORY, greedy, limits
 
 TEXT = "ab"  # of every token
@@ -34,10 +35,20 @@ W2 = WorkerId("w2")
 class Leader:
     """A core with one dispatcher; `at_s` is the time of its next event."""
 
-    def __init__(self, block_count: int = 32, *, stages: int = 1, ordinal: int = 1, **bounds: int) -> None:
+    def __init__(
+        self,
+        block_count: int = 32,
+        *,
+        stages: int = 1,
+        ordinal: int = 1,
+        microbatching: Microbatching = by_token_count,
+        **bounds: int,
+    ) -> None:
         made = limits(**bounds)  # pyright: ignore[reportArgumentType]
         self.book = StageBook(block_count, made.block_tokens)
-        self.core = WorkerCore(made, block_count, book=self.book, first_sequence_id=ordinal << 32)
+        self.core = WorkerCore(
+            made, block_count, book=self.book, first_sequence_id=ordinal << 32, microbatching=microbatching
+        )
         self.at_s = 100.0 * ordinal
         self.emits: list[Emit] = []
         self._handles = count(1)
@@ -132,7 +143,7 @@ def reserved(leader: Leader) -> int:
 
 def handed_over(steps: int = 3, **bounds: int) -> tuple[Leader, tuple[SequenceSnapshot, ...]]:
     """One sequence that has come through so many steps, and goes to w2."""
-    old = Leader(**bounds)
+    old = Leader(**bounds)  # pyright: ignore[reportArgumentType]
     old.submit()
     for _ in range(steps):
         old.step()

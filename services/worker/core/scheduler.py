@@ -85,6 +85,12 @@ class Scheduler:
         return self._limits.max_running_count * self.stage_count
 
     @property
+    def max_in_flight_count(self) -> int:
+        """Batches."""
+        ahead = self.stage_count > 1 and self.waiting_count > 0
+        return self.stage_count + self._microbatching.ahead if ahead else self.stage_count
+
+    @property
     def running_count(self) -> int:
         returning_count = self.swap.returning_count if len(self.swap) else 0
         return len(self.running) + len(self.suspended) + returning_count
@@ -241,7 +247,7 @@ class Scheduler:
         """Of all that run, wait or are suspended."""
         return max((s.token_count for s in (*self.running, *self.suspended.values(), *self.waiting)), default=0)
 
-    def plan(self, at_s: float, landed_step_id: int, in_flight: bool) -> Plan:
+    def plan(self, at_s: float, landed_step_id: int, in_flight_count: int) -> Plan:
         """The next step, without those that take part in one after `landed_step_id`."""
         preempted: list[Sequence] = []
         left = self._settle_swaps(at_s) if len(self.swap) else ()
@@ -254,9 +260,9 @@ class Scheduler:
         # Whoever just gave way does not fit: it needs at least what it had, and a part of that is taken.
         self.admit(at_s)
         if self.stage_count > 1:
-            return self._next_microbatch(landed_step_id, preempted)
+            return self._next_microbatch(landed_step_id, in_flight_count, preempted)
         ready = self.running
-        if in_flight or len(self.swap):
+        if in_flight_count or len(self.swap):
             ready = [s for s in ready if s.step_id <= landed_step_id and s.token_count <= s.reserved_tokens]
         decodes = [s for s in ready if s.token_count - s.computed_tokens == 1]
         prefills = [] if len(decodes) == len(ready) else [s for s in ready if s.token_count - s.computed_tokens != 1]
@@ -264,7 +270,7 @@ class Scheduler:
         swaps = SwapOrders(left, self.swap.order(busy=bool(decodes or chunks))) if len(self.swap) or left else NOTHING
         return Plan(decodes, chunks, preempted, swaps)
 
-    def _next_microbatch(self, landed_step_id: int, preempted: list[Sequence]) -> Plan:
+    def _next_microbatch(self, landed_step_id: int, in_flight_count: int, preempted: list[Sequence]) -> Plan:
         candidates = [
             Candidate(
                 s.rank,
@@ -279,7 +285,8 @@ class Scheduler:
         limited = self.prefill_limit is not None
         decode_count = sum(c.token_count - c.computed_tokens == 1 for c in candidates) if limited else 0
         batch_tokens = self._batch_tokens(-(-decode_count // self.stage_count))
-        view = PipelineView(self.stage_count, landed_step_id, batch_tokens, self.waiting_count, candidates)
+        waiting_count = self.waiting_count
+        view = PipelineView(self.stage_count, landed_step_id, batch_tokens, waiting_count, candidates, in_flight_count)
         plan = Plan([], [], preempted)
         for index, count in self._microbatching(view):
             sequence, candidate = self.running[index], candidates[index]

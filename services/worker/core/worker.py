@@ -171,9 +171,8 @@ class WorkerCore:
     @property
     def has_work(self) -> bool:
         """Whether a batch may be asked for. While others are in flight there may yet be none to give."""
-        return len(self._flights) < self._scheduler.stage_count and self._scheduler.has_ready(
-            self._flights.landed_step_id
-        )
+        scheduler, flights = self._scheduler, self._flights
+        return len(flights) < scheduler.max_in_flight_count and scheduler.has_ready(flights.landed_step_id)
 
     @property
     def in_flight_count(self) -> int:
@@ -382,12 +381,12 @@ class WorkerCore:
 
     def _form(self, at_s: float) -> Execute | Removed | None:
         flights = self._flights
-        if len(flights) >= self._scheduler.stage_count:
+        if len(flights) >= self._scheduler.max_in_flight_count:
             flights.demand_none("a batch is wanted")
         self._expire(at_s)
         for sequence in self._scheduler.stranded():
             self._residents.end_too_big(sequence, at_s)
-        plan = self._scheduler.plan(at_s, flights.landed_step_id, in_flight=bool(flights))
+        plan = self._scheduler.plan(at_s, flights.landed_step_id, len(flights))
         for sequence in plan.preempted:
             flights.forget(sequence)
         for sequence_id in plan.swaps.left:

@@ -23,6 +23,8 @@ _PREFILL = 0.25  # of a full microbatch, so much prefill is in it however many d
 # time to the first token from 6.2 to 5.8 s (a model in virtual time; 4 is between, 16 no better).
 _RESERVE = 8
 _ATTENTION = 0.4  # of the average; 0 to 0.8 gain nearly the same (benchmarks.pipeline_virtual)
+_AHEAD = 1  # microbatches in flight beyond one for each stage, while others wait and
+_LEAST = 0.2  # of a microbatch is the most that is due to its being one, and not to what is in it
 _CRUMB = 0.1  # of a prompt's part: it takes so much more if nothing is left then
 _OVERHEAD = 0.1  # a microbatch without decodes is so long that what it costs at least is not more than this part of it
 
@@ -32,15 +34,18 @@ def lookahead(model: Callable[[], CostModel | None], otherwise: Microbatching = 
 
     def form(view: PipelineView) -> Share:
         cost = model()
-        return otherwise(view) if cost is None else _Former(view, cost).form()
+        if cost is not None:
+            return _Former(view, cost).form()
+        return otherwise(view) if view.in_flight_count < view.stage_count else []
 
-    return form
+    return Microbatching(form, _AHEAD)
 
 
 class _Former:
     def __init__(self, view: PipelineView, cost: CostModel) -> None:
         self._view = view
         self._cost = cost
+        self._least_s = cost.shared_s + cost.many_s  # of any batch
         self._decodes: list[int] = []
         self._prefills: list[tuple[int, float]] = []  # with what the rest of them costs
         self._decode_count = 0
@@ -49,6 +54,18 @@ class _Former:
         self._prefill_s = 0.0  # of what is left, and of what is in flight
         for index, candidate in enumerate(view.candidates):
             self._look_at(index, candidate)
+        self._count = view.stage_count + _AHEAD  # of microbatches that circulate
+        if not self._ahead_pays():
+            self._count = view.stage_count
+
+    def _ahead_pays(self) -> bool:
+        """With one microbatch more than stages the next one lies ready wherever a stage is through with one: what
+        passes until it has gone back to the leader and come out anew is hidden. Every trip costs a batch more, though.
+        """
+        if not (self._view.waiting_count and self._prefills):
+            return False
+        batch_s = self._least_s + self._all_decodes_s / self._count + self._prefill_part_s()
+        return self._least_s <= batch_s * _LEAST
 
     def _look_at(self, index: int, c: Candidate) -> None:
         in_flight = c.step_id > self._view.landed_step_id
@@ -70,10 +87,12 @@ class _Former:
                 self._prefills.append((index, rest_s))
 
     def form(self) -> Share:
+        if self._view.in_flight_count >= self._count:
+            return []
         share, taken_s = self._take_decodes()
         if not self._prefills:
             return share
-        room_s = self._all_decodes_s / self._view.stage_count + self._prefill_part_s() - taken_s
+        room_s = self._all_decodes_s / self._count + self._prefill_part_s() - taken_s
         chunks = self._take_chunks(room_s, self._view.max_batch_tokens - len(share))
         if not share and not chunks:  # never nothing
             index, _ = self._prefills[0]
@@ -88,11 +107,11 @@ class _Former:
         be microbatches with much prefill and some with none.
         """
         view, full_s = self._view, self._full_s()
-        batch_count = view.stage_count * (_RESERVE if view.waiting_count else 1)
+        batch_count = self._count * (_RESERVE if view.waiting_count else 1)
         # Where each microbatch has decodes, they pay what it costs at least.
-        have_decodes = self._decode_count >= view.stage_count
-        least_s = 0.0 if have_decodes else (self._cost.shared_s + self._cost.many_s) / _OVERHEAD
-        most_s = max(full_s - self._all_decodes_s / view.stage_count, full_s * _PREFILL, least_s)
+        have_decodes = self._decode_count >= self._count
+        least_s = 0.0 if have_decodes else self._least_s / _OVERHEAD
+        most_s = max(full_s - self._all_decodes_s / self._count, full_s * _PREFILL, least_s)
         if most_s == 0.0:
             return self._prefill_s
         return min(most_s, max(self._prefill_s / batch_count, least_s))
@@ -108,7 +127,7 @@ class _Former:
     def _take_decodes(self) -> tuple[Share, float]:
         """A stage's share of them by cost, who has waited longest first."""
         candidates, cost = self._view.candidates, self._cost
-        share_s, taken_s = self._all_decodes_s / self._view.stage_count, 0.0
+        share_s, taken_s = self._all_decodes_s / self._count, 0.0
         share: Share = []
         for index in sorted(self._decodes, key=lambda i: candidates[i].step_id):
             enough = taken_s >= share_s * (1 - 1e-9) or len(share) == self._view.max_batch_tokens

@@ -1,10 +1,11 @@
-"""What the next microbatch of a pipeline is, so that as many as there are stages circulate and are alike.
+"""What the next microbatch of a pipeline is, so that as many as there are stages circulate, or one more, and are alike.
 
 A function of this kind sees all running sequences and picks from those that are ready. Token count, below, is what
 every engine has; `policy.lookahead` goes by cost.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from services.worker.policy.batching import PrefillView, chunk_prefills
@@ -27,13 +28,26 @@ class PipelineView(NamedTuple):
     max_batch_tokens: int
     waiting_count: int  # sequences that have been let into no microbatch yet: there are not enough blocks or places
     candidates: Sequence[Candidate]  # in order of service
+    in_flight_count: int = 0  # microbatches; fewer than there are stages, or one of those ahead is asked for
 
 
 Share = list[tuple[int, int]]  # (index of the candidate, tokens, at least 1)
-Microbatching = Callable[[PipelineView], Share]
 
 
-def by_token_count(view: PipelineView) -> Share:
+@dataclass(frozen=True, slots=True)
+class Microbatching:
+    """How microbatches are formed. While sequences wait, `form` is asked for `ahead` more than there are stages; those
+    it may refuse with an empty share.
+    """
+
+    form: Callable[[PipelineView], Share]
+    ahead: int = 0
+
+    def __call__(self, view: PipelineView) -> Share:
+        return self.form(view)
+
+
+def _by_token_count(view: PipelineView) -> Share:
     """Equal shares of the tokens for each stage. The longest wait for a place is then one trip through the pipeline.
 
     A sequence is in one microbatch at a time, so prompts are spread too: a part of each in one microbatch would leave
@@ -66,6 +80,9 @@ def by_token_count(view: PipelineView) -> Share:
     views = [_prefill_view(view.candidates[i]) for i in prefills]
     counts = chunk_prefills(len(decodes), views, budget_tokens)
     return [*((i, 1) for i in decodes), *((i, n) for i, n in zip(prefills, counts, strict=True) if n)]
+
+
+by_token_count = Microbatching(_by_token_count)
 
 
 def _prefill_view(candidate: Candidate) -> PrefillView:

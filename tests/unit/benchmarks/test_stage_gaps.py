@@ -20,6 +20,14 @@ def test_waiting_for_a_neighbour_and_latency_are_told_apart() -> None:
     assert found.bubble == pytest.approx(1 - found.busy)
 
 
+def test_the_first_stage_waits_for_no_result_if_more_are_in_flight_than_stages() -> None:
+    first = runs((0.0, 1.0), (1.0, 2.0), (2.5, 3.0))  # the third before anything has come back
+    second = runs((1.0, 3.0), (3.0, 4.0), (4.0, 5.0))
+    found = shares([first, second], 0.0, 3.0)
+    assert found.waiting == pytest.approx(1.0 / 6)  # the second stage's, for its first
+    assert found.latency == pytest.approx(0.5 / 6)
+
+
 def test_only_what_lies_between_the_instants_counts() -> None:
     first, second = runs((0.0, 2.0), (2.0, 4.0)), runs((2.0, 4.0), (4.0, 6.0))
     found = shares([first, second], 2.0, 4.0)

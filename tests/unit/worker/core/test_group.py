@@ -20,6 +20,7 @@ from services.worker.core.events import (
     Removed,
     RoleChanged,
 )
+from services.worker.policy.microbatching import Microbatching, PipelineView, Share
 from tests.support.leader import Leader, reserved
 from tests.support.worker_core import MEMORY, greedy
 
@@ -44,6 +45,26 @@ def test_as_many_batches_as_stages_are_in_flight_with_nobody_in_two() -> None:
         if leader.core.in_flight_count == 3:
             break
     assert leader.core.in_flight_count == 3
+
+
+def test_while_others_wait_as_many_batches_more_may_be_in_flight_as_the_policy_asks_for() -> None:
+    views: list[PipelineView] = []
+
+    def form(view: PipelineView) -> Share:
+        views.append(view)
+        ready = [i for i, c in enumerate(view.candidates) if c.step_id <= view.landed_step_id]
+        return [(i, view.candidates[i].token_count - view.candidates[i].computed_tokens) for i in ready[:1]]
+
+    leader = Leader(stages=2, max_running_count=2, max_batch_tokens=16, microbatching=Microbatching(form, ahead=1))
+    keys = [leader.submit(f"r{number}") for number in range(5)]
+    flying = [leader.batch() for _ in range(3)]
+    assert all(flying)
+    assert [(view.in_flight_count, view.waiting_count) for view in views] == [(0, 1), (1, 1), (2, 1)]
+    assert not leader.core.has_work  # with three in flight
+    leader.done(flying[0])
+    leader.feed(Aborted(leader.at_s, keys[-1]))
+    assert leader.core.in_flight_count == 2
+    assert not leader.core.has_work  # nobody waits: one for each stage
 
 
 def test_results_come_in_the_order_of_the_batches() -> None:

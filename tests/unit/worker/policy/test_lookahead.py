@@ -20,8 +20,10 @@ def decode(context: int, step_id: int = 0) -> Candidate:
     return Candidate(0, context, context + in_flight, context + 1, step_id, True)
 
 
-def view(stages: int, candidates: list[Candidate], tokens: int = 512, waiting: int = 0) -> PipelineView:
-    return PipelineView(stages, LANDED, tokens, waiting, candidates)
+def view(
+    stages: int, candidates: list[Candidate], tokens: int = 512, waiting: int = 0, flying: int = 0
+) -> PipelineView:
+    return PipelineView(stages, LANDED, tokens, waiting, candidates, flying)
 
 
 def cost_s(seen: PipelineView, share: Share) -> float:
@@ -95,6 +97,28 @@ def test_prompts_are_spread_further_while_others_wait() -> None:
     candidates = [*(decode(300) for _ in range(40)), prompt(600)]
     eager, patient = FORM(view(2, candidates)), FORM(view(2, candidates, waiting=3))
     assert dict(patient)[40] < dict(eager)[40] / 2
+
+
+def test_one_more_microbatch_is_in_flight_while_others_wait() -> None:
+    candidates = [*(decode(300) for _ in range(60)), *(prompt(900) for _ in range(6))]
+    ahead = FORM(view(2, candidates, waiting=3, flying=2))
+    assert sum(i < 60 for i, _ in ahead) == 20  # of three
+    assert not FORM(view(2, candidates, waiting=3, flying=3))
+    assert not FORM(view(2, candidates, flying=2))
+    assert not FORM(view(2, candidates[:60], waiting=3, flying=2))  # no prompt to fill it with
+    assert FORM.ahead == 1
+
+
+def test_none_is_ahead_where_a_batch_costs_much_whatever_is_in_it() -> None:
+    costly = CostModel(attention_s=1e-8, token_s=1e-5, chunk_s=2e-3, shared_s=1.9e-3)
+    form = lookahead(lambda: costly)
+    candidates = [*(decode(300) for _ in range(60)), *(prompt(900) for _ in range(6))]
+    assert not form(view(2, candidates, waiting=3, flying=2))
+    assert sum(i < 60 for i, _ in form(view(2, candidates, waiting=3, flying=1))) == 30
+
+
+def test_without_a_model_none_is_ahead() -> None:
+    assert not lookahead(lambda: None)(view(2, [prompt(700)], waiting=3, flying=2))
 
 
 def test_a_long_prompt_gets_half_and_short_ones_do_not_wait_for_it() -> None:
