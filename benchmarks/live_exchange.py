@@ -13,14 +13,16 @@ speed, on fresh clusters, with the same requests; their tokens are compared as f
 import argparse
 import asyncio
 import contextlib
+import json
 import os
 import random
 import statistics
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Self
@@ -190,6 +192,17 @@ def differing(one: Sequence[Sequence[int]], other: Sequence[Sequence[int]]) -> i
     return sum(a != b for x, y in zip(one, other, strict=True) for a, b in zip(x, y, strict=False))
 
 
+def kept_with(path: Path, runs: list[Run], compared: int, differ: int) -> tuple[list[Run], int, int]:
+    """With what `path` has from earlier calls. It has all of them afterwards."""
+    if path.exists():
+        earlier = json.loads(path.read_text(encoding="utf-8"))
+        runs = [*(Run(**run) for run in earlier["runs"]), *runs]
+        compared, differ = compared + earlier["compared"], differ + earlier["differ"]
+    document = {"runs": [asdict(run) for run in runs], "compared": compared, "differ": differ}
+    path.write_text(json.dumps(document) + "\n", encoding="utf-8")
+    return runs, compared, differ
+
+
 async def measure_all(options: argparse.Namespace, folder: Path) -> tuple[list[Run], int, int]:
     model = make_preset(options.preset, folder / "model")
     info = read_info(model)
@@ -220,16 +233,20 @@ def main() -> None:
     parser.add_argument("--before", type=int, default=30, help="tokens of each request before the drop")
     parser.add_argument("--after", type=int, default=60, help="tokens of each request after the exchange")
     parser.add_argument("--logs", type=Path, help="keep the services' logs there")
+    parser.add_argument("--keep", type=Path, metavar="FILE", help="runs are kept there, and reported with earlier ones")
     parser.add_argument("--out", type=Path, default=RESULTS, metavar="FOLDER")
     options = parser.parse_args()
     began_load = os.getloadavg()
     with tempfile.TemporaryDirectory(prefix="ballast-bench-") as folder:
         runs, compared, differ = asyncio.run(measure_all(options, Path(folder)))
+    if options.keep is not None:
+        runs, compared, differ = kept_with(options.keep, runs, compared, differ)
     facts: dict[str, object] = {
         "load_average": [began_load, os.getloadavg()],
         "tokens_compared": compared,
         "tokens_differing": differ,
-        **{k: getattr(options, k) for k in ("preset", "dtype", "requests", "context", "rounds")},
+        **{k: getattr(options, k) for k in ("preset", "dtype", "requests", "context")},
+        "rounds": dict(Counter(run.speed for run in runs if run.way == "live")),
     }
     write_report(runs, facts, options.out, Console(width=140))
 

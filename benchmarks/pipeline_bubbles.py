@@ -20,7 +20,7 @@ import random
 import statistics
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -68,6 +68,9 @@ class Run:
     network_s: float
     steps: int
     mean_first_token_s: float
+
+
+Kept = dict[str, list[Run]]  # by "stages workload"
 
 
 def to_run(mode: str, repetition: int, served: Served, times: Sequence[StageTimes], spans: list[list[Span]]) -> Run:
@@ -153,54 +156,98 @@ def main() -> None:
     parser.add_argument("--batch-tokens", type=int, help="at most (default: 512, 2048 where stages sleep)")
     parser.add_argument("--running", type=int, default=16, metavar="N", help="sequences for each stage")
     parser.add_argument("--repetitions", type=int, default=2)
+    parser.add_argument("--keep", type=Path, metavar="FILE", help="runs are kept there, and reported with earlier ones")
     parser.add_argument("--write", action="store_true", help="JSON and table into benchmarks/results")
     given = parser.parse_args()
     lengths = read_lengths(given.lengths)
-    names = ", ".join(path.name for path in given.lengths)
-    text = [
-        f"Lengths drawn from {names}, scaled; at most {given.running} sequences a stage. Medians of"
-        f" {given.repetitions} interleaved pairs of runs."
-    ]
-    kept: dict[str, list[dict[str, object]]] = {}
+    kept: Kept = {}
     for stages in given.stages:
-        emulated = given.emulate or stages > (os.cpu_count() or 1)
-        batch_tokens = given.batch_tokens or (2048 if emulated else 512)
-        doing = f"take the time of {MODEL} on {GPU}s" if emulated else "execute"
-        text += ["", f"## {stages} stages, which {doing}, at most {batch_tokens} tokens a microbatch"]
-        shape = HOLLOW if emulated else REAL
-        with tempfile.TemporaryDirectory() as folder:
-            spec = RigSpec(
-                model_dir=write_checkpoint("llama", Path(folder) / "model", shape),
-                layer_count=shape.layers,
-                stage_count=stages,
-                memory_bytes=256 << 20 if emulated else 1 << 30,
-                max_running_count=given.running,
-                max_batch_tokens=batch_tokens,
-                emulated=catalogue_machine(GPU, MODEL) if emulated else None,
-                jitter=JITTER if emulated else 0.0,
-            )
-            with Rig(spec) as rig:
-                for workload in (WORKLOADS[i] for i in given.workloads):
-                    requests = draw(lengths, workload, 0)
-                    runs = measure(rig, requests, given.repetitions)
-                    text += ["", text_of(workload, requests), "", *table(runs)]
-                    kept[f"{stages} stages, {workload.name}"] = [asdict(run) for run in runs]
+        wanted = {index: draw(lengths, WORKLOADS[index], 0) for index in given.workloads}
+        for index, runs in measure_all(stages, wanted, given).items():
+            kept[f"{stages} {index}"] = runs
+    if given.keep is not None:
+        kept = kept_with(given.keep, kept)
+    text = report(kept, lengths, given)
     print("\n".join(text))
     if given.write:
         write(given, text, kept)
 
 
-def write(given: argparse.Namespace, text: Sequence[str], kept: dict[str, list[dict[str, object]]]) -> None:
+def measure_all(
+    stages: int, wanted: dict[int, list[tuple[int, int]]], given: argparse.Namespace
+) -> dict[int, list[Run]]:
+    emulated = is_emulated(stages, given)
+    shape = HOLLOW if emulated else REAL
+    with tempfile.TemporaryDirectory() as folder:
+        spec = RigSpec(
+            model_dir=write_checkpoint("llama", Path(folder) / "model", shape),
+            layer_count=shape.layers,
+            stage_count=stages,
+            memory_bytes=256 << 20 if emulated else 1 << 30,
+            max_running_count=given.running,
+            max_batch_tokens=batch_tokens(emulated, given),
+            emulated=catalogue_machine(GPU, MODEL) if emulated else None,
+            jitter=JITTER if emulated else 0.0,
+        )
+        with Rig(spec) as rig:
+            return {index: measure(rig, requests, given.repetitions) for index, requests in wanted.items()}
+
+
+def is_emulated(stages: int, given: argparse.Namespace) -> bool:
+    return given.emulate or stages > (os.cpu_count() or 1)
+
+
+def batch_tokens(emulated: bool, given: argparse.Namespace) -> int:
+    return given.batch_tokens or (2048 if emulated else 512)
+
+
+def kept_with(path: Path, runs: Kept) -> Kept:
+    """With what `path` has from earlier calls. It has all of them afterwards."""
+    kept: Kept = {}
+    if path.exists():
+        for key, earlier in json.loads(path.read_text(encoding="utf-8")).items():
+            kept[key] = [Run(**run) for run in earlier]
+    for key, new in runs.items():
+        before = kept.setdefault(key, [])
+        count = len(before) // len(MODES)
+        before += [replace(run, repetition=run.repetition + count) for run in new]
+    document = {key: [asdict(run) for run in runs] for key, runs in kept.items()}
+    path.write_text(json.dumps(document) + "\n", encoding="utf-8")
+    return kept
+
+
+def report(kept: Kept, lengths: Sequence[tuple[int, int]], given: argparse.Namespace) -> list[str]:
+    names = ", ".join(path.name for path in given.lengths)
+    text = [
+        f"Lengths drawn from {names}, scaled; at most {given.running} sequences a stage. Medians of pairs of runs,"
+        " interleaved."
+    ]
+    before = 0
+    for key in sorted(kept):
+        stages, index = map(int, key.split())
+        emulated = is_emulated(stages, given)
+        doing = f"take the time of {MODEL} on {GPU}s" if emulated else "execute"
+        if stages != before:
+            most = batch_tokens(emulated, given)
+            text += ["", f"## {stages} stages, which {doing}, at most {most} tokens a microbatch"]
+        before = stages
+        workload = WORKLOADS[index]
+        text += ["", text_of(workload, draw(lengths, workload, 0)), "", *table(kept[key])]
+    return text
+
+
+def write(given: argparse.Namespace, text: Sequence[str], kept: Kept) -> None:
     stem = RESULTS / f"{datetime.now(UTC):%Y-%m-%d}-pipeline-bubbles"
     command = "python -m benchmarks.pipeline_bubbles " + " ".join(
         f"--{key.replace('_', '-')} {' '.join(map(str, value)) if isinstance(value, list) else value}"
         for key, value in vars(given).items()
-        if value not in (None, False, True)
+        if value not in (None, False, True) and key != "keep"
     )
     command += " --emulate" * given.emulate
     head = ["# Bubbles of pipelines under backlog", "", f"{environment()}.", ""]
     stem.with_suffix(".md").write_text("\n".join([*head, *text, "", f"Repeat with `{command} --write`.", ""]))
-    document = {"environment": environment(), "command": command, "runs": kept}
+    runs = {key: [asdict(run) for run in runs] for key, runs in kept.items()}
+    document = {"environment": environment(), "command": command, "runs": runs}
     stem.with_suffix(".json").write_text(json.dumps(document, indent=1) + "\n")
 
 
