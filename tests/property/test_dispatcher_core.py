@@ -52,6 +52,7 @@ class PlayedWorker:
     generated: dict[int, int] = field(default_factory=dict[int, int])  # handle -> tokens so far
     unread: list[Place] = field(default_factory=list[Place])
     seen_handle: int = 0
+    asked_back: set[int] = field(default_factory=set[int])  # handles
 
     def read(self, count: int) -> None:
         for place in self.unread[:count]:
@@ -106,7 +107,10 @@ class DispatcherMachine(RuleBasedStateMachine):
                     worker.unread.append(command)
                 case AbortOnWorker(worker=key_, handle=handle):
                     worker = self.workers.get(key_)
-                    if worker is not None:
+                    book = self.story.core.fleet.get(key_)
+                    if worker is not None and book is not None and handle in book.placed:
+                        worker.asked_back.add(handle)  # it has it until it says so
+                    elif worker is not None:
                         worker.requests.pop(handle, None)
                         worker.unread = [place for place in worker.unread if place.handle != handle]
                 case Deliver(request_id=request_id, token_ids=token_ids):
@@ -242,14 +246,19 @@ class DispatcherMachine(RuleBasedStateMachine):
                 self.moved_at_s[worker.requests[handle].request.request_id] = self.story.now_s
             elif what == "error":
                 endings.append(Ending(handle, FinishReason.ERROR, error="engine", invalid=handle % 2 == 0))
+        ended = {ending.handle for ending in endings}
+        for handle in sorted(worker.asked_back & worker.requests.keys() - ended):
+            endings.append(Ending(handle, FinishReason.CANCELLED))
         for ending in endings:
             del worker.requests[ending.handle]
+        worker.asked_back &= {place.handle for place in worker.unread}
         moved = [ending for ending in endings if ending.moved_to]
         blocks = worker.blocks()
         report = load(
             used_block_count=min(64, blocks),
             waiting_block_count=max(0, blocks - 64),
             running_count=len(worker.requests),
+            waiting_count=data.draw(st.integers(0, 2)) if blocks > 64 else 0,
         )
         self.take(
             self.story.raw_step(

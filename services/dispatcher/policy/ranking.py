@@ -100,13 +100,9 @@ class Ranking:
 
     def choose(self, need: Need, *, may_queue_large: bool) -> WorkerKey | None:
         """As `freeness.choose` among all views."""
+        if (at_once := self.at_once(need)) is not None:
+            return at_once
         best: _Place | None = None
-        for (block_count, block_tokens), shape in self._shapes.items():
-            found = self._at_once(shape, need, block_count, block_tokens)
-            if found is not None and (best is None or found < best):
-                best = found
-        if best is not None:
-            return best.worker
         for (block_count, block_tokens), shape in self._shapes.items():
             wanted = blocks_for(need.tokens, block_tokens)
             if not shape.queues or wanted > block_count:
@@ -114,6 +110,15 @@ class Ranking:
             fits = may_queue_large or wanted <= self._rules.large_fraction * block_count
             if fits and (best is None or shape.queues[0] < best):
                 best = shape.queues[0]
+        return None if best is None else best.worker
+
+    def at_once(self, need: Need) -> WorkerKey | None:
+        """The freest of those where it would run without waiting."""
+        best: _Place | None = None
+        for (block_count, block_tokens), shape in self._shapes.items():
+            found = self._at_once(shape, need, block_count, block_tokens)
+            if found is not None and (best is None or found < best):
+                best = found
         return None if best is None else best.worker
 
     def _at_once(self, shape: _Shape, need: Need, block_count: int, block_tokens: int) -> _Place | None:
