@@ -105,6 +105,7 @@ def production_rules(worker: WorkerSize) -> ClusterRules:
             transitions=ConductorRules(
                 pipeline_degree=planner.pipeline_degree,
                 restores=planner.restore,
+                tolerable_shortfall=planner.tolerable_shortfall_fraction,
                 coordinator=CoordinatorRules(
                     prepare_timeout_s=planner.prepare_timeout_s, restore_prepare_timeout_s=planner.restore_timeout_s
                 ),
