@@ -119,7 +119,9 @@ def production_rules(worker: WorkerSize) -> ClusterRules:
                 no_worker_timeout_s=dispatcher["no_worker_timeout_s"],
                 move_wait_s=dispatcher["move_wait_s"],
             ),
-            PlacementRules(large_patience_s=dispatcher["large_patience_s"], recall_after_s=dispatcher["recall_after_s"]),
+            PlacementRules(
+                large_patience_s=dispatcher["large_patience_s"], recall_after_s=dispatcher["recall_after_s"]
+            ),
             RoutingRules(
                 worker_queue_count=dispatcher["worker_queue_count"],
                 large_fraction=dispatcher["large_fraction"],

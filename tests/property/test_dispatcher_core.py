@@ -247,8 +247,8 @@ class DispatcherMachine(RuleBasedStateMachine):
             elif what == "error":
                 endings.append(Ending(handle, FinishReason.ERROR, error="engine", invalid=handle % 2 == 0))
         ended = {ending.handle for ending in endings}
-        for handle in sorted(worker.asked_back & worker.requests.keys() - ended):
-            endings.append(Ending(handle, FinishReason.CANCELLED))
+        given_back = sorted(worker.asked_back & worker.requests.keys() - ended)
+        endings += [Ending(handle, FinishReason.CANCELLED) for handle in given_back]
         for ending in endings:
             del worker.requests[ending.handle]
         worker.asked_back &= {place.handle for place in worker.unread}

@@ -15,8 +15,8 @@ _MOST_RECALLS = 3  # of one request
 
 
 def candidate(worker: Worker, placed_until_s: float) -> Tracked | None:
-    """The newest request that may be waiting there, of those placed until then. Workers let requests in by order of arrival, so of those without a
-    token the newest ones wait.
+    """The newest request that may be waiting there, of those placed until then. Workers let requests in by order of
+    arrival, so of those without a token the newest ones wait.
 
     One with stop strings stays: what the worker has held back of its text is told with the ending.
     """

@@ -220,9 +220,7 @@ class Conductor:
         wish, loads = self._wish, self._loads
         if wish is None or loads is None:
             return []
-        granted = decide(
-            wish, ground.layout, ground.model, loads, ground.epoch, self.rules.tolerable_shortfall
-        )
+        granted = decide(wish, ground.layout, ground.model, loads, ground.epoch, self.rules.tolerable_shortfall)
         if isinstance(granted, Denied):
             return self._deny(ChangeRefusal.NOT_POSSIBLE, granted)
         self._wish = self._loads = None

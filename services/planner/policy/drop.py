@@ -160,6 +160,16 @@ class _Planning:
             merges = min(self.most_merges, merges + max(1, best.shortfall_bytes // self.model.copy_bytes))
             more = _judged_by_usable(self.with_merges(method, merges))
             best = min(best, more, key=_preference)
+        return best if best.shortfall_bytes == 0 else self._with_fewer(method, best)
+
+    def _with_fewer(self, method: Method, best: DropPlan) -> DropPlan:
+        """Too deep a pipeline has less room than two: where the need is not met, fewer merges may meet more of it."""
+        merges = self.least_merges
+        for _ in range(_USABLE_ATTEMPTS):
+            if merges == 0:
+                break
+            merges //= 2
+            best = min(best, _judged_by_usable(self.with_merges(method, merges)), key=_preference)
         return best
 
     def _are_equal_singles(self) -> bool:

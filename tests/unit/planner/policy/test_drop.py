@@ -240,11 +240,21 @@ def test_a_group_that_is_deep_already_may_get_company_as_deep() -> None:
 
 
 def test_pairs_are_enough_unless_much_is_missing() -> None:
-    """Six instances of 4,000 bytes of KV: pairs give 24,000 more, which makes 48,000."""
-    snapshot = singles(6, model(8))
+    """Eight instances of 4,000 bytes of KV: pairs give 32,000 more, which makes 64,000."""
+    snapshot = singles(8, model(8))
     for shortfall, deep in ((0.0, False), (0.5, False), (0.51, True)):
-        done = plan_shallow(snapshot, 24_000 + round(48_000 * shortfall), tolerable_shortfall=0.5, count_usable=True)
+        needed_bytes = 32_000 + round(64_000 * shortfall)
+        done = plan_shallow(snapshot, needed_bytes, tolerable_shortfall=0.5, count_usable=True)
         assert (max(len(g.members) for g in done.groups) > 2) is deep, shortfall
-    paired = after(snapshot, plan(snapshot, 24_000))
-    assert plan_shallow(paired, 24_000, tolerable_shortfall=0.5, count_usable=True).groups == ()
-    assert plan_shallow(paired, 25_000, tolerable_shortfall=0.5, count_usable=True).groups
+    paired = after(snapshot, plan(snapshot, 32_000))
+    assert plan_shallow(paired, 32_000, tolerable_shortfall=0.5, count_usable=True).groups == ()
+    assert plan_shallow(paired, 33_000, tolerable_shortfall=0.5, count_usable=True).usable_bytes > 0
+
+
+def test_a_deeper_pipeline_with_less_room_is_no_answer() -> None:
+    """Six stages of eight layers: one executes two of them, and holds no more than a pipeline of four does."""
+    paired = after(singles(6, model(8)), plan(singles(6, model(8)), 24_000))
+    done = plan(paired, 24_000, count_usable=True)
+    assert [len(g.members) for g in done.groups] == [4]
+    assert done.usable_bytes == 8000
+    assert done.shortfall_bytes == 16_000
