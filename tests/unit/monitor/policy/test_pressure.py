@@ -136,7 +136,7 @@ def relieved_at(pressure: Pressure) -> float:
 def test_a_burst_takes_a_relief_back_at_once_while_the_groups_are_what_they_were() -> None:
     pressure = Pressure(RULES)
     relieved_s = relieved_at(pressure)
-    back = series(8, lambda t: sample(t, 1400, capacity_bytes=1000, groups=MERGED), from_s=4.0)
+    back = series(8, lambda t: sample(t, 1000, capacity_bytes=1000, groups=MERGED), from_s=4.0)
     (taken_back_s, signal), *_ = tell(pressure, back)
     assert isinstance(signal, Overload)
     assert taken_back_s == 4.0
