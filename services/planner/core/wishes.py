@@ -134,7 +134,7 @@ def _drop(
     found = _plan(snapshot, needed, wish.method, tolerable)
     lines = tuple(explain(found, snapshot.model))
     if not found.groups:
-        return Denied("no groups are left that could be merged and would be worth it", found.shortfall_bytes)
+        return Denied("no groups are left that could be merged and are worth it", found.shortfall_bytes)
     target = dropped(base, found, epoch, f"{wish.by}: {megabytes(needed)} of KV needed")
     if not changed_members(base, target):
         return Denied("nothing would change", found.shortfall_bytes)
