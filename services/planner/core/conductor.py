@@ -226,7 +226,8 @@ class Conductor:
         self._wish = self._loads = None
         told: list[Command] = []
         if granted.shortfall_bytes:
-            told.append(NothingDone(wish.by, "the plan frees less than is needed", granted.shortfall_bytes, wish.cause_id))
+            why = "the plan frees less than is needed"
+            told.append(NothingDone(wish.by, why, granted.shortfall_bytes, wish.cause_id))
         if wish.request_id:
             self._requests[wish.request_id].lines = granted.lines
         return told + self._start(granted, ground, at_s, wish)
