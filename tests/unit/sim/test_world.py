@@ -1,9 +1,10 @@
 """Whole runs, with all invariants checked after every event."""
 
+import gc
 import os
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
@@ -12,6 +13,8 @@ import pytest
 from ballast.common.errors import ConfigError, InvariantViolation
 from services.dispatcher.core.events import Deliver, Request
 from services.monitor.policy.pressure import Overload
+from services.worker.core.plain import PlainSteps
+from services.worker.core.worker import WorkerCore
 from sim.clients import Arrival, Clients
 from sim.clock import Clock
 from sim.hardware import find_cluster, find_model
@@ -89,6 +92,37 @@ def test_a_run_is_the_same_in_every_process() -> None:
 def test_checking_changes_nothing_and_a_seed_does(runs: dict[str, SimRun]) -> None:
     assert world(check_every=0).run().trace_hash == runs["drop"].trace_hash
     assert World(options(check_every=0, seed=7), burst()).run().trace_hash != runs["drop"].trace_hash
+
+
+@pytest.mark.parametrize("policy", ["drop", "recompute", "static-pipeline"])
+@pytest.mark.parametrize("stop_after_s", [None, 5.0])
+def test_steps_taken_together_tell_the_same_story(policy: str, stop_after_s: float | None) -> None:
+    made = replace(options(policy, check_every=0), stop_after_s=stop_after_s)
+    worlds = [World(replace(made, cruises=cruises), burst()) for cruises in (True, False)]
+    together, one_by_one = (world.run() for world in worlds)
+    assert together == one_by_one
+    loads = [[replace(i.load(), step_age_s=0.0) for i in world.instances.values()] for world in worlds]
+    assert loads[0] == loads[1]
+
+
+def test_steps_are_taken_together_where_nothing_is_decided(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts: list[int] = []
+    plain = WorkerCore.take_plain_steps
+
+    def watched(core: WorkerCore, steps: PlainSteps, ids: Iterable[Sequence[int]], count: int, at_s: float) -> None:
+        counts.append(count)
+        plain(core, steps, ids, count, at_s)
+
+    monkeypatch.setattr(WorkerCore, "take_plain_steps", watched)
+    run = world("recompute", arrivals=[Arrival(0.0, 1000, 300), Arrival(3.0, 1000, 2)], check_every=0).run()
+    assert len(counts) <= 4
+    assert sum(counts) > 0.9 * run.step_count
+
+
+def test_the_collector_is_on_again_after_a_run() -> None:
+    assert gc.isenabled()
+    world(arrivals=[Arrival(0.0, 10, 2)]).run()
+    assert gc.isenabled()
 
 
 def test_a_request_ends_at_its_deadline_and_only_then() -> None:
