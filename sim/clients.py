@@ -98,6 +98,7 @@ class Clients:
             raise InvariantViolation(f"{command.request_id} ends twice")
         self.ended_count += 1
         record.end_s = at_s - self._zero_s
+        record.token_times_s = record.token_times_s[:]  # an array that grows has more room than it needs
         if self.ended_count == len(self.records):
             self.stop()
         if isinstance(command, Finish):
