@@ -28,6 +28,11 @@ class Cruise:
             share.handles.append(handle)
             share.places.append(sequence.token_count)
 
+    @property
+    def waiting_count(self) -> int:
+        """Requests on the worker for which there is no room, throughout."""
+        return self._before.waiting_count
+
     def token_ids(self) -> list[range]:
         """Of each sequence, of the steps that have landed: a token is the number of its place."""
         return [range(s.token_count, s.token_count + self.landed) for s in self.plain.sequences]

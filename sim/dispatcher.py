@@ -133,17 +133,18 @@ class DispatcherNode:
             self._clock.at(self._timer_at_s, self._labels["timer"], partial(self._tick, self._timer_at_s))
 
     def _catch_up_for(self, event: d.Event) -> None:
-        """Before the core hears of the event it gets to know what it will look at: the loads when a request looks for a
-        place, the tokens when something may happen to their requests.
+        """Before the core hears of the event it gets to know what it will look at: the loads when a request may look for
+        a place, the tokens when something may happen to their requests.
         """
         match event:
             case d.Submitted():
                 self._report_loads()
-            case d.StepReceived(worker=key, endings=endings):
+            case d.StepReceived(worker=key, endings=endings, load=load):
                 link = self._links[key]
                 if link in self._behind:
                     self._catch_up_with(link)
-                if any(e.finish_reason not in _PLAIN_ENDINGS or e.refused or e.moved_to for e in endings):
+                moves = any(e.finish_reason not in _PLAIN_ENDINGS or e.refused or e.moved_to for e in endings)
+                if moves or load.waiting_count or len(self.core.backlog):
                     self._report_loads()
             case _:
                 self.catch_up()
@@ -270,7 +271,7 @@ class DispatcherNode:
         self._clock.after(self._delays.rpc_s, self._labels["hears"], act)
 
     def _hear_step(self, link: _Link, share: Share, step: int, used_block_count: int) -> None:
-        """Who waits in the backlog may have found a place by it; otherwise nobody looks at it now."""
+        """Who waits, here or on that worker, may have found a place by it; otherwise nobody looks at it now."""
         if not link.open:
             return
         if link.share is not share:
@@ -281,7 +282,9 @@ class DispatcherNode:
         link.last, link.used = step, used_block_count
         link.instants_s.append(self._clock.now_s)
         self._unreported[link] = None
-        if len(self.core.backlog):
+        if len(self.core.backlog) or share.cruise.waiting_count:
+            del self._unreported[link]
+            self._report_loads()
             self._catch_up_with(link)
             self._set_timer()
 
