@@ -133,9 +133,10 @@ class DispatcherNode:
             self._clock.at(self._timer_at_s, self._labels["timer"], partial(self._tick, self._timer_at_s))
 
     def _catch_up_for(self, event: d.Event) -> None:
-        """Before the core hears of the event it gets to know what it will look at: the loads when a request may look for
-        a place, the tokens when something may happen to their requests.
+        """Before the core hears of the event it gets to know what it will look at: the loads when a request may look
+        for a place, the tokens when something may happen to their requests.
         """
+
         match event:
             case d.Submitted():
                 self._report_loads()
