@@ -136,7 +136,6 @@ class DispatcherNode:
         """Before the core hears of the event it gets to know what it will look at: the loads when a request may look
         for a place, the tokens when something may happen to their requests.
         """
-
         match event:
             case d.Submitted():
                 self._report_loads()
