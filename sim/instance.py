@@ -316,8 +316,9 @@ class Instance:
         plain = self.core.plain_steps()
         if plain is None or plain.limit < _MIN_CRUISE:
             return None
-        cruise = Cruise(plain, self.core.load(self._clock.now_s, self.member.memory.report()))
-        if cruise.shares.keys() != self._streams.keys():
+        load = self.core.load(self._clock.now_s, self.member.memory.report())
+        cruise = Cruise(plain, load)
+        if load.used_block_count + plain.growth(0) > load.block_count or cruise.shares.keys() != self._streams.keys():
             return None
         for stream_id, share in cruise.shares.items():
             share.seen_handle = self._streams[stream_id].seen_handle
@@ -330,14 +331,11 @@ class Instance:
         count, context, limit = len(plain.sequences), plain.context_tokens, plain.limit
         hearers = [(stream_id, streams[stream_id], share) for stream_id, share in cruise.shares.items()]
         before = cruise.load()
-        used, step = before.used_block_count, 0
+        used, step, added = before.used_block_count, 0, plain.growth(0)
         due_at_s = self.core.next_deadline_at_s
         self._fruitless = 0
-        while step < limit:
-            added = plain.growth(step)
-            if inbox or used + added > before.block_count or (due_at_s is not None and due_at_s <= self._clock.now_s):
-                break
-            self._cruise = cruise
+        self._cruise = cruise
+        while True:
             used += added
             yield self._begin(costs.decodes(count, context))
             context += count
@@ -346,10 +344,14 @@ class Instance:
             for stream_id, stream, share in hearers:
                 if streams.get(stream_id) is stream:
                     stream.listener.hear_step(share, step, used)
-        if step:
-            self._end_cruise(cruise)
-            if inbox:
-                self._tell([])
+            added = plain.growth(step)
+            if inbox or step == limit or used + added > before.block_count:
+                break
+            if due_at_s is not None and due_at_s <= self._clock.now_s:
+                break
+        self._end_cruise(cruise)
+        if inbox:
+            self._tell([])
 
     def _end_cruise(self, cruise: Cruise) -> None:
         now_s = self._clock.now_s

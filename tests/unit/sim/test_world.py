@@ -165,3 +165,12 @@ def test_no_float_that_decides_is_added_by_a_rule_that_python_has_changed(monkey
     for policy in ("drop", "static-pipeline"):
         world(policy, check_every=0).run()
     assert files == set()
+
+
+def test_a_cruise_ends_where_no_block_is_left() -> None:
+    """Long answers that outgrow the cache: victims are chosen in the midst of steps that otherwise decide nothing."""
+    made = options("recompute", check_every=0)
+    trace = [Arrival(0.01 * number, 500, 700) for number in range(40)]
+    together, one_by_one = (World(replace(made, cruises=cruises), trace).run() for cruises in (True, False))
+    assert together == one_by_one
+    assert max(sample.preemptions_total for sample in together.samples) > 0
