@@ -9,43 +9,24 @@ from ballast.common.load import LoadReport
 from services.worker.core.plain import PlainSteps
 
 
-class Cruise:
-    """Of one instance, until something comes up."""
+class Pace:
+    """What the load is after each step."""
 
-    __slots__ = ("_before", "_report", "landed", "plain", "shares", "used_block_count")
+    __slots__ = ("before", "sequence_count")
 
-    def __init__(self, plain: PlainSteps, before: LoadReport) -> None:
-        """`before`: what the load is before the first step."""
-        self.plain = plain
-        self.landed = 0  # steps
-        self.used_block_count = before.used_block_count  # in the last of those
-        self.shares: dict[int, Share] = {}  # by stream
-        self._before = before
-        self._report = before
-        for sequence in plain.sequences:
-            stream_id, handle = sequence.key
-            share = self.shares.get(stream_id) or self.shares.setdefault(stream_id, Share(self))
-            share.handles.append(handle)
-            share.places.append(sequence.token_count)
+    def __init__(self, before: LoadReport, sequence_count: int) -> None:
+        """`before`: the first step."""
+        self.before = before
+        self.sequence_count = sequence_count
 
     @property
     def waiting_count(self) -> int:
         """Requests on the worker for which there is no room, throughout."""
-        return self._before.waiting_count
-
-    def token_ids(self) -> list[range]:
-        """Of each sequence, of the steps that have landed: a token is the number of its place."""
-        return [range(s.token_count, s.token_count + self.landed) for s in self.plain.sequences]
-
-    def load(self) -> LoadReport:
-        """After the last step that has landed."""
-        if self._report.steps_total != self._before.steps_total + self.landed:
-            self._report = self.report(self.landed, self.used_block_count)
-        return self._report
+        return self.before.waiting_count
 
     def report(self, landed: int, used_block_count: int) -> LoadReport:
         """After so many steps."""
-        before = self._before
+        before = self.before
         return LoadReport(
             block_tokens=before.block_tokens,
             block_count=before.block_count,
@@ -57,7 +38,7 @@ class Cruise:
             steps_total=before.steps_total + landed,
             preemptions_total=before.preemptions_total,
             prompt_tokens_total=before.prompt_tokens_total,
-            generation_tokens_total=before.generation_tokens_total + landed * len(self.plain.sequences),
+            generation_tokens_total=before.generation_tokens_total + landed * self.sequence_count,
             step_age_s=0.0,
             draining=before.draining,
             memory=before.memory,
@@ -66,12 +47,12 @@ class Cruise:
 
 
 class Share:
-    """What of the steps goes to one dispatcher."""
+    """What of the steps goes to one dispatcher. Knows nothing of the cruise itself: a cycle would outlive both."""
 
-    __slots__ = ("cruise", "handles", "places", "seen_handle")
+    __slots__ = ("handles", "pace", "places", "seen_handle")
 
-    def __init__(self, cruise: Cruise) -> None:
-        self.cruise = cruise
+    def __init__(self, pace: Pace) -> None:
+        self.pace = pace
         self.handles: list[int] = []
         self.places: list[int] = []  # of the first step's tokens
         self.seen_handle = 0
@@ -82,3 +63,33 @@ class Share:
         for place in self.places:
             ids += range(place + first - 1, place + first - 1 + count)
         return ids
+
+
+class Cruise:
+    """Of one instance, until something comes up."""
+
+    __slots__ = ("_report", "landed", "pace", "plain", "shares", "used_block_count")
+
+    def __init__(self, plain: PlainSteps, before: LoadReport) -> None:
+        """`before`: what the load is before the first step."""
+        self.plain = plain
+        self.pace = Pace(before, len(plain.sequences))
+        self.landed = 0  # steps
+        self.used_block_count = before.used_block_count  # in the last of those
+        self.shares: dict[int, Share] = {}  # by stream
+        self._report = before
+        for sequence in plain.sequences:
+            stream_id, handle = sequence.key
+            share = self.shares.get(stream_id) or self.shares.setdefault(stream_id, Share(self.pace))
+            share.handles.append(handle)
+            share.places.append(sequence.token_count)
+
+    def token_ids(self) -> list[range]:
+        """Of each sequence, of the steps that have landed: a token is the number of its place."""
+        return [range(s.token_count, s.token_count + self.landed) for s in self.plain.sequences]
+
+    def load(self) -> LoadReport:
+        """After the last step that has landed."""
+        if self._report.steps_total != self.pace.before.steps_total + self.landed:
+            self._report = self.pace.report(self.landed, self.used_block_count)
+        return self._report

@@ -159,7 +159,7 @@ class DispatcherNode:
         for link in self._unreported:
             share = link.share
             assert share is not None, "it is behind"
-            load = share.cruise.report(link.last, link.used)
+            load = share.pace.report(link.last, link.used)
             self.core.handle(d.StepReceived(now_s, link.key, (), (), (), (), (), (), load, share.seen_handle))
             self.stepped[link.key] = None
         self._unreported.clear()
@@ -173,7 +173,7 @@ class DispatcherNode:
         self._unreported.pop(link, None)
         now_s, count = self._clock.now_s, len(instants_s)
         token_ids = share.token_ids(link.first, count)
-        load = share.cruise.report(link.last, link.used)
+        load = share.pace.report(link.last, link.used)
         counts = [count] * len(share.handles)
         commands = self.core.handle(
             d.StepReceived(now_s, link.key, share.handles, counts, token_ids, (), (), (), load, share.seen_handle)
@@ -282,7 +282,7 @@ class DispatcherNode:
         link.last, link.used = step, used_block_count
         link.instants_s.append(self._clock.now_s)
         self._unreported[link] = None
-        if len(self.core.backlog) or share.cruise.waiting_count:
+        if len(self.core.backlog) or share.pace.waiting_count:
             del self._unreported[link]
             self._report_loads()
             self._catch_up_with(link)

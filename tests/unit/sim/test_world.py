@@ -174,3 +174,12 @@ def test_a_cruise_ends_where_no_block_is_left() -> None:
     together, one_by_one = (World(replace(made, cruises=cruises), trace).run() for cruises in (True, False))
     assert together == one_by_one
     assert max(sample.preemptions_total for sample in together.samples) > 0
+
+
+@pytest.mark.parametrize("policy", ["drop", "recompute"])
+def test_what_is_made_for_an_event_has_no_cycles(policy: str) -> None:
+    """The collector is off during a run: what only it could find would stay until the end."""
+    kept = world(policy, check_every=0)
+    gc.collect()
+    event_count = kept.run().event_count
+    assert gc.collect() < event_count / 100
