@@ -43,8 +43,7 @@ class TransportConfig:
     max_spares: int = 8
     spare_connect_timeout_s: float = 2.0
     spare_idle_s: float = 60.0  # a spare that nobody has named for so long is closed
-    # For the peer to take the same spare; then a link is made from nothing. Who comes just behind that finds its link
-    # closed, and the plan has to be made again: so it is longer than a busy machine keeps a process waiting.
+    # For the peer to take the same spare, if this side decides; then a link is made from nothing.
     adopt_timeout_s: float = 3.0
 
     def __post_init__(self) -> None:
