@@ -38,8 +38,10 @@ from services.worker.transport.traffic import TrafficClass
 
 BEFORE_COMMIT = (Phase.PREPARING, Phase.PREPARED)
 # Of prompts in a batch beside decodes. Layers that come take bandwidth, and time of the processor, from every batch:
-# a long piece of a prompt on top of it would be the longest gap that a request has.
-_PROMPT_BLOCKS = 2
+# a long piece of a prompt on top of it would be the longest gap that a request has. In a pipeline a token waits for
+# the pieces in all microbatches that are in flight.
+_PROMPT_BLOCKS = 1
+PROMPT_BLOCKS_ALONE = 2
 
 
 class Restoring:
