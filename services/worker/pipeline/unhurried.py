@@ -7,7 +7,7 @@ until that thread has been given a processor: on a busy machine tens of millisec
 import time
 from collections.abc import Callable
 
-_SHARE = 0.25  # of one processor's time
+_SHARE = 0.1  # of one processor's time: two jobs on each of two workers that share two cores take a fifth of them
 _LONGEST_REST_S = 0.02
 
 
