@@ -2,8 +2,8 @@
 
 The KV that its sequences still lack at the commit comes within milliseconds, one sequence after the other. Whoever is
 complete first would run a step alone, and all others would wait for the end of it: so the first batch waits for all
-of them, but no longer than such a step would take. Prompts wait for the batch after it, and for a while they come in small
-pieces: those that have stood back would all be in one batch, and whoever decodes has just waited.
+of them, but no longer than such a step would take. Prompts wait for the batch after it, and for a while they come in
+small pieces: those that have stood back would all be in one batch, and whoever decodes has just waited.
 """
 
 from enum import Enum, auto
