@@ -34,6 +34,11 @@ class Regroup:
         self._turn = Turn.AS_USUAL
 
     @property
+    def is_over(self) -> bool:
+        """All is as usual, or it has never begun."""
+        return self._turn in (Turn.AS_USUAL, Turn.OVER)
+
+    @property
     def wakes_at_s(self) -> float | None:
         """When `turn` wants to be called although nothing has happened."""
         return self._until_s if self._turn is Turn.WAIT else None
@@ -42,7 +47,8 @@ class Regroup:
         """At each step boundary. `incomplete_count`: sequences whose KV is on its way."""
         match self._turn:
             case Turn.WAIT if not incomplete_count or now_s >= self._until_s:
-                self._turn, self._until_s = Turn.FIRST, now_s + self._gently_s
+                self._turn = Turn.FIRST
+                self._until_s = now_s + self._gently_s
             case Turn.FIRST | Turn.GENTLY:
                 self._turn = Turn.GENTLY if now_s < self._until_s else Turn.OVER
             case Turn.OVER:

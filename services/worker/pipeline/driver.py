@@ -212,6 +212,8 @@ class TransitionDriver:
         if turn in (Turn.GENTLY, Turn.OVER):
             limit = PROMPT_BLOCKS_ALONE * self._memory.kv.shape.block_tokens if turn is Turn.GENTLY else None
             self._answers.tell(PrefillLimited(time.monotonic(), limit))
+        if turn is Turn.OVER:
+            self._links.retire(self._role.epoch)  # see `_release_lost`
         if self.quiescing and transition is not None and transition.phase is Phase.COMMITTING:
             boundary = not self._core.in_flight_count and not self._core.suspended_ids
             if boundary and transition.led_before:
@@ -500,7 +502,8 @@ class TransitionDriver:
         progress.exchange_s = time.monotonic() - progress.taken_up_at_s
         progress.block_count_after = self._book.block_count
         self._capacities.tell_leader(self._restoring.withdrawn_epoch)
-        self._links.retire(self._role.epoch)
+        if self.regroup.is_over:  # else later: ending threads would take time from the first batches
+            self._links.retire(self._role.epoch)
 
     # ------------------------------------------------------------ what there must be
 

@@ -21,11 +21,14 @@ def test_the_first_batch_is_formed_when_all_have_come() -> None:
         Turn.AS_USUAL,
     ]
     assert regroup.wakes_at_s is None
+    assert regroup.is_over
 
 
 def test_prompts_stand_back_for_a_while_after_it() -> None:
     regroup = Regroup()
+    assert regroup.is_over
     regroup.begin(1.0, 0.03, 0.5)
+    assert not regroup.is_over
     assert [regroup.turn(at_s, 0) for at_s in (1.01, 1.02, 1.5, 1.52, 1.53)] == [
         Turn.FIRST,
         Turn.GENTLY,
