@@ -27,7 +27,9 @@ class Regroup:
 
     def begin(self, now_s: float, patience_s: float, gently_s: float) -> None:
         """`patience_s` for the KV of all; `gently_s` is how long prompts stand back from then on."""
-        self._turn, self._until_s, self._gently_s = Turn.WAIT, now_s + patience_s, gently_s
+        self._turn = Turn.WAIT
+        self._until_s = now_s + patience_s
+        self._gently_s = gently_s
 
     def end(self) -> None:
         """The layout changes once more, or the group is lost."""
