@@ -47,10 +47,10 @@ test: setup  ## all tests: integration and golden ones too
 	$(PYTEST) $(ALONE)
 
 test-transitions: setup  ## 50,000 simulated transitions with every fault
-	BALLAST_TRANSITION_SEEDS=$(SEEDS) $(BIN)/pytest -q -m slow tests/property/test_transitions.py
+	BALLAST_TRANSITION_SEEDS=$(SEEDS) $(BIN)/pytest -q -m slow $(SPREAD) tests/property/test_transitions.py
 
 test-exactness: setup  ## 20,000 requests through random drops, merges and restores: no token may change
-	BALLAST_EXACTNESS_HISTORIES=$(HISTORIES) $(BIN)/pytest -q tests/integration/test_group_exactness.py
+	BALLAST_EXACTNESS_HISTORIES=$(HISTORIES) $(BIN)/pytest -q $(SPREAD) tests/integration/test_group_exactness.py
 
 fmt: setup
 	$(BIN)/ruff check --fix . && $(BIN)/ruff format .

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ballast.bench.capacity import settled_capacity
 from ballast.bench.plot import merged_spans
 from ballast.bench.policies import ABLATION, PolicySpec, parse_policies
 from ballast.bench.records import Outcome
@@ -215,7 +216,8 @@ def _over_time(workload: WorkloadStudy, look: dict[str, Style]) -> Drawn:
         axis.set_xlim(0, end_s)
     _legend_above(figure, ttft)
     caption = (
-        f"Left: KV memory of {shown.label}. Middle: mean TTFT of the requests that arrived in a window of"
+        f"Left: KV memory of {shown.label}; capacity as it is between transitions. Middle: mean TTFT of the requests"
+        f" that arrived in a window of"
         f" {end_s / _WINDOWS:.1f} s. Right: throughput; the tokens of an answer are spread evenly from its first to its"
         " last. First repetition."
     )
@@ -224,7 +226,8 @@ def _over_time(workload: WorkloadStudy, look: dict[str, Style]) -> Drawn:
 
 def _memory(axis: "Axes", c: Contestant) -> None:
     series = c.first.series
-    axis.plot(series.at_s, np.array(series.kv_capacity_bytes) / MIB, color=GREY, drawstyle="steps-post")
+    settled_s, capacity_bytes = settled_capacity(c.first)
+    axis.plot(settled_s, np.array(capacity_bytes) / MIB, color=GREY, drawstyle="steps-post")
     axis.plot(series.at_s, np.array(series.kv_demand_bytes) / MIB, color=VERMILION, linestyle="--")
     axis.fill_between(series.at_s, np.array(series.kv_used_bytes) / MIB, color=BLUE, alpha=0.3)
     axis.legend(["capacity", "demand", "used"])

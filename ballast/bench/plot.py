@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ballast.bench.capacity import settled_capacity
 from ballast.bench.records import Outcome
 from ballast.bench.results import BenchResult, PolicyResult
 from ballast.bench.style import BLUE, GREEN, GREY, MIB, ORANGE, RC, VERMILION
@@ -147,8 +148,8 @@ def _draw_rate(axis: "Axes", policy: PolicyResult) -> None:
 
 def _draw_memory(axis: "Axes", policy: PolicyResult) -> None:
     series = policy.series
-    capacity_mib = np.array(series.kv_capacity_bytes) / MIB
-    axis.step(series.at_s, capacity_mib, where="post", color=GREY, linestyle="--", label="capacity")
+    settled_s, capacity_bytes = settled_capacity(policy)
+    axis.step(settled_s, np.array(capacity_bytes) / MIB, where="post", color=GREY, linestyle="--", label="capacity")
     axis.plot(series.at_s, np.array(series.kv_demand_bytes) / MIB, color=VERMILION, label="wanted")
     axis.fill_between(series.at_s, np.array(series.kv_used_bytes) / MIB, color=BLUE, alpha=0.3, label="used")
     axis.set_ylabel("KV cache (MiB)")

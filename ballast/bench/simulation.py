@@ -105,6 +105,7 @@ def production_rules(worker: WorkerSize) -> ClusterRules:
             transitions=ConductorRules(
                 pipeline_degree=planner.pipeline_degree,
                 restores=planner.restore,
+                tolerable_shortfall=planner.tolerable_shortfall_fraction,
                 coordinator=CoordinatorRules(
                     prepare_timeout_s=planner.prepare_timeout_s, restore_prepare_timeout_s=planner.restore_timeout_s
                 ),
@@ -118,7 +119,9 @@ def production_rules(worker: WorkerSize) -> ClusterRules:
                 no_worker_timeout_s=dispatcher["no_worker_timeout_s"],
                 move_wait_s=dispatcher["move_wait_s"],
             ),
-            PlacementRules(large_patience_s=dispatcher["large_patience_s"]),
+            PlacementRules(
+                large_patience_s=dispatcher["large_patience_s"], recall_after_s=dispatcher["recall_after_s"]
+            ),
             RoutingRules(
                 worker_queue_count=dispatcher["worker_queue_count"],
                 large_fraction=dispatcher["large_fraction"],

@@ -163,7 +163,7 @@ def build_shell(
             no_worker_timeout_s=settings.no_worker_timeout_s,
             move_wait_s=settings.move_wait_s,
         ),
-        PlacementRules(large_patience_s=settings.large_patience_s),
+        PlacementRules(large_patience_s=settings.large_patience_s, recall_after_s=settings.recall_after_s),
         RoutingRules(
             worker_queue_count=settings.worker_queue_count,
             large_fraction=settings.large_fraction,

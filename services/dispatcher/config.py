@@ -33,6 +33,8 @@ class DispatcherSettings(Settings):
     worker_queue_count: int = Field(2, ge=1)  # requests that may wait in a worker when it is full
     large_fraction: float = Field(0.25, gt=0, le=1)  # of a worker's KV blocks: what is larger lets others overtake
     large_patience_s: float = Field(2.0, ge=0)  # for so long
+    # A request that waits on a worker for longer is asked back if another one has room: one interval of reports.
+    recall_after_s: float = Field(0.1, ge=0)
     growth_tokens: int = Field(64, ge=0)  # room for generation that a request should find
     replay_limit: int = Field(3, ge=0)  # how often a request is started anew after its worker was lost
     # So long one that was handed over waits for the stream to its new worker; that one keeps it for 10 s.

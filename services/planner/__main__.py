@@ -80,6 +80,7 @@ def build_shell(settings: PlannerSettings, state: StateServer, monitor: LeaderAd
             policy=settings.overload_policy,
             pipeline_degree=settings.pipeline_degree,
             restores=settings.restore,
+            tolerable_shortfall=settings.tolerable_shortfall_fraction,
             coordinator=CoordinatorRules(
                 prepare_timeout_s=settings.prepare_timeout_s, restore_prepare_timeout_s=settings.restore_timeout_s
             ),

@@ -32,6 +32,9 @@ class PlannerSettings(Settings):
     overload_policy: OverloadPolicy = OverloadPolicy.DROP
     pipeline_degree: int = Field(default=2, ge=2, le=64)  # instances of one pipeline, with static-pipeline
     restore: bool = True  # with drop: parameters come back when demand has fallen. False is for comparisons
+    # With drop: groups become deeper than pairs only where pairs leave more than this share of their KV unmet. The need
+    # that the monitor tells has its margin: 0.65 is a demand of 1.25 times what there is.
+    tolerable_shortfall_fraction: float = Field(default=0.65, ge=0)
     # With migrate: tokens that each running request may still get on average, before memory is full.
     migrate_below_tokens: float = Field(default=32.0, ge=0)  # who has less gives requests away
     migrate_above_tokens: float = Field(default=96.0, ge=0)  # who has more takes them

@@ -52,6 +52,7 @@ class PlayedWorker:
     generated: dict[int, int] = field(default_factory=dict[int, int])  # handle -> tokens so far
     unread: list[Place] = field(default_factory=list[Place])
     seen_handle: int = 0
+    asked_back: set[int] = field(default_factory=set[int])  # handles
 
     def read(self, count: int) -> None:
         for place in self.unread[:count]:
@@ -85,6 +86,7 @@ class DispatcherMachine(RuleBasedStateMachine):
         self.ended: Counter[str] = Counter()
         self.tokens: dict[str, int] = {}  # request -> tokens delivered
         self.serial = 0
+        self.given_back = 0
 
     def take(self, answer: Answer) -> Answer:
         for command in answer.commands:
@@ -106,7 +108,10 @@ class DispatcherMachine(RuleBasedStateMachine):
                     worker.unread.append(command)
                 case AbortOnWorker(worker=key_, handle=handle):
                     worker = self.workers.get(key_)
-                    if worker is not None:
+                    book = self.story.core.fleet.get(key_)
+                    if worker is not None and book is not None and handle in book.placed:
+                        worker.asked_back.add(handle)  # it has it until it says so
+                    elif worker is not None:
                         worker.requests.pop(handle, None)
                         worker.unread = [place for place in worker.unread if place.handle != handle]
                 case Deliver(request_id=request_id, token_ids=token_ids):
@@ -217,7 +222,7 @@ class DispatcherMachine(RuleBasedStateMachine):
     @rule(
         data=st.data(),
         read=st.integers(0, 3),
-        what=st.sampled_from(["tokens", "tokens", "finish", "refuse", "error", "move", "move"]),
+        what=st.sampled_from(["tokens", "tokens", "nothing", "nothing", "finish", "refuse", "error", "move", "move"]),
     )
     @precondition(lambda self: self.workers)
     def step(self, data: st.DataObject, read: int, what: str) -> None:
@@ -242,14 +247,20 @@ class DispatcherMachine(RuleBasedStateMachine):
                 self.moved_at_s[worker.requests[handle].request.request_id] = self.story.now_s
             elif what == "error":
                 endings.append(Ending(handle, FinishReason.ERROR, error="engine", invalid=handle % 2 == 0))
+        ended = {ending.handle for ending in endings}
+        given_back = sorted(worker.asked_back & worker.requests.keys() - ended)
+        self.given_back += len(given_back)
+        endings += [Ending(handle, FinishReason.CANCELLED) for handle in given_back]
         for ending in endings:
             del worker.requests[ending.handle]
+        worker.asked_back &= {place.handle for place in worker.unread}
         moved = [ending for ending in endings if ending.moved_to]
         blocks = worker.blocks()
         report = load(
             used_block_count=min(64, blocks),
             waiting_block_count=max(0, blocks - 64),
             running_count=len(worker.requests),
+            waiting_count=data.draw(st.integers(0, min(2, len(worker.requests)))),
         )
         self.take(
             self.story.raw_step(
@@ -272,6 +283,27 @@ class DispatcherMachine(RuleBasedStateMachine):
                 incarnation=worker.key.incarnation,
             )
             assert not [place for place in self.take(answer).of(Place) if place.expects_handover]
+
+    @rule(data=st.data())
+    @precondition(lambda self: any(worker.requests or worker.unread for worker in self.workers.values()))
+    def nothing_moves(self, data: st.DataObject) -> None:
+        """A worker has read everything and lets nobody in: who waits there may be asked back."""
+        busy = sorted(key_ for key_, worker in self.workers.items() if worker.requests or worker.unread)
+        crowded = data.draw(st.sampled_from(busy))
+        self.workers[crowded].read(len(self.workers[crowded].unread))
+        self.tick(0.3)
+        for key_ in [*(other for other in sorted(self.workers) if other != crowded), crowded]:
+            worker = self.workers[key_]
+            waits = load(used_block_count=64, running_count=1, waiting_count=max(1, len(worker.requests)))
+            self.take(
+                self.story.raw_step(
+                    key_.worker_id,
+                    {},
+                    report=waits if key_ == crowded else load(),
+                    seen_handle=worker.seen_handle,
+                    incarnation=key_.incarnation,
+                )
+            )
 
     @rule(handle=st.integers(0, 50), data=st.data())
     @precondition(lambda self: self.workers)
@@ -333,6 +365,7 @@ class DispatcherMachine(RuleBasedStateMachine):
         self.take(self.story.handle(DrainRequested(self.story.now_s)))
         self.take(self.story.handle(TimeIsUp(self.story.now_s)))
         assert not self.story.core.requests
+        assert self.story.core.recall_count == self.given_back
         assert set(self.ended.elements()) == self.accepted
         assert all(count <= 1 for count in self.ended.values())
 

@@ -21,9 +21,15 @@ views = st.builds(
     max_running_count=st.integers(1, 6),
     max_waiting_count=st.integers(0, 4),
     draining=st.sampled_from((False, False, False, True)),
+    instance_count=st.sampled_from((1, 1, 2, 4)),
 )
 needs = st.builds(Need, tokens=st.integers(1, 700), growth_tokens=st.integers(0, 128))
-rules = st.builds(RoutingRules, worker_queue_count=st.integers(0, 3), large_fraction=st.sampled_from((0.0, 0.25, 1.0)))
+rules = st.builds(
+    RoutingRules,
+    worker_queue_count=st.integers(0, 3),
+    large_fraction=st.sampled_from((0.0, 0.25, 1.0)),
+    growth_tokens=st.sampled_from((0, 16, 64)),
+)
 changes = st.lists(st.tuples(views, st.booleans(), st.lists(needs, max_size=3)), min_size=1, max_size=25)
 
 

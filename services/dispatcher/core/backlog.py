@@ -22,6 +22,9 @@ class Tracked:
     queued_at_s: float  # entered the backlog for the last time
     worker: WorkerKey | None = None
     handle: int = 0
+    placed_at_s: float = 0.0  # there
+    recalled: bool = False  # asked back from there, because another worker has room
+    recall_count: int = 0
     moving: bool = False  # the worker it has gone to has no stream yet
     attempt: int = 0
     replay_count: int = 0

@@ -91,6 +91,7 @@ class DispatcherCore:
         self.endings: Counter[str] = Counter()  # finish reason, or refused -> count
         self.accepted_count = 0
         self.replay_count = 0
+        self.recall_count = 0  # requests that waited on a worker and went where there was room
         self.stale_count = 0
         self.move_counts: Counter[str] = Counter()  # at_once, waited or replayed -> requests that were handed over
         self._id = dispatcher_id
@@ -215,6 +216,7 @@ class DispatcherCore:
     def _enqueue(self, tracked: Tracked, at_s: float) -> None:
         tracked.queued_at_s = at_s
         tracked.blocked_since_s = None
+        tracked.recalled = False
         self.backlog.add(tracked)
 
     def _move(self, tracked: Tracked, worker_id: WorkerId, at_s: float) -> list[Command]:
@@ -397,6 +399,8 @@ class DispatcherCore:
             self._watch_usable(event.at_s)
         if len(self.backlog):
             commands += self._dispatch(event.at_s)
+        elif event.load.waiting_count and (recall := self._placement.recall(worker, event.at_s)) is not None:
+            commands.append(recall)
         return commands
 
     def _deliver(self, worker: Worker, event: StepReceived, commands: list[Command]) -> None:
@@ -466,6 +470,12 @@ class DispatcherCore:
             case None if ending.moved_to:
                 worker.take_off(tracked.handle)
                 return self._move(tracked, WorkerId(ending.moved_to), at_s)
+            case FinishReason.CANCELLED if tracked.recalled:
+                worker.take_off(tracked.handle)
+                tracked.worker, tracked.handle = None, 0
+                self.recall_count += 1
+                self._enqueue(tracked, at_s)
+                return []
             case FinishReason.CANCELLED | None:
                 error = PeerViolation(f"worker {worker.key.worker_id}", "ended a request that nobody cancelled")
         self._drop(tracked)

@@ -25,6 +25,7 @@ class Worker:
     key: WorkerKey
     address: str
     group_id: str
+    instance_count: int = 1  # of the group
     draining_in_layout: bool = False
     leads: bool = True
     connected: bool = False
@@ -66,6 +67,7 @@ class Worker:
             max_running_count=load.max_running_count,
             max_waiting_count=self.max_waiting_count,
             draining=not self.usable,
+            instance_count=self.instance_count,
         )
 
     def place(self, tracked: Tracked, handle: int) -> None:
@@ -194,6 +196,7 @@ class Fleet:
             worker.touch()
             worker.leads = leads
             worker.group_id = group.group_id
+            worker.instance_count = len(group.members)
             worker.draining_in_layout = member.draining
         self._former = {worker.key for worker in self._workers.values() if not worker.leads}
         return new, gone

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 from ballast.common.errors import InvariantViolation
 from services.dispatcher.core.backlog import Backlog, DrainRate, Tracked
-from services.dispatcher.core.events import Place
+from services.dispatcher.core.events import AbortOnWorker, Place
 from services.dispatcher.core.fleet import Fleet, Worker
+from services.dispatcher.core.recall import candidate
 from services.dispatcher.policy.freeness import Need, RoutingRules, WorkerKey, has_place
 from services.dispatcher.policy.ranking import Ranking
 
@@ -21,6 +22,7 @@ class PlacementRules:
     large_patience_s: float = 2.0  # so long a large request lets others overtake it
     refused_hold_s: float = 0.05  # so long a worker that refused is not asked again
     scan_count: int = 64  # requests that are looked at when the first ones do not fit
+    recall_after_s: float = 0.1  # who waits on a worker for longer is asked back if another one has room; inf: never
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +78,19 @@ class Placement:
         """
         return self._send(tracked, worker, at_s, expects_handover=True)
 
+    def recall(self, worker: Worker, at_s: float) -> AbortOnWorker | None:
+        """Asks for one back that waits there and would run elsewhere at once."""
+        tracked = candidate(worker, at_s - self.rules.recall_after_s)
+        if tracked is None:
+            return None
+        self._look_around(at_s)
+        found = self._ranking.at_once(self._need(tracked))
+        if found is None or found == worker.key:
+            return None
+        tracked.recalled = True
+        tracked.recall_count += 1
+        return AbortOnWorker(worker.key, tracked.handle)
+
     def hold(self, worker: Worker, at_s: float) -> None:
         """The worker has refused a request."""
         worker.hold_until_s = at_s + self.rules.refused_hold_s
@@ -99,17 +114,19 @@ class Placement:
                 ranking.update(worker.view())
 
     def _choose(self, tracked: Tracked, at_s: float) -> WorkerKey | None:
-        left_tokens = tracked.request.sampling.max_tokens - len(tracked.output_token_ids)
-        need = Need(tokens=tracked.token_count + 1, growth_tokens=min(left_tokens, self._routing.growth_tokens))
         since_s = tracked.blocked_since_s
         # As the retry below is asked for: a difference may be rounded to less, and the retry would be for ever due now.
         patience_ended = since_s is not None and at_s >= since_s + self.rules.large_patience_s
-        found = self._ranking.choose(need, may_queue_large=patience_ended)
+        found = self._ranking.choose(self._need(tracked), may_queue_large=patience_ended)
         if found is None and not patience_ended:
             if since_s is None:
                 since_s = tracked.blocked_since_s = at_s
             self.retry_at_s = min(self.retry_at_s, since_s + self.rules.large_patience_s)
         return found
+
+    def _need(self, tracked: Tracked) -> Need:
+        left_tokens = tracked.request.sampling.max_tokens - len(tracked.output_token_ids)
+        return Need(tokens=tracked.token_count + 1, growth_tokens=min(left_tokens, self._routing.growth_tokens))
 
     def _place(self, tracked: Tracked, key: WorkerKey, at_s: float) -> Place:
         self._backlog.remove(tracked)
@@ -123,6 +140,7 @@ class Placement:
         handle, self._next_handle = self._next_handle, self._next_handle + 1
         worker.place(tracked, handle)
         tracked.worker, tracked.handle = worker.key, handle
+        tracked.placed_at_s, tracked.recalled = at_s, False
         tracked.attempt += 1
         return Place(
             worker=worker.key,

@@ -5,6 +5,10 @@ Virtual usage of a worker counts, beside the blocks its running requests hold, w
 freest worker of those where it can run at once, else into one of the few places of a worker's own queue, else it stays
 in the backlog, where it can still be moved.
 
+Workers of different shapes are there once some have dropped parameters. Such a group has several times the memory, and
+would be the freest until all the load is on it, although its tokens take longer. So of the freest of each shape, more
+freeness counts only up to what a request needs for growing; beyond that the fewest requests for each instance decide.
+
 A request is *large* if it needs more than `large_fraction` of a worker's blocks. Put into a worker's queue it would
 hold up everybody behind it until the worker has drained enough, so a large one that cannot run at once first lets
 others overtake it; the caller says with `may_queue_large` when its patience is at an end. From then on its need
@@ -42,6 +46,7 @@ class WorkerView:
     max_running_count: int
     max_waiting_count: int
     draining: bool
+    instance_count: int = 1  # of the group that it leads
 
     @property
     def free_block_count(self) -> int:
@@ -88,28 +93,38 @@ def choose(views: Sequence[WorkerView], need: Need, rules: RoutingRules, *, may_
 
     The rule in its plain form. Dispatchers follow it by `policy.ranking.Ranking`, which has to choose the same.
     """
-    best: WorkerView | None = None
-    best_rank: tuple[bool, float] = (False, -math.inf)
+    freest: dict[tuple[int, int], WorkerView] = {}  # of each shape, of those where it runs at once
+    queue: WorkerView | None = None
     for view in views:
-        rank = _rank(view, need, rules, may_queue_large=may_queue_large)
-        if rank is None:
+        block_count = blocks_for(need.tokens, view.block_tokens)
+        if view.draining or block_count > view.block_count:
             continue
-        if best is None or rank > best_rank or (rank == best_rank and view.worker < best.worker):
-            best, best_rank = view, rank
-    return best
+        with_growth = min(view.block_count, blocks_for(need.tokens + need.growth_tokens, view.block_tokens))
+        shape = view.block_count, view.block_tokens
+        if runs_at_once(view, with_growth):
+            freest[shape] = _freer(freest.get(shape), view)
+        elif may_queue(view, rules) and (may_queue_large or block_count <= rules.large_fraction * view.block_count):
+            queue = _freer(queue, view)
+    return min(freest.values(), key=lambda view: place_of(view, rules), default=queue)
 
 
-def _rank(view: WorkerView, need: Need, rules: RoutingRules, *, may_queue_large: bool) -> tuple[bool, float] | None:
-    """(runs at once, freeness), or None if the worker cannot take the request."""
-    block_count = blocks_for(need.tokens, view.block_tokens)
-    if view.draining or block_count > view.block_count:
-        return None
-    with_growth = min(view.block_count, blocks_for(need.tokens + need.growth_tokens, view.block_tokens))
-    if runs_at_once(view, with_growth):
-        return True, freeness(view)
-    if may_queue(view, rules) and (may_queue_large or block_count <= rules.large_fraction * view.block_count):
-        return False, freeness(view)
-    return None
+def _freer(one: WorkerView | None, other: WorkerView) -> WorkerView:
+    return other if one is None else min(one, other, key=lambda view: (-freeness(view), view.worker))
+
+
+class Place(NamedTuple):
+    """Sorts the freest of each shape: the one that gets the request first."""
+
+    minus_growth: float  # freeness, as far as it counts
+    requests_per_instance: float
+    minus_freeness: float
+    worker: WorkerKey
+
+
+def place_of(view: WorkerView, rules: RoutingRules) -> Place:
+    free = freeness(view)
+    load = (view.running_count + view.waiting_count + view.unseen_count) / view.instance_count
+    return Place(-min(free, blocks_for(rules.growth_tokens, view.block_tokens)), load, -free, view.worker)
 
 
 def runs_at_once(view: WorkerView, block_count: int) -> bool:

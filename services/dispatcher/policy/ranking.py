@@ -18,6 +18,7 @@ from services.dispatcher.policy.freeness import (
     blocks_for,
     freeness,
     may_queue,
+    place_of,
     runs_at_once,
 )
 
@@ -100,13 +101,9 @@ class Ranking:
 
     def choose(self, need: Need, *, may_queue_large: bool) -> WorkerKey | None:
         """As `freeness.choose` among all views."""
+        if (at_once := self.at_once(need)) is not None:
+            return at_once
         best: _Place | None = None
-        for (block_count, block_tokens), shape in self._shapes.items():
-            found = self._at_once(shape, need, block_count, block_tokens)
-            if found is not None and (best is None or found < best):
-                best = found
-        if best is not None:
-            return best.worker
         for (block_count, block_tokens), shape in self._shapes.items():
             wanted = blocks_for(need.tokens, block_tokens)
             if not shape.queues or wanted > block_count:
@@ -115,6 +112,17 @@ class Ranking:
             if fits and (best is None or shape.queues[0] < best):
                 best = shape.queues[0]
         return None if best is None else best.worker
+
+    def at_once(self, need: Need) -> WorkerKey | None:
+        """Where it would run without waiting."""
+        found = [
+            place.worker
+            for (block_count, block_tokens), shape in self._shapes.items()
+            if (place := self._at_once(shape, need, block_count, block_tokens)) is not None
+        ]
+        if len(found) < 2:
+            return found[0] if found else None
+        return min(found, key=lambda worker: place_of(self._entries[worker].view, self._rules))
 
     def _at_once(self, shape: _Shape, need: Need, block_count: int, block_tokens: int) -> _Place | None:
         if not shape.runs or blocks_for(need.tokens, block_tokens) > block_count:

@@ -45,6 +45,7 @@ class DispatcherMetrics(Collector):
         yield GaugeMetricFamily("ballast_backlog_tokens", "Their tokens", core.backlog.token_count)
         yield GaugeMetricFamily("ballast_placed_requests", "Requests on workers", core.fleet.placed_count)
         yield CounterMetricFamily("ballast_replays", "Requests started anew after a loss", core.replay_count)
+        yield CounterMetricFamily("ballast_recalls", "Requests that waited on a worker and went on", core.recall_count)
         yield CounterMetricFamily("ballast_stale_messages", "Messages for what had ended", core.stale_count)
         moves = CounterMetricFamily("ballast_moves", "Requests handed over to another worker", labels=["how"])
         for how, count in sorted(dict(core.move_counts).items()):

@@ -10,7 +10,9 @@ waits, so a burst counts in full at the moment it arrives and does not have to b
   when a great deal is missing.
 - Relief: parameters are dropped, and forecast and usage have been below half of the un-dropped memory for a while.
 - Between any two of these lies at least the dwell time, and a change of the merged groups, whoever made it, starts it
-  anew: a load that oscillates over any threshold causes one transition per dwell time at most.
+  anew: a load that oscillates over any threshold causes one transition per dwell time at most. A relief that has not
+  changed the groups yet is no transition: an overload takes it back at once and without a second look, for while
+  parameters come back there is less memory, and a restore that is given up costs nobody anything.
 - Scale out: an overload was raised, nothing has helped for a while (no plan, or demand outgrew what was freed).
 - Scale in: everything has been idle for long and nothing is dropped.
 """
@@ -99,6 +101,8 @@ class Pressure:
     history: deque[ClusterDemand] = field(init=False)
     forecast: Forecast | None = None  # of the newest sample
     quiet_until_s: float = -math.inf  # no transition is asked for before
+    _changeable_from_s: float = -math.inf  # the same, but for the relief that was asked for last
+    _relieving: bool = False  # a relief was asked for, and since then the groups have not changed
     _scale_quiet_until_s: float = -math.inf
     _alarming_since_s: float | None = None
     _low_since_s: float | None = None
@@ -113,7 +117,8 @@ class Pressure:
         """Forgets everything. The monitor before may have asked for a transition a moment ago: a dwell time begins."""
         self.history.clear()
         self.forecast = None
-        self.quiet_until_s, self._scale_quiet_until_s = at_s + self.rules.dwell_s, -math.inf
+        self.quiet_until_s = self._changeable_from_s = at_s + self.rules.dwell_s
+        self._scale_quiet_until_s, self._relieving = -math.inf, False
         self._forget_durations()
 
     def _forget_durations(self) -> None:
@@ -137,7 +142,9 @@ class Pressure:
         if before is not None and before.groups != sample.groups:
             self.history.clear()  # sums over other groups are no trend
             if before.merged != sample.merged:
-                self.quiet_until_s = max(self.quiet_until_s, sample.at_s + self.rules.dwell_s)
+                self._relieving = False
+                self._changeable_from_s = max(self._changeable_from_s, sample.at_s + self.rules.dwell_s)
+                self.quiet_until_s = max(self.quiet_until_s, self._changeable_from_s)
         self.history.append(sample)
 
     def _look_ahead(self, sample: ClusterDemand) -> Forecast:
@@ -166,7 +173,7 @@ class Pressure:
         if self._alarming_since_s is None:
             return False
         is_urgent = forecast.demand_bytes > self.rules.overload_urgent_fraction * forecast.capacity_bytes
-        return is_urgent or sample.at_s - self._alarming_since_s >= self.rules.overload_after_s
+        return is_urgent or self._relieving or sample.at_s - self._alarming_since_s >= self.rules.overload_after_s
 
     def _is_alarming(self, sample: ClusterDemand, forecast: Forecast) -> bool:
         soon_bytes = sample.engaged_bytes + self._lately(lambda s: s.engaged_bytes)
@@ -188,16 +195,15 @@ class Pressure:
 
     def _transition(self, sample: ClusterDemand, forecast: Forecast, short: bool) -> list[Signal]:
         at_s, rules = sample.at_s, self.rules
-        if at_s < self.quiet_until_s:
-            return []
-        if short:
+        if short and at_s >= self._changeable_from_s:
             required = forecast.missing_bytes(rules.overload_threshold_fraction, rules.overload_margin_fraction)
-            self.quiet_until_s = at_s + rules.dwell_s
+            self.quiet_until_s = self._changeable_from_s = at_s + rules.dwell_s
+            self._relieving = False
             self._short_since_s = at_s if self._short_since_s is None else self._short_since_s
             return [Overload(required, rules.horizon_s)]
         lasted = self._low_since_s is not None and at_s - self._low_since_s >= rules.relief_after_s
-        if sample.merged and lasted:
-            self.quiet_until_s = at_s + rules.dwell_s
+        if sample.merged and lasted and at_s >= self.quiet_until_s:
+            self.quiet_until_s, self._relieving = at_s + rules.dwell_s, True
             return [Relief(sample.used_bytes, sample.undropped_bytes)]
         return []
 

@@ -66,6 +66,7 @@ class ConductorRules:
     policy: OverloadPolicy = OverloadPolicy.DROP  # unless `drop`, overloads are only counted
     pipeline_degree: int = 2  # instances that static pipelines are made of
     restores: bool = True  # when demand has fallen
+    tolerable_shortfall: float = 0.65  # of an overload's need, in parts of the KV with pairs: for less no deeper groups
     coordinator: CoordinatorRules = field(default_factory=CoordinatorRules)
     wish_timeout_s: float = 5.0  # a change that cannot begin by then is given up
     retry_s: float = 2.0  # after a transition that the planner itself wanted has failed
@@ -219,13 +220,14 @@ class Conductor:
         wish, loads = self._wish, self._loads
         if wish is None or loads is None:
             return []
-        granted = decide(wish, ground.layout, ground.model, loads, ground.epoch)
+        granted = decide(wish, ground.layout, ground.model, loads, ground.epoch, self.rules.tolerable_shortfall)
         if isinstance(granted, Denied):
             return self._deny(ChangeRefusal.NOT_POSSIBLE, granted)
         self._wish = self._loads = None
         told: list[Command] = []
         if granted.shortfall_bytes:
-            told.append(NothingDone(wish.by, "no plan frees enough", granted.shortfall_bytes, wish.cause_id))
+            why = "the plan frees less than is needed"
+            told.append(NothingDone(wish.by, why, granted.shortfall_bytes, wish.cause_id))
         if wish.request_id:
             self._requests[wish.request_id].lines = granted.lines
         return told + self._start(granted, ground, at_s, wish)

@@ -21,7 +21,7 @@ from services.planner.core.survey import (
     survey,
 )
 from services.planner.core.transition import Kind, changed_members
-from services.planner.policy.drop import DropPlan, Method, plan
+from services.planner.policy.drop import DropPlan, Method, plan, plan_shallow
 from services.planner.policy.explain import explain, explain_restore, megabytes
 from services.planner.policy.restore import RestorePlan, plan_restore
 from services.planner.policy.snapshot import ModelShape, Snapshot
@@ -74,10 +74,18 @@ class Explained:
     layout: Layout
 
 
-def decide(wish: Wish, base: Layout, model: ModelInfo | None, loads: Loads, epoch: Epoch) -> Granted | Denied:
+def decide(
+    wish: Wish,
+    base: Layout,
+    model: ModelInfo | None,
+    loads: Loads,
+    epoch: Epoch,
+    tolerable_shortfall: float = 0.0,
+) -> Granted | Denied:
+    """`tolerable_shortfall`: see `plan_shallow`; operators get what they ask for."""
     try:
         return (
-            _drop(wish, base, model, loads, epoch)
+            _drop(wish, base, model, loads, epoch, tolerable_shortfall)
             if isinstance(wish, DropWish)
             else _restore(wish, base, survey(base, model, loads, draining=True), epoch)
         )
@@ -107,7 +115,14 @@ def explain_now(
     return Explained(lines, found.needed_bytes, found.freed_bytes, found.shortfall_bytes, target)
 
 
-def _drop(wish: DropWish, base: Layout, model: ModelInfo | None, loads: Loads, epoch: Epoch) -> Granted | Denied:
+def _drop(
+    wish: DropWish,
+    base: Layout,
+    model: ModelInfo | None,
+    loads: Loads,
+    epoch: Epoch,
+    tolerable_shortfall: float,
+) -> Granted | Denied:
     if wish.worker_ids:
         target = merged_by_hand(base, wish.worker_ids, epoch, f"{wish.by}: {'+'.join(wish.worker_ids)}")
         return Granted(Kind.DROP, target, _shape(model, loads), (f"merged: {' '.join(wish.worker_ids)}",))
@@ -115,10 +130,11 @@ def _drop(wish: DropWish, base: Layout, model: ModelInfo | None, loads: Loads, e
     needed = wish.required_bytes
     if needed is None:
         needed = max(1, demand_bytes(snapshot))
-    found = _plan(snapshot, needed, wish.method)
+    tolerable = 0.0 if wish.request_id else tolerable_shortfall
+    found = _plan(snapshot, needed, wish.method, tolerable)
     lines = tuple(explain(found, snapshot.model))
     if not found.groups:
-        return Denied("no groups are left that could be merged", found.shortfall_bytes)
+        return Denied("no groups are left that could be merged and are worth it", found.shortfall_bytes)
     target = dropped(base, found, epoch, f"{wish.by}: {megabytes(needed)} of KV needed")
     if not changed_members(base, target):
         return Denied("nothing would change", found.shortfall_bytes)
@@ -143,8 +159,13 @@ def _sources(found: RestorePlan) -> dict[WorkerId, Sources]:
     return {name: sources_of(found, name) for name in names}
 
 
-def _plan(snapshot: Snapshot, needed_bytes: int, method: Method) -> DropPlan:
-    return plan(snapshot, needed_bytes, method, count_usable=method in (Method.AUTO, Method.USABLE))
+def _plan(snapshot: Snapshot, needed_bytes: int, method: Method, tolerable_shortfall: float = 0.0) -> DropPlan:
+    count_usable = method in (Method.AUTO, Method.USABLE)
+    if not tolerable_shortfall:
+        return plan(snapshot, needed_bytes, method, count_usable=count_usable)
+    return plan_shallow(
+        snapshot, needed_bytes, method, tolerable_shortfall=tolerable_shortfall, count_usable=count_usable
+    )
 
 
 def _shape(model: ModelInfo | None, loads: Loads) -> ModelShape | None:

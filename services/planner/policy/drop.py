@@ -83,16 +83,42 @@ def plan(
     cost: StageCost | None = None,
     tolerance: SplitTolerance | None = None,
     count_usable: bool = False,
+    most_stages: int | None = None,
 ) -> DropPlan:
     """The snapshot is consistent (`Snapshot.check`). Existing groups may be merged, none is split.
+    `most_stages`: of a group, at least as many as the deepest one has; None: as many as there are layers.
 
     `count_usable`: the need is met by KV that admission can count with, not by freed bytes; where layers do not
     divide evenly over the members, that takes more merges.
     """
     if tolerance is None:
         tolerance = SplitTolerance(capacity=0.0) if count_usable else SplitTolerance()
-    planning = _Planning(snapshot, needed_bytes, cost or StageCost(), tolerance)
+    planning = _Planning(snapshot, needed_bytes, cost or StageCost(), tolerance, most_stages)
     return planning.until_usable(method) if count_usable else planning.with_merges(method, planning.least_merges)
+
+
+def plan_shallow(
+    snapshot: Snapshot,
+    needed_bytes: int,
+    method: Method = Method.AUTO,
+    *,
+    tolerable_shortfall: float,
+    count_usable: bool = False,
+) -> DropPlan:
+    """Pairs, and groups no deeper than there are already, unless these leave the need unmet by more than this share
+    of all KV that they give.
+
+    What does not fit waits for others to end, a share of them about as large as what is missing. Each stage more has
+    its price too, in computing (bubbles, and the fixed part of a step once more), which everybody in the group pays,
+    and who waits pays it in a longer burst.
+    """
+    shallow = plan(snapshot, needed_bytes, method, count_usable=count_usable, most_stages=2)
+    model = snapshot.model
+    blocks = sum(group.block_count for group in snapshot.groups)
+    given_bytes = blocks * model.block_bytes * model.layer_count + shallow.usable_bytes
+    if shallow.shortfall_bytes <= tolerable_shortfall * given_bytes:
+        return shallow
+    return plan(snapshot, needed_bytes, method, count_usable=count_usable)
 
 
 class _Planning:
@@ -104,6 +130,7 @@ class _Planning:
         needed_bytes: int,
         cost: StageCost,
         tolerance: SplitTolerance,
+        most_stages: int | None,
     ) -> None:
         self.model = snapshot.model
         self.needed_bytes = max(0, needed_bytes)
@@ -111,12 +138,14 @@ class _Planning:
         self._group_plans: dict[tuple[int, ...], GroupPlan] = {}
         self.groups = sorted(snapshot.groups, key=lambda group: group.group_id)
         stages = [len(group.members) for group in self.groups]
-        self.units = Units(stages, cost.weights(self.groups), cost.factors(sum(stages)), self.model.layer_count)
+        layer_count = self.model.layer_count
+        deepest = layer_count if most_stages is None else min(layer_count, max(most_stages, *stages, 1))
+        self.units = Units(stages, cost.weights(self.groups), cost.factors(sum(stages)), deepest)
         self.surplus_bytes = [surplus_bytes(group, self.model) for group in self.groups]
         self.is_full_copy = [len(g.members) == 1 for g in self.groups]
         self.trimmed = self._trims()
         left_bytes = self.needed_bytes - sum(self.surplus_bytes[i] for i in self.trimmed)
-        self.most_merges = len(stages) - max(1, -(-sum(stages) // self.model.layer_count)) if stages else 0
+        self.most_merges = len(stages) - max(1, -(-sum(stages) // deepest)) if stages else 0
         self.least_merges = min(max(0, -(-left_bytes // self.model.copy_bytes)), self.most_merges)
 
     def until_usable(self, method: Method) -> DropPlan:
@@ -131,6 +160,16 @@ class _Planning:
             merges = min(self.most_merges, merges + max(1, best.shortfall_bytes // self.model.copy_bytes))
             more = _judged_by_usable(self.with_merges(method, merges))
             best = min(best, more, key=_preference)
+        return best if best.shortfall_bytes == 0 else self._with_fewer(method, best)
+
+    def _with_fewer(self, method: Method, best: DropPlan) -> DropPlan:
+        """Too deep a pipeline has less room than two: where the need is not met, fewer merges may meet more of it."""
+        merges = self.least_merges
+        for _ in range(_USABLE_ATTEMPTS):
+            if merges == 0:
+                break
+            merges //= 2
+            best = min(best, _judged_by_usable(self.with_merges(method, merges)), key=_preference)
         return best
 
     def _are_equal_singles(self) -> bool:
@@ -141,7 +180,7 @@ class _Planning:
 
     def _usable_groups(self) -> Partition:
         """For each number of groups the cheapest; of these the cheapest with enough blocks, else the most blocks."""
-        most = min(len(self.groups), self.model.layer_count)
+        most = min(len(self.groups), self.units.max_stages)
         blocks = blocks_by_size(self.model, self.groups[0].members[0].budget_bytes, most)
         block_bytes = self.model.block_bytes * self.model.layer_count
         wanted = sum(group.block_count for group in self.groups) + -(-self.needed_bytes // block_bytes)

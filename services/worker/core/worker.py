@@ -226,6 +226,8 @@ class WorkerCore:
         """
         if self._draining:
             return "this worker is draining"
+        if block_count > self._book.free_count and self._flights.to_remove:  # who has left holds its blocks until then
+            return f"{self._book.free_count} blocks are free before the next batch, {block_count} are needed"
         return self._scheduler.why_no_room(block_count, new=new)
 
     @property

@@ -332,7 +332,7 @@ def test_a_plan_that_falls_short_is_carried_out_and_said() -> None:
     planner.start("w0", "w1")
     planner.tell(OverloadRaised(planner.now_s, "o1", 1000 * EXTENT))
     nothing = [c for c in planner.said if isinstance(c, NothingDone)]
-    assert [c.why for c in nothing] == ["no plan frees enough"]
+    assert [c.why for c in nothing] == ["the plan frees less than is needed"]
     assert planner.journal == [Stage.PREPARING]
 
 

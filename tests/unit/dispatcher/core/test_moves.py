@@ -280,13 +280,24 @@ def test_the_backlog_goes_where_a_drop_has_made_room_in_proportion_to_it() -> No
     assert Counter(w for answer in answers for _, w in answer.places) == {"a": 75, "c": 25}
 
 
-def test_a_burst_after_a_drop_spreads_in_proportion_to_capacity() -> None:
-    story = Story("a", "b", "c")
+def burst_after_a_drop(growth_tokens: int) -> Counter[str]:
+    """Of 120 requests of two blocks each: to a group of two with 240 blocks, and to one instance with 80."""
+    story = Story("a", "b", "c", routing=RoutingRules(growth_tokens=growth_tokens))
     story.merge("ab", "c")
     story.step("a", report=load(block_count=240, max_running_count=200))
     story.step("c", report=load(block_count=80, max_running_count=100))
-    counts = Counter(w for i in range(120) for _, w in story.submit(f"r{i}", prompt=31).places)
+    return Counter(w for i in range(120) for _, w in story.submit(f"r{i}", prompt=31).places)
+
+
+def test_a_burst_after_a_drop_spreads_in_proportion_to_capacity_where_requests_grow_into_all_of_it() -> None:
+    counts = burst_after_a_drop(growth_tokens=10_000)
     assert abs(counts["a"] - 90) <= 2
+    assert counts.total() == 120
+
+
+def test_a_burst_after_a_drop_spreads_over_the_instances_where_all_have_enough_memory() -> None:
+    counts = burst_after_a_drop(growth_tokens=0)
+    assert abs(counts["a"] - 80) <= 2
     assert counts.total() == 120
 
 

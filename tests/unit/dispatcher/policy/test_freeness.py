@@ -52,6 +52,22 @@ def test_the_freest_worker_wins_and_ties_go_to_the_smallest_id() -> None:
     assert chosen([view("b"), view("a")]) == "a"
 
 
+def test_a_group_with_much_memory_does_not_draw_all_the_load() -> None:
+    """A pair with ten times the blocks, and singles that have enough for what runs to grow by 64 tokens."""
+    rules = RoutingRules(growth_tokens=64)
+
+    def went_to(single: WorkerView, pair_running: int) -> str:
+        pair = view("p", block_count=1000, running_count=pair_running, max_running_count=64, instance_count=2)
+        found = choose([single, pair], Need(tokens=16, growth_tokens=0), rules, may_queue_large=False)
+        assert found is not None
+        return found.worker.worker_id
+
+    enough, little = (view("s", used_block_count=n, running_count=5) for n in (80, 81))
+    assert went_to(enough, pair_running=11) == "s", "five for its instance, against five and a half"
+    assert went_to(enough, pair_running=9) == "p"
+    assert went_to(little, pair_running=60) == "p", "its own could not grow"
+
+
 @pytest.mark.parametrize("unseen", [1, 5])
 def test_what_was_placed_and_not_reported_makes_a_worker_less_free(unseen: int) -> None:
     assert chosen([view("a", unseen_count=unseen, unseen_block_count=unseen), view("b")]) == "b"

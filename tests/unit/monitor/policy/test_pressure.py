@@ -127,6 +127,29 @@ def test_between_two_transitions_lies_the_dwell_time() -> None:
     assert all(later - earlier >= RULES.dwell_s for earlier, later in itertools.pairwise(times))
 
 
+def relieved_at(pressure: Pressure) -> float:
+    said = tell(pressure, series(4, lambda t: sample(t, 300, capacity_bytes=3000, groups=MERGED)))
+    assert [type(signal) for _, signal in said] == [Relief]
+    return said[0][0]
+
+
+def test_a_burst_takes_a_relief_back_at_once_while_the_groups_are_what_they_were() -> None:
+    pressure = Pressure(RULES)
+    relieved_s = relieved_at(pressure)
+    back = series(8, lambda t: sample(t, 1000, capacity_bytes=1000, groups=MERGED), from_s=4.0)
+    (taken_back_s, signal), *_ = tell(pressure, back)
+    assert isinstance(signal, Overload)
+    assert taken_back_s == 4.0
+    assert taken_back_s - relieved_s < RULES.dwell_s, "no dwell time: nothing has changed yet"
+
+
+def test_once_the_layers_are_back_the_dwell_time_holds() -> None:
+    pressure = Pressure(RULES)
+    relieved_at(pressure)
+    back = series(12, lambda t: sample(t, 1400, capacity_bytes=1000), from_s=4.0)
+    assert tell(pressure, back)[0][0] == pytest.approx(4.0 + RULES.dwell_s)
+
+
 def test_a_transition_that_somebody_else_made_starts_the_dwell_time_too() -> None:
     pressure = Pressure(RULES)
     tell(pressure, series(2, lambda t: sample(t, 500)))

@@ -7,7 +7,7 @@ import pytest
 
 from ballast.common.errors import InvariantViolation
 from services.planner.policy.cost import StageCost
-from services.planner.policy.drop import EXACT_LIMIT, Method, group_plan, plan
+from services.planner.policy.drop import EXACT_LIMIT, Method, group_plan, plan, plan_shallow
 from services.planner.policy.snapshot import Snapshot
 from services.planner.policy.split import Splitter
 from tests.support.drop_plans import after, group, model, parameter_bytes, singles, stage
@@ -219,3 +219,42 @@ def test_the_same_plans_under_any_hash_seed() -> None:
     }
     assert len(told) == 1
     assert len(told.pop().strip()) == 64
+
+
+def test_groups_get_no_deeper_than_asked_for() -> None:
+    snapshot = singles(6, model(8))
+    assert [len(g.members) for g in plan(snapshot, 30_000).groups] == [3, 3]
+    done = plan(snapshot, 30_000, most_stages=2)
+    assert [len(g.members) for g in done.groups] == [2, 2, 2]
+    assert done.shortfall_bytes == 30_000 - 3 * 8000
+    again = plan(after(snapshot, done), 8000, most_stages=2)
+    assert again.groups == ()
+    assert again.shortfall_bytes == 8000
+
+
+def test_a_group_that_is_deep_already_may_get_company_as_deep() -> None:
+    snapshot = after(singles(8, model(8)), plan(singles(8, model(8)), 40_000))
+    assert max(len(g.members) for g in snapshot.groups) == 3
+    done = plan(snapshot, 8000, most_stages=2)
+    assert max(len(g.members) for g in (*done.groups, *snapshot.groups)) == 3
+
+
+def test_pairs_are_enough_unless_much_is_missing() -> None:
+    """Eight instances of 4,000 bytes of KV: pairs give 32,000 more, which makes 64,000."""
+    snapshot = singles(8, model(8))
+    for shortfall, deep in ((0.0, False), (0.5, False), (0.51, True)):
+        needed_bytes = 32_000 + round(64_000 * shortfall)
+        done = plan_shallow(snapshot, needed_bytes, tolerable_shortfall=0.5, count_usable=True)
+        assert (max(len(g.members) for g in done.groups) > 2) is deep, shortfall
+    paired = after(snapshot, plan(snapshot, 32_000))
+    assert plan_shallow(paired, 32_000, tolerable_shortfall=0.5, count_usable=True).groups == ()
+    assert plan_shallow(paired, 33_000, tolerable_shortfall=0.5, count_usable=True).usable_bytes > 0
+
+
+def test_a_deeper_pipeline_with_less_room_is_no_answer() -> None:
+    """Six stages of eight layers: one executes two of them, and holds no more than a pipeline of four does."""
+    paired = after(singles(6, model(8)), plan(singles(6, model(8)), 24_000))
+    done = plan(paired, 24_000, count_usable=True)
+    assert [len(g.members) for g in done.groups] == [4]
+    assert done.usable_bytes == 8000
+    assert done.shortfall_bytes == 16_000

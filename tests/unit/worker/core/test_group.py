@@ -343,3 +343,23 @@ def test_who_waits_for_room_holds_none_of_it_until_it_is_admitted() -> None:
     while leader.step():
         pass
     assert leader.core.sequence_ids == ()
+
+
+# ---------------------------------------------------------------- sequences of other leaders
+
+
+def test_blocks_of_who_has_left_take_nobody_before_the_next_batch() -> None:
+    """Its reservation is given back at once, its table by the next batch: room for others is what both have free."""
+    leader = Leader(4, block_tokens=4, max_running_count=4)
+    gone = leader.submit("gone", (1, 2, 3, 4, 5, 6, 7))
+    leader.submit("stays", (1, 2, 3))
+    leader.step()
+    assert leader.book.free_count == 1
+    leader.feed(Aborted(leader.at_s, gone))
+    assert reserved(leader) == 1
+    assert not leader.core.why_no_room(1, new=True)
+    assert "1 blocks are free before the next batch, 2 are needed" in leader.core.why_no_room(2, new=True)
+    assert leader.core.why_no_room(2, new=False)
+    leader.step()
+    assert not leader.core.why_no_room(2, new=True)
+    assert leader.book.hold(77, 8)
