@@ -22,8 +22,8 @@ class Turn(Enum):
 class Regroup:
     def __init__(self) -> None:
         self._turn = Turn.AS_USUAL
-        self._until_s = 0.0
-        self._gently_s = 0.0
+        self._until_s: float = 0.0
+        self._gently_s: float = 0.0
 
     def begin(self, now_s: float, patience_s: float, gently_s: float) -> None:
         """`patience_s` for the KV of all; `gently_s` is how long prompts stand back from then on."""
