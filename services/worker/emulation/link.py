@@ -83,8 +83,6 @@ class _Sending:
 class EmulatedLink:
     """Sending is safe from any thread; all else happens on the event loop."""
 
-    carries_bytes = False
-
     def __init__(
         self,
         peer_id: str,

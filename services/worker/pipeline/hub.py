@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 from ballast.common.ids import Epoch, WorkerId
 from ballastpb.worker.v1 import stage_pb2 as pb
-from services.worker.core.migration_messages import Span as MigrationSpan
 from services.worker.core.precopy import Span
 from services.worker.core.transition_messages import (
     EpochEnded,
@@ -62,9 +61,6 @@ if TYPE_CHECKING:
 
     from services.worker.pipeline.remote_attention import RemoteAttention
     from services.worker.transport.link import Link, LinkEnding, Message, Opening
-
-
-_NO_TRANSFER = 0  # their numbers begin with 1
 
 
 class Hub:
@@ -145,8 +141,6 @@ class Hub:
                 self._post(KvAheadAsked(epoch, span, link))
             case Topic.MIGRATION:
                 self._post(MigrationTold(peer, migration_from_bytes(_whole(message)), link, now_s))
-            case Topic.MIGRATION_END:
-                self._take_last_span(link, message, now_s)
             case Topic.KV | Topic.LAYER | Topic.KV_AHEAD | Topic.MIGRATION_KV:
                 raise ValueError(f"{peer} sends {Topic(message.topic).name} as a message")
 
@@ -157,27 +151,6 @@ class Hub:
             self.attention.asked(link, message)
         else:
             self.attention.answered(link, message)
-
-    def _take_last_span(self, link: Link, message: Message, now_s: float) -> None:
-        """What is written to is nobody else's until it is told that the span has landed, or will not."""
-        peer, (migration_id, span) = WorkerId(link.peer_id), span_from_bytes(message.meta)
-        if message.tensor is None:
-            raise ValueError(f"{peer} hands a sequence over with nothing in the message")
-        head, kv = message.tensor[: message.stream], message.tensor[message.stream :]
-        pieces = self.spans.take(peer, migration_id, span)
-        landed: MigrationSpan | None = None
-        with self._lock:
-            self._receiving.add((link, _NO_TRANSFER))
-        try:
-            if pieces is not None:
-                link.place(kv, pieces)
-                landed = span
-            self._post(MigrationTold(peer, migration_from_bytes(head.cpu().numpy().tobytes()), link, now_s))
-        finally:
-            with self._lock:
-                self._receiving.discard((link, _NO_TRANSFER))
-            if pieces is not None:
-                self._post(SpanLanded(migration_id, landed))
 
     def on_opening(self, link: Link, opening: Opening) -> Sequence[torch.Tensor] | Refusal:
         peer, epoch = WorkerId(link.peer_id), Epoch(link.epoch)

@@ -68,7 +68,6 @@ if TYPE_CHECKING:
 
     from services.worker.transport.link import Link
 
-_WITH_WORD_BYTES = 1 << 20  # of a last span: a message is not cut into chunks
 _SPAN_BYTES = 64 << 20  # sent at once while the sequence is decoding, unless a block of all the layers is more
 
 
@@ -294,34 +293,21 @@ class Migrations:
         return transfer
 
     def _hand_away(self, command: HandAway) -> None:
-        """A copy of the last blocks is sent, so that they are free at once. Beside steps that keep both processes busy
-        a transfer takes longer than the copy, as its threads wait for the interpreter many times: what is small goes
-        with the word.
-        """
+        """A copy of the last blocks is sent, so that they are free at once."""
         table, span = self._book.table(command.sequence_id), command.span
         blocks = list(table[span.first_block : span.last_block])
         layers = range(self._kv.shape.layer_count if blocks else 0)
         pieces = [self._kv.layer(layer)[blocks] for layer in layers]
         self._synchronise()
-        now_s, link = time.monotonic(), self._link[command.to]
-        with_word = link.carries_bytes and sum(piece.nbytes for piece in pieces) <= _WITH_WORD_BYTES
-        if not with_word:
-            transfer = self._transfer(command, pieces, 0)
-            if isinstance(transfer, str):
-                self._carry_out(self._departures.give_up(now_s, command.migration_id, transfer))
-                return
+        now_s = time.monotonic()
+        transfer = self._transfer(command, pieces, 0)
+        if isinstance(transfer, str):
+            self._carry_out(self._departures.give_up(now_s, command.migration_id, transfer))
+            return
         told = self._tell(HandOver(now_s, {command.sequence_id: command.to}, frees=True))
         for handed_over in (c for c in told if isinstance(c, HandedOver)):
             for _, (snapshot,) in handed_over.snapshots:
-                word = migration_to_bytes(Handed(command.migration_id, snapshot))
-                if with_word:
-                    self._say_with_kv(link, command, word, pieces)
-                else:
-                    self._say(command.to, word)
-
-    def _say_with_kv(self, link: Link, command: HandAway, word: bytes, pieces: Sequence[torch.Tensor]) -> None:
-        meta, both = span_to_bytes(command.migration_id, command.span), link.pack(word, pieces)
-        self._links.send_over(link, TrafficClass.CONTROL, Topic.MIGRATION_END, meta, both, stream=len(word))
+                self._say(command.to, migration_to_bytes(Handed(command.migration_id, snapshot)))
 
     def _report(self, report: Report) -> None:
         self._totals.count(report)

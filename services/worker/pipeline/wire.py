@@ -58,7 +58,6 @@ class Topic(IntEnum):
     ATTENDED = 24  # its answer, a tensor; none: the KV is not here
     KV_LANDED = 25  # no payload; to the leader
     KV_TAKEN_OVER = 26  # no payload; to a holder: nobody asks it for this sequence any more
-    MIGRATION_END = 27  # Handed and the last span, in a tensor; the stream is the size of the first
 
 
 def batch_to_bytes(batch: Batch) -> bytes:

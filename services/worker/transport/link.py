@@ -11,7 +11,7 @@ from typing import Protocol
 
 import torch
 
-from ballast.common.errors import InvalidRequest, StaleEpoch, Unavailable
+from ballast.common.errors import StaleEpoch, Unavailable
 from services.worker.transport.bulk_sender import BulkSender
 from services.worker.transport.channel import PairChannel
 from services.worker.transport.config import TransportConfig
@@ -19,7 +19,6 @@ from services.worker.transport.frame import FrameKind, Header
 from services.worker.transport.gate import SharedWire, UrgentGate
 from services.worker.transport.lane import FrameWriter
 from services.worker.transport.pace import StagePace
-from services.worker.transport.pieces import Pieces, as_bytes
 from services.worker.transport.receiving import BulkHandlers, BulkReceiver, Message, UrgentHandlers, UrgentReceiver
 from services.worker.transport.rendezvous import PairStore, Terms
 from services.worker.transport.traffic import TrafficClass, TrafficCounts
@@ -86,8 +85,6 @@ class Channels:
 
 class Link:
     """Safe for use from any thread."""
-
-    carries_bytes = True  # of tensors; see `pack`
 
     def __init__(
         self,
@@ -188,17 +185,6 @@ class Link:
     def as_tensor(self, data: bytes) -> torch.Tensor:
         """What is too long to be meta, to be sent as a tensor of bytes."""
         return torch.frombuffer(bytearray(data), dtype=torch.uint8)
-
-    def pack(self, data: bytes, pieces: Sequence[torch.Tensor]) -> torch.Tensor:
-        """These bytes and, behind them, a copy of some memory: a message that brings both at once, if it is small."""
-        return torch.cat([self.as_tensor(data), *(as_bytes(piece, "pieces").cpu() for piece in pieces)])
-
-    def place(self, data: torch.Tensor, pieces: Sequence[torch.Tensor]) -> None:
-        """Puts what `pack` has copied into as much memory here. Raises InvalidRequest: it is more or less."""
-        destination = Pieces(pieces, "destination")
-        if destination.total_bytes != data.numel():
-            raise InvalidRequest("destination", f"{destination.total_bytes} bytes for {data.numel()}")
-        destination.scatter(0, data)
 
     def transfer(
         self,

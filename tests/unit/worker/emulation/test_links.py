@@ -201,7 +201,7 @@ def test_a_peer_that_does_not_come() -> None:
 def test_all_that_real_ones_are_asked_for_is_there() -> None:
     """The pipeline is given one or the other."""
     of_the_plane = {"adopt", "give_back", "asked_epoch", "close", "wait_ended", "state", "check"}
-    not_asked = {"connect", "facts", "urgent", "set_chunk_bytes", "pack", "place"}
+    not_asked = {"connect", "facts", "urgent", "set_chunk_bytes"}
     for real, emulated in ((DataPlane, EmulatedPlane), (Link, EmulatedLink)):
         asked = {name for name in vars(real) if not name.startswith("_")} - not_asked
         assert asked - (of_the_plane if real is Link else set[str]()) <= set(vars(emulated))

@@ -8,9 +8,8 @@ from contextlib import ExitStack
 from typing import Any
 
 import pytest
-import torch
 
-from ballast.common.errors import DeadlineExceeded, InvalidRequest
+from ballast.common.errors import DeadlineExceeded
 from services.worker.transport.config import TransportConfig
 from services.worker.transport.link import Link, LinkState
 from services.worker.transport.plane import DataPlane
@@ -137,19 +136,6 @@ def test_the_side_that_decides_gives_a_spare_up_and_the_other_one_does_not_take_
         assert not late.result()
     assert spares[1].is_spare  # so nobody misses it
     assert set(pair.connect((8, 8))).isdisjoint(spares)
-
-
-def test_what_is_packed_is_placed(stack: ExitStack) -> None:
-    link = Pair(stack).warm()[0]
-    source = [torch.arange(24.0).view(2, 3, 4), torch.arange(5, dtype=torch.float64)]
-    data = link.pack(b"word", source)
-    assert data[:4].numpy().tobytes() == b"word"
-    there = [torch.zeros(3, 8), torch.zeros(5, dtype=torch.float64)]
-    link.place(data[4:], there)
-    assert torch.equal(there[0].flatten(), source[0].flatten())
-    assert torch.equal(there[1], source[1])
-    with pytest.raises(InvalidRequest):
-        link.place(data, there)
 
 
 def test_a_link_of_one_epoch_is_none_for_another(stack: ExitStack) -> None:
