@@ -190,6 +190,8 @@ def slowed(machine: Machine, known: Overheads) -> Machine:
             cost.chunk_s * by_step,
             cost.shared_s * by_step,
             cost.prefix_s * by_step,
+            cost.many_s * by_step,
+            cost.beyond_s * by_token,
         )
 
     step = measured.step.plus(CostModel(0.0, 0.0, known.step_s, known.step_s))

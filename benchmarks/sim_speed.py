@@ -18,7 +18,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ballast.bench.lengths import lengths_of
@@ -70,9 +70,10 @@ def measured(
     arrivals: Sequence[Arrival],
     *,
     check_every: int = 0,
+    cruises: bool = True,
     progress: Callable[[int, float], None] | None = None,
 ) -> Cost:
-    options = _options(instances, check_every)
+    options = replace(_options(instances, check_every), cruises=cruises)
     gc.collect()
     before_s = _loop_s()
     began_s = time.process_time()
@@ -165,7 +166,8 @@ def plot(costs: Sequence[Cost], path: Path) -> None:
     axis.set_ylim(bottom=0.0)
     axis.set_xlabel("instances")
     axis.set_ylabel("processor time per event [us]")
-    axis.set_title("A larger cluster has more events, and each costs about the same", fontsize=10)
+    growth = costs[-1].event_us / costs[0].event_us - 1.0
+    axis.set_title(f"An event of {sizes[-1]:,} instances costs {growth:+.0%} compared with {sizes[0]}", fontsize=10)
     axis.legend(loc="lower right", fontsize=8)
     figure.savefig(path, dpi=150)
 
@@ -187,14 +189,16 @@ def single_runs(trace: Path | None) -> None:
     likes = poisson(600, 1.5, (2048, 512))
     print(table([measured("640 s", 8, long_run), measured(f"vidur's ({VIDUR[0]}-{VIDUR[1]} requests/s)", 1, likes)]))
     unchecked, checked = measured("unchecked", 8, beginning), measured("checked", 8, beginning, check_every=1)
-    print(f"\nchecks after every event: {checked.seconds / unchecked.seconds:.2f} times the processor time\n")
+    one_by_one = measured("one by one", 8, beginning, cruises=False)
+    print(f"\nchecks after every event: {checked.seconds / unchecked.seconds:.2f} times the processor time")
+    print(f"steps one by one, none taken together: {one_by_one.seconds / unchecked.seconds:.2f} times\n")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trace", type=Path, help="of the 640-s run; without, Poisson arrivals at its rate")
     parser.add_argument("--rounds", type=int, default=1, help="of the growth curve")
-    parser.add_argument("--each", type=int, default=8, metavar="N", help="requests for each instance of that curve")
+    parser.add_argument("--each", type=int, default=20, metavar="N", help="requests for each instance of that curve")
     parser.add_argument("--only-growth", action="store_true", help="the curve, and nothing else")
     parser.add_argument(
         "--calls", action="store_true", help="function calls for each event instead of time: they repeat"

@@ -1,6 +1,7 @@
 """Who sends requests, and what becomes of them. Checks on the way that no token is lost, repeated or skipped (I6)."""
 
-from collections.abc import Callable, Sequence, Set
+from array import array
+from collections.abc import Callable, Iterable, Sequence, Set
 from typing import NamedTuple
 
 from ballast.common.errors import DeadlineExceeded, InvariantViolation, Overloaded
@@ -81,12 +82,23 @@ class Clients:
             place += 1
             times_s.append(at_s)
 
+    def deliver_steps(self, commands: Iterable[Deliver], instants_s: "array[float]") -> None:
+        """To each of them one token at each of these instants."""
+        since_s = array("d", [at_s - self._zero_s for at_s in instants_s])
+        for command in commands:
+            record, token_ids = self._by_id[command[0]], command[1]
+            place = record.input_tokens + len(record.token_times_s)
+            if len(token_ids) != len(since_s) or token_ids[0] != place or token_ids[-1] != place + len(since_s) - 1:
+                raise InvariantViolation(f"{record.request_id} gets {len(token_ids)} tokens of places from {place} on")
+            record.token_times_s.extend(since_s)
+
     def end(self, command: Finish | Fail | Refuse, at_s: float) -> None:
         record = self._by_id.pop(command.request_id, None)
         if record is None:
             raise InvariantViolation(f"{command.request_id} ends twice")
         self.ended_count += 1
         record.end_s = at_s - self._zero_s
+        record.token_times_s = record.token_times_s[:]  # an array that grows has more room than it needs
         if self.ended_count == len(self.records):
             self.stop()
         if isinstance(command, Finish):

@@ -1,7 +1,8 @@
 """A dispatcher in virtual time, with the streams to its workers and the clients behind it."""
 
 import math
-from collections.abc import Callable, Mapping
+from array import array
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -9,6 +10,7 @@ from ballast.common.errors import InvariantViolation
 from ballast.common.ids import DispatcherId, WorkerId
 from ballast.common.layout import Layout
 from ballast.common.model import ModelInfo
+from ballast.common.sampling import FinishReason
 from services.dispatcher.core import events as d
 from services.dispatcher.core.dispatcher import DispatcherCore, Limits
 from services.dispatcher.core.placement import PlacementRules
@@ -16,7 +18,10 @@ from services.dispatcher.policy.freeness import RoutingRules, WorkerKey
 from services.worker.core.events import Aborted, SequenceKey, Submitted
 from sim.clock import Clock
 from sim.control import Delays
+from sim.cruise import Share
 from sim.instance import Instance, Output
+
+_PLAIN_ENDINGS = (FinishReason.STOP, FinishReason.LENGTH)  # after which nobody looks for another place
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,13 +32,14 @@ class DispatcherRules:
 
 
 Deliver = Callable[[d.Deliver, float], None]
+DeliverSteps = Callable[[Sequence[d.Deliver], "array[float]"], None]
 End = Callable[[d.Finish | d.Fail | d.Refuse, float], None]
 
 
 class _Link:
     """A stream to one life of one worker."""
 
-    __slots__ = ("_node", "instance", "key", "open", "stream_id")
+    __slots__ = ("_node", "first", "instance", "instants_s", "key", "last", "open", "share", "stream_id", "used")
 
     def __init__(self, node: "DispatcherNode", key: WorkerKey, instance: Instance) -> None:
         self._node = node
@@ -41,6 +47,14 @@ class _Link:
         self.instance = instance
         self.stream_id = 0
         self.open = True
+        # Heard of a cruise, and not told to the core yet:
+        self.share: Share | None = None
+        self.first = self.last = 0  # steps
+        self.used = 0  # blocks, in the last one
+        self.instants_s: array[float] = array("d")  # when each of them was heard of
+
+    def hear_step(self, share: Share, step: int, used_block_count: int) -> None:
+        self._node.told_step(self, share, step, used_block_count)
 
     def hear(self, output: Output) -> None:
         self._node.told(self, output)
@@ -61,9 +75,12 @@ class DispatcherNode:
         model: ModelInfo,
         max_waiting_count: int,
         deliver: Deliver,
+        deliver_steps: DeliverSteps,
         end: End,
     ) -> None:
-        """`deliver` and `end` are the client's: new tokens of a request, and how it has ended."""
+        """`deliver`, `deliver_steps` and `end` are the clients': new tokens of a request, those of some requests at
+        some instants, and how one has ended.
+        """
         self.core = DispatcherCore(dispatcher_id, rules.limits, rules.placement, rules.routing)
         self._instances = instances
         self._clock = clock
@@ -71,6 +88,9 @@ class DispatcherNode:
         self._model = model
         self._max_waiting_count = max_waiting_count
         self._deliver = deliver
+        self._deliver_steps = deliver_steps
+        self._behind: dict[_Link, None] = {}  # have tokens of cruises that the core does not know of
+        self._unreported: dict[_Link, None] = {}  # of those: have a load that it does not know of
         self._end = end
         self._links: dict[WorkerKey, _Link] = {}
         self._timer_at_s = math.inf
@@ -90,6 +110,8 @@ class DispatcherNode:
     # ------------------------------------------------------------ events and commands
 
     def feed(self, event: d.Event) -> None:
+        if self._behind:
+            self._catch_up_for(event)
         now_s, deliver, token = self._clock.now_s, self._deliver, d.Deliver
         more = False
         for command in self.core.handle(event):
@@ -102,10 +124,66 @@ class DispatcherNode:
             self.stepped[event.worker] = None
         else:
             self.touched = True
+        self._set_timer()
+
+    def _set_timer(self) -> None:
         due_at_s = self.core.next_timer_s()
         if due_at_s < self._timer_at_s:
-            self._timer_at_s = max(due_at_s, now_s)
+            self._timer_at_s = max(due_at_s, self._clock.now_s)
             self._clock.at(self._timer_at_s, self._labels["timer"], partial(self._tick, self._timer_at_s))
+
+    def _catch_up_for(self, event: d.Event) -> None:
+        """Before the core hears of the event it gets to know what it will look at: the loads when a request may look
+        for a place, the tokens when something may happen to their requests.
+        """
+        match event:
+            case d.Submitted():
+                self._report_loads()
+            case d.StepReceived(worker=key, endings=endings, load=load):
+                link = self._links[key]
+                if link in self._behind:
+                    self._catch_up_with(link)
+                moves = any(e.finish_reason not in _PLAIN_ENDINGS or e.refused or e.moved_to for e in endings)
+                if moves or load.waiting_count or len(self.core.backlog):
+                    self._report_loads()
+            case _:
+                self.catch_up()
+
+    def catch_up(self) -> None:
+        """With all cruises."""
+        for link in list(self._behind):
+            self._catch_up_with(link)
+
+    def _report_loads(self) -> None:
+        now_s = self._clock.now_s
+        for link in self._unreported:
+            share = link.share
+            assert share is not None, "it is behind"
+            load = share.pace.report(link.last, link.used)
+            self.core.handle(d.StepReceived(now_s, link.key, (), (), (), (), (), (), load, share.seen_handle))
+            self.stepped[link.key] = None
+        self._unreported.clear()
+
+    def _catch_up_with(self, link: _Link) -> None:
+        """As one message, with all the tokens since."""
+        share, instants_s = link.share, link.instants_s
+        assert share is not None, "it is behind"
+        link.share, link.instants_s = None, array("d")
+        del self._behind[link]
+        self._unreported.pop(link, None)
+        now_s, count = self._clock.now_s, len(instants_s)
+        token_ids = share.token_ids(link.first, count)
+        load = share.pace.report(link.last, link.used)
+        counts = [count] * len(share.handles)
+        commands = self.core.handle(
+            d.StepReceived(now_s, link.key, share.handles, counts, token_ids, (), (), (), load, share.seen_handle)
+        )
+        self._deliver_steps([c for c in commands if isinstance(c, d.Deliver)], instants_s)
+        for command in commands:
+            if not isinstance(command, d.Deliver):
+                self.touched = True
+                self._execute(command, now_s)
+        self.stepped[link.key] = None
 
     def _tick(self, at_s: float) -> None:
         if at_s == self._timer_at_s:
@@ -186,6 +264,29 @@ class DispatcherNode:
     def told(self, link: _Link, output: Output) -> None:
         """By the worker's side, when its turn has ended."""
         self._clock.after(self._delays.rpc_s, self._labels["hears"], partial(self._hear, link, output))
+
+    def told_step(self, link: _Link, share: Share, step: int, used_block_count: int) -> None:
+        """By the worker's side, of a cruise."""
+        act = partial(self._hear_step, link, share, step, used_block_count)
+        self._clock.after(self._delays.rpc_s, self._labels["hears"], act)
+
+    def _hear_step(self, link: _Link, share: Share, step: int, used_block_count: int) -> None:
+        """Who waits, here or on that worker, may have found a place by it; otherwise nobody looks at it now."""
+        if not link.open:
+            return
+        if link.share is not share:
+            if link.share is not None:
+                self._catch_up_with(link)
+            link.share, link.first = share, step
+            self._behind[link] = None
+        link.last, link.used = step, used_block_count
+        link.instants_s.append(self._clock.now_s)
+        self._unreported[link] = None
+        if len(self.core.backlog) or share.pace.waiting_count:
+            del self._unreported[link]
+            self._report_loads()
+            self._catch_up_with(link)
+            self._set_timer()
 
     def told_lost(self, link: _Link, why: str) -> None:
         def arrive() -> None:

@@ -30,11 +30,13 @@ from services.worker.core.events import (
 from services.worker.core.worker import WorkerCore
 from services.worker.policy.telling import is_due
 from sim.clock import Clock
-from sim.cost import ExecutionModel, Work
+from sim.cost import ExecutionModel, Roofline, Work
+from sim.cruise import Cruise, Share
 from sim.member import GroupMember
 from sim.network import Network
 
 _MAX_FRUITLESS = 4
+_MIN_CRUISE = 2  # steps: one by itself is as cheap
 _BATCH_BYTES = 64  # of a message, for each sequence
 _NO_TEXTS: dict[int, tuple[str, ...]] = {}
 _NO_LOGPROBS: dict[int, tuple[None, ...]] = {}
@@ -54,6 +56,10 @@ class Listener(Protocol):
     """A dispatcher's end of a stream."""
 
     def hear(self, output: Output) -> None: ...
+
+    def hear_step(self, share: Share, step: int, used_block_count: int) -> None:
+        """Of a cruise: its `step`-th one, after which so many blocks are in use."""
+        ...
 
     def lost(self, why: str) -> None:
         """The worker's end of the stream is gone."""
@@ -98,8 +104,11 @@ class Instance:
         block_tokens: int,
         activation_bytes_per_token: int,
         host_bytes_per_s: float,
+        cruises: bool,
     ) -> None:
-        """`host_bytes_per_s`: of KV from the device to host memory, and as much at the same time the other way."""
+        """`host_bytes_per_s`: of KV from the device to host memory, and as much at the same time the other way.
+        `cruises`: steps in which nothing is decided are taken together, which changes nothing but the time it takes.
+        """
         self.worker_id = worker_id
         self.core = core
         self.member = member
@@ -112,6 +121,8 @@ class Instance:
         self._clock = clock
         self._network = network
         self._execution = execution
+        self._costs = execution.costs if cruises and isinstance(execution, Roofline) else None
+        self._cruise: Cruise | None = None
         self._peers = peers
         self._block_tokens = block_tokens
         self._activation_bytes = activation_bytes_per_token
@@ -165,6 +176,7 @@ class Instance:
                 f"faults: crash of {self.worker_id} at {self._clock.now_s:.1f} s of the world",
                 "it is a member of a pipeline then, which is not simulated yet; choose another instant or worker",
             )
+        self.catch_up()
         self.crashed = True
         self._turns.close()
         self._inbox.clear()
@@ -174,11 +186,18 @@ class Instance:
 
     def load(self) -> LoadReport:
         """The state after the last turn."""
-        return self._report
+        return self._report if self._cruise is None else self._cruise.load()
 
     def spend(self, seconds: float, then: Callable[[], None]) -> None:
         """Whatever is handled now keeps the engine busy for so long."""
         self._debts.append((seconds, then))
+
+    def catch_up(self) -> None:
+        """The books say what the steps of a cruise that have landed have done. Only once nothing else will happen:
+        the cruise does not go on.
+        """
+        if self._cruise is not None:
+            self._end_cruise(self._cruise)
 
     def check(self) -> None:
         self.core.check()
@@ -190,7 +209,8 @@ class Instance:
         if self.crashed:
             return
         self._resting = False
-        self.touched = True
+        if self._cruise is None:
+            self.touched = True
         busy_s = next(self._turns)
         if busy_s < 0.0:
             self._rest()
@@ -231,6 +251,9 @@ class Instance:
             if member.answers:
                 self._take_answers()
             stepping = core.has_work and member.may_form
+            if stepping and not events and (cruise := self._cruise_ahead()) is not None:
+                yield from self._on_cruise(cruise)
+                continue
             if stepping:
                 yield from self._steps()
             if events or stepping or self._told:
@@ -285,6 +308,60 @@ class Instance:
             self._pass_on(self._flight(batch, work))
             if not (core.has_work and member.may_form):
                 return
+
+    def _cruise_ahead(self) -> Cruise | None:
+        """If what comes is a number of steps in which nothing is decided, and each dispatcher has tokens in each."""
+        if self._costs is None or self.member.stages or self._told or not self.member.at_rest:
+            return None
+        plain = self.core.plain_steps()
+        if plain is None or plain.limit < _MIN_CRUISE:
+            return None
+        load = self.core.load(self._clock.now_s, self.member.memory.report())
+        cruise = Cruise(plain, load)
+        if load.used_block_count + plain.growth(0) > load.block_count or cruise.shares.keys() != self._streams.keys():
+            return None
+        for stream_id, share in cruise.shares.items():
+            share.seen_handle = self._streams[stream_id].seen_handle
+        return cruise
+
+    def _on_cruise(self, cruise: Cruise) -> Turns:
+        """Step by step, as `_steps` and `_tell` do it, until something has come or a step is another one."""
+        assert self._costs is not None, "asked before"
+        plain, costs, inbox, streams = cruise.plain, self._costs, self._inbox, self._streams
+        count, context, limit = len(plain.sequences), plain.context_tokens, plain.limit
+        hearers = [(stream_id, streams[stream_id], share) for stream_id, share in cruise.shares.items()]
+        before = cruise.load()
+        used, step, added = before.used_block_count, 0, plain.growth(0)
+        due_at_s = self.core.next_deadline_at_s
+        self._fruitless = 0
+        self._cruise = cruise
+        while True:
+            used += added
+            yield self._begin(costs.decodes(count, context))
+            context += count
+            step += 1
+            cruise.landed, cruise.used_block_count = step, used
+            for stream_id, stream, share in hearers:
+                if streams.get(stream_id) is stream:
+                    stream.listener.hear_step(share, step, used)
+            added = plain.growth(step)
+            if inbox or step == limit or used + added > before.block_count:
+                break
+            if due_at_s is not None and due_at_s <= self._clock.now_s:
+                break
+        self._end_cruise(cruise)
+        if inbox:
+            self._tell([])
+
+    def _end_cruise(self, cruise: Cruise) -> None:
+        now_s = self._clock.now_s
+        self._cruise, self._report, self.touched = None, cruise.load(), True
+        if cruise.landed:
+            self.core.take_plain_steps(cruise.plain, cruise.token_ids(), cruise.landed, now_s)
+        for stream_id, share in cruise.shares.items():
+            if stream_id in self._streams:
+                stream = self._streams[stream_id]
+                stream.told, stream.told_handle, stream.sent_at_s = self._report, share.seen_handle, now_s
 
     def _form(self) -> Execute | Removed | None:
         """A batch, or copies of KV without one."""

@@ -161,6 +161,11 @@ class GroupMember:
         return not self._quiescing
 
     @property
+    def at_rest(self) -> bool:
+        """Whether `poll` has nothing to wait for."""
+        return not (self._quiescing or self._undoing or self._homecoming.wants_room)
+
+    @property
     def leads(self) -> bool:
         return not self.stages or self.stages[0].worker_id == self.me
 

@@ -1,4 +1,5 @@
 """Whatever arrives: every request ends exactly once, with all its tokens in order, and all books balance throughout.
+And the story is the same whether steps in which nothing is decided are taken together or one by one.
 
 The clients of the simulation look at every token, the cores at themselves after every event.
 """
@@ -37,7 +38,12 @@ def test_every_request_ends_once(
 ) -> None:
     heaped = [Arrival(at_s, tokens, 100) for at_s, count, tokens in heaps for _ in range(count)]
     made = options(policy, cluster=f"{gpu_count}xA100-40G", check_every=5, seed=seed)
-    run = World(replace(made, dispatcher_count=1 + seed % 2), sorted([*scattered, *heaped])).run()
+    made, trace = replace(made, dispatcher_count=1 + seed % 2), sorted([*scattered, *heaped])
+    run = World(made, trace).run()
     for record in run.records:
         assert record.outcome is Outcome.FINISHED, record.error
         assert len(record.token_times_s) == record.wanted_tokens
+    step_by_step = World(replace(made, cruises=False, check_every=0), trace).run()
+    assert step_by_step.trace_hash == run.trace_hash
+    assert step_by_step.records == run.records
+    assert step_by_step.samples == run.samples

@@ -374,8 +374,10 @@ class PlannerCore:
     # ------------------------------------------------------------ planning
 
     def _replan(self, at_s: float) -> None:
+        if self._plan_at_s <= at_s:  # as early anyway: of a thousand that come at once only the first is looked at
+            return
         if self._wanted()[0] != self.layout.groups or self.in_flight is not None:
-            self._plan_at_s = min(self._plan_at_s, at_s)
+            self._plan_at_s = at_s
 
     def _wanted(self) -> tuple[tuple[Group, ...], Partial]:
         """The groups, and who stands outside for lack of layers."""
@@ -413,9 +415,10 @@ class PlannerCore:
 
     def _begin_transition(self, at_s: float, cause_id: str) -> list[Command]:
         """If one is wanted, nothing else is to be done, and everybody is known."""
+        if self.conductor.busy or self._plan_at_s != math.inf or self._stored_epoch != self.layout.epoch:
+            return []
         groups, partial = self._wanted()
-        at_rest = self._plan_at_s == math.inf and groups == self.layout.groups
-        if self.conductor.busy or not at_rest or self._stored_epoch != self.layout.epoch:
+        if groups != self.layout.groups:
             return []
         left_over = [self.roster.known[w].placeable for w, _ in partial]
         stranded = tuple(p.member(0, self._layer_count()) for p in left_over if not p.draining)

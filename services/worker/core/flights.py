@@ -102,6 +102,13 @@ class Flights:
         self.landed_step_id = step_id
         return self._flights.popleft()
 
+    def pass_over(self, count: int) -> int:
+        """So many batches have departed and landed, one after the other. Returns the last one's number."""
+        self.demand_none("steps are passed over")
+        self._last_step_id += count
+        self.landed_step_id = self._last_step_id
+        return self._last_step_id
+
     def abandon(self) -> None:
         """None of them lands, and no stage is left to be told anything."""
         self._flights.clear()

@@ -54,6 +54,11 @@ class Residents:
         instants = (deadline_at_s, self.orphans.next_at_s, self.held.next_at_s)
         return min((at_s for at_s in instants if at_s is not None), default=None)
 
+    @property
+    def waits(self) -> bool:
+        """Whether somebody is awaited here who may not come in time."""
+        return bool(self.orphans or self.held or self.forsaken)
+
     # ---------------------------------------------------------------- coming
 
     def enter(self, sequence: Sequence, at_s: float) -> None:

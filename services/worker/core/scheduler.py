@@ -85,6 +85,23 @@ class Scheduler:
         return self._limits.max_running_count * self.stage_count
 
     @property
+    def block_tokens(self) -> int:
+        return self._block_tokens
+
+    @property
+    def ceiling_tokens(self) -> int:
+        """Of the longest sequence that the whole cache can hold, or will be able to."""
+        return self._ceiling_block_count * self._block_tokens
+
+    @property
+    def decides_nothing(self) -> bool:
+        """Whether the next plan lets nobody in and puts nobody off, if no block is lacking: everything runs on."""
+        if self.stage_count > 1 or not self.running or self.suspended or self.landing or self.swap.enabled:
+            return False
+        head = self._head()
+        return self.settled and not (head is not None and self._admits(self.need(head)))
+
+    @property
     def running_count(self) -> int:
         returning_count = self.swap.returning_count if len(self.swap) else 0
         return len(self.running) + len(self.suspended) + returning_count
@@ -230,11 +247,17 @@ class Scheduler:
         """Running sequences that have outgrown the whole cache. They are to be ended before the next plan: no
         preemption can help them.
         """
-        ceiling_tokens = self._ceiling_block_count * self._block_tokens
+        ceiling_tokens = self.ceiling_tokens
         return [s for s in self.running if s.token_count > ceiling_tokens]
 
     def too_big(self, sequence: Sequence) -> bool:
-        return sequence.token_count > self._ceiling_block_count * self._block_tokens
+        return sequence.token_count > self.ceiling_tokens
+
+    def reserve_for(self, sequence: Sequence, token_count: int) -> None:
+        """At least as much as so many tokens of a running sequence take."""
+        missing = blocks_for(token_count, self._block_tokens) - sequence.reserved_block_count
+        if missing > 0:
+            self._reserve(sequence, missing)
 
     @property
     def longest_token_count(self) -> int:

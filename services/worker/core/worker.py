@@ -9,7 +9,8 @@ ERROR and not with LENGTH: a cut answer must not look complete, and a larger gro
 """
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from collections.abc import Sequence as Items
 from dataclasses import dataclass, replace
 
 from ballast.common.errors import InvariantViolation
@@ -46,6 +47,7 @@ from services.worker.core.group import ANOTHER_LEADS, Group
 from services.worker.core.handover import stop_rule
 from services.worker.core.intake import fault_of, with_seed
 from services.worker.core.limits import WorkerLimits
+from services.worker.core.plain import PlainSteps, foresee, take
 from services.worker.core.residents import Residents, Stream
 from services.worker.core.scheduler import Scheduler
 from services.worker.core.sequence import Sequence, SequenceState
@@ -460,6 +462,19 @@ class WorkerCore:
                 error = f"step {event.step_id} failed: {event.why}"
                 self._residents.end(sequence, event.at_s, FinishReason.ERROR, error)
         self._group.shed(event.at_s)
+
+    def plain_steps(self) -> PlainSteps | None:
+        """The steps that follow if nothing is told meanwhile and that only give tokens. None: there is none."""
+        return foresee(self._scheduler, self._flights, self._residents)
+
+    def take_plain_steps(self, plain: PlainSteps, token_ids: Iterable[Items[int]], count: int, at_s: float) -> None:
+        """The first `count` of them have been run, the last at `at_s`, and their tokens (as many for each sequence)
+        have been told to the dispatchers.
+        """
+        take(plain, token_ids, count, scheduler=self._scheduler, flights=self._flights, book=self._book)
+        self._steps_total += count
+        self._generation_tokens_total += count * len(plain.sequences)
+        self._progress_at_s = at_s
 
     def _land(self, step_id: int, at_s: float) -> Flight:
         flight = self._flights.land(step_id)

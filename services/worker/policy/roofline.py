@@ -62,7 +62,13 @@ class RooflineCosts:
                 context += part.first_position + 1
             else:
                 attention_s += self._chunk_s(part.first_position, count)
-        attention_s += context * self.context_s
+        return self._sum(tokens, sampled, sequences, attention_s + context * self.context_s)
+
+    def decodes(self, count: int, context: int) -> Work:
+        """The same, of so many sequences that get one token each and read so many altogether."""
+        return self._sum(count, count, count, 0.0 + context * self.context_s)
+
+    def _sum(self, tokens: int, sampled: int, sequences: int, attention_s: float) -> Work:
         weights_s = self.dense_s
         if self.experts_s:
             weights_s += self.experts_s * (1.0 - self.idle_share**tokens)

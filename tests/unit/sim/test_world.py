@@ -1,9 +1,10 @@
 """Whole runs, with all invariants checked after every event."""
 
+import gc
 import os
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
@@ -12,6 +13,8 @@ import pytest
 from ballast.common.errors import ConfigError, InvariantViolation
 from services.dispatcher.core.events import Deliver, Request
 from services.monitor.policy.pressure import Overload
+from services.worker.core.plain import PlainSteps
+from services.worker.core.worker import WorkerCore
 from sim.clients import Arrival, Clients
 from sim.clock import Clock
 from sim.hardware import find_cluster, find_model
@@ -91,6 +94,37 @@ def test_checking_changes_nothing_and_a_seed_does(runs: dict[str, SimRun]) -> No
     assert World(options(check_every=0, seed=7), burst()).run().trace_hash != runs["drop"].trace_hash
 
 
+@pytest.mark.parametrize("policy", ["drop", "recompute", "static-pipeline"])
+@pytest.mark.parametrize("stop_after_s", [None, 5.0])
+def test_steps_taken_together_tell_the_same_story(policy: str, stop_after_s: float | None) -> None:
+    made = replace(options(policy, check_every=0), stop_after_s=stop_after_s)
+    worlds = [World(replace(made, cruises=cruises), burst()) for cruises in (True, False)]
+    together, one_by_one = (world.run() for world in worlds)
+    assert together == one_by_one
+    loads = [[replace(i.load(), step_age_s=0.0) for i in world.instances.values()] for world in worlds]
+    assert loads[0] == loads[1]
+
+
+def test_steps_are_taken_together_where_nothing_is_decided(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts: list[int] = []
+    plain = WorkerCore.take_plain_steps
+
+    def watched(core: WorkerCore, steps: PlainSteps, ids: Iterable[Sequence[int]], count: int, at_s: float) -> None:
+        counts.append(count)
+        plain(core, steps, ids, count, at_s)
+
+    monkeypatch.setattr(WorkerCore, "take_plain_steps", watched)
+    run = world("recompute", arrivals=[Arrival(0.0, 1000, 300), Arrival(3.0, 1000, 2)], check_every=0).run()
+    assert len(counts) <= 4
+    assert sum(counts) > 0.9 * run.step_count
+
+
+def test_the_collector_is_on_again_after_a_run() -> None:
+    assert gc.isenabled()
+    world(arrivals=[Arrival(0.0, 10, 2)]).run()
+    assert gc.isenabled()
+
+
 def test_a_request_ends_at_its_deadline_and_only_then() -> None:
     late = World(replace(options(), deadline_s=1.0), [Arrival(0.0, 300, 400), Arrival(0.0, 300, 10)]).run().records
     assert [record.outcome for record in late] == [Outcome.DEADLINE, Outcome.FINISHED]
@@ -131,3 +165,25 @@ def test_no_float_that_decides_is_added_by_a_rule_that_python_has_changed(monkey
     for policy in ("drop", "static-pipeline"):
         world(policy, check_every=0).run()
     assert files == set()
+
+
+def test_a_cruise_ends_where_no_block_is_left() -> None:
+    """Long answers that outgrow the cache: victims are chosen in the midst of steps that otherwise decide nothing."""
+    made = options("recompute", check_every=0)
+    trace = [Arrival(0.01 * number, 500, 700) for number in range(40)]
+    together, one_by_one = (World(replace(made, cruises=cruises), trace).run() for cruises in (True, False))
+    assert together == one_by_one
+    assert max(sample.preemptions_total for sample in together.samples) > 0
+
+
+@pytest.mark.parametrize("policy", ["drop", "recompute"])
+def test_what_is_made_for_an_event_has_no_cycles(policy: str) -> None:
+    """The collector is off during a run: what only it could find would stay until the end."""
+    kept = world(policy, check_every=0)
+    gc.collect()
+    gc.disable()  # or it would look for itself as soon as the run has ended
+    try:
+        event_count = kept.run().event_count
+        assert gc.collect() < event_count / 100
+    finally:
+        gc.enable()

@@ -1,0 +1,95 @@
+"""Steps of a lone instance in which nothing is decided, each of them an event, and no books kept until they end.
+
+While an engine cruises its core stands still: it knows of the steps when somebody has to (see `services.worker.core.
+plain`). When a step ends, what its dispatchers are told, and when they hear of it, is as ever. Books of dispatchers and
+clients, too, are kept up to date only where somebody looks at them.
+"""
+
+from ballast.common.load import LoadReport
+from services.worker.core.plain import PlainSteps
+
+
+class Pace:
+    """What the load is after each step."""
+
+    __slots__ = ("before", "sequence_count")
+
+    def __init__(self, before: LoadReport, sequence_count: int) -> None:
+        """`before`: the first step."""
+        self.before = before
+        self.sequence_count = sequence_count
+
+    @property
+    def waiting_count(self) -> int:
+        """Requests on the worker for which there is no room, throughout."""
+        return self.before.waiting_count
+
+    def report(self, landed: int, used_block_count: int) -> LoadReport:
+        """After so many steps."""
+        before = self.before
+        return LoadReport(
+            block_tokens=before.block_tokens,
+            block_count=before.block_count,
+            used_block_count=used_block_count,
+            waiting_block_count=before.waiting_block_count,
+            running_count=before.running_count,
+            waiting_count=before.waiting_count,
+            max_running_count=before.max_running_count,
+            steps_total=before.steps_total + landed,
+            preemptions_total=before.preemptions_total,
+            prompt_tokens_total=before.prompt_tokens_total,
+            generation_tokens_total=before.generation_tokens_total + landed * self.sequence_count,
+            step_age_s=0.0,
+            draining=before.draining,
+            memory=before.memory,
+            newest_epoch=before.newest_epoch,
+        )
+
+
+class Share:
+    """What of the steps goes to one dispatcher. Knows nothing of the cruise itself: a cycle would outlive both."""
+
+    __slots__ = ("handles", "pace", "places", "seen_handle")
+
+    def __init__(self, pace: Pace) -> None:
+        self.pace = pace
+        self.handles: list[int] = []
+        self.places: list[int] = []  # of the first step's tokens
+        self.seen_handle = 0
+
+    def token_ids(self, first: int, count: int) -> list[int]:
+        """Of so many steps from the first-th on (counted from 1), handle by handle."""
+        ids: list[int] = []
+        for place in self.places:
+            ids += range(place + first - 1, place + first - 1 + count)
+        return ids
+
+
+class Cruise:
+    """Of one instance, until something comes up."""
+
+    __slots__ = ("_report", "landed", "pace", "plain", "shares", "used_block_count")
+
+    def __init__(self, plain: PlainSteps, before: LoadReport) -> None:
+        """`before`: what the load is before the first step."""
+        self.plain = plain
+        self.pace = Pace(before, len(plain.sequences))
+        self.landed = 0  # steps
+        self.used_block_count = before.used_block_count  # in the last of those
+        self.shares: dict[int, Share] = {}  # by stream
+        self._report = before
+        for sequence in plain.sequences:
+            stream_id, handle = sequence.key
+            share = self.shares.get(stream_id) or self.shares.setdefault(stream_id, Share(self.pace))
+            share.handles.append(handle)
+            share.places.append(sequence.token_count)
+
+    def token_ids(self) -> list[range]:
+        """Of each sequence, of the steps that have landed: a token is the number of its place."""
+        return [range(s.token_count, s.token_count + self.landed) for s in self.plain.sequences]
+
+    def load(self) -> LoadReport:
+        """After the last step that has landed."""
+        if self._report.steps_total != self.pace.before.steps_total + self.landed:
+            self._report = self.pace.report(self.landed, self.used_block_count)
+        return self._report
