@@ -166,7 +166,8 @@ def plot(costs: Sequence[Cost], path: Path) -> None:
     axis.set_ylim(bottom=0.0)
     axis.set_xlabel("instances")
     axis.set_ylabel("processor time per event [us]")
-    axis.set_title("A larger cluster has more events, and each costs about the same", fontsize=10)
+    growth = costs[-1].event_us / costs[0].event_us - 1.0
+    axis.set_title(f"An event of {sizes[-1]:,} instances costs {growth:+.0%} compared with {sizes[0]}", fontsize=10)
     axis.legend(loc="lower right", fontsize=8)
     figure.savefig(path, dpi=150)
 

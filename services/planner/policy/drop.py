@@ -112,12 +112,16 @@ def plan_shallow(
     its price too, in computing (bubbles, and the fixed part of a step once more), which everybody in the group pays,
     and who waits pays it in a longer burst.
     """
-    shallow = plan(snapshot, needed_bytes, method, count_usable=count_usable, most_stages=2)
     model = snapshot.model
-    blocks = sum(group.block_count for group in snapshot.groups)
-    given_bytes = blocks * model.block_bytes * model.layer_count + shallow.usable_bytes
-    if shallow.shortfall_bytes <= tolerable_shortfall * given_bytes:
-        return shallow
+    stages = [len(group.members) for group in snapshot.groups]
+    merges = len(stages) - -(-sum(stages) // max([2, *stages]))
+    surplus = sum(surplus_bytes(group, model) for group in snapshot.groups)
+    most_bytes = merges * model.copy_bytes + surplus  # that shallow groups could free
+    now_bytes = sum(group.block_count for group in snapshot.groups) * model.block_bytes * model.layer_count
+    if needed_bytes - most_bytes <= tolerable_shortfall * (now_bytes + most_bytes):
+        shallow = plan(snapshot, needed_bytes, method, count_usable=count_usable, most_stages=2)
+        if shallow.shortfall_bytes <= tolerable_shortfall * (now_bytes + shallow.usable_bytes):
+            return shallow
     return plan(snapshot, needed_bytes, method, count_usable=count_usable)
 
 

@@ -21,7 +21,7 @@ from ballast.common.ids import WorkerId
 from services.worker.core.batch import Batch, SequenceId
 from services.worker.core.plan import Kind, Plan, group_of
 
-WORTH_BLOCKS = 2  # fewer are left for later, while other sequences lack more
+WORTH_BLOCKS = 2  # fewer are left for later: asking takes time from batches, and at the commit all rests go together
 _AT_ONCE = 2  # questions to a source that are not answered
 
 
@@ -106,7 +106,7 @@ class Precopy:
         if self._first_round is None:
             self._first_round = told
 
-    def wants(self, least_blocks: int = WORTH_BLOCKS) -> list[tuple[WorkerId, Span]]:
+    def wants(self) -> list[tuple[WorkerId, Span]]:
         """What to ask whom for now. It counts as asked."""
         wanted: list[tuple[WorkerId, Span]] = []
         if self._over:
@@ -114,7 +114,7 @@ class Precopy:
         for source in self._sources:
             name = source.worker_id
             left = _AT_ONCE - sum(asked == name for _, asked in self._asked)
-            ready = (i for i in self._tokens if i in self._share and self._may_ask((i, name), least_blocks))
+            ready = (i for i in self._tokens if i in self._share and self._may_ask((i, name)))
             for sequence_id in islice(ready, max(0, left)):
                 key = (sequence_id, name)
                 first = self._copied.get(key, 0)
@@ -123,8 +123,8 @@ class Precopy:
                 wanted.append((name, span))
         return wanted
 
-    def _may_ask(self, key: tuple[SequenceId, WorkerId], least_blocks: int) -> bool:
-        worth = self._missing(key) >= least_blocks
+    def _may_ask(self, key: tuple[SequenceId, WorkerId]) -> bool:
+        worth = self._missing(key) >= WORTH_BLOCKS
         return worth and key not in self._asked and self._tried_at.get(key, -1) < self._step_id
 
     def landed(self, source: WorkerId, span: Span, source_step_id: int) -> bool:

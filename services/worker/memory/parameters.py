@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     import torch
 
 ALIGNMENT_BYTES = 64  # a cache line, and the widest vector load
-_PIECE_BYTES = 1 << 20  # what is read for a checksum at once
+CHECKSUM_BYTES = 16
+_PIECE_BYTES = 4 << 20  # what is read for a checksum at once: a few milliseconds
 
 
 class TensorSpec(NamedTuple):
@@ -99,7 +100,7 @@ class ParameterStore:
     def layer_checksum(self, layer: int, between: Callable[[], None] | None = None) -> bytes:
         """16 bytes over names, shapes, dtypes and contents; equal if and only if the parameters are.
 
-        `between` is called after every piece of about 1 MiB.
+        `between` is called after every piece of about 4 MiB.
         """
         self._require_held(layer, held=True)
         return self._layers[layer].checksum(between)
@@ -157,7 +158,7 @@ class _Part:
         return self.range.bytes[placed.offset_bytes : placed.offset_bytes + placed.size_bytes]
 
     def checksum(self, between: Callable[[], None] | None = None) -> bytes:
-        digest = hashlib.blake2b(digest_size=16)
+        digest = hashlib.sha256()  # processors have instructions for it: half of the time of others
         for placed in self._layout.placements:
             digest.update(f"{placed.name} {placed.spec.dtype} {tuple(placed.spec.shape)}\n".encode())
             for part in self.range.contents(placed.offset_bytes, placed.size_bytes):
@@ -165,4 +166,4 @@ class _Part:
                     digest.update(part[start : start + _PIECE_BYTES])
                     if between is not None:
                         between()
-        return digest.digest()
+        return digest.digest()[:CHECKSUM_BYTES]

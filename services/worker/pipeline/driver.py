@@ -76,7 +76,7 @@ from services.worker.pipeline.hub import Hub
 from services.worker.pipeline.links import Links
 from services.worker.pipeline.migrations import Migrations
 from services.worker.pipeline.published import Published
-from services.worker.pipeline.restoring import BEFORE_COMMIT, Restoring
+from services.worker.pipeline.restoring import BEFORE_COMMIT, PROMPT_BLOCKS_ALONE, Restoring
 from services.worker.pipeline.role import Role, own_layers
 from services.worker.pipeline.stage_runner import StageRunner
 from services.worker.pipeline.wire import Topic
@@ -85,6 +85,7 @@ from services.worker.transport.traffic import TrafficClass
 
 _AFTER_COMMIT = (Phase.COMMITTING, Phase.EXCHANGING)
 _OVER = (Phase.DONE, Phase.ABORTED, Phase.FAILED)
+_GENTLY_STEPS = 40  # after a restore, until prompts are as usual: more requests run than before the drop
 
 
 class TransitionDriver:
@@ -208,8 +209,11 @@ class TransitionDriver:
         transition = self.transition
         turn = self.regroup.turn(time.monotonic(), len(self._core.suspended_ids))
         self._waits = turn is Turn.WAIT
+        if turn in (Turn.GENTLY, Turn.OVER):
+            limit = PROMPT_BLOCKS_ALONE * self._memory.kv.shape.block_tokens if turn is Turn.GENTLY else None
+            self._answers.tell(PrefillLimited(time.monotonic(), limit))
         if turn is Turn.OVER:
-            self._answers.tell(PrefillLimited(time.monotonic(), None))
+            self._links.retire(self._role.epoch)  # see `_release_lost`
         if self.quiescing and transition is not None and transition.phase is Phase.COMMITTING:
             boundary = not self._core.in_flight_count and not self._core.suspended_ids
             if boundary and transition.led_before:
@@ -450,7 +454,8 @@ class TransitionDriver:
         self.quiescing = False
         if transition.plan.kind is Kind.RESTORE and not self._role.stages:
             self._answers.tell(PrefillLimited(now_s, 0))
-            self.regroup.begin(now_s, len(members_of(transition.part.old)) * self._stage.usual_s)
+            usual_s = len(members_of(transition.part.old)) * self._stage.usual_s
+            self.regroup.begin(now_s, usual_s, _GENTLY_STEPS * usual_s)
             self._waits = True
         self._drive_led(transition, decision, 0)
 
@@ -497,7 +502,8 @@ class TransitionDriver:
         progress.exchange_s = time.monotonic() - progress.taken_up_at_s
         progress.block_count_after = self._book.block_count
         self._capacities.tell_leader(self._restoring.withdrawn_epoch)
-        self._links.retire(self._role.epoch)
+        if self.regroup.is_over:  # else later: ending threads would take time from the first batches
+            self._links.retire(self._role.epoch)
 
     # ------------------------------------------------------------ what there must be
 

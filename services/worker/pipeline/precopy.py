@@ -17,7 +17,7 @@ from ballast.service.logs import get_logger
 from ballastpb.worker.v1 import stage_pb2 as pb
 from services.worker.core.batch import Batch, SequenceId
 from services.worker.core.plan import Kind, Plan, group_of, members_of
-from services.worker.core.precopy import WORTH_BLOCKS, Precopy, Source, Span, sources_of
+from services.worker.core.precopy import Precopy, Source, Span, sources_of
 from services.worker.core.stage import StageBook
 from services.worker.memory.kv_cache import KvCache
 from services.worker.pipeline.events import KvAheadArrived, KvAheadAsked, ShareTold, Woken
@@ -33,7 +33,7 @@ from services.worker.transport.transfer import Transfer
 if TYPE_CHECKING:
     import torch
 
-_BUFFER_BYTES = 1 << 20  # of one answer, unless a block of all the layers is more
+_BUFFER_BYTES = 2 << 20  # of one answer, unless a block of all the layers is more
 _PATIENCE_S = 5.0  # a commit does not wait longer for the first round
 _DEAF_S = 30.0  # nor for the leader's word
 
@@ -126,14 +126,14 @@ class PrecopyRun:
         since_s, bound_s = (self._ready_at_s, _DEAF_S) if self._heard_at_s is None else (self._heard_at_s, _PATIENCE_S)
         return now_s - since_s > bound_s
 
-    def poll(self, now_s: float, placements: Callable[[], Sequence[PlacementView]], *, prepared: bool) -> None:
-        """Between two batches. `prepared`: the commit may come at any moment, so every block counts."""
+    def poll(self, now_s: float, placements: Callable[[], Sequence[PlacementView]]) -> None:
+        """Between two batches."""
         if self._over or self._ready_at_s is None:
             return
         if self._where.leads and self._where.plan.kind is Kind.RESTORE:
             self._choose(placements(), now_s)
         if self._heard_at_s is not None:
-            for source, span in self._core.wants(1 if prepared else WORTH_BLOCKS):
+            for source, span in self._core.wants():
                 self._ask(source, span)
 
     def destinations(self, placements: Sequence[PlacementView]) -> dict[SequenceId, WorkerId]:

@@ -4,7 +4,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from threading import Condition, Lock
 
 import torch
@@ -357,7 +357,11 @@ class BulkSender:
         if now_s - self._pace.attended_at_s < self._config.calm_s:
             size = min(size, self._chunks.bytes_between_questions())
         self._schedule.chunk_bytes = size
-        return self._schedule.next(now_s, urgent=self._gate.is_due)
+        decision = self._schedule.next(now_s, urgent=self._gate.is_due)
+        if isinstance(decision, Grant) and self._rests_after(self._state.transfers[decision.transfer].traffic):
+            limit_bytes = min(decision.limit_bytes, self._config.background_chunk_bytes)
+            return replace(decision, limit_bytes=limit_bytes)
+        return decision
 
     def _post_notice(self) -> bool | None:
         """True when one was posted; None when there is none, so that the schedule is asked."""

@@ -19,7 +19,8 @@ class TransportConfig:
     bandwidth_bytes_per_s: float | None = None  # of a link's bulk, from a profile; measured while it is used
     hold_s: float = 0.005  # longest time bulk stands back for urgent traffic before one chunk goes anyway
     patience_chunks: int = 64  # chunks of higher classes after which a waiting lower class gets one
-    background_share: float = 0.3  # of the time in which parameters are sent; a processor that does it is not serving
+    background_share: float = 0.15  # of the time in which parameters are sent; a processor that does it is not serving
+    background_chunk_bytes: int = 2 * 1024 * 1024  # of parameters, at most; smaller ones wake threads up too often
     rate_bytes_per_s: float | None = None  # emulates a slower link, both lanes together; None: as fast as it goes
     urgent_first: bool = True  # False: over an emulated link in order of arrival, to measure against
     # Frames: a header, then meta and, if it fits, the payload, in one message whose receive is posted in advance.
@@ -43,13 +44,12 @@ class TransportConfig:
     max_spares: int = 8
     spare_connect_timeout_s: float = 2.0
     spare_idle_s: float = 60.0  # a spare that nobody has named for so long is closed
-    # For the peer to take the same spare; then a link is made from nothing. Who comes just behind that finds its link
-    # closed, and the plan has to be made again: so it is longer than a busy machine keeps a process waiting.
+    # For the peer to take the same spare, if this side decides; then a link is made from nothing.
     adopt_timeout_s: float = 3.0
 
     def __post_init__(self) -> None:
         at_least_one = ("chunk_bytes", "least_chunk_bytes", "window_chunks", "patience_chunks", "posted_frames")
-        for name in (*at_least_one, "max_transfers"):
+        for name in (*at_least_one, "max_transfers", "background_chunk_bytes"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"transport.{name}", f"must be at least 1, got {getattr(self, name)}")
         if self.keepalive_s * 2 > self.silence_timeout_s:
@@ -79,6 +79,7 @@ class TransportConfig:
             window_chunks=1,
             hold_s=0.0,
             background_share=1.0,
+            background_chunk_bytes=whole,
             urgent_first=False,
         )
 

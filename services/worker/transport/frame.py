@@ -15,7 +15,7 @@ from services.worker.transport.config import HEADER_BYTES
 from services.worker.transport.traffic import TrafficClass
 
 MAGIC = 0xBA57
-VERSION = 2
+VERSION = 3
 MAX_DIMENSIONS = 2
 
 # magic, version, kind, class, flags, dtype, dimensions | epoch | stream | extent x2 | transfer, sequence, topic, meta
@@ -51,7 +51,7 @@ class FrameKind(IntEnum):
     REFUSED = 6  # urgent, backwards: the transfer is not wanted; meta says why
     KEEPALIVE = 7
     CLOSE = 8  # the last frame on its lane
-    ADOPT = 9  # urgent: the sender takes this spare link for the epoch in `stream`
+    ADOPT = 9  # urgent: the sender takes this spare link for the epoch in `stream`; an offer, or the answer to it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

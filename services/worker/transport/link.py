@@ -214,22 +214,33 @@ class Link:
 
     # ------------------------------------------------------------ a spare gets its epoch
 
-    def adopt(self, epoch: int, timeout_s: float) -> bool:
+    def adopt(self, epoch: int, timeout_s: float, *, decides: bool) -> bool:
         """Make a spare that epoch's link: once both sides have asked for the same. A later epoch takes precedence.
 
-        False: the peer has not asked in time, or either side wants it for another epoch by now.
+        One side decides: the other one says that it has come, and waits for the answer. If both decided, one could give
+        up at the moment in which the other takes it, and would hear of it too late.
+
+        False: the peer has not asked in time, or either side wants it for another epoch by now, or the peer that
+        decides has given it up.
         """
         with self._lock:
             if self._state is not LinkState.UP or self._retired or not self.is_spare or epoch < self._asked:
                 return False
             self._asked = self.epoch = epoch  # the peer sends nothing for it before it has heard of this
-        self._urgent.tell(Header(kind=FrameKind.ADOPT, traffic=TrafficClass.CONTROL, epoch=self._tag, stream=epoch))
+        if not decides:
+            self._tell_adoption(epoch)
         with self._lock:
             self._lock.wait_for(
                 lambda: self._state is not LinkState.UP or self._asked != epoch or self._peer_asked >= epoch,
                 timeout=timeout_s,
             )
-            return self._state is LinkState.UP and self._asked == self._peer_asked == epoch
+            adopted = self._state is LinkState.UP and self._asked == self._peer_asked == epoch
+        if decides and adopted:
+            self._tell_adoption(epoch)
+        return adopted
+
+    def _tell_adoption(self, epoch: int) -> None:
+        self._urgent.tell(Header(kind=FrameKind.ADOPT, traffic=TrafficClass.CONTROL, epoch=self._tag, stream=epoch))
 
     def give_back(self) -> bool:
         """A spare that is not wanted any more begins to close. False: somebody wants it for an epoch just now."""
@@ -255,6 +266,7 @@ class Link:
         return self._asked != self._peer_asked or self._asked == NO_EPOCH
 
     def _adoption_asked(self, epoch: int) -> None:
+        """Of the peer that decides: it has."""
         with self._lock:
             is_other = not self.is_spare and epoch != self._asked
             if not is_other:

@@ -159,10 +159,14 @@ class DataPlane:
     def _adopt_spare(self, peer_id: str, epoch: int, timeout_s: float) -> Link | None:
         """None: there is none, or the peer does not take it too: then one is made from nothing on both sides."""
         patience_s = min(self._config.adopt_timeout_s, 0.6 * timeout_s)
+        deadline_s = time.monotonic() + timeout_s
         link = self._spares.take(peer_id, patience_s)
         if link is None:
             return None
-        if link.adopt(epoch, patience_s):
+        decides = self.worker_id < peer_id
+        if not decides:  # who decides says so, or closes it: giving up before that would be the other one's surprise
+            patience_s = max(deadline_s - time.monotonic(), patience_s)
+        if link.adopt(epoch, patience_s, decides=decides):
             self._spares.remove(link)
             return link
         if link.asked_epoch <= epoch:  # nobody here wants it for a later one

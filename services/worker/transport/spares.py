@@ -1,8 +1,9 @@
 """Links that are up before anybody needs them, so that a plan does not wait until two workers have met.
 
 A spare belongs to no epoch. Whoever needs a link takes the spare and says for which epoch (`Link.adopt`); once both
-sides have said the same it is that epoch's link, for good. The worker with the higher id calls, the other one answers
-whoever calls its lobby for `NO_EPOCH`. A spare that nobody has named for a time is closed.
+sides have said the same it is that epoch's link, for good. The worker with the lower id decides whether they have. The
+one with the higher id calls, the other one answers whoever calls its lobby for `NO_EPOCH`. A spare that nobody has
+named for a time is closed.
 """
 
 import time
@@ -133,10 +134,13 @@ class Spares:
             gone = [
                 spare
                 for spare in self._spares.values()
-                if spare.link.state is not LinkState.UP or now_s - spare.named_at_s > self._config.spare_idle_s
+                if spare.link.state is not LinkState.UP or (self._is_idle(spare, now_s) and spare.link.give_back())
             ]
             for spare in gone:
                 del self._spares[spare.link.peer_id]
         for spare in gone:
             spare.link.retire()
             spare.link.close()
+
+    def _is_idle(self, spare: _Spare, now_s: float) -> bool:
+        return now_s - spare.named_at_s > self._config.spare_idle_s

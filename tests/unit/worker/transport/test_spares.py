@@ -122,12 +122,28 @@ def test_if_the_peer_does_not_take_the_spare_a_link_is_made_from_nothing(stack: 
     spares[1].close()
 
 
+def test_the_side_that_decides_gives_a_spare_up_and_the_other_one_does_not_take_it(stack: ExitStack) -> None:
+    """However late it comes: here behind the end of the other's patience and before it has heard of that."""
+    pair = Pair(stack)
+    spares = pair.warm()
+    assert not spares[0].adopt(7, 0.05, decides=True)
+    with ThreadPoolExecutor(1) as pool:
+        late = pool.submit(spares[1].adopt, 7, 60.0, decides=False)
+        until(lambda: spares[0]._peer_asked == 7)
+        assert not late.done()
+        spares[0].retire()
+        spares[0].begin_close()
+        assert not late.result()
+    assert spares[1].is_spare  # so nobody misses it
+    assert set(pair.connect((8, 8))).isdisjoint(spares)
+
+
 def test_a_link_of_one_epoch_is_none_for_another(stack: ExitStack) -> None:
     """The peer has come back from a plan that this side has taken up."""
     pair = Pair(stack)
     links = pair.warm()
     pair.connect((7, 7))
-    assert not links[0].adopt(9, 0.1)
+    assert not links[0].adopt(9, 0.1, decides=True)
     links[1]._adoption_asked(9)
     until(lambda: links[0].state is LinkState.BROKEN)
 
@@ -142,7 +158,7 @@ def test_a_spare_that_a_plan_is_taking_is_not_closed_for_a_newer_one(stack: Exit
         pair.planes["w2"]._spares.remove(old[1])
         pair.planes["w2"].name_partners({"w1": pair.planes["w1"].store_address})
         until(lambda: pair.spares() and pair.spares()[0] is not old[0])
-        assert old[0].adopt(7, 1.0)
+        assert old[0].adopt(7, 60.0, decides=True)
         assert early.result() is old[1]
     pair.planes["w1"]._links["w2", 7] = old[0]  # for it to be closed
 
