@@ -23,6 +23,8 @@ BLOCK = 14  # histories in a test: enough of them to have seen everything
 LAYERS = (4, 7, 5)
 CROWDED_BYTES = {4: 10 << 19, 5: 12 << 19, 7: 16 << 19}  # by layers: more KV than half of the parameters
 CROWDED = 5  # one history of so many is crowded
+WAVES_FIRST_SEED = 100_002  # crowded ones, far from all others: in half of them a drop has no room for all KV at once
+WAVES_HISTORIES = 20
 
 Known = tuple[Path, list[Wish], list[Expected]]
 
@@ -57,6 +59,13 @@ def test_no_token_changes_whatever_happens_to_the_layout(first: int, known: Call
         _check_that_it_has_seen_what_it_is_about(tally)
 
 
+@pytest.mark.timeout(60 + 60 * WAVES_HISTORIES)
+def test_no_token_changes_where_victims_wait_for_room(known: Callable[[int], Known]) -> None:
+    """Which history has such a drop depends on the machine's speed, too: so until there is one."""
+    seeds = range(WAVES_FIRST_SEED, WAVES_FIRST_SEED + CROWDED * WAVES_HISTORIES, CROWDED)
+    assert any(_run(seed, known).later_waves for seed in seeds)
+
+
 def _run(seed: int, known: Callable[[int], Known]) -> Tally:
     model_dir, wishes, expected = known(LAYERS[seed % len(LAYERS)])
     gc.collect()
@@ -79,7 +88,6 @@ def _check_that_it_has_seen_what_it_is_about(tally: Tally) -> None:
     assert tally.unprepared <= 1 + (tally.drops + tally.restores) // 20
     assert min(tally.drops, tally.restores, tally.aborts, tally.victims, tally.moved, tally.exchanged_bytes) > 0
     assert min(tally.ahead_bytes, tally.ahead_victims) > 0
-    assert tally.later_waves > 0, "drops have had no room for all KV at once"
 
 
 def _descriptors() -> int:
