@@ -5,6 +5,7 @@ Rule 2: a sequence that was handed over is taken, with its KV or, if that does n
 Rule 3: whatever is refused is refused before anything has moved.
 """
 
+import math
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -40,6 +41,8 @@ _TARGET_PATIENCE_S = 2 * PATIENCE_S
 _LAST_PATIENCE_S = 2.0  # for the last span of a sequence that was handed over: it stands still meanwhile
 _REMEMBERED = 256  # migrations that are over
 _NEARLY = 2  # with fewer whole blocks missing, the next that comes of a sequence is its end
+_SOON_S = 0.1  # after an offer; unless the link is slow, all that there was then has come by then
+_MOST_WAIT_S = 0.3  # prompts wait for so long at most for the end of one sequence
 
 
 class Phase(Enum):
@@ -61,10 +64,11 @@ class _Arrival:
     source: WorkerId
     block_count: int  # that it holds here
     progress_s: float
+    offered_s: float
+    nearly_since_s: float = math.inf  # only its end is missing
     phase: Phase = Phase.COPYING
     is_expected: bool = False  # a span may be written, or is to be told of
     landed_blocks: int = 0
-    whole_blocks: int = 0  # that the source has, as far as it is known here
     kv_tokens: int = 0  # all of them have come
     snapshot: SequenceSnapshot | None = None  # handed over
     withdrawn: bool = False
@@ -92,13 +96,19 @@ class Arrivals:
         """Of those that are going to run here."""
         return sum(arrival.phase is not Phase.ENDING for arrival in self._open.values())
 
-    @property
-    def imminent(self) -> bool:
-        """Some sequence is handed over any moment, and stands still until this worker's next step boundary."""
-        return any(
-            arrival.phase is not Phase.ENDING and arrival.whole_blocks - arrival.landed_blocks < _NEARLY
-            for arrival in self._open.values()
-        )
+    def prompt_limit_blocks(self, at_s: float) -> int | None:
+        """Of prompts in a batch, None: as many as ever. A sequence that is handed over stands still until the step that
+        runs here has ended, and for the one that it takes part in: none is to be longer than a step without prompts.
+        """
+        limit: int | None = None
+        for arrival in self._open.values():
+            if arrival.phase is Phase.ENDING:
+                continue
+            if arrival.nearly_since_s <= at_s < arrival.nearly_since_s + _MOST_WAIT_S:
+                return 0
+            if at_s < arrival.offered_s + _SOON_S or arrival.nearly_since_s <= at_s:
+                limit = 1
+        return limit
 
     # ------------------------------------------------------------ what the source says
 
@@ -117,8 +127,8 @@ class Arrivals:
         if why_not:
             self._remember(migration_id, _End.GIVEN_UP, offer.sequence_id)
             return [Say(peer, Off(migration_id, why_not))]
-        arrival = _Arrival(migration_id, offer.sequence_id, peer, block_count, at_s)
-        arrival.whole_blocks = offer.token_count // self._block_tokens
+        arrival = _Arrival(migration_id, offer.sequence_id, peer, block_count, at_s, at_s)
+        self._note_missing(at_s, arrival, offer.token_count)
         self._open[migration_id] = arrival
         return self._ask(arrival)
 
@@ -183,11 +193,17 @@ class Arrivals:
             return self._lose_kv(arrival)
         if span.first_block != arrival.landed_blocks or span.last_block > arrival.block_count:
             raise InvariantViolation(f"{span} has come for {arrival}")
-        arrival.landed_blocks, arrival.whole_blocks = span.last_block, span.token_count // self._block_tokens
+        arrival.landed_blocks = span.last_block
+        self._note_missing(at_s, arrival, span.token_count)
         if span.last:
             arrival.kv_tokens = span.token_count
             return self._take(arrival) if arrival.snapshot is not None else []
         return self._make_room(arrival, blocks_for(span.token_count + 1, self._block_tokens) + SPARE_BLOCKS)
+
+    def _note_missing(self, at_s: float, arrival: _Arrival, token_count: int) -> None:
+        """The source has so many tokens, as far as it is known here."""
+        nearly = token_count // self._block_tokens - arrival.landed_blocks < _NEARLY
+        arrival.nearly_since_s = min(arrival.nearly_since_s, at_s) if nearly else math.inf
 
     def _make_room(self, arrival: _Arrival, block_count: int) -> list[TargetCommand]:
         more = max(0, block_count - arrival.block_count)

@@ -117,7 +117,7 @@ class Migrations:
         self._transfers: list[Transfer] = []  # that read the cache
         self._last_id = core.first_sequence_id
         self._told_room = (0, 0)
-        self._told_imminent = False
+        self._told_limit_blocks: int | None = None
 
     # ------------------------------------------------------------ what happens
 
@@ -258,10 +258,12 @@ class Migrations:
         if room != self._told_room:
             self._told_room = room
             self._tell(RoomExpected(time.monotonic(), *room))
-        if self._arrivals.imminent != self._told_imminent:  # it would stand still for as long as a prompt takes here
-            self._told_imminent = not self._told_imminent
-            limit = self._kv.shape.block_tokens if self._told_imminent else None
-            self._tell(PrefillLimited(time.monotonic(), limit))
+        now_s = time.monotonic()
+        limit_blocks = self._arrivals.prompt_limit_blocks(now_s)
+        if limit_blocks != self._told_limit_blocks:
+            self._told_limit_blocks = limit_blocks
+            limit = None if limit_blocks is None else limit_blocks * self._kv.shape.block_tokens
+            self._tell(PrefillLimited(now_s, limit))
 
     def _say(self, to: WorkerId, message_bytes: bytes) -> None:
         """A link that takes no message ends, and then this side hears `peer_lost`."""

@@ -160,21 +160,25 @@ def test_a_sequence_runs_when_its_state_and_its_last_blocks_are_here_whichever_c
 
 
 def test_a_hand_over_is_foreseen() -> None:
+    """No step with much of a prompt in it is to begin that the sequence would have to wait for."""
     coming = arrivals()
-    coming.offered(0.0, W1, Offer(MIGRATION, SEQUENCE, 22), "")
-    assert not coming.imminent
-    coming.landed(0.1, MIGRATION, Span(0, 3, 23))
-    assert not coming.imminent  # two whole blocks are missing
-    coming.landed(0.2, MIGRATION, Span(3, 5, 26))
-    assert coming.imminent
-    coming.landed(0.3, MIGRATION, Span(5, 7, 26, last=True))
-    assert coming.imminent
-    coming.heard(0.3, W1, Handed(MIGRATION, snapshot(SEQUENCE, 26)))
-    assert not coming.imminent
-    coming.offered(0.4, W1, Offer(MIGRATION + 1, SEQUENCE, 7), "")
-    assert coming.imminent
+    assert coming.prompt_limit_blocks(0.0) is None
+    coming.offered(1.0, W1, Offer(MIGRATION, SEQUENCE, 22), "")
+    assert coming.prompt_limit_blocks(1.0) == 1  # all five blocks may come at once
+    assert coming.prompt_limit_blocks(1.15) is None  # the link is slow
+    coming.landed(1.2, MIGRATION, Span(0, 3, 23))
+    assert coming.prompt_limit_blocks(1.2) is None  # two whole blocks are missing
+    coming.landed(1.3, MIGRATION, Span(3, 5, 26))
+    assert coming.prompt_limit_blocks(1.3) == 0
+    assert coming.prompt_limit_blocks(1.7) == 1  # prompts have waited for long enough
+    coming.landed(1.7, MIGRATION, Span(5, 7, 26, last=True))
+    assert coming.prompt_limit_blocks(1.7) == 1
+    coming.heard(1.7, W1, Handed(MIGRATION, snapshot(SEQUENCE, 26)))
+    assert coming.prompt_limit_blocks(1.7) is None
+    coming.offered(2.0, W1, Offer(MIGRATION + 1, SEQUENCE, 7), "")
+    assert coming.prompt_limit_blocks(2.0) == 0
     coming.give_up_all("the layout changes")
-    assert not coming.imminent
+    assert coming.prompt_limit_blocks(2.0) is None
 
 
 def test_what_has_no_room_is_refused_before_anything_moves() -> None:
