@@ -197,6 +197,7 @@ class TimedWorker(worker_pb2_grpc.WorkerServiceServicer):
                     if sequence is not None:
                         self.aborted.append((sequence.submit.request_id, time.monotonic()))
                         self.forget(sequence)
+                        self.tell_cancelled(stream, sequence.submit)
         finally:
             stream.messages.put_nowait(None)
 
@@ -212,6 +213,12 @@ class TimedWorker(worker_pb2_grpc.WorkerServiceServicer):
         sequence.held_text = scripted_text(submit.output_token_ids)[submit.delivered_text_chars :]
         stream.sequences[submit.handle] = sequence
         self.waiting.append(sequence)
+
+    def tell_cancelled(self, stream: TimedStream, submit: pb.Submit) -> None:
+        """As workers do: who has asked for a request back goes on with it when it hears of the end."""
+        ending = pb.Ending(handle=submit.handle, finish_reason=cluster_pb2.FINISH_REASON_CANCELLED)
+        step = pb.StepOutput(endings=[ending], load=self.load(), seen_handle=stream.seen_handle)
+        stream.messages.put_nowait(pb.AttachResponse(step=step))
 
     def refuse(self, stream: TimedStream, submit: pb.Submit) -> None:
         stream.seen_handle = submit.handle
