@@ -91,6 +91,7 @@ class DispatcherNode:
         self._deliver_steps = deliver_steps
         self._behind: dict[_Link, None] = {}  # have tokens of cruises that the core does not know of
         self._unreported: dict[_Link, None] = {}  # of those: have a load that it does not know of
+        self._unheard: dict[_Link, None] = {}  # of those: have a cruise of which it knows no step
         self._end = end
         self._links: dict[WorkerKey, _Link] = {}
         self._timer_at_s = math.inf
@@ -137,8 +138,8 @@ class DispatcherNode:
         for a place, the tokens when something may happen to their requests.
         """
         match event:
-            case d.Submitted():
-                self._report_loads()
+            case d.Submitted(request=request):
+                self._report_loads_for(request)
             case d.StepReceived(worker=key, endings=endings, load=load):
                 link = self._links[key]
                 if link in self._behind:
@@ -154,15 +155,34 @@ class DispatcherNode:
         for link in list(self._behind):
             self._catch_up_with(link)
 
+    def _report_loads_for(self, request: d.Request) -> None:
+        """Those between which it decides: in the course of a cruise less and less is free, and nothing else changes, so
+        whoever is not the freest of his shape before the core hears of it will not be so afterwards.
+        """
+        if not len(self.core.backlog):
+            for link in list(self._unheard):
+                self._report_load(link)
+            while found := self.core.contenders(request, self._clock.now_s):
+                behind = [link for key in found if (link := self._links[key]) in self._unreported]
+                if not behind:
+                    return
+                for link in behind:
+                    self._report_load(link)
+        self._report_loads()
+
     def _report_loads(self) -> None:
+        for link in list(self._unreported):
+            self._report_load(link)
+
+    def _report_load(self, link: _Link) -> None:
+        del self._unreported[link]
+        self._unheard.pop(link, None)
+        share = link.share
+        assert share is not None, "it is behind"
+        load = share.pace.report(link.last, link.used)
         now_s = self._clock.now_s
-        for link in self._unreported:
-            share = link.share
-            assert share is not None, "it is behind"
-            load = share.pace.report(link.last, link.used)
-            self.core.handle(d.StepReceived(now_s, link.key, (), (), (), (), (), (), load, share.seen_handle))
-            self.stepped[link.key] = None
-        self._unreported.clear()
+        self.core.handle(d.StepReceived(now_s, link.key, (), (), (), (), (), (), load, share.seen_handle))
+        self.stepped[link.key] = None
 
     def _catch_up_with(self, link: _Link) -> None:
         """As one message, with all the tokens since."""
@@ -171,6 +191,7 @@ class DispatcherNode:
         link.share, link.instants_s = None, array("d")
         del self._behind[link]
         self._unreported.pop(link, None)
+        self._unheard.pop(link, None)
         now_s, count = self._clock.now_s, len(instants_s)
         token_ids = share.token_ids(link.first, count)
         load = share.pace.report(link.last, link.used)
@@ -278,12 +299,13 @@ class DispatcherNode:
             if link.share is not None:
                 self._catch_up_with(link)
             link.share, link.first = share, step
-            self._behind[link] = None
+            self._behind[link] = self._unheard[link] = None
         link.last, link.used = step, used_block_count
         link.instants_s.append(self._clock.now_s)
         self._unreported[link] = None
         if len(self.core.backlog) or share.pace.waiting_count:
             del self._unreported[link]
+            self._unheard.pop(link, None)
             self._report_loads()
             self._catch_up_with(link)
             self._set_timer()
