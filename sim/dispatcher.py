@@ -19,7 +19,8 @@ from services.worker.core.events import Aborted, SequenceKey, Submitted
 from sim.clock import Clock
 from sim.control import Delays
 from sim.cruise import Share
-from sim.instance import Instance, Output
+from sim.instance import Instance
+from sim.streams import Output
 
 _PLAIN_ENDINGS = (FinishReason.STOP, FinishReason.LENGTH)  # after which nobody looks for another place
 
