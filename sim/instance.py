@@ -34,6 +34,7 @@ from sim.cost import ExecutionModel, Roofline, Work
 from sim.cruise import Cruise
 from sim.member import GroupMember
 from sim.network import Network
+from sim.processors import Processors
 from sim.streams import Listener, Stream
 
 _MAX_FRUITLESS = 4
@@ -70,8 +71,10 @@ class Instance:
         activation_bytes_per_token: int,
         host_bytes_per_s: float,
         cruises: bool,
+        processors: Processors | None,
     ) -> None:
         """`host_bytes_per_s`: of KV from the device to host memory, and as much at the same time the other way.
+        `processors` that it shares with others, if any.
         `cruises`: steps in which nothing is decided are taken together, which changes nothing but the time it takes.
         """
         self.worker_id = worker_id
@@ -87,6 +90,7 @@ class Instance:
         self._network = network
         self._execution = execution
         self._costs = execution.costs if cruises and isinstance(execution, Roofline) else None
+        self._processors = processors
         self._cruise: Cruise | None = None
         self._peers = peers
         self._block_tokens = block_tokens
@@ -245,7 +249,7 @@ class Instance:
                 self._release_early()
             else:
                 flight = self._to_run.popleft()
-                yield self._begin(flight.work)
+                yield self._begin(flight.work, self._token_count(flight.batch))
                 self._pass_on(flight)
 
     def _steps(self) -> Turns:
@@ -265,7 +269,7 @@ class Instance:
             if core.in_flight_count == 1:
                 self._flying_since_s = self._clock.now_s
             work = self._execution.work(batch)
-            seconds = self._begin(work)
+            seconds = self._begin(work, self._token_count(batch))
             yield max(seconds, copy_s)
             if not member.role.stages:
                 self._land(batch, seconds, copy_s)
@@ -302,7 +306,7 @@ class Instance:
         self._cruise = cruise
         while True:
             used += added
-            yield self._begin(costs.decodes(count, context))
+            yield self._begin(costs.decodes(count, context), count)
             context += count
             step += 1
             cruise.landed, cruise.used_block_count = step, used
@@ -345,11 +349,19 @@ class Instance:
         geometry = self.member.memory.geometry
         return max(out_count, in_count) * geometry.block_bytes * geometry.layer_count / self._host_bytes_per_s
 
-    def _begin(self, work: Work) -> float:
-        member = self.member
-        seconds = work.on(len(member.role.layers), is_last=member.role.is_last) * self.slowness
+    def _token_count(self, batch: Batch) -> int:
+        """Of new ones; nobody asks where no processors are shared."""
+        return 0 if self._processors is None else sum([part.samples for part in batch.slices])
+
+    def _begin(self, work: Work, token_count: int) -> float:
+        """Of a batch that gives so many tokens."""
+        role = self.member.role
+        seconds = work.on(len(role.layers), is_last=role.is_last) * self.slowness
+        if self._processors is not None:
+            token_count = token_count if role.is_last else 0
+            seconds *= self._processors.slowdown(self.worker_id, self._clock.now_s, seconds, token_count)
         self.busy_s += seconds
-        if member.role.stages:
+        if role.stages:
             self.pipelined_busy_s += seconds
         return seconds
 

@@ -1,0 +1,180 @@
+"""What requests show of a cluster on this machine before it is compared with its simulation: what a step takes beyond
+the engine's own time, and what everything around the engines takes of the processors that they compute on.
+
+Some requests at a time, all alike and for nobody: one, one for each worker, and several for each. Processor time is
+what Linux says of each process, and of a worker without the thread that has most, which is its engine's.
+"""
+
+import asyncio
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, median
+
+import numpy as np
+
+from ballast.client import AsyncClient, SamplingParams
+from ballast.local.cluster import LocalCluster
+from services.worker.policy.cost import Chunk, CostModel
+from sim.processors import Contention
+
+PROMPT_TOKENS = 64
+_LONE_TOKENS, _TOKENS = 24, 64  # of an answer
+_LONE_ROUNDS, _ROUNDS = 12, 3
+_EACH = (1, 4, 8)  # requests on each worker at once
+_IDLE_S = 2.0
+_SECONDS_PER_TICK = 1.0 / os.sysconf("SC_CLK_TCK")
+_AFTER_NAME = 2  # fields of /proc/PID/stat are counted from 1, and names may have blanks
+_USER_FIELD, _SYSTEM_FIELD = 14, 15
+_TOGETHER = np.arange(1.0, 2.0, 0.01)
+_SEQUENCE_SHARES = np.arange(0.0, 0.5, 0.01)  # of a lone request's step
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """So many requests at a time."""
+
+    request_count: int
+    worker_count: int  # that have some
+    tpot_s: float
+    served_s: float  # processor time outside of the engines, for each step of a worker
+
+    @property
+    def each(self) -> float:
+        """Requests on one of these workers."""
+        return self.request_count / self.worker_count
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    first_s: float  # of lone requests: until the first token
+    background: float  # processors that everything takes while nobody asks
+    levels: tuple[Level, ...]  # the first one is of lone requests
+
+
+async def probe(cluster: LocalCluster) -> Seen:
+    """Nobody else may use the cluster."""
+    workers = len(cluster.processes["worker"])
+    async with AsyncClient(cluster.address) as client:
+        for count in (1, workers):  # whatever is done once is done
+            await _round(client, count, _LONE_TOKENS)
+        before_s, began_s = _served_s(cluster), time.perf_counter()
+        await asyncio.sleep(_IDLE_S)
+        background = (_served_s(cluster) - before_s) / (time.perf_counter() - began_s)
+        first_s, lone = await _level(client, cluster, 1, 1, _LONE_ROUNDS, _LONE_TOKENS, background)
+        levels = [lone]
+        for each in _EACH:
+            _, level = await _level(client, cluster, each * workers, workers, _ROUNDS, _TOKENS, background)
+            levels.append(level)
+    return Seen(first_s, background, tuple(levels))
+
+
+async def _level(
+    client: AsyncClient, cluster: LocalCluster, count: int, workers: int, rounds: int, tokens: int, background: float
+) -> tuple[float, Level]:
+    """And the seconds until a first token."""
+    before_s, began_s = _served_s(cluster), time.perf_counter()
+    made = [await _round(client, count, tokens) for _ in range(rounds)]
+    passed_s = time.perf_counter() - began_s
+    served_s = _served_s(cluster) - before_s - background * passed_s
+    step_count = rounds * workers * tokens
+    first_s, tpot_s = median(first for first, _ in made), median(tpot for _, tpot in made)
+    return first_s, Level(count, workers, tpot_s, max(0.0, served_s) / step_count)
+
+
+async def _round(client: AsyncClient, count: int, tokens: int) -> tuple[float, float]:
+    """Seconds to the first token, and between tokens while all requests have some."""
+    began_s = time.perf_counter()
+    times = await asyncio.gather(*(_one(client, number, tokens) for number in range(count)))
+    since_s, until_s = max(each[0] for each in times), min(each[-1] for each in times)
+    gaps = [
+        (inside[-1] - inside[0]) / (len(inside) - 1)
+        for each in times
+        if len(inside := [at_s for at_s in each if since_s <= at_s <= until_s]) > 1
+    ]
+    return fmean(each[0] for each in times) - began_s, fmean(gaps)
+
+
+async def _one(client: AsyncClient, number: int, tokens: int) -> list[float]:
+    """Instants of its tokens."""
+    prompt = [7 + (number + i) % 400 for i in range(PROMPT_TOKENS)]
+    sampling = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
+    times: list[float] = []
+    async for chunk in client.stream(token_ids=prompt, sampling=sampling, include_text=False):
+        times += [time.perf_counter()] * len(chunk.token_ids)
+    return times
+
+
+# ------------------------------------------------------------ processor time
+
+
+def _served_s(cluster: LocalCluster) -> float:
+    """Of everything but the engines, the client in this process included."""
+    total_s = time.process_time()
+    for service, processes in cluster.processes.items():
+        for process in processes:
+            spent_s = _spent_s(Path(f"/proc/{process.pid}/stat"))
+            if service == "worker":
+                spent_s -= max(_spent_s(path) for path in Path(f"/proc/{process.pid}/task").glob("*/stat"))
+            total_s += spent_s
+    return total_s
+
+
+def _spent_s(path: Path) -> float:
+    fields = path.read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()
+    first = _AFTER_NAME + 1
+    return (int(fields[_USER_FIELD - first]) + int(fields[_SYSTEM_FIELD - first])) * _SECONDS_PER_TICK
+
+
+# ------------------------------------------------------------ what follows from it
+
+
+def contention(levels: Sequence[Level], background: float, processors: int) -> Contention:
+    """A step's share of the service, and a token's: the line through what was seen."""
+    rows = np.array([[1.0, level.each] for level in levels])
+    step_s, token_s = (float(x) for x in np.linalg.lstsq(rows, np.array([x.served_s for x in levels]), rcond=None)[0])
+    if min(step_s, token_s) < 0.0:  # all of it is the other's
+        each = fmean(level.served_s / level.each for level in levels)
+        step_s, token_s = (0.0, each) if step_s < 0.0 else (fmean(level.served_s for level in levels), 0.0)
+    return Contention(processors=processors, step_s=step_s, token_s=token_s, background=background)
+
+
+def fitted(levels: Sequence[Level], whole: CostModel, known: Contention) -> tuple[float, float, float]:
+    """What a lone request's step takes beyond the profile, what each further sequence adds to that, and how much longer
+    steps take beside another engine's. `whole`: the profile's costs of all layers.
+    """
+    lone = levels[0]
+    step_s = max(0.0, lone.tpot_s - _engine_s(whole, 1.0, _LONE_TOKENS))
+    best = (float("inf"), 0.0, 1.0)
+    for share in _SEQUENCE_SHARES:
+        sequence_s = float(share) * lone.tpot_s
+        for together in _TOGETHER:
+            off = [
+                np.log(_predicted(level, whole, known, step_s, sequence_s, float(together)) / level.tpot_s)
+                for level in levels[1:]
+            ]
+            best = min(best, (float(np.square(off).sum()), sequence_s, float(together)))
+    return step_s, best[1], best[2]
+
+
+def predicted(
+    levels: Sequence[Level], whole: CostModel, known: Contention, step_s: float, sequence_s: float
+) -> Mapping[int, float]:
+    """Seconds between tokens of so many requests at once."""
+    return {x.request_count: _predicted(x, whole, known, step_s, sequence_s, known.together) for x in levels}
+
+
+def _predicted(
+    level: Level, whole: CostModel, known: Contention, step_s: float, sequence_s: float, together: float
+) -> float:
+    tokens = _TOKENS if level.worker_count > 1 else _LONE_TOKENS
+    alone_s = _engine_s(whole, level.each, tokens) + step_s + (level.each - 1) * sequence_s
+    load = 1.0 + (known.step_s + known.token_s * level.each) / alone_s
+    shared = max(1.0, (known.background + load * level.worker_count) / known.processors)
+    return alone_s * shared * (together if level.worker_count > 1 else 1.0)
+
+
+def _engine_s(whole: CostModel, each: float, tokens: int) -> float:
+    return whole.batch_cost_s([Chunk(PROMPT_TOKENS + tokens // 2, 1)] * round(each))
