@@ -40,7 +40,19 @@ End = Callable[[d.Finish | d.Fail | d.Refuse, float], None]
 class _Link:
     """A stream to one life of one worker."""
 
-    __slots__ = ("_node", "first", "instance", "instants_s", "key", "last", "open", "share", "stream_id", "used")
+    __slots__ = (
+        "_node",
+        "first",
+        "instance",
+        "instants_s",
+        "key",
+        "last",
+        "open",
+        "reported",
+        "share",
+        "stream_id",
+        "used",
+    )
 
     def __init__(self, node: "DispatcherNode", key: WorkerKey, instance: Instance) -> None:
         self._node = node
@@ -52,6 +64,7 @@ class _Link:
         self.share: Share | None = None
         self.first = self.last = 0  # steps
         self.used = 0  # blocks, in the last one
+        self.reported = True  # the core knows the load after it
         self.instants_s: array[float] = array("d")  # when each of them was heard of
 
     def hear_step(self, share: Share, step: int, used_block_count: int) -> None:
@@ -164,7 +177,7 @@ class DispatcherNode:
             for link in list(self._unheard):
                 self._report_load(link)
             while found := self.core.contenders(request, self._clock.now_s):
-                behind = [link for key in found if (link := self._links[key]) in self._unreported]
+                behind = [link for key in found if not (link := self._links[key]).reported]
                 if not behind:
                     return
                 for link in behind:
@@ -176,8 +189,7 @@ class DispatcherNode:
             self._report_load(link)
 
     def _report_load(self, link: _Link) -> None:
-        del self._unreported[link]
-        self._unheard.pop(link, None)
+        self._is_known(link)
         share = link.share
         assert share is not None, "it is behind"
         load = share.pace.report(link.last, link.used)
@@ -185,14 +197,20 @@ class DispatcherNode:
         self.core.handle(d.StepReceived(now_s, link.key, (), (), (), (), (), (), load, share.seen_handle))
         self.stepped[link.key] = None
 
+    def _is_known(self, link: _Link) -> None:
+        """Its load, or will be in a moment."""
+        if not link.reported:
+            link.reported = True
+            del self._unreported[link]
+            self._unheard.pop(link, None)
+
     def _catch_up_with(self, link: _Link) -> None:
         """As one message, with all the tokens since."""
         share, instants_s = link.share, link.instants_s
         assert share is not None, "it is behind"
         link.share, link.instants_s = None, array("d")
         del self._behind[link]
-        self._unreported.pop(link, None)
-        self._unheard.pop(link, None)
+        self._is_known(link)
         now_s, count = self._clock.now_s, len(instants_s)
         token_ids = share.token_ids(link.first, count)
         load = share.pace.report(link.last, link.used)
@@ -303,10 +321,11 @@ class DispatcherNode:
             self._behind[link] = self._unheard[link] = None
         link.last, link.used = step, used_block_count
         link.instants_s.append(self._clock.now_s)
-        self._unreported[link] = None
+        if link.reported:
+            link.reported = False
+            self._unreported[link] = None
         if len(self.core.backlog) or share.pace.waiting_count:
-            del self._unreported[link]
-            self._unheard.pop(link, None)
+            self._is_known(link)
             self._report_loads()
             self._catch_up_with(link)
             self._set_timer()

@@ -499,8 +499,8 @@ class DispatcherCore:
     def contenders(self, request: Request, at_s: float) -> list[WorkerKey]:
         """One of these gets the request if it comes now and nobody waits; nobody does if there are none.
 
-        For whoever knows of loads that the dispatcher has not heard of, in which less is free and all else is as before:
-        if none of them is a contender's, the choice would be the same with them.
+        For whoever knows of loads that the dispatcher has not heard of, in which less is free and all else is as it
+        was: if none of them is a contender's, the choice would be the same with them.
         """
         return self._placement.contenders(request, at_s)
 
