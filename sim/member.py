@@ -67,7 +67,7 @@ from sim.memory import VirtualMemory
 from sim.network import Network
 from sim.restoring import Restoring
 from sim.role import Role, own_layers
-from sim.voice import Post, Voice
+from sim.voice import Voice
 
 Sources = dict[int, tuple[WorkerId, ...]]  # layer -> who has it, in the order to be asked
 
@@ -77,10 +77,12 @@ _UNDER_WAY = (Phase.PREPARING, Phase.PREPARED, Phase.COMMITTING, Phase.EXCHANGIN
 _KEPT_TRANSITIONS = 16
 
 
-class Peer(Post, Protocol):
-    """An instance, as the planner and its own member see it."""
+class Peer(Protocol):
+    """An instance, as the planner and the world see it. `post` puts something into its engine's inbox."""
 
     member: "GroupMember"
+
+    def post(self, act: Callable[[], None]) -> None: ...
 
 
 class GroupMember:
@@ -360,11 +362,9 @@ class GroupMember:
         if transition.plan.kind is Kind.RESTORE:
             self._prepare_restore(transition)
             return
-        dropped = self._layers_lost()
+        dropped, rate = self._layers_lost(), self._timings.checksum_bytes_per_s
         self._counted().block_count_after = self.memory.blocks_after_drop(dropped)
-        learn_s = 0.0
-        if self._timings.checksum_bytes_per_s:
-            learn_s = len(dropped) * self.memory.layer_bytes / self._timings.checksum_bytes_per_s
+        learn_s = len(dropped) * self.memory.layer_bytes / rate if rate else 0.0
         ready = MemoryReady(now_s, transition.epoch)
         self._voice.later(learn_s, lambda: self.told(transition.epoch, ready))
 

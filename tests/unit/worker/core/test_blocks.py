@@ -139,9 +139,9 @@ def test_the_lowest_free_ids_are_given_whatever_has_happened_before(history: lis
             held = sorted(b for each in tables.values() for b in each if b >= end)
             moved = dict(zip(held, sorted(free), strict=False))
             assert book.tail_moves(end) == tuple(moved.items())
+            free = {*free, *held}.difference(moved.values(), range(end, book.block_count))
             book.move(book.tail_moves(end))
             book.shrink(end)
-            free = {*free, *held}.difference(moved.values(), range(end, book.block_count))
             tables = {i: tuple(moved.get(b, b) for b in each) for i, each in tables.items()}
         book.check()
         assert book.free_count == len(free)
