@@ -44,7 +44,16 @@ from ballast.common.errors import ConfigError
 from ballast.local.cluster import LocalCluster
 from ballast.local.emulation import emulated_model
 from ballast.model.tiny import make_preset
-from benchmarks.fidelity_probes import PROMPT_TOKENS, Seen, contention, fitted, predicted, probe
+from benchmarks.fidelity_probes import (
+    LONE_TOKENS,
+    PROMPT_TOKENS,
+    Seen,
+    contention,
+    fitted,
+    predicted,
+    probe,
+    probe_pipeline,
+)
 from services.worker.core.batch import Batch
 from services.worker.cost_profile import CostProfile, read_profile
 from services.worker.emulation.engine import EmulatedEngine, emulate
@@ -54,12 +63,14 @@ from services.worker.policy.roofline import Work
 from sim.clients import Arrival
 from sim.hardware import Cluster, Gpu, ModelSpec, timings
 from sim.memory import Geometry
+from sim.policies import find_policy
 from sim.processors import Contention
 from sim.world import World, WorldOptions
 
 WORKERS = 2
 BLOCK_TOKENS, SEQUENCES, BATCH_TOKENS = 16, 64, 512
 _KV_REQUESTS = 8  # mean ones that the KV of a worker holds
+_ONE_PIPELINE = ("--overload-policy", "static-pipeline", "--pipeline-degree", str(WORKERS))
 _GOALS = {"mean": 0.15, "p99": 0.30}
 SYSTEMS = ("real", "emulated", "simulated")
 
@@ -94,6 +105,7 @@ class Overheads:
     step_s: float  # of lone requests
     request_s: float  # of the first token; of those as well
     sequence_s: float = 0.0  # of a step, for each sequence but the first
+    hop_s: float = 0.0  # of a message between stages, beyond the link's latency
     contention: Contention | None = None
     # Beside the other processes, so many times as long:
     step_slowdown: float = 1.0  # what a step costs by itself and by its sequences
@@ -137,10 +149,12 @@ def draw(workload: Workload, machine: Machine, span_s: float, seed: int) -> Trac
     return Trace(source=workload.name, format="drawn", requests=tuple(requests))
 
 
-def cluster_of(model: Path, budget: int, worker_flags: Sequence[str]) -> LocalCluster:
+def cluster_of(
+    model: Path, budget: int, worker_flags: Sequence[str], planner_flags: Sequence[str] = ()
+) -> LocalCluster:
     flags = ["--block-size", str(BLOCK_TOKENS), "--max-num-seqs", str(SEQUENCES)]
     flags += ["--max-num-batched-tokens", str(BATCH_TOKENS), *worker_flags, "--device-memory-bytes", str(budget)]
-    return LocalCluster(model, workers=WORKERS, flags={"worker": flags})
+    return LocalCluster(model, workers=WORKERS, flags={"worker": flags, "planner": planner_flags})
 
 
 async def served(cluster: LocalCluster, traces: Mapping[str, Trace], console: Console) -> dict[str, PolicyResult]:
@@ -154,13 +168,17 @@ async def served(cluster: LocalCluster, traces: Mapping[str, Trace], console: Co
     return results
 
 
-def overheads(seen: Seen, machine: Machine) -> Overheads:
+def overheads(seen: Seen, machine: Machine, profile: CostProfile, budget: int) -> Overheads:
     """What is left of the requests' times after the profile's."""
     whole = machine.execution.cost_of(machine.model.layer_count, is_first=True, is_last=True)
-    shared = contention(seen.levels, seen.background, os.cpu_count() or 1)
+    shared = contention((*seen.levels, *seen.pipelined), seen.background, os.cpu_count() or 1)
     step_s, sequence_s, together = fitted(seen.levels, whole, shared)
     request_s = max(0.0, seen.first_s - step_s - whole.chunk_cost_s(Chunk(0, PROMPT_TOKENS)))
-    return Overheads(step_s, request_s, sequence_s, replace(shared, together=together))
+    known = Overheads(step_s, request_s, sequence_s, contention=replace(shared, together=together))
+    lone = Trace(source="lone", format="drawn", requests=(TraceRequest(0.0, PROMPT_TOKENS, LONE_TOKENS),))
+    simulated_s = simulated(machine, profile, budget, known, lone, "static-pipeline").tpot_s.mean or 0.0
+    # Each token takes a message from stage to stage, and one back to the leader.
+    return replace(known, hop_s=max(0.0, seen.pipelined[0].tpot_s - simulated_s) / WORKERS)
 
 
 def told(seen: Seen, known: Overheads, machine: Machine) -> str:
@@ -175,7 +193,8 @@ def told(seen: Seen, known: Overheads, machine: Machine) -> str:
     )
     return (
         f"lone requests, beyond the profile: {1e3 * known.step_s:.2f} ms a step, {1e3 * known.request_s:.2f} ms a"
-        f" request; {1e3 * known.sequence_s:.2f} ms for each further sequence of a step\n"
+        f" request; {1e3 * known.sequence_s:.2f} ms for each further sequence of a step, {1e3 * known.hop_s:.2f} ms for a"
+        f" message between stages\n"
         f"around the engines: {1e3 * shared.step_s:.2f} ms of a processor for a step, {1e3 * shared.token_s:.3f} ms"
         f" for a token, {shared.background:.2f} always; beside another engine steps take x {shared.together:.2f}\n"
         f"time between tokens of so many requests at once, seen (and as this has it): {levels}"
@@ -226,7 +245,9 @@ def calibrated(
     return known
 
 
-def simulated(machine: Machine, profile: CostProfile, budget: int, known: Overheads, trace: Trace) -> PolicyResult:
+def simulated(
+    machine: Machine, profile: CostProfile, budget: int, known: Overheads, trace: Trace, policy: str = "drop"
+) -> PolicyResult:
     machine = slowed(machine, known)
     outline = machine.model
     assert profile.link is not None
@@ -261,7 +282,7 @@ def simulated(machine: Machine, profile: CostProfile, budget: int, known: Overhe
     geometry = geometry_of(engine)
     figures = timings().model_copy(
         update={
-            "link_latency_s": profile.link.latency_s,
+            "link_latency_s": profile.link.latency_s + known.hop_s,
             "link_fraction": 1.0,
             "chunk_bytes": 512 * 1024.0,
             "remap_s": machine.remap_s_per_byte * budget / 2,
@@ -273,15 +294,17 @@ def simulated(machine: Machine, profile: CostProfile, budget: int, known: Overhe
         model=spec,
         cluster=Cluster(gpu=gpu, gpu_count=WORKERS, gpus_per_host=1),
         timings=figures,
-        rules=production_rules(
-            WorkerSize(block_tokens=BLOCK_TOKENS, max_running_count=SEQUENCES, max_batch_tokens=BATCH_TOKENS)
+        rules=find_policy(policy)(
+            production_rules(
+                WorkerSize(block_tokens=BLOCK_TOKENS, max_running_count=SEQUENCES, max_batch_tokens=BATCH_TOKENS)
+            )
         ),
         execution=StageProfile(machine.execution),
         geometry=geometry,
         contention=known.contention,
     )
     arrivals = [Arrival(r.arrival_s, r.input_tokens, r.output_tokens) for r in trace.requests]
-    return policy_result(replay_run(World(options, arrivals).run()), "drop")
+    return policy_result(replay_run(World(options, arrivals).run()), policy)
 
 
 def geometry_of(engine: EmulatedEngine) -> Geometry:
@@ -369,9 +392,11 @@ async def measured(args: argparse.Namespace, folder: Path, console: Console) -> 
     flags = ["--cost-profile", str(profile_file)]
     first = draw(CALIBRATION, machine, args.seconds, args.seed + _CALIBRATION_SEED)
     async with cluster_of(checkpoint, budget, flags) as cluster:
-        seen = await probe(cluster)
+        first_s, background, levels = await probe(cluster)
         calibration = await served(cluster, {CALIBRATION.name: first}, console)
-    alone = overheads(seen, machine)
+    async with cluster_of(checkpoint, budget, flags, _ONE_PIPELINE) as cluster:
+        seen = Seen(first_s, background, levels, await probe_pipeline(cluster, background))
+    alone = overheads(seen, machine, profile, budget)
     known = calibrated(machine, profile, budget, alone, first, calibration[CALIBRATION.name])
     console.print(told(seen, known, machine))
     console.print(

@@ -1,8 +1,9 @@
 """What requests show of a cluster on this machine before it is compared with its simulation: what a step takes beyond
 the engine's own time, and what everything around the engines takes of the processors that they compute on.
 
-Some requests at a time, all alike and for nobody: one, one for each worker, and several for each. Processor time is
-what Linux says of each process, and of a worker without the thread that has most, which is its engine's.
+Some requests at a time, all alike and for nobody: one, one for each worker, and several for each; and once more where
+the workers are stages of one pipeline. Processor time is what Linux says of each process, and of a worker without the
+thread that takes most, which is its engine's.
 """
 
 import asyncio
@@ -21,11 +22,13 @@ from services.worker.policy.cost import Chunk, CostModel
 from sim.processors import Contention
 
 PROMPT_TOKENS = 64
-_LONE_TOKENS, _TOKENS = 24, 64  # of an answer
+LONE_TOKENS, _TOKENS = 24, 64  # of an answer
 _LONE_ROUNDS, _ROUNDS = 12, 3
 _EACH = (1, 4, 8)  # requests on each worker at once
+_PIPELINED_EACH = (4, 16)
+_FORMING_S = 4.0  # until the planner has made one pipeline
 _IDLE_S = 2.0
-_SECONDS_PER_TICK = 1.0 / os.sysconf("SC_CLK_TCK")
+_TICK_S = 1.0 / os.sysconf("SC_CLK_TCK")
 _AFTER_NAME = 2  # fields of /proc/PID/stat are counted from 1, and names may have blanks
 _USER_FIELD, _SYSTEM_FIELD = 14, 15
 _TOGETHER = np.arange(1.0, 2.0, 0.01)
@@ -37,14 +40,14 @@ class Level:
     """So many requests at a time."""
 
     request_count: int
-    worker_count: int  # that have some
+    step_count: int  # until each of them has one token more
     tpot_s: float
-    served_s: float  # processor time outside of the engines, for each step of a worker
+    served_s: float  # processor time outside of the engines, in that time
 
     @property
     def each(self) -> float:
-        """Requests on one of these workers."""
-        return self.request_count / self.worker_count
+        """Requests on one of the workers, if each has all layers."""
+        return self.request_count / self.step_count
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,36 +55,47 @@ class Seen:
     first_s: float  # of lone requests: until the first token
     background: float  # processors that everything takes while nobody asks
     levels: tuple[Level, ...]  # the first one is of lone requests
+    pipelined: tuple[Level, ...]  # the same, where the workers are stages of one pipeline
 
 
-async def probe(cluster: LocalCluster) -> Seen:
-    """Nobody else may use the cluster."""
-    workers = len(cluster.processes["worker"])
-    async with AsyncClient(cluster.address) as client:
-        for count in (1, workers):  # whatever is done once is done
-            await _round(client, count, _LONE_TOKENS)
-        before_s, began_s = _served_s(cluster), time.perf_counter()
+async def probe(alone: LocalCluster) -> tuple[float, float, tuple[Level, ...]]:
+    """Nobody else may use the cluster. Seconds until a first token, background, levels."""
+    workers = len(alone.processes["worker"])
+    async with AsyncClient(alone.address) as client:
+        await _round(client, workers, LONE_TOKENS)  # whatever is done once is done
+        spent = Spent(alone)
         await asyncio.sleep(_IDLE_S)
-        background = (_served_s(cluster) - before_s) / (time.perf_counter() - began_s)
-        first_s, lone = await _level(client, cluster, 1, 1, _LONE_ROUNDS, _LONE_TOKENS, background)
+        served_s, passed_s = spent.served_s()
+        background = served_s / passed_s
+        first_s, lone = await _level(client, alone, 1, 1, background)
         levels = [lone]
         for each in _EACH:
-            _, level = await _level(client, cluster, each * workers, workers, _ROUNDS, _TOKENS, background)
-            levels.append(level)
-    return Seen(first_s, background, tuple(levels))
+            levels.append((await _level(client, alone, each * workers, workers, background))[1])
+    return first_s, background, tuple(levels)
+
+
+async def probe_pipeline(cluster: LocalCluster, background: float) -> tuple[Level, ...]:
+    """One pipeline of all workers: as many microbatches as stages are on their way."""
+    workers = len(cluster.processes["worker"])
+    levels: list[Level] = []
+    async with AsyncClient(cluster.address) as client:
+        await asyncio.sleep(_FORMING_S)
+        await _round(client, workers, LONE_TOKENS)
+        for count in (1, *(each * workers for each in _PIPELINED_EACH)):
+            levels.append((await _level(client, cluster, count, min(count, workers) * workers, background))[1])
+    return tuple(levels)
 
 
 async def _level(
-    client: AsyncClient, cluster: LocalCluster, count: int, workers: int, rounds: int, tokens: int, background: float
+    client: AsyncClient, cluster: LocalCluster, count: int, steps: int, background: float
 ) -> tuple[float, Level]:
     """And the seconds until a first token."""
-    before_s, began_s = _served_s(cluster), time.perf_counter()
+    rounds, tokens = (_LONE_ROUNDS, LONE_TOKENS) if count == 1 else (_ROUNDS, _TOKENS)
+    spent = Spent(cluster)
     made = [await _round(client, count, tokens) for _ in range(rounds)]
-    passed_s = time.perf_counter() - began_s
-    served_s = _served_s(cluster) - before_s - background * passed_s
-    step_count = rounds * workers * tokens
+    served_s, passed_s = spent.served_s()
     first_s, tpot_s = median(first for first, _ in made), median(tpot for _, tpot in made)
-    return first_s, Level(count, workers, tpot_s, max(0.0, served_s) / step_count)
+    return first_s, Level(count, steps, tpot_s, max(0.0, served_s - background * passed_s) / (rounds * tokens))
 
 
 async def _round(client: AsyncClient, count: int, tokens: int) -> tuple[float, float]:
@@ -110,34 +124,44 @@ async def _one(client: AsyncClient, number: int, tokens: int) -> list[float]:
 # ------------------------------------------------------------ processor time
 
 
-def _served_s(cluster: LocalCluster) -> float:
-    """Of everything but the engines, the client in this process included."""
-    total_s = time.process_time()
-    for service, processes in cluster.processes.items():
-        for process in processes:
-            spent_s = _spent_s(Path(f"/proc/{process.pid}/stat"))
-            if service == "worker":
-                spent_s -= max(_spent_s(path) for path in Path(f"/proc/{process.pid}/task").glob("*/stat"))
-            total_s += spent_s
-    return total_s
+class Spent:
+    """Processor time since this was made."""
+
+    def __init__(self, cluster: LocalCluster) -> None:
+        self._pids = {process.pid: service for service, group in cluster.processes.items() for process in group}
+        self._own_s = time.process_time()
+        self._before = {pid: _of_threads(pid) for pid in self._pids}
+        self._began_s = time.perf_counter()
+
+    def served_s(self) -> tuple[float, float]:
+        """Of everything but the engines, the client in this process included; and the time that has passed."""
+        total_s = time.process_time() - self._own_s
+        for pid, service in self._pids.items():
+            before, now = self._before[pid], _of_threads(pid)
+            each_s = [spent_s - before.get(thread, 0.0) for thread, spent_s in now.items()]
+            total_s += sum(each_s) - (max(each_s) if service == "worker" else 0.0)
+        return total_s, time.perf_counter() - self._began_s
+
+
+def _of_threads(pid: int) -> dict[str, float]:
+    return {path.parent.name: _spent_s(path) for path in Path(f"/proc/{pid}/task").glob("*/stat")}
 
 
 def _spent_s(path: Path) -> float:
     fields = path.read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()
     first = _AFTER_NAME + 1
-    return (int(fields[_USER_FIELD - first]) + int(fields[_SYSTEM_FIELD - first])) * _SECONDS_PER_TICK
+    return (int(fields[_USER_FIELD - first]) + int(fields[_SYSTEM_FIELD - first])) * _TICK_S
 
 
 # ------------------------------------------------------------ what follows from it
 
 
 def contention(levels: Sequence[Level], background: float, processors: int) -> Contention:
-    """A step's share of the service, and a token's: the line through what was seen."""
-    rows = np.array([[1.0, level.each] for level in levels])
-    step_s, token_s = (float(x) for x in np.linalg.lstsq(rows, np.array([x.served_s for x in levels]), rcond=None)[0])
-    if min(step_s, token_s) < 0.0:  # all of it is the other's
-        each = fmean(level.served_s / level.each for level in levels)
-        step_s, token_s = (0.0, each) if step_s < 0.0 else (fmean(level.served_s for level in levels), 0.0)
+    """A step's share of the service, and a token's: what is off by the smallest shares of what was seen."""
+    rows = np.array([[level.step_count, level.request_count] for level in levels], dtype=float)
+    seen_s = np.array([max(level.served_s, _TICK_S) for level in levels])
+    found = np.linalg.lstsq(rows / seen_s[:, None], np.ones(len(levels)), rcond=None)[0]
+    step_s, token_s = (max(0.0, float(x)) for x in found)
     return Contention(processors=processors, step_s=step_s, token_s=token_s, background=background)
 
 
@@ -146,7 +170,7 @@ def fitted(levels: Sequence[Level], whole: CostModel, known: Contention) -> tupl
     steps take beside another engine's. `whole`: the profile's costs of all layers.
     """
     lone = levels[0]
-    step_s = max(0.0, lone.tpot_s - _engine_s(whole, 1.0, _LONE_TOKENS))
+    step_s = max(0.0, lone.tpot_s - _engine_s(whole, 1.0, LONE_TOKENS))
     best = (float("inf"), 0.0, 1.0)
     for share in _SEQUENCE_SHARES:
         sequence_s = float(share) * lone.tpot_s
@@ -169,11 +193,11 @@ def predicted(
 def _predicted(
     level: Level, whole: CostModel, known: Contention, step_s: float, sequence_s: float, together: float
 ) -> float:
-    tokens = _TOKENS if level.worker_count > 1 else _LONE_TOKENS
+    tokens = _TOKENS if level.step_count > 1 else LONE_TOKENS
     alone_s = _engine_s(whole, level.each, tokens) + step_s + (level.each - 1) * sequence_s
     load = 1.0 + (known.step_s + known.token_s * level.each) / alone_s
-    shared = max(1.0, (known.background + load * level.worker_count) / known.processors)
-    return alone_s * shared * (together if level.worker_count > 1 else 1.0)
+    shared = max(1.0, (known.background + load * level.step_count) / known.processors)
+    return alone_s * shared * (together if level.step_count > 1 else 1.0)
 
 
 def _engine_s(whole: CostModel, each: float, tokens: int) -> float:

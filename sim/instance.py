@@ -57,6 +57,45 @@ class _InFlight(NamedTuple):
 
 
 class Instance:
+    __slots__ = (  # there may be thousands, and a dictionary for each is what an event would spend its time on
+        "_activation_bytes",
+        "_alarm_at_s",
+        "_alarm_label",
+        "_batch_label",
+        "_block_tokens",
+        "_clock",
+        "_costs",
+        "_cruise",
+        "_debts",
+        "_early",
+        "_execution",
+        "_flying_since_s",
+        "_fruitless",
+        "_goes_on_label",
+        "_host_bytes_per_s",
+        "_inbox",
+        "_network",
+        "_next_stream_id",
+        "_peers",
+        "_processors",
+        "_report",
+        "_resting",
+        "_result_label",
+        "_streams",
+        "_to_run",
+        "_told",
+        "_turns",
+        "busy_s",
+        "core",
+        "crashed",
+        "member",
+        "pipelined_busy_s",
+        "pipelined_s",
+        "slowness",
+        "touched",
+        "worker_id",
+    )
+
     def __init__(
         self,
         worker_id: WorkerId,
@@ -107,7 +146,9 @@ class Instance:
         self._fruitless = 0  # batches wanted in a row, and none formed
         self._alarm_at_s = 0.0
         self._flying_since_s = 0.0
-        self._labels = {what: f"{worker_id} {what}".encode() for what in ("goes on", "alarm", "batch", "result")}
+        self._goes_on_label, self._alarm_label, self._batch_label, self._result_label = (
+            f"{worker_id} {what}".encode() for what in ("goes on", "alarm", "batch", "result")
+        )
         self._report = core.load(clock.now_s, member.memory.report())
         self._turns = self._run()
         next(self._turns)
@@ -184,14 +225,14 @@ class Instance:
         if busy_s < 0.0:
             self._rest()
         else:
-            self._clock.after(busy_s, self._labels["goes on"], self._go_on)
+            self._clock.after(busy_s, self._goes_on_label, self._go_on)
 
     def _rest(self) -> None:
         self._resting = True
         due_at_s = self.core.next_deadline_at_s
         if due_at_s is not None and not self._clock.now_s < self._alarm_at_s <= due_at_s:
             self._alarm_at_s = max(due_at_s, self._clock.now_s)
-            self._clock.at(self._alarm_at_s, self._labels["alarm"], self._wake)
+            self._clock.at(self._alarm_at_s, self._alarm_label, self._wake)
 
     def _wake(self) -> None:
         if self._resting:
@@ -398,7 +439,7 @@ class Instance:
             self._send_batch(flight)
         elif batch.slices:
             leader = self._peers[member.role.stages[0].worker_id]
-            label = self._labels["result"]
+            label = self._result_label
             self._network.send(
                 self.worker_id,
                 leader.worker_id,
@@ -425,7 +466,7 @@ class Instance:
             self.worker_id,
             stage.worker_id,
             flight.size_bytes,
-            self._labels["batch"],
+            self._batch_label,
             lambda: stage.post(lambda: stage.batch_came(flight)),
         )
 

@@ -16,8 +16,8 @@ class Contention:
     """Measured on a machine, with its services: see `benchmarks.fidelity`."""
 
     processors: int
-    step_s: float = 0.0  # of a processor, outside of the engine, for a step that has tokens
-    token_s: float = 0.0  # the same, for each of them
+    step_s: float = 0.0  # of a processor, outside of the engine, for a step: somebody has to pass on what it gives
+    token_s: float = 0.0  # the same, for each token that it gives
     background: float = 0.0  # processors that are taken whatever happens
     together: float = 1.0  # so many times as long takes a step beside another engine's: caches, memory
 
@@ -34,7 +34,7 @@ class Processors:
         begins is taken to go on until it ends: all of them last about as long.
         """
         costs = self._contention
-        served_s = costs.step_s + costs.token_s * token_count if token_count else 0.0
+        served_s = costs.step_s + costs.token_s * token_count
         load = 1.0 + served_s / seconds if seconds > 0.0 else 1.0
         others = [taken for name, (end_s, taken) in self._busy.items() if name != engine and end_s > now_s]
         wanted = costs.background + load + math.fsum(others)

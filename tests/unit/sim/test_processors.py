@@ -28,10 +28,10 @@ def test_two_engines_share_with_what_serves_them() -> None:
     assert processors.slowdown(_ONE, 0.030, 0.010, 4) == 1.0
 
 
-def test_a_step_without_tokens_needs_nobody_to_pass_them_on() -> None:
-    processors = Processors(Contention(processors=1, step_s=0.010))
-    assert processors.slowdown(_ONE, 0.0, 0.010, 0) == 1.0
-    assert processors.slowdown(_ONE, 0.010, 0.010, 1) == pytest.approx(2.0)
+def test_a_stage_that_gives_no_tokens_passes_something_on_too() -> None:
+    processors = Processors(Contention(processors=1, step_s=0.010, token_s=0.005))
+    assert processors.slowdown(_ONE, 0.0, 0.010, 0) == pytest.approx(2.0)
+    assert processors.slowdown(_ONE, 0.020, 0.010, 1) == pytest.approx(2.5)
 
 
 def test_a_simulated_cluster_is_slower_where_engines_share() -> None:
