@@ -191,13 +191,15 @@ def told(seen: Seen, known: Overheads, machine: Machine) -> str:
         f"{level.request_count}: {1e3 * level.tpot_s:.2f} ms ({1e3 * made[level.request_count]:.2f})"
         for level in seen.levels
     )
-    return (
-        f"lone requests, beyond the profile: {1e3 * known.step_s:.2f} ms a step, {1e3 * known.request_s:.2f} ms a"
-        f" request; {1e3 * known.sequence_s:.2f} ms for each further sequence of a step, {1e3 * known.hop_s:.2f} ms for a"
-        f" message between stages\n"
-        f"around the engines: {1e3 * shared.step_s:.2f} ms of a processor for a step, {1e3 * shared.token_s:.3f} ms"
-        f" for a token, {shared.background:.2f} always; beside another engine steps take x {shared.together:.2f}\n"
-        f"time between tokens of so many requests at once, seen (and as this has it): {levels}"
+    return "\n".join(
+        (
+            f"lone requests, beyond the profile: {1e3 * known.step_s:.2f} ms a step, {1e3 * known.request_s:.2f} ms a"
+            f" request; {1e3 * known.sequence_s:.2f} ms for each further sequence of a step",
+            f"around the engines: {1e3 * shared.step_s:.2f} ms of a processor for a step, {1e3 * shared.token_s:.3f} ms"
+            f" for a token, {shared.background:.2f} always; beside another engine steps take x {shared.together:.2f};"
+            f" {1e3 * known.hop_s:.2f} ms for a message between stages",
+            f"time between tokens of so many requests at once, seen (and as this has it): {levels}",
+        )
     )
 
 

@@ -68,22 +68,19 @@ async def probe(alone: LocalCluster) -> tuple[float, float, tuple[Level, ...]]:
         served_s, passed_s = spent.served_s()
         background = served_s / passed_s
         first_s, lone = await _level(client, alone, 1, 1, background)
-        levels = [lone]
-        for each in _EACH:
-            levels.append((await _level(client, alone, each * workers, workers, background))[1])
-    return first_s, background, tuple(levels)
+        more = [(await _level(client, alone, each * workers, workers, background))[1] for each in _EACH]
+    return first_s, background, (lone, *more)
 
 
 async def probe_pipeline(cluster: LocalCluster, background: float) -> tuple[Level, ...]:
     """One pipeline of all workers: as many microbatches as stages are on their way."""
     workers = len(cluster.processes["worker"])
-    levels: list[Level] = []
+    counts = (1, *(each * workers for each in _PIPELINED_EACH))
     async with AsyncClient(cluster.address) as client:
         await asyncio.sleep(_FORMING_S)
         await _round(client, workers, LONE_TOKENS)
-        for count in (1, *(each * workers for each in _PIPELINED_EACH)):
-            levels.append((await _level(client, cluster, count, min(count, workers) * workers, background))[1])
-    return tuple(levels)
+        found = [await _level(client, cluster, count, min(count, workers) * workers, background) for count in counts]
+    return tuple(level for _, level in found)
 
 
 async def _level(
