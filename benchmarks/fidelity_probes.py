@@ -26,6 +26,7 @@ LONE_TOKENS, _TOKENS = 24, 64  # of an answer
 _LONE_ROUNDS, _ROUNDS = 12, 3
 _EACH = (1, 4, 8)  # requests on each worker at once
 _PIPELINED_EACH = (4, 16)
+_LEAST_S = 1e-5  # of a processor: less is less than can be seen
 _FORMING_S = 4.0  # until the planner has made one pipeline
 _IDLE_S = 2.0
 _TICK_S = 1.0 / os.sysconf("SC_CLK_TCK")
@@ -156,7 +157,7 @@ def _spent_s(path: Path) -> float:
 def contention(levels: Sequence[Level], background: float, processors: int) -> Contention:
     """A step's share of the service, and a token's: what is off by the smallest shares of what was seen."""
     rows = np.array([[level.step_count, level.request_count] for level in levels], dtype=float)
-    seen_s = np.array([max(level.served_s, _TICK_S) for level in levels])
+    seen_s = np.array([max(level.served_s, _LEAST_S) for level in levels])
     found = np.linalg.lstsq(rows / seen_s[:, None], np.ones(len(levels)), rcond=None)[0]
     step_s, token_s = (max(0.0, float(x)) for x in found)
     return Contention(processors=processors, step_s=step_s, token_s=token_s, background=background)
