@@ -22,6 +22,7 @@ import asyncio
 import json
 import os
 import random
+import statistics
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -47,6 +48,7 @@ from ballast.model.tiny import make_preset
 from benchmarks.fidelity_probes import (
     LONE_TOKENS,
     PROMPT_TOKENS,
+    TOKENS,
     Seen,
     contention,
     fitted,
@@ -175,10 +177,15 @@ def overheads(seen: Seen, machine: Machine, profile: CostProfile, budget: int) -
     step_s, sequence_s, together = fitted(seen.levels, whole, shared)
     request_s = max(0.0, seen.first_s - step_s - whole.chunk_cost_s(Chunk(0, PROMPT_TOKENS)))
     known = Overheads(step_s, request_s, sequence_s, contention=replace(shared, together=together))
-    lone = Trace(source="lone", format="drawn", requests=(TraceRequest(0.0, PROMPT_TOKENS, LONE_TOKENS),))
-    simulated_s = simulated(machine, profile, budget, known, lone, "static-pipeline").tpot_s.mean or 0.0
+    missing_s: list[float] = []
+    for level in seen.pipelined[:2]:  # behind those others' prompts are on the way
+        tokens = TOKENS if level.request_count > 1 else LONE_TOKENS
+        probes = (TraceRequest(0.0, PROMPT_TOKENS, tokens),) * level.request_count
+        trace = Trace(source="probes", format="drawn", requests=probes)
+        made_s = simulated(machine, profile, budget, known, trace, "static-pipeline").tpot_s.mean
+        missing_s.append(level.tpot_s - (made_s or level.tpot_s))
     # Each token takes a message from stage to stage, and one back to the leader.
-    return replace(known, hop_s=max(0.0, seen.pipelined[0].tpot_s - simulated_s) / WORKERS)
+    return replace(known, hop_s=max(0.0, statistics.fmean(missing_s)) / WORKERS)
 
 
 def told(seen: Seen, known: Overheads, machine: Machine) -> str:

@@ -7,6 +7,8 @@ thread that takes most, which is its engine's.
 """
 
 import asyncio
+import itertools
+import math
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -22,7 +24,7 @@ from services.worker.policy.cost import Chunk, CostModel
 from sim.processors import Contention
 
 PROMPT_TOKENS = 64
-LONE_TOKENS, _TOKENS = 24, 64  # of an answer
+LONE_TOKENS, TOKENS = 24, 64  # of an answer
 _LONE_ROUNDS, _ROUNDS = 12, 3
 _EACH = (1, 4, 8)  # requests on each worker at once
 _PIPELINED_EACH = (4, 16)
@@ -32,8 +34,8 @@ _IDLE_S = 2.0
 _TICK_S = 1.0 / os.sysconf("SC_CLK_TCK")
 _AFTER_NAME = 2  # fields of /proc/PID/stat are counted from 1, and names may have blanks
 _USER_FIELD, _SYSTEM_FIELD = 14, 15
-_TOGETHER = np.arange(1.0, 2.0, 0.01)
-_SEQUENCE_SHARES = np.arange(0.0, 0.5, 0.01)  # of a lone request's step
+_TOGETHER = np.arange(1.0, 1.5, 0.02)
+_STEP_SHARES, _SEQUENCE_SHARES = np.arange(0.0, 0.5, 0.01), np.arange(0.0, 0.1, 0.01)  # of a lone request's step
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +90,7 @@ async def _level(
     client: AsyncClient, cluster: LocalCluster, count: int, steps: int, background: float
 ) -> tuple[float, Level]:
     """And the seconds until a first token."""
-    rounds, tokens = (_LONE_ROUNDS, LONE_TOKENS) if count == 1 else (_ROUNDS, _TOKENS)
+    rounds, tokens = (_LONE_ROUNDS, LONE_TOKENS) if count == 1 else (_ROUNDS, TOKENS)
     spent = Spent(cluster)
     made = [await _round(client, count, tokens) for _ in range(rounds)]
     served_s, passed_s = spent.served_s()
@@ -165,20 +167,16 @@ def contention(levels: Sequence[Level], background: float, processors: int) -> C
 
 def fitted(levels: Sequence[Level], whole: CostModel, known: Contention) -> tuple[float, float, float]:
     """What a lone request's step takes beyond the profile, what each further sequence adds to that, and how much longer
-    steps take beside another engine's. `whole`: the profile's costs of all layers.
+    steps take beside another engine's: with which all levels are off by the smallest shares. `whole`: the profile's
+    costs of all layers.
     """
-    lone = levels[0]
-    step_s = max(0.0, lone.tpot_s - _engine_s(whole, 1.0, LONE_TOKENS))
-    best = (float("inf"), 0.0, 1.0)
-    for share in _SEQUENCE_SHARES:
-        sequence_s = float(share) * lone.tpot_s
-        for together in _TOGETHER:
-            off = [
-                np.log(_predicted(level, whole, known, step_s, sequence_s, float(together)) / level.tpot_s)
-                for level in levels[1:]
-            ]
-            best = min(best, (float(np.square(off).sum()), sequence_s, float(together)))
-    return step_s, best[1], best[2]
+    unit_s = levels[0].tpot_s
+    best = (math.inf, 0.0, 0.0, 1.0)
+    for step_s, sequence_s, together in itertools.product(_STEP_SHARES * unit_s, _SEQUENCE_SHARES * unit_s, _TOGETHER):
+        tried = float(step_s), float(sequence_s), float(together)
+        off = [math.log(_predicted(level, whole, known, *tried) / level.tpot_s) for level in levels]
+        best = min(best, (math.fsum(x * x for x in off), *tried))
+    return best[1:]
 
 
 def predicted(
@@ -191,7 +189,7 @@ def predicted(
 def _predicted(
     level: Level, whole: CostModel, known: Contention, step_s: float, sequence_s: float, together: float
 ) -> float:
-    tokens = _TOKENS if level.step_count > 1 else LONE_TOKENS
+    tokens = TOKENS if level.step_count > 1 else LONE_TOKENS
     alone_s = _engine_s(whole, level.each, tokens) + step_s + (level.each - 1) * sequence_s
     load = 1.0 + (known.step_s + known.token_s * level.each) / alone_s
     shared = max(1.0, (known.background + load * level.step_count) / known.processors)
