@@ -52,6 +52,7 @@ class _Link:
         "share",
         "stream_id",
         "used",
+        "waits",
     )
 
     def __init__(self, node: "DispatcherNode", key: WorkerKey, instance: Instance) -> None:
@@ -62,6 +63,7 @@ class _Link:
         self.open = True
         # Heard of a cruise, and not told to the core yet:
         self.share: Share | None = None
+        self.waits = False  # somebody on the worker, throughout the cruise
         self.first = self.last = 0  # steps
         self.used = 0  # blocks, in the last one
         self.reported = True  # the core knows the load after it
@@ -317,14 +319,14 @@ class DispatcherNode:
         if link.share is not share:
             if link.share is not None:
                 self._catch_up_with(link)
-            link.share, link.first = share, step
+            link.share, link.first, link.waits = share, step, share.pace.waiting_count > 0
             self._behind[link] = self._unheard[link] = None
         link.last, link.used = step, used_block_count
         link.instants_s.append(self._clock.now_s)
         if link.reported:
             link.reported = False
             self._unreported[link] = None
-        if len(self.core.backlog) or share.pace.waiting_count:
+        if link.waits or len(self.core.backlog):
             self._is_known(link)
             self._report_loads()
             self._catch_up_with(link)

@@ -6,12 +6,11 @@ has to say to dispatchers goes out when a turn has ended.
 
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
-from typing import NamedTuple
 
 from ballast.common.errors import ConfigError, InvariantViolation
-from ballast.common.ids import Epoch, WorkerId
+from ballast.common.ids import WorkerId
 from ballast.common.load import LoadReport
-from services.worker.core.batch import Batch, Slice, StepResult
+from services.worker.core.batch import Batch, StepResult
 from services.worker.core.events import (
     BatchWanted,
     BlockCopy,
@@ -32,6 +31,7 @@ from services.worker.policy.telling import is_due
 from sim.clock import Clock
 from sim.cost import ExecutionModel, Roofline, Work
 from sim.cruise import Cruise
+from sim.flight import BATCH_BYTES, InFlight, flight_of
 from sim.member import GroupMember
 from sim.network import Network
 from sim.processors import Processors
@@ -39,62 +39,23 @@ from sim.streams import Listener, Stream
 
 _MAX_FRUITLESS = 4
 _MIN_CRUISE = 2  # steps: one by itself is as cheap
-_BATCH_BYTES = 64  # of a message, for each sequence
 _NO_TEXTS: dict[int, tuple[str, ...]] = {}
 _NO_LOGPROBS: dict[int, tuple[None, ...]] = {}
 
 Turns = Generator[float, None, None]  # seconds that the engine is busy; below 0: until something comes
 
 
-class _InFlight(NamedTuple):
-    """A batch on its way through the stages."""
-
-    epoch: Epoch
-    batch: Batch
-    work: Work
-    growing: Batch  # only the slices that need more blocks than the tokens before them: what stages behind have to do
-    size_bytes: int  # of its message
-
-
 class Instance:
-    __slots__ = (  # there may be thousands, and a dictionary for each is what an event would spend its time on
-        "_activation_bytes",
-        "_alarm_at_s",
-        "_alarm_label",
-        "_batch_label",
-        "_block_tokens",
-        "_clock",
-        "_costs",
-        "_cruise",
-        "_debts",
-        "_early",
-        "_execution",
-        "_flying_since_s",
-        "_fruitless",
-        "_goes_on_label",
-        "_host_bytes_per_s",
-        "_inbox",
-        "_network",
-        "_next_stream_id",
-        "_peers",
-        "_processors",
-        "_report",
-        "_resting",
-        "_result_label",
-        "_streams",
-        "_to_run",
-        "_told",
-        "_turns",
-        "busy_s",
-        "core",
-        "crashed",
-        "member",
-        "pipelined_busy_s",
-        "pipelined_s",
-        "slowness",
-        "touched",
-        "worker_id",
+    # There may be thousands, and a dictionary for each is what an event would spend its time on.
+    # fmt: off
+    __slots__ = (
+        "_activation_bytes", "_alarm_at_s", "_alarm_label", "_batch_label", "_block_tokens", "_clock", "_costs",
+        "_cruise", "_debts", "_early", "_execution", "_flying_since_s", "_fruitless", "_goes_on_label",
+        "_host_bytes_per_s", "_inbox", "_network", "_next_stream_id", "_peers", "_processors", "_report", "_resting",
+        "_result_label", "_streams", "_to_run", "_told", "_turns", "busy_s", "core", "crashed", "member",
+        "pipelined_busy_s", "pipelined_s", "slowness", "touched", "worker_id",
     )
+    # fmt: on
 
     def __init__(
         self,
@@ -139,8 +100,8 @@ class Instance:
         self._streams: dict[int, Stream] = {}
         self._next_stream_id = 1
         self._debts: deque[tuple[float, Callable[[], None]]] = deque()  # the engine is busy, and what it does then
-        self._early: list[_InFlight] = []  # of a leader that is ahead of this member
-        self._to_run: deque[_InFlight] = deque()
+        self._early: list[InFlight] = []  # of a leader that is ahead of this member
+        self._to_run: deque[InFlight] = deque()
         self._told: list[Command] = []
         self._resting = True
         self._fruitless = 0  # batches wanted in a row, and none formed
@@ -172,7 +133,8 @@ class Instance:
         return stream_id
 
     def close_stream(self, stream_id: int) -> None:
-        if self._streams.pop(stream_id, None) is not None:
+        if (stream := self._streams.pop(stream_id, None)) is not None:
+            stream.open = False
             self.post(StreamClosed(self._clock.now_s, stream_id))
 
     def crash(self) -> None:
@@ -192,6 +154,7 @@ class Instance:
         self._inbox.clear()
         streams, self._streams = self._streams, {}
         for stream in streams.values():
+            stream.open = False
             stream.listener.lost("its process has ended")
 
     def load(self) -> LoadReport:
@@ -337,25 +300,27 @@ class Instance:
     def _on_cruise(self, cruise: Cruise) -> Turns:
         """Step by step, as `_steps` and `_tell` do it, until something has come or a step is another one."""
         assert self._costs is not None, "asked before"
-        plain, costs, inbox, streams = cruise.plain, self._costs, self._inbox, self._streams
+        # What each step looks at is at hand: there may be thousands of instances, and what one needs is in no cache.
+        plain, inbox, growth = cruise.plain, self._inbox, cruise.plain.growth
+        decodes, layer_count = self._costs.decodes, len(self.member.role.layers)
         count, context, limit = len(plain.sequences), plain.context_tokens, plain.limit
-        hearers = [(stream_id, streams[stream_id], share) for stream_id, share in cruise.shares.items()]
+        hearers = [(self._streams[stream_id], share) for stream_id, share in cruise.shares.items()]
         before = cruise.load()
-        used, step, added = before.used_block_count, 0, plain.growth(0)
+        used, step, added, block_count = before.used_block_count, 0, growth(0), before.block_count
         due_at_s = self.core.next_deadline_at_s
         self._fruitless = 0
         self._cruise = cruise
         while True:
             used += added
-            yield self._begin(costs.decodes(count, context), count)
+            yield self._busy(decodes(count, context).on(layer_count, is_last=True), count)
             context += count
             step += 1
             cruise.landed, cruise.used_block_count = step, used
-            for stream_id, stream, share in hearers:
-                if streams.get(stream_id) is stream:
+            for stream, share in hearers:
+                if stream.open:
                     stream.listener.hear_step(share, step, used)
-            added = plain.growth(step)
-            if inbox or step == limit or used + added > before.block_count:
+            added = growth(step)
+            if inbox or step == limit or used + added > block_count:
                 break
             if due_at_s is not None and due_at_s <= self._clock.now_s:
                 break
@@ -397,13 +362,18 @@ class Instance:
     def _begin(self, work: Work, token_count: int) -> float:
         """Of a batch that gives so many tokens."""
         role = self.member.role
-        seconds = work.on(len(role.layers), is_last=role.is_last) * self.slowness
-        if self._processors is not None:
-            token_count = token_count if role.is_last else 0
-            seconds *= self._processors.slowdown(self.worker_id, self._clock.now_s, seconds, token_count)
-        self.busy_s += seconds
+        is_last = role.is_last
+        seconds = self._busy(work.on(len(role.layers), is_last=is_last), token_count if is_last else 0)
         if role.stages:
             self.pipelined_busy_s += seconds
+        return seconds
+
+    def _busy(self, seconds: float, token_count: int) -> float:
+        """With what would take so long on a machine as it should be, and by itself."""
+        seconds *= self.slowness
+        if self._processors is not None:
+            seconds *= self._processors.slowdown(self.worker_id, self._clock.now_s, seconds, token_count)
+        self.busy_s += seconds
         return seconds
 
     def _feed(self, event: Event) -> None:
@@ -432,7 +402,7 @@ class Instance:
         for command in self.core.handle(StepDone(self._clock.now_s, result, _NO_TEXTS[count])):
             self._note(command)
 
-    def _pass_on(self, flight: _InFlight) -> None:
+    def _pass_on(self, flight: InFlight) -> None:
         """This stage has run it: to the next one, or back to the leader."""
         member, batch = self.member, flight.batch
         if not member.role.is_last:
@@ -443,24 +413,16 @@ class Instance:
             self._network.send(
                 self.worker_id,
                 leader.worker_id,
-                _BATCH_BYTES * len(batch.slices),
+                BATCH_BYTES * len(batch.slices),
                 label,
                 lambda: leader.post(lambda: leader.result_came(flight)),
             )
 
-    def _flight(self, batch: Batch, work: Work) -> _InFlight:
-        block_tokens, size_bytes = self._block_tokens, _BATCH_BYTES
-        growing: list[Slice] = []
-        for part in batch.slices:
-            first, count = part.first_position, len(part.token_ids)
-            size_bytes += count * self._activation_bytes + _BATCH_BYTES
-            if -(-first // block_tokens) * block_tokens < first + count:
-                growing.append(part)
-        return _InFlight(
-            self.member.role.epoch, batch, work, Batch(batch.step_id, batch.removed, (), tuple(growing)), size_bytes
-        )
+    def _flight(self, batch: Batch, work: Work) -> InFlight:
+        epoch = self.member.role.epoch
+        return flight_of(epoch, batch, work, block_tokens=self._block_tokens, token_bytes=self._activation_bytes)
 
-    def _send_batch(self, flight: _InFlight) -> None:
+    def _send_batch(self, flight: InFlight) -> None:
         stage = self._peers[self.member.role.next_stage]
         self._network.send(
             self.worker_id,
@@ -475,7 +437,7 @@ class Instance:
         if not self.member.role.is_last:
             self._send_batch(self._flight(command.batch, Work(0.0, 0.0, 0.0)))
 
-    def batch_came(self, flight: _InFlight) -> None:
+    def batch_came(self, flight: InFlight) -> None:
         member = self.member
         if member.is_early(flight.epoch):
             self._early.append(flight)
@@ -491,7 +453,7 @@ class Instance:
         for flight in early:
             self.batch_came(flight)
 
-    def result_came(self, flight: _InFlight) -> None:
+    def result_came(self, flight: InFlight) -> None:
         if flight.epoch != self.member.role.epoch:
             raise InvariantViolation(f"{self.worker_id} gets a result of epoch {flight.epoch}")
         self._land(flight.batch)

@@ -32,10 +32,11 @@ class Listener(Protocol):
 class Stream:
     """A worker's end of it."""
 
-    __slots__ = ("listener", "seen_handle", "sent_at_s", "told", "told_handle")
+    __slots__ = ("listener", "open", "seen_handle", "sent_at_s", "told", "told_handle")
 
     def __init__(self, listener: Listener) -> None:
         self.listener = listener
+        self.open = True
         self.sent_at_s = 0.0
         self.seen_handle = self.told_handle = 0
         self.told: LoadReport | None = None
