@@ -221,7 +221,7 @@ def caches(each: int) -> None:
     for other_mib in _OTHER_MIB:
         event_us, _ = event_us_after(few, each, other_mib)
         print(f"{few} instances, {other_mib} MiB of other data before it: {event_us:.1f} us an event", flush=True)
-    event_us, kib = event_us_after(many, each // 2, 0)
+    event_us, kib = event_us_after(many, each, 0)
     print(f"{many} instances, {kib} KiB of memory for each: {event_us:.1f} us an event", flush=True)
 
 
