@@ -170,7 +170,7 @@ def plot(costs: Sequence[Cost], path: Path) -> None:
     axis.set_xscale("log")
     axis.set_xticks(sizes, [f"{size:,}" for size in sizes], minor=False)
     axis.minorticks_off()
-    axis.set_ylim(bottom=0.0)
+    axis.set_ylim(0.0, 1.1 * max(*(c.event_us for c in costs), 1.2 * middle))
     axis.set_xlabel("instances")
     axis.set_ylabel("processor time per event [us]")
     growth = costs[-1].event_us / costs[0].event_us - 1.0
