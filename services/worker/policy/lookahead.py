@@ -29,20 +29,22 @@ _CRUMB = 0.1  # of a prompt's part: it takes so much more if nothing is left the
 _OVERHEAD = 0.1  # a microbatch without decodes is so long that what it costs at least is not more than this part of it
 
 
-def lookahead(model: Callable[[], CostModel | None], otherwise: Microbatching = by_token_count) -> Microbatching:
+def lookahead(
+    model: Callable[[], CostModel | None], otherwise: Microbatching = by_token_count, *, ahead: int = _AHEAD
+) -> Microbatching:
     """Asks for the cost model each time, as it is fitted anew while the worker runs; without one, `otherwise`."""
 
     def form(view: PipelineView) -> Share:
         cost = model()
         if cost is not None:
-            return _Former(view, cost).form()
+            return _Former(view, cost, ahead).form()
         return otherwise(view) if view.in_flight_count < view.stage_count else []
 
-    return Microbatching(form, _AHEAD)
+    return Microbatching(form, ahead)
 
 
 class _Former:
-    def __init__(self, view: PipelineView, cost: CostModel) -> None:
+    def __init__(self, view: PipelineView, cost: CostModel, ahead: int) -> None:
         self._view = view
         self._cost = cost
         self._least_s = cost.shared_s + cost.many_s  # of any batch
@@ -54,7 +56,7 @@ class _Former:
         self._prefill_s = 0.0  # of what is left, and of what is in flight
         for index, candidate in enumerate(view.candidates):
             self._look_at(index, candidate)
-        self._count = view.stage_count + _AHEAD  # of microbatches that circulate
+        self._count = view.stage_count + ahead  # of microbatches that circulate
         if not self._ahead_pays():
             self._count = view.stage_count
 
