@@ -20,6 +20,7 @@ import argparse
 import json
 import os
 import random
+import shlex
 import statistics
 import tempfile
 from collections.abc import Sequence
@@ -166,7 +167,7 @@ def main() -> None:
     parser.add_argument("--workloads", type=int, nargs="+", choices=range(len(WORKLOADS)), default=[0, 1], metavar="N")
     parser.add_argument("--batch-tokens", type=int, help="at most (default: 512, 2048 where stages sleep)")
     parser.add_argument("--running", type=int, default=16, metavar="N", help="sequences for each stage")
-    parser.add_argument("--repetitions", type=int, default=2)
+    parser.add_argument("--repetitions", type=int, default=2, help="0: report what --keep has")
     parser.add_argument(
         "--modes", nargs="+", choices=MODES, default=MODES, metavar="MODE", help=f"of: {'; '.join(MODES)}"
     )
@@ -175,7 +176,7 @@ def main() -> None:
     given = parser.parse_args()
     lengths = read_lengths(given.lengths)
     kept: Kept = {}
-    for stages in given.stages:
+    for stages in given.stages if given.repetitions else ():
         wanted = {index: draw(lengths, WORKLOADS[index], 0) for index in given.workloads}
         for index, runs in measure_all(stages, wanted, given).items():
             kept[f"{stages} {index}"] = runs
@@ -252,11 +253,14 @@ def report(kept: Kept, lengths: Sequence[tuple[int, int]], given: argparse.Names
 
 def write(given: argparse.Namespace, text: Sequence[str], kept: Kept) -> None:
     stem = RESULTS / f"{datetime.now(UTC):%Y-%m-%d}-pipeline-bubbles"
-    command = "python -m benchmarks.pipeline_bubbles " + " ".join(
-        f"--{key.replace('_', '-')} {' '.join(map(str, value)) if isinstance(value, list) else value}"
-        for key, value in vars(given).items()
-        if value not in (None, False, True) and key != "keep"
-    )
+    command = "python -m benchmarks.pipeline_bubbles"
+    for key, value in vars(given).items():
+        if key in ("keep", "repetitions") or value in (None, False, True):
+            continue
+        words = value if isinstance(value, list) else [value]
+        names = (word.name if isinstance(word, Path) else str(word) for word in words)
+        command += f" --{key.replace('_', '-')} {shlex.join(names)}"
+    command += f" --repetitions {max((run.repetition + 1 for runs in kept.values() for run in runs), default=1)}"
     command += " --emulate" * given.emulate
     head = ["# Bubbles of pipelines under backlog", "", f"{environment()}.", ""]
     stem.with_suffix(".md").write_text("\n".join([*head, *text, "", f"Repeat with `{command} --write`.", ""]))

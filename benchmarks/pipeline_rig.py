@@ -40,10 +40,10 @@ from services.worker.text import load_tokenizer, primed_detokenizer
 from services.worker.transport.config import TransportConfig
 
 _PATIENCE_S = 600.0
-TOKEN_COUNT, LOOKAHEAD = "token-count", "lookahead"
+TOKEN_COUNT, TOKEN_COUNT_AHEAD, LOOKAHEAD = "token-count", "token-count, one ahead", "lookahead"
 # Either policy with as many microbatches in flight as stages, or one more while requests wait. What servers do is the
 # first; lookahead as it is serves is the last.
-MODES = (TOKEN_COUNT, "token-count, one ahead", "lookahead, none ahead", LOOKAHEAD)
+MODES = (TOKEN_COUNT, TOKEN_COUNT_AHEAD, "lookahead, none ahead", LOOKAHEAD)
 _SPANS = 100_000
 
 
