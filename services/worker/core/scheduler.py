@@ -62,6 +62,7 @@ class Scheduler:
         self.admission_limit: int | None = None  # blocks; nothing new above it
         self.prefill_limit: int | None = None  # tokens of prompts in a batch that has decodes
         self.stage_count = 1
+        self.joined = False  # a pipeline's batches: of all that decodes, one at a time
         self.reserved_block_count = 0
         self.running: list[Sequence] = []  # in order of service
         self.suspended: dict[SequenceId, Sequence] = {}  # those that have ended meanwhile are still among them
@@ -282,6 +283,8 @@ class Scheduler:
             self._leave_ahead(at_s)
         # Whoever just gave way does not fit: it needs at least what it had, and a part of that is taken.
         self.admit(at_s)
+        if self.stage_count > 1 and self.joined:
+            return self._joined_batch(landed_step_id, preempted)
         if self.stage_count > 1:
             return self._next_microbatch(landed_step_id, in_flight_count, preempted)
         ready = self.running
@@ -292,6 +295,11 @@ class Scheduler:
         chunks = self._chunks(len(decodes), prefills, self._batch_tokens(len(decodes)))
         swaps = SwapOrders(left, self.swap.order(busy=bool(decodes or chunks))) if len(self.swap) or left else NOTHING
         return Plan(decodes, chunks, preempted, swaps)
+
+    def _joined_batch(self, landed_step_id: int, preempted: list[Sequence]) -> Plan:
+        ready = [s for s in self.running if s.step_id <= landed_step_id and s.token_count <= s.reserved_tokens]
+        decodes = [s for s in ready if s.token_count - s.computed_tokens == 1]
+        return Plan(decodes[: self._limits.max_batch_tokens], [], preempted)
 
     def _next_microbatch(self, landed_step_id: int, in_flight_count: int, preempted: list[Sequence]) -> Plan:
         candidates = [

@@ -11,7 +11,8 @@ from ballast.common.ids import Epoch, WorkerId
 from ballast.service.logs import get_logger
 from ballastpb.worker.v1 import stage_pb2 as pb
 from services.worker.core.batch import SequenceId
-from services.worker.core.events import KvArrived, KvLanded, PrefillLimited, RoleChanged
+from services.worker.core.events import KvArrived, KvLanded, MicrobatchesJoined, PrefillLimited, RoleChanged
+from services.worker.core.farewell import Farewell
 from services.worker.core.leading import Decision
 from services.worker.core.plan import Kind, Phase, Victim, members_of, part_of
 from services.worker.core.regroup import Regroup, Turn
@@ -132,6 +133,7 @@ class TransitionDriver:
         self._received: PlanReceived | None = None
         self._exchange: KvExchange | None = None  # of that transition
         self.quiescing = False  # no batches are formed
+        self._farewell = Farewell()
         self.regroup = Regroup()
         self._waits = False  # for the first batch after a restore
         self._learning = False  # a drop is prepared: checksums are taken of what is to be given up
@@ -201,6 +203,8 @@ class TransitionDriver:
 
     @property
     def may_form(self) -> bool:
+        if self._farewell.is_open:
+            return not self._core.in_flight_count
         awaits_stages = self.transition is not None and self.transition.awaits_stages
         return not (self.quiescing or self._waits or awaits_stages)
 
@@ -216,7 +220,10 @@ class TransitionDriver:
             self._links.retire(self._role.epoch)  # see `_release_lost`
         if self.quiescing and transition is not None and transition.phase is Phase.COMMITTING:
             boundary = not self._core.in_flight_count and not self._core.suspended_ids
-            if boundary and transition.led_before:
+            if boundary and self._core.has_work and self._farewell.opens():
+                self._answers.tell(MicrobatchesJoined(time.monotonic()))
+            elif boundary and transition.led_before:
+                self._farewell.end()
                 # What has ended since the last batch, while the stages still follow this leader: it would stay there.
                 self._capacities.tell_core()
                 self.drive(BoundaryReached(time.monotonic(), transition.epoch))
@@ -287,6 +294,7 @@ class TransitionDriver:
             self._hub.attention.abandon()
         self.transition, self._exchange = None, None
         self.quiescing = self._learning = self._waits = False
+        self._farewell.end()
         self.regroup.end()
         return lambda: (exchange is None or exchange.idle) and (precopy is None or precopy.idle)
 
@@ -328,6 +336,8 @@ class TransitionDriver:
                 case Quiesce():
                     self.quiescing = True
                     self._published.note_commit()
+                    if self._role.stages and self._current().plan.kind is Kind.RESTORE:
+                        self._farewell.begin()
                 case SendEpochEnded(epoch=epoch):
                     self._links.pass_on(Topic.EPOCH_ENDED, epoch)
                 case TakeUp():
