@@ -13,6 +13,7 @@ import argparse
 import asyncio
 import bisect
 import contextlib
+import gc
 import json
 import random
 import statistics
@@ -356,6 +357,7 @@ async def measure(args: argparse.Namespace, folder: Path) -> list[Cycle]:
             await planner.restore()
             rate = args.load * peak / args.output_tokens
             print(f"one pipeline: {peak:.0f} tokens/s with {args.concurrency} requests; load: {rate:.2f} requests/s")
+        gc.freeze()  # this process's own full collections would be gaps of all requests
         task = asyncio.create_task(load.run(rate, args.concurrency))
         await asyncio.sleep(args.settle_s)
         await load.outlive(time.monotonic())  # until then there are more and more of them

@@ -146,7 +146,7 @@ class PrefillLimited:
 
 @dataclass(frozen=True, slots=True)
 class MicrobatchesJoined:
-    """Until RoleChanged, batches of a pipeline are formed while none is in flight, and of all that decodes."""
+    """Until RoleChanged, a batch of a pipeline has all that decodes and is in no other one, and no prompts."""
 
     at_s: float
 

@@ -203,8 +203,8 @@ class TransitionDriver:
 
     @property
     def may_form(self) -> bool:
-        if self._farewell.is_open:
-            return not self._core.in_flight_count
+        if self._farewell.may_form(self._core.in_flight_count):
+            return True
         awaits_stages = self.transition is not None and self.transition.awaits_stages
         return not (self.quiescing or self._waits or awaits_stages)
 
@@ -219,10 +219,9 @@ class TransitionDriver:
         if turn is Turn.OVER:
             self._links.retire(self._role.epoch)  # see `_release_lost`
         if self.quiescing and transition is not None and transition.phase is Phase.COMMITTING:
-            boundary = not self._core.in_flight_count and not self._core.suspended_ids
-            if boundary and self._core.has_work and self._farewell.opens():
-                self._answers.tell(MicrobatchesJoined(time.monotonic()))
-            elif boundary and transition.led_before:
+            core = self._core
+            over = self._farewell.is_over(core.landed_step_id, core.in_flight_count, has_work=core.has_work)
+            if over and not core.suspended_ids and transition.led_before:
                 self._farewell.end()
                 # What has ended since the last batch, while the stages still follow this leader: it would stay there.
                 self._capacities.tell_core()
@@ -337,7 +336,8 @@ class TransitionDriver:
                     self.quiescing = True
                     self._published.note_commit()
                     if self._role.stages and self._current().plan.kind is Kind.RESTORE:
-                        self._farewell.begin()
+                        self._answers.tell(MicrobatchesJoined(time.monotonic()))
+                        self._farewell.begin(self._core.departed_step_id, len(self._role.stages))
                 case SendEpochEnded(epoch=epoch):
                     self._links.pass_on(Topic.EPOCH_ENDED, epoch)
                 case TakeUp():
