@@ -19,6 +19,11 @@ class _Turn(Enum):
     LAST = auto()  # the batch of everybody may be formed, or has been
 
 
+def has_last_batch(stage_count: int) -> bool:
+    """Of everybody."""
+    return stage_count == _STAGES
+
+
 class Farewell:
     def __init__(self) -> None:
         self._turn = _Turn.NONE
@@ -29,7 +34,7 @@ class Farewell:
         """The commit. `departed_step_id` is of the last batch in flight."""
         self._turn = _Turn.CALM
         self._until_step_id = departed_step_id
-        self._one_more = stage_count == _STAGES
+        self._one_more = has_last_batch(stage_count)
 
     def end(self) -> None:
         self._turn = _Turn.NONE

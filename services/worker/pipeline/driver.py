@@ -12,7 +12,7 @@ from ballast.service.logs import get_logger
 from ballastpb.worker.v1 import stage_pb2 as pb
 from services.worker.core.batch import SequenceId
 from services.worker.core.events import KvArrived, KvLanded, MicrobatchesJoined, PrefillLimited, RoleChanged
-from services.worker.core.farewell import Farewell
+from services.worker.core.farewell import Farewell, has_last_batch
 from services.worker.core.leading import Decision
 from services.worker.core.plan import Kind, Phase, Victim, members_of, part_of
 from services.worker.core.regroup import Regroup, Turn
@@ -430,11 +430,17 @@ class TransitionDriver:
         self.quiescing = role.leads  # a leader forms batches once all members are ready
         transition.own_victims(own)
         progress = self._published.counted
+        progress.halted_at_s = now_s if self._ends_with_everybody(transition) else progress.commit_at_s
         progress.taken_up_at_s = time.monotonic()
         progress.boundary_wait_s = progress.taken_up_at_s - progress.commit_at_s - progress.remap_s
         get_logger().info("layout taken up", epoch=transition.epoch, **progress.until_taken_up())
         self.drive(TakenUp(time.monotonic(), transition.epoch))
         self._stage.run_early()
+
+    @staticmethod
+    def _ends_with_everybody(transition: Transition) -> bool:
+        """The last batch of the old group had all who decode."""
+        return transition.plan.kind is Kind.RESTORE and has_last_batch(len(members_of(transition.part.old)))
 
     def _hand_over(self, transition: Transition, now_s: float) -> tuple[Victim, ...]:
         if transition.plan.kind is Kind.RESTORE:
@@ -490,7 +496,7 @@ class TransitionDriver:
     def _resume(self, sequence_id: SequenceId, *, landing: bool) -> None:
         now_s, progress = time.monotonic(), self._published.counted
         progress.victims_waiting -= 1
-        progress.note_stall(now_s - progress.commit_at_s)
+        progress.note_stall(now_s - progress.halted_at_s)
         self._answers.tell(KvArrived(now_s, sequence_id, landing))
 
     def _release_sent(self) -> None:
