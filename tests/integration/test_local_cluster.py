@@ -53,13 +53,21 @@ def test_a_drained_worker_gets_nothing_new_and_finishes_what_it_has(model: Path)
             AsyncClient(cluster.addresses) as client,
         ):
             long = SamplingParams(max_tokens=400, temperature=0.0, ignore_eos=True)
-            running = [asyncio.create_task(client.generate(f"A ship {i}", long)) for i in range(8)]
+            drained = asyncio.Event()
+
+            async def load(i: int) -> None:
+                """One request behind the other, so that both workers have some whenever one looks."""
+                while not drained.is_set():
+                    assert len((await client.generate(f"A ship {i}", long, deadline_s=60)).token_ids) == 400
+
+            running = [asyncio.create_task(load(i)) for i in range(8)]
             await until(client, lambda status: all(w.load and w.load.running_count for w in status.workers))
             # Nothing but a dispatcher is asked; twice, as one would who is not sure.
             for address in cluster.addresses:
                 assert "worker-0 takes nothing new; " in await ballast("drain", "worker-0", "--address", address)
             assert "no worker is called worker-7" in await ballast("drain", "worker-7", "--address", cluster.address)
-            assert [len((await answer).token_ids) for answer in running] == [400] * 8
+            drained.set()
+            await asyncio.gather(*running)
 
             for address in cluster.addresses:
                 async with AsyncClient(address) as one:  # each dispatcher reads the layout by itself
