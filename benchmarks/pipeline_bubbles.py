@@ -2,6 +2,9 @@
 
     python -m benchmarks.pipeline_bubbles --lengths FILE [FILE ...] [--stages 2 4] [--emulate] [--write]
 
+Lookahead has one microbatch more in flight than stages while requests wait. So that it can be seen what is due to that,
+both are measured with it and without it (--modes).
+
 Each worker is a process with one engine thread. All requests are there from the beginning; their lengths are drawn
 from CSV files with the columns input_tokens and output_tokens, scaled. Repetitions are interleaved, so that other load
 on the machine hits both alike. More stages than there are cores (or all, with --emulate) do not execute but sleep for
@@ -17,6 +20,7 @@ import argparse
 import json
 import os
 import random
+import shlex
 import statistics
 import tempfile
 from collections.abc import Sequence
@@ -28,11 +32,10 @@ from ballast.local.emulation import catalogue_machine
 from ballast.model.tiny import TinyShape, write_checkpoint
 from benchmarks.engine_throughput import RESULTS, environment
 from benchmarks.microbatching import read_lengths
-from benchmarks.pipeline_rig import Rig, RigSpec, Served
+from benchmarks.pipeline_rig import LOOKAHEAD, MODES, Rig, RigSpec, Served
 from benchmarks.stage_gaps import shares
 from services.worker.pipeline.stage_clock import Span, StageTimes
 
-MODES = ("token-count", "lookahead")
 REAL = TinyShape(hidden=256, layers=8, heads=8, kv_heads=4, intermediate=768, vocab=1024, max_len=4096)
 HOLLOW = TinyShape(hidden=64, layers=8, heads=2, kv_heads=1, head_dim=2, intermediate=64, vocab=512, max_len=8192)
 GPU, MODEL = "A800-80G", "Qwen2.5-14B"  # of the paper's
@@ -99,12 +102,12 @@ def draw(lengths: Sequence[tuple[int, int]], workload: Workload, seed: int) -> l
     return [(max(2, round(p * workload.input_scale)), max(2, round(o * workload.output_scale))) for p, o in drawn]
 
 
-def measure(rig: Rig, requests: list[tuple[int, int]], repetitions: int) -> list[Run]:
+def measure(rig: Rig, requests: list[tuple[int, int]], repetitions: int, modes: Sequence[str]) -> list[Run]:
     runs: list[Run] = []
-    for mode in MODES:  # warm: links, caches, and the cost model, which is fitted from what is executed
-        rig.serve(mode, requests[: max(8, len(requests) // 4)])
+    for mode in modes:  # warm: links, caches, and the cost model, which is fitted from what is executed
+        rig.serve(mode, requests[: max(8, len(requests) // 8)])
     for repetition in range(repetitions):
-        for mode in MODES if repetition % 2 == 0 else MODES[::-1]:
+        for mode in modes if repetition % 2 == 0 else modes[::-1]:
             served, times = rig.serve(mode, requests)
             runs.append(to_run(mode, repetition, served, times, rig.spans()))
             print(runs[-1], flush=True)
@@ -119,6 +122,8 @@ def table(runs: Sequence[Run]) -> list[str]:
     ]
     for mode in MODES:
         own = [run for run in runs if run.mode == mode]
+        if not own:
+            continue
         median = {
             name: statistics.median(getattr(run, name) for run in own) for name in asdict(own[0]) if name != "mode"
         }
@@ -127,16 +132,23 @@ def table(runs: Sequence[Run]) -> list[str]:
             f" {median['bubble']:.1%} | {median['tokens_per_s']:.0f} | {median['busy_s']:.1f} |"
             f" {median['mean_first_token_s']:.2f} | {median['steps']:.0f} | {len(own)} |"
         )
+    lines.append("")
+    return [*lines, *(text for rival in MODES if rival != LOOKAHEAD and (text := in_pairs(runs, rival)))]
+
+
+def in_pairs(runs: Sequence[Run], rival: str) -> str:
+    """Empty: there are none."""
     pairs = [
         (one, other)
         for one in runs
         for other in runs
-        if one.repetition == other.repetition and (one.mode, other.mode) == MODES
+        if one.repetition == other.repetition and (one.mode, other.mode) == (rival, LOOKAHEAD)
     ]
+    if not pairs:
+        return ""
     faster = statistics.median(other.tokens_per_s / one.tokens_per_s for one, other in pairs)
     left = statistics.median(other.backlog_bubble / one.backlog_bubble for one, other in pairs)
-    lines += ["", f"Lookahead in pairs of runs: {faster:.3f} x the tokens/s, {left:.2f} x the bubble (medians)."]
-    return lines
+    return f"Lookahead over {rival}, medians of pairs of runs: {faster:.3f} x the tokens/s, {left:.2f} x the bubble.\n"
 
 
 def text_of(workload: Workload, requests: Sequence[tuple[int, int]]) -> str:
@@ -155,13 +167,16 @@ def main() -> None:
     parser.add_argument("--workloads", type=int, nargs="+", choices=range(len(WORKLOADS)), default=[0, 1], metavar="N")
     parser.add_argument("--batch-tokens", type=int, help="at most (default: 512, 2048 where stages sleep)")
     parser.add_argument("--running", type=int, default=16, metavar="N", help="sequences for each stage")
-    parser.add_argument("--repetitions", type=int, default=2)
+    parser.add_argument("--repetitions", type=int, default=2, help="0: report what --keep has")
+    parser.add_argument(
+        "--modes", nargs="+", choices=MODES, default=MODES, metavar="MODE", help=f"of: {'; '.join(MODES)}"
+    )
     parser.add_argument("--keep", type=Path, metavar="FILE", help="runs are kept there, and reported with earlier ones")
     parser.add_argument("--write", action="store_true", help="JSON and table into benchmarks/results")
     given = parser.parse_args()
     lengths = read_lengths(given.lengths)
     kept: Kept = {}
-    for stages in given.stages:
+    for stages in given.stages if given.repetitions else ():
         wanted = {index: draw(lengths, WORKLOADS[index], 0) for index in given.workloads}
         for index, runs in measure_all(stages, wanted, given).items():
             kept[f"{stages} {index}"] = runs
@@ -190,7 +205,7 @@ def measure_all(
             jitter=JITTER if emulated else 0.0,
         )
         with Rig(spec) as rig:
-            return {index: measure(rig, requests, given.repetitions) for index, requests in wanted.items()}
+            return {index: measure(rig, requests, given.repetitions, given.modes) for index, requests in wanted.items()}
 
 
 def is_emulated(stages: int, given: argparse.Namespace) -> bool:
@@ -209,7 +224,7 @@ def kept_with(path: Path, runs: Kept) -> Kept:
             kept[key] = [Run(**run) for run in earlier]
     for key, new in runs.items():
         before = kept.setdefault(key, [])
-        count = len(before) // len(MODES)
+        count = 1 + max((run.repetition for run in before), default=-1)
         before += [replace(run, repetition=run.repetition + count) for run in new]
     document = {key: [asdict(run) for run in runs] for key, runs in kept.items()}
     path.write_text(json.dumps(document) + "\n", encoding="utf-8")
@@ -238,11 +253,14 @@ def report(kept: Kept, lengths: Sequence[tuple[int, int]], given: argparse.Names
 
 def write(given: argparse.Namespace, text: Sequence[str], kept: Kept) -> None:
     stem = RESULTS / f"{datetime.now(UTC):%Y-%m-%d}-pipeline-bubbles"
-    command = "python -m benchmarks.pipeline_bubbles " + " ".join(
-        f"--{key.replace('_', '-')} {' '.join(map(str, value)) if isinstance(value, list) else value}"
-        for key, value in vars(given).items()
-        if value not in (None, False, True) and key != "keep"
-    )
+    command = "python -m benchmarks.pipeline_bubbles"
+    for key, value in vars(given).items():
+        if key in ("keep", "repetitions") or value in (None, False, True):
+            continue
+        words = value if isinstance(value, list) else [value]
+        names = (word.name if isinstance(word, Path) else str(word) for word in words)
+        command += f" --{key.replace('_', '-')} {shlex.join(names)}"
+    command += f" --repetitions {max((run.repetition + 1 for runs in kept.values() for run in runs), default=1)}"
     command += " --emulate" * given.emulate
     head = ["# Bubbles of pipelines under backlog", "", f"{environment()}.", ""]
     stem.with_suffix(".md").write_text("\n".join([*head, *text, "", f"Repeat with `{command} --write`.", ""]))

@@ -8,7 +8,7 @@ import asyncio
 import functools
 import multiprocessing
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -40,6 +40,10 @@ from services.worker.text import load_tokenizer, primed_detokenizer
 from services.worker.transport.config import TransportConfig
 
 _PATIENCE_S = 600.0
+TOKEN_COUNT, TOKEN_COUNT_AHEAD, LOOKAHEAD = "token-count", "token-count, one ahead", "lookahead"
+# Either policy with as many microbatches in flight as stages, or one more while requests wait. What servers do is the
+# first; lookahead as it is serves is the last.
+MODES = (TOKEN_COUNT, TOKEN_COUNT_AHEAD, "lookahead, none ahead", LOOKAHEAD)
 _SPANS = 100_000
 
 
@@ -66,6 +70,17 @@ class Served:
     backlog_s: float  # until the last request was let in
     token_count: int  # prompts and answers
     model: CostModel | None  # what lookahead went by
+
+
+def policies(model: Callable[[], CostModel | None]) -> dict[str, Microbatching]:
+    """By mode."""
+    every = by_token_count, Microbatching(_by_token_count_ahead, ahead=1), lookahead(model, ahead=0), lookahead(model)
+    return dict(zip(MODES, every, strict=True))
+
+
+def _by_token_count_ahead(view: PipelineView) -> Share:
+    """Equal shares of one microbatch more, while requests wait and it may be in flight."""
+    return by_token_count(view._replace(stage_count=view.stage_count + 1) if view.waiting_count else view)
 
 
 class Emulated:
@@ -109,8 +124,8 @@ class _Stage:
         torch.set_num_threads(1)
         self._spec = spec
         self._costs = OnlineCost()
-        self._mode = "token-count"
-        self._lookahead = lookahead(self._model)
+        self._mode = TOKEN_COUNT
+        self._policies = policies(self._model)
         self.engine = load_engine(spec.model_dir, device_memory_bytes=spec.memory_bytes, block_tokens=spec.block_tokens)
         info = self.engine.info
         limits = WorkerLimits(
@@ -122,7 +137,7 @@ class _Stage:
             max_waiting_count=1 << 20,
             max_waiting_tokens=1 << 40,
         )
-        self.core, book = stage_core(limits, self.engine, index + 1, Microbatching(self._form, self._lookahead.ahead))
+        self.core, book = stage_core(limits, self.engine, index + 1, Microbatching(self._form, ahead=1))
         self.shell = WorkerShell(
             core=self.core,
             engine=self.engine,
@@ -151,9 +166,8 @@ class _Stage:
         return self._costs.current()
 
     def _form(self, view: PipelineView) -> Share:
-        if self._mode == "lookahead":
-            return self._lookahead(view)
-        return by_token_count(view) if view.in_flight_count < view.stage_count else []
+        policy = self._policies[self._mode]
+        return policy(view) if view.in_flight_count < view.stage_count + policy.ahead else []
 
     async def answer(self, what: str, given: Any) -> Any:  # Any: what goes over the pipe
         match what:

@@ -2,9 +2,9 @@
 
     python -m benchmarks.pipeline_virtual --lengths FILE [FILE ...] [--write]
 
-The same on any machine and under any load, which `benchmarks.pipeline_bubbles` is not. Token counts against lookahead
-on several backlogs: plenty of KV, so that the number of running sequences is what limits, and little of it, so that
-requests are let in as others end.
+The same on any machine and under any load, which `benchmarks.pipeline_bubbles` is not. Token counts, with as many
+microbatches in flight as stages and with one more while requests wait, against lookahead on several backlogs: plenty of
+KV, so that the number of running sequences is what limits, and little of it, so that requests are let in as others end.
 """
 
 import argparse
@@ -21,6 +21,7 @@ from ballast.common.load import MemoryReport
 from ballast.common.sampling import SamplingParams
 from benchmarks.engine_throughput import RESULTS
 from benchmarks.microbatching import read_lengths
+from benchmarks.pipeline_rig import LOOKAHEAD, TOKEN_COUNT, TOKEN_COUNT_AHEAD, policies
 from services.worker.core.batch import Batch, StepResult
 from services.worker.core.events import (
     BatchWanted,
@@ -37,8 +38,7 @@ from services.worker.core.limits import WorkerLimits
 from services.worker.core.stage import StageBook
 from services.worker.core.worker import WorkerCore
 from services.worker.policy.cost import Chunk, CostModel
-from services.worker.policy.lookahead import lookahead
-from services.worker.policy.microbatching import Microbatching, by_token_count
+from services.worker.policy.microbatching import Microbatching
 
 # Of all layers of no model in particular: a full batch of 512 tokens without attention takes 51 ms, attention to 4,000
 # tokens as much again as all else.
@@ -174,8 +174,9 @@ class Pipeline:
 
 def compare(lengths: Sequence[tuple[int, int]]) -> list[str]:
     lines = [
-        "| backlog | stages | bubble while requests wait: token count | lookahead | throughput | first token |",
-        "|---|---|---|---|---|---|",
+        "| backlog | stages | bubble while requests wait: token count | with one ahead | lookahead"
+        " | throughput over token count | over that with one ahead | first token, in this order |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for backlog in BACKLOGS:
         for stages in (2, 4):
@@ -183,13 +184,17 @@ def compare(lengths: Sequence[tuple[int, int]]) -> list[str]:
             drawn = (rng.choice(lengths) for _ in range(backlog.request_count))
             requests = [(max(2, int(p * backlog.input_scale)), max(2, int(o * backlog.output_scale))) for p, o in drawn]
             own = COST.scaled(1 / stages)
-            policies = by_token_count, lookahead(lambda cost=own: cost)
+            by_mode = policies(lambda cost=own: cost)
             blocks = backlog.blocks_per_stage * (stages if backlog.blocks_per_stage < PLENTY else 1)
-            one, other = (Pipeline(policy, COST, requests, stages, blocks).run() for policy in policies)
-            lines.append(
-                f"| {backlog.name} | {stages} | {one.backlog_bubble:.1%} | {other.backlog_bubble:.1%} |"
-                f" {one.wall_s / other.wall_s - 1:+.1%} | {one.first_token_s:.2f} -> {other.first_token_s:.2f} s |"
-            )
+            outcomes = [
+                Pipeline(by_mode[mode], COST, requests, stages, blocks).run()
+                for mode in (TOKEN_COUNT, TOKEN_COUNT_AHEAD, LOOKAHEAD)
+            ]
+            bubbles = " | ".join(f"{outcome.backlog_bubble:.1%}" for outcome in outcomes)
+            *rivals, ours = outcomes
+            faster = " | ".join(f"{rival.wall_s / ours.wall_s - 1:+.1%}" for rival in rivals)
+            first = ", ".join(f"{outcome.first_token_s:.2f}" for outcome in outcomes)
+            lines.append(f"| {backlog.name} | {stages} | {bubbles} | {faster} | {first} s |")
     return lines
 
 
@@ -209,7 +214,10 @@ def main() -> None:
             f" ms, forming a batch {HOST_S * 1e3:g} ms, stages vary by {JITTER:.0%}.",
             "",
         ]
-        (RESULTS / f"{datetime.now(UTC):%Y-%m-%d}-pipeline-virtual.md").write_text("\n".join([*head, *lines, ""]))
+        spaced = " ".join(path.name for path in given.lengths)
+        repeat = f"Repeat with `python -m benchmarks.pipeline_virtual --lengths {spaced} --write`."
+        page = RESULTS / f"{datetime.now(UTC):%Y-%m-%d}-pipeline-virtual.md"
+        page.write_text("\n".join([*head, *lines, "", repeat, ""]))
 
 
 if __name__ == "__main__":

@@ -7,7 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from ballast.common.ids import GroupId, WorkerId
-from services.planner.policy.drop import DropPlan, GroupPlan, Method, plan
+from services.planner.policy.drop import DropPlan, Method, plan
+from services.planner.policy.merged import GroupPlan
 from services.planner.policy.restore import plan_restore
 from services.planner.policy.snapshot import GroupState, InstanceState, ModelShape, Snapshot
 from services.planner.policy.split import Candidate, SplitTolerance, Stage

@@ -11,8 +11,9 @@ waits, so a burst counts in full at the moment it arrives and does not have to b
 - Relief: parameters are dropped, and forecast and usage have been below half of the un-dropped memory for a while.
 - Between any two of these lies at least the dwell time, and a change of the merged groups, whoever made it, starts it
   anew: a load that oscillates over any threshold causes one transition per dwell time at most. A relief that has not
-  changed the groups yet is no transition: an overload takes it back at once and without a second look, for while
-  parameters come back there is less memory, and a restore that is given up costs nobody anything.
+  changed the groups yet is no transition: an overload takes it back at once and without a second look, for a restore
+  that is given up costs nobody anything. While parameters come back there is less memory than before and after; that
+  lasts a moment, so demand is an overload then if it exceeds what there will be.
 - Scale out: an overload was raised, nothing has helped for a while (no plan, or demand outgrew what was freed).
 - Scale in: everything has been idle for long and nothing is dropped.
 """
@@ -152,15 +153,20 @@ class Pressure:
         wanted_points = window(((s.at_s, s.wanted_bytes) for s in reversed(self.history)), since_s)
         wanted = slope_per_s(wanted_points, at_quantile=_SURE_QUANTILE)
         capacity = slope_per_s(window(((s.at_s, s.capacity_bytes) for s in reversed(self.history)), since_s))
-        # Memory on its way back to parameters shrinks by plan, and never below what all parameters leave.
-        floor = min(sample.capacity_bytes, sample.undropped_bytes)
-        shrunk = max(floor, sample.capacity_bytes + min(0.0, capacity) * rules.horizon_s)
+        # Memory on its way back to parameters shrinks by plan, and not for long below what all parameters leave.
+        now_bytes = self._settled_bytes(sample)
+        floor = min(now_bytes, sample.undropped_bytes)
+        shrunk = max(floor, now_bytes + min(0.0, capacity) * rules.horizon_s)
         growth_bytes = max(0.0, wanted * rules.horizon_s, self._lately(lambda s: s.wanted_bytes))
         return Forecast(
             demand_bytes=sample.wanted_bytes + growth_bytes,
             capacity_bytes=shrunk,
             growth_bytes_per_s=wanted,
         )
+
+    def _settled_bytes(self, sample: ClusterDemand) -> int:
+        """The capacity, or what it will be when the parameters are back."""
+        return max(sample.capacity_bytes, sample.undropped_bytes) if self._relieving else sample.capacity_bytes
 
     def _lately(self, of: Callable[[ClusterDemand], int]) -> int:
         """By how much it has grown in the last `overload_lead_s`: a burst that is steeper than any trend is sure of."""
@@ -177,7 +183,7 @@ class Pressure:
 
     def _is_alarming(self, sample: ClusterDemand, forecast: Forecast) -> bool:
         soon_bytes = sample.engaged_bytes + self._lately(lambda s: s.engaged_bytes)
-        if soon_bytes < self.rules.overload_arming_fraction * sample.capacity_bytes:
+        if soon_bytes < self.rules.overload_arming_fraction * self._settled_bytes(sample):
             return False
         return forecast.demand_bytes > self.rules.overload_threshold_fraction * forecast.capacity_bytes
 

@@ -256,7 +256,8 @@ class Conductor:
         self.coordinator = Coordinator(journal, at_s, self.rules.coordinator)
         self.record = TransitionRecord(journal, at_s, wish.by, wish.request_id, granted.shape)
         self._sources = dict(granted.sources)
-        gone = [g for g in ground.layout.groups if g not in granted.target.groups]
+        stay = set(granted.target.groups)
+        gone = [g for g in ground.layout.groups if g not in stay]
         if granted.kind is Kind.RESTORE:
             since = [self._dropped_at_s[g.group_id] for g in gone if g.group_id in self._dropped_at_s]
             self.record.dropped_at_s = min(since, default=None)

@@ -67,7 +67,7 @@ class TransitionRecord:
     @property
     def changed_groups(self) -> tuple[Group, ...]:
         """As they are afterwards."""
-        before = self.journal.base.groups
+        before = set(self.journal.base.groups)
         return tuple(group for group in self.journal.target.groups if group not in before)
 
     @property

@@ -189,7 +189,7 @@ Command = WriteJournal | SendPrepare | SendCommit | SendAbort | Poll | Ended
 
 def changed_members(base: Layout, target: Layout) -> tuple[WorkerId, ...]:
     """Everybody whose group is not the same afterwards."""
-    kept = {group for group in base.groups if group in target.groups}
+    kept = set(base.groups)
     return tuple(sorted(m.worker_id for g in target.groups if g not in kept for m in g.members))
 
 

@@ -7,19 +7,19 @@ heaviest groups in the shortest pipelines is taken. A plan that exact methods fi
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 from math import inf
+from typing import NamedTuple
 
-from ballast.common.errors import InvariantViolation
-from ballast.common.ids import GroupId, WorkerId
 from services.planner.policy.cost import WEIGHT_UNIT, StageCost
 from services.planner.policy.exact import cheapest, evened, is_exact, lower_bound
 from services.planner.policy.greedy import figure6, memory_greedy
-from services.planner.policy.snapshot import GroupState, ModelShape, Snapshot
-from services.planner.policy.split import Candidate, Splitter, SplitTolerance, Stage
+from services.planner.policy.merged import GroupPlan, GroupPlanner, surplus_bytes
+from services.planner.policy.snapshot import GroupState, Snapshot
+from services.planner.policy.split import Splitter, SplitTolerance
 from services.planner.policy.units import Partition, Units
-from services.planner.policy.usable import blocks_by_size, cheapest_by_count, useful_sizes
+from services.planner.policy.usable import blocks_by_size, cheapest_by_count, even_group_count, useful_sizes
 
 EXACT_LIMIT = 128  # groups of different load: 4 ms
 _USABLE_ATTEMPTS = 8
@@ -33,27 +33,6 @@ class Method(StrEnum):
     EVEN = "even"
     MEMORY_GREEDY = "memory-greedy"
     USABLE = "usable"  # of plans with `count_usable`
-
-
-@dataclass(frozen=True, slots=True)
-class MemberPlan:
-    worker_id: WorkerId
-    first_layer: int  # executes and keeps [first_layer, last_layer)
-    last_layer: int
-    dropped_layers: tuple[int, ...]
-    freed_bytes: int
-    block_count: int  # its own KV blocks, once the exchange is over
-
-
-@dataclass(frozen=True, slots=True)
-class GroupPlan:
-    group_id: GroupId  # the leader's worker id
-    merged: tuple[GroupState, ...]  # by id
-    members: tuple[MemberPlan, ...]  # stage order
-    freed_bytes: int
-    exchange_bytes: int  # KV of running sequences that changes its holder
-    block_count_before: int  # of all that was merged
-    block_count: int  # the minimum over the stages
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,10 +70,8 @@ def plan(
     `count_usable`: the need is met by KV that admission can count with, not by freed bytes; where layers do not
     divide evenly over the members, that takes more merges.
     """
-    if tolerance is None:
-        tolerance = SplitTolerance(capacity=0.0) if count_usable else SplitTolerance()
-    planning = _Planning(snapshot, needed_bytes, cost or StageCost(), tolerance, most_stages)
-    return planning.until_usable(method) if count_usable else planning.with_merges(method, planning.least_merges)
+    planning = _Planning(snapshot, needed_bytes, cost or StageCost(), tolerance, most_stages, count_usable=count_usable)
+    return planning.assembled(planning.choose(method))
 
 
 def plan_shallow(
@@ -112,32 +89,49 @@ def plan_shallow(
     its price too, in computing (bubbles, and the fixed part of a step once more), which everybody in the group pays,
     and who waits pays it in a longer burst.
     """
-    model = snapshot.model
-    stages = [len(group.members) for group in snapshot.groups]
+    model, groups = snapshot.model, snapshot.groups
+    stages = [len(group.members) for group in groups]
     merges = len(stages) - -(-sum(stages) // max([2, *stages]))
-    surplus = sum(surplus_bytes(group, model) for group in snapshot.groups)
-    most_bytes = merges * model.copy_bytes + surplus  # that shallow groups could free
-    now_bytes = sum(group.block_count for group in snapshot.groups) * model.block_bytes * model.layer_count
+    most_bytes = merges * model.copy_bytes + sum(
+        surplus_bytes(g, model) for g in groups
+    )  # that shallow groups could free
+    now_bytes = sum(group.block_count for group in groups) * model.block_bytes * model.layer_count
     if needed_bytes - most_bytes <= tolerable_shortfall * (now_bytes + most_bytes):
-        shallow = plan(snapshot, needed_bytes, method, count_usable=count_usable, most_stages=2)
-        if shallow.shortfall_bytes <= tolerable_shortfall * (now_bytes + shallow.usable_bytes):
-            return shallow
+        planning = _Planning(snapshot, needed_bytes, StageCost(), None, most_stages=2, count_usable=count_usable)
+        shallow = planning.choose(method)
+        usable_bytes = planning.usable_bytes(shallow.partition)
+        if shallow.shortfall_bytes <= tolerable_shortfall * (now_bytes + usable_bytes):
+            return planning.assembled(shallow)
     return plan(snapshot, needed_bytes, method, count_usable=count_usable)
 
 
+class _Choice(NamedTuple):
+    """A grouping, judged before its plans are worked out."""
+
+    shortfall_bytes: int
+    cost: float
+    partition: Partition
+    method: Method  # that found it
+
+
 class _Planning:
-    """One plan in the making."""
+    """One plan in the making: groupings are chosen by what they are worth, and only the chosen one is worked out."""
 
     def __init__(
         self,
         snapshot: Snapshot,
         needed_bytes: int,
         cost: StageCost,
-        tolerance: SplitTolerance,
+        tolerance: SplitTolerance | None,
         most_stages: int | None,
+        *,
+        count_usable: bool,
     ) -> None:
+        if tolerance is None:
+            tolerance = SplitTolerance(capacity=0.0) if count_usable else SplitTolerance()
         self.model = snapshot.model
         self.needed_bytes = max(0, needed_bytes)
+        self.counts_usable = count_usable
         self.splitter = Splitter(self.model, tolerance)
         self._group_plans: dict[tuple[int, ...], GroupPlan] = {}
         self.groups = sorted(snapshot.groups, key=lambda group: group.group_id)
@@ -146,48 +140,62 @@ class _Planning:
         deepest = layer_count if most_stages is None else min(layer_count, max(most_stages, *stages, 1))
         self.units = Units(stages, cost.weights(self.groups), cost.factors(sum(stages)), deepest)
         self.surplus_bytes = [surplus_bytes(group, self.model) for group in self.groups]
-        self.is_full_copy = [len(g.members) == 1 for g in self.groups]
+        self.is_full_copy = [count == 1 for count in stages]
+        self.all_full_copies = all(self.is_full_copy)
+        self.blocks_by_size = self._blocks_by_size(tolerance)
+        self.planner = GroupPlanner(self.splitter, equal_singles=self.blocks_by_size is not None)
         self.trimmed = self._trims()
         left_bytes = self.needed_bytes - sum(self.surplus_bytes[i] for i in self.trimmed)
         self.most_merges = len(stages) - max(1, -(-sum(stages) // deepest)) if stages else 0
         self.least_merges = min(max(0, -(-left_bytes // self.model.copy_bytes)), self.most_merges)
 
-    def until_usable(self, method: Method) -> DropPlan:
+    def _blocks_by_size(self, tolerance: SplitTolerance) -> list[int] | None:
+        """Of equal single instances, which a group's number of stages says it for."""
+        budgets = {member.budget_bytes for group in self.groups for member in group.members}
+        if len(budgets) != 1 or not self.all_full_copies or not self.model.is_uniform or tolerance.capacity:
+            return None
+        return blocks_by_size(self.model, budgets.pop(), min(len(self.groups), self.units.max_stages))
+
+    # ------------------------------------------------------------ choosing
+
+    def choose(self, method: Method) -> _Choice:
+        if not self.counts_usable:
+            return self._with_merges(method, self.least_merges)
+        return self._until_usable(method)
+
+    def _until_usable(self, method: Method) -> _Choice:
         """Sizes of groups that are of use (equal single instances), or merge more by as much as is still missing."""
-        if method in (Method.AUTO, Method.USABLE) and self._are_equal_singles():
-            return _judged_by_usable(self._assemble(self._usable_groups(), Method.USABLE))
+        if method in (Method.AUTO, Method.USABLE) and self.blocks_by_size:
+            return self._of_singles(method, self.blocks_by_size)
         merges = self.least_merges
-        best = _judged_by_usable(self.with_merges(method, merges))
+        best = self._with_merges(method, merges)
         for _ in range(_USABLE_ATTEMPTS):
             if best.shortfall_bytes == 0 or merges == self.most_merges:
                 break
             merges = min(self.most_merges, merges + max(1, best.shortfall_bytes // self.model.copy_bytes))
-            more = _judged_by_usable(self.with_merges(method, merges))
-            best = min(best, more, key=_preference)
+            best = min(best, self._with_merges(method, merges), key=_preference)
         return best if best.shortfall_bytes == 0 else self._with_fewer(method, best)
 
-    def _with_fewer(self, method: Method, best: DropPlan) -> DropPlan:
+    def _with_fewer(self, method: Method, best: _Choice) -> _Choice:
         """Too deep a pipeline has less room than two: where the need is not met, fewer merges may meet more of it."""
         merges = self.least_merges
         for _ in range(_USABLE_ATTEMPTS):
             if merges == 0:
                 break
             merges //= 2
-            best = min(best, _judged_by_usable(self.with_merges(method, merges)), key=_preference)
+            best = min(best, self._with_merges(method, merges), key=_preference)
         return best
 
-    def _are_equal_singles(self) -> bool:
-        budgets = {member.budget_bytes for group in self.groups for member in group.members}
-        return (
-            len(budgets) == 1 and all(self.is_full_copy) and self.model.is_uniform and len(self.groups) <= EXACT_LIMIT
-        )
-
-    def _usable_groups(self) -> Partition:
-        """For each number of groups the cheapest; of these the cheapest with enough blocks, else the most blocks."""
-        most = min(len(self.groups), self.units.max_stages)
-        blocks = blocks_by_size(self.model, self.groups[0].members[0].budget_bytes, most)
+    def _of_singles(self, method: Method, blocks: list[int]) -> _Choice:
         block_bytes = self.model.block_bytes * self.model.layer_count
         wanted = sum(group.block_count for group in self.groups) + -(-self.needed_bytes // block_bytes)
+        if method is Method.USABLE or len(self.groups) <= EXACT_LIMIT:
+            return self._judged(self._usable_groups(blocks, wanted), Method.USABLE)
+        group_count = even_group_count(blocks, len(self.groups), wanted)
+        return self._with_merges(method, len(self.groups) - group_count)
+
+    def _usable_groups(self, blocks: list[int], wanted: int) -> Partition:
+        """For each number of groups the cheapest; of these the cheapest with enough blocks, else the most blocks."""
         found = [p for p in cheapest_by_count(self.units, useful_sizes(blocks)) if p is not None]
 
         def demerits(partition: Partition) -> tuple[int, float]:
@@ -196,11 +204,24 @@ class _Planning:
 
         return min(found, key=demerits)
 
-    def with_merges(self, method: Method, merge_count: int) -> DropPlan:
+    def _with_merges(self, method: Method, merge_count: int) -> _Choice:
         if merge_count == 0 or not self.groups:
             found_by = Method.EXACT if method is Method.AUTO else method
-            return self._assemble([[i] for i in range(len(self.groups))], found_by)
-        return self._assemble(*self._group(method, merge_count))
+            return self._judged([[i] for i in range(len(self.groups))], found_by)
+        return self._judged(*self._group(method, merge_count))
+
+    def _judged(self, partition: Partition, method: Method) -> _Choice:
+        got_bytes = self.usable_bytes(partition) if self.counts_usable else self._freed_bytes(partition)
+        return _Choice(max(0, self.needed_bytes - got_bytes), self.units.cost(partition), partition, method)
+
+    def usable_bytes(self, partition: Partition) -> int:
+        """KV that admission can count with beyond today's."""
+        by_size, groups = self.blocks_by_size, self.groups
+        if by_size is None:
+            added = sum(group.block_count - group.block_count_before for group in self._changed(partition))
+        else:
+            added = sum(by_size[len(m)] - sum(groups[i].block_count for i in m) for m in partition if len(m) > 1)
+        return added * self.model.block_bytes * self.model.layer_count
 
     def _trims(self) -> list[int]:
         """Pipelines that hold layers which they do not execute give these first: that costs nothing."""
@@ -224,9 +245,13 @@ class _Planning:
         else:
             found, found_by = evened(self.units, len(self.groups) - merge_count), Method.EVEN
         if found is not None and all(len(members) == 1 or self._can_merge(members) for members in found):
-            greedy = figure6(self.units, merge_count, self._can_merge) if found_by is Method.EVEN else None
-            if greedy is None or method is Method.EVEN or self.units.cost(found) <= self.units.cost(greedy):
+            if found_by is not Method.EVEN or method is Method.EVEN:
                 return found, found_by
+            greedy = figure6(self.units, merge_count, self._can_merge)
+            loses_room = self.counts_usable and self.usable_bytes(greedy) < self.usable_bytes(found)
+            if loses_room or self.units.cost(found) <= self.units.cost(greedy):
+                return found, found_by
+            return greedy, Method.FIGURE6
         return figure6(self.units, merge_count, self._can_merge), Method.FIGURE6
 
     def _is_affordable(self) -> bool:
@@ -242,6 +267,8 @@ class _Planning:
         return None
 
     def _can_merge(self, members: Sequence[int]) -> bool:
+        if self.all_full_copies:
+            return len(members) <= self.units.max_stages
         if sum(self.units.stages[i] for i in members) > self.units.max_stages:
             return False
         if all(self.is_full_copy[i] for i in members):
@@ -251,83 +278,48 @@ class _Planning:
     def _group_plan(self, members: Sequence[int]) -> GroupPlan:
         key = tuple(sorted(members))
         if key not in self._group_plans:
-            self._group_plans[key] = group_plan([self.groups[i] for i in key], self.splitter)
+            self._group_plans[key] = self.planner.plan([self.groups[i] for i in key])
         return self._group_plans[key]
 
-    def _assemble(self, partition: Partition, method: Method) -> DropPlan:
+    def _changed(self, partition: Partition) -> list[GroupPlan]:
+        trimmed = set(self.trimmed)
+        return [self._group_plan(m) for m in partition if len(m) > 1 or m[0] in trimmed]
+
+    def _freed_bytes(self, partition: Partition) -> int:
+        return sum(group.freed_bytes for group in self._changed(partition))
+
+    # ------------------------------------------------------------ working out
+
+    def assembled(self, choice: _Choice) -> DropPlan:
+        partition = choice.partition
+        changed = self._changed(partition)
         changing = {i for members in partition if len(members) > 1 for i in members} | set(self.trimmed)
-        changed = [self._group_plan(members) for members in partition if changing.issuperset(members)]
         freed_bytes = sum(group.freed_bytes for group in changed)
         added_blocks = sum(group.block_count - group.block_count_before for group in changed)
+        usable_bytes = added_blocks * self.model.block_bytes * self.model.layer_count
+        got_bytes = usable_bytes if self.counts_usable else freed_bytes
         units = range(len(self.groups))
         return DropPlan(
-            method=method,
+            method=choice.method,
             needed_bytes=self.needed_bytes,
             freed_bytes=freed_bytes,
-            shortfall_bytes=max(0, self.needed_bytes - freed_bytes),
-            usable_bytes=added_blocks * self.model.block_bytes * self.model.layer_count,
+            shortfall_bytes=max(0, self.needed_bytes - got_bytes),
+            usable_bytes=usable_bytes,
             exchange_bytes=sum(group.exchange_bytes for group in changed),
-            cost_before=self._scaled(self.units.cost([[i] for i in units])),
-            cost_after=self._scaled(self.units.cost(partition)),
-            cost_bound=self._bound(partition, method),
+            cost_before=self.units.cost([[i] for i in units]) / WEIGHT_UNIT,
+            cost_after=choice.cost / WEIGHT_UNIT,
+            cost_bound=self._bound(choice),
             groups=tuple(sorted(changed, key=lambda group: group.group_id)),
             unchanged=tuple(self.groups[i] for i in units if i not in changing),
         )
 
-    def _bound(self, partition: Partition, method: Method) -> float | None:
-        is_exact_here = method is Method.EXACT and len(set(self.units.stages)) == 1
+    def _bound(self, choice: _Choice) -> float | None:
+        is_exact_here = choice.method is Method.EXACT and len(set(self.units.stages)) == 1
         if not self.groups or is_exact_here:
-            return self._scaled(self.units.cost(partition))
-        bound = lower_bound(self.units, len(partition)) if self._is_affordable() else inf
-        return None if bound == inf else self._scaled(bound)
-
-    def _scaled(self, cost: float) -> float:
-        return cost / WEIGHT_UNIT
+            return choice.cost / WEIGHT_UNIT
+        bound = lower_bound(self.units, len(choice.partition)) if self._is_affordable() else inf
+        return None if bound == inf else bound / WEIGHT_UNIT
 
 
-def _preference(plan: DropPlan) -> tuple[int, float]:
-    return plan.shortfall_bytes, plan.cost_after
-
-
-def _judged_by_usable(plan: DropPlan) -> DropPlan:
-    return replace(plan, shortfall_bytes=max(0, plan.needed_bytes - plan.usable_bytes))
-
-
-def surplus_bytes(group: GroupState, model: ModelShape) -> int:
-    """Parameters in the memory of a group's members beyond one copy of all layers."""
-    if len(group.members) == 1:
-        return 0
-    return sum(model.occupied_bytes(member.held_layers) for member in group.members) - model.copy_bytes
-
-
-def group_plan(merged: Sequence[GroupState], splitter: Splitter) -> GroupPlan:
-    """One pipeline of all their members. Raises InvariantViolation if there is none (ask `is_feasible` before)."""
-    model = splitter.model
-    candidates = [Candidate(i, group.used_block_count * model.block_bytes) for group in merged for i in group.members]
-    stages = splitter.split(candidates)
-    if stages is None:
-        raise InvariantViolation(f"no pipeline of {', '.join(c.instance.worker_id for c in candidates)} is complete")
-    members = tuple(_member_plan(stage, splitter) for stage in stages)
-    block_count = min(member.block_count for member in members)
-    used_count = sum(group.used_block_count for group in merged)
-    kept_bytes = sum(stage.candidate.kv_bytes_per_layer * _kept_layers(stage) for stage in stages)
-    return GroupPlan(
-        group_id=GroupId(members[0].worker_id),
-        merged=tuple(merged),
-        members=members,
-        freed_bytes=sum(member.freed_bytes for member in members),
-        exchange_bytes=used_count * model.block_bytes * model.layer_count - kept_bytes,
-        block_count_before=sum(group.block_count for group in merged),
-        block_count=block_count,
-    )
-
-
-def _member_plan(stage: Stage, splitter: Splitter) -> MemberPlan:
-    instance, first_layer, last_layer = stage.candidate.instance, stage.first_layer, stage.last_layer
-    aftermath = splitter.aftermath(instance, first_layer, last_layer)
-    return MemberPlan(instance.worker_id, first_layer, last_layer, *aftermath)
-
-
-def _kept_layers(stage: Stage) -> int:
-    instance = stage.candidate.instance
-    return max(0, min(stage.last_layer, instance.last_layer) - max(stage.first_layer, instance.first_layer))
+def _preference(choice: _Choice) -> tuple[int, float]:
+    return choice.shortfall_bytes, choice.cost

@@ -2,7 +2,8 @@
 
 from collections.abc import Sequence
 
-from services.planner.policy.drop import DropPlan, GroupPlan
+from services.planner.policy.drop import DropPlan
+from services.planner.policy.merged import GroupPlan
 from services.planner.policy.restore import RestorePlan
 from services.planner.policy.snapshot import ModelShape
 

@@ -22,4 +22,8 @@ class Units:
         return sum(self.weights[i] for i in members) * self.factors[stages]
 
     def cost(self, partition: Partition) -> float:
-        return math.fsum(self.cost_of(members) for members in partition)
+        stages, weights, factors = self.stages, self.weights, self.factors
+        return math.fsum(
+            weights[members[0]] * factors[stages[members[0]]] if len(members) == 1 else self.cost_of(members)
+            for members in partition
+        )

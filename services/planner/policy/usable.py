@@ -27,6 +27,30 @@ def useful_sizes(blocks: list[int]) -> list[int]:
     ]
 
 
+def even_group_count(blocks: list[int], count: int, wanted: int) -> int:
+    """As many groups of even sizes as have so many blocks, of `count` instances; if none have, those with the most.
+
+    Groups of sizes n and n + 1 have blocks linear in their number, so that looking at each n is enough.
+    """
+    most_blocks, best = -1, count
+    for size in range(1, len(blocks)):
+        fewest, most = count // (size + 1) + 1, count // size
+        larger_blocks = blocks[size + 1] if size + 1 < len(blocks) else 0
+        if not larger_blocks:
+            fewest = most if count == most * size else most + 1
+        if fewest > most:
+            continue
+        lost = blocks[size] * (size + 1) - larger_blocks * size  # by one group fewer
+        here = blocks[size] * most + (larger_blocks - blocks[size]) * (count - size * most)
+        merges = 0 if here >= wanted else -((wanted - here) // lost) if lost < 0 else most
+        if most - merges >= fewest:
+            return most - merges
+        for group_count in (most, fewest):
+            if (total := here - lost * (most - group_count)) > most_blocks:
+                most_blocks, best = total, group_count
+    return best
+
+
 def cheapest_by_count(units: Units, sizes: list[int]) -> list[Partition | None]:
     """The least costly partition into 0 .. N groups of these sizes, for units of one stage each.
 

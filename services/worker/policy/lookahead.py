@@ -26,23 +26,28 @@ _ATTENTION = 0.4  # of the average; 0 to 0.8 gain nearly the same (benchmarks.pi
 _AHEAD = 1  # microbatches in flight beyond one for each stage, while others wait and
 _LEAST = 0.2  # of a microbatch is the most that is due to its being one, and not to what is in it
 _CRUMB = 0.1  # of a prompt's part: it takes so much more if nothing is left then
+# Numbers of tokens between n and 2n that a batch has where a prompt is cut anyway: a CPU pads its matrix products to
+# these (`engine.kernels.padded_rows`), and a GPU to tiles. Rows in between are computed and of no use, 2 % of them.
+_COUNTS_PER_OCTAVE = 16
 _OVERHEAD = 0.1  # a microbatch without decodes is so long that what it costs at least is not more than this part of it
 
 
-def lookahead(model: Callable[[], CostModel | None], otherwise: Microbatching = by_token_count) -> Microbatching:
+def lookahead(
+    model: Callable[[], CostModel | None], otherwise: Microbatching = by_token_count, *, ahead: int = _AHEAD
+) -> Microbatching:
     """Asks for the cost model each time, as it is fitted anew while the worker runs; without one, `otherwise`."""
 
     def form(view: PipelineView) -> Share:
         cost = model()
         if cost is not None:
-            return _Former(view, cost).form()
+            return _Former(view, cost, ahead).form()
         return otherwise(view) if view.in_flight_count < view.stage_count else []
 
-    return Microbatching(form, _AHEAD)
+    return Microbatching(form, ahead)
 
 
 class _Former:
-    def __init__(self, view: PipelineView, cost: CostModel) -> None:
+    def __init__(self, view: PipelineView, cost: CostModel, ahead: int) -> None:
         self._view = view
         self._cost = cost
         self._least_s = cost.shared_s + cost.many_s  # of any batch
@@ -54,7 +59,7 @@ class _Former:
         self._prefill_s = 0.0  # of what is left, and of what is in flight
         for index, candidate in enumerate(view.candidates):
             self._look_at(index, candidate)
-        self._count = view.stage_count + _AHEAD  # of microbatches that circulate
+        self._count = view.stage_count + ahead  # of microbatches that circulate
         if not self._ahead_pays():
             self._count = view.stage_count
 
@@ -99,7 +104,22 @@ class _Former:
             c = self._view.candidates[index]
             least = min(MIN_CHUNK_TOKENS, self._view.max_batch_tokens)
             chunks = [(index, min(c.token_count - c.departed_tokens, least))]
-        return share + chunks
+        return share + self._rounded(chunks, len(share))
+
+    def _rounded(self, chunks: Share, decode_count: int) -> Share:
+        """With a few tokens more or fewer of a prompt that is cut, so that no rows are computed for nothing."""
+        total = decode_count + sum(count for _, count in chunks)
+        grain = (1 << (total - 1).bit_length()) // (2 * _COUNTS_PER_OCTAVE)
+        if grain <= 1:
+            return chunks
+        wanted = min((total + grain // 2) // grain, self._view.max_batch_tokens // grain) * grain
+        for at in range(len(chunks) - 1, -1, -1):
+            index, count = chunks[at]
+            c = self._view.candidates[index]
+            left = c.token_count - c.departed_tokens
+            if count < left and MIN_CHUNK_TOKENS <= count + wanted - total <= left - MIN_CHUNK_TOKENS:
+                return [*chunks[:at], (index, count + wanted - total), *chunks[at + 1 :]]
+        return chunks
 
     def _prefill_part_s(self) -> float:
         """What goes beside a stage's share of the decodes. While others wait, the prompts that run are spread over

@@ -143,6 +143,19 @@ def test_a_burst_takes_a_relief_back_at_once_while_the_groups_are_what_they_were
     assert taken_back_s - relieved_s < RULES.dwell_s, "no dwell time: nothing has changed yet"
 
 
+def test_while_parameters_come_back_demand_is_held_against_what_there_will_be() -> None:
+    """A pair holds all layers twice then, and half of the KV: what fits when it is over is no reason to give it up."""
+    pressure = Pressure(RULES)
+    relieved_at(pressure)
+
+    def returning(wanted_bytes: int) -> Callable[[float], ClusterDemand]:
+        return lambda t: sample(t, wanted_bytes, capacity_bytes=500, undropped_bytes=1000, groups=MERGED)
+
+    assert tell(pressure, series(5.6, returning(560), from_s=4.0)) == []
+    said = tell(pressure, series(6.0, returning(1100), from_s=5.6))
+    assert [type(signal) for _, signal in said] == [Overload]
+
+
 def test_once_the_layers_are_back_the_dwell_time_holds() -> None:
     pressure = Pressure(RULES)
     relieved_at(pressure)

@@ -1,4 +1,5 @@
 import os
+import random
 import subprocess
 import sys
 from dataclasses import replace
@@ -7,9 +8,10 @@ import pytest
 
 from ballast.common.errors import InvariantViolation
 from services.planner.policy.cost import StageCost
-from services.planner.policy.drop import EXACT_LIMIT, Method, group_plan, plan, plan_shallow
+from services.planner.policy.drop import EXACT_LIMIT, Method, plan, plan_shallow
+from services.planner.policy.merged import GroupPlanner, group_plan
 from services.planner.policy.snapshot import Snapshot
-from services.planner.policy.split import Splitter
+from services.planner.policy.split import Splitter, SplitTolerance
 from tests.support.drop_plans import after, group, model, parameter_bytes, singles, stage
 
 
@@ -258,3 +260,30 @@ def test_a_deeper_pipeline_with_less_room_is_no_answer() -> None:
     assert [len(g.members) for g in done.groups] == [4]
     assert done.usable_bytes == 8000
     assert done.shortfall_bytes == 16_000
+
+
+def test_plans_of_equal_members_are_what_the_search_gives() -> None:
+    rng = random.Random(4)
+    for tolerance in (SplitTolerance(), SplitTolerance(capacity=0.0)):
+        groups = singles(12, model(7), used=[rng.choice([0, 5, 5, 30]) for _ in range(12)]).groups
+        planner = GroupPlanner(Splitter(model(7), tolerance), equal_singles=True)
+        for _ in range(60):
+            merged = sorted(rng.sample(groups, rng.randint(1, 7)), key=lambda one: one.group_id)
+            assert planner.plan(merged) == group_plan(merged, Splitter(model(7), tolerance))
+
+
+def test_more_instances_than_are_solved_exactly_are_merged_as_far_as_is_of_use() -> None:
+    """Triples of four layers hold no more than a pair: whatever the need, pairs and groups of four are what is left."""
+    rng = random.Random(5)
+    count = EXACT_LIMIT + 8
+    snapshot = singles(count, model(4), used=[rng.randrange(20) for _ in range(count)])
+    pair_bytes = plan(singles(2, model(4)), 1, count_usable=True).usable_bytes
+    for pairs in (1, 20, count // 2):
+        done = plan(snapshot, pairs * pair_bytes, count_usable=True)
+        assert [len(g.members) for g in done.groups] == [2] * pairs
+        assert done.shortfall_bytes == 0
+    most = plan(snapshot, 10**9, count_usable=True)
+    assert [len(g.members) for g in most.groups] == [4] * (count // 4)
+    shallow = plan_shallow(snapshot, count // 2 * pair_bytes + 1, tolerable_shortfall=0.5, count_usable=True)
+    assert [len(g.members) for g in shallow.groups] == [2] * (count // 2)
+    assert shallow.shortfall_bytes == 1

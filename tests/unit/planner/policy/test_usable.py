@@ -4,7 +4,7 @@ import pytest
 
 from services.planner.policy.cost import StageCost
 from services.planner.policy.units import Units
-from services.planner.policy.usable import blocks_by_size, cheapest_by_count, useful_sizes
+from services.planner.policy.usable import blocks_by_size, cheapest_by_count, even_group_count, useful_sizes
 from tests.support.drop_plans import model, partitions
 
 
@@ -34,3 +34,19 @@ def test_every_number_of_groups_is_solved_exactly() -> None:
             if partition is not None:
                 assert sorted(unit for members in partition for unit in members) == list(range(count))
                 assert units.cost(partition) == pytest.approx(min(allowed))
+
+
+def test_even_groups_are_as_many_as_have_enough() -> None:
+    rng = random.Random(9)
+    for _ in range(300):
+        count, deepest = rng.randint(1, 40), rng.randint(1, 8)
+        blocks = [0, *sorted(rng.randint(1, 100) for _ in range(min(count, deepest)))]
+        wanted = rng.randint(1, 120 * count)
+        held: dict[int, int] = {}
+        for groups in range(1, count + 1):
+            size, larger = divmod(count, groups)
+            if size + (larger > 0) < len(blocks):
+                held[groups] = (groups - larger) * blocks[size] + (larger * blocks[size + 1] if larger else 0)
+        enough = [groups for groups, total in held.items() if total >= wanted]
+        best = max(enough) if enough else max(held, key=lambda groups: (held[groups], groups))
+        assert even_group_count(blocks, count, wanted) == best

@@ -1,6 +1,9 @@
+import random
+
 from hypothesis import given
 from hypothesis import strategies as st
 
+from services.worker.engine.kernels import padded_rows
 from services.worker.policy.cost import Chunk, CostModel
 from services.worker.policy.lookahead import MIN_CHUNK_TOKENS, lookahead
 from services.worker.policy.microbatching import Candidate, PipelineView, Share, by_token_count
@@ -119,6 +122,16 @@ def test_none_is_ahead_where_a_batch_costs_much_whatever_is_in_it() -> None:
 
 def test_without_a_model_none_is_ahead() -> None:
     assert not lookahead(lambda: None)(view(2, [prompt(700)], waiting=3, flying=2))
+
+
+def test_where_a_prompt_is_cut_no_rows_are_computed_for_nothing() -> None:
+    rng = random.Random(2)
+    for _ in range(200):
+        decodes = [decode(rng.randint(20, 900)) for _ in range(rng.randint(0, 20))]
+        share = FORM(view(2, [*decodes, *(prompt(rng.randint(600, 4000), rng.randint(0, 3000)) for _ in range(8))]))
+        total = sum(n for _, n in share)
+        assert total <= 512
+        assert padded_rows(total) == total
 
 
 def test_a_long_prompt_gets_half_and_short_ones_do_not_wait_for_it() -> None:

@@ -1,0 +1,131 @@
+"""What becomes of groups that are merged: one pipeline of all their members, and what each of them gives up."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+from ballast.common.errors import InvariantViolation
+from ballast.common.ids import GroupId, WorkerId
+from services.planner.policy.snapshot import GroupState, ModelShape
+from services.planner.policy.split import Aftermath, Candidate, Splitter, Stage
+
+
+@dataclass(frozen=True, slots=True)
+class MemberPlan:
+    worker_id: WorkerId
+    first_layer: int  # executes and keeps [first_layer, last_layer)
+    last_layer: int
+    dropped_layers: tuple[int, ...]
+    freed_bytes: int
+    block_count: int  # its own KV blocks, once the exchange is over
+
+
+@dataclass(frozen=True, slots=True)
+class GroupPlan:
+    group_id: GroupId  # the leader's worker id
+    merged: tuple[GroupState, ...]  # by id
+    members: tuple[MemberPlan, ...]  # stage order
+    freed_bytes: int
+    exchange_bytes: int  # KV of running sequences that changes its holder
+    block_count_before: int  # of all that was merged
+    block_count: int  # the minimum over the stages
+
+
+class _Cut(NamedTuple):
+    """The stages of equal members, the one with most KV first: ranges of layers and what follows from them."""
+
+    parts: tuple[tuple[int, int, Aftermath], ...]  # first and last layer
+    freed_bytes: int
+    block_count: int
+
+
+class GroupPlanner:
+    """`equal_singles`: all groups are single instances of the same memory, and all layers are alike. How the layers
+    are split over such members depends on nothing but which of them have as much KV as others; that is worked out once.
+    """
+
+    def __init__(self, splitter: Splitter, *, equal_singles: bool) -> None:
+        self._splitter = splitter
+        self._equal_singles = equal_singles
+        self._cuts: dict[tuple[bool, ...], _Cut] = {}
+
+    def plan(self, merged: Sequence[GroupState]) -> GroupPlan:
+        """See `group_plan`."""
+        if not self._equal_singles:
+            return group_plan(merged, self._splitter)
+        ordered = sorted(merged, key=_by_load)
+        alike = tuple([one.used_block_count == other.used_block_count for one, other in pairwise(ordered)])
+        cut = self._cuts.get(alike)
+        if cut is None:
+            cut = self._cuts[alike] = _cut_of(group_plan(merged, self._splitter))
+        return self._applied(cut, ordered, merged)
+
+    def _applied(self, cut: _Cut, ordered: Sequence[GroupState], merged: Sequence[GroupState]) -> GroupPlan:
+        model = self._splitter.model
+        members: list[MemberPlan] = []
+        sent = before = 0  # blocks, those sent times layers
+        for group, (first, last, aftermath) in zip(ordered, cut.parts, strict=True):
+            members.append(MemberPlan(group.members[0].worker_id, first, last, *aftermath))
+            sent += group.used_block_count * (model.layer_count - last + first)
+            before += group.block_count
+        return GroupPlan(
+            group_id=GroupId(members[0].worker_id),
+            merged=tuple(merged),
+            members=tuple(members),
+            freed_bytes=cut.freed_bytes,
+            exchange_bytes=sent * model.block_bytes,
+            block_count_before=before,
+            block_count=cut.block_count,
+        )
+
+
+def _by_load(group: GroupState) -> tuple[int, WorkerId]:
+    return -group.used_block_count, group.members[0].worker_id
+
+
+def _cut_of(plan: GroupPlan) -> _Cut:
+    parts = tuple(
+        (m.first_layer, m.last_layer, Aftermath(m.dropped_layers, m.freed_bytes, m.block_count)) for m in plan.members
+    )
+    return _Cut(parts, plan.freed_bytes, plan.block_count)
+
+
+def surplus_bytes(group: GroupState, model: ModelShape) -> int:
+    """Parameters in the memory of a group's members beyond one copy of all layers."""
+    if len(group.members) == 1:
+        return 0
+    return sum(model.occupied_bytes(member.held_layers) for member in group.members) - model.copy_bytes
+
+
+def group_plan(merged: Sequence[GroupState], splitter: Splitter) -> GroupPlan:
+    """One pipeline of all their members. Raises InvariantViolation if there is none (ask `is_feasible` before)."""
+    model = splitter.model
+    candidates = [Candidate(i, group.used_block_count * model.block_bytes) for group in merged for i in group.members]
+    stages = splitter.split(candidates)
+    if stages is None:
+        raise InvariantViolation(f"no pipeline of {', '.join(c.instance.worker_id for c in candidates)} is complete")
+    members = tuple(_member_plan(stage, splitter) for stage in stages)
+    block_count = min(member.block_count for member in members)
+    used_count = sum(group.used_block_count for group in merged)
+    kept_bytes = sum(stage.candidate.kv_bytes_per_layer * _kept_layers(stage) for stage in stages)
+    return GroupPlan(
+        group_id=GroupId(members[0].worker_id),
+        merged=tuple(merged),
+        members=members,
+        freed_bytes=sum(member.freed_bytes for member in members),
+        exchange_bytes=used_count * model.block_bytes * model.layer_count - kept_bytes,
+        block_count_before=sum(group.block_count for group in merged),
+        block_count=block_count,
+    )
+
+
+def _member_plan(stage: Stage, splitter: Splitter) -> MemberPlan:
+    instance, first_layer, last_layer = stage.candidate.instance, stage.first_layer, stage.last_layer
+    aftermath = splitter.aftermath(instance, first_layer, last_layer)
+    return MemberPlan(instance.worker_id, first_layer, last_layer, *aftermath)
+
+
+def _kept_layers(stage: Stage) -> int:
+    instance = stage.candidate.instance
+    return max(0, min(stage.last_layer, instance.last_layer) - max(stage.first_layer, instance.first_layer))
