@@ -2,16 +2,18 @@
 
 Two workers as processes of their own. In each cycle, under steady load: both alone, then one pipeline (dropped by
 hand), then a restore by hand, then both alone again. Judged are the gaps of every request that end while the restore
-is under way, as multiples of the same request's median gap outside of it; and, so that a busy machine is not taken
-for a fault, the same for windows of the same length in which nothing happens. Time per token is compared before the
-drop and after the restore: at once, and when the requests of the pipeline's time have ended. A pipeline takes longer
-for each request, so more of them are there when it is dissolved than there were before, and batches are larger.
+is under way, as multiples of the same request's median gap outside of it, and by what was going on. So that a busy
+machine is not taken for a fault, the same is told of windows of the same length in which nothing happens: of the
+pipeline before the restore, and of both alone after it. Time per token is compared before the drop and after the
+restore: at once, and when the requests of the pipeline's time have ended. A pipeline takes longer for each request, so
+more of them are there when it is dissolved than there were before, and batches are larger.
 """
 
 import argparse
 import asyncio
 import bisect
 import contextlib
+import gc
 import json
 import random
 import statistics
@@ -20,6 +22,7 @@ import time
 from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import asdict, dataclass, field
+from enum import StrEnum
 from itertools import count, pairwise
 from pathlib import Path
 
@@ -40,6 +43,23 @@ _GAPS_TOLD = 5
 _LONGEST_REQUEST_S = 60.0
 _TOKENS_COME_S = 2.0  # of a request that has not ended
 _AFTERWARDS_S = 0.5  # dispatchers follow the requests, and clients hear of them
+
+
+class During(StrEnum):
+    """What of a restore a gap has met."""
+
+    LAYERS_COME = "layers come"  # and KV is copied ahead
+    CHANGE = "change"  # from the decision until all KV has been exchanged
+    AFTERWARDS = "afterwards"
+
+
+@dataclass(frozen=True, slots=True)
+class Gap:
+    """Between two messages with tokens of one request."""
+
+    from_s: float
+    to_s: float
+    times: float  # the request's median gap outside of the window
 
 
 @dataclass(slots=True)
@@ -103,21 +123,26 @@ class Load:
             counts = now
             await asyncio.sleep(_TOKENS_COME_S)
 
-    def longest(self, begin_s: float, end_s: float) -> list[tuple[float, float]]:
-        """(from, to) of the gaps that end in the window, from its beginning on; the longest first."""
-        gaps = [(a - begin_s, b - begin_s) for came in self.token_at_s for (a, _), (b, _) in pairwise(came)]
-        return sorted((g for g in gaps if 0 <= g[1] < end_s - begin_s), key=lambda g: g[0] - g[1])
+    def gaps(self, begin_s: float, end_s: float) -> list[Gap]:
+        """Those that end in the window, of requests that have a usual gap."""
+        found: list[Gap] = []
+        for came in self.token_at_s:
+            ends = [(a, b) for (a, _), (b, _) in pairwise(came)]
+            outside = [b - a for a, b in ends if not begin_s <= b < end_s]
+            if len(outside) >= MIN_GAPS:
+                usual_s = statistics.median(outside)
+                found += [Gap(a, b, (b - a) / usual_s) for a, b in ends if begin_s <= b < end_s]
+        return found
 
     def stretches(self, begin_s: float, end_s: float) -> list[float]:
         """For each gap that ends in the window: how many times the request's median gap outside of it."""
-        found: list[float] = []
-        for came in self.token_at_s:
-            gaps = [(b, b - a) for (a, _), (b, _) in pairwise(came)]
-            outside = [gap for at_s, gap in gaps if not begin_s <= at_s < end_s]
-            if len(outside) >= MIN_GAPS:
-                usual = statistics.median(outside)
-                found += [gap / usual for at_s, gap in gaps if begin_s <= at_s < end_s]
-        return found
+        return [gap.times for gap in self.gaps(begin_s, end_s)]
+
+    def at_rest(self, begin_s: float, end_s: float, window_s: float) -> "list[Stretches]":
+        """Of each window of that length that finds room between these, the last ones first."""
+        count = int((end_s - begin_s) / window_s)
+        starts = [end_s - (i + 1) * window_s for i in range(count)]
+        return [Stretches.of(self.stretches(at_s, at_s + window_s)) for at_s in starts]
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +172,9 @@ class Stretches:
 class Cycle:
     restore_s: float
     during: Stretches
-    quiet: Stretches  # an equally long window of the pipeline, nothing happens
+    by_phase: dict[During, Stretches]
+    pipeline_at_rest: list[Stretches]  # equally long windows in which nothing happens
+    alone_at_rest: list[Stretches]
     tpot_before_s: float
     tpot_pipeline_s: float
     tpot_after_s: float
@@ -166,7 +193,8 @@ class Cycle:
     ahead_bytes: int
     delta_bytes: int
     pulled_bytes: int
-    longest_gaps: list[tuple[float, float]]  # from and to, since the restore was asked for
+    began_s: float  # of the machine's monotonic clock, as are these
+    longest_gaps: list[Gap]
 
 
 class Planner:
@@ -206,6 +234,14 @@ async def capacity(load: Load, concurrency: int, seconds: float) -> float:
     return rate
 
 
+def by_phase(gaps: Sequence[Gap], decided_s: float, over_s: float) -> dict[During, Stretches]:
+    found: dict[During, list[float]] = {phase: [] for phase in During}
+    for gap in gaps:
+        after = During.AFTERWARDS if gap.from_s >= over_s else During.CHANGE
+        found[During.LAYERS_COME if gap.to_s <= decided_s else after].append(gap.times)
+    return {phase: Stretches.of(times) for phase, times in found.items()}
+
+
 async def cycle(load: Load, planner: Planner, settle_s: float) -> Cycle:
     marks = [time.monotonic()]
     await asyncio.sleep(settle_s)
@@ -224,11 +260,14 @@ async def cycle(load: Load, planner: Planner, settle_s: float) -> Cycle:
     settled_s = time.monotonic()
     await asyncio.sleep(settle_s)
     over_s = time.monotonic()
-    quiet_s = max(marks[2], begin_s - (end_s - begin_s))
+    window_s, decided_s = end_s - begin_s, begin_s + told.prepare_s
+    gaps = load.gaps(begin_s, end_s)
     return Cycle(
         restore_s=end_s - begin_s - _AFTERWARDS_S,
-        during=Stretches.of(load.stretches(begin_s, end_s)),
-        quiet=Stretches.of(load.stretches(quiet_s, begin_s)),
+        during=Stretches.of([gap.times for gap in gaps]),
+        by_phase=by_phase(gaps, decided_s, decided_s + told.commit_s + told.exchange_s),
+        pipeline_at_rest=load.at_rest(marks[2], begin_s, window_s),
+        alone_at_rest=load.at_rest(settled_s, over_s, window_s),
         tpot_before_s=statistics.median(load.gaps_s(marks[0], marks[1])),
         tpot_pipeline_s=statistics.median(load.gaps_s(marks[2], begin_s)),
         tpot_after_s=statistics.median(load.gaps_s(end_s, last_s)),
@@ -247,7 +286,8 @@ async def cycle(load: Load, planner: Planner, settle_s: float) -> Cycle:
         ahead_bytes=told.kv_bytes_copied_ahead,
         delta_bytes=told.kv_bytes_exchanged,
         pulled_bytes=told.parameter_bytes_pulled,
-        longest_gaps=load.longest(begin_s, end_s)[:_GAPS_TOLD],
+        began_s=begin_s,
+        longest_gaps=sorted(gaps, key=lambda gap: -gap.times)[:_GAPS_TOLD],
     )
 
 
@@ -257,14 +297,21 @@ def say(number: int, one: Cycle) -> None:
         f"cycle {number}: restore {one.restore_s:.2f} s (prepare {one.prepare_s:.2f} s,"
         f" commit {one.commit_s * ms:.0f} ms, exchange {one.exchange_s * ms:.0f} ms, remap {one.remap_s * ms:.1f} ms)"
     )
-    print(f"  gaps during the restore {one.during}")
-    print(f"  gaps before, as long    {one.quiet}")
+    print(f"  gaps during the restore    {one.during}")
+    for phase, stretches in one.by_phase.items():
+        print(f"    {phase:<24} {stretches}")
+    for name, windows in (("pipeline", one.pipeline_at_rest), ("alone", one.alone_at_rest)):
+        for stretches in windows:
+            print(f"  as long, {name:<8} at rest  {stretches}")
     print(
         f"  {one.victims} victims, {one.victims_copied_ahead} needed the rest only; copied ahead"
         f" {one.ahead_bytes / 1e6:.2f} MB, at the boundary {one.delta_bytes / 1e6:.2f} MB; downtime max"
         f" {one.max_stall_s * ms:.0f} ms, p99 {one.p99_stall_s * ms:.0f} ms; pulled {one.pulled_bytes / 1e6:.1f} MB"
     )
-    gaps = ", ".join(f"{(b - a) * ms:.0f} ms until {b:.2f} s" for a, b in one.longest_gaps)
+    gaps = ", ".join(
+        f"{gap.times:.1f} x ({(gap.to_s - gap.from_s) * ms:.0f} ms) until {gap.to_s - one.began_s:.2f} s"
+        for gap in one.longest_gaps
+    )
     print(f"  longest gaps: {gaps}")
     after, settled = one.tpot_after_s / one.tpot_before_s - 1, one.tpot_settled_s / one.tpot_before_s - 1
     print(
@@ -310,6 +357,7 @@ async def measure(args: argparse.Namespace, folder: Path) -> list[Cycle]:
             await planner.restore()
             rate = args.load * peak / args.output_tokens
             print(f"one pipeline: {peak:.0f} tokens/s with {args.concurrency} requests; load: {rate:.2f} requests/s")
+        gc.freeze()  # this process's own full collections would be gaps of all requests
         task = asyncio.create_task(load.run(rate, args.concurrency))
         await asyncio.sleep(args.settle_s)
         await load.outlive(time.monotonic())  # until then there are more and more of them
@@ -322,15 +370,24 @@ async def measure(args: argparse.Namespace, folder: Path) -> list[Cycle]:
     return cycles
 
 
+def windows_of(cycles: Sequence[Cycle]) -> dict[str, list[Stretches]]:
+    found = {"gaps during restores": [c.during for c in cycles]}
+    found |= {f"  {phase}": [c.by_phase[phase] for c in cycles] for phase in During}
+    found["as long, pipeline at rest"] = [window for c in cycles for window in c.pipeline_at_rest]
+    found["as long, alone at rest"] = [window for c in cycles for window in c.alone_at_rest]
+    return {name: windows for name, windows in found.items() if windows}
+
+
 def summarise(cycles: Sequence[Cycle]) -> None:
     at_once = [one.tpot_after_s / one.tpot_before_s - 1 for one in cycles]
     settled = [one.tpot_settled_s / one.tpot_before_s - 1 for one in cycles]
     print(f"\n{len(cycles)} restores, {sum(c.victims for c in cycles)} victims:")
-    for name, found in (("during", [c.during for c in cycles]), ("before", [c.quiet for c in cycles])):
+    for name, found in windows_of(cycles).items():
         longest = [window.longest for window in found]
+        p99 = statistics.median(window.p99 for window in found)
         print(
-            f"  gaps {name}: longest {max(longest):.1f} x (median of the restores {statistics.median(longest):.1f} x),"
-            f" p99 {statistics.median(window.p99 for window in found):.1f} x,"
+            f"  {name:<26} longest {max(longest):.1f} x"
+            f" (median of {len(longest)} windows {statistics.median(longest):.1f} x), p99 {p99:.1f} x,"
             f" {sum(window.long for window in found)} of {sum(window.gaps for window in found)} beyond {LONG:g} x"
         )
     print(f"  downtime: longest {max(c.max_stall_s for c in cycles) * 1000:.0f} ms")

@@ -41,6 +41,9 @@ def test_only_the_rest_of_the_last_blocks_travels_at_the_commit(model_dir: Path)
             for progress in done.values():
                 assert len(progress.stalls_s) == progress.victim_count
                 assert 0.0 < progress.p99_stall_s <= progress.max_stall_s
+            spans = cluster.workers["w0"].member.published.clock.spans()
+            steps = [span for span in spans if span.kind == "run" and span.epoch == 2 and span.token_count]
+            assert steps[-1].token_count == len(PROMPTS)  # nobody waits for a batch that it is not in
             assert sorted(w.book.used_count > 0 for w in cluster.workers.values()) == [True, True]
             for answer in answers:
                 await cluster.dispatcher.cancel(answer)

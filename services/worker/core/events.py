@@ -145,6 +145,13 @@ class PrefillLimited:
 
 
 @dataclass(frozen=True, slots=True)
+class MicrobatchesJoined:
+    """Until RoleChanged, a batch of a pipeline has all that decodes and is in no other one, and no prompts."""
+
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class RoleChanged:
     """This worker leads a group of so many stages, or it follows (and has handed everything over). Told while nothing
     is in flight. Every stage forgets what it knows of sequences, except their blocks: batches add them anew.
@@ -268,6 +275,7 @@ Event = (
     | CapacityChanged
     | AdmissionLimited
     | PrefillLimited
+    | MicrobatchesJoined
     | RoleChanged
     | KvTravels
     | KvAdmitted

@@ -51,6 +51,11 @@ class Flights:
     def __len__(self) -> int:
         return len(self._flights)
 
+    @property
+    def departed_step_id(self) -> int:
+        """Of the last batch that is in flight, or has landed. What only tells the stages to forget does not land."""
+        return self._flights[-1].step_id if self._flights else self.landed_step_id
+
     def in_flight(self, sequence: Sequence) -> bool:
         return sequence.step_id > self.landed_step_id
 

@@ -16,6 +16,7 @@ from services.worker.core.events import (
     KvLanded,
     KvLost,
     KvTravels,
+    MicrobatchesJoined,
     OrphanWithdrawn,
     PrefillLimited,
     RoleChanged,
@@ -54,6 +55,7 @@ class Group:
         | CapacityChanged
         | AdmissionLimited
         | PrefillLimited
+        | MicrobatchesJoined
         | KvTravels
         | KvAdmitted
         | KvArrived
@@ -72,6 +74,8 @@ class Group:
                 self._scheduler.admission_limit = event.block_count
             case PrefillLimited():
                 self._scheduler.prefill_limit = event.token_count
+            case MicrobatchesJoined():
+                self._scheduler.joined = True
             case KvTravels():
                 self._suspend(event)
             case KvAdmitted():
@@ -105,6 +109,7 @@ class Group:
             self._scheduler.resize(self._scheduler.block_count, 0)
         self._scheduler.stage_count = event.stage_count
         self._scheduler.prefill_limit = None
+        self._scheduler.joined = False
         for sequence in self._residents.live.values():
             sequence.in_engine = False  # the stages of the new group have yet to hear of it
         self.shed(event.at_s)

@@ -34,6 +34,8 @@ from services.worker.policy.batching import PrefillView, chunk_prefills
 from services.worker.policy.microbatching import Candidate, Microbatching, PipelineView, by_token_count
 from services.worker.policy.preemption import VictimView, choose_victim
 
+_FEW = 0.25  # of a microbatch's decodes
+
 
 @record()
 class Plan:
@@ -62,6 +64,7 @@ class Scheduler:
         self.admission_limit: int | None = None  # blocks; nothing new above it
         self.prefill_limit: int | None = None  # tokens of prompts in a batch that has decodes
         self.stage_count = 1
+        self.joined = False  # a pipeline's batches have all that is ready to decode, and nothing else
         self.reserved_block_count = 0
         self.running: list[Sequence] = []  # in order of service
         self.suspended: dict[SequenceId, Sequence] = {}  # those that have ended meanwhile are still among them
@@ -282,6 +285,8 @@ class Scheduler:
             self._leave_ahead(at_s)
         # Whoever just gave way does not fit: it needs at least what it had, and a part of that is taken.
         self.admit(at_s)
+        if self.stage_count > 1 and self.joined:
+            return self._joined_batch(landed_step_id, preempted)
         if self.stage_count > 1:
             return self._next_microbatch(landed_step_id, in_flight_count, preempted)
         ready = self.running
@@ -292,6 +297,13 @@ class Scheduler:
         chunks = self._chunks(len(decodes), prefills, self._batch_tokens(len(decodes)))
         swaps = SwapOrders(left, self.swap.order(busy=bool(decodes or chunks))) if len(self.swap) or left else NOTHING
         return Plan(decodes, chunks, preempted, swaps)
+
+    def _joined_batch(self, landed_step_id: int, preempted: list[Sequence]) -> Plan:
+        return Plan(self._ready_decodes(landed_step_id)[: self._limits.max_batch_tokens], [], preempted)
+
+    def _ready_decodes(self, landed_step_id: int) -> list[Sequence]:
+        ready = [s for s in self.running if s.step_id <= landed_step_id and s.token_count <= s.reserved_tokens]
+        return [s for s in ready if s.token_count - s.computed_tokens == 1]
 
     def _next_microbatch(self, landed_step_id: int, in_flight_count: int, preempted: list[Sequence]) -> Plan:
         candidates = [
@@ -320,7 +332,19 @@ class Scheduler:
                 plan.decodes.append(sequence)
             else:
                 plan.chunks.append((sequence, count))
+        if limited and plan.decodes:
+            self._take_along(plan, landed_step_id)
         return plan
+
+    def _take_along(self, plan: Plan, landed_step_id: int) -> None:
+        """A transition is prepared, and batches take longer than usual. Those few who would be put off to the next
+        microbatch, so that all are alike, would wait half a trip through the pipeline on top of it.
+        """
+        taken = {s.sequence_id for s in plan.decodes}
+        left = [s for s in self._ready_decodes(landed_step_id) if s.sequence_id not in taken]
+        room = self._limits.max_batch_tokens - len(plan.decodes) - sum(count for _, count in plan.chunks)
+        if len(left) <= min(room, max(1, int(len(plan.decodes) * _FEW))):
+            plan.decodes.extend(left)
 
     def _batch_tokens(self, decode_count: int) -> int:
         """The most in a batch with so many decodes."""

@@ -181,6 +181,16 @@ class WorkerCore:
         return len(self._flights)
 
     @property
+    def landed_step_id(self) -> int:
+        """Of the last batch that has."""
+        return self._flights.landed_step_id
+
+    @property
+    def departed_step_id(self) -> int:
+        """Of the last batch that is in flight, or has landed."""
+        return self._flights.departed_step_id
+
+    @property
     def settled(self) -> bool:
         """Whether all that is held is within the group's capacity, and the stages know of all that is not."""
         return self._scheduler.settled and not self._flights.to_remove

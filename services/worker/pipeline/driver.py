@@ -11,7 +11,8 @@ from ballast.common.ids import Epoch, WorkerId
 from ballast.service.logs import get_logger
 from ballastpb.worker.v1 import stage_pb2 as pb
 from services.worker.core.batch import SequenceId
-from services.worker.core.events import KvArrived, KvLanded, PrefillLimited, RoleChanged
+from services.worker.core.events import KvArrived, KvLanded, MicrobatchesJoined, PrefillLimited, RoleChanged
+from services.worker.core.farewell import Farewell, has_last_batch
 from services.worker.core.leading import Decision
 from services.worker.core.plan import Kind, Phase, Victim, members_of, part_of
 from services.worker.core.regroup import Regroup, Turn
@@ -132,6 +133,7 @@ class TransitionDriver:
         self._received: PlanReceived | None = None
         self._exchange: KvExchange | None = None  # of that transition
         self.quiescing = False  # no batches are formed
+        self._farewell = Farewell()
         self.regroup = Regroup()
         self._waits = False  # for the first batch after a restore
         self._learning = False  # a drop is prepared: checksums are taken of what is to be given up
@@ -201,6 +203,8 @@ class TransitionDriver:
 
     @property
     def may_form(self) -> bool:
+        if self._farewell.may_form(self._core.in_flight_count):
+            return True
         awaits_stages = self.transition is not None and self.transition.awaits_stages
         return not (self.quiescing or self._waits or awaits_stages)
 
@@ -215,8 +219,10 @@ class TransitionDriver:
         if turn is Turn.OVER:
             self._links.retire(self._role.epoch)  # see `_release_lost`
         if self.quiescing and transition is not None and transition.phase is Phase.COMMITTING:
-            boundary = not self._core.in_flight_count and not self._core.suspended_ids
-            if boundary and transition.led_before:
+            core = self._core
+            over = self._farewell.is_over(core.landed_step_id, core.in_flight_count, has_work=core.has_work)
+            if over and not core.suspended_ids and transition.led_before:
+                self._farewell.end()
                 # What has ended since the last batch, while the stages still follow this leader: it would stay there.
                 self._capacities.tell_core()
                 self.drive(BoundaryReached(time.monotonic(), transition.epoch))
@@ -287,6 +293,7 @@ class TransitionDriver:
             self._hub.attention.abandon()
         self.transition, self._exchange = None, None
         self.quiescing = self._learning = self._waits = False
+        self._farewell.end()
         self.regroup.end()
         return lambda: (exchange is None or exchange.idle) and (precopy is None or precopy.idle)
 
@@ -328,6 +335,9 @@ class TransitionDriver:
                 case Quiesce():
                     self.quiescing = True
                     self._published.note_commit()
+                    if self._role.stages and self._current().plan.kind is Kind.RESTORE:
+                        self._answers.tell(MicrobatchesJoined(time.monotonic()))
+                        self._farewell.begin(self._core.departed_step_id, len(self._role.stages))
                 case SendEpochEnded(epoch=epoch):
                     self._links.pass_on(Topic.EPOCH_ENDED, epoch)
                 case TakeUp():
@@ -420,11 +430,17 @@ class TransitionDriver:
         self.quiescing = role.leads  # a leader forms batches once all members are ready
         transition.own_victims(own)
         progress = self._published.counted
+        progress.halted_at_s = now_s if self._ends_with_everybody(transition) else progress.commit_at_s
         progress.taken_up_at_s = time.monotonic()
         progress.boundary_wait_s = progress.taken_up_at_s - progress.commit_at_s - progress.remap_s
         get_logger().info("layout taken up", epoch=transition.epoch, **progress.until_taken_up())
         self.drive(TakenUp(time.monotonic(), transition.epoch))
         self._stage.run_early()
+
+    @staticmethod
+    def _ends_with_everybody(transition: Transition) -> bool:
+        """The last batch of the old group had all who decode."""
+        return transition.plan.kind is Kind.RESTORE and has_last_batch(len(members_of(transition.part.old)))
 
     def _hand_over(self, transition: Transition, now_s: float) -> tuple[Victim, ...]:
         if transition.plan.kind is Kind.RESTORE:
@@ -480,7 +496,7 @@ class TransitionDriver:
     def _resume(self, sequence_id: SequenceId, *, landing: bool) -> None:
         now_s, progress = time.monotonic(), self._published.counted
         progress.victims_waiting -= 1
-        progress.note_stall(now_s - progress.commit_at_s)
+        progress.note_stall(now_s - progress.halted_at_s)
         self._answers.tell(KvArrived(now_s, sequence_id, landing))
 
     def _release_sent(self) -> None:

@@ -3,7 +3,6 @@
 `Homecoming` takes the layers back, `PrecopyRun` copies; here is when, and what the group hears of it.
 """
 
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 
@@ -41,11 +40,8 @@ BEFORE_COMMIT = (Phase.PREPARING, Phase.PREPARED)
 # Of prompts in a batch beside decodes. Layers that come take bandwidth, and time of the processor, from every batch:
 # a long piece of a prompt on top of it would be the longest gap that a request has. In a pipeline a token waits for
 # the pieces in all microbatches that are in flight.
-_PROMPT_BLOCKS = 1
+_PROMPT_BLOCKS = 0.5
 PROMPT_BLOCKS_ALONE = 2
-# Once prepared: whoever has a token in a batch before the commit waits until the pipeline is through with all of them.
-# The commit comes with the planner's next question; if it does not, prompts have waited long enough.
-_PROMPTS_WAIT_S = 0.3
 
 
 class Restoring:
@@ -86,7 +82,6 @@ class Restoring:
         self._post = post
         self._room_epoch = Epoch(0)  # the restore for which the leader has granted room
         self._withdrawn_epoch = Epoch(0)  # the restore that the leader has given up
-        self._prompts_wait_until_s: float | None = None  # leader: it is prepared
         self.undoing = False  # a restore was aborted
         self.precopy: PrecopyRun | None = None  # of one that has ended until nothing is read for it
 
@@ -147,8 +142,7 @@ class Restoring:
         self._homecoming.begin(epoch, sources, self._published.counted)
         if self._role.leads:
             self._capacities.limit(epoch, self._capacities.smallest_home)
-            self._limit_prefill(_PROMPT_BLOCKS * self._memory.kv.shape.block_tokens)
-            self._prompts_wait_until_s = None
+            self._limit_prefill(max(1, int(_PROMPT_BLOCKS * self._memory.kv.shape.block_tokens)))
 
     def _limit_prefill(self, token_count: int | None) -> None:
         self._tell(PrefillLimited(time.monotonic(), token_count))
@@ -158,19 +152,9 @@ class Restoring:
     def _lead(self, transition: Transition) -> None:
         if transition.phase in BEFORE_COMMIT and (why := self.why_too_long()):
             self._drive(PreparationFailed(time.monotonic(), transition.epoch, why))
-        if transition.phase is Phase.PREPARED:
-            self._hold_prompts(time.monotonic())
         wanted = transition.phase is Phase.PREPARING and self._homecoming.wants_room and not self._links.missing
         if wanted and self._core.settled:  # nobody holds or will take a block beyond the limit
             self.room_is_granted(transition.epoch)
-
-    def _hold_prompts(self, now_s: float) -> None:
-        if self._prompts_wait_until_s is None:
-            self._prompts_wait_until_s = now_s + _PROMPTS_WAIT_S
-            self._limit_prefill(0)
-        elif now_s >= self._prompts_wait_until_s:
-            self._prompts_wait_until_s = math.inf
-            self._limit_prefill(_PROMPT_BLOCKS * self._memory.kv.shape.block_tokens)
 
     def room_is_granted(self, epoch: Epoch) -> None:
         """Told down the pipeline, behind all batches."""

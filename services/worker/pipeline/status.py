@@ -39,8 +39,9 @@ class Progress:
     kv_bytes_copied_ahead: int = 0  # before the commit; not among those received
     victims_copied_ahead: int = 0  # that lacked only the rest of their KV at the commit
     commit_at_s: float = 0.0
+    halted_at_s: float = 0.0  # since then victims get no tokens, or have got the last one at the latest
     taken_up_at_s: float = 0.0
-    stalls_s: list[float] = field(default_factory=list[float])  # of each victim, from the commit until it may go on
+    stalls_s: list[float] = field(default_factory=list[float])  # of each victim, from then until it may go on
 
     def until_taken_up(self) -> dict[str, float]:
         """Where the time from hearing of the plan to the new layout went."""

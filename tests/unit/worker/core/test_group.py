@@ -16,6 +16,7 @@ from services.worker.core.events import (
     KvLanded,
     KvLost,
     KvTravels,
+    MicrobatchesJoined,
     PrefillLimited,
     Removed,
     RoleChanged,
@@ -224,6 +225,51 @@ def test_prompts_have_the_batch_for_themselves_where_nobody_decodes() -> None:
     assert _step(leader) == {1: 1}
     leader.feed(RoleChanged(leader.at_s, leads=True))
     assert _step(leader) == {1: 1, 2: 20}
+
+
+def test_a_few_are_not_put_off_for_balance_while_a_transition_is_prepared() -> None:
+    def form(view: PipelineView) -> Share:
+        ready = [i for i, c in enumerate(view.candidates) if c.step_id <= view.landed_step_id]
+        return [(i, view.candidates[i].token_count - view.candidates[i].computed_tokens) for i in ready[:put_in]]
+
+    put_in = 5
+    leader = Leader(64, stages=2, max_batch_tokens=16, microbatching=Microbatching(form))
+    for number in range(5):
+        leader.submit(f"r{number}")
+    assert len(_step(leader)) == 5
+    put_in = 4
+    assert len(_step(leader)) == 4
+    leader.feed(PrefillLimited(leader.at_s, 3))
+    assert len(_step(leader)) == 5
+    put_in = 3
+    assert len(_step(leader)) == 3  # so many are worth it
+    put_in = 0
+    assert leader.batch() is None
+
+
+# ---------------------------------------------------------------- the last batch of a pipeline
+
+
+def test_joined_microbatches_are_one_of_all_that_decodes() -> None:
+    leader = Leader(64, stages=2, max_running_count=4, max_batch_tokens=16)
+    for number in range(5):
+        leader.submit(f"r{number}")
+    while any(len(share) < 2 or max(share.values()) > 1 for share in (_step(leader), _step(leader))):
+        pass  # prompts
+    leader.submit("new", tuple(range(1, 9)))
+    leader.feed(MicrobatchesJoined(leader.at_s))
+    assert _step(leader) == dict.fromkeys(range(1, 6), 1)
+    leader.feed(RoleChanged(leader.at_s, leads=True, stage_count=2))
+    assert 1 <= len(_step(leader)) < 6
+
+
+def test_joined_microbatches_are_none_where_nobody_decodes() -> None:
+    leader = Leader(64, stages=2)
+    leader.submit("a", tuple(range(1, 9)))
+    leader.feed(MicrobatchesJoined(leader.at_s))
+    assert leader.batch() is None
+    assert leader.core.has_work
+    assert not leader.core.in_flight_count
 
 
 # ---------------------------------------------------------------- KV on its way
