@@ -69,7 +69,7 @@ if TYPE_CHECKING:
 
     from services.worker.transport.link import Link
 
-_MESSAGE_BYTES = 4 << 20  # of KV that goes with the word that a sequence is handed over
+MESSAGE_BYTES = 4 << 20  # of KV that goes with the word that a sequence is handed over
 _SPAN_BYTES = 64 << 20  # sent at once while the sequence is decoding, unless a block of all the layers is more
 
 
@@ -304,7 +304,7 @@ class Migrations:
         pieces = kv_pieces(self._kv, table, span.first_block, span.last_block, 0, layers)
         self._synchronise()
         now_s = time.monotonic()
-        in_message = sum(piece.nbytes for piece in pieces) <= _MESSAGE_BYTES
+        in_message = sum(piece.nbytes for piece in pieces) <= MESSAGE_BYTES
         if not in_message:  # a copy, so that the blocks are free at once
             transfer = self._transfer(command, [piece.clone() for piece in pieces], 0)
             if isinstance(transfer, str):
