@@ -7,9 +7,11 @@ what `ballast profile` measures (`--profile FILE`, or measured first) and what l
 beyond the engine's own time, and a request beyond its steps. Three workloads: steady, bursty (the KV overflows: drops
 and restores), and long prompts. Rates follow from profile and calibration, so that they fit any machine.
 
-Workers, dispatcher and client share this machine's cores, which the simulator knows nothing of. So a fourth workload,
-with other lengths, another rate and another seed, is run first to calibrate by: steps, and tokens of prompts, take so
-many times as long that its mean TPOT and TTFT are right. Nothing is calibrated on the three that are compared.
+Workers, dispatcher and client share this machine's cores. What the processes around the engines take of them for each
+step and each token is measured with some requests at a time (benchmarks/fidelity_probes.py), and simulated. What is
+left comes from a fourth workload, with other lengths, another rate and another seed, which is run first: steps, and
+tokens of prompts, take so many times as long that its mean TPOT and TTFT are right. Nothing is calibrated on the three
+that are compared.
 
 Goals: mean TTFT and TPOT within 15 % of the real run, p99 within 30 %, as many drops. Figures of a machine that does
 other work meanwhile mean little.
@@ -23,7 +25,6 @@ import random
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -40,11 +41,21 @@ from ballast.bench.simulation import WorkerSize, production_rules, replay_run
 from ballast.bench.style import BLUE, GREEN, ORANGE, RC
 from ballast.bench.traces import Trace, TraceRequest
 from ballast.cli.profile import measure
-from ballast.client import AsyncClient, SamplingParams
 from ballast.common.errors import ConfigError
 from ballast.local.cluster import LocalCluster
 from ballast.local.emulation import emulated_model
 from ballast.model.tiny import make_preset
+from benchmarks.fidelity_probes import (
+    LONE_TOKENS,
+    PROMPT_TOKENS,
+    TOKENS,
+    Seen,
+    contention,
+    fitted,
+    predicted,
+    probe,
+    probe_pipeline,
+)
 from services.worker.core.batch import Batch
 from services.worker.cost_profile import CostProfile, read_profile
 from services.worker.emulation.engine import EmulatedEngine, emulate
@@ -54,12 +65,14 @@ from services.worker.policy.roofline import Work
 from sim.clients import Arrival
 from sim.hardware import Cluster, Gpu, ModelSpec, timings
 from sim.memory import Geometry
+from sim.policies import find_policy
+from sim.processors import Contention
 from sim.world import World, WorldOptions
 
 WORKERS = 2
 BLOCK_TOKENS, SEQUENCES, BATCH_TOKENS = 16, 64, 512
 _KV_REQUESTS = 8  # mean ones that the KV of a worker holds
-_PROBES = 12
+_ONE_PIPELINE = ("--overload-policy", "static-pipeline", "--pipeline-degree", str(WORKERS))
 _GOALS = {"mean": 0.15, "p99": 0.30}
 SYSTEMS = ("real", "emulated", "simulated")
 
@@ -93,6 +106,9 @@ class Overheads:
 
     step_s: float  # of lone requests
     request_s: float  # of the first token; of those as well
+    sequence_s: float = 0.0  # of a step, for each sequence but the first
+    hop_s: float = 0.0  # of a message between stages, beyond the link's latency
+    contention: Contention | None = None
     # Beside the other processes, so many times as long:
     step_slowdown: float = 1.0  # what a step costs by itself and by its sequences
     prompt_slowdown: float = 1.0  # what it costs by its tokens
@@ -135,46 +151,63 @@ def draw(workload: Workload, machine: Machine, span_s: float, seed: int) -> Trac
     return Trace(source=workload.name, format="drawn", requests=tuple(requests))
 
 
-async def served(
-    model: Path, budget: int, worker_flags: Sequence[str], traces: Mapping[str, Trace], console: Console
-) -> tuple[dict[str, PolicyResult], Overheads]:
-    """The workloads one after the other on one cluster; before them, lone requests."""
+def cluster_of(
+    model: Path, budget: int, worker_flags: Sequence[str], planner_flags: Sequence[str] = ()
+) -> LocalCluster:
     flags = ["--block-size", str(BLOCK_TOKENS), "--max-num-seqs", str(SEQUENCES)]
     flags += ["--max-num-batched-tokens", str(BATCH_TOKENS), *worker_flags, "--device-memory-bytes", str(budget)]
+    return LocalCluster(model, workers=WORKERS, flags={"worker": flags, "planner": planner_flags})
+
+
+async def served(cluster: LocalCluster, traces: Mapping[str, Trace], console: Console) -> dict[str, PolicyResult]:
+    """The workloads one after the other."""
     results: dict[str, PolicyResult] = {}
-    async with LocalCluster(model, workers=WORKERS, flags={"worker": flags}) as cluster:
-        first_s, token_s = await probe(cluster.address)
-        for name, trace in traces.items():
-            planner = cluster.processes["planner"][0].address
-            job = ReplayJob(trace=trace, policy="drop")
-            results[name] = (await replay_on(cluster.address, job, console, planner=planner)).policies["drop"]
-            await asyncio.sleep(8.0)  # what is dropped comes back
-    return results, Overheads(token_s, first_s)
+    for name, trace in traces.items():
+        planner = cluster.processes["planner"][0].address
+        job = ReplayJob(trace=trace, policy="drop")
+        results[name] = (await replay_on(cluster.address, job, console, planner=planner)).policies["drop"]
+        await asyncio.sleep(8.0)  # what is dropped comes back
+    return results
 
 
-async def probe(address: str) -> tuple[float, float]:
-    """Median seconds to the first token, and between tokens, of lone requests."""
-    first, between = list[float](), list[float]()
-    async with AsyncClient(address) as client:
-        for number in range(_PROBES):
-            began_s, times = time.perf_counter(), list[float]()
-            prompt = [7 + (number + i) % 400 for i in range(_PROBE_PROMPT)]
-            sampling = SamplingParams(max_tokens=_PROBE_TOKENS, temperature=0.0, ignore_eos=True)
-            async for chunk in client.stream(token_ids=prompt, sampling=sampling, include_text=False):
-                times += [time.perf_counter()] * len(chunk.token_ids)
-            first.append(times[0] - began_s)
-            between.append((times[-1] - times[0]) / (len(times) - 1))
-    return statistics.median(first), statistics.median(between)
-
-
-_PROBE_PROMPT, _PROBE_TOKENS = 64, 24
-
-
-def overheads(seen: Overheads, machine: Machine) -> Overheads:
-    """What is left of a lone request's times after the profile's."""
+def overheads(seen: Seen, machine: Machine, profile: CostProfile, budget: int) -> Overheads:
+    """What is left of the requests' times after the profile's."""
     whole = machine.execution.cost_of(machine.model.layer_count, is_first=True, is_last=True)
-    step_s = max(0.0, seen.step_s - whole.chunk_cost_s(Chunk(_PROBE_PROMPT + _PROBE_TOKENS // 2, 1)))
-    return Overheads(step_s, max(0.0, seen.request_s - step_s - whole.chunk_cost_s(Chunk(0, _PROBE_PROMPT))))
+    shared = contention((*seen.levels, *seen.pipelined), seen.background, os.cpu_count() or 1)
+    step_s, sequence_s, together = fitted(seen.levels, whole, shared)
+    request_s = max(0.0, seen.first_s - step_s - whole.chunk_cost_s(Chunk(0, PROMPT_TOKENS)))
+    known = Overheads(step_s, request_s, sequence_s, contention=replace(shared, together=together))
+    missing_s: list[float] = []
+    for level in seen.pipelined[:2]:  # behind those others' prompts are on the way
+        tokens = TOKENS if level.request_count > 1 else LONE_TOKENS
+        probes = (TraceRequest(0.0, PROMPT_TOKENS, tokens),) * level.request_count
+        trace = Trace(source="probes", format="drawn", requests=probes)
+        made_s = simulated(machine, profile, budget, known, trace, "static-pipeline").tpot_s.mean
+        missing_s.append(level.tpot_s - (made_s or level.tpot_s))
+    # Each token takes a message from stage to stage, and one back to the leader.
+    return replace(known, hop_s=max(0.0, statistics.fmean(missing_s)) / WORKERS)
+
+
+def told(seen: Seen, known: Overheads, machine: Machine) -> str:
+    """What the probes have shown, in words."""
+    shared = known.contention
+    assert shared is not None, "measured"
+    whole = machine.execution.cost_of(machine.model.layer_count, is_first=True, is_last=True)
+    made = predicted(seen.levels, whole, shared, known.step_s, known.sequence_s)
+    levels = ", ".join(
+        f"{level.request_count}: {1e3 * level.tpot_s:.2f} ms ({1e3 * made[level.request_count]:.2f})"
+        for level in seen.levels
+    )
+    return "\n".join(
+        (
+            f"lone requests, beyond the profile: {1e3 * known.step_s:.2f} ms a step, {1e3 * known.request_s:.2f} ms a"
+            f" request; {1e3 * known.sequence_s:.2f} ms for each further sequence of a step",
+            f"around the engines: {1e3 * shared.step_s:.2f} ms of a processor for a step, {1e3 * shared.token_s:.3f} ms"
+            f" for a token, {shared.background:.2f} always; beside another engine steps take x {shared.together:.2f};"
+            f" {1e3 * known.hop_s:.2f} ms for a message between stages",
+            f"time between tokens of so many requests at once, seen (and as this has it): {levels}",
+        )
+    )
 
 
 def slowed(machine: Machine, known: Overheads) -> Machine:
@@ -194,7 +227,8 @@ def slowed(machine: Machine, known: Overheads) -> Machine:
             cost.beyond_s * by_token,
         )
 
-    step = measured.step.plus(CostModel(0.0, 0.0, known.step_s, known.step_s))
+    each_s, more_s = max(known.step_s, known.sequence_s), known.sequence_s
+    step = measured.step.plus(CostModel(0.0, 0.0, each_s, each_s - more_s))
     execution = Measured(layer=of(measured.layer), step=of(step), first=of(measured.first), last=of(measured.last))
     return machine.model_copy(update={"execution": execution})
 
@@ -220,7 +254,9 @@ def calibrated(
     return known
 
 
-def simulated(machine: Machine, profile: CostProfile, budget: int, known: Overheads, trace: Trace) -> PolicyResult:
+def simulated(
+    machine: Machine, profile: CostProfile, budget: int, known: Overheads, trace: Trace, policy: str = "drop"
+) -> PolicyResult:
     machine = slowed(machine, known)
     outline = machine.model
     assert profile.link is not None
@@ -255,7 +291,7 @@ def simulated(machine: Machine, profile: CostProfile, budget: int, known: Overhe
     geometry = geometry_of(engine)
     figures = timings().model_copy(
         update={
-            "link_latency_s": profile.link.latency_s,
+            "link_latency_s": profile.link.latency_s + known.hop_s,
             "link_fraction": 1.0,
             "chunk_bytes": 512 * 1024.0,
             "remap_s": machine.remap_s_per_byte * budget / 2,
@@ -267,14 +303,17 @@ def simulated(machine: Machine, profile: CostProfile, budget: int, known: Overhe
         model=spec,
         cluster=Cluster(gpu=gpu, gpu_count=WORKERS, gpus_per_host=1),
         timings=figures,
-        rules=production_rules(
-            WorkerSize(block_tokens=BLOCK_TOKENS, max_running_count=SEQUENCES, max_batch_tokens=BATCH_TOKENS)
+        rules=find_policy(policy)(
+            production_rules(
+                WorkerSize(block_tokens=BLOCK_TOKENS, max_running_count=SEQUENCES, max_batch_tokens=BATCH_TOKENS)
+            )
         ),
         execution=StageProfile(machine.execution),
         geometry=geometry,
+        contention=known.contention,
     )
     arrivals = [Arrival(r.arrival_s, r.input_tokens, r.output_tokens) for r in trace.requests]
-    return policy_result(replay_run(World(options, arrivals).run()), "drop")
+    return policy_result(replay_run(World(options, arrivals).run()), policy)
 
 
 def geometry_of(engine: EmulatedEngine) -> Geometry:
@@ -359,21 +398,27 @@ async def measured(args: argparse.Namespace, folder: Path, console: Console) -> 
     budget = (
         int(1.02 * (outline.layer_count * outline.layer_parameter_bytes + outline.other_parameter_bytes)) + kv_bytes
     )
-    told = ["--cost-profile", str(profile_file)]
+    flags = ["--cost-profile", str(profile_file)]
     first = draw(CALIBRATION, machine, args.seconds, args.seed + _CALIBRATION_SEED)
-    calibration, seen = await served(checkpoint, budget, told, {CALIBRATION.name: first}, console)
-    alone = overheads(seen, machine)
+    async with cluster_of(checkpoint, budget, flags) as cluster:
+        first_s, background, levels = await probe(cluster)
+        calibration = await served(cluster, {CALIBRATION.name: first}, console)
+    async with cluster_of(checkpoint, budget, flags, _ONE_PIPELINE) as cluster:
+        seen = Seen(first_s, background, levels, await probe_pipeline(cluster, background))
+    alone = overheads(seen, machine, profile, budget)
     known = calibrated(machine, profile, budget, alone, first, calibration[CALIBRATION.name])
+    console.print(told(seen, known, machine))
     console.print(
-        f"lone requests, beyond the profile: {1e3 * alone.step_s:.2f} ms a step, {1e3 * alone.request_s:.2f} ms a"
-        f" request; calibration run: steps x {known.step_slowdown:.2f}, tokens of prompts x {known.prompt_slowdown:.2f}"
+        f"calibration run: steps x {known.step_slowdown:.2f}, tokens of prompts x {known.prompt_slowdown:.2f} besides"
     )
     # By what was seen, so that the machine is as loaded as is said, whatever else it does.
     traces = {w.name: draw(w, slowed(machine, known), args.seconds, args.seed) for w in WORKLOADS}
-    real, _ = await served(checkpoint, budget, told, traces, console)
+    async with cluster_of(checkpoint, budget, flags) as cluster:
+        real = await served(cluster, traces, console)
     # The emulated worker has the real one's overhead already, and waits where the engine would be held up by others.
-    file = write_machine(folder / "machine.json", slowed(machine, replace(known, step_s=0.0)))
-    emulated, _ = await served(checkpoint, budget, ["--engine", "emulated", "--profile", str(file)], traces, console)
+    file = write_machine(folder / "machine.json", slowed(machine, replace(known, step_s=0.0, sequence_s=0.0)))
+    async with cluster_of(checkpoint, budget, ["--engine", "emulated", "--profile", str(file)]) as cluster:
+        emulated = await served(cluster, traces, console)
     return {
         name: {
             "real": real[name],

@@ -2,6 +2,7 @@
 
 from array import array
 from collections.abc import Callable, Iterable, Sequence, Set
+from functools import lru_cache
 from typing import NamedTuple
 
 from ballast.common.errors import DeadlineExceeded, InvariantViolation, Overloaded
@@ -14,6 +15,19 @@ from sim.results import Outcome, RequestRecord
 _MARGIN_S = 1e-9  # two sums of the same instants
 
 Submit = Callable[[Request], None]
+
+
+# What is the same for many requests is there once: with thousands of instances it is memory that takes the time.
+
+
+@lru_cache(maxsize=1 << 14)
+def _prompt(token_count: int) -> tuple[int, ...]:
+    return (0,) * token_count
+
+
+@lru_cache(maxsize=1 << 14)
+def _sampling(max_tokens: int) -> SamplingParams:
+    return SamplingParams(max_tokens=max_tokens, temperature=0.0, seed=0, ignore_eos=True)
 
 
 class Arrival(NamedTuple):
@@ -55,8 +69,8 @@ class Clients:
         self._by_id[request_id] = record
         request = Request(
             request_id=request_id,
-            prompt_token_ids=(0,) * record.input_tokens,
-            sampling=SamplingParams(max_tokens=record.wanted_tokens, temperature=0.0, seed=0, ignore_eos=True),
+            prompt_token_ids=_prompt(record.input_tokens),
+            sampling=_sampling(record.wanted_tokens),
             priority=PriorityClass.DEFAULT,
             deadline_at_s=self._clock.now_s + self._deadline_s,
             omit_text=True,

@@ -5,8 +5,19 @@ plain`). When a step ends, what its dispatchers are told, and when they hear of 
 clients, too, are kept up to date only where somebody looks at them.
 """
 
+from collections.abc import Sequence
+
 from ballast.common.load import LoadReport
 from services.worker.core.plain import PlainSteps
+
+# The numbers of places, once for all tokens of all sequences: most of what a run remembers would be such numbers.
+_PLACES = tuple(range(1 << 16))
+
+
+def places(first: int, count: int) -> Sequence[int]:
+    """So many numbers."""
+    end = first + count
+    return _PLACES[first:end] if end <= len(_PLACES) else range(first, end)
 
 
 class Pace:
@@ -61,7 +72,7 @@ class Share:
         """Of so many steps from the first-th on (counted from 1), handle by handle."""
         ids: list[int] = []
         for place in self.places:
-            ids += range(place + first - 1, place + first - 1 + count)
+            ids += places(place + first - 1, count)
         return ids
 
 
@@ -84,9 +95,9 @@ class Cruise:
             share.handles.append(handle)
             share.places.append(sequence.token_count)
 
-    def token_ids(self) -> list[range]:
+    def token_ids(self) -> list[Sequence[int]]:
         """Of each sequence, of the steps that have landed: a token is the number of its place."""
-        return [range(s.token_count, s.token_count + self.landed) for s in self.plain.sequences]
+        return [places(s.token_count, self.landed) for s in self.plain.sequences]
 
     def load(self) -> LoadReport:
         """After the last step that has landed."""

@@ -19,7 +19,8 @@ from services.worker.core.events import Aborted, SequenceKey, Submitted
 from sim.clock import Clock
 from sim.control import Delays
 from sim.cruise import Share
-from sim.instance import Instance, Output
+from sim.instance import Instance
+from sim.streams import Output
 
 _PLAIN_ENDINGS = (FinishReason.STOP, FinishReason.LENGTH)  # after which nobody looks for another place
 
@@ -39,7 +40,19 @@ End = Callable[[d.Finish | d.Fail | d.Refuse, float], None]
 class _Link:
     """A stream to one life of one worker."""
 
-    __slots__ = ("_node", "first", "instance", "instants_s", "key", "last", "open", "share", "stream_id", "used")
+    __slots__ = (
+        "_node",
+        "first",
+        "instance",
+        "instants_s",
+        "key",
+        "last",
+        "open",
+        "reported",
+        "share",
+        "stream_id",
+        "used",
+    )
 
     def __init__(self, node: "DispatcherNode", key: WorkerKey, instance: Instance) -> None:
         self._node = node
@@ -51,6 +64,7 @@ class _Link:
         self.share: Share | None = None
         self.first = self.last = 0  # steps
         self.used = 0  # blocks, in the last one
+        self.reported = True  # the core knows the load after it
         self.instants_s: array[float] = array("d")  # when each of them was heard of
 
     def hear_step(self, share: Share, step: int, used_block_count: int) -> None:
@@ -91,6 +105,7 @@ class DispatcherNode:
         self._deliver_steps = deliver_steps
         self._behind: dict[_Link, None] = {}  # have tokens of cruises that the core does not know of
         self._unreported: dict[_Link, None] = {}  # of those: have a load that it does not know of
+        self._unheard: dict[_Link, None] = {}  # of those: have a cruise of which it knows no step
         self._end = end
         self._links: dict[WorkerKey, _Link] = {}
         self._timer_at_s = math.inf
@@ -137,8 +152,8 @@ class DispatcherNode:
         for a place, the tokens when something may happen to their requests.
         """
         match event:
-            case d.Submitted():
-                self._report_loads()
+            case d.Submitted(request=request):
+                self._report_loads_for(request)
             case d.StepReceived(worker=key, endings=endings, load=load):
                 link = self._links[key]
                 if link in self._behind:
@@ -154,15 +169,40 @@ class DispatcherNode:
         for link in list(self._behind):
             self._catch_up_with(link)
 
+    def _report_loads_for(self, request: d.Request) -> None:
+        """Those between which it decides: in the course of a cruise less and less is free, and nothing else changes, so
+        whoever is not the freest of his shape before the core hears of it will not be so afterwards.
+        """
+        if not len(self.core.backlog):
+            for link in list(self._unheard):
+                self._report_load(link)
+            while found := self.core.contenders(request, self._clock.now_s):
+                behind = [link for key in found if not (link := self._links[key]).reported]
+                if not behind:
+                    return
+                for link in behind:
+                    self._report_load(link)
+        self._report_loads()
+
     def _report_loads(self) -> None:
+        for link in list(self._unreported):
+            self._report_load(link)
+
+    def _report_load(self, link: _Link) -> None:
+        self._is_known(link)
+        share = link.share
+        assert share is not None, "it is behind"
+        load = share.pace.report(link.last, link.used)
         now_s = self._clock.now_s
-        for link in self._unreported:
-            share = link.share
-            assert share is not None, "it is behind"
-            load = share.pace.report(link.last, link.used)
-            self.core.handle(d.StepReceived(now_s, link.key, (), (), (), (), (), (), load, share.seen_handle))
-            self.stepped[link.key] = None
-        self._unreported.clear()
+        self.core.handle(d.StepReceived(now_s, link.key, (), (), (), (), (), (), load, share.seen_handle))
+        self.stepped[link.key] = None
+
+    def _is_known(self, link: _Link) -> None:
+        """Its load, or will be in a moment."""
+        if not link.reported:
+            link.reported = True
+            del self._unreported[link]
+            self._unheard.pop(link, None)
 
     def _catch_up_with(self, link: _Link) -> None:
         """As one message, with all the tokens since."""
@@ -170,7 +210,7 @@ class DispatcherNode:
         assert share is not None, "it is behind"
         link.share, link.instants_s = None, array("d")
         del self._behind[link]
-        self._unreported.pop(link, None)
+        self._is_known(link)
         now_s, count = self._clock.now_s, len(instants_s)
         token_ids = share.token_ids(link.first, count)
         load = share.pace.report(link.last, link.used)
@@ -278,12 +318,14 @@ class DispatcherNode:
             if link.share is not None:
                 self._catch_up_with(link)
             link.share, link.first = share, step
-            self._behind[link] = None
+            self._behind[link] = self._unheard[link] = None
         link.last, link.used = step, used_block_count
         link.instants_s.append(self._clock.now_s)
-        self._unreported[link] = None
+        if link.reported:
+            link.reported = False
+            self._unreported[link] = None
         if len(self.core.backlog) or share.pace.waiting_count:
-            del self._unreported[link]
+            self._is_known(link)
             self._report_loads()
             self._catch_up_with(link)
             self._set_timer()

@@ -6,7 +6,7 @@ has to say to dispatchers goes out when a turn has ended.
 
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from ballast.common.errors import ConfigError, InvariantViolation
 from ballast.common.ids import Epoch, WorkerId
@@ -31,9 +31,11 @@ from services.worker.core.worker import WorkerCore
 from services.worker.policy.telling import is_due
 from sim.clock import Clock
 from sim.cost import ExecutionModel, Roofline, Work
-from sim.cruise import Cruise, Share
+from sim.cruise import Cruise
 from sim.member import GroupMember
 from sim.network import Network
+from sim.processors import Processors
+from sim.streams import Listener, Stream
 
 _MAX_FRUITLESS = 4
 _MIN_CRUISE = 2  # steps: one by itself is as cheap
@@ -42,42 +44,6 @@ _NO_TEXTS: dict[int, tuple[str, ...]] = {}
 _NO_LOGPROBS: dict[int, tuple[None, ...]] = {}
 
 Turns = Generator[float, None, None]  # seconds that the engine is busy; below 0: until something comes
-
-
-class Output(NamedTuple):
-    """What one turn has for one dispatcher."""
-
-    emit: Emit | None
-    load: LoadReport
-    seen_handle: int
-
-
-class Listener(Protocol):
-    """A dispatcher's end of a stream."""
-
-    def hear(self, output: Output) -> None: ...
-
-    def hear_step(self, share: Share, step: int, used_block_count: int) -> None:
-        """Of a cruise: its `step`-th one, after which so many blocks are in use."""
-        ...
-
-    def lost(self, why: str) -> None:
-        """The worker's end of the stream is gone."""
-        ...
-
-
-class _Stream:
-    __slots__ = ("listener", "seen_handle", "sent_at_s", "told", "told_handle")
-
-    def __init__(self, listener: Listener) -> None:
-        self.listener = listener
-        self.sent_at_s = 0.0
-        self.seen_handle = self.told_handle = 0
-        self.told: LoadReport | None = None
-
-    def tell(self, emit: Emit | None, report: LoadReport, now_s: float) -> None:
-        self.told, self.told_handle, self.sent_at_s = report, self.seen_handle, now_s
-        self.listener.hear(Output(emit, report, self.seen_handle))
 
 
 class _InFlight(NamedTuple):
@@ -91,6 +57,45 @@ class _InFlight(NamedTuple):
 
 
 class Instance:
+    __slots__ = (  # there may be thousands, and a dictionary for each is what an event would spend its time on
+        "_activation_bytes",
+        "_alarm_at_s",
+        "_alarm_label",
+        "_batch_label",
+        "_block_tokens",
+        "_clock",
+        "_costs",
+        "_cruise",
+        "_debts",
+        "_early",
+        "_execution",
+        "_flying_since_s",
+        "_fruitless",
+        "_goes_on_label",
+        "_host_bytes_per_s",
+        "_inbox",
+        "_network",
+        "_next_stream_id",
+        "_peers",
+        "_processors",
+        "_report",
+        "_resting",
+        "_result_label",
+        "_streams",
+        "_to_run",
+        "_told",
+        "_turns",
+        "busy_s",
+        "core",
+        "crashed",
+        "member",
+        "pipelined_busy_s",
+        "pipelined_s",
+        "slowness",
+        "touched",
+        "worker_id",
+    )
+
     def __init__(
         self,
         worker_id: WorkerId,
@@ -105,8 +110,10 @@ class Instance:
         activation_bytes_per_token: int,
         host_bytes_per_s: float,
         cruises: bool,
+        processors: Processors | None,
     ) -> None:
         """`host_bytes_per_s`: of KV from the device to host memory, and as much at the same time the other way.
+        `processors` that it shares with others, if any.
         `cruises`: steps in which nothing is decided are taken together, which changes nothing but the time it takes.
         """
         self.worker_id = worker_id
@@ -122,13 +129,14 @@ class Instance:
         self._network = network
         self._execution = execution
         self._costs = execution.costs if cruises and isinstance(execution, Roofline) else None
+        self._processors = processors
         self._cruise: Cruise | None = None
         self._peers = peers
         self._block_tokens = block_tokens
         self._activation_bytes = activation_bytes_per_token
         self._host_bytes_per_s = host_bytes_per_s
         self._inbox: deque[Event | Callable[[], None]] = deque()
-        self._streams: dict[int, _Stream] = {}
+        self._streams: dict[int, Stream] = {}
         self._next_stream_id = 1
         self._debts: deque[tuple[float, Callable[[], None]]] = deque()  # the engine is busy, and what it does then
         self._early: list[_InFlight] = []  # of a leader that is ahead of this member
@@ -138,7 +146,9 @@ class Instance:
         self._fruitless = 0  # batches wanted in a row, and none formed
         self._alarm_at_s = 0.0
         self._flying_since_s = 0.0
-        self._labels = {what: f"{worker_id} {what}".encode() for what in ("goes on", "alarm", "batch", "result")}
+        self._goes_on_label, self._alarm_label, self._batch_label, self._result_label = (
+            f"{worker_id} {what}".encode() for what in ("goes on", "alarm", "batch", "result")
+        )
         self._report = core.load(clock.now_s, member.memory.report())
         self._turns = self._run()
         next(self._turns)
@@ -157,7 +167,7 @@ class Instance:
     def open_stream(self, listener: Listener) -> int:
         stream_id = self._next_stream_id
         self._next_stream_id += 1
-        self._streams[stream_id] = _Stream(listener)
+        self._streams[stream_id] = Stream(listener)
         self.post(StreamOpened(self._clock.now_s, stream_id))
         return stream_id
 
@@ -171,7 +181,7 @@ class Instance:
         Raises:
             ConfigError: it is a member of a group.
         """
-        if self.member.stages:
+        if self.member.role.stages:
             raise ConfigError(
                 f"faults: crash of {self.worker_id} at {self._clock.now_s:.1f} s of the world",
                 "it is a member of a pipeline then, which is not simulated yet; choose another instant or worker",
@@ -215,14 +225,14 @@ class Instance:
         if busy_s < 0.0:
             self._rest()
         else:
-            self._clock.after(busy_s, self._labels["goes on"], self._go_on)
+            self._clock.after(busy_s, self._goes_on_label, self._go_on)
 
     def _rest(self) -> None:
         self._resting = True
         due_at_s = self.core.next_deadline_at_s
         if due_at_s is not None and not self._clock.now_s < self._alarm_at_s <= due_at_s:
             self._alarm_at_s = max(due_at_s, self._clock.now_s)
-            self._clock.at(self._alarm_at_s, self._labels["alarm"], self._wake)
+            self._clock.at(self._alarm_at_s, self._alarm_label, self._wake)
 
     def _wake(self) -> None:
         if self._resting:
@@ -280,7 +290,7 @@ class Instance:
                 self._release_early()
             else:
                 flight = self._to_run.popleft()
-                yield self._begin(flight.work)
+                yield self._begin(flight.work, self._token_count(flight.batch))
                 self._pass_on(flight)
 
     def _steps(self) -> Turns:
@@ -300,9 +310,9 @@ class Instance:
             if core.in_flight_count == 1:
                 self._flying_since_s = self._clock.now_s
             work = self._execution.work(batch)
-            seconds = self._begin(work)
+            seconds = self._begin(work, self._token_count(batch))
             yield max(seconds, copy_s)
-            if not member.stages:
+            if not member.role.stages:
                 self._land(batch, seconds, copy_s)
                 return
             self._pass_on(self._flight(batch, work))
@@ -311,7 +321,7 @@ class Instance:
 
     def _cruise_ahead(self) -> Cruise | None:
         """If what comes is a number of steps in which nothing is decided, and each dispatcher has tokens in each."""
-        if self._costs is None or self.member.stages or self._told or not self.member.at_rest:
+        if self._costs is None or self.member.role.stages or self._told or not self.member.at_rest:
             return None
         plain = self.core.plain_steps()
         if plain is None or plain.limit < _MIN_CRUISE:
@@ -337,7 +347,7 @@ class Instance:
         self._cruise = cruise
         while True:
             used += added
-            yield self._begin(costs.decodes(count, context))
+            yield self._begin(costs.decodes(count, context), count)
             context += count
             step += 1
             cruise.landed, cruise.used_block_count = step, used
@@ -380,11 +390,19 @@ class Instance:
         geometry = self.member.memory.geometry
         return max(out_count, in_count) * geometry.block_bytes * geometry.layer_count / self._host_bytes_per_s
 
-    def _begin(self, work: Work) -> float:
-        member = self.member
-        seconds = work.on(member.layer_count, is_last=member.is_last) * self.slowness
+    def _token_count(self, batch: Batch) -> int:
+        """Of new ones; nobody asks where no processors are shared."""
+        return 0 if self._processors is None else sum([part.samples for part in batch.slices])
+
+    def _begin(self, work: Work, token_count: int) -> float:
+        """Of a batch that gives so many tokens."""
+        role = self.member.role
+        seconds = work.on(len(role.layers), is_last=role.is_last) * self.slowness
+        if self._processors is not None:
+            token_count = token_count if role.is_last else 0
+            seconds *= self._processors.slowdown(self.worker_id, self._clock.now_s, seconds, token_count)
         self.busy_s += seconds
-        if member.stages:
+        if role.stages:
             self.pipelined_busy_s += seconds
         return seconds
 
@@ -417,11 +435,11 @@ class Instance:
     def _pass_on(self, flight: _InFlight) -> None:
         """This stage has run it: to the next one, or back to the leader."""
         member, batch = self.member, flight.batch
-        if not member.is_last:
+        if not member.role.is_last:
             self._send_batch(flight)
         elif batch.slices:
-            leader = self._peers[member.stages[0].worker_id]
-            label = self._labels["result"]
+            leader = self._peers[member.role.stages[0].worker_id]
+            label = self._result_label
             self._network.send(
                 self.worker_id,
                 leader.worker_id,
@@ -439,30 +457,30 @@ class Instance:
             if -(-first // block_tokens) * block_tokens < first + count:
                 growing.append(part)
         return _InFlight(
-            self.member.epoch, batch, work, Batch(batch.step_id, batch.removed, (), tuple(growing)), size_bytes
+            self.member.role.epoch, batch, work, Batch(batch.step_id, batch.removed, (), tuple(growing)), size_bytes
         )
 
     def _send_batch(self, flight: _InFlight) -> None:
-        stage = self._peers[self.member.next_stage]
+        stage = self._peers[self.member.role.next_stage]
         self._network.send(
             self.worker_id,
             stage.worker_id,
             flight.size_bytes,
-            self._labels["batch"],
+            self._batch_label,
             lambda: stage.post(lambda: stage.batch_came(flight)),
         )
 
     def _forward_removed(self, command: Removed) -> None:
         """A batch without work: the stages behind are to forget sequences."""
-        if not self.member.is_last:
+        if not self.member.role.is_last:
             self._send_batch(self._flight(command.batch, Work(0.0, 0.0, 0.0)))
 
     def batch_came(self, flight: _InFlight) -> None:
         member = self.member
         if member.is_early(flight.epoch):
             self._early.append(flight)
-        elif flight.epoch < member.epoch or member.leads:
-            raise InvariantViolation(f"{self.worker_id} gets a batch of epoch {flight.epoch} in {member.epoch}")
+        elif flight.epoch < member.role.epoch or member.role.leads:
+            raise InvariantViolation(f"{self.worker_id} gets a batch of epoch {flight.epoch} in {member.role.epoch}")
         else:
             member.book.apply(flight.growing)
             self._to_run.append(flight)
@@ -474,11 +492,11 @@ class Instance:
             self.batch_came(flight)
 
     def result_came(self, flight: _InFlight) -> None:
-        if flight.epoch != self.member.epoch:
+        if flight.epoch != self.member.role.epoch:
             raise InvariantViolation(f"{self.worker_id} gets a result of epoch {flight.epoch}")
         self._land(flight.batch)
         if self.core.in_flight_count == 0:
-            self.pipelined_s += (self._clock.now_s - self._flying_since_s) * len(self.member.stages)
+            self.pipelined_s += (self._clock.now_s - self._flying_since_s) * len(self.member.role.stages)
 
     # ------------------------------------------------------------ news for dispatchers
 

@@ -32,6 +32,7 @@ from sim.instance import Instance
 from sim.member import GroupMember, Peer
 from sim.memory import Geometry, VirtualMemory
 from sim.network import Endpoint, Network
+from sim.processors import Contention, Processors
 from sim.results import Sample, SimRun
 from sim.rules import ClusterRules
 
@@ -53,6 +54,7 @@ class WorldOptions:
     seed: int = 0
     deadline_s: float = 3600.0  # of each request
     check_every: int = 0  # events between two checks of all invariants; 0: none
+    contention: Contention | None = None  # None: engines share no processors
     cruises: bool = True  # steps in which nothing is decided are taken together: the same run in less time
     faults: Sequence[Fault] = ()
     stop_after_s: float | None = None  # of the trace's time: whoever is there then stays open
@@ -88,6 +90,7 @@ class World:
         self.monitor = MonitorNode(self.clock, rules.monitor, self.state, delays, rules.monitor_tick_s, self.crashed)
         self.instances: dict[WorkerId, Instance] = {}
         self._peers: dict[WorkerId, Peer] = {}
+        self._processors = Processors(options.contention) if options.contention is not None else None
         for number in range(count):
             self._add_instance(number, delays)
         self.planner = PlannerNode(
@@ -145,6 +148,7 @@ class World:
             activation_bytes_per_token=options.model.hidden_size * ELEMENT_BYTES,
             host_bytes_per_s=gpu.host_bytes_per_s * gpus,
             cruises=options.cruises,
+            processors=self._processors,
         )
         self.instances[worker_id] = self._peers[worker_id] = instance
         address = f"{worker_id}:1"

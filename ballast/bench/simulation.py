@@ -96,7 +96,7 @@ def production_rules(worker: WorkerSize) -> ClusterRules:
     defaults = WorkerSettings.model_fields
     dispatcher = {name: info.default for name, info in DispatcherSettings.model_fields.items()}
     return ClusterRules(
-        monitor=_monitor_rules(monitor),
+        monitor=_monitor_rules(monitor, defaults["report_interval_s"].default),
         planner=PlannerRules(
             coalesce_s=planner.coalesce_s,
             verify_interval_s=planner.verify_interval_s,
@@ -142,15 +142,18 @@ def production_rules(worker: WorkerSize) -> ClusterRules:
     )
 
 
-def _monitor_rules(settings: MonitorSettings) -> MonitorRules:
-    sample_count = math.ceil(settings.pressure.trend_window_s / settings.tick_interval_s) + 2
+def _monitor_rules(settings: MonitorSettings, report_interval_s: float) -> MonitorRules:
+    """Of each instance no more samples are kept than decide: the others are for people."""
+    window_s = settings.pressure.trend_window_s
     return MonitorRules(
         lease_s=settings.lease_s,
         warmup_s=settings.warmup_s,
         registry_interval_s=settings.registry_interval_s,
         max_instances=max(settings.max_instances, 1 << 16),
-        history_length=settings.history_length,
-        pressure=PressureRules(**settings.pressure.model_dump(), sample_count=sample_count),
+        history_length=min(settings.history_length, math.ceil(window_s / report_interval_s) + 2),
+        pressure=PressureRules(
+            **settings.pressure.model_dump(), sample_count=math.ceil(window_s / settings.tick_interval_s) + 2
+        ),
         backlog_lease_s=settings.backlog_lease_s,
     )
 

@@ -42,6 +42,7 @@ from services.dispatcher.core.events import (
     Finish,
     LayoutChanged,
     Refuse,
+    Request,
     StepReceived,
     Submitted,
     Tick,
@@ -494,6 +495,14 @@ class DispatcherCore:
                 error = Overloaded(f"after {answered} tokens of the answer, {why}", _OUTGROWN_WAIT_S)
             commands += self._fail(tracked, error, at_s)
         return commands
+
+    def contenders(self, request: Request, at_s: float) -> list[WorkerKey]:
+        """One of these gets the request if it comes now and nobody waits; nobody does if there are none.
+
+        For whoever knows of loads that the dispatcher has not heard of, in which less is free and all else is as it
+        was: if none of them is a contender's, the choice would be the same with them.
+        """
+        return self._placement.contenders(request, at_s)
 
     # --------------------------------------------------------------------------------------------- inspection
 

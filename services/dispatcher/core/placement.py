@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from ballast.common.errors import InvariantViolation
 from services.dispatcher.core.backlog import Backlog, DrainRate, Tracked
-from services.dispatcher.core.events import AbortOnWorker, Place
+from services.dispatcher.core.events import AbortOnWorker, Place, Request
 from services.dispatcher.core.fleet import Fleet, Worker
 from services.dispatcher.core.recall import candidate
 from services.dispatcher.policy.freeness import Need, RoutingRules, WorkerKey, has_place
@@ -90,6 +90,12 @@ class Placement:
         tracked.recalled = True
         tracked.recall_count += 1
         return AbortOnWorker(worker.key, tracked.handle)
+
+    def contenders(self, request: Request, at_s: float) -> list[WorkerKey]:
+        """Of each shape the worker that would run a newcomer at once before the others do."""
+        self._look_around(at_s)
+        growth_tokens = min(request.sampling.max_tokens, self._routing.growth_tokens)
+        return self._ranking.contenders(Need(tokens=len(request.prompt_token_ids) + 1, growth_tokens=growth_tokens))
 
     def hold(self, worker: Worker, at_s: float) -> None:
         """The worker has refused a request."""

@@ -115,14 +115,18 @@ class Ranking:
 
     def at_once(self, need: Need) -> WorkerKey | None:
         """Where it would run without waiting."""
-        found = [
+        found = self.contenders(need)
+        if len(found) < 2:
+            return found[0] if found else None
+        return min(found, key=lambda worker: place_of(self._entries[worker].view, self._rules))
+
+    def contenders(self, need: Need) -> list[WorkerKey]:
+        """Of each shape the first of those that would run it at once: `at_once` decides between these."""
+        return [
             place.worker
             for (block_count, block_tokens), shape in self._shapes.items()
             if (place := self._at_once(shape, need, block_count, block_tokens)) is not None
         ]
-        if len(found) < 2:
-            return found[0] if found else None
-        return min(found, key=lambda worker: place_of(self._entries[worker].view, self._rules))
 
     def _at_once(self, shape: _Shape, need: Need, block_count: int, block_tokens: int) -> _Place | None:
         if not shape.runs or blocks_for(need.tokens, block_tokens) > block_count:

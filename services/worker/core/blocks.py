@@ -6,6 +6,7 @@ preempts by counts (`core.scheduler`), so a book is never asked for more than it
 
 import heapq
 from collections.abc import Sequence
+from itertools import chain
 
 from ballast.common.errors import InvariantViolation
 from services.worker.core.batch import SequenceId, Slice
@@ -32,13 +33,15 @@ class _Audit:
 
 class BlockBook:
     """Always hands out the lowest free ids, so that what is in use stays at the low end of the cache and its tail can
-    be given back with few moves. One heap operation per block taken or freed.
+    be given back with few moves. One heap operation per block freed, or taken once more; what was never taken is only
+    counted, so a book is as large as what has been held at once.
     """
 
     def __init__(self, block_count: int, block_tokens: int) -> None:
         self._block_count = block_count
         self._block_tokens = block_tokens
-        self._free = list(range(block_count))  # a heap
+        self._fresh = 0  # this block and all behind it are free
+        self._returned: list[int] = []  # the free ones before it: a heap
         self._tables: dict[SequenceId, tuple[int, ...]] = {}  # in token order
         self._audit: _Audit | None = None  # of the last check; None: the next one looks at everything
         self._changed: dict[SequenceId, None] = {}  # tables that are others than at the last check
@@ -49,11 +52,11 @@ class BlockBook:
 
     @property
     def free_count(self) -> int:
-        return len(self._free)
+        return len(self._returned) + self._block_count - self._fresh
 
     @property
     def used_count(self) -> int:
-        return self._block_count - len(self._free)
+        return self._fresh - len(self._returned)
 
     @property
     def sequence_ids(self) -> Sequence[SequenceId]:
@@ -72,12 +75,14 @@ class BlockBook:
         missing = -(-token_count // self._block_tokens) - len(table)
         if missing <= 0:
             return table
-        if missing > len(self._free):
+        if missing > self.free_count:
             raise InvariantViolation(
-                f"sequence {sequence_id} needs {missing} more blocks, {len(self._free)} of {self._block_count} are free"
+                f"sequence {sequence_id} needs {missing} more blocks, {self.free_count} of {self._block_count} are free"
             )
-        free = self._free
-        table = (*table, *[heapq.heappop(free) for _ in range(missing)])
+        returned, fresh = self._returned, self._fresh
+        again = [heapq.heappop(returned) for _ in range(min(missing, len(returned)))]
+        self._fresh = fresh + missing - len(again)
+        table = (*table, *again, *range(fresh, self._fresh))
         self._tables[sequence_id] = table
         self._note(sequence_id)
         return table
@@ -97,17 +102,17 @@ class BlockBook:
     def free(self, sequence_id: SequenceId) -> int:
         """Give back all blocks of a sequence. Returns their number: 0 if it held none."""
         table = self._tables.pop(sequence_id, ())
-        free = self._free
+        returned = self._returned
         self._note(sequence_id)
         for block_id in table:
-            heapq.heappush(free, block_id)
+            heapq.heappush(returned, block_id)
         return len(table)
 
     def copy(self) -> "BlockBook":
         """Another book that says the same."""
         other = BlockBook(0, self._block_tokens)
         other._block_count = self._block_count
-        other._free = self._free.copy()
+        other._fresh, other._returned = self._fresh, self._returned.copy()
         other._tables = self._tables.copy()
         return other
 
@@ -126,19 +131,18 @@ class BlockBook:
             self._tables[sequence_id] = table[:kept]
             self._note(sequence_id)
             for block_id in table[kept:]:
-                heapq.heappush(self._free, block_id)
+                heapq.heappush(self._returned, block_id)
 
     def grow(self, added_block_count: int) -> None:
         """The cache got so many more blocks, at its end."""
-        first = self._block_count
         self._audit = None
         self._block_count += added_block_count
-        self._free.extend(range(first, self._block_count))  # larger than all others: still a heap
 
     def tail_moves(self, block_count: int) -> tuple[tuple[int, int], ...]:
         """(from, to) for every held block at or behind `block_count`, onto the lowest free ones before it."""
         tail = sorted(b for table in self._tables.values() for b in table if b >= block_count)
-        targets = heapq.nsmallest(len(tail), (b for b in self._free if b < block_count))
+        free = chain((b for b in self._returned if b < block_count), range(self._fresh, block_count))
+        targets = heapq.nsmallest(len(tail), free)
         if len(targets) < len(tail):
             raise InvariantViolation(f"{self.used_count} blocks are held, they do not fit into {block_count}")
         return tuple(zip(tail, targets, strict=True))
@@ -150,23 +154,24 @@ class BlockBook:
         moved = dict(moves)
         self._audit = None
         held = {b for table in self._tables.values() for b in table}
-        free = set(self._free)
+        fresh = max(self._fresh, max(moved.values()) + 1)
+        free = {*self._returned, *range(self._fresh, min(fresh, self._block_count))}
         if len(moved) != len(moves) or not held.issuperset(moved) or not free.issuperset(moved.values()):
             raise InvariantViolation(f"moves of blocks that are not held, or to blocks that are not free: {moves}")
         for sequence_id, table in self._tables.items():
             if not moved.keys().isdisjoint(table):
                 self._tables[sequence_id] = tuple(moved.get(b, b) for b in table)
-        self._free = [*(free - set(moved.values())), *moved]
-        heapq.heapify(self._free)
+        self._fresh, self._returned = fresh, [*(free - set(moved.values())), *moved]
+        heapq.heapify(self._returned)
 
     def shrink(self, block_count: int) -> None:
         """The cache ends earlier now. The blocks cut off must be free."""
-        kept = [b for b in self._free if b < block_count]
+        kept = [b for b in self._returned if b < block_count]
         self._audit = None
-        if len(self._free) - len(kept) != self._block_count - block_count:
+        if len(self._returned) - len(kept) != max(0, self._fresh - block_count):
             raise InvariantViolation(f"of the blocks from {block_count} to {self._block_count} some are held")
         heapq.heapify(kept)
-        self._free = kept
+        self._fresh, self._returned = min(self._fresh, block_count), kept
         self._block_count = block_count
 
     def check(self) -> None:
@@ -189,7 +194,7 @@ class BlockBook:
             self._changed[sequence_id] = None
 
     def _check_all(self) -> None:
-        claimed = self._free.copy()
+        claimed = [*self._returned, *range(self._fresh, self._block_count)]
         for table in self._tables.values():
             claimed += table
         if len(claimed) != self._block_count or set(claimed) != set(range(self._block_count)):
@@ -206,14 +211,14 @@ class BlockBook:
                 owned.update(table)
                 claimed_count += len(table)
         outside = any(b >= self._block_count for i in self._changed for b in self._tables.get(i, ()))
-        if outside or claimed_count != len(owned) or claimed_count + len(self._free) != self._block_count:
+        if outside or claimed_count != len(owned) or claimed_count + self.free_count != self._block_count:
             self._blame()
             raise InvariantViolation("blocks have changed hands, and no table says so")
 
     def _blame(self) -> None:
         """Names the block that is in two places, in none or not there at all: slow."""
         owner: dict[int, str] = {}  # block id -> who holds it
-        for block_id in self._free:
+        for block_id in (*self._returned, *range(self._fresh, self._block_count)):
             self._claim(owner, block_id, "the free list")
         for sequence_id, table in self._tables.items():
             for block_id in table:

@@ -2,9 +2,13 @@
 
 from dataclasses import fields, replace
 
+import pytest
+
 from benchmarks.fidelity import Overheads, slowed
+from benchmarks.fidelity_probes import Level, contention, fitted, predicted
 from services.worker.emulation.machine import Measured
 from services.worker.policy.cost import CostModel
+from sim.processors import Contention
 from tests.unit.worker.emulation.machines import small_machine
 
 _EACH = CostModel(*(float(number) for number in range(1, len(fields(CostModel)) + 1)))
@@ -19,3 +23,25 @@ def test_a_slower_machine_takes_longer_for_everything_and_forgets_no_cost() -> N
     twice = slowed(made, replace(known, step_slowdown=2.0, prompt_slowdown=2.0)).execution
     assert isinstance(twice, Measured)
     assert twice.layer == _EACH.plus(_EACH)
+
+
+def test_what_serves_a_step_and_a_token_is_found_in_what_was_seen_of_both() -> None:
+    """2 ms of a processor for each step and 0.5 ms for each token, alone and in a pipeline of two stages."""
+    counts = ((1, 1), (2, 2), (8, 2), (16, 2), (1, 2), (8, 4), (32, 4))
+    levels = [Level(requests, steps, 0.01, 0.002 * steps + 0.0005 * requests) for requests, steps in counts]
+    found = contention(levels, 0.1, 2)
+    assert (found.step_s, found.token_s) == pytest.approx((0.002, 0.0005))
+    assert (found.background, found.processors) == (0.1, 2)
+
+
+def test_what_a_step_takes_beyond_the_profile_is_found_in_what_requests_have_waited() -> None:
+    whole = CostModel(0.0, 0.0002, 0.005, 0.004)
+    shared = Contention(processors=2, step_s=0.001, token_s=0.0001, background=0.1)
+    made = [Level(requests, steps, 1.0, 0.0) for requests, steps in ((1, 1), (2, 2), (8, 2), (16, 2))]
+    true = replace(shared, together=1.1)
+    seen_s = predicted(made, whole, true, step_s=0.0005, sequence_s=0.0)
+    levels = [replace(level, tpot_s=seen_s[level.request_count]) for level in made]
+    step_s, sequence_s, together = fitted(levels, whole, shared)
+    assert (step_s, sequence_s, together) == pytest.approx((0.0005, 0.0, 1.1), abs=0.011)
+    again = predicted(levels, whole, replace(shared, together=together), step_s, sequence_s)
+    assert again == pytest.approx(seen_s, rel=0.01)

@@ -67,7 +67,7 @@ def test_growing_appends_ids_at_the_end() -> None:
 )
 def test_check_sees_damage(free: list[int], tables: dict[int, tuple[int, ...]], why: str) -> None:
     book = BlockBook(4, 1)
-    book._free, book._tables = free, tables
+    book._fresh, book._returned, book._tables = 4, free, tables
     with pytest.raises(InvariantViolation, match=why):
         book.check()
 
@@ -108,6 +108,52 @@ def test_books_balance_after_any_history(history: list[tuple[str, int, int]]) ->
             assert book.cover(sequence_id, amount)[: len(before)] == before
             assert len(book.table(sequence_id)) == max(len(before), blocks_for(amount, 3))
         book.check()
+
+
+actions = st.sampled_from(["cover", "cover", "free", "trim", "grow", "shrink"])
+
+
+@given(st.lists(st.tuples(actions, st.integers(1, 4), st.integers(0, 30)), max_size=40))
+def test_the_lowest_free_ids_are_given_whatever_has_happened_before(history: list[tuple[str, int, int]]) -> None:
+    """Against a plain set of what is free."""
+    book, free, tables = BlockBook(12, 3), set(range(12)), dict[int, tuple[int, ...]]()
+    for action, sequence_id, amount in history:
+        table = tables.get(sequence_id, ())
+        if action == "cover" and (missing := max(0, blocks_for(amount, 3) - len(table))) <= len(free):
+            taken = sorted(free)[:missing]
+            free.difference_update(taken)
+            tables[sequence_id] = (*table, *taken)
+            assert book.cover(sequence_id, amount) == tables[sequence_id]
+        elif action in ("free", "trim"):
+            kept = min(len(table), blocks_for(amount, 3)) if action == "trim" else 0
+            free.update(table[kept:])
+            tables[sequence_id] = table[:kept]
+            if action == "trim":
+                book.trim(sequence_id, amount)
+            else:
+                book.free(sequence_id)
+        elif action == "grow":
+            free.update(range(book.block_count, book.block_count + amount))
+            book.grow(amount)
+        elif action == "shrink" and book.used_count <= (end := min(amount, book.block_count)):
+            held = sorted(b for each in tables.values() for b in each if b >= end)
+            moved = dict(zip(held, sorted(free), strict=False))
+            assert book.tail_moves(end) == tuple(moved.items())
+            free = {*free, *held}.difference(moved.values(), range(end, book.block_count))
+            book.move(book.tail_moves(end))
+            book.shrink(end)
+            tables = {i: tuple(moved.get(b, b) for b in each) for i, each in tables.items()}
+        book.check()
+        assert book.free_count == len(free)
+        assert all(book.table(i) == each for i, each in tables.items())
+
+
+def test_a_large_book_of_which_little_is_held_is_small() -> None:
+    book = BlockBook(10**9, 16)
+    book.cover(1, 1000)
+    book.free(1)
+    assert book.cover(2, 16) == (0,)
+    assert book.free_count == 10**9 - 1
 
 
 def test_trim_gives_back_what_is_beyond() -> None:

@@ -1,0 +1,200 @@
+"""What requests show of a cluster on this machine before it is compared with its simulation: what a step takes beyond
+the engine's own time, and what everything around the engines takes of the processors that they compute on.
+
+Some requests at a time, all alike and for nobody: one, one for each worker, and several for each; and once more where
+the workers are stages of one pipeline. Processor time is what Linux says of each process, and of a worker without the
+thread that takes most, which is its engine's.
+"""
+
+import asyncio
+import itertools
+import math
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, median
+
+import numpy as np
+
+from ballast.client import AsyncClient, SamplingParams
+from ballast.local.cluster import LocalCluster
+from services.worker.policy.cost import Chunk, CostModel
+from sim.processors import Contention
+
+PROMPT_TOKENS = 64
+LONE_TOKENS, TOKENS = 24, 64  # of an answer
+_LONE_ROUNDS, _ROUNDS = 12, 3
+_EACH = (1, 4, 8)  # requests on each worker at once
+_PIPELINED_EACH = (4, 16)
+_LEAST_S = 1e-5  # of a processor: less is less than can be seen
+_FORMING_S = 4.0  # until the planner has made one pipeline
+_IDLE_S = 2.0
+_TICK_S = 1.0 / os.sysconf("SC_CLK_TCK")
+_AFTER_NAME = 2  # fields of /proc/PID/stat are counted from 1, and names may have blanks
+_USER_FIELD, _SYSTEM_FIELD = 14, 15
+_TOGETHER = np.arange(1.0, 1.5, 0.02)
+_STEP_SHARES, _SEQUENCE_SHARES = np.arange(0.0, 0.5, 0.01), np.arange(0.0, 0.1, 0.01)  # of a lone request's step
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """So many requests at a time."""
+
+    request_count: int
+    step_count: int  # until each of them has one token more
+    tpot_s: float
+    served_s: float  # processor time outside of the engines, in that time
+
+    @property
+    def each(self) -> float:
+        """Requests on one of the workers, if each has all layers."""
+        return self.request_count / self.step_count
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    first_s: float  # of lone requests: until the first token
+    background: float  # processors that everything takes while nobody asks
+    levels: tuple[Level, ...]  # the first one is of lone requests
+    pipelined: tuple[Level, ...]  # the same, where the workers are stages of one pipeline
+
+
+async def probe(alone: LocalCluster) -> tuple[float, float, tuple[Level, ...]]:
+    """Nobody else may use the cluster. Seconds until a first token, background, levels."""
+    workers = len(alone.processes["worker"])
+    async with AsyncClient(alone.address) as client:
+        await _round(client, workers, LONE_TOKENS)  # whatever is done once is done
+        spent = Spent(alone)
+        await asyncio.sleep(_IDLE_S)
+        served_s, passed_s = spent.served_s()
+        background = served_s / passed_s
+        first_s, lone = await _level(client, alone, 1, 1, background)
+        more = [(await _level(client, alone, each * workers, workers, background))[1] for each in _EACH]
+    return first_s, background, (lone, *more)
+
+
+async def probe_pipeline(cluster: LocalCluster, background: float) -> tuple[Level, ...]:
+    """One pipeline of all workers: as many microbatches as stages are on their way."""
+    workers = len(cluster.processes["worker"])
+    counts = (1, *(each * workers for each in _PIPELINED_EACH))
+    async with AsyncClient(cluster.address) as client:
+        await asyncio.sleep(_FORMING_S)
+        await _round(client, workers, LONE_TOKENS)
+        found = [await _level(client, cluster, count, min(count, workers) * workers, background) for count in counts]
+    return tuple(level for _, level in found)
+
+
+async def _level(
+    client: AsyncClient, cluster: LocalCluster, count: int, steps: int, background: float
+) -> tuple[float, Level]:
+    """And the seconds until a first token."""
+    rounds, tokens = (_LONE_ROUNDS, LONE_TOKENS) if count == 1 else (_ROUNDS, TOKENS)
+    spent = Spent(cluster)
+    made = [await _round(client, count, tokens) for _ in range(rounds)]
+    served_s, passed_s = spent.served_s()
+    first_s, tpot_s = median(first for first, _ in made), median(tpot for _, tpot in made)
+    return first_s, Level(count, steps, tpot_s, max(0.0, served_s - background * passed_s) / (rounds * tokens))
+
+
+async def _round(client: AsyncClient, count: int, tokens: int) -> tuple[float, float]:
+    """Seconds to the first token, and between tokens while all requests have some."""
+    began_s = time.perf_counter()
+    times = await asyncio.gather(*(_one(client, number, tokens) for number in range(count)))
+    since_s, until_s = max(each[0] for each in times), min(each[-1] for each in times)
+    gaps = [
+        (inside[-1] - inside[0]) / (len(inside) - 1)
+        for each in times
+        if len(inside := [at_s for at_s in each if since_s <= at_s <= until_s]) > 1
+    ]
+    return fmean(each[0] for each in times) - began_s, fmean(gaps)
+
+
+async def _one(client: AsyncClient, number: int, tokens: int) -> list[float]:
+    """Instants of its tokens."""
+    prompt = [7 + (number + i) % 400 for i in range(PROMPT_TOKENS)]
+    sampling = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
+    times: list[float] = []
+    async for chunk in client.stream(token_ids=prompt, sampling=sampling, include_text=False):
+        times += [time.perf_counter()] * len(chunk.token_ids)
+    return times
+
+
+# ------------------------------------------------------------ processor time
+
+
+class Spent:
+    """Processor time since this was made."""
+
+    def __init__(self, cluster: LocalCluster) -> None:
+        self._pids = {process.pid: service for service, group in cluster.processes.items() for process in group}
+        self._own_s = time.process_time()
+        self._before = {pid: _of_threads(pid) for pid in self._pids}
+        self._began_s = time.perf_counter()
+
+    def served_s(self) -> tuple[float, float]:
+        """Of everything but the engines, the client in this process included; and the time that has passed."""
+        total_s = time.process_time() - self._own_s
+        for pid, service in self._pids.items():
+            before, now = self._before[pid], _of_threads(pid)
+            each_s = [spent_s - before.get(thread, 0.0) for thread, spent_s in now.items()]
+            total_s += sum(each_s) - (max(each_s) if service == "worker" else 0.0)
+        return total_s, time.perf_counter() - self._began_s
+
+
+def _of_threads(pid: int) -> dict[str, float]:
+    return {path.parent.name: _spent_s(path) for path in Path(f"/proc/{pid}/task").glob("*/stat")}
+
+
+def _spent_s(path: Path) -> float:
+    fields = path.read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()
+    first = _AFTER_NAME + 1
+    return (int(fields[_USER_FIELD - first]) + int(fields[_SYSTEM_FIELD - first])) * _TICK_S
+
+
+# ------------------------------------------------------------ what follows from it
+
+
+def contention(levels: Sequence[Level], background: float, processors: int) -> Contention:
+    """A step's share of the service, and a token's: what is off by the smallest shares of what was seen."""
+    rows = np.array([[level.step_count, level.request_count] for level in levels], dtype=float)
+    seen_s = np.array([max(level.served_s, _LEAST_S) for level in levels])
+    found = np.linalg.lstsq(rows / seen_s[:, None], np.ones(len(levels)), rcond=None)[0]
+    step_s, token_s = (max(0.0, float(x)) for x in found)
+    return Contention(processors=processors, step_s=step_s, token_s=token_s, background=background)
+
+
+def fitted(levels: Sequence[Level], whole: CostModel, known: Contention) -> tuple[float, float, float]:
+    """What a lone request's step takes beyond the profile, what each further sequence adds to that, and how much longer
+    steps take beside another engine's: with which all levels are off by the smallest shares. `whole`: the profile's
+    costs of all layers.
+    """
+    unit_s = levels[0].tpot_s
+    best = (math.inf, 0.0, 0.0, 1.0)
+    for step_s, sequence_s, together in itertools.product(_STEP_SHARES * unit_s, _SEQUENCE_SHARES * unit_s, _TOGETHER):
+        tried = float(step_s), float(sequence_s), float(together)
+        off = [math.log(_predicted(level, whole, known, *tried) / level.tpot_s) for level in levels]
+        best = min(best, (math.fsum(x * x for x in off), *tried))
+    return best[1:]
+
+
+def predicted(
+    levels: Sequence[Level], whole: CostModel, known: Contention, step_s: float, sequence_s: float
+) -> Mapping[int, float]:
+    """Seconds between tokens of so many requests at once."""
+    return {x.request_count: _predicted(x, whole, known, step_s, sequence_s, known.together) for x in levels}
+
+
+def _predicted(
+    level: Level, whole: CostModel, known: Contention, step_s: float, sequence_s: float, together: float
+) -> float:
+    tokens = TOKENS if level.step_count > 1 else LONE_TOKENS
+    alone_s = _engine_s(whole, level.each, tokens) + step_s + (level.each - 1) * sequence_s
+    load = 1.0 + (known.step_s + known.token_s * level.each) / alone_s
+    shared = max(1.0, (known.background + load * level.step_count) / known.processors)
+    return alone_s * shared * (together if level.step_count > 1 else 1.0)
+
+
+def _engine_s(whole: CostModel, each: float, tokens: int) -> float:
+    return whole.batch_cost_s([Chunk(PROMPT_TOKENS + tokens // 2, 1)] * round(each))

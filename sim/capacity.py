@@ -1,0 +1,66 @@
+"""How many blocks each stage has: the counterpart of `services.worker.pipeline.capacity`."""
+
+from collections.abc import Callable, Mapping
+
+from ballast.common.ids import Epoch, WorkerId
+from services.worker.core.events import CapacityChanged, Event
+from services.worker.core.leading import Leading
+from services.worker.core.stage import StageBook
+from sim.clock import Clock
+from sim.role import Role
+from sim.voice import Voice
+
+
+class Capacities:
+    def __init__(self, role: Role, voice: Voice, clock: Clock, book: StageBook, tell: Callable[[Event], None]) -> None:
+        """`tell` is how the core hears of it."""
+        self._role = role
+        self._voice = voice
+        self._clock = clock
+        self._book = book
+        self._tell = tell
+        self._counts: dict[WorkerId, int] = {}  # leader: stage -> blocks
+        self._limited_epoch = Epoch(0)  # leader: the restore whose end a stage must know, to be believed what it has
+        self.leading: Leading | None = None  # leader: of the transition under way
+
+    @property
+    def counts(self) -> Mapping[WorkerId, int]:
+        return self._counts
+
+    def begin(self) -> None:
+        """A new role: nobody has said anything yet, and there is no restore of this group."""
+        self._counts = {self._role.me: self._book.block_count}
+        self._limited_epoch = Epoch(0)
+
+    def add(self, counts: Mapping[WorkerId, int]) -> None:
+        self._counts |= counts
+
+    def limit(self, epoch: Epoch, block_count: int) -> None:
+        """Leader: the group is about to have so many blocks; nothing is counted on beyond them from now on."""
+        self._limited_epoch = epoch
+        self._counts = {stage.worker_id: block_count for stage in self._role.stages} or {self._role.me: block_count}
+        self.tell_smallest()
+
+    def tell_smallest(self) -> None:
+        smallest = min(self._counts.values(), default=self._book.block_count)
+        self._tell(CapacityChanged(self._clock.now_s, smallest))
+
+    def tell_leader(self, withdrawn: Epoch) -> None:
+        """What this member has. `withdrawn` is the newest restore that it knows to be given up."""
+        epoch, me, count = self._role.epoch, self._role.me, self._book.block_count
+        if self._role.leads:
+            self.told(epoch, me, count, withdrawn)
+        else:
+            self._voice.tell(self._role.leader, lambda m: m.capacity_told(epoch, me, count, withdrawn))
+
+    def told(self, epoch: Epoch, source: WorkerId, block_count: int, withdrawn: Epoch) -> None:
+        role = self._role
+        known = source == role.me or role.has_stage(source)
+        early = source != role.me and withdrawn < self._limited_epoch  # it may yet make room, or has done
+        if epoch != role.epoch or not role.leads or not known or early:
+            return
+        self._counts[source] = block_count
+        if self.leading is None:
+            self.tell_smallest()
+        else:
+            self._tell(self.leading.capacity(self._clock.now_s, self._counts))

@@ -1,0 +1,45 @@
+"""Streams of news from a worker to the dispatchers."""
+
+from typing import NamedTuple, Protocol
+
+from ballast.common.load import LoadReport
+from services.worker.core.events import Emit
+from sim.cruise import Share
+
+
+class Output(NamedTuple):
+    """What one turn has for one dispatcher."""
+
+    emit: Emit | None
+    load: LoadReport
+    seen_handle: int
+
+
+class Listener(Protocol):
+    """A dispatcher's end of a stream."""
+
+    def hear(self, output: Output) -> None: ...
+
+    def hear_step(self, share: Share, step: int, used_block_count: int) -> None:
+        """Of a cruise: its `step`-th one, after which so many blocks are in use."""
+        ...
+
+    def lost(self, why: str) -> None:
+        """The worker's end of the stream is gone."""
+        ...
+
+
+class Stream:
+    """A worker's end of it."""
+
+    __slots__ = ("listener", "seen_handle", "sent_at_s", "told", "told_handle")
+
+    def __init__(self, listener: Listener) -> None:
+        self.listener = listener
+        self.sent_at_s = 0.0
+        self.seen_handle = self.told_handle = 0
+        self.told: LoadReport | None = None
+
+    def tell(self, emit: Emit | None, report: LoadReport, now_s: float) -> None:
+        self.told, self.told_handle, self.sent_at_s = report, self.seen_handle, now_s
+        self.listener.hear(Output(emit, report, self.seen_handle))
