@@ -20,7 +20,7 @@ class TransportConfig:
     hold_s: float = 0.005  # longest time bulk stands back for urgent traffic before one chunk goes anyway
     patience_chunks: int = 64  # chunks of higher classes after which a waiting lower class gets one
     background_share: float = 0.15  # of the time in which parameters are sent; a processor that does it is not serving
-    attended_share: float = 0.8  # of the time in which KV is sent while stages ask each other for attention
+    attended_share: float = 0.9  # of the time in which KV is sent while stages ask each other for attention
     background_chunk_bytes: int = 2 * 1024 * 1024  # of parameters, at most; smaller ones wake threads up too often
     rate_bytes_per_s: float | None = None  # emulates a slower link, both lanes together; None: as fast as it goes
     urgent_first: bool = True  # False: over an emulated link in order of arrival, to measure against
