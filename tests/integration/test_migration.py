@@ -9,6 +9,7 @@ import pytest
 from ballast.common.sampling import SamplingParams
 from ballast.model.tiny import make_tiny
 from services.worker.core.plan import Kind
+from services.worker.pipeline import migrations
 from services.worker.transport.config import TransportConfig
 from tests.support.exactness import History, Tally, make_wishes, undisturbed
 from tests.support.group import Answer, Cluster, Sizes, layout, running_group
@@ -51,7 +52,13 @@ def _moved(cluster: Cluster, name: str = "w0") -> int:
     return cluster.workers[name].member.published.migrations.moved
 
 
-def test_requests_go_on_at_the_target_without_computing_anything_anew(model_dir: Path) -> None:
+@pytest.mark.parametrize("message_bytes", [0, None], ids=["the last KV as a transfer", "with the word"])
+def test_requests_go_on_at_the_target_without_computing_anything_anew(
+    model_dir: Path, message_bytes: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if message_bytes is not None:
+        monkeypatch.setattr(migrations, "MESSAGE_BYTES", message_bytes)
+
     async def story() -> None:
         async with running_group(model_dir, NAMES, Sizes(memory_bytes=12 << 20)) as cluster:
             answers = [await cluster.dispatcher.submit("w0", prompt, LONG) for prompt in PROMPTS]

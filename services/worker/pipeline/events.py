@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from ballast.common.ids import Epoch, WorkerId
 from services.worker.core.batch import Batch, SequenceId, StepResult
+from services.worker.core.migration_messages import Handed, MigrationId
 from services.worker.core.migration_messages import Message as MigrationMessage
-from services.worker.core.migration_messages import MigrationId
 from services.worker.core.migration_messages import Span as MigrationSpan
 from services.worker.core.plan import Plan, Victim
 from services.worker.core.precopy import Span
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     import torch
 
     from services.worker.transport.link import Link
+    from services.worker.transport.pieces import Pieces
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,6 +210,18 @@ class MigrationTold(MemberEvent):
     message: MigrationMessage
     link: Link  # answers go the same way
     at_s: float  # when it came: the engine may have been in a step
+
+
+@dataclass(frozen=True, slots=True)
+class HandedWithKv(MemberEvent):
+    """A sequence is handed over, and the last of its KV has come with the word."""
+
+    peer: WorkerId
+    message: Handed
+    span: MigrationSpan
+    kv: torch.Tensor  # flat bytes
+    pieces: Pieces | None  # where it goes; None: nobody waits for it any more
+    at_s: float
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from ballast.common.ids import Epoch, WorkerId
 from ballastpb.worker.v1 import stage_pb2 as pb
+from services.worker.core.migration_messages import Handed
 from services.worker.core.precopy import Span
 from services.worker.core.transition_messages import (
     EpochEnded,
@@ -26,6 +27,7 @@ from services.worker.pipeline.destinations import Destinations, ExpectedSpans
 from services.worker.pipeline.events import (
     BatchArrived,
     CapacityTold,
+    HandedWithKv,
     HandoverArrived,
     KvAheadArrived,
     KvAheadAsked,
@@ -54,6 +56,7 @@ from services.worker.pipeline.wire import (
     victim_from_proto,
 )
 from services.worker.shell import MemberEvent
+from services.worker.transport.pieces import Pieces
 from services.worker.transport.transfer import Outcome, Refusal
 
 if TYPE_CHECKING:
@@ -141,8 +144,24 @@ class Hub:
                 self._post(KvAheadAsked(epoch, span, link))
             case Topic.MIGRATION:
                 self._post(MigrationTold(peer, migration_from_bytes(_whole(message)), link, now_s))
+            case Topic.MIGRATION_END:
+                self._post(self._end_of_migration(peer, message, now_s))
             case Topic.KV | Topic.LAYER | Topic.KV_AHEAD | Topic.MIGRATION_KV:
                 raise ValueError(f"{peer} sends {Topic(message.topic).name} as a message")
+
+    def _end_of_migration(self, peer: WorkerId, message: Message, at_s: float) -> HandedWithKv:
+        migration_id, span = span_from_bytes(message.meta)
+        if message.tensor is None or not 0 < message.stream <= message.tensor.numel():
+            raise ValueError(f"{peer} ends migration {migration_id} without saying how")
+        kv_bytes = message.tensor.numel() - message.stream
+        handed = migration_from_bytes(message.tensor[kv_bytes:].numpy().tobytes())
+        if not isinstance(handed, Handed) or handed.migration_id != migration_id:
+            raise ValueError(f"{peer} ends migration {migration_id} with {type(handed).__name__}")
+        found = self.spans.take(peer, migration_id, span)
+        pieces = None if found is None else Pieces(found, "KV of a migration")
+        if pieces is not None and pieces.total_bytes != kv_bytes:
+            raise ValueError(f"{peer} ends migration {migration_id} with {kv_bytes} bytes of {pieces.total_bytes}")
+        return HandedWithKv(peer, handed, span, message.tensor[:kv_bytes], pieces, at_s)
 
     def _about_attention(self, link: Link, message: Message) -> None:
         if self.attention is None:

@@ -27,6 +27,7 @@ from services.worker.pipeline.driver import TransitionDriver
 from services.worker.pipeline.events import (
     BatchArrived,
     CapacityTold,
+    HandedWithKv,
     HandoverArrived,
     KvAheadArrived,
     KvAheadAsked,
@@ -242,7 +243,7 @@ class GroupMember:
             case ShareTold() | KvAheadAsked() | KvAheadArrived():
                 if driver.is_current(event.epoch):
                     restoring.ahead(event)
-            case MigrationOrdered() | MigrationTold() | SpanLanded() | SpanSent():
+            case MigrationOrdered() | MigrationTold() | HandedWithKv() | SpanLanded() | SpanSent():
                 self._migrations.handle(event)
             case Woken():
                 pass  # see `poll`

@@ -51,7 +51,7 @@ from services.worker.core.migration_messages import (
 from services.worker.core.stage import StageBook
 from services.worker.core.worker import WorkerCore
 from services.worker.memory.kv_cache import KvCache
-from services.worker.pipeline.events import MigrationOrdered, MigrationTold, SpanLanded, SpanSent
+from services.worker.pipeline.events import HandedWithKv, MigrationOrdered, MigrationTold, SpanLanded, SpanSent
 from services.worker.pipeline.exchange import BEHIND_EXCHANGE, kv_pieces
 from services.worker.pipeline.hub import Hub
 from services.worker.pipeline.links import Links
@@ -60,6 +60,7 @@ from services.worker.pipeline.role import Role
 from services.worker.pipeline.wire import Topic, migration_to_bytes, span_to_bytes
 from services.worker.policy.departure import choose_departure
 from services.worker.shell import MemberEvent
+from services.worker.transport.pieces import Pieces
 from services.worker.transport.traffic import TrafficClass
 from services.worker.transport.transfer import Outcome, Transfer
 
@@ -68,6 +69,7 @@ if TYPE_CHECKING:
 
     from services.worker.transport.link import Link
 
+MESSAGE_BYTES = 4 << 20  # of KV that goes with the word that a sequence is handed over
 _SPAN_BYTES = 64 << 20  # sent at once while the sequence is decoding, unless a block of all the layers is more
 
 
@@ -121,13 +123,15 @@ class Migrations:
 
     # ------------------------------------------------------------ what happens
 
-    def handle(self, event: MigrationOrdered | MigrationTold | SpanLanded | SpanSent) -> None:
+    def handle(self, event: MigrationOrdered | MigrationTold | HandedWithKv | SpanLanded | SpanSent) -> None:
         now_s = time.monotonic()
         match event:
             case MigrationOrdered():
                 self._ordered(event)
             case MigrationTold():
                 self._told(event)
+            case HandedWithKv():
+                self._handed_with_kv(event)
             case SpanLanded(migration_id=migration_id, span=span):
                 self._carry_out(self._arrivals.landed(now_s, migration_id, span))
             case SpanSent(migration_id=migration_id):
@@ -295,21 +299,38 @@ class Migrations:
         return transfer
 
     def _hand_away(self, command: HandAway) -> None:
-        """A copy of the last blocks is sent, so that they are free at once."""
         table, span = self._book.table(command.sequence_id), command.span
-        blocks = list(table[span.first_block : span.last_block])
-        layers = range(self._kv.shape.layer_count if blocks else 0)
-        pieces = [self._kv.layer(layer)[blocks] for layer in layers]
+        layers = self._kv.shape.layer_count
+        pieces = kv_pieces(self._kv, table, span.first_block, span.last_block, 0, layers)
         self._synchronise()
         now_s = time.monotonic()
-        transfer = self._transfer(command, pieces, 0)
-        if isinstance(transfer, str):
-            self._carry_out(self._departures.give_up(now_s, command.migration_id, transfer))
-            return
+        in_message = sum(piece.nbytes for piece in pieces) <= MESSAGE_BYTES
+        if not in_message:  # a copy, so that the blocks are free at once
+            transfer = self._transfer(command, [piece.clone() for piece in pieces], 0)
+            if isinstance(transfer, str):
+                self._carry_out(self._departures.give_up(now_s, command.migration_id, transfer))
+                return
         told = self._tell(HandOver(now_s, {command.sequence_id: command.to}, frees=True))
         for handed_over in (c for c in told if isinstance(c, HandedOver)):
             for _, (snapshot,) in handed_over.snapshots:
-                self._say(command.to, migration_to_bytes(Handed(command.migration_id, snapshot)))
+                handed = migration_to_bytes(Handed(command.migration_id, snapshot))
+                if in_message:
+                    self._say_with_kv(command, pieces, handed)
+                else:
+                    self._say(command.to, handed)
+
+    def _say_with_kv(self, command: HandAway, pieces: Sequence[torch.Tensor], handed: bytes) -> None:
+        """A transfer would wait for several threads on either side before it comes; a message is sent at once, and one
+        thread takes it in. No activation waits behind it, as both workers lead alone. Its blocks are free, but no batch
+        has got them yet. See `_say` for a link that does not take it: then the sequence is computed anew at its target.
+        """
+        link = self._link[command.to]
+        body = link.as_tensor(handed)
+        all_pieces = Pieces([*pieces, body], "KV of a migration")
+        whole = body.new_empty(all_pieces.total_bytes)
+        all_pieces.gather(0, whole)
+        meta = span_to_bytes(command.migration_id, command.span)
+        self._links.send_over(link, TrafficClass.CONTROL, Topic.MIGRATION_END, meta, whole, len(handed))
 
     def _report(self, report: Report) -> None:
         self._totals.count(report)
@@ -337,6 +358,13 @@ class Migrations:
             return kv_pieces(kv, table, first_block, last_block, 0, layers)
 
         self._hub.spans.put(command.migration_id, command.source, command.first_block, command.last_block, pieces)
+
+    def _handed_with_kv(self, event: HandedWithKv) -> None:
+        """Without pieces nobody waits for the KV, and the sequence is taken without."""
+        self._carry_out(self._arrivals.heard(event.at_s, event.peer, event.message))
+        if event.pieces is not None:
+            event.pieces.scatter(0, event.kv)
+            self._carry_out(self._arrivals.landed(event.at_s, event.message.migration_id, event.span))
 
     def _adopt(self, command: Adopt) -> None:
         snapshot, now_s = command.snapshot, time.monotonic()

@@ -58,6 +58,7 @@ class Topic(IntEnum):
     ATTENDED = 24  # its answer, a tensor; none: the KV is not here
     KV_LANDED = 25  # no payload; to the leader
     KV_TAKEN_OVER = 26  # no payload; to a holder: nobody asks it for this sequence any more
+    MIGRATION_END = 27  # the last span of a migration, its bytes and then those of its MIGRATION; the stream: how many
 
 
 def batch_to_bytes(batch: Batch) -> bytes:

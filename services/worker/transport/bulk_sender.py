@@ -101,6 +101,8 @@ class BulkSender:
         )
         self._free_since_s = 0.0  # since then nothing has kept bulk from sending but the link's speed
         self._last_end_s = 0.0  # of a chunk
+        self._share = 1.0  # of the time, for chunks like the last one: see `_share_of`
+        self._in_background = False  # the last one was of parameters
         self._changed = Condition()
         self._reading = Lock()  # held while the callers' memory is read outside of _changed
         self._state = _State()
@@ -226,7 +228,7 @@ class BulkSender:
                 case Grant():
                     began_s = time.monotonic()
                     self._send_chunk(decision)
-                    if self._in_background and self._rest(began_s):
+                    if self._share < 1.0 and state.in_flight and self._rest(began_s):
                         return
                 case Hold(until_s):
                     self._stand_back(until_s)
@@ -236,18 +238,20 @@ class BulkSender:
                 case True:
                     pass
 
-    @property
-    def _in_background(self) -> bool:
-        """The last chunk was of the lowest class: nobody waits for it, and moving it takes time from batches."""
-        last = self._state.in_flight[-1].owner if self._state.in_flight else None
-        return last is not None and self._rests_after(last.traffic)
-
-    def _rests_after(self, traffic: TrafficClass) -> bool:
-        """Not on a link that is made slow: that leaves the processor alone as it is."""
-        return traffic is TrafficClass.PARAMETERS and self._config.background_share < 1.0 and self._wire is None
+    def _share_of(self, traffic: TrafficClass, now_s: float) -> float:
+        """Of the time, for chunks of that class. For parameters nobody waits, and moving them takes time from batches.
+        While stages ask each other in the middle of their steps, whatever takes the processor from them makes every
+        answer later. Not on a link that is made slow: that leaves the processor alone as it is.
+        """
+        if self._wire is not None:
+            return 1.0
+        if traffic is TrafficClass.PARAMETERS:
+            return self._config.background_share
+        return self._config.attended_share if now_s - self._pace.attended_at_s < self._config.calm_s else 1.0
 
     def _rest(self, began_s: float) -> bool:
-        """So long that only a part of the time is spent on such chunks, unless something comes that is waited for.
+        """So long that only its share of the time is spent on the last chunk's class, unless something comes that is
+        waited for more.
 
         True if the lane has come to its end.
         """
@@ -255,10 +259,14 @@ class BulkSender:
             if self._complete_oldest():
                 return True
         took_s = time.monotonic() - began_s
-        until_s = began_s + min(took_s / self._config.background_share, took_s + self._config.keepalive_s)
+        until_s = began_s + min(took_s / self._share, took_s + self._config.keepalive_s)
         with self._changed:
             self._changed.wait_for(
-                lambda: self._state.broken or bool(self._state.notices) or self._schedule.has_above_parameters,
+                lambda: (
+                    self._state.broken
+                    or bool(self._state.notices)
+                    or (self._in_background and self._schedule.has_above_parameters)
+                ),
                 timeout=max(until_s - time.monotonic(), 0),
             )
         return False
@@ -275,6 +283,7 @@ class BulkSender:
         self._counts.held_s += self._free_since_s - began_s
 
     def _send_chunk(self, grant: Grant) -> None:
+        self._share = 1.0
         with self._changed:
             outgoing = self._state.transfers.get(grant.transfer)
             if outgoing is None or grant.transfer not in self._schedule:  # cancelled since
@@ -295,7 +304,9 @@ class BulkSender:
             counted.total_bytes += size
             counted.messages += outgoing.sent_bytes == outgoing.pieces.total_bytes
             outgoing.in_flight += 1
-            more = len(self._schedule) > 0 and self._wire is None and not self._rests_after(outgoing.traffic)
+            self._share = self._share_of(outgoing.traffic, time.monotonic())
+            self._in_background = outgoing.traffic is TrafficClass.PARAMETERS
+            more = len(self._schedule) > 0 and self._wire is None and self._share == 1.0
         posted_at_s = time.monotonic()
         pending = self._post_chunk(outgoing, grant.offset_bytes, size, more=more)
         if pending is None:
@@ -358,7 +369,9 @@ class BulkSender:
             size = min(size, self._chunks.bytes_between_questions())
         self._schedule.chunk_bytes = size
         decision = self._schedule.next(now_s, urgent=self._gate.is_due)
-        if isinstance(decision, Grant) and self._rests_after(self._state.transfers[decision.transfer].traffic):
+        if not isinstance(decision, Grant) or self._wire is not None:
+            return decision
+        if self._state.transfers[decision.transfer].traffic is TrafficClass.PARAMETERS:
             limit_bytes = min(decision.limit_bytes, self._config.background_chunk_bytes)
             return replace(decision, limit_bytes=limit_bytes)
         return decision

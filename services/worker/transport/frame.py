@@ -15,7 +15,7 @@ from services.worker.transport.config import HEADER_BYTES
 from services.worker.transport.traffic import TrafficClass
 
 MAGIC = 0xBA57
-VERSION = 3
+VERSION = 4
 MAX_DIMENSIONS = 2
 
 # magic, version, kind, class, flags, dtype, dimensions | epoch | stream | extent x2 | transfer, sequence, topic, meta
