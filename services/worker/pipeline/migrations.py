@@ -60,6 +60,7 @@ from services.worker.pipeline.role import Role
 from services.worker.pipeline.wire import Topic, migration_to_bytes, span_to_bytes
 from services.worker.policy.departure import choose_departure
 from services.worker.shell import MemberEvent
+from services.worker.transport.link import LinkState
 from services.worker.transport.pieces import Pieces
 from services.worker.transport.traffic import TrafficClass
 from services.worker.transport.transfer import Outcome, Transfer
@@ -299,11 +300,14 @@ class Migrations:
         return transfer
 
     def _hand_away(self, command: HandAway) -> None:
-        table, span = self._book.table(command.sequence_id), command.span
+        table, span, now_s = self._book.table(command.sequence_id), command.span, time.monotonic()
+        link = self._link[command.to]
+        if link.retired or link.state is not LinkState.UP:  # nothing is lost while the sequence is here
+            self._carry_out(self._departures.give_up(now_s, command.migration_id, "its link has ended"))
+            return
         layers = self._kv.shape.layer_count
         pieces = kv_pieces(self._kv, table, span.first_block, span.last_block, 0, layers)
         self._synchronise()
-        now_s = time.monotonic()
         in_message = sum(piece.nbytes for piece in pieces) <= MESSAGE_BYTES
         if not in_message:  # a copy, so that the blocks are free at once
             transfer = self._transfer(command, [piece.clone() for piece in pieces], 0)
