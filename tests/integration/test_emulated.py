@@ -82,6 +82,35 @@ def test_drops_and_restores_of_what_is_not_there(tmp_path: Path) -> None:
             assert "libtorch" not in Path(f"/proc/{worker.pid}/maps").read_text()
 
 
+def test_migrations_of_what_is_not_there(tmp_path: Path) -> None:
+    made = stand_in(tmp_path / "stand-in", catalogue_machine("A800", "Qwen2.5-14B", VOCABULARY))
+    flags = {
+        "worker": [*made.worker_flags, "--overload-policy", "migrate"],
+        "planner": ["--overload-policy", "migrate", "--migrate-below-tokens", "1000000", "--migrate-above-tokens", "0"],
+    }
+    with running_cluster(made.model, workers=2, flags=flags) as running:
+
+        def migrated() -> bool:
+            return any(" migrated " in log.read_text() for log in running.cluster.log_dir.glob("worker-*.log"))
+
+        async def story() -> None:
+            seeds = itertools.count()
+
+            async def load(client: AsyncClient) -> None:
+                while not migrated():
+                    assert await ask(client, next(seeds))
+
+            async with (
+                AsyncClient(running.cluster.address) as client,
+                asyncio.timeout(60),
+                asyncio.TaskGroup() as tasks,
+            ):
+                for _ in range(5):
+                    tasks.create_task(load(client))
+
+        running.run(story())
+
+
 def test_several_workers_in_a_process_are_workers_of_their_own(tmp_path: Path) -> None:
     made = stand_in(tmp_path / "stand-in", catalogue_machine("A800", "Qwen2.5-14B", VOCABULARY))
     with running_cluster(

@@ -118,6 +118,11 @@ class EmulatedLink:
         return self._is_up and not self._is_closing
 
     @property
+    def packed_below_bytes(self) -> int:
+        """Nothing goes along with a message: only a transfer takes the time that moving it would take."""
+        return 0
+
+    @property
     def retired(self) -> bool:
         return self._retired
 

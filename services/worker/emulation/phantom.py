@@ -117,6 +117,11 @@ class Phantom:
             case _:
                 return Phantom(self.area, self.offset, cast("tuple[int, ...]", how), self.dtype)
 
+    def clone(self) -> Phantom:
+        copy = Phantom(Area(self.area.cell_bytes), 0, self.shape, self.dtype)
+        copy.write(self.read())
+        return copy
+
     def read(self) -> list[int]:
         return self.area.read(self.offset, self.nbytes)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Coroutine, Mapping
+from collections.abc import Collection, Coroutine, Mapping
 from concurrent.futures import Future
 from threading import Event
 from typing import Any
@@ -51,10 +51,11 @@ class EmulatedPlane:
     def name_partners(self, addresses: Mapping[str, str]) -> None:
         """Nothing is kept ready: to connect takes no longer here than to take over what is ready."""
 
-    def retire(self, before_epoch: int) -> None:
+    def retire(self, before_epoch: int, peers: Collection[str] | None = None) -> None:
         """Also known before the event loop comes to it: nothing more is sent over links of older epochs."""
-        self._oldest_epoch = max(self._oldest_epoch, before_epoch)
-        self._loop.call_soon_threadsafe(self._retire, before_epoch)
+        if peers is None:
+            self._oldest_epoch = max(self._oldest_epoch, before_epoch)
+        self._loop.call_soon_threadsafe(self._retire, before_epoch, peers)
 
     def close(self) -> None:
         """Waits for the event loop, unless it is called there."""
@@ -176,9 +177,9 @@ class EmulatedPlane:
         if self._links.get((link.peer_id, link.epoch)) is link:
             del self._links[link.peer_id, link.epoch]
 
-    def _retire(self, before_epoch: int) -> None:
-        for (_, epoch), link in sorted(self._links.items()):
-            if epoch < before_epoch:
+    def _retire(self, before_epoch: int, peers: Collection[str] | None) -> None:
+        for (peer_id, epoch), link in sorted(self._links.items()):
+            if epoch < before_epoch and (peers is None or peer_id in peers):
                 link.retire()
 
     def _close(self, done: Event) -> None:

@@ -19,10 +19,11 @@ from services.worker.shell import MemberEvent
 from services.worker.transport.transfer import TransferReport
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import torch
 
     from services.worker.transport.link import Link
-    from services.worker.transport.pieces import Pieces
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,10 +218,11 @@ class HandedWithKv(MemberEvent):
     """A sequence is handed over, and the last of its KV has come with the word."""
 
     peer: WorkerId
+    link: Link
     message: Handed
     span: MigrationSpan
     kv: torch.Tensor  # flat bytes
-    pieces: Pieces | None  # where it goes; None: nobody waits for it any more
+    pieces: Sequence[torch.Tensor] | None  # where it goes; None: nobody waits for it any more
     at_s: float
 
 

@@ -56,7 +56,6 @@ from services.worker.pipeline.wire import (
     victim_from_proto,
 )
 from services.worker.shell import MemberEvent
-from services.worker.transport.pieces import Pieces
 from services.worker.transport.transfer import Outcome, Refusal
 
 if TYPE_CHECKING:
@@ -145,11 +144,12 @@ class Hub:
             case Topic.MIGRATION:
                 self._post(MigrationTold(peer, migration_from_bytes(_whole(message)), link, now_s))
             case Topic.MIGRATION_END:
-                self._post(self._end_of_migration(peer, message, now_s))
+                self._post(self._end_of_migration(link, message, now_s))
             case Topic.KV | Topic.LAYER | Topic.KV_AHEAD | Topic.MIGRATION_KV:
                 raise ValueError(f"{peer} sends {Topic(message.topic).name} as a message")
 
-    def _end_of_migration(self, peer: WorkerId, message: Message, at_s: float) -> HandedWithKv:
+    def _end_of_migration(self, link: Link, message: Message, at_s: float) -> HandedWithKv:
+        peer = WorkerId(link.peer_id)
         migration_id, span = span_from_bytes(message.meta)
         if message.tensor is None or not 0 < message.stream <= message.tensor.numel():
             raise ValueError(f"{peer} ends migration {migration_id} without saying how")
@@ -157,11 +157,10 @@ class Hub:
         handed = migration_from_bytes(message.tensor[kv_bytes:].numpy().tobytes())
         if not isinstance(handed, Handed) or handed.migration_id != migration_id:
             raise ValueError(f"{peer} ends migration {migration_id} with {type(handed).__name__}")
-        found = self.spans.take(peer, migration_id, span)
-        pieces = None if found is None else Pieces(found, "KV of a migration")
-        if pieces is not None and pieces.total_bytes != kv_bytes:
-            raise ValueError(f"{peer} ends migration {migration_id} with {kv_bytes} bytes of {pieces.total_bytes}")
-        return HandedWithKv(peer, handed, span, message.tensor[:kv_bytes], pieces, at_s)
+        pieces = self.spans.take(peer, migration_id, span)
+        if pieces is not None and kv_bytes != (expected := sum(piece.nbytes for piece in pieces)):
+            raise ValueError(f"{peer} ends migration {migration_id} with {kv_bytes} bytes of {expected}")
+        return HandedWithKv(peer, link, handed, span, message.tensor[:kv_bytes], pieces, at_s)
 
     def _about_attention(self, link: Link, message: Message) -> None:
         if self.attention is None:

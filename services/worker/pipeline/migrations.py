@@ -60,8 +60,6 @@ from services.worker.pipeline.role import Role
 from services.worker.pipeline.wire import Topic, migration_to_bytes, span_to_bytes
 from services.worker.policy.departure import choose_departure
 from services.worker.shell import MemberEvent
-from services.worker.transport.link import LinkState
-from services.worker.transport.pieces import Pieces
 from services.worker.transport.traffic import TrafficClass
 from services.worker.transport.transfer import Outcome, Transfer
 
@@ -70,7 +68,6 @@ if TYPE_CHECKING:
 
     from services.worker.transport.link import Link
 
-MESSAGE_BYTES = 4 << 20  # of KV that goes with the word that a sequence is handed over
 _SPAN_BYTES = 64 << 20  # sent at once while the sequence is decoding, unless a block of all the layers is more
 
 
@@ -302,13 +299,13 @@ class Migrations:
     def _hand_away(self, command: HandAway) -> None:
         table, span, now_s = self._book.table(command.sequence_id), command.span, time.monotonic()
         link = self._link[command.to]
-        if link.retired or link.state is not LinkState.UP:  # nothing is lost while the sequence is here
+        if link.retired or not link.is_up:  # nothing is lost while the sequence is here
             self._carry_out(self._departures.give_up(now_s, command.migration_id, "its link has ended"))
             return
         layers = self._kv.shape.layer_count
         pieces = kv_pieces(self._kv, table, span.first_block, span.last_block, 0, layers)
         self._synchronise()
-        in_message = sum(piece.nbytes for piece in pieces) <= MESSAGE_BYTES
+        in_message = sum(piece.nbytes for piece in pieces) < link.packed_below_bytes
         if not in_message:  # a copy, so that the blocks are free at once
             transfer = self._transfer(command, [piece.clone() for piece in pieces], 0)
             if isinstance(transfer, str):
@@ -329,12 +326,8 @@ class Migrations:
         has got them yet. See `_say` for a link that does not take it: then the sequence is computed anew at its target.
         """
         link = self._link[command.to]
-        body = link.as_tensor(handed)
-        all_pieces = Pieces([*pieces, body], "KV of a migration")
-        whole = body.new_empty(all_pieces.total_bytes)
-        all_pieces.gather(0, whole)
-        meta = span_to_bytes(command.migration_id, command.span)
-        self._links.send_over(link, TrafficClass.CONTROL, Topic.MIGRATION_END, meta, whole, len(handed))
+        meta, packed = span_to_bytes(command.migration_id, command.span), link.pack(pieces, handed)
+        self._links.send_over(link, TrafficClass.CONTROL, Topic.MIGRATION_END, meta, packed, len(handed))
 
     def _report(self, report: Report) -> None:
         self._totals.count(report)
@@ -367,7 +360,7 @@ class Migrations:
         """Without pieces nobody waits for the KV, and the sequence is taken without."""
         self._carry_out(self._arrivals.heard(event.at_s, event.peer, event.message))
         if event.pieces is not None:
-            event.pieces.scatter(0, event.kv)
+            event.link.unpack(event.kv, event.pieces)
             self._carry_out(self._arrivals.landed(event.at_s, event.message.migration_id, event.span))
 
     def _adopt(self, command: Adopt) -> None:

@@ -19,6 +19,7 @@ from services.worker.transport.frame import FrameKind, Header
 from services.worker.transport.gate import SharedWire, UrgentGate
 from services.worker.transport.lane import FrameWriter
 from services.worker.transport.pace import StagePace
+from services.worker.transport.pieces import Pieces
 from services.worker.transport.receiving import BulkHandlers, BulkReceiver, Message, UrgentHandlers, UrgentReceiver
 from services.worker.transport.rendezvous import PairStore, Terms
 from services.worker.transport.traffic import TrafficClass, TrafficCounts
@@ -26,6 +27,7 @@ from services.worker.transport.transfer import Opening, Outcome, Refusal, Transf
 from services.worker.transport.urgent import UrgentSender
 
 NO_EPOCH = 0  # layouts are numbered from 1
+PACKED_BELOW_BYTES = 4 << 20
 
 
 class LinkState(Enum):
@@ -154,6 +156,15 @@ class Link:
     def state(self) -> LinkState:
         return self._state
 
+    @property
+    def packed_below_bytes(self) -> int:
+        """Bulk that is less, and for which somebody waits, goes along with a message: it is there sooner."""
+        return PACKED_BELOW_BYTES
+
+    @property
+    def is_up(self) -> bool:
+        return self._state is LinkState.UP
+
     def facts(self) -> LinkFacts:
         bulk = self._bulk
         return LinkFacts(self.peer_id, self.epoch, self._state, bulk.queued_bytes(), bulk.in_flight_bytes, self.counts)
@@ -185,6 +196,18 @@ class Link:
     def as_tensor(self, data: bytes) -> torch.Tensor:
         """What is too long to be meta, to be sent as a tensor of bytes."""
         return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+    def pack(self, pieces: Sequence[torch.Tensor], end: bytes) -> torch.Tensor:
+        """A copy of what lies in `pieces` and then `end`, to be sent as one message. See `packed_below_bytes`."""
+        body = self.as_tensor(end)
+        parts = Pieces([*pieces, body], "pieces")
+        whole = body.new_empty(parts.total_bytes)
+        parts.gather(0, whole)
+        return whole
+
+    def unpack(self, packed: torch.Tensor, pieces: Sequence[torch.Tensor]) -> None:
+        """Into `pieces`, which take as many bytes, what `pack` took from others."""
+        Pieces(pieces, "pieces").scatter(0, packed)
 
     def transfer(
         self,

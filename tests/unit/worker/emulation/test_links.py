@@ -1,6 +1,7 @@
 """Links between emulated workers, over real sockets."""
 
 import asyncio
+import inspect
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 
@@ -201,7 +202,20 @@ def test_a_peer_that_does_not_come() -> None:
 def test_all_that_real_ones_are_asked_for_is_there() -> None:
     """The pipeline is given one or the other."""
     of_the_plane = {"adopt", "give_back", "asked_epoch", "close", "wait_ended", "state", "check"}
-    not_asked = {"connect", "facts", "urgent", "set_chunk_bytes"}
+    not_asked = {
+        "connect",
+        "facts",
+        "urgent",
+        "set_chunk_bytes",
+        "pack",
+        "unpack",
+    }  # see packed_below_bytes
     for real, emulated in ((DataPlane, EmulatedPlane), (Link, EmulatedLink)):
         asked = {name for name in vars(real) if not name.startswith("_")} - not_asked
-        assert asked - (of_the_plane if real is Link else set[str]()) <= set(vars(emulated))
+        asked -= of_the_plane if real is Link else set[str]()
+        assert asked <= set(vars(emulated))
+        for name in asked - {"close"}:
+            given, needed = vars(emulated)[name], vars(real)[name]
+            assert isinstance(given, property) == isinstance(needed, property), name
+            if inspect.isfunction(needed):
+                assert [*inspect.signature(given).parameters] == [*inspect.signature(needed).parameters], name
