@@ -6,7 +6,8 @@
 
 Results of the runs stay in --out (out/evaluation). `write` puts what is measured there between the marks of the page
 and the figures beside it, and leaves the parts that have not been run as they are. With --traces, a folder with the
-published slices, comparisons also replay a real spike; without it, only what is generated.
+published slices, comparisons also replay a real spike, and the long run the slice that it is from; without it, only
+what is generated.
 """
 
 import argparse
@@ -71,8 +72,11 @@ class Part:
 
 def parts(traces: Path | None) -> list[Part]:
     compared = {"workers-2": Command(2, 21, "spike"), "workers-4": Command(4, 12, "spike")}
+    restores = ("--policies", _RESTORES)
+    long = {"workers-2": Command(2, 22, "twice:spike", restores)}
     if traces is not None:
         compared["workers-2-real"] = Command(2, 12, f"{traces / SPIKE}@{_SPIKE_WINDOW_S}+burstgpt")
+        long["workers-2-real"] = Command(2, 80, f"{traces / SPIKE}+burstgpt", restores)
     slow_links = ("--ablation", "--set", "worker.link_bytes_per_s=50000000")
     return [
         Part("comparison", compared, ("latency", "time")),
@@ -86,7 +90,7 @@ def parts(traces: Path | None) -> list[Part]:
             },
             ("degrees",),
         ),
-        Part("long", {"workers-2": Command(2, 22, "twice:spike", ("--policies", _RESTORES))}, ("run",)),
+        Part("long", long, ("run",)),
         Part("extreme", {"workers-2": Command(2, 13, "extreme:spike", ("--policies", _KNOBS), 2)}, ("extreme",)),
     ]
 
