@@ -99,11 +99,11 @@ class _Former:
             return share
         room_s = self._all_decodes_s / self._count + self._prefill_part_s() - taken_s
         chunks = self._take_chunks(room_s, self._view.max_batch_tokens - len(share))
-        if not share and not chunks:  # never nothing
+        room_tokens = self._view.max_batch_tokens - len(share)
+        if not chunks and room_tokens:  # or the first in line would get on only when the others have ended
             index, _ = self._prefills[0]
             c = self._view.candidates[index]
-            least = min(MIN_CHUNK_TOKENS, self._view.max_batch_tokens)
-            chunks = [(index, min(c.token_count - c.departed_tokens, least))]
+            chunks = [(index, min(c.token_count - c.departed_tokens, MIN_CHUNK_TOKENS, room_tokens))]
         return share + self._rounded(chunks, len(share))
 
     def _rounded(self, chunks: Share, decode_count: int) -> Share:

@@ -102,6 +102,21 @@ def test_prompts_are_spread_further_while_others_wait() -> None:
     assert dict(patient)[40] < dict(eager)[40] / 2
 
 
+def test_a_short_prompt_gets_on_among_decodes_while_others_wait() -> None:
+    """Its share of each microbatch is less than the smallest piece."""
+    crowd = [decode(100) for _ in range(20)]
+    share = FORM(view(2, [*crowd, prompt(100)], waiting=3))
+    assert share[-1] == (20, MIN_CHUNK_TOKENS)
+
+
+def test_a_prompt_gets_on_where_batches_have_less_room_than_the_smallest_piece() -> None:
+    """As while a restore is prepared."""
+    crowd = [decode(100) for _ in range(20)]
+    share = FORM(view(2, [*crowd, prompt(100)], tokens=10 + 8))
+    assert [index for index, _ in share[:-1]] == [*range(10)]
+    assert share[-1] == (20, 8)
+
+
 def test_one_more_microbatch_is_in_flight_while_others_wait() -> None:
     candidates = [*(decode(300) for _ in range(60)), *(prompt(900) for _ in range(6))]
     ahead = FORM(view(2, candidates, waiting=3, flying=2))
@@ -183,11 +198,14 @@ def test_whatever_there_is_a_microbatch_is_one_that_can_be_run(
     assert share == lookahead(lambda: cost)(seen)
     assert len({i for i, _ in share}) == len(share)
     assert sum(n for _, n in share) <= tokens
-    ready = 0
+    ready, computes = 0, False
     for index, c in enumerate(candidates):
         left = c.token_count - c.departed_tokens
         ready += left > 0
+        computes |= left > 0 and c.token_count - c.computed_tokens > 1
         n = dict(share).get(index, 0)
         assert 0 <= n <= left
         assert n in (0, left) or n >= min(MIN_CHUNK_TOKENS, tokens - sum(m for i, m in share if i != index))
     assert bool(share) == bool(ready)
+    prompt_tokens = sum(n for i, n in share if candidates[i].token_count - candidates[i].computed_tokens > 1)
+    assert prompt_tokens or not computes or len(share) == tokens  # no prompt is put off for decodes alone
