@@ -15,6 +15,9 @@ QUICK_SETTINGS = {
     "BALLAST_MONITOR__PRESSURE__OVERLOAD_LEAD_S": "0.5",
     "BALLAST_MONITOR__PRESSURE__DWELL_S": "2",
     "BALLAST_MONITOR__PRESSURE__RELIEF_AFTER_S": "1",
+    "BALLAST_MONITOR__PRESSURE__OVERLOAD_AFTER_S": "0.05",
+    "BALLAST_MONITOR__TICK_INTERVAL_S": "0.05",
+    "BALLAST_WORKER__REPORT_INTERVAL_S": "0.05",
 }
 RUN_OVERHEAD_S = 8.5  # start, warm-up and end of a cluster
 _TAIL_SHARE = 0.2  # of the span: from the last arrival to the last answer

@@ -22,7 +22,9 @@ _PREFILL = 0.25  # of a full microbatch, so much prefill is in it however many d
 # others end, 8 takes bubbles from 18 to 10 % on two stages and from 28 to 13 % on four compared with 1, and the mean
 # time to the first token from 6.2 to 5.8 s (a model in virtual time; 4 is between, 16 no better).
 _RESERVE = 8
-_ATTENTION = 0.4  # of the average; 0 to 0.8 gain nearly the same (benchmarks.pipeline_virtual)
+# Of the average. Less makes microbatches of more equal cost, and more of them: with 0.4 two stages had as few bubbles,
+# and 2 % more to execute (benchmarks.pipeline_bubbles).
+_ATTENTION = 0.8
 _AHEAD = 1  # microbatches in flight beyond one for each stage, while others wait and
 _LEAST = 0.2  # of a microbatch is the most that is due to its being one, and not to what is in it
 _CRUMB = 0.1  # of a prompt's part: it takes so much more if nothing is left then

@@ -66,9 +66,9 @@ def test_microbatches_of_a_backlog_cost_alike_though_their_tokens_do_not() -> No
     candidates = [prompt(3000, 3000), *(prompt(40 + 7 * i) for i in range(60)), prompt(4000), prompt(2500, 1000)]
     formed = rounds(candidates, 2, 20)
     costs = [cost_s(*one) for one in formed]
-    assert max(costs) / min(costs) < 1.1
+    assert max(costs) / min(costs) < 1.15
     tokens = [sum(n for _, n in share) for _, share in formed]
-    assert max(tokens) / min(tokens) > 1.2
+    assert max(tokens) / min(tokens) > 1.1
     assert max(tokens) <= 512
 
 
@@ -93,7 +93,7 @@ def test_a_microbatch_with_prefill_has_its_share_of_decodes_beside_it() -> None:
     decodes = [sum(i < 40 for i, _ in share) for _, share in formed]
     assert max(decodes) - min(decodes) <= 1
     costs = [cost_s(*one) for one in formed]
-    assert max(costs) / min(costs) < 1.1
+    assert max(costs) / min(costs) < 1.15
 
 
 def test_prompts_are_spread_further_while_others_wait() -> None:
@@ -199,13 +199,15 @@ def test_whatever_there_is_a_microbatch_is_one_that_can_be_run(
     assert len({i for i, _ in share}) == len(share)
     assert sum(n for _, n in share) <= tokens
     ready, computes = 0, False
+    rows = max(1, (1 << (tokens - 1).bit_length()) // 32)
     for index, c in enumerate(candidates):
         left = c.token_count - c.departed_tokens
         ready += left > 0
         computes |= left > 0 and c.token_count - c.computed_tokens > 1
         n = dict(share).get(index, 0)
         assert 0 <= n <= left
-        assert n in (0, left) or n >= min(MIN_CHUNK_TOKENS, tokens - sum(m for i, m in share if i != index))
+        # Fewer only for want of room, of which rounding leaves less than one step.
+        assert n in (0, left) or n >= MIN_CHUNK_TOKENS or tokens - sum(m for _, m in share) < rows
     assert bool(share) == bool(ready)
     prompt_tokens = sum(n for i, n in share if candidates[i].token_count - candidates[i].computed_tokens > 1)
     assert prompt_tokens or not computes or len(share) == tokens  # no prompt is put off for decodes alone
