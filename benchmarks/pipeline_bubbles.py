@@ -257,7 +257,7 @@ def write(given: argparse.Namespace, text: Sequence[str], kept: Kept) -> None:
     for key, value in vars(given).items():
         if key in ("keep", "repetitions") or value in (None, False, True):
             continue
-        words = value if isinstance(value, list) else [value]
+        words = value if isinstance(value, list | tuple) else [value]
         names = (word.name if isinstance(word, Path) else str(word) for word in words)
         command += f" --{key.replace('_', '-')} {shlex.join(names)}"
     command += f" --repetitions {max((run.repetition + 1 for runs in kept.values() for run in runs), default=1)}"
