@@ -270,9 +270,12 @@ class History:
             try:
                 members = await cluster.prepare(kind, target)
             except Unprepared as failure:
-                if not all("no link" in why for why in failure.why.values()):
+                said = set(failure.why.values())
+                missed = {why for why in said if "no link" in why}
+                if not missed or not said - missed <= {"the leader has given it up"}:
                     raise
-                # Somebody was so busy with the plan before that the others have not waited for it.
+                # Somebody was so busy with the plan before that the others have not waited for it. If it is the
+                # leader who has not, those behind it may have heard that already.
                 await cluster.abort(cluster.members(target), target.epoch)
                 self.tally.unprepared += 1
                 continue

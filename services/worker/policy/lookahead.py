@@ -100,8 +100,8 @@ class _Former:
         if not self._prefills:
             return share
         room_s = self._all_decodes_s / self._count + self._prefill_part_s() - taken_s
-        chunks = self._take_chunks(room_s, self._view.max_batch_tokens - len(share))
         room_tokens = self._view.max_batch_tokens - len(share)
+        chunks = self._take_chunks(room_s, room_tokens)
         if not chunks and room_tokens:  # or the first in line would get on only when the others have ended
             index, _ = self._prefills[0]
             c = self._view.candidates[index]
