@@ -1,14 +1,19 @@
 """A restore of real workers under load: what is copied ahead does not travel again, and only a rest is left to do."""
 
 import asyncio
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
 
-from ballast.common.sampling import SamplingParams
+from ballast.common.sampling import FinishReason, SamplingParams
 from ballast.model.tiny import make_tiny
 from services.worker.core.plan import Kind
 from services.worker.core.precopy import WORTH_BLOCKS
+from services.worker.pipeline.answers import Answer
+from services.worker.pipeline.events import KvAheadAsked
+from services.worker.shell import MemberEvent
+from services.worker.transport.link import Link
 from tests.support.group import Sizes, alone, layout, running_group
 from tests.support.shells import until
 
@@ -74,6 +79,64 @@ def test_a_restore_that_is_given_up_forgets_what_was_copied(model_dir: Path) -> 
                 await cluster.dispatcher.cancel(answer)
             for answer in answers:
                 await cluster.dispatcher.end(answer)
+            await cluster.quiet()
+
+    asyncio.run(story())
+
+
+def test_nothing_is_copied_from_a_member_whose_blocks_are_still_to_move(model_dir: Path) -> None:
+    """One that has not met all others yet has made no room, while the leader has its layers and asks for KV. Its blocks
+    move and the last of them are unmapped then: reading them in the meantime ended the process.
+    """
+    names = ["w0", "w1", "w2"]
+    pipeline = [[("w0", 0, 1), ("w1", 1, 2), ("w2", 2, 4)]]
+
+    async def story() -> None:
+        async with running_group(model_dir, names, Sizes(memory_bytes=12 << 20)) as cluster:
+            sampling = SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True)
+            undisturbed = [await cluster.dispatcher.submit("w0", prompt, sampling) for prompt in PROMPTS]
+            for answer in undisturbed:
+                await cluster.dispatcher.end(answer)
+            await cluster.change(Kind.DROP, layout(2, pipeline, LAYERS))
+            answers = [await cluster.dispatcher.submit("w0", prompt, sampling) for prompt in PROMPTS]
+            await until(lambda: all(len(answer.token_ids) >= 20 for answer in answers))
+            late = cluster.workers["w1"]
+            warm, handle = late.membership.plane.warm, late.member.handle
+            held: list[tuple[Future[Link], Future[Link]]] = []  # what was made, and what w1 waits for
+            asked: list[KvAheadAsked] = []
+
+            def slow(peer_id: str, peer_store_address: str, epoch: int, timeout_s: float | None = None) -> Future[Link]:
+                made = warm(peer_id, peer_store_address, epoch, timeout_s)
+                if peer_id != "w2":
+                    return made
+                held.append((made, Future()))
+                return held[-1][1]
+
+            def listening(event: MemberEvent) -> list[Answer]:
+                if isinstance(event, KvAheadAsked):
+                    asked.append(event)
+                return handle(event)
+
+            late.membership.plane.warm = slow
+            late.member.handle = listening
+            target = alone(3, names, LAYERS)
+            members = cluster.ask_to_prepare(Kind.RESTORE, target)
+            await until(lambda: bool(held and asked))
+            await asyncio.sleep(0.2)
+            precopy = late.member._restoring.precopy
+            assert precopy is not None
+            assert late.member._homecoming.wants_room
+            assert not precopy._transfers
+            for made, waited_for in held:
+                waited_for.set_result(made.result())
+            await cluster.prepare(Kind.RESTORE, target)
+            assert precopy._transfers
+            cluster.commit(members, target)
+            await cluster.done(members, target.epoch)
+            for answer, other in zip(answers, undisturbed, strict=True):
+                await cluster.dispatcher.end(answer)
+                assert answer.finish_reason is FinishReason.LENGTH
+                assert answer.token_ids == other.token_ids
             await cluster.quiet()
 
     asyncio.run(story())

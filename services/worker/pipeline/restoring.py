@@ -84,6 +84,7 @@ class Restoring:
         self._withdrawn_epoch = Epoch(0)  # the restore that the leader has given up
         self.undoing = False  # a restore was aborted
         self.precopy: PrecopyRun | None = None  # of one that has ended until nothing is read for it
+        self._asked_early: list[KvAheadAsked] = []  # before this member has made room: its blocks are still to move
 
     @property
     def idle(self) -> bool:
@@ -98,6 +99,7 @@ class Restoring:
         epoch, role = transition.epoch, self._role
         smallest_home = self._capacities.smallest_home
         where = Place(role.me, transition.plan, role.leads, smallest_home, self._max_running_count)
+        self._asked_early = []
         self.precopy = PrecopyRun(
             where,
             progress,
@@ -185,6 +187,9 @@ class Restoring:
             return  # the leader's word may come before the planner's
         if self._homecoming.wants_room and not self._links.missing:  # else peers could not be asked for layers
             self._homecoming.make_room()
+            early, self._asked_early = self._asked_early, []
+            for event in early:
+                self.ahead(event)
             self._after_pull(transition)
 
     # ------------------------------------------------------------ layers
@@ -220,6 +225,12 @@ class Restoring:
         return self.precopy
 
     def ahead(self, event: ShareTold | KvAheadAsked | KvAheadArrived) -> None:
+        """A peer may have made its room, and even have its layers, while this member waits for a link. What it asks for
+        is not read until this member's blocks lie where they stay: they would be moved, and unmapped, meanwhile.
+        """
+        if isinstance(event, KvAheadAsked) and self._homecoming.wants_room:
+            self._asked_early.append(event)
+            return
         self.the_precopy().handle(event, time.monotonic())
 
     def copy_ahead(self, transition: Transition) -> None:
@@ -264,6 +275,7 @@ class Restoring:
         if self.precopy is not None:
             self.precopy.end()
         self.precopy, self.undoing = None, False
+        self._asked_early = []
 
     def check(self) -> None:
         if self.precopy is not None:
