@@ -1,5 +1,6 @@
 """Monitor and planner in virtual time, and the state server between them. One of each is active from the beginning."""
 
+import math
 from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, fields
 from functools import partial
@@ -7,7 +8,7 @@ from typing import Protocol
 
 from ballast.common.ids import DispatcherId, Epoch, WorkerId
 from ballast.common.layout import Layout
-from ballast.common.load import LoadReport
+from ballast.common.load import HASTY_REPORT_S, LoadReport
 from services.monitor.core import messages as m
 from services.monitor.core.machine import MonitorCore, MonitorRules
 from services.monitor.policy.demand import Backlog
@@ -173,6 +174,9 @@ class Reporter:
         self._stream_id = stream_id
         self._label = f"{instance.worker_id} reports".encode()
         self._cause = f"report of {instance.worker_id}"
+        self._told: LoadReport | None = None
+        self._told_at_s = -math.inf
+        self._hastens = False
         clock.after(first_s, self._label, lambda: self._announce(instance))
         clock.every(interval_s, self._label, self._report, first_s=first_s + delays.rpc_s)
 
@@ -187,8 +191,21 @@ class Reporter:
                 now_s = self._clock.now_s
                 self._monitor.feed(m.StreamEnded(now_s, self._cause, self._stream_id, said_goodbye=False))
             return
-        load = self._load()
+        self._told = load = self._load()
+        self._told_at_s = self._clock.now_s
         self._clock.after(self._delays.rpc_s, self._label, lambda: self._arrive(load))
+
+    def requests_came(self, load: LoadReport) -> None:
+        """As the real one: where demand jumps, the monitor hears of it at once."""
+        if self._told is None or self._hastens or not load.has_jumped(self._told):
+            return
+        self._hastens = True
+        wait_s = self._told_at_s + HASTY_REPORT_S - self._clock.now_s
+        self._clock.after(max(0.0, wait_s), self._label, self._hasten)
+
+    def _hasten(self) -> None:
+        self._hastens = False
+        self._report()
 
     def _arrive(self, load: LoadReport) -> None:
         self._monitor.feed(m.LoadReported(self._clock.now_s, self._cause, self._stream_id, load))

@@ -51,9 +51,9 @@ class Instance:
     __slots__ = (
         "_activation_bytes", "_alarm_at_s", "_alarm_label", "_batch_label", "_block_tokens", "_clock", "_costs",
         "_cruise", "_debts", "_early", "_execution", "_flying_since_s", "_fruitless", "_goes_on_label",
-        "_host_bytes_per_s", "_inbox", "_network", "_next_stream_id", "_peers", "_processors", "_report", "_resting",
-        "_result_label", "_streams", "_to_run", "_told", "_turns", "busy_s", "core", "crashed", "member",
-        "pipelined_busy_s", "pipelined_s", "slowness", "touched", "worker_id",
+        "_host_bytes_per_s", "_inbox", "_network", "_next_stream_id", "_peers", "_processors", "_report",
+        "_requests_came", "_resting", "_result_label", "_streams", "_to_run", "_told", "_turns", "busy_s", "core",
+        "crashed", "member", "pipelined_busy_s", "pipelined_s", "slowness", "touched", "worker_id",
     )
     # fmt: on
 
@@ -103,6 +103,7 @@ class Instance:
         self._early: list[InFlight] = []  # of a leader that is ahead of this member
         self._to_run: deque[InFlight] = deque()
         self._told: list[Command] = []
+        self._requests_came: Callable[[LoadReport], None] | None = None
         self._resting = True
         self._fruitless = 0  # batches wanted in a row, and none formed
         self._alarm_at_s = 0.0
@@ -124,6 +125,9 @@ class Instance:
         self._inbox.append(what)
         if self._resting:
             self._go_on()
+
+    def tell_of_requests(self, came: Callable[[LoadReport], None]) -> None:
+        self._requests_came = came
 
     def open_stream(self, listener: Listener) -> int:
         stream_id = self._next_stream_id
@@ -471,6 +475,8 @@ class Instance:
         for event in events:
             if isinstance(event, Submitted) and (stream := self._streams.get(event.key.stream_id)):
                 stream.seen_handle = event.key.handle
+        if self._requests_came is not None and any(isinstance(event, Submitted) for event in events):
+            self._requests_came(report)
         for command in told:
             if isinstance(command, Emit):
                 stream = self._streams.get(command.stream_id)

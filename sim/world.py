@@ -152,7 +152,7 @@ class World:
         )
         self.instances[worker_id] = self._peers[worker_id] = instance
         address = f"{worker_id}:1"
-        Reporter(
+        reporter = Reporter(
             self.clock,
             self.monitor,
             Announcement(worker_id, Incarnation(1), address, self.model_info, address),
@@ -163,6 +163,7 @@ class World:
             first_s=self._random.uniform(0.0, rules.report_interval_s),
             crashed=self.crashed,
         )
+        instance.tell_of_requests(reporter.requests_came)
 
     def _add_dispatcher(self, number: int, delays: Delays) -> DispatcherNode:
         rules, dispatcher_id = self.options.rules, DispatcherId(f"d{number}")

@@ -31,7 +31,7 @@ from services.dispatcher.core.dispatcher import Limits
 from services.dispatcher.core.placement import PlacementRules
 from services.dispatcher.policy.freeness import RoutingRules
 from services.monitor.config import MonitorSettings
-from services.monitor.core.machine import MonitorRules
+from services.monitor.core.machine import MonitorRules, sample_count
 from services.monitor.policy.pressure import PressureRules
 from services.planner.config import PlannerSettings
 from services.planner.core.conductor import ConductorRules
@@ -152,7 +152,7 @@ def _monitor_rules(settings: MonitorSettings, report_interval_s: float) -> Monit
         max_instances=max(settings.max_instances, 1 << 16),
         history_length=min(settings.history_length, math.ceil(window_s / report_interval_s) + 2),
         pressure=PressureRules(
-            **settings.pressure.model_dump(), sample_count=math.ceil(window_s / settings.tick_interval_s) + 2
+            **settings.pressure.model_dump(), sample_count=sample_count(window_s, settings.tick_interval_s)
         ),
         backlog_lease_s=settings.backlog_lease_s,
     )

@@ -5,6 +5,9 @@ from dataclasses import dataclass
 from ballast.common.errors import InvariantViolation
 from ballast.common.record import record
 
+HASTY_REPORT_S = 0.01  # between two reports where demand jumps
+_JUMP_SHARE = 16  # of the blocks, one part
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryReport:
@@ -43,3 +46,8 @@ class LoadReport:
     @property
     def kv_usage_fraction(self) -> float:
         return self.used_block_count / self.block_count if self.block_count else 0.0
+
+    def has_jumped(self, since: "LoadReport") -> bool:
+        """So much more KV is wanted than was told that nobody should learn it only with the next regular report."""
+        more = self.used_block_count + self.waiting_block_count - since.used_block_count - since.waiting_block_count
+        return more * _JUMP_SHARE >= self.block_count

@@ -1,6 +1,5 @@
 """`python -m services.monitor`: builds the parts, wires them, and waits for the signal to stop."""
 
-import math
 import sys
 
 import grpc.aio
@@ -15,7 +14,7 @@ from ballast.service.settings import load_settings
 from ballast.service.state import StateServer
 from ballastpb.monitor.v1 import monitor_pb2, monitor_pb2_grpc
 from services.monitor.config import MonitorSettings, flags
-from services.monitor.core.machine import MonitorCore, MonitorRules
+from services.monitor.core.machine import MonitorCore, MonitorRules, sample_count
 from services.monitor.policy.pressure import PressureRules
 from services.monitor.servicer import MonitorServicer
 from services.monitor.shell import MonitorShell
@@ -62,14 +61,14 @@ async def main(life: Lifecycle) -> None:
 
 def build_shell(settings: MonitorSettings, state: StateServer) -> MonitorShell:
     # Just what the trend needs.
-    sample_count = math.ceil(settings.pressure.trend_window_s / settings.tick_interval_s) + 2
+    samples = sample_count(settings.pressure.trend_window_s, settings.tick_interval_s)
     rules = MonitorRules(
         lease_s=settings.lease_s,
         warmup_s=settings.warmup_s,
         registry_interval_s=settings.registry_interval_s,
         max_instances=settings.max_instances,
         history_length=settings.history_length,
-        pressure=PressureRules(**settings.pressure.model_dump(), sample_count=sample_count),
+        pressure=PressureRules(**settings.pressure.model_dump(), sample_count=samples),
         backlog_lease_s=settings.backlog_lease_s,
     )
     # A row outlives one missed write, and not much more.

@@ -267,6 +267,7 @@ class WorkerProcess:
             state=self._state,
             interval_s=self._settings.report_interval_s,
         )
+        self._shell.tell_of_requests(reporter.requests_came)
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._shell.run(), name="engine")

@@ -1,6 +1,7 @@
 """The worker's side of the monitor: finds the active one, announces this instance, and reports its load for ever."""
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 
 import grpc
@@ -9,7 +10,7 @@ import grpc.aio
 from ballast.common.errors import BallastError, DeadlineExceeded, NotActive, StaleEpoch, Unavailable
 from ballast.common.ids import Incarnation, WorkerId
 from ballast.common.layout import Place
-from ballast.common.load import LoadReport
+from ballast.common.load import HASTY_REPORT_S, LoadReport
 from ballast.common.model import ModelInfo
 from ballast.rpc import codec
 from ballast.rpc.channel import open_channel
@@ -70,12 +71,20 @@ class MonitorReporter:
         self._place = place
         self._monitor = LeaderAddress(state, "monitor", monitor_address)
         self._interval_s = interval_s
+        self._told: LoadReport | None = None  # over the stream that is open
         self._leaving = asyncio.Event()
+        self._due = asyncio.Event()  # leaving, or demand has jumped
         self.connected = False  # the monitor has answered the last report
 
     def leave(self) -> None:
         """Tells the monitor that this instance goes, at the next report; `run` returns then."""
         self._leaving.set()
+        self._due.set()
+
+    def requests_came(self, load: LoadReport) -> None:
+        """A burst fills the memory within a few regular reports: the monitor hears of it at once."""
+        if self._told is not None and load.has_jumped(self._told):
+            self._due.set()
 
     async def run(self) -> None:
         async with asyncio.TaskGroup() as tasks:
@@ -117,16 +126,22 @@ class MonitorReporter:
                 await self._exchange(call, self._report(announce=self._announce), target)
                 get_logger().info("reporting to the monitor", monitor=target)
                 while not self._leaving.is_set() and target == self._monitor.current:
-                    load = codec.load_to_proto(self._load())
-                    answer = await self._exchange(call, self._report(load=load), target)
+                    self._due.clear()
+                    self._told = load = self._load()
+                    answer = await self._exchange(call, self._report(load=codec.load_to_proto(load)), target)
                     self.connected = True
                     self._monitor.confirm()
-                    await self._pause(max(self._interval_s, min(answer.least_interval_s, _LONGEST_INTERVAL_S)))
+                    least_s = min(answer.least_interval_s, _LONGEST_INTERVAL_S)
+                    regular_s = max(self._interval_s, least_s)
+                    hasty_s = min(regular_s, max(HASTY_REPORT_S, least_s))
+                    await self._pause(hasty_s)
+                    await self._until_due(regular_s - hasty_s)
                 if self._leaving.is_set():
                     await self._say_goodbye(call)
             except grpc.RpcError as error:
                 raise from_rpc_error(error, target) from error
             finally:
+                self._told = None
                 call.cancel()
 
     def _report(
@@ -156,8 +171,11 @@ class MonitorReporter:
             get_logger().warning("the monitor did not answer the goodbye")
 
     async def _pause(self, delay_s: float) -> None:
-        try:
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(delay_s):
                 await self._leaving.wait()
-        except TimeoutError:
-            return
+
+    async def _until_due(self, delay_s: float) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(delay_s):
+                await self._due.wait()

@@ -160,6 +160,7 @@ class WorkerShell:
         self._detokenizer = detokenizer
         self._check_every_steps = check_every_steps
         self._member: Member | None = None
+        self._requests_came: Callable[[LoadReport], None] | None = None
         self._in_flight: dict[int, Batch] = {}  # step id -> what has been sent and not come back
         self._inbox: queue.SimpleQueue[Event | MemberEvent | None] = queue.SimpleQueue()
         self._slots = asyncio.Semaphore(INBOX_EVENTS)
@@ -220,6 +221,10 @@ class WorkerShell:
         """Before `run`: what this worker does as a member of a group."""
         self._member = member
 
+    def tell_of_requests(self, came: Callable[[LoadReport], None]) -> None:
+        """Before `run`: `came` is called on the event loop with the load when requests have been taken in."""
+        self._requests_came = came
+
     def post_member(self, event: MemberEvent) -> None:
         """From any thread. Not bounded here: links and the planner bound what they send."""
         self._inbox.put(event)
@@ -254,6 +259,8 @@ class WorkerShell:
         for stream_id, handle in turn.seen_handles.items():
             if stream := self._streams.get(stream_id):
                 stream.seen_handle = handle
+        if turn.seen_handles and self._requests_came is not None:
+            self._requests_came(report)
         for emit in turn.emits:
             if stream := self._streams.get(emit.stream_id):
                 stream.put(emit, report, now_s)

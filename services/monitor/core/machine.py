@@ -11,11 +11,13 @@ A monitor that has just become active knows nobody. For `warmup_s` it sends no S
 for lost only because he has not yet found the new monitor, and raises no alarm about memory.
 """
 
+import math
 from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 
 from ballast.common.errors import InvariantViolation
 from ballast.common.ids import Incarnation, WorkerId
+from ballast.common.load import LoadReport
 from services.monitor.core.backlogs import Backlogs
 from services.monitor.core.entry import Entry
 from services.monitor.core.groups import Groups
@@ -50,6 +52,13 @@ from services.monitor.core.messages import (
 from services.monitor.policy.demand import ClusterDemand, GroupDemand, backlog_bytes, sum_demand
 from services.monitor.policy.pressure import Pressure, PressureRules
 
+LEAST_LOOK_S = 0.02  # between two looks at the demand of all, however it jumps
+
+
+def sample_count(trend_window_s: float, tick_interval_s: float) -> int:
+    """As many as there can be within the window of the trend."""
+    return math.ceil(trend_window_s * (1 / tick_interval_s + 1 / LEAST_LOOK_S)) + 2
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MonitorRules:
@@ -81,6 +90,7 @@ class MonitorCore:
     _newest: OrderedDict[WorkerId, Incarnation] = field(default_factory=OrderedDict[WorkerId, Incarnation])
     _active_since_s: float = 0.0
     _ticked_at_s: float | None = None
+    _looked_at_s: float = -math.inf  # at the demand of all
     _registry_at_s: float = 0.0
     _forget: list[WorkerId] = field(default_factory=list[WorkerId])
 
@@ -155,12 +165,21 @@ class MonitorCore:
         if worker_id is None:  # of a stream that was closed meanwhile
             return []
         entry = self.entries[worker_id]
+        before = entry.load
         entry.take(event.at_s, event.load, event.place)
+        commands = self._look_at_jump(event, before)
         # Draining is for good: a life that drains takes nothing new again.
-        if not event.load.draining or entry.draining:
+        if event.load.draining and not entry.draining:
+            entry.draining = True
+            commands.append(Publish(InstanceDraining(worker_id, entry.instance.incarnation), event.cause_id))
+        return commands
+
+    def _look_at_jump(self, event: LoadReported, before: LoadReport | None) -> list[Command]:
+        """A burst fills the memory in the time between a few ticks: not waited for."""
+        jumped = before is not None and event.load.has_jumped(before)
+        if not (jumped and self.warm) or event.at_s - self._looked_at_s < LEAST_LOOK_S:
             return []
-        entry.draining = True
-        return [Publish(InstanceDraining(worker_id, entry.instance.incarnation), event.cause_id)]
+        return self._watch_pressure(event.at_s, event.cause_id)
 
     def _stream_ended(self, event: StreamEnded) -> list[Command]:
         worker_id = self._streams.pop(event.stream_id, None)
@@ -234,6 +253,7 @@ class MonitorCore:
         return commands
 
     def _watch_pressure(self, at_s: float, cause_id: str) -> list[Command]:
+        self._looked_at_s = at_s
         signals = self.pressure.observe(self.cluster_demand(at_s))
         if not signals:
             return []

@@ -7,7 +7,7 @@ import pytest
 from ballast.common.ids import DispatcherId, Epoch, GroupId, Incarnation, WorkerId
 from ballast.common.layout import Group, Layout, Member
 from ballast.common.load import LoadReport, MemoryReport
-from services.monitor.core.machine import MonitorCore, MonitorRules
+from services.monitor.core.machine import LEAST_LOOK_S, MonitorCore, MonitorRules
 from services.monitor.core.messages import (
     Announced,
     BacklogWord,
@@ -260,4 +260,27 @@ def test_a_deposed_monitor_forgets_what_it_knew_of_memory() -> None:
     cluster.tell(SurroundingsRead(cluster.now_s, "c", ALONE, ()))
     assert cluster.core.groups.layout is None
     cluster.tell(LeadershipChanged(cluster.now_s + 1.0, "c", 9))
+    assert not cluster.core.pressure.history
+
+
+def test_a_jump_of_the_demand_is_looked_at_before_the_next_tick() -> None:
+    cluster = Cluster(ALONE, w0=load(30), w1=load(30))
+    assert cluster.pass_time(4.0) == []
+    history = cluster.core.pressure.history
+    looks = len(history)
+    jump_at_s = cluster.now_s + 2 * LEAST_LOOK_S
+    cluster.tell(LoadReported(jump_at_s, "c", 2, load(33)))
+    assert len(history) == looks  # nothing that could not wait
+    commands = cluster.tell(LoadReported(jump_at_s, "c", 1, load(50, waiting=250)))
+    raised = [c.change for c in commands if isinstance(c, Publish) and isinstance(c.change, Raised)]
+    assert [type(change.signal) for change in raised] == [Overload]
+    looks = len(history)
+    cluster.tell(LoadReported(jump_at_s + LEAST_LOOK_S / 2, "c", 1, load(50, waiting=400)))
+    assert len(history) == looks  # looking at thousands of instances takes its time
+
+
+def test_a_monitor_that_has_not_heard_everybody_yet_looks_at_no_jump() -> None:
+    cluster = Cluster(ALONE, w0=load(30), w1=load(30), warmup_s=100.0)
+    cluster.pass_time(1.0)
+    assert cluster.tell(LoadReported(cluster.now_s + 0.1, "c", 1, load(50, waiting=250))) == []
     assert not cluster.core.pressure.history

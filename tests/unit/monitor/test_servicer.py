@@ -17,6 +17,7 @@ from ballast.rpc import codec
 from ballast.rpc.channel import open_channel
 from ballast.rpc.errors import from_rpc_error
 from ballast.rpc.server import RpcServer
+from ballast.service.state import StateServer
 from ballastpb.monitor.v1 import monitor_pb2 as pb
 from ballastpb.monitor.v1 import monitor_pb2_grpc
 from services.monitor.core.machine import MonitorCore, MonitorRules
@@ -25,6 +26,7 @@ from services.monitor.policy.demand import Backlog
 from services.monitor.policy.pressure import ScaleAdvice
 from services.monitor.servicer import MonitorServicer, _change_to_proto
 from services.monitor.shell import MonitorShell, Row, Watcher
+from services.worker.reporter import MonitorReporter
 from tests.support.pressure import RULES
 from tests.support.reporting_worker import load_report, model_info
 from tests.support.waiting import soon
@@ -70,6 +72,15 @@ async def refuses_nobody(address: str) -> bool:
 async def monitor(
     *, active: bool, surroundings: MemorySurroundings | None = None
 ) -> AsyncGenerator[tuple[MonitorShell, Stub]]:
+    async with served(active=active, surroundings=surroundings) as (shell, address), open_channel(address) as channel:
+        yield shell, monitor_pb2_grpc.MonitorServiceStub(channel)
+
+
+@asynccontextmanager
+async def served(
+    *, active: bool, surroundings: MemorySurroundings | None = None
+) -> AsyncGenerator[tuple[MonitorShell, str]]:
+    """With its address."""
     rules = MonitorRules(
         lease_s=5.0,
         warmup_s=0.2,
@@ -103,8 +114,8 @@ async def monitor(
     if active:
         shell.change_leadership(7)
     try:
-        async with open_channel(f"127.0.0.1:{port}") as channel, asyncio.timeout(60):
-            yield shell, monitor_pb2_grpc.MonitorServiceStub(channel)
+        async with asyncio.timeout(60):
+            yield shell, f"127.0.0.1:{port}"
     finally:
         await server.stop(0)
         running.cancel()
@@ -363,5 +374,43 @@ def test_a_slow_watcher_is_sent_away_and_does_not_hold_memory() -> None:
         assert [watcher.push(up, "c") for _ in range(4)] == [True, True, True, False]
         with pytest.raises(Overloaded):
             await watcher.next()
+
+    asyncio.run(story())
+
+
+def test_a_jump_of_the_demand_is_reported_and_looked_at_at_once() -> None:
+    """Regular reports come every four seconds here, as late as a lease of five allows."""
+
+    async def story() -> None:
+        loads = [load_report(10)]
+        async with served(active=True) as (shell, address):
+            state = StateServer("redis://127.0.0.1:1")  # never asked, as the address is known
+            reporter = MonitorReporter(
+                worker_id=WorkerId("w0"),
+                incarnation=Incarnation(1),
+                address="127.0.0.1:1",
+                model=model_info(),
+                load=lambda: loads[-1],
+                monitor_address=address,
+                state=state,
+                interval_s=4.0,
+            )
+            running = asyncio.create_task(reporter.run())
+            entries, w0 = shell.core.entries, WorkerId("w0")
+            await soon(lambda: w0 in entries and entries[w0].load is not None)
+            before = loads[-1]
+            slightly_more = dataclasses.replace(before, used_block_count=before.used_block_count + 1)
+            much_more = dataclasses.replace(before, waiting_block_count=before.block_count)
+            assert not slightly_more.has_jumped(before)
+            clock = asyncio.get_running_loop().time
+            asked_at_s = clock()
+            for load in (slightly_more, much_more):
+                loads.append(load)
+                reporter.requests_came(load)
+            await soon(lambda: entries[w0].load == much_more)
+            assert clock() - asked_at_s < 3.0
+            reporter.leave()
+            await running
+            await state.close()
 
     asyncio.run(story())
