@@ -32,6 +32,7 @@ from sim.instance import Instance
 from sim.member import GroupMember, Peer
 from sim.memory import Geometry, VirtualMemory
 from sim.network import Endpoint, Network
+from sim.pages import HugePages
 from sim.processors import Contention, Processors
 from sim.results import Sample, SimRun
 from sim.rules import ClusterRules
@@ -39,6 +40,7 @@ from sim.rules import ClusterRules
 _SETTLE_S = 2.0  # after the monitor has warmed up: for the first layout and the streams
 _SAMPLE_INTERVAL_S = 0.5
 _PROGRESS_EVENTS = 4096
+_PAGES = HugePages()
 _LINE = WorkerId("w")
 
 
@@ -214,6 +216,8 @@ class World:
             clock.run(every or _PROGRESS_EVENTS)
             if every:
                 self._check_touched()
+            else:
+                _PAGES.look()
             if progress is not None:
                 progress(clients.ended_count, clock.now_s - self.zero_s)
         for part in (*self.instances.values(), *self.dispatchers):

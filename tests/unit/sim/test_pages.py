@@ -1,0 +1,34 @@
+"""Huge pages are asked for where memory has grown, and only then; what lies there stays what it is."""
+
+from pathlib import Path
+
+import pytest
+
+from sim import pages
+from sim.pages import HugePages
+
+SWITCH = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+
+
+@pytest.mark.skipif(not SWITCH.exists() or "[never]" in SWITCH.read_text(), reason="there are no huge pages here")
+def test_huge_pages_are_asked_for_where_memory_has_grown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pages, "_LEAST_BYTES", 1)
+    huge = HugePages()
+    first = [[number] for number in range(500_000)]
+    huge.look()
+    asked_bytes = huge.asked_bytes
+    assert asked_bytes > 0
+    huge.asked_bytes = 0
+    huge.look()
+    assert huge.asked_bytes == 0  # it has not grown
+    second = [[number] for number in range(2_000_000)]
+    huge.look()
+    assert huge.asked_bytes > asked_bytes
+    assert all(one == [number] for several in (first, second) for number, one in enumerate(several))
+
+
+def test_a_small_process_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pages, "_LEAST_BYTES", 1 << 50)
+    huge = HugePages()
+    huge.look()
+    assert huge.asked_bytes == 0
