@@ -263,6 +263,11 @@ class WorkerCore:
         """Of the sequences that run, wait or are suspended."""
         return self._scheduler.longest_token_count
 
+    @property
+    def memory_is_awaited(self) -> bool:
+        """Requests have not been let in yet."""
+        return self._scheduler.waiting_count > 0
+
     def placements(self) -> tuple[PlacementView, ...]:
         """What `policy.placement.place` needs to know of all that waits, runs or is suspended."""
         return self._group.placements()

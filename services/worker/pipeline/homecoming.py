@@ -38,15 +38,19 @@ class Homecoming:
         hub: Hub,
         ask: Callable[[WorkerId, Epoch, int], bool],
         read: Callable[[int], None],
+        hurried: Callable[[], bool],
         post: Callable[[MemberEvent], None],
     ) -> None:
-        """`ask` asks a peer for a layer (False: it cannot be reached), `read` fills one from the checkpoint."""
+        """`ask` asks a peer for a layer (False: it cannot be reached), `read` fills one from the checkpoint; `hurried`:
+        requests wait for the end of it.
+        """
         self._layer_count = layer_count
         self._memory = memory
         self._book = book
         self._hub = hub
         self._ask = ask
         self._read = read
+        self._hurried = hurried
         self._post = post
         self._workers = ThreadPoolExecutor(_THREADS, thread_name_prefix="layers")
         self._server = LayerServer(memory.parameters, self._workers, post)
@@ -109,6 +113,7 @@ class Homecoming:
             read=self._read,
             server=self._server,
             workers=self._workers,
+            hurried=self._hurried,
             post=self._post,
         )
         self._pull.go_on()

@@ -141,6 +141,7 @@ class LayerPull:
         read: Callable[[int], None],
         server: LayerServer,
         workers: ThreadPoolExecutor,
+        hurried: Callable[[], bool],
         post: Callable[[MemberEvent], None],
     ) -> None:
         self._epoch = epoch
@@ -152,6 +153,7 @@ class LayerPull:
         self._read = read
         self._server = server
         self._workers = workers
+        self._hurried = hurried
         self._post = post
         self._under_way: dict[int, WorkerId | None] = {}
         self._cancelled = False
@@ -205,7 +207,8 @@ class LayerPull:
         if event.peer is None:  # the checkpoint is the source of truth
             self.checked(LayerChecked(event.epoch, event.layer, True))
             return
-        future = self._workers.submit(self._parameters.layer_checksum, event.layer, unhurried(lambda: self._cancelled))
+        between = unhurried(lambda: self._cancelled, self._hurried)
+        future = self._workers.submit(self._parameters.layer_checksum, event.layer, between)
         wanted = self._server.known_checksum(event.layer) or event.checksum
         future.add_done_callback(lambda f, i=event.layer: self._post(_verdict(self._epoch, i, f, wanted)))
 

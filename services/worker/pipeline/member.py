@@ -104,7 +104,14 @@ class GroupMember:
         self._rescue: Rescue | None = None  # a member of the group is gone
         self._capacities = capacities = Capacities(role, links, published, book=book, memory=memory, tell=answers.tell)
         self._homecoming = homecoming = Homecoming(
-            layer_count, memory=memory, book=book, hub=hub, ask=links.ask_for_layer, read=read_layer, post=post
+            layer_count,
+            memory=memory,
+            book=book,
+            hub=hub,
+            ask=links.ask_for_layer,
+            read=read_layer,
+            hurried=lambda: plane.pace.memory_is_awaited,
+            post=post,
         )
         self._restoring = restoring = Restoring(
             role,
@@ -131,6 +138,7 @@ class GroupMember:
             pace=plane.pace,
             precopy=lambda: restoring.precopy,
             awaits_roster=lambda epoch: self._driver.awaits_roster(epoch),
+            memory_is_awaited=lambda: core.memory_is_awaited,
         )
         self._migrations = migrations = Migrations(
             role,

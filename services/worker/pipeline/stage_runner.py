@@ -58,8 +58,11 @@ class StageRunner:
         pace: StagePace,
         precopy: Callable[[], PrecopyRun | None],
         awaits_roster: Callable[[Epoch], bool],
+        memory_is_awaited: Callable[[], bool],
     ) -> None:
-        """`precopy` is told of every batch; `awaits_roster`: in that epoch nobody knows yet which blocks are free."""
+        """`precopy` is told of every batch; `awaits_roster`: in that epoch nobody knows yet which blocks are free;
+        `memory_is_awaited`, of a leader: requests have not been let in.
+        """
         self._role = role
         self._links = links
         self._engine = engine
@@ -68,6 +71,7 @@ class StageRunner:
         self._pace = pace
         self._precopy = precopy
         self._awaits_roster = awaits_roster
+        self._memory_is_awaited = memory_is_awaited
         self._early: list[BatchArrived] = []  # batches of a leader that is ahead of this member
 
     @property
@@ -81,10 +85,12 @@ class StageRunner:
         if precopy is not None:
             precopy.begins(batch)
         if role.leads and batch.slices:
-            batch = replace(batch, quiet_s=clock.take_quiet_s())
+            awaited = self._memory_is_awaited()
+            batch = replace(batch, quiet_s=clock.take_quiet_s(), memory_is_awaited=awaited)
         began_s = time.monotonic()
         in_pipeline = bool(role.stages and batch.slices)
         if in_pipeline:
+            self._pace.memory_is_awaited = batch.memory_is_awaited
             self._pace.begins(began_s)
         try:
             out = self._engine.run_stage(

@@ -12,12 +12,18 @@ _SHARE = 0.1  # of one processor's time: two jobs on each of two workers that sh
 _LONGEST_REST_S = 0.05
 
 
+def never() -> bool:
+    return False
+
+
 class Stopped(Exception):
     """The work is not wanted any more."""
 
 
-def unhurried(stopped: Callable[[], bool]) -> Callable[[], None]:
-    """To be called between two pieces, on the thread that does them; one for each job. It raises Stopped if so."""
+def unhurried(stopped: Callable[[], bool], hurried: Callable[[], bool] = never) -> Callable[[], None]:
+    """To be called between two pieces, on the thread that does them; one for each job. It raises Stopped if so.
+    `hurried`: somebody waits for it now after all.
+    """
     worked_s: float | None = None  # of the thread that does the work, which may not be this one
 
     def rest() -> None:
@@ -25,7 +31,8 @@ def unhurried(stopped: Callable[[], bool]) -> Callable[[], None]:
         if stopped():
             raise Stopped
         took_s = 0.0 if worked_s is None else time.thread_time() - worked_s
-        time.sleep(min(took_s * (1 / _SHARE - 1), _LONGEST_REST_S))
+        if not hurried():
+            time.sleep(min(took_s * (1 / _SHARE - 1), _LONGEST_REST_S))
         worked_s = time.thread_time()
 
     return rest

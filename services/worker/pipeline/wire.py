@@ -73,6 +73,7 @@ def batch_to_bytes(batch: Batch) -> bytes:
         token_ids=[token_id for s in slices for token_id in s.token_ids],
         samples=[s.samples for s in slices],
         quiet_s=batch.quiet_s,
+        memory_is_awaited=batch.memory_is_awaited,
     ).SerializeToString()
 
 
@@ -85,7 +86,8 @@ def batch_from_bytes(data: bytes) -> Batch:
         slices.append(Slice(sequence_id, first, token_ids[at : at + count], samples))
         at += count
     added = tuple(_new_from_proto(new) for new in message.added)
-    return Batch(message.step_id, tuple(message.removed), added, tuple(slices), message.quiet_s)
+    removed, awaited = tuple(message.removed), message.memory_is_awaited
+    return Batch(message.step_id, removed, added, tuple(slices), message.quiet_s, awaited)
 
 
 def result_to_bytes(result: StepResult) -> bytes:

@@ -239,14 +239,15 @@ class BulkSender:
                     pass
 
     def _share_of(self, traffic: TrafficClass, now_s: float) -> float:
-        """Of the time, for chunks of that class. For parameters nobody waits, and moving them takes time from batches.
+        """Of the time, for chunks of that class. For parameters nobody waits, and moving them takes time from batches;
+        unless requests wait until there is as much memory again as without a restore.
         While stages ask each other in the middle of their steps, whatever takes the processor from them makes every
         answer later. Not on a link that is made slow: that leaves the processor alone as it is.
         """
         if self._wire is not None:
             return 1.0
         if traffic is TrafficClass.PARAMETERS:
-            return self._config.background_share
+            return 1.0 if self._pace.memory_is_awaited else self._config.background_share
         return self._config.attended_share if now_s - self._pace.attended_at_s < self._config.calm_s else 1.0
 
     def _rest(self, began_s: float) -> bool:

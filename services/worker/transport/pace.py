@@ -21,6 +21,7 @@ class StagePace:
     stage_s: float | None = None  # what it takes lately; None: this worker is not a stage, or has not executed yet
     due_at_s: float | None = None  # when the activation of the batch that is executed is expected; None: of no batch
     attended_at_s: float = float("-inf")  # when it last asked for attention elsewhere, or answered
+    memory_is_awaited: bool = False  # requests have not been let in: parameters that come end that
 
     def is_late(self, at_s: float) -> bool:
         """The activation that was expected is so late that nobody knows when it will come."""

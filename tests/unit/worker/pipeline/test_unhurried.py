@@ -38,3 +38,18 @@ def test_it_ends_between_two_pieces() -> None:
     wanted[0] = False
     with pytest.raises(Stopped):
         rest()
+
+
+def test_it_does_not_rest_while_somebody_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    rests_s: list[float] = []
+    monkeypatch.setattr(time, "sleep", rests_s.append)
+    hurried = [True]
+    rest = unhurried(lambda: False, lambda: hurried[0])
+    for _ in range(3):
+        rest()
+        work(0.005)
+    assert not rests_s
+    hurried[0] = False
+    rest()
+    assert len(rests_s) == 1
+    assert rests_s[0] >= 0.04
