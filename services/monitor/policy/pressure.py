@@ -188,9 +188,12 @@ class Pressure:
         return forecast.demand_bytes > self.rules.overload_threshold_fraction * forecast.capacity_bytes
 
     def _note(self, sample: ClusterDemand, forecast: Forecast) -> None:
-        """Since when what has to last for a while has lasted."""
+        """Since when what has to last for a while has lasted. What came just now may be a burst, which an overload
+        sees; it is no reason to keep parameters away: only a trend is.
+        """
         at_s, rules = sample.at_s, self.rules
-        demand_bytes = max(forecast.demand_bytes, sample.used_bytes)
+        grown_bytes = max(0.0, forecast.growth_bytes_per_s * rules.horizon_s)
+        demand_bytes = max(sample.wanted_bytes + grown_bytes, sample.used_bytes)
         low = sample.complete and demand_bytes < rules.relief_threshold_fraction * sample.undropped_bytes
         idle = sample.complete and demand_bytes < rules.scale_in_threshold_fraction * sample.undropped_bytes
         self._low_since_s = _since(self._low_since_s, at_s, low)

@@ -70,6 +70,16 @@ def test_a_steep_burst_is_seen_before_the_memory_is_full_where_drops_take_that_l
     assert tell(hasty, rising(500)) == [], "what has doubled may do so again without being much"
 
 
+def test_small_ups_and_downs_keep_no_parameters_away_where_bursts_are_feared() -> None:
+    def calm(t: float) -> ClusterDemand:
+        return sample(t, 400 + 80 * (int(t / STEP_S + 0.5) % 4 == 0), capacity_bytes=3000, groups=MERGED)
+
+    hasty = Pressure(dataclasses.replace(RULES, overload_lead_s=0.6))
+    said = tell(hasty, series(12, calm))
+    assert [type(signal) for _, signal in said][:1] == [Relief]
+    assert said[0][0] <= RULES.dwell_s + RULES.relief_after_s
+
+
 def test_what_waits_while_workers_have_memory_to_spare_waits_for_something_else() -> None:
     slots_taken = series(20, lambda t: sample(t, 9000, engaged_bytes=840, used_bytes=650))
     assert tell(Pressure(RULES), slots_taken) == []
