@@ -30,7 +30,7 @@ PAGE = Path("docs/evaluation.md")
 FIGURES = Path("docs/evaluation")
 SPIKE = "azure_code_spike640_a.csv"
 _SPIKE_WINDOW_S = 100  # of it: its burst of some twelve seconds and what is around it
-_FIVE = "recompute,swap,migrate,static-pipeline,drop"
+_KNOBS = "recompute,swap,migrate,static-pipeline,drop"
 _DEGREES = "recompute,static-pipeline,static-pipeline:degree=4,drop"
 _RESTORES = "recompute,drop,drop:restore=off"
 # Requests that wait for memory: prompts are a third of their tokens, so that arithmetic is not what is short; a worker
@@ -71,11 +71,11 @@ class Part:
 
 
 def parts(traces: Path | None) -> list[Part]:
-    five, restores = ("--policies", _FIVE), ("--policies", _RESTORES)
-    compared = {"workers-2": Command(2, 30, "spike", five), "workers-4": Command(4, 16, "spike", five)}
-    long = {"workers-2": Command(2, 30, "twice:spike", restores)}
+    compared = {"workers-2": Command(2, 21, "spike"), "workers-4": Command(4, 12, "spike")}
+    restores = ("--policies", _RESTORES)
+    long = {"workers-2": Command(2, 22, "twice:spike", restores)}
     if traces is not None:
-        compared["workers-2-real"] = Command(2, 12, f"{traces / SPIKE}@{_SPIKE_WINDOW_S}+burstgpt", five)
+        compared["workers-2-real"] = Command(2, 12, f"{traces / SPIKE}@{_SPIKE_WINDOW_S}+burstgpt")
         long["workers-2-real"] = Command(2, 80, f"{traces / SPIKE}+burstgpt", restores)
     slow_links = ("--ablation", "--set", "worker.link_bytes_per_s=50000000")
     return [
@@ -86,12 +86,12 @@ def parts(traces: Path | None) -> list[Part]:
             {
                 "workers-2": Command(2, 10, "spike", ("--sweep",), 1),
                 "degrees": Command(4, 12, "spike", ("--policies", _DEGREES), 1),
-                "calm": Command(2, 10, "answers", ("--policies", _FIVE), 1, ("--demand", "0.3", "--peak", "1.01")),
+                "calm": Command(2, 10, "answers", ("--policies", _KNOBS), 1, ("--demand", "0.3", "--peak", "1.01")),
             },
             ("degrees",),
         ),
         Part("long", long, ("run",)),
-        Part("extreme", {"workers-2": Command(2, 13, "extreme:spike", ("--policies", _FIVE), 2)}, ("extreme",)),
+        Part("extreme", {"workers-2": Command(2, 13, "extreme:spike", ("--policies", _KNOBS), 2)}, ("extreme",)),
     ]
 
 

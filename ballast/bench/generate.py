@@ -16,8 +16,7 @@ The kind `answers` has lengths of its own: short prompts and longer answers, so 
 long and computes little. A burst of such requests runs out of memory first.
 
 The kind `spike` has the lengths of BurstGPT and a higher and relatively shorter burst: before and after it little of
-the memory is taken, as where the average is far below the peak. A quarter of the requests are in the burst, and most
-come when memory suffices, as in KunServe's 640 s with two overloads.
+the memory is taken, as where the average is far below the peak.
 
 All draws come from `random.Random(seed)`; the same arguments give the same file.
 """
@@ -63,7 +62,7 @@ ANSWERS = BurstySpec(
     input_quantiles=ANSWERS_INPUT,
     output_quantiles=ANSWERS_OUTPUT,
 )
-SPIKE = BurstySpec(span_s=150.0, base_rate=4.0, burst_start_s=35.0, burst_s=5.0, burst_factor=10.0)
+SPIKE = BurstySpec(span_s=100.0, base_rate=4.0, burst_start_s=30.0, burst_s=10.0, burst_factor=6.0)
 KINDS = {"bursty": BurstySpec(), "answers": ANSWERS, "spike": SPIKE}
 
 
