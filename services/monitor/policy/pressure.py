@@ -22,6 +22,7 @@ import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import islice
 
 from ballast.common.errors import InvariantViolation
 from services.monitor.policy.demand import ClusterDemand
@@ -29,6 +30,7 @@ from services.monitor.policy.trend import slope_per_s, window
 
 # Of the slopes in the window: growth that three out of four show is no accident.
 _SURE_QUANTILE = 0.25
+_CHECKED_SAMPLES = 8  # more than come between two checks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -235,11 +237,14 @@ class Pressure:
         return []
 
     def check(self) -> None:
-        """Raise InvariantViolation unless the history is in order and of one set of groups."""
-        times = [sample.at_s for sample in self.history]
-        if times != sorted(times):
-            raise InvariantViolation(f"samples are out of order: {times}")
-        if len({sample.groups for sample in self.history}) > 1:
+        """Raise InvariantViolation unless the history is in order and of one set of groups: the newest of it, as those
+        before were looked at when they were the newest.
+        """
+        newest = list(islice(reversed(self.history), _CHECKED_SAMPLES))
+        times = [sample.at_s for sample in newest]
+        if times != sorted(times, reverse=True):
+            raise InvariantViolation(f"samples are out of order, newest first: {times}")
+        if any(sample.groups != newest[0].groups for sample in newest):
             raise InvariantViolation("samples of different groups are in one history")
 
 

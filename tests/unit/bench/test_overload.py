@@ -133,7 +133,7 @@ def test_settings_come_on_top_of_those_for_short_runs(tmp_path: Path) -> None:
     model = make_tiny("llama", tmp_path / "m")
     settings = arguments(model).settings
     assert settings["monitor.pressure.dwell_s"] == "7"
-    assert settings["monitor.pressure.relief_after_s"] == "1"
+    assert settings["monitor.pressure.relief_after_s"] == "0.3"
     assert all(setting_name(setting_variable(name)) == name for name in settings)
 
 
