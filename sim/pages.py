@@ -31,16 +31,20 @@ class HugePages:
     def look(self) -> None:
         if self._advise is None:
             return
-        resident_bytes = int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
-        if resident_bytes < max(_LEAST_BYTES, self._resident_bytes + _GROWTH_BYTES):
+        if _resident_bytes() < max(_LEAST_BYTES, self._resident_bytes + _GROWTH_BYTES):
             return
-        self._resident_bytes, self.asked_bytes = resident_bytes, 0
+        self.asked_bytes = 0
         for found in _ANONYMOUS.finditer(Path("/proc/self/maps").read_text()):
             begin = -(-int(found[1], 16) // _HUGE_BYTES) * _HUGE_BYTES
             size = int(found[2], 16) // _HUGE_BYTES * _HUGE_BYTES - begin
             if size > 0 and self._advise(begin, size, mmap.MADV_HUGEPAGE) == 0:
                 self._advise(begin, size, _COLLAPSE)  # an older kernel does not know it, and comes by
                 self.asked_bytes += size
+        self._resident_bytes = _resident_bytes()  # now: huge pages are whole also where little was in use
+
+
+def _resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
 
 
 def _madvise() -> Callable[[int, int, int], int]:
