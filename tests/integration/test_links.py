@@ -22,6 +22,7 @@ from ballast.common.errors import (
 from services.worker.transport.config import TransportConfig
 from services.worker.transport.link import Link, LinkEnding, LinkState
 from services.worker.transport.plane import DataPlane
+from services.worker.transport.rendezvous import PairStore
 from services.worker.transport.traffic import TrafficClass
 from services.worker.transport.transfer import Outcome
 from tests.unit.worker.transport.processes import CONFIG, PeerProcess
@@ -452,6 +453,43 @@ def test_nothing_is_left_behind(shared_peer: PeerProcess, retired: bool) -> None
             time.sleep(0.2)  # what ends in the background may take long on a busy machine
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("held_up", ["links-warm-w1", "links-warm-w2"])
+def test_who_opens_a_link_too_late_finds_nobody(held_up: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One side is held up between the meeting and the addresses. Both hear of it; nobody dies, and nothing of it is
+    left, though two callers have waited for the same link.
+    """
+    get = PairStore.get
+
+    def late(store: PairStore, key: str) -> bytes:
+        value = get(store, key)
+        if threading.current_thread().name.startswith(held_up):
+            time.sleep(0.6)
+            return get(store, key)
+        return value
+
+    monkeypatch.setattr(PairStore, "get", late)
+    gc.collect()
+    gc.disable()
+    try:
+        before = _holdings()
+        _nobody_comes_in_time()
+        assert _holdings() == before
+    finally:
+        gc.enable()
+
+
+def _nobody_comes_in_time() -> None:
+    config = TransportConfig(**CONFIG, open_timeout_s=0.4)
+    planes = {me: DataPlane(me, Recorder(), config, "127.0.0.1") for me in ("w1", "w2")}
+    address = {me: plane.store_address for me, plane in planes.items()}
+    pairs = (("w1", "w2"), ("w2", "w1"), ("w1", "w2"), ("w2", "w1"))
+    futures = [planes[me].warm(peer, address[peer], 1, timeout_s=5.0) for me, peer in pairs]
+    why = [str(future.exception(60)) for future in futures]  # raised here they would keep this frame
+    assert all("link for epoch 1" in one for one in why), why
+    for plane in planes.values():
+        plane.close(60.0)
 
 
 def _one_life(peer: PeerProcess, retired: bool) -> None:

@@ -62,7 +62,7 @@ class _State:
     in_flight: deque[_Posted] = field(default_factory=deque[_Posted])
     last_number: int = 0
     promised: bool = False  # the last frame said that another one follows
-    refusal: Unavailable | None = None
+    refusal: str | None = None  # why nothing is accepted any more
     broken: bool = False
 
 
@@ -121,7 +121,7 @@ class BulkSender:
         done.set_running_or_notify_cancel()  # Transfer.cancel is the way to take it back
         with self._changed:
             if self._state.refusal is not None:
-                raise self._state.refusal
+                raise Unavailable(self._peer, self._state.refusal)
             if len(self._state.transfers) >= self._config.max_transfers:
                 raise Overloaded(f"link to {self._peer}: {len(self._state.transfers)} transfers unfinished", 0.05)
             self._state.last_number += 1
@@ -184,14 +184,14 @@ class BulkSender:
         with self._changed:
             if self._state.refusal is not None:
                 return
-            self._state.refusal = Unavailable(self._peer, "the link is closed")
+            self._state.refusal = "the link is closed"
             self._state.notices.append((FrameKind.CLOSE, None))
             ended = [self._end(outgoing) for outgoing in list(self._state.transfers.values())]
             self._changed.notify_all()
         for finished in ended:
             _settle(finished)
 
-    def fail(self, why: Unavailable) -> None:
+    def fail(self, why: str) -> None:
         """The channel is aborted: nothing reads the callers' memory any more, everything unfinished fails."""
         with self._changed:
             self._state.refusal, self._state.broken = why, True
@@ -203,7 +203,7 @@ class BulkSender:
         with self._reading:  # a chunk that is being gathered right now
             pass
         for outgoing in failed:
-            outgoing.verdict, outgoing.why = Outcome.BROKEN, why.why
+            outgoing.verdict, outgoing.why = Outcome.BROKEN, why
             _settle(outgoing)
 
     def release(self) -> None:

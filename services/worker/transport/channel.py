@@ -38,11 +38,11 @@ class Pending(Protocol):
 class Broken:
     """Stands for a message that could not even be posted."""
 
-    def __init__(self, error: ChannelBroken) -> None:
-        self._error = error
+    def __init__(self, why: str) -> None:
+        self._why = why  # an error would know the frames that know this, and keep what they hold
 
     def wait(self, timeout_s: float) -> None:
-        raise self._error
+        raise ChannelBroken(self._why)
 
 
 class PairChannel(Protocol):

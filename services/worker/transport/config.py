@@ -36,7 +36,8 @@ class TransportConfig:
     max_transfers: int = 1024  # unfinished, in each direction
     urgent_window: int = 8  # urgent messages in flight
     # Waits.
-    connect_timeout_s: float = 10.0
+    connect_timeout_s: float = 10.0  # for a peer to come
+    open_timeout_s: float = 5.0  # for both, once they have met, to tell each other their addresses
     send_timeout_s: float = 10.0  # for one message or chunk, from posting to completion
     keepalive_s: float = 1.0
     silence_timeout_s: float = 10.0  # a peer that sends nothing for so long is gone

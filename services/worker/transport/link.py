@@ -11,7 +11,7 @@ from typing import Protocol
 
 import torch
 
-from ballast.common.errors import StaleEpoch, Unavailable
+from ballast.common.errors import StaleEpoch
 from services.worker.transport.bulk_sender import BulkSender
 from services.worker.transport.channel import PairChannel
 from services.worker.transport.config import TransportConfig
@@ -366,9 +366,8 @@ class Link:
             channels = self._channels
         channels.urgent.abort()  # before anyone is told: until then the channels may touch the callers' memory
         channels.bulk.abort()
-        error = Unavailable(self.peer_id, why)
-        self._urgent.fail(error)
-        self._bulk.fail(error)
+        self._urgent.fail(why)
+        self._bulk.fail(why)
         if was_up:
             self._receiver.on_link_end(self, LinkEnding(LinkState.BROKEN, why))
 

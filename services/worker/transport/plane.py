@@ -18,7 +18,7 @@ from services.worker.transport.reaper import Reaper
 from services.worker.transport.rendezvous import Hello, Lobby, Meeting, Terms, call, resolve_host
 from services.worker.transport.spares import Spares
 
-_WARMING_THREADS = 4
+_WARMING_THREADS = 16  # those that wait for somebody who never comes must not keep the others waiting
 _LANES = ("act", "bulk")
 
 
@@ -60,7 +60,8 @@ class DataPlane:
         return link if link is not None and link.state is LinkState.UP else None
 
     def connect(self, peer_id: str, peer_store_address: str, epoch: int, timeout_s: float | None = None) -> Link:
-        """The link to a peer for an epoch: a spare one, or it is made. Takes until the peer has called this too.
+        """The link to a peer for an epoch: a spare one, or it is made. Takes until the peer has called this too, which
+        may be for `timeout_s`, and then some milliseconds.
 
         Raises:
             DeadlineExceeded: the peer did not come.
@@ -82,10 +83,15 @@ class DataPlane:
             if others is None:
                 self._connecting[key] = mine
         if others is not None:
-            return self._await_other(others, peer_id, timeout_s)
+            try:
+                return others.result(timeout_s)
+            except FutureTimeout:
+                raise DeadlineExceeded(f"link to {peer_id}: not up after {timeout_s} s") from None
+            finally:
+                del others  # as below
         try:
             link = self._adopt_spare(peer_id, epoch, timeout_s)
-            link = link or self._make(self._meet(peer_id, peer_store_address, epoch, deadline_s), epoch, deadline_s)
+            link = link or self._make(self._meet(peer_id, peer_store_address, epoch, deadline_s), epoch)
         except BaseException as error:
             with self._lock:
                 del self._connecting[key]
@@ -181,8 +187,7 @@ class DataPlane:
             self._spares.called(peer_id)
 
     def _make_spare(self, peer_id: str, address: str | None, timeout_s: float) -> Link:
-        deadline_s = time.monotonic() + timeout_s
-        return self._make(self._meet(peer_id, address or "", NO_EPOCH, deadline_s), NO_EPOCH, deadline_s)
+        return self._make(self._meet(peer_id, address or "", NO_EPOCH, time.monotonic() + timeout_s), NO_EPOCH)
 
     def _meet(self, peer_id: str, peer_store_address: str, epoch: int, deadline_s: float) -> Meeting:
         mine = Hello(self.worker_id, epoch, self._terms())
@@ -190,15 +195,24 @@ class DataPlane:
             return self._lobby.meet(mine, peer_id, deadline_s)
         return call(mine, peer_id, peer_store_address, deadline_s)
 
-    def _make(self, meeting: Meeting, epoch: int, deadline_s: float) -> Link:
+    def _make(self, meeting: Meeting, epoch: int) -> Link:
+        """Both have come, so this takes milliseconds, or something is wrong with one of them.
+
+        Whoever has the other's addresses connects at once, and waits for longer than the other one may take to get
+        its own: gloo forgets a connection that it has given up, but not that one was to come, and the process ends
+        with a segmentation fault if it comes after all.
+        """
         peer_id = meeting.peer.worker_id
         low, high = sorted((self.worker_id, peer_id))
         name = f"link/{epoch}/{low}-{high}"
         rank = 0 if self.worker_id == low else 1
-        left_s = max(deadline_s - time.monotonic(), 0.1)
+        within_s = self._config.open_timeout_s
         opened: list[PairChannel] = []
         try:
-            opened.extend(self._transport.open(meeting.store, f"{name}/{lane}", rank, left_s) for lane in _LANES)
+            with meeting.store.expiring(time.monotonic() + within_s):
+                opened.extend(
+                    self._transport.open(meeting.store, f"{name}/{lane}", rank, 2 * within_s) for lane in _LANES
+                )
             channels = Channels(opened[0], opened[1], meeting.store)
             config, receiver, dispose = self._config, self._receiver, self._reaper.submit
             return Link(peer_id, epoch, channels, meeting.peer.terms, config, receiver, dispose, self.pace)
@@ -210,12 +224,6 @@ class DataPlane:
             if isinstance(error, ChannelBroken):
                 raise Unavailable(peer_id, f"link for epoch {epoch}: {error}") from error
             raise
-
-    def _await_other(self, others: Future[Link], peer_id: str, timeout_s: float) -> Link:
-        try:
-            return others.result(timeout_s)
-        except FutureTimeout:
-            raise DeadlineExceeded(f"link to {peer_id}: not up after {timeout_s} s") from None
 
     def _refuse_retired(self, epoch: int) -> None:
         if epoch < self._oldest_epoch:

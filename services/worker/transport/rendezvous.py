@@ -10,7 +10,8 @@ import json
 import socket
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from socket import SocketIO
@@ -22,6 +23,7 @@ from torch.distributed import Store
 from ballast.common.errors import ConfigError, DeadlineExceeded, PeerViolation, Unavailable
 
 _HELLO_TIMEOUT_S = 0.5  # callers behind a silent one wait so long
+_STORE_TIMEOUT_S = 5.0  # for what is asked for when the link has been opened
 _MAX_HELLO_BYTES = 4096
 _MAX_ENTRY_BYTES = 1 << 20
 _MAX_PARKED = 256
@@ -49,11 +51,12 @@ class Hello:
 class PairStore(Store):
     """A store of two: what one sets, the other gets. `set` never waits for `get`."""
 
-    def __init__(self, connection: socket.socket, reader: SocketIO, deadline_s: float) -> None:
+    def __init__(self, connection: socket.socket, reader: SocketIO) -> None:
         super().__init__()
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # many small entries, each side in turn
         self._connection = connection
         self._reader = reader
-        self._deadline_s = deadline_s
+        self._deadline_s: float | None = None
         self._values: dict[str, bytes] = {}
         self._writing = Lock()
         self._reading = Lock()
@@ -64,16 +67,28 @@ class PairStore(Store):
             self._values[key] = data
             self._connection.sendall(_ENTRY.pack(len(name), len(data)) + name + data)
 
+    @contextmanager
+    def expiring(self, deadline_s: float) -> Generator[None]:
+        """While inside, nothing is to be had after the deadline, even if it is there."""
+        self._deadline_s = deadline_s
+        try:
+            yield
+        finally:
+            self._deadline_s = None
+
     def get(self, key: str) -> bytes:
         """Raises OSError when the other side does not set it before the deadline, or is gone."""
         with self._reading:
+            deadline_s = self._deadline_s or time.monotonic() + _STORE_TIMEOUT_S
             while key not in self._values:
-                self._connection.settimeout(max(self._deadline_s - time.monotonic(), 0.001))
+                self._connection.settimeout(max(deadline_s - time.monotonic(), 0.001))
                 name_bytes, value_bytes = _ENTRY.unpack(_read(self._reader, _ENTRY.size))
                 if max(name_bytes, value_bytes) > _MAX_ENTRY_BYTES:
                     raise OSError(f"store entry of {name_bytes} + {value_bytes} bytes")
                 entry = _read(self._reader, name_bytes + value_bytes)
                 self._values[entry[:name_bytes].decode()] = entry[name_bytes:]
+            if self._deadline_s is not None and time.monotonic() > self._deadline_s:
+                raise TimeoutError(f"{key} has come too late")
             return self._values[key]
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
@@ -132,7 +147,7 @@ class Lobby:
                 _say(caller.connection, mine)
                 if caller.reader.read(1) == b"!":
                     _check_version(mine, caller.hello)
-                    return Meeting(caller.hello, PairStore(caller.connection, caller.reader, deadline_s))
+                    return Meeting(caller.hello, PairStore(caller.connection, caller.reader))
             except OSError:
                 pass  # it had given up before we came; it may call again
             except PeerViolation:
@@ -225,7 +240,7 @@ def call(mine: Hello, peer_id: str, address: str, deadline_s: float) -> Meeting:
         reader.close()
         connection.close()
         raise
-    return Meeting(theirs, PairStore(connection, reader, deadline_s))
+    return Meeting(theirs, PairStore(connection, reader))
 
 
 def resolve_host(advertise_host: str | None) -> str:

@@ -61,7 +61,7 @@ class UrgentSender:
         self._in_flight: deque[_Outgoing] = deque()
         self._unsent_bytes = 0  # of all that is not sent
         self._arrivals = 0
-        self._refusal: Unavailable | None = None  # why nothing is accepted any more
+        self._refusal: str | None = None  # why nothing is accepted any more
         self._broken = False
 
     def send(
@@ -94,11 +94,11 @@ class UrgentSender:
         with self._changed:
             if self._refusal is not None:
                 return
-            self._refusal = Unavailable(self._peer, "the link is closed")
+            self._refusal = "the link is closed"
             closing = Header(kind=FrameKind.CLOSE, traffic=TrafficClass.CONTROL, epoch=self._epoch)
             self._accept(closing, b"", None, 0, order_class=_LAST)
 
-    def fail(self, why: Unavailable) -> None:
+    def fail(self, why: str) -> None:
         """The channel is gone: everything unfinished fails."""
         with self._changed:
             self._refusal, self._broken = why, True
@@ -107,7 +107,7 @@ class UrgentSender:
             self._crossing = None
             self._changed.notify_all()
         for outgoing in failed:
-            _settle(outgoing.done, why)
+            _settle(outgoing.done, Unavailable(self._peer, why))
 
     def release(self) -> None:
         """Drop the posted sends, as each holds on to the channel; it must be aborted, and `run` have ended."""
@@ -179,7 +179,7 @@ class UrgentSender:
             try:
                 outgoing.pending = self._writer.post(outgoing.header, outgoing.meta, outgoing.payload)
             except ChannelBroken as error:
-                outgoing.pending = [Broken(error)]  # for the thread to find; the caller learns it from the future
+                outgoing.pending = [Broken(str(error))]  # for the thread to find; the caller learns it from the future
             if outgoing.header.kind is FrameKind.MESSAGE:
                 counted = self._counts.sent[outgoing.header.traffic]
                 counted.messages += 1
@@ -227,7 +227,7 @@ class UrgentSender:
             why = f"link to {self._peer}: {self._waiting_count} messages, {self._unsent_bytes} bytes unsent"
             raise Overloaded(why, retry_after_s=0.01)
         if self._refusal is not None:
-            raise self._refusal
+            raise Unavailable(self._peer, self._refusal)
 
     def _refuse_bad(self, traffic: TrafficClass, meta: bytes, tensor: torch.Tensor | None, size_bytes: int) -> None:
         if not traffic.is_urgent:

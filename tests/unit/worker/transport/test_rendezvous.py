@@ -52,10 +52,25 @@ def test_both_learn_the_terms_and_share_a_store(lobby: Lobby, early: bool) -> No
 def test_a_key_that_is_never_set_costs_the_deadline(lobby: Lobby) -> None:
     with ThreadPoolExecutor(1) as pool:
         calling = pool.submit(call, HIGH, "w1", lobby.address, soon())
-        meeting = lobby.meet(LOW, "w2", soon(0.5))
-        with pytest.raises(TimeoutError):
+        meeting = lobby.meet(LOW, "w2", soon())
+        with meeting.store.expiring(soon(0.5)), pytest.raises(TimeoutError):
             meeting.store.get("never set")
         calling.result(60).store.close()
+        meeting.store.close()
+
+
+def test_after_the_deadline_there_is_nothing_to_be_had(lobby: Lobby) -> None:
+    """Who comes too late must not go on: the other side has given it up."""
+    with ThreadPoolExecutor(1) as pool:
+        calling = pool.submit(call, HIGH, "w1", lobby.address, soon())
+        meeting = lobby.meet(LOW, "w2", soon())
+        caller = calling.result(60)
+        caller.store.set("a", b"1")
+        assert meeting.store.get("a") == b"1"
+        with meeting.store.expiring(soon(-0.1)), pytest.raises(TimeoutError, match="a has come too late"):
+            meeting.store.get("a")
+        assert meeting.store.get("a") == b"1"
+        caller.store.close()
         meeting.store.close()
 
 
