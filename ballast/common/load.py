@@ -50,4 +50,4 @@ class LoadReport:
     def has_jumped(self, since: "LoadReport") -> bool:
         """So much more KV is wanted than was told that nobody should learn it only with the next regular report."""
         more = self.used_block_count + self.waiting_block_count - since.used_block_count - since.waiting_block_count
-        return more * _JUMP_SHARE >= self.block_count
+        return more > 0 and more * _JUMP_SHARE >= self.block_count

@@ -140,3 +140,25 @@ def test_nothing_is_copied_from_a_member_whose_blocks_are_still_to_move(model_di
             await cluster.quiet()
 
     asyncio.run(story())
+
+
+def test_all_members_know_whether_requests_wait(model_dir: Path) -> None:
+    """The layers of a restore hurry while they do."""
+
+    async def story() -> None:
+        async with running_group(model_dir, NAMES, Sizes(memory_bytes=12 << 20, max_running_count=2)) as cluster:
+            await cluster.change(Kind.DROP, layout(2, [[("w0", 0, 2), ("w1", 2, 4)]], LAYERS))
+            paces = [worker.membership.plane.pace for worker in cluster.workers.values()]
+            assert not any(pace.memory_is_awaited for pace in paces)
+            sampling = SamplingParams(temperature=0.0, max_tokens=800, ignore_eos=True)
+            answers = [await cluster.dispatcher.submit("w0", prompt, sampling) for prompt in PROMPTS]
+            await until(lambda: all(pace.memory_is_awaited for pace in paces))
+            for answer in answers[1:]:
+                await cluster.dispatcher.cancel(answer)
+            await until(lambda: not any(pace.memory_is_awaited for pace in paces))
+            await cluster.dispatcher.cancel(answers[0])
+            for answer in answers:
+                await cluster.dispatcher.end(answer)
+            await cluster.quiet()
+
+    asyncio.run(story())

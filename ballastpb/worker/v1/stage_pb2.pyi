@@ -39,7 +39,7 @@ class StageBatch(_message.Message):
     quiet_s: _builtins.float
     """How long the leader had no work before this batch: stages do not count that as their idleness."""
     memory_is_awaited: _builtins.bool
-    """Requests wait for memory: what a transition under way moves is waited for, also what nobody waits for otherwise."""
+    """Requests have not been let in: parameters that a restore brings come at full speed."""
     @_builtins.property
     def removed(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Sequences to forget, before the added ones enter and the slices run."""

@@ -8,7 +8,8 @@ waits, so a burst counts in full at the moment it arrives and does not have to b
   while workers have memory to spare waits for something else, which no memory buys. Demand above the threshold needs no
   trend. Chance makes small clusters look short for a moment again and again, so the next sample has to agree, except
   when a great deal is missing.
-- Relief: parameters are dropped, and forecast and usage have been below half of the un-dropped memory for a while.
+- Relief: parameters are dropped, and what is wanted, with its trend, and usage have been below half of the un-dropped
+  memory for a while.
 - Between any two of these lies at least the dwell time, and a change of the merged groups, whoever made it, starts it
   anew: a load that oscillates over any threshold causes one transition per dwell time at most. A relief that has not
   changed the groups yet is no transition: an overload takes it back at once and without a second look, for a restore
@@ -30,7 +31,6 @@ from services.monitor.policy.trend import slope_per_s, window
 
 # Of the slopes in the window: growth that three out of four show is no accident.
 _SURE_QUANTILE = 0.25
-_CHECKED_SAMPLES = 8  # more than come between two checks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,6 +111,7 @@ class Pressure:
     _low_since_s: float | None = None
     _idle_since_s: float | None = None
     _short_since_s: float | None = None  # an overload was raised, and since then it has not ended
+    _unchecked_count: int = 0  # samples since the last check
 
     def __post_init__(self) -> None:
         self.rules.check()
@@ -149,6 +150,7 @@ class Pressure:
                 self._changeable_from_s = max(self._changeable_from_s, sample.at_s + self.rules.dwell_s)
                 self.quiet_until_s = max(self.quiet_until_s, self._changeable_from_s)
         self.history.append(sample)
+        self._unchecked_count += 1
 
     def _look_ahead(self, sample: ClusterDemand) -> Forecast:
         rules, since_s = self.rules, sample.at_s - self.rules.trend_window_s
@@ -237,10 +239,11 @@ class Pressure:
         return []
 
     def check(self) -> None:
-        """Raise InvariantViolation unless the history is in order and of one set of groups: the newest of it, as those
-        before were looked at when they were the newest.
+        """Raise InvariantViolation unless the history is in order and of one set of groups. What was checked before is
+        not looked at again, but for the newest of it.
         """
-        newest = list(islice(reversed(self.history), _CHECKED_SAMPLES))
+        newest = list(islice(reversed(self.history), self._unchecked_count + 1))
+        self._unchecked_count = 0
         times = [sample.at_s for sample in newest]
         if times != sorted(times, reverse=True):
             raise InvariantViolation(f"samples are out of order, newest first: {times}")

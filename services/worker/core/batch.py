@@ -44,8 +44,9 @@ class Batch:
     removed: tuple[SequenceId, ...]
     added: tuple[NewSequence, ...]
     slices: tuple[Slice, ...]  # decodes (one token) first, then prefill chunks
-    quiet_s: float = 0.0  # so long there was no work before it; set by whoever executes it first, as
-    memory_is_awaited: bool = False  # by requests that have not been let in
+    # Set by whoever executes it first:
+    quiet_s: float = 0.0  # so long there was no work before it
+    memory_is_awaited: bool = False  # requests have not been let in
 
 
 @dataclass(frozen=True, slots=True)

@@ -265,7 +265,7 @@ class WorkerCore:
 
     @property
     def memory_is_awaited(self) -> bool:
-        """Requests have not been let in yet."""
+        """Requests have not been let in. Some may wait for a place in a batch, which more memory does not give them."""
         return self._scheduler.waiting_count > 0
 
     def placements(self) -> tuple[PlacementView, ...]:

@@ -378,7 +378,7 @@ def test_a_slow_watcher_is_sent_away_and_does_not_hold_memory() -> None:
     asyncio.run(story())
 
 
-def test_a_jump_of_the_demand_is_reported_and_looked_at_at_once() -> None:
+def test_a_jump_of_the_demand_is_reported_at_once() -> None:
     """Regular reports come every four seconds here, as late as a lease of five allows."""
 
     async def story() -> None:
@@ -402,6 +402,8 @@ def test_a_jump_of_the_demand_is_reported_and_looked_at_at_once() -> None:
             slightly_more = dataclasses.replace(before, used_block_count=before.used_block_count + 1)
             much_more = dataclasses.replace(before, waiting_block_count=before.block_count)
             assert not slightly_more.has_jumped(before)
+            nothing = dataclasses.replace(before, block_count=0)
+            assert not nothing.has_jumped(nothing)
             clock = asyncio.get_running_loop().time
             asked_at_s = clock()
             for load in (slightly_more, much_more):

@@ -1,0 +1,59 @@
+"""What the control plane of a simulation hears, and when."""
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+
+from ballast.bench.simulation import WorkerSize, production_rules
+from ballast.common.ids import Incarnation, WorkerId
+from ballast.common.load import HASTY_REPORT_S
+from services.monitor.core.messages import Event, Instance, LoadReported
+from sim.clock import Clock
+from sim.control import Delays, MonitorNode, Reporter, StateServer
+from tests.support.reporting_worker import load_report, model_info
+
+DELAYS = Delays(rpc_s=0.001, state_s=0.001)
+WORKER = WorkerId("w0")
+
+
+def test_a_jump_of_the_demand_is_reported_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the real one does it: within the hasty interval, and not more often than that."""
+    clock, loads, heard = Clock(), [load_report(10)], list[tuple[float, int]]()
+    rules = production_rules(WorkerSize()).monitor
+    monitor = MonitorNode(clock, rules, StateServer(clock, DELAYS), DELAYS, tick_interval_s=1.0, crashed=set())
+    feed = monitor.feed
+
+    def listening(event: Event) -> None:
+        if isinstance(event, LoadReported):
+            heard.append((clock.now_s, event.load.waiting_block_count))
+        feed(event)
+
+    monkeypatch.setattr(monitor, "feed", listening)
+    reporter = Reporter(
+        clock,
+        monitor,
+        Instance(WORKER, Incarnation(1), "w0:1", model_info()),
+        lambda: loads[-1],
+        DELAYS,
+        stream_id=1,
+        interval_s=4.0,
+        first_s=0.0,
+        crashed=set(),
+    )
+
+    def come(waiting_block_count: int) -> None:
+        loads.append(replace(loads[-1], waiting_block_count=waiting_block_count))
+        reporter.requests_came(loads[-1])
+
+    clock.at(1.0, b"a little more", lambda: come(1))
+    for number in range(10):
+        clock.at(2.0 + 0.002 * number, b"a burst", lambda number=number: come(20 * (number + 1)))
+    while clock.now_s < 3.0:
+        clock.step()
+    hasty = [(at_s, count) for at_s, count in heard if at_s > 1.0]
+    assert hasty[0] == (pytest.approx(2.0 + DELAYS.rpc_s), 20)
+    assert hasty[-1] == (pytest.approx(2.02 + DELAYS.rpc_s), 200)
+    assert len(hasty) == 3
+    assert all(later - sooner >= HASTY_REPORT_S - 1e-9 for (sooner, _), (later, _) in pairwise(hasty))
+    monitor.core.check()
