@@ -71,7 +71,7 @@ from sim.world import World, WorldOptions
 
 WORKERS = 2
 BLOCK_TOKENS, SEQUENCES, BATCH_TOKENS = 16, 64, 512
-_KV_REQUESTS = 8  # mean ones that the KV of a worker holds
+_KV_REQUESTS = 8  # of the workload with the longest ones: chance alone must not fill a worker
 _ONE_PIPELINE = ("--overload-policy", "static-pipeline", "--pipeline-degree", str(WORKERS))
 _GOALS = {"mean": 0.15, "p99": 0.30}
 SYSTEMS = ("real", "emulated", "simulated")
@@ -392,7 +392,7 @@ async def measured(args: argparse.Namespace, folder: Path, console: Console) -> 
     profile = read_profile(profile_file)
     machine = emulated_model(folder / "emulated", str(profile_file), checkpoint, 1 << 30).machine
     outline = machine.model
-    mean = max(w.prompt_tokens + w.output_tokens for w in WORKLOADS[:2])
+    mean = max(w.prompt_tokens + w.output_tokens for w in WORKLOADS)
     token_bytes = outline.kv_elements_per_token_layer * outline.layer_count * _element_bytes(outline.dtype)
     kv_bytes = _KV_REQUESTS * mean * token_bytes
     budget = (
@@ -453,7 +453,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--profile", type=Path, metavar="FILE", help="of the preset `ballast` on this machine")
     parser.add_argument("--profile-seconds", type=float, default=30.0, help="how long to measure without one")
-    parser.add_argument("--seconds", type=float, default=20.0, help="of each workload")
+    parser.add_argument("--seconds", type=float, default=60.0, help="of each workload")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", type=Path, help="folder for figure and results")
     args = parser.parse_args()
