@@ -61,11 +61,11 @@ class DataPlane:
 
     def connect(self, peer_id: str, peer_store_address: str, epoch: int, timeout_s: float | None = None) -> Link:
         """The link to a peer for an epoch: a spare one, or it is made. Takes until the peer has called this too, which
-        may be for `timeout_s`, and then some milliseconds.
+        may be for `timeout_s`, and then some milliseconds; twice `open_timeout_s` where it dies in these.
 
         Raises:
             DeadlineExceeded: the peer did not come.
-            Unavailable: it cannot be reached, or this plane is closing.
+            Unavailable: it cannot be reached, is gone or too late after all, or this plane is closing.
             StaleEpoch: the epoch is retired.
         """
         if peer_id == self.worker_id:
