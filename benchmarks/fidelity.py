@@ -9,9 +9,10 @@ and restores), and long prompts. Rates follow from profile and calibration, so t
 
 Workers, dispatcher and client share this machine's cores. What the processes around the engines take of them for each
 step and each token is measured with some requests at a time (benchmarks/fidelity_probes.py), and simulated. What is
-left comes from a fourth workload, with other lengths, another rate and another seed, which is run first: steps, and
-tokens of prompts, take so many times as long that its mean TPOT and TTFT are right. Nothing is calibrated on the three
-that are compared.
+left comes from a fourth workload, with other lengths, another rate and another seed: steps, and tokens of prompts, take
+so many times as long that its mean TPOT and TTFT are right. It is run before and after each of the three, as a machine
+is not equally fast at all times: a workload is simulated with what its two neighbours have shown. Nothing is calibrated
+on the three that are compared.
 
 Goals: mean TTFT and TPOT within 15 % of the real run, p99 within 30 %, as many drops. Figures of a machine that does
 other work meanwhile mean little.
@@ -159,15 +160,12 @@ def cluster_of(
     return LocalCluster(model, workers=WORKERS, flags={"worker": flags, "planner": planner_flags})
 
 
-async def served(cluster: LocalCluster, traces: Mapping[str, Trace], console: Console) -> dict[str, PolicyResult]:
-    """The workloads one after the other."""
-    results: dict[str, PolicyResult] = {}
-    for name, trace in traces.items():
-        planner = cluster.processes["planner"][0].address
-        job = ReplayJob(trace=trace, policy="drop")
-        results[name] = (await replay_on(cluster.address, job, console, planner=planner)).policies["drop"]
-        await asyncio.sleep(8.0)  # what is dropped comes back
-    return results
+async def served(cluster: LocalCluster, trace: Trace, console: Console) -> PolicyResult:
+    planner = cluster.processes["planner"][0].address
+    job = ReplayJob(trace=trace, policy="drop")
+    result = (await replay_on(cluster.address, job, console, planner=planner)).policies["drop"]
+    await asyncio.sleep(8.0)  # what is dropped comes back
+    return result
 
 
 def overheads(seen: Seen, machine: Machine, profile: CostProfile, budget: int) -> Overheads:
@@ -234,11 +232,12 @@ def slowed(machine: Machine, known: Overheads) -> Machine:
 
 
 def calibrated(
-    machine: Machine, profile: CostProfile, budget: int, alone: Overheads, trace: Trace, real: PolicyResult
+    machine: Machine, profile: CostProfile, budget: int, alone: Overheads, trace: Trace, runs: Sequence[PolicyResult]
 ) -> Overheads:
-    """With which the simulation of the calibration run has that run's means."""
+    """With which the simulation of the calibration run has the means of those runs."""
     known = alone
-    ttft_s, tpot_s = real.ttft_s.mean, real.tpot_s.mean
+    ttft_s = statistics.fmean(run.ttft_s.mean or 0.0 for run in runs)
+    tpot_s = statistics.fmean(run.tpot_s.mean or 0.0 for run in runs)
     if not ttft_s or not tpot_s:
         raise ConfigError("--seconds", "the calibration run has ended no request; make it longer")
     for _ in range(_CALIBRATION_ROUNDS):
@@ -402,31 +401,32 @@ async def measured(args: argparse.Namespace, folder: Path, console: Console) -> 
     first = draw(CALIBRATION, machine, args.seconds, args.seed + _CALIBRATION_SEED)
     async with cluster_of(checkpoint, budget, flags) as cluster:
         first_s, background, levels = await probe(cluster)
-        calibration = await served(cluster, {CALIBRATION.name: first}, console)
+        before = await served(cluster, first, console)
     async with cluster_of(checkpoint, budget, flags, _ONE_PIPELINE) as cluster:
         seen = Seen(first_s, background, levels, await probe_pipeline(cluster, background))
     alone = overheads(seen, machine, profile, budget)
-    known = calibrated(machine, profile, budget, alone, first, calibration[CALIBRATION.name])
+    known = calibrated(machine, profile, budget, alone, first, [before])
     console.print(told(seen, known, machine))
-    console.print(
-        f"calibration run: steps x {known.step_slowdown:.2f}, tokens of prompts x {known.prompt_slowdown:.2f} besides"
-    )
     # By what was seen, so that the machine is as loaded as is said, whatever else it does.
     traces = {w.name: draw(w, slowed(machine, known), args.seconds, args.seed) for w in WORKLOADS}
+    real: dict[str, PolicyResult] = {}
+    simulations: dict[str, PolicyResult] = {}
+    calibrations: list[PolicyResult] = []
     async with cluster_of(checkpoint, budget, flags) as cluster:
-        real = await served(cluster, traces, console)
+        calibrations.append(await served(cluster, first, console))
+        for name, trace in traces.items():
+            real[name] = await served(cluster, trace, console)
+            calibrations.append(await served(cluster, first, console))
+            near = calibrated(machine, profile, budget, alone, first, calibrations[-2:])
+            steps, prompts = near.step_slowdown, near.prompt_slowdown
+            console.print(f"around {name}: steps x {steps:.2f}, tokens of prompts x {prompts:.2f} besides")
+            simulations[name] = simulated(machine, profile, budget, near, trace)
+    known = calibrated(machine, profile, budget, alone, first, calibrations)
     # The emulated worker has the real one's overhead already, and waits where the engine would be held up by others.
     file = write_machine(folder / "machine.json", slowed(machine, replace(known, step_s=0.0, sequence_s=0.0)))
     async with cluster_of(checkpoint, budget, ["--engine", "emulated", "--profile", str(file)]) as cluster:
-        emulated = await served(cluster, traces, console)
-    return {
-        name: {
-            "real": real[name],
-            "emulated": emulated[name],
-            "simulated": simulated(machine, profile, budget, known, trace),
-        }
-        for name, trace in traces.items()
-    }
+        emulated = {name: await served(cluster, trace, console) for name, trace in traces.items()}
+    return {name: {"real": real[name], "emulated": emulated[name], "simulated": simulations[name]} for name in traces}
 
 
 def save(out: Path, results: Results) -> None:

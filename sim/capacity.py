@@ -5,21 +5,33 @@ from collections.abc import Callable, Mapping
 from ballast.common.ids import Epoch, WorkerId
 from services.worker.core.events import CapacityChanged, Event
 from services.worker.core.leading import Leading
+from services.worker.core.room import RoomSizes
 from services.worker.core.stage import StageBook
 from sim.clock import Clock
+from sim.memory import VirtualMemory
 from sim.role import Role
 from sim.voice import Voice
 
 
 class Capacities:
-    def __init__(self, role: Role, voice: Voice, clock: Clock, book: StageBook, tell: Callable[[Event], None]) -> None:
+    def __init__(
+        self,
+        role: Role,
+        voice: Voice,
+        clock: Clock,
+        book: StageBook,
+        memory: VirtualMemory,
+        tell: Callable[[Event], None],
+    ) -> None:
         """`tell` is how the core hears of it."""
         self._role = role
         self._voice = voice
         self._clock = clock
         self._book = book
+        self._memory = memory
         self._tell = tell
         self._counts: dict[WorkerId, int] = {}  # leader: stage -> blocks
+        self._sizes: dict[WorkerId, RoomSizes] = {}  # leader: of the other stages
         self._limited_epoch = Epoch(0)  # leader: the restore whose end a stage must know, to be believed what it has
         self.leading: Leading | None = None  # leader: of the transition under way
 
@@ -31,6 +43,18 @@ class Capacities:
         """A new role: nobody has said anything yet, and there is no restore of this group."""
         self._counts = {self._role.me: self._book.block_count}
         self._limited_epoch = Epoch(0)
+        self._sizes.clear()
+
+    @property
+    def sizes(self) -> Mapping[WorkerId, RoomSizes] | None:
+        """Leader: of all stages in a restore. None: some have not been told yet."""
+        sizes = {**self._sizes, self._role.me: self._own_sizes}
+        stages = [stage.worker_id for stage in self._role.stages] or [self._role.me]
+        return {stage: sizes[stage] for stage in stages} if sizes.keys() >= set(stages) else None
+
+    @property
+    def _own_sizes(self) -> RoomSizes:
+        return RoomSizes(self._memory.beside_block_count, self._memory.home_block_count)
 
     def add(self, counts: Mapping[WorkerId, int]) -> None:
         self._counts |= counts
@@ -47,19 +71,20 @@ class Capacities:
 
     def tell_leader(self, withdrawn: Epoch) -> None:
         """What this member has. `withdrawn` is the newest restore that it knows to be given up."""
-        epoch, me, count = self._role.epoch, self._role.me, self._book.block_count
+        epoch, me, count, sizes = self._role.epoch, self._role.me, self._book.block_count, self._own_sizes
         if self._role.leads:
-            self.told(epoch, me, count, withdrawn)
+            self.told(epoch, me, count, sizes, withdrawn)
         else:
-            self._voice.tell(self._role.leader, lambda m: m.capacity_told(epoch, me, count, withdrawn))
+            self._voice.tell(self._role.leader, lambda m: m.capacity_told(epoch, me, count, sizes, withdrawn))
 
-    def told(self, epoch: Epoch, source: WorkerId, block_count: int, withdrawn: Epoch) -> None:
+    def told(self, epoch: Epoch, source: WorkerId, block_count: int, sizes: RoomSizes, withdrawn: Epoch) -> None:
         role = self._role
         known = source == role.me or role.has_stage(source)
         early = source != role.me and withdrawn < self._limited_epoch  # it may yet make room, or has done
         if epoch != role.epoch or not role.leads or not known or early:
             return
         self._counts[source] = block_count
+        self._sizes[source] = sizes
         if self.leading is None:
             self.tell_smallest()
         else:

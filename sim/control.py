@@ -365,7 +365,7 @@ class PlannerNode:
         match command.call:
             case p.Call.PREPARE if self._aborted.get(worker_id) != epoch:
                 plan, sources = _plan_of(journal), _sources_of(command.sources)
-                peer.post(lambda: peer.member.prepare(plan, sources))
+                peer.post(lambda: peer.member.prepare(plan, sources, patient=command.patient))
             case p.Call.COMMIT:
                 peer.post(lambda: peer.member.told(epoch, CommitRequested(now_s, epoch)))
             case p.Call.ABORT:

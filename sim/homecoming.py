@@ -5,6 +5,7 @@ from functools import partial
 
 from ballast.common.errors import InvariantViolation
 from ballast.common.ids import Epoch, WorkerId
+from services.worker.core.room import Room
 from services.worker.core.stage import StageBook
 from services.worker.pipeline.status import Progress
 from sim.clock import Clock
@@ -23,7 +24,9 @@ def disk_of(worker_id: WorkerId) -> str:
 
 
 class Homecoming:
-    """One restore at a time: `begin`, `make_room` once the leader grants it, `arrived` until `complete`; or `undo`."""
+    """One restore at a time: `begin`, `make_room_for_layers` once the leader grants it, `arrived` until they are here,
+    `make_room_for_kv` likewise; or `undo`.
+    """
 
     def __init__(
         self,
@@ -48,29 +51,38 @@ class Homecoming:
         self._progress: Progress | None = None
         self._queue: list[int] = []
         self._under_way: set[int] = set()
-        self.wants_room = False
+        self.wants = Room.NONE
         self.complete = False
 
     def begin(self, epoch: Epoch, sources: Mapping[int, Sequence[WorkerId]], progress: Progress) -> None:
         self._epoch, self._sources, self._progress = epoch, sources, progress
-        self.wants_room, self.complete = True, False
+        self.wants, self.complete = Room.LAYERS, False
 
-    def make_room(self, came: Came) -> None:
-        """No more blocks are held than there are at home, and none beyond will be asked for. Asks for the layers."""
+    def make_room_for_layers(self, came: Came) -> None:
+        """No more blocks are held than there are beside all layers, which are asked for."""
         progress = self._counted()
-        self.wants_room = False
-        home = self._memory.home_block_count
-        moves = self._book.compaction_plan(home)
-        self._book.compacted(moves)
+        self.wants = Room.NONE
+        self._shrink_book(self._memory.beside_block_count)
         missing = [layer for layer in range(self._memory.geometry.layer_count) if layer not in self._memory.held]
-        self._memory.make_room(missing)
-        self._book.shrink(home)
+        self._memory.make_room_for_layers(missing)
         progress.remap_s += self._timings.remap_s
         progress.parameter_bytes_to_pull = len(missing) * self._memory.layer_bytes
         self._queue = missing
         if missing:
             self._spend(self._timings.remap_s, lambda: self._go_on(came))
         self._settle()
+
+    def make_room_for_kv(self) -> None:
+        """No more blocks are held than there are at home. Copying KV ahead is not simulated."""
+        self.wants, self.complete = Room.NONE, True
+        self._shrink_book(self._memory.home_block_count)
+        self._memory.make_room_for_kv()
+        self._memory.hold_kv_again()
+        self._counted().remap_s += self._timings.remap_s
+
+    def _shrink_book(self, block_count: int) -> None:
+        self._book.compacted(self._book.compaction_plan(block_count))
+        self._book.shrink(block_count)
 
     def _go_on(self, came: Came) -> None:
         epoch = self._epoch
@@ -104,15 +116,14 @@ class Homecoming:
 
     def _settle(self) -> None:
         if not self._queue and not self._under_way and not self.complete:
-            self._memory.hold_kv_again()
-            self.complete = True
+            self.wants = Room.KV
 
     def undo(self, kept: range) -> int | None:
         """Gives up all but the layers `kept` again; None while something still writes into them.
 
         Returns the number of blocks there are now.
         """
-        self.wants_room = False
+        self.wants = Room.NONE
         self._queue.clear()
         self._progress = None
         if self._under_way:

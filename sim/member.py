@@ -16,6 +16,7 @@ from services.worker.core.events import Command, Event, HandedOver, KvArrived, R
 from services.worker.core.leading import Decision
 from services.worker.core.plan import Kind, Phase, Plan, Victim, part_of
 from services.worker.core.retired import RetiredTables
+from services.worker.core.room import Room, RoomSizes
 from services.worker.core.snapshot import SequenceSnapshot
 from services.worker.core.stage import StageBook
 from services.worker.core.transition import Transition
@@ -115,7 +116,7 @@ class GroupMember:
         self._block_tokens = block_tokens
         self._spend = spend
         self._voice = Voice(self.role, peers, clock, network)
-        self._capacities = Capacities(self.role, self._voice, clock, book, self._feed)
+        self._capacities = Capacities(self.role, self._voice, clock, book, memory, self._feed)
         self._handover = Handover(
             self.role,
             self._voice,
@@ -143,6 +144,7 @@ class GroupMember:
         )
         self._transition: Transition | None = None
         self._sources: Sources = {}
+        self._patient = False
         self._quiescing = False
         self._exchange: Exchange | None = None
         self._progress: Progress | None = None
@@ -196,7 +198,7 @@ class GroupMember:
 
     # ------------------------------------------------------------ what the planner asks
 
-    def prepare(self, plan: Plan, sources: Sources) -> None:
+    def prepare(self, plan: Plan, sources: Sources, *, patient: bool = False) -> None:
         current = self._transition
         if plan.epoch <= max(self.progress, default=Epoch(0)):
             return
@@ -204,8 +206,10 @@ class GroupMember:
             return
         if part_of(plan, self.me) is None or self._restoring.undoing:
             return
+        if plan.kind is Kind.RESTORE and not self._restoring.may_begin:
+            return
         self._transition = Transition(self.me, plan)
-        self._sources = sources
+        self._sources, self._patient = sources, patient
         self._progress = Progress(plan.epoch, self._clock.now_s, block_count_before=self.book.block_count)
         self._handover.begin()
         self._restoring.plan()
@@ -273,11 +277,16 @@ class GroupMember:
         if self._is_current(epoch):
             self._the_exchange().gone(sequence_id, to, size_bytes)
 
-    def capacity_told(self, epoch: Epoch, source: WorkerId, block_count: int, withdrawn: Epoch) -> None:
-        self._capacities.told(epoch, source, block_count, withdrawn)
+    def capacity_told(
+        self, epoch: Epoch, source: WorkerId, block_count: int, sizes: RoomSizes, withdrawn: Epoch
+    ) -> None:
+        self._capacities.told(epoch, source, block_count, sizes, withdrawn)
 
-    def room_is_granted(self, epoch: Epoch) -> None:
-        self._restoring.room_is_granted(epoch)
+    def room_is_granted(self, epoch: Epoch, room: Room) -> None:
+        self._restoring.room_is_granted(epoch, room)
+
+    def layers_are_back(self, epoch: Epoch, stage: WorkerId) -> None:
+        self._restoring.layers_are_back(epoch, stage)
 
     def room_is_withdrawn(self, epoch: Epoch) -> None:
         self._restoring.room_is_withdrawn(epoch)
@@ -377,7 +386,7 @@ class GroupMember:
             failed = PreparationFailed(self._clock.now_s, epoch, why)
             self._voice.later(0.0, lambda: self.told(epoch, failed))
         else:
-            self._restoring.begin(epoch, self._sources, self._counted())
+            self._restoring.begin(epoch, self._sources, self._counted(), patient=self._patient)
 
     # ------------------------------------------------------------ commit
 
@@ -390,6 +399,7 @@ class GroupMember:
         self._note_commit()
         new = transition.part.new
         own = self._handover.give(transition) if transition.led_before else ()
+        self._restoring.commit()
         self._handover.note_final(self.memory.blocks_after_drop(self._layers_lost()))
         self._remap()
         role.take_up(transition.epoch, new)

@@ -120,11 +120,30 @@ class VirtualMemory:
         self.retired.clear()
         return self._grow()
 
-    def make_room(self, layers: Iterable[int]) -> int:
-        """The KV has shrunk to its size at home; parameter ranges of missing layers are mapped. Returns the blocks."""
+    @property
+    def beside_block_count(self) -> int:
+        """When all parameters are here, and KV of those layers only that have it now."""
+        return self.geometry.blocks_in(self._beside)
+
+    @property
+    def _beside(self) -> int:
+        missing = self.geometry.layer_count - len(self.held)
+        left = self._free - missing * self.geometry.layer_parameters
+        return min(self._kv, self._kv + left // max(1, len(self.kv_held)))
+
+    def make_room_for_layers(self, layers: Iterable[int]) -> int:
+        """The KV shrinks as far as the parameters of missing layers want it; their ranges are mapped. Returns the
+        blocks.
+        """
+        self._report = None
+        self._kv = self._beside
+        self.held |= set(layers)
+        return self.block_count
+
+    def make_room_for_kv(self) -> int:
+        """The KV shrinks to its size at home. Returns the blocks."""
         self._report = None
         self._kv = min(self._kv, self.geometry.home_kv)
-        self.held |= set(layers)
         return self.block_count
 
     def hold_kv_again(self) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from ballast.common.ids import Epoch, WorkerId
 from services.worker.core.plan import Kind, Phase, Plan
+from services.worker.core.room import Room, RoomKeeper
 from services.worker.core.stage import StageBook
 from services.worker.core.transition import Transition
 from services.worker.core.transition_messages import Event, MemoryReady, PreparationFailed
@@ -48,14 +49,15 @@ class Restoring:
         self._drive = drive
         self._publish = publish
         self._links_up = False
-        self._room_epoch = Epoch(0)  # the restore for which the leader has granted room
+        self._keeper: RoomKeeper | None = None  # leader: of the restore that is being prepared
+        self._granted: dict[Room, Epoch] = {}  # the last restore for which the leader has granted it
         self.withdrawn_epoch = Epoch(0)  # the restore that the leader has given up
         self.undoing = False  # a restore was aborted
 
     @property
     def at_rest(self) -> bool:
         """Whether `poll` has nothing to wait for."""
-        return not (self.undoing or self._homecoming.wants_room)
+        return not (self.undoing or self._keeper is not None or self._homecoming.wants is not Room.NONE)
 
     def plan(self) -> None:
         """A transition begins: its links are not there yet."""
@@ -78,31 +80,56 @@ class Restoring:
             else ""
         )
 
-    def begin(self, epoch: Epoch, sources: Mapping[int, Sequence[WorkerId]], progress: Progress) -> None:
+    @property
+    def may_begin(self) -> bool:
+        """Stages say how large they are when the transition before is over for them."""
+        return not self._role.leads or self._capacities.sizes is not None
+
+    def begin(
+        self, epoch: Epoch, sources: Mapping[int, Sequence[WorkerId]], progress: Progress, *, patient: bool
+    ) -> None:
         self._homecoming.begin(epoch, sources, progress)
         if self._role.leads:
-            self._capacities.limit(epoch, self._memory.home_block_count)
+            self._keeper = RoomKeeper(self._capacities.sizes or {}, patient=patient)
 
     def poll(self, transition: Transition | None) -> None:
         """Between two turns: whatever waits for room."""
-        wanted = self._homecoming.wants_room and self._role.leads and self._links_up
-        if wanted and transition is not None and self._core.settled:
-            self.room_is_granted(transition.epoch)
-        elif self._homecoming.wants_room:
+        if transition is not None and self._keeper is not None:
+            self._lead(self._keeper, transition)
+        if self._homecoming.wants is not Room.NONE:
             self._take_room()
         if self.undoing:
             self._undo()
 
     # ------------------------------------------------------------ room
 
-    def room_is_granted(self, epoch: Epoch) -> None:
+    def _lead(self, keeper: RoomKeeper, transition: Transition) -> None:
+        if transition.phase is not Phase.PREPARING or not self._links_up:
+            return
+        block_count = keeper.seek(self._core.wanted_block_count)
+        if block_count is not None:
+            self._capacities.limit(transition.epoch, block_count)
+        if keeper.sought is not Room.NONE and self._core.settled:
+            self.room_is_granted(transition.epoch, keeper.grant())
+
+    def layers_are_back(self, epoch: Epoch, stage: WorkerId) -> None:
+        """Leader: of that one."""
+        transition = self._under_way()
+        if self._keeper is not None and transition is not None and transition.epoch == epoch:
+            self._keeper.layers_are_back([stage])
+
+    def room_is_granted(self, epoch: Epoch, room: Room) -> None:
         """Told down the pipeline, behind all batches."""
-        self._voice.pass_on(lambda m: m.room_is_granted(epoch))
-        self._room_epoch = max(self._room_epoch, epoch)
+        self._voice.pass_on(lambda m: m.room_is_granted(epoch, room))
+        self._granted[room] = max(self._granted.get(room, Epoch(0)), epoch)
         self._take_room()
+
+    def commit(self) -> None:
+        self._keeper = None
 
     def give_up(self, plan: Plan) -> None:
         """What has been prepared is undone. The leader's followers hear of it."""
+        self._keeper = None
         self.undoing = plan.kind is Kind.RESTORE
         if self.undoing and self._role.leads:
             self._pass_on_withdrawal(plan.epoch)
@@ -124,11 +151,14 @@ class Restoring:
             self._capacities.tell_leader(self.withdrawn_epoch)
 
     def _take_room(self) -> None:
-        transition = self._under_way()
-        if transition is None or transition.epoch != self._room_epoch or transition.phase is not Phase.PREPARING:
+        transition, room = self._under_way(), self._homecoming.wants
+        if transition is None or transition.epoch != self._granted.get(room) or transition.phase is not Phase.PREPARING:
             return
-        if self._homecoming.wants_room and self._links_up:
-            self._homecoming.make_room(self._layer_came)
+        if room is Room.LAYERS and self._links_up:
+            self._homecoming.make_room_for_layers(self._layer_came)
+            self._after_pull(transition)
+        elif room is Room.KV:
+            self._homecoming.make_room_for_kv()
             self._after_pull(transition)
 
     # ------------------------------------------------------------ layers
@@ -147,8 +177,13 @@ class Restoring:
     def _after_pull(self, transition: Transition) -> None:
         if self._homecoming.complete:
             self._drive(MemoryReady(self._clock.now_s, transition.epoch))
-        else:
+        elif self._homecoming.wants is not Room.KV:
             self._publish()
+        elif self._role.leads:
+            self.layers_are_back(transition.epoch, self._role.me)
+        else:
+            epoch, me = transition.epoch, self._role.me
+            self._voice.tell(self._role.leader, lambda m: m.layers_are_back(epoch, me))
 
     def _undo(self) -> None:
         """The burst is back: layers are given up again, once nothing writes into them any more."""

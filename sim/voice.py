@@ -5,6 +5,7 @@ from typing import Protocol
 
 from ballast.common.ids import Epoch, WorkerId
 from services.worker.core.batch import SequenceId
+from services.worker.core.room import Room, RoomSizes
 from services.worker.core.snapshot import SequenceSnapshot
 from services.worker.core.transition_messages import Event as TransitionEvent
 from services.worker.core.transition_messages import RosterReceived
@@ -34,9 +35,13 @@ class Hearer(Protocol):
 
     def kv_gone(self, epoch: Epoch, sequence_id: SequenceId, to: WorkerId, size_bytes: int) -> None: ...
 
-    def capacity_told(self, epoch: Epoch, source: WorkerId, block_count: int, withdrawn: Epoch) -> None: ...
+    def capacity_told(
+        self, epoch: Epoch, source: WorkerId, block_count: int, sizes: RoomSizes, withdrawn: Epoch
+    ) -> None: ...
 
-    def room_is_granted(self, epoch: Epoch) -> None: ...
+    def room_is_granted(self, epoch: Epoch, room: Room) -> None: ...
+
+    def layers_are_back(self, epoch: Epoch, stage: WorkerId) -> None: ...
 
     def room_is_withdrawn(self, epoch: Epoch) -> None: ...
 

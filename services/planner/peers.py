@@ -277,6 +277,7 @@ def _prepare_request(command: CallMember) -> worker_pb2.PrepareRequest:
         target=codec.layout_to_proto(journal.target),
         sources=[worker_pb2.LayerSource(layer=layer, worker_id=holder or "") for layer, holder in command.sources],
         cause_id=command.cause_id,
+        patient=command.patient,
     )
 
 

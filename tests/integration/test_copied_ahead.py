@@ -1,7 +1,6 @@
 """A restore of real workers under load: what is copied ahead does not travel again, and only a rest is left to do."""
 
 import asyncio
-from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
@@ -10,10 +9,10 @@ from ballast.common.sampling import FinishReason, SamplingParams
 from ballast.model.tiny import make_tiny
 from services.worker.core.plan import Kind
 from services.worker.core.precopy import WORTH_BLOCKS
+from services.worker.core.room import Room
 from services.worker.pipeline.answers import Answer
-from services.worker.pipeline.events import KvAheadAsked
+from services.worker.pipeline.events import KvAheadAsked, RoomGranted
 from services.worker.shell import MemberEvent
-from services.worker.transport.link import Link
 from tests.support.group import Sizes, alone, layout, running_group
 from tests.support.shells import until
 
@@ -85,8 +84,8 @@ def test_a_restore_that_is_given_up_forgets_what_was_copied(model_dir: Path) -> 
 
 
 def test_nothing_is_copied_from_a_member_whose_blocks_are_still_to_move(model_dir: Path) -> None:
-    """One that has not met all others yet has made no room, while the leader has its layers and asks for KV. Its blocks
-    move and the last of them are unmapped then: reading them in the meantime ended the process.
+    """One that has not heard yet that it may make room, while the leader has made its own and asks for KV. Its blocks
+    move and the last of them are unmapped then: reading them in the meantime would end the process.
     """
     names = ["w0", "w1", "w2"]
     pipeline = [[("w0", 0, 1), ("w1", 1, 2), ("w2", 2, 4)]]
@@ -101,34 +100,28 @@ def test_nothing_is_copied_from_a_member_whose_blocks_are_still_to_move(model_di
             answers = [await cluster.dispatcher.submit("w0", prompt, sampling) for prompt in PROMPTS]
             await until(lambda: all(len(answer.token_ids) >= 20 for answer in answers))
             late = cluster.workers["w1"]
-            warm, handle = late.membership.plane.warm, late.member.handle
-            held: list[tuple[Future[Link], Future[Link]]] = []  # what was made, and what w1 waits for
+            handle = late.member.handle
+            granted: list[RoomGranted] = []
             asked: list[KvAheadAsked] = []
 
-            def slow(peer_id: str, peer_store_address: str, epoch: int, timeout_s: float | None = None) -> Future[Link]:
-                made = warm(peer_id, peer_store_address, epoch, timeout_s)
-                if peer_id != "w2":
-                    return made
-                held.append((made, Future()))
-                return held[-1][1]
-
             def listening(event: MemberEvent) -> list[Answer]:
+                if isinstance(event, RoomGranted) and event.room is Room.KV and not granted:
+                    granted.append(event)
+                    return []
                 if isinstance(event, KvAheadAsked):
                     asked.append(event)
                 return handle(event)
 
-            late.membership.plane.warm = slow
             late.member.handle = listening
             target = alone(3, names, LAYERS)
             members = cluster.ask_to_prepare(Kind.RESTORE, target)
-            await until(lambda: bool(held and asked))
+            await until(lambda: bool(granted and asked))
             await asyncio.sleep(0.2)
             precopy = late.member._restoring.precopy
             assert precopy is not None
-            assert late.member._homecoming.wants_room
+            assert not late.member._homecoming.has_kv_room
             assert not precopy._transfers
-            for made, waited_for in held:
-                waited_for.set_result(made.result())
+            cluster.post("w1", granted[0])
             await cluster.prepare(Kind.RESTORE, target)
             assert precopy._transfers
             cluster.commit(members, target)
@@ -159,6 +152,46 @@ def test_all_members_know_whether_requests_wait(model_dir: Path) -> None:
             await cluster.dispatcher.cancel(answers[0])
             for answer in answers:
                 await cluster.dispatcher.end(answer)
+            await cluster.quiet()
+
+    asyncio.run(story())
+
+
+def test_a_patient_restore_has_its_layers_early_and_makes_room_for_kv_when_there_is_some(model_dir: Path) -> None:
+    """Until then the group has all that its members had before the drop, and no token is another one."""
+
+    async def story() -> None:
+        async with running_group(model_dir, NAMES, Sizes(memory_bytes=4 << 20)) as cluster:
+            w0, w1 = (cluster.workers[name] for name in NAMES)
+            home, everything = w0.book.block_count, tuple(range(LAYERS))
+            sampling = SamplingParams(temperature=0.0, max_tokens=700, ignore_eos=True)
+            alone_says = await cluster.dispatcher.submit("w0", PROMPTS[0], sampling)
+            await cluster.dispatcher.end(alone_says)
+            await cluster.change(Kind.DROP, layout(2, [[("w0", 0, 2), ("w1", 2, 4)]], LAYERS))
+            dropped = w0.book.block_count
+            answer, *others = [await cluster.dispatcher.submit("w0", prompt, sampling) for prompt in PROMPTS]
+            await until(lambda: w0.core.wanted_block_count > home)
+            cluster.patient = True
+            target = alone(3, NAMES, LAYERS)
+            members = cluster.ask_to_prepare(Kind.RESTORE, target)
+            await until(lambda: all(w.engine.memory.parameters.held_layers == everything for w in (w0, w1)))
+            await asyncio.sleep(0.2)
+            count = len(answer.token_ids)
+            await until(lambda: len(answer.token_ids) > count)
+            for worker in (w0, w1):
+                assert worker.engine.memory.kv.held_layers != everything
+                assert 1.9 * home < worker.book.block_count < dropped
+            for other in others:
+                await cluster.dispatcher.cancel(other)
+            await cluster.prepare(Kind.RESTORE, target)
+            cluster.commit(members, target)
+            done = await cluster.done(members, target.epoch)
+            assert sum(progress.victims_recomputed for progress in done.values()) == 0
+            assert (w0.book.block_count, w1.book.block_count) == (home, home)
+            for one in (answer, *others):
+                await cluster.dispatcher.end(one)
+            assert answer.finish_reason is FinishReason.LENGTH
+            assert answer.token_ids == alone_says.token_ids
             await cluster.quiet()
 
     asyncio.run(story())

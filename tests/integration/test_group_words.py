@@ -12,6 +12,7 @@ from ballast.common.sampling import SamplingParams
 from ballast.model.tiny import make_tiny
 from ballastpb.worker.v1 import worker_pb2 as pb
 from services.worker.core.plan import Kind, Phase
+from services.worker.core.room import RoomSizes
 from services.worker.core.transition_messages import AbortRequested
 from services.worker.pipeline.events import CapacityTold, Told
 from services.worker.pipeline.planner_side import Transitions
@@ -75,7 +76,7 @@ def test_what_a_stage_had_before_a_restore_is_not_counted_on_when_it_is_given_up
             await cluster.prepare(Kind.RESTORE, alone(3, ["w0", "w1"], LAYERS))
             home = w1.book.block_count
             assert blocks_of(w0) == home < before
-            cluster.post("w0", CapacityTold(Epoch(2), WorkerId("w1"), before, Epoch(0)))
+            cluster.post("w0", CapacityTold(Epoch(2), WorkerId("w1"), before, RoomSizes(before, home), Epoch(0)))
             cluster.post("w0", Told(Epoch(3), AbortRequested(time.monotonic(), Epoch(3), "test")))
             most = 0
             while w1.book.block_count == home or blocks_of(w0) != before:

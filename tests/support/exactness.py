@@ -19,6 +19,7 @@ from ballast.common.sampling import FinishReason, SamplingParams
 from services.worker.core.batch import Batch, TokenLogprobs
 from services.worker.core.plan import Kind, Phase
 from services.worker.core.precopy import Span
+from services.worker.core.room import Room, RoomSizes
 from services.worker.core.transition_messages import (
     AbortRequested,
     CommitRequested,
@@ -37,6 +38,7 @@ from services.worker.pipeline.events import (
     KvAheadArrived,
     KvAsked,
     KvTakenOver,
+    LayersBack,
     ResultArrived,
     RoomGranted,
     RoomWithdrawn,
@@ -261,6 +263,7 @@ class History:
             await asyncio.sleep(rng.choice([0.0, 0.02, 0.1]) * rng.random())
             epoch += 1
             kind, target = self._next_layout(cluster, epoch)
+            cluster.patient = rng.random() < 0.5
             if rng.random() < 0.25:
                 members = cluster.ask_to_prepare(kind, target)
                 await asyncio.sleep(rng.choice([0.0, 0.01, 0.1]) * rng.random())
@@ -479,8 +482,8 @@ def _stale(rng: random.Random, cluster: Cluster, name: str) -> list[MemberEvent]
         found += [
             BatchArrived(epoch, Batch(1 << 30, (some_id,), (), ()), hidden),
             ResultArrived(epoch, (1, "from another time")),
-            CapacityTold(epoch, peer, 1, epoch),
-            HandoverArrived(epoch, peer, (), 1, 1, 1),
+            CapacityTold(epoch, peer, 1, RoomSizes(1, 1), epoch),
+            HandoverArrived(epoch, peer, (), 1, 1),
             RosterArrived(epoch, peer, RosterReceived(0.0, epoch, peer, ()), (some_id,)),
             WaveArrived(epoch, (), (some_id,), 1, True, rng.random() < 0.5),
             Told(epoch, WaveDone(0.0, epoch, peer, 0)),
@@ -489,7 +492,8 @@ def _stale(rng: random.Random, cluster: Cluster, name: str) -> list[MemberEvent]
             Told(epoch, KvLandedReceived(0.0, epoch, some_id, peer)),
             ShareTold(epoch, (some_id,)),
             KvAheadArrived(epoch, peer, Span(some_id, 0, 1), 1 << 30),
-            RoomGranted(epoch),
+            RoomGranted(epoch, rng.choice((Room.LAYERS, Room.KV))),
+            LayersBack(epoch, peer),
             RoomWithdrawn(epoch),
             Told(epoch, CommitRequested(0.0, epoch)),
             Told(epoch, AbortRequested(0.0, epoch, "late")),

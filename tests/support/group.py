@@ -290,6 +290,7 @@ class Cluster:
     def __init__(self, workers: dict[str, GroupWorker], layer_count: int) -> None:
         self.workers = workers
         self.layer_count = layer_count
+        self.patient = False  # of restores that are prepared from now on
         self.in_force = alone(1, sorted(workers), layer_count)
         self.dispatcher = Dispatcher(workers)
 
@@ -314,7 +315,7 @@ class Cluster:
                 for layer in range(self.layer_count)
                 if layer not in own
             }
-            self.post(name, PlanReceived(plan, addresses, sources))
+            self.post(name, PlanReceived(plan, addresses, sources, self.patient))
         return members
 
     async def prepare(self, kind: Kind, target: Layout) -> Sequence[WorkerId]:
@@ -410,8 +411,8 @@ def _left(worker: GroupWorker) -> str:
     transition = driver.transition
     open_ = transition and (transition.phase, transition._is)
     return (
-        f"{open_} undoing {restoring.undoing} learning {driver._learning} quiescing {driver.quiescing} wants room"
-        f" {home.wants_room} granted {restoring._room_epoch} links missing {member._links.missing} pulls"
+        f"{open_} undoing {restoring.undoing} learning {driver._learning} quiescing {driver.quiescing} wants"
+        f" {home.wants} granted {restoring._granted} links missing {member._links.missing} pulls"
         f" {home._pull and home._pull._under_way}, suspended {worker.core.suspended_ids}, in flight"
         f" {worker.core.in_flight_count}, settled {worker.core.settled}; "
         f"leads {worker.member.leads}, blocks of {[(i >> 32, i & 0xFFFFFFFF) for i in ids]}, live"

@@ -267,14 +267,11 @@ class Handover(_message.Message):
     EPOCH_FIELD_NUMBER: _builtins.int
     SEQUENCES_FIELD_NUMBER: _builtins.int
     BLOCK_COUNT_FIELD_NUMBER: _builtins.int
-    HOME_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
     FINAL_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     block_count: _builtins.int
-    """Blocks of this member's stage in the coming group; and when it holds all layers."""
-    home_block_count: _builtins.int
+    """Blocks of this member's stage in the coming group; and when all KV of layers given up has been sent."""
     final_block_count: _builtins.int
-    """In the coming group, when all KV of layers given up has been sent."""
     @_builtins.property
     def sequences(self) -> _containers.RepeatedCompositeFieldContainer[Global___SequenceState]: ...
     def __init__(
@@ -283,12 +280,11 @@ class Handover(_message.Message):
         epoch: _builtins.int = ...,
         sequences: _abc.Iterable[Global___SequenceState] | None = ...,
         block_count: _builtins.int = ...,
-        home_block_count: _builtins.int = ...,
         final_block_count: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_count", b"block_count", "epoch", b"epoch", "final_block_count", b"final_block_count", "home_block_count", b"home_block_count", "sequences", b"sequences"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_count", b"block_count", "epoch", b"epoch", "final_block_count", b"final_block_count", "sequences", b"sequences"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -513,17 +509,24 @@ class Capacity(_message.Message):
 
     EPOCH_FIELD_NUMBER: _builtins.int
     BLOCK_COUNT_FIELD_NUMBER: _builtins.int
+    BESIDE_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
+    HOME_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     block_count: _builtins.int
+    beside_block_count: _builtins.int
+    """When all parameters are here, and KV of the layers that are executed here; and with that of all layers."""
+    home_block_count: _builtins.int
     def __init__(
         self,
         *,
         epoch: _builtins.int = ...,
         block_count: _builtins.int = ...,
+        beside_block_count: _builtins.int = ...,
+        home_block_count: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_count", b"block_count", "epoch", b"epoch"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["beside_block_count", b"beside_block_count", "block_count", b"block_count", "epoch", b"epoch", "home_block_count", b"home_block_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -495,8 +495,13 @@ class PrepareRequest(_message.Message):
     TARGET_FIELD_NUMBER: _builtins.int
     SOURCES_FIELD_NUMBER: _builtins.int
     CAUSE_ID_FIELD_NUMBER: _builtins.int
+    PATIENT_FIELD_NUMBER: _builtins.int
     kind: Global___TransitionKind.ValueType
     cause_id: _builtins.str
+    patient: _builtins.bool
+    """Of a restore: parameters come at once, and room for copies of the KV is made when what the group wants fits into
+    it. Otherwise that is made at once too, and who finds none in it waits or is preempted.
+    """
     @_builtins.property
     def base(self) -> _cluster_pb2.Layout:
         """The layout that is in force, and the one to come. Groups that do not change stand in both."""
@@ -515,10 +520,11 @@ class PrepareRequest(_message.Message):
         target: _cluster_pb2.Layout | None = ...,
         sources: _abc.Iterable[Global___LayerSource] | None = ...,
         cause_id: _builtins.str = ...,
+        patient: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "target", b"target"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "cause_id", b"cause_id", "kind", b"kind", "sources", b"sources", "target", b"target"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "cause_id", b"cause_id", "kind", b"kind", "patient", b"patient", "sources", b"sources", "target", b"target"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -8,13 +8,13 @@ waits, so a burst counts in full at the moment it arrives and does not have to b
   while workers have memory to spare waits for something else, which no memory buys. Demand above the threshold needs no
   trend. Chance makes small clusters look short for a moment again and again, so the next sample has to agree, except
   when a great deal is missing.
-- Relief: parameters are dropped, and what is wanted, with its trend, and usage have been below half of the un-dropped
-  memory for a while.
+- Relief: parameters are dropped, and what is wanted, with its trend, and usage have been below some part of the
+  un-dropped memory for a while: layers begin to come back, and groups wait by themselves for what more that wants.
 - Between any two of these lies at least the dwell time, and a change of the merged groups, whoever made it, starts it
   anew: a load that oscillates over any threshold causes one transition per dwell time at most. A relief that has not
   changed the groups yet is no transition: an overload takes it back at once and without a second look, for a restore
-  that is given up costs nobody anything. While parameters come back there is less memory than before and after; that
-  lasts a moment, so demand is an overload then if it exceeds what there will be.
+  that is given up costs nobody anything. While KV is copied there is less memory than before and after; that lasts a
+  moment, so demand is an overload then if it exceeds what there will be.
 - Scale out: an overload was raised, nothing has helped for a while (no plan, or demand outgrew what was freed).
 - Scale in: everything has been idle for long and nothing is dropped.
 """

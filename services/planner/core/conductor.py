@@ -104,6 +104,7 @@ class Conductor:
     _wished_at_s: float = 0.0
     _loads: Loads | None = None  # for the wish
     _sources: dict[WorkerId, Sources] = field(default_factory=dict[WorkerId, Sources])
+    _patient: bool = False  # the transition waits for demand to fall, if need be
     _requests: OrderedDict[str, _Request] = field(default_factory=OrderedDict[str, _Request])
     _own_at_s: float = 0.0  # no transition of the planner's own will before
     _dropped_at_s: dict[GroupId, float] = field(default_factory=dict[GroupId, float])
@@ -174,7 +175,7 @@ class Conductor:
                 why = f"request id {event.request_id!r} was given for another change"
                 return [RefuseChange(event.request_id, ChangeRefusal.ID_REUSED, why)]
             return [] if earlier.epoch is None else [AnswerChange(event.request_id, earlier.epoch, earlier.lines)]
-        if self.busy or self._wish is not None:
+        if self._wish is not None or (self.busy and not self._only_waits):
             return [RefuseChange(event.request_id, ChangeRefusal.BUSY, self._why_busy())]
         if isinstance(wish, RestoreWish) and self.rules.policy is OverloadPolicy.STATIC_PIPELINE:
             why = "pipelines are for good: the policy is static-pipeline"
@@ -182,11 +183,17 @@ class Conductor:
         self._requests[event.request_id] = _Request(what)
         while len(self._requests) > _KEPT_REQUESTS:
             self._requests.popitem(last=False)
-        return self._take(wish, event.at_s)
+        given_up = self._steps(AbortWanted(event.at_s, "an operator wants another change"), event.at_s, event.cause_id)
+        return given_up + self._take(wish, event.at_s)
+
+    @property
+    def _only_waits(self) -> bool:
+        """A restore of the planner's own is being prepared, which may take until demand has fallen."""
+        return self.coordinator is not None and self._patient and self.coordinator.stage is Stage.PREPARING
 
     def dissolve_draining(self, layout: Layout, at_s: float, cause_id: str) -> list[Command]:
         """A member that is to leave takes its group apart first."""
-        groups = tuple(g.group_id for g in layout.groups if len(g.members) > 1 and any(m.draining for m in g.members))
+        groups = _draining(layout)
         if not groups or self.busy or self._wish is not None or at_s < self._own_at_s:
             return []
         self._own_at_s = at_s + self.rules.retry_s
@@ -255,7 +262,7 @@ class Conductor:
         journal = Journal(granted.kind, ground.layout, granted.target, Stage.PREPARING, granted.target.reason)
         self.coordinator = Coordinator(journal, at_s, self.rules.coordinator)
         self.record = TransitionRecord(journal, at_s, wish.by, wish.request_id, granted.shape)
-        self._sources = dict(granted.sources)
+        self._sources, self._patient = dict(granted.sources), granted.patient
         stay = set(granted.target.groups)
         gone = [g for g in ground.layout.groups if g not in stay]
         if granted.kind is Kind.RESTORE:
@@ -297,6 +304,12 @@ class Conductor:
         for worker_id, why in sorted(lost.items()):
             commands += self._steps(MemberLost(at_s, worker_id, why), at_s, cause_id)
         return commands
+
+    def give_way(self, layout: Layout, at_s: float, cause_id: str, *, changes: bool) -> list[Command]:
+        """What may wait for demand to fall holds up nothing else: neither other changes, nor who is to leave."""
+        if not self._only_waits or not (changes or _draining(layout)):
+            return []
+        return self._steps(AbortWanted(at_s, "the layout has to change"), at_s, cause_id)
 
     def make_way(self, why: str, at_s: float, cause_id: str) -> list[Command]:
         """The layout has to change soon: a restore, which may take long, is put off."""
@@ -361,7 +374,7 @@ class Conductor:
         assert self.coordinator is not None
         journal = self.coordinator.journal
         member = next(m for g in journal.target.groups for m in g.members if m.worker_id == worker_id)
-        return CallMember(call, member, journal, cause_id, sources, why)
+        return CallMember(call, member, journal, cause_id, sources, why, self._patient)
 
     def _ended(self, step: Ended, at_s: float, cause_id: str) -> list[Command]:
         assert self.coordinator is not None
@@ -430,3 +443,8 @@ class Conductor:
             raise InvariantViolation("a transition without a record, or the reverse")
         if self.to_write is not None and self.coordinator is None:
             raise InvariantViolation(f"epoch {self.to_write.epoch} is journaled without a transition")
+
+
+def _draining(layout: Layout) -> tuple[GroupId, ...]:
+    """Groups that are to be taken apart, since a member is to leave."""
+    return tuple(g.group_id for g in layout.groups if len(g.members) > 1 and any(m.draining for m in g.members))

@@ -407,8 +407,11 @@ class PlannerCore:
         if self._read_at_s <= at_s:
             self._reading = True
             return [LoadLayout()]
-        if not self.active or not self._read or self._must_hear_first() or self.conductor.holds_layout:
+        if not self.active or not self._read or self._must_hear_first():
             return []
+        if self.conductor.holds_layout:
+            given_way = self.conductor.give_way(self.layout, at_s, cause_id, changes=self._plan_at_s <= at_s)
+            return given_way + (self._act(at_s, cause_id) if self.conductor.to_write not in (None, journal) else [])
         if self._plan_at_s <= at_s:
             return self._plan(cause_id)
         return self._begin_transition(at_s, cause_id)

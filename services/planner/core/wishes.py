@@ -1,6 +1,6 @@
 """Changes that somebody wants, and what becomes of them: a target layout, or the reason why not (pure)."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from math import inf
 
@@ -25,6 +25,8 @@ from services.planner.policy.drop import DropPlan, Method, plan, plan_shallow
 from services.planner.policy.explain import explain, explain_restore, megabytes
 from services.planner.policy.restore import RestorePlan, plan_restore
 from services.planner.policy.snapshot import ModelShape, Snapshot
+
+_ROOM_LIMIT_AHEAD = 1.5  # of what the smallest member has with a full copy
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +59,7 @@ class Granted:
     lines: tuple[str, ...]
     shortfall_bytes: int = 0
     sources: Mapping[WorkerId, Sources] = field(default_factory=dict[WorkerId, Sources])
+    patient: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,13 +148,22 @@ def _restore(wish: RestoreWish, base: Layout, snapshot: Snapshot, epoch: Epoch) 
     if wish.whatever_the_load:
         found = plan_restore(snapshot, usage_limit=inf, room_limit=inf, only=wish.only)
     else:
-        found = plan_restore(snapshot, only=wish.only)
+        found = _plan_ahead(snapshot, wish.only)
     lines = tuple(explain_restore(found))
     chosen = [dissolution.group_id for dissolution in found.dissolutions]
     if not chosen:
         return Denied("; ".join(lines))
     target = dissolved(base, chosen, epoch, f"{wish.by}: restore")
-    return Granted(Kind.RESTORE, target, snapshot.model, lines, sources=_sources(found))
+    patient = not wish.whatever_the_load
+    return Granted(Kind.RESTORE, target, snapshot.model, lines, sources=_sources(found), patient=patient)
+
+
+def _plan_ahead(snapshot: Snapshot, only: Collection[GroupId] | None) -> RestorePlan:
+    """Groups whose KV can be copied at once, or else those for which demand has to fall a little while layers come:
+    one that waits for that would hold the others up.
+    """
+    found = plan_restore(snapshot, only=only)
+    return found if found.dissolutions else plan_restore(snapshot, room_limit=_ROOM_LIMIT_AHEAD, only=only)
 
 
 def _sources(found: RestorePlan) -> dict[WorkerId, Sources]:

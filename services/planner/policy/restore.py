@@ -45,7 +45,7 @@ class RestorePlan:
 def plan_restore(
     snapshot: Snapshot,
     *,
-    usage_limit: float = 0.5,
+    usage_limit: float = 0.75,
     room_limit: float = 0.9,
     backlog_blocks: int = 0,
     unavailable: Collection[WorkerId] = frozenset(),
@@ -57,7 +57,7 @@ def plan_restore(
     Both must hold: a group's own demand against the KV of its members with full copies (its requests stay with
     them), and all demand with the dispatchers' backlog against all capacity, since a pipeline that stays is relief
     for the others. And a group has to fit into `room_limit` of what its smallest member has with a full copy: while
-    the layers come back every stage holds the blocks of all the group's sequences, and whoever finds no room then is
+    KV is copied every stage holds the blocks of all the group's sequences, and whoever finds no room then waits or is
     preempted. `unavailable` workers are no sources. `only`: those that an operator named.
     """
     model = snapshot.model
@@ -112,7 +112,7 @@ class _Choice:
         if group.load_blocks > self.room_limit * min(blocks):
             return (
                 f"its demand of {group.load_blocks} blocks exceeds {self.room_limit:.0%} of the {min(blocks)} that its"
-                " smallest member has while layers come back"
+                " smallest member has while KV is copied"
             )
         after_blocks = self.capacity_blocks - group.block_count + sum(blocks)
         if self.demand_blocks > self.usage_limit * after_blocks:

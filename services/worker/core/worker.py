@@ -259,6 +259,11 @@ class WorkerCore:
         return sequence.rank, sequence.arrival[0], need_blocks
 
     @property
+    def wanted_block_count(self) -> int:
+        """By all that runs, waits or is suspended."""
+        return self._scheduler.reserved_block_count + self._scheduler.waiting_block_count
+
+    @property
     def longest_token_count(self) -> int:
         """Of the sequences that run, wait or are suspended."""
         return self._scheduler.longest_token_count

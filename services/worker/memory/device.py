@@ -105,18 +105,41 @@ class DeviceMemory:
         """Blocks that there are when all layers are held."""
         return self._home_extents * self.pool.extent_bytes // self.kv.shape.block_bytes
 
-    def make_room(self, layers: Sequence[int], *, used_blocks_end: int) -> int:
-        """Shrink the KV to its size at home and map the parameter ranges of missing layers, to be filled.
+    @property
+    def beside_block_count(self) -> int:
+        """Blocks that there are when all parameters are here, and KV of those layers only that have it now."""
+        return self._beside_extents * self.pool.extent_bytes // self.kv.shape.block_bytes
 
-        All blocks from `home_block_count` on have been moved down before. Returns the number of blocks.
+    @property
+    def _beside_extents(self) -> int:
+        held_count = len(self.kv.held_layers)
+        missing = [i for i in range(self.kv.shape.layer_count) if i not in self.parameters.held_layers]
+        left = self.pool.free_count - sum(self.parameters.extents_of(layer) for layer in missing)
+        return min(self.kv.extents_per_layer, self.kv.extents_per_layer + left // max(1, held_count))
+
+    def make_room_for_layers(self, layers: Sequence[int], *, used_blocks_end: int) -> int:
+        """Shrink the KV as far as the parameters of missing layers want it, and map their ranges, to be filled.
+
+        All blocks from `beside_block_count` on have been moved down before. Returns the number of blocks.
         """
-        self.pool.backend.synchronise()
-        surplus = self.kv.extents_per_layer - self._home_extents
-        if surplus > 0:
-            self.kv.shrink(surplus, used_blocks_end=used_blocks_end)
+        self._shrink_kv(self._beside_extents, used_blocks_end)
         for layer in layers:
             self.parameters.restore(layer)
         return self.kv.block_count
+
+    def make_room_for_kv(self, *, used_blocks_end: int) -> int:
+        """Shrink the KV to its size at home, so that each layer that is back can have as much.
+
+        All blocks from `home_block_count` on have been moved down before. Returns the number of blocks.
+        """
+        self._shrink_kv(self._home_extents, used_blocks_end)
+        return self.kv.block_count
+
+    def _shrink_kv(self, extents_per_layer: int, used_blocks_end: int) -> None:
+        self.pool.backend.synchronise()
+        surplus = self.kv.extents_per_layer - extents_per_layer
+        if surplus > 0:
+            self.kv.shrink(surplus, used_blocks_end=used_blocks_end)
 
     def hold_kv_again(self, layers: Sequence[int]) -> None:
         """KV ranges of layers that are back."""

@@ -7,6 +7,7 @@ from ballast.common.ids import Epoch, WorkerId
 from ballastpb.worker.v1 import stage_pb2 as pb
 from services.worker.core.events import CapacityChanged
 from services.worker.core.leading import Leading
+from services.worker.core.room import RoomSizes
 from services.worker.core.stage import StageBook
 from services.worker.memory.device import DeviceMemory
 from services.worker.pipeline.events import CapacityTold
@@ -36,7 +37,7 @@ class Capacities:
         self._memory = memory
         self._tell = tell
         self._counts: dict[WorkerId, int] = {}  # leader: stage -> blocks
-        self._homes: dict[WorkerId, int] = {}  # leader: blocks of the other stages when they hold all layers
+        self._sizes: dict[WorkerId, RoomSizes] = {}  # leader: of the other stages
         self._limited_epoch = Epoch(0)  # leader: the restore whose end a stage must know, to be believed what it has
         self._limited: set[WorkerId] = set()  # leader: stages that have not said since what they have
         self._before_block_count = 0  # leader: what the group had then; 0: what it has is all there is
@@ -52,10 +53,20 @@ class Capacities:
         return self._counts
 
     @property
+    def sizes(self) -> Mapping[WorkerId, RoomSizes] | None:
+        """Leader: of all stages in a restore. None: some have not been told yet."""
+        sizes = {**self._sizes, self._role.me: self._own_sizes}
+        stages = [stage.worker_id for stage in self._role.stages] or [self._role.me]
+        return {stage: sizes[stage] for stage in stages} if sizes.keys() >= set(stages) else None
+
+    @property
     def smallest_home(self) -> int:
         """What every member of the group has when it holds all layers."""
-        others = [self._homes[s.worker_id] for s in self._role.stages if s.worker_id in self._homes]
-        return min([self._memory.home_block_count, *others])
+        return min((size.home for size in (self.sizes or {}).values()), default=self._memory.home_block_count)
+
+    @property
+    def _own_sizes(self) -> RoomSizes:
+        return RoomSizes(self._memory.beside_block_count, self._memory.home_block_count)
 
     # ------------------------------------------------------------ what is known
 
@@ -63,13 +74,11 @@ class Capacities:
         """A new role: nobody has said anything yet, and there is no restore of this group."""
         self._counts = {self._role.me: self._book.block_count}
         self._limited_epoch, self._limited, self._before_block_count = Epoch(0), set(), 0
+        self._sizes.clear()
         self.leading = None
 
     def add(self, counts: Mapping[WorkerId, int]) -> None:
         self._counts |= counts
-
-    def note_home(self, source: WorkerId, block_count: int) -> None:
-        self._homes[source] = block_count
 
     def told(self, event: CapacityTold) -> None:
         role = self._role
@@ -79,6 +88,7 @@ class Capacities:
             self._published.stale_total += 1
             return
         self._counts[event.source] = event.block_count
+        self._sizes[event.source] = event.sizes
         self._limited.discard(event.source)
         if not self._limited:
             self._before_block_count = 0
@@ -105,7 +115,12 @@ class Capacities:
         """What this member has. `withdrawn` is the newest restore that it knows to be given up."""
         role, block_count = self._role, self._book.block_count
         if role.leads:
-            self.told(CapacityTold(role.epoch, role.me, block_count, withdrawn))
+            self.told(CapacityTold(role.epoch, role.me, block_count, self._own_sizes, withdrawn))
         else:
-            body = pb.Capacity(epoch=withdrawn, block_count=block_count).SerializeToString()
+            body = pb.Capacity(
+                epoch=withdrawn,
+                block_count=block_count,
+                beside_block_count=self._own_sizes.beside,
+                home_block_count=self._own_sizes.home,
+            ).SerializeToString()
             self._links.send(role.leader, TrafficClass.CONTROL, Topic.CAPACITY, body)

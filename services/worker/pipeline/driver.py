@@ -154,6 +154,8 @@ class TransitionDriver:
         self._migrations.give_up("the layout changes")
         if not (self._restoring.idle and self._migrations.idle):
             return  # what is read or written for it must not be unmapped
+        if plan.kind is Kind.RESTORE and not self._restoring.may_begin:
+            return
         self._learning = False
         transition = self.transition = Transition(self._role.me, plan)
         self._received = event
@@ -384,7 +386,8 @@ class TransitionDriver:
             if why := self._restoring.why_too_long():
                 self._fail(transition, why)
             else:
-                self._restoring.begin(transition.epoch, self._plan_received().sources)
+                received = self._plan_received()
+                self._restoring.begin(transition.epoch, received.sources, patient=received.patient)
         elif lacking := set(self._layers_to_come(transition)) - set(self._memory.parameters.held_layers):
             self._fail(transition, f"{self._role.me} does not hold layers {sorted(lacking)}, which it is to execute")
         else:

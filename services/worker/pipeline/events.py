@@ -13,6 +13,7 @@ from services.worker.core.migration_messages import Message as MigrationMessage
 from services.worker.core.migration_messages import Span as MigrationSpan
 from services.worker.core.plan import Plan, Victim
 from services.worker.core.precopy import Span
+from services.worker.core.room import Room, RoomSizes
 from services.worker.core.snapshot import SequenceSnapshot
 from services.worker.core.transition_messages import Event as TransitionEvent
 from services.worker.shell import MemberEvent
@@ -33,6 +34,7 @@ class PlanReceived(MemberEvent):
     plan: Plan
     data_addresses: dict[WorkerId, str]  # where each member's links meet
     sources: dict[int, tuple[WorkerId, ...]]  # missing layer -> peers that hold it, in the order to be asked
+    patient: bool = False  # of a restore: room for KV is made when what the group wants fits into it
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +66,6 @@ class HandoverArrived(MemberEvent):
     source: WorkerId
     snapshots: tuple[SequenceSnapshot, ...]
     block_count: int
-    home_block_count: int  # when it holds all layers
     final_block_count: int  # when all KV of layers given up has been sent
 
 
@@ -137,6 +138,7 @@ class CapacityTold(MemberEvent):
     epoch: Epoch
     source: WorkerId
     block_count: int
+    sizes: RoomSizes
     withdrawn: Epoch  # the last restore that the source knows its leader to have given up
 
 
@@ -187,9 +189,18 @@ class LayerChecked(MemberEvent):
 
 @dataclass(frozen=True, slots=True)
 class RoomGranted(MemberEvent):
-    """From the leader, behind the last batch that could need them: the blocks beyond the size at home are free."""
+    """From the leader, behind the last batch that could need them: the blocks beyond its `RoomSizes` are free."""
 
     epoch: Epoch
+    room: Room
+
+
+@dataclass(frozen=True, slots=True)
+class LayersBack(MemberEvent):
+    """To the leader: all parameters are here."""
+
+    epoch: Epoch
+    source: WorkerId
 
 
 @dataclass(frozen=True, slots=True)

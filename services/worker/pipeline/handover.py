@@ -89,7 +89,6 @@ class Handover:
             epoch=epoch,
             sequences=[snapshot_to_proto(snapshot) for snapshot in self._going.pop(to, ())],
             block_count=self._book.block_count,
-            home_block_count=self._memory.home_block_count,
             final_block_count=self._final_counts[self._role.me],
         )
         self._links.send(to, TrafficClass.CONTROL, Topic.HANDOVER, body.SerializeToString())
@@ -103,7 +102,6 @@ class Handover:
         self._coming.extend(event.snapshots)
         self._told_counts[event.source] = event.block_count
         self._final_counts[event.source] = event.final_block_count
-        self._capacities.note_home(event.source, event.home_block_count)
         return tuple(
             Victim(s.sequence_id, s.computed_tokens, event.source) for s in event.snapshots if s.computed_tokens
         )

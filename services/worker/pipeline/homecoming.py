@@ -1,6 +1,8 @@
-"""Taking all layers back: the KV shrinks to its size at home, the missing layers come, and their KV is mapped again.
+"""Taking all layers back: the KV makes room for them, they come, it shrinks to its size at home and gets theirs.
 
-The other direction of a drop, prepared while the group goes on serving. Engine thread only.
+The other direction of a drop, prepared while the group goes on serving. Parameters alone want no more than the drop has
+given: the KV that all members had before it fits beside them, if each goes on with its own layers. Copies of the KV
+want twice as much, so that room is made last, and for no longer than it takes. Engine thread only.
 """
 
 from __future__ import annotations
@@ -12,9 +14,10 @@ from typing import TYPE_CHECKING
 
 from ballast.common.errors import InvariantViolation
 from ballast.common.ids import Epoch, WorkerId
+from services.worker.core.room import Room
 from services.worker.core.stage import StageBook
 from services.worker.memory.device import DeviceMemory
-from services.worker.pipeline.events import LayerArrived, LayerAsked, LayerChecked
+from services.worker.pipeline.events import LayerArrived, LayerAsked, LayerChecked, Woken
 from services.worker.pipeline.hub import Hub
 from services.worker.pipeline.layers import LayerPull, LayerServer
 from services.worker.pipeline.status import Progress
@@ -27,7 +30,9 @@ _THREADS = 2  # for checksums and the disk
 
 
 class Homecoming:
-    """One restore at a time: `begin`, `make_room` once the leader grants it, `handle` until `complete`; or `undo`."""
+    """One restore at a time: `begin`, `make_room_for_layers` once the leader grants it, `handle` until they are here,
+    `make_room_for_kv` likewise, `map_kv` until `complete`; or `undo`.
+    """
 
     def __init__(
         self,
@@ -59,9 +64,24 @@ class Homecoming:
         self._epoch = Epoch(0)
         self._sources: Mapping[int, Sequence[WorkerId]] = {}
         self._progress: Progress | None = None
-        self.wants_room = False
-        self.complete = False
+        self._has_kv_room = False
+        self.wants = Room.NONE
         self.failure = ""
+
+    @property
+    def has_kv_room(self) -> bool:
+        """No block of the KV here has to move any more."""
+        return self._has_kv_room
+
+    @property
+    def maps_kv(self) -> bool:
+        """`map_kv` is to be called."""
+        return self._has_kv_room and not self.complete
+
+    @property
+    def complete(self) -> bool:
+        """All layers are here, and there is room for their KV."""
+        return self._has_kv_room and len(self._memory.kv.held_layers) == self._layer_count
 
     def serve(self, link: Link, event: LayerAsked, executed: range) -> None:
         """A peer wants a layer: one that is executed here, as others may be held and not be filled yet."""
@@ -85,20 +105,20 @@ class Homecoming:
 
     def begin(self, epoch: Epoch, sources: Mapping[int, Sequence[WorkerId]], progress: Progress) -> None:
         self._epoch, self._sources, self._progress = epoch, sources, progress
-        self.wants_room, self.complete, self.failure = True, False, ""
+        self.wants, self._has_kv_room, self.failure = Room.LAYERS, False, ""
 
-    def make_room(self) -> None:
+    def make_room_for_layers(self) -> None:
         """Blocks in the tail move down, the tail goes, and the missing layers get memory again: asks for them.
 
-        No more blocks are held than there are at home, and none beyond will be asked for.
+        No more blocks are held than there are beside all layers, and none beyond will be asked for.
         """
         progress, began_s = self._counted(), time.perf_counter()
-        self.wants_room = False
-        home = self._memory.home_block_count
-        self._compact(home)
+        self.wants = Room.NONE
+        beside = self._memory.beside_block_count
+        self._compact(beside)
         missing = [i for i in range(self._layer_count) if i not in self._memory.parameters.held_layers]
-        self._memory.make_room(missing, used_blocks_end=home)
-        self._book.shrink(home)
+        self._memory.make_room_for_layers(missing, used_blocks_end=beside)
+        self._book.shrink(beside)
         progress.remap_s += time.perf_counter() - began_s
         progress.parameter_bytes_to_pull = sum(
             t.nbytes for layer in missing for t in self._memory.parameters.layer(layer).values()
@@ -118,6 +138,26 @@ class Homecoming:
         )
         self._pull.go_on()
         self._settle(self._pull)
+
+    def make_room_for_kv(self) -> None:
+        """The same once more, for the KV of the layers that are back: no more are held than there are at home."""
+        progress, began_s = self._counted(), time.perf_counter()
+        self.wants, self._has_kv_room = Room.NONE, True
+        home = self._memory.home_block_count
+        self._compact(home)
+        self._memory.make_room_for_kv(used_blocks_end=home)
+        self._book.shrink(home)
+        progress.remap_s += time.perf_counter() - began_s
+        self._post(Woken())
+
+    def map_kv(self) -> None:
+        """Of one layer more: mapping holds batches up."""
+        held = self._memory.kv.held_layers
+        missing = [layer for layer in range(self._layer_count) if layer not in held]
+        began_s = time.perf_counter()
+        self._memory.hold_kv_again(missing[:1])
+        self._counted().remap_s += time.perf_counter() - began_s
+        self._post(Woken())
 
     def _compact(self, block_count: int) -> None:
         moves = self._book.compaction_plan(block_count)
@@ -142,17 +182,19 @@ class Homecoming:
         progress = self._counted()
         progress.parameter_bytes_pulled, progress.repulled_layers = pull.pulled_bytes, pull.repulled
         self.failure = pull.failure
-        began_s, held = time.perf_counter(), self._memory.kv.held_layers
-        self._memory.hold_kv_again([i for i in pull.back if i not in held])  # one by one: mapping holds batches up
-        progress.remap_s += time.perf_counter() - began_s
-        self.complete = pull.finished
+        if pull.finished and not self._has_kv_room:
+            self.wants = Room.KV
+
+    def end(self) -> None:
+        """The commit: what is here, stays."""
+        self.wants, self._has_kv_room, self._pull = Room.NONE, False, None
 
     def undo(self, kept: range) -> int | None:
         """Gives up all but the layers `kept` again. None: something still writes into them; ask again later.
 
         Returns the number of blocks there are now.
         """
-        self.wants_room = False
+        self.wants = Room.NONE
         self._server.cancel()
         if self._pull is not None:
             self._pull.cancel()
@@ -160,7 +202,7 @@ class Homecoming:
                 return None
         if not self._server.idle:
             return None
-        self._pull, self.complete = None, False
+        self._pull, self._has_kv_room = None, False
         self._memory.drop_layers([i for i in self._memory.parameters.held_layers if i not in kept])
         return self._memory.release_retired()
 

@@ -14,6 +14,7 @@ from ballast.common.ids import Epoch, WorkerId
 from ballastpb.worker.v1 import stage_pb2 as pb
 from services.worker.core.migration_messages import Handed
 from services.worker.core.precopy import Span
+from services.worker.core.room import Room, RoomSizes
 from services.worker.core.transition_messages import (
     EpochEnded,
     KvCompleteReceived,
@@ -35,6 +36,7 @@ from services.worker.pipeline.events import (
     KvTakenOver,
     LayerArrived,
     LayerAsked,
+    LayersBack,
     MigrationTold,
     ResultArrived,
     RoomGranted,
@@ -100,7 +102,7 @@ class Hub:
             case Topic.HANDOVER:
                 handover = pb.Handover.FromString(_whole(message))
                 snapshots = tuple(snapshot_from_proto(s) for s in handover.sequences)
-                counts = handover.block_count, handover.home_block_count, handover.final_block_count
+                counts = handover.block_count, handover.final_block_count
                 self._post(HandoverArrived(epoch, peer, snapshots, *counts))
             case Topic.ROSTER:
                 roster = pb.Roster.FromString(_whole(message))
@@ -126,13 +128,18 @@ class Hub:
                 self._post(Told(epoch, KvCompleteReceived(now_s, epoch, message.stream, peer)))
             case Topic.CAPACITY:
                 told = pb.Capacity.FromString(message.meta)
-                self._post(CapacityTold(epoch, peer, told.block_count, Epoch(told.epoch)))
+                sizes = RoomSizes(told.beside_block_count, told.home_block_count)
+                self._post(CapacityTold(epoch, peer, told.block_count, sizes, Epoch(told.epoch)))
             case Topic.LAYER_WANTED:
                 self._post(LayerAsked(epoch, message.stream, link))
             case Topic.LAYER_REFUSED:
                 self._post(LayerArrived(epoch, message.stream, peer, b"", f"{peer} does not give it"))
             case Topic.ROOM:
-                self._post(RoomGranted(Epoch(message.stream)))
+                self._post(RoomGranted(Epoch(message.stream), Room.LAYERS))
+            case Topic.KV_ROOM:
+                self._post(RoomGranted(Epoch(message.stream), Room.KV))
+            case Topic.LAYERS_BACK:
+                self._post(LayersBack(Epoch(message.stream), peer))
             case Topic.ROOM_WITHDRAWN:
                 self._post(RoomWithdrawn(Epoch(message.stream)))
             case Topic.SHARE:

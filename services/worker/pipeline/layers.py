@@ -1,8 +1,8 @@
 """Getting layers back while the group goes on serving: from peers, else from the checkpoint, verified by checksum.
 
-The KV has made room before (`Homecoming.make_room`). Layers come a few at a time at the lowest priority; each is
-compared with a checksum, and one that is wrong is asked for again from the next source. Engine thread only, but for the
-checksums and the disk, which have a thread of their own.
+The KV has made room before (`Homecoming.make_room_for_layers`). Layers come a few at a time at the lowest priority;
+each is compared with a checksum, and one that is wrong is asked for again from the next source. Engine thread only, but
+for the checksums and the disk, which have a thread of their own.
 """
 
 from __future__ import annotations
@@ -158,7 +158,6 @@ class LayerPull:
         self._under_way: dict[int, WorkerId | None] = {}
         self._cancelled = False
         self.failure = ""
-        self.back: list[int] = []  # layers that are here and right
         self.pulled_bytes = 0
         self.repulled = 0
 
@@ -225,7 +224,6 @@ class LayerPull:
             self._again(event.layer, "wrong checksum")
             return
         del self._under_way[event.layer]
-        self.back.append(event.layer)
         self.pulled_bytes += sum(t.nbytes for t in self._parameters.layer(event.layer).values())
         self.go_on()
 

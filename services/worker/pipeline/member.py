@@ -36,6 +36,7 @@ from services.worker.pipeline.events import (
     LayerArrived,
     LayerAsked,
     LayerChecked,
+    LayersBack,
     LinkMade,
     MigrationOrdered,
     MigrationTold,
@@ -240,8 +241,10 @@ class GroupMember:
                 driver.link_made(event)
             case CapacityTold():
                 self._capacity_told(event)
-            case RoomGranted(epoch=epoch):
-                restoring.room_is_granted(epoch)
+            case RoomGranted(epoch=epoch, room=room):
+                restoring.room_is_granted(epoch, room)
+            case LayersBack():
+                restoring.layers_are_back(event)
             case RoomWithdrawn(epoch=epoch):
                 restoring.room_is_withdrawn(epoch)
             case LayerAsked():

@@ -91,7 +91,7 @@ class Transitions:
         for source in request.sources:
             named = (WorkerId(source.worker_id),) if source.worker_id else ()
             sources[source.layer] = sources.get(source.layer, ()) + named
-        self._post(PlanReceived(plan, addresses, sources))
+        self._post(PlanReceived(plan, addresses, sources, request.patient))
 
     async def when_prepared(self, epoch: int) -> pb.TransitionStatus:
         """The planner need not come back for what takes a few milliseconds."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from ballast.common.errors import InvariantViolation
 from ballast.common.ids import Epoch
+from services.worker.core.room import Room
 from services.worker.pipeline.homecoming import Homecoming
 from services.worker.pipeline.status import Progress
 
@@ -37,7 +38,11 @@ class Rescue:
             grow(block_count)
             self.under_way = True
             self.homecoming.begin(self.epoch, {}, self.progress)
-            self.homecoming.make_room()
+            self.homecoming.make_room_for_layers()
         if self.homecoming.failure:
             raise InvariantViolation(f"a layer cannot be read from the checkpoint: {self.homecoming.failure}")
+        if self.homecoming.wants is Room.KV:
+            self.homecoming.make_room_for_kv()
+        elif self.homecoming.maps_kv:
+            self.homecoming.map_kv()
         return self.homecoming.complete

@@ -1,6 +1,7 @@
 """A member's part in a restore until its commit: room is granted or withdrawn, layers come, and KV is copied ahead.
 
-`Homecoming` takes the layers back, `PrecopyRun` copies; here is when, and what the group hears of it.
+`RoomKeeper` says which room is sought, `Homecoming` makes it and takes the layers back, `PrecopyRun` copies; here is
+what the group hears of it.
 """
 
 import time
@@ -11,6 +12,7 @@ from ballast.common.ids import Epoch, WorkerId
 from services.worker.core.batch import SequenceId
 from services.worker.core.events import PrefillLimited
 from services.worker.core.plan import Kind, Phase, Plan
+from services.worker.core.room import Room, RoomKeeper
 from services.worker.core.stage import StageBook
 from services.worker.core.transition import Transition
 from services.worker.core.transition_messages import Event, MemoryReady, PreparationFailed
@@ -23,7 +25,9 @@ from services.worker.pipeline.events import (
     LayerArrived,
     LayerAsked,
     LayerChecked,
+    LayersBack,
     ShareTold,
+    Woken,
 )
 from services.worker.pipeline.homecoming import Homecoming
 from services.worker.pipeline.hub import Hub
@@ -42,6 +46,7 @@ BEFORE_COMMIT = (Phase.PREPARING, Phase.PREPARED)
 # the pieces in all microbatches that are in flight.
 _PROMPT_BLOCKS = 0.5
 PROMPT_BLOCKS_ALONE = 2
+_GRANTS = {Room.LAYERS: Topic.ROOM, Room.KV: Topic.KV_ROOM}
 
 
 class Restoring:
@@ -80,7 +85,8 @@ class Restoring:
         self._drive = drive
         self._tell = tell
         self._post = post
-        self._room_epoch = Epoch(0)  # the restore for which the leader has granted room
+        self._keeper: RoomKeeper | None = None  # leader: of the restore that is being prepared
+        self._granted: dict[Room, Epoch] = {}  # the last restore for which the leader has granted it
         self._withdrawn_epoch = Epoch(0)  # the restore that the leader has given up
         self.undoing = False  # a restore was aborted
         self.precopy: PrecopyRun | None = None  # of one that has ended until nothing is read for it
@@ -118,8 +124,11 @@ class Restoring:
         """Between two batches: what waits for room, or for the end of what is on its way."""
         if self._role.leads and transition is not None and transition.plan.kind is Kind.RESTORE:
             self._lead(transition)
-        if self._homecoming.wants_room:
+        if self._homecoming.wants is not Room.NONE:
             self._take_room()
+        elif transition is not None and self._homecoming.maps_kv and transition.phase is Phase.PREPARING:
+            self._homecoming.map_kv()
+            self._after_pull(transition)
         if self.undoing:
             self._undo()
 
@@ -140,11 +149,17 @@ class Restoring:
             return ""
         return f"a request has {longest} tokens, and a member has room for {home} without its group"
 
-    def begin(self, epoch: Epoch, sources: Mapping[int, Sequence[WorkerId]]) -> None:
+    @property
+    def may_begin(self) -> bool:
+        """Stages say how large they are when the transition before is over for them: a moment later than the planner
+        hears of it, perhaps.
+        """
+        return not self._role.leads or self._capacities.sizes is not None
+
+    def begin(self, epoch: Epoch, sources: Mapping[int, Sequence[WorkerId]], *, patient: bool) -> None:
         self._homecoming.begin(epoch, sources, self._published.counted)
         if self._role.leads:
-            self._capacities.limit(epoch, self._capacities.smallest_home)
-            self._limit_prefill(max(1, int(_PROMPT_BLOCKS * self._memory.kv.shape.block_tokens)))
+            self._keeper = RoomKeeper(self._capacities.sizes or {}, patient=patient)
 
     def _limit_prefill(self, token_count: int | None) -> None:
         self._tell(PrefillLimited(time.monotonic(), token_count))
@@ -152,16 +167,33 @@ class Restoring:
     # ------------------------------------------------------------ room
 
     def _lead(self, transition: Transition) -> None:
+        keeper, epoch = self._keeper, transition.epoch
         if transition.phase in BEFORE_COMMIT and (why := self.why_too_long()):
-            self._drive(PreparationFailed(time.monotonic(), transition.epoch, why))
-        wanted = transition.phase is Phase.PREPARING and self._homecoming.wants_room and not self._links.missing
-        if wanted and self._core.settled:  # nobody holds or will take a block beyond the limit
-            self.room_is_granted(transition.epoch)
+            self._drive(PreparationFailed(time.monotonic(), epoch, why))
+        if keeper is None or transition.phase is not Phase.PREPARING or self._links.missing:
+            return
+        block_count = keeper.seek(self._core.wanted_block_count)
+        if block_count is not None:
+            self._capacities.limit(epoch, block_count)
+            self._limit_prefill(max(1, int(_PROMPT_BLOCKS * self._memory.kv.shape.block_tokens)))
+        if keeper.sought is not Room.NONE and self._core.settled:  # nobody holds or will take a block beyond the limit
+            self.room_is_granted(epoch, keeper.grant())
 
-    def room_is_granted(self, epoch: Epoch) -> None:
+    def layers_are_back(self, event: LayersBack) -> None:
+        """Leader: of that stage."""
+        transition = self._under_way()
+        if self._keeper is None or transition is None or transition.epoch != event.epoch:
+            self._published.stale_total += 1
+            return
+        self._keeper.layers_are_back([event.source])
+        self._post(Woken())
+        if self._keeper.waits_for_demand:  # nothing comes, and nothing is copied yet
+            self._limit_prefill(None)
+
+    def room_is_granted(self, epoch: Epoch, room: Room) -> None:
         """Told down the pipeline, behind all batches."""
-        self._links.pass_on(Topic.ROOM, epoch)
-        self._room_epoch = max(self._room_epoch, epoch)
+        self._links.pass_on(_GRANTS[room], epoch)
+        self._granted[room] = max(self._granted.get(room, Epoch(0)), epoch)
         self._take_room()
 
     def room_is_withdrawn(self, epoch: Epoch) -> None:
@@ -182,11 +214,14 @@ class Restoring:
         self._withdrawn_epoch = max(self._withdrawn_epoch, epoch)
 
     def _take_room(self) -> None:
-        transition = self._under_way()
-        if transition is None or transition.epoch != self._room_epoch or transition.phase is not Phase.PREPARING:
+        transition, room = self._under_way(), self._homecoming.wants
+        if transition is None or transition.epoch != self._granted.get(room) or transition.phase is not Phase.PREPARING:
             return  # the leader's word may come before the planner's
-        if self._homecoming.wants_room and not self._links.missing:  # else peers could not be asked for layers
-            self._homecoming.make_room()
+        if room is Room.LAYERS and not self._links.missing:  # else peers could not be asked for layers
+            self._homecoming.make_room_for_layers()
+            self._after_pull(transition)
+        elif room is Room.KV:
+            self._homecoming.make_room_for_kv()
             early, self._asked_early = self._asked_early, []
             for event in early:
                 self.ahead(event)
@@ -212,10 +247,18 @@ class Restoring:
         now_s, precopy = time.monotonic(), self.the_precopy()
         if self._homecoming.failure:
             self._drive(PreparationFailed(now_s, transition.epoch, self._homecoming.failure))
+        elif self._homecoming.wants is Room.KV:
+            self._tell_layers_back(transition.epoch)
         elif self._homecoming.complete and not precopy.is_ready:
             precopy.ready(now_s)  # and MemoryReady when enough has been copied: see `copy_ahead`
         else:
             self._published.publish(transition)
+
+    def _tell_layers_back(self, epoch: Epoch) -> None:
+        if self._role.leads:
+            self.layers_are_back(LayersBack(epoch, self._role.me))
+        else:
+            self._links.send(self._role.leader, TrafficClass.CONTROL, Topic.LAYERS_BACK, b"", stream=epoch)
 
     # ------------------------------------------------------------ KV ahead of the commit
 
@@ -225,10 +268,12 @@ class Restoring:
         return self.precopy
 
     def ahead(self, event: ShareTold | KvAheadAsked | KvAheadArrived) -> None:
-        """A peer may have made its room, and even have its layers, while this member waits for a link. What it asks for
-        is not read until this member's blocks lie where they stay: they would be moved, and unmapped, meanwhile.
+        """A peer may have made its room before this member hears that it may. What it asks for is not read until this
+        member's blocks lie where they stay: they would be moved, and unmapped, meanwhile.
         """
-        if isinstance(event, KvAheadAsked) and self._homecoming.wants_room:
+        transition = self._under_way()
+        moves = transition is not None and transition.phase is Phase.PREPARING and not self._homecoming.has_kv_room
+        if isinstance(event, KvAheadAsked) and moves:
             self._asked_early.append(event)
             return
         self.the_precopy().handle(event, time.monotonic())
@@ -251,10 +296,13 @@ class Restoring:
     def commit(self) -> None:
         """Nothing is copied ahead any more."""
         self.the_precopy().end()
+        self._homecoming.end()
+        self._keeper = None
 
     def give_up(self, plan: Plan) -> None:
         """What has been prepared is undone. The leader's followers hear of it, behind its grant of room."""
         self.the_precopy().end()
+        self._keeper = None
         self.undoing = plan.kind is Kind.RESTORE
         if self.undoing and self._role.leads:
             self._pass_on_withdrawal(plan.epoch)
@@ -274,7 +322,7 @@ class Restoring:
         """The group is no more: `Rescue` takes the layers back."""
         if self.precopy is not None:
             self.precopy.end()
-        self.precopy, self.undoing = None, False
+        self.precopy, self._keeper, self.undoing = None, None, False
         self._asked_early = []
 
     def check(self) -> None:

@@ -41,7 +41,7 @@ class Topic(IntEnum):
     KV_COMPLETE = 7
     CAPACITY = 8
     LAYER_WANTED = 9
-    ROOM = 10  # no payload
+    ROOM = 10  # for layers; no payload
     LAYER_REFUSED = 11  # no payload
     SHARE = 12
     KV_AHEAD_WANTED = 13
@@ -58,6 +58,8 @@ class Topic(IntEnum):
     ATTENDED = 24  # its answer, a tensor; none: the KV is not here
     KV_LANDED = 25  # no payload; to the leader
     KV_TAKEN_OVER = 26  # no payload; to a holder: nobody asks it for this sequence any more
+    KV_ROOM = 28  # no payload
+    LAYERS_BACK = 29  # no payload; to the leader: all of them
     MIGRATION_END = 27  # the last span of a migration, its bytes and then those of its MIGRATION; the stream: how many
 
 

@@ -424,7 +424,7 @@ def test_a_restore_by_hand_asks_nobody_about_load() -> None:
     planner.start("w0", "w1")
     planner.drop("w0", "w1")
     planner.go_through("w0", "w1")
-    planner.load = replace(LOAD, block_count=96, used_block_count=40)
+    planner.load = replace(LOAD, block_count=96, used_block_count=50)
     planner.tell(ReliefRaised(planner.now_s, "r1"))
     assert planner.journal[-1] is Stage.DONE, "too much is in use for one by itself"
     planner.now_s += 41.0
@@ -432,6 +432,53 @@ def test_a_restore_by_hand_asks_nobody_about_load() -> None:
     planner.go_through("w0", "w1")
     assert planner.shape == ["w0[0:4]", "w1[0:4]"]
     assert "restored after 41 s" in planner.core.conductor.records()[0].summary
+
+
+def waiting_for_demand() -> Planner:
+    """A restore of its own is being prepared: more is wanted than fits while KV is copied, and not much more."""
+    planner = Planner()
+    planner.start("w0", "w1")
+    planner.drop("w0", "w1")
+    planner.go_through("w0", "w1")
+    planner.load = replace(LOAD, block_count=96, used_block_count=40)
+    planner.tell(ReliefRaised(planner.now_s, "r1"))
+    assert planner.journal[-1] is Stage.PREPARING
+    prepares = [c for c in planner.said if isinstance(c, CallMember) and c.call is Call.PREPARE]
+    assert [c.patient for c in prepares[-2:]] == [True, True]
+    return planner
+
+
+def test_a_restore_that_waits_for_demand_gives_way_to_an_operator() -> None:
+    planner = waiting_for_demand()
+    planner.tell(RestoreRequested(planner.now_s, "c", "x1"))
+    assert planner.journal[-1] is Stage.ABORTING
+    planner.answer(MemberPhase.ABORTED, "w0", "w1")
+    assert planner.journal[-1] is Stage.PREPARING
+    prepares = [c for c in planner.said if isinstance(c, CallMember) and c.call is Call.PREPARE]
+    assert [c.patient for c in prepares[-2:]] == [False, False], "an operator does not wait for demand"
+    planner.tell(RestoreRequested(planner.now_s, "c", "x2"))
+    refusals = [c.refusal for c in planner.told(RefuseChange) if isinstance(c, RefuseChange)]
+    assert refusals == [ChangeRefusal.BUSY], "one of an operator's gives way to nobody"
+    planner.go_through("w0", "w1")
+    assert planner.shape == ["w0[0:4]", "w1[0:4]"]
+
+
+def test_it_gives_way_to_who_is_to_leave_and_to_who_comes() -> None:
+    planner = waiting_for_demand()
+    planner.tell(InstanceDraining(planner.now_s, "c", WorkerId("w1"), Incarnation(1)))
+    planner.wait(3.0)
+    assert Stage.ABORTING in planner.journal[-2:]
+    planner.answer(MemberPhase.ABORTED, "w0", "w1")
+    planner.wait(3.0)
+    assert planner.core.conductor.record is not None
+    assert planner.core.conductor.record.by == "drain"
+
+    planner = waiting_for_demand()
+    planner.up("w2")
+    planner.wait(3.0)
+    planner.answer(MemberPhase.ABORTED, "w0", "w1")
+    planner.wait(3.0)
+    assert planner.shape == ["w0[0:2]+w1[2:4]", "w2[0:4]"]
 
 
 def test_the_summary_names_layers_memory_victims_and_times() -> None:

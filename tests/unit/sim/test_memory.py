@@ -52,7 +52,13 @@ def test_a_drop_and_a_restore_leave_as_many_blocks_as_in_a_worker(seed: int) -> 
             agree(real, virtual)
             assert virtual.home_block_count == real.home_block_count
             missing = [layer for layer in range(LAYERS) if layer not in virtual.held]
-            assert virtual.make_room(missing) == real.make_room(missing, used_blocks_end=real.home_block_count)
+            beside = virtual.beside_block_count
+            assert real.home_block_count <= beside == real.beside_block_count <= real.kv.block_count
+            assert virtual.make_room_for_layers(missing) == beside
+            assert real.make_room_for_layers(missing, used_blocks_end=beside) == beside
+            agree(real, virtual)
+            assert virtual.make_room_for_kv() == real.make_room_for_kv(used_blocks_end=real.home_block_count)
+            agree(real, virtual)
             virtual.hold_kv_again()
             real.hold_kv_again([layer for layer in range(LAYERS) if layer not in real.kv.held_layers])
             agree(real, virtual)

@@ -63,10 +63,10 @@ def test_a_busy_pipeline_stays_and_the_idle_one_goes() -> None:
 
 def test_all_demand_must_fit_and_backlog_counts() -> None:
     snapshot = dropped(2, 1, [10, 10])
-    assert plan_restore(snapshot, backlog_blocks=30).dissolutions != ()
-    restore = plan_restore(snapshot, backlog_blocks=31)
+    assert plan_restore(snapshot, backlog_blocks=55).dissolutions != ()
+    restore = plan_restore(snapshot, backlog_blocks=56)
     assert restore.dissolutions == ()
-    assert "all demand, 51 blocks" in restore.kept[0][1]
+    assert "all demand, 76 blocks" in restore.kept[0][1]
 
 
 def test_a_large_pipeline_has_to_fit_where_one_member_alone_will_be() -> None:
