@@ -1,8 +1,10 @@
 """How many blocks each stage has: the counterpart of `services.worker.pipeline.capacity`."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 
 from ballast.common.ids import Epoch, WorkerId
+from ballast.common.restoring import narrow_part
+from services.worker.core.batch import SequenceId
 from services.worker.core.events import CapacityChanged, Event
 from services.worker.core.leading import Leading
 from services.worker.core.room import RoomSizes
@@ -40,8 +42,11 @@ class Capacities:
         return self._counts
 
     def begin(self) -> None:
-        """A new role: nobody has said anything yet, and there is no restore of this group."""
-        self._counts = {self._role.me: self._book.block_count}
+        """A new role: nobody has said anything yet, and there is no restore of this group. If this is the end of one,
+        there will be as many blocks as at home: see `lent_count`.
+        """
+        ending = self._book.split is not None
+        self._counts = {self._role.me: self._memory.home_block_count if ending else self._book.block_count}
         self._limited_epoch = Epoch(0)
         self._sizes.clear()
 
@@ -53,8 +58,27 @@ class Capacities:
         return {stage: sizes[stage] for stage in stages} if sizes.keys() >= set(stages) else None
 
     @property
+    def smallest_narrow(self) -> int:
+        """What every member has for the sequences that it is going to lead, while KV is copied."""
+        return min((size.narrow for size in (self.sizes or {}).values()), default=self._own_sizes.narrow)
+
+    @property
     def _own_sizes(self) -> RoomSizes:
-        return RoomSizes(self._memory.beside_block_count, self._memory.home_block_count)
+        memory = self._memory
+        wide, narrow = map(
+            memory.geometry.blocks_in, memory.divided_extents(narrow_part(max(1, len(self._role.stages))))
+        )
+        return RoomSizes(memory.beside_block_count, wide, narrow, memory.home_block_count)
+
+    def lent_count(self, mine: Container[SequenceId]) -> int:
+        """Blocks that cannot be had yet, after a restore: those of sequences that others lead now, and what the layers
+        that have come back still lack.
+        """
+        split, book = self._book.split, self._book
+        foreign = [i for i in book.sequence_ids if i not in mine]
+        if split is None:
+            return sum(len(book.table(i)) for i in foreign)
+        return self._memory.home_block_count - split + sum(b < split for i in foreign for b in book.table(i))
 
     def add(self, counts: Mapping[WorkerId, int]) -> None:
         self._counts |= counts

@@ -1,6 +1,6 @@
 """Sequences that change hands in a transition: the counterpart of `services.worker.pipeline.handover`."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from ballast.common.errors import InvariantViolation
 from ballast.common.ids import Epoch, WorkerId
@@ -41,8 +41,11 @@ class Handover:
         max_running_count: int,
         block_tokens: int,
         tell: Callable[[Event], None],
+        stay: Callable[[Iterable[SequenceId]], None],
     ) -> None:
-        """`core` is only read; `tell` tells it something, and gives `handed_over` what it answers to that."""
+        """`core` is only read; `tell` tells it something, and gives `handed_over` what it answers to that. `stay` moves
+        blocks of sequences to where all layers have KV.
+        """
         self._role = role
         self._voice = voice
         self._capacities = capacities
@@ -53,6 +56,7 @@ class Handover:
         self._max_running_count = max_running_count
         self._block_tokens = block_tokens
         self._tell = tell
+        self._stay = stay
         self._going: dict[WorkerId, tuple[SequenceSnapshot, ...]] = {}  # by the leader they go to
         self._coming: list[SequenceSnapshot] = []  # new leader: handed over to it
         self._told_counts: dict[WorkerId, int] = {}  # blocks of those who have
@@ -84,7 +88,8 @@ class Handover:
 
     def _dealt_out(self, transition: Transition) -> dict[SequenceId, WorkerId]:
         leaders = sorted({_leader_of(transition, w) for w in members_of(transition.part.old)})
-        views = [MemberView(leader, self._memory.home_block_count, self._max_running_count) for leader in leaders]
+        narrow = self._capacities.smallest_narrow
+        views = [MemberView(leader, narrow, self._max_running_count) for leader in leaders]
         placed = place(self._core.placements(), views)
         return {sequence_id: to for sequence_id, to in placed.items() if to != self._role.me}
 
@@ -121,7 +126,9 @@ class Handover:
         members = members_of(transition.part.new)
         self._capacities.add({peer: count for peer, count in self._told_counts.items() if peer in members})
         in_the_end = {peer: count for peer, count in self._final_counts.items() if peer in members}
-        lent = 0 if self._role.stages else self._foreign_block_count()
+        mine = {*self._core.sequence_ids, *(snapshot.sequence_id for snapshot in self._coming)}
+        self._stay(mine)
+        lent = 0 if self._role.stages else self._capacities.lent_count(mine)
         leading = Leading(self._role.me, transition.plan, transition.part, self._core, self._block_tokens)
         self._capacities.leading = leading
         decision = leading.lead(self._clock.now_s, victims, self._coming, self._capacities.counts, in_the_end, lent)
@@ -149,10 +156,6 @@ class Handover:
         progress.waves += 1
         progress.victims_recomputed += len(decision.wave.lost)
         progress.victims_waiting -= len(decision.wave.lost)
-
-    def _foreign_block_count(self) -> int:
-        mine = {*self._core.sequence_ids, *(snapshot.sequence_id for snapshot in self._coming)}
-        return sum(len(self._book.table(i)) for i in self._book.sequence_ids if i not in mine)
 
     # ------------------------------------------------------------ rosters
 

@@ -1,10 +1,12 @@
 """Taking all layers back: the counterpart of `services.worker.pipeline.homecoming` and `.layers`."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 
 from ballast.common.errors import InvariantViolation
 from ballast.common.ids import Epoch, WorkerId
+from ballast.common.restoring import narrow_part
+from services.worker.core.batch import SequenceId
 from services.worker.core.room import Room
 from services.worker.core.stage import StageBook
 from services.worker.pipeline.status import Progress
@@ -72,13 +74,34 @@ class Homecoming:
             self._spend(self._timings.remap_s, lambda: self._go_on(came))
         self._settle()
 
-    def make_room_for_kv(self) -> None:
-        """No more blocks are held than there are at home. Copying KV ahead is not simulated."""
+    def make_room_for_kv(self, member_count: int) -> None:
+        """As much as this member's share of the sequences of so many takes. Copying KV ahead is not simulated."""
         self.wants, self.complete = Room.NONE, True
-        self._shrink_book(self._memory.home_block_count)
-        self._memory.make_room_for_kv()
-        self._memory.hold_kv_again()
+        wide, narrow = self._memory.divided_extents(narrow_part(member_count))
+        self._shrink_book(self._memory.geometry.blocks_in(wide))
+        self._memory.make_room_for_kv(wide)
+        self._memory.expect_kv(narrow)
+        self._book.divide(self._memory.geometry.blocks_in(narrow))
         self._counted().remap_s += self._timings.remap_s
+
+    def arrange(self, sequence_ids: Iterable[SequenceId]) -> None:
+        """These stay here: their blocks move to where all layers have KV, and those of the others away from there."""
+        if self._book.split is None:
+            return
+        self._book.favour(sequence_ids)
+        while moves := self._book.next_moves(evacuate=True):
+            self._book.compacted(moves)
+
+    def level(self) -> int | None:
+        """The exchange is over: all layers get as many blocks as at home. Returns how many; None: there was none."""
+        if self._book.split is None:
+            return None
+        if self._book.used_end > self._book.split:
+            raise InvariantViolation(f"block {self._book.used_end - 1} is used, some layers end at {self._book.split}")
+        self._book.undivide()
+        block_count = self._memory.level_kv()
+        self._book.shrink(block_count)
+        return block_count
 
     def _shrink_book(self, block_count: int) -> None:
         self._book.compacted(self._book.compaction_plan(block_count))
@@ -129,6 +152,7 @@ class Homecoming:
         if self._under_way:
             return None
         self.complete = False
+        self._book.undivide()
         self._memory.drop_layers([layer for layer in sorted(self._memory.held) if layer not in kept])
         return self._memory.release_retired()
 

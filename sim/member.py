@@ -117,6 +117,9 @@ class GroupMember:
         self._spend = spend
         self._voice = Voice(self.role, peers, clock, network)
         self._capacities = Capacities(self.role, self._voice, clock, book, memory, self._feed)
+        homecoming = self._homecoming = Homecoming(
+            memory=memory, book=book, clock=clock, network=network, timings=timings, me=me, spend=spend
+        )
         self._handover = Handover(
             self.role,
             self._voice,
@@ -128,12 +131,13 @@ class GroupMember:
             max_running_count=max_running_count,
             block_tokens=block_tokens,
             tell=self._feed,
+            stay=homecoming.arrange,
         )
         self._restoring = Restoring(
             self.role,
             self._voice,
             self._capacities,
-            Homecoming(memory=memory, book=book, clock=clock, network=network, timings=timings, me=me, spend=spend),
+            homecoming,
             clock=clock,
             core=core,
             book=book,
@@ -400,7 +404,9 @@ class GroupMember:
         new = transition.part.new
         own = self._handover.give(transition) if transition.led_before else ()
         self._restoring.commit()
-        self._handover.note_final(self.memory.blocks_after_drop(self._layers_lost()))
+        ending = self.book.split is not None
+        final = self.memory.home_block_count if ending else self.memory.blocks_after_drop(self._layers_lost())
+        self._handover.note_final(final)
         self._remap()
         role.take_up(transition.epoch, new)
         self._capacities.begin()
@@ -422,6 +428,8 @@ class GroupMember:
     def _remap(self) -> None:
         lost, progress = self._layers_lost(), self._counted()
         progress.freed_parameter_bytes = len(lost) * self.memory.layer_bytes
+        if self.book.split is not None:  # the end of a restore: layers get their KV when all has been sent
+            return
         block_count = self.memory.drop_layers(lost)
         if self.memory.retired:
             retired = self._handover.retired = RetiredTables(self.book)
@@ -470,7 +478,8 @@ class GroupMember:
             for sequence_id in self.book.sequence_ids:
                 if sequence_id not in mine:
                     self.book.release(sequence_id)
-        self._grow_book(self.memory.release_retired())
+        if self._homecoming.level() is None:
+            self._grow_book(self.memory.release_retired())
         progress.exchange_s = self._clock.now_s - progress.taken_up_at_s
         progress.block_count_after = self.book.block_count
         self._busy_remapping(progress, self._tell_capacity)

@@ -6,6 +6,7 @@ Parameters, KV of the layers that are executed, and KV of layers given up that i
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from fractions import Fraction
 
 from ballast.common.errors import ConfigError, InvariantViolation
 from ballast.common.load import MemoryReport
@@ -77,6 +78,7 @@ class VirtualMemory:
         self.held = set(everything)  # layers whose parameters are here
         self.kv_held = set(everything)  # layers whose KV is kept here
         self.retired: dict[int, int] = {}  # layer given up -> extents of its KV, which is still being sent
+        self.arriving: dict[int, int] = {}  # layer that is back -> extents of its KV, which is being copied
         self._kv = geometry.home_kv  # of every layer kept
         self._report: MemoryReport | None = None  # None: something has changed since the last one
 
@@ -118,6 +120,7 @@ class VirtualMemory:
     def release_retired(self) -> int:
         self._report = None
         self.retired.clear()
+        self.arriving.clear()
         return self._grow()
 
     @property
@@ -140,15 +143,32 @@ class VirtualMemory:
         self.held |= set(layers)
         return self.block_count
 
-    def make_room_for_kv(self) -> int:
-        """The KV shrinks to its size at home. Returns the blocks."""
+    def divided_extents(self, part: Fraction) -> tuple[int, int]:
+        """Of each layer with KV, and of each without, which get `part` of what the former have, or a little more."""
+        layer_count, held_count = self.geometry.layer_count, len(self.kv_held)
+        everything = self.geometry.home_kv * layer_count
+        wide = int(everything / (held_count + (layer_count - held_count) * part))
+        return wide, (everything - wide * held_count) // max(1, layer_count - held_count)
+
+    def make_room_for_kv(self, extents_per_layer: int) -> int:
+        """The KV of layers that have any shrinks. Returns the blocks."""
         self._report = None
-        self._kv = min(self._kv, self.geometry.home_kv)
+        self._kv = min(self._kv, extents_per_layer)
         return self.block_count
 
-    def hold_kv_again(self) -> None:
+    def expect_kv(self, extents_per_layer: int) -> None:
+        """Of all layers that have none."""
         self._report = None
+        missing = sorted(set(range(self.geometry.layer_count)) - self.kv_held)
+        self.arriving = dict.fromkeys(missing, extents_per_layer)
+
+    def level_kv(self) -> int:
+        """All layers are executed here, and have as much KV. Returns the blocks."""
+        self._report = None
+        self.arriving.clear()
         self.kv_held = set(range(self.geometry.layer_count))
+        self._kv = self.geometry.home_kv
+        return self.block_count
 
     def _grow(self) -> int:
         self._kv += self._free // max(1, len(self.kv_held))
@@ -160,7 +180,7 @@ class VirtualMemory:
 
     @property
     def _all_kv(self) -> int:
-        return len(self.kv_held) * self._kv + sum(self.retired.values())
+        return len(self.kv_held) * self._kv + sum(self.retired.values()) + sum(self.arriving.values())
 
     @property
     def _free(self) -> int:

@@ -106,7 +106,8 @@ class Restoring:
     def _lead(self, keeper: RoomKeeper, transition: Transition) -> None:
         if transition.phase is not Phase.PREPARING or not self._links_up:
             return
-        block_count = keeper.seek(self._core.wanted_block_count)
+        largest = max((view.block_count for view in self._core.placements()), default=0)
+        block_count = keeper.seek(self._core.wanted_block_count, largest)
         if block_count is not None:
             self._capacities.limit(transition.epoch, block_count)
         if keeper.sought is not Room.NONE and self._core.settled:
@@ -126,6 +127,7 @@ class Restoring:
 
     def commit(self) -> None:
         self._keeper = None
+        self._book.confine()
 
     def give_up(self, plan: Plan) -> None:
         """What has been prepared is undone. The leader's followers hear of it."""
@@ -158,7 +160,7 @@ class Restoring:
             self._homecoming.make_room_for_layers(self._layer_came)
             self._after_pull(transition)
         elif room is Room.KV:
-            self._homecoming.make_room_for_kv()
+            self._homecoming.make_room_for_kv(max(1, len(self._role.stages)))
             self._after_pull(transition)
 
     # ------------------------------------------------------------ layers

@@ -78,9 +78,9 @@ class MemoryMachine(RuleBasedStateMachine):
         if layer in kv.held_layers or kv.extents_for_blocks(kv.block_count) > self.memory.pool.free_count:
             return
         blocks = kv.block_count
-        kv.restore(layer)
-        assert kv.block_count == blocks
-        assert not kv.layer(layer)[:blocks].any()
+        kv.expect(layer, kv.extents_for_blocks(blocks))
+        assert layer not in kv.held_layers
+        assert kv.adopt() == blocks
         for block, value in self.used_blocks.items():
             kv.layer(layer)[block].fill_(value)
 

@@ -482,7 +482,7 @@ def _stale(rng: random.Random, cluster: Cluster, name: str) -> list[MemberEvent]
         found += [
             BatchArrived(epoch, Batch(1 << 30, (some_id,), (), ()), hidden),
             ResultArrived(epoch, (1, "from another time")),
-            CapacityTold(epoch, peer, 1, RoomSizes(1, 1), epoch),
+            CapacityTold(epoch, peer, 1, RoomSizes(1, 1, 1, 1), epoch),
             HandoverArrived(epoch, peer, (), 1, 1),
             RosterArrived(epoch, peer, RosterReceived(0.0, epoch, peer, ()), (some_id,)),
             WaveArrived(epoch, (), (some_id,), 1, True, rng.random() < 0.5),

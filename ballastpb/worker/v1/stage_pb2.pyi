@@ -510,11 +510,17 @@ class Capacity(_message.Message):
     EPOCH_FIELD_NUMBER: _builtins.int
     BLOCK_COUNT_FIELD_NUMBER: _builtins.int
     BESIDE_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
+    WIDE_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
+    NARROW_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
     HOME_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     block_count: _builtins.int
     beside_block_count: _builtins.int
-    """When all parameters are here, and KV of the layers that are executed here; and with that of all layers."""
+    """In a restore: when all parameters are here, and KV of the layers that are executed here; while KV is copied, in
+    these and in the other layers; and in the end.
+    """
+    wide_block_count: _builtins.int
+    narrow_block_count: _builtins.int
     home_block_count: _builtins.int
     def __init__(
         self,
@@ -522,11 +528,13 @@ class Capacity(_message.Message):
         epoch: _builtins.int = ...,
         block_count: _builtins.int = ...,
         beside_block_count: _builtins.int = ...,
+        wide_block_count: _builtins.int = ...,
+        narrow_block_count: _builtins.int = ...,
         home_block_count: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["beside_block_count", b"beside_block_count", "block_count", b"block_count", "epoch", b"epoch", "home_block_count", b"home_block_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["beside_block_count", b"beside_block_count", "block_count", b"block_count", "epoch", b"epoch", "home_block_count", b"home_block_count", "narrow_block_count", b"narrow_block_count", "wide_block_count", b"wide_block_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

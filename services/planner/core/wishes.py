@@ -26,8 +26,6 @@ from services.planner.policy.explain import explain, explain_restore, megabytes
 from services.planner.policy.restore import RestorePlan, plan_restore
 from services.planner.policy.snapshot import ModelShape, Snapshot
 
-_ROOM_LIMIT_AHEAD = 1.5  # of what the smallest member has with a full copy
-
 
 @dataclass(frozen=True, slots=True)
 class DropWish:
@@ -163,7 +161,7 @@ def _plan_ahead(snapshot: Snapshot, only: Collection[GroupId] | None) -> Restore
     one that waits for that would hold the others up.
     """
     found = plan_restore(snapshot, only=only)
-    return found if found.dissolutions else plan_restore(snapshot, room_limit=_ROOM_LIMIT_AHEAD, only=only)
+    return found if found.dissolutions else plan_restore(snapshot, room_limit=inf, only=only)
 
 
 def _sources(found: RestorePlan) -> dict[WorkerId, Sources]:

@@ -4,6 +4,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from ballast.common.ids import GroupId, WorkerId
+from ballast.common.restoring import room_while_copying
 from services.planner.policy.snapshot import GroupState, ModelShape, Snapshot
 
 SOURCE_CHOICES = 8  # holders looked at for each layer to pull
@@ -56,9 +57,9 @@ def plan_restore(
 
     Both must hold: a group's own demand against the KV of its members with full copies (its requests stay with
     them), and all demand with the dispatchers' backlog against all capacity, since a pipeline that stays is relief
-    for the others. And a group has to fit into `room_limit` of what its smallest member has with a full copy: while
-    KV is copied every stage holds the blocks of all the group's sequences, and whoever finds no room then waits or is
-    preempted. `unavailable` workers are no sources. `only`: those that an operator named.
+    for the others. And a group has to fit into `room_limit` of the room that there is while KV is copied (see
+    `ballast.common.restoring`): whoever finds none then waits or is preempted. `unavailable` workers are no sources.
+    `only`: those that an operator named.
     """
     model = snapshot.model
     choice = _Choice(snapshot, usage_limit, room_limit, backlog_blocks, max_groups)
@@ -109,10 +110,11 @@ class _Choice:
             return "a member's memory does not hold a full copy and KV"
         if group.load_blocks > self.usage_limit * sum(blocks):
             return f"its demand of {group.load_blocks} blocks exceeds {percent} of {sum(blocks)} un-dropped ones"
-        if group.load_blocks > self.room_limit * min(blocks):
+        room = int(room_while_copying(len(group.members)) * min(blocks))
+        if group.load_blocks > self.room_limit * room:
             return (
-                f"its demand of {group.load_blocks} blocks exceeds {self.room_limit:.0%} of the {min(blocks)} that its"
-                " smallest member has while KV is copied"
+                f"its demand of {group.load_blocks} blocks exceeds {self.room_limit:.0%} of the {room} that it has room"
+                " for while KV is copied"
             )
         after_blocks = self.capacity_blocks - group.block_count + sum(blocks)
         if self.demand_blocks > self.usage_limit * after_blocks:

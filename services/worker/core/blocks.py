@@ -5,7 +5,7 @@ preempts by counts (`core.scheduler`), so a book is never asked for more than it
 """
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain
 
 from ballast.common.errors import InvariantViolation
@@ -35,6 +35,9 @@ class BlockBook:
     """Always hands out the lowest free ids, so that what is in use stays at the low end of the cache and its tail can
     be given back with few moves. One heap operation per block freed, or taken once more; what was never taken is only
     counted, so a book is as large as what has been held at once.
+
+    A divided book (`divide`) hands out the blocks before the split to sequences that are favoured and those behind it
+    to the others, and the other kind only where its own is used up.
     """
 
     def __init__(self, block_count: int, block_tokens: int) -> None:
@@ -43,6 +46,10 @@ class BlockBook:
         self._fresh = 0  # this block and all behind it are free
         self._returned: list[int] = []  # the free ones before it: a heap
         self._tables: dict[SequenceId, tuple[int, ...]] = {}  # in token order
+        self._split: int | None = None  # divided there
+        self._behind: list[int] = []  # divided: the free ones behind the split, a heap; the others are `_returned`
+        self._favoured: set[SequenceId] = set()
+        self._confined = False  # divided: everybody gets blocks before the split only
         self._audit: _Audit | None = None  # of the last check; None: the next one looks at everything
         self._changed: dict[SequenceId, None] = {}  # tables that are others than at the last check
 
@@ -52,11 +59,11 @@ class BlockBook:
 
     @property
     def free_count(self) -> int:
-        return len(self._returned) + self._block_count - self._fresh
+        return len(self._returned) + len(self._behind) + self._block_count - self._fresh
 
     @property
     def used_count(self) -> int:
-        return self._fresh - len(self._returned)
+        return self._fresh - len(self._returned) - len(self._behind)
 
     @property
     def sequence_ids(self) -> Sequence[SequenceId]:
@@ -79,10 +86,13 @@ class BlockBook:
             raise InvariantViolation(
                 f"sequence {sequence_id} needs {missing} more blocks, {self.free_count} of {self._block_count} are free"
             )
-        returned, fresh = self._returned, self._fresh
-        again = [heapq.heappop(returned) for _ in range(min(missing, len(returned)))]
-        self._fresh = fresh + missing - len(again)
-        table = (*table, *again, *range(fresh, self._fresh))
+        if self._split is None:
+            returned, fresh = self._returned, self._fresh
+            again = [heapq.heappop(returned) for _ in range(min(missing, len(returned)))]
+            self._fresh = fresh + missing - len(again)
+            table = (*table, *again, *range(fresh, self._fresh))
+        else:
+            table = (*table, *self._take_divided(sequence_id, missing, self._split))
         self._tables[sequence_id] = table
         self._note(sequence_id)
         return table
@@ -102,17 +112,90 @@ class BlockBook:
     def free(self, sequence_id: SequenceId) -> int:
         """Give back all blocks of a sequence. Returns their number: 0 if it held none."""
         table = self._tables.pop(sequence_id, ())
-        returned = self._returned
         self._note(sequence_id)
-        for block_id in table:
-            heapq.heappush(returned, block_id)
+        self._give_back(table)
         return len(table)
 
+    def _give_back(self, block_ids: Iterable[int]) -> None:
+        returned, split = self._returned, self._split
+        for block_id in block_ids:
+            heapq.heappush(returned if split is None or block_id < split else self._behind, block_id)
+
+    # ------------------------------------------------------------ divided
+
+    @property
+    def split(self) -> int | None:
+        return self._split
+
+    def divide(self, split: int) -> None:
+        """Nobody is favoured yet. Blocks stay where they are: see `next_moves`."""
+        self._merge_free()
+        free = [*self._returned, *range(self._fresh, self._block_count)]
+        self._split, self._favoured, self._fresh = split, set(), self._block_count
+        self._share_out(free)
+
+    def confine(self) -> None:
+        """Whoever needs blocks from now on is favoured, and gets none behind the split."""
+        self._confined = self._split is not None
+
+    def undivide(self) -> None:
+        self._merge_free()
+        self._split, self._confined = None, False
+        self._favoured.clear()
+
+    def _merge_free(self) -> None:
+        self._audit = None
+        self._returned += self._behind
+        self._behind = []
+        heapq.heapify(self._returned)
+
+    def _share_out(self, free: Iterable[int]) -> None:
+        """Free blocks before the split and behind it."""
+        self._returned, self._behind = [], []
+        for block_id in free:
+            (self._returned if self._split is None or block_id < self._split else self._behind).append(block_id)
+        heapq.heapify(self._returned)
+        heapq.heapify(self._behind)
+
+    def favour(self, sequence_ids: Iterable[SequenceId]) -> None:
+        self._favoured.update(sequence_ids)
+
+    def before_split(self, sequence_id: SequenceId) -> int:
+        """So many of its first blocks lie there; all, if the book is not divided."""
+        table, split = self.table(sequence_id), self._split
+        if split is None or not table or max(table) < split:
+            return len(table)
+        return next(i for i, block_id in enumerate(table) if block_id >= split)
+
+    def _take_divided(self, sequence_id: SequenceId, count: int, split: int) -> list[int]:
+        if self._confined and count > len(self._returned):
+            raise InvariantViolation(
+                f"sequence {sequence_id} needs {count} more blocks, {len(self._returned)} before {split} are free"
+            )
+        stays = self._confined or sequence_id in self._favoured
+        own, other = (self._returned, self._behind) if stays else (self._behind, self._returned)
+        return [heapq.heappop(own or other) for _ in range(count)]
+
+    def next_moves(self, *, evacuate: bool) -> tuple[tuple[int, int], ...]:
+        """(from, to): the blocks of those favoured to free ones before the split; with `evacuate` those of the others
+        behind it as well. To be copied and confirmed by `move`, again and again until there are none.
+        """
+        split = self._split
+        if split is None:
+            return ()
+        stay = [table for i, table in self._tables.items() if i in self._favoured]
+        leave = [table for i, table in self._tables.items() if evacuate and i not in self._favoured]
+        inwards = (block_id for table in stay for block_id in table if block_id >= split)
+        outwards = (block_id for table in leave for block_id in table if block_id < split)
+        inside, outside = sorted(self._returned), sorted(self._behind)
+        return (*zip(inwards, inside, strict=False), *zip(outwards, outside, strict=False))
+
     def copy(self) -> "BlockBook":
-        """Another book that says the same."""
+        """Another book that says the same, and is not divided."""
         other = BlockBook(0, self._block_tokens)
         other._block_count = self._block_count
-        other._fresh, other._returned = self._fresh, self._returned.copy()
+        other._fresh, other._returned = self._fresh, [*self._returned, *self._behind]
+        heapq.heapify(other._returned)
         other._tables = self._tables.copy()
         return other
 
@@ -130,16 +213,20 @@ class BlockBook:
         elif len(table) > kept:
             self._tables[sequence_id] = table[:kept]
             self._note(sequence_id)
-            for block_id in table[kept:]:
-                heapq.heappush(self._returned, block_id)
+            self._give_back(table[kept:])
 
     def grow(self, added_block_count: int) -> None:
         """The cache got so many more blocks, at its end."""
         self._audit = None
+        if self._split is not None:
+            self._give_back(range(self._block_count, self._block_count + added_block_count))
+            self._fresh += added_block_count
         self._block_count += added_block_count
 
     def tail_moves(self, block_count: int) -> tuple[tuple[int, int], ...]:
-        """(from, to) for every held block at or behind `block_count`, onto the lowest free ones before it."""
+        """(from, to) for every held block at or behind `block_count`, onto the lowest free ones before it. Not of a
+        divided book.
+        """
         tail = sorted(b for table in self._tables.values() for b in table if b >= block_count)
         free = chain((b for b in self._returned if b < block_count), range(self._fresh, block_count))
         targets = heapq.nsmallest(len(tail), free)
@@ -155,14 +242,14 @@ class BlockBook:
         self._audit = None
         held = {b for table in self._tables.values() for b in table}
         fresh = max(self._fresh, max(moved.values()) + 1)
-        free = {*self._returned, *range(self._fresh, min(fresh, self._block_count))}
+        free = {*self._returned, *self._behind, *range(self._fresh, min(fresh, self._block_count))}
         if len(moved) != len(moves) or not held.issuperset(moved) or not free.issuperset(moved.values()):
             raise InvariantViolation(f"moves of blocks that are not held, or to blocks that are not free: {moves}")
         for sequence_id, table in self._tables.items():
             if not moved.keys().isdisjoint(table):
                 self._tables[sequence_id] = tuple(moved.get(b, b) for b in table)
-        self._fresh, self._returned = fresh, [*(free - set(moved.values())), *moved]
-        heapq.heapify(self._returned)
+        self._fresh = fresh
+        self._share_out([*(free - set(moved.values())), *moved])
 
     def shrink(self, block_count: int) -> None:
         """The cache ends earlier now. The blocks cut off must be free."""
@@ -194,7 +281,7 @@ class BlockBook:
             self._changed[sequence_id] = None
 
     def _check_all(self) -> None:
-        claimed = [*self._returned, *range(self._fresh, self._block_count)]
+        claimed = [*self._returned, *self._behind, *range(self._fresh, self._block_count)]
         for table in self._tables.values():
             claimed += table
         if len(claimed) != self._block_count or set(claimed) != set(range(self._block_count)):
@@ -218,7 +305,7 @@ class BlockBook:
     def _blame(self) -> None:
         """Names the block that is in two places, in none or not there at all: slow."""
         owner: dict[int, str] = {}  # block id -> who holds it
-        for block_id in (*self._returned, *range(self._fresh, self._block_count)):
+        for block_id in (*self._returned, *self._behind, *range(self._fresh, self._block_count)):
             self._claim(owner, block_id, "the free list")
         for sequence_id, table in self._tables.items():
             for block_id in table:

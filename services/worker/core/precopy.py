@@ -12,7 +12,8 @@ stages were in the same life of it; and if its blocks were lost meanwhile, then 
 well, and forgets what it has copied.
 """
 
-from collections.abc import Iterable
+import sys
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import islice
 
@@ -55,11 +56,18 @@ class Precopy:
     `ran` is told every batch, whether or not this member copies anything: it is a source for the others.
     """
 
-    def __init__(self, sources: tuple[Source, ...], block_tokens: int, max_blocks: int) -> None:
-        """`max_blocks` bounds what is asked for at once."""
+    def __init__(
+        self,
+        sources: tuple[Source, ...],
+        block_tokens: int,
+        max_blocks: int,
+        reach: Callable[[SequenceId], int] = lambda _: sys.maxsize,
+    ) -> None:
+        """`max_blocks` bounds what is asked for at once; `reach`: so many first blocks of a sequence have room here."""
         self._sources = sources
         self._block_tokens = block_tokens
         self._max_blocks = max_blocks
+        self._reach = reach
         self._step_id = 0  # the last batch that this stage has begun
         self._tokens: dict[SequenceId, int] = {}  # with KV in this stage's layers
         self._seen_at: dict[SequenceId, int] = {}  # the first batch of its present life that was seen here
@@ -164,7 +172,8 @@ class Precopy:
         return all(self._missing((sequence_id, source.worker_id)) < WORTH_BLOCKS for source in self._sources)
 
     def _missing(self, key: tuple[SequenceId, WorkerId]) -> int:
-        return self._tokens.get(key[0], 0) // self._block_tokens - self._copied.get(key, 0)
+        whole = min(self._tokens.get(key[0], 0) // self._block_tokens, self._reach(key[0]))
+        return whole - self._copied.get(key, 0)
 
     def copied_blocks(self, sequence_id: SequenceId, source: WorkerId) -> int:
         """So many of its first blocks have the KV of that source's layers."""

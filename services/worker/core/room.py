@@ -1,10 +1,11 @@
 """Room for a restore: first for parameters, then for copies of the KV (pure).
 
 Parameters alone want back no more than a drop has given: beside them fits the KV that all members had room for before
-it, as long as each keeps that of its own layers only. Copies, which make every member a whole worker again, want much
-more: each stage then holds its own layers' KV of all sequences, and all layers' KV of those that it is going to lead.
-So parameters come while demand is still falling, and the leader asks for the second room when what the group wants fits
-into it. That lasts as long as copying takes.
+it, as long as each keeps that of its own layers only. Copies, which make every member a whole worker again, want more:
+each stage then holds its own layers' KV of all sequences, and all layers' KV of those that it is going to lead. Its own
+layers get many blocks, the others as many as those sequences need and some to spare: for a pair that has room for what
+six tenths of its un-dropped memory hold. So parameters come while demand is still falling, and the leader asks for the
+second room when what the group wants fits into it. That lasts as long as copying takes.
 """
 
 from collections.abc import Iterable, Mapping
@@ -14,7 +15,7 @@ from enum import Enum
 from ballast.common.errors import InvariantViolation
 from ballast.common.ids import WorkerId
 
-_FITS_FRACTION = 0.9  # of the smallest member's blocks at home: who runs grows, and others come, while KV is copied
+_FITS_FRACTION = 0.95  # who runs grows, and others come, while KV is copied
 
 
 class Room(Enum):
@@ -30,7 +31,9 @@ class RoomSizes:
     """Blocks of a stage in a restore."""
 
     beside: int  # all parameters are here, and KV of the layers that it executes
-    home: int  # and KV of all layers
+    wide: int  # in those layers, while KV is copied
+    narrow: int  # in the other layers then
+    home: int  # in all layers afterwards
 
 
 class RoomKeeper:
@@ -43,7 +46,8 @@ class RoomKeeper:
         preempted.
         """
         self._beside = min(size.beside for size in sizes.values())
-        self._home = min(size.home for size in sizes.values())
+        self._wide = min(size.wide for size in sizes.values())
+        self._narrow = min(size.narrow for size in sizes.values())
         self._patient = patient
         self._incomplete = set(sizes)  # stages that lack parameters
         self._granted = Room.NONE
@@ -57,17 +61,17 @@ class RoomKeeper:
     def layers_are_back(self, stages: Iterable[WorkerId]) -> None:
         self._incomplete.difference_update(stages)
 
-    def seek(self, wanted_blocks: int) -> int | None:
-        """`wanted_blocks` by all that runs and waits. How many blocks the group may count on from now on; None: as
-        before.
+    def seek(self, wanted_blocks: int, longest_blocks: int) -> int | None:
+        """`wanted_blocks` by all that runs and waits, `longest_blocks` by one of those. How many blocks the group may
+        count on from now on; None: as before.
         """
         if self._granted is Room.NONE and self.sought is Room.NONE:
             self.sought = Room.LAYERS
             return self._beside
-        fits = not self._patient or wanted_blocks <= _FITS_FRACTION * self._home
-        if self.waits_for_demand and fits:
+        fits = wanted_blocks <= _FITS_FRACTION * self._wide and longest_blocks <= _FITS_FRACTION * self._narrow
+        if self.waits_for_demand and (fits or not self._patient):
             self.sought = Room.KV
-            return self._home
+            return self._wide
         return None
 
     def grant(self) -> Room:

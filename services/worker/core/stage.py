@@ -8,7 +8,7 @@ batch k frees was therefore last touched by a batch before k, and whoever gets i
 stage, however far behind the others, can see it used by two.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from services.worker.core.batch import Batch, SequenceId
 from services.worker.core.blocks import BlockBook, blocks_for
@@ -93,6 +93,39 @@ class StageBook:
     def shrink(self, to_block_count: int) -> None:
         """The cache ends there now. What is cut off holds nothing: see `compaction_plan`."""
         self._book.shrink(to_block_count)
+
+    # ------------------------------------------------------------ divided, while a restore copies KV
+
+    @property
+    def split(self) -> int | None:
+        """Blocks before it are for sequences that stay here; None: the book is not divided."""
+        return self._book.split
+
+    def divide(self, split: int) -> None:
+        """Some layers are going to have blocks before the split only."""
+        self._book.divide(split)
+
+    def confine(self) -> None:
+        """Whoever needs blocks from now on stays here, and gets none behind the split."""
+        self._book.confine()
+
+    def undivide(self) -> None:
+        self._book.undivide()
+
+    def favour(self, sequence_ids: Iterable[SequenceId]) -> None:
+        """These stay here."""
+        self._book.favour(sequence_ids)
+
+    def before_split(self, sequence_id: SequenceId) -> int:
+        """So many of its first blocks lie there."""
+        return self._book.before_split(sequence_id)
+
+    def next_moves(self, *, evacuate: bool) -> tuple[tuple[int, int], ...]:
+        """(from, to): blocks of those who stay to places before the split; with `evacuate` also those of the others
+        away from there, which must not be being sent then. To be copied and confirmed with `compacted`, until there
+        are none.
+        """
+        return self._book.next_moves(evacuate=evacuate)
 
     def check(self) -> None:
         """Raise InvariantViolation unless every block is either free or in exactly one table (I3)."""

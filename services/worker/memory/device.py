@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Mapping, Sequence
+from fractions import Fraction
 from types import TracebackType
 from typing import Self
 
@@ -83,8 +84,10 @@ class DeviceMemory:
         return self._grow_kv()
 
     def release_retired(self) -> int:
-        """Nobody needs the KV of layers given up any more: it follows the parameters. Returns the number of blocks."""
-        for layer in self.kv.retired_layers:
+        """Nobody needs the KV of layers given up any more, or copied ahead: it follows the parameters. Returns the
+        number of blocks.
+        """
+        for layer in (*self.kv.retired_layers, *self.kv.arriving_layers):
             self.kv.drop(layer)
         return self._grow_kv()
 
@@ -103,12 +106,12 @@ class DeviceMemory:
     @property
     def home_block_count(self) -> int:
         """Blocks that there are when all layers are held."""
-        return self._home_extents * self.pool.extent_bytes // self.kv.shape.block_bytes
+        return self.blocks_in(self._home_extents)
 
     @property
     def beside_block_count(self) -> int:
         """Blocks that there are when all parameters are here, and KV of those layers only that have it now."""
-        return self._beside_extents * self.pool.extent_bytes // self.kv.shape.block_bytes
+        return self.blocks_in(self._beside_extents)
 
     @property
     def _beside_extents(self) -> int:
@@ -127,24 +130,39 @@ class DeviceMemory:
             self.parameters.restore(layer)
         return self.kv.block_count
 
-    def make_room_for_kv(self, *, used_blocks_end: int) -> int:
-        """Shrink the KV to its size at home, so that each layer that is back can have as much.
-
-        All blocks from `home_block_count` on have been moved down before. Returns the number of blocks.
+    def divided_extents(self, part: Fraction) -> tuple[int, int]:
+        """Of each layer with KV, and of each without, if the latter get `part` of what the former have (or a little
+        more), and all parameters are here.
         """
-        self._shrink_kv(self._home_extents, used_blocks_end)
+        layer_count, held_count = self.kv.shape.layer_count, len(self.kv.held_layers)
+        everything = self._home_extents * layer_count
+        wide = int(everything / (held_count + (layer_count - held_count) * part))
+        return wide, (everything - wide * held_count) // max(1, layer_count - held_count)
+
+    def blocks_in(self, extents: int) -> int:
+        return extents * self.pool.extent_bytes // self.kv.shape.block_bytes
+
+    def make_room_for_kv(self, extents_per_layer: int, *, used_blocks_end: int) -> int:
+        """Shrink the KV of the layers that have any, so that those that are back can have some.
+
+        All blocks behind have been moved down before. Returns the number of blocks.
+        """
+        self._shrink_kv(extents_per_layer, used_blocks_end)
         return self.kv.block_count
+
+    def level_kv(self) -> int:
+        """All layers are executed here, and have as much KV. No block from `home_block_count` on is in use. Returns the
+        number of blocks.
+        """
+        self.pool.backend.synchronise()
+        self.kv.adopt()
+        return self.kv.level(self._home_extents)
 
     def _shrink_kv(self, extents_per_layer: int, used_blocks_end: int) -> None:
         self.pool.backend.synchronise()
         surplus = self.kv.extents_per_layer - extents_per_layer
         if surplus > 0:
             self.kv.shrink(surplus, used_blocks_end=used_blocks_end)
-
-    def hold_kv_again(self, layers: Sequence[int]) -> None:
-        """KV ranges of layers that are back."""
-        for layer in layers:
-            self.kv.restore(layer, clear=False)
 
     def report(self) -> MemoryReport:
         return self.pool.report()

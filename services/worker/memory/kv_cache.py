@@ -72,11 +72,17 @@ class KvCache:
         )
         self._held = [True] * shape.layer_count
         self._retired: list[int] = []
+        self._arriving: list[int] = []
 
     @property
     def retired_layers(self) -> tuple[int, ...]:
         """Layers that are executed elsewhere, whose KV is still mapped here because victims' KV is being sent."""
         return tuple(self._retired)
+
+    @property
+    def arriving_layers(self) -> tuple[int, ...]:
+        """Layers that are going to be executed here: the first blocks are mapped, for KV that is copied ahead."""
+        return tuple(self._arriving)
 
     @property
     def extents_per_layer(self) -> int:
@@ -187,25 +193,42 @@ class KvCache:
             freed += surplus
         return freed
 
+    def expect(self, layer: int, extents: int) -> None:
+        """Map the first extents of a layer that is going to be executed here. It counts with `adopt`."""
+        if self._held[layer] or layer in self._retired or layer in self._arriving:
+            raise InvariantViolation(f"the KV of layer {layer} is mapped already")
+        self._require_free(extents)
+        self._extend(self._ranges[layer], extents, clear=False)
+        self._arriving.append(layer)
+
+    def adopt(self) -> int:
+        """Layers whose KV was arriving are held from now on. Returns the new `block_count`, of the smallest layer."""
+        for layer in self._arriving:
+            self._held[layer] = True
+        self._arriving.clear()
+        return self.block_count
+
+    def level(self, extents_per_layer: int) -> int:
+        """So many extents in every layer held; no block behind them is in use. Returns the new `block_count`."""
+        for owner in self._held_ranges():
+            owner.shrink(max(0, owner.extent_count - extents_per_layer))
+        for owner in self._held_ranges():
+            self._require_free(extents_per_layer - owner.extent_count)
+            self._extend(owner, extents_per_layer - owner.extent_count, clear=False)
+        return self.block_count
+
     def drop(self, layer: int) -> int:
-        """Free the KV of a layer that is executed elsewhere now. Returns how many extents became free."""
+        """Free the KV of a layer that is not executed here. Returns how many extents became free."""
         if layer in self._retired:
             self._retired.remove(layer)
+        elif layer in self._arriving:
+            self._arriving.remove(layer)
         elif not self._held[layer]:
             raise InvariantViolation(f"the KV of layer {layer} is not held; held are {self.held_layers}")
         freed = self._ranges[layer].extent_count
         self._ranges[layer].shrink(freed)
         self._held[layer] = False
         return freed
-
-    def restore(self, layer: int, *, clear: bool = True) -> None:
-        """Hold a layer's KV again, with as many blocks as the others have. The contents are to be filled."""
-        if self._held[layer]:
-            raise InvariantViolation(f"the KV of layer {layer} is held already")
-        extents = self.extents_for_blocks(self.block_count)
-        self._require_free(extents)
-        self._extend(self._ranges[layer], extents, clear=clear)
-        self._held[layer] = True
 
     def _extend(self, owner: VirtualRange, extents: int, *, clear: bool) -> None:
         before = owner.mapped_bytes

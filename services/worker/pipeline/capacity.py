@@ -1,10 +1,12 @@
 """How many blocks each stage has: a leader admits against the smallest, its followers say what they have."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 
 from ballast.common.ids import Epoch, WorkerId
+from ballast.common.restoring import narrow_part
 from ballastpb.worker.v1 import stage_pb2 as pb
+from services.worker.core.batch import SequenceId
 from services.worker.core.events import CapacityChanged
 from services.worker.core.leading import Leading
 from services.worker.core.room import RoomSizes
@@ -65,14 +67,36 @@ class Capacities:
         return min((size.home for size in (self.sizes or {}).values()), default=self._memory.home_block_count)
 
     @property
+    def smallest_narrow(self) -> int:
+        """What every member has for the sequences that it is going to lead, while KV is copied."""
+        return min((size.narrow for size in (self.sizes or {}).values()), default=self._own_sizes.narrow)
+
+    @property
     def _own_sizes(self) -> RoomSizes:
-        return RoomSizes(self._memory.beside_block_count, self._memory.home_block_count)
+        memory = self._memory
+        wide, narrow = memory.divided_extents(narrow_part(max(1, len(self._role.stages))))
+        return RoomSizes(
+            memory.beside_block_count, memory.blocks_in(wide), memory.blocks_in(narrow), memory.home_block_count
+        )
+
+    def lent_count(self, mine: Container[SequenceId]) -> int:
+        """Blocks that cannot be had yet, after a restore: those of sequences that others lead now, and what the layers
+        that have come back still lack.
+        """
+        split, book = self._book.split, self._book
+        foreign = [i for i in book.sequence_ids if i not in mine]
+        if split is None:
+            return sum(len(book.table(i)) for i in foreign)
+        return self._memory.home_block_count - split + sum(b < split for i in foreign for b in book.table(i))
 
     # ------------------------------------------------------------ what is known
 
     def begin(self) -> None:
-        """A new role: nobody has said anything yet, and there is no restore of this group."""
-        self._counts = {self._role.me: self._book.block_count}
+        """A new role: nobody has said anything yet, and there is no restore of this group. If this is the end of one,
+        there will be as many blocks as at home: see `lent_count`.
+        """
+        ending = self._book.split is not None
+        self._counts = {self._role.me: self._memory.home_block_count if ending else self._book.block_count}
         self._limited_epoch, self._limited, self._before_block_count = Epoch(0), set(), 0
         self._sizes.clear()
         self.leading = None
@@ -121,6 +145,8 @@ class Capacities:
                 epoch=withdrawn,
                 block_count=block_count,
                 beside_block_count=self._own_sizes.beside,
+                wide_block_count=self._own_sizes.wide,
+                narrow_block_count=self._own_sizes.narrow,
                 home_block_count=self._own_sizes.home,
             ).SerializeToString()
             self._links.send(role.leader, TrafficClass.CONTROL, Topic.CAPACITY, body)

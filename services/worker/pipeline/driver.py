@@ -137,6 +137,7 @@ class TransitionDriver:
         self.regroup = Regroup()
         self._waits = False  # for the first batch after a restore
         self._learning = False  # a drop is prepared: checksums are taken of what is to be given up
+        self._releases = False  # all has been exchanged, and memory is not what it will be yet
 
     # ------------------------------------------------------------ what it is told
 
@@ -152,7 +153,7 @@ class TransitionDriver:
         if current is not None and current.phase in _AFTER_COMMIT:
             return  # one after the other: the planner asks again
         self._migrations.give_up("the layout changes")
-        if not (self._restoring.idle and self._migrations.idle):
+        if self._releases or not (self._restoring.idle and self._migrations.idle):
             return  # what is read or written for it must not be unmapped
         if plan.kind is Kind.RESTORE and not self._restoring.may_begin:
             return
@@ -171,6 +172,7 @@ class TransitionDriver:
             link=lambda to: self._links.to(to),
             ask=self._ask_for_kv,
             copied=precopy.copied_blocks,
+            stay=lambda sequence_id: self._homecoming.arrange([sequence_id], evacuate=False),
             post=self._post,
             attention=self._hub.attention,
         )
@@ -229,6 +231,8 @@ class TransitionDriver:
                 self._capacities.tell_core()
                 self.drive(BoundaryReached(time.monotonic(), transition.epoch))
         self._restoring.poll(transition)
+        if self._releases:
+            self._release_lost()
         if self._learning and not self._homecoming.reads_layers:
             self._learning = False
             if transition is not None:
@@ -294,7 +298,7 @@ class TransitionDriver:
         if self._hub.attention is not None:
             self._hub.attention.abandon()
         self.transition, self._exchange = None, None
-        self.quiescing = self._learning = self._waits = False
+        self.quiescing = self._learning = self._waits = self._releases = False
         self._farewell.end()
         self.regroup.end()
         return lambda: (exchange is None or exchange.idle) and (precopy is None or precopy.idle)
@@ -456,6 +460,9 @@ class TransitionDriver:
         progress.freed_parameter_bytes = (
             sum(self._memory.parameters.extents_of(layer) for layer in lost) * self._memory.pool.extent_bytes
         )
+        if self._book.split is not None:  # the end of a restore: layers get their KV when all has been sent
+            self._handover.note_final(self._memory.home_block_count)
+            return
         self._handover.note_final(self._memory.blocks_after_drop(lost))
         block_count = self._memory.drop_layers(lost)
         if self._memory.kv.retired_layers:
@@ -510,13 +517,18 @@ class TransitionDriver:
         self._capacities.tell_leader(self._restoring.withdrawn_epoch)
 
     def _release_lost(self) -> None:
+        """What was copied ahead may still be being read where memory is about to go: see `poll`."""
+        self._releases = not self._restoring.copies_idle
+        if self._releases:
+            return
         progress, began_s = self._published.counted, time.perf_counter()
         if not self._role.stages:  # alone: what the group has shared out to others leaves nothing here
             mine = {*self._core.sequence_ids, *self._core.suspended_ids}
             for sequence_id in self._book.sequence_ids:
                 if sequence_id not in mine:
                     self._book.release(sequence_id)
-        self._grow_book(self._memory.release_retired())
+        if self._homecoming.level() is None:
+            self._grow_book(self._memory.release_retired())
         progress.remap_s += time.perf_counter() - began_s
         progress.exchange_s = time.monotonic() - progress.taken_up_at_s
         progress.block_count_after = self._book.block_count

@@ -115,11 +115,13 @@ class KvExchange:
         link: Callable[[WorkerId], Link | None],
         ask: Callable[[WorkerId, Mapping[SequenceId, int]], None],
         copied: Callable[[SequenceId, WorkerId], int],
+        stay: Callable[[SequenceId], None],
         post: Callable[[MemberEvent], None],
         attention: RemoteAttention | None,
     ) -> None:
         """`ask` tells a holder of which sequences this member's blocks are ready, and from which one on it wants them;
-        `copied` says how many of the first have come from it before the commit.
+        `copied` says how many of the first have come from it before the commit; `stay` makes sure that its blocks here
+        are where all layers have KV.
         """
         self._transition = transition
         self._progress = progress
@@ -129,6 +131,7 @@ class KvExchange:
         self._link = link
         self._ask = ask
         self._copied = copied
+        self._stay = stay
         self._post = post
         self._attention = attention
         self._asking: set[tuple[SequenceId, WorkerId]] = set()  # members that may yet ask for what is sent to them
@@ -146,6 +149,7 @@ class KvExchange:
     def expect(self, command: ExpectKv) -> None:
         """Blocks first, then the question for the KV: a transfer never finds its destination missing."""
         transition, victim = self._transition, command.victim
+        self._stay(victim.sequence_id)
         table = self._book.hold(victim.sequence_id, victim.computed_tokens)
         leader = transition.part.new.leader.worker_id
         for source, to, first, last in transfers(transition.plan, victim, leader):

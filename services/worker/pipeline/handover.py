@@ -111,7 +111,8 @@ class Handover:
         members = members_of(transition.part.new)
         self._capacities.add({peer: count for peer, count in self._told_counts.items() if peer in members})
         in_the_end = {peer: count for peer, count in self._final_counts.items() if peer in members}
-        lent = 0 if self._role.stages else self._foreign_block_count()
+        mine = {*self._core.sequence_ids, *(snapshot.sequence_id for snapshot in self._coming)}
+        lent = 0 if self._role.stages else self._capacities.lent_count(mine)
         size = self._memory.kv.shape.block_tokens
         leading = self._leading = Leading(self._role.me, transition.plan, transition.part, self._core, size)
         decision = leading.lead(now_s, victims, self._coming, self._capacities.counts, in_the_end, lent)
@@ -138,11 +139,6 @@ class Handover:
         progress.waves += 1
         progress.victims_recomputed += len(decision.wave.lost)
         progress.victims_waiting -= len(decision.wave.lost)
-
-    def _foreign_block_count(self) -> int:
-        """Blocks of sequences that others lead now, still here because their KV is being sent."""
-        mine = {*self._core.sequence_ids, *(snapshot.sequence_id for snapshot in self._coming)}
-        return sum(len(self._book.table(i)) for i in self._book.sequence_ids if i not in mine)
 
     def send_roster(self, roster: SendRoster) -> None:
         if roster.wave:

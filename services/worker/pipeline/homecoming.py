@@ -1,4 +1,4 @@
-"""Taking all layers back: the KV makes room for them, they come, it shrinks to its size at home and gets theirs.
+"""Taking all layers back: the KV makes room for them, they come, and it makes room once more, for copies of theirs.
 
 The other direction of a drop, prepared while the group goes on serving. Parameters alone want no more than the drop has
 given: the KV that all members had before it fits beside them, if each goes on with its own layers. Copies of the KV
@@ -8,12 +8,14 @@ want twice as much, so that room is made last, and for no longer than it takes. 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from ballast.common.errors import InvariantViolation
 from ballast.common.ids import Epoch, WorkerId
+from ballast.common.restoring import narrow_part
+from services.worker.core.batch import SequenceId
 from services.worker.core.room import Room
 from services.worker.core.stage import StageBook
 from services.worker.memory.device import DeviceMemory
@@ -65,6 +67,7 @@ class Homecoming:
         self._sources: Mapping[int, Sequence[WorkerId]] = {}
         self._progress: Progress | None = None
         self._has_kv_room = False
+        self._narrow = 0  # extents of each layer whose KV is coming
         self.wants = Room.NONE
         self.failure = ""
 
@@ -81,7 +84,7 @@ class Homecoming:
     @property
     def complete(self) -> bool:
         """All layers are here, and there is room for their KV."""
-        return self._has_kv_room and len(self._memory.kv.held_layers) == self._layer_count
+        return self._has_kv_room and not self._without_kv
 
     def serve(self, link: Link, event: LayerAsked, executed: range) -> None:
         """A peer wants a layer: one that is executed here, as others may be held and not be filled yet."""
@@ -139,25 +142,54 @@ class Homecoming:
         self._pull.go_on()
         self._settle(self._pull)
 
-    def make_room_for_kv(self) -> None:
-        """The same once more, for the KV of the layers that are back: no more are held than there are at home."""
+    def make_room_for_kv(self, member_count: int) -> None:
+        """The same once more, for KV of the layers that are back: as much as this member's share of the sequences of so
+        many members takes.
+        """
         progress, began_s = self._counted(), time.perf_counter()
         self.wants, self._has_kv_room = Room.NONE, True
-        home = self._memory.home_block_count
-        self._compact(home)
-        self._memory.make_room_for_kv(used_blocks_end=home)
-        self._book.shrink(home)
+        wide, self._narrow = self._memory.divided_extents(narrow_part(member_count))
+        wide_count = self._memory.blocks_in(wide)
+        self._compact(wide_count)
+        self._book.shrink(self._memory.make_room_for_kv(wide, used_blocks_end=wide_count))
+        self._book.divide(self._memory.blocks_in(self._narrow))
         progress.remap_s += time.perf_counter() - began_s
         self._post(Woken())
 
     def map_kv(self) -> None:
         """Of one layer more: mapping holds batches up."""
-        held = self._memory.kv.held_layers
-        missing = [layer for layer in range(self._layer_count) if layer not in held]
         began_s = time.perf_counter()
-        self._memory.hold_kv_again(missing[:1])
+        self._memory.kv.expect(self._without_kv[0], self._narrow)
         self._counted().remap_s += time.perf_counter() - began_s
         self._post(Woken())
+
+    @property
+    def _without_kv(self) -> list[int]:
+        kv = self._memory.kv
+        mapped = {*kv.held_layers, *kv.arriving_layers}
+        return [layer for layer in range(self._layer_count) if layer not in mapped]
+
+    def arrange(self, sequence_ids: Iterable[SequenceId], *, evacuate: bool) -> None:
+        """These stay here: their blocks move to where all layers have KV. With `evacuate` those of the others, which
+        nothing reads, move away from there.
+        """
+        if self._book.split is None:
+            return
+        self._book.favour(sequence_ids)
+        while moves := self._book.next_moves(evacuate=evacuate):
+            self._memory.kv.move(moves)
+            self._book.compacted(moves)
+
+    def level(self) -> int | None:
+        """The exchange is over: all layers get as many blocks as at home. Returns how many; None: there was none."""
+        if self._book.split is None:
+            return None
+        if self._book.used_end > self._book.split:
+            raise InvariantViolation(f"block {self._book.used_end - 1} is used, some layers end at {self._book.split}")
+        self._book.undivide()
+        block_count = self._memory.level_kv()
+        self._book.shrink(block_count)
+        return block_count
 
     def _compact(self, block_count: int) -> None:
         moves = self._book.compaction_plan(block_count)
@@ -203,6 +235,7 @@ class Homecoming:
         if not self._server.idle:
             return None
         self._pull, self._has_kv_room = None, False
+        self._book.undivide()
         self._memory.drop_layers([i for i in self._memory.parameters.held_layers if i not in kept])
         return self._memory.release_retired()
 

@@ -128,7 +128,9 @@ class Hub:
                 self._post(Told(epoch, KvCompleteReceived(now_s, epoch, message.stream, peer)))
             case Topic.CAPACITY:
                 told = pb.Capacity.FromString(message.meta)
-                sizes = RoomSizes(told.beside_block_count, told.home_block_count)
+                sizes = RoomSizes(
+                    told.beside_block_count, told.wide_block_count, told.narrow_block_count, told.home_block_count
+                )
                 self._post(CapacityTold(epoch, peer, told.block_count, sizes, Epoch(told.epoch)))
             case Topic.LAYER_WANTED:
                 self._post(LayerAsked(epoch, message.stream, link))

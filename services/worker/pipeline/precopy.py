@@ -45,7 +45,7 @@ class Place:
     me: WorkerId
     plan: Plan
     leads: bool
-    home_block_count: int
+    share_block_count: int  # for the sequences that it is going to lead, while KV is copied
     max_running_count: int
 
 
@@ -62,9 +62,13 @@ class PrecopyRun:
         hub: Hub,
         tell: Callable[[WorkerId, Topic, bytes, int], object],
         synchronise: Callable[[], None],
+        arrange: Callable[[Iterable[SequenceId], bool], None],
         post: Callable[[MemberEvent], None],
     ) -> None:
-        """`tell` sends a control message over the coming layout's link; `synchronise` waits for the device."""
+        """`tell` sends a control message over the coming layout's link; `synchronise` waits for the device; `arrange`
+        moves blocks of sequences that stay to where there is room for what comes, and, if so told, those of the others
+        away from there.
+        """
         self._where = where
         self._progress = progress
         self._kv = kv
@@ -72,11 +76,12 @@ class PrecopyRun:
         self._hub = hub
         self._tell = tell
         self._synchronise = synchronise
+        self._arrange = arrange
         self._post = post
         self._sources = {s.worker_id: s for s in sources_of(where.plan, where.me)}
         most_layers = max((s.last_layer - s.first_layer for s in self._sources.values()), default=1)
         max_blocks = max(1, _BUFFER_BYTES // (most_layers * kv.shape.block_bytes))
-        self._core = Precopy(tuple(self._sources.values()), kv.shape.block_tokens, max_blocks)
+        self._core = Precopy(tuple(self._sources.values()), kv.shape.block_tokens, max_blocks, book.before_split)
         self._own_layers = _layers_of(where)
         self._chosen: dict[SequenceId, WorkerId] = {}  # leader: told to whom it goes
         self._has_told = False
@@ -84,6 +89,8 @@ class PrecopyRun:
         self._transfers: list[Transfer] = []
         self._ready_at_s: float | None = None
         self._heard_at_s: float | None = None
+        self._share: set[SequenceId] = set()
+        self.arranged = False  # blocks of sequences that leave lie where they stay until they have been sent
         self._over = False
 
     @property
@@ -133,6 +140,9 @@ class PrecopyRun:
         if self._where.leads and self._where.plan.kind is Kind.RESTORE:
             self._choose(placements(), now_s)
         if self._heard_at_s is not None:
+            if not self.arranged:
+                self._arrange(self._share, True)
+                self.arranged = True
             for source, span in self._core.wants():
                 self._ask(source, span)
 
@@ -141,7 +151,7 @@ class PrecopyRun:
         where = self._where
         members = members_of(group_of(where.plan.base, where.me))
         leaders = sorted({_leader_of(where.plan, member) for member in members})
-        views = [MemberView(leader, where.home_block_count, where.max_running_count) for leader in leaders]
+        views = [MemberView(leader, where.share_block_count, where.max_running_count) for leader in leaders]
         return place(placements, views, self._chosen)
 
     def _choose(self, placements: Sequence[PlacementView], now_s: float) -> None:
@@ -164,8 +174,11 @@ class PrecopyRun:
                 self._tell(member, Topic.SHARE, body, 0)
         self._has_told = True
 
-    def _hear(self, sequence_ids: Iterable[SequenceId], now_s: float) -> None:
+    def _hear(self, sequence_ids: Sequence[SequenceId], now_s: float) -> None:
         self._heard_at_s = self._heard_at_s or now_s
+        self._share.update(sequence_ids)
+        if self.arranged:
+            self._arrange(sequence_ids, False)
         self._core.share(sequence_ids)
 
     # ------------------------------------------------------------ as the one that takes

@@ -42,7 +42,10 @@ class Rescue:
         if self.homecoming.failure:
             raise InvariantViolation(f"a layer cannot be read from the checkpoint: {self.homecoming.failure}")
         if self.homecoming.wants is Room.KV:
-            self.homecoming.make_room_for_kv()
+            self.homecoming.make_room_for_kv(1)
         elif self.homecoming.maps_kv:
             self.homecoming.map_kv()
-        return self.homecoming.complete
+        if self.homecoming.complete:
+            self.homecoming.level()
+            return True
+        return False

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from ballast.common.errors import InvariantViolation
 from ballast.common.ids import Epoch, WorkerId
 from services.worker.core.batch import SequenceId
+from services.worker.core.blocks import blocks_for
 from services.worker.core.events import PrefillLimited
 from services.worker.core.plan import Kind, Phase, Plan
 from services.worker.core.room import Room, RoomKeeper
@@ -95,7 +96,12 @@ class Restoring:
     @property
     def idle(self) -> bool:
         """Nothing is left of the restore before."""
-        return not self.undoing and (self.precopy is None or self.precopy.idle)
+        return not self.undoing and self.copies_idle
+
+    @property
+    def copies_idle(self) -> bool:
+        """Nothing of the cache is read to be copied ahead."""
+        return self.precopy is None or self.precopy.idle
 
     @property
     def withdrawn_epoch(self) -> Epoch:
@@ -103,8 +109,8 @@ class Restoring:
 
     def plan(self, transition: Transition, progress: Progress) -> PrecopyRun:
         epoch, role = transition.epoch, self._role
-        smallest_home = self._capacities.smallest_home
-        where = Place(role.me, transition.plan, role.leads, smallest_home, self._max_running_count)
+        narrow = self._capacities.smallest_narrow
+        where = Place(role.me, transition.plan, role.leads, narrow, self._max_running_count)
         self._asked_early = []
         self.precopy = PrecopyRun(
             where,
@@ -116,6 +122,7 @@ class Restoring:
                 to, TrafficClass.CONTROL, topic, body, stream=i, epoch=epoch
             ),
             synchronise=self._memory.pool.backend.synchronise,
+            arrange=lambda ids, evacuate: self._homecoming.arrange(ids, evacuate=evacuate),
             post=self._post,
         )
         return self.precopy
@@ -172,7 +179,8 @@ class Restoring:
             self._drive(PreparationFailed(time.monotonic(), epoch, why))
         if keeper is None or transition.phase is not Phase.PREPARING or self._links.missing:
             return
-        block_count = keeper.seek(self._core.wanted_block_count)
+        longest = blocks_for(self._core.longest_token_count + 2, self._memory.kv.shape.block_tokens)
+        block_count = keeper.seek(self._core.wanted_block_count, longest)
         if block_count is not None:
             self._capacities.limit(epoch, block_count)
             self._limit_prefill(max(1, int(_PROMPT_BLOCKS * self._memory.kv.shape.block_tokens)))
@@ -221,10 +229,7 @@ class Restoring:
             self._homecoming.make_room_for_layers()
             self._after_pull(transition)
         elif room is Room.KV:
-            self._homecoming.make_room_for_kv()
-            early, self._asked_early = self._asked_early, []
-            for event in early:
-                self.ahead(event)
+            self._homecoming.make_room_for_kv(max(1, len(self._role.stages)))
             self._after_pull(transition)
 
     # ------------------------------------------------------------ layers
@@ -272,7 +277,7 @@ class Restoring:
         member's blocks lie where they stay: they would be moved, and unmapped, meanwhile.
         """
         transition = self._under_way()
-        moves = transition is not None and transition.phase is Phase.PREPARING and not self._homecoming.has_kv_room
+        moves = transition is not None and transition.phase is Phase.PREPARING and not self.the_precopy().arranged
         if isinstance(event, KvAheadAsked) and moves:
             self._asked_early.append(event)
             return
@@ -284,6 +289,10 @@ class Restoring:
             return
         now_s = time.monotonic()
         self.precopy.poll(now_s, self._core.placements)
+        if self._asked_early and self.precopy.arranged:
+            early, self._asked_early = self._asked_early, []
+            for event in early:
+                self.ahead(event)
         if transition.phase is Phase.PREPARING and self.precopy.enough(now_s):
             self._drive(MemoryReady(now_s, transition.epoch))
 
@@ -297,6 +306,7 @@ class Restoring:
         """Nothing is copied ahead any more."""
         self.the_precopy().end()
         self._homecoming.end()
+        self._book.confine()
         self._keeper = None
 
     def give_up(self, plan: Plan) -> None:

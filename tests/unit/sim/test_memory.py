@@ -1,6 +1,7 @@
 """The numbers are those of the workers' device memory, whatever is dropped and comes back."""
 
 import random
+from fractions import Fraction
 
 import pytest
 
@@ -57,11 +58,17 @@ def test_a_drop_and_a_restore_leave_as_many_blocks_as_in_a_worker(seed: int) -> 
             assert virtual.make_room_for_layers(missing) == beside
             assert real.make_room_for_layers(missing, used_blocks_end=beside) == beside
             agree(real, virtual)
-            assert virtual.make_room_for_kv() == real.make_room_for_kv(used_blocks_end=real.home_block_count)
+            wide, narrow = virtual.divided_extents(Fraction(5, 8))
+            assert (wide, narrow) == real.divided_extents(Fraction(5, 8))
+            assert real.blocks_in(wide) <= beside
+            assert virtual.make_room_for_kv(wide) == real.make_room_for_kv(wide, used_blocks_end=real.blocks_in(wide))
+            virtual.expect_kv(narrow)
+            for layer in virtual.arriving:
+                real.kv.expect(layer, narrow)
             agree(real, virtual)
-            virtual.hold_kv_again()
-            real.hold_kv_again([layer for layer in range(LAYERS) if layer not in real.kv.held_layers])
+            assert virtual.level_kv() == real.level_kv()
             agree(real, virtual)
+            assert virtual.block_count == real.home_block_count
 
 
 def test_a_model_that_does_not_fit_is_told_with_its_size() -> None:

@@ -169,3 +169,74 @@ def test_trim_gives_back_what_is_beyond() -> None:
     book.check()
     assert book.sequence_ids == (2,)
     assert book.free_count == 7
+
+
+def test_a_divided_book_keeps_those_who_stay_before_the_split_and_the_others_behind_it() -> None:
+    book = BlockBook(8, 1)
+    book.cover(1, 2)
+    book.cover(2, 2)
+    book.divide(4)
+    book.favour([2])
+    assert book.before_split(1) == 2, "blocks stay where they are"
+    assert book.cover(1, 4) == (0, 1, 4, 5)
+    assert book.cover(2, 3) == (2, 3, 6), "its own kind is used up"
+    assert book.before_split(2) == 2
+    assert (book.used_count, book.free_count) == (7, 1)
+    book.check()
+    assert book.next_moves(evacuate=False) == (), "there is no room before the split, and the others are not to move"
+    moves = book.next_moves(evacuate=True)
+    assert moves == ((0, 7),)
+    book.move(moves)
+    moves = book.next_moves(evacuate=True)
+    assert moves == ((6, 0),)
+    book.move(moves)
+    book.move(book.next_moves(evacuate=True))
+    assert book.next_moves(evacuate=True) == ()
+    assert (book.table(1), book.table(2)) == ((7, 6, 4, 5), (2, 3, 0))
+    book.check()
+    book.confine()
+    assert book.cover(3, 1) == (1,), "who comes now stays"
+    book.trim(1, 3)
+    with pytest.raises(InvariantViolation, match="0 before 4 are free"):
+        book.cover(2, 4)
+    book.free(1)
+    book.undivide()
+    book.shrink(4)
+    assert (book.used_count, book.free_count) == (4, 0)
+    book.check()
+
+
+@given(st.data())
+def test_whatever_happens_to_a_divided_book_nobody_loses_a_block(data: st.DataObject) -> None:
+    block_count, next_id = data.draw(st.integers(1, 24)), 0
+    book, held = BlockBook(block_count, 1), dict[int, int]()
+    for _ in range(data.draw(st.integers(0, 30))):
+        match data.draw(st.sampled_from(["new", "grow", "free", "divide", "favour", "move", "undivide", "more"])):
+            case "new" if book.free_count:
+                next_id += 1
+                held[next_id] = data.draw(st.integers(1, book.free_count))
+                book.cover(next_id, held[next_id])
+            case "grow" if held and book.free_count:
+                one = data.draw(st.sampled_from(sorted(held)))
+                held[one] += data.draw(st.integers(1, book.free_count))
+                book.cover(one, held[one])
+            case "free" if held:
+                one = data.draw(st.sampled_from(sorted(held)))
+                assert book.free(one) == held.pop(one)
+            case "divide" if book.split is None:
+                book.divide(data.draw(st.integers(0, block_count)))
+            case "favour" if held:
+                book.favour([data.draw(st.sampled_from(sorted(held)))])
+            case "move":
+                while moves := book.next_moves(evacuate=data.draw(st.booleans())):
+                    book.move(moves)
+            case "undivide":
+                book.undivide()
+            case "more":
+                book.grow(1)
+                block_count += 1
+            case _:
+                pass
+        book.check()
+        assert {i: len(book.table(i)) for i in held} == held
+        assert book.free_count == block_count - sum(held.values())

@@ -7,12 +7,15 @@ from ballast.common.ids import WorkerId
 from services.worker.core.room import Room, RoomKeeper, RoomSizes
 
 W0, W1 = WorkerId("w0"), WorkerId("w1")
-SIZES = {W0: RoomSizes(beside=200, home=100), W1: RoomSizes(beside=180, home=110)}
+SIZES = {
+    W0: RoomSizes(beside=200, wide=120, narrow=80, home=100),
+    W1: RoomSizes(beside=180, wide=140, narrow=90, home=110),
+}
 
 
 def with_layers(*, patient: bool) -> RoomKeeper:
     keeper = RoomKeeper(SIZES, patient=patient)
-    assert keeper.seek(150) == 180
+    assert keeper.seek(150, 10) == 180
     assert keeper.grant() is Room.LAYERS
     keeper.layers_are_back([W0, W1])
     return keeper
@@ -20,9 +23,9 @@ def with_layers(*, patient: bool) -> RoomKeeper:
 
 def test_parameters_come_whatever_is_wanted_and_leave_what_the_smallest_has() -> None:
     keeper = RoomKeeper(SIZES, patient=True)
-    assert keeper.seek(10_000) == 180
+    assert keeper.seek(10_000, 10) == 180
     assert keeper.sought is Room.LAYERS
-    assert keeper.seek(10_000) is None, "once"
+    assert keeper.seek(10_000, 10) is None, "once"
     assert keeper.grant() is Room.LAYERS
     assert keeper.sought is Room.NONE
 
@@ -30,28 +33,29 @@ def test_parameters_come_whatever_is_wanted_and_leave_what_the_smallest_has() ->
 def test_a_patient_one_makes_room_for_kv_when_what_is_wanted_fits() -> None:
     keeper = with_layers(patient=True)
     assert keeper.waits_for_demand
-    assert keeper.seek(91) is None
+    assert keeper.seek(115, 10) is None, "95 % of the smallest stage's"
+    assert keeper.seek(114, 77) is None, "one alone would find no room where it goes"
     assert keeper.waits_for_demand
-    assert keeper.seek(90) == 100
+    assert keeper.seek(114, 76) == 120
     assert not keeper.waits_for_demand
-    assert keeper.seek(0) is None, "once"
+    assert keeper.seek(0, 10) is None, "once"
     assert keeper.grant() is Room.KV
-    assert keeper.seek(0) is None, "there is no third"
+    assert keeper.seek(0, 10) is None, "there is no third"
 
 
 def test_an_impatient_one_makes_it_at_once() -> None:
-    assert with_layers(patient=False).seek(10_000) == 100
+    assert with_layers(patient=False).seek(10_000, 10_000) == 120
 
 
 def test_nobody_makes_room_for_kv_while_a_stage_lacks_parameters() -> None:
     keeper = RoomKeeper(SIZES, patient=False)
-    keeper.seek(0)
+    keeper.seek(0, 10)
     keeper.layers_are_back([W0])  # before it was granted is too early, but it changes nothing
-    assert keeper.seek(0) is None
+    assert keeper.seek(0, 10) is None
     keeper.grant()
-    assert keeper.seek(0) is None
+    assert keeper.seek(0, 10) is None
     keeper.layers_are_back([W1])
-    assert keeper.seek(0) == 100
+    assert keeper.seek(0, 10) == 120
 
 
 def test_nothing_is_granted_that_nobody_seeks() -> None:

@@ -115,19 +115,34 @@ def test_dropping_the_kv_of_lost_layers_lets_the_kept_ones_grow(memory: DeviceMe
     memory.check()
     memory.kv.shrink(extents, used_blocks_end=0)
     for layer in (2, 3):
-        memory.kv.restore(layer)
-        assert not memory.kv.layer(layer)[:BLOCKS].any()
-    assert memory.kv.block_count == BLOCKS
+        memory.kv.expect(layer, KV_EXTENTS_PER_LAYER)
+    assert memory.kv.arriving_layers == (2, 3)
+    assert memory.kv.held_layers == (0, 1)
+    assert memory.kv.adopt() == BLOCKS
+    assert memory.kv.held_layers == (0, 1, 2, 3)
     memory.check()
 
 
-def test_the_kv_of_a_layer_is_dropped_once_and_restored_once(memory: DeviceMemory) -> None:
+def test_the_kv_of_a_layer_is_dropped_once_and_expected_once(memory: DeviceMemory) -> None:
     memory.kv.drop(1)
     with pytest.raises(InvariantViolation, match="not held"):
         memory.kv.drop(1)
-    memory.kv.restore(1)
-    with pytest.raises(InvariantViolation, match="held already"):
-        memory.kv.restore(1)
+    memory.kv.expect(1, 1)
+    with pytest.raises(InvariantViolation, match="mapped already"):
+        memory.kv.expect(1, 1)
+    memory.check()
+
+
+def test_layers_that_have_come_get_as_much_as_the_others_in_the_end(memory: DeviceMemory) -> None:
+    for layer in (2, 3):
+        memory.kv.drop(layer)
+    memory.kv.grow(2)
+    for layer in (2, 3):
+        memory.kv.expect(layer, KV_EXTENTS_PER_LAYER - 2)
+    wide = memory.kv.block_count
+    assert wide > BLOCKS, "those that are still coming do not count"
+    assert memory.kv.adopt() < BLOCKS
+    assert memory.kv.level(KV_EXTENTS_PER_LAYER) == BLOCKS
     memory.check()
 
 
