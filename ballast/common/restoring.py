@@ -6,7 +6,7 @@ that it is going to lead. Its own layers get many blocks, the others a part of t
 
 from fractions import Fraction
 
-_SHARE_SLACK = Fraction(5, 4)  # sequences differ in size, so shares do
+_SHARE_SLACK = Fraction(6, 5)  # sequences differ in size, so shares do
 
 
 def narrow_part(member_count: int) -> Fraction:

@@ -28,7 +28,7 @@ class PressureSettings(Section):
     # Of the forecast demand: freed in excess. Where only some groups are merged, all who come go where the room is,
     # and wait for computing there.
     overload_margin_fraction: float = Field(default=0.25, ge=0)
-    relief_threshold_fraction: float = Field(default=0.7, gt=0)  # of the un-dropped memory: layers begin to come back
+    relief_threshold_fraction: float = Field(default=0.8, gt=0)  # of the un-dropped memory: layers begin to come back
     relief_after_s: float = Field(default=2.0, ge=0)  # usage has to be below it for so long
     dwell_s: float = Field(default=3.0, ge=0)  # between any two transitions
     scale_out_after_s: float = Field(default=5.0, ge=0)  # an overload has lasted so long in spite of everything

@@ -46,7 +46,7 @@ class RestorePlan:
 def plan_restore(
     snapshot: Snapshot,
     *,
-    usage_limit: float = 0.75,
+    usage_limit: float = 0.85,
     room_limit: float = 0.9,
     backlog_blocks: int = 0,
     unavailable: Collection[WorkerId] = frozenset(),

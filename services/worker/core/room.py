@@ -5,7 +5,8 @@ it, as long as each keeps that of its own layers only. Copies, which make every 
 each stage then holds its own layers' KV of all sequences, and all layers' KV of those that it is going to lead. Its own
 layers get many blocks, the others as many as those sequences need and some to spare: for a pair that has room for what
 six tenths of its un-dropped memory hold. So parameters come while demand is still falling, and the leader asks for the
-second room when what the group wants fits into it. That lasts as long as copying takes.
+second room when what the group wants fits into it. That lasts as long as copying takes, for which nothing is kept free:
+the last to come waits for the rest of it.
 """
 
 from collections.abc import Iterable, Mapping
@@ -14,8 +15,6 @@ from enum import Enum
 
 from ballast.common.errors import InvariantViolation
 from ballast.common.ids import WorkerId
-
-_FITS_FRACTION = 0.95  # who runs grows, and others come, while KV is copied
 
 
 class Room(Enum):
@@ -68,7 +67,7 @@ class RoomKeeper:
         if self._granted is Room.NONE and self.sought is Room.NONE:
             self.sought = Room.LAYERS
             return self._beside
-        fits = wanted_blocks <= _FITS_FRACTION * self._wide and longest_blocks <= _FITS_FRACTION * self._narrow
+        fits = wanted_blocks <= self._wide and longest_blocks <= self._narrow
         if self.waits_for_demand and (fits or not self._patient):
             self.sought = Room.KV
             return self._wide

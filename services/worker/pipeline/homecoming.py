@@ -154,6 +154,7 @@ class Homecoming:
         self._book.shrink(self._memory.make_room_for_kv(wide, used_blocks_end=wide_count))
         self._book.divide(self._memory.blocks_in(self._narrow))
         progress.remap_s += time.perf_counter() - began_s
+        progress.room_s = time.monotonic() - progress.began_s
         self._post(Woken())
 
     def map_kv(self) -> None:
@@ -214,8 +215,9 @@ class Homecoming:
         progress = self._counted()
         progress.parameter_bytes_pulled, progress.repulled_layers = pull.pulled_bytes, pull.repulled
         self.failure = pull.failure
-        if pull.finished and not self._has_kv_room:
+        if pull.finished and not self._has_kv_room and self.wants is not Room.KV:
             self.wants = Room.KV
+            progress.layers_s = time.monotonic() - progress.began_s
 
     def end(self) -> None:
         """The commit: what is here, stays."""

@@ -28,6 +28,8 @@ class Progress:
     victims_recomputed: int = 0
     waves: int = 0  # of victims, as room for their KV was made by sending the KV of those before
     links_s: float = 0.0  # from hearing of the plan
+    layers_s: float = 0.0  # of a restore: until all layers are here
+    room_s: float = 0.0  # of a restore: until there is room for copies of the KV
     memory_s: float = 0.0
     prepare_s: float = 0.0
     remap_s: float = 0.0
@@ -48,6 +50,8 @@ class Progress:
         waited_s = self.commit_at_s - self.began_s - self.prepare_s
         return {
             "links_s": round(self.links_s, 4),
+            "layers_s": round(self.layers_s, 4),
+            "room_s": round(self.room_s, 4),
             "memory_s": round(self.memory_s, 4),
             "prepare_s": round(self.prepare_s, 4),
             "commit_awaited_s": round(waited_s, 4),

@@ -424,7 +424,7 @@ def test_a_restore_by_hand_asks_nobody_about_load() -> None:
     planner.start("w0", "w1")
     planner.drop("w0", "w1")
     planner.go_through("w0", "w1")
-    planner.load = replace(LOAD, block_count=96, used_block_count=50)
+    planner.load = replace(LOAD, block_count=96, used_block_count=56)
     planner.tell(ReliefRaised(planner.now_s, "r1"))
     assert planner.journal[-1] is Stage.DONE, "too much is in use for one by itself"
     planner.now_s += 41.0

@@ -64,7 +64,7 @@ def test_a_restore_is_told() -> None:
     ]
     busy = replace(dropped, groups=tuple(replace(g, used_block_count=190) for g in dropped.groups))
     (line,) = explain_restore(plan_restore(busy))
-    assert line.startswith("group w0 stays: its demand of 190 blocks exceeds 75% of")
+    assert line.startswith("group w0 stays: its demand of 190 blocks exceeds 85% of")
     assert explain_restore(plan_restore(SNAPSHOT)) == ["no group is a pipeline: nothing to restore"]
 
 

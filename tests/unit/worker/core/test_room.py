@@ -33,10 +33,10 @@ def test_parameters_come_whatever_is_wanted_and_leave_what_the_smallest_has() ->
 def test_a_patient_one_makes_room_for_kv_when_what_is_wanted_fits() -> None:
     keeper = with_layers(patient=True)
     assert keeper.waits_for_demand
-    assert keeper.seek(115, 10) is None, "95 % of the smallest stage's"
-    assert keeper.seek(114, 77) is None, "one alone would find no room where it goes"
+    assert keeper.seek(121, 10) is None, "the smallest stage counts"
+    assert keeper.seek(120, 81) is None, "one alone would find no room where it goes"
     assert keeper.waits_for_demand
-    assert keeper.seek(114, 76) == 120
+    assert keeper.seek(120, 80) == 120
     assert not keeper.waits_for_demand
     assert keeper.seek(0, 10) is None, "once"
     assert keeper.grant() is Room.KV
