@@ -35,6 +35,7 @@ from services.worker.policy.microbatching import Candidate, Microbatching, Pipel
 from services.worker.policy.preemption import VictimView, choose_victim
 
 _FEW = 0.25  # of a microbatch's decodes
+_LIMITED_BATCHES = 8  # however small the limit, a batch has the part of one in so many of the prompts that there are
 
 
 @record()
@@ -294,7 +295,8 @@ class Scheduler:
             ready = [s for s in ready if s.step_id <= landed_step_id and s.token_count <= s.reserved_tokens]
         decodes = [s for s in ready if s.token_count - s.computed_tokens == 1]
         prefills = [] if len(decodes) == len(ready) else [s for s in ready if s.token_count - s.computed_tokens != 1]
-        chunks = self._chunks(len(decodes), prefills, self._batch_tokens(len(decodes)))
+        prompt_tokens = sum(s.token_count - s.computed_tokens for s in prefills)
+        chunks = self._chunks(len(decodes), prefills, self._batch_tokens(len(decodes), prompt_tokens))
         swaps = SwapOrders(left, self.swap.order(busy=bool(decodes or chunks))) if len(self.swap) or left else NOTHING
         return Plan(decodes, chunks, preempted, swaps)
 
@@ -318,8 +320,10 @@ class Scheduler:
             for s in self.running
         ]
         limited = self.prefill_limit is not None
-        decode_count = sum(c.token_count - c.computed_tokens == 1 for c in candidates) if limited else 0
-        batch_tokens = self._batch_tokens(-(-decode_count // self.stage_count))
+        prompts = [c for c in candidates if c.token_count - c.computed_tokens != 1] if limited else []
+        decode_count = len(candidates) - len(prompts) if limited else 0
+        prompt_tokens = sum(c.token_count - c.departed_tokens for c in prompts)
+        batch_tokens = self._batch_tokens(-(-decode_count // self.stage_count), prompt_tokens)
         waiting_count = self.waiting_count
         view = PipelineView(self.stage_count, landed_step_id, batch_tokens, waiting_count, candidates, in_flight_count)
         plan = Plan([], [], preempted)
@@ -346,12 +350,14 @@ class Scheduler:
         if len(left) <= min(room, max(1, int(len(plan.decodes) * _FEW))):
             plan.decodes.extend(left)
 
-    def _batch_tokens(self, decode_count: int) -> int:
-        """The most in a batch with so many decodes."""
-        most = self._limits.max_batch_tokens
-        if self.prefill_limit is None or not decode_count:
+    def _batch_tokens(self, decode_count: int, prompt_tokens: int) -> int:
+        """The most in a batch with so many decodes, while so many tokens of prompts are to be computed."""
+        most, limit = self._limits.max_batch_tokens, self.prefill_limit
+        if limit is None or not decode_count:
             return most
-        return min(most, decode_count + self.prefill_limit)
+        if limit:
+            limit = max(limit, -(-prompt_tokens // _LIMITED_BATCHES))
+        return min(most, decode_count + limit)
 
     def _chunks(self, decode_count: int, prefills: list[Sequence], budget_tokens: int) -> list[tuple[Sequence, int]]:
         if not prefills:

@@ -216,6 +216,21 @@ def test_prompts_take_little_of_a_batch_beside_decodes_while_that_is_wanted(stag
     assert _step(leader)[3] > 12
 
 
+@pytest.mark.parametrize("stages", [1, 2])
+def test_many_prompts_are_not_put_off_for_long_by_a_limit(stages: int) -> None:
+    leader = Leader(128, stages=stages, block_tokens=4, max_batch_tokens=64, max_running_count=8)
+    leader.submit("old")
+    leader.step()
+    leader.feed(PrefillLimited(leader.at_s, 3))
+    for number in range(4):
+        leader.submit(f"new{number}", tuple(range(1, 41)))
+    prompts, batches = 160, 0
+    while prompts > 0:
+        prompts -= sum(count for number, count in _step(leader).items() if number > 1)
+        batches += 1
+        assert batches <= 24, "an eighth of what is left at a time, and at least what the limit allows"
+
+
 def test_prompts_have_the_batch_for_themselves_where_nobody_decodes() -> None:
     leader = Leader(64, block_tokens=4, max_batch_tokens=32)
     leader.feed(PrefillLimited(leader.at_s, 0))
