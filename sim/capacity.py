@@ -1,13 +1,11 @@
 """How many blocks each stage has: the counterpart of `services.worker.pipeline.capacity`."""
 
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Mapping
 
 from ballast.common.ids import Epoch, WorkerId
-from ballast.common.restoring import narrow_part
-from services.worker.core.batch import SequenceId
 from services.worker.core.events import CapacityChanged, Event
 from services.worker.core.leading import Leading
-from services.worker.core.room import RoomSizes
+from services.worker.core.room import GroupSizes, RoomSizes
 from services.worker.core.stage import StageBook
 from sim.clock import Clock
 from sim.memory import VirtualMemory
@@ -33,7 +31,7 @@ class Capacities:
         self._memory = memory
         self._tell = tell
         self._counts: dict[WorkerId, int] = {}  # leader: stage -> blocks
-        self._sizes: dict[WorkerId, RoomSizes] = {}  # leader: of the other stages
+        self._sizes = GroupSizes(role.me, memory)  # leader
         self._limited_epoch = Epoch(0)  # leader: the restore whose end a stage must know, to be believed what it has
         self.leading: Leading | None = None  # leader: of the transition under way
 
@@ -43,7 +41,7 @@ class Capacities:
 
     def begin(self) -> None:
         """A new role: nobody has said anything yet, and there is no restore of this group. If this is the end of one,
-        there will be as many blocks as at home: see `lent_count`.
+        there will be as many blocks as at home: see `core.room.lent_count`.
         """
         ending = self._book.split is not None
         self._counts = {self._role.me: self._memory.home_block_count if ending else self._book.block_count}
@@ -53,32 +51,16 @@ class Capacities:
     @property
     def sizes(self) -> Mapping[WorkerId, RoomSizes] | None:
         """Leader: of all stages in a restore. None: some have not been told yet."""
-        sizes = {**self._sizes, self._role.me: self._own_sizes}
-        stages = [stage.worker_id for stage in self._role.stages] or [self._role.me]
-        return {stage: sizes[stage] for stage in stages} if sizes.keys() >= set(stages) else None
+        return self._sizes.of([stage.worker_id for stage in self._role.stages])
+
+    @property
+    def own_sizes(self) -> RoomSizes:
+        return RoomSizes.of(self._memory, max(1, len(self._role.stages)))
 
     @property
     def smallest_narrow(self) -> int:
         """What every member has for the sequences that it is going to lead, while KV is copied."""
-        return min((size.narrow for size in (self.sizes or {}).values()), default=self._own_sizes.narrow)
-
-    @property
-    def _own_sizes(self) -> RoomSizes:
-        memory = self._memory
-        wide, narrow = map(
-            memory.geometry.blocks_in, memory.divided_extents(narrow_part(max(1, len(self._role.stages))))
-        )
-        return RoomSizes(memory.beside_block_count, wide, narrow, memory.home_block_count)
-
-    def lent_count(self, mine: Container[SequenceId]) -> int:
-        """Blocks that cannot be had yet, after a restore: those of sequences that others lead now, and what the layers
-        that have come back still lack.
-        """
-        split, book = self._book.split, self._book
-        foreign = [i for i in book.sequence_ids if i not in mine]
-        if split is None:
-            return sum(len(book.table(i)) for i in foreign)
-        return self._memory.home_block_count - split + sum(b < split for i in foreign for b in book.table(i))
+        return min(size.narrow for size in (self.sizes or {self._role.me: self.own_sizes}).values())
 
     def add(self, counts: Mapping[WorkerId, int]) -> None:
         self._counts |= counts
@@ -95,7 +77,7 @@ class Capacities:
 
     def tell_leader(self, withdrawn: Epoch) -> None:
         """What this member has. `withdrawn` is the newest restore that it knows to be given up."""
-        epoch, me, count, sizes = self._role.epoch, self._role.me, self._book.block_count, self._own_sizes
+        epoch, me, count, sizes = self._role.epoch, self._role.me, self._book.block_count, self.own_sizes
         if self._role.leads:
             self.told(epoch, me, count, sizes, withdrawn)
         else:
@@ -108,7 +90,7 @@ class Capacities:
         if epoch != role.epoch or not role.leads or not known or early:
             return
         self._counts[source] = block_count
-        self._sizes[source] = sizes
+        self._sizes.told(source, sizes)
         if self.leading is None:
             self.tell_smallest()
         else:

@@ -9,6 +9,7 @@ from services.worker.core.events import Event, HandedOver, HandOver
 from services.worker.core.leading import Decision, Leading
 from services.worker.core.plan import Kind, Victim, group_of, members_of
 from services.worker.core.retired import RetiredTables
+from services.worker.core.room import lent_count
 from services.worker.core.snapshot import SequenceSnapshot
 from services.worker.core.stage import StageBook
 from services.worker.core.transition import Transition
@@ -128,7 +129,7 @@ class Handover:
         in_the_end = {peer: count for peer, count in self._final_counts.items() if peer in members}
         mine = {*self._core.sequence_ids, *(snapshot.sequence_id for snapshot in self._coming)}
         self._stay(mine)
-        lent = 0 if self._role.stages else self._capacities.lent_count(mine)
+        lent = 0 if self._role.stages else lent_count(self._book, self._memory.home_block_count, mine)
         leading = Leading(self._role.me, transition.plan, transition.part, self._core, self._block_tokens)
         self._capacities.leading = leading
         decision = leading.lead(self._clock.now_s, victims, self._coming, self._capacities.counts, in_the_end, lent)

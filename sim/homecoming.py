@@ -5,7 +5,6 @@ from functools import partial
 
 from ballast.common.errors import InvariantViolation
 from ballast.common.ids import Epoch, WorkerId
-from ballast.common.restoring import narrow_part
 from services.worker.core.batch import SequenceId
 from services.worker.core.room import Room
 from services.worker.core.stage import StageBook
@@ -77,7 +76,7 @@ class Homecoming:
     def make_room_for_kv(self, member_count: int) -> None:
         """As much as this member's share of the sequences of so many takes. Copying KV ahead is not simulated."""
         self.wants, self.complete = Room.NONE, True
-        wide, narrow = self._memory.divided_extents(narrow_part(member_count))
+        wide, narrow = self._memory.divided_extents(member_count)
         self._shrink_book(self._memory.geometry.blocks_in(wide))
         self._memory.make_room_for_kv(wide)
         self._memory.expect_kv(narrow)
@@ -96,9 +95,7 @@ class Homecoming:
         """The exchange is over: all layers get as many blocks as at home. Returns how many; None: there was none."""
         if self._book.split is None:
             return None
-        if self._book.used_end > self._book.split:
-            raise InvariantViolation(f"block {self._book.used_end - 1} is used, some layers end at {self._book.split}")
-        self._book.undivide()
+        self._book.rejoin()
         block_count = self._memory.level_kv()
         self._book.shrink(block_count)
         return block_count

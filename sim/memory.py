@@ -6,10 +6,10 @@ Parameters, KV of the layers that are executed, and KV of layers given up that i
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from fractions import Fraction
 
 from ballast.common.errors import ConfigError, InvariantViolation
 from ballast.common.load import MemoryReport
+from ballast.common.restoring import divided_extents
 
 _EXTENTS_PER_LAYER = 16
 _MAX_EXTENT_COUNT = 16384
@@ -143,12 +143,12 @@ class VirtualMemory:
         self.held |= set(layers)
         return self.block_count
 
-    def divided_extents(self, part: Fraction) -> tuple[int, int]:
-        """Of each layer with KV, and of each without, which get `part` of what the former have, or a little more."""
-        layer_count, held_count = self.geometry.layer_count, len(self.kv_held)
-        everything = self.geometry.home_kv * layer_count
-        wide = int(everything / (held_count + (layer_count - held_count) * part))
-        return wide, (everything - wide * held_count) // max(1, layer_count - held_count)
+    def divided_extents(self, member_count: int) -> tuple[int, int]:
+        """Of each layer with KV, and of each without, while a group of so many is dissolved and KV is copied."""
+        return divided_extents(self.geometry.home_kv, self.geometry.layer_count, len(self.kv_held), member_count)
+
+    def blocks_in(self, extents: int) -> int:
+        return self.geometry.blocks_in(extents)
 
     def make_room_for_kv(self, extents_per_layer: int) -> int:
         """The KV of layers that have any shrinks. Returns the blocks."""

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from statistics import median
 
 from ballast.bench.figures import EXTREME_SCALE
+from ballast.bench.plot import merged_spans
 from ballast.bench.results import PolicyResult
 from ballast.bench.study import Contestant, Spread, WorkloadStudy, first_violation_s
 from ballast.bench.table import duration, share
@@ -15,16 +16,19 @@ Figure = Callable[[PolicyResult], float | None]
 
 
 def verdicts(workload: WorkloadStudy) -> list[str]:
-    """Nothing where ours or the rivals are missing."""
+    """Nothing where ours is missing; without rivals only for how long it has dropped parameters."""
     ours = next((c for c in workload.contestants if c.is_ours), None)
     rivals = [c for c in workload.contestants if not c.is_ours]
-    if ours is None or not rivals:
+    if ours is None:
         return []
+    if not rivals:
+        return _dropped(workload.contestants)
     return [
         *_tail_latency(ours, rivals),
         *_token_time(ours, rivals),
         *_violations(workload, ours, rivals),
         *_throughput(workload.contestants),
+        *_dropped(workload.contestants),
         *_restore(ours, workload.contestants),
         *(_first_violations(workload, ours) if workload.name.startswith("extreme-") else []),
     ]
@@ -83,6 +87,35 @@ def _throughput(contestants: Sequence[Contestant]) -> list[str]:
         return []
     slowest, best = next(iter(rates.items())), max(rates.values())
     return [f"Of those without a static pipeline {slowest[0]} has the lowest throughput: {slowest[1] / best - 1:+.1%}."]
+
+
+def _dropped(contestants: Sequence[Contestant]) -> list[str]:
+    """Requests outside that time are served as if nothing had been dropped: what restoring early is worth."""
+    lines: list[str] = []
+    for c in contestants:
+        spent, came = c.spread(_dropped_s), c.spread(_share_while_dropped)
+        whole_s = c.spread(lambda result: result.duration_s).middle
+        if c.is_ours and spent.middle:
+            lines.append(
+                f"With {c.label} parameters are dropped for {_range(spent, duration)} of {duration(whole_s)};"
+                f" {_range(came, share)} of the requests come then."
+            )
+    return lines
+
+
+def _range(spread: Spread, text: Callable[[float | None], str]) -> str:
+    among = f" ({text(spread.low)} to {text(spread.high)})" if spread.count > 1 else ""
+    return f"{text(spread.middle)}{among}"
+
+
+def _dropped_s(result: PolicyResult) -> float:
+    return sum(end_s - begin_s for begin_s, end_s, _ in merged_spans(result))
+
+
+def _share_while_dropped(result: PolicyResult) -> float | None:
+    spans = merged_spans(result)
+    came = sum(any(begin_s <= r.planned_s < end_s for begin_s, end_s, _ in spans) for r in result.requests)
+    return came / len(result.requests) if result.requests else None
 
 
 def _restore(ours: Contestant, contestants: Sequence[Contestant]) -> list[str]:

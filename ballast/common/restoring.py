@@ -9,9 +9,22 @@ from fractions import Fraction
 _SHARE_SLACK = Fraction(6, 5)  # sequences differ in size, so shares do
 
 
-def narrow_part(member_count: int) -> Fraction:
+def _narrow_part(member_count: int) -> Fraction:
     """Of the blocks of a member's own layers, how many its other layers need for its share of the sequences."""
     return min(Fraction(1), _SHARE_SLACK / member_count)
+
+
+def divided_extents(home_extents: int, layer_count: int, own_count: int, member_count: int) -> tuple[int, int]:
+    """Extents of each of a member's own layers, and of each other one, while KV is copied. `home_extents`: of each
+    layer when all have the same number, as with one member.
+    """
+    everything, other_count, part = home_extents * layer_count, layer_count - own_count, _narrow_part(member_count)
+    if not other_count:
+        return home_extents, home_extents
+    wide = int(everything / (own_count + other_count * part))
+    while (narrow := (everything - wide * own_count) // other_count) < wide * part:  # rounding took too much of it
+        wide -= 1
+    return wide, narrow
 
 
 def room_while_copying(member_count: int) -> float:
@@ -19,4 +32,4 @@ def room_while_copying(member_count: int) -> float:
     several, less than all its members have together. With layers in equal parts.
     """
     own = Fraction(1, member_count)
-    return float(1 / (own + (1 - own) * narrow_part(member_count)))
+    return float(1 / (own + (1 - own) * _narrow_part(member_count)))

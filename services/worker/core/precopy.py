@@ -147,7 +147,7 @@ class Precopy:
             self._tried_at[key] = at_step_id  # it is behind; not before another batch
         same_life = source_step_id >= self._seen_at.get(span.sequence_id, source_step_id)
         in_place = self._copied.get(key, 0) == span.first_block
-        here = span.last_block * self._block_tokens <= self._tokens.get(span.sequence_id, 0)
+        here = span.last_block <= self._whole_blocks(span.sequence_id)
         if not (same_life and in_place and here):
             self._tried_at[key] = self._step_id
             return False
@@ -172,8 +172,11 @@ class Precopy:
         return all(self._missing((sequence_id, source.worker_id)) < WORTH_BLOCKS for source in self._sources)
 
     def _missing(self, key: tuple[SequenceId, WorkerId]) -> int:
-        whole = min(self._tokens.get(key[0], 0) // self._block_tokens, self._reach(key[0]))
-        return whole - self._copied.get(key, 0)
+        return self._whole_blocks(key[0]) - self._copied.get(key, 0)
+
+    def _whole_blocks(self, sequence_id: SequenceId) -> int:
+        """That no batch writes to any more, and for which there is a place here."""
+        return min(self._tokens.get(sequence_id, 0) // self._block_tokens, self._reach(sequence_id))
 
     def copied_blocks(self, sequence_id: SequenceId, source: WorkerId) -> int:
         """So many of its first blocks have the KV of that source's layers."""

@@ -9,12 +9,15 @@ second room when what the group wants fits into it. That lasts as long as copyin
 the last to come waits for the rest of it.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import Protocol
 
 from ballast.common.errors import InvariantViolation
 from ballast.common.ids import WorkerId
+from services.worker.core.batch import SequenceId
+from services.worker.core.stage import StageBook
 
 
 class Room(Enum):
@@ -25,6 +28,20 @@ class Room(Enum):
     KV = "kv"
 
 
+class Memory(Protocol):
+    """A stage's, of tensors or of numbers."""
+
+    @property
+    def beside_block_count(self) -> int: ...
+
+    @property
+    def home_block_count(self) -> int: ...
+
+    def divided_extents(self, member_count: int) -> tuple[int, int]: ...
+
+    def blocks_in(self, extents: int) -> int: ...
+
+
 @dataclass(frozen=True, slots=True)
 class RoomSizes:
     """Blocks of a stage in a restore."""
@@ -33,6 +50,45 @@ class RoomSizes:
     wide: int  # in those layers, while KV is copied
     narrow: int  # in the other layers then
     home: int  # in all layers afterwards
+
+    @staticmethod
+    def of(memory: Memory, member_count: int) -> "RoomSizes":
+        wide, narrow = memory.divided_extents(member_count)
+        return RoomSizes(
+            memory.beside_block_count, memory.blocks_in(wide), memory.blocks_in(narrow), memory.home_block_count
+        )
+
+
+class GroupSizes:
+    """Those of all stages of a group, as far as this one, its leader, has been told."""
+
+    def __init__(self, me: WorkerId, memory: Memory) -> None:
+        self._me = me
+        self._memory = memory
+        self._told: dict[WorkerId, RoomSizes] = {}
+
+    def clear(self) -> None:
+        """A new group."""
+        self._told.clear()
+
+    def told(self, stage: WorkerId, sizes: RoomSizes) -> None:
+        self._told[stage] = sizes
+
+    def of(self, stages: Sequence[WorkerId]) -> Mapping[WorkerId, RoomSizes] | None:
+        """None: some have not been told yet. No stages: this one is alone."""
+        known = {**self._told, self._me: RoomSizes.of(self._memory, max(1, len(stages)))}
+        wanted = stages or (self._me,)
+        return {stage: known[stage] for stage in wanted} if known.keys() >= set(wanted) else None
+
+
+def lent_count(book: StageBook, home_block_count: int, mine: Container[SequenceId]) -> int:
+    """Blocks that a worker which leads alone now cannot have yet: those of sequences that others lead, and after a
+    restore what the layers that have come back still lack.
+    """
+    foreign = [book.table(i) for i in book.sequence_ids if i not in mine]
+    if book.split is None:
+        return sum(len(table) for table in foreign)
+    return home_block_count - book.split + sum(block_id < book.split for table in foreign for block_id in table)
 
 
 class RoomKeeper:
@@ -56,6 +112,11 @@ class RoomKeeper:
     def waits_for_demand(self) -> bool:
         """All parameters are here, and what the group wants does not fit yet."""
         return not self._incomplete and self._granted is Room.LAYERS and self.sought is Room.NONE
+
+    @property
+    def room_blocks(self) -> int:
+        """That the group may hold while KV is copied."""
+        return self._wide
 
     def layers_are_back(self, stages: Iterable[WorkerId]) -> None:
         self._incomplete.difference_update(stages)

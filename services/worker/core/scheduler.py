@@ -295,7 +295,7 @@ class Scheduler:
             ready = [s for s in ready if s.step_id <= landed_step_id and s.token_count <= s.reserved_tokens]
         decodes = [s for s in ready if s.token_count - s.computed_tokens == 1]
         prefills = [] if len(decodes) == len(ready) else [s for s in ready if s.token_count - s.computed_tokens != 1]
-        prompt_tokens = sum(s.token_count - s.computed_tokens for s in prefills)
+        prompt_tokens = sum(s.token_count - s.computed_tokens for s in prefills) if self.prefill_limit else 0
         chunks = self._chunks(len(decodes), prefills, self._batch_tokens(len(decodes), prompt_tokens))
         swaps = SwapOrders(left, self.swap.order(busy=bool(decodes or chunks))) if len(self.swap) or left else NOTHING
         return Plan(decodes, chunks, preempted, swaps)

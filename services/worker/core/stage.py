@@ -10,6 +10,7 @@ stage, however far behind the others, can see it used by two.
 
 from collections.abc import Iterable, Sequence
 
+from ballast.common.errors import InvariantViolation
 from services.worker.core.batch import Batch, SequenceId
 from services.worker.core.blocks import BlockBook, blocks_for
 
@@ -109,7 +110,15 @@ class StageBook:
         """Whoever needs blocks from now on stays here, and gets none behind the split."""
         self._book.confine()
 
+    def rejoin(self) -> None:
+        """All layers are about to have as many blocks. Nobody may hold one that some of them do not have."""
+        split = self._book.split
+        if split is not None and self._book.used_end > split:
+            raise InvariantViolation(f"block {self._book.used_end - 1} is held, and some layers end at {split}")
+        self._book.undivide()
+
     def undivide(self) -> None:
+        """The restore is given up."""
         self._book.undivide()
 
     def favour(self, sequence_ids: Iterable[SequenceId]) -> None:

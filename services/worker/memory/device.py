@@ -2,12 +2,12 @@
 
 import contextlib
 from collections.abc import Mapping, Sequence
-from fractions import Fraction
 from types import TracebackType
 from typing import Self
 
 from ballast.common.errors import ConfigError
 from ballast.common.load import MemoryReport
+from ballast.common.restoring import divided_extents
 from services.worker.memory.backend import MemoryBackend
 from services.worker.memory.kv_cache import KvCache, KvShape
 from services.worker.memory.parameters import ParameterStore, PartLayout, PartSpec, lay_out, layer_name
@@ -130,14 +130,9 @@ class DeviceMemory:
             self.parameters.restore(layer)
         return self.kv.block_count
 
-    def divided_extents(self, part: Fraction) -> tuple[int, int]:
-        """Of each layer with KV, and of each without, if the latter get `part` of what the former have (or a little
-        more), and all parameters are here.
-        """
-        layer_count, held_count = self.kv.shape.layer_count, len(self.kv.held_layers)
-        everything = self._home_extents * layer_count
-        wide = int(everything / (held_count + (layer_count - held_count) * part))
-        return wide, (everything - wide * held_count) // max(1, layer_count - held_count)
+    def divided_extents(self, member_count: int) -> tuple[int, int]:
+        """Of each layer with KV, and of each without, while a group of so many is dissolved and KV is copied."""
+        return divided_extents(self._home_extents, self.kv.shape.layer_count, len(self.kv.held_layers), member_count)
 
     def blocks_in(self, extents: int) -> int:
         return extents * self.pool.extent_bytes // self.kv.shape.block_bytes

@@ -1,22 +1,19 @@
 """How many blocks each stage has: a leader admits against the smallest, its followers say what they have."""
 
 import time
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Mapping
 
 from ballast.common.ids import Epoch, WorkerId
-from ballast.common.restoring import narrow_part
-from ballastpb.worker.v1 import stage_pb2 as pb
-from services.worker.core.batch import SequenceId
 from services.worker.core.events import CapacityChanged
 from services.worker.core.leading import Leading
-from services.worker.core.room import RoomSizes
+from services.worker.core.room import GroupSizes, RoomSizes
 from services.worker.core.stage import StageBook
 from services.worker.memory.device import DeviceMemory
 from services.worker.pipeline.events import CapacityTold
 from services.worker.pipeline.links import Links
 from services.worker.pipeline.published import Published
 from services.worker.pipeline.role import Role
-from services.worker.pipeline.wire import Topic
+from services.worker.pipeline.wire import Topic, capacity_to_bytes
 from services.worker.transport.traffic import TrafficClass
 
 
@@ -39,7 +36,7 @@ class Capacities:
         self._memory = memory
         self._tell = tell
         self._counts: dict[WorkerId, int] = {}  # leader: stage -> blocks
-        self._sizes: dict[WorkerId, RoomSizes] = {}  # leader: of the other stages
+        self._sizes = GroupSizes(role.me, memory)  # leader
         self._limited_epoch = Epoch(0)  # leader: the restore whose end a stage must know, to be believed what it has
         self._limited: set[WorkerId] = set()  # leader: stages that have not said since what they have
         self._before_block_count = 0  # leader: what the group had then; 0: what it has is all there is
@@ -57,43 +54,27 @@ class Capacities:
     @property
     def sizes(self) -> Mapping[WorkerId, RoomSizes] | None:
         """Leader: of all stages in a restore. None: some have not been told yet."""
-        sizes = {**self._sizes, self._role.me: self._own_sizes}
-        stages = [stage.worker_id for stage in self._role.stages] or [self._role.me]
-        return {stage: sizes[stage] for stage in stages} if sizes.keys() >= set(stages) else None
+        return self._sizes.of([stage.worker_id for stage in self._role.stages])
+
+    @property
+    def own_sizes(self) -> RoomSizes:
+        return RoomSizes.of(self._memory, max(1, len(self._role.stages)))
 
     @property
     def smallest_home(self) -> int:
         """What every member of the group has when it holds all layers."""
-        return min((size.home for size in (self.sizes or {}).values()), default=self._memory.home_block_count)
+        return min(size.home for size in (self.sizes or {self._role.me: self.own_sizes}).values())
 
     @property
     def smallest_narrow(self) -> int:
         """What every member has for the sequences that it is going to lead, while KV is copied."""
-        return min((size.narrow for size in (self.sizes or {}).values()), default=self._own_sizes.narrow)
-
-    @property
-    def _own_sizes(self) -> RoomSizes:
-        memory = self._memory
-        wide, narrow = memory.divided_extents(narrow_part(max(1, len(self._role.stages))))
-        return RoomSizes(
-            memory.beside_block_count, memory.blocks_in(wide), memory.blocks_in(narrow), memory.home_block_count
-        )
-
-    def lent_count(self, mine: Container[SequenceId]) -> int:
-        """Blocks that cannot be had yet, after a restore: those of sequences that others lead now, and what the layers
-        that have come back still lack.
-        """
-        split, book = self._book.split, self._book
-        foreign = [i for i in book.sequence_ids if i not in mine]
-        if split is None:
-            return sum(len(book.table(i)) for i in foreign)
-        return self._memory.home_block_count - split + sum(b < split for i in foreign for b in book.table(i))
+        return min(size.narrow for size in (self.sizes or {self._role.me: self.own_sizes}).values())
 
     # ------------------------------------------------------------ what is known
 
     def begin(self) -> None:
         """A new role: nobody has said anything yet, and there is no restore of this group. If this is the end of one,
-        there will be as many blocks as at home: see `lent_count`.
+        there will be as many blocks as at home: see `core.room.lent_count`.
         """
         ending = self._book.split is not None
         self._counts = {self._role.me: self._memory.home_block_count if ending else self._book.block_count}
@@ -112,7 +93,7 @@ class Capacities:
             self._published.stale_total += 1
             return
         self._counts[event.source] = event.block_count
-        self._sizes[event.source] = event.sizes
+        self._sizes.told(event.source, event.sizes)
         self._limited.discard(event.source)
         if not self._limited:
             self._before_block_count = 0
@@ -139,14 +120,7 @@ class Capacities:
         """What this member has. `withdrawn` is the newest restore that it knows to be given up."""
         role, block_count = self._role, self._book.block_count
         if role.leads:
-            self.told(CapacityTold(role.epoch, role.me, block_count, self._own_sizes, withdrawn))
+            self.told(CapacityTold(role.epoch, role.me, block_count, self.own_sizes, withdrawn))
         else:
-            body = pb.Capacity(
-                epoch=withdrawn,
-                block_count=block_count,
-                beside_block_count=self._own_sizes.beside,
-                wide_block_count=self._own_sizes.wide,
-                narrow_block_count=self._own_sizes.narrow,
-                home_block_count=self._own_sizes.home,
-            ).SerializeToString()
+            body = capacity_to_bytes(withdrawn, block_count, self.own_sizes)
             self._links.send(role.leader, TrafficClass.CONTROL, Topic.CAPACITY, body)

@@ -151,6 +151,8 @@ class KvExchange:
         transition, victim = self._transition, command.victim
         self._stay(victim.sequence_id)
         table = self._book.hold(victim.sequence_id, victim.computed_tokens)
+        if self._book.before_split(victim.sequence_id) < len(table):  # the alternative is SIGSEGV in a transfer
+            raise InvariantViolation(f"sequence {victim.sequence_id} stays, and has blocks that not all layers have")
         leader = transition.part.new.leader.worker_id
         for source, to, first, last in transfers(transition.plan, victim, leader):
             if to != transition.me:

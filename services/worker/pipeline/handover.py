@@ -9,6 +9,7 @@ from services.worker.core.batch import SequenceId
 from services.worker.core.events import Command, Event, HandedOver, HandOver
 from services.worker.core.leading import Decision, Leading
 from services.worker.core.plan import Victim, members_of
+from services.worker.core.room import lent_count
 from services.worker.core.snapshot import SequenceSnapshot
 from services.worker.core.stage import StageBook
 from services.worker.core.transition import Transition
@@ -112,7 +113,7 @@ class Handover:
         self._capacities.add({peer: count for peer, count in self._told_counts.items() if peer in members})
         in_the_end = {peer: count for peer, count in self._final_counts.items() if peer in members}
         mine = {*self._core.sequence_ids, *(snapshot.sequence_id for snapshot in self._coming)}
-        lent = 0 if self._role.stages else self._capacities.lent_count(mine)
+        lent = 0 if self._role.stages else lent_count(self._book, self._memory.home_block_count, mine)
         size = self._memory.kv.shape.block_tokens
         leading = self._leading = Leading(self._role.me, transition.plan, transition.part, self._core, size)
         decision = leading.lead(now_s, victims, self._coming, self._capacities.counts, in_the_end, lent)

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 
 from ballast.common.errors import InvariantViolation
 from ballast.common.ids import Epoch, WorkerId
-from ballast.common.restoring import narrow_part
 from services.worker.core.batch import SequenceId
 from services.worker.core.room import Room
 from services.worker.core.stage import StageBook
@@ -148,7 +147,7 @@ class Homecoming:
         """
         progress, began_s = self._counted(), time.perf_counter()
         self.wants, self._has_kv_room = Room.NONE, True
-        wide, self._narrow = self._memory.divided_extents(narrow_part(member_count))
+        wide, self._narrow = self._memory.divided_extents(member_count)
         wide_count = self._memory.blocks_in(wide)
         self._compact(wide_count)
         self._book.shrink(self._memory.make_room_for_kv(wide, used_blocks_end=wide_count))
@@ -185,9 +184,7 @@ class Homecoming:
         """The exchange is over: all layers get as many blocks as at home. Returns how many; None: there was none."""
         if self._book.split is None:
             return None
-        if self._book.used_end > self._book.split:
-            raise InvariantViolation(f"block {self._book.used_end - 1} is used, some layers end at {self._book.split}")
-        self._book.undivide()
+        self._book.rejoin()
         block_count = self._memory.level_kv()
         self._book.shrink(block_count)
         return block_count

@@ -14,7 +14,7 @@ from ballast.common.ids import Epoch, WorkerId
 from ballastpb.worker.v1 import stage_pb2 as pb
 from services.worker.core.migration_messages import Handed
 from services.worker.core.precopy import Span
-from services.worker.core.room import Room, RoomSizes
+from services.worker.core.room import Room
 from services.worker.core.transition_messages import (
     EpochEnded,
     KvCompleteReceived,
@@ -51,6 +51,7 @@ from services.worker.pipeline.events import (
 from services.worker.pipeline.wire import (
     Topic,
     batch_from_bytes,
+    capacity_from_bytes,
     migration_from_bytes,
     result_from_bytes,
     snapshot_from_proto,
@@ -127,11 +128,8 @@ class Hub:
             case Topic.KV_COMPLETE:
                 self._post(Told(epoch, KvCompleteReceived(now_s, epoch, message.stream, peer)))
             case Topic.CAPACITY:
-                told = pb.Capacity.FromString(message.meta)
-                sizes = RoomSizes(
-                    told.beside_block_count, told.wide_block_count, told.narrow_block_count, told.home_block_count
-                )
-                self._post(CapacityTold(epoch, peer, told.block_count, sizes, Epoch(told.epoch)))
+                withdrawn, block_count, sizes = capacity_from_bytes(message.meta)
+                self._post(CapacityTold(epoch, peer, block_count, sizes, withdrawn))
             case Topic.LAYER_WANTED:
                 self._post(LayerAsked(epoch, message.stream, link))
             case Topic.LAYER_REFUSED:

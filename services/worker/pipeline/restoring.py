@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from ballast.common.errors import InvariantViolation
 from ballast.common.ids import Epoch, WorkerId
+from ballast.service.logs import get_logger
 from services.worker.core.batch import SequenceId
 from services.worker.core.blocks import blocks_for
 from services.worker.core.events import PrefillLimited
@@ -196,6 +197,12 @@ class Restoring:
         self._keeper.layers_are_back([event.source])
         self._post(Woken())
         if self._keeper.waits_for_demand:  # nothing comes, and nothing is copied yet
+            get_logger().info(
+                "layers are back; KV is copied when what is wanted fits",
+                epoch=event.epoch,
+                wanted_blocks=self._core.wanted_block_count,
+                room_blocks=self._keeper.room_blocks,
+            )
             self._limit_prefill(None)
 
     def room_is_granted(self, epoch: Epoch, room: Room) -> None:

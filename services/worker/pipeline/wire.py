@@ -26,6 +26,7 @@ from services.worker.core.migration_messages import (
     Withdrawn,
 )
 from services.worker.core.plan import Victim
+from services.worker.core.room import RoomSizes
 from services.worker.core.snapshot import SequenceSnapshot
 
 
@@ -58,9 +59,26 @@ class Topic(IntEnum):
     ATTENDED = 24  # its answer, a tensor; none: the KV is not here
     KV_LANDED = 25  # no payload; to the leader
     KV_TAKEN_OVER = 26  # no payload; to a holder: nobody asks it for this sequence any more
+    MIGRATION_END = 27  # the last span of a migration, its bytes and then those of its MIGRATION; the stream: how many
     KV_ROOM = 28  # no payload
     LAYERS_BACK = 29  # no payload; to the leader: all of them
-    MIGRATION_END = 27  # the last span of a migration, its bytes and then those of its MIGRATION; the stream: how many
+
+
+def capacity_to_bytes(withdrawn: Epoch, block_count: int, sizes: RoomSizes) -> bytes:
+    return pb.Capacity(
+        epoch=withdrawn,
+        block_count=block_count,
+        beside_block_count=sizes.beside,
+        wide_block_count=sizes.wide,
+        narrow_block_count=sizes.narrow,
+        home_block_count=sizes.home,
+    ).SerializeToString()
+
+
+def capacity_from_bytes(data: bytes) -> tuple[Epoch, int, RoomSizes]:
+    told = pb.Capacity.FromString(data)
+    sizes = RoomSizes(told.beside_block_count, told.wide_block_count, told.narrow_block_count, told.home_block_count)
+    return Epoch(told.epoch), told.block_count, sizes
 
 
 def batch_to_bytes(batch: Batch) -> bytes:

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from ballast.bench.plot import merged_spans
 from ballast.bench.study import read_study
 from ballast.bench.verdicts import verdicts
 from tests.unit.bench.samples import CONTESTANTS, comparison_result, write_comparison
@@ -35,11 +36,20 @@ def test_ours_is_measured_against_each_goal(tmp_path: Path) -> None:
     assert float(lasted.split("holds out ")[1].split()[0]) > 1.0
 
 
-def test_without_rivals_nothing_is_said(tmp_path: Path) -> None:
+def test_without_rivals_it_is_said_for_how_long_parameters_are_dropped(tmp_path: Path) -> None:
     write_comparison(tmp_path, repetitions=1)
     for path in (tmp_path / "runs").rglob("*.json"):
         if int(path.name[0]) < 5:
             path.unlink()
     (workload,) = read_study(tmp_path).workloads
     assert {c.policy for c in workload.contestants} == {"drop"}
-    assert verdicts(workload) == []
+    lines = verdicts(workload)
+    assert {line.split(" parameters are")[0] for line in lines} <= {"With drop", "With drop:restore=off"}
+    ours = next(c for c in workload.contestants if c.label == "drop")
+    (line,) = [line for line in lines if line.startswith("With drop parameters")]
+    spans = merged_spans(ours.first)
+    dropped_s = sum(end_s - begin_s for begin_s, end_s, _ in spans)
+    assert 0 < dropped_s < ours.first.duration_s
+    assert f"dropped for {dropped_s:.2f} s of {ours.first.duration_s:.2f} s;" in line
+    came = [r for r in ours.first.requests if any(begin_s <= r.planned_s < end_s for begin_s, end_s, _ in spans)]
+    assert line.endswith(f"{len(came) / len(ours.first.requests):.1%} of the requests come then.")

@@ -1,7 +1,6 @@
 """The numbers are those of the workers' device memory, whatever is dropped and comes back."""
 
 import random
-from fractions import Fraction
 
 import pytest
 
@@ -58,8 +57,8 @@ def test_a_drop_and_a_restore_leave_as_many_blocks_as_in_a_worker(seed: int) -> 
             assert virtual.make_room_for_layers(missing) == beside
             assert real.make_room_for_layers(missing, used_blocks_end=beside) == beside
             agree(real, virtual)
-            wide, narrow = virtual.divided_extents(Fraction(5, 8))
-            assert (wide, narrow) == real.divided_extents(Fraction(5, 8))
+            wide, narrow = virtual.divided_extents(2)
+            assert (wide, narrow) == real.divided_extents(2)
             assert real.blocks_in(wide) <= beside
             assert virtual.make_room_for_kv(wide) == real.make_room_for_kv(wide, used_blocks_end=real.blocks_in(wide))
             virtual.expect_kv(narrow)

@@ -1,14 +1,10 @@
 """What a group has room for while KV is copied."""
 
-from fractions import Fraction
-
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from ballast.common.restoring import narrow_part, room_while_copying
-
-
-def test_a_share_has_more_room_than_an_equal_one_and_a_lone_instance_all() -> None:
-    assert [narrow_part(count) for count in (1, 2, 4)] == [1, Fraction(3, 5), Fraction(3, 10)]
+from ballast.common.restoring import divided_extents, room_while_copying
 
 
 @pytest.mark.parametrize(
@@ -17,3 +13,15 @@ def test_a_share_has_more_room_than_an_equal_one_and_a_lone_instance_all() -> No
 def test_a_group_has_room_for_about_half_of_what_its_members_have(members: int, room: float, of_all: float) -> None:
     assert room_while_copying(members) == pytest.approx(room, abs=0.01)
     assert room_while_copying(members) / members == pytest.approx(of_all, abs=0.01)
+
+
+@given(home=st.integers(1, 500), layers=st.integers(1, 60), members=st.integers(1, 16), part=st.floats(0.0, 1.0))
+def test_what_is_divided_is_what_there_is(home: int, layers: int, members: int, part: float) -> None:
+    own = max(1, round(part * layers))
+    wide, narrow = divided_extents(home, layers, own, members)
+    assert wide >= home, "nobody has to hold less than afterwards"
+    assert wide * own + narrow * (layers - own) <= home * layers
+    assert 0 < narrow <= home
+    assert narrow * 5 * members >= min(wide * 6, wide * 5 * members), "a fifth more than an equal share"
+    if members == 1:
+        assert wide == home

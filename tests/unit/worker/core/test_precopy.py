@@ -125,6 +125,23 @@ def test_an_answer_that_goes_beyond_the_present_life_is_not_taken() -> None:
     assert not core.landed(W1, Span(5, 0, 3), 4)
 
 
+def test_an_answer_for_which_there_is_no_place_any_more_is_not_taken() -> None:
+    """The sequence gave way while it was on its way, and came back to blocks that not all layers have."""
+    room = {5: 3}
+    core = Precopy((Source(W1, 2, 4),), 4, 8, lambda sequence_id: room[sequence_id])
+    run(core, 1, (5, 0, 22))
+    core.share([5])
+    assert core.wants() == [(W1, Span(5, 0, 3))], "no more than there is a place for"
+    room[5] = 1
+    run(core, 2, removed=(5,))
+    run(core, 3, (5, 0, 22))
+    assert not core.landed(W1, Span(5, 0, 3), 4)
+    room[5] = 6
+    run(core, 4)
+    assert core.wants() == [(W1, Span(5, 0, 5))]
+    assert core.landed(W1, Span(5, 0, 5), 4)
+
+
 def test_what_failed_is_asked_for_again() -> None:
     core = member()
     run(core, 1, (5, 0, 12))

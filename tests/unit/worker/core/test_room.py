@@ -4,7 +4,8 @@ import pytest
 
 from ballast.common.errors import InvariantViolation
 from ballast.common.ids import WorkerId
-from services.worker.core.room import Room, RoomKeeper, RoomSizes
+from services.worker.core.room import GroupSizes, Room, RoomKeeper, RoomSizes, lent_count
+from services.worker.core.stage import StageBook
 
 W0, W1 = WorkerId("w0"), WorkerId("w1")
 SIZES = {
@@ -61,3 +62,45 @@ def test_nobody_makes_room_for_kv_while_a_stage_lacks_parameters() -> None:
 def test_nothing_is_granted_that_nobody_seeks() -> None:
     with pytest.raises(InvariantViolation):
         RoomKeeper(SIZES, patient=True).grant()
+
+
+class Numbers:
+    """A memory: two extents of ten blocks for each of four layers at home, two of which are executed here."""
+
+    beside_block_count = 40
+    home_block_count = 20
+
+    def divided_extents(self, member_count: int) -> tuple[int, int]:
+        return (3, 1) if member_count > 1 else (2, 2)
+
+    def blocks_in(self, extents: int) -> int:
+        return 10 * extents
+
+
+def test_a_leader_knows_the_sizes_of_a_group_when_all_have_told_them() -> None:
+    group = GroupSizes(W0, Numbers())
+    mine, theirs = RoomSizes(beside=40, wide=30, narrow=10, home=20), SIZES[W1]
+    assert group.of([]) == {W0: RoomSizes(beside=40, wide=20, narrow=20, home=20)}
+    assert group.of([W0, W1]) is None
+    group.told(W1, theirs)
+    assert group.of([W0, W1]) == {W0: mine, W1: theirs}
+    group.clear()
+    assert group.of([W0, W1]) is None
+
+
+def test_what_others_hold_and_what_layers_still_lack_is_lent() -> None:
+    book = StageBook(30, 1)
+    book.hold(1, 4)
+    book.hold(2, 3)
+    assert lent_count(book, 20, {1}) == 3
+    book.divide(10)
+    book.favour([1])
+    assert lent_count(book, 20, {1}) == 10 + 3
+    while moves := book.next_moves(evacuate=True):
+        book.compacted(moves)
+    assert lent_count(book, 20, {1}) == 10
+    with pytest.raises(InvariantViolation, match="some layers end at 10"):
+        book.rejoin()
+    book.release(2)
+    book.rejoin()
+    assert lent_count(book, 20, {1}) == 0
