@@ -16,7 +16,7 @@ from tests.support.engine import Job, generate
 me, rng = psutil.Process(), random.Random(1)
 with load_engine(Path(sys.argv[1]), dtype="float32", device_memory_bytes=16 << 20) as engine:
     sizes = []
-    for _ in range(3):
+    for _ in range(8):
         for rows in rng.sample(range(2, 241), 239):
             generate(engine, [Job(1, (7,) * rows, 2)])
         sizes.append(me.memory_info().rss)
@@ -32,6 +32,7 @@ def test_an_engine_stops_growing(tmp_path: Path) -> None:
         subprocess.run([sys.executable, "-c", *a], capture_output=True, text=True, check=True, timeout=280)
         for a in ((before,), (_GROW, str(model_dir)))
     ]
-    _, second, third, first = map(int, run[1].stdout.split())
+    *growth, first = map(int, run[1].stdout.split())
     assert first - int(run[0].stdout) < 160 << 20
-    assert third - second < 8 << 20
+    # What malloc holds between blocks in use takes four rounds to settle, and then moves by some 8 MiB up and down.
+    assert growth[7] - growth[3] < 24 << 20
