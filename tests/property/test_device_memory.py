@@ -88,7 +88,7 @@ class MemoryMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def write_block(self, data: Any) -> None:  # hypothesis names the type of `data()` in private only
         block = data.draw(st.integers(0, self.memory.kv.block_count - 1))
-        self.memory.kv.guard(block + 1)
+        self.memory.kv.guard(block + 1, self.memory.kv.held_layers)
         self.used_blocks[block] = self.next_value
         for layer in self.memory.kv.held_layers:
             self.memory.kv.layer(layer)[block].fill_(self.next_value)

@@ -95,8 +95,8 @@ class EmulatedRunner:
             return StepResult(batch.step_id, (), (), time.perf_counter() - began_s)
         if (first_layer == 0) != (hidden is None):
             raise InvariantViolation(f"layers from {first_layer} on with{'out' if hidden is None else ''} activations")
-        self._memory.kv.guard(max(max(table) for table in block_tables) + 1)
         layers = range(first_layer, last_layer)
+        self._memory.kv.guard(max(max(table) for table in block_tables) + 1, layers)
         self._check_layers(layers)
         wrong = bytearray(hidden.wrong if hidden is not None else len(batch.slices))
         for i, (part, table) in enumerate(zip(batch.slices, block_tables, strict=True)):

@@ -75,7 +75,7 @@ class ModelRunner:
         if not batch.slices:
             return StepResult(batch.step_id, (), (), time.perf_counter() - started_s)
         packed = self._packer.pack(batch.slices, block_tables)
-        self._kv.guard(packed.blocks_end)
+        self._kv.guard(packed.blocks_end, range(first_layer, last_layer))
         with torch.inference_mode():
             attention = self._attend(packed, batch.slices, block_tables, first_layer)
             hidden_TD = self._forward(packed, hidden_TD, attention, first_layer, last_layer)

@@ -6,7 +6,7 @@ Shapes: B blocks, T tokens of a block, K KV heads, H head dim. A layer's tensor 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -95,6 +95,13 @@ class KvCache:
         return tuple(i for i, held in enumerate(self._held) if held)
 
     @property
+    def mapped_layers(self) -> tuple[int, ...]:
+        """Layers that have KV of what runs here, or may have soon: after the commit of a restore sequences run on
+        arriving layers too, until the exchange is over.
+        """
+        return tuple(sorted({*self.held_layers, *self._arriving}))
+
+    @property
     def block_count(self) -> int:
         """Blocks that may be used: those mapped in every layer held."""
         return self._blocks_in(min((r.mapped_bytes for r in self._held_ranges()), default=0))
@@ -116,11 +123,12 @@ class KvCache:
         """
         return self._tensors[layer]
 
-    def guard(self, blocks_end: int) -> None:
-        """Raise InvariantViolation unless all blocks below `blocks_end` exist: to be called before a step, with the
-        highest block id of its tables plus one, since the alternative is SIGSEGV inside a kernel."""
-        if blocks_end > self.block_count:
-            raise InvariantViolation(f"block {blocks_end - 1} is used, there are {self.block_count}")
+    def guard(self, blocks_end: int, layers: Iterable[int]) -> None:
+        """Raise InvariantViolation unless all blocks below `blocks_end` exist in these layers: to be called before a
+        step, with the highest block id of its tables plus one, since the alternative is SIGSEGV inside a kernel."""
+        block_count = self._blocks_in(min((self._ranges[layer].mapped_bytes for layer in layers), default=0))
+        if blocks_end > block_count:
+            raise InvariantViolation(f"block {blocks_end - 1} is used, there are {block_count}")
 
     def move(self, moves: Sequence[tuple[int, int]]) -> None:
         """Copy blocks `from -> to` in every layer held."""

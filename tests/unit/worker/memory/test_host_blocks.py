@@ -38,6 +38,28 @@ def test_blocks_come_back_as_they_left_in_every_layer_that_is_held() -> None:
         host.close()
 
 
+def test_after_a_restore_a_sequence_takes_along_its_kv_of_layers_that_are_arriving() -> None:
+    """It runs on them from the commit on, and they are held when the exchange is over: it may be swapped in between."""
+    with memory() as device:
+        kv, host = device.kv, HostBlocks(device.kv, 1)
+        kv.drop(0)
+        kv.expect(0, 1)
+        before = []
+        for layer in range(3):
+            kv.layer(layer)[0] = torch.randn(2, 4, 2, 8)
+            before.append(kv.layer(layer)[0].clone())
+        host.start([BlockCopy(True, (0,), (0,))])
+        host.finish()
+        for layer in range(3):
+            kv.layer(layer)[:2] = -1.0
+        kv.adopt()
+        host.start([BlockCopy(False, (1,), (0,))])
+        host.finish()
+        for layer in range(3):
+            assert torch.equal(kv.layer(layer)[1], before[layer])
+        host.close()
+
+
 def test_what_would_be_a_crash_is_an_error() -> None:
     with memory() as device:
         host = HostBlocks(device.kv, 1)

@@ -52,9 +52,9 @@ def test_layers_and_blocks_do_not_share_memory(memory: DeviceMemory) -> None:
 
 
 def test_the_guard_stops_at_the_last_block(memory: DeviceMemory) -> None:
-    memory.kv.guard(BLOCKS)
+    memory.kv.guard(BLOCKS, range(4))
     with pytest.raises(InvariantViolation, match=f"block {BLOCKS} is used, there are {BLOCKS}"):
-        memory.kv.guard(BLOCKS + 1)
+        memory.kv.guard(BLOCKS + 1, range(4))
 
 
 def test_growth_gives_clean_blocks_and_keeps_the_old_ones(memory: DeviceMemory) -> None:
@@ -118,6 +118,7 @@ def test_dropping_the_kv_of_lost_layers_lets_the_kept_ones_grow(memory: DeviceMe
         memory.kv.expect(layer, KV_EXTENTS_PER_LAYER)
     assert memory.kv.arriving_layers == (2, 3)
     assert memory.kv.held_layers == (0, 1)
+    assert memory.kv.mapped_layers == (0, 1, 2, 3)
     assert memory.kv.adopt() == BLOCKS
     assert memory.kv.held_layers == (0, 1, 2, 3)
     memory.check()
@@ -130,6 +131,11 @@ def test_the_kv_of_a_layer_is_dropped_once_and_expected_once(memory: DeviceMemor
     memory.kv.expect(1, 1)
     with pytest.raises(InvariantViolation, match="mapped already"):
         memory.kv.expect(1, 1)
+    few = EXTENT_BYTES // KV_SHAPE.block_bytes
+    memory.kv.guard(few, range(4))
+    memory.kv.guard(BLOCKS, (0, 2, 3))
+    with pytest.raises(InvariantViolation, match=f"block {few} is used, there are {few}"):
+        memory.kv.guard(few + 1, range(4))
     memory.check()
 
 
