@@ -1,6 +1,6 @@
 """Sequences that change hands in a transition: the counterpart of `services.worker.pipeline.handover`."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 
 from ballast.common.errors import InvariantViolation
 from ballast.common.ids import Epoch, WorkerId
@@ -42,7 +42,7 @@ class Handover:
         max_running_count: int,
         block_tokens: int,
         tell: Callable[[Event], None],
-        stay: Callable[[Iterable[SequenceId]], None],
+        stay: Callable[[Collection[SequenceId]], None],
     ) -> None:
         """`core` is only read; `tell` tells it something, and gives `handed_over` what it answers to that. `stay` moves
         blocks of sequences to where all layers have KV.

@@ -1,6 +1,6 @@
 """Taking all layers back: the counterpart of `services.worker.pipeline.homecoming` and `.layers`."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 
 from ballast.common.errors import InvariantViolation
@@ -83,12 +83,12 @@ class Homecoming:
         self._book.divide(self._memory.geometry.blocks_in(narrow))
         self._counted().remap_s += self._timings.remap_s
 
-    def arrange(self, sequence_ids: Iterable[SequenceId]) -> None:
+    def arrange(self, sequence_ids: Collection[SequenceId]) -> None:
         """These stay here: their blocks move to where all layers have KV, and those of the others away from there."""
         if self._book.split is None:
             return
         self._book.favour(sequence_ids)
-        while moves := self._book.next_moves(evacuate=True):
+        while moves := self._book.next_moves(sequence_ids, evacuate=True):
             self._book.compacted(moves)
 
     def level(self) -> int | None:

@@ -176,14 +176,14 @@ class BlockBook:
         own, other = (self._returned, self._behind) if stays else (self._behind, self._returned)
         return [heapq.heappop(own or other) for _ in range(count)]
 
-    def next_moves(self, *, evacuate: bool) -> tuple[tuple[int, int], ...]:
-        """(from, to): the blocks of those favoured to free ones before the split; with `evacuate` those of the others
-        behind it as well. To be copied and confirmed by `move`, again and again until there are none.
+    def next_moves(self, sequence_ids: Iterable[SequenceId], *, evacuate: bool) -> tuple[tuple[int, int], ...]:
+        """(from, to): the blocks of these to free ones before the split; with `evacuate` those of all that are not
+        favoured behind it as well. To be copied and confirmed by `move`, again and again until there are none.
         """
         split = self._split
         if split is None:
             return ()
-        stay = [table for i, table in self._tables.items() if i in self._favoured]
+        stay = [self.table(i) for i in sequence_ids]
         leave = [table for i, table in self._tables.items() if evacuate and i not in self._favoured]
         inwards = (block_id for table in stay for block_id in table if block_id >= split)
         outwards = (block_id for table in leave for block_id in table if block_id < split)

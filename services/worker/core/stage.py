@@ -129,12 +129,12 @@ class StageBook:
         """So many of its first blocks lie there."""
         return self._book.before_split(sequence_id)
 
-    def next_moves(self, *, evacuate: bool) -> tuple[tuple[int, int], ...]:
-        """(from, to): blocks of those who stay to places before the split; with `evacuate` also those of the others
+    def next_moves(self, sequence_ids: Iterable[SequenceId], *, evacuate: bool) -> tuple[tuple[int, int], ...]:
+        """(from, to): blocks of these to places before the split; with `evacuate` also those of all that do not stay
         away from there, which must not be being sent then. To be copied and confirmed with `compacted`, until there
         are none.
         """
-        return self._book.next_moves(evacuate=evacuate)
+        return self._book.next_moves(sequence_ids, evacuate=evacuate)
 
     def check(self) -> None:
         """Raise InvariantViolation unless every block is either free or in exactly one table (I3)."""

@@ -8,7 +8,7 @@ want twice as much, so that room is made last, and for no longer than it takes. 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
@@ -169,14 +169,15 @@ class Homecoming:
         mapped = {*kv.held_layers, *kv.arriving_layers}
         return [layer for layer in range(self._layer_count) if layer not in mapped]
 
-    def arrange(self, sequence_ids: Iterable[SequenceId], *, evacuate: bool) -> None:
-        """These stay here: their blocks move to where all layers have KV. With `evacuate` those of the others, which
-        nothing reads, move away from there.
+    def arrange(self, sequence_ids: Collection[SequenceId], *, evacuate: bool) -> None:
+        """These stay here: their blocks move to where all layers have KV, and nobody else's, since after the commit one
+        that was to stay may be on its way elsewhere. With `evacuate` those of all that do not stay, which nothing
+        reads, move away from there.
         """
         if self._book.split is None:
             return
         self._book.favour(sequence_ids)
-        while moves := self._book.next_moves(evacuate=evacuate):
+        while moves := self._book.next_moves(sequence_ids, evacuate=evacuate):
             self._memory.kv.move(moves)
             self._book.compacted(moves)
 

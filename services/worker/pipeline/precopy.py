@@ -7,7 +7,7 @@ Between two batches the buffer is copied to where the sequence's blocks are. Eng
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -62,7 +62,7 @@ class PrecopyRun:
         hub: Hub,
         tell: Callable[[WorkerId, Topic, bytes, int], object],
         synchronise: Callable[[], None],
-        arrange: Callable[[Iterable[SequenceId], bool], None],
+        arrange: Callable[[Collection[SequenceId], bool], None],
         post: Callable[[MemberEvent], None],
     ) -> None:
         """`tell` sends a control message over the coming layout's link; `synchronise` waits for the device; `arrange`
@@ -178,7 +178,7 @@ class PrecopyRun:
         self._heard_at_s = self._heard_at_s or now_s
         self._share.update(sequence_ids)
         if self.arranged:
-            self._arrange(sequence_ids, False)
+            self._arrange(self._share, False)
         self._core.share(sequence_ids)
 
     # ------------------------------------------------------------ as the one that takes

@@ -183,15 +183,15 @@ def test_a_divided_book_keeps_those_who_stay_before_the_split_and_the_others_beh
     assert book.before_split(2) == 2
     assert (book.used_count, book.free_count) == (7, 1)
     book.check()
-    assert book.next_moves(evacuate=False) == (), "there is no room before the split, and the others are not to move"
-    moves = book.next_moves(evacuate=True)
+    assert book.next_moves([2], evacuate=False) == (), "no room before the split, the others are not to move"
+    moves = book.next_moves([2], evacuate=True)
     assert moves == ((0, 7),)
     book.move(moves)
-    moves = book.next_moves(evacuate=True)
+    moves = book.next_moves([2], evacuate=True)
     assert moves == ((6, 0),)
     book.move(moves)
-    book.move(book.next_moves(evacuate=True))
-    assert book.next_moves(evacuate=True) == ()
+    book.move(book.next_moves([2], evacuate=True))
+    assert book.next_moves([2], evacuate=True) == ()
     assert (book.table(1), book.table(2)) == ((7, 6, 4, 5), (2, 3, 0))
     book.check()
     book.confine()
@@ -203,6 +203,26 @@ def test_a_divided_book_keeps_those_who_stay_before_the_split_and_the_others_beh
     book.undivide()
     book.shrink(4)
     assert (book.used_count, book.free_count) == (4, 0)
+    book.check()
+
+
+def test_who_was_to_stay_and_goes_elsewhere_is_not_moved_with_those_who_stay() -> None:
+    """Its blocks may be being sent, and there may be no room for both."""
+    book = BlockBook(8, 1)
+    book.cover(1, 2)
+    book.cover(2, 2)
+    book.cover(3, 2)
+    book.divide(4)
+    book.favour([2, 3])
+    book.confine()
+    book.free(1)
+    book.cover(2, 3)
+    book.favour([3])
+    moves = book.next_moves([3], evacuate=False)
+    assert moves == ((4, 1),)
+    book.move(moves)
+    assert book.next_moves([3], evacuate=False) == ()
+    assert (book.table(2), book.table(3)) == ((2, 3, 0), (1, 5))
     book.check()
 
 
@@ -228,7 +248,11 @@ def test_whatever_happens_to_a_divided_book_nobody_loses_a_block(data: st.DataOb
             case "favour" if held:
                 book.favour([data.draw(st.sampled_from(sorted(held)))])
             case "move":
-                while moves := book.next_moves(evacuate=data.draw(st.booleans())):
+                ids = data.draw(st.lists(st.sampled_from(sorted(held)), unique=True)) if held else []
+                evacuate = data.draw(st.booleans())
+                if evacuate:
+                    book.favour(ids)
+                while moves := book.next_moves(ids, evacuate=evacuate):
                     book.move(moves)
             case "undivide":
                 book.undivide()

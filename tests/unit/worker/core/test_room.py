@@ -96,7 +96,7 @@ def test_what_others_hold_and_what_layers_still_lack_is_lent() -> None:
     book.divide(10)
     book.favour([1])
     assert lent_count(book, 20, {1}) == 10 + 3
-    while moves := book.next_moves(evacuate=True):
+    while moves := book.next_moves([1], evacuate=True):
         book.compacted(moves)
     assert lent_count(book, 20, {1}) == 10
     with pytest.raises(InvariantViolation, match="some layers end at 10"):
