@@ -406,7 +406,7 @@ class Cluster:
 
 
 def _left(worker: GroupWorker) -> str:
-    ids, member = worker.book.sequence_ids, worker.member
+    ids, member, scheduler = worker.book.sequence_ids, worker.member, worker.core._scheduler
     driver, restoring, home = member._driver, member._restoring, member._homecoming
     transition = driver.transition
     open_ = transition and (transition.phase, transition._is)
@@ -414,7 +414,9 @@ def _left(worker: GroupWorker) -> str:
         f"{open_} undoing {restoring.undoing} learning {driver._learning} quiescing {driver.quiescing} wants"
         f" {home.wants} granted {restoring._granted} links missing {member._links.missing} pulls"
         f" {home._pull and home._pull._under_way}, suspended {worker.core.suspended_ids}, in flight"
-        f" {worker.core.in_flight_count}, settled {worker.core.settled}; "
+        f" {worker.core.in_flight_count}, settled {worker.core.settled}, not told {worker.core._flights.to_remove};"
+        f" of {scheduler.block_count} blocks {scheduler.lent_block_count} lent, {scheduler.expected_block_count}"
+        f" expected, {scheduler.reserved_block_count} reserved, {len(scheduler.swap)} swapped; "
         f"leads {worker.member.leads}, blocks of {[(i >> 32, i & 0xFFFFFFFF) for i in ids]}, live"
         f" {worker.core.sequence_ids}, {worker.core.orphan_count} orphans, {list(worker.member.progress.values())[-1:]}"
     )
