@@ -1,5 +1,6 @@
 """Ports that stay free from the moment they are chosen until a process has been started to listen there."""
 
+import os
 import random
 import socket
 from pathlib import Path
@@ -7,6 +8,8 @@ from pathlib import Path
 _RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _FIRST_PORT = 15_000
 _TRIES = 200
+_PROCESSES = 16  # share the ports out among them, by process id
+_given: set[int] = set()
 
 
 def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
@@ -15,16 +18,19 @@ def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
     They lie below the range that the kernel gives to connections and to servers that ask for any port. One inside it
     may be gone by the time it is used: any connection can get it, even one that somebody keeps trying to make to the
     absent server, which then talks to itself.
+
+    None is given twice by a process, since the first server may take a while to listen; and processes side by side
+    look at different ones.
     """
     below = _first_given_port()
-    candidates = range(_FIRST_PORT, below)
+    candidates = range(_FIRST_PORT + os.getpid() % _PROCESSES, below, _PROCESSES)
     found: list[int] = []
-    draw = random.SystemRandom()  # two processes must not try the same ones
-    for port in draw.sample(candidates, min(_TRIES, len(candidates))):
+    for port in random.SystemRandom().sample(candidates, min(_TRIES, len(candidates))):
         if len(found) == count:
             break
-        if _is_free(host, port):
+        if port not in _given and _is_free(host, port):
             found.append(port)
+            _given.add(port)
     while len(found) < count:  # there is no room below: the kernel's choice has to do
         with socket.socket() as probe:
             probe.bind((host, 0))

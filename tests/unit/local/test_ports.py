@@ -23,7 +23,14 @@ def test_a_taken_port_is_passed_over(monkeypatch: pytest.MonkeyPatch, tmp_path: 
         holder.bind(("127.0.0.1", free_port()))
         taken = int(holder.getsockname()[1])
         monkeypatch.setattr(ports, "_FIRST_PORT", taken)
+        monkeypatch.setattr(ports, "_PROCESSES", 1)
+        monkeypatch.setattr(ports, "_given", set())
         limits = tmp_path / "range"
         limits.write_text(f"{taken + 1}\t60999\n")  # the taken one is the only one below
         monkeypatch.setattr(ports, "_RANGE", limits)
         assert taken not in free_ports(3)
+
+
+def test_none_is_given_twice_before_anybody_listens() -> None:
+    found = [port for _ in range(100) for port in free_ports(3)]
+    assert len(set(found)) == 300
