@@ -95,9 +95,9 @@ class KvCache:
         return tuple(i for i, held in enumerate(self._held) if held)
 
     @property
-    def mapped_layers(self) -> tuple[int, ...]:
-        """Layers that have KV of what runs here, or may have soon: after the commit of a restore sequences run on
-        arriving layers too, until the exchange is over.
+    def usable_layers(self) -> tuple[int, ...]:
+        """Held and arriving ones: after the commit of a restore sequences run on both, until the exchange is over. Not
+        those retired, which are mapped too.
         """
         return tuple(sorted({*self.held_layers, *self._arriving}))
 

@@ -165,9 +165,8 @@ class Homecoming:
 
     @property
     def _without_kv(self) -> list[int]:
-        kv = self._memory.kv
-        mapped = {*kv.held_layers, *kv.arriving_layers}
-        return [layer for layer in range(self._layer_count) if layer not in mapped]
+        usable = self._memory.kv.usable_layers
+        return [layer for layer in range(self._layer_count) if layer not in usable]
 
     def arrange(self, sequence_ids: Collection[SequenceId], *, evacuate: bool) -> None:
         """These stay here: their blocks move to where all layers have KV, and nobody else's, since after the commit one

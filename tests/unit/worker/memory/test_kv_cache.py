@@ -118,7 +118,7 @@ def test_dropping_the_kv_of_lost_layers_lets_the_kept_ones_grow(memory: DeviceMe
         memory.kv.expect(layer, KV_EXTENTS_PER_LAYER)
     assert memory.kv.arriving_layers == (2, 3)
     assert memory.kv.held_layers == (0, 1)
-    assert memory.kv.mapped_layers == (0, 1, 2, 3)
+    assert memory.kv.usable_layers == (0, 1, 2, 3)
     assert memory.kv.adopt() == BLOCKS
     assert memory.kv.held_layers == (0, 1, 2, 3)
     memory.check()
