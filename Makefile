@@ -49,8 +49,10 @@ test: setup  ## all tests: integration and golden ones too
 test-transitions: setup  ## 50,000 simulated transitions with every fault
 	BALLAST_TRANSITION_SEEDS=$(SEEDS) $(BIN)/pytest -q -m slow $(SPREAD) tests/property/test_transitions.py
 
+# Twice as many processes as cores: what one thread may do while another waits for a core is hardly seen otherwise.
 test-exactness: setup  ## 20,000 requests through random drops, merges and restores: no token may change
-	BALLAST_EXACTNESS_HISTORIES=$(HISTORIES) $(BIN)/pytest -q $(SPREAD) tests/integration/test_group_exactness.py
+	BALLAST_EXACTNESS_HISTORIES=$(HISTORIES) $(BIN)/pytest -q -n $$((2 * $$(nproc))) --dist loadgroup \
+		tests/integration/test_group_exactness.py
 
 fmt: setup
 	$(BIN)/ruff check --fix . && $(BIN)/ruff format .

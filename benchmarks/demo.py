@@ -44,7 +44,7 @@ from ballast.local.cluster import LocalCluster
 from ballast.model.info import CheckpointInfo, human_bytes, read_info
 from ballast.model.tiny import make_preset
 from benchmarks import demo_sizing as sizing
-from benchmarks.demo_report import compare, markdown
+from benchmarks.demo_report import compare, differing_answers, markdown
 
 SHIPPED_TRACE = Path(__file__).parent / "traces" / "answers.csv"
 PRESET = "ballast"
@@ -159,8 +159,21 @@ async def replay(args: argparse.Namespace, plan: Plan, policy: str, console: Con
         return await replay_on(cluster.address, job, console, settings, planner=planner)
 
 
-async def verify(result: BenchResult, policy: str, model: Path, results_path: Path) -> BenchResult:
-    """The result with what `benchmarks.verify_answers` found out about the answers of one policy."""
+async def verified(result: BenchResult, model: Path, results_path: Path) -> BenchResult:
+    """The result with what `benchmarks.verify_answers` found out: about answers of the last policy, and about those
+    that differ between the two.
+    """
+    first, last = next(iter(result.policies)), [*result.policies][-1]
+    differing = differing_answers(result.policies[first], result.policies[last])[0]
+    if differing and first != last:
+        result = await verify(result, first, model, results_path, 0, differing)
+    return await verify(result, last, model, results_path, VERIFIED_ANSWERS, differing)
+
+
+async def verify(
+    result: BenchResult, policy: str, model: Path, results_path: Path, count: int, also: Sequence[int]
+) -> BenchResult:
+    """With `count` answers of one policy verified, and those in `also`."""
     command = ["-m", "benchmarks.verify_answers", "--results", str(results_path), "--model", str(model)]
     process = await asyncio.create_subprocess_exec(
         sys.executable,
@@ -168,7 +181,8 @@ async def verify(result: BenchResult, policy: str, model: Path, results_path: Pa
         "--policy",
         policy,
         "--count",
-        str(VERIFIED_ANSWERS),
+        str(count),
+        *(("--also", *map(str, also)) if also else ()),
         stdout=asyncio.subprocess.PIPE,
         cwd=Path(__file__).parents[1],
     )
@@ -200,8 +214,9 @@ def judge(result: BenchResult) -> list[str]:
     *_, last = result.policies.values()
     if (last.verified_count or 0) < min(MIN_VERIFIED_ANSWERS, last.request_count):
         problems.append(f"only {last.verified_count} answers could be verified")
-    if last.token_mismatches:
-        problems.append(f"{last.token_mismatches} tokens differ from those of transformers")
+    for name, policy in result.policies.items():
+        if policy.token_mismatches:
+            problems.append(f"{name}: {policy.token_mismatches} tokens differ from those of transformers")
     return problems
 
 
@@ -228,7 +243,7 @@ async def demo(args: argparse.Namespace, console: Console) -> int:
         assert result is not None, "there is a policy"
         write_result(results_path, result)
         console.print("re-computing answers with transformers ...")
-        result = await verify(result, [*result.policies][-1], model, results_path)
+        result = await verified(result, model, results_path)
     write_result(results_path, result)
     plot_result(result, figure_path)
     console.print(compare(result))

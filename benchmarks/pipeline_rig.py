@@ -7,6 +7,7 @@ than there are cores overlap, and everything else (scheduler, wire, links, threa
 import asyncio
 import functools
 import multiprocessing
+import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 
@@ -58,6 +59,14 @@ class RigSpec:
     block_tokens: int = 16
     emulated: Machine | None = None  # whose times stages take; None: they execute
     jitter: float = 0.0  # emulated stages take up to this part more or less
+
+
+class ThreadTimes(NamedTuple):
+    """Of one worker's process, in seconds since its start."""
+
+    engine_s: float  # of a processor
+    others_s: float  # of a processor, all other threads
+    engine_waits_s: float  # the engine's thread could have run, and another had the core
 
 
 @dataclass(frozen=True)
@@ -181,6 +190,8 @@ class _Stage:
                 return None if progress is None else progress.phase
             case "times":
                 return self.membership.member.published.clock.times
+            case "threads":
+                return _thread_times()
             case "spans":
                 return self.membership.member.published.clock.spans()
             case "serve":
@@ -231,6 +242,17 @@ class _Stage:
         self.shell.close_stream(stream)
         tokens = sum(p + o for p, o in requests)
         return Served(wall_s, tuple(first_s.values()), began_s, waited_s - began_s, tokens, self._model())
+
+
+def _thread_times() -> ThreadTimes:
+    """From the scheduler's own count, Linux only."""
+    engine = next(thread.native_id for thread in threading.enumerate() if thread.name == "engine")
+    ran_s, waited_s = {}, {}
+    for task in Path("/proc/self/task").iterdir():
+        with suppress(FileNotFoundError):  # it has ended
+            ran_ns, waited_ns, _ = map(int, (task / "schedstat").read_text().split())
+            ran_s[int(task.name)], waited_s[int(task.name)] = ran_ns / 1e9, waited_ns / 1e9
+    return ThreadTimes(ran_s[engine], sum(ran_s.values()) - ran_s[engine], waited_s[engine])
 
 
 async def _stage_main(index: int, spec: RigSpec, pipe: Connection) -> None:
@@ -321,6 +343,9 @@ class Rig:
 
     def spans(self) -> list[list[Span]]:
         return self._ask_all("spans")
+
+    def threads(self) -> list[ThreadTimes]:
+        return self._ask_all("threads")
 
     def _merge(self) -> None:
         count, layers = self._spec.stage_count, self._spec.layer_count

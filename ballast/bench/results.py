@@ -125,7 +125,7 @@ class PolicyResult(_Strict):
     bubble_fraction: float | None = None
     verified_count: int | None = None  # answers computed anew
     token_mismatches: int | None = None  # among them; null until verified
-    near_ties: int | None = None  # differences excused because the reference's best logits were that close
+    near_ties: int | None = None  # differences excused because rounding decides there
     requests: list[RequestResult]
 
 
