@@ -10,9 +10,9 @@ and restores), and long prompts. Rates follow from profile and calibration, so t
 Workers, dispatcher and client share this machine's cores. What the processes around the engines take of them for each
 step and each token is measured with some requests at a time (benchmarks/fidelity_probes.py), and simulated. What is
 left comes from a fourth workload, with other lengths, another rate and another seed: steps, and tokens of prompts, take
-so many times as long that its mean TPOT and TTFT are right. It is run before and after each of the three, as a machine
-is not equally fast at all times: a workload is simulated with what its two neighbours have shown. Nothing is calibrated
-on the three that are compared.
+so many times as long that its mean TPOT and TTFT are right. Both are done before and after each of the three, as a
+machine is not equally fast at all times: a workload is simulated with what its two neighbours have shown. Nothing is
+calibrated on the three that are compared.
 
 Goals: mean TTFT and TPOT within 15 % of the real run, p99 within 30 %, as many drops. Figures of a machine that does
 other work meanwhile mean little.
@@ -47,15 +47,16 @@ from ballast.local.cluster import LocalCluster
 from ballast.local.emulation import emulated_model
 from ballast.model.tiny import make_preset
 from benchmarks.fidelity_probes import (
-    LONE_TOKENS,
     PROMPT_TOKENS,
-    TOKENS,
+    Level,
     Seen,
+    at_times,
     contention,
     fitted,
     predicted,
     probe,
     probe_pipeline,
+    tokens_of,
 )
 from services.worker.core.batch import Batch
 from services.worker.cost_profile import CostProfile, read_profile
@@ -175,26 +176,32 @@ def overheads(seen: Seen, machine: Machine, profile: CostProfile, budget: int) -
     step_s, sequence_s, together = fitted(seen.levels, whole, shared)
     request_s = max(0.0, seen.first_s - step_s - whole.chunk_cost_s(Chunk(0, PROMPT_TOKENS)))
     known = Overheads(step_s, request_s, sequence_s, contention=replace(shared, together=together))
-    missing_s: list[float] = []
-    for level in seen.pipelined[:2]:  # behind those others' prompts are on the way
-        tokens = TOKENS if level.request_count > 1 else LONE_TOKENS
-        probes = (TraceRequest(0.0, PROMPT_TOKENS, tokens),) * level.request_count
-        trace = Trace(source="probes", format="drawn", requests=probes)
-        made_s = simulated(machine, profile, budget, known, trace, "static-pipeline").tpot_s.mean
-        missing_s.append(level.tpot_s - (made_s or level.tpot_s))
+    # Behind the third's requests others' prompts are on the way.
+    missing_s = [level.tpot_s - pipelined_s(machine, profile, budget, known, level) for level in seen.pipelined[:2]]
     # Each token takes a message from stage to stage, and one back to the leader.
     return replace(known, hop_s=max(0.0, statistics.fmean(missing_s)) / WORKERS)
 
 
-def told(seen: Seen, known: Overheads, machine: Machine) -> str:
-    """What the probes have shown, in words."""
+def pipelined_s(machine: Machine, profile: CostProfile, budget: int, known: Overheads, level: Level) -> float:
+    """Seconds between tokens of a probe's requests in one pipeline, simulated."""
+    probes = (TraceRequest(0.0, PROMPT_TOKENS, tokens_of(level.request_count)),) * level.request_count
+    trace = Trace(source="probes", format="drawn", requests=probes)
+    return simulated(machine, profile, budget, known, trace, "static-pipeline").tpot_s.mean or level.tpot_s
+
+
+def told(seen: Seen, known: Overheads, machine: Machine, profile: CostProfile, budget: int) -> str:
+    """What the probes have shown, in words, and the calibration."""
     shared = known.contention
     assert shared is not None, "measured"
     whole = machine.execution.cost_of(machine.model.layer_count, is_first=True, is_last=True)
     made = predicted(seen.levels, whole, shared, known.step_s, known.sequence_s)
-    levels = ", ".join(
-        f"{level.request_count}: {1e3 * level.tpot_s:.2f} ms ({1e3 * made[level.request_count]:.2f})"
-        for level in seen.levels
+    alone = replace(known, step_slowdown=1.0, prompt_slowdown=1.0)
+    joined = {x.request_count: pipelined_s(machine, profile, budget, alone, x) for x in seen.pipelined}
+    levels, pipelined = (
+        ", ".join(
+            f"{level.request_count}: {1e3 * level.tpot_s:.2f} ms ({1e3 * had[level.request_count]:.2f})" for level in of
+        )
+        for of, had in ((seen.levels, made), (seen.pipelined, joined))
     )
     return "\n".join(
         (
@@ -202,8 +209,10 @@ def told(seen: Seen, known: Overheads, machine: Machine) -> str:
             f" request; {1e3 * known.sequence_s:.2f} ms for each further sequence of a step",
             f"around the engines: {1e3 * shared.step_s:.2f} ms of a processor for a step, {1e3 * shared.token_s:.3f} ms"
             f" for a token, {shared.background:.2f} always; beside another engine steps take x {shared.together:.2f};"
-            f" {1e3 * known.hop_s:.2f} ms for a message between stages",
-            f"time between tokens of so many requests at once, seen (and as this has it): {levels}",
+            f" {1e3 * known.hop_s:.2f} ms for a message between stages; steps x {known.step_slowdown:.2f}, tokens of"
+            f" prompts x {known.prompt_slowdown:.2f} besides",
+            f"time between tokens of so many requests at once, seen (and as this has it): {levels};"
+            f" in one pipeline {pipelined}",
         )
     )
 
@@ -399,29 +408,34 @@ async def measured(args: argparse.Namespace, folder: Path, console: Console) -> 
     )
     flags = ["--cost-profile", str(profile_file)]
     first = draw(CALIBRATION, machine, args.seconds, args.seed + _CALIBRATION_SEED)
+
+    async def look(cluster: LocalCluster) -> tuple[Seen, PolicyResult]:
+        return await probe(cluster), await served(cluster, first, console)
+
+    def known_from(looks: Sequence[tuple[Seen, PolicyResult]]) -> Overheads:
+        then = at_times(seen, [at for at, _ in looks])
+        alone = overheads(then, machine, profile, budget)
+        found = calibrated(machine, profile, budget, alone, first, [run for _, run in looks])
+        console.print(told(then, found, machine, profile, budget))
+        return found
+
     async with cluster_of(checkpoint, budget, flags) as cluster:
-        first_s, background, levels = await probe(cluster)
-        before = await served(cluster, first, console)
+        lone, before = await look(cluster)
     async with cluster_of(checkpoint, budget, flags, _ONE_PIPELINE) as cluster:
-        seen = Seen(first_s, background, levels, await probe_pipeline(cluster, background))
-    alone = overheads(seen, machine, profile, budget)
-    known = calibrated(machine, profile, budget, alone, first, [before])
-    console.print(told(seen, known, machine))
+        seen = replace(lone, pipelined=await probe_pipeline(cluster, lone.background))
+    known = known_from([(seen, before)])
     # By what was seen, so that the machine is as loaded as is said, whatever else it does.
     traces = {w.name: draw(w, slowed(machine, known), args.seconds, args.seed) for w in WORKLOADS}
     real: dict[str, PolicyResult] = {}
     simulations: dict[str, PolicyResult] = {}
-    calibrations: list[PolicyResult] = []
     async with cluster_of(checkpoint, budget, flags) as cluster:
-        calibrations.append(await served(cluster, first, console))
+        looks = [await look(cluster)]
         for name, trace in traces.items():
             real[name] = await served(cluster, trace, console)
-            calibrations.append(await served(cluster, first, console))
-            near = calibrated(machine, profile, budget, alone, first, calibrations[-2:])
-            steps, prompts = near.step_slowdown, near.prompt_slowdown
-            console.print(f"around {name}: steps x {steps:.2f}, tokens of prompts x {prompts:.2f} besides")
-            simulations[name] = simulated(machine, profile, budget, near, trace)
-    known = calibrated(machine, profile, budget, alone, first, calibrations)
+            looks.append(await look(cluster))
+            console.print(f"around {name}:")
+            simulations[name] = simulated(machine, profile, budget, known_from(looks[-2:]), trace)
+    known = known_from(looks)
     # The emulated worker has the real one's overhead already, and waits where the engine would be held up by others.
     file = write_machine(folder / "machine.json", slowed(machine, replace(known, step_s=0.0, sequence_s=0.0)))
     async with cluster_of(checkpoint, budget, ["--engine", "emulated", "--profile", str(file)]) as cluster:

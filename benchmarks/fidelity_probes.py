@@ -12,7 +12,7 @@ import math
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean, median
 
@@ -25,7 +25,7 @@ from sim.processors import Contention
 
 PROMPT_TOKENS = 64
 LONE_TOKENS, TOKENS = 24, 64  # of an answer
-_LONE_ROUNDS, _ROUNDS = 12, 3
+_ROUNDS, _LONE_ROUNDS = 5, 4  # of lone requests in each of the others
 _EACH = (1, 4, 8)  # requests on each worker at once
 _PIPELINED_EACH = (4, 16)
 _LEAST_S = 1e-5  # of a processor: less is less than can be seen
@@ -58,11 +58,31 @@ class Seen:
     first_s: float  # of lone requests: until the first token
     background: float  # processors that everything takes while nobody asks
     levels: tuple[Level, ...]  # the first one is of lone requests
-    pipelined: tuple[Level, ...]  # the same, where the workers are stages of one pipeline
+    pipelined: tuple[Level, ...] = ()  # the same, where the workers are stages of one pipeline
 
 
-async def probe(alone: LocalCluster) -> tuple[float, float, tuple[Level, ...]]:
-    """Nobody else may use the cluster. Seconds until a first token, background, levels."""
+def at_times(seen: Seen, then: Sequence[Seen]) -> Seen:
+    """What would have been seen of pipelines, too, had they been looked at when those others were seen: a machine is
+    not equally fast at all times.
+    """
+    levels = tuple(
+        replace(
+            level,
+            tpot_s=fmean(at.levels[i].tpot_s for at in then),
+            served_s=fmean(at.levels[i].served_s for at in then),
+        )
+        for i, level in enumerate(seen.levels)
+    )
+    slower = math.exp(
+        fmean(math.log(now.tpot_s / level.tpot_s) for now, level in zip(levels, seen.levels, strict=True))
+    )
+    pipelined = (replace(x, tpot_s=x.tpot_s * slower, served_s=x.served_s * slower) for x in seen.pipelined)
+    first_s, background = fmean(at.first_s for at in then), fmean(at.background for at in then)
+    return Seen(first_s, background, levels, tuple(pipelined))
+
+
+async def probe(alone: LocalCluster) -> Seen:
+    """Nobody else may use the cluster, whose workers serve alone."""
     workers = len(alone.processes["worker"])
     async with AsyncClient(alone.address) as client:
         await _round(client, workers, LONE_TOKENS)  # whatever is done once is done
@@ -70,32 +90,44 @@ async def probe(alone: LocalCluster) -> tuple[float, float, tuple[Level, ...]]:
         await asyncio.sleep(_IDLE_S)
         served_s, passed_s = spent.served_s()
         background = served_s / passed_s
-        first_s, lone = await _level(client, alone, 1, 1, background)
-        more = [(await _level(client, alone, each * workers, workers, background))[1] for each in _EACH]
-    return first_s, background, (lone, *more)
+        counts = ((1, 1), *((each * workers, workers) for each in _EACH))
+        first_s, levels = await _levels(client, alone, counts, background)
+    return Seen(first_s, background, levels)
 
 
 async def probe_pipeline(cluster: LocalCluster, background: float) -> tuple[Level, ...]:
     """One pipeline of all workers: as many microbatches as stages are on their way."""
     workers = len(cluster.processes["worker"])
-    counts = (1, *(each * workers for each in _PIPELINED_EACH))
+    counts = [(count, min(count, workers) * workers) for count in (1, *(each * workers for each in _PIPELINED_EACH))]
     async with AsyncClient(cluster.address) as client:
         await asyncio.sleep(_FORMING_S)
         await _round(client, workers, LONE_TOKENS)
-        found = [await _level(client, cluster, count, min(count, workers) * workers, background) for count in counts]
-    return tuple(level for _, level in found)
+        return (await _levels(client, cluster, counts, background))[1]
 
 
-async def _level(
-    client: AsyncClient, cluster: LocalCluster, count: int, steps: int, background: float
-) -> tuple[float, Level]:
-    """And the seconds until a first token."""
-    rounds, tokens = (_LONE_ROUNDS, LONE_TOKENS) if count == 1 else (_ROUNDS, TOKENS)
-    spent = Spent(cluster)
-    made = [await _round(client, count, tokens) for _ in range(rounds)]
-    served_s, passed_s = spent.served_s()
-    first_s, tpot_s = median(first for first, _ in made), median(tpot for _, tpot in made)
-    return first_s, Level(count, steps, tpot_s, max(0.0, served_s - background * passed_s) / (rounds * tokens))
+async def _levels(
+    client: AsyncClient, cluster: LocalCluster, counts: Sequence[tuple[int, int]], background: float
+) -> tuple[float, tuple[Level, ...]]:
+    """Of so many requests that take so many steps; in turn, as a machine is not equally fast for long. And the seconds
+    until a first token, of the first level.
+    """
+    made: list[list[tuple[float, float]]] = [[] for _ in counts]
+    served_s = [0.0 for _ in counts]
+    for _, (level, (count, _)) in itertools.product(range(_ROUNDS), enumerate(counts)):
+        spent = Spent(cluster)
+        made[level] += [await _round(client, count, tokens_of(count)) for _ in range(_LONE_ROUNDS if count == 1 else 1)]
+        more_s, passed_s = spent.served_s()
+        served_s[level] += max(0.0, more_s - background * passed_s)
+    levels = tuple(
+        Level(count, steps, median(tpot_s for _, tpot_s in rounds), total_s / (len(rounds) * tokens_of(count)))
+        for (count, steps), rounds, total_s in zip(counts, made, served_s, strict=True)
+    )
+    return median(first_s for first_s, _ in made[0]), levels
+
+
+def tokens_of(count: int) -> int:
+    """Of an answer, of so many requests at a time."""
+    return LONE_TOKENS if count == 1 else TOKENS
 
 
 async def _round(client: AsyncClient, count: int, tokens: int) -> tuple[float, float]:
@@ -189,7 +221,7 @@ def predicted(
 def _predicted(
     level: Level, whole: CostModel, known: Contention, step_s: float, sequence_s: float, together: float
 ) -> float:
-    tokens = TOKENS if level.step_count > 1 else LONE_TOKENS
+    tokens = tokens_of(level.request_count)
     alone_s = _engine_s(whole, level.each, tokens) + step_s + (level.each - 1) * sequence_s
     load = 1.0 + (known.step_s + known.token_s * level.each) / alone_s
     shared = max(1.0, (known.background + load * level.step_count) / known.processors)

@@ -7,6 +7,7 @@ token (decodes), by ascending context length so that neighbours can share a padd
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -59,12 +60,18 @@ class PackedStep:
         return len(self.decode_contexts_S)
 
 
+class _Table(NamedTuple):
+    given: Sequence[int]
+    blocks: Ints
+    end: int  # highest block id, plus one
+
+
 class Packer:
     """Lays out batches. Keeps the arrays of block tables that have not changed since the step before."""
 
     def __init__(self, block_tokens: int) -> None:
         self._block_tokens = block_tokens
-        self._tables: dict[SequenceId, tuple[Sequence[int], Ints]] = {}
+        self._tables: dict[SequenceId, _Table] = {}
 
     def forget(self, sequence_id: SequenceId) -> None:
         self._tables.pop(sequence_id, None)
@@ -80,7 +87,8 @@ class Packer:
         Raises:
             InvariantViolation: a table does not cover its slice.
         """
-        tables = [self._table(part, table) for part, table in zip(slices, block_tables, strict=True)]
+        known = [self._table(part, table) for part, table in zip(slices, block_tables, strict=True)]
+        tables = [table.blocks for table in known]
         lengths = np.array([len(part.token_ids) for part in slices], np.int64)
         starts = np.array([part.first_position for part in slices], np.int64)
         order = np.lexsort((starts + lengths, lengths > 1))
@@ -107,7 +115,7 @@ class Packer:
             chunks=chunks,
             first_rows=rows_of_slices,
             sample_rows=last_rows[[part.samples for part in slices]],
-            blocks_end=max(int(table.max()) for table in tables) + 1,
+            blocks_end=max(table.end for table in known),
         )
 
     def _slots(self, decode_positions: Ints, decode_blocks_SW: Ints, chunks: Sequence[Chunk]) -> Ints:
@@ -117,10 +125,10 @@ class Packer:
         slots += [chunk.blocks[chunk.positions // size] * size + chunk.positions % size for chunk in chunks]
         return np.concatenate(slots)
 
-    def _table(self, part: Slice, table: Sequence[int]) -> Ints:
+    def _table(self, part: Slice, table: Sequence[int]) -> _Table:
         known = self._tables.get(part.sequence_id)
-        if known is None or known[0] is not table:
-            known = (table, np.array(table, np.int64))
+        if known is None or known.given is not table:
+            known = _Table(table, np.array(table, np.int64), max(table, default=-1) + 1)
             self._tables[part.sequence_id] = known
         end = part.first_position + len(part.token_ids)
         if not part.token_ids or len(table) * self._block_tokens < end:
@@ -128,7 +136,7 @@ class Packer:
                 f"sequence {part.sequence_id} computes {len(part.token_ids)} tokens up to position {end}:"
                 f" {len(table)} blocks of {self._block_tokens} tokens"
             )
-        return known[1]
+        return known
 
     def _cut(self, table: Ints, part: Slice) -> Ints:
         return table[: -(-(part.first_position + len(part.token_ids)) // self._block_tokens)]

@@ -5,7 +5,7 @@ from dataclasses import fields, replace
 import pytest
 
 from benchmarks.fidelity import Overheads, slowed
-from benchmarks.fidelity_probes import Level, contention, fitted, predicted
+from benchmarks.fidelity_probes import Level, Seen, at_times, contention, fitted, predicted
 from services.worker.emulation.machine import Measured
 from services.worker.policy.cost import CostModel
 from sim.processors import Contention
@@ -45,3 +45,14 @@ def test_what_a_step_takes_beyond_the_profile_is_found_in_what_requests_have_wai
     assert (step_s, sequence_s, together) == pytest.approx((0.0005, 0.0, 1.1), abs=0.011)
     again = predicted(levels, whole, replace(shared, together=together), step_s, sequence_s)
     assert again == pytest.approx(seen_s, rel=0.01)
+
+
+def test_pipelines_are_as_much_slower_at_other_times_as_lone_workers_were() -> None:
+    seen = Seen(0.02, 0.1, (Level(1, 1, 0.01, 0.002), Level(8, 2, 0.02, 0.004)), (Level(8, 4, 0.03, 0.006),))
+    slow = Seen(0.04, 0.3, (Level(1, 1, 0.02, 0.004), Level(8, 2, 0.04, 0.008)))
+    slower = Seen(0.06, 0.5, (Level(1, 1, 0.03, 0.006), Level(8, 2, 0.06, 0.012)))
+    made = at_times(seen, [slow, slower])
+    assert (made.first_s, made.background) == pytest.approx((0.05, 0.4))
+    assert [(x.tpot_s, x.served_s) for x in made.levels] == [pytest.approx(of) for of in ((0.025, 0.005), (0.05, 0.01))]
+    assert [(x.tpot_s, x.served_s) for x in made.pipelined] == [pytest.approx((0.075, 0.015))]
+    assert at_times(seen, [seen]) == seen
