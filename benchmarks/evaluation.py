@@ -77,7 +77,7 @@ def parts(traces: Path | None) -> list[Part]:
     if traces is not None:
         compared["workers-2-real"] = Command(2, 12, f"{traces / SPIKE}@{_SPIKE_WINDOW_S}+burstgpt")
         # At half the speed of the real one: how long drops and restores take does not shrink with it.
-        long["workers-2-real"] = Command(2, 160, f"twice:{traces / SPIKE}+burstgpt", restores, 2)
+        long["workers-2-real"] = Command(2, 160, f"twice:{traces / SPIKE}+burstgpt", restores)
     slow_links = ("--ablation", "--set", "worker.link_bytes_per_s=50000000")
     return [
         Part("comparison", compared, ("latency", "time")),
