@@ -76,7 +76,8 @@ def _transitions(policy: PolicyResult) -> str:
 def _differing(policy: PolicyResult) -> str:
     if policy.verified_count is None:
         return "-"
-    return f"{policy.token_mismatches} of {policy.verified_count} answers"
+    ties = f", {policy.near_ties} near-ties" if policy.near_ties else ""
+    return f"{policy.token_mismatches} of {policy.verified_count} answers{ties}"
 
 
 def _preemptions(policy: PolicyResult) -> str:

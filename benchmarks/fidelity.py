@@ -11,8 +11,9 @@ Workers, dispatcher and client share this machine's cores. What the processes ar
 step and each token is measured with some requests at a time (benchmarks/fidelity_probes.py), and simulated. What is
 left comes from a fourth workload, with other lengths, another rate and another seed: steps, and tokens of prompts, take
 so many times as long that its mean TPOT and TTFT are right. Both are done before and after each of the three, as a
-machine is not equally fast at all times: a workload is simulated with what its two neighbours have shown. Nothing is
-calibrated on the three that are compared.
+machine is not equally fast at all times: a workload is simulated with what its two neighbours have shown. A pipeline is
+looked at once, and taken to be as much slower later as lone workers are. Nothing is calibrated on the three that are
+compared.
 
 Goals: mean TTFT and TPOT within 15 % of the real run, p99 within 30 %, as many drops. Figures of a machine that does
 other work meanwhile mean little.
@@ -410,6 +411,7 @@ async def measured(args: argparse.Namespace, folder: Path, console: Console) -> 
     first = draw(CALIBRATION, machine, args.seconds, args.seed + _CALIBRATION_SEED)
 
     async def look(cluster: LocalCluster) -> tuple[Seen, PolicyResult]:
+        console.print("probing with some requests at a time ...")
         return await probe(cluster), await served(cluster, first, console)
 
     def known_from(looks: Sequence[tuple[Seen, PolicyResult]]) -> Overheads:
@@ -422,6 +424,7 @@ async def measured(args: argparse.Namespace, folder: Path, console: Console) -> 
     async with cluster_of(checkpoint, budget, flags) as cluster:
         lone, before = await look(cluster)
     async with cluster_of(checkpoint, budget, flags, _ONE_PIPELINE) as cluster:
+        console.print("probing one pipeline ...")
         seen = replace(lone, pipelined=await probe_pipeline(cluster, lone.background))
     known = known_from([(seen, before)])
     # By what was seen, so that the machine is as loaded as is said, whatever else it does.

@@ -69,6 +69,7 @@ def measure(model_dir: Path, counts: Sequence[int], tokens: int, repetitions: in
         )
 
     costs: dict[tuple[int, str], list[Cost]] = {}
+    print("starting a pipeline of two workers and two workers alone ...", flush=True)
     with rig(2) as pipeline, rig(1) as one, rig(1) as other:
         for rigs, count in (((one, other), 2), ((pipeline,), 4)):
             cost_of(rigs, count, WARM_TOKENS)

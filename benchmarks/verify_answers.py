@@ -5,9 +5,9 @@
 The reference reads prompt and answer at once, in float64, and must find each served token to be its own best choice at
 that place; by induction that is the answer it would give itself. Answers that were computed in float32 may differ where
 rounding decides: a difference is excused, and counted as a near-tie, where the served token is no farther from the best
-one than the reference's own logits move when it computes in float32 itself. DESIGN's 1e-5 (I2) is less than that for
-logits of a dozen: they move by 5e-5 in the median. Wrong KV differs by whole units. This runs in a process of its own,
-so that nothing of the cluster's engine is loaded here.
+one than twice what the reference's own logits there move at most when it computes in float32 itself: both may move.
+DESIGN's 1e-5 (I2) is less than that for logits of a dozen. This runs in a process of its own, so that nothing of the
+cluster's engine is loaded here.
 
 Prints one line of JSON. Exit status: 0 all tokens equal, 1 some differ or too few answers, 2 bad input.
 """

@@ -29,6 +29,12 @@ def test_ours_is_measured_against_each_goal(tmp_path: Path) -> None:
     assert "with recompute" in slo
     assert "with static-pipeline" in slo
     (restored,) = [line for line in lines if line.startswith("Restoring changes")]
+    p50_s = {
+        label: [comparison_result("extreme-spiky", label, n, 0).policies[label].ttft_s.p50 or 0.0 for n in (0, 1)]
+        for label in ("drop", "drop:restore=off")
+    }
+    changes = sorted(a / b - 1 for a, b in zip(p50_s["drop"], p50_s["drop:restore=off"], strict=True))
+    assert f"({changes[0]:+.1%} to {changes[1]:+.1%} within repetitions)" in restored
     assert "P50 TTFT by" in restored
     assert "P50 TPOT by" in restored
     assert sum("first TTFT over 5 times the reference after" in line for line in lines) == len(CONTESTANTS)
