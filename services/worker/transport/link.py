@@ -284,6 +284,10 @@ class Link:
         return self._asked
 
     @property
+    def peer_asked_epoch(self) -> int:
+        return self._peer_asked
+
+    @property
     def is_spare(self) -> bool:
         """No epoch's link yet: nobody counts on it."""
         return self._asked != self._peer_asked or self._asked == NO_EPOCH

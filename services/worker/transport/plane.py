@@ -4,6 +4,7 @@ import time
 from collections.abc import Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
+from contextlib import suppress
 from functools import partial
 from threading import Lock
 
@@ -15,7 +16,7 @@ from services.worker.transport.gloo import GlooTransport
 from services.worker.transport.link import NO_EPOCH, Channels, Link, LinkFacts, LinkState, Receiver
 from services.worker.transport.pace import StagePace
 from services.worker.transport.reaper import Reaper
-from services.worker.transport.rendezvous import Hello, Lobby, Meeting, Terms, call, resolve_host
+from services.worker.transport.rendezvous import Hello, Lobby, Meeting, Terms, WaitsElsewhere, call, resolve_host
 from services.worker.transport.spares import Spares
 
 _WARMING_THREADS = 16  # those that wait for somebody who never comes must not keep the others waiting
@@ -90,8 +91,7 @@ class DataPlane:
             finally:
                 del others  # as below
         try:
-            link = self._adopt_spare(peer_id, epoch, timeout_s)
-            link = link or self._make(self._meet(peer_id, peer_store_address, epoch, deadline_s), epoch)
+            link = self._adopt_or_make(peer_id, peer_store_address, epoch, deadline_s)
         except BaseException as error:
             with self._lock:
                 del self._connecting[key]
@@ -162,10 +162,18 @@ class DataPlane:
         if threads_left or not reaped:
             raise DeadlineExceeded(f"links of {self.worker_id} to {threads_left} have not ended")
 
-    def _adopt_spare(self, peer_id: str, epoch: int, timeout_s: float) -> Link | None:
+    def _adopt_or_make(self, peer_id: str, address: str, epoch: int, deadline_s: float) -> Link:
+        """A spare may come up between the two sides' looks for one. Then the peer waits on it for this side, which
+        decides, and this side in its lobby: so it looks again while it is there.
+        """
+        while (link := self._adopt_spare(peer_id, epoch, deadline_s)) is None:
+            with suppress(WaitsElsewhere):
+                return self._make(self._meet(peer_id, address, epoch, deadline_s), epoch)
+        return link
+
+    def _adopt_spare(self, peer_id: str, epoch: int, deadline_s: float) -> Link | None:
         """None: there is none, or the peer does not take it too: then one is made from nothing on both sides."""
-        patience_s = min(self._config.adopt_timeout_s, 0.6 * timeout_s)
-        deadline_s = time.monotonic() + timeout_s
+        patience_s = min(self._config.adopt_timeout_s, 0.6 * (deadline_s - time.monotonic()))
         link = self._spares.take(peer_id, patience_s)
         if link is None:
             return None
@@ -192,7 +200,7 @@ class DataPlane:
     def _meet(self, peer_id: str, peer_store_address: str, epoch: int, deadline_s: float) -> Meeting:
         mine = Hello(self.worker_id, epoch, self._terms())
         if self.worker_id < peer_id:
-            return self._lobby.meet(mine, peer_id, deadline_s)
+            return self._lobby.meet(mine, peer_id, deadline_s, partial(self._spares.is_asked, peer_id, epoch))
         return call(mine, peer_id, peer_store_address, deadline_s)
 
     def _make(self, meeting: Meeting, epoch: int) -> Link:

@@ -27,6 +27,7 @@ _STORE_TIMEOUT_S = 5.0  # for what is asked for when the link has been opened
 _MAX_HELLO_BYTES = 4096
 _MAX_ENTRY_BYTES = 1 << 20
 _MAX_PARKED = 256
+_LOOK_S = 0.02  # between two looks whether a peer that does not come has taken another way
 _ENTRY = struct.Struct("<II")  # bytes of key, bytes of value
 
 
@@ -46,6 +47,10 @@ class Hello:
     worker_id: str
     epoch: int
     terms: Terms
+
+
+class WaitsElsewhere(Exception):
+    """A peer that does not come to the lobby: it wants to use a link that is there already."""
 
 
 class PairStore(Store):
@@ -134,14 +139,17 @@ class Lobby:
         self._thread = Thread(target=self._accept, name=f"links-lobby-{worker_id}", daemon=True)
         self._thread.start()
 
-    def meet(self, mine: Hello, peer_id: str, deadline_s: float) -> Meeting:
+    def meet(
+        self, mine: Hello, peer_id: str, deadline_s: float, elsewhere: Callable[[], bool] = lambda: False
+    ) -> Meeting:
         """Wait for that peer to call for the same epoch.
 
         Raises:
+            WaitsElsewhere: it has not called, and `elsewhere` says that it will not.
             DeadlineExceeded: it did not come.
             PeerViolation: it speaks another version.
         """
-        while (caller := self._take((peer_id, mine.epoch), deadline_s)) is not None:
+        while (caller := self._take((peer_id, mine.epoch), deadline_s, elsewhere)) is not None:
             try:
                 caller.connection.settimeout(max(deadline_s - time.monotonic(), 0.001))
                 _say(caller.connection, mine)
@@ -168,11 +176,12 @@ class Lobby:
         for caller in parked:
             caller.close()
 
-    def _take(self, key: tuple[str, int], deadline_s: float) -> _Caller | None:
+    def _take(self, key: tuple[str, int], deadline_s: float, elsewhere: Callable[[], bool]) -> _Caller | None:
         with self._changed:
-            self._changed.wait_for(
-                lambda: self._closed or key in self._parked, timeout=max(deadline_s - time.monotonic(), 0)
-            )
+            while not (self._closed or key in self._parked or (left_s := deadline_s - time.monotonic()) <= 0):
+                if elsewhere():
+                    raise WaitsElsewhere
+                self._changed.wait(min(left_s, _LOOK_S))
             return self._parked.pop(key, None)
 
     def _accept(self) -> None:

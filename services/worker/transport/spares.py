@@ -14,7 +14,7 @@ from threading import Condition, Thread
 from ballast.common.errors import BallastError
 from ballast.service.logs import get_logger
 from services.worker.transport.config import TransportConfig
-from services.worker.transport.link import Link, LinkState
+from services.worker.transport.link import NO_EPOCH, Link, LinkState
 
 _SWEEP_S = 2.0  # between two looks for spares that have ended or that nobody names any more
 
@@ -68,6 +68,14 @@ class Spares:
             )
             spare = self._spares.get(peer_id)
         return None if spare is None or spare.link.state is not LinkState.UP else spare.link
+
+    def is_asked(self, peer_id: str, epoch: int) -> bool:
+        """The peer waits on the spare to it for this side to take it for that epoch, and this side may."""
+        with self._changed:
+            spare = self._spares.get(peer_id)
+        if spare is None or epoch == NO_EPOCH:
+            return False
+        return spare.link.is_up and spare.link.asked_epoch <= epoch == spare.link.peer_asked_epoch
 
     def remove(self, link: Link) -> None:
         """It belongs to an epoch now, or is of no use. Nothing if another one has taken its place."""

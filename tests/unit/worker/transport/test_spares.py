@@ -111,6 +111,19 @@ def test_a_plan_that_only_one_side_has_heard_of_does_not_spoil_the_spare_for_the
             lonely.result()
 
 
+def test_a_spare_that_comes_up_between_the_two_sides_looks_is_taken_by_both(stack: ExitStack) -> None:
+    """w1 finds none and waits in its lobby; w2 finds the one that has come up since."""
+    pair = Pair(stack)
+    with ThreadPoolExecutor(1) as pool:
+        early = pool.submit(pair.planes["w1"].connect, "w2", "", 7, 40.0)
+        until(lambda: ("w2", 7) in pair.planes["w1"]._connecting)
+        time.sleep(0.2)
+        spares = pair.warm()
+        late = pair.planes["w2"].connect("w1", pair.planes["w1"].store_address, 7, 40.0)
+        assert [early.result(), late] == spares
+    assert [(link.epoch, link.is_spare) for link in spares] == [(7, False)] * 2
+
+
 def test_if_the_peer_does_not_take_the_spare_a_link_is_made_from_nothing(stack: ExitStack) -> None:
     pair = Pair(stack, adopt_timeout_s=0.2)
     spares = pair.warm()
