@@ -31,6 +31,10 @@ class Drains:
         self._by_request[request_id] = Drain(worker_id, incarnation)
         return True
 
+    def ordered(self, worker_id: WorkerId, incarnation: Incarnation) -> bool:
+        """Whether this life is to end. It may have been taken for lost in between, and come back without knowing."""
+        return any((d.worker_id, d.incarnation) == (worker_id, incarnation) for d in self._by_request.values())
+
     def settle(self, layout: Layout) -> list[tuple[str, Epoch]]:
         """Those for which this layout is the answer: it gives their worker nothing new."""
         taking = {(m.worker_id, m.incarnation) for group in layout.groups for m in group.members if not m.draining}

@@ -321,6 +321,8 @@ class PlannerCore:
         if not self.roster.up(event):
             newest = self.roster.newest(event.worker_id)
             return [IgnoreStale(event.worker_id, event.incarnation, newest, event.cause_id)]
+        if self._drains.ordered(event.worker_id, event.incarnation):
+            self.roster.drain(event.worker_id, event.incarnation)
         commands: list[Command] = []
         known = self.roster.known[event.worker_id]
         same_life = before is not None and before.placeable.incarnation == event.incarnation
@@ -329,7 +331,7 @@ class PlannerCore:
             why = _difference(event.model, self.roster.model)
             commands.append(RejectInstance(event.worker_id, event.incarnation, why, event.cause_id))
         if known.placeable.draining and not event.draining:
-            # It was to drain and does not know: the planner before had no time to tell it.
+            # It was to drain and does not know: the planner before had no time to tell it, or it was not to be reached.
             commands.append(AskWorkerToDrain(event.worker_id, event.incarnation, event.address, event.cause_id))
         self._replan(event.at_s + self.rules.coalesce_s)
         return commands

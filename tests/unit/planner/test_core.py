@@ -343,6 +343,16 @@ def test_a_drain_survives_the_planner_and_the_worker_is_asked_again() -> None:
     assert planner.settle_all() == stored.layout
 
 
+def test_a_drain_survives_that_its_worker_was_taken_for_lost() -> None:
+    planner = leader("w1", "w2")
+    planner.tell(DrainRequested(planner.now_s, "c", "d1", WorkerId("w1")))
+    planner.settle_all()
+    planner.lose("w1")
+    planner.settle_all()
+    assert AskWorkerToDrain(WorkerId("w1"), Incarnation(1), "w1:1", "c") in planner.up("w1")
+    assert [m.draining for g in planner.settle_all().groups for m in g.members if m.worker_id == "w1"] == [True]
+
+
 def test_a_worker_that_drains_by_itself_is_marked_and_a_new_life_serves_again() -> None:
     planner = leader("w1")
     (write,) = planner.tell(InstanceDraining(planner.now_s, "c", WorkerId("w1"), Incarnation(1)))

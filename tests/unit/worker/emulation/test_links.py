@@ -201,7 +201,7 @@ def test_a_peer_that_does_not_come() -> None:
 
 def test_all_that_real_ones_are_asked_for_is_there() -> None:
     """The pipeline is given one or the other."""
-    of_the_plane = {"adopt", "give_back", "asked_epoch", "close", "wait_ended", "state", "check"}
+    of_the_plane = {"adopt", "give_back", "asked_epoch", "peer_asked_epoch", "close", "wait_ended", "state", "check"}
     not_asked = {
         "connect",
         "facts",
