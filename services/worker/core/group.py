@@ -73,7 +73,7 @@ class Group:
             case AdmissionLimited():
                 self._scheduler.admission_limit = event.block_count
             case PrefillLimited():
-                self._scheduler.prefill_limit = event.token_count
+                self._scheduler.limit_prefill(event.token_count)
             case MicrobatchesJoined():
                 self._scheduler.joined = True
             case KvTravels():
@@ -108,7 +108,7 @@ class Group:
         if not event.leads:
             self._scheduler.resize(self._scheduler.block_count, 0)
         self._scheduler.stage_count = event.stage_count
-        self._scheduler.prefill_limit = None
+        self._scheduler.limit_prefill(None)
         self._scheduler.joined = False
         for sequence in self._residents.live.values():
             sequence.in_engine = False  # the stages of the new group have yet to hear of it

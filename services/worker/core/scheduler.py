@@ -35,7 +35,7 @@ from services.worker.policy.microbatching import Candidate, Microbatching, Pipel
 from services.worker.policy.preemption import VictimView, choose_victim
 
 _FEW = 0.25  # of a microbatch's decodes
-_LIMITED_BATCHES = 8  # however small the limit, a batch has the part of one in so many of the prompts that there are
+_LIMITED_BATCHES = 8  # however small the limit, over no more than these are the prompts spread that there are at once
 
 
 @record()
@@ -64,6 +64,7 @@ class Scheduler:
         self._ceiling_block_count = block_count
         self.admission_limit: int | None = None  # blocks; nothing new above it
         self.prefill_limit: int | None = None  # tokens of prompts in a batch that has decodes
+        self._limited_tokens = 0  # the most of prompts that were to be computed since there were none, while limited
         self.stage_count = 1
         self.joined = False  # a pipeline's batches have all that is ready to decode, and nothing else
         self.reserved_block_count = 0
@@ -296,7 +297,10 @@ class Scheduler:
         decodes = [s for s in ready if s.token_count - s.computed_tokens == 1]
         prefills = [] if len(decodes) == len(ready) else [s for s in ready if s.token_count - s.computed_tokens != 1]
         prompt_tokens = sum(s.token_count - s.computed_tokens for s in prefills) if self.prefill_limit else 0
-        chunks = self._chunks(len(decodes), prefills, self._batch_tokens(len(decodes), prompt_tokens))
+        budget = min(
+            self._limits.max_batch_tokens, len(decodes) + self._most_prompt_tokens(len(decodes), prompt_tokens)
+        )
+        chunks = self._chunks(len(decodes), prefills, budget)
         swaps = SwapOrders(left, self.swap.order(busy=bool(decodes or chunks))) if len(self.swap) or left else NOTHING
         return Plan(decodes, chunks, preempted, swaps)
 
@@ -323,9 +327,15 @@ class Scheduler:
         prompts = [c for c in candidates if c.token_count - c.computed_tokens != 1] if limited else []
         decode_count = len(candidates) - len(prompts) if limited else 0
         prompt_tokens = sum(c.token_count - c.departed_tokens for c in prompts)
-        batch_tokens = self._batch_tokens(-(-decode_count // self.stage_count), prompt_tokens)
-        waiting_count = self.waiting_count
-        view = PipelineView(self.stage_count, landed_step_id, batch_tokens, waiting_count, candidates, in_flight_count)
+        view = PipelineView(
+            self.stage_count,
+            landed_step_id,
+            self._limits.max_batch_tokens,
+            self.waiting_count,
+            candidates,
+            in_flight_count,
+            self._most_prompt_tokens(decode_count, prompt_tokens),
+        )
         plan = Plan([], [], preempted)
         for index, count in self._microbatching(view):
             sequence, candidate = self.running[index], candidates[index]
@@ -350,14 +360,19 @@ class Scheduler:
         if len(left) <= min(room, max(1, int(len(plan.decodes) * _FEW))):
             plan.decodes.extend(left)
 
-    def _batch_tokens(self, decode_count: int, prompt_tokens: int) -> int:
-        """The most in a batch with so many decodes, while so many tokens of prompts are to be computed."""
-        most, limit = self._limits.max_batch_tokens, self.prefill_limit
+    def limit_prefill(self, token_count: int | None) -> None:
+        self.prefill_limit = token_count
+        self._limited_tokens = 0
+
+    def _most_prompt_tokens(self, decode_count: int, prompt_tokens: int) -> int:
+        """Of prompts in a batch, while so many sequences decode and so many tokens of prompts are to be computed."""
+        limit = self.prefill_limit
         if limit is None or not decode_count:
-            return most
-        if limit:
-            limit = max(limit, -(-prompt_tokens // _LIMITED_BATCHES))
-        return min(most, decode_count + limit)
+            return self._limits.max_batch_tokens
+        if not limit:
+            return 0
+        self._limited_tokens = max(self._limited_tokens, prompt_tokens) if prompt_tokens else 0
+        return max(limit, -(-self._limited_tokens // _LIMITED_BATCHES))
 
     def _chunks(self, decode_count: int, prefills: list[Sequence], budget_tokens: int) -> list[tuple[Sequence, int]]:
         if not prefills:

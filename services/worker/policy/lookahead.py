@@ -100,7 +100,7 @@ class _Former:
         if not self._prefills:
             return share
         room_s = self._all_decodes_s / self._count + self._prefill_part_s() - taken_s
-        room_tokens = self._view.max_batch_tokens - len(share)
+        room_tokens = min(self._view.max_batch_tokens - len(share), self._view.max_prompt_tokens)
         chunks = self._take_chunks(room_s, room_tokens)
         if not chunks and room_tokens:  # or the first in line would get on only when the others have ended
             index, _ = self._prefills[0]
@@ -114,7 +114,8 @@ class _Former:
         grain = (1 << (total - 1).bit_length()) // (2 * _COUNTS_PER_OCTAVE)
         if grain <= 1:
             return chunks
-        wanted = min((total + grain // 2) // grain, self._view.max_batch_tokens // grain) * grain
+        most = min(self._view.max_batch_tokens, decode_count + self._view.max_prompt_tokens)
+        wanted = min((total + grain // 2) // grain, most // grain) * grain
         for at in range(len(chunks) - 1, -1, -1):
             index, count = chunks[at]
             c = self._view.candidates[index]

@@ -4,6 +4,7 @@ A function of this kind sees all running sequences and picks from those that are
 every engine has; `policy.lookahead` goes by cost.
 """
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -29,6 +30,7 @@ class PipelineView(NamedTuple):
     waiting_count: int  # sequences that have been let into no microbatch yet: there are not enough blocks or places
     candidates: Sequence[Candidate]  # in order of service
     in_flight_count: int = 0  # microbatches; fewer than there are stages, or one of those ahead is asked for
+    max_prompt_tokens: int = sys.maxsize  # of all prompts in a microbatch
 
 
 Share = list[tuple[int, int]]  # (index of the candidate, tokens, at least 1)
@@ -76,7 +78,7 @@ def _by_token_count(view: PipelineView) -> Share:
     del prefills[-(-prefill_count // stages) :]
     share_tokens = -(-(decode_count + prefill_tokens) // stages)
     floor_tokens = -(-view.max_batch_tokens // stages)
-    budget_tokens = min(view.max_batch_tokens, max(share_tokens, floor_tokens))
+    budget_tokens = min(view.max_batch_tokens, max(share_tokens, floor_tokens), len(decodes) + view.max_prompt_tokens)
     views = [_prefill_view(view.candidates[i]) for i in prefills]
     counts = chunk_prefills(len(decodes), views, budget_tokens)
     return [*((i, 1) for i in decodes), *((i, n) for i, n in zip(prefills, counts, strict=True) if n)]
