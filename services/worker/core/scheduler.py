@@ -35,7 +35,7 @@ from services.worker.policy.microbatching import Candidate, Microbatching, Pipel
 from services.worker.policy.preemption import VictimView, choose_victim
 
 _FEW = 0.25  # of a microbatch's decodes
-_LIMITED_BATCHES = 8  # however small the limit, over no more than these are the prompts spread that there are at once
+_LIMITED_BATCHES = 4  # however small the limit, over no more than these are the prompts spread that there are at once
 
 
 @record()

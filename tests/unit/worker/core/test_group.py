@@ -228,7 +228,7 @@ def test_many_prompts_are_not_put_off_for_long_by_a_limit(stages: int) -> None:
     while prompts > 0:
         prompts -= sum(count for number, count in _step(leader).items() if number > 1)
         batches += 1
-        assert batches <= 10, "an eighth at a time of what there was, however little is left"
+        assert batches <= 6, "a quarter at a time of what there was, however little is left"
 
 
 def test_prompts_have_the_batch_for_themselves_where_nobody_decodes() -> None:
