@@ -72,6 +72,11 @@ def test_microbatches_of_a_backlog_cost_alike_though_their_tokens_do_not() -> No
     assert max(tokens) <= 512
 
 
+def test_a_limit_on_prompts_is_used_whole_and_does_not_make_microbatches_small() -> None:
+    seen = view(2, [prompt(100), prompt(80), *(decode(60) for _ in range(6))])._replace(max_prompt_tokens=24)
+    assert sum(n for index, n in FORM(seen) if index < 2) == 24
+
+
 def test_a_lone_prompt_keeps_all_stages_busy() -> None:
     formed = rounds([prompt(900)], 4, 4, tokens=1024)
     counts = [sum(n for _, n in share) for _, share in formed]
