@@ -6,8 +6,7 @@ The reference reads prompt and answer at once, in float64, and must find each se
 that place; by induction that is the answer it would give itself. Answers that were computed in float32 may differ where
 rounding decides: a difference is excused, and counted as a near-tie, where the served token is no farther from the best
 one than twice what the reference's own logits there move at most when it computes in float32 itself: both may move.
-DESIGN's 1e-5 (I2) is less than that for logits of a dozen. This runs in a process of its own, so that nothing of the
-cluster's engine is loaded here.
+This runs in a process of its own, so that nothing of the cluster's engine is loaded here.
 
 Prints one line of JSON. Exit status: 0 all tokens equal, 1 some differ or too few answers, 2 bad input.
 """

@@ -1,7 +1,7 @@
 """A device's memory as numbers: what `services.worker.memory.device.DeviceMemory` does with extents, without extents.
 
 Parameters, KV of the layers that are executed, and KV of layers given up that is still being sent share one budget
-(DESIGN, I3). All layers have the same size.
+(I3). All layers have the same size.
 """
 
 from collections.abc import Iterable

@@ -1,6 +1,6 @@
 """Messages and bulk transfers between instances.
 
-Urgent messages of one pair arrive in their order and wait for at most one chunk of bulk data (DESIGN, I4). Of the
+Urgent messages of one pair arrive in their order and wait for at most one chunk of bulk data (I4). Of the
 bulk transfers of one pair one is on its way at a time: KV before parameters, then first come first served. Transfers
 of different pairs share what they have in common, evenly: a network card, both directions of it together; within a
 host the direct link, each direction for itself; a host's disk.

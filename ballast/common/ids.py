@@ -8,7 +8,7 @@ DispatcherId = NewType("DispatcherId", str)
 GroupId = NewType("GroupId", str)  # an ordered list of instances that serve together
 
 # Number of the process life of a worker or dispatcher: grows with every start, so that messages of an
-# earlier life are recognised and refused (DESIGN, I5).
+# earlier life are recognised and refused (I5).
 Incarnation = NewType("Incarnation", int)
 
 # Version number of the cluster layout; grows by one with every plan.

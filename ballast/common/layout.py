@@ -1,4 +1,4 @@
-"""The cluster layout: which instances serve together and who holds which layers (DESIGN, sections 1 and 6)."""
+"""The cluster layout: which instances serve together and who holds which layers."""
 
 from dataclasses import dataclass
 

@@ -11,7 +11,7 @@ _JUMP_SHARE = 16  # of the blocks, one part
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryReport:
-    """Device memory in bytes. Parameters + KV + free = budget, always (DESIGN, I3)."""
+    """Device memory in bytes. Parameters + KV + free = budget, always (I3)."""
 
     budget_bytes: int
     parameter_bytes: int

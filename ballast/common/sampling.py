@@ -13,7 +13,7 @@ MAX_STOP_TOKEN_IDS = 128
 
 
 class FinishReason(StrEnum):
-    """Why a request ended. The first two are success; every request gets exactly one (DESIGN, I6)."""
+    """Why a request ended. The first two are success; every request gets exactly one (I6)."""
 
     STOP = "stop"  # end-of-sequence token, stop token or stop string
     LENGTH = "length"  # max_tokens or the model's maximum length

@@ -1,7 +1,7 @@
 """One active, others standing by: a lease in the state server, renewed while its holder lives.
 
 While the state server is away nobody can be elected, so the leader goes on leading; whatever it writes there carries
-its fencing token and is refused once another has taken over (DESIGN, I5).
+its fencing token and is refused once another has taken over (I5).
 """
 
 import asyncio

@@ -25,7 +25,7 @@ _WAIT_STEP_S = 0.5
 T = TypeVar("T")
 
 # Numbers that must grow for ever are taken from the server's clock where their counter is behind it: a server that
-# restarted empty would otherwise hand out numbers that were used before (DESIGN, I5).
+# restarted empty would otherwise hand out numbers that were used before (I5).
 _GROW = """
 local function grow(last)
   local now = redis.call('TIME')

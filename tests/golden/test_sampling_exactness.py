@@ -1,4 +1,4 @@
-"""Seeded requests give the same tokens, text and ending whatever happens around them and to them (DESIGN, I2)."""
+"""Seeded requests give the same tokens, text and ending whatever happens around them and to them (I2)."""
 
 import random
 from collections.abc import Iterator, Sequence

@@ -119,7 +119,7 @@ def test_nothing_is_copied_from_a_member_whose_blocks_are_still_to_move(model_di
             await asyncio.sleep(0.2)
             precopy = late.member._restoring.precopy
             assert precopy is not None
-            assert not late.member._homecoming.has_kv_room
+            assert not late.member._homecoming.maps_kv
             assert not precopy._transfers
             cluster.post("w1", granted[0])
             await cluster.prepare(Kind.RESTORE, target)

@@ -13,6 +13,7 @@ from itertools import count
 from ballast.common.ids import RequestId, WorkerId
 from ballast.common.sampling import PriorityClass, SamplingParams
 from services.worker.core.arrivals import Arrivals
+from services.worker.core.blocks import blocks_for
 from services.worker.core.departures import Departures
 from services.worker.core.migration_messages import (
     Adopt,
@@ -115,7 +116,8 @@ class Cluster:
         self.do(worker, worker.arrivals.tick(self.now_s))
         self.do(worker, worker.departures.look(self.now_s, worker.running.get))
         for sequence_id, tokens in list(worker.running.items()):
-            if worker.book.missing_count(sequence_id, tokens + 1) > worker.book.free_count:
+            room = len(worker.book.table(sequence_id)) + worker.book.free_count
+            if blocks_for(tokens + 1, BLOCK_TOKENS) > room:
                 self.lose(sequence_id)  # it gives way
             else:
                 worker.running[sequence_id] = tokens + 1

@@ -14,6 +14,7 @@ from itertools import count
 
 from ballast.common.ids import WorkerId
 from services.worker.core.batch import Batch, StepResult, TokenLogprobs
+from services.worker.core.blocks import blocks_for
 from services.worker.core.events import (
     Aborted,
     AdmissionLimited,
@@ -412,7 +413,8 @@ class Cluster:
     def _hold(self, group: Group, sequence_id: int) -> bool:
         """Whether all stages have blocks for the KV that is going to arrive."""
         token_count = self.kv_tokens[sequence_id]
-        if any(w.book.missing_count(sequence_id, token_count) > w.book.free_count for w in group.members):
+        needed = blocks_for(token_count, self.limits.block_tokens)
+        if any(len(w.book.table(sequence_id)) + w.book.free_count < needed for w in group.members):
             return False
         for worker in group.members:
             worker.book.hold(sequence_id, token_count)

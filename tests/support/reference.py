@@ -1,4 +1,4 @@
-"""What `transformers` says: the reference that the engine's tokens are compared with (DESIGN, I2).
+"""What `transformers` says: the reference that the engine's tokens are compared with (I2).
 
 Models are loaded once per process. Greedy decoding is done here, on the raw logits, since `generate` rounds them to
 float32 before it takes the best.

@@ -58,7 +58,7 @@ class _TransitionPhaseEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Trans
     TRANSITION_PHASE_DONE: _TransitionPhase.ValueType  # 5
     TRANSITION_PHASE_ABORTED: _TransitionPhase.ValueType  # 6
     TRANSITION_PHASE_FAILED: _TransitionPhase.ValueType  # 7
-    """before commit only: `why` says it; Abort follows"""
+    """`why` says it. Before commit: Abort follows. After it: a member was lost; this one gets its layers back by itself."""
 
 class TransitionPhase(_TransitionPhase, metaclass=_TransitionPhaseEnumTypeWrapper):
     """Closed."""
@@ -74,7 +74,7 @@ TRANSITION_PHASE_EXCHANGING: TransitionPhase.ValueType  # 4
 TRANSITION_PHASE_DONE: TransitionPhase.ValueType  # 5
 TRANSITION_PHASE_ABORTED: TransitionPhase.ValueType  # 6
 TRANSITION_PHASE_FAILED: TransitionPhase.ValueType  # 7
-"""before commit only: `why` says it; Abort follows"""
+"""`why` says it. Before commit: Abort follows. After it: a member was lost; this one gets its layers back by itself."""
 Global___TransitionPhase: _TypeAlias = TransitionPhase  # noqa: Y015
 
 @_typing.final

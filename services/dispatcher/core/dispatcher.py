@@ -1,6 +1,6 @@
 """The dispatcher decides: who is accepted, who goes where, and how each request ends.
 
-It owns a request from `Submitted` to the one `Refuse`, `Finish` or `Fail` that ends it (DESIGN, I6). Its tokens
+It owns a request from `Submitted` to the one `Refuse`, `Finish` or `Fail` that ends it (I6). Its tokens
 are kept here while it runs on a worker, so that another worker can go on behind them when the first is lost. Each
 placement has its own handle: what an earlier placement still says is dropped and counted (I5).
 

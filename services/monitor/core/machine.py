@@ -5,7 +5,7 @@ Who counts as lost, and when:
 - goodbye: the worker closed its stream on purpose. Lost at once.
 - a broken stream alone proves nothing (it may be the network): the address is probed, and only a refused connection,
   which says that the process is gone, makes the instance lost before its lease runs out.
-- a newer life of the same worker replaces the older one. An older life is refused (DESIGN, I5).
+- a newer life of the same worker replaces the older one. An older life is refused (I5).
 
 A monitor that has just become active knows nobody. For `warmup_s` it sends no SnapshotEnd, so that nobody is taken
 for lost only because he has not yet found the new monitor, and raises no alarm about memory.

@@ -1,7 +1,7 @@
 """The planner's side of a transition: two phases over the members of the groups that change, journaled.
 
 The decision to commit is in the journal before the first Commit is sent, so whoever leads next carries on: forward
-from COMMITTING, back from PREPARING (DESIGN, section 6 and I5). Nothing here waits; time comes with events.
+from COMMITTING, back from PREPARING (I5). Nothing here waits; time comes with events.
 """
 
 from collections.abc import Mapping

@@ -102,8 +102,6 @@ class Group:
         if not event.leads and busy_count:
             raise InvariantViolation(f"a follower has {busy_count} sequences that were not handed over")
         self._forget_swapped(event.at_s)
-        for sequence in self._residents.live.values():
-            sequence.in_engine = False  # the engines of the new stages have not heard of it
         self.leads = event.leads
         if not event.leads:
             self._scheduler.resize(self._scheduler.block_count, 0)

@@ -25,7 +25,7 @@ class Phase(StrEnum):
     EXCHANGING = "exchanging"  # the new layout is in force; KV of victims travels
     DONE = "done"
     ABORTED = "aborted"
-    FAILED = "failed"  # before commit only
+    FAILED = "failed"  # before commit: Abort follows; after it: a member is lost, and this one becomes whole by itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,10 +67,6 @@ class Part:
     handovers_from: tuple[WorkerId, ...]  # if it is a new leader: whose word it waits for
     rosters_from: tuple[WorkerId, ...]  # new leaders whose victims' KV it holds or gets, itself included
     roster_to: tuple[WorkerId, ...]  # if it is a new leader: everybody concerned, itself excepted
-
-    @property
-    def was_leader(self) -> bool:
-        return self.old is not None
 
 
 def part_of(plan: Plan, me: WorkerId) -> Part | None:

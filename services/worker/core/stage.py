@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 
 from ballast.common.errors import InvariantViolation
 from services.worker.core.batch import Batch, SequenceId
-from services.worker.core.blocks import BlockBook, blocks_for
+from services.worker.core.blocks import BlockBook
 
 Table = tuple[int, ...]
 
@@ -47,10 +47,6 @@ class StageBook:
         for sequence_id in batch.removed:
             self._book.free(sequence_id)
         return self._book.cover_all(batch.slices)
-
-    def missing_count(self, sequence_id: SequenceId, token_count: int) -> int:
-        """Blocks that `hold` would take."""
-        return max(0, blocks_for(token_count, self._block_tokens) - len(self._book.table(sequence_id)))
 
     def hold(self, sequence_id: SequenceId, token_count: int) -> Table:
         """Blocks for KV that is going to arrive. What the sequence holds here already, for other layers, it keeps:

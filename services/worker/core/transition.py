@@ -1,4 +1,4 @@
-"""One worker's part in a change of the layout: prepare, commit at a step boundary, exchange, done (DESIGN, section 6).
+"""One worker's part in a change of the layout: prepare, commit at a step boundary, exchange, done.
 
 Rule 1: everything that decides about a transition is here; the shell connects links, moves memory and KV, and reports.
 Rule 2: every message may come twice, late or never. An event that does not fit the phase changes nothing.

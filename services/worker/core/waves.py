@@ -1,4 +1,4 @@
-"""Whose KV is exchanged when, if it does not all find room at once (DESIGN, section 6; pure).
+"""Whose KV is exchanged when, if it does not all find room at once (pure).
 
 Until KV has been sent, its holder needs the room: a drop at full memory has room for all KV in the end, but not while
 everything is kept twice. So victims go in waves. Those of the first wave take blocks at once. The others are suspended

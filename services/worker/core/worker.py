@@ -207,6 +207,7 @@ class WorkerCore:
 
     @property
     def orphan_count(self) -> int:
+        """Sequences that no dispatcher has claimed since they were handed over."""
         return len(self._residents.orphans)
 
     @property

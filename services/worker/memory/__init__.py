@@ -1,1 +1,1 @@
-"""Device memory: extents of one budget, mapped into address ranges that are reserved once (DESIGN, section 5)."""
+"""Device memory: extents of one budget, mapped into address ranges that are reserved once."""

@@ -1,7 +1,7 @@
 """The books of one device's memory: a budget of equal extents, and the address ranges into which they are mapped.
 
 Every extent is free or belongs to one purpose, and one that belongs to a purpose is mapped in exactly one range of
-that purpose (DESIGN, I3). The pool and its ranges are used by one thread: the one that steps the engine.
+that purpose (I3). The pool and its ranges are used by one thread: the one that steps the engine.
 """
 
 from __future__ import annotations

@@ -71,11 +71,6 @@ class Homecoming:
         self.failure = ""
 
     @property
-    def has_kv_room(self) -> bool:
-        """No block of the KV here has to move any more."""
-        return self._has_kv_room
-
-    @property
     def maps_kv(self) -> bool:
         """`map_kv` is to be called."""
         return self._has_kv_room and not self.complete

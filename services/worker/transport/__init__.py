@@ -1,1 +1,1 @@
-"""The data plane: links between two workers, urgent messages before bulk bytes (DESIGN, section 7)."""
+"""The data plane: links between two workers, urgent messages before bulk bytes."""

@@ -36,9 +36,7 @@ def test_removing_what_a_stage_never_held_is_nothing() -> None:
 def test_blocks_wait_for_kv_and_a_stage_that_has_some_layers_keeps_its_own() -> None:
     book = StageBook(6, 4)
     (own,) = book.apply(batch((1, 0, 8)))
-    assert book.missing_count(1, 8) == 0
     assert book.hold(1, 8) is own
-    assert book.missing_count(2, 9) == 3
     assert book.hold(2, 9) == (2, 3, 4)
     assert book.apply(batch((2, 9, 1))) == ((2, 3, 4),)
     assert (book.release(2), book.release(2)) == (3, 0)
