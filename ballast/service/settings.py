@@ -1,56 +1,87 @@
 """Configuration: defaults < YAML file < BALLAST_<SERVICE>__* environment < flags. Frozen; unknown keys are errors.
 
-Each service declares one `Settings` subclass in its `config.py` and a short hand-written list of flags.
+Each service declares one `Settings` subclass in its `config.py`. Every field is a flag, a variable and a line of the
+file; the string under a field is its help. The page docs/configure.md is made of the same fields.
 """
 
 import argparse
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar, cast
 
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
-from pydantic_settings import BaseSettings, EnvSettingsSource
+from pydantic.fields import FieldInfo
+from pydantic_settings import BaseSettings, CliSettingsSource, EnvSettingsSource
 
 from ballast.common.errors import ConfigError
 
 
 class Settings(BaseModel):
-    """Base of every service's configuration. `service` names the section of the file and of the environment."""
+    """Base of every service's configuration.
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    Attributes:
+        service: Names the section of the file and of the environment.
+        summary: What the service does, in one line of its help.
+        short_flags: Full flag -> a shorter or older one that means the same, both without the dashes.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
     service: ClassVar[str]
+    summary: ClassVar[str] = ""
+    short_flags: ClassVar[Mapping[str, str]] = {}
 
 
 class Section(BaseModel):
     """A group of settings by topic, nested in `Settings`."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
 
 S = TypeVar("S", bound=Settings)
 
 
-def load_settings(
-    settings: type[S], flags: argparse.ArgumentParser, argv: Sequence[str], environ: Mapping[str, str] = os.environ
-) -> S:
-    """Reads all sources once. A flag's `dest` is the setting's path with dots (`"queue.max_requests"`).
+def load_settings(settings: type[S], argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> S:
+    """Reads all sources once.
 
     Raises:
         ConfigError: names the setting (dotted path) or file, and what is wrong with it.
+        SystemExit: for a flag that does not exist, as argparse does.
     """
-    flags.add_argument("--config", metavar="FILE", help="YAML file with the same settings")
-    given = vars(flags.parse_args(argv))
+    config = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    config.add_argument("--config")
+    found, others = config.parse_known_args(argv)
+    given = read_flags(settings, others)
     merged: dict[str, Any] = {}  # Any: raw values of any type, validated below
-    file = given.pop("config") or environ.get("BALLAST_CONFIG")
+    file = found.config or environ.get("BALLAST_CONFIG")
     if file:
         merged = _read_file(Path(file), settings.service)
     _merge(merged, _read_environment(settings, environ))
-    for dest, value in given.items():
-        if value is not None:
-            _merge(merged, _nest(dest.split("."), value))
+    _merge(merged, given)
     return build(settings, merged)
+
+
+def read_flags(settings: type[Settings], argv: Sequence[str]) -> dict[str, Any]:
+    """The raw values that flags give, nested like the settings. Fields of a section have its name before a dot."""
+    prefix = f"BALLAST_{settings.service.upper()}__"
+    parser = argparse.ArgumentParser(
+        prog=f"python -m services.{settings.service}",
+        usage="%(prog)s [SETTINGS]",
+        description=settings.summary,
+        epilog=f"--config FILE or BALLAST_CONFIG: a YAML file with the same settings. Each is also a variable:"
+        f" {prefix}LOG_LEVEL=debug; of a section: {prefix}SECTION__NAME. Flags beat variables, which beat the file.",
+    )
+    source = CliSettingsSource[argparse.ArgumentParser](
+        cast(type[BaseSettings], settings),
+        cli_parse_args=list(argv),
+        cli_kebab_case=True,
+        cli_avoid_json=True,
+        cli_hide_none_type=True,
+        cli_shortcuts={name: [short] for name, short in settings.short_flags.items()},
+        root_parser=parser,
+    )
+    return source()
 
 
 def build(settings: type[S], values: Mapping[str, Any]) -> S:
@@ -67,6 +98,16 @@ def build(settings: type[S], values: Mapping[str, Any]) -> S:
         why = "unknown setting" if first["type"] == "extra_forbidden" else first["msg"]
         got = "" if first["type"] in ("missing", "extra_forbidden") else f" (got {first['input']!r})"
         raise ConfigError(f"{settings.service}.{path}", why + got) from error
+
+
+def leaf_fields(settings: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
+    """Every setting with its dotted path, those of sections included."""
+    for name, field in settings.model_fields.items():
+        inner = field.annotation
+        if isinstance(inner, type) and issubclass(inner, BaseModel):
+            yield from leaf_fields(inner, f"{prefix}{name}.")
+        else:
+            yield prefix + name, field
 
 
 def _read_file(path: Path, service: str) -> dict[str, Any]:

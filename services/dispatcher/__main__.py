@@ -23,7 +23,7 @@ from ballast.service.settings import load_settings
 from ballast.service.state import StateServer
 from ballastpb.inference.v1 import inference_pb2, inference_pb2_grpc
 from ballastpb.planner.v1 import planner_pb2, planner_pb2_grpc
-from services.dispatcher.config import DispatcherSettings, flags
+from services.dispatcher.config import DispatcherSettings
 from services.dispatcher.core.dispatcher import DispatcherCore, Limits
 from services.dispatcher.core.events import LayoutChanged
 from services.dispatcher.core.placement import PlacementRules
@@ -50,7 +50,7 @@ class MonotonicClock:
 
 
 async def main(life: Lifecycle) -> None:
-    settings = load_settings(DispatcherSettings, flags(), sys.argv[1:])
+    settings = load_settings(DispatcherSettings, sys.argv[1:])
     dispatcher_id = DispatcherId(settings.dispatcher_id or f"dispatcher-{uuid.uuid4().hex[:8]}")
     logs.configure(service=_NAME, instance=dispatcher_id, level=settings.log_level, form=settings.log_format)
     logs.get_logger().info("starting", settings=settings.model_dump(mode="json"))

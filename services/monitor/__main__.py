@@ -13,7 +13,7 @@ from ballast.service.metrics import MetricsServer
 from ballast.service.settings import load_settings
 from ballast.service.state import StateServer
 from ballastpb.monitor.v1 import monitor_pb2, monitor_pb2_grpc
-from services.monitor.config import MonitorSettings, flags
+from services.monitor.config import MonitorSettings
 from services.monitor.core.machine import MonitorCore, MonitorRules, sample_count
 from services.monitor.policy.pressure import PressureRules
 from services.monitor.servicer import MonitorServicer
@@ -24,7 +24,7 @@ _NAME = "monitor"
 
 
 async def main(life: Lifecycle) -> None:
-    settings = load_settings(MonitorSettings, flags(), sys.argv[1:])
+    settings = load_settings(MonitorSettings, sys.argv[1:])
     logs.configure(service=_NAME, instance=settings.monitor_id, level=settings.log_level, form=settings.log_format)
     state = StateServer(settings.redis_url)
     shell = build_shell(settings, state)

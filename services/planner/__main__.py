@@ -15,7 +15,7 @@ from ballast.service.metrics import MetricsServer
 from ballast.service.settings import load_settings
 from ballast.service.state import StateServer
 from ballastpb.planner.v1 import planner_pb2, planner_pb2_grpc
-from services.planner.config import PlannerSettings, flags
+from services.planner.config import PlannerSettings
 from services.planner.core.conductor import ConductorRules
 from services.planner.core.machine import PlannerCore, PlannerRules
 from services.planner.core.transition import CoordinatorRules
@@ -30,7 +30,7 @@ _NAME = "planner"
 
 
 async def main(life: Lifecycle) -> None:
-    settings = load_settings(PlannerSettings, flags(), sys.argv[1:])
+    settings = load_settings(PlannerSettings, sys.argv[1:])
     logs.configure(service=_NAME, instance=settings.planner_id, level=settings.log_level, form=settings.log_format)
     state = StateServer(settings.redis_url)
     monitor = LeaderAddress(state, "monitor", settings.monitor_address)

@@ -24,7 +24,7 @@ from ballast.service.metrics import REGISTRY, MetricsServer
 from ballast.service.settings import load_settings
 from ballast.service.state import StateServer
 from ballastpb.worker.v1 import worker_pb2, worker_pb2_grpc
-from services.worker.config import WorkerSettings, copy_id, flags
+from services.worker.config import WorkerSettings, copy_id
 from services.worker.core.limits import WorkerLimits
 from services.worker.emulation.machine import read_machine
 from services.worker.metrics import export
@@ -350,7 +350,7 @@ class WorkerProcess:
 
 async def main(life: Lifecycle) -> None:
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
-    settings = load_settings(WorkerSettings, flags(), sys.argv[1:])
+    settings = load_settings(WorkerSettings, sys.argv[1:])
     if settings.copies > 1 and (settings.engine != "emulated" or settings.port):
         raise ConfigError("worker.copies", "several workers in a process must be emulated, and need --port 0")
     suffix = settings.port or secrets.token_hex(3)

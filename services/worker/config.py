@@ -1,6 +1,6 @@
 """Settings of a worker. Flag names follow vLLM where it has the same setting."""
 
-import argparse
+from collections.abc import Mapping
 from pathlib import Path
 from typing import ClassVar, Literal
 
@@ -12,63 +12,106 @@ from ballast.service.settings import Settings
 
 class WorkerSettings(Settings):
     service: ClassVar[str] = "worker"
+    summary: ClassVar[str] = "One instance of the model: holds its parameters and generates tokens."
+    short_flags: ClassVar[Mapping[str, str]] = {"shutdown-timeout-s": "shutdown-timeout"}
 
     # Where it listens and whom it knows.
     host: str = "127.0.0.1"
+    """Address to listen on."""
     port: int = Field(50061, ge=0, le=65535)
-    advertise_host: str | None = None  # how others reach it; default: `host`, or this machine's name if that is 0.0.0.0
+    """Port to listen on; 0: any free one."""
+    advertise_host: str | None = None
+    """Name or address under which the other services reach this one. Default: the host it listens on, or this machine's
+    name if that is 0.0.0.0."""
     metrics_host: str = "127.0.0.1"
-    metrics_port: int = Field(0, ge=0, le=65535)  # 0: no metrics server
+    """Address to serve Prometheus metrics on."""
+    metrics_port: int = Field(0, ge=0, le=65535)
+    """Port of the Prometheus metrics; 0: no metrics."""
     redis_url: str = "redis://127.0.0.1:6379/0"
-    monitor_address: str | None = None  # default: looked up in the state server
-    worker_id: str | None = Field(None, min_length=1, max_length=128)  # default: minted from machine and port
+    """The state server: redis://HOST:PORT/DB."""
+    monitor_address: str | None = None
+    """HOST:PORT of the monitor. Default: looked up in the state server."""
+    worker_id: str | None = Field(None, min_length=1, max_length=128)
+    """Name of this worker, kept over restarts. Default: machine and port."""
     report_interval_s: float = Field(0.1, gt=0, le=60)
+    """Seconds between two load reports."""
 
     # What it serves.
     model: Path
-    engine: Literal["torch", "emulated"] = "torch"  # emulated: nothing is computed, a profile says what it takes
-    profile: Path | None = None  # of an emulated engine
-    copies: int = Field(1, ge=1, le=256)  # emulated workers in this process, ID.0, ID.1 ...; without metrics if several
-    served_model_name: str | None = None  # default: the checkpoint folder's name
+    """Folder of a Hugging Face checkpoint."""
+    engine: Literal["torch", "emulated"] = "torch"
+    """torch computes; emulated computes nothing and takes the time that a profile says."""
+    profile: Path | None = None
+    """With the emulated engine: the file that says how long things take."""
+    copies: int = Field(1, ge=1, le=256)
+    """Emulated workers in this process, called ID.0, ID.1 ...; several have no metrics."""
+    served_model_name: str | None = None
+    """Name of the model for clients. Default: the folder's name."""
     dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = "auto"
+    """Number format of parameters and KV; auto: the checkpoint's own."""
     device: Literal["cpu", "cuda"] = "cpu"
-    device_memory_bytes: ByteSize = Field(ByteSize(1 << 30), gt=0)  # parameters + KV cache
-    block_size: int = Field(16, ge=1, le=1024)  # tokens of one KV block
-    max_model_len: int | None = Field(None, ge=2)  # default: the model's own
+    """Where to compute."""
+    device_memory_bytes: ByteSize = Field(ByteSize(1 << 30), gt=0)
+    """Memory for parameters and KV cache together: 512MiB, 16GiB."""
+    block_size: int = Field(16, ge=1, le=1024)
+    """Tokens of one KV block."""
+    max_model_len: int | None = Field(None, ge=2)
+    """Longest prompt and answer together, in tokens. Default: the model's own."""
 
     # How it schedules.
     max_num_seqs: int = Field(64, ge=1, le=4096)
+    """Requests that run at once."""
     max_num_batched_tokens: int = Field(512, ge=1, le=1 << 20)
-    max_num_queued_reqs: int = Field(64, ge=1, le=1 << 16)  # waiting here; the backlog proper is the dispatcher's
+    """Tokens of one engine step."""
+    max_num_queued_reqs: int = Field(64, ge=1, le=1 << 16)
+    """Requests that may wait here; the backlog proper is the dispatcher's."""
     max_num_queued_tokens: int = Field(1 << 20, ge=1)
-    admission_reserve_fraction: float = Field(0.05, ge=0, lt=1)  # of the KV blocks, for the growth of what runs
-    microbatching: Literal["token-count", "lookahead"] = "lookahead"  # in groups of several stages
-    exchange: Literal["stall", "live"] = "stall"  # of KV after a drop: whether victims go on meanwhile
-    # How KV and layers travel. naive: whole pieces in one queue with the activations, to measure against.
+    """Prompt tokens that may wait here."""
+    admission_reserve_fraction: float = Field(0.05, ge=0, lt=1)
+    """Share of the KV blocks kept free for the growth of what runs."""
+    microbatching: Literal["token-count", "lookahead"] = "lookahead"
+    """How the stages of a pipeline share the work: batches of equal predicted cost (lookahead), or of equal tokens."""
+    exchange: Literal["stall", "live"] = "stall"
+    """Whether moved requests wait for their KV after a drop (stall) or go on meanwhile (live)."""
     transfers: Literal["coordinated", "naive"] = "coordinated"
-    link_bytes_per_s: ByteSize | None = Field(None, gt=0)  # emulates slower links; default: as fast as they are
-    overload_policy: OverloadPolicy = OverloadPolicy.DROP  # with `swap`, who gives way keeps its KV in host memory
-    fallback_policy: Literal["recompute", "swap"] = (
-        "recompute"  # with `drop`: of workers that are out of KV all the same
-    )
-    swap_space_bytes: ByteSize = Field(ByteSize(1 << 30), ge=0)  # host memory for that
-    swap_blocks_per_step: int = Field(0, ge=0)  # 0: as many as hide behind a step
-    threads: int = Field(1, ge=1, le=1024)  # torch's intra-op threads
+    """How KV and layers travel: behind activations (coordinated), or in one queue with them (naive, to measure
+    against)."""
+    link_bytes_per_s: ByteSize | None = Field(None, gt=0)
+    """Emulate links of this speed: 1GB. Default: as fast as they are."""
+    overload_policy: OverloadPolicy = OverloadPolicy.DROP
+    """What to do when KV memory runs short; with swap, a request that gives way keeps its KV in host memory."""
+    fallback_policy: Literal["recompute", "swap"] = "recompute"
+    """With drop, where a worker is out of KV all the same: compute again, or swap."""
+    swap_space_bytes: ByteSize = Field(ByteSize(1 << 30), ge=0)
+    """Host memory for swapped KV: 1GiB."""
+    swap_blocks_per_step: int = Field(0, ge=0)
+    """KV blocks that are swapped during one step; 0: as many as hide behind it."""
+    threads: int = Field(1, ge=1, le=1024)
+    """Threads of one operation of the engine."""
     seed: int = 0
+    """Of the engine's own choices."""
 
-    # What it knows of its own speed when it becomes a stage of a pipeline. Without either it learns while it serves.
-    cost_profile: Path | None = None  # a file from `ballast profile`
-    self_profile_s: float = Field(0.0, ge=0, le=600)  # measure for about so long at the start, without a file
+    # What it knows of its own speed when it becomes a stage of a pipeline.
+    cost_profile: Path | None = None
+    """A file from `ballast profile`, of the same model and machine. Without one a worker learns its speed while it
+    serves."""
+    self_profile_s: float = Field(0.0, ge=0, le=600)
+    """Measure for about so many seconds at the start, instead of a file."""
 
     # How it ends.
     shutdown_timeout_s: float = Field(30.0, ge=0)
-    step_timeout_s: float = Field(60.0, gt=0)  # not ready when a step takes longer
+    """Seconds that running requests get to finish when the worker is stopped."""
+    step_timeout_s: float = Field(60.0, gt=0)
+    """Seconds of one engine step after which the worker is not ready."""
 
-    # 1: every step checks all invariants. For tests and for the hunt after a bug; costs more than the step itself.
     check_every_steps: int = Field(0, ge=0)
+    """Check all invariants every so many steps; 0: never. For tests and for the hunt after a bug; costs more than the
+    step itself."""
 
     log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """The least important messages to log."""
     log_format: Literal["console", "json"] = "console"
+    """Lines for people, or JSON for programs."""
 
     @property
     def swaps(self) -> bool:
@@ -81,51 +124,3 @@ class WorkerSettings(Settings):
 def copy_id(worker_id: str, number: int) -> str:
     """Of one of several workers in a process."""
     return f"{worker_id}.{number}"
-
-
-def flags() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m services.worker",
-        description="One instance: holds the model and generates tokens.",
-        argument_default=None,
-    )
-    parser.add_argument("--host")
-    parser.add_argument("--port", type=int)
-    parser.add_argument("--advertise-host", metavar="HOST")
-    parser.add_argument("--metrics-port", type=int)
-    parser.add_argument("--redis-url", metavar="URL")
-    parser.add_argument("--monitor-address", metavar="HOST:PORT")
-    parser.add_argument("--worker-id", metavar="ID")
-    parser.add_argument("--model", metavar="DIR", help="Hugging Face checkpoint folder")
-    parser.add_argument("--engine", metavar="ENGINE", help="torch (default), or emulated: takes time, computes nothing")
-    parser.add_argument("--profile", metavar="FILE", help="what an emulated engine takes its time by")
-    parser.add_argument("--copies", type=int, metavar="N", help="so many emulated workers in this process")
-    parser.add_argument("--served-model-name", metavar="NAME")
-    parser.add_argument("--dtype", metavar="TYPE", help="auto, float32, bfloat16, float16 or float64")
-    parser.add_argument("--device", metavar="DEVICE", help="cpu or cuda")
-    parser.add_argument("--device-memory-bytes", metavar="BYTES", help="for parameters and KV cache; 512MiB, 16GiB ...")
-    parser.add_argument("--block-size", type=int, metavar="TOKENS")
-    parser.add_argument("--max-model-len", type=int, metavar="TOKENS")
-    parser.add_argument("--max-num-seqs", type=int, metavar="N")
-    parser.add_argument("--max-num-batched-tokens", type=int, metavar="TOKENS")
-    parser.add_argument("--max-num-queued-reqs", type=int, metavar="N")
-    parser.add_argument("--max-num-queued-tokens", type=int, metavar="TOKENS")
-    parser.add_argument("--admission-reserve-fraction", type=float, metavar="X", help="KV kept free for what runs")
-    parser.add_argument("--microbatching", metavar="WAY", help="of pipelines: lookahead (default) or token-count")
-    parser.add_argument("--exchange", metavar="WAY", help="of KV after a drop: victims stall (default) or go on, live")
-    parser.add_argument(
-        "--transfers", metavar="WAY", help="coordinated (default); naive: nothing gives way to anything"
-    )
-    parser.add_argument("--link-bytes-per-s", metavar="BYTES", help="emulate links of this speed")
-    parser.add_argument("--overload-policy", metavar="POLICY", help=f"{', '.join(OverloadPolicy)} (drop)")
-    parser.add_argument("--fallback-policy", metavar="POLICY", help="with drop: recompute (default) or swap")
-    parser.add_argument("--swap-space-bytes", metavar="BYTES", help="host memory for swapped KV (1GiB)")
-    parser.add_argument("--swap-blocks-per-step", type=int, metavar="N", help="0: as many as hide behind a step")
-    parser.add_argument("--threads", type=int, metavar="N")
-    parser.add_argument("--seed", type=int)
-    parser.add_argument("--cost-profile", metavar="FILE", help="from `ballast profile`, of the same model and machine")
-    parser.add_argument("--self-profile-s", type=float, metavar="SECONDS", help="measure at the start, without a file")
-    parser.add_argument("--shutdown-timeout", type=float, dest="shutdown_timeout_s", metavar="SECONDS")
-    parser.add_argument("--log-level", metavar="LEVEL")
-    parser.add_argument("--log-format", metavar="FORMAT", help="console or json")
-    return parser

@@ -6,11 +6,11 @@ import pytest
 
 from ballast.common.errors import ConfigError
 from ballast.service.settings import load_settings
-from services.dispatcher.config import DispatcherSettings, flags
+from services.dispatcher.config import DispatcherSettings
 
 
 def load(*argv: str, **environ: str) -> DispatcherSettings:
-    return load_settings(DispatcherSettings, flags(), ["--model", "m", *argv], environ)
+    return load_settings(DispatcherSettings, ["--model", "m", *argv], environ)
 
 
 def test_every_flag_has_its_setting() -> None:
@@ -52,4 +52,4 @@ def test_a_wrong_value_is_named(argv: tuple[str, ...], named: str) -> None:
 
 def test_the_model_is_required() -> None:
     with pytest.raises(ConfigError, match=r"dispatcher\.model"):
-        load_settings(DispatcherSettings, flags(), [], {})
+        load_settings(DispatcherSettings, [], {})

@@ -6,11 +6,11 @@ from ballast.common.errors import ConfigError
 from ballast.service.settings import load_settings
 from ballast.service.state import StateServer
 from services.monitor.__main__ import build_shell
-from services.monitor.config import MonitorSettings, flags
+from services.monitor.config import MonitorSettings
 
 
 def load(*argv: str, **environ: str) -> MonitorSettings:
-    return load_settings(MonitorSettings, flags(), argv, environ)
+    return load_settings(MonitorSettings, argv, environ)
 
 
 def test_flags_and_environment_reach_the_thresholds() -> None:

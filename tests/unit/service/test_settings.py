@@ -1,6 +1,6 @@
 """Settings: sources in order, unknown keys refused, errors that name what is wrong."""
 
-import argparse
+from collections.abc import Mapping
 from pathlib import Path
 from typing import ClassVar
 
@@ -8,11 +8,11 @@ import pytest
 from pydantic import Field
 
 from ballast.common.errors import ConfigError
-from ballast.service.settings import Section, Settings, build, load_settings
+from ballast.service.settings import Section, Settings, build, leaf_fields, load_settings, read_flags
+from services.dispatcher.config import DispatcherSettings
 from services.monitor.config import MonitorSettings
-from services.monitor.config import flags as monitor_flags
 from services.planner.config import PlannerSettings
-from services.planner.config import flags as planner_flags
+from services.worker.config import WorkerSettings
 
 
 class Queue(Section):
@@ -25,17 +25,11 @@ class Example(Settings):
     port: int = 1
     name: str = "a"
     queue: Queue = Queue()
-
-
-def flags() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--port", type=int)
-    parser.add_argument("--max-requests", dest="queue.max_requests", type=int)
-    return parser
+    short_flags: ClassVar[Mapping[str, str]] = {"queue.max-requests": "max-requests"}
 
 
 def load(*argv: str, **environ: str) -> Example:
-    return load_settings(Example, flags(), argv, environ)
+    return load_settings(Example, argv, environ)
 
 
 def test_flags_beat_the_environment_which_beats_the_file_which_beats_defaults(tmp_path: Path) -> None:
@@ -88,9 +82,30 @@ def test_settings_are_frozen() -> None:
         load().port = 5  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def test_every_flag_of_the_control_plane_names_a_setting() -> None:
-    for settings, parser in ((MonitorSettings, monitor_flags()), (PlannerSettings, planner_flags())):
-        given = vars(parser.parse_args([]))
-        assert {dest.partition(".")[0] for dest in given} <= set(settings.model_fields)
-        ids = {getattr(build(settings, {}), f"{settings.service}_id") for _ in range(2)}
-        assert len(ids) == 2, "replicas that are not named can be told apart"
+@pytest.mark.parametrize("settings", [DispatcherSettings, MonitorSettings, PlannerSettings, WorkerSettings])
+def test_every_setting_is_a_flag_with_help(settings: type[Settings], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        load_settings(settings, ["--help"], {})
+    shown = " ".join(capsys.readouterr().out.split())
+    assert ended.value.code == 0
+    for path, field in leaf_fields(settings):
+        assert f"--{path.replace('_', '-')} " in shown, path
+        assert field.description, f"{path} lacks the string under it that is its help"
+        assert field.description.split()[0] in shown, path
+
+
+@pytest.mark.parametrize("settings", [DispatcherSettings, WorkerSettings])
+def test_older_and_shorter_flags_still_mean_the_same(settings: type[Settings]) -> None:
+    for full, short in settings.short_flags.items():
+        assert read_flags(settings, [f"--{full}", "7"]) == read_flags(settings, [f"--{short}", "7"])
+
+
+def test_an_unknown_flag_is_asked_wrongly() -> None:
+    with pytest.raises(SystemExit) as ended:
+        load("--prot", "2")
+    assert ended.value.code == 2
+
+
+@pytest.mark.parametrize("settings", [MonitorSettings, PlannerSettings])
+def test_replicas_that_are_not_named_can_be_told_apart(settings: type[Settings]) -> None:
+    assert len({getattr(build(settings, {}), f"{settings.service}_id") for _ in range(2)}) == 2
