@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from ballast.common.errors import Unavailable
 from ballast.common.ids import Incarnation
 from ballast.rpc.server import RpcServer
-from ballast.service.leadership import Leadership
+from ballast.service.leadership import Floor, Leadership
 from ballast.service.lifecycle import say_ready
 from ballast.service.logs import get_logger
 from ballast.service.state import StateServer
@@ -31,14 +31,18 @@ async def serve_elected(
     stopping: asyncio.Event,
     work: Callable[[], Awaitable[None]],
     on_change: Callable[[int | None], None],
+    floor: Floor | None = None,
 ) -> None:
     """Waits for the state server, then works and runs for the lease until `stopping` is set; gives the lease back.
 
     Ready means: this replica is the active one and the state server answers. A standby serves nobody. `on_change`
-    gets the fencing token, or None for standing by; it is called with None before `work` is cancelled.
+    gets the fencing token, or None for standing by; it is called with None before `work` is cancelled. The token is
+    above `floor`.
     """
     async with asyncio.TaskGroup() as tasks:
-        serving = tasks.create_task(_serve(candidate, state, server, work, on_change), name=candidate.service)
+        serving = tasks.create_task(
+            _serve(candidate, state, server, work, on_change, floor or Floor()), name=candidate.service
+        )
         await stopping.wait()
         await server.set_ready(False)
         serving.cancel()
@@ -50,6 +54,7 @@ async def _serve(
     server: RpcServer,
     work: Callable[[], Awaitable[None]],
     on_change: Callable[[int | None], None],
+    floor: Floor,
 ) -> None:
     incarnation = await _take_incarnation(candidate, state)
     leadership = Leadership(
@@ -59,6 +64,7 @@ async def _serve(
         address=candidate.address,
         ttl_s=candidate.ttl_s,
         on_change=on_change,
+        floor=floor,
     )
     try:
         async with asyncio.TaskGroup() as tasks:

@@ -15,6 +15,18 @@ from ballast.service.state import StateServer
 _CONFIRMED_SKIPS = 4  # lookups in a row: two leaders at a time are found out after these
 
 
+class Floor:
+    """What the token of a lease has to exceed: a state server that came back empty and with an earlier clock gives
+    tokens that others have seen higher ones of, and who leads with such a token is obeyed by nobody."""
+
+    def __init__(self) -> None:
+        self.token = 0
+
+    def fenced(self, seen: int) -> None:
+        """Somebody has seen this token. If we hold the lease all the same, it is made anew with a higher one."""
+        self.token = max(self.token, seen)
+
+
 class Leadership:
     """Tries for the lease `name` for as long as `run` runs, and reports the first outcome and every change of
     the token to `on_change`.
@@ -32,6 +44,7 @@ class Leadership:
         address: str,
         ttl_s: float,
         on_change: Callable[[int | None], None],
+        floor: Floor | None = None,
     ) -> None:
         self._state = state
         self._name = name
@@ -39,6 +52,7 @@ class Leadership:
         self._address = address
         self._ttl_s = ttl_s
         self._on_change = on_change
+        self._floor = floor or Floor()
         self._renewable = True
         self.token: int | None = None  # None: standing by
         self.decided = asyncio.Event()  # the state server has answered once: active or standby
@@ -51,7 +65,9 @@ class Leadership:
     async def _renew(self) -> None:
         log = get_logger()
         try:
-            token = await self._state.acquire_lease(self._name, self._holder, self._ttl_s, self._address)
+            token = await self._state.acquire_lease(
+                self._name, self._holder, self._ttl_s, self._address, above=self._floor.token
+            )
         except Unavailable as error:
             if self._renewable:
                 log.warning("lease cannot be renewed", lease=self._name, leading=self.token is not None, why=error.why)

@@ -33,7 +33,7 @@ local function grow(last)
 end
 """
 
-# KEYS: lease, token counter, address. ARGV: holder, TTL in ms, address.
+# KEYS: lease, token counter, address. ARGV: holder, TTL in ms, address, what the token has to exceed.
 # Gives the fencing token, or 0 if somebody else holds the lease.
 _ACQUIRE = (
     _GROW
@@ -41,8 +41,8 @@ _ACQUIRE = (
 local holder = redis.call('HGET', KEYS[1], 'holder')
 if holder and holder ~= ARGV[1] then return 0 end
 local token = redis.call('HGET', KEYS[1], 'token')
-if not holder then
-  token = string.format('%.0f', grow(redis.call('GET', KEYS[2])))
+if not holder or tonumber(token) <= tonumber(ARGV[4]) then
+  token = string.format('%.0f', math.max(grow(redis.call('GET', KEYS[2])), tonumber(ARGV[4]) + 1))
   redis.call('SET', KEYS[2], token)
   redis.call('HSET', KEYS[1], 'holder', ARGV[1], 'token', token)
 end
@@ -157,13 +157,14 @@ class StateServer:
         # Any: a script's result has no type.
         return Incarnation(int(await self.run(cast(Awaitable[Any], self._incarnation(keys=[key], args=[name])))))
 
-    async def acquire_lease(self, name: str, holder: str, ttl_s: float, address: str) -> int | None:
+    async def acquire_lease(self, name: str, holder: str, ttl_s: float, address: str, above: int = 0) -> int | None:
         """Takes or renews a lease and publishes the holder's address under it.
 
-        Gives its fencing token (grows with every change of holder), or None if somebody else holds it.
+        Gives its fencing token (grows with every change of holder, and is `above` what others have seen), or None if
+        somebody else holds it.
         """
         keys = [lease_key(name), f"{lease_key(name)}:token", address_key(name)]
-        args = [holder, int(ttl_s * 1000), address]
+        args = [holder, int(ttl_s * 1000), address, above]
         token = await self.run(cast(Awaitable[Any], self._acquire(keys=keys, args=args)))
         return int(token) or None
 

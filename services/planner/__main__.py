@@ -9,7 +9,7 @@ from ballast.common.overload import OverloadPolicy
 from ballast.rpc.server import RpcServer
 from ballast.service import logs
 from ballast.service.elected import Candidate, serve_elected
-from ballast.service.leadership import LeaderAddress
+from ballast.service.leadership import Floor, LeaderAddress
 from ballast.service.lifecycle import Lifecycle, advertised_address, run_service
 from ballast.service.metrics import MetricsServer
 from ballast.service.settings import load_settings
@@ -20,7 +20,7 @@ from services.planner.core.conductor import ConductorRules
 from services.planner.core.machine import PlannerCore, PlannerRules
 from services.planner.core.transition import CoordinatorRules
 from services.planner.metrics import PlannerMetrics
-from services.planner.peers import Members, MonitorEvents, drain_worker
+from services.planner.peers import Members, MonitorEvents
 from services.planner.policy.migrate import MigrationRules
 from services.planner.servicer import PlannerServicer
 from services.planner.shell.planner import PlannerShell
@@ -34,7 +34,8 @@ async def main(life: Lifecycle) -> None:
     logs.configure(service=_NAME, instance=settings.planner_id, level=settings.log_level, form=settings.log_format)
     state = StateServer(settings.redis_url)
     monitor = LeaderAddress(state, "monitor", settings.monitor_address)
-    shell = build_shell(settings, state, monitor)
+    lease = Floor()
+    shell = build_shell(settings, state, monitor, Members(lease.fenced))
     servicer = PlannerServicer(shell, settings.drain_timeout_s)
 
     def register(server: grpc.aio.Server) -> None:
@@ -63,6 +64,7 @@ async def main(life: Lifecycle) -> None:
             stopping=life.stopping,
             work=work,
             on_change=shell.change_leadership,
+            floor=lease,
         )
     finally:
         await server.stop(settings.shutdown_timeout_s)
@@ -70,7 +72,9 @@ async def main(life: Lifecycle) -> None:
         metrics.close()
 
 
-def build_shell(settings: PlannerSettings, state: StateServer, monitor: LeaderAddress) -> PlannerShell:
+def build_shell(
+    settings: PlannerSettings, state: StateServer, monitor: LeaderAddress, members: Members
+) -> PlannerShell:
     rules = PlannerRules(
         coalesce_s=settings.coalesce_s,
         verify_interval_s=settings.verify_interval_s,
@@ -90,8 +94,7 @@ def build_shell(settings: PlannerSettings, state: StateServer, monitor: LeaderAd
         PlannerCore(rules),
         RedisLayoutStore(state),
         MonitorEvents(monitor),
-        drain_worker,
-        Members(),
+        members,
         PlannerMetrics(),
         planner_id=settings.planner_id,
         max_watchers=settings.max_watchers,

@@ -4,7 +4,7 @@ import asyncio
 import dataclasses
 import itertools
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 
 import grpc
 import grpc.aio
@@ -24,6 +24,7 @@ from ballast.common.load import LoadReport
 from ballast.rpc import codec
 from ballast.rpc.channel import open_channel
 from ballast.rpc.errors import from_rpc_error
+from ballast.rpc.fencing import MAX_TOKEN, PLANNER_TOKEN, with_token
 from ballast.service.leadership import LeaderAddress
 from ballast.service.logs import get_logger
 from ballastpb.monitor.v1 import monitor_pb2 as pb
@@ -134,24 +135,6 @@ class MonitorEvents:
                     reading.cancel()
 
 
-async def drain_worker(address: str, worker_id: WorkerId, incarnation: Incarnation, timeout_s: float) -> int:
-    """Asks that life of a worker to take nothing new; gives the number of its running requests.
-
-    Raises:
-        BallastError: not reached, or another process answers at the address.
-    """
-    async with open_channel(address) as channel:
-        stub = worker_pb2_grpc.WorkerServiceStub(channel)
-        try:
-            status = await stub.GetStatus(worker_pb2.GetStatusRequest(), timeout=timeout_s)
-            if (status.worker_id, status.incarnation) != (worker_id, incarnation):
-                raise StaleEpoch(f"{address} is {status.worker_id}", incarnation, status.incarnation)
-            answer = await stub.Drain(worker_pb2.DrainRequest(), timeout=timeout_s)
-        except grpc.RpcError as error:
-            raise from_rpc_error(error, address) from error
-    return answer.running_request_count
-
-
 def _event_from_proto(message: pb.WatchEventsResponse) -> MonitorEvent | None:
     """None for an event of a newer monitor that this planner does not know."""
     at_s, cause_id = time.monotonic(), message.cause_id
@@ -186,10 +169,35 @@ def _event_from_proto(message: pb.WatchEventsResponse) -> MonitorEvent | None:
 
 
 class Members:
-    """Calls to the members of transitions. Connections are kept while there is something to ask."""
+    """Calls to workers. Connections are kept while there is something to ask. Orders carry the token of our lease."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_fenced: Callable[[int], None] = lambda token: None) -> None:
+        """`on_fenced` hears of a worker that has seen a higher token, and which."""
         self._channels: dict[str, grpc.aio.Channel] = {}
+        self._orders = with_token(0)
+        self._on_fenced = on_fenced
+
+    def lead(self, token: int | None) -> None:
+        """From now on orders carry this token. None: who leads no more keeps its old one, which workers know."""
+        if token is not None:
+            self._orders = with_token(token)
+
+    async def drain(self, address: str, worker_id: WorkerId, incarnation: Incarnation, timeout_s: float) -> int:
+        """Asks that life of a worker to take nothing new; gives the number of its running requests.
+
+        Raises:
+            BallastError: not reached, or another process answers at the address.
+        """
+        async with open_channel(address) as channel:
+            stub = worker_pb2_grpc.WorkerServiceStub(channel)
+            try:
+                status = await stub.GetStatus(worker_pb2.GetStatusRequest(), timeout=timeout_s)
+                if (status.worker_id, status.incarnation) != (worker_id, incarnation):
+                    raise StaleEpoch(f"{address} is {status.worker_id}", incarnation, status.incarnation)
+                answer = await stub.Drain(worker_pb2.DrainRequest(), timeout=timeout_s, metadata=self._orders)
+            except grpc.RpcError as error:
+                raise self._failure(error, address) from error
+        return answer.running_request_count
 
     async def call(self, command: CallMember, timeout_s: float) -> MemberSaid | None:
         """What the member says; None if it says nothing (in time). A refusal to prepare is FAILED."""
@@ -197,7 +205,7 @@ class Members:
         try:
             status = await self._ask(command, timeout_s)
         except grpc.RpcError as error:
-            why = from_rpc_error(error, worker_id)
+            why = self._failure(error, worker_id)
             if command.call is Call.PREPARE and isinstance(why, (InvalidRequest, StaleEpoch, NotPossible)):
                 return MemberSaid(time.monotonic(), worker_id, MemberPhase.FAILED, str(why))
             if not isinstance(why, (Unavailable, DeadlineExceeded)):
@@ -216,9 +224,9 @@ class Members:
             settled_epoch=settled_epoch,
         )
         try:
-            answer = await self._stub(member.address).NamePartners(request, timeout=timeout_s)
+            answer = await self._stub(member.address).NamePartners(request, timeout=timeout_s, metadata=self._orders)
         except grpc.RpcError as error:
-            raise from_rpc_error(error, member.worker_id) from error
+            raise self._failure(error, member.worker_id) from error
         return Epoch(answer.newest_epoch)
 
     async def migrate(self, epoch: Epoch, move: Move, within_s: float, cause_id: str, timeout_s: float) -> None:
@@ -233,9 +241,15 @@ class Members:
         )
         for member in (move.target, move.source):
             try:
-                await self._stub(member.address).Migrate(request, timeout=timeout_s)
+                await self._stub(member.address).Migrate(request, timeout=timeout_s, metadata=self._orders)
             except grpc.RpcError as error:
-                raise from_rpc_error(error, member.worker_id) from error
+                raise self._failure(error, member.worker_id) from error
+
+    def _failure(self, error: grpc.RpcError, target: str) -> BallastError:
+        failure = from_rpc_error(error, target)
+        if isinstance(failure, StaleEpoch) and failure.what == PLANNER_TOKEN and failure.want <= MAX_TOKEN:
+            self._on_fenced(failure.want)
+        return failure
 
     def _stub(self, address: str) -> "worker_pb2_grpc.WorkerServiceAsyncStub":
         channel = self._channels.get(address)
@@ -244,15 +258,16 @@ class Members:
         return worker_pb2_grpc.WorkerServiceStub(channel)
 
     async def _ask(self, command: CallMember, timeout_s: float) -> worker_pb2.TransitionStatus:
-        stub, epoch = self._stub(command.member.address), command.journal.epoch
+        stub, epoch, orders = self._stub(command.member.address), command.journal.epoch, self._orders
         match command.call:
             case Call.PREPARE:
-                return (await stub.Prepare(_prepare_request(command), timeout=timeout_s)).status
+                return (await stub.Prepare(_prepare_request(command), timeout=timeout_s, metadata=orders)).status
             case Call.COMMIT:
-                return (await stub.Commit(worker_pb2.CommitRequest(epoch=epoch), timeout=timeout_s)).status
+                request = worker_pb2.CommitRequest(epoch=epoch)
+                return (await stub.Commit(request, timeout=timeout_s, metadata=orders)).status
             case Call.ABORT:
                 request = worker_pb2.AbortRequest(epoch=epoch, why=command.why)
-                return (await stub.Abort(request, timeout=timeout_s)).status
+                return (await stub.Abort(request, timeout=timeout_s, metadata=orders)).status
             case Call.POLL:
                 request = worker_pb2.GetTransitionRequest(epoch=epoch)
                 return (await stub.GetTransition(request, timeout=timeout_s)).status

@@ -20,6 +20,7 @@ from ballast.rpc.codec import (
     priority_from_proto,
     sampling_from_proto,
 )
+from ballast.rpc.fencing import Fence
 from ballast.service.logs import get_logger
 from ballastpb.cluster.v1 import cluster_pb2
 from ballastpb.worker.v1 import worker_pb2 as pb
@@ -81,6 +82,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         self._model = model
         self._max_waiting_count = max_waiting_count
         self._detokenizer = detokenizer
+        self._fence = Fence()
 
     # Writes to the context instead of yielding, which the generated base class does not know.
     async def Attach(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -118,6 +120,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         )
 
     async def Drain(self, request: pb.DrainRequest, context: Context) -> pb.DrainResponse:
+        self._fence.admit(context)
         self._shell.drain()
         load = self._shell.load()
         return pb.DrainResponse(running_request_count=load.running_count + load.waiting_count)
@@ -149,14 +152,17 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     # ------------------------------------------------------------ transitions
 
     async def Prepare(self, request: pb.PrepareRequest, context: Context) -> pb.PrepareResponse:
+        self._fence.admit(context)
         self._transitions.prepare(request)
         return pb.PrepareResponse(status=await self._transitions.when_prepared(request.target.epoch))
 
     async def Commit(self, request: pb.CommitRequest, context: Context) -> pb.CommitResponse:
+        self._fence.admit(context)
         self._transitions.commit(request.epoch)
         return pb.CommitResponse(status=await self._transitions.when_taken_up(request.epoch))
 
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
+        self._fence.admit(context)
         self._transitions.abort(request.epoch, request.why)
         return pb.AbortResponse(status=self._transitions.status(request.epoch))
 
@@ -164,6 +170,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         return pb.GetTransitionResponse(status=self._transitions.status(request.epoch))
 
     async def Migrate(self, request: pb.MigrateRequest, context: Context) -> pb.MigrateResponse:
+        self._fence.admit(context)
         for party in (request.source, request.target):
             if party.worker_id == self._worker_id and party.incarnation != self._incarnation:
                 raise StaleEpoch("worker incarnation", party.incarnation, self._incarnation)
@@ -171,6 +178,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         return pb.MigrateResponse()
 
     async def NamePartners(self, request: pb.NamePartnersRequest, context: Context) -> pb.NamePartnersResponse:
+        self._fence.admit(context)
         return pb.NamePartnersResponse(newest_epoch=self._transitions.name_partners(request))
 
     async def _read_hello(self, requests: AsyncIterator[pb.AttachRequest]) -> pb.Hello:

@@ -6,18 +6,27 @@ import functools
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import grpc
 import grpc.aio
 import pytest
 
-from ballast.common.errors import InvariantViolation, Overloaded, PeerViolation, StaleEpoch, Unavailable
+from ballast.common.errors import (
+    InvalidRequest,
+    InvariantViolation,
+    Overloaded,
+    PeerViolation,
+    StaleEpoch,
+    Unavailable,
+)
 from ballast.common.ids import Incarnation, WorkerId
 from ballast.common.model import ModelInfo
 from ballast.common.sampling import FinishReason
 from ballast.model.tiny import make_tiny
 from ballast.rpc.channel import open_channel
+from ballast.rpc.errors import from_rpc_error
+from ballast.rpc.fencing import MAX_TOKEN, PLANNER_TOKEN, with_token
 from ballast.rpc.server import RpcServer
 from ballastpb.cluster.v1 import cluster_pb2
 from ballastpb.worker.v1 import worker_pb2 as pb
@@ -345,5 +354,38 @@ def test_status_tells_who_it_is(model: Path) -> None:
         assert status.model.vocab_size == 512
         assert status.load.block_count > 0
         assert status.load.max_running_count == 8
+
+    play(model, story)
+
+
+def test_orders_of_a_replaced_planner_are_refused(model: Path) -> None:
+    """Each kind of order, with a token below the highest one seen; what only asks is answered all the same."""
+
+    async def story(served: Served) -> None:
+        stub = worker_pb2_grpc.WorkerServiceStub(served.channel)
+        await stub.NamePartners(pb.NamePartnersRequest(), metadata=with_token(7))
+        orders = (
+            (stub.Prepare, pb.PrepareRequest()),
+            (stub.Commit, pb.CommitRequest()),
+            (stub.Abort, pb.AbortRequest()),
+            (stub.Migrate, pb.MigrateRequest()),
+            (stub.NamePartners, pb.NamePartnersRequest()),
+            (stub.Drain, pb.DrainRequest()),
+        )
+        for order, request in orders:
+            for old in (with_token(6), ()):
+                with pytest.raises(grpc.RpcError) as refused:
+                    await cast(Any, order)(request, metadata=old)
+                why = from_rpc_error(refused.value, WORKER)
+                assert isinstance(why, StaleEpoch)
+                assert (why.what, why.want) == (PLANNER_TOKEN, 7)
+        for nonsense in ("-1", "9" * 17, "x", str(MAX_TOKEN + 1)):
+            with pytest.raises(grpc.RpcError) as refused:
+                await stub.Drain(pb.DrainRequest(), metadata=((with_token(0)[0][0], nonsense),))
+            assert isinstance(from_rpc_error(refused.value, WORKER), InvalidRequest)
+        assert (await stub.GetTransition(pb.GetTransitionRequest(epoch=1))).status.epoch == 1
+        assert not (await status_of(served.channel)).load.draining
+        await stub.Drain(pb.DrainRequest(), metadata=with_token(7))
+        assert (await status_of(served.channel)).load.draining
 
     play(model, story)

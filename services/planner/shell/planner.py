@@ -50,7 +50,7 @@ from services.planner.shell import notes
 from services.planner.shell.answers import Answers, change_error, drain_error
 from services.planner.shell.balancing import Balancing
 from services.planner.shell.partners import AtRest, PartnerNaming
-from services.planner.shell.ports import Counting, DrainWorker, LayoutStore, MembersPort, MonitorPort
+from services.planner.shell.ports import Counting, LayoutStore, MembersPort, MonitorPort
 from services.planner.shell.watchers import LayoutWatcher, Watchers
 
 _LOADS_TIMEOUT_S = 2.0
@@ -67,7 +67,6 @@ class PlannerShell:
         core: PlannerCore,
         store: LayoutStore,
         monitor: MonitorPort,
-        drain_worker: DrainWorker,
         members: MembersPort,
         counting: Counting,
         *,
@@ -79,7 +78,6 @@ class PlannerShell:
         self.planner_id = planner_id
         self._store = store
         self._monitor = monitor
-        self._drain_worker = drain_worker
         self._members = members
         self._counting = counting
         self._calls: set[tuple[WorkerId, Call]] = set()  # one of a kind at a time
@@ -128,6 +126,7 @@ class PlannerShell:
         return f"{self.planner_id}/{what}-{self._last_number}"
 
     def change_leadership(self, token: int | None) -> None:
+        self._members.lead(token)
         self.feed(LeadershipChanged(time.monotonic(), self.next_cause("lease"), token))
 
     # ------------------------------------------------------------ for the servicer
@@ -294,7 +293,7 @@ class PlannerShell:
         for delay_s in _DRAIN_DELAYS_S:
             await asyncio.sleep(delay_s)
             try:
-                running = await self._drain_worker(
+                running = await self._members.drain(
                     command.address, command.worker_id, command.incarnation, _DRAIN_CALL_TIMEOUT_S
                 )
             except BallastError as error:

@@ -1,6 +1,6 @@
 """What the shell needs of the outside: the state server, the monitor, members of transitions, and who counts."""
 
-from collections.abc import AsyncGenerator, Awaitable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from typing import Protocol
 
 from ballast.common.ids import Epoch, Incarnation, WorkerId
@@ -36,9 +36,19 @@ class MonitorPort(Protocol):
 
 
 class MembersPort(Protocol):
-    """Calls to members of transitions. None: no answer that could be used."""
+    """Calls to workers: members of transitions, and others."""
 
-    async def call(self, command: CallMember, timeout_s: float) -> MemberSaid | None: ...
+    def lead(self, token: int | None) -> None:
+        """Orders carry this fencing token from now on; None: another planner leads."""
+        ...
+
+    async def call(self, command: CallMember, timeout_s: float) -> MemberSaid | None:
+        """None: no answer that could be used."""
+        ...
+
+    async def drain(self, address: str, worker_id: WorkerId, incarnation: Incarnation, timeout_s: float) -> int:
+        """Asks a worker to take nothing new; gives its number of running requests."""
+        ...
 
     async def name_partners(
         self, member: Member, partners: Sequence[Member], settled_epoch: Epoch, timeout_s: float
@@ -51,14 +61,6 @@ class MembersPort(Protocol):
         ...
 
     async def close(self) -> None: ...
-
-
-class DrainWorker(Protocol):
-    """Asks a worker to take nothing new; gives its number of running requests."""
-
-    def __call__(
-        self, address: str, worker_id: WorkerId, incarnation: Incarnation, timeout_s: float
-    ) -> Awaitable[int]: ...
 
 
 class Counting(Protocol):

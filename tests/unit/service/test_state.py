@@ -8,7 +8,7 @@ import pytest
 
 from ballast.common.errors import ConfigError, Unavailable
 from ballast.local.state_server import PrivateStateServer
-from ballast.service.leadership import LeaderAddress, Leadership
+from ballast.service.leadership import Floor, LeaderAddress, Leadership
 from ballast.service.state import StateServer
 from tests.support.waiting import soon
 
@@ -45,6 +45,42 @@ def test_a_lease_has_one_holder_and_its_token_grows_with_each_new_one() -> None:
         third = await state.acquire_lease("x", "a", 10.0, "host:1")
         assert third is not None
         assert third > second, "it had run out"
+
+    tell(story)
+
+
+def test_a_lease_is_made_anew_above_a_token_that_others_have_seen() -> None:
+    """As after a state server that came back empty and with an earlier clock."""
+
+    async def story(server: PrivateStateServer, state: StateServer) -> None:
+        first = await state.acquire_lease("x", "a", 10.0, "host:1")
+        assert first is not None
+        seen = first + 3_600_000
+        assert await state.acquire_lease("x", "b", 10.0, "host:2", above=seen) is None, "not for who does not hold it"
+        second = await state.acquire_lease("x", "a", 10.0, "host:1", above=seen)
+        assert second == seen + 1
+        assert await state.acquire_lease("x", "a", 10.0, "host:1", above=seen) == second, "renewed"
+        await state.release_lease("x", "a")
+        assert await state.acquire_lease("x", "b", 10.0, "host:2") == seen + 2
+
+    tell(story)
+
+
+def test_a_leader_that_is_refused_for_its_token_gets_a_higher_one() -> None:
+    async def story(server: PrivateStateServer, state: StateServer) -> None:
+        told: list[int | None] = []
+        floor = Floor()
+        leadership = Leadership(
+            state, name="x", holder="a", address="host:1", ttl_s=0.3, on_change=told.append, floor=floor
+        )
+        running = asyncio.create_task(leadership.run())
+        await soon(lambda: len(told) == 1)
+        (first,) = told
+        assert first is not None
+        floor.fenced(first + 1000)
+        first_above = first + 1001
+        await soon(lambda: told[1:] == [first_above])
+        running.cancel()
 
     tell(story)
 

@@ -1,0 +1,52 @@
+"""Fencing tokens on orders: who was replaced without noticing it cannot give any.
+
+The planner that leads sends the token of its lease (`ballast.service.leadership`) with each order to a worker, as gRPC
+metadata. A worker refuses an order with a lower token than it has seen.
+"""
+
+from typing import Any
+
+import grpc.aio
+
+from ballast.common.errors import InvalidRequest, StaleEpoch
+
+PLANNER_TOKEN = "planner token"  # `StaleEpoch.what` of an order that is refused
+# Tokens are milliseconds of the state server's clock, or a little more: beyond this one is made up. A double holds it.
+MAX_TOKEN = 1 << 52
+
+_KEY = "ballast-planner-token"
+
+
+def with_token(token: int) -> tuple[tuple[str, str], ...]:
+    """The metadata of an order."""
+    return ((_KEY, str(token)),)
+
+
+class Fence:
+    """Lives in each worker, in its event loop."""
+
+    def __init__(self) -> None:
+        self.highest = 0  # seen so far
+
+    # Any: the message types of a call do not matter here.
+    def admit(self, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        """Called before an order is carried out. An order without a token counts as 0: good until one was seen.
+
+        Raises:
+            StaleEpoch: somebody with a higher token has given orders here.
+            InvalidRequest: the token is no number up to `MAX_TOKEN`.
+        """
+        token = _token_of(context)
+        if token < self.highest:
+            raise StaleEpoch(PLANNER_TOKEN, token, self.highest)
+        self.highest = token
+
+
+def _token_of(context: grpc.aio.ServicerContext[Any, Any]) -> int:
+    for key, value in context.invocation_metadata() or ():
+        if key == _KEY:
+            text = str(value)
+            if not (text.isascii() and text.isdigit() and len(text) <= 16 and int(text) <= MAX_TOKEN):
+                raise InvalidRequest(_KEY, f"must be a number from 0 to {MAX_TOKEN}")
+            return int(text)
+    return 0
