@@ -2,7 +2,8 @@
 
 Expected failures inside a core are values (commands such as `Refuse`); these classes are for the edges, where a
 failure has to cross a call or the wire. `ballast.rpc.errors` maps each class to a gRPC status and back, so that a
-caller in another process catches the same class that was raised.
+caller in another process catches the same class that was raised. A broken invariant alone changes on its way: it stops
+the process in which it was found, and for all others it is a `PeerViolation`.
 """
 
 from collections.abc import Sequence
@@ -86,6 +87,10 @@ class PeerViolation(BallastError):
         self.why = why
 
 
+class CallFailed(BallastError):
+    """A call came upon something that nobody foresaw. The service goes on; its log and metrics have the cause."""
+
+
 class ConfigError(BallastError):
     """The operator's mistake: `path` names the setting, file or tensor, `why` says what is wrong with it."""
 
@@ -102,3 +107,8 @@ class InvariantViolation(BallastError):
         super().__init__(why if not story else why + "\n  " + "\n  ".join(story))
         self.why = why
         self.story = tuple(story)
+
+
+def broken_core(error: Exception) -> InvariantViolation:
+    """What an exception means that nobody raised on purpose inside of a core: half of a decision has been made."""
+    return InvariantViolation(f"a core failed amid a decision: {type(error).__name__}: {error}")

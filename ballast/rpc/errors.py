@@ -4,7 +4,6 @@ Details follow google.rpc: BadRequest for a client's mistake, RetryInfo for back
 names our class, so that the caller raises the same one).
 """
 
-import json
 import math
 from typing import cast
 
@@ -18,6 +17,7 @@ from grpc_status import rpc_status
 from ballast.common import errors
 
 DOMAIN = "ballast"
+_LONGEST_RETRY_S = 3600.0  # whatever a peer says
 
 _CODES: dict[type[errors.BallastError], grpc.StatusCode] = {
     errors.InvalidRequest: grpc.StatusCode.INVALID_ARGUMENT,
@@ -31,6 +31,7 @@ _CODES: dict[type[errors.BallastError], grpc.StatusCode] = {
     errors.NotPossible: grpc.StatusCode.FAILED_PRECONDITION,
     errors.NotActive: grpc.StatusCode.FAILED_PRECONDITION,
     errors.PeerViolation: grpc.StatusCode.INTERNAL,
+    errors.CallFailed: grpc.StatusCode.INTERNAL,
     errors.ConfigError: grpc.StatusCode.FAILED_PRECONDITION,
     errors.InvariantViolation: grpc.StatusCode.INTERNAL,
 }
@@ -65,7 +66,7 @@ def to_status(error: errors.BallastError) -> status_pb2.Status:
         case errors.ConfigError():
             fields = {"path": error.path, "why": error.why}
         case errors.InvariantViolation():
-            fields = {"why": error.why, "story": json.dumps(error.story[-20:])}
+            fields = {"why": error.why}
         case _:
             pass
     info = error_details_pb2.ErrorInfo(reason=type(error).__name__, domain=DOMAIN, metadata=fields)
@@ -84,7 +85,10 @@ def from_rpc_error(error: grpc.RpcError, target: str) -> errors.BallastError:
     info, retry_after_s = _read_details(error)
     message = error.details() or ""
     if info is not None:
-        return _rebuild(info, message, retry_after_s)
+        try:
+            return _rebuild(info, message, retry_after_s, target)
+        except ValueError:
+            return errors.PeerViolation(target, f"a status whose details make no sense: {message}")
     match error.code():
         case grpc.StatusCode.INVALID_ARGUMENT | grpc.StatusCode.OUT_OF_RANGE:
             return errors.InvalidRequest("request", message)
@@ -107,7 +111,7 @@ def from_rpc_error(error: grpc.RpcError, target: str) -> errors.BallastError:
             return errors.PeerViolation(target, f"{code.name if code else 'no status'}: {message}")
 
 
-def _rebuild(info: error_details_pb2.ErrorInfo, message: str, retry_after_s: float) -> errors.BallastError:
+def _rebuild(info: error_details_pb2.ErrorInfo, message: str, retry_after_s: float, target: str) -> errors.BallastError:
     fields = info.metadata
     match info.reason:
         case "InvalidRequest":
@@ -132,10 +136,13 @@ def _rebuild(info: error_details_pb2.ErrorInfo, message: str, retry_after_s: flo
             return errors.NotActive(fields["who"])
         case "PeerViolation":
             return errors.PeerViolation(fields["peer"], fields["why"])
+        case "CallFailed":
+            return errors.CallFailed(message)
         case "ConfigError":
             return errors.ConfigError(fields["path"], fields["why"])
         case "InvariantViolation":
-            return errors.InvariantViolation(fields["why"], json.loads(fields["story"]))
+            # Not ours: whoever relays this answer to a caller of his own must not stop for it.
+            return errors.PeerViolation(target, f"stops for a broken invariant: {fields['why']}")
         case _:
             return errors.PeerViolation(info.domain, f"unknown reason {info.reason}: {message}")
 
@@ -151,7 +158,8 @@ def _read_details(call: grpc.Call | grpc.aio.AioRpcError) -> tuple[error_details
         if detail.Unpack(info) and info.domain == DOMAIN:
             found = info
         elif detail.Unpack(retry):
-            retry_after_s = retry.retry_delay.seconds + retry.retry_delay.nanos / 1e9
+            told_s = retry.retry_delay.seconds + retry.retry_delay.nanos / 1e9
+            retry_after_s = min(_LONGEST_RETRY_S, max(0.0, told_s))
     return found, retry_after_s
 
 

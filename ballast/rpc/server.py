@@ -1,30 +1,17 @@
 """A gRPC server as every service runs it: health, reflection, error translation, bounds, one listening port."""
 
-import asyncio
-import inspect
-import logging
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, cast
 
-import grpc
 import grpc.aio
 from google.protobuf.descriptor import ServiceDescriptor
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
-from grpc_status import rpc_status
 
-from ballast.common.errors import BallastError, ConfigError, InvariantViolation
+from ballast.common.errors import ConfigError, InvariantViolation
 from ballast.rpc.channel import SERVER_OPTIONS
-from ballast.rpc.errors import to_status
-
-_log = logging.getLogger(__name__)
-
-# Any: a handler's request and response types differ from call to call; grpc.aio has no better type for them.
-if TYPE_CHECKING:
-    _Handler = grpc.RpcMethodHandler[Any, Any]
-else:  # generic in the type stubs only
-    _Handler = grpc.RpcMethodHandler
+from ballast.rpc.failures import CallFailure, ErrorInterceptor, log_failure
 
 
 # Any: the message types of a call do not matter here.
@@ -74,8 +61,10 @@ class RpcServer:
         port: int,
         services: Sequence[tuple[ServiceDescriptor, Register]],
         on_bug: Callable[[InvariantViolation], None],
+        on_failure: Callable[[CallFailure], None] = log_failure,
     ) -> None:
-        self._server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=[ErrorInterceptor(on_bug)])
+        interceptors = [ErrorInterceptor(on_bug, on_failure)]
+        self._server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=interceptors)
         self._host = host
         self._port = port
         self._names = [descriptor.full_name for descriptor, _ in services]
@@ -112,69 +101,3 @@ class RpcServer:
         """Takes no new calls; those running have `grace_s` to end."""
         await self._health.enter_graceful_shutdown()
         await self._server.stop(grace_s)
-
-
-class ErrorInterceptor(grpc.aio.ServerInterceptor):
-    """Turns errors of `ballast.common.errors` into rich statuses, and bugs into INTERNAL plus a report to the owner."""
-
-    def __init__(self, on_bug: Callable[[InvariantViolation], None]) -> None:
-        self._on_bug = on_bug
-
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[_Handler | None]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> _Handler | None:
-        handler = await continuation(handler_call_details)
-        if handler is None or not handler_call_details.method.startswith("/ballastpb."):
-            return handler
-        # grpc.aio calls exactly one of the four functions, by the shape of the method.
-        if handler.response_streaming:
-            inner = handler.stream_stream if handler.request_streaming else handler.unary_stream
-            return self._streaming(handler, cast(Callable[[Any, Any], Any], inner))
-        inner = handler.stream_unary if handler.request_streaming else handler.unary_unary
-        return self._unary(handler, cast(Callable[[Any, Any], Awaitable[Any]], inner))
-
-    def _streaming(self, handler: _Handler, inner: Callable[[Any, Any], Any]) -> _Handler:
-        """A handler either yields its responses or writes them to the context; the second is cheaper per message."""
-
-        async def generate(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
-            try:
-                async for response in inner(request, context):
-                    yield response
-            except Exception as error:  # noqa: BLE001 - the one place where every failure becomes a status
-                await self._abort(error, context)
-
-        async def write(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-            try:
-                await inner(request, context)
-            except Exception as error:  # noqa: BLE001 - as above
-                await self._abort(error, context)
-
-        call = generate if inspect.isasyncgenfunction(inner) else write
-        shape = grpc.stream_stream_rpc_method_handler if handler.request_streaming else None
-        make = shape or grpc.unary_stream_rpc_method_handler
-        return make(cast(Any, call), handler.request_deserializer, handler.response_serializer)
-
-    def _unary(self, handler: _Handler, inner: Callable[[Any, Any], Awaitable[Any]]) -> _Handler:
-        async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
-            try:
-                return await inner(request, context)
-            except Exception as error:  # noqa: BLE001 - as above
-                await self._abort(error, context)
-
-        make = (
-            grpc.stream_unary_rpc_method_handler if handler.request_streaming else grpc.unary_unary_rpc_method_handler
-        )
-        return make(cast(Any, call), handler.request_deserializer, handler.response_serializer)
-
-    async def _abort(self, error: Exception, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-        if isinstance(error, (grpc.aio.AbortError, asyncio.CancelledError)):
-            raise error
-        if not isinstance(error, BallastError):
-            _log.exception("unexpected failure in a call", exc_info=error)
-            error = InvariantViolation(f"{type(error).__name__}: {error}")
-        if isinstance(error, InvariantViolation):
-            self._on_bug(error)
-        status = rpc_status.to_status(to_status(error))
-        await context.abort_with_status(cast(Any, status))

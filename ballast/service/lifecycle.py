@@ -9,16 +9,20 @@ import gc
 import signal
 import socket
 import sys
+import traceback
 from collections.abc import Awaitable, Callable, Iterator
 from typing import TypeVar
 
 import uvloop
 
 from ballast.common.errors import ConfigError, InvariantViolation
+from ballast.rpc.failures import CallFailure
 from ballast.service.logs import get_logger
-from ballast.service.metrics import INVARIANT_VIOLATIONS
+from ballast.service.metrics import CALL_FAILURES, INVARIANT_VIOLATIONS
 
 E = TypeVar("E", bound=Exception)
+
+_MAX_CAUSES = 256  # told apart in the log; beyond that failures are only counted
 
 
 class Lifecycle:
@@ -27,6 +31,7 @@ class Lifecycle:
     def __init__(self) -> None:
         self.stopping = asyncio.Event()  # set by SIGTERM, SIGINT or a bug: drain, then return
         self.bug: InvariantViolation | None = None
+        self._logged: set[tuple[str, str, str]] = set()  # causes of failed calls that the log has
 
     def stop(self) -> None:
         self.stopping.set()
@@ -37,6 +42,24 @@ class Lifecycle:
         get_logger().error("invariant violated", why=bug.why, story=list(bug.story))
         self.bug = self.bug or bug
         self.stopping.set()
+
+    def report_failure(self, failure: CallFailure) -> None:
+        """Counts a call that failed unforeseen, and logs it if its cause is new. The service goes on."""
+        CALL_FAILURES.labels(failure.method, failure.cause).inc()
+        key = (failure.method, failure.cause, _origin(failure.error))
+        if key in self._logged or len(self._logged) >= _MAX_CAUSES:
+            return
+        self._logged.add(key)
+        if failure.is_ours:
+            get_logger().error("call failed", method=failure.method, cause=failure.cause, exc_info=failure.error)
+        else:
+            get_logger().warning("call failed", method=failure.method, cause=failure.cause)
+
+
+def _origin(error: Exception) -> str:
+    """File and line that raised it."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
 
 
 def advertised_address(host: str, advertise_host: str | None, port: int) -> str:

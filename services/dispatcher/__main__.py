@@ -120,6 +120,7 @@ async def _serve(
             (planner_pb2.DESCRIPTOR.services_by_name["PlannerService"], register_operators),
         ],
         on_bug=life.report_bug,
+        on_failure=life.report_failure,
     )
     port = await server.start()
     address = advertised_address(settings.host, settings.advertise_host, port)

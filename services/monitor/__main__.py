@@ -39,6 +39,7 @@ async def main(life: Lifecycle) -> None:
         port=settings.port,
         services=[(descriptor, register)],
         on_bug=life.report_bug,
+        on_failure=life.report_failure,
     )
     metrics = MetricsServer(settings.host, settings.metrics_port)
     try:

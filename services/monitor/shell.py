@@ -12,7 +12,7 @@ from typing import Protocol
 from prometheus_client import Counter, Gauge
 from structlog.typing import FilteringBoundLogger
 
-from ballast.common.errors import BallastError, NotActive, Overloaded, StaleEpoch, Unavailable
+from ballast.common.errors import BallastError, NotActive, Overloaded, StaleEpoch, Unavailable, broken_core
 from ballast.common.ids import DispatcherId, WorkerId
 from ballast.common.layout import Layout
 from ballast.common.load import LoadReport
@@ -208,8 +208,13 @@ class MonitorShell:
                 await asyncio.sleep(self._tick_interval_s)
 
     def feed(self, event: Event) -> None:
-        for command in self.core.handle(event):
-            self._execute(command)
+        try:
+            for command in self.core.handle(event):
+                self._execute(command)
+        except BallastError:
+            raise
+        except Exception as error:
+            raise broken_core(error) from error
 
     def next_cause(self, what: str) -> str:
         self._last_number += 1

@@ -51,6 +51,7 @@ async def main(life: Lifecycle) -> None:
         port=settings.port,
         services=[(planner_pb2.DESCRIPTOR.services_by_name["PlannerService"], register)],
         on_bug=life.report_bug,
+        on_failure=life.report_failure,
     )
     metrics = MetricsServer(settings.host, settings.metrics_port)
     try:

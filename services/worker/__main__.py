@@ -323,6 +323,7 @@ class WorkerProcess:
             port=self._settings.port,
             services=[(worker_pb2.DESCRIPTOR.services_by_name["WorkerService"], register)],
             on_bug=self._life.report_bug,
+            on_failure=self._life.report_failure,
         )
 
     async def _keep_readiness(self, server: RpcServer) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Final
 
 from ballast.common.clock import Clock
-from ballast.common.errors import InvariantViolation
+from ballast.common.errors import InvariantViolation, broken_core
 from ballast.common.ids import RequestId
 from ballast.common.model import ModelInfo
 from ballast.service.logs import get_logger
@@ -110,13 +110,19 @@ class DispatcherShell:
         try:
             commands = self.core.handle(event)
         except InvariantViolation as bug:
-            self._on_bug(InvariantViolation(bug.why, [*bug.story, *(repr(e)[:500] for e in self._story)]))
+            self._report(bug)
+            return
+        except Exception as error:  # noqa: BLE001 - whatever it is, the core's books are not to be trusted any more
+            self._report(broken_core(error))
             return
         for command in commands:
             self._execute[type(command)](command)
         self._arm_timer()
         if not self.core.requests:
             self._idle.set()
+
+    def _report(self, bug: InvariantViolation) -> None:
+        self._on_bug(InvariantViolation(bug.why, [*bug.story, *(repr(e)[:500] for e in self._story)]))
 
     # --------------------------------------------------------------------------------------------- clients
 

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import time
 
-from ballast.common.errors import BallastError, Unavailable
+from ballast.common.errors import BallastError, Unavailable, broken_core
 from ballast.common.ids import Epoch, WorkerId
 from ballast.common.layout import Layout
 from ballast.common.load import LoadReport
@@ -117,9 +117,14 @@ class PlannerShell:
                 await self._members.close()
 
     def feed(self, event: Event) -> None:
-        for command in self.core.handle(event):
-            self._execute(command)
-        self.core.check()
+        try:
+            for command in self.core.handle(event):
+                self._execute(command)
+            self.core.check()
+        except BallastError:
+            raise
+        except Exception as error:
+            raise broken_core(error) from error
 
     def next_cause(self, what: str) -> str:
         self._last_number += 1

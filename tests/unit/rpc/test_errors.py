@@ -7,7 +7,8 @@ from typing import Any, TypeAlias, cast
 import grpc
 import grpc.aio
 import pytest
-from google.rpc import error_details_pb2
+from google.protobuf import any_pb2
+from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
 from ballast.common import errors
@@ -30,6 +31,7 @@ EXAMPLES: list[BallastError] = [
     errors.StaleEpoch("incarnation", 3, 4),
     errors.NotActive("planner-1"),
     errors.PeerViolation("worker w1", "sent a token twice"),
+    errors.CallFailed("unexpected KeyError"),
     errors.ConfigError("worker.port", "taken"),
     errors.InvariantViolation("blocks do not add up", ("first", "then")),
 ]
@@ -106,6 +108,11 @@ def test_the_caller_catches_what_was_raised(error: BallastError) -> None:
         for caught in (unary.value, streamed.value):
             assert caught.code() is code_of(error)
             again = from_rpc_error(caught, "planner")
+            if isinstance(error, errors.InvariantViolation):
+                # A broken invariant is the end of the process that found it, and of no other.
+                assert isinstance(again, errors.PeerViolation)
+                assert (again.peer, error.why in again.why) == ("planner", True)
+                continue
             assert type(again) is type(error)
             assert vars(again) == vars(error)
             assert str(again) == str(error)
@@ -128,15 +135,14 @@ def test_details_follow_google_rpc() -> None:
     call(errors.Overloaded("queue full", 2.25), story)
 
 
-def test_an_unexpected_failure_is_a_bug_and_is_reported() -> None:
-    async def story(stub: Stub, bugs: Bugs) -> None:
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await stub.GetLayout(pb.GetLayoutRequest(), timeout=60)
-        assert caught.value.code() is grpc.StatusCode.INTERNAL
-        assert "ZeroDivisionError" in str(from_rpc_error(caught.value, "planner"))
-        assert len(bugs) == 1
-
-    call(ZeroDivisionError("1 / 0"), story)
+def test_details_of_a_status_that_make_no_sense_are_the_peers_fault() -> None:
+    info = error_details_pb2.ErrorInfo(reason="StaleEpoch", domain="ballast", metadata={"have": "many"})
+    detail = any_pb2.Any()
+    detail.Pack(info)
+    status = rpc_status.to_status(status_pb2.Status(code=9, message="old", details=[detail]))
+    trailing = grpc.aio.Metadata(*cast(Any, status).trailing_metadata)
+    error = grpc.aio.AioRpcError(grpc.StatusCode.FAILED_PRECONDITION, grpc.aio.Metadata(), trailing, details="old")
+    assert isinstance(from_rpc_error(error, "planner"), errors.PeerViolation)
 
 
 def test_a_message_over_the_bound_is_refused_and_harms_nobody() -> None:

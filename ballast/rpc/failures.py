@@ -1,0 +1,177 @@
+"""What becomes of a call that fails: a status for its caller, a count for us, and nothing for anybody else.
+
+Only a broken invariant of this process stops the service. What peers, clients, codecs, sockets and libraries do wrong
+ends the call in which it shows.
+"""
+
+import asyncio
+import inspect
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, cast
+
+import grpc
+import grpc.aio
+from google.protobuf.message import DecodeError
+from grpc_status import rpc_status
+
+from ballast.common.errors import BallastError, CallFailed, InvalidRequest, InvariantViolation
+from ballast.rpc.errors import from_rpc_error, to_status
+
+# Any: a handler's request and response types differ from call to call; grpc.aio has no better type for them.
+if TYPE_CHECKING:
+    _Handler = grpc.RpcMethodHandler[Any, Any]
+else:  # generic in the type stubs only
+    _Handler = grpc.RpcMethodHandler
+_Context = grpc.aio.ServicerContext[Any, Any]
+
+_log = logging.getLogger(__name__)
+
+MALFORMED: Final = "malformed"  # bytes that are no message of the method
+GONE: Final = "client_gone"  # the connection ended while something was still to be written
+
+
+@dataclass(frozen=True, slots=True)
+class CallFailure:
+    """A call that ended by something nobody raised on purpose."""
+
+    method: str  # "/ballastpb.worker.v1.WorkerService/Attach"
+    cause: str  # MALFORMED, GONE or the name of an exception
+    error: Exception
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether the code of this process is to blame."""
+        return self.cause not in (MALFORMED, GONE)
+
+
+def log_failure(failure: CallFailure) -> None:
+    """For owners without metrics."""
+    _log.error("%s failed: %s", failure.method, failure.cause, exc_info=failure.error if failure.is_ours else None)
+
+
+class ErrorInterceptor(grpc.aio.ServerInterceptor):
+    """Turns errors of `ballast.common.errors` into rich statuses and reports all others to the owner.
+
+    Args:
+        on_bug: Gets a broken invariant of this process; the owner stops.
+        on_failure: Gets every other unforeseen failure; the owner counts it and goes on.
+    """
+
+    def __init__(self, on_bug: Callable[[InvariantViolation], None], on_failure: Callable[[CallFailure], None]) -> None:
+        self._on_bug = on_bug
+        self._on_failure = on_failure
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[_Handler | None]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> _Handler | None:
+        handler = await continuation(handler_call_details)
+        if handler is None:
+            return None
+        return _Guarded(handler, handler_call_details.method, self).handler()
+
+    async def settle(self, error: Exception, method: str, context: _Context) -> None:
+        """Ends the call with the status that `error` means. Always raises."""
+        if isinstance(error, grpc.aio.AbortError):
+            raise error
+        if isinstance(error, grpc.aio.BaseError):
+            self._on_failure(CallFailure(method, GONE, error))
+            raise asyncio.CancelledError from error  # nobody is there to be told
+        known = self._known(error, method)
+        if isinstance(known, InvariantViolation):
+            self._on_bug(known)
+        status = rpc_status.to_status(to_status(known))
+        try:
+            await context.abort_with_status(cast(Any, status))
+        except (grpc.aio.InternalError, grpc.aio.UsageError) as late:
+            raise asyncio.CancelledError from late  # gone in between
+
+    def _known(self, error: Exception, method: str) -> BallastError:
+        match error:
+            case BallastError():
+                return error
+            case DecodeError():
+                self._on_failure(CallFailure(method, MALFORMED, error))
+                return InvalidRequest("message", "is not a valid message of this method")
+            case grpc.RpcError():
+                return from_rpc_error(error, "peer")
+            case _:
+                name = type(error).__name__
+                self._on_failure(CallFailure(method, name, error))
+                return CallFailed(f"unexpected {name}; the log of the service that was called says more")
+
+
+@dataclass(frozen=True, slots=True)
+class _Garbage:
+    """Stands for a request that could not be parsed; else gRPC would print a traceback for each one."""
+
+    error: Exception
+
+
+class _Guarded:
+    """One method's handler with its failures settled."""
+
+    def __init__(self, handler: _Handler, method: str, settler: ErrorInterceptor) -> None:
+        self._handler = handler
+        self._method = method
+        self._settler = settler
+        # grpc.aio calls exactly one of the four functions, by the shape of the method.
+        streaming, unary = (
+            (handler.stream_stream, handler.stream_unary)
+            if handler.request_streaming
+            else (handler.unary_stream, handler.unary_unary)
+        )
+        self._inner = cast(Callable[[Any, Any], Any], streaming if handler.response_streaming else unary)
+
+    def handler(self) -> _Handler:
+        handler = self._handler
+        deserialize = handler.request_deserializer if handler.request_streaming else self._parse
+        if not handler.response_streaming:
+            make = (
+                grpc.stream_unary_rpc_method_handler
+                if handler.request_streaming
+                else grpc.unary_unary_rpc_method_handler
+            )
+            return make(cast(Any, self._call), cast(Any, deserialize), handler.response_serializer)
+        shape = grpc.stream_stream_rpc_method_handler if handler.request_streaming else None
+        make = shape or grpc.unary_stream_rpc_method_handler
+        call = self._generate if inspect.isasyncgenfunction(self._inner) else self._write
+        return make(cast(Any, call), cast(Any, deserialize), handler.response_serializer)
+
+    def _parse(self, data: bytes) -> object:
+        try:
+            return cast(Any, self._handler.request_deserializer)(data)
+        except Exception as error:  # noqa: BLE001 - whatever a parser makes of hostile bytes
+            return _Garbage(error if isinstance(error, DecodeError) else DecodeError(str(error)))
+
+    # A handler either yields its responses or writes them to the context; the second is cheaper for each message.
+
+    async def _generate(self, request: Any, context: _Context) -> AsyncIterator[Any]:
+        try:
+            _refuse_garbage(request)
+            async for response in self._inner(request, context):
+                yield response
+        except Exception as error:  # noqa: BLE001 - the one place where every failure becomes a status
+            await self._settler.settle(error, self._method, context)
+
+    async def _write(self, request: Any, context: _Context) -> None:
+        try:
+            _refuse_garbage(request)
+            await self._inner(request, context)
+        except Exception as error:  # noqa: BLE001 - as above
+            await self._settler.settle(error, self._method, context)
+
+    async def _call(self, request: Any, context: _Context) -> Any:
+        try:
+            _refuse_garbage(request)
+            return await self._inner(request, context)
+        except Exception as error:  # noqa: BLE001 - as above
+            await self._settler.settle(error, self._method, context)
+
+
+def _refuse_garbage(request: object) -> None:
+    if isinstance(request, _Garbage):
+        raise request.error

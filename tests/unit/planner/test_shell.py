@@ -1,0 +1,40 @@
+"""A planner that can decide no more ends; it does not live on with the lease and without a timer."""
+
+import asyncio
+import time
+
+import pytest
+
+from ballast.common.errors import InvariantViolation
+from ballast.service.leadership import LeaderAddress
+from ballast.service.state import StateServer
+from services.planner.__main__ import build_shell
+from services.planner.config import PlannerSettings
+from services.planner.core.machine import PlannerCore
+from services.planner.core.messages import Command, Event, SetTimer
+
+
+@pytest.mark.parametrize("error", [KeyError("w9"), ValueError("too large"), InvariantViolation("layers are missing")])
+def test_any_failure_in_a_timer_ends_the_planner(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run() -> None:
+        settings = PlannerSettings()
+        state = StateServer("redis://127.0.0.1:1")
+        shell = build_shell(settings, state, LeaderAddress(state, "monitor", "127.0.0.1:1"))
+
+        def handle(_: PlannerCore, event: Event) -> list[Command]:
+            if "timer" in event.cause_id:
+                raise error
+            return [SetTimer(time.monotonic())]
+
+        monkeypatch.setattr(PlannerCore, "handle", handle)
+        try:
+            async with asyncio.timeout(30):
+                await shell.run()
+        finally:
+            await state.close()
+
+    with pytest.raises(BaseExceptionGroup) as caught:
+        asyncio.run(run())
+    [end] = caught.value.exceptions
+    assert isinstance(end, InvariantViolation)
+    assert str(error.args[0]) in str(end)
