@@ -21,7 +21,7 @@ from ballast.service.logs import get_logger
 from services.worker.emulation.card import Card, Outgoing
 from services.worker.emulation.phantom import read_all, write_all
 from services.worker.emulation.runner import Activation
-from services.worker.emulation.wire import Frame, Frames, Kind
+from services.worker.emulation.wire import MAX_BYTES, MAX_HELLO_BYTES, Frame, Frames, Kind
 from services.worker.transport.traffic import TrafficClass
 from services.worker.transport.transfer import Opening, Outcome, Refusal, Transfer, TransferReport
 
@@ -111,6 +111,7 @@ class EmulatedLink:
 
     def begin(self) -> None:
         """From here on what comes is taken."""
+        self._connection.trust()
         self._connection.attach(self._take, self._lost)
 
     @property
@@ -345,13 +346,13 @@ class EmulatedLink:
 
 
 class Connection(asyncio.Protocol):
-    """Frames over TCP. What comes while nobody is attached waits for the next who is."""
+    """Frames over TCP. While nobody is attached nothing more is read: what has come waits for the next who is."""
 
     def __init__(self, made: Callable[[Connection], None] | None = None) -> None:
         self._made = made
         self._transport: asyncio.Transport | None = None
-        self._frames = Frames()
-        self._early: list[Frame] = []
+        self._frames = Frames(MAX_HELLO_BYTES)
+        self._early: list[Frame] = []  # of one read at most
         self._on_frame: Callable[[Frame], None] | None = None
         self._on_lost: Callable[[str], None] | None = None
         self._lost_why = ""
@@ -362,9 +363,17 @@ class Connection(asyncio.Protocol):
             on_frame(self._early.pop(0))
         if self._lost_why:
             on_lost(self._lost_why)
+        elif self._transport is not None and not self._transport.is_closing() and self._on_frame is on_frame:
+            self._transport.resume_reading()
 
     def detach(self) -> None:
         self._on_frame = self._on_lost = None
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.pause_reading()
+
+    def trust(self) -> None:
+        """The other side is a worker: from here on it may send frames of any size."""
+        self._frames.max_bytes = MAX_BYTES
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by inheritance

@@ -15,7 +15,9 @@ from services.worker.emulation.link import Connection, EmulatedLink, Receiver
 from services.worker.emulation.wire import Frame, Kind
 from services.worker.transport.pace import StagePace
 
-_MAX_PARKED = 256
+_MAX_PARKED = 256  # callers nobody waits for yet; the oldest goes for another one
+_MAX_STRANGERS = 64  # connections that have not said who they are; the oldest goes for another one
+_HELLO_TIMEOUT_S = 5.0
 _Key = tuple[str, int]  # peer and epoch
 
 
@@ -33,6 +35,7 @@ class EmulatedPlane:
         self._links: dict[_Key, EmulatedLink] = {}
         self._waiting: dict[_Key, asyncio.Future[Connection]] = {}
         self._parked: dict[_Key, Connection] = {}
+        self._strangers: dict[Connection, asyncio.TimerHandle] = {}  # the oldest first
         self._oldest_epoch = 0
         self._closing = False
         self._tasks: set[asyncio.Task[Any]] = set()  # Any: of whatever they return
@@ -82,22 +85,32 @@ class EmulatedPlane:
 
     def _greet(self, connection: Connection) -> None:
         """Somebody with a higher id calls."""
+        if len(self._strangers) >= _MAX_STRANGERS:
+            next(iter(self._strangers)).close()  # it is forgotten as it is lost
+        self._strangers[connection] = self._loop.call_later(_HELLO_TIMEOUT_S, connection.close)
 
         def hello(frame: Frame) -> None:
             connection.detach()
-            key = (frame.meta.decode(), frame.stream)
-            if frame.kind is not Kind.HELLO or len(self._parked) >= _MAX_PARKED or self._closing:
+            forget("")
+            if frame.kind is not Kind.HELLO or self._closing:
                 connection.close()
                 return
+            key = (frame.meta.decode(), frame.stream)
             waiting = self._waiting.pop(key, None)
             if waiting is not None and not waiting.done():
                 waiting.set_result(connection)
                 return
             if (before := self._parked.pop(key, None)) is not None:
                 before.close()
+            elif len(self._parked) >= _MAX_PARKED:
+                self._parked.pop(next(iter(self._parked))).close()
             self._parked[key] = connection
 
-        connection.attach(hello, lambda _: None)
+        def forget(_: str) -> None:
+            if (timer := self._strangers.pop(connection, None)) is not None:
+                timer.cancel()
+
+        connection.attach(hello, forget)
 
     async def _connect(self, peer_id: str, address: str, epoch: int, timeout_s: float) -> EmulatedLink:
         if (link := self.link(peer_id, epoch)) is not None:
@@ -189,8 +202,8 @@ class EmulatedPlane:
             self._server.close()
         for link in list(self._links.values()):
             link.begin_close()
-        for parked in self._parked.values():
-            parked.close()
+        for connection in [*self._parked.values(), *self._strangers]:
+            connection.close()
         for waiting in self._waiting.values():
             waiting.cancel()
         done.set()

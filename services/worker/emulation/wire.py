@@ -7,6 +7,7 @@ from typing import NamedTuple
 _HEAD = struct.Struct("<BBHIQQII")
 HEAD_BYTES = _HEAD.size
 MAX_BYTES = 64 << 20  # of meta or of marks
+MAX_HELLO_BYTES = 4096  # of each, from a stranger
 
 
 class Kind(IntEnum):
@@ -47,7 +48,8 @@ class Frame(NamedTuple):
 class Frames:
     """Cuts what comes in into frames."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_bytes: int = MAX_BYTES) -> None:
+        self.max_bytes = max_bytes  # of meta, and of marks
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> list[Frame]:
@@ -59,7 +61,7 @@ class Frames:
         buffer += data
         while len(buffer) >= HEAD_BYTES:
             kind, traffic, topic, transfer, stream, size_bytes, meta_bytes, body_bytes = _HEAD.unpack_from(buffer)
-            if max(meta_bytes, body_bytes) > MAX_BYTES:
+            if max(meta_bytes, body_bytes) > self.max_bytes:
                 raise ValueError(f"a frame of {meta_bytes} + {body_bytes} bytes")
             middle = HEAD_BYTES + meta_bytes
             end = middle + body_bytes

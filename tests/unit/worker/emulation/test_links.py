@@ -3,16 +3,18 @@
 import asyncio
 import inspect
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 import pytest
 import torch
 
 from ballast.common.errors import DeadlineExceeded, StaleEpoch, Unavailable
+from services.worker.emulation import plane as plane_module
 from services.worker.emulation.link import EmulatedLink, Ending, Message
 from services.worker.emulation.phantom import PhantomBackend, phantom, read_all
 from services.worker.emulation.plane import EmulatedPlane
 from services.worker.emulation.runner import Activation
+from services.worker.emulation.wire import Frame, Kind
 from services.worker.transport.link import Link
 from services.worker.transport.plane import DataPlane
 from services.worker.transport.traffic import TrafficClass
@@ -197,6 +199,51 @@ def test_a_peer_that_does_not_come() -> None:
                 await asyncio.wrap_future(b.warm("a", "127.0.0.1:1", 1, 1.0))
 
     asyncio.run(story())
+
+
+def test_strangers_keep_nobody_out_and_are_remembered_for_a_bounded_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plane_module, "_HELLO_TIMEOUT_S", 0.3)
+    hello = Frame(Kind.HELLO, stream=1, meta=b"b").encode()
+    noise = [b"", hello[:-1], b"x" * 100, b"GET / HTTP/1.1\r\n\r\n" * 10, Frame(Kind.HELLO, meta=b"\xff").encode()]
+    noise += [Frame(Kind.MESSAGE, body=b"x").encode(), Frame(Kind.HELLO, meta=b"x" * 5000).encode()]
+
+    async def story() -> None:
+        async with pair() as both:
+            host, port = both.planes[0].store_address.split(":")
+            strangers = [await asyncio.open_connection(host, int(port)) for _ in range(80)]
+            for i, (_, writer) in enumerate(strangers):
+                writer.write(noise[i % len(noise)])
+            await both.connect()
+            async with asyncio.timeout(60):
+                for reader, writer in strangers:  # each of them is hung up on
+                    with suppress(ConnectionResetError):
+                        assert await reader.read() == b""
+                    writer.close()
+
+    asyncio.run(story())
+
+
+def test_what_comes_from_a_caller_before_it_is_met_stays_in_the_socket() -> None:
+    async def story() -> None:
+        async with pair() as both:
+            host, port = both.planes[0].store_address.split(":")
+            _, writer = await asyncio.open_connection(host, int(port))
+            writer.write(Frame(Kind.HELLO, stream=1, meta=b"b").encode())
+            flood = Frame(Kind.MESSAGE, body=b"x" * 4000).encode() * 4000
+            sending = asyncio.ensure_future(_send(writer, flood))
+            await asyncio.sleep(0.3)
+            [parked] = both.planes[0]._parked.values()
+            assert sum(len(frame.body) for frame in parked._early) < 1 << 20
+            assert not sending.done()
+            sending.cancel()
+            writer.transport.abort()
+
+    asyncio.run(story())
+
+
+async def _send(writer: asyncio.StreamWriter, data: bytes) -> None:
+    writer.write(data)
+    await writer.drain()
 
 
 def test_all_that_real_ones_are_asked_for_is_there() -> None:

@@ -1,14 +1,21 @@
 """Two sides meet, strangers and those who gave up are in nobody's way. Both sides in one process, over real sockets."""
 
+import json
+import math
+import os
+import resource
 import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, replace
+from random import Random
 
 import pytest
 
 from ballast.common.errors import ConfigError, DeadlineExceeded, PeerViolation, Unavailable
+from services.worker.transport import rendezvous
 from services.worker.transport.rendezvous import Hello, Lobby, Terms, call, resolve_host
 
 TERMS = Terms(1, 4096, 4096, 1000, 1000)
@@ -74,13 +81,138 @@ def test_after_the_deadline_there_is_nothing_to_be_had(lobby: Lobby) -> None:
         meeting.store.close()
 
 
-@pytest.mark.parametrize("noise", [b"", b"GET / HTTP/1.1\r\n\r\n", b"{}\n", b"[1]\n", b"x" * 10_000])
-def test_strangers_do_not_stop_a_meeting(lobby: Lobby, noise: bytes) -> None:
-    with dial(lobby) as stranger, ThreadPoolExecutor(1) as pool:
-        stranger.sendall(noise)
-        calling = pool.submit(call, HIGH, "w1", lobby.address, soon())
-        lobby.meet(LOW, "w2", soon()).store.close()
+def meet(lobby: Lobby, within_s: float = 5.0) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        calling = pool.submit(call, HIGH, "w1", lobby.address, soon(within_s))
+        lobby.meet(LOW, "w2", soon(within_s)).store.close()
         calling.result(60).store.close()
+
+
+def is_hung_up_on(stranger: socket.socket) -> bool:
+    """Waits for it."""
+    try:
+        return stranger.recv(1) == b""
+    except ConnectionResetError:  # it had said more than was read
+        return True
+
+
+def hello(**changed: object) -> bytes:
+    return json.dumps(asdict(HIGH) | changed).encode() + b"\n"
+
+
+NOISE = [
+    b"",
+    b"GET / HTTP/1.1\r\n\r\n",
+    b"{}\n",
+    b"[1]\n",
+    b"x" * 10_000,
+    b"\xff\xfe\n",
+    b"\n",
+    b"[" * 4000 + b"\n",  # deeper than the parser goes
+    b'{"a":' * 800 + b"\n",
+    hello(epoch=math.inf),
+    hello(epoch=-math.inf),
+    hello(epoch=math.nan),
+    hello(epoch=True),
+    hello(epoch="3"),
+    hello(epoch=-1),
+    hello(epoch=1 << 63),
+    hello(epoch=10**4000)[:4000] + b"\n",
+    hello(worker_id=""),
+    hello(worker_id=[["w2"]]),
+    hello(terms=None),
+    hello(terms={"version": 1}),
+    hello(terms=asdict(TERMS) | {"urgent_frame_bytes": -1}),
+    hello(terms=asdict(TERMS) | {"bulk_frame_bytes": 1e300}),
+    hello() + b"more than is asked for",
+]
+
+
+@pytest.mark.parametrize("noise", NOISE, ids=range(len(NOISE)))
+def test_strangers_do_not_stop_a_meeting(lobby: Lobby, noise: bytes) -> None:
+    with dial(lobby) as stranger:
+        stranger.sendall(noise)
+        if noise:
+            assert is_hung_up_on(stranger)
+            assert lobby.refused_total == 1
+        meet(lobby)
+
+
+def test_a_flood_of_noise_leaves_the_lobby_as_it_was(lobby: Lobby) -> None:
+    random = Random(3)
+    for _ in range(500):
+        with dial(lobby) as stranger, suppress(OSError):
+            honest = bytearray(hello())
+            for _ in range(random.randint(1, 8)):
+                honest[random.randrange(len(honest) - 1)] = random.randrange(256)
+            stranger.sendall(honest if random.random() < 0.8 else random.randbytes(random.randint(1, 5000)))
+    meet(lobby)
+
+
+def test_who_drips_is_waited_for_by_nobody_and_not_for_long(lobby: Lobby, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendezvous, "_HELLO_TIMEOUT_S", 0.6)
+    with ExitStack() as stack:
+        drips = [stack.enter_context(dial(lobby)) for _ in range(8)]
+        began_s = time.monotonic()
+        for letter in hello()[:4]:
+            for drip in drips:
+                drip.send(bytes([letter]))
+            time.sleep(0.05)
+        meet(lobby)  # all of them are in the middle of their hello
+        for drip in drips:
+            assert is_hung_up_on(drip)
+        assert 0.5 < time.monotonic() - began_s < 30
+    assert lobby.refused_total == len(drips)
+
+
+def test_half_open_connections_take_a_bounded_number_of_places(lobby: Lobby, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendezvous, "_HELLO_TIMEOUT_S", 60.0)
+    with ExitStack() as stack:
+        half_open = [stack.enter_context(dial(lobby)) for _ in range(rendezvous._MAX_STRANGERS + 10)]
+        for first in half_open[:10]:
+            assert is_hung_up_on(first)
+        meet(lobby)
+
+
+def test_callers_that_nobody_waits_for_take_a_bounded_number_of_places(lobby: Lobby) -> None:
+    with ExitStack() as stack:
+        for epoch in range(rendezvous._MAX_PARKED + 20):
+            stack.enter_context(dial(lobby)).sendall(hello(epoch=1000 + epoch))
+        meet(lobby)
+        assert len(lobby._parked) <= rendezvous._MAX_PARKED
+
+
+def test_a_moment_without_file_descriptors_ends_nothing(lobby: Lobby) -> None:
+    host, port = lobby.address.split(":")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with socket.socket() as stranger:
+        os.close(none_from := os.dup(0))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (none_from, hard))
+        try:
+            stranger.connect((host, int(port)))
+            time.sleep(0.2)  # nobody can accept it
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        meet(lobby)
+
+
+def test_a_host_that_drips_its_answer_is_given_up_in_time() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def drip() -> None:
+            connection, _ = server.accept()
+            with connection, suppress(OSError):
+                for letter in json.dumps(asdict(LOW)).encode():
+                    connection.send(bytes([letter]))
+                    time.sleep(0.05)
+
+        with ThreadPoolExecutor(1) as pool:
+            dripping = pool.submit(drip)
+            began_s = time.monotonic()
+            with pytest.raises(DeadlineExceeded):
+                call(HIGH, "w1", f"127.0.0.1:{server.getsockname()[1]}", soon(0.4))
+            assert time.monotonic() - began_s < 5.0
+            dripping.result(60)
 
 
 def test_a_caller_who_gave_up_is_passed_over(lobby: Lobby) -> None:
