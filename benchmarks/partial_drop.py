@@ -22,9 +22,9 @@ from pathlib import Path
 
 from ballast.bench.scenarios import job_of
 from ballast.bench.simulation import arrivals_of, specs_of
+from ballast.common.transition import TransitionKind
 from services.monitor.policy.pressure import Overload
 from services.planner.core.record import TransitionRecord
-from services.planner.core.transition import Kind
 from services.planner.policy.snapshot import ModelShape
 from sim.results import SimRun
 from sim.scenario import read_scenario
@@ -89,8 +89,12 @@ def saved_today(
 
 
 def look(run: SimRun) -> Iterator[Looked]:
-    drops = [r for r in run.transitions if r.journal.kind is Kind.DROP and r.by == "overload" and r.shape is not None]
-    restores_s = [r.began_at_s - run.zero_s for r in run.transitions if r.journal.kind is Kind.RESTORE]
+    drops = [
+        r
+        for r in run.transitions
+        if r.journal.kind is TransitionKind.DROP and r.by == "overload" and r.shape is not None
+    ]
+    restores_s = [r.began_at_s - run.zero_s for r in run.transitions if r.journal.kind is TransitionKind.RESTORE]
     for record in drops:
         began_s = record.began_at_s - run.zero_s
         asked = [s.required_bytes for at_s, s in run.signals if isinstance(s, Overload) and at_s <= began_s + 1e-3]

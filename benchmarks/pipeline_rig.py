@@ -22,10 +22,11 @@ import torch
 from ballast.common.ids import Epoch, GroupId, Incarnation, RequestId, WorkerId
 from ballast.common.layout import Group, Layout, Member
 from ballast.common.sampling import SamplingParams
+from ballast.common.transition import Phase, TransitionKind
 from services.worker.core.batch import Batch, StepResult
 from services.worker.core.events import SequenceKey, Submitted
 from services.worker.core.limits import WorkerLimits
-from services.worker.core.plan import Kind, Phase, Plan
+from services.worker.core.plan import Plan
 from services.worker.core.transition_messages import CommitRequested
 from services.worker.emulation.machine import Machine
 from services.worker.engine.load import load_engine
@@ -356,7 +357,7 @@ class Rig:
         source = Layout(Epoch(1), layers, alone, "benchmark")
         target = Layout(Epoch(2), layers, (Group(GroupId("g"), stages),), "benchmark")
         addresses = dict(zip(names, self._ask_all("address"), strict=True))
-        plan = PlanReceived(Plan(Kind.DROP, source, target), addresses, {})
+        plan = PlanReceived(Plan(TransitionKind.DROP, source, target), addresses, {})
         self._ask_all("post", plan)
         self._await(Phase.PREPARED)
         self._ask_all("post", Told(target.epoch, CommitRequested(time.monotonic(), target.epoch)))

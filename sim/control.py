@@ -2,13 +2,14 @@
 
 import math
 from collections.abc import Callable, Mapping, Set
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
 from ballast.common.ids import DispatcherId, Epoch, WorkerId
 from ballast.common.layout import Layout
 from ballast.common.load import HASTY_REPORT_S, LoadReport
+from ballast.common.transition import Phase
 from services.monitor.core import messages as m
 from services.monitor.core.machine import MonitorCore, MonitorRules
 from services.monitor.policy.demand import Backlog
@@ -16,10 +17,9 @@ from services.monitor.policy.pressure import Overload, Relief, Signal
 from services.planner.core import messages as p
 from services.planner.core.machine import PlannerCore, PlannerRules
 from services.planner.core.record import TransitionRecord
-from services.planner.core.transition import Journal, MemberPhase, MemberSaid, MemberStatus, Stage
+from services.planner.core.transition import Journal, MemberSaid, Stage
 from services.worker.core import plan as wp
 from services.worker.core.transition_messages import AbortRequested, CommitRequested
-from services.worker.pipeline.status import Progress
 from sim.clock import Clock
 from sim.member import Peer, Sources
 
@@ -377,13 +377,13 @@ class PlannerNode:
         progress = peer.member.progress.get(epoch)
         at_s = now_s + self._delays.rpc_s
         if progress is not None:
-            return MemberSaid(at_s, worker_id, MemberPhase(progress.phase.value), progress.why, _status_of(progress))
-        phase = MemberPhase.ABORTED if self._aborted.get(worker_id) == epoch else MemberPhase.NONE
+            return MemberSaid(at_s, worker_id, progress.phase, progress.why, replace(progress))
+        phase = Phase.ABORTED if self._aborted.get(worker_id) == epoch else Phase.NONE
         return MemberSaid(at_s, worker_id, phase)
 
 
 def _plan_of(journal: Journal) -> wp.Plan:
-    return wp.Plan(wp.Kind(journal.kind.value), journal.base, journal.target)
+    return wp.Plan(journal.kind, journal.base, journal.target)
 
 
 def _sources_of(sources: p.Sources) -> Sources:
@@ -392,10 +392,6 @@ def _sources_of(sources: p.Sources) -> Sources:
         named = (holder,) if holder is not None else ()
         found[layer] = found.get(layer, ()) + named
     return found
-
-
-def _status_of(progress: Progress) -> MemberStatus:
-    return MemberStatus(**{field.name: getattr(progress, field.name) for field in fields(MemberStatus)})
 
 
 def _translate(change: m.Change | None, at_s: float, cause_id: str) -> p.MonitorEvent | None:

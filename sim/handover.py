@@ -4,10 +4,11 @@ from collections.abc import Callable, Collection
 
 from ballast.common.errors import InvariantViolation
 from ballast.common.ids import Epoch, WorkerId
+from ballast.common.transition import TransitionKind
 from services.worker.core.batch import SequenceId
 from services.worker.core.events import Event, HandedOver, HandOver
 from services.worker.core.leading import Decision, Leading
-from services.worker.core.plan import Kind, Victim, group_of, members_of
+from services.worker.core.plan import Victim, group_of, members_of
 from services.worker.core.retired import RetiredTables
 from services.worker.core.room import lent_count
 from services.worker.core.snapshot import SequenceSnapshot
@@ -78,7 +79,7 @@ class Handover:
     def give(self, transition: Transition) -> tuple[Victim, ...]:
         """What this instance has led goes to its new leaders. Returns the victims that it goes on leading itself."""
         now_s = self._clock.now_s
-        if transition.plan.kind is Kind.RESTORE:
+        if transition.plan.kind is TransitionKind.RESTORE:
             self._tell(HandOver(now_s, self._dealt_out(transition)))
             return self._own_victims()
         leader = transition.part.new.leader.worker_id

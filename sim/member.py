@@ -11,10 +11,11 @@ from typing import Protocol
 
 from ballast.common.errors import InvariantViolation
 from ballast.common.ids import Epoch, WorkerId
+from ballast.common.transition import Phase, TransitionKind
 from services.worker.core.batch import SequenceId
 from services.worker.core.events import Command, Event, HandedOver, KvArrived, Removed, RoleChanged
 from services.worker.core.leading import Decision
-from services.worker.core.plan import Kind, Phase, Plan, Victim, part_of
+from services.worker.core.plan import Plan, Victim, part_of
 from services.worker.core.retired import RetiredTables
 from services.worker.core.room import Room, RoomSizes
 from services.worker.core.snapshot import SequenceSnapshot
@@ -210,11 +211,11 @@ class GroupMember:
             return
         if part_of(plan, self.me) is None or self._restoring.undoing:
             return
-        if plan.kind is Kind.RESTORE and not self._restoring.may_begin:
+        if plan.kind is TransitionKind.RESTORE and not self._restoring.may_begin:
             return
         self._transition = Transition(self.me, plan)
         self._sources, self._patient = sources, patient
-        self._progress = Progress(plan.epoch, self._clock.now_s, block_count_before=self.book.block_count)
+        self._progress = Progress(epoch=plan.epoch, began_s=self._clock.now_s, block_count_before=self.book.block_count)
         self._handover.begin()
         self._restoring.plan()
         self._exchange = Exchange(
@@ -372,7 +373,7 @@ class GroupMember:
 
     def _prepare_memory(self) -> None:
         transition, now_s = self._current(), self._clock.now_s
-        if transition.plan.kind is Kind.RESTORE:
+        if transition.plan.kind is TransitionKind.RESTORE:
             self._prepare_restore(transition)
             return
         dropped, rate = self._layers_lost(), self._timings.checksum_bytes_per_s

@@ -5,7 +5,8 @@
 from collections.abc import Callable, Mapping, Sequence
 
 from ballast.common.ids import Epoch, WorkerId
-from services.worker.core.plan import Kind, Phase, Plan
+from ballast.common.transition import Phase, TransitionKind
+from services.worker.core.plan import Plan
 from services.worker.core.room import Room, RoomKeeper
 from services.worker.core.stage import StageBook
 from services.worker.core.transition import Transition
@@ -132,7 +133,7 @@ class Restoring:
     def give_up(self, plan: Plan) -> None:
         """What has been prepared is undone. The leader's followers hear of it."""
         self._keeper = None
-        self.undoing = plan.kind is Kind.RESTORE
+        self.undoing = plan.kind is TransitionKind.RESTORE
         if self.undoing and self._role.leads:
             self._pass_on_withdrawal(plan.epoch)
 

@@ -1,7 +1,6 @@
 """Who the planner talks to by gRPC: the monitor, to which it listens, and the workers, whom it asks things."""
 
 import asyncio
-import dataclasses
 import itertools
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
@@ -21,10 +20,12 @@ from ballast.common.errors import (
 from ballast.common.ids import Epoch, Incarnation, WorkerId
 from ballast.common.layout import Member
 from ballast.common.load import LoadReport
+from ballast.common.transition import Phase
 from ballast.rpc import codec
 from ballast.rpc.channel import open_channel
 from ballast.rpc.errors import from_rpc_error
 from ballast.rpc.fencing import MAX_TOKEN, PLANNER_TOKEN, with_token
+from ballast.rpc.transition import KIND, STATUS
 from ballast.service.leadership import LeaderAddress
 from ballast.service.logs import get_logger
 from ballastpb.monitor.v1 import monitor_pb2 as pb
@@ -42,24 +43,13 @@ from services.planner.core.messages import (
     SnapshotBegan,
     SnapshotEnded,
 )
-from services.planner.core.transition import Journal, Kind, MemberPhase, MemberSaid, MemberStatus
+from services.planner.core.transition import Journal, MemberSaid
 from services.planner.policy.migrate import Move
 
 _FIRST_BACK_OFF_S = 0.1
 _LONGEST_BACK_OFF_S = 1.0
 _LOOK_UP_S = 0.5  # how often a silent stream is checked for a monitor that has taken over
 _ANSWER_TIMEOUT_S = 3.0
-_KINDS = {Kind.DROP: worker_pb2.TRANSITION_KIND_DROP, Kind.RESTORE: worker_pb2.TRANSITION_KIND_RESTORE}
-_PHASES = {
-    worker_pb2.TRANSITION_PHASE_UNSPECIFIED: MemberPhase.NONE,
-    worker_pb2.TRANSITION_PHASE_PREPARING: MemberPhase.PREPARING,
-    worker_pb2.TRANSITION_PHASE_PREPARED: MemberPhase.PREPARED,
-    worker_pb2.TRANSITION_PHASE_COMMITTING: MemberPhase.COMMITTING,
-    worker_pb2.TRANSITION_PHASE_EXCHANGING: MemberPhase.EXCHANGING,
-    worker_pb2.TRANSITION_PHASE_DONE: MemberPhase.DONE,
-    worker_pb2.TRANSITION_PHASE_ABORTED: MemberPhase.ABORTED,
-    worker_pb2.TRANSITION_PHASE_FAILED: MemberPhase.FAILED,
-}
 
 
 class MonitorEvents:
@@ -203,18 +193,17 @@ class Members:
         """What the member says; None if it says nothing (in time). A refusal to prepare is FAILED."""
         worker_id, epoch = command.member.worker_id, command.journal.epoch
         try:
-            status = await self._ask(command, timeout_s)
+            status = STATUS.record(await self._ask(command, timeout_s))
         except grpc.RpcError as error:
             why = self._failure(error, worker_id)
             if command.call is Call.PREPARE and isinstance(why, (InvalidRequest, StaleEpoch, NotPossible)):
-                return MemberSaid(time.monotonic(), worker_id, MemberPhase.FAILED, str(why))
+                return MemberSaid(time.monotonic(), worker_id, Phase.FAILED, str(why))
             if not isinstance(why, (Unavailable, DeadlineExceeded)):
                 get_logger().warning("member does not do as asked", worker=worker_id, epoch=epoch, why=str(why))
             return None
         if status.epoch != epoch:
             return None
-        phase = _PHASES.get(status.phase, MemberPhase.NONE)
-        return MemberSaid(time.monotonic(), worker_id, phase, status.why, _status_from_proto(status))
+        return MemberSaid(time.monotonic(), worker_id, status.phase, status.why, status)
 
     async def name_partners(
         self, member: Member, partners: Sequence[Member], settled_epoch: Epoch, timeout_s: float
@@ -287,14 +276,10 @@ def _party(member: Member) -> worker_pb2.MigrationParty:
 def _prepare_request(command: CallMember) -> worker_pb2.PrepareRequest:
     journal: Journal = command.journal
     return worker_pb2.PrepareRequest(
-        kind=_KINDS[journal.kind],
+        kind=KIND.number_of[journal.kind],
         base=codec.layout_to_proto(journal.base),
         target=codec.layout_to_proto(journal.target),
         sources=[worker_pb2.LayerSource(layer=layer, worker_id=holder or "") for layer, holder in command.sources],
         cause_id=command.cause_id,
         patient=command.patient,
     )
-
-
-def _status_from_proto(status: worker_pb2.TransitionStatus) -> MemberStatus:
-    return MemberStatus(**{f.name: getattr(status, f.name) for f in dataclasses.fields(MemberStatus)})

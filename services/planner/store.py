@@ -19,12 +19,13 @@ from ballast.common.errors import InvariantViolation, Unavailable
 from ballast.common.ids import Epoch, Incarnation, WorkerId
 from ballast.common.layout import Layout
 from ballast.common.model import ModelInfo
+from ballast.common.transition import TransitionKind
 from ballast.rpc import codec
 from ballast.service.logs import get_logger
 from ballast.service.state import KEY_PREFIX, StateServer, lease_key
 from ballastpb.cluster.v1 import cluster_pb2 as pb
 from services.planner.core.messages import StoredLayout, WriteJournal, WriteLayout, WriteOutcome
-from services.planner.core.transition import Journal, Kind, Stage
+from services.planner.core.transition import Journal, Stage
 from services.planner.policy.replicate import Partial
 
 LAYOUT_KEY = f"{KEY_PREFIX}layout"
@@ -38,7 +39,7 @@ _PARTIAL = TypeAdapter(tuple[tuple[str, int], ...])
 
 @dataclass(frozen=True, slots=True)
 class _JournalBody:
-    kind: Kind
+    kind: TransitionKind
     base: str  # base64 of ballastpb.cluster.v1.Layout
     target: str
     why: str

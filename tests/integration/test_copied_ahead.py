@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from ballast.common.sampling import FinishReason, SamplingParams
+from ballast.common.transition import TransitionKind
 from ballast.model.tiny import make_tiny
-from services.worker.core.plan import Kind
 from services.worker.core.precopy import WORTH_BLOCKS
 from services.worker.core.room import Room
 from services.worker.pipeline.answers import Answer
@@ -28,11 +28,11 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_only_the_rest_of_the_last_blocks_travels_at_the_commit(model_dir: Path) -> None:
     async def story() -> None:
         async with running_group(model_dir, NAMES, Sizes(memory_bytes=12 << 20)) as cluster:
-            await cluster.change(Kind.DROP, layout(2, [[("w0", 0, 2), ("w1", 2, 4)]], LAYERS))
+            await cluster.change(TransitionKind.DROP, layout(2, [[("w0", 0, 2), ("w1", 2, 4)]], LAYERS))
             sampling = SamplingParams(temperature=0.0, max_tokens=800, ignore_eos=True)
             answers = [await cluster.dispatcher.submit("w0", prompt, sampling) for prompt in PROMPTS]
             await until(lambda: all(len(answer.token_ids) >= 20 for answer in answers))
-            done = await cluster.change(Kind.RESTORE, alone(3, NAMES, LAYERS))
+            done = await cluster.change(TransitionKind.RESTORE, alone(3, NAMES, LAYERS))
             kv = cluster.workers["w0"].engine.memory.kv
             rest_bytes = len(PROMPTS) * (LAYERS // 2) * kv.shape.block_bytes * (WORTH_BLOCKS + 1)  # it grew meanwhile
             sent = sum(progress.kv_bytes_sent for progress in done.values())
@@ -61,18 +61,18 @@ def test_only_the_rest_of_the_last_blocks_travels_at_the_commit(model_dir: Path)
 def test_a_restore_that_is_given_up_forgets_what_was_copied(model_dir: Path) -> None:
     async def story() -> None:
         async with running_group(model_dir, NAMES, Sizes(memory_bytes=12 << 20)) as cluster:
-            await cluster.change(Kind.DROP, layout(2, [[("w0", 0, 2), ("w1", 2, 4)]], LAYERS))
+            await cluster.change(TransitionKind.DROP, layout(2, [[("w0", 0, 2), ("w1", 2, 4)]], LAYERS))
             sampling = SamplingParams(temperature=0.0, max_tokens=800, ignore_eos=True)
             answers = [await cluster.dispatcher.submit("w0", prompt, sampling) for prompt in PROMPTS]
             await until(lambda: all(len(answer.token_ids) >= 20 for answer in answers))
-            members = await cluster.prepare(Kind.RESTORE, alone(3, NAMES, LAYERS))
+            members = await cluster.prepare(TransitionKind.RESTORE, alone(3, NAMES, LAYERS))
             told = [cluster.workers[name].progress(3) for name in members]
             assert sum(progress.kv_bytes_copied_ahead for progress in told if progress) > 0
             await cluster.abort(members, alone(3, NAMES, LAYERS).epoch)
             counts = [len(answer.token_ids) for answer in answers]
             await until(lambda: all(len(a.token_ids) > n for a, n in zip(answers, counts, strict=True)))
             await until(lambda: all(w.engine.memory.kv.held_layers != (0, 1, 2, 3) for w in cluster.workers.values()))
-            done = await cluster.change(Kind.RESTORE, alone(4, NAMES, LAYERS))
+            done = await cluster.change(TransitionKind.RESTORE, alone(4, NAMES, LAYERS))
             assert sum(progress.victims_copied_ahead for progress in done.values()) == len(PROMPTS)
             for answer in answers:
                 await cluster.dispatcher.cancel(answer)
@@ -96,7 +96,7 @@ def test_nothing_is_copied_from_a_member_whose_blocks_are_still_to_move(model_di
             undisturbed = [await cluster.dispatcher.submit("w0", prompt, sampling) for prompt in PROMPTS]
             for answer in undisturbed:
                 await cluster.dispatcher.end(answer)
-            await cluster.change(Kind.DROP, layout(2, pipeline, LAYERS))
+            await cluster.change(TransitionKind.DROP, layout(2, pipeline, LAYERS))
             answers = [await cluster.dispatcher.submit("w0", prompt, sampling) for prompt in PROMPTS]
             await until(lambda: all(len(answer.token_ids) >= 20 for answer in answers))
             late = cluster.workers["w1"]
@@ -114,7 +114,7 @@ def test_nothing_is_copied_from_a_member_whose_blocks_are_still_to_move(model_di
 
             late.member.handle = listening
             target = alone(3, names, LAYERS)
-            members = cluster.ask_to_prepare(Kind.RESTORE, target)
+            members = cluster.ask_to_prepare(TransitionKind.RESTORE, target)
             await until(lambda: bool(granted and asked))
             await asyncio.sleep(0.2)
             precopy = late.member._restoring.precopy
@@ -122,7 +122,7 @@ def test_nothing_is_copied_from_a_member_whose_blocks_are_still_to_move(model_di
             assert not late.member._homecoming.maps_kv
             assert not precopy._transfers
             cluster.post("w1", granted[0])
-            await cluster.prepare(Kind.RESTORE, target)
+            await cluster.prepare(TransitionKind.RESTORE, target)
             assert precopy._transfers
             cluster.commit(members, target)
             await cluster.done(members, target.epoch)
@@ -140,7 +140,7 @@ def test_all_members_know_whether_requests_wait(model_dir: Path) -> None:
 
     async def story() -> None:
         async with running_group(model_dir, NAMES, Sizes(memory_bytes=12 << 20, max_running_count=2)) as cluster:
-            await cluster.change(Kind.DROP, layout(2, [[("w0", 0, 2), ("w1", 2, 4)]], LAYERS))
+            await cluster.change(TransitionKind.DROP, layout(2, [[("w0", 0, 2), ("w1", 2, 4)]], LAYERS))
             paces = [worker.membership.plane.pace for worker in cluster.workers.values()]
             assert not any(pace.memory_is_awaited for pace in paces)
             sampling = SamplingParams(temperature=0.0, max_tokens=800, ignore_eos=True)
@@ -167,13 +167,13 @@ def test_a_patient_restore_has_its_layers_early_and_makes_room_for_kv_when_there
             sampling = SamplingParams(temperature=0.0, max_tokens=700, ignore_eos=True)
             alone_says = await cluster.dispatcher.submit("w0", PROMPTS[0], sampling)
             await cluster.dispatcher.end(alone_says)
-            await cluster.change(Kind.DROP, layout(2, [[("w0", 0, 2), ("w1", 2, 4)]], LAYERS))
+            await cluster.change(TransitionKind.DROP, layout(2, [[("w0", 0, 2), ("w1", 2, 4)]], LAYERS))
             dropped = w0.book.block_count
             answer, *others = [await cluster.dispatcher.submit("w0", prompt, sampling) for prompt in PROMPTS]
             await until(lambda: w0.core.wanted_block_count > 1.4 * home)
             cluster.patient = True
             target = alone(3, NAMES, LAYERS)
-            members = cluster.ask_to_prepare(Kind.RESTORE, target)
+            members = cluster.ask_to_prepare(TransitionKind.RESTORE, target)
             await until(lambda: all(w.engine.memory.parameters.held_layers == everything for w in (w0, w1)))
             await asyncio.sleep(0.2)
             count = len(answer.token_ids)
@@ -183,7 +183,7 @@ def test_a_patient_restore_has_its_layers_early_and_makes_room_for_kv_when_there
                 assert 1.9 * home < worker.book.block_count < dropped
             for other in others:
                 await cluster.dispatcher.cancel(other)
-            await cluster.prepare(Kind.RESTORE, target)
+            await cluster.prepare(TransitionKind.RESTORE, target)
             cluster.commit(members, target)
             done = await cluster.done(members, target.epoch)
             assert sum(progress.victims_recomputed for progress in done.values()) == 0

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from ballast.common.sampling import SamplingParams
+from ballast.common.transition import Phase, TransitionKind
 from ballast.model.tiny import make_tiny
-from services.worker.core.plan import Kind, Phase
 from services.worker.pipeline.exchange import kv_bytes
 from services.worker.transport.config import TransportConfig
 from tests.support.group import Answer, Cluster, Sizes, alone, layout, running_group
@@ -82,7 +82,7 @@ def test_exactly_the_kv_of_lost_layers_travels(
             answers = await ask(cluster, ["w0", "w1"])
             await tokens_flow(answers, 3)
             target = layout(2, PAIR, LAYERS)
-            members = await cluster.prepare(Kind.DROP, target)
+            members = await cluster.prepare(TransitionKind.DROP, target)
             commits: dict[str, list[tuple[int, int]]] = {}
             for name in members:
                 _spy_on_commit(cluster, name, commits)
@@ -122,7 +122,7 @@ def test_first_tokens_come_while_kv_is_exchanged(
             answers = await ask(cluster, ["w0", "w1"])
             await tokens_flow(answers, 3)
             target = layout(2, PAIR, LAYERS)
-            members = await cluster.prepare(Kind.DROP, target)
+            members = await cluster.prepare(TransitionKind.DROP, target)
             cluster.commit(members, target)
             await cluster.until(members, target.epoch, Phase.EXCHANGING)
             new = await cluster.dispatcher.submit("w0", (9, 8, 7), sampling(20))
@@ -145,7 +145,7 @@ def test_victims_without_room_are_recomputed(model_dir: Path, expected: Callable
         async with running_group(model_dir, ["w0", "w1"], small, w1=large) as cluster:
             answers = await ask(cluster, ["w1"])
             await tokens_flow(answers, 40)
-            said = await cluster.change(Kind.DROP, layout(2, [[("w1", 0, 1), ("w0", 1, 6)]], LAYERS))
+            said = await cluster.change(TransitionKind.DROP, layout(2, [[("w1", 0, 1), ("w0", 1, 6)]], LAYERS))
             tokens = await whole(cluster, answers)
             await cluster.quiet()
             return said["w1"].victims_recomputed, tokens
@@ -165,7 +165,7 @@ def test_a_survivor_becomes_whole_again(
         async with running_group(model_dir, ["w0", "w1"], ROOMY) as cluster:
             answers = await ask(cluster, ["w0", "w1"])
             await tokens_flow(answers, 3)
-            await cluster.change(Kind.DROP, layout(2, PAIR, LAYERS))
+            await cluster.change(TransitionKind.DROP, layout(2, PAIR, LAYERS))
             await tokens_flow(answers, 12)
             kill(cluster, "w0", ["w1"])
             worker = cluster.workers[survivor]
@@ -179,7 +179,7 @@ def test_a_survivor_becomes_whole_again(
             cluster.in_force = alone(3, ["w0", "w1"], LAYERS)
             answers = await ask(cluster, ["w0", "w1"])
             await tokens_flow(answers, 3)
-            await cluster.change(Kind.DROP, layout(4, PAIR, LAYERS))
+            await cluster.change(TransitionKind.DROP, layout(4, PAIR, LAYERS))
             assert await whole(cluster, answers) == tokens
             return tokens
 
@@ -192,7 +192,7 @@ def test_a_member_lost_during_the_exchange(model_dir: Path, expected: Callable[[
             answers = await ask(cluster, ["w0", "w1"])
             await tokens_flow(answers, 3)
             target = layout(2, PAIR, LAYERS)
-            members = await cluster.prepare(Kind.DROP, target)
+            members = await cluster.prepare(TransitionKind.DROP, target)
             cluster.commit(members, target)
             await cluster.until(members, target.epoch, Phase.EXCHANGING)
             kill(cluster, "w1", ["w0"])
@@ -209,7 +209,7 @@ def test_a_member_lost_before_the_commit(model_dir: Path, expected: Callable[[in
         async with running_group(model_dir, ["w0", "w1"], ROOMY) as cluster:
             answers = await ask(cluster, ["w0", "w1"])
             await tokens_flow(answers, 3)
-            members = await cluster.prepare(Kind.DROP, layout(2, PAIR, LAYERS))
+            members = await cluster.prepare(TransitionKind.DROP, layout(2, PAIR, LAYERS))
             kill(cluster, "w1", ["w0"])
             for worker in cluster.workers.values():
                 await until(lambda w=worker: (p := w.progress(2)) is not None and p.phase is Phase.FAILED)
@@ -228,10 +228,10 @@ def test_a_flipped_byte_is_found_and_the_layer_had_from_elsewhere(
     async def run() -> list[tuple[int, ...]]:
         async with running_group(model_dir, ["w0", "w1"], ROOMY) as cluster:
             pristine = [cluster.workers["w0"].engine.memory.parameters.layer_checksum(i) for i in range(LAYERS)]
-            await cluster.change(Kind.DROP, layout(2, PAIR, LAYERS))
+            await cluster.change(TransitionKind.DROP, layout(2, PAIR, LAYERS))
             bad = next(iter(cluster.workers["w1"].engine.memory.parameters.layer(3).values()))
             bad.view(torch.uint8).view(-1)[17] ^= 1
-            said = await cluster.change(Kind.RESTORE, alone(3, ["w0", "w1"], LAYERS))
+            said = await cluster.change(TransitionKind.RESTORE, alone(3, ["w0", "w1"], LAYERS))
             assert said["w0"].repulled_layers == 1
             parameters = cluster.workers["w0"].engine.memory.parameters
             assert [parameters.layer_checksum(i) for i in range(LAYERS)] == pristine
@@ -245,13 +245,13 @@ def test_a_restore_is_aborted_while_layers_come(
 ) -> None:
     async def run() -> list[tuple[int, ...]]:
         async with running_group(model_dir, ["w0", "w1"], SLOW) as cluster:
-            await cluster.change(Kind.DROP, layout(2, PAIR, LAYERS))
+            await cluster.change(TransitionKind.DROP, layout(2, PAIR, LAYERS))
             blocks = {n: w.book.block_count for n, w in cluster.workers.items()}
             reports = {n: w.engine.memory_report() for n, w in cluster.workers.items()}
             answers = await ask(cluster, ["w0"])
             await tokens_flow(answers, 3)
             target = alone(3, ["w0", "w1"], LAYERS)
-            members = cluster.ask_to_prepare(Kind.RESTORE, target)
+            members = cluster.ask_to_prepare(TransitionKind.RESTORE, target)
             await until(lambda: all(w.member._homecoming._pull is not None for w in cluster.workers.values()))
             await cluster.abort(members, target.epoch)
             await until(lambda: blocks == {n: w.book.block_count for n, w in cluster.workers.items()})
@@ -269,13 +269,13 @@ def test_layers_come_from_the_checkpoint_when_no_peer_has_them(
 ) -> None:
     async def run() -> list[tuple[int, ...]]:
         async with running_group(model_dir, ["w0", "w1"], ROOMY) as cluster:
-            await cluster.change(Kind.DROP, layout(2, PAIR, LAYERS))
+            await cluster.change(TransitionKind.DROP, layout(2, PAIR, LAYERS))
             answers = await ask(cluster, ["w0"])
             for worker in cluster.workers.values():
                 worker.member._homecoming.serve = lambda link, event, executed, w=worker: w.member._homecoming.refuse(
                     link, event
                 )
-            said = await cluster.change(Kind.RESTORE, alone(3, ["w0", "w1"], LAYERS))
+            said = await cluster.change(TransitionKind.RESTORE, alone(3, ["w0", "w1"], LAYERS))
             assert all(p.parameter_bytes_pulled == p.parameter_bytes_to_pull for p in said.values())
             return await whole(cluster, answers)
 

@@ -9,9 +9,9 @@ import pytest
 
 from ballast.common.ids import Epoch, WorkerId
 from ballast.common.sampling import SamplingParams
+from ballast.common.transition import Phase, TransitionKind
 from ballast.model.tiny import make_tiny
 from ballastpb.worker.v1 import worker_pb2 as pb
-from services.worker.core.plan import Kind, Phase
 from services.worker.core.room import RoomSizes
 from services.worker.core.transition_messages import AbortRequested
 from services.worker.pipeline.events import CapacityTold, Told
@@ -70,10 +70,10 @@ def test_what_a_stage_had_before_a_restore_is_not_counted_on_when_it_is_given_up
         async with running_group(model_dir, ["w0", "w1"], sizes, w1=Sizes(memory_bytes=9 << 19)) as cluster:
             w0, w1 = cluster.workers["w0"], cluster.workers["w1"]
             _hold_back(w1, Topic.ROOM_WITHDRAWN, lambda: False, 0.5)
-            await cluster.change(Kind.DROP, layout(2, PAIR, LAYERS))
+            await cluster.change(TransitionKind.DROP, layout(2, PAIR, LAYERS))
             before = w1.book.block_count
             assert before < w0.book.block_count
-            await cluster.prepare(Kind.RESTORE, alone(3, ["w0", "w1"], LAYERS))
+            await cluster.prepare(TransitionKind.RESTORE, alone(3, ["w0", "w1"], LAYERS))
             home = w1.book.block_count
             assert blocks_of(w0) == home < before
             cluster.post(
@@ -105,7 +105,7 @@ def test_a_batch_that_overtakes_the_roster_waits_for_it(model_dir: Path) -> None
             groups = [await ask(cluster, name, lengths, greedy(60)) for name in ("w0", "w1", "w2")]
             await until(lambda: all(len(a.token_ids) > 3 for a in groups[0]))
             target = layout(2, [[("w0", 0, 2), ("w1", 2, 4), ("w2", 4, 6)]], LAYERS)
-            members = await cluster.prepare(Kind.DROP, target)
+            members = await cluster.prepare(TransitionKind.DROP, target)
             cluster.commit(members, target)
             await cluster.until(members, target.epoch, Phase.EXCHANGING)
             groups.append(await ask(cluster, "w0", lengths, greedy(60)))  # they run while KV travels
@@ -143,7 +143,7 @@ def test_long_prompts_and_many_logprobs_reach_every_stage(model_dir: Path) -> No
 
     async def run() -> None:
         async with running_group(model_dir, ["w0", "w1"], sizes) as cluster:
-            await cluster.change(Kind.DROP, layout(2, PAIR, LAYERS))
+            await cluster.change(TransitionKind.DROP, layout(2, PAIR, LAYERS))
             answers = await ask(cluster, "w0", lengths, sampling)
             tokens = await whole(cluster, answers)
             assert list(zip(tokens, [len(a.logprobs) for a in answers], strict=True)) == expected
@@ -156,7 +156,7 @@ def test_a_member_that_closes_its_links_in_order_is_lost_to_the_group(model_dir:
 
     async def run() -> None:
         async with running_group(model_dir, ["w0", "w1", "w2"], Sizes(memory_bytes=10 << 19)) as cluster:
-            await cluster.change(Kind.DROP, layout(2, [[("w0", 0, 2), ("w1", 2, 4), ("w2", 4, 6)]], LAYERS))
+            await cluster.change(TransitionKind.DROP, layout(2, [[("w0", 0, 2), ("w1", 2, 4), ("w2", 4, 6)]], LAYERS))
             answers = await ask(cluster, "w0", [30] * 4, greedy(100))
             await until(lambda: all(len(a.token_ids) > 3 for a in answers))
             cluster.workers["w1"].membership.plane.retire(3)
@@ -169,16 +169,16 @@ def test_a_member_that_closes_its_links_in_order_is_lost_to_the_group(model_dir:
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("forgotten", [Kind.DROP, Kind.RESTORE])
-def test_a_newer_plan_takes_back_one_that_nobody_has_decided(model_dir: Path, forgotten: Kind) -> None:
+@pytest.mark.parametrize("forgotten", [TransitionKind.DROP, TransitionKind.RESTORE])
+def test_a_newer_plan_takes_back_one_that_nobody_has_decided(model_dir: Path, forgotten: TransitionKind) -> None:
     """A planner that has lost its journal plans anew, and no Abort comes for what was prepared."""
     expected = alone_says(model_dir, Sizes(memory_bytes=16 << 20), [30] * 4, greedy(120))
 
     async def run() -> None:
         async with running_group(model_dir, ["w0", "w1"], Sizes(memory_bytes=10 << 19)) as cluster:
             answers = await ask(cluster, "w0", [30] * 4, greedy(120))
-            if forgotten is Kind.RESTORE:
-                await cluster.change(Kind.DROP, layout(2, PAIR, LAYERS))
+            if forgotten is TransitionKind.RESTORE:
+                await cluster.change(TransitionKind.DROP, layout(2, PAIR, LAYERS))
                 targets = [alone(3, ["w0", "w1"], LAYERS), alone(4, ["w0", "w1"], LAYERS)]
             else:
                 targets = [layout(3, PAIR, LAYERS), layout(4, [[("w1", 0, 2), ("w0", 2, 6)]], LAYERS)]
@@ -198,9 +198,9 @@ def test_a_plan_that_takes_a_worker_for_another_member_is_refused(model_dir: Pat
 
     async def run() -> None:
         async with running_group(model_dir, ["w0", "w1"], Sizes(memory_bytes=10 << 19)) as cluster:
-            await cluster.change(Kind.DROP, layout(2, PAIR, LAYERS))
+            await cluster.change(TransitionKind.DROP, layout(2, PAIR, LAYERS))
             cluster.in_force = alone(1, ["w0", "w1"], LAYERS)
-            cluster.ask_to_prepare(Kind.DROP, layout(3, [[("w1", 0, 3), ("w0", 3, 6)]], LAYERS))
+            cluster.ask_to_prepare(TransitionKind.DROP, layout(3, [[("w1", 0, 3), ("w0", 3, 6)]], LAYERS))
             for worker in cluster.workers.values():
                 await until(lambda w=worker: (p := w.progress(3)) is not None and p.phase is Phase.FAILED)
                 assert (p := worker.progress(3)) is not None
@@ -218,10 +218,10 @@ def test_a_request_that_outgrows_a_member_keeps_its_group(model_dir: Path) -> No
             home_tokens = cluster.workers["w0"].engine.block_tokens * cluster.workers["w0"].book.block_count
             lengths = [home_tokens - 60, 30]
             expected = await asyncio.to_thread(alone_says, model_dir, Sizes(memory_bytes=16 << 20), lengths, sampling)
-            await cluster.change(Kind.DROP, layout(2, PAIR, LAYERS))
+            await cluster.change(TransitionKind.DROP, layout(2, PAIR, LAYERS))
             answers = await ask(cluster, "w0", lengths, sampling)
             await until(lambda: len(answers[0].token_ids) > 3)
-            members = await cluster.prepare(Kind.RESTORE, alone(3, ["w0", "w1"], LAYERS))
+            members = await cluster.prepare(TransitionKind.RESTORE, alone(3, ["w0", "w1"], LAYERS))
             w0 = cluster.workers["w0"]
             await until(lambda: (p := w0.progress(3)) is not None and p.phase is Phase.FAILED)
             assert (p := w0.progress(3)) is not None
@@ -238,7 +238,7 @@ def test_a_plan_that_nobody_remembers_is_taken_back(model_dir: Path, monkeypatch
 
     async def run() -> None:
         async with running_group(model_dir, ["w0", "w1"], Sizes(memory_bytes=10 << 19)) as cluster:
-            await cluster.prepare(Kind.DROP, layout(5, PAIR, LAYERS))
+            await cluster.prepare(TransitionKind.DROP, layout(5, PAIR, LAYERS))
             told = [Transitions(w.member, w.shell.post_member) for w in cluster.workers.values()]
 
             async def phases_after(settled_epoch: int) -> set[int]:
@@ -255,7 +255,7 @@ def test_a_plan_that_nobody_remembers_is_taken_back(model_dir: Path, monkeypatch
             for one in told:
                 one.name_partners(pb.NamePartnersRequest(settled_epoch=5))
             await until(lambda: {one.status(5).phase for one in told} == {pb.TRANSITION_PHASE_ABORTED})
-            await cluster.change(Kind.DROP, layout(6, PAIR, LAYERS))
+            await cluster.change(TransitionKind.DROP, layout(6, PAIR, LAYERS))
             answers = await ask(cluster, "w0", [30] * 4, greedy(60))
             tokens = await whole(cluster, answers)
             assert list(zip(tokens, [len(a.logprobs) for a in answers], strict=True)) == expected

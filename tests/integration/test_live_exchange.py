@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from ballast.common.sampling import SamplingParams
+from ballast.common.transition import Phase, TransitionKind
 from ballast.model.tiny import make_tiny
-from services.worker.core.plan import Kind, Phase
 from services.worker.pipeline import remote_attention
 from services.worker.transport.config import TransportConfig
 from services.worker.transport.receiving import Message
@@ -58,7 +58,7 @@ async def exchanging(cluster: Cluster) -> list[Answer]:
     answers = await ask(cluster, ["w0", "w1"])
     await until(lambda: all(len(a.token_ids) >= 3 for a in answers))
     target = layout(2, PAIR, LAYERS)
-    members = await cluster.prepare(Kind.DROP, target)
+    members = await cluster.prepare(TransitionKind.DROP, target)
     cluster.commit(members, target)
     await cluster.until(members, target.epoch, Phase.EXCHANGING)
     return answers

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from ballast.common.sampling import SamplingParams
+from ballast.common.transition import TransitionKind
 from ballast.model.tiny import make_tiny
-from services.worker.core.plan import Kind
 from services.worker.transport import link
 from services.worker.transport.config import TransportConfig
 from tests.support.exactness import History, Tally, make_wishes, undisturbed
@@ -156,7 +156,7 @@ def test_a_change_of_the_layout_goes_before(model_dir: Path) -> None:
             answers = await _at_w0(cluster, PROMPTS[:3])
             cluster.migrate("w0", "w1", within_s=20.0)
             await until(lambda: cluster.workers["w1"].book.used_count > 0)
-            await cluster.change(Kind.DROP, layout(2, [[("w0", 0, 2), ("w1", 2, 4)]], LAYERS))
+            await cluster.change(TransitionKind.DROP, layout(2, [[("w0", 0, 2), ("w1", 2, 4)]], LAYERS))
             counts = [len(answer.token_ids) for answer in answers]
             await until(lambda: all(len(a.token_ids) > n for a, n in zip(answers, counts, strict=True)))
             cluster.migrate("w0", "w1")  # members of pipelines do not take part

@@ -10,18 +10,19 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from ballast.common.ids import Epoch, Incarnation, WorkerId
 from ballast.common.layout import Layout
 from ballast.common.overload import OverloadPolicy
+from ballast.common.transition import Phase
 from services.planner.core import messages as p
 from services.planner.core.conductor import ConductorRules
 from services.planner.core.machine import PlannerCore, PlannerRules
-from services.planner.core.transition import MemberPhase, MemberSaid, Stage
+from services.planner.core.transition import MemberSaid, Stage
 from tests.support.planner_core import EXTENT, LOAD, MODEL
 
 WORKERS = st.sampled_from([WorkerId("w0"), WorkerId("w1"), WorkerId("w2")])
 FORWARD = {
-    None: MemberPhase.PREPARING,
-    MemberPhase.PREPARING: MemberPhase.PREPARED,
-    MemberPhase.COMMITTING: MemberPhase.EXCHANGING,
-    MemberPhase.EXCHANGING: MemberPhase.DONE,
+    None: Phase.PREPARING,
+    Phase.PREPARING: Phase.PREPARED,
+    Phase.COMMITTING: Phase.EXCHANGING,
+    Phase.EXCHANGING: Phase.DONE,
 }
 
 
@@ -44,7 +45,7 @@ class TransitionMachine(RuleBasedStateMachine):
         self.reads: list[p.ReadLoads] = []
         self.lives: dict[WorkerId, int] = {}
         self.dead: set[WorkerId] = set()
-        self.phases: dict[tuple[WorkerId, int, int], MemberPhase] = {}  # (worker, life, epoch) -> as that life sees it
+        self.phases: dict[tuple[WorkerId, int, int], Phase] = {}  # (worker, life, epoch) -> as that life sees it
         self.in_force: list[Layout] = []
         self.requests = 0
         self.waiting: set[str] = set()
@@ -81,16 +82,16 @@ class TransitionMachine(RuleBasedStateMachine):
         phase = self.phases.get(key)
         match command.call:
             case p.Call.PREPARE if phase is None:
-                self.phases[key] = MemberPhase.PREPARING
-            case p.Call.COMMIT if phase is MemberPhase.PREPARED:
+                self.phases[key] = Phase.PREPARING
+            case p.Call.COMMIT if phase is Phase.PREPARED:
                 assert self.stored is not None
                 assert self.stored.journal is not None
                 assert self.stored.journal.epoch >= epoch, "commit is told before it is decided"
                 assert any(layout.epoch == epoch for layout in self.in_force), "commit is told before it is decided"
-                self.phases[key] = MemberPhase.COMMITTING
+                self.phases[key] = Phase.COMMITTING
             case p.Call.ABORT:
                 assert phase in (None, *_TAKEN_BACK), f"{worker_id} is to abort epoch {epoch} while {phase}"
-                self.phases[key] = MemberPhase.ABORTED
+                self.phases[key] = Phase.ABORTED
             case _:
                 pass
 
@@ -216,8 +217,8 @@ class TransitionMachine(RuleBasedStateMachine):
             return
         if what == "goes on":
             self.phases[key] = FORWARD.get(phase, phase)
-        elif what == "fails" and phase not in (MemberPhase.DONE, MemberPhase.ABORTED):
-            self.phases[key] = MemberPhase.FAILED
+        elif what == "fails" and phase not in (Phase.DONE, Phase.ABORTED):
+            self.phases[key] = Phase.FAILED
         self.answer(worker_id, coordinator.journal.epoch, self.phases[key])
 
     @precondition(lambda self: self.core.conductor.coordinator is not None)
@@ -229,8 +230,8 @@ class TransitionMachine(RuleBasedStateMachine):
             if self.core.conductor.coordinator is coordinator:
                 self.member(worker_id, "goes on")
 
-    def answer(self, worker_id: WorkerId, epoch: Epoch, phase: MemberPhase) -> None:
-        said = MemberSaid(self.now_s, worker_id, phase, "failed" if phase is MemberPhase.FAILED else "")
+    def answer(self, worker_id: WorkerId, epoch: Epoch, phase: Phase) -> None:
+        said = MemberSaid(self.now_s, worker_id, phase, "failed" if phase is Phase.FAILED else "")
         self.tell(p.MemberAnswered(self.now_s, "c", epoch, said))
 
     @rule(pause_s=st.sampled_from([0.01, 0.1, 0.6, 3.0]))
@@ -280,7 +281,7 @@ class StaticPipelineMachine(TransitionMachine):
 
 
 ENDINGS: Counter[Stage] = Counter()
-_TAKEN_BACK = (MemberPhase.PREPARING, MemberPhase.PREPARED, MemberPhase.FAILED, MemberPhase.ABORTED)
+_TAKEN_BACK = (Phase.PREPARING, Phase.PREPARED, Phase.FAILED, Phase.ABORTED)
 
 
 def test_whatever_happens_transitions_keep_their_promises() -> None:

@@ -16,8 +16,8 @@ import torch
 from ballast.common.ids import Epoch, WorkerId
 from ballast.common.layout import Group, Layout
 from ballast.common.sampling import FinishReason, SamplingParams
+from ballast.common.transition import Phase, TransitionKind
 from services.worker.core.batch import Batch, TokenLogprobs
-from services.worker.core.plan import Kind, Phase
 from services.worker.core.precopy import Span
 from services.worker.core.room import Room, RoomSizes
 from services.worker.core.transition_messages import (
@@ -288,7 +288,7 @@ class History:
                 continue
             cluster.commit(members, target)
             self.tally.epochs.append(epoch)
-            if kind is Kind.DROP:
+            if kind is TransitionKind.DROP:
                 self.tally.drops += 1
             else:
                 self.tally.restores += 1
@@ -296,7 +296,7 @@ class History:
                 await cluster.done(members, target.epoch)
         await _all_done(cluster)
 
-    def _next_layout(self, cluster: Cluster, epoch: int) -> tuple[Kind, Layout]:
+    def _next_layout(self, cluster: Cluster, epoch: int) -> tuple[TransitionKind, Layout]:
         """Some pipelines dissolved, or some groups merged, several at once."""
         spans: Spans = [
             [(m.worker_id, m.first_layer, m.last_layer) for m in g.members] for g in cluster.in_force.groups
@@ -304,10 +304,10 @@ class History:
         while True:
             if any(len(g) > 1 for g in spans) and (len(spans) == 1 or self._rng.random() < 0.4):
                 made = self._dissolve(spans, cluster.layer_count)
-                kind = Kind.RESTORE
+                kind = TransitionKind.RESTORE
             else:
                 made = self._merge(spans, cluster.layer_count)
-                kind = Kind.DROP
+                kind = TransitionKind.DROP
             if made is not None:
                 return kind, layout(epoch, made, cluster.layer_count)
 

@@ -13,10 +13,11 @@ from ballast.common.errors import Unavailable
 from ballast.common.ids import Epoch, GroupId, Incarnation, RequestId, WorkerId
 from ballast.common.layout import Group, Layout, Member
 from ballast.common.sampling import FinishReason, SamplingParams
+from ballast.common.transition import Phase, TransitionKind
 from services.worker.core.batch import NewSequence, TokenLogprobs
 from services.worker.core.events import Aborted, Emit, Ending, SequenceKey, Submitted
 from services.worker.core.limits import WorkerLimits
-from services.worker.core.plan import Kind, Phase, Plan
+from services.worker.core.plan import Plan
 from services.worker.core.transition_messages import AbortRequested, CommitRequested
 from services.worker.engine.load import Engine, load_engine
 from services.worker.memory.host_blocks import HostBlocks
@@ -302,7 +303,7 @@ class Cluster:
         kept = set(self.in_force.groups) & set(target.groups)
         return [m.worker_id for g in target.groups if g not in kept for m in g.members]
 
-    def ask_to_prepare(self, kind: Kind, target: Layout) -> list[WorkerId]:
+    def ask_to_prepare(self, kind: TransitionKind, target: Layout) -> list[WorkerId]:
         """A planner says so again and again until it is heard."""
         members = self.members(target)
         addresses = {WorkerId(n): w.membership.plane.store_address for n, w in self.workers.items()}
@@ -318,7 +319,7 @@ class Cluster:
             self.post(name, PlanReceived(plan, addresses, sources, self.patient))
         return members
 
-    async def prepare(self, kind: Kind, target: Layout) -> Sequence[WorkerId]:
+    async def prepare(self, kind: TransitionKind, target: Layout) -> Sequence[WorkerId]:
         """Returns the members once all are prepared."""
         members = self.ask_to_prepare(kind, target)
         async with asyncio.timeout(90.0):
@@ -341,7 +342,7 @@ class Cluster:
             self.post(name, Told(target.epoch, CommitRequested(time.monotonic(), target.epoch)))
         self.in_force = target
 
-    async def change(self, kind: Kind, target: Layout) -> dict[str, Progress]:
+    async def change(self, kind: TransitionKind, target: Layout) -> dict[str, Progress]:
         members = await self.prepare(kind, target)
         self.commit(members, target)
         return await self.done(members, target.epoch)

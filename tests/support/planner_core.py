@@ -5,6 +5,7 @@ from dataclasses import replace
 from ballast.common.ids import Epoch, Incarnation, WorkerId
 from ballast.common.layout import Layout
 from ballast.common.load import LoadReport, MemoryReport
+from ballast.common.transition import Phase, Status
 from services.planner.core.conductor import ConductorRules
 from services.planner.core.machine import PlannerCore, PlannerRules
 from services.planner.core.messages import (
@@ -32,7 +33,7 @@ from services.planner.core.messages import (
     WriteOutcome,
     WriteSettled,
 )
-from services.planner.core.transition import MemberPhase, MemberSaid, MemberStatus, Stage
+from services.planner.core.transition import MemberSaid, Stage
 from tests.support.reporting_worker import load_report, model_info
 
 EXTENT = 1024
@@ -56,7 +57,7 @@ class Planner:
         self.stored: StoredLayout | None = None
         self.outcomes: list[WriteOutcome] = []  # of the next writes, instead of WRITTEN
         self.journal: list[Stage] = []
-        self.phases: dict[str, MemberPhase] = {}  # what members answer; absent: they are silent
+        self.phases: dict[str, Phase] = {}  # what members answer; absent: they are silent
         self.said: list[Command] = []
         self.events: list[Event] = []
         self.answered = 0  # events that have been handled
@@ -140,14 +141,14 @@ class Planner:
             self.fire()
         self.now_s = until_s
 
-    def answer(self, phase: MemberPhase, *workers: str, why: str = "", status: MemberStatus | None = None) -> None:
+    def answer(self, phase: Phase, *workers: str, why: str = "", status: Status | None = None) -> None:
         record = self.core.conductor.record
         for worker in workers:
             said = MemberSaid(self.now_s, WorkerId(worker), phase, why, status)
             self.tell(MemberAnswered(self.now_s, "c", record.epoch if record else Epoch(0), said))
 
     def go_through(self, *workers: str) -> None:
-        for phase in (MemberPhase.PREPARED, MemberPhase.EXCHANGING, MemberPhase.DONE):
+        for phase in (Phase.PREPARED, Phase.EXCHANGING, Phase.DONE):
             self.answer(phase, *workers)
 
     def drop(self, *workers: str, request_id: str = "d1") -> None:

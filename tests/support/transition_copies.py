@@ -9,6 +9,7 @@ from typing import Protocol
 
 from ballast.common.ids import WorkerId
 from ballast.common.layout import Layout
+from ballast.common.transition import Phase, TransitionKind
 from services.worker.core import plan as wp
 from services.worker.core import transition as wt
 from services.worker.core import transition_messages as wm
@@ -16,7 +17,7 @@ from services.worker.core.batch import Batch, Slice
 from services.worker.core.precopy import Precopy, Span, sources_of
 
 BLOCK_TOKENS = 4
-_BEFORE = (wp.Phase.PREPARING, wp.Phase.PREPARED)  # the commit
+_BEFORE = (Phase.PREPARING, Phase.PREPARED)  # the commit
 
 
 @dataclass
@@ -60,7 +61,7 @@ class Copies:
         self.rests = 0  # pieces of KV of which only the rest travelled after one
 
     def begin(self, plan: wp.Plan, worker: SimWorker) -> Precopy | None:
-        return Precopy(sources_of(plan, worker.name), BLOCK_TOKENS, 4) if plan.kind is wp.Kind.RESTORE else None
+        return Precopy(sources_of(plan, worker.name), BLOCK_TOKENS, 4) if plan.kind is TransitionKind.RESTORE else None
 
     def tell_batch(self, worker: SimWorker, stages: Sequence[SimWorker]) -> None:
         """Whoever may copy ahead hears what the stages have run."""

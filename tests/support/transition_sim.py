@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection
 
 from ballast.common.ids import Epoch, GroupId, Incarnation, WorkerId
 from ballast.common.layout import Group, Layout, Member
+from ballast.common.transition import Phase, TransitionKind
 from services.planner.core import transition as pt
 from services.worker.core import plan as wp
 from services.worker.core import transition as wt
@@ -131,7 +132,7 @@ class World:
 
     # ------------------------------------------------------------ planner
 
-    def plan(self, kind: pt.Kind, groups: list[list[str]]) -> None:
+    def plan(self, kind: TransitionKind, groups: list[list[str]]) -> None:
         assert self.journal is None or self.journal.stage.over
         epoch = self.planned_epoch + 1
         target = layout(epoch, self.layers, groups)
@@ -166,7 +167,7 @@ class World:
 
         self.after(self.rng.uniform(0.1, 2.0), "take over", take_over)
 
-    def forget(self, kind: pt.Kind, groups: list[list[str]]) -> None:
+    def forget(self, kind: TransitionKind, groups: list[list[str]]) -> None:
         """What is not decided is lost with the planner, journal and all; the next one plans something else."""
         undecided = self.coordinator is not None and self.coordinator.journal.stage is pt.Stage.PREPARING
         if not undecided:
@@ -246,14 +247,14 @@ class World:
     def status(self, worker: SimWorker, epoch: Epoch) -> pt.MemberSaid:
         transition = worker.transition
         if transition is not None and transition.epoch == epoch:
-            return pt.MemberSaid(self.now_s, worker.name, pt.MemberPhase(transition.phase), transition.why)
-        phase = pt.MemberPhase.ABORTED if worker.aborted == epoch else pt.MemberPhase.NONE
+            return pt.MemberSaid(self.now_s, worker.name, transition.phase, transition.why)
+        phase = Phase.ABORTED if worker.aborted == epoch else Phase.NONE
         return pt.MemberSaid(self.now_s, worker.name, phase)
 
     # ------------------------------------------------------------ workers
 
     def prepare(self, worker: SimWorker, journal: pt.Journal) -> None:
-        plan = wp.Plan(wp.Kind(journal.kind), journal.base, journal.target)
+        plan = wp.Plan(journal.kind, journal.base, journal.target)
         current = worker.transition
         if worker.aborted >= plan.epoch or (current is not None and current.epoch >= plan.epoch):
             return
@@ -499,8 +500,8 @@ class World:
         return journal is None or journal.stage.over
 
 
-_BEFORE_COMMIT = (wp.Phase.PREPARING, wp.Phase.PREPARED)
-_AFTER_COMMIT = (wp.Phase.COMMITTING, wp.Phase.EXCHANGING)
+_BEFORE_COMMIT = (Phase.PREPARING, Phase.PREPARED)
+_AFTER_COMMIT = (Phase.COMMITTING, Phase.EXCHANGING)
 
 
 def story(seed: int) -> World:
@@ -512,7 +513,11 @@ def story(seed: int) -> World:
     world.tick_planner()
     first = partition(rng, names)
     alone = [[name] for name in names]
-    for kind, groups in ((pt.Kind.DROP, first), (pt.Kind.DROP, [list(names)]), (pt.Kind.RESTORE, alone)):
+    for kind, groups in (
+        (TransitionKind.DROP, first),
+        (TransitionKind.DROP, [list(names)]),
+        (TransitionKind.RESTORE, alone),
+    ):
         if sorted(sorted(g) for g in groups) == sorted(
             sorted(m.worker_id for m in g.members) for g in world.in_force.groups
         ):
@@ -524,7 +529,7 @@ def story(seed: int) -> World:
     return world
 
 
-def _change(world: World, rng: random.Random, kind: pt.Kind, groups: list[list[str]]) -> None:
+def _change(world: World, rng: random.Random, kind: TransitionKind, groups: list[list[str]]) -> None:
     world.faults = True
     world.plan(kind, groups)
     for _ in range(rng.choice([0, 0, 1, 2])):
@@ -545,13 +550,13 @@ def _change(world: World, rng: random.Random, kind: pt.Kind, groups: list[list[s
     assert world.settled(), f"{kind} ends at {world.journal}, {said}"
 
 
-def _another(world: World, rng: random.Random) -> tuple[pt.Kind, list[list[str]]]:
+def _another(world: World, rng: random.Random) -> tuple[TransitionKind, list[list[str]]]:
     """A plan for whatever is in force: some groups merged, or all of them dissolved."""
     groups = [[str(m.worker_id) for m in g.members] for g in world.in_force.groups]
     if len(groups) == 1 or (any(len(g) > 1 for g in groups) and rng.random() < 0.5):
-        return pt.Kind.RESTORE, [[name] for g in groups for name in g]
+        return TransitionKind.RESTORE, [[name] for g in groups for name in g]
     one, other = rng.sample(groups, 2)
-    return pt.Kind.DROP, [*(g for g in groups if g not in (one, other)), one + other]
+    return TransitionKind.DROP, [*(g for g in groups if g not in (one, other)), one + other]
 
 
 def _judge(world: World) -> None:
@@ -566,8 +571,8 @@ def _judge(world: World) -> None:
         # Of a plan that everybody has forgotten nothing is in force. Who has prepared it waits for a newer one: it
         # cannot know that nobody has decided.
         forgotten = worker.transition is not None and worker.transition.epoch <= world.forgotten_epoch
-        harmless = (*_BEFORE_COMMIT, wp.Phase.FAILED) if forgotten else ()
-        assert phase in (None, wp.Phase.DONE, wp.Phase.ABORTED, *harmless), f"{worker.name} ends as {phase}"
+        harmless = (*_BEFORE_COMMIT, Phase.FAILED) if forgotten else ()
+        assert phase in (None, Phase.DONE, Phase.ABORTED, *harmless), f"{worker.name} ends as {phase}"
     led = [sequence for worker in world.workers.values() for sequence in worker.led]
     assert len(led) == len(set(led)), "a sequence has two leaders"
     world.expected_count = len(led) if world.expected_count is None else world.expected_count

@@ -14,6 +14,7 @@ from ballast.common.ids import Epoch, GroupId, WorkerId
 from ballast.common.layout import Layout, Member
 from ballast.common.model import ModelInfo
 from ballast.common.overload import OverloadPolicy
+from ballast.common.transition import TransitionKind
 from services.planner.core.messages import (
     AnswerChange,
     Call,
@@ -42,7 +43,6 @@ from services.planner.core.transition import (
     Journal,
     Journaled,
     JournalRefused,
-    Kind,
     MemberLost,
     Poll,
     SendAbort,
@@ -148,7 +148,7 @@ class Conductor:
     @property
     def _gives_memory_up(self) -> bool:
         """A restore is under way; one of survivors, who serve nowhere, brings memory instead."""
-        if self.coordinator is None or self.coordinator.journal.kind is Kind.DROP:
+        if self.coordinator is None or self.coordinator.journal.kind is TransitionKind.DROP:
             return False
         journal = self.coordinator.journal
         return any(len(group.members) > 1 and group not in journal.target.groups for group in journal.base.groups)
@@ -256,7 +256,7 @@ class Conductor:
         if target is None:
             return []
         self._own_at_s = at_s + self.rules.retry_s
-        return self._start(Granted(Kind.DROP, target, None, ()), ground, at_s, DropWish("policy", cause_id))
+        return self._start(Granted(TransitionKind.DROP, target, None, ()), ground, at_s, DropWish("policy", cause_id))
 
     def _start(self, granted: Granted, ground: Ground, at_s: float, wish: Wish) -> list[Command]:
         journal = Journal(granted.kind, ground.layout, granted.target, Stage.PREPARING, granted.target.reason)
@@ -265,7 +265,7 @@ class Conductor:
         self._sources, self._patient = dict(granted.sources), granted.patient
         stay = set(granted.target.groups)
         gone = [g for g in ground.layout.groups if g not in stay]
-        if granted.kind is Kind.RESTORE:
+        if granted.kind is TransitionKind.RESTORE:
             since = [self._dropped_at_s[g.group_id] for g in gone if g.group_id in self._dropped_at_s]
             self.record.dropped_at_s = min(since, default=None)
         return self._carry_out(self.coordinator.begin(), at_s, wish.cause_id)
@@ -313,7 +313,7 @@ class Conductor:
 
     def make_way(self, why: str, at_s: float, cause_id: str) -> list[Command]:
         """The layout has to change soon: a restore, which may take long, is put off."""
-        if self.coordinator is None or self.coordinator.journal.kind is Kind.DROP:
+        if self.coordinator is None or self.coordinator.journal.kind is TransitionKind.DROP:
             return []
         return self._steps(AbortWanted(at_s, why), at_s, cause_id)
 
@@ -399,7 +399,7 @@ class Conductor:
     def _remember_drops(self, record: TransitionRecord, at_s: float) -> None:
         there = {g.group_id for g in record.journal.target.groups if len(g.members) > 1}
         self._dropped_at_s = {g: since for g, since in self._dropped_at_s.items() if g in there}
-        if record.journal.kind is Kind.DROP:
+        if record.journal.kind is TransitionKind.DROP:
             began = record.reached_at_s.get(Stage.COMMITTING, at_s)
             self._dropped_at_s |= {
                 g.group_id: began for g in record.changed_groups if g.group_id not in self._dropped_at_s

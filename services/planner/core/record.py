@@ -5,7 +5,8 @@ from dataclasses import dataclass, field
 
 from ballast.common.ids import Epoch, WorkerId
 from ballast.common.layout import Group
-from services.planner.core.transition import Journal, Kind, MemberStatus, Stage
+from ballast.common.transition import Status, TransitionKind
+from services.planner.core.transition import Journal, Stage
 from services.planner.policy.explain import layer_ranges, megabytes, thousands
 from services.planner.policy.snapshot import ModelShape
 
@@ -20,7 +21,7 @@ class TransitionRecord:
     request_id: str = ""
     shape: ModelShape | None = None  # None: begun by a planner before this one
     reached_at_s: dict[Stage, float] = field(default_factory=dict[Stage, float])
-    statuses: Mapping[WorkerId, MemberStatus] = field(default_factory=dict[WorkerId, MemberStatus])
+    statuses: Mapping[WorkerId, Status] = field(default_factory=dict[WorkerId, Status])
     lost: tuple[WorkerId, ...] = ()
     dropped_at_s: float | None = None  # of a restore: when the oldest of its groups was merged
 
@@ -73,7 +74,7 @@ class TransitionRecord:
     @property
     def summary(self) -> str:
         """One line."""
-        if self.journal.kind is Kind.DROP:
+        if self.journal.kind is TransitionKind.DROP:
             groups = "; ".join(self._drop_line(group) for group in self.changed_groups)
         else:
             groups = "; ".join(self._restore_line(group) for group in self._dissolved_groups())

@@ -11,11 +11,7 @@ from enum import StrEnum
 from ballast.common.errors import InvariantViolation
 from ballast.common.ids import Epoch, WorkerId
 from ballast.common.layout import Layout
-
-
-class Kind(StrEnum):
-    DROP = "drop"
-    RESTORE = "restore"
+from ballast.common.transition import Phase, Status, TransitionKind
 
 
 class Stage(StrEnum):
@@ -33,49 +29,11 @@ class Stage(StrEnum):
         return self in (Stage.DONE, Stage.ABORTED)
 
 
-class MemberPhase(StrEnum):
-    """What a member says of itself; NONE: it knows nothing of the epoch."""
-
-    NONE = "none"
-    PREPARING = "preparing"
-    PREPARED = "prepared"
-    COMMITTING = "committing"
-    EXCHANGING = "exchanging"
-    DONE = "done"
-    FAILED = "failed"
-    ABORTED = "aborted"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MemberStatus:
-    """What a member counts. Seconds are of its clock."""
-
-    block_count_before: int = 0
-    block_count_after: int = 0
-    freed_parameter_bytes: int = 0
-    kv_bytes_sent: int = 0
-    kv_bytes_received: int = 0
-    parameter_bytes_pulled: int = 0
-    victim_count: int = 0
-    victims_waiting: int = 0
-    victims_recomputed: int = 0
-    prepare_s: float = 0.0
-    remap_s: float = 0.0
-    boundary_wait_s: float = 0.0
-    exchange_s: float = 0.0
-    max_stall_s: float = 0.0
-    p99_stall_s: float = 0.0
-    repulled_layers: int = 0
-    kv_bytes_copied_ahead: int = 0
-    victims_copied_ahead: int = 0
-    waves: int = 0
-
-
 @dataclass(frozen=True, slots=True)
 class Journal:
     """What has to survive the planner."""
 
-    kind: Kind
+    kind: TransitionKind
     base: Layout
     target: Layout
     stage: Stage
@@ -119,9 +77,9 @@ class JournalRefused:
 class MemberSaid:
     at_s: float
     worker_id: WorkerId
-    phase: MemberPhase
+    phase: Phase
     why: str = ""
-    status: MemberStatus | None = None
+    status: Status | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,19 +160,19 @@ class Coordinator:
         self.members = changed_members(journal.base, journal.target)
         if not self.members:
             raise InvariantViolation(f"epoch {journal.epoch} changes nothing")
-        self._said: dict[WorkerId, MemberPhase] = dict.fromkeys(self.members, MemberPhase.NONE)
+        self._said: dict[WorkerId, Phase] = dict.fromkeys(self.members, Phase.NONE)
         self._lost: dict[WorkerId, str] = {}
         self._began_s = at_s
         self._sent_s = at_s
         self._writing: Journal | None = None
-        self.statuses: dict[WorkerId, MemberStatus] = {}
+        self.statuses: dict[WorkerId, Status] = {}
 
     @property
     def stage(self) -> Stage:
         return self.journal.stage
 
     @property
-    def said(self) -> Mapping[WorkerId, MemberPhase]:
+    def said(self) -> Mapping[WorkerId, Phase]:
         return self._said
 
     def begin(self) -> list[Command]:
@@ -269,9 +227,7 @@ class Coordinator:
         self.journal, self._writing = self._writing, None
         self._sent_s = at_s
         if stage is Stage.COMMITTING:  # whoever failed while the decision was written does not come along
-            for worker_id in (
-                w for w, phase in self._said.items() if phase in (MemberPhase.FAILED, MemberPhase.ABORTED)
-            ):
+            for worker_id in (w for w, phase in self._said.items() if phase in (Phase.FAILED, Phase.ABORTED)):
                 self._lost.setdefault(worker_id, "it failed before the commit")
         if stage.over:
             return [Ended(stage, self.journal.failure, tuple(sorted(self._lost)))]
@@ -296,15 +252,15 @@ class Coordinator:
             phase = self._said[worker_id]
             match self.stage:
                 case Stage.PREPARING:
-                    commands.append(SendPrepare(worker_id) if phase is MemberPhase.NONE else Poll(worker_id))
+                    commands.append(SendPrepare(worker_id) if phase is Phase.NONE else Poll(worker_id))
                 case Stage.COMMITTING:
-                    done = phase in (MemberPhase.COMMITTING, MemberPhase.EXCHANGING, MemberPhase.DONE)
+                    done = phase in (Phase.COMMITTING, Phase.EXCHANGING, Phase.DONE)
                     commands.append(Poll(worker_id) if done else SendCommit(worker_id))
                 case Stage.EXCHANGING:
-                    if phase is not MemberPhase.DONE:
+                    if phase is not Phase.DONE:
                         commands.append(Poll(worker_id))
                 case Stage.ABORTING:
-                    if phase is not MemberPhase.ABORTED:
+                    if phase is not Phase.ABORTED:
                         commands.append(SendAbort(worker_id, self.journal.failure))
                 case Stage.DONE | Stage.ABORTED:
                     pass
@@ -314,10 +270,10 @@ class Coordinator:
         if self._writing is not None:
             return []
         limit_s = self.rules.prepare_timeout_s
-        if self.journal.kind is Kind.RESTORE:
+        if self.journal.kind is TransitionKind.RESTORE:
             limit_s = self.rules.restore_prepare_timeout_s
         if self.stage is Stage.PREPARING and at_s - self._began_s >= limit_s:
-            slow = [w for w in self.members if self._said[w] is not MemberPhase.PREPARED]
+            slow = [w for w in self.members if self._said[w] is not Phase.PREPARED]
             return self._abort(f"not prepared within {limit_s:g} s: {', '.join(slow)}")
         if at_s < self.tick_at_s:
             return []
@@ -328,7 +284,7 @@ class Coordinator:
     def tick_at_s(self) -> float:
         """When the next Tick is due."""
         slow = self.stage in (Stage.EXCHANGING, Stage.ABORTING) or (
-            self.stage is Stage.PREPARING and self.journal.kind is Kind.RESTORE
+            self.stage is Stage.PREPARING and self.journal.kind is TransitionKind.RESTORE
         )
         return self._sent_s + (self.rules.slow_poll_s if slow else self.rules.poll_s)
 
@@ -340,7 +296,7 @@ class Coordinator:
         self._said[event.worker_id] = event.phase
         if event.status is not None:
             self.statuses[event.worker_id] = event.status
-        if event.phase in (MemberPhase.FAILED, MemberPhase.ABORTED):
+        if event.phase in (Phase.FAILED, Phase.ABORTED):
             if self.stage is Stage.PREPARING:
                 return self._abort(f"{event.worker_id}: {event.why}")
             if self.stage in (Stage.COMMITTING, Stage.EXCHANGING):
@@ -368,17 +324,17 @@ class Coordinator:
         alive = [w for w in self.members if w not in self._lost]
         said = [self._said[w] for w in alive]
         match self.stage:
-            case Stage.PREPARING if len(alive) == len(self.members) and all(p is MemberPhase.PREPARED for p in said):
+            case Stage.PREPARING if len(alive) == len(self.members) and all(p is Phase.PREPARED for p in said):
                 return self._write(Stage.COMMITTING)
-            case Stage.COMMITTING if all(p in (MemberPhase.EXCHANGING, MemberPhase.DONE) for p in said):
+            case Stage.COMMITTING if all(p in (Phase.EXCHANGING, Phase.DONE) for p in said):
                 return self._write(Stage.EXCHANGING)
-            case Stage.EXCHANGING if all(p is MemberPhase.DONE for p in said):
+            case Stage.EXCHANGING if all(p is Phase.DONE for p in said):
                 return self._write(Stage.DONE)
-            case Stage.ABORTING if all(p is MemberPhase.ABORTED for p in said):
+            case Stage.ABORTING if all(p is Phase.ABORTED for p in said):
                 return self._write(Stage.ABORTED)
             case _:
                 return []
 
 
 # A later one is never followed by an earlier one: an answer that says so was overtaken on its way.
-_ORDER = {phase: i for i, phase in enumerate(MemberPhase)}
+_ORDER = {phase: i for i, phase in enumerate(Phase)}

@@ -7,6 +7,7 @@ from math import inf
 from ballast.common.ids import Epoch, GroupId, WorkerId
 from ballast.common.layout import Layout, Member
 from ballast.common.model import ModelInfo
+from ballast.common.transition import TransitionKind
 from services.planner.core.messages import Sources
 from services.planner.core.survey import (
     Loads,
@@ -20,7 +21,7 @@ from services.planner.core.survey import (
     sources_of,
     survey,
 )
-from services.planner.core.transition import Kind, changed_members
+from services.planner.core.transition import changed_members
 from services.planner.policy.drop import DropPlan, Method, plan, plan_shallow
 from services.planner.policy.explain import explain, explain_restore, megabytes
 from services.planner.policy.restore import RestorePlan, plan_restore
@@ -51,7 +52,7 @@ Wish = DropWish | RestoreWish
 
 @dataclass(frozen=True, slots=True)
 class Granted:
-    kind: Kind
+    kind: TransitionKind
     target: Layout
     shape: ModelShape | None
     lines: tuple[str, ...]
@@ -98,7 +99,7 @@ def complete(base: Layout, members: tuple[Member, ...], epoch: Epoch, why: str) 
     """Survivors of a pipeline get what they lack from the disk, for lack of anybody with whom they share links."""
     layers = range(base.layer_count)
     sources: dict[WorkerId, Sources] = {m.worker_id: tuple((layer, None) for layer in layers) for m in members}
-    return Granted(Kind.RESTORE, completed(base, members, epoch, why), None, (), sources=sources)
+    return Granted(TransitionKind.RESTORE, completed(base, members, epoch, why), None, (), sources=sources)
 
 
 def explain_now(
@@ -126,7 +127,7 @@ def _drop(
 ) -> Granted | Denied:
     if wish.worker_ids:
         target = merged_by_hand(base, wish.worker_ids, epoch, f"{wish.by}: {'+'.join(wish.worker_ids)}")
-        return Granted(Kind.DROP, target, _shape(model, loads), (f"merged: {' '.join(wish.worker_ids)}",))
+        return Granted(TransitionKind.DROP, target, _shape(model, loads), (f"merged: {' '.join(wish.worker_ids)}",))
     snapshot = survey(base, model, loads)
     needed = wish.required_bytes
     if needed is None:
@@ -139,7 +140,7 @@ def _drop(
     target = dropped(base, found, epoch, f"{wish.by}: {megabytes(needed)} of KV needed")
     if not changed_members(base, target):
         return Denied("nothing would change", found.shortfall_bytes)
-    return Granted(Kind.DROP, target, snapshot.model, lines, found.shortfall_bytes)
+    return Granted(TransitionKind.DROP, target, snapshot.model, lines, found.shortfall_bytes)
 
 
 def _restore(wish: RestoreWish, base: Layout, snapshot: Snapshot, epoch: Epoch) -> Granted | Denied:
@@ -153,7 +154,7 @@ def _restore(wish: RestoreWish, base: Layout, snapshot: Snapshot, epoch: Epoch) 
         return Denied("; ".join(lines))
     target = dissolved(base, chosen, epoch, f"{wish.by}: restore")
     patient = not wish.whatever_the_load
-    return Granted(Kind.RESTORE, target, snapshot.model, lines, sources=_sources(found), patient=patient)
+    return Granted(TransitionKind.RESTORE, target, snapshot.model, lines, sources=_sources(found), patient=patient)
 
 
 def _plan_ahead(snapshot: Snapshot, only: Collection[GroupId] | None) -> RestorePlan:

@@ -5,32 +5,17 @@ holder changes.
 """
 
 from dataclasses import dataclass
-from enum import StrEnum
 
 from ballast.common.ids import Epoch, WorkerId
 from ballast.common.layout import Group, Layout
+from ballast.common.transition import TransitionKind
 
 SequenceId = int
 
 
-class Kind(StrEnum):
-    DROP = "drop"
-    RESTORE = "restore"
-
-
-class Phase(StrEnum):
-    PREPARING = "preparing"
-    PREPARED = "prepared"
-    COMMITTING = "committing"  # waits for the step boundary
-    EXCHANGING = "exchanging"  # the new layout is in force; KV of victims travels
-    DONE = "done"
-    ABORTED = "aborted"
-    FAILED = "failed"  # before commit: Abort follows; after it: a member is lost, and this one becomes whole by itself
-
-
 @dataclass(frozen=True, slots=True)
 class Plan:
-    kind: Kind
+    kind: TransitionKind
     base: Layout
     target: Layout
 

@@ -19,8 +19,9 @@ from itertools import islice
 
 from ballast.common.errors import InvariantViolation
 from ballast.common.ids import WorkerId
+from ballast.common.transition import TransitionKind
 from services.worker.core.batch import Batch, SequenceId
-from services.worker.core.plan import Kind, Plan, group_of
+from services.worker.core.plan import Plan, group_of
 
 WORTH_BLOCKS = 2  # fewer are left for later: asking takes time from batches, and at the commit all rests go together
 _AT_ONCE = 2  # questions to a source that are not answered
@@ -45,7 +46,7 @@ class Span:
 def sources_of(plan: Plan, me: WorkerId) -> tuple[Source, ...]:
     """Whom a worker that leaves a pipeline gets KV from; none if this is nothing of the kind."""
     old, new = group_of(plan.base, me), group_of(plan.target, me)
-    if plan.kind is not Kind.RESTORE or old is None or new is None or len(new.members) > 1:
+    if plan.kind is not TransitionKind.RESTORE or old is None or new is None or len(new.members) > 1:
         return ()
     return tuple(Source(m.worker_id, m.first_layer, m.last_layer) for m in old.members if m.worker_id != me)
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 
 from ballast.common.errors import InvariantViolation
 from ballast.common.ids import Epoch, WorkerId
+from ballast.common.transition import Phase
 from services.worker.core.plan import (
-    Phase,
     Plan,
     SequenceId,
     Victim,

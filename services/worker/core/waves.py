@@ -16,9 +16,10 @@ from dataclasses import dataclass
 
 from ballast.common.errors import InvariantViolation
 from ballast.common.ids import WorkerId
+from ballast.common.transition import TransitionKind
 from services.worker.core.batch import SequenceId
 from services.worker.core.blocks import blocks_for
-from services.worker.core.plan import Kind, Part, Plan, Victim, group_of, members_of
+from services.worker.core.plan import Part, Plan, Victim, group_of, members_of
 
 _SPARE_BLOCKS = 1  # of each victim of a wave, for what it says while others wait
 
@@ -51,7 +52,7 @@ def standing_of(
 
 def may_wait(plan: Plan, part: Part) -> bool:
     """Whether there can be a second wave: members give up layers, and all who hold KV are stages of the new group."""
-    return plan.kind is Kind.DROP and set(part.roster_to) <= set(members_of(part.new))
+    return plan.kind is TransitionKind.DROP and set(part.roster_to) <= set(members_of(part.new))
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,13 +8,14 @@ from collections.abc import Callable, Iterable, Mapping
 
 from ballast.common.errors import InvariantViolation
 from ballast.common.ids import Epoch, WorkerId
+from ballast.common.transition import Phase, TransitionKind
 from ballast.service.logs import get_logger
 from ballastpb.worker.v1 import stage_pb2 as pb
 from services.worker.core.batch import SequenceId
 from services.worker.core.events import KvArrived, KvLanded, MicrobatchesJoined, PrefillLimited, RoleChanged
 from services.worker.core.farewell import Farewell, has_last_batch
 from services.worker.core.leading import Decision
-from services.worker.core.plan import Kind, Phase, Victim, members_of, part_of
+from services.worker.core.plan import Victim, members_of, part_of
 from services.worker.core.regroup import Regroup, Turn
 from services.worker.core.stage import StageBook
 from services.worker.core.transition import Transition
@@ -155,7 +156,7 @@ class TransitionDriver:
         self._migrations.give_up("the layout changes")
         if self._releases or not (self._restoring.idle and self._migrations.idle):
             return  # what is read or written for it must not be unmapped
-        if plan.kind is Kind.RESTORE and not self._restoring.may_begin:
+        if plan.kind is TransitionKind.RESTORE and not self._restoring.may_begin:
             return
         self._learning = False
         transition = self.transition = Transition(self._role.me, plan)
@@ -341,7 +342,7 @@ class TransitionDriver:
                 case Quiesce():
                     self.quiescing = True
                     self._published.note_commit()
-                    if self._role.stages and self._current().plan.kind is Kind.RESTORE:
+                    if self._role.stages and self._current().plan.kind is TransitionKind.RESTORE:
                         self._answers.tell(MicrobatchesJoined(time.monotonic()))
                         self._farewell.begin(self._core.departed_step_id, len(self._role.stages))
                 case SendEpochEnded(epoch=epoch):
@@ -385,7 +386,7 @@ class TransitionDriver:
         transition, progress = self._current(), self._published.counted
         if why := self._why_unfit(transition):
             self._fail(transition, why)
-        elif transition.plan.kind is Kind.RESTORE:
+        elif transition.plan.kind is TransitionKind.RESTORE:
             progress.block_count_after = self._memory.home_block_count
             if why := self._restoring.why_too_long():
                 self._fail(transition, why)
@@ -402,7 +403,7 @@ class TransitionDriver:
 
     def _why_unfit(self, transition: Transition) -> str:
         """Why this worker cannot take part, whatever memory there is."""
-        if transition.plan.kind is Kind.RESTORE and (why := self._restoring.why_not(transition.epoch)):
+        if transition.plan.kind is TransitionKind.RESTORE and (why := self._restoring.why_not(transition.epoch)):
             return why
         base = transition.part.old
         return "" if base is None else self._role.why_not_as_in(base)
@@ -447,10 +448,10 @@ class TransitionDriver:
     @staticmethod
     def _ends_with_everybody(transition: Transition) -> bool:
         """The last batch of the old group had all who decode."""
-        return transition.plan.kind is Kind.RESTORE and has_last_batch(len(members_of(transition.part.old)))
+        return transition.plan.kind is TransitionKind.RESTORE and has_last_batch(len(members_of(transition.part.old)))
 
     def _hand_over(self, transition: Transition, now_s: float) -> tuple[Victim, ...]:
-        if transition.plan.kind is Kind.RESTORE:
+        if transition.plan.kind is TransitionKind.RESTORE:
             return self._handover.deal_out(self._restoring.destinations(), now_s)
         return self._handover.give(transition.part.new.leader.worker_id, now_s)
 
@@ -478,7 +479,7 @@ class TransitionDriver:
         decision = self._handover.lead(transition, victims, self._published.counted, now_s)
         self._the_exchange().forget(decision.recomputed)
         self.quiescing = False
-        if transition.plan.kind is Kind.RESTORE and not self._role.stages:
+        if transition.plan.kind is TransitionKind.RESTORE and not self._role.stages:
             self._answers.tell(PrefillLimited(now_s, 0))
             usual_s = len(members_of(transition.part.old)) * self._stage.usual_s
             self.regroup.begin(now_s, usual_s, _GENTLY_STEPS * usual_s)

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 from ballast.common.errors import InvariantViolation
 from ballast.common.ids import Epoch, WorkerId
 from ballast.common.layout import Place
+from ballast.common.transition import Phase
 from ballast.service.logs import get_logger
 from services.worker.core.batch import SequenceId
 from services.worker.core.events import CapacityChanged, Execute, GroupLost, Removed, RoleChanged
-from services.worker.core.plan import Phase
 from services.worker.core.stage import StageBook
 from services.worker.core.transition_messages import PeerLost
 from services.worker.core.worker import WorkerCore

@@ -7,53 +7,20 @@ from collections.abc import Callable, Collection
 
 from ballast.common.errors import InvalidRequest, InvariantViolation, StaleEpoch
 from ballast.common.ids import Epoch, WorkerId
+from ballast.common.transition import Phase
 from ballast.rpc.codec import layout_from_proto
+from ballast.rpc.transition import KIND, STATUS
 from ballastpb.worker.v1 import worker_pb2 as pb
-from services.worker.core.plan import Kind, Phase, Plan, part_of
+from services.worker.core.plan import Plan, part_of
 from services.worker.core.transition_messages import AbortRequested, CommitRequested
 from services.worker.pipeline.events import MigrationOrdered, PlanReceived, Told
 from services.worker.pipeline.member import GroupMember
 from services.worker.pipeline.restoring import BEFORE_COMMIT
-from services.worker.pipeline.status import Progress
 from services.worker.shell import MemberEvent
 
-_KINDS = {pb.TRANSITION_KIND_DROP: Kind.DROP, pb.TRANSITION_KIND_RESTORE: Kind.RESTORE}
 _HOLD_S = 0.05
 _SILENCE_S = 3.0  # a planner asks several times a second what it has under way
 _LONGEST_ORDER_S = 60.0  # of migrations
-_PHASES = {
-    Phase.PREPARING: pb.TRANSITION_PHASE_PREPARING,
-    Phase.PREPARED: pb.TRANSITION_PHASE_PREPARED,
-    Phase.COMMITTING: pb.TRANSITION_PHASE_COMMITTING,
-    Phase.EXCHANGING: pb.TRANSITION_PHASE_EXCHANGING,
-    Phase.DONE: pb.TRANSITION_PHASE_DONE,
-    Phase.ABORTED: pb.TRANSITION_PHASE_ABORTED,
-    Phase.FAILED: pb.TRANSITION_PHASE_FAILED,
-}
-_COPIED = (
-    "why",
-    "block_count_before",
-    "block_count_after",
-    "freed_parameter_bytes",
-    "kv_bytes_to_send",
-    "kv_bytes_sent",
-    "kv_bytes_received",
-    "parameter_bytes_to_pull",
-    "parameter_bytes_pulled",
-    "victim_count",
-    "victims_waiting",
-    "victims_recomputed",
-    "prepare_s",
-    "remap_s",
-    "boundary_wait_s",
-    "exchange_s",
-    "max_stall_s",
-    "repulled_layers",
-    "kv_bytes_copied_ahead",
-    "victims_copied_ahead",
-    "p99_stall_s",
-    "waves",
-)
 
 
 class Transitions:
@@ -70,10 +37,9 @@ class Transitions:
 
     def prepare(self, request: pb.PrepareRequest) -> None:
         """Raises InvalidRequest or StaleEpoch; a plan this worker has already is no error."""
-        kind = _KINDS.get(request.kind)
-        if kind is None:
-            raise InvalidRequest("kind", f"unknown kind {request.kind}")
-        plan = Plan(kind, layout_from_proto(request.base), layout_from_proto(request.target))
+        plan = Plan(
+            KIND.member(request.kind, "kind"), layout_from_proto(request.base), layout_from_proto(request.target)
+        )
         try:
             plan.base.check()
             plan.target.check()
@@ -168,14 +134,7 @@ class Transitions:
         self._heard_at_s = time.monotonic()
         progress = self._member.progress.get(Epoch(epoch))
         if progress is not None:
-            return _to_proto(progress)
+            return STATUS.message(progress)
         if (why := self._aborted.get(Epoch(epoch))) is not None:
             return pb.TransitionStatus(epoch=epoch, phase=pb.TRANSITION_PHASE_ABORTED, why=why)
         return pb.TransitionStatus(epoch=epoch)
-
-
-def _to_proto(progress: Progress) -> pb.TransitionStatus:
-    message = pb.TransitionStatus(epoch=progress.epoch, phase=_PHASES[progress.phase])
-    for name in _COPIED:
-        setattr(message, name, getattr(progress, name))
-    return message

@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING
 
 from ballast.common.errors import BallastError
 from ballast.common.ids import Epoch, WorkerId
+from ballast.common.transition import TransitionKind
 from ballast.service.logs import get_logger
 from ballastpb.worker.v1 import stage_pb2 as pb
 from services.worker.core.batch import Batch, SequenceId
-from services.worker.core.plan import Kind, Plan, group_of, members_of
+from services.worker.core.plan import Plan, group_of, members_of
 from services.worker.core.precopy import Precopy, Source, Span, sources_of
 from services.worker.core.stage import StageBook
 from services.worker.memory.kv_cache import KvCache
@@ -137,7 +138,7 @@ class PrecopyRun:
         """Between two batches."""
         if self._over or self._ready_at_s is None:
             return
-        if self._where.leads and self._where.plan.kind is Kind.RESTORE:
+        if self._where.leads and self._where.plan.kind is TransitionKind.RESTORE:
             self._choose(placements(), now_s)
         if self._heard_at_s is not None:
             if not self.arranged:

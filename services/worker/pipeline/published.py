@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from ballast.common.errors import InvariantViolation
 from ballast.common.ids import Epoch
-from services.worker.core.plan import Phase
+from ballast.common.transition import Phase
 from services.worker.core.transition import Transition
 from services.worker.core.transition_messages import Event, LinksUp, MemoryReady
 from services.worker.pipeline.migration_totals import MigrationTotals
@@ -45,7 +45,7 @@ class Published:
 
     def begin(self, epoch: Epoch, block_count: int) -> Progress:
         """Nothing is published by that yet."""
-        self._counted = Progress(epoch, time.monotonic(), block_count_before=block_count)
+        self._counted = Progress(epoch=epoch, began_s=time.monotonic(), block_count_before=block_count)
         return self._counted
 
     def note(self, event: Event) -> None:

@@ -9,11 +9,12 @@ from collections.abc import Callable, Mapping, Sequence
 
 from ballast.common.errors import InvariantViolation
 from ballast.common.ids import Epoch, WorkerId
+from ballast.common.transition import Phase, TransitionKind
 from ballast.service.logs import get_logger
 from services.worker.core.batch import SequenceId
 from services.worker.core.blocks import blocks_for
 from services.worker.core.events import PrefillLimited
-from services.worker.core.plan import Kind, Phase, Plan
+from services.worker.core.plan import Plan
 from services.worker.core.room import Room, RoomKeeper
 from services.worker.core.stage import StageBook
 from services.worker.core.transition import Transition
@@ -130,7 +131,7 @@ class Restoring:
 
     def poll(self, transition: Transition | None) -> None:
         """Between two batches: what waits for room, or for the end of what is on its way."""
-        if self._role.leads and transition is not None and transition.plan.kind is Kind.RESTORE:
+        if self._role.leads and transition is not None and transition.plan.kind is TransitionKind.RESTORE:
             self._lead(transition)
         if self._homecoming.wants is not Room.NONE:
             self._take_room()
@@ -320,7 +321,7 @@ class Restoring:
         """What has been prepared is undone. The leader's followers hear of it, behind its grant of room."""
         self.the_precopy().end()
         self._keeper = None
-        self.undoing = plan.kind is Kind.RESTORE
+        self.undoing = plan.kind is TransitionKind.RESTORE
         if self.undoing and self._role.leads:
             self._pass_on_withdrawal(plan.epoch)
             self._limit_prefill(None)

@@ -11,12 +11,13 @@ import pytest
 from ballast.common.errors import Unavailable
 from ballast.common.ids import Epoch, GroupId, Incarnation, WorkerId
 from ballast.common.layout import Group, Layout
+from ballast.common.transition import TransitionKind
 from ballast.local.state_server import PrivateStateServer
 from ballast.rpc import codec
 from ballast.service.state import StateServer
 from ballastpb.cluster.v1 import cluster_pb2
 from services.planner.core.messages import StoredLayout, WriteJournal, WriteLayout, WriteOutcome
-from services.planner.core.transition import Journal, Kind, Stage
+from services.planner.core.transition import Journal, Stage
 from services.planner.policy.replicate import Placeable, one_group_each
 from services.planner.store import JOURNAL_KEY, LAYOUT_CHANNEL, LAYOUT_KEY, RedisLayoutStore
 from tests.support.reporting_worker import model_info
@@ -136,7 +137,7 @@ def change(stage: Stage, epoch: int = 2) -> Journal:
         for i, g in enumerate(base.groups)
     )
     target = Layout(Epoch(epoch), 4, (Group(GroupId("w1"), stages),), "drop")
-    return Journal(Kind.DROP, base, target, stage, "overload", "taken back" if stage is Stage.ABORTED else "")
+    return Journal(TransitionKind.DROP, base, target, stage, "overload", "taken back" if stage is Stage.ABORTED else "")
 
 
 def note(stage: Stage, token: int, expected: int = 1, epoch: int = 2) -> WriteJournal:

@@ -4,8 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from ballast.common.ids import Incarnation, WorkerId
+from ballast.common.ids import Epoch, Incarnation, WorkerId
 from ballast.common.overload import OverloadPolicy
+from ballast.common.transition import Phase, Status, TransitionKind
 from services.planner.core.messages import (
     AnswerChange,
     Call,
@@ -23,7 +24,7 @@ from services.planner.core.messages import (
     TransitionMoved,
     WriteOutcome,
 )
-from services.planner.core.transition import Kind, MemberPhase, MemberStatus, Stage
+from services.planner.core.transition import Stage
 from tests.support.planner_core import EXTENT, LOAD, Planner, shape
 
 
@@ -48,8 +49,8 @@ def test_what_is_settled_is_said_only_at_rest() -> None:
     planner.drop("w0", "w1")
     assert planner.journal == [Stage.PREPARING]
     assert planner.core.settled_epoch == 0
-    planner.answer(MemberPhase.FAILED, "w0", why="no memory")
-    planner.answer(MemberPhase.ABORTED, "w0", "w1")
+    planner.answer(Phase.FAILED, "w0", why="no memory")
+    planner.answer(Phase.ABORTED, "w0", "w1")
     assert planner.journal[-1] is Stage.ABORTED
     assert planner.core.settled_epoch == 2, "the layout is still that of epoch 1"
     planner.tell(LeadershipChanged(planner.now_s, "c", None))
@@ -65,17 +66,17 @@ def test_an_overload_is_planned_prepared_committed_and_exchanged() -> None:
     assert len(members) == 2
     assert planner.core.layout.epoch == 1, "nothing has changed for anybody"
 
-    planner.answer(MemberPhase.PREPARED, members[0])
+    planner.answer(Phase.PREPARED, members[0])
     assert planner.journal == [Stage.PREPARING]
-    planner.answer(MemberPhase.PREPARED, members[1])
+    planner.answer(Phase.PREPARED, members[1])
     assert planner.journal == [Stage.PREPARING, Stage.COMMITTING]
     assert planner.stored is not None
     assert planner.stored.layout.epoch == planner.core.layout.epoch == 2
     assert sorted(len(group.members) for group in planner.core.layout.groups) == [1, 2]
     assert sorted(planner.calls(Call.COMMIT)) == members
 
-    planner.answer(MemberPhase.EXCHANGING, *members)
-    planner.answer(MemberPhase.DONE, *members)
+    planner.answer(Phase.EXCHANGING, *members)
+    planner.answer(Phase.DONE, *members)
     assert planner.journal[2:] == [Stage.EXCHANGING, Stage.DONE]
     record = planner.core.conductor.records()[0]
     assert record.journal.stage is Stage.DONE
@@ -113,11 +114,11 @@ def test_a_member_that_cannot_prepare_takes_everything_back() -> None:
     planner = Planner()
     planner.start("w0", "w1")
     planner.drop("w0", "w1")
-    planner.answer(MemberPhase.PREPARED, "w0")
-    planner.answer(MemberPhase.FAILED, "w1", why="too little memory")
+    planner.answer(Phase.PREPARED, "w0")
+    planner.answer(Phase.FAILED, "w1", why="too little memory")
     assert planner.journal == [Stage.PREPARING, Stage.ABORTING]
     assert planner.calls(Call.ABORT) == ["w0", "w1"]
-    planner.answer(MemberPhase.ABORTED, "w0", "w1")
+    planner.answer(Phase.ABORTED, "w0", "w1")
     assert planner.journal[-1] is Stage.ABORTED
     assert planner.shape == ["w0[0:4]", "w1[0:4]"]
     assert "taken back: w1: too little memory" in planner.core.conductor.records()[0].summary
@@ -142,10 +143,10 @@ def test_joins_and_losses_wait_for_the_decision() -> None:
     planner.lose("w2")
     planner.wait(0.5)
     assert planner.shape == ["w0[0:4]", "w1[0:4]", "w2[0:4]"]
-    planner.answer(MemberPhase.PREPARED, "w0", "w1")
+    planner.answer(Phase.PREPARED, "w0", "w1")
     assert planner.shape == ["w0[0:2]+w1[2:4]", "w3[0:4]"], "written right behind the decision"
     assert planner.core.layout.epoch == 3
-    planner.answer(MemberPhase.DONE, "w0", "w1")
+    planner.answer(Phase.DONE, "w0", "w1")
     assert planner.journal[-1] is Stage.DONE
 
 
@@ -153,10 +154,10 @@ def test_a_member_lost_before_the_decision_aborts() -> None:
     planner = Planner()
     planner.start("w0", "w1")
     planner.drop("w0", "w1")
-    planner.answer(MemberPhase.PREPARED, "w0")
+    planner.answer(Phase.PREPARED, "w0")
     planner.lose("w1")
     assert planner.journal[-1] is Stage.ABORTING
-    planner.answer(MemberPhase.ABORTED, "w0")
+    planner.answer(Phase.ABORTED, "w0")
     assert planner.journal[-1] is Stage.ABORTED
     assert planner.shape == ["w0[0:4]"]
 
@@ -165,14 +166,14 @@ def test_a_member_lost_after_the_decision_leaves_survivors_that_get_all_layers_a
     planner = Planner()
     planner.start("w0", "w1", "w2")
     planner.drop("w0", "w1")
-    planner.answer(MemberPhase.PREPARED, "w0", "w1")
-    planner.answer(MemberPhase.EXCHANGING, "w0", "w1")
+    planner.answer(Phase.PREPARED, "w0", "w1")
+    planner.answer(Phase.EXCHANGING, "w0", "w1")
     planner.lose("w1")
     assert planner.shape == ["w2[0:4]"], "w0 holds a part only"
     assert planner.core.partial == (("w0", 1),)
-    planner.answer(MemberPhase.FAILED, "w0", why="w1 is gone")
+    planner.answer(Phase.FAILED, "w0", why="w1 is gone")
     assert planner.journal[-2:] == [Stage.DONE, Stage.PREPARING], "the survivor's restore begins at once"
-    call = next(c for c in planner.said if isinstance(c, CallMember) and c.journal.kind is Kind.RESTORE)
+    call = next(c for c in planner.said if isinstance(c, CallMember) and c.journal.kind is TransitionKind.RESTORE)
     assert call.member.worker_id == "w0"
     assert {holder for _, holder in call.sources} == {None}
     assert shape(call.journal.base) == ["w2[0:4]"]
@@ -202,8 +203,8 @@ def test_a_failed_link_between_living_members_restores_both() -> None:
     planner = Planner()
     planner.start("w0", "w1")
     planner.drop("w0", "w1")
-    planner.answer(MemberPhase.PREPARED, "w0", "w1")
-    planner.answer(MemberPhase.FAILED, "w0", "w1", why="link broke")
+    planner.answer(Phase.PREPARED, "w0", "w1")
+    planner.answer(Phase.FAILED, "w0", "w1", why="link broke")
     assert planner.shape == []
     assert dict(planner.core.partial) == {"w0": 1, "w1": 1}
     planner.go_through("w0", "w1")
@@ -219,8 +220,8 @@ def test_a_survivor_that_cannot_be_restored_is_tried_again_later() -> None:
     planner.drop("w0", "w1")
     planner.go_through("w0", "w1")
     planner.lose("w1")
-    planner.answer(MemberPhase.FAILED, "w0", why="disk")
-    planner.answer(MemberPhase.ABORTED, "w0")
+    planner.answer(Phase.FAILED, "w0", why="disk")
+    planner.answer(Phase.ABORTED, "w0")
     count = planner.journal.count(Stage.PREPARING)
     planner.wait(1.5)
     assert planner.journal.count(Stage.PREPARING) == count
@@ -234,9 +235,9 @@ def test_a_new_leader_takes_up_what_is_journaled(stage: Stage) -> None:
     old.start("w0", "w1")
     old.drop("w0", "w1")
     if stage is not Stage.PREPARING:
-        old.answer(MemberPhase.PREPARED, "w0", "w1")
+        old.answer(Phase.PREPARED, "w0", "w1")
     if stage is Stage.EXCHANGING:
-        old.answer(MemberPhase.EXCHANGING, "w0", "w1")
+        old.answer(Phase.EXCHANGING, "w0", "w1")
     assert old.journal[-1] is stage
     new = Planner()
     new.stored, new.lives = old.stored, old.lives
@@ -244,11 +245,11 @@ def test_a_new_leader_takes_up_what_is_journaled(stage: Stage) -> None:
     new.lead()
     if stage is Stage.PREPARING:
         assert new.journal == [Stage.ABORTING]
-        new.answer(MemberPhase.ABORTED, "w0", "w1")
+        new.answer(Phase.ABORTED, "w0", "w1")
         assert new.shape == ["w0[0:4]", "w1[0:4]"]
     else:
         assert new.shape == ["w0[0:2]+w1[2:4]"]
-        new.answer(MemberPhase.DONE, "w0", "w1")
+        new.answer(Phase.DONE, "w0", "w1")
         assert new.journal[-1] is Stage.DONE
         assert new.shape == ["w0[0:2]+w1[2:4]"]
 
@@ -281,9 +282,9 @@ def test_a_conflict_at_the_decision_aborts() -> None:
     planner.start("w0", "w1")
     planner.drop("w0", "w1")
     planner.outcomes = [WriteOutcome.CONFLICT]
-    planner.answer(MemberPhase.PREPARED, "w0", "w1")
+    planner.answer(Phase.PREPARED, "w0", "w1")
     assert planner.journal == [Stage.PREPARING, Stage.ABORTING]
-    planner.answer(MemberPhase.ABORTED, "w0", "w1")
+    planner.answer(Phase.ABORTED, "w0", "w1")
     assert planner.shape == ["w0[0:4]", "w1[0:4]"]
 
 
@@ -296,11 +297,11 @@ def test_a_burst_that_returns_aborts_the_restore() -> None:
     planner.tell(ReliefRaised(planner.now_s, "r1"))
     assert planner.journal[-1] is Stage.PREPARING
     call = next(c for c in reversed(planner.said) if isinstance(c, CallMember) and c.call is Call.PREPARE)
-    assert call.journal.kind is Kind.RESTORE
+    assert call.journal.kind is TransitionKind.RESTORE
     assert call.sources, "each missing layer has a holder"
     planner.tell(OverloadRaised(planner.now_s, "o2", EXTENT))
     assert planner.journal[-1] is Stage.ABORTING
-    planner.answer(MemberPhase.ABORTED, "w0", "w1")
+    planner.answer(Phase.ABORTED, "w0", "w1")
     assert planner.shape == ["w0[0:2]+w1[2:4]"]
     assert "demand is back" in planner.core.conductor.records()[0].summary
 
@@ -377,9 +378,9 @@ def test_four_instances_become_two_pairs_or_one_pipeline_at_once() -> None:
 def test_a_static_pipeline_that_failed_is_tried_again() -> None:
     planner = Planner(policy=OverloadPolicy.STATIC_PIPELINE)
     planner.start("w0", "w1")
-    planner.answer(MemberPhase.FAILED, "w1", why="no link")
+    planner.answer(Phase.FAILED, "w1", why="no link")
     assert planner.shape == ["w0[0:4]", "w1[0:4]"]
-    planner.answer(MemberPhase.ABORTED, "w0", "w1")
+    planner.answer(Phase.ABORTED, "w0", "w1")
     planner.wait(10.0)
     planner.go_through("w0", "w1")
     assert planner.shape == ["w0[0:2]+w1[2:4]"]
@@ -452,7 +453,7 @@ def test_a_restore_that_waits_for_demand_gives_way_to_an_operator() -> None:
     planner = waiting_for_demand()
     planner.tell(RestoreRequested(planner.now_s, "c", "x1"))
     assert planner.journal[-1] is Stage.ABORTING
-    planner.answer(MemberPhase.ABORTED, "w0", "w1")
+    planner.answer(Phase.ABORTED, "w0", "w1")
     assert planner.journal[-1] is Stage.PREPARING
     prepares = [c for c in planner.said if isinstance(c, CallMember) and c.call is Call.PREPARE]
     assert [c.patient for c in prepares[-2:]] == [False, False], "an operator does not wait for demand"
@@ -468,7 +469,7 @@ def test_it_gives_way_to_who_is_to_leave_and_to_who_comes() -> None:
     planner.tell(InstanceDraining(planner.now_s, "c", WorkerId("w1"), Incarnation(1)))
     planner.wait(3.0)
     assert Stage.ABORTING in planner.journal[-2:]
-    planner.answer(MemberPhase.ABORTED, "w0", "w1")
+    planner.answer(Phase.ABORTED, "w0", "w1")
     planner.wait(3.0)
     assert planner.core.conductor.record is not None
     assert planner.core.conductor.record.by == "drain"
@@ -476,7 +477,7 @@ def test_it_gives_way_to_who_is_to_leave_and_to_who_comes() -> None:
     planner = waiting_for_demand()
     planner.up("w2")
     planner.wait(3.0)
-    planner.answer(MemberPhase.ABORTED, "w0", "w1")
+    planner.answer(Phase.ABORTED, "w0", "w1")
     planner.wait(3.0)
     assert planner.shape == ["w0[0:2]+w1[2:4]", "w2[0:4]"]
 
@@ -485,9 +486,10 @@ def test_the_summary_names_layers_memory_victims_and_times() -> None:
     planner = Planner()
     planner.start("w0", "w1")
     planner.drop("w0", "w1")
-    planner.answer(MemberPhase.PREPARED, "w0", "w1")
+    planner.answer(Phase.PREPARED, "w0", "w1")
     for worker, victims, sent in (("w0", 37, 5_000_000), ("w1", 0, 3_100_000)):
-        status = MemberStatus(
+        status = Status(
+            epoch=Epoch(0),
             block_count_before=32,
             block_count_after=96,
             victim_count=victims,
@@ -496,7 +498,7 @@ def test_the_summary_names_layers_memory_victims_and_times() -> None:
             max_stall_s=0.3,
             waves=3 if worker == "w0" else 0,
         )
-        planner.answer(MemberPhase.DONE, worker, status=status)
+        planner.answer(Phase.DONE, worker, status=status)
     moved = [c for c in planner.said if isinstance(c, TransitionMoved)]
     assert moved[-1].record.summary == (
         "group {w0,w1}: dropped layers w0[2:4) w1[0:2), +0.0 MB KV (1.0k -> 1.5k tokens), 37 victims,"
@@ -510,7 +512,7 @@ def test_an_unknown_outcome_of_the_decision_is_written_again_until_it_is_known()
     planner.start("w0", "w1")
     planner.drop("w0", "w1")
     planner.outcomes = [WriteOutcome.UNAVAILABLE, WriteOutcome.UNAVAILABLE]
-    planner.answer(MemberPhase.PREPARED, "w0", "w1")
+    planner.answer(Phase.PREPARED, "w0", "w1")
     assert planner.shape == ["w0[0:4]", "w1[0:4]"]
     planner.tell(OverloadRaised(planner.now_s, "o", EXTENT))
     planner.wait(2.0)
@@ -522,8 +524,8 @@ def test_epochs_of_transitions_taken_back_are_not_used_again() -> None:
     planner = Planner()
     planner.start("w0", "w1")
     planner.drop("w0", "w1")
-    planner.answer(MemberPhase.FAILED, "w0", why="x")
-    planner.answer(MemberPhase.ABORTED, "w0", "w1")
+    planner.answer(Phase.FAILED, "w0", why="x")
+    planner.answer(Phase.ABORTED, "w0", "w1")
     new = Planner()
     new.stored, new.lives, new.token = planner.stored, planner.lives, planner.token + 1
     new.lead()

@@ -5,8 +5,9 @@ import pytest
 from ballast.common.errors import InvariantViolation
 from ballast.common.ids import Epoch, GroupId, Incarnation, WorkerId
 from ballast.common.layout import Group, Layout, Member
+from ballast.common.transition import TransitionKind
 from services.worker.core.batch import Batch, Slice
-from services.worker.core.plan import Kind, Plan
+from services.worker.core.plan import Plan
 from services.worker.core.precopy import Precopy, Source, Span, sources_of
 
 W1, W2 = WorkerId("w1"), WorkerId("w2")
@@ -196,8 +197,8 @@ def test_only_who_leaves_a_pipeline_copies_ahead() -> None:
         return Layout(Epoch(epoch), 4, tuple(made), "test")
 
     pipeline, alone = (("w0", 0, 2), ("w1", 2, 4)), ((("w0", 0, 4),), (("w1", 0, 4),))
-    restore = Plan(Kind.RESTORE, layout(1, pipeline), layout(2, *alone))
+    restore = Plan(TransitionKind.RESTORE, layout(1, pipeline), layout(2, *alone))
     assert sources_of(restore, WorkerId("w0")) == (Source(W1, 2, 4),)
     assert sources_of(restore, W1) == (Source(WorkerId("w0"), 0, 2),)
-    assert sources_of(Plan(Kind.DROP, layout(1, *alone), layout(2, pipeline)), W1) == ()
-    assert sources_of(Plan(Kind.RESTORE, layout(1, *alone), layout(2, *alone)), W1) == ()
+    assert sources_of(Plan(TransitionKind.DROP, layout(1, *alone), layout(2, pipeline)), W1) == ()
+    assert sources_of(Plan(TransitionKind.RESTORE, layout(1, *alone), layout(2, *alone)), W1) == ()

@@ -1,0 +1,65 @@
+"""Whatever a record says comes back from its message, by way of bytes."""
+
+import math
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ballast.common.sampling import SamplingParams
+from ballast.rpc import mapping, transition
+
+MAPPERS: dict[str, mapping.Mapper[Any, Any]] = {
+    f"{module.__name__.split('.')[-1]}.{name}": found
+    for module in (transition,)
+    for name, found in vars(module).items()
+    if isinstance(found, mapping.Mapper)
+}
+
+_TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
+_SINGLE = st.floats(width=32, allow_nan=False)  # a logprob is no double on the wire
+
+st.register_type_strategy(int, st.integers(0, 2**31 - 1))
+st.register_type_strategy(float, _SINGLE)
+st.register_type_strategy(str, _TEXT)
+st.register_type_strategy(
+    SamplingParams,
+    st.builds(
+        SamplingParams,
+        max_tokens=st.integers(10, 2**31 - 1),
+        min_tokens=st.integers(0, 10),
+        temperature=st.floats(0.0, 100.0),
+        top_p=st.floats(0.0, 1.0, exclude_min=True),
+        top_k=st.integers(0, 2**31 - 1),
+        min_p=st.floats(0.0, 1.0),
+        repetition_penalty=st.floats(0.0, 100.0, exclude_min=True),
+        presence_penalty=st.floats(-2.0, 2.0),
+        frequency_penalty=st.floats(-2.0, 2.0),
+        seed=st.none() | st.integers(-(2**63), 2**63 - 1),
+        stop=st.lists(st.text("abcé\n", min_size=1, max_size=9), max_size=3).map(tuple),
+        stop_token_ids=st.lists(st.integers(0, 2**31 - 1), max_size=3).map(tuple),
+        logprobs=st.none() | st.integers(0, 20),
+    ),
+)
+
+
+@pytest.mark.parametrize("name", MAPPERS)
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_a_record_comes_back_as_it_was(name: str, data: st.DataObject) -> None:
+    mapper = MAPPERS[name]
+    record = data.draw(st.from_type(mapper.record_type))
+    said = {field: getattr(record, field) for field in mapper.given if hasattr(record, field)}
+    back = mapper.from_bytes(mapper.to_bytes(record), **said)
+    assert _plain(back) == _plain(record)
+
+
+def _plain(value: Any) -> Any:
+    """Comparable: floats that are equal are equal, whichever zero they are."""
+    if is_dataclass(value):
+        return type(value).__name__, {f.name: _plain(getattr(value, f.name)) for f in fields(value)}
+    if isinstance(value, tuple):
+        return tuple(map(_plain, value))
+    return 0.0 if isinstance(value, float) and math.isclose(value, 0.0, abs_tol=0.0) else value

@@ -1,0 +1,102 @@
+"""What the mapper refuses when it is made, and how it names the field that it refuses in a message."""
+
+from dataclasses import dataclass
+from typing import Annotated
+
+import pytest
+
+from ballast.common.errors import InvalidRequest, InvariantViolation
+from ballast.common.transition import Phase, TransitionKind
+from ballast.rpc.mapping import EnumMapper, Mapper
+from ballast.rpc.transition import KIND, PHASE
+from ballastpb.cluster.v1 import cluster_pb2 as pb
+from ballastpb.worker.v1 import stage_pb2, worker_pb2
+
+
+@dataclass(frozen=True)
+class Chosen:
+    token_id: int
+    logprob: float
+
+
+@dataclass(frozen=True)
+class WrongUnit:
+    epoch: int
+    age_ms: float
+
+
+def positive(value: int) -> str:
+    return "" if value > 0 else f"must be positive, got {value}"
+
+
+@dataclass(frozen=True)
+class Counted:
+    sequence_id: Annotated[int, positive]
+    computed_tokens: int
+    old_leader: str
+
+
+@dataclass(frozen=True)
+class Listed:
+    victims: tuple[Counted, ...]
+    recomputed: frozenset[int]
+
+
+@dataclass(frozen=True)
+class Token:
+    chosen: Chosen
+    top: tuple[tuple[int, float], ...]
+
+
+LISTED = Mapper(Listed, stage_pb2.Roster, ignored=("epoch", "wave", "last", "live"))
+
+
+def test_a_field_without_a_counterpart_is_refused_when_the_mapper_is_made() -> None:
+    with pytest.raises(InvariantViolation, match="age_ms is no field of the message"):
+        Mapper(WrongUnit, worker_pb2.AbortRequest)
+    with pytest.raises(InvariantViolation, match="logprob is no field of the record"):
+        Mapper(dataclass_of("token_id"), pb.TokenLogprob)
+
+
+def dataclass_of(name: str) -> type:
+    return dataclass(frozen=True)(type("Some", (), {"__annotations__": {name: int}}))
+
+
+def test_a_range_beside_the_type_is_checked_and_the_path_names_the_field() -> None:
+    message = stage_pb2.Roster(victims=[stage_pb2.Victim(sequence_id=1), stage_pb2.Victim(sequence_id=-3)])
+    with pytest.raises(InvalidRequest) as refused:
+        LISTED.record(message)
+    assert refused.value.field == "victims[1].sequence_id"
+    assert "must be positive, got -3" in refused.value.why
+
+
+def test_what_a_field_of_the_message_cannot_hold_is_refused_by_name() -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        LISTED.message(Listed((Counted(1, 2**40, "w1"),), frozenset()))
+    assert refused.value.field == "computed_tokens"
+
+
+def test_sets_go_in_order_and_pairs_are_messages() -> None:
+    assert list(LISTED.message(Listed((), frozenset((9, 3, 5)))).recomputed) == [3, 5, 9]
+    mapper = Mapper(Token, pb.Logprobs)
+    token = Token(Chosen(3, -0.5), ((3, -0.5), (4, -1.5)))
+    message = mapper.message(token)
+    assert (message.chosen.token_id, message.top[1].token_id, message.top[1].logprob) == (3, 4, -1.5)
+    assert mapper.record(message) == token
+
+
+def test_given_fields_are_said_by_the_caller_on_either_side() -> None:
+    mapper = Mapper(Counted, stage_pb2.Victim, given=("old_leader",))
+    assert mapper.message(Counted(1, 2, "w9"), old_leader="w1").old_leader == "w1"
+    assert mapper.record(stage_pb2.Victim(sequence_id=1), old_leader="w2") == Counted(1, 0, "w2")
+
+
+def test_enums_go_by_name() -> None:
+    assert KIND.number_of[TransitionKind.RESTORE] == worker_pb2.TRANSITION_KIND_RESTORE
+    assert KIND.member(worker_pb2.TRANSITION_KIND_DROP) is TransitionKind.DROP
+    with pytest.raises(InvalidRequest, match="kind: unknown value 0; known are drop, restore"):
+        KIND.member(0, "kind")
+    assert PHASE.member(worker_pb2.TRANSITION_PHASE_UNSPECIFIED) is Phase.NONE
+    assert PHASE.member(999) is Phase.NONE  # of a newer peer
+    with pytest.raises(InvariantViolation, match="has no value"):
+        EnumMapper(Phase, worker_pb2.DESCRIPTOR.enum_types_by_name["TransitionKind"])
