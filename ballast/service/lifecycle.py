@@ -19,6 +19,7 @@ from ballast.common.errors import ConfigError, InvariantViolation
 from ballast.rpc.failures import CallFailure
 from ballast.service.logs import get_logger
 from ballast.service.metrics import CALL_FAILURES, INVARIANT_VIOLATIONS
+from ballast.service.redact import redact
 
 E = TypeVar("E", bound=Exception)
 
@@ -46,20 +47,20 @@ class Lifecycle:
     def report_failure(self, failure: CallFailure) -> None:
         """Counts a call that failed unforeseen, and logs it if its cause is new. The service goes on."""
         CALL_FAILURES.labels(failure.method, failure.cause).inc()
-        key = (failure.method, failure.cause, _origin(failure.error))
+        key = (failure.method, failure.cause, "".join(_frames(failure.error)[-1:]))
         if key in self._logged or len(self._logged) >= _MAX_CAUSES:
             return
         self._logged.add(key)
+        log = get_logger().bind(method=failure.method, cause=failure.cause)
         if failure.is_ours:
-            get_logger().error("call failed", method=failure.method, cause=failure.cause, exc_info=failure.error)
+            log.error("call failed", at=_frames(failure.error))
         else:
-            get_logger().warning("call failed", method=failure.method, cause=failure.cause)
+            log.warning("call failed")
 
 
-def _origin(error: Exception) -> str:
-    """File and line that raised it."""
-    frames = traceback.extract_tb(error.__traceback__)
-    return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+def _frames(error: Exception) -> list[str]:
+    """Where it was raised, innermost last. Without its message, which may quote what a client has sent."""
+    return [f"{frame.filename}:{frame.lineno} in {frame.name}" for frame in traceback.extract_tb(error.__traceback__)]
 
 
 def advertised_address(host: str, advertise_host: str | None, port: int) -> str:
@@ -97,7 +98,7 @@ async def _supervise(main: Callable[[Lifecycle], Awaitable[None]]) -> int:
     except* ConfigError as group:
         misconfigured = True
         for error in _leaves(group):
-            print(f"configuration error: {error}", file=sys.stderr)
+            print(redact(f"configuration error: {error}"), file=sys.stderr)
     except* InvariantViolation as group:
         for error in _leaves(group):
             life.report_bug(error)

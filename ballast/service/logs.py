@@ -1,12 +1,84 @@
-"""Structured logs: one event per line on stderr, ids as fields. Cores never log: shells log what they say."""
+"""Structured logs: one event per line on stderr, ids as fields. Cores never log: shells log what they say.
 
+A line never costs more than itself: where it cannot be written (full disk, closed pipe, a reader that has stalled) it
+is dropped and counted, and the service goes on. No line shows a secret, and no traceback the values of variables, which
+may be a client's prompt.
+"""
+
+import io
 import logging
+import os
+import select
 import sys
-from typing import Literal
+import time
+from typing import Final, Literal, TextIO, cast
 
 import structlog
 
+from ballast.service.metrics import LOST_LOG_LINES
+from ballast.service.redact import redact
+
 LogFormat = Literal["console", "json"]
+
+_PIPE_BYTES = 4096  # POSIX: a pipe with any room takes so many at once without blocking
+_PATIENCE_S = 0.05  # a reader that has stalled holds us up so long
+_REST_S = 1.0  # and is not waited for again before so much time has passed
+
+
+class Sink(io.TextIOBase):
+    """The stream that all log lines go to. Writing never raises, and waits for `_PATIENCE_S` at most."""
+
+    def __init__(self, stream: TextIO) -> None:
+        super().__init__()
+        self._stream = stream
+        self._impatient_until_s = 0.0
+        try:
+            self._fd = stream.fileno()
+        except (OSError, ValueError, AttributeError):  # not a file: somebody captures what is said
+            self._fd = None
+        else:
+            self._poll = select.poll()
+            self._poll.register(self._fd, select.POLLOUT)
+
+    def write(self, text: str, /) -> int:
+        try:
+            if self._fd is None:
+                self._stream.write(text)
+            elif not self._write(self._fd, text.encode("utf-8", "backslashreplace")):
+                LOST_LOG_LINES.inc()
+        except (OSError, ValueError):
+            LOST_LOG_LINES.inc()
+        return len(text)
+
+    def flush(self) -> None:
+        """There is nothing to flush."""
+
+    def _write(self, fd: int, data: bytes) -> bool:
+        """Whether all of it could be written; what is left of a line is dropped with it."""
+        ends_s = time.monotonic() + _PATIENCE_S
+        while data:
+            now_s = time.monotonic()
+            left_s = max(0.0, ends_s - now_s) if now_s >= self._impatient_until_s else 0.0
+            if not self._poll.poll(left_s * 1000):
+                self._impatient_until_s = time.monotonic() + _REST_S
+                return False
+            data = data[os.write(fd, data[:_PIPE_BYTES]) :]
+        return True
+
+
+class _Renderer:
+    """The last processor: makes one line of an event, without secrets, whatever is in it."""
+
+    def __init__(self, render: structlog.typing.Processor) -> None:
+        self._render = render
+
+    def __call__(self, logger: structlog.typing.WrappedLogger, name: str, event: structlog.typing.EventDict) -> str:
+        said = event.get("event")
+        try:
+            line = str(self._render(logger, name, event))
+        except Exception as error:  # noqa: BLE001 - a value that cannot be shown must not end who logs it
+            line = f"{name}: {said!s:.200} (cannot be shown: {type(error).__name__})"
+        return redact(line)
 
 
 def configure(*, service: str, instance: str, level: str, form: LogFormat) -> None:
@@ -18,22 +90,28 @@ def configure(*, service: str, instance: str, level: str, form: LogFormat) -> No
         structlog.processors.StackInfoRenderer(),
     ]
     if form == "json":
-        renderer: structlog.typing.Processor = structlog.processors.JSONRenderer()
-        shared.append(structlog.processors.dict_tracebacks)
+        without_locals = structlog.tracebacks.ExceptionDictTransformer(show_locals=False)
+        shared.append(structlog.processors.ExceptionRenderer(without_locals))
+        render: structlog.typing.Processor = structlog.processors.JSONRenderer()
     else:
-        renderer = structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())
+        render = structlog.dev.ConsoleRenderer(
+            colors=sys.stderr.isatty(), exception_formatter=structlog.dev.plain_traceback
+        )
+    renderer = _Renderer(render)
+    sink: Final = Sink(sys.stderr)
     structlog.configure(
         processors=[*shared, renderer],
         wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[level.upper()]),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        logger_factory=structlog.WriteLoggerFactory(cast(TextIO, sink)),
         cache_logger_on_first_use=True,
     )
     structlog.contextvars.bind_contextvars(service=service, instance=instance)
     # Libraries (grpc, redis) log through the standard module: same stream, warnings and worse.
-    handler = logging.StreamHandler(sys.stderr)
+    handler = logging.StreamHandler(sink)
     handler.setFormatter(
         structlog.stdlib.ProcessorFormatter(
-            processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, renderer]
+            foreign_pre_chain=shared,
+            processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, renderer],
         )
     )
     logging.basicConfig(handlers=[handler], level=logging.WARNING, force=True)

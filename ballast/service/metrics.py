@@ -23,6 +23,9 @@ REGISTRY = CollectorRegistry()
 INVARIANT_VIOLATIONS = Counter(
     "ballast_invariant_violations_total", "Broken invariants; anything but 0 is a bug", registry=REGISTRY
 )
+LOST_LOG_LINES = Counter(
+    "ballast_log_lines_lost_total", "Log lines that could not be written, in whole or in part", registry=REGISTRY
+)
 CALL_FAILURES = Counter(
     "ballast_rpc_failures_total",
     "Calls that ended by something nobody raised on purpose: malformed bytes, a client that went away, an exception",

@@ -16,6 +16,7 @@ from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, CliSettingsSource, EnvSettingsSource
 
 from ballast.common.errors import ConfigError
+from ballast.service.redact import redact
 
 
 class Settings(BaseModel):
@@ -96,7 +97,7 @@ def build(settings: type[S], values: Mapping[str, Any]) -> S:
         first = error.errors()[0]
         path = ".".join(map(str, first["loc"])) or settings.service
         why = "unknown setting" if first["type"] == "extra_forbidden" else first["msg"]
-        got = "" if first["type"] in ("missing", "extra_forbidden") else f" (got {first['input']!r})"
+        got = "" if first["type"] in ("missing", "extra_forbidden") else redact(f" (got {first['input']!r})")
         raise ConfigError(f"{settings.service}.{path}", why + got) from error
 
 

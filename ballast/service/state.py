@@ -16,6 +16,7 @@ from redis.exceptions import RedisError
 from ballast.common.errors import ConfigError, Unavailable
 from ballast.common.ids import Incarnation
 from ballast.service.logs import get_logger
+from ballast.service.redact import redact
 
 KEY_PREFIX = "ballast:"
 _OPERATION_TIMEOUT_S = 2.0
@@ -102,9 +103,11 @@ class StateServer:
                 retry=Retry(NoBackoff(), 1),
             )
         except ValueError as error:
-            raise ConfigError("redis_url", f"{error} (got {url!r})") from error
+            # Not what the library says: it may quote a part of the password.
+            why = f"must be redis://, rediss:// or unix:// with a host or path (got {redact(url)!r})"
+            raise ConfigError("redis_url", why) from error
         self._redis = aioredis.Redis.from_pool(pool)
-        self.url = url
+        self.url = redact(url)  # as it may be shown
         self.reachable = False  # whether the last operation got an answer
         self._acquire = self._redis.register_script(_ACQUIRE)
         self._release = self._redis.register_script(_RELEASE)
@@ -127,7 +130,8 @@ class StateServer:
                 result = await operation
         except (RedisError, OSError, TimeoutError) as error:
             self.reachable = False
-            raise Unavailable("state server", f"{self.url}: {error or type(error).__name__}") from error
+            why = redact(f"{self.url}: {error or type(error).__name__}")
+            raise Unavailable("state server", why) from error
         self.reachable = True
         # redis-py sends in asyncio.wait_for, which before Python 3.12 swallows a cancellation that comes in the moment
         # in which all has been sent: the task would go on, and a service that was told to stop would not.

@@ -1,7 +1,7 @@
 """What can happen to a dispatcher, and what it can order. Times are seconds of the dispatcher's monotonic clock."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ballast.common.errors import BallastError
@@ -16,11 +16,14 @@ from services.dispatcher.policy.freeness import WorkerKey
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What a client wants, validated. Its sampling has a seed, so that every attempt draws the same tokens."""
+    """What a client wants, validated. Its sampling has a seed, so that every attempt draws the same tokens.
+
+    Events are told when an invariant breaks: what clients said and were told is not shown.
+    """
 
     request_id: RequestId
-    prompt_token_ids: Sequence[int]
-    sampling: SamplingParams
+    prompt_token_ids: Sequence[int] = field(repr=False)
+    sampling: SamplingParams = field(repr=False)  # its stop strings
     priority: PriorityClass
     deadline_at_s: float
     omit_text: bool = False
@@ -32,7 +35,7 @@ class Ending:
 
     handle: int
     finish_reason: FinishReason | None  # None when refused or moved
-    matched_stop: str = ""
+    matched_stop: str = field(default="", repr=False)
     error: str = ""
     refused: bool = False
     invalid: bool = False
@@ -89,9 +92,9 @@ class StepReceived:
     worker: WorkerKey
     handles: Sequence[int]
     token_counts: Sequence[int]
-    token_ids: Sequence[int]
-    texts: Sequence[str]  # empty, or one for each handle
-    logprobs: Sequence[object]  # carried through, never looked at
+    token_ids: Sequence[int] = field(repr=False)
+    texts: Sequence[str] = field(repr=False)  # empty, or one for each handle
+    logprobs: Sequence[object] = field(repr=False)  # carried through, never looked at
     endings: Sequence[Ending]
     load: LoadReport
     seen_handle: int
