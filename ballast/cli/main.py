@@ -19,6 +19,7 @@ _MODULES: dict[str, tuple[str, ...]] = {
     "ballast.cli.chat": ("chat",),
     "ballast.cli.status": ("status",),
     "ballast.cli.top": ("top",),
+    "ballast.cli.why": ("why",),
     "ballast.cli.drain": ("drain",),
     "ballast.cli.layouts": ("plan", "drop", "restore", "transitions"),
     "ballast.bench.command": ("bench",),

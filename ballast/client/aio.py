@@ -14,12 +14,13 @@ from ballast.client.codec import (
     request_to_proto,
     require_one_prompt,
     status_from_proto,
+    story_from_proto,
 )
 from ballast.client.endpoints import Endpoint, Endpoints
 from ballast.client.retry import OverloadRetry
 from ballast.client.stream import GenerationStream
-from ballast.client.types import ClusterStatus, Generation
-from ballast.common.errors import InvalidRequest, Unavailable
+from ballast.client.types import ClusterStatus, Generation, RequestStory
+from ballast.common.errors import InvalidRequest, NotFound, Unavailable
 from ballast.common.model import ModelInfo
 from ballast.common.sampling import PriorityClass, SamplingParams
 from ballast.rpc import codec
@@ -243,6 +244,25 @@ class AsyncClient:
             endpoints, lambda s, t: s.GetStatus(pb.GetStatusRequest(), timeout=t)
         )
         return status_from_proto(response, endpoint.address)
+
+    async def describe_request(self, request_id: str) -> RequestStory:
+        """What has become of a request that is being served or has ended a short while ago.
+
+        Raises:
+            NotFound: all dispatchers answered, and none remembers it.
+            Unavailable: none that answered remembers it, and at least one could not be asked.
+        """
+        missing: NotFound | Unavailable | None = None
+        request = pb.DescribeRequestRequest(request_id=request_id)
+        for endpoint in self._endpoints.all:
+            try:
+                response = await self._ask(endpoint, lambda s, t: s.DescribeRequest(request, timeout=t))
+            except (NotFound, Unavailable) as error:
+                missing = error if missing is None or isinstance(error, Unavailable) else missing
+            else:
+                return story_from_proto(response)
+        assert missing is not None, "there is at least one dispatcher"
+        raise missing
 
     async def drain(self, address: str) -> int:
         """Tells one dispatcher to take no more requests; those that run finish.

@@ -7,6 +7,9 @@ from ballast.client.types import (
     ClusterStatus,
     GenerationChunk,
     Logprobs,
+    RecentTimes,
+    RequestMoment,
+    RequestStory,
     TokenLogprob,
     Usage,
     WorkerStatus,
@@ -133,6 +136,56 @@ def status_from_proto(response: pb.GetStatusResponse, address: str) -> ClusterSt
         uptime_s=response.uptime_s,
         state_server_reachable=response.state_server_reachable,
         planner_address=response.planner_address,
+        recent=_recent_from_proto(response.recent),
+    )
+
+
+def _recent_from_proto(recent: pb.RecentTimes) -> RecentTimes:
+    return RecentTimes(
+        window_s=recent.window_s,
+        first_token_count=recent.first_token_count,
+        ttft_p50_s=recent.ttft_p50_s,
+        ttft_p99_s=recent.ttft_p99_s,
+        tpot_p50_s=recent.tpot_p50_s,
+        tpot_p99_s=recent.tpot_p99_s,
+        longest_wait_s=recent.longest_wait_s,
+        generated_tokens_total=recent.generated_tokens_total,
+    )
+
+
+def story_from_proto(response: pb.DescribeRequestResponse) -> RequestStory:
+    return RequestStory(
+        request_id=response.request_id,
+        dispatcher_id=response.dispatcher_id,
+        state=response.state,
+        error=response.error,
+        age_s=response.age_s,
+        priority=response.priority,
+        caller=response.caller,
+        prompt_token_count=response.prompt_token_count,
+        completion_token_count=response.completion_token_count,
+        max_token_count=response.max_token_count,
+        queue_s=response.queue_s,
+        ttft_s=response.ttft_s if response.HasField("ttft_s") else None,
+        tpot_s=response.tpot_s if response.HasField("tpot_s") else None,
+        e2e_s=response.e2e_s,
+        replay_count=response.replay_count,
+        move_count=response.move_count,
+        recall_count=response.recall_count,
+        longest_gap_s=response.longest_gap_s,
+        longest_gap_token_count=response.longest_gap_token_count,
+        moments=tuple(
+            RequestMoment(
+                at_s=moment.at_s,
+                what=moment.what,
+                worker_id=moment.worker_id,
+                detail=moment.detail,
+                token_count=moment.token_count,
+                gap_s=moment.gap_s,
+            )
+            for moment in response.moments
+        ),
+        left_out_moment_count=response.left_out_moment_count,
     )
 
 

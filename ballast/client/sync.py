@@ -10,7 +10,7 @@ from typing import Literal, Self, TypeVar, overload
 from ballast.client.aio import AsyncClient
 from ballast.client.codec import Messages
 from ballast.client.stream import GenerationStream
-from ballast.client.types import ClusterStatus, Generation, GenerationChunk
+from ballast.client.types import ClusterStatus, Generation, GenerationChunk, RequestStory
 from ballast.common.errors import Cancelled, Unavailable
 from ballast.common.model import ModelInfo
 from ballast.common.sampling import PriorityClass, SamplingParams
@@ -274,6 +274,10 @@ class Client:
     def status(self, address: str | None = None) -> ClusterStatus:
         """The cluster as one dispatcher sees it; see `AsyncClient.status`."""
         return self._loop.run(self._client.status(address))
+
+    def describe_request(self, request_id: str) -> RequestStory:
+        """What has become of a request; see `AsyncClient.describe_request`."""
+        return self._loop.run(self._client.describe_request(request_id))
 
     def drain(self, address: str) -> int:
         """Tells one dispatcher to take no more requests; see `AsyncClient.drain`."""

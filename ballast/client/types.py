@@ -181,6 +181,103 @@ class GroupStatus:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RecentTimes:
+    """How the requests of one dispatcher have fared lately. Quantiles are 0 where nothing was measured.
+
+    Attributes:
+        window_s: The length of "lately".
+        first_token_count: Requests whose first token came in it.
+        ttft_p50_s: Time to the first token.
+        ttft_p99_s: Time to the first token.
+        tpot_p50_s: Time for each token after the first, of requests that have ended in it and of those that run.
+        tpot_p99_s: The same.
+        longest_wait_s: For how long the request that waits longest for its first token has been waiting.
+        generated_tokens_total: Tokens that came for clients since the dispatcher started.
+    """
+
+    window_s: float = 0.0
+    first_token_count: int = 0
+    ttft_p50_s: float = 0.0
+    ttft_p99_s: float = 0.0
+    tpot_p50_s: float = 0.0
+    tpot_p99_s: float = 0.0
+    longest_wait_s: float = 0.0
+    generated_tokens_total: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestMoment:
+    """Something that happened to a request.
+
+    Attributes:
+        at_s: Since its arrival.
+        what: waiting, placed, moved, moving, stranded, first_token, resumed, lost, sent_back or recalled.
+        worker_id: The worker it happened at; may be empty.
+        detail: More in words; may be empty.
+        token_count: Tokens of the answer by then.
+        gap_s: Of `resumed`: time since the token before.
+    """
+
+    at_s: float
+    what: str
+    worker_id: str = ""
+    detail: str = ""
+    token_count: int = 0
+    gap_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestStory:
+    """What has become of a request, as the dispatcher that owned it remembers.
+
+    Attributes:
+        request_id: Its id.
+        dispatcher_id: Who tells.
+        state: queued, running, moving, or how it ended: stop, length, cancelled, deadline, error, refused, invalid.
+        error: What went wrong; empty if nothing did.
+        age_s: Since its arrival; of one that has ended, since its end.
+        priority: Its class.
+        caller: The name of the token it came with, or the address of the connection.
+        prompt_token_count: Tokens of the prompt.
+        completion_token_count: Tokens generated so far.
+        max_token_count: The most that were asked for.
+        queue_s: Time in the backlog.
+        ttft_s: Time to the first token; None: there was none.
+        tpot_s: Time for each token after the first; None: there was none.
+        e2e_s: From its arrival to its end, or to now.
+        replay_count: How often it was started anew because its worker was lost.
+        move_count: How often another worker went on with it.
+        recall_count: How often it was taken back from a full worker for one that had room.
+        longest_gap_s: The longest time between two of its tokens.
+        longest_gap_token_count: Tokens that had come before that gap.
+        moments: What happened, oldest first.
+        left_out_moment_count: Moments beyond those that are remembered.
+    """
+
+    request_id: str
+    dispatcher_id: str
+    state: str
+    error: str
+    age_s: float
+    priority: str
+    caller: str
+    prompt_token_count: int
+    completion_token_count: int
+    max_token_count: int
+    queue_s: float
+    ttft_s: float | None
+    tpot_s: float | None
+    e2e_s: float
+    replay_count: int
+    move_count: int
+    recall_count: int
+    longest_gap_s: float
+    longest_gap_token_count: int
+    moments: tuple[RequestMoment, ...]
+    left_out_moment_count: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterStatus:
     """The cluster as one dispatcher sees it.
 
@@ -201,6 +298,7 @@ class ClusterStatus:
         uptime_s: Age of the dispatcher.
         state_server_reachable: Whether the state server answered last time.
         planner_address: host:port of the active planner; empty while the dispatcher knows of none.
+        recent: How its requests have fared lately.
     """
 
     dispatcher_id: str
@@ -219,6 +317,7 @@ class ClusterStatus:
     uptime_s: float
     state_server_reachable: bool
     planner_address: str = ""
+    recent: RecentTimes = RecentTimes()
 
     @property
     def groups(self) -> tuple[GroupStatus, ...]:

@@ -1,7 +1,20 @@
-"""Prometheus metrics: one registry per process, served over HTTP on its own port. Names are `ballast_*`, base units."""
+"""Prometheus metrics: one registry per process, served over HTTP on its own port. Names are `ballast_*`, base units.
 
-from prometheus_client import CollectorRegistry, Counter, start_http_server
+What is served is the registry with two things added: every sample of ours has the label `model_name`, once the model
+is known, and if asked for the core metrics appear a second time under the names that vLLM gives them.
+"""
 
+import platform
+from collections.abc import Callable, Iterator, Mapping
+from typing import Final
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Metric, disable_created_metrics, start_http_server
+from prometheus_client.gc_collector import GCCollector
+from prometheus_client.process_collector import ProcessCollector
+from prometheus_client.registry import Collector
+from prometheus_client.samples import Sample
+
+import ballast
 from ballast.common.errors import ConfigError
 
 # The buckets of vLLM's histograms, so that boards can be compared.
@@ -17,11 +30,41 @@ E2E_BUCKETS_S = (
     *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0),
     *(120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
 )
+_OURS: Final = "ballast_"
 
+# Family -> vLLM's. What a dispatcher and its workers count of the same thing has one name there: it adds up.
+VLLM_NAMES: Final[Mapping[str, str]] = {
+    "ballast_requests_running": "vllm:num_requests_running",
+    "ballast_requests_waiting": "vllm:num_requests_waiting",
+    "ballast_backlog_requests": "vllm:num_requests_waiting",
+    "ballast_kv_cache_usage_fraction": "vllm:kv_cache_usage_perc",
+    "ballast_preemptions": "vllm:num_preemptions",
+    "ballast_prompt_tokens": "vllm:prompt_tokens",
+    "ballast_generation_tokens": "vllm:generation_tokens",
+    "ballast_request_ttft_seconds": "vllm:time_to_first_token_seconds",
+    "ballast_request_tpot_seconds": "vllm:request_time_per_output_token_seconds",
+    "ballast_request_e2e_seconds": "vllm:e2e_request_latency_seconds",
+    "ballast_request_queue_time_seconds": "vllm:request_queue_time_seconds",
+    "ballast_requests": "vllm:request_success",
+}
+# Of `ballast_requests`; other endings are no success there.
+_VLLM_REASONS: Final[Mapping[str, str]] = {"stop": "stop", "length": "length", "cancelled": "abort"}
+
+disable_created_metrics()
 REGISTRY = CollectorRegistry()
+GCCollector(registry=REGISTRY)
+ProcessCollector(registry=REGISTRY)
 
 INVARIANT_VIOLATIONS = Counter(
-    "ballast_invariant_violations_total", "Broken invariants; anything but 0 is a bug", registry=REGISTRY
+    "ballast_invariant_violations_total",
+    "Broken invariants of this process; anything but 0 is a bug of Ballast",
+    registry=REGISTRY,
+)
+_BUILD = Gauge(
+    "ballast_build_info",
+    "Always 1; what runs here is in the labels",
+    ["version", "python", "service", "instance_id"],
+    registry=REGISTRY,
 )
 LOST_LOG_LINES = Counter(
     "ballast_log_lines_lost_total", "Log lines that could not be written, in whole or in part", registry=REGISTRY
@@ -34,15 +77,66 @@ CALL_FAILURES = Counter(
 )
 
 
-class MetricsServer:
-    """Serves /metrics. Port 0 switches it off."""
+class Exposition(Collector):
+    """A registry as it is shown. `model_name` may become known later, and is asked each time."""
 
-    def __init__(self, host: str, port: int) -> None:
+    def __init__(self, registry: CollectorRegistry, instance: str = "", *, vllm_names: bool = False) -> None:
+        self.model_name: Callable[[], str] = str
+        self._registry = registry
+        self._instance = instance
+        self._vllm_names = vllm_names
+
+    def collect(self) -> Iterator[Metric]:
+        model_name = self.model_name()
+        added = {"model_name": model_name} if model_name else {}
+        for metric in self._registry.collect():
+            if not metric.name.startswith(_OURS):
+                yield metric
+                continue
+            yield _copy(metric, metric.name, [s._replace(labels={**s.labels, **added}) for s in metric.samples])
+            if self._vllm_names and metric.name in VLLM_NAMES:
+                yield _as_vllm(metric, {"model_name": model_name, "engine": self._instance})
+
+
+def _copy(metric: Metric, name: str, samples: list[Sample]) -> Metric:
+    copy = Metric(name, metric.documentation, metric.type, metric.unit if name == metric.name else "")
+    copy.samples = samples
+    return copy
+
+
+def _as_vllm(metric: Metric, added: Mapping[str, str]) -> Metric:
+    name = VLLM_NAMES[metric.name]
+    samples: list[Sample] = []
+    for sample in metric.samples:
+        labels = {**sample.labels, **added}
+        ending = labels.pop("ending", None)
+        if ending is not None:
+            if ending not in _VLLM_REASONS:
+                continue
+            labels["finished_reason"] = _VLLM_REASONS[ending]
+        samples.append(sample._replace(name=name + sample.name.removeprefix(metric.name), labels=labels))
+    return _copy(metric, name, samples)
+
+
+class MetricsServer:
+    """Serves /metrics. Port 0 switches it off.
+
+    Raises:
+        ConfigError: it cannot listen there.
+    """
+
+    def __init__(
+        self, host: str, port: int, *, service: str = "", instance: str = "", vllm_names: bool = False
+    ) -> None:
+        _BUILD.labels(ballast.__version__, platform.python_version(), service, instance).set(1)
+        self.shown = Exposition(REGISTRY, instance, vllm_names=vllm_names)
         self._stop = None
         if port == 0:
             return
+        registry = CollectorRegistry()
+        registry.register(self.shown)
         try:
-            server, thread = start_http_server(port, addr=host, registry=REGISTRY)
+            server, thread = start_http_server(port, addr=host, registry=registry)
         except OSError as error:
             raise ConfigError("metrics_port", f"cannot listen on {host}:{port}: {error.strerror}") from error
         self._stop = (server, thread)

@@ -31,6 +31,7 @@ from services.dispatcher.operators import OperatorServicer
 from services.dispatcher.peers import PlannerClient
 from services.dispatcher.policy.freeness import RoutingRules
 from services.dispatcher.servicer import DispatcherServicer, ServingBounds
+from services.dispatcher.shell.chronicle import Chronicle
 from services.dispatcher.shell.dispatcher import DispatcherShell
 from services.dispatcher.shell.links import Identity
 from services.dispatcher.shell.metrics import DispatcherMetrics
@@ -56,11 +57,17 @@ async def main(life: Lifecycle) -> None:
     logs.get_logger().info("starting", settings=settings.model_dump(mode="json"))
     encoder = PromptEncoder(settings.model)
     state = StateServer(settings.redis_url)
-    metrics = MetricsServer(settings.metrics_host, settings.metrics_port)
+    metrics = MetricsServer(
+        settings.metrics_host,
+        settings.metrics_port,
+        service=_NAME,
+        instance=dispatcher_id,
+        vllm_names=settings.metrics_vllm_names,
+    )
     try:
         incarnation = await _unless_stopped(life, _first_incarnation(state, dispatcher_id))
         if incarnation is not None:
-            await _serve(life, settings, Identity(dispatcher_id, incarnation), encoder, state)
+            await _serve(life, settings, Identity(dispatcher_id, incarnation), encoder, state, metrics)
     finally:
         await state.close()
         metrics.close()
@@ -85,11 +92,17 @@ async def _unless_stopped(life: Lifecycle, waiting: Coroutine[Any, Any, T]) -> T
 
 
 async def _serve(
-    life: Lifecycle, settings: DispatcherSettings, identity: Identity, encoder: PromptEncoder, state: StateServer
+    life: Lifecycle,
+    settings: DispatcherSettings,
+    identity: Identity,
+    encoder: PromptEncoder,
+    state: StateServer,
+    metrics: MetricsServer,
 ) -> None:
     clock = MonotonicClock()
     store = DispatcherStore(state, identity)
     shell = build_shell(settings, identity, clock, life)
+    metrics.shown.model_name = lambda: shell.model.name if shell.model is not None else ""
     planner = LeaderAddress(state, "planner", None, interval_s=_PLANNER_LOOKUP_S)
     operators = PlannerClient(planner)
     servicer = DispatcherServicer(
@@ -176,6 +189,7 @@ def build_shell(
         identity=identity,
         clock=clock,
         metrics=DispatcherMetrics(core, REGISTRY),
+        chronicle=Chronicle(core, keep_count=settings.request_history_count, log_each=settings.access_log),
         on_bug=life.report_bug,
         connect_timeout_s=settings.connect_timeout_s,
         client_stall_timeout_s=settings.client_stall_timeout_s,

@@ -65,6 +65,14 @@ class DispatcherSettings(Settings):
     move_wait_s: float = Field(5.0, gt=0)
     """Seconds a moved request waits for the stream to its new worker, which keeps it for 10 s."""
 
+    # What it tells.
+    access_log: bool = True
+    """One line in the log for each request, without a word of its prompt or answer."""
+    request_history_count: int = Field(4096, ge=0, le=1 << 20)
+    """Ended requests that `ballast why` can tell of."""
+    metrics_vllm_names: bool = False
+    """Show the core metrics under vLLM's names as well, for boards and autoscalers that know those."""
+
     # How it watches.
     layout_poll_s: float = Field(1.0, gt=0)
     """Seconds between two looks at the layout of the cluster."""

@@ -11,7 +11,7 @@ import grpc.aio
 
 from ballast import __version__
 from ballast.common.clock import Clock
-from ballast.common.errors import Cancelled, InvalidRequest, Unavailable
+from ballast.common.errors import BallastError, Cancelled, InvalidRequest, NotFound, Unavailable
 from ballast.common.ids import RequestId, WorkerId
 from ballast.common.sampling import FinishReason, SamplingParams
 from ballast.rpc.codec import (
@@ -27,6 +27,7 @@ from ballastpb.cluster.v1 import cluster_pb2
 from ballastpb.inference.v1 import inference_pb2 as pb
 from ballastpb.inference.v1 import inference_pb2_grpc
 from services.dispatcher.core.events import Finish, Request
+from services.dispatcher.describing import account_to_proto, times_to_proto
 from services.dispatcher.shell.clients import ClientStream, Delivery
 from services.dispatcher.shell.dispatcher import DispatcherShell
 from services.dispatcher.shell.links import Identity
@@ -74,8 +75,7 @@ class DispatcherServicer(inference_pb2_grpc.InferenceServiceServicer):
     async def Generate(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, request: pb.GenerateRequest, context: Context
     ) -> None:
-        self._refuse_if_draining()
-        submission = await self._request_from_proto(request, context)
+        submission = await self._accepted(request, context)
         stream = self._shell.open(submission)
         claim = self._claim(request, submission)
         try:
@@ -131,7 +131,16 @@ class DispatcherServicer(inference_pb2_grpc.InferenceServiceServicer):
             uptime_s=self._clock.now_s() - self._started_at_s,
             state_server_reachable=self._claims.reachable,
             planner_address=self._planner.address,
+            recent=times_to_proto(self._shell.chronicle.times(self._clock.now_s()), core.relayed_token_count),
         )
+
+    async def DescribeRequest(self, request: pb.DescribeRequestRequest, context: Context) -> pb.DescribeRequestResponse:
+        at_s = self._clock.now_s()
+        account = self._shell.chronicle.find(RequestId(request.request_id), at_s)
+        if account is None:
+            why = "neither is such a request served here nor is it among the last that ended here"
+            raise NotFound(f"{request.request_id or 'a request id is needed'}: {why}")
+        return account_to_proto(account, self._identity.dispatcher_id, at_s)
 
     async def Drain(self, request: pb.DrainRequest, context: Context) -> pb.DrainResponse:
         self._shell.drain()
@@ -181,6 +190,16 @@ class DispatcherServicer(inference_pb2_grpc.InferenceServiceServicer):
         ttl_s = request.deadline_at_s - self._clock.now_s()
         return asyncio.create_task(self._claims.claim(request.request_id, ttl_s), name="claim")
 
+    async def _accepted(self, message: pb.GenerateRequest, context: Context) -> Request:
+        """The request, checked; what is wrong with it is told to the client and noted."""
+        try:
+            self._refuse_if_draining()
+            return await self._request_from_proto(message, context)
+        except BallastError as error:
+            if isinstance(error, InvalidRequest):
+                self._shell.turned_away(RequestId(message.request_id), error, None)
+            raise
+
     def _refuse_if_draining(self) -> None:
         """Before work is put into a request that the core will refuse."""
         if self._shell.core.draining:
@@ -202,6 +221,7 @@ class DispatcherServicer(inference_pb2_grpc.InferenceServiceServicer):
             priority=priority,
             deadline_at_s=arrived_at_s + (longest_s if left_s is None else min(left_s, longest_s)),
             omit_text=message.omit_text,
+            caller=context.peer(),
         )
 
     async def _encode_prompt(self, message: pb.GenerateRequest) -> Sequence[int]:

@@ -50,39 +50,66 @@ from services.monitor.core.messages import (
 from services.monitor.policy.demand import ClusterDemand, GroupDemand
 from services.monitor.policy.pressure import Overload, Relief, ScaleAdvice, Signal
 
-_INSTANCES = Gauge("ballast_instances", "Instances that are there", registry=REGISTRY)
+_INSTANCES = Gauge("ballast_instances", "Instances that report to the monitor and count as alive", registry=REGISTRY)
+_WANTED = Gauge(
+    "ballast_instances_wanted",
+    "Instances whose KV memory, with all parameters, would hold the demand of about the last minute; for autoscalers",
+    registry=REGISTRY,
+)
 _KV_USAGE = Gauge(
-    "ballast_instance_kv_usage_fraction", "KV blocks in use, of all KV blocks", ["worker"], registry=REGISTRY
+    "ballast_instance_kv_usage_fraction",
+    "Share of the instance's KV blocks that are in use, 0 to 1",
+    ["worker"],
+    registry=REGISTRY,
 )
 _REPORT_AGE = Gauge(
-    "ballast_instance_report_age_seconds", "Since the instance was last heard of", ["worker"], registry=REGISTRY
+    "ballast_instance_report_age_seconds", "Time since the instance was last heard of", ["worker"], registry=REGISTRY
 )
-_LOST = Counter("ballast_instances_lost_total", "Instances that were declared lost", registry=REGISTRY)
+_LOST = Counter(
+    "ballast_instances_lost_total",
+    "Instances declared lost because they were silent or closed their stream",
+    registry=REGISTRY,
+)
 _STALE = Counter(
-    "ballast_monitor_stale_announcements_total", "Announcements of an old life of a worker, refused", registry=REGISTRY
+    "ballast_monitor_stale_announcements_total",
+    "Announcements of a worker's earlier process that were refused",
+    registry=REGISTRY,
 )
 _SENT_AWAY = Counter(
-    "ballast_monitor_watchers_sent_away_total", "Watchers that were too slow and have to start over", registry=REGISTRY
+    "ballast_monitor_watchers_sent_away_total",
+    "Watchers of events that were too slow and had to start over",
+    registry=REGISTRY,
 )
 _KV_DEMAND = Gauge(
     "ballast_kv_demand_bytes",
-    "KV memory wanted by the requests of a group, queued ones too",
+    "KV memory that the requests of a group want, queued ones included",
     ["leader"],
     registry=REGISTRY,
 )
 _KV_CAPACITY = Gauge("ballast_kv_capacity_bytes", "KV memory of a group", ["leader"], registry=REGISTRY)
 _CLUSTER_DEMAND = Gauge(
     "ballast_cluster_kv_demand_bytes",
-    "KV memory wanted in the whole cluster, the backlogs' need too",
+    "KV memory that all requests want, those in backlogs included",
     registry=REGISTRY,
 )
 _CLUSTER_CAPACITY = Gauge("ballast_cluster_kv_capacity_bytes", "KV memory of all groups", registry=REGISTRY)
 _CLUSTER_UNDROPPED = Gauge(
-    "ballast_cluster_kv_undropped_bytes", "KV memory of all groups when nothing is dropped", registry=REGISTRY
+    "ballast_cluster_kv_undropped_bytes", "KV memory of all instances if no parameters were dropped", registry=REGISTRY
 )
-_OVERLOADS = Counter("ballast_overloads_total", "Times that memory was about to run short", registry=REGISTRY)
-_RELIEFS = Counter("ballast_reliefs_total", "Times that dropped parameters could come back", registry=REGISTRY)
-_SCALE_ADVICE = Counter("ballast_scale_advice_total", "Advice to change the cluster", ["advice"], registry=REGISTRY)
+_OVERLOADS = Counter(
+    "ballast_overloads_total",
+    "Times KV memory ran short or was about to: the planner was asked to drop",
+    registry=REGISTRY,
+)
+_RELIEFS = Counter(
+    "ballast_reliefs_total", "Times demand had fallen so far that dropped parameters could return", registry=REGISTRY
+)
+_SCALE_ADVICE = Counter(
+    "ballast_scale_advice_total",
+    "Times the monitor advised to add (out) or remove (in) instances",
+    ["advice"],
+    registry=REGISTRY,
+)
 
 _GROUP_GAUGES_INTERVAL_S = 1.0  # trends of a thousand groups take 30 ms
 
@@ -411,6 +438,7 @@ class MonitorShell:
 
     def _update_gauges(self) -> None:
         _INSTANCES.set(len(self.core.entries))
+        _WANTED.set(self.core.wanted.instance_count or len(self.core.entries))
         now_s = time.monotonic()
         self._update_demand_gauges(now_s)
         for worker_id in self._labelled - set(self.core.entries):

@@ -53,7 +53,7 @@ async def main(life: Lifecycle) -> None:
         on_bug=life.report_bug,
         on_failure=life.report_failure,
     )
-    metrics = MetricsServer(settings.host, settings.metrics_port)
+    metrics = MetricsServer(settings.metrics_host, settings.metrics_port, service=_NAME, instance=settings.planner_id)
     try:
         port = await server.start()
         address = advertised_address(settings.host, settings.advertise_host, port)

@@ -23,6 +23,8 @@ class PlannerSettings(Settings):
     advertise_host: str | None = None
     """Name or address under which the other services reach this one. Default: the host it listens on, or this machine's
     name if that is 0.0.0.0."""
+    metrics_host: str = "127.0.0.1"
+    """Address to serve Prometheus metrics on."""
     metrics_port: int = Field(default=0, ge=0, le=65535)
     """Port of the Prometheus metrics; 0: no metrics."""
     redis_url: str = "redis://127.0.0.1:6379"

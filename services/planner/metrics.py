@@ -8,33 +8,58 @@ from services.planner.core.messages import WriteOutcome
 from services.planner.core.record import TransitionRecord
 from services.planner.core.transition import Stage
 
-_EPOCH = Gauge("ballast_layout_epoch", "Epoch of the layout", registry=REGISTRY)
-_GROUPS = Gauge("ballast_layout_groups", "Groups in the layout", registry=REGISTRY)
-_CHANGES = Counter("ballast_layout_changes_total", "Layouts this planner has seen take effect", registry=REGISTRY)
-_WRITES = Counter("ballast_layout_writes_total", "Layout writes by outcome", ["outcome"], registry=REGISTRY)
+_EPOCH = Gauge("ballast_layout_epoch", "Number of the layout in force; grows with every change", registry=REGISTRY)
+_GROUPS = Gauge(
+    "ballast_layout_groups", "Groups that serve; fewer than instances while parameters are dropped", registry=REGISTRY
+)
+_CHANGES = Counter(
+    "ballast_layout_changes_total", "Layouts that took effect while this planner watched", registry=REGISTRY
+)
+_WRITES = Counter(
+    "ballast_layout_writes_total",
+    "Attempts to write a layout to the state server, by outcome",
+    ["outcome"],
+    registry=REGISTRY,
+)
 _REJECTED = Counter(
     "ballast_instances_rejected_total", "Instances kept out because they serve another model", registry=REGISTRY
 )
-_STALE = Counter("ballast_planner_stale_events_total", "News of an old life of a worker, ignored", registry=REGISTRY)
+_STALE = Counter(
+    "ballast_planner_stale_events_total", "Messages about a worker's earlier process, ignored", registry=REGISTRY
+)
 _TRANSITIONS = Counter(
-    "ballast_transitions_total", "Drops and restores that have ended", ["kind", "ending"], registry=REGISTRY
+    "ballast_transitions_total",
+    "Drops and restores by how they ended: done or aborted",
+    ["kind", "ending"],
+    registry=REGISTRY,
 )
 _DURATIONS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 _PHASES = Histogram(
     "ballast_transition_phase_seconds",
-    "Time in a phase of transitions that took effect",
+    "Duration of each phase of the drops and restores that took effect",
     ["kind", "phase"],
     buckets=_DURATIONS_S,
     registry=REGISTRY,
 )
-_FREED = Counter("ballast_freed_parameter_bytes_total", "Parameter memory that was dropped", registry=REGISTRY)
-_AHEAD = Counter(
-    "ballast_copied_ahead_kv_bytes_total", "KV that went to another member before a restore's commit", registry=REGISTRY
+_FREED = Counter(
+    "ballast_freed_parameter_bytes_total", "Parameter memory that drops have turned into KV cache", registry=REGISTRY
 )
-_EXCHANGED = Counter("ballast_exchanged_kv_bytes_total", "KV that went to another member", registry=REGISTRY)
-_PULLED = Counter("ballast_pulled_parameter_bytes_total", "Parameters that came back", registry=REGISTRY)
+_AHEAD = Counter(
+    "ballast_copied_ahead_kv_bytes_total", "KV copied to another member before a restore took effect", registry=REGISTRY
+)
+_EXCHANGED = Counter(
+    "ballast_exchanged_kv_bytes_total",
+    "KV sent to another member when a drop or restore took effect",
+    registry=REGISTRY,
+)
+_PULLED = Counter(
+    "ballast_pulled_parameter_bytes_total", "Parameters that restores have brought back", registry=REGISTRY
+)
 _VICTIMS = Counter(
-    "ballast_transition_victims_total", "Requests that ran during a transition", ["fate"], registry=REGISTRY
+    "ballast_transition_victims_total",
+    "Requests that a drop or restore moved, by fate: kept their KV, or recomputed it",
+    ["fate"],
+    registry=REGISTRY,
 )
 _STALL = Histogram(
     "ballast_transition_stall_seconds",
@@ -48,18 +73,23 @@ _WAVES = Histogram(
     buckets=(0, 1, 2, 3, 5, 8, 13, 21, 34),
     registry=REGISTRY,
 )
-_GROUP_SIZES = Gauge("ballast_layout_group_size", "Groups by number of members", ["members"], registry=REGISTRY)
+_GROUP_SIZES = Gauge(
+    "ballast_layout_group_size",
+    "Groups by how many instances they have; above 1 parameters are dropped",
+    ["members"],
+    registry=REGISTRY,
+)
 _NOTHING_DONE = Counter(
-    "ballast_plans_insufficient_total", "Times that no plan met what was asked for", ["asked_by"], registry=REGISTRY
+    "ballast_plans_insufficient_total", "Times no plan freed as much as was asked for", ["asked_by"], registry=REGISTRY
 )
 _ORDERED = Counter(
     "ballast_migrations_ordered_total",
-    "Times that an instance was to give running requests to another",
+    "Times an instance was told to hand running requests to another",
     registry=REGISTRY,
 )
 _SHORTFALL = Gauge(
     "ballast_plan_shortfall_bytes",
-    "What the newest plan for an overload lacked; more instances help",
+    "KV memory that the newest plan for an overload could not free",
     registry=REGISTRY,
 )
 

@@ -20,7 +20,7 @@ from ballast.common.ids import Incarnation, WorkerId
 from ballast.rpc.server import RpcServer, ensure_free
 from ballast.service import logs
 from ballast.service.lifecycle import Lifecycle, advertised_address, run_service, say_ready
-from ballast.service.metrics import REGISTRY, MetricsServer
+from ballast.service.metrics import REGISTRY, Exposition, MetricsServer
 from ballast.service.settings import load_settings
 from ballast.service.state import StateServer
 from ballastpb.worker.v1 import worker_pb2, worker_pb2_grpc
@@ -360,14 +360,21 @@ async def main(life: Lifecycle) -> None:
     logs.get_logger().info("starting", settings=settings.model_dump(mode="json"))
     ensure_free(settings.host, settings.port)  # before the model is loaded, which may take minutes
     state = StateServer(settings.redis_url)
-    metrics = MetricsServer(settings.metrics_host, settings.metrics_port)
+    metrics = MetricsServer(
+        settings.metrics_host,
+        settings.metrics_port,
+        service="worker",
+        instance=worker_id,
+        vllm_names=settings.metrics_vllm_names,
+    )
     try:
         if settings.copies == 1:
-            await serve(life, settings, state, WorkerId(worker_id), REGISTRY)
+            await serve(life, settings, state, WorkerId(worker_id), REGISTRY, metrics.shown)
             return
         async with asyncio.TaskGroup() as tasks:
             for number in range(settings.copies):
-                one = serve(life, settings, state, WorkerId(copy_id(worker_id, number)), CollectorRegistry())
+                one_id = WorkerId(copy_id(worker_id, number))
+                one = serve(life, settings, state, one_id, CollectorRegistry(), metrics.shown)
                 tasks.create_task(one, name=f"copy {number}")
     finally:
         await state.close()
@@ -375,10 +382,16 @@ async def main(life: Lifecycle) -> None:
 
 
 async def serve(
-    life: Lifecycle, settings: WorkerSettings, state: StateServer, worker_id: WorkerId, registry: CollectorRegistry
+    life: Lifecycle,
+    settings: WorkerSettings,
+    state: StateServer,
+    worker_id: WorkerId,
+    registry: CollectorRegistry,
+    shown: Exposition,
 ) -> None:
     """One worker from its loading to its end."""
     kit = await asyncio.to_thread(load, settings)  # takes long for large models; signals are heard meanwhile
+    shown.model_name = lambda: kit.engine.info.name
     await WorkerProcess(life, settings, kit, state, worker_id, registry).run(worker_id)
 
 

@@ -27,6 +27,8 @@ class WorkerSettings(Settings):
     """Address to serve Prometheus metrics on."""
     metrics_port: int = Field(0, ge=0, le=65535)
     """Port of the Prometheus metrics; 0: no metrics."""
+    metrics_vllm_names: bool = False
+    """Show the core metrics under vLLM's names as well, for boards and autoscalers that know those."""
     redis_url: str = "redis://127.0.0.1:6379/0"
     """The state server: redis://HOST:PORT/DB."""
     monitor_address: str | None = None

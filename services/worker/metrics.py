@@ -18,29 +18,45 @@ class LoadCollector(Collector):
 
     def collect(self) -> Iterable[Metric]:
         load = self._load()
-        blocks = GaugeMetricFamily("ballast_kv_blocks", "KV blocks", labels=["state"])
+        blocks = GaugeMetricFamily("ballast_kv_blocks", "KV blocks by state", labels=["state"])
         blocks.add_metric(["used"], load.used_block_count)
         blocks.add_metric(["free"], load.block_count - load.used_block_count)
         yield blocks
-        memory = GaugeMetricFamily("ballast_device_memory_bytes", "Device memory by use", labels=["use"])
+        memory = GaugeMetricFamily(
+            "ballast_device_memory_bytes",
+            "Device memory by use; parameters, KV and free add up to the budget",
+            labels=["use"],
+        )
         memory.add_metric(["parameters"], load.memory.parameter_bytes)
         memory.add_metric(["kv"], load.memory.kv_bytes)
         memory.add_metric(["free"], load.memory.free_bytes)
         yield memory
         for name, text, value in (
-            ("ballast_kv_cache_usage_fraction", "KV blocks in use, 0 to 1", load.kv_usage_fraction),
-            ("ballast_kv_waiting_blocks", "KV blocks that waiting prompts need", load.waiting_block_count),
-            ("ballast_requests_running", "Requests in the running set", load.running_count),
-            ("ballast_requests_waiting", "Requests accepted and not running yet", load.waiting_count),
-            ("ballast_engine_step_age_seconds", "Time since the engine made progress", load.step_age_s),
-            ("ballast_draining", "1 while nothing new is taken", float(load.draining)),
+            (
+                "ballast_kv_cache_usage_fraction",
+                "Share of the KV blocks that are in use, 0 to 1",
+                load.kv_usage_fraction,
+            ),
+            (
+                "ballast_kv_waiting_blocks",
+                "KV blocks that the prompts of waiting requests need",
+                load.waiting_block_count,
+            ),
+            ("ballast_requests_running", "Requests that run, so that each step gives them tokens", load.running_count),
+            ("ballast_requests_waiting", "Requests that wait at the worker to run", load.waiting_count),
+            ("ballast_engine_step_age_seconds", "Time since the engine completed a step or was idle", load.step_age_s),
+            ("ballast_draining", "1 while the worker takes no new requests", float(load.draining)),
         ):
             yield GaugeMetricFamily(name, text, value=value)
         for name, text, total in (
-            ("ballast_engine_steps", "Batches executed", load.steps_total),
-            ("ballast_preemptions", "Requests that lost their KV to others", load.preemptions_total),
-            ("ballast_prompt_tokens", "Prompt tokens computed", load.prompt_tokens_total),
-            ("ballast_generation_tokens", "Tokens generated", load.generation_tokens_total),
+            ("ballast_engine_steps", "Batches that the engine has executed", load.steps_total),
+            (
+                "ballast_preemptions",
+                "Times a request gave up its KV so that others could go on",
+                load.preemptions_total,
+            ),
+            ("ballast_prompt_tokens", "Prompt tokens that were computed", load.prompt_tokens_total),
+            ("ballast_generation_tokens", "Tokens that were generated", load.generation_tokens_total),
         ):
             yield CounterMetricFamily(name, text, value=total)
 
@@ -54,10 +70,18 @@ class StageCollector(Collector):
     def collect(self) -> Iterable[Metric]:
         times = self._times()
         for name, text, total in (
-            ("ballast_stage_busy_seconds", "This worker's stage executed a batch", times.busy_s),
-            ("ballast_stage_idle_seconds", "It executed none although its leader had work", times.idle_s),
-            ("ballast_stage_network_wait_seconds", "Of the idle time: the next batch was coming in", times.network_s),
-            ("ballast_stage_send_seconds", "Activations were on their way to the next stage", times.send_s),
+            ("ballast_stage_busy_seconds", "Time the worker's stage was executing a batch", times.busy_s),
+            (
+                "ballast_stage_idle_seconds",
+                "Time the stage executed nothing although its leader had work",
+                times.idle_s,
+            ),
+            (
+                "ballast_stage_network_wait_seconds",
+                "Part of the idle time in which the next batch was still on its way",
+                times.network_s,
+            ),
+            ("ballast_stage_send_seconds", "Time activations were on their way to the next stage", times.send_s),
         ):
             yield CounterMetricFamily(name, text, value=total)
 
@@ -70,7 +94,9 @@ class MigrationCollector(Collector):
 
     def collect(self) -> Iterable[Metric]:
         totals = self._totals
-        ended = CounterMetricFamily("ballast_migrations", "Live migrations from here by outcome", labels=["outcome"])
+        ended = CounterMetricFamily(
+            "ballast_migrations", "Requests that left this worker while running, by outcome", labels=["outcome"]
+        )
         ended.add_metric(["moved"], totals.moved - totals.recomputed)
         ended.add_metric(["recomputed"], totals.recomputed)
         ended.add_metric(["given_up"], totals.not_moved)
@@ -78,11 +104,13 @@ class MigrationCollector(Collector):
         below = [(str(bound), sum(totals.downtime_counts[: i + 1])) for i, bound in enumerate(DOWNTIME_BOUNDS_S)]
         yield HistogramMetricFamily(
             "ballast_migration_downtime_seconds",
-            "From a request's last step here until the word that it runs elsewhere",
+            "Time from a request's last step here to the word that it runs elsewhere",
             buckets=[*below, ("+Inf", sum(totals.downtime_counts))],
             sum_value=totals.downtime_s,
         )
-        yield CounterMetricFamily("ballast_migrated_kv_blocks", "KV blocks that went along", value=totals.blocks)
+        yield CounterMetricFamily(
+            "ballast_migrated_kv_blocks", "KV blocks that left with migrated requests", value=totals.blocks
+        )
 
 
 def export(

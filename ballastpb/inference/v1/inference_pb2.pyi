@@ -432,6 +432,7 @@ class GetStatusResponse(_message.Message):
     UPTIME_S_FIELD_NUMBER: _builtins.int
     STATE_SERVER_REACHABLE_FIELD_NUMBER: _builtins.int
     PLANNER_ADDRESS_FIELD_NUMBER: _builtins.int
+    RECENT_FIELD_NUMBER: _builtins.int
     dispatcher_id: _builtins.str
     version: _builtins.str
     backlog_request_count: _builtins.int
@@ -455,6 +456,10 @@ class GetStatusResponse(_message.Message):
     def requests_total(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
         """Ending -> count, since the start of the dispatcher: stop, length, cancelled, deadline, error, refused."""
 
+    @_builtins.property
+    def recent(self) -> Global___RecentTimes:
+        """How requests have fared lately."""
+
     def __init__(
         self,
         *,
@@ -473,14 +478,215 @@ class GetStatusResponse(_message.Message):
         uptime_s: _builtins.float = ...,
         state_server_reachable: _builtins.bool = ...,
         planner_address: _builtins.str = ...,
+        recent: Global___RecentTimes | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout", "model", b"model"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout", "model", b"model", "recent", b"recent"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["backlog_request_count", b"backlog_request_count", "backlog_token_count", b"backlog_token_count", "dispatcher_id", b"dispatcher_id", "draining", b"draining", "layout", b"layout", "max_queued_request_count", b"max_queued_request_count", "max_queued_token_count", b"max_queued_token_count", "model", b"model", "planner_address", b"planner_address", "requests_total", b"requests_total", "running_request_count", b"running_request_count", "state_server_reachable", b"state_server_reachable", "uptime_s", b"uptime_s", "version", b"version", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backlog_request_count", b"backlog_request_count", "backlog_token_count", b"backlog_token_count", "dispatcher_id", b"dispatcher_id", "draining", b"draining", "layout", b"layout", "max_queued_request_count", b"max_queued_request_count", "max_queued_token_count", b"max_queued_token_count", "model", b"model", "planner_address", b"planner_address", "recent", b"recent", "requests_total", b"requests_total", "running_request_count", b"running_request_count", "state_server_reachable", b"state_server_reachable", "uptime_s", b"uptime_s", "version", b"version", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetStatusResponse: _TypeAlias = GetStatusResponse  # noqa: Y015
+
+@_typing.final
+class RecentTimes(_message.Message):
+    """Of the last window_s seconds. Quantiles are 0 where nothing was measured."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WINDOW_S_FIELD_NUMBER: _builtins.int
+    FIRST_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    TTFT_P50_S_FIELD_NUMBER: _builtins.int
+    TTFT_P99_S_FIELD_NUMBER: _builtins.int
+    TPOT_P50_S_FIELD_NUMBER: _builtins.int
+    TPOT_P99_S_FIELD_NUMBER: _builtins.int
+    LONGEST_WAIT_S_FIELD_NUMBER: _builtins.int
+    GENERATED_TOKENS_TOTAL_FIELD_NUMBER: _builtins.int
+    window_s: _builtins.float
+    first_token_count: _builtins.int
+    """First tokens that came."""
+    ttft_p50_s: _builtins.float
+    ttft_p99_s: _builtins.float
+    tpot_p50_s: _builtins.float
+    """Time for each token after the first: of requests that have ended in the window, and of those that run."""
+    tpot_p99_s: _builtins.float
+    longest_wait_s: _builtins.float
+    """How long the one that waits longest for its first token has been waiting."""
+    generated_tokens_total: _builtins.int
+    """Tokens relayed to clients since the start of the dispatcher."""
+    def __init__(
+        self,
+        *,
+        window_s: _builtins.float = ...,
+        first_token_count: _builtins.int = ...,
+        ttft_p50_s: _builtins.float = ...,
+        ttft_p99_s: _builtins.float = ...,
+        tpot_p50_s: _builtins.float = ...,
+        tpot_p99_s: _builtins.float = ...,
+        longest_wait_s: _builtins.float = ...,
+        generated_tokens_total: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_token_count", b"first_token_count", "generated_tokens_total", b"generated_tokens_total", "longest_wait_s", b"longest_wait_s", "tpot_p50_s", b"tpot_p50_s", "tpot_p99_s", b"tpot_p99_s", "ttft_p50_s", b"ttft_p50_s", "ttft_p99_s", b"ttft_p99_s", "window_s", b"window_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RecentTimes: _TypeAlias = RecentTimes  # noqa: Y015
+
+@_typing.final
+class DescribeRequestRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DescribeRequestRequest: _TypeAlias = DescribeRequestRequest  # noqa: Y015
+
+@_typing.final
+class DescribeRequestResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    DISPATCHER_ID_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    AGE_S_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
+    CALLER_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    COMPLETION_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    MAX_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    QUEUE_S_FIELD_NUMBER: _builtins.int
+    TTFT_S_FIELD_NUMBER: _builtins.int
+    TPOT_S_FIELD_NUMBER: _builtins.int
+    E2E_S_FIELD_NUMBER: _builtins.int
+    REPLAY_COUNT_FIELD_NUMBER: _builtins.int
+    MOVE_COUNT_FIELD_NUMBER: _builtins.int
+    RECALL_COUNT_FIELD_NUMBER: _builtins.int
+    LONGEST_GAP_S_FIELD_NUMBER: _builtins.int
+    LONGEST_GAP_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    MOMENTS_FIELD_NUMBER: _builtins.int
+    LEFT_OUT_MOMENT_COUNT_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    dispatcher_id: _builtins.str
+    state: _builtins.str
+    """queued, running, moving, or how it has ended: stop, length, cancelled, deadline, error, refused or invalid."""
+    error: _builtins.str
+    """What went wrong, if it did."""
+    age_s: _builtins.float
+    """Since it arrived; of one that has ended, since it ended."""
+    priority: _builtins.str
+    caller: _builtins.str
+    """Who sent it: the name of a token, or the address of the connection."""
+    prompt_token_count: _builtins.int
+    completion_token_count: _builtins.int
+    max_token_count: _builtins.int
+    queue_s: _builtins.float
+    ttft_s: _builtins.float
+    """Absent: no token came."""
+    tpot_s: _builtins.float
+    """For each token after the first; absent: there was none."""
+    e2e_s: _builtins.float
+    replay_count: _builtins.int
+    move_count: _builtins.int
+    recall_count: _builtins.int
+    longest_gap_s: _builtins.float
+    """The longest time between two of its tokens, and how many had come before."""
+    longest_gap_token_count: _builtins.int
+    left_out_moment_count: _builtins.int
+    """More than are remembered."""
+    @_builtins.property
+    def moments(self) -> _containers.RepeatedCompositeFieldContainer[Global___RequestMoment]:
+        """Oldest first."""
+
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        dispatcher_id: _builtins.str = ...,
+        state: _builtins.str = ...,
+        error: _builtins.str = ...,
+        age_s: _builtins.float = ...,
+        priority: _builtins.str = ...,
+        caller: _builtins.str = ...,
+        prompt_token_count: _builtins.int = ...,
+        completion_token_count: _builtins.int = ...,
+        max_token_count: _builtins.int = ...,
+        queue_s: _builtins.float = ...,
+        ttft_s: _builtins.float | None = ...,
+        tpot_s: _builtins.float | None = ...,
+        e2e_s: _builtins.float = ...,
+        replay_count: _builtins.int = ...,
+        move_count: _builtins.int = ...,
+        recall_count: _builtins.int = ...,
+        longest_gap_s: _builtins.float = ...,
+        longest_gap_token_count: _builtins.int = ...,
+        moments: _abc.Iterable[Global___RequestMoment] | None = ...,
+        left_out_moment_count: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_tpot_s", b"_tpot_s", "_ttft_s", b"_ttft_s", "tpot_s", b"tpot_s", "ttft_s", b"ttft_s"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_tpot_s", b"_tpot_s", "_ttft_s", b"_ttft_s", "age_s", b"age_s", "caller", b"caller", "completion_token_count", b"completion_token_count", "dispatcher_id", b"dispatcher_id", "e2e_s", b"e2e_s", "error", b"error", "left_out_moment_count", b"left_out_moment_count", "longest_gap_s", b"longest_gap_s", "longest_gap_token_count", b"longest_gap_token_count", "max_token_count", b"max_token_count", "moments", b"moments", "move_count", b"move_count", "priority", b"priority", "prompt_token_count", b"prompt_token_count", "queue_s", b"queue_s", "recall_count", b"recall_count", "replay_count", b"replay_count", "request_id", b"request_id", "state", b"state", "tpot_s", b"tpot_s", "ttft_s", b"ttft_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__tpot_s: _TypeAlias = _typing.Literal["tpot_s"]  # noqa: Y015
+    _WhichOneofArgType__tpot_s: _TypeAlias = _typing.Literal["_tpot_s", b"_tpot_s"]  # noqa: Y015
+    _WhichOneofReturnType__ttft_s: _TypeAlias = _typing.Literal["ttft_s"]  # noqa: Y015
+    _WhichOneofArgType__ttft_s: _TypeAlias = _typing.Literal["_ttft_s", b"_ttft_s"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__tpot_s) -> _WhichOneofReturnType__tpot_s | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__ttft_s) -> _WhichOneofReturnType__ttft_s | None: ...
+
+Global___DescribeRequestResponse: _TypeAlias = DescribeRequestResponse  # noqa: Y015
+
+@_typing.final
+class RequestMoment(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    AT_S_FIELD_NUMBER: _builtins.int
+    WHAT_FIELD_NUMBER: _builtins.int
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    DETAIL_FIELD_NUMBER: _builtins.int
+    TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    GAP_S_FIELD_NUMBER: _builtins.int
+    at_s: _builtins.float
+    """Since its arrival."""
+    what: _builtins.str
+    """waiting, placed, moved, moving, stranded, first_token, resumed, lost, sent_back or recalled."""
+    worker_id: _builtins.str
+    detail: _builtins.str
+    token_count: _builtins.int
+    """Tokens of the answer by then."""
+    gap_s: _builtins.float
+    """resumed: since the token before."""
+    def __init__(
+        self,
+        *,
+        at_s: _builtins.float = ...,
+        what: _builtins.str = ...,
+        worker_id: _builtins.str = ...,
+        detail: _builtins.str = ...,
+        token_count: _builtins.int = ...,
+        gap_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["at_s", b"at_s", "detail", b"detail", "gap_s", b"gap_s", "token_count", b"token_count", "what", b"what", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RequestMoment: _TypeAlias = RequestMoment  # noqa: Y015
 
 @_typing.final
 class DrainRequest(_message.Message):

@@ -59,6 +59,11 @@ class InferenceServiceStub:
                 request_serializer=ballastpb_dot_inference_dot_v1_dot_inference__pb2.GetStatusRequest.SerializeToString,
                 response_deserializer=ballastpb_dot_inference_dot_v1_dot_inference__pb2.GetStatusResponse.FromString,
                 _registered_method=True)
+        self.DescribeRequest = channel.unary_unary(
+                '/ballastpb.inference.v1.InferenceService/DescribeRequest',
+                request_serializer=ballastpb_dot_inference_dot_v1_dot_inference__pb2.DescribeRequestRequest.SerializeToString,
+                response_deserializer=ballastpb_dot_inference_dot_v1_dot_inference__pb2.DescribeRequestResponse.FromString,
+                _registered_method=True)
         self.Drain = channel.unary_unary(
                 '/ballastpb.inference.v1.InferenceService/Drain',
                 request_serializer=ballastpb_dot_inference_dot_v1_dot_inference__pb2.DrainRequest.SerializeToString,
@@ -115,6 +120,14 @@ class InferenceServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def DescribeRequest(self, request, context):
+        """What has become of a request: one that is being served, or one of the last that ended here. NOT_FOUND: this
+        dispatcher does not know it, or does not remember it any more. Never says anything of prompt or answer.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Drain(self, request, context):
         """Stops taking requests, lets running ones finish. Returns at once.
         """
@@ -157,6 +170,11 @@ def add_InferenceServiceServicer_to_server(servicer, server):
                     servicer.GetStatus,
                     request_deserializer=ballastpb_dot_inference_dot_v1_dot_inference__pb2.GetStatusRequest.FromString,
                     response_serializer=ballastpb_dot_inference_dot_v1_dot_inference__pb2.GetStatusResponse.SerializeToString,
+            ),
+            'DescribeRequest': grpc.unary_unary_rpc_method_handler(
+                    servicer.DescribeRequest,
+                    request_deserializer=ballastpb_dot_inference_dot_v1_dot_inference__pb2.DescribeRequestRequest.FromString,
+                    response_serializer=ballastpb_dot_inference_dot_v1_dot_inference__pb2.DescribeRequestResponse.SerializeToString,
             ),
             'Drain': grpc.unary_unary_rpc_method_handler(
                     servicer.Drain,
@@ -304,6 +322,33 @@ class InferenceService:
             '/ballastpb.inference.v1.InferenceService/GetStatus',
             ballastpb_dot_inference_dot_v1_dot_inference__pb2.GetStatusRequest.SerializeToString,
             ballastpb_dot_inference_dot_v1_dot_inference__pb2.GetStatusResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DescribeRequest(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ballastpb.inference.v1.InferenceService/DescribeRequest',
+            ballastpb_dot_inference_dot_v1_dot_inference__pb2.DescribeRequestRequest.SerializeToString,
+            ballastpb_dot_inference_dot_v1_dot_inference__pb2.DescribeRequestResponse.FromString,
             options,
             channel_credentials,
             insecure,

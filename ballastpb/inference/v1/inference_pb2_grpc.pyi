@@ -50,6 +50,10 @@ class InferenceServiceStub:
     GetModelInfo: _grpc.UnaryUnaryMultiCallable[_inference_pb2.GetModelInfoRequest, _inference_pb2.GetModelInfoResponse]
     GetStatus: _grpc.UnaryUnaryMultiCallable[_inference_pb2.GetStatusRequest, _inference_pb2.GetStatusResponse]
     """The cluster as this dispatcher sees it: layout, load and memory of each worker, its own backlog."""
+    DescribeRequest: _grpc.UnaryUnaryMultiCallable[_inference_pb2.DescribeRequestRequest, _inference_pb2.DescribeRequestResponse]
+    """What has become of a request: one that is being served, or one of the last that ended here. NOT_FOUND: this
+    dispatcher does not know it, or does not remember it any more. Never says anything of prompt or answer.
+    """
     Drain: _grpc.UnaryUnaryMultiCallable[_inference_pb2.DrainRequest, _inference_pb2.DrainResponse]
     """Stops taking requests, lets running ones finish. Returns at once."""
     DrainWorker: _grpc.UnaryUnaryMultiCallable[_inference_pb2.DrainWorkerRequest, _inference_pb2.DrainWorkerResponse]
@@ -77,6 +81,10 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
     GetModelInfo: _aio.UnaryUnaryMultiCallable[_inference_pb2.GetModelInfoRequest, _inference_pb2.GetModelInfoResponse]  # type: ignore[assignment]
     GetStatus: _aio.UnaryUnaryMultiCallable[_inference_pb2.GetStatusRequest, _inference_pb2.GetStatusResponse]  # type: ignore[assignment]
     """The cluster as this dispatcher sees it: layout, load and memory of each worker, its own backlog."""
+    DescribeRequest: _aio.UnaryUnaryMultiCallable[_inference_pb2.DescribeRequestRequest, _inference_pb2.DescribeRequestResponse]  # type: ignore[assignment]
+    """What has become of a request: one that is being served, or one of the last that ended here. NOT_FOUND: this
+    dispatcher does not know it, or does not remember it any more. Never says anything of prompt or answer.
+    """
     Drain: _aio.UnaryUnaryMultiCallable[_inference_pb2.DrainRequest, _inference_pb2.DrainResponse]  # type: ignore[assignment]
     """Stops taking requests, lets running ones finish. Returns at once."""
     DrainWorker: _aio.UnaryUnaryMultiCallable[_inference_pb2.DrainWorkerRequest, _inference_pb2.DrainWorkerResponse]  # type: ignore[assignment]
@@ -131,6 +139,16 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_inference_pb2.GetStatusResponse, _abc.Awaitable[_inference_pb2.GetStatusResponse]]:
         """The cluster as this dispatcher sees it: layout, load and memory of each worker, its own backlog."""
+
+    @_abc_1.abstractmethod
+    def DescribeRequest(
+        self,
+        request: _inference_pb2.DescribeRequestRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_inference_pb2.DescribeRequestResponse, _abc.Awaitable[_inference_pb2.DescribeRequestResponse]]:
+        """What has become of a request: one that is being served, or one of the last that ended here. NOT_FOUND: this
+        dispatcher does not know it, or does not remember it any more. Never says anything of prompt or answer.
+        """
 
     @_abc_1.abstractmethod
     def Drain(

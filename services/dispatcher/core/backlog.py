@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from ballast.common.errors import InvariantViolation
 from ballast.common.sampling import PriorityClass
 from services.dispatcher.core.events import Request
+from services.dispatcher.core.story import Moment, Recent, Story, What
 from services.dispatcher.policy.freeness import WorkerKey
 
 
@@ -33,12 +34,34 @@ class Tracked:
     text_chars: int = 0
     queue_s: float = 0.0  # spent in the backlog so far
     first_token_at_s: float | None = None
+    last_token_at_s: float = 0.0
+    longest_gap_s: float = 0.0  # between two tokens
+    longest_gap_token: int = 0  # it came after so many tokens
+    awaits_token: bool = True  # none has come since it was placed for the last time
+    move_count: int = 0
+    story: Story = field(default_factory=Story)
     blocked_since_s: float | None = None  # large, and no worker could run it at once
 
     @property
     def token_count(self) -> int:
         """Tokens that an attempt begins with."""
         return len(self.request.prompt_token_ids) + len(self.output_token_ids)
+
+    def note(self, at_s: float, what: What, worker_id: str = "", detail: str = "") -> None:
+        self.story.add(Moment(at_s, what, len(self.output_token_ids), worker_id, detail))
+
+    def take_first_token(self, at_s: float, recent: Recent, layout: str) -> None:
+        """The first token of a placement has come. `layout`: which one is in force."""
+        self.awaits_token = False
+        self.idle_move_count = 0
+        worker_id = self.worker.worker_id if self.worker is not None else ""
+        if self.first_token_at_s is None:
+            self.first_token_at_s = self.last_token_at_s = at_s
+            recent.add(at_s, at_s - self.arrived_at_s)
+            self.note(at_s, What.FIRST_TOKEN, worker_id)
+        else:
+            gap_s = at_s - self.last_token_at_s
+            self.story.add(Moment(at_s, What.RESUMED, len(self.output_token_ids), worker_id, layout, gap_s))
 
 
 class Backlog:

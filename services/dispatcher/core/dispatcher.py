@@ -54,6 +54,7 @@ from services.dispatcher.core.events import (
 from services.dispatcher.core.fleet import Fleet, Worker
 from services.dispatcher.core.moves import Moves
 from services.dispatcher.core.placement import Placement, PlacementRules
+from services.dispatcher.core.story import Recent, What
 from services.dispatcher.policy.freeness import RoutingRules, WorkerKey
 
 # A named tuple's own constructor takes twice as long, and there is one for each token.
@@ -63,7 +64,7 @@ _MIN_RETRY_S, _MAX_RETRY_S = 0.1, 30.0
 _NO_WORKER_CHECK_S = 0.5
 _MAX_IDLE_MOVES = 16  # without a token in between; more are no progress but a quarrel between workers
 _OUTGROWN_WAIT_S = 1.0  # advice to whoever has outgrown all workers; a drop may make larger groups
-_ENDING_OF: dict[type[BallastError], str] = {
+ENDING_OF: dict[type[BallastError], str] = {
     Cancelled: FinishReason.CANCELLED.value,
     DeadlineExceeded: FinishReason.DEADLINE.value,
 }
@@ -94,6 +95,8 @@ class DispatcherCore:
         self.replay_count = 0
         self.recall_count = 0  # requests that waited on a worker and went where there was room
         self.stale_count = 0
+        self.recent = Recent()
+        self.relayed_token_count = 0
         self.move_counts: Counter[str] = Counter()  # at_once, waited or replayed -> requests that were handed over
         self._id = dispatcher_id
         self._placement = Placement(self.backlog, self.fleet, placement, routing)
@@ -204,6 +207,8 @@ class DispatcherCore:
 
     def _replay(self, tracked: Tracked, at_s: float, why: str) -> list[Command]:
         """`tracked` has been taken off its worker."""
+        lost_from = tracked.worker.worker_id if tracked.worker is not None else ""
+        tracked.note(at_s, What.LOST, lost_from, why)
         tracked.worker, tracked.handle = None, 0
         if tracked.replay_count >= self.limits.replay_limit:
             self._enqueue(tracked, at_s)
@@ -229,6 +234,7 @@ class DispatcherCore:
             return self._replay(tracked, at_s, f"workers that handed it to one another, at last to {worker_id}")
         target = self.fleet.member(worker_id)
         if target is None or not target.connected:
+            tracked.note(at_s, What.MOVING, worker_id)
             self._moves.add(tracked, worker_id, at_s)
             return []
         self.move_counts["at_once"] += 1
@@ -237,6 +243,7 @@ class DispatcherCore:
     def _resume_from_backlog(self, tracked: Tracked, at_s: float) -> None:
         """The worker to which `tracked` has gone cannot be reached. That is no fault of the request: no replay."""
         self.move_counts["replayed"] += 1
+        tracked.note(at_s, What.STRANDED)
         self._enqueue(tracked, at_s)
 
     def _watch_usable(self, at_s: float) -> None:
@@ -339,11 +346,11 @@ class DispatcherCore:
             commands.append(AbortOnWorker(tracked.worker, tracked.handle))
             if (worker := self.fleet.get(tracked.worker)) is not None:
                 worker.withdraw(tracked)
-        facts = _facts(tracked, at_s)
+        facts = facts_of(tracked, at_s)
         self._drop(tracked)
         if moves_to is not None:
             self._forsaken.add(tracked, moves_to, at_s)
-        self.endings[_ENDING_OF.get(type(error), "error")] += 1
+        self.endings[ENDING_OF.get(type(error), "error")] += 1
         return [*commands, Fail(tracked.request.request_id, error, facts)]
 
     def _forsake(self, tracked: Tracked, worker_id: WorkerId, at_s: float) -> list[Command]:
@@ -385,6 +392,7 @@ class DispatcherCore:
         one_each = len(event.handles) == len(event.token_ids) == event.token_counts.count(1)
         deliver = self._deliver_one_each if one_each and not (event.texts or event.logprobs) else self._deliver
         deliver(worker, event, commands)
+        self.relayed_token_count += len(event.token_ids)
         for ending in event.endings:
             tracked = worker.placed.get(ending.handle)
             if tracked is None:
@@ -426,11 +434,14 @@ class DispatcherCore:
             if logprobs and request.sampling.logprobs is not None:
                 logprob_begin, logprob_end = logprob_end, logprob_end + len(new_ids)
                 new_logprobs = logprobs[logprob_begin:logprob_end]
-            tracked.output_token_ids += new_ids
             if new_ids:
-                tracked.idle_move_count = 0
-                if tracked.first_token_at_s is None:
-                    tracked.first_token_at_s = at_s
+                if tracked.awaits_token:
+                    tracked.take_first_token(at_s, self.recent, self._layout_words())
+                gap_s = at_s - tracked.last_token_at_s
+                if gap_s > tracked.longest_gap_s:
+                    tracked.longest_gap_s, tracked.longest_gap_token = gap_s, len(tracked.output_token_ids)
+                tracked.last_token_at_s = at_s
+            tracked.output_token_ids += new_ids
             commands.append(_new(Deliver, (request.request_id, new_ids, text, new_logprobs)))
 
     def _deliver_one_each(self, worker: Worker, event: StepReceived, commands: list[Command]) -> None:
@@ -441,16 +452,24 @@ class DispatcherCore:
             if tracked is None:
                 self.stale_count += 1
                 continue
+            if tracked.awaits_token:
+                tracked.take_first_token(at_s, self.recent, self._layout_words())
+            gap_s = at_s - tracked.last_token_at_s
+            if gap_s > tracked.longest_gap_s:
+                tracked.longest_gap_s, tracked.longest_gap_token = gap_s, len(tracked.output_token_ids)
+            tracked.last_token_at_s = at_s
             tracked.output_token_ids.append(token_id)
-            tracked.idle_move_count = 0
-            if tracked.first_token_at_s is None:
-                tracked.first_token_at_s = at_s
             add(_new(Deliver, (tracked.request.request_id, (token_id,), "", ())))
+
+    def _layout_words(self) -> str:
+        layout = self.fleet.layout
+        return f"epoch {layout.epoch}, {layout.reason}" if layout is not None else ""
 
     def _end(self, worker: Worker, tracked: Tracked, ending: Ending, at_s: float) -> list[Command]:
         """A worker's ending: the request's own, or a reason to try elsewhere."""
         request_id = tracked.request.request_id
         if ending.refused:
+            tracked.note(at_s, What.SENT_BACK, worker.key.worker_id)
             worker.take_off(tracked.handle)
             self._placement.hold(worker, at_s)
             tracked.worker, tracked.handle = None, 0
@@ -460,7 +479,7 @@ class DispatcherCore:
             case FinishReason.STOP | FinishReason.LENGTH as reason:
                 self._drop(tracked)
                 self.endings[reason.value] += 1
-                return [Finish(request_id, reason, ending.matched_stop, _facts(tracked, at_s))]
+                return [Finish(request_id, reason, ending.matched_stop, facts_of(tracked, at_s))]
             case FinishReason.DEADLINE:
                 error: BallastError = DeadlineExceeded("the deadline of the request has passed")
             case FinishReason.ERROR if ending.invalid:
@@ -472,6 +491,7 @@ class DispatcherCore:
                 worker.take_off(tracked.handle)
                 return self._move(tracked, WorkerId(ending.moved_to), at_s)
             case FinishReason.CANCELLED if tracked.recalled:
+                tracked.note(at_s, What.RECALLED, worker.key.worker_id)
                 worker.take_off(tracked.handle)
                 tracked.worker, tracked.handle = None, 0
                 self.recall_count += 1
@@ -480,8 +500,8 @@ class DispatcherCore:
             case FinishReason.CANCELLED | None:
                 error = PeerViolation(f"worker {worker.key.worker_id}", "ended a request that nobody cancelled")
         self._drop(tracked)
-        self.endings[_ENDING_OF.get(type(error), "error")] += 1
-        return [Fail(request_id, error, _facts(tracked, at_s))]
+        self.endings[ENDING_OF.get(type(error), "error")] += 1
+        return [Fail(request_id, error, facts_of(tracked, at_s))]
 
     # --------------------------------------------------------------------------------------------- placing
 
@@ -549,7 +569,7 @@ class DispatcherCore:
             raise InvariantViolation(f"{count} requests are queued, placed or moving, {len(self.requests)} are here")
 
 
-def _facts(tracked: Tracked, at_s: float) -> Facts:
+def facts_of(tracked: Tracked, at_s: float) -> Facts:
     waited_s = at_s - tracked.queued_at_s if tracked.worker is None and not tracked.moving else 0.0
     first_s = tracked.first_token_at_s
     return Facts(
@@ -559,4 +579,14 @@ def _facts(tracked: Tracked, at_s: float) -> Facts:
         queue_s=tracked.queue_s + waited_s,
         ttft_s=None if first_s is None else first_s - tracked.arrived_at_s,
         e2e_s=at_s - tracked.arrived_at_s,
+        caller=tracked.request.caller,
+        priority=tracked.request.priority,
+        max_token_count=tracked.request.sampling.max_tokens,
+        arrived_at_s=tracked.arrived_at_s,
+        worker_id=next((m.worker_id for m in reversed(tracked.story.moments) if m.worker_id), ""),
+        move_count=tracked.move_count,
+        recall_count=tracked.recall_count,
+        longest_gap_s=tracked.longest_gap_s,
+        longest_gap_token=tracked.longest_gap_token,
+        story=tracked.story,
     )

@@ -11,6 +11,7 @@ from ballast.common.load import LoadReport
 from ballast.common.model import ModelInfo
 from ballast.common.record import record
 from ballast.common.sampling import FinishReason, PriorityClass, SamplingParams
+from services.dispatcher.core.story import Story
 from services.dispatcher.policy.freeness import WorkerKey
 
 
@@ -27,6 +28,7 @@ class Request:
     priority: PriorityClass
     deadline_at_s: float
     omit_text: bool = False
+    caller: str = ""  # who sent it: the name of a token, or the address of a connection
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,6 +186,23 @@ class Facts:
     queue_s: float
     ttft_s: float | None  # None: no token came
     e2e_s: float
+    caller: str = ""
+    priority: PriorityClass = PriorityClass.DEFAULT
+    max_token_count: int = 0
+    arrived_at_s: float = 0.0
+    worker_id: str = ""  # the last one that had it
+    move_count: int = 0
+    recall_count: int = 0
+    longest_gap_s: float = 0.0  # between two tokens
+    longest_gap_token: int = 0
+    story: Story = field(default_factory=Story, compare=False)
+
+    @property
+    def tpot_s(self) -> float | None:
+        """Seconds for each token after the first; None: there was none."""
+        if self.ttft_s is None or self.completion_token_count < 2:
+            return None
+        return (self.e2e_s - self.ttft_s) / (self.completion_token_count - 1)
 
 
 @dataclass(frozen=True, slots=True)

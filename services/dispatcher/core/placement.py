@@ -9,6 +9,7 @@ from services.dispatcher.core.backlog import Backlog, DrainRate, Tracked
 from services.dispatcher.core.events import AbortOnWorker, Place, Request
 from services.dispatcher.core.fleet import Fleet, Worker
 from services.dispatcher.core.recall import candidate
+from services.dispatcher.core.story import What
 from services.dispatcher.policy.freeness import Need, RoutingRules, WorkerKey, has_place
 from services.dispatcher.policy.ranking import Ranking
 
@@ -148,6 +149,9 @@ class Placement:
         tracked.worker, tracked.handle = worker.key, handle
         tracked.placed_at_s, tracked.recalled = at_s, False
         tracked.attempt += 1
+        tracked.move_count += expects_handover
+        tracked.awaits_token = True
+        tracked.note(at_s, What.MOVED if expects_handover else What.PLACED, worker.key.worker_id)
         return Place(
             worker=worker.key,
             handle=handle,

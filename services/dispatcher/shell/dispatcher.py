@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Final
 
 from ballast.common.clock import Clock
-from ballast.common.errors import InvariantViolation, broken_core
+from ballast.common.errors import BallastError, InvariantViolation, broken_core
 from ballast.common.ids import RequestId
 from ballast.common.model import ModelInfo
 from ballast.service.logs import get_logger
@@ -32,6 +32,7 @@ from services.dispatcher.core.events import (
     Withdrawn,
 )
 from services.dispatcher.policy.freeness import WorkerKey
+from services.dispatcher.shell.chronicle import Chronicle
 from services.dispatcher.shell.clients import ClientEnding, ClientStream, Pacer
 from services.dispatcher.shell.links import Identity, WorkerLink
 from services.dispatcher.shell.metrics import DispatcherMetrics
@@ -51,11 +52,13 @@ class DispatcherShell:
         identity: Identity,
         clock: Clock,
         metrics: DispatcherMetrics,
+        chronicle: Chronicle,
         on_bug: Callable[[InvariantViolation], None],
         connect_timeout_s: float,
         client_stall_timeout_s: float,
     ) -> None:
         self.core = core
+        self.chronicle = chronicle
         self.ready_changed = asyncio.Event()
         self._identity = identity
         self._clock = clock
@@ -132,7 +135,11 @@ class DispatcherShell:
         twin = self._clients.get(request.request_id)
         self._clients[request.request_id] = stream
         self._idle.clear()
-        self.feed(Submitted(self._clock.now_s(), request))
+        at_s = self._clock.now_s()
+        self.feed(Submitted(at_s, request))
+        self.chronicle.opened(request.request_id, at_s)
+        if isinstance(stream.ending, Refuse):
+            self.turned_away(request.request_id, stream.ending.error, request)
         if twin is not None and twin.ending is None:
             self._clients[request.request_id] = twin  # the newcomer has been refused
         return stream
@@ -150,6 +157,12 @@ class DispatcherShell:
         found = request_id in self.core.requests
         self.feed(Withdrawn(self._clock.now_s(), request_id, why))
         return found
+
+    def turned_away(self, request_id: RequestId, error: BallastError, request: Request | None) -> None:
+        """Told of a request that is never accepted; without `request` it was wrong in itself."""
+        if request is None:
+            self._metrics.invalid_count += 1
+        self.chronicle.turned_away(request_id, error, request, self._clock.now_s())
 
     def drain(self) -> None:
         self.feed(DrainRequested(self._clock.now_s()))
@@ -185,6 +198,7 @@ class DispatcherShell:
     def _end(self, command: ClientEnding) -> None:
         if not isinstance(command, Refuse):
             self._metrics.observe(command.facts)
+            self.chronicle.ended(command, self._story[-1].at_s)
         stream = self._clients.get(command.request_id)
         if stream is not None:
             stream.end(command, self._story[-1].at_s)

@@ -11,11 +11,11 @@ from services.dispatcher.core.dispatcher import DispatcherCore
 from services.dispatcher.core.events import Facts
 
 _WORKER_GAUGES = (
-    ("ballast_worker_connected", "Whether this dispatcher has a stream to the worker"),
-    ("ballast_worker_placed_requests", "Requests this dispatcher has on the worker"),
-    ("ballast_worker_running_requests", "Requests that run on the worker, of all dispatchers"),
-    ("ballast_worker_waiting_requests", "Requests that wait in the worker, of all dispatchers"),
-    ("ballast_worker_kv_usage_fraction", "Used KV blocks of the worker"),
+    ("ballast_worker_connected", "1 if this dispatcher has its stream to the worker, which leads a group"),
+    ("ballast_worker_placed_requests", "Requests that this dispatcher has on the worker"),
+    ("ballast_worker_running_requests", "Requests that run on the worker, those of other dispatchers too"),
+    ("ballast_worker_waiting_requests", "Requests that wait at the worker, those of other dispatchers too"),
+    ("ballast_worker_kv_usage_fraction", "Share of the worker's KV blocks that running requests hold, 0 to 1"),
 )
 
 
@@ -23,11 +23,15 @@ class DispatcherMetrics(Collector):
     """Registers itself. Labels: `worker` (those of the layout), `ending` and `how` (closed sets)."""
 
     def __init__(self, core: DispatcherCore, registry: CollectorRegistry) -> None:
+        self.invalid_count = 0  # requests that were wrong in themselves
         self._core = core
-        self._queue_s = _histogram("queue_time", "Time in the backlog", TTFT_BUCKETS_S, registry)
-        self._ttft_s = _histogram("ttft", "From arrival to the first token", TTFT_BUCKETS_S, registry)
-        self._tpot_s = _histogram("tpot", "Time for each token after the first", TOKEN_BUCKETS_S, registry)
-        self._e2e_s = _histogram("e2e", "From arrival to the ending", E2E_BUCKETS_S, registry)
+        self._queue_s = _histogram("queue_time", "Time a request waited in the backlog", TTFT_BUCKETS_S, registry)
+        self._ttft_s = _histogram("ttft", "Time from a request's arrival to its first token", TTFT_BUCKETS_S, registry)
+        self._tpot_s = _histogram("tpot", "Mean time for each token after the first", TOKEN_BUCKETS_S, registry)
+        self._e2e_s = _histogram("e2e", "Time from a request's arrival to its ending", E2E_BUCKETS_S, registry)
+        self._gap_s = _histogram(
+            "longest_gap", "Longest time between two tokens of a request", TOKEN_BUCKETS_S, registry
+        )
         registry.register(self)
 
     def observe(self, facts: Facts) -> None:
@@ -36,26 +40,40 @@ class DispatcherMetrics(Collector):
         self._e2e_s.observe(facts.e2e_s)
         if facts.ttft_s is not None:
             self._ttft_s.observe(facts.ttft_s)
-            if facts.completion_token_count > 1:
-                self._tpot_s.observe((facts.e2e_s - facts.ttft_s) / (facts.completion_token_count - 1))
+        if (tpot_s := facts.tpot_s) is not None:
+            self._tpot_s.observe(tpot_s)
+            self._gap_s.observe(facts.longest_gap_s)
 
     def collect(self) -> Iterator[Metric]:
         core = self._core
-        yield GaugeMetricFamily("ballast_backlog_requests", "Requests that no worker has", len(core.backlog))
-        yield GaugeMetricFamily("ballast_backlog_tokens", "Their tokens", core.backlog.token_count)
-        yield GaugeMetricFamily("ballast_placed_requests", "Requests on workers", core.fleet.placed_count)
-        yield CounterMetricFamily("ballast_replays", "Requests started anew after a loss", core.replay_count)
-        yield CounterMetricFamily("ballast_recalls", "Requests that waited on a worker and went on", core.recall_count)
-        yield CounterMetricFamily("ballast_stale_messages", "Messages for what had ended", core.stale_count)
-        moves = CounterMetricFamily("ballast_moves", "Requests handed over to another worker", labels=["how"])
-        for how, count in sorted(dict(core.move_counts).items()):
-            moves.add_metric([how], count)
+        for name, text, value in (
+            ("ballast_backlog_requests", "Requests that wait here and that no worker has yet", len(core.backlog)),
+            ("ballast_backlog_tokens", "Prompt tokens of the requests in the backlog", core.backlog.token_count),
+            ("ballast_placed_requests", "Requests of this dispatcher on workers", core.fleet.placed_count),
+        ):
+            yield GaugeMetricFamily(name, text, value)
+        for name, text, total in (
+            ("ballast_replays", "Times a request was started anew because its worker was lost", core.replay_count),
+            ("ballast_recalls", "Requests taken back from a full worker for one that had room", core.recall_count),
+            ("ballast_relayed_tokens", "Tokens received from workers for clients", core.relayed_token_count),
+            ("ballast_stale_messages", "Words of workers about requests that had ended or left them", core.stale_count),
+        ):
+            yield CounterMetricFamily(name, text, total)
+        text = "Requests handed over to another worker: at_once, after they had waited for the stream, or replayed"
+        moves = CounterMetricFamily("ballast_moves", text, labels=["how"])
+        for how in ("at_once", "replayed", "waited"):
+            moves.add_metric([how], core.move_counts[how])
         yield moves
-        endings = CounterMetricFamily("ballast_requests", "Requests by how they ended", labels=["ending"])
-        for ending, count in sorted(dict(core.endings).items()):
-            endings.add_metric([ending], count)
-        yield endings
+        yield self._collect_endings()
         yield from self._collect_workers()
+
+    def _collect_endings(self) -> Metric:
+        text = "Requests by how they ended; refused: no room or draining, invalid: wrong in themselves"
+        endings = CounterMetricFamily("ballast_requests", text, labels=["ending"])
+        counts = {**dict.fromkeys(_ENDINGS, 0), **self._core.endings, "invalid": self.invalid_count}
+        for ending, count in sorted(counts.items()):
+            endings.add_metric([ending], count)
+        return endings
 
     def _collect_workers(self) -> Iterator[Metric]:
         families = [GaugeMetricFamily(name, text, labels=["worker"]) for name, text in _WORKER_GAUGES]
@@ -71,6 +89,9 @@ class DispatcherMetrics(Collector):
             for family, value in zip(families, values, strict=True):
                 family.add_metric([worker.key.worker_id], value)
         yield from families
+
+
+_ENDINGS = ("stop", "length", "cancelled", "deadline", "error", "refused", "invalid")
 
 
 def _histogram(name: str, text: str, buckets: tuple[float, ...], registry: CollectorRegistry) -> Histogram:

@@ -1,0 +1,55 @@
+"""Accounts of requests and their times, as protobuf."""
+
+from ballast.common.ids import DispatcherId
+from ballastpb.inference.v1 import inference_pb2 as pb
+from services.dispatcher.shell.chronicle import WINDOW_S, Account, Times
+
+
+def account_to_proto(account: Account, dispatcher_id: DispatcherId, at_s: float) -> pb.DescribeRequestResponse:
+    facts = account.facts
+    return pb.DescribeRequestResponse(
+        request_id=account.request_id,
+        dispatcher_id=dispatcher_id,
+        state=account.state,
+        error=account.error,
+        age_s=at_s - account.at_s,
+        priority=facts.priority.value,
+        caller=facts.caller,
+        prompt_token_count=facts.prompt_token_count,
+        completion_token_count=facts.completion_token_count,
+        max_token_count=facts.max_token_count,
+        queue_s=facts.queue_s,
+        ttft_s=facts.ttft_s,
+        tpot_s=facts.tpot_s,
+        e2e_s=facts.e2e_s,
+        replay_count=facts.replay_count,
+        move_count=facts.move_count,
+        recall_count=facts.recall_count,
+        longest_gap_s=facts.longest_gap_s,
+        longest_gap_token_count=facts.longest_gap_token,
+        moments=[
+            pb.RequestMoment(
+                at_s=moment.at_s - facts.arrived_at_s,
+                what=moment.what.value,
+                worker_id=moment.worker_id,
+                detail=moment.detail,
+                token_count=moment.token_count,
+                gap_s=moment.gap_s,
+            )
+            for moment in facts.story.moments
+        ],
+        left_out_moment_count=facts.story.left_out_count,
+    )
+
+
+def times_to_proto(times: Times, generated_tokens_total: int) -> pb.RecentTimes:
+    return pb.RecentTimes(
+        window_s=WINDOW_S,
+        first_token_count=times.first_token_count,
+        ttft_p50_s=times.ttft_p50_s,
+        ttft_p99_s=times.ttft_p99_s,
+        tpot_p50_s=times.tpot_p50_s,
+        tpot_p99_s=times.tpot_p99_s,
+        longest_wait_s=times.longest_wait_s,
+        generated_tokens_total=generated_tokens_total,
+    )

@@ -1,0 +1,187 @@
+"""What is remembered and told of requests: one line in the log for each, and the story of the last ones.
+
+Never a word of a prompt or an answer: counts, times, names of workers, and errors of ours.
+"""
+
+import math
+from collections import OrderedDict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ballast.common.errors import BallastError
+from ballast.common.ids import RequestId
+from ballast.common.sampling import PriorityClass
+from ballast.service.logs import get_logger
+from services.dispatcher.core.backlog import Tracked
+from services.dispatcher.core.dispatcher import ENDING_OF, DispatcherCore, facts_of
+from services.dispatcher.core.events import Facts, Fail, Finish, Request
+from services.dispatcher.core.story import What
+
+WINDOW_S = 10.0
+_RECENT_COUNT = 4096
+_MAX_ID_CHARS = 128
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Account:
+    """Of one request, as it stands or stood at its end. `was_accepted` is False of one that was turned away."""
+
+    request_id: RequestId
+    state: str
+    error: str
+    at_s: float  # when it arrived, or ended
+    was_accepted: bool
+    facts: Facts
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """Of the last `WINDOW_S` seconds; quantiles are 0 where nothing was measured."""
+
+    first_token_count: int
+    ttft_p50_s: float
+    ttft_p99_s: float
+    tpot_p50_s: float
+    tpot_p99_s: float
+    longest_wait_s: float
+
+
+class Chronicle:
+    """`keep_count`: so many ended requests are remembered. `log_each`: a line for each of them."""
+
+    def __init__(self, core: DispatcherCore, *, keep_count: int, log_each: bool) -> None:
+        self._core = core
+        self._keep_count = keep_count
+        self._log_each = log_each
+        self._ended: OrderedDict[RequestId, Account] = OrderedDict()
+        self._tpots: deque[tuple[float, float]] = deque(maxlen=_RECENT_COUNT)  # (when, s)
+
+    def opened(self, request_id: RequestId, at_s: float) -> None:
+        """Accepted; if nobody could take it, why is noted."""
+        tracked = self._core.requests.get(request_id)
+        if tracked is not None and tracked.worker is None and not tracked.moving:
+            tracked.note(at_s, What.WAITING, detail=_why_waiting(self._core, tracked))
+
+    def ended(self, ending: Finish | Fail, at_s: float) -> None:
+        if (tpot_s := ending.facts.tpot_s) is not None:
+            self._tpots.append((at_s, tpot_s))
+        failed = isinstance(ending, Fail)
+        account = Account(
+            request_id=ending.request_id,
+            state=ENDING_OF.get(type(ending.error), "error") if failed else ending.finish_reason.value,
+            error=str(ending.error) if failed else "",
+            at_s=at_s,
+            was_accepted=True,
+            facts=ending.facts,
+        )
+        self._keep(account)
+
+    def turned_away(self, request_id: RequestId, error: BallastError, request: Request | None, at_s: float) -> None:
+        """Never accepted: refused for what the cluster is, or wrong in itself (`request` is None)."""
+        nothing = Facts(
+            prompt_token_count=len(request.prompt_token_ids) if request is not None else 0,
+            completion_token_count=0,
+            replay_count=0,
+            queue_s=0.0,
+            ttft_s=None,
+            e2e_s=0.0,
+            caller=request.caller if request is not None else "",
+            priority=request.priority if request is not None else PriorityClass.DEFAULT,
+            max_token_count=request.sampling.max_tokens if request is not None else 0,
+        )
+        account = Account(
+            request_id=RequestId(request_id[:_MAX_ID_CHARS]),
+            state="invalid" if request is None else "refused",
+            error=str(error),
+            at_s=at_s,
+            was_accepted=False,
+            facts=nothing,
+        )
+        self._keep(account)
+
+    def _keep(self, account: Account) -> None:
+        if self._keep_count and account.request_id not in self._core.requests:
+            self._ended[account.request_id] = account
+            self._ended.move_to_end(account.request_id)
+            if len(self._ended) > self._keep_count:
+                self._ended.popitem(last=False)
+        if self._log_each:
+            _log(account)
+
+    def find(self, request_id: RequestId, at_s: float) -> Account | None:
+        tracked = self._core.requests.get(request_id)
+        if tracked is None:
+            return self._ended.get(request_id)
+        state = "moving" if tracked.moving else "queued" if tracked.worker is None else "running"
+        return Account(
+            request_id=request_id,
+            state=state,
+            error="",
+            at_s=tracked.arrived_at_s,
+            was_accepted=True,
+            facts=facts_of(tracked, at_s),
+        )
+
+    def times(self, at_s: float) -> Times:
+        since_s = at_s - WINDOW_S
+        ttfts = sorted(self._core.recent.ttfts_s(since_s))
+        tpots = [tpot_s for ended_at_s, tpot_s in self._tpots if ended_at_s >= since_s]
+        longest_wait_s = 0.0
+        for tracked in self._core.requests.values():
+            if tracked.first_token_at_s is None:
+                longest_wait_s = max(longest_wait_s, at_s - tracked.arrived_at_s)
+            elif (count := len(tracked.output_token_ids)) > 1:
+                tpots.append((at_s - tracked.first_token_at_s) / count)
+        tpots.sort()
+        return Times(
+            len(ttfts),
+            quantile(ttfts, 0.5),
+            quantile(ttfts, 0.99),
+            quantile(tpots, 0.5),
+            quantile(tpots, 0.99),
+            longest_wait_s,
+        )
+
+
+def quantile(ascending: Sequence[float], fraction: float) -> float:
+    """The smallest value that this fraction of the values does not exceed; 0 of none."""
+    return ascending[max(0, math.ceil(fraction * len(ascending)) - 1)] if ascending else 0.0
+
+
+def _why_waiting(core: DispatcherCore, tracked: Tracked) -> str:
+    loads = [worker.load for worker in core.fleet.usable if worker.load is not None]
+    if not loads:
+        return "no worker is there"
+    emptiest = min(load.kv_usage_fraction for load in loads)
+    ahead_count = core.backlog.count_before(tracked.request.priority) - 1
+    workers = "the only worker has" if len(loads) == 1 else f"the emptiest of {len(loads)} leading workers has"
+    return f"behind {ahead_count} others; {workers} {emptiest:.0%} of its KV in use"
+
+
+def _log(account: Account) -> None:
+    facts = account.facts
+    fields: dict[str, object] = {
+        "request_id": account.request_id,
+        "ending": account.state,
+        "caller": facts.caller,
+        "priority": facts.priority.value,
+        "prompt_tokens": facts.prompt_token_count,
+    }
+    if account.was_accepted:
+        fields |= {
+            "output_tokens": facts.completion_token_count,
+            "queue_s": round(facts.queue_s, 4),
+            "ttft_s": _rounded(facts.ttft_s),
+            "tpot_s": _rounded(facts.tpot_s),
+            "e2e_s": round(facts.e2e_s, 4),
+            "moves": facts.move_count,
+            "replays": facts.replay_count,
+            "worker_id": facts.worker_id,
+        }
+    if account.error:
+        fields["error"] = account.error
+    get_logger().info("request", **fields)
+
+
+def _rounded(value_s: float | None) -> float | None:
+    return None if value_s is None else round(value_s, 4)
