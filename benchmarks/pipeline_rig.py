@@ -30,6 +30,7 @@ from services.worker.core.plan import Plan
 from services.worker.core.transition_messages import CommitRequested
 from services.worker.emulation.machine import Machine
 from services.worker.engine.load import load_engine
+from services.worker.links.config import TransportConfig
 from services.worker.pipeline.build import join, stage_core
 from services.worker.pipeline.events import PlanReceived, Told
 from services.worker.pipeline.stage_clock import Span, StageTimes
@@ -39,7 +40,6 @@ from services.worker.policy.microbatching import Microbatching, PipelineView, Sh
 from services.worker.policy.online_cost import OnlineCost
 from services.worker.shell import WorkerShell
 from services.worker.text import load_tokenizer, primed_detokenizer
-from services.worker.transport.config import TransportConfig
 
 _PATIENCE_S = 600.0
 TOKEN_COUNT, TOKEN_COUNT_AHEAD, LOOKAHEAD = "token-count", "token-count, one ahead", "lookahead"

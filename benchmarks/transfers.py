@@ -32,12 +32,12 @@ import torch
 from rich.console import Console
 
 from benchmarks.transfers_report import GOALS, SpeedFigures, WayFigures, write_report
-from services.worker.transport.config import TransportConfig
-from services.worker.transport.link import Link, LinkEnding
-from services.worker.transport.plane import DataPlane
-from services.worker.transport.receiving import Message
-from services.worker.transport.traffic import TrafficClass
-from services.worker.transport.transfer import Opening, Outcome, Refusal
+from services.worker.links.config import TransportConfig
+from services.worker.links.link import Link, LinkEnding
+from services.worker.links.plane import DataPlane
+from services.worker.links.receiving import Message
+from services.worker.links.traffic import TrafficClass
+from services.worker.links.transfer import Opening, Outcome, Refusal
 
 RESULTS = Path(__file__).parent / "results"
 STAMPED, BULK = 1, 2

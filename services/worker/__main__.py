@@ -27,6 +27,7 @@ from ballastpb.worker.v1 import worker_pb2, worker_pb2_grpc
 from services.worker.config import WorkerSettings, copy_id
 from services.worker.core.limits import WorkerLimits
 from services.worker.emulation.machine import read_machine
+from services.worker.links.config import TransportConfig
 from services.worker.metrics import export
 from services.worker.pipeline.build import Instance, join, stage_core
 from services.worker.pipeline.planner_side import Transitions
@@ -37,15 +38,14 @@ from services.worker.servicer import WorkerServicer
 from services.worker.shell import BlockCopier, WorkerShell
 from services.worker.shell import Engine as ShellEngine
 from services.worker.text import load_tokenizer, primed_detokenizer
-from services.worker.transport.config import TransportConfig
 
 if TYPE_CHECKING:
     from services.worker.emulation.link import Receiver
     from services.worker.engine.load import Engine
+    from services.worker.links.plane import DataPlane
     from services.worker.pipeline.hub import Hub
     from services.worker.policy.cost import CostModel
     from services.worker.policy.online_cost import OnlineCost
-    from services.worker.transport.plane import DataPlane
 
 _READINESS_INTERVAL_S = 0.5
 _CALLS_GRACE_S = 1.0  # for the streams to end after the last request has
@@ -252,6 +252,7 @@ class WorkerProcess:
             self._membership.member.close()
             self._engine.close()
             return
+        self._membership.plane.incarnation = incarnation
         server = self._make_server(worker_id, incarnation)
         port = await server.start()
         address = advertised_address(self._settings.host, self._settings.advertise_host, port)

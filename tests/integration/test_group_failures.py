@@ -10,8 +10,8 @@ import torch
 from ballast.common.sampling import SamplingParams
 from ballast.common.transition import Phase, TransitionKind
 from ballast.model.tiny import make_tiny
+from services.worker.links.config import TransportConfig
 from services.worker.pipeline.exchange import kv_bytes
-from services.worker.transport.config import TransportConfig
 from tests.support.group import Answer, Cluster, Sizes, alone, layout, running_group
 from tests.support.shells import until
 

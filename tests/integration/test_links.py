@@ -19,14 +19,14 @@ from ballast.common.errors import (
     StaleEpoch,
     Unavailable,
 )
-from services.worker.transport.config import TransportConfig
-from services.worker.transport.link import Link, LinkEnding, LinkState
-from services.worker.transport.plane import DataPlane
-from services.worker.transport.rendezvous import PairStore
-from services.worker.transport.traffic import TrafficClass
-from services.worker.transport.transfer import Outcome
-from tests.unit.worker.transport.processes import CONFIG, PeerProcess
-from tests.unit.worker.transport.recorder import ECHO, REFUSE, Recorder, checksum, pattern
+from services.worker.links.config import TransportConfig
+from services.worker.links.link import Link, LinkEnding, LinkState
+from services.worker.links.plane import DataPlane
+from services.worker.links.store import PairStore
+from services.worker.links.traffic import TrafficClass
+from services.worker.links.transfer import Outcome
+from tests.unit.worker.links.processes import CONFIG, PeerProcess
+from tests.unit.worker.links.recorder import ECHO, REFUSE, Recorder, checksum, pattern
 
 MB = 1 << 20
 

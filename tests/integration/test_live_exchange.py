@@ -11,9 +11,9 @@ import torch
 from ballast.common.sampling import SamplingParams
 from ballast.common.transition import Phase, TransitionKind
 from ballast.model.tiny import make_tiny
+from services.worker.links.config import TransportConfig
+from services.worker.links.receiving import Message
 from services.worker.pipeline import remote_attention
-from services.worker.transport.config import TransportConfig
-from services.worker.transport.receiving import Message
 from tests.support.group import Answer, Cluster, Sizes, layout, running_group
 from tests.support.shells import until
 

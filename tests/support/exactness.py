@@ -31,6 +31,8 @@ from services.worker.core.transition_messages import (
     RosterReceived,
     WaveDone,
 )
+from services.worker.links.config import TransportConfig
+from services.worker.links.link import Link, Message
 from services.worker.pipeline.events import (
     BatchArrived,
     CapacityTold,
@@ -49,8 +51,6 @@ from services.worker.pipeline.events import (
 )
 from services.worker.policy.cost import CostModel
 from services.worker.shell import MemberEvent
-from services.worker.transport.config import TransportConfig
-from services.worker.transport.link import Link, Message
 from tests.support.group import Answer, Cluster, Sizes, Unprepared, layout, running_group
 from tests.support.shells import until
 

@@ -20,6 +20,7 @@ from services.worker.core.limits import WorkerLimits
 from services.worker.core.plan import Plan
 from services.worker.core.transition_messages import AbortRequested, CommitRequested
 from services.worker.engine.load import Engine, load_engine
+from services.worker.links.config import TransportConfig
 from services.worker.memory.host_blocks import HostBlocks
 from services.worker.output_stream import OutputStream
 from services.worker.pipeline.build import Membership, join, stage_core
@@ -30,7 +31,6 @@ from services.worker.policy.cost import CostModel
 from services.worker.policy.lookahead import lookahead
 from services.worker.shell import MemberEvent, WorkerShell
 from services.worker.text import load_tokenizer, primed_detokenizer
-from services.worker.transport.config import TransportConfig
 from tests.support.shells import until
 
 

@@ -1,7 +1,7 @@
 """A link between two emulated workers: one TCP connection, on the event loop of each.
 
 Messages are the real ones, but for tensors, of which only the size is told. A transfer is announced, takes as long as
-the card says, and then its marks are sent. Otherwise as `services.worker.transport.link.Link`, which moves bytes: a
+the card says, and then its marks are sent. Otherwise as `services.worker.links.link.Link`, which moves bytes: a
 destination is asked for when a transfer opens, a receiver may refuse, either end may break it off.
 """
 
@@ -22,8 +22,8 @@ from services.worker.emulation.card import Card, Outgoing
 from services.worker.emulation.phantom import read_all, write_all
 from services.worker.emulation.runner import Activation
 from services.worker.emulation.wire import MAX_BYTES, MAX_HELLO_BYTES, Frame, Frames, Kind
-from services.worker.transport.traffic import TrafficClass
-from services.worker.transport.transfer import Opening, Outcome, Refusal, Transfer, TransferReport
+from services.worker.links.traffic import TrafficClass
+from services.worker.links.transfer import Opening, Outcome, Refusal, Transfer, TransferReport
 
 if TYPE_CHECKING:
     import torch

@@ -13,7 +13,7 @@ from ballast.common.errors import DeadlineExceeded, StaleEpoch, Unavailable
 from services.worker.emulation.card import Card
 from services.worker.emulation.link import Connection, EmulatedLink, Receiver
 from services.worker.emulation.wire import Frame, Kind
-from services.worker.transport.pace import StagePace
+from services.worker.links.pace import StagePace
 
 _MAX_PARKED = 256  # callers nobody waits for yet; the oldest goes for another one
 _MAX_STRANGERS = 64  # connections that have not said who they are; the oldest goes for another one
@@ -26,6 +26,7 @@ class EmulatedPlane:
 
     def __init__(self, worker_id: str, receiver: Receiver, *, host: str, bytes_per_s: float) -> None:
         self.worker_id = worker_id
+        self.incarnation = 0
         self.pace = StagePace()  # of its stage; messages are carried in any case as they would be
         self._receiver = receiver
         self._loop = asyncio.get_running_loop()

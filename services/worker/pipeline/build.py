@@ -20,12 +20,12 @@ from services.worker.shell import MemberEvent, WorkerShell
 if TYPE_CHECKING:
     from ballast.common.model import ModelInfo
     from services.worker.engine.runner import ModelRunner
+    from services.worker.links.config import TransportConfig
+    from services.worker.links.pace import StagePace
+    from services.worker.links.plane import DataPlane
     from services.worker.memory.device import DeviceMemory
     from services.worker.pipeline.remote_attention import RemoteAttention
     from services.worker.policy.online_cost import OnlineCost
-    from services.worker.transport.config import TransportConfig
-    from services.worker.transport.pace import StagePace
-    from services.worker.transport.plane import DataPlane
 
 
 class Instance(Protocol):
@@ -85,17 +85,18 @@ def join(
     runner: StageEngine | None = None,
     open_plane: Callable[[Hub], DataPlane] | None = None,
     live_exchange: bool = False,
+    secret: bytes | None = None,
 ) -> Membership:
     """Opens the data plane. The shell closes it when its engine thread ends. `costs` is told what stages take.
     `runner` executes instead of the engine's own, and `open_plane` opens another data plane. `live_exchange`: victims
-    of drops that this worker leads go on while their KV travels.
+    of drops that this worker leads go on while their KV travels. `secret`: see `links.plane.DataPlane`.
     """
 
     def post(event: MemberEvent) -> None:
         shell.post_member(event)
 
     hub = Hub(post)
-    plane = _real_plane(me, hub, config, advertise_host) if open_plane is None else open_plane(hub)
+    plane = _real_plane(me, hub, config, advertise_host, secret) if open_plane is None else open_plane(hub)
     own = engine.runner
     if costs is not None:
         from services.worker.pipeline.timed_runner import TimedRunner  # NumPy comes with it
@@ -139,7 +140,9 @@ def _remote_attention(engine: Instance, pace: StagePace) -> Callable[[GroupMembe
     return make
 
 
-def _real_plane(me: WorkerId, hub: Hub, config: TransportConfig, advertise_host: str | None) -> DataPlane:
-    from services.worker.transport.plane import DataPlane
+def _real_plane(
+    me: WorkerId, hub: Hub, config: TransportConfig, advertise_host: str | None, secret: bytes | None
+) -> DataPlane:
+    from services.worker.links.plane import DataPlane
 
-    return DataPlane(me, hub, config, advertise_host=advertise_host)
+    return DataPlane(me, hub, config, advertise_host=advertise_host, secret=secret)

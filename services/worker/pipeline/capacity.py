@@ -8,13 +8,13 @@ from services.worker.core.events import CapacityChanged
 from services.worker.core.leading import Leading
 from services.worker.core.room import GroupSizes, RoomSizes
 from services.worker.core.stage import StageBook
+from services.worker.links.traffic import TrafficClass
 from services.worker.memory.device import DeviceMemory
 from services.worker.pipeline.events import CapacityTold
 from services.worker.pipeline.links import Links
 from services.worker.pipeline.published import Published
 from services.worker.pipeline.role import Role
 from services.worker.pipeline.wire import Topic, capacity_to_bytes
-from services.worker.transport.traffic import TrafficClass
 
 
 class Capacities:

@@ -57,6 +57,7 @@ from services.worker.core.transition_messages import (
 )
 from services.worker.core.waves import may_wait
 from services.worker.core.worker import WorkerCore
+from services.worker.links.traffic import TrafficClass
 from services.worker.memory.device import DeviceMemory
 from services.worker.pipeline.answers import Answers
 from services.worker.pipeline.capacity import Capacities
@@ -83,7 +84,6 @@ from services.worker.pipeline.role import Role, own_layers
 from services.worker.pipeline.stage_runner import StageRunner
 from services.worker.pipeline.wire import Topic
 from services.worker.shell import MemberEvent
-from services.worker.transport.traffic import TrafficClass
 
 _AFTER_COMMIT = (Phase.COMMITTING, Phase.EXCHANGING)
 _OVER = (Phase.DONE, Phase.ABORTED, Phase.FAILED)

@@ -16,15 +16,15 @@ from services.worker.core.precopy import Span
 from services.worker.core.room import Room, RoomSizes
 from services.worker.core.snapshot import SequenceSnapshot
 from services.worker.core.transition_messages import Event as TransitionEvent
+from services.worker.links.transfer import TransferReport
 from services.worker.shell import MemberEvent
-from services.worker.transport.transfer import TransferReport
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     import torch
 
-    from services.worker.transport.link import Link
+    from services.worker.links.link import Link
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,22 +29,22 @@ from services.worker.core.retired import RetiredTables
 from services.worker.core.stage import StageBook
 from services.worker.core.transition import Transition
 from services.worker.core.transition_messages import ExpectKv, SendKv
+from services.worker.links.traffic import TrafficClass
+from services.worker.links.transfer import Outcome, Transfer
 from services.worker.memory.kv_cache import KvCache
 from services.worker.pipeline.events import KvAsked, KvTakenOver, PieceSent
 from services.worker.pipeline.hub import Hub
 from services.worker.pipeline.status import Progress
 from services.worker.pipeline.wire import Topic
 from services.worker.shell import MemberEvent
-from services.worker.transport.traffic import TrafficClass
-from services.worker.transport.transfer import Outcome, Transfer
 
 BEHIND_EXCHANGE = 1 << 40  # rank inside the class KV, behind every sequence that somebody waits for
 
 if TYPE_CHECKING:
     import torch
 
+    from services.worker.links.link import Link
     from services.worker.pipeline.remote_attention import RemoteAttention
-    from services.worker.transport.link import Link
 
 _TOGETHER_BYTES = 1 << 20  # of a transfer that has pieces of several sequences: a longer one holds up who is complete
 _TOGETHER = 32  # of those; they are named in its head

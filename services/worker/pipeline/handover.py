@@ -15,6 +15,7 @@ from services.worker.core.stage import StageBook
 from services.worker.core.transition import Transition
 from services.worker.core.transition_messages import SendRoster
 from services.worker.core.worker import WorkerCore
+from services.worker.links.traffic import TrafficClass
 from services.worker.memory.device import DeviceMemory
 from services.worker.pipeline.capacity import Capacities
 from services.worker.pipeline.events import HandoverArrived
@@ -22,7 +23,6 @@ from services.worker.pipeline.links import Links
 from services.worker.pipeline.role import Role
 from services.worker.pipeline.status import Progress
 from services.worker.pipeline.wire import Topic, roster_to_bytes, snapshot_to_proto
-from services.worker.transport.traffic import TrafficClass
 
 
 class Handover:

@@ -24,6 +24,7 @@ from services.worker.core.transition_messages import (
     RosterReceived,
     WaveDone,
 )
+from services.worker.links.transfer import Outcome, Refusal
 from services.worker.pipeline.destinations import Destinations, ExpectedSpans
 from services.worker.pipeline.events import (
     BatchArrived,
@@ -59,13 +60,12 @@ from services.worker.pipeline.wire import (
     victim_from_proto,
 )
 from services.worker.shell import MemberEvent
-from services.worker.transport.transfer import Outcome, Refusal
 
 if TYPE_CHECKING:
     import torch
 
+    from services.worker.links.link import Link, LinkEnding, Message, Opening
     from services.worker.pipeline.remote_attention import RemoteAttention
-    from services.worker.transport.link import Link, LinkEnding, Message, Opening
 
 
 class Hub:

@@ -17,19 +17,19 @@ from ballast.common.errors import BallastError
 from ballast.common.ids import Epoch, WorkerId
 from ballast.service.logs import get_logger
 from ballastpb.worker.v1 import stage_pb2 as pb
+from services.worker.links.traffic import TrafficClass
+from services.worker.links.transfer import Transfer
 from services.worker.memory.parameters import ParameterStore
 from services.worker.pipeline.events import LayerArrived, LayerChecked, Woken
 from services.worker.pipeline.hub import Hub
 from services.worker.pipeline.unhurried import unhurried
 from services.worker.pipeline.wire import Topic
 from services.worker.shell import MemberEvent
-from services.worker.transport.traffic import TrafficClass
-from services.worker.transport.transfer import Transfer
 
 if TYPE_CHECKING:
     import torch
 
-    from services.worker.transport.link import Link
+    from services.worker.links.link import Link
 
 _Given = TypeVarTuple("_Given")
 _AT_ONCE = 2  # layers under way

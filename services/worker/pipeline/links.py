@@ -11,17 +11,17 @@ from ballast.common.errors import BallastError
 from ballast.common.ids import Epoch, WorkerId
 from ballast.service.logs import get_logger
 from services.worker.core.transition_messages import LinksUp, PreparationFailed
+from services.worker.links.traffic import TrafficClass
 from services.worker.pipeline.events import LinkMade, Told, Woken
 from services.worker.pipeline.role import Role
 from services.worker.pipeline.wire import Topic
 from services.worker.shell import MemberEvent
-from services.worker.transport.traffic import TrafficClass
 
 if TYPE_CHECKING:
     import torch
 
-    from services.worker.transport.link import Link
-    from services.worker.transport.plane import DataPlane
+    from services.worker.links.link import Link
+    from services.worker.links.plane import DataPlane
 
 _LINK_TIMEOUT_S = 5.0
 _MEETING_TIMEOUT_S = 1.0  # the other side may not want to

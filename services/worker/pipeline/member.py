@@ -67,8 +67,8 @@ from services.worker.pipeline.status import Progress
 from services.worker.shell import MemberEvent, StepOutcome
 
 if TYPE_CHECKING:
-    from services.worker.transport.link import Link
-    from services.worker.transport.plane import DataPlane
+    from services.worker.links.link import Link
+    from services.worker.links.plane import DataPlane
 
 
 class GroupMember:

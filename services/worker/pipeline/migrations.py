@@ -50,6 +50,8 @@ from services.worker.core.migration_messages import (
 )
 from services.worker.core.stage import StageBook
 from services.worker.core.worker import WorkerCore
+from services.worker.links.traffic import TrafficClass
+from services.worker.links.transfer import Outcome, Transfer
 from services.worker.memory.kv_cache import KvCache
 from services.worker.pipeline.events import HandedWithKv, MigrationOrdered, MigrationTold, SpanLanded, SpanSent
 from services.worker.pipeline.exchange import BEHIND_EXCHANGE, kv_pieces
@@ -60,13 +62,11 @@ from services.worker.pipeline.role import Role
 from services.worker.pipeline.wire import Topic, migration_to_bytes, span_to_bytes
 from services.worker.policy.departure import choose_departure
 from services.worker.shell import MemberEvent
-from services.worker.transport.traffic import TrafficClass
-from services.worker.transport.transfer import Outcome, Transfer
 
 if TYPE_CHECKING:
     import torch
 
-    from services.worker.transport.link import Link
+    from services.worker.links.link import Link
 
 _SPAN_BYTES = 64 << 20  # sent at once while the sequence is decoding, unless a block of all the layers is more
 

@@ -20,6 +20,8 @@ from services.worker.core.batch import Batch, SequenceId
 from services.worker.core.plan import Plan, group_of, members_of
 from services.worker.core.precopy import Precopy, Source, Span, sources_of
 from services.worker.core.stage import StageBook
+from services.worker.links.traffic import TrafficClass
+from services.worker.links.transfer import Transfer
 from services.worker.memory.kv_cache import KvCache
 from services.worker.pipeline.events import KvAheadArrived, KvAheadAsked, ShareTold, Woken
 from services.worker.pipeline.exchange import BEHIND_EXCHANGE, kv_pieces
@@ -28,8 +30,6 @@ from services.worker.pipeline.status import Progress
 from services.worker.pipeline.wire import Topic
 from services.worker.policy.placement import MemberView, PlacementView, place
 from services.worker.shell import MemberEvent
-from services.worker.transport.traffic import TrafficClass
-from services.worker.transport.transfer import Transfer
 
 if TYPE_CHECKING:
     import torch

@@ -27,12 +27,12 @@ from services.worker.core.batch import SequenceId
 from services.worker.engine.packing import Ints
 from services.worker.engine.partial_attention import Partial, PartialAttention, Span
 from services.worker.engine.spread_attention import Elsewhere
+from services.worker.links.link import Link
+from services.worker.links.pace import StagePace
+from services.worker.links.receiving import Message
+from services.worker.links.traffic import TrafficClass
 from services.worker.memory.kv_cache import KvCache
 from services.worker.pipeline.wire import Topic
-from services.worker.transport.link import Link
-from services.worker.transport.pace import StagePace
-from services.worker.transport.receiving import Message
-from services.worker.transport.traffic import TrafficClass
 
 _ANSWER_TIMEOUT_S = 10.0
 _ROSTER_TIMEOUT_S = 5.0

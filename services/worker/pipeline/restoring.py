@@ -20,6 +20,7 @@ from services.worker.core.stage import StageBook
 from services.worker.core.transition import Transition
 from services.worker.core.transition_messages import Event, MemoryReady, PreparationFailed
 from services.worker.core.worker import WorkerCore
+from services.worker.links.traffic import TrafficClass
 from services.worker.memory.device import DeviceMemory
 from services.worker.pipeline.capacity import Capacities
 from services.worker.pipeline.events import (
@@ -41,7 +42,6 @@ from services.worker.pipeline.role import Role
 from services.worker.pipeline.status import Progress
 from services.worker.pipeline.wire import Topic
 from services.worker.shell import MemberEvent
-from services.worker.transport.traffic import TrafficClass
 
 BEFORE_COMMIT = (Phase.PREPARING, Phase.PREPARED)
 # Of prompts in a batch beside decodes. Layers that come take bandwidth, and time of the processor, from every batch:

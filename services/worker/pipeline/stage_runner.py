@@ -12,6 +12,8 @@ from ballast.common.ids import Epoch
 from ballast.service.logs import get_logger
 from services.worker.core.batch import Batch, StepResult
 from services.worker.core.stage import StageBook
+from services.worker.links.pace import StagePace
+from services.worker.links.traffic import TrafficClass
 from services.worker.pipeline.events import BatchArrived, ResultArrived
 from services.worker.pipeline.links import Links
 from services.worker.pipeline.precopy import PrecopyRun
@@ -19,8 +21,6 @@ from services.worker.pipeline.published import Published
 from services.worker.pipeline.role import Role
 from services.worker.pipeline.wire import Topic, batch_to_bytes, failure_to_bytes, result_to_bytes
 from services.worker.shell import StepOutcome
-from services.worker.transport.pace import StagePace
-from services.worker.transport.traffic import TrafficClass
 
 if TYPE_CHECKING:
     import torch

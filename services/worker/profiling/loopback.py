@@ -14,12 +14,12 @@ import torch
 
 from ballast.common.errors import Unavailable
 from services.worker.cost_profile import Link as LinkFigures
-from services.worker.transport.config import TransportConfig
-from services.worker.transport.link import Link, LinkEnding
-from services.worker.transport.plane import DataPlane
-from services.worker.transport.receiving import Message
-from services.worker.transport.traffic import TrafficClass
-from services.worker.transport.transfer import Opening, Outcome, Refusal
+from services.worker.links.config import TransportConfig
+from services.worker.links.link import Link, LinkEnding
+from services.worker.links.plane import DataPlane
+from services.worker.links.receiving import Message
+from services.worker.links.traffic import TrafficClass
+from services.worker.links.transfer import Opening, Outcome, Refusal
 
 _HERE, _THERE, _EPOCH = "profile-a", "profile-b", 1
 _HOST = "127.0.0.1"

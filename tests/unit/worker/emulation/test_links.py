@@ -15,10 +15,10 @@ from services.worker.emulation.phantom import PhantomBackend, phantom, read_all
 from services.worker.emulation.plane import EmulatedPlane
 from services.worker.emulation.runner import Activation
 from services.worker.emulation.wire import Frame, Kind
-from services.worker.transport.link import Link
-from services.worker.transport.plane import DataPlane
-from services.worker.transport.traffic import TrafficClass
-from services.worker.transport.transfer import Opening, Outcome, Refusal
+from services.worker.links.link import Link
+from services.worker.links.plane import DataPlane
+from services.worker.links.traffic import TrafficClass
+from services.worker.links.transfer import Opening, Outcome, Refusal
 
 BLOCK_BYTES = 1 << 20
 BACKEND = PhantomBackend(BLOCK_BYTES)
@@ -252,6 +252,7 @@ def test_all_that_real_ones_are_asked_for_is_there() -> None:
     not_asked = {
         "connect",
         "facts",
+        "refused",
         "urgent",
         "set_chunk_bytes",
         "pack",

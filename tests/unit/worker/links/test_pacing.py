@@ -3,8 +3,8 @@
 import pytest
 
 from ballast.common.errors import InvariantViolation
-from services.worker.transport.pacing import BulkSchedule, Grant, Hold, Wire
-from services.worker.transport.traffic import TrafficClass
+from services.worker.links.pacing import BulkSchedule, Grant, Hold, Wire
+from services.worker.links.traffic import TrafficClass
 
 KV, CHECKPOINT, PARAMETERS = TrafficClass.KV, TrafficClass.CHECKPOINT, TrafficClass.PARAMETERS
 

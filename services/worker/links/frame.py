@@ -11,11 +11,11 @@ from enum import IntEnum
 import torch
 
 from ballast.common.errors import PeerViolation
-from services.worker.transport.config import HEADER_BYTES
-from services.worker.transport.traffic import TrafficClass
+from services.worker.links.config import HEADER_BYTES
+from services.worker.links.traffic import TrafficClass
 
 MAGIC = 0xBA57
-VERSION = 4
+VERSION = 5
 MAX_DIMENSIONS = 2
 
 # magic, version, kind, class, flags, dtype, dimensions | epoch | stream | extent x2 | transfer, sequence, topic, meta

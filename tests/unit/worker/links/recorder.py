@@ -7,9 +7,9 @@ from threading import Condition
 
 import torch
 
-from services.worker.transport.link import Link, LinkEnding
-from services.worker.transport.receiving import Message
-from services.worker.transport.transfer import Opening, Outcome, Refusal
+from services.worker.links.link import Link, LinkEnding
+from services.worker.links.receiving import Message
+from services.worker.links.transfer import Opening, Outcome, Refusal
 
 ECHO = 7  # topic: send the message back
 REFUSE = 9  # topic: refuse the transfer

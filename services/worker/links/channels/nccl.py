@@ -14,8 +14,8 @@ import torch
 from torch.distributed import PrefixStore, Store, Work
 
 from ballast.common.errors import ConfigError
-from services.worker.transport.channel import ChannelBroken, Group
-from services.worker.transport.gloo import GlooChannel, GlooPending, GlooTransport
+from services.worker.links.channel import ChannelBroken, Group
+from services.worker.links.channels.gloo import GlooChannel, GlooPending, GlooTransport
 
 _POLL_S = 0.00005
 

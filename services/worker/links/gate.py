@@ -3,7 +3,7 @@
 import time
 from threading import Condition, Event
 
-from services.worker.transport.pacing import Wire
+from services.worker.links.pacing import Wire
 
 
 class UrgentGate:

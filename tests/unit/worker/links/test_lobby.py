@@ -15,11 +15,24 @@ from random import Random
 import pytest
 
 from ballast.common.errors import ConfigError, DeadlineExceeded, PeerViolation, Unavailable
-from services.worker.transport import rendezvous
-from services.worker.transport.rendezvous import Hello, Lobby, Terms, call, resolve_host
+from services.worker.links import lobby as module
+from services.worker.links.handshake import (
+    Hello,
+    Terms,
+    challenge_line,
+    hello_line,
+    is_proof,
+    parse_hello,
+    proof_line,
+    proof_of,
+    read_line,
+)
+from services.worker.links.lobby import Lobby, Meeting, call, resolve_host
 
 TERMS = Terms(1, 4096, 4096, 1000, 1000)
-LOW, HIGH = Hello("w1", 3, TERMS), Hello("w2", 3, replace(TERMS, max_message_bytes=77))
+LOW = Hello("w1", 3, TERMS, 7, "w2")
+HIGH = Hello("w2", 3, replace(TERMS, max_message_bytes=77), 8, "w1")
+SECRET = b"the secret of this cluster"
 
 
 @pytest.fixture
@@ -91,13 +104,22 @@ def meet(lobby: Lobby, within_s: float = 5.0) -> None:
 def is_hung_up_on(stranger: socket.socket) -> bool:
     """Waits for it."""
     try:
-        return stranger.recv(1) == b""
+        while stranger.recv(4096):  # it is told why
+            pass
+        return True
     except ConnectionResetError:  # it had said more than was read
         return True
 
 
+def park(connection: socket.socket, line: bytes) -> None:
+    """As a caller that nobody waits for yet."""
+    connection.sendall(line)
+    read_line(connection, soon())
+    connection.sendall(proof_line(""))
+
+
 def hello(**changed: object) -> bytes:
-    return json.dumps(asdict(HIGH) | changed).encode() + b"\n"
+    return json.dumps(asdict(HIGH) | {"nonce": ""} | changed).encode() + b"\n"
 
 
 NOISE = [
@@ -124,7 +146,11 @@ NOISE = [
     hello(terms={"version": 1}),
     hello(terms=asdict(TERMS) | {"urgent_frame_bytes": -1}),
     hello(terms=asdict(TERMS) | {"bulk_frame_bytes": 1e300}),
+    hello(to=3),
+    hello(incarnation=-1),
     hello() + b"more than is asked for",
+    hello() + hello(),
+    hello(to="another") + b'{"proof": ""}\n',
 ]
 
 
@@ -134,7 +160,7 @@ def test_strangers_do_not_stop_a_meeting(lobby: Lobby, noise: bytes) -> None:
         stranger.sendall(noise)
         if noise:
             assert is_hung_up_on(stranger)
-            assert lobby.refused_total == 1
+            assert lobby.refused.total() == 1
         meet(lobby)
 
 
@@ -150,7 +176,7 @@ def test_a_flood_of_noise_leaves_the_lobby_as_it_was(lobby: Lobby) -> None:
 
 
 def test_who_drips_is_waited_for_by_nobody_and_not_for_long(lobby: Lobby, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rendezvous, "_HELLO_TIMEOUT_S", 0.6)
+    monkeypatch.setattr(module, "_HELLO_TIMEOUT_S", 0.6)
     with ExitStack() as stack:
         drips = [stack.enter_context(dial(lobby)) for _ in range(8)]
         began_s = time.monotonic()
@@ -162,13 +188,13 @@ def test_who_drips_is_waited_for_by_nobody_and_not_for_long(lobby: Lobby, monkey
         for drip in drips:
             assert is_hung_up_on(drip)
         assert 0.5 < time.monotonic() - began_s < 30
-    assert lobby.refused_total == len(drips)
+    assert lobby.refused == {"too slow": len(drips)}
 
 
 def test_half_open_connections_take_a_bounded_number_of_places(lobby: Lobby, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rendezvous, "_HELLO_TIMEOUT_S", 60.0)
+    monkeypatch.setattr(module, "_HELLO_TIMEOUT_S", 60.0)
     with ExitStack() as stack:
-        half_open = [stack.enter_context(dial(lobby)) for _ in range(rendezvous._MAX_STRANGERS + 10)]
+        half_open = [stack.enter_context(dial(lobby)) for _ in range(module._MAX_STRANGERS + 10)]
         for first in half_open[:10]:
             assert is_hung_up_on(first)
         meet(lobby)
@@ -176,10 +202,10 @@ def test_half_open_connections_take_a_bounded_number_of_places(lobby: Lobby, mon
 
 def test_callers_that_nobody_waits_for_take_a_bounded_number_of_places(lobby: Lobby) -> None:
     with ExitStack() as stack:
-        for epoch in range(rendezvous._MAX_PARKED + 20):
-            stack.enter_context(dial(lobby)).sendall(hello(epoch=1000 + epoch))
+        for epoch in range(module._MAX_PARKED + 20):
+            park(stack.enter_context(dial(lobby)), hello(epoch=1000 + epoch))
         meet(lobby)
-        assert len(lobby._parked) <= rendezvous._MAX_PARKED
+        assert len(lobby._parked) <= module._MAX_PARKED
 
 
 def test_a_moment_without_file_descriptors_ends_nothing(lobby: Lobby) -> None:
@@ -196,12 +222,85 @@ def test_a_moment_without_file_descriptors_ends_nothing(lobby: Lobby) -> None:
         meet(lobby)
 
 
+@pytest.fixture
+def guarded() -> Iterator[Lobby]:
+    lobby = Lobby("127.0.0.1", "w1", SECRET)
+    yield lobby
+    lobby.close()
+
+
+def introduce(lobby: Lobby, host_secret_of: bytes | None, mine: Hello = HIGH) -> Meeting:
+    with ThreadPoolExecutor(1) as pool:
+        calling = pool.submit(call, mine, "w1", lobby.address, soon(), host_secret_of)
+        try:
+            lobby.meet(LOW, "w2", soon(1.0)).store.close()
+        except DeadlineExceeded:
+            calling.result(60)
+            raise
+        return calling.result(60)
+
+
+def test_two_that_have_the_secret_meet(guarded: Lobby) -> None:
+    meeting = introduce(guarded, SECRET)
+    assert meeting.peer == LOW
+    meeting.store.close()
+    assert not guarded.refused
+
+
+@pytest.mark.parametrize(("secret", "why"), [(None, "no proof"), (b"that of another cluster", "wrong proof")])
+def test_a_caller_without_the_secret_is_refused_and_told_why(guarded: Lobby, secret: bytes | None, why: str) -> None:
+    with pytest.raises(PeerViolation, match=f"w1: refuses this worker's link: {why}"):
+        introduce(guarded, secret)
+    assert guarded.refused == {why: 1}
+    assert not guarded._parked
+
+
+def test_a_host_without_the_secret_gets_no_link(lobby: Lobby) -> None:
+    with pytest.raises(PeerViolation, match="w1: does not prove that it has this cluster's secret"):
+        introduce(lobby, SECRET)
+
+
+def test_a_handshake_that_was_overheard_is_worth_nothing(guarded: Lobby) -> None:
+    """Whoever has seen all that a caller with the secret has said repeats it."""
+    with dial(guarded) as caller, dial(guarded) as thief:
+        line = hello_line(HIGH)
+        caller.sendall(line)
+        proof = proof_line(proof_of(SECRET, "caller", line, read_line(caller, soon())))
+        caller.sendall(proof)
+        thief.sendall(line)
+        read_line(thief, soon())
+        thief.sendall(proof)
+        assert b"wrong proof" in read_line(thief, soon())
+    assert guarded.refused == {"wrong proof": 1}
+
+
+def test_a_proof_holds_for_what_was_said_and_by_whom() -> None:
+    hello, challenge = hello_line(HIGH), challenge_line()
+    proof = proof_of(SECRET, "caller", hello, challenge)
+    assert is_proof(proof, SECRET, "caller", hello, challenge)
+    assert not is_proof(proof, SECRET, "host", hello, challenge)
+    assert not is_proof(proof, SECRET, "caller", hello + challenge)
+    assert not is_proof(proof, SECRET, "caller", hello, challenge_line())
+    for other in (
+        replace(HIGH, epoch=4),
+        replace(HIGH, incarnation=9),
+        replace(HIGH, worker_id="w3"),
+        replace(HIGH, to="w0"),
+        replace(HIGH, terms=TERMS),
+    ):
+        line = json.dumps(json.loads(hello) | asdict(other)).encode() + b"\n"
+        assert parse_hello(line) == other
+        assert not is_proof(proof, SECRET, "caller", line, challenge)
+    assert not is_proof("\N{SNOWMAN}", SECRET, "caller", hello, challenge)
+
+
 def test_a_host_that_drips_its_answer_is_given_up_in_time() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def drip() -> None:
             connection, _ = server.accept()
             with connection, suppress(OSError):
+                connection.sendall(challenge_line())
                 for letter in json.dumps(asdict(LOW)).encode():
                     connection.send(bytes([letter]))
                     time.sleep(0.05)

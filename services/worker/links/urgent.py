@@ -10,13 +10,13 @@ from threading import Condition
 import torch
 
 from ballast.common.errors import InvalidRequest, Overloaded, Unavailable
-from services.worker.transport.channel import Broken, ChannelBroken, Pending
-from services.worker.transport.config import TransportConfig
-from services.worker.transport.frame import MAX_DIMENSIONS, SUPPORTED_DTYPES, FrameKind, Header
-from services.worker.transport.gate import SharedWire, UrgentGate
-from services.worker.transport.lane import FrameWriter
-from services.worker.transport.pieces import as_bytes
-from services.worker.transport.traffic import TrafficClass, TrafficCounts
+from services.worker.links.channel import Broken, ChannelBroken, Pending
+from services.worker.links.config import TransportConfig
+from services.worker.links.frame import MAX_DIMENSIONS, SUPPORTED_DTYPES, FrameKind, Header
+from services.worker.links.gate import SharedWire, UrgentGate
+from services.worker.links.lane import FrameWriter
+from services.worker.links.pieces import as_bytes
+from services.worker.links.traffic import TrafficClass, TrafficCounts
 
 _LAST = max(TrafficClass) + 1  # sorts behind every class
 

@@ -8,7 +8,7 @@ classes, and bulk as a whole gets one after standing back for urgent traffic for
 from dataclasses import dataclass
 
 from ballast.common.errors import InvariantViolation
-from services.worker.transport.traffic import TrafficClass
+from services.worker.links.traffic import TrafficClass
 
 CATCH_UP_S = 0.05
 

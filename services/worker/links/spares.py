@@ -13,8 +13,8 @@ from threading import Condition, Thread
 
 from ballast.common.errors import BallastError
 from ballast.service.logs import get_logger
-from services.worker.transport.config import TransportConfig
-from services.worker.transport.link import NO_EPOCH, Link, LinkState
+from services.worker.links.config import TransportConfig
+from services.worker.links.link import NO_EPOCH, Link, LinkState
 
 _SWEEP_S = 2.0  # between two looks for spares that have ended or that nobody names any more
 

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 import torch
 
 from ballast.common.errors import InvalidRequest, PeerViolation
-from services.worker.transport.channel import PairChannel, Pending
-from services.worker.transport.config import TransportConfig
-from services.worker.transport.frame import FrameKind, Header
-from services.worker.transport.lane import Frame, FrameReader
-from services.worker.transport.pieces import Pieces
-from services.worker.transport.traffic import TrafficClass, TrafficCounts
-from services.worker.transport.transfer import Destination, Opening, Outcome, Refusal
+from services.worker.links.channel import PairChannel, Pending
+from services.worker.links.config import TransportConfig
+from services.worker.links.frame import FrameKind, Header
+from services.worker.links.lane import Frame, FrameReader
+from services.worker.links.pieces import Pieces
+from services.worker.links.traffic import TrafficClass, TrafficCounts
+from services.worker.links.transfer import Destination, Opening, Outcome, Refusal
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from ballast.common.errors import DeadlineExceeded
-from services.worker.transport.config import TransportConfig
-from services.worker.transport.link import Link, LinkState
-from services.worker.transport.plane import DataPlane
-from services.worker.transport.traffic import TrafficClass
-from tests.unit.worker.transport.processes import CONFIG
-from tests.unit.worker.transport.recorder import Recorder
+from services.worker.links.config import TransportConfig
+from services.worker.links.link import Link, LinkState
+from services.worker.links.plane import DataPlane
+from services.worker.links.traffic import TrafficClass
+from tests.unit.worker.links.processes import CONFIG
+from tests.unit.worker.links.recorder import Recorder
 
 _BOTH = (("w1", "w2"), ("w2", "w1"))
 
@@ -189,7 +189,7 @@ def test_a_dead_spare_is_noticed_and_replaced(stack: ExitStack) -> None:
 def test_a_spare_that_nobody_names_is_given_back_with_its_threads_and_sockets(
     stack: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("services.worker.transport.spares._SWEEP_S", 0.05)
+    monkeypatch.setattr("services.worker.links.spares._SWEEP_S", 0.05)
     pair = Pair(stack, spare_idle_s=0.5)
     spares = pair.warm()
     until(lambda: all(link.state is LinkState.CLOSED for link in spares))

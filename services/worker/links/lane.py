@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 import torch
 
 from ballast.common.errors import PeerViolation
-from services.worker.transport.channel import PairChannel, Pending
-from services.worker.transport.config import HEADER_BYTES
-from services.worker.transport.frame import Header, unpack
+from services.worker.links.channel import PairChannel, Pending
+from services.worker.links.config import HEADER_BYTES
+from services.worker.links.frame import Header, unpack
 
 _SEQUENCE_MODULUS = 1 << 32
 

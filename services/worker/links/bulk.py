@@ -10,16 +10,16 @@ from threading import Condition, Lock
 import torch
 
 from ballast.common.errors import InvalidRequest, InvariantViolation, Overloaded, Unavailable
-from services.worker.transport.channel import Pending
-from services.worker.transport.config import TransportConfig
-from services.worker.transport.frame import FrameKind, Header
-from services.worker.transport.gate import SharedWire, UrgentGate
-from services.worker.transport.lane import FrameWriter
-from services.worker.transport.pace import ChunkSize, StagePace
-from services.worker.transport.pacing import BulkSchedule, Grant, Hold
-from services.worker.transport.pieces import Pieces
-from services.worker.transport.traffic import TrafficClass, TrafficCounts
-from services.worker.transport.transfer import Outcome, Transfer, TransferReport
+from services.worker.links.channel import Pending
+from services.worker.links.config import TransportConfig
+from services.worker.links.frame import FrameKind, Header
+from services.worker.links.gate import SharedWire, UrgentGate
+from services.worker.links.lane import FrameWriter
+from services.worker.links.pace import ChunkSize, StagePace
+from services.worker.links.pacing import BulkSchedule, Grant, Hold
+from services.worker.links.pieces import Pieces
+from services.worker.links.traffic import TrafficClass, TrafficCounts
+from services.worker.links.transfer import Outcome, Transfer, TransferReport
 
 _LEAST_ON_WIRE_BYTES = 16 * 1024  # its speed is known, and a chunk costs nothing but its time
 

@@ -8,7 +8,7 @@ import torch
 from torch.distributed import PrefixStore, ProcessGroupGloo, Store, Work
 
 from ballast.common.errors import ConfigError
-from services.worker.transport.channel import ChannelBroken, Group
+from services.worker.links.channel import ChannelBroken, Group
 
 _FRAMES, _PAYLOADS, _NEVER_SENT = 0, 1, 2  # tags; messages of one tag stay in order
 

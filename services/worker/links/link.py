@@ -12,19 +12,20 @@ from typing import Protocol
 import torch
 
 from ballast.common.errors import StaleEpoch
-from services.worker.transport.bulk_sender import BulkSender
-from services.worker.transport.channel import PairChannel
-from services.worker.transport.config import TransportConfig
-from services.worker.transport.frame import FrameKind, Header
-from services.worker.transport.gate import SharedWire, UrgentGate
-from services.worker.transport.lane import FrameWriter
-from services.worker.transport.pace import StagePace
-from services.worker.transport.pieces import Pieces
-from services.worker.transport.receiving import BulkHandlers, BulkReceiver, Message, UrgentHandlers, UrgentReceiver
-from services.worker.transport.rendezvous import PairStore, Terms
-from services.worker.transport.traffic import TrafficClass, TrafficCounts
-from services.worker.transport.transfer import Opening, Outcome, Refusal, Transfer
-from services.worker.transport.urgent import UrgentSender
+from services.worker.links.bulk import BulkSender
+from services.worker.links.channel import PairChannel
+from services.worker.links.config import TransportConfig
+from services.worker.links.frame import FrameKind, Header
+from services.worker.links.gate import SharedWire, UrgentGate
+from services.worker.links.handshake import Terms
+from services.worker.links.lane import FrameWriter
+from services.worker.links.pace import StagePace
+from services.worker.links.pieces import Pieces
+from services.worker.links.receiving import BulkHandlers, BulkReceiver, Message, UrgentHandlers, UrgentReceiver
+from services.worker.links.store import PairStore
+from services.worker.links.traffic import TrafficClass, TrafficCounts
+from services.worker.links.transfer import Opening, Outcome, Refusal, Transfer
+from services.worker.links.urgent import UrgentSender
 
 NO_EPOCH = 0  # layouts are numbered from 1
 PACKED_BELOW_BYTES = 4 << 20

@@ -5,9 +5,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from services.worker.transport.pacing import BulkSchedule, Grant, Hold, Wire
-from services.worker.transport.pieces import Pieces
-from services.worker.transport.traffic import TrafficClass
+from services.worker.links.pacing import BulkSchedule, Grant, Hold, Wire
+from services.worker.links.pieces import Pieces
+from services.worker.links.traffic import TrafficClass
 
 CHUNK_BYTES = 8
 PATIENCE_CHUNKS = 5

@@ -22,7 +22,7 @@ CONFIG: dict[str, Any] = {
 class PeerProcess:
     def __init__(self) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.unit.worker.transport.peer"],
+            [sys.executable, "-m", "tests.unit.worker.links.peer"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from services.worker.transport.pace import ChunkSize, StagePace
+from services.worker.links.pace import ChunkSize, StagePace
 
 KIB = 1024
 

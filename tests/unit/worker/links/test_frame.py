@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from ballast.common.errors import PeerViolation
-from services.worker.transport.config import HEADER_BYTES
-from services.worker.transport.frame import SUPPORTED_DTYPES, FrameKind, Header, unpack
-from services.worker.transport.traffic import TrafficClass
+from services.worker.links.config import HEADER_BYTES
+from services.worker.links.frame import SUPPORTED_DTYPES, FrameKind, Header, unpack
+from services.worker.links.traffic import TrafficClass
 
 
 @pytest.mark.parametrize("dtype", sorted(SUPPORTED_DTYPES, key=str))

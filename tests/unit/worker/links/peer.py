@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from services.worker.transport.config import TransportConfig
-from services.worker.transport.link import Link
-from services.worker.transport.plane import DataPlane
-from services.worker.transport.traffic import TrafficClass
-from tests.unit.worker.transport.recorder import Recorder, checksum, pattern
+from services.worker.links.config import TransportConfig
+from services.worker.links.link import Link
+from services.worker.links.plane import DataPlane
+from services.worker.links.traffic import TrafficClass
+from tests.unit.worker.links.recorder import Recorder, checksum, pattern
 
 
 class Peer:

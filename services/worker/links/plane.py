@@ -9,15 +9,16 @@ from functools import partial
 from threading import Lock
 
 from ballast.common.errors import DeadlineExceeded, InvalidRequest, StaleEpoch, Unavailable
-from services.worker.transport.channel import ChannelBroken, PairChannel, Transport
-from services.worker.transport.config import TransportConfig
-from services.worker.transport.frame import VERSION
-from services.worker.transport.gloo import GlooTransport
-from services.worker.transport.link import NO_EPOCH, Channels, Link, LinkFacts, LinkState, Receiver
-from services.worker.transport.pace import StagePace
-from services.worker.transport.reaper import Reaper
-from services.worker.transport.rendezvous import Hello, Lobby, Meeting, Terms, WaitsElsewhere, call, resolve_host
-from services.worker.transport.spares import Spares
+from services.worker.links.channel import ChannelBroken, PairChannel, Transport
+from services.worker.links.channels.gloo import GlooTransport
+from services.worker.links.config import TransportConfig
+from services.worker.links.frame import VERSION
+from services.worker.links.handshake import Hello, Terms
+from services.worker.links.link import NO_EPOCH, Channels, Link, LinkFacts, LinkState, Receiver
+from services.worker.links.lobby import Lobby, Meeting, WaitsElsewhere, call, resolve_host
+from services.worker.links.pace import StagePace
+from services.worker.links.reaper import Reaper
+from services.worker.links.spares import Spares
 
 _WARMING_THREADS = 16  # those that wait for somebody who never comes must not keep the others waiting
 _LANES = ("act", "bulk")
@@ -36,15 +37,19 @@ class DataPlane:
         config: TransportConfig,
         advertise_host: str | None = None,
         transport: Transport | None = None,
+        secret: bytes | None = None,
     ) -> None:
+        """`secret` is the cluster's: links are made only with those who prove that they have it. None: with anybody."""
         host = resolve_host(advertise_host)
         self.worker_id = worker_id
+        self.incarnation = 0  # of this life, once it is known
+        self._secret = secret
         self._receiver = receiver
         self._config = config
         self._transport: Transport = GlooTransport(host) if transport is None else transport
         self.pace = StagePace()  # for the engine thread to tell what the stage does
         self._spares = Spares(worker_id, self._make_spare, config)
-        self._lobby = Lobby(host, worker_id, self._called)
+        self._lobby = Lobby(host, worker_id, secret, self._called)
         self.store_address = self._lobby.address
         self._lock = Lock()
         self._links: dict[tuple[str, int], Link] = {}
@@ -141,6 +146,11 @@ class DataPlane:
             links = sorted(self._links.items())
         return [link.facts() for link in [*self._spares.links(), *(link for _, link in links)]]
 
+    @property
+    def refused(self) -> Mapping[str, int]:
+        """Callers that were not let in, by reason."""
+        return dict(self._lobby.refused)
+
     def close(self, timeout_s: float | None = None) -> None:
         """End everything; nothing of it is left when this returns, or DeadlineExceeded says what is."""
         deadline_s = time.monotonic() + (2 * self._config.close_timeout_s if timeout_s is None else timeout_s)
@@ -198,10 +208,10 @@ class DataPlane:
         return self._make(self._meet(peer_id, address or "", NO_EPOCH, time.monotonic() + timeout_s), NO_EPOCH)
 
     def _meet(self, peer_id: str, peer_store_address: str, epoch: int, deadline_s: float) -> Meeting:
-        mine = Hello(self.worker_id, epoch, self._terms())
+        mine = Hello(self.worker_id, epoch, self._terms(), self.incarnation, peer_id)
         if self.worker_id < peer_id:
             return self._lobby.meet(mine, peer_id, deadline_s, partial(self._spares.is_asked, peer_id, epoch))
-        return call(mine, peer_id, peer_store_address, deadline_s)
+        return call(mine, peer_id, peer_store_address, deadline_s, self._secret)
 
     def _make(self, meeting: Meeting, epoch: int) -> Link:
         """Both have come, so this takes milliseconds, or something is wrong with one of them.

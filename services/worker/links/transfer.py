@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Protocol
 
-from services.worker.transport.traffic import TrafficClass
+from services.worker.links.traffic import TrafficClass
 
 if TYPE_CHECKING:
     import torch

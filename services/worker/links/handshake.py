@@ -1,0 +1,163 @@
+"""What two workers say to each other before anything else on a connection, and how each proves that it may.
+
+    caller  hello      who calls whom, in which lives, for which epoch; what it can take; a nonce
+    host    challenge  a nonce
+    caller  proof
+    host    hello      the same of the host, with its proof          (when it wants that link, which may be later)
+    caller  "!"        it is still there
+
+Where the cluster has a secret, a proof is an HMAC over all that has been said so far and who says it, so it is worth
+nothing on another connection, for another worker, life or epoch, or in the other direction. Where it has none, proofs
+are empty and nobody looks at them.
+"""
+
+import hmac
+import json
+import secrets
+import socket
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import cast
+
+from ballast.common.errors import PeerViolation
+
+MAX_LINE_BYTES = 4096
+_NONCE_BYTES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What each side must know of the other before the first frame."""
+
+    version: int
+    urgent_frame_bytes: int  # the largest frame that side has receives posted for
+    bulk_frame_bytes: int
+    max_message_bytes: int
+    max_transfer_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    worker_id: str
+    epoch: int
+    terms: Terms
+    incarnation: int = 0
+    to: str = ""  # whom it is said to
+
+
+def hello_line(hello: Hello) -> bytes:
+    return _line(asdict(hello) | {"nonce": secrets.token_hex(_NONCE_BYTES)})
+
+
+def challenge_line() -> bytes:
+    return _line({"nonce": secrets.token_hex(_NONCE_BYTES)})
+
+
+def proof_line(proof: str) -> bytes:
+    return _line({"proof": proof})
+
+
+def refusal_line(why: str) -> bytes:
+    return _line({"refused": why})
+
+
+def proof_of(secret: bytes | None, role: str, *said: bytes) -> str:
+    """`role`: "caller" or "host"; `said`: all lines up to here, as they were sent."""
+    if secret is None:
+        return ""
+    lengths = b"".join(len(line).to_bytes(4, "little") for line in said)
+    return hmac.digest(secret, b"\0".join((b"ballast link", role.encode(), lengths, *said)), "sha256").hex()
+
+
+def is_proof(given: str, secret: bytes | None, role: str, *said: bytes) -> bool:
+    """Everything is where no secret is asked for."""
+    return secret is None or hmac.compare_digest(given.encode(), proof_of(secret, role, *said).encode())
+
+
+def parse_line(line: bytes) -> Mapping[str, object]:
+    """
+    Raises:
+        ValueError: this is no line of ours.
+    """
+    try:
+        said = json.loads(line)
+    except RecursionError as error:
+        raise ValueError("brackets without end") from error
+    if not isinstance(said, dict):
+        raise ValueError("no object")
+    return cast(dict[str, object], said)
+
+
+def parse_hello(line: bytes) -> Hello:
+    """
+    Raises:
+        ValueError: this is no hello.
+    """
+    said = parse_line(line)
+    worker_id, to, terms = said.get("worker_id"), said.get("to"), said.get("terms")
+    if not isinstance(worker_id, str) or not worker_id or not isinstance(to, str) or not isinstance(terms, dict):
+        raise ValueError("it does not say from whom to whom, or has no terms")
+    terms = cast(dict[str, object], terms)
+    numbers = {field.name: _int(terms, field.name, least=1) for field in fields(Terms)}
+    epoch, incarnation = _int(said, "epoch", least=0), _int(said, "incarnation", least=0)
+    return Hello(worker_id, epoch, Terms(**numbers), incarnation, to)
+
+
+def parse_proof(line: bytes) -> str:
+    """
+    Raises:
+        ValueError: this is no proof.
+    """
+    proof = parse_line(line).get("proof")
+    if not isinstance(proof, str):
+        raise ValueError("no proof")
+    return proof
+
+
+def check_version(mine: Hello, theirs: Hello) -> None:
+    if theirs.terms.version != mine.terms.version:
+        why = f"speaks data plane version {theirs.terms.version}, we speak {mine.terms.version}"
+        raise PeerViolation(theirs.worker_id, why)
+
+
+def _line(said: Mapping[str, object]) -> bytes:
+    return json.dumps(said).encode() + b"\n"
+
+
+def _int(said: Mapping[str, object], name: str, *, least: int) -> int:
+    value = said.get(name)
+    if type(value) is not int or not least <= value < 1 << 63:  # a bool is an int to isinstance
+        raise ValueError(f"{name} must be a whole number of at least {least}")
+    return value
+
+
+# ------------------------------------------------------------ over a socket that blocks
+
+
+def read_line(connection: socket.socket, deadline_s: float) -> bytes:
+    """Reads a line and nothing beyond. Not byte by byte: after each the GIL would have to be had from the engine."""
+    line = b""
+    while not line.endswith(b"\n"):
+        connection.settimeout(left_s(deadline_s))
+        there = connection.recv(MAX_LINE_BYTES - len(line), socket.MSG_PEEK)
+        if not there:  # or it says too much
+            raise ConnectionResetError("it hung up")
+        line += connection.recv(there.find(b"\n") + 1 or len(there))
+    return line
+
+
+def read_exactly(connection: socket.socket, size: int, deadline_s: float) -> bytes:
+    data = b""
+    while len(data) < size:
+        connection.settimeout(left_s(deadline_s))
+        part = connection.recv(size - len(data))
+        if not part:
+            raise ConnectionResetError("the other side hung up")
+        data += part
+    return data
+
+
+def left_s(deadline_s: float) -> float:
+    """For a socket, to which zero would mean not to wait at all."""
+    return max(deadline_s - time.monotonic(), 0.001)

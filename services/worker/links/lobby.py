@@ -1,0 +1,327 @@
+"""How two workers meet to make a link: one TCP connection per attempt, to the worker with the lower id.
+
+A stranger may reach this port. Whatever it says, or does not say, costs one of a bounded number of places for a
+bounded time, and nobody else waits for it.
+"""
+
+import contextlib
+import selectors
+import socket
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from threading import Condition, Thread
+
+from ballast.common.errors import ConfigError, DeadlineExceeded, PeerViolation, Unavailable
+from ballast.service.logs import get_logger
+from services.worker.links.handshake import (
+    MAX_LINE_BYTES,
+    Hello,
+    challenge_line,
+    check_version,
+    hello_line,
+    is_proof,
+    left_s,
+    parse_hello,
+    parse_line,
+    parse_proof,
+    proof_line,
+    proof_of,
+    read_exactly,
+    read_line,
+    refusal_line,
+)
+from services.worker.links.store import PairStore
+
+_HELLO_TIMEOUT_S = 5.0  # from the connection to the end of its proof
+_ANSWER_TIMEOUT_S = 5.0  # for a caller that is met to say that it is still there
+_MAX_STRANGERS = 64  # connections that have not proven who they are; the oldest goes for another one
+_MAX_PARKED = 256  # callers nobody waits for yet; the oldest goes for another one
+_PAUSE_S = 0.05  # when no connection can be accepted
+_LOOK_S = 0.02  # between two looks whether a peer that does not come has taken another way
+
+
+class WaitsElsewhere(Exception):
+    """A peer that does not come to the lobby: it wants to use a link that is there already."""
+
+
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    peer: Hello
+    store: PairStore
+
+
+@dataclass(slots=True)
+class _Stranger:
+    """A connection that has not said its hello, or not proven it."""
+
+    connection: socket.socket
+    until_s: float
+    line: bytes = b""  # as far as it has come
+    hello: Hello | None = None
+    said: tuple[bytes, ...] = ()  # the lines of both
+
+
+@dataclass(frozen=True, slots=True)
+class _Caller:
+    hello: Hello
+    said: tuple[bytes, ...]
+    connection: socket.socket
+
+
+class Lobby:
+    """Where peers with higher ids come to. A caller nobody waits for yet is parked.
+
+    One thread listens to all who have not proven who they are, so that none of them can keep it.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        worker_id: str,
+        secret: bytes | None = None,
+        called: Callable[[str, int], None] | None = None,
+    ) -> None:
+        """`called` hears of every caller that waits, by id and epoch; on the lobby's thread."""
+        self._worker_id = worker_id
+        self._secret = secret
+        self._called = called
+        self._listener = socket.create_server((host, 0))
+        self._listener.setblocking(False)
+        self.address = f"{host}:{self._listener.getsockname()[1]}"
+        self._changed = Condition()
+        self._parked: dict[tuple[str, int], _Caller] = {}  # by peer and epoch; the latest of each
+        self._closed = False
+        self.refused: Counter[str] = Counter()  # connections, by reason
+        self._strangers: dict[int, _Stranger] = {}  # by file descriptor, the oldest first; of the lobby's thread
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._thread = Thread(target=self._run, name=f"links-lobby-{worker_id}", daemon=True)
+        self._thread.start()
+
+    def meet(
+        self, mine: Hello, peer_id: str, deadline_s: float, elsewhere: Callable[[], bool] = lambda: False
+    ) -> Meeting:
+        """Wait for that peer to call for the same epoch.
+
+        Raises:
+            WaitsElsewhere: it has not called, and `elsewhere` says that it will not.
+            DeadlineExceeded: it did not come.
+            PeerViolation: it speaks another version.
+        """
+        while (caller := self._take((peer_id, mine.epoch), deadline_s, elsewhere)) is not None:
+            try:
+                within_s = min(deadline_s, time.monotonic() + _ANSWER_TIMEOUT_S)
+                caller.connection.settimeout(left_s(within_s))
+                line = hello_line(mine)
+                proof = proof_of(self._secret, "host", *caller.said, line)
+                caller.connection.sendall(line + proof_line(proof))
+                if read_exactly(caller.connection, 1, within_s) == b"!":
+                    check_version(mine, caller.hello)
+                    return Meeting(caller.hello, PairStore(caller.connection))
+            except OSError:
+                pass  # it had given up before we came; it may call again
+            except PeerViolation:
+                caller.connection.close()
+                raise
+            caller.connection.close()
+        raise DeadlineExceeded(f"link for epoch {mine.epoch}: {peer_id} did not come")
+
+    def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            parked = list(self._parked.values())
+            self._parked.clear()
+            self._changed.notify_all()
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._thread.join(_HELLO_TIMEOUT_S)
+        self._listener.close()
+        for caller in parked:
+            caller.connection.close()
+
+    def _take(self, key: tuple[str, int], deadline_s: float, elsewhere: Callable[[], bool]) -> _Caller | None:
+        with self._changed:
+            while not (self._closed or key in self._parked or (wait_s := deadline_s - time.monotonic()) <= 0):
+                if elsewhere():
+                    raise WaitsElsewhere
+                self._changed.wait(min(wait_s, _LOOK_S))
+            return self._parked.pop(key, None)
+
+    # ------------------------------------------------------------ the lobby's thread
+
+    def _run(self) -> None:
+        while not self._closed:
+            try:
+                self._turn()
+            except Exception:  # noqa: BLE001 no stranger ends this thread, whatever it has found
+                get_logger().exception("a caller of the data plane could not be greeted")
+                time.sleep(_PAUSE_S)
+        for stranger in list(self._strangers.values()):
+            self._forget(stranger)
+            stranger.connection.close()
+        self._selector.close()
+
+    def _turn(self) -> None:
+        until_s = min((s.until_s for s in self._strangers.values()), default=None)
+        for key, _ in self._selector.select(None if until_s is None else max(until_s - time.monotonic(), 0.0)):
+            if key.fileobj is self._listener:
+                self._accept()
+            elif (stranger := self._strangers.get(key.fd)) is not None:
+                self._listen_to(stranger)
+        now_s = time.monotonic()
+        for stranger in [s for s in self._strangers.values() if s.until_s <= now_s]:
+            self._refuse(stranger, "too slow")
+
+    def _accept(self) -> None:
+        try:
+            connection, _ = self._listener.accept()
+        except OSError:
+            if not self._closed:  # it has gone again, or there are no more file descriptors
+                self._refuse_oldest()
+                time.sleep(_PAUSE_S)
+            return
+        connection.setblocking(False)
+        if len(self._strangers) >= _MAX_STRANGERS:
+            self._refuse_oldest()
+        self._strangers[connection.fileno()] = _Stranger(connection, time.monotonic() + _HELLO_TIMEOUT_S)
+        self._selector.register(connection, selectors.EVENT_READ)
+
+    def _listen_to(self, stranger: _Stranger) -> None:
+        """A caller says one line, and nothing more before it is answered."""
+        try:
+            part = stranger.connection.recv(MAX_LINE_BYTES - len(stranger.line))
+        except BlockingIOError:
+            return
+        except OSError:
+            part = b""
+        stranger.line += part
+        if stranger.line.endswith(b"\n"):
+            try:
+                self._take_line(stranger)
+            except (ValueError, OSError):  # a port scanner, or nothing of ours; or it is gone
+                self._refuse(stranger, "no handshake")
+        elif not part or len(stranger.line) >= MAX_LINE_BYTES:
+            self._refuse(stranger, "no handshake")
+
+    def _take_line(self, stranger: _Stranger) -> None:
+        line, stranger.line = stranger.line, b""
+        if stranger.hello is None:
+            stranger.hello = parse_hello(line)
+            challenge = challenge_line()
+            stranger.said = (line, challenge)
+            stranger.connection.send(challenge)
+        elif stranger.hello.to != self._worker_id:
+            self._refuse(stranger, "meant for another worker")
+        elif not (proof := parse_proof(line)) and self._secret is not None:
+            self._refuse(stranger, "no proof")
+        elif not is_proof(proof, self._secret, "caller", *stranger.said):
+            self._refuse(stranger, "wrong proof")
+        else:
+            self._park(stranger, _Caller(stranger.hello, (*stranger.said, line), stranger.connection))
+
+    def _park(self, stranger: _Stranger, caller: _Caller) -> None:
+        self._forget(stranger)
+        key = (caller.hello.worker_id, caller.hello.epoch)
+        replaced = list[_Caller]()
+        with self._changed:
+            if (before := self._parked.pop(key, None)) is not None:
+                replaced.append(before)
+            elif len(self._parked) >= _MAX_PARKED:
+                replaced.append(self._parked.pop(next(iter(self._parked))))
+            if is_closed := self._closed:
+                replaced.append(caller)
+            else:
+                self._parked[key] = caller
+            self._changed.notify_all()
+        for other in replaced:
+            other.connection.close()
+        if not is_closed and self._called is not None:
+            self._called(*key)
+
+    def _refuse_oldest(self) -> None:
+        if self._strangers:
+            self._refuse(next(iter(self._strangers.values())), "too many at once")
+
+    def _refuse(self, stranger: _Stranger, why: str) -> None:
+        """Counted by reason; the log has each reason once."""
+        self.refused[why] += 1
+        if self.refused[why] == 1:
+            said_by = None if stranger.hello is None else stranger.hello.worker_id[:64]
+            get_logger().warning("a caller of the data plane is refused", why=why, says_it_is=said_by)
+        self._forget(stranger)
+        with contextlib.suppress(OSError):  # it is gone, or reads nothing
+            stranger.connection.send(refusal_line(why))
+        stranger.connection.close()
+
+    def _forget(self, stranger: _Stranger) -> None:
+        del self._strangers[stranger.connection.fileno()]
+        self._selector.unregister(stranger.connection)
+
+
+def call(mine: Hello, peer_id: str, address: str, deadline_s: float, secret: bytes | None = None) -> Meeting:
+    """Go to the lobby of a peer with a lower id.
+
+    Raises:
+        Unavailable: nobody listens there, or it hung up.
+        DeadlineExceeded: it does not want a link for this epoch in time.
+        PeerViolation: it speaks another version, refuses this caller, or cannot prove that it is of this cluster.
+    """
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal():
+        raise ConfigError("store_address", f"of worker {peer_id} must be host:port, got {address!r}")
+    try:
+        connection = socket.create_connection((host, int(port)), timeout=left_s(deadline_s))
+    except OSError as error:
+        raise Unavailable(peer_id, f"data plane at {address}: {error}") from error
+    try:
+        theirs = _introduce(connection, mine, peer_id, deadline_s, secret)
+        connection.sendall(b"!")
+    except TimeoutError:
+        connection.close()
+        raise DeadlineExceeded(f"link for epoch {mine.epoch}: {peer_id} did not come") from None
+    except (OSError, ValueError) as error:
+        connection.close()
+        raise Unavailable(peer_id, f"data plane at {address}: {error}") from error
+    except PeerViolation:
+        connection.close()
+        raise
+    return Meeting(theirs, PairStore(connection))
+
+
+def _introduce(connection: socket.socket, mine: Hello, peer_id: str, deadline_s: float, secret: bytes | None) -> Hello:
+    hello = hello_line(mine)
+    connection.sendall(hello)
+    challenge = _heard(connection, peer_id, deadline_s)
+    proof = proof_line(proof_of(secret, "caller", hello, challenge))
+    connection.sendall(proof)
+    answer = _heard(connection, peer_id, deadline_s)
+    theirs = parse_hello(answer)
+    if theirs.worker_id != peer_id:
+        raise PeerViolation(peer_id, f"{theirs.worker_id} answers at its address")
+    if not is_proof(parse_proof(read_line(connection, deadline_s)), secret, "host", hello, challenge, proof, answer):
+        raise PeerViolation(peer_id, "does not prove that it has this cluster's secret")
+    check_version(mine, theirs)
+    return theirs
+
+
+def _heard(connection: socket.socket, peer_id: str, deadline_s: float) -> bytes:
+    line = read_line(connection, deadline_s)
+    if (why := parse_line(line).get("refused")) is not None:
+        raise PeerViolation(peer_id, f"refuses this worker's link: {str(why)[:200]}")
+    return line
+
+
+def resolve_host(advertise_host: str | None) -> str:
+    """An address of this machine. Without advice: the one its route to the outside leaves from, else loopback."""
+    if advertise_host is None:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            try:
+                probe.connect(("192.0.2.1", 9))  # sends nothing; only asks the routing table
+                return str(probe.getsockname()[0])
+            except OSError:
+                return "127.0.0.1"
+    try:
+        return str(socket.getaddrinfo(advertise_host, None, socket.AF_INET, socket.SOCK_STREAM)[0][4][0])
+    except OSError as error:
+        raise ConfigError("advertise_host", f"{advertise_host!r} cannot be resolved: {error}") from error
