@@ -30,7 +30,6 @@ from services.worker.core.transition_messages import (
     ExpectKv,
     HandoverReceived,
     KvCompleteReceived,
-    Land,
     Lead,
     LeadWave,
     Led,
@@ -47,7 +46,6 @@ from services.worker.core.transition_messages import (
     SendHandover,
     SendKv,
     SendKvComplete,
-    SendKvLanded,
     SendRoster,
     SendWaveDone,
     TakenUp,
@@ -347,8 +345,6 @@ class GroupMember:
                     self._release_lost()
                 case Broken(peer=peer, why=why):
                     raise InvariantViolation(f"{self.me} loses {peer}: {why}; losses are not simulated yet")
-                case SendKvLanded() | Land():
-                    raise InvariantViolation(f"{self.me}: {command}; live exchange is not simulated yet")
 
     def _feed(self, event: Event) -> None:
         for command in self._core.handle(event):

@@ -239,7 +239,6 @@ class WorkerProcess:
             config=transport_of(settings),
             advertise_host=host,
             max_running_count=settings.max_num_seqs,
-            live_exchange=settings.exchange == "live",
             costs=kit.costs,
             open_plane=None if (open_plane := kit.open_plane) is None else lambda hub: open_plane(worker_id, hub, host),
         )

@@ -73,8 +73,6 @@ class WorkerSettings(Settings):
     """Share of the KV blocks kept free for the growth of what runs."""
     microbatching: Literal["token-count", "lookahead"] = "lookahead"
     """How the stages of a pipeline share the work: batches of equal predicted cost (lookahead), or of equal tokens."""
-    exchange: Literal["stall", "live"] = "stall"
-    """Whether moved requests wait for their KV after a drop (stall) or go on meanwhile (live)."""
     transfers: Literal["coordinated", "naive"] = "coordinated"
     """How KV and layers travel: behind activations (coordinated), or in one queue with them (naive, to measure
     against)."""

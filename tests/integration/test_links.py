@@ -193,20 +193,6 @@ def test_parameters_leave_time_to_others_and_are_not_waited_for(bench: Bench, sh
     assert awaited.done.result(60).outcome is Outcome.DELIVERED
 
 
-def test_kv_leaves_time_to_stages_that_ask_each_other(bench: Bench, shared_peer: PeerProcess) -> None:
-    plane = bench.open(attended_share=0.001, least_chunk_bytes=64 * 1024, chunk_bytes=64 * 1024, calm_s=600.0)
-    link = bench.link(shared_peer, "w2")
-    plane.pace.attended_at_s = time.monotonic()
-    asked = link.transfer(TrafficClass.KV, [pattern(8 * MB, seed=1)], stream=1)
-    shared_peer.call("wait", what="openings", count=1)
-    assert not asked.done.done(), "8 MiB came through without a rest"
-    assert asked.cancel()
-    assert asked.done.result(60).outcome is Outcome.CANCELLED
-    plane.pace.attended_at_s = float("-inf")
-    quiet = link.transfer(TrafficClass.KV, [pattern(8 * MB, seed=1)], stream=2)
-    assert quiet.done.result(60).outcome is Outcome.DELIVERED
-
-
 def test_a_transfer_can_be_moved_to_another_class(bench: Bench, shared_peer: PeerProcess) -> None:
     bench.open(hold_s=60.0)
     link = bench.link(shared_peer, "w2")

@@ -15,7 +15,7 @@ LONG_CHUNK = 1000
 
 
 def run(first: int, last: int) -> None:
-    copied_blocks = rests = later_waves = questions = 0
+    copied_blocks = rests = later_waves = 0
     for seed in range(first, last):
         try:
             world = story(seed)
@@ -25,10 +25,8 @@ def run(first: int, last: int) -> None:
         copied_blocks += world.copies.copied_blocks
         rests += world.copies.rests
         later_waves += world.later_waves
-        questions += world.questions
     assert min(copied_blocks, rests) > 0, "restores have copied KV ahead"
     assert later_waves > 0, "victims of drops have waited for others"
-    assert questions > 0, "victims of drops have gone on while their KV travelled"
 
 
 @pytest.mark.parametrize("first", range(0, SEEDS, CHUNK))

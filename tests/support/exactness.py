@@ -26,7 +26,6 @@ from services.worker.core.transition_messages import (
     EpochEnded,
     HandoverReceived,
     KvCompleteReceived,
-    KvLandedReceived,
     KvReceived,
     RosterReceived,
     WaveDone,
@@ -39,7 +38,6 @@ from services.worker.pipeline.events import (
     HandoverArrived,
     KvAheadArrived,
     KvAsked,
-    KvTakenOver,
     LayersBack,
     ResultArrived,
     RoomGranted,
@@ -128,7 +126,6 @@ class Tally:
     exchanged_bytes: int = 0
     ahead_bytes: int = 0  # copied before a commit
     ahead_victims: int = 0  # that lacked only the rest of their KV
-    questions: int = 0  # for attention to KV that was on its way
     moved: int = 0
     migrated: int = 0  # by live migrations
     not_migrated: int = 0  # begun, and given up
@@ -174,7 +171,6 @@ class History:
             swap_block_count=64 if seed % 4 == 1 else 0,
             cost=random.Random(f"microbatching {seed}").choice(_COSTS),
             transport=TransportConfig(rate_bytes_per_s=rate),
-            live_exchange=random.Random(f"exchange {seed}").random() < 0.5,
         )
         if self._crowded:
             self._names = self._names[:2]
@@ -347,7 +343,6 @@ class History:
     def _count(self, cluster: Cluster) -> None:
         for worker in cluster.workers.values():
             self.tally.moved += worker.core.totals.moved
-            self.tally.questions += worker.membership.questions_total
             migrations = worker.member.published.migrations
             self.tally.migrated += migrations.moved
             self.tally.not_migrated += migrations.not_moved
@@ -485,11 +480,9 @@ def _stale(rng: random.Random, cluster: Cluster, name: str) -> list[MemberEvent]
             CapacityTold(epoch, peer, 1, RoomSizes(1, 1, 1, 1), epoch),
             HandoverArrived(epoch, peer, (), 1, 1),
             RosterArrived(epoch, peer, RosterReceived(0.0, epoch, peer, ()), (some_id,)),
-            WaveArrived(epoch, (), (some_id,), 1, True, rng.random() < 0.5),
+            WaveArrived(epoch, (), (some_id,), 1, rng.random() < 0.5),
             Told(epoch, WaveDone(0.0, epoch, peer, 0)),
             KvAsked(epoch, peer, ((some_id, 0),)),
-            KvTakenOver(epoch, some_id, peer),
-            Told(epoch, KvLandedReceived(0.0, epoch, some_id, peer)),
             ShareTold(epoch, (some_id,)),
             KvAheadArrived(epoch, peer, Span(some_id, 0, 1), 1 << 30),
             RoomGranted(epoch, rng.choice((Room.LAYERS, Room.KV))),

@@ -84,7 +84,6 @@ class Sizes:
     max_waiting_count: int = 64
     orphan_timeout_s: float = 10.0
     swap_block_count: int = 0
-    live_exchange: bool = False
     cost: CostModel | None = None  # with one, pipelines form their microbatches by it
     transport: TransportConfig = field(default_factory=TransportConfig)
 
@@ -124,7 +123,6 @@ class GroupWorker:
             config=sizes.transport,
             advertise_host="127.0.0.1",
             max_running_count=limits.max_running_count,
-            live_exchange=sizes.live_exchange,
         )
 
     @property

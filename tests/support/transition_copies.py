@@ -26,7 +26,6 @@ class SimWorker:
     layout: Layout  # whose role it plays
     led: dict[int, int] = field(default_factory=dict[int, int])  # sequence -> computed tokens, if it leads
     waiting: set[int] = field(default_factory=set[int])  # suspended ones among them
-    landing: set[int] = field(default_factory=set[int])  # that go on while their KV travels
     later: dict[int, wp.Victim] = field(default_factory=dict[int, wp.Victim])  # leader: of later waves
     kv: dict[int, set[int]] = field(default_factory=dict[int, set[int]])  # sequence -> layers whose KV is here
     transition: wt.Transition | None = None

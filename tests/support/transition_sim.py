@@ -58,8 +58,6 @@ class World:
         self.faults = True
         self.sequences = itertools.count()
         self.copies = Copies(self)
-        self.live = random.Random(f"live {seed}").random() < 0.5  # victims of drops go on
-        self.questions = 0  # for KV that was on its way
         self.later_waves = 0  # of victims that had to wait for others
         self.expected_count: int | None = None
         self._journal_at_s = 0.0
@@ -117,20 +115,10 @@ class World:
         for sequence in served:
             for stage, wanted in stages:
                 lacking = wanted - stage.kv.get(sequence, set()) if worker.led[sequence] else set[int]()
-                if lacking:
-                    assert sequence in worker.landing, f"{stage.name} lacks KV of {sequence}"
-                    assert self.can_be_asked(stage, sequence, lacking), f"nobody has KV of {sequence} for {stage.name}"
-                stage.kv.setdefault(sequence, set()).update(wanted - lacking)
+                assert not lacking, f"{stage.name} lacks KV of {sequence}"
+                stage.kv.setdefault(sequence, set()).update(wanted)
             worker.led[sequence] += 1
         self.copies.tell_batch(worker, [stage for stage, _ in stages])
-
-    def can_be_asked(self, stage: SimWorker, sequence: int, layers: set[int]) -> bool:
-        """Whether others still hold KV of these layers, which is on its way to the stage."""
-        others = [w for w in self.workers.values() if w is not stage and w.alive]
-        self.questions += 1
-        return all(any(layer in w.kv.get(sequence, ()) for w in others) for layer in layers)
-
-    # ------------------------------------------------------------ planner
 
     def plan(self, kind: TransitionKind, groups: list[list[str]]) -> None:
         assert self.journal is None or self.journal.stage.over
@@ -342,10 +330,10 @@ class World:
                     self.lead(worker, victims)
                 case wm.LeadWave(wave=wave):
                     self.lead_wave(worker, wave)
-                case wm.SendRoster(victims=victims, to=to, wave=wave, last=last, live=live):
+                case wm.SendRoster(victims=victims, to=to, wave=wave, last=last):
                     self.later_waves += wave > 0
                     for name in to:
-                        roster = wm.RosterReceived(self.now_s, epoch, worker.name, victims, wave, last, live)
+                        roster = wm.RosterReceived(self.now_s, epoch, worker.name, victims, wave, last)
                         self.over_link(worker, name, roster, epoch)
                 case wm.SendKv(victim=victim, to=to, first_layer=first, last_layer=last):
                     self.send_kv(worker, victim, to, first, last, epoch)
@@ -354,14 +342,8 @@ class World:
                 case wm.SendKvComplete(sequence_id=sequence_id, to=to):
                     event = wm.KvCompleteReceived(self.now_s, epoch, sequence_id, worker.name)
                     self.over_link(worker, to, event, epoch)
-                case wm.SendKvLanded(sequence_id=sequence_id, to=to):
-                    landed = wm.KvLandedReceived(self.now_s, epoch, sequence_id, worker.name)
-                    self.over_link(worker, to, landed, epoch)
-                case wm.Land(sequence_id=sequence_id):
-                    worker.landing.remove(sequence_id)
-                case wm.Resume(sequence_id=sequence_id, landing=landing):
+                case wm.Resume(sequence_id=sequence_id):
                     worker.waiting.discard(sequence_id)
-                    worker.landing |= {sequence_id} if landing else set()
                 case wm.ReleaseSent():
                     self.release(worker, self.workers[transition.part.new.leader.worker_id].later)
                 case wm.SendWaveDone(wave=wave, to=to):
@@ -414,8 +396,7 @@ class World:
                 worker.waiting.discard(sequence)
             else:
                 admitted.append(victim)
-        live = self.live and may_wait(worker.transition.plan, worker.transition.part)
-        led = wm.Led(self.now_s, worker.transition.epoch, tuple(admitted), wave, not worker.later, live)
+        led = wm.Led(self.now_s, worker.transition.epoch, tuple(admitted), wave, not worker.later)
         self.local(worker, 0.0, led)
 
     def take_up(self, worker: SimWorker) -> None:
@@ -564,10 +545,8 @@ def _judge(world: World) -> None:
     assert world.journal is not None
     for worker in world.workers.values():
         assert not worker.waiting, f"{worker.name} still waits for {worker.waiting}"
-        assert not worker.landing or worker.broken, f"{worker.name} still lacks KV of {worker.landing}"
         assert worker.forming or not world.leads(worker), f"{worker.name} serves nobody"
         phase = worker.transition.phase if worker.transition is not None else None
-        assert worker.transition is None or not worker.transition.awaits_stages, f"{worker.name} forms no batches"
         # Of a plan that everybody has forgotten nothing is in force. Who has prepared it waits for a newer one: it
         # cannot know that nobody has decided.
         forgotten = worker.transition is not None and worker.transition.epoch <= world.forgotten_epoch

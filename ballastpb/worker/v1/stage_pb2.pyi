@@ -329,13 +329,10 @@ class Roster(_message.Message):
     RECOMPUTED_FIELD_NUMBER: _builtins.int
     WAVE_FIELD_NUMBER: _builtins.int
     LAST_FIELD_NUMBER: _builtins.int
-    LIVE_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     wave: _builtins.int
     last: _builtins.bool
     """No other wave follows."""
-    live: _builtins.bool
-    """They go on meanwhile: holders of their KV answer queries (Attend)."""
     @_builtins.property
     def victims(self) -> _containers.RepeatedCompositeFieldContainer[Global___Victim]: ...
     @_builtins.property
@@ -350,46 +347,14 @@ class Roster(_message.Message):
         recomputed: _abc.Iterable[_builtins.int] | None = ...,
         wave: _builtins.int = ...,
         last: _builtins.bool = ...,
-        live: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "last", b"last", "live", b"live", "recomputed", b"recomputed", "victims", b"victims", "wave", b"wave"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "last", b"last", "recomputed", b"recomputed", "victims", b"victims", "wave", b"wave"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Roster: _TypeAlias = Roster  # noqa: Y015
-
-@_typing.final
-class Attend(_message.Message):
-    """From a stage to a holder of KV that is still on its way: queries of one layer. Their rows come with it as a tensor
-    [rows, heads * head size]; the answer is one of [rows, heads * (head size + 1)], outputs and then log-sum-exps.
-    """
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    LAYER_FIELD_NUMBER: _builtins.int
-    SEQUENCE_IDS_FIELD_NUMBER: _builtins.int
-    ROW_COUNTS_FIELD_NUMBER: _builtins.int
-    layer: _builtins.int
-    @_builtins.property
-    def sequence_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
-    @_builtins.property
-    def row_counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
-    def __init__(
-        self,
-        *,
-        layer: _builtins.int = ...,
-        sequence_ids: _abc.Iterable[_builtins.int] | None = ...,
-        row_counts: _abc.Iterable[_builtins.int] | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["layer", b"layer", "row_counts", b"row_counts", "sequence_ids", b"sequence_ids"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___Attend: _TypeAlias = Attend  # noqa: Y015
 
 @_typing.final
 class KvWanted(_message.Message):
@@ -501,9 +466,7 @@ Global___KvComplete: _TypeAlias = KvComplete  # noqa: Y015
 
 @_typing.final
 class Capacity(_message.Message):
-    """From a stage to its leader: the blocks of its layers, from now on.
-    From a stage to its leader. `epoch`: the last restore that the stage knows its leader to have given up.
-    """
+    """From a stage to its leader: the blocks of its layers, from now on. `epoch`: the last restore that the stage knows its leader to have given up."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -185,18 +185,7 @@ class KvAdmitted:
 
 @dataclass(frozen=True, slots=True)
 class KvArrived:
-    """All stages have all KV of the sequence: it goes on where it was. If it is `landing` they have room for it and
-    compute as if they had it: its blocks stay taken until KvLanded, which will follow.
-    """
-
-    at_s: float
-    sequence_id: SequenceId
-    landing: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class KvLanded:
-    """Nothing is written any more into the blocks of a sequence that was landing."""
+    """All stages have all KV of the sequence: it goes on where it was."""
 
     at_s: float
     sequence_id: SequenceId
@@ -280,7 +269,6 @@ Event = (
     | KvTravels
     | KvAdmitted
     | KvArrived
-    | KvLanded
     | KvLost
     | HandOver
     | Adopted

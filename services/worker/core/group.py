@@ -13,7 +13,6 @@ from services.worker.core.events import (
     HandOver,
     KvAdmitted,
     KvArrived,
-    KvLanded,
     KvLost,
     KvTravels,
     MicrobatchesJoined,
@@ -59,7 +58,6 @@ class Group:
         | KvTravels
         | KvAdmitted
         | KvArrived
-        | KvLanded
         | KvLost
         | Adopted
         | RoomExpected
@@ -82,8 +80,6 @@ class Group:
                 self._admit_kv(event)
             case KvArrived():
                 self._kv_arrived(event)
-            case KvLanded():
-                self._kv_landed(event)
             case KvLost():
                 self._kv_lost(event)
             case Adopted():
@@ -157,19 +153,11 @@ class Group:
         if sequence is None:
             self.stale_total += 1
         elif sequence.state is SequenceState.ENDED:
-            if not event.landing:
-                self._let_go(sequence)
+            self._let_go(sequence)
         else:
-            self._scheduler.resume(sequence, event.at_s, landing=event.landing)
+            self._scheduler.resume(sequence, event.at_s)
             self._end_too_big(event.at_s)
             self.shed(event.at_s)
-
-    def _kv_landed(self, event: KvLanded) -> None:
-        self._scheduler.landing.discard(event.sequence_id)
-        ended = self._scheduler.suspended.get(event.sequence_id)
-        if ended is not None and ended.state is SequenceState.ENDED:
-            self._let_go(ended)
-        self.shed(event.at_s)
 
     def _kv_lost(self, event: KvLost) -> None:
         sequence = self._scheduler.suspended.get(event.sequence_id) or self._residents.live.get(event.sequence_id)

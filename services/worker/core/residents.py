@@ -135,9 +135,7 @@ class Residents:
         """Without a word. Its blocks are free for the next batch even if it is in flight (see `core.stage`); not yet
         if KV is being written into them.
         """
-        if sequence.sequence_id in self._scheduler.landing:
-            self._scheduler.stop_landing(sequence)
-        elif sequence.state is not SequenceState.SUSPENDED:
+        if sequence.state is not SequenceState.SUSPENDED:
             if sequence.state is not SequenceState.HELD:
                 self._scheduler.release(sequence)
             self._flights.forget(sequence)
@@ -193,7 +191,6 @@ class Residents:
 
     def abandon(self, at_s: float) -> None:
         """The group is lost: nobody is left, and nothing that anybody would have to be told."""
-        self._scheduler.landing.clear()
         self._scheduler.admission_limit = None
         for sequence in list(self._scheduler.suspended.values()):
             self._scheduler.let_go(sequence)

@@ -70,7 +70,6 @@ class Scheduler:
         self.reserved_block_count = 0
         self.running: list[Sequence] = []  # in order of service
         self.suspended: dict[SequenceId, Sequence] = {}  # those that have ended meanwhile are still among them
-        self.landing: set[SequenceId] = set()  # run, and their blocks are being written on the stages
         self.without_blocks: set[SequenceId] = set()  # of those: have no reservation yet
         self._waiting: tuple[OrderedDict[SequenceId, Sequence], ...] = tuple(OrderedDict() for _ in PriorityClass)
         self.waiting_count = 0
@@ -107,7 +106,7 @@ class Scheduler:
     @property
     def decides_nothing(self) -> bool:
         """Whether the next plan lets nobody in and puts nobody off, if no block is lacking: everything runs on."""
-        if self.stage_count > 1 or not self.running or self.suspended or self.landing or self.swap.enabled:
+        if self.stage_count > 1 or not self.running or self.suspended or self.swap.enabled:
             return False
         head = self._head()
         return self.settled and not (head is not None and self._admits(self.need(head)))
@@ -391,7 +390,7 @@ class Scheduler:
                 self._awaited_block_count += 1  # one of those that are being copied will do: it skips a step
                 return victims
             victim = self._victim()
-            if victim is None or victim.step_id > landed_step_id:
+            if victim.step_id > landed_step_id:
                 return victims
             if self.stage_count == 1 and self.swap.takes(victim):
                 self._swap_out(victim, at_s, f"no block free for {sequence.name}")
@@ -405,22 +404,17 @@ class Scheduler:
         self._reserve(sequence, 1)
         return victims
 
-    def _victim(self) -> Sequence | None:
-        """None: the blocks of all that run are being written."""
-        running = self.running
-        if self.landing:
-            running = [s for s in running if s.sequence_id not in self.landing]
-        if not running:
-            return None
-        views = [VictimView(s.rank, s.arrival, s.reserved_block_count, s.computed_tokens) for s in running]
-        return running[choose_victim(views)]
+    def _victim(self) -> Sequence:
+        """Of those that run."""
+        views = [VictimView(s.rank, s.arrival, s.reserved_block_count, s.computed_tokens) for s in self.running]
+        return self.running[choose_victim(views)]
 
     def shed(self, at_s: float, landed_step_id: int) -> list[Sequence]:
         """Preempt until all is within what there is, or until the next victim is one in flight."""
         victims: list[Sequence] = []
         while not self.settled and self.running:
             victim = self._victim()
-            if victim is None or victim.step_id > landed_step_id:
+            if victim.step_id > landed_step_id:
                 break
             self._preempt(victim, at_s, "the group has become smaller")
             victims.append(victim)
@@ -440,8 +434,6 @@ class Scheduler:
         """Who will have to give way within the time that copying its KV takes leaves now, and nobody has to wait."""
         while len(self.running) > 1:
             victim = self._victim()
-            if victim is None:
-                return
             steps = -(-victim.reserved_block_count // self.swap.budget_blocks)
             ahead_tokens = min(steps, self._block_tokens)
             growing = sum(s.token_count + ahead_tokens > s.reserved_tokens for s in self.running if s is not victim)
@@ -494,19 +486,11 @@ class Scheduler:
         self._reserve(sequence, blocks_for(sequence.token_count, self._block_tokens))
         sequence.note(at_s, "its KV travels")
 
-    def resume(self, sequence: Sequence, at_s: float, *, landing: bool = False) -> None:
+    def resume(self, sequence: Sequence, at_s: float) -> None:
         if sequence.sequence_id in self.without_blocks:
             raise InvariantViolation(f"{sequence.name} has its KV in no block", sequence.story())
         self._leave_suspended(sequence)
-        self._run(sequence, 0, at_s, "its KV is within reach" if landing else "its KV is complete")
-        if landing:
-            self.landing.add(sequence.sequence_id)
-
-    def stop_landing(self, sequence: Sequence) -> None:
-        """It ends, and its blocks are still being written: it keeps them, as one that is suspended."""
-        self.running.remove(sequence)
-        self.landing.remove(sequence.sequence_id)
-        self.suspended[sequence.sequence_id] = sequence
+        self._run(sequence, 0, at_s, "its KV is complete")
 
     def _leave_suspended(self, sequence: Sequence) -> None:
         del self.suspended[sequence.sequence_id]
@@ -539,7 +523,7 @@ class Scheduler:
 
     def check(self, landed_step_id: int) -> None:
         """Raise InvariantViolation unless counts equal sums, orders hold and every sequence has what it needs."""
-        victim = None if self.settled else self._victim()
+        victim = self._victim() if self.running and not self.settled else None
         if victim is not None and victim.step_id <= landed_step_id:
             raise InvariantViolation(
                 f"{self.reserved_block_count} of {self.block_count} blocks are reserved, {self.running_count} of"
@@ -562,8 +546,6 @@ class Scheduler:
         for sequences in (self.running, waiting):
             if [_order(s) for s in sequences] != sorted(_order(s) for s in sequences):
                 raise InvariantViolation(f"out of order: {[_order(s) for s in sequences]}")
-        if not self.landing <= {s.sequence_id for s in self.running}:
-            raise InvariantViolation(f"of those whose KV lands {sorted(self.landing)} some do not run")
         for sequence in self.running:
             self._check_running(sequence)
         for sequence in self.suspended.values():

@@ -33,10 +33,8 @@ from services.worker.core.transition_messages import (
     ExpectKv,
     HandoverReceived,
     KvCompleteReceived,
-    KvLandedReceived,
     KvReceived,
     KvSent,
-    Land,
     Lead,
     LeadWave,
     Led,
@@ -55,7 +53,6 @@ from services.worker.core.transition_messages import (
     SendHandover,
     SendKv,
     SendKvComplete,
-    SendKvLanded,
     SendRoster,
     SendWaveDone,
     TakenUp,
@@ -84,8 +81,6 @@ class _Progress:
     early: set[tuple[SequenceId, WorkerId]] = field(default_factory=set)  # KV that came before the roster
     stages_missing: dict[SequenceId, set[WorkerId]] = field(default_factory=dict)  # leader: victim -> stages
     early_complete: set[tuple[SequenceId, WorkerId]] = field(default_factory=set)
-    landing: dict[SequenceId, set[WorkerId]] = field(default_factory=dict)  # leader: live victim -> stages without KV
-    live: set[SequenceId] = field(default_factory=set)  # victims that go on while their KV comes here
     led: bool = False
     own_victims: tuple[Victim, ...] = ()
 
@@ -121,15 +116,6 @@ class Transition:
         """Its group's leader has not said yet whose KV stays."""
         return self.phase is Phase.EXCHANGING and self.part.new.leader.worker_id not in self._is.waves
 
-    @property
-    def awaits_stages(self) -> bool:
-        """Leader: victims that go on at once could not yet be in a batch. One that is formed now has a few of them, and
-        the others would wait behind it.
-        """
-        is_ = self._is
-        in_first_wave = self.phase is Phase.EXCHANGING and is_.waves.get(self.me) == 1
-        return in_first_wave and not is_.stages_missing.keys().isdisjoint(is_.landing)
-
     def begin(self) -> list[Command]:
         return [ConnectLinks(self.epoch, self.part.peers), PrepareMemory(self.plan)]
 
@@ -157,10 +143,10 @@ class Transition:
             case HandoverReceived(source=source, victims=victims):
                 self._is.handovers.setdefault(source, victims)
                 return self._maybe_lead()
-            case RosterReceived(source=source, victims=victims, wave=wave, last=last, live=live):
-                return self._roster(source, victims, wave, last, live=live)
-            case Led(victims=victims, wave=wave, last=last, live=live):
-                return self._led(victims, wave, last, live=live)
+            case RosterReceived(source=source, victims=victims, wave=wave, last=last):
+                return self._roster(source, victims, wave, last)
+            case Led(victims=victims, wave=wave, last=last):
+                return self._led(victims, wave, last)
             case WaveDone(source=source, wave=wave):
                 return self._wave_done(source, wave)
             case KvSent(sequence_id=sequence_id, to=to):
@@ -170,8 +156,6 @@ class Transition:
                 return self._kv_received(sequence_id, source)
             case KvCompleteReceived(sequence_id=sequence_id, source=source):
                 return self._stage_complete(sequence_id, source)
-            case KvLandedReceived(sequence_id=sequence_id, source=source):
-                return self._stage_landed(sequence_id, source)
             case PeerLost(peer=peer, why=why):
                 return self._peer_lost(peer, why)
             case PrepareRequested():
@@ -248,7 +232,7 @@ class Transition:
         victims = is_.own_victims + tuple(v for sender in sorted(is_.handovers) for v in is_.handovers[sender])
         return [Lead(self.epoch, victims)]
 
-    def _led(self, victims: tuple[Victim, ...], wave: int, last: bool, *, live: bool) -> list[Command]:
+    def _led(self, victims: tuple[Victim, ...], wave: int, last: bool) -> list[Command]:
         is_ = self._is
         if self.phase is not Phase.EXCHANGING or not is_.led or wave != is_.waves.get(self.me, 0):
             return []
@@ -258,17 +242,13 @@ class Transition:
             stages -= {s for i, s in is_.early_complete if i == victim.sequence_id}
             if stages:
                 is_.stages_missing[victim.sequence_id] = stages
-                if live:
-                    is_.landing[victim.sequence_id] = set(stages)
-        commands: list[Command] = [SendRoster(self.epoch, victims, self.part.roster_to, wave, last, live)]
+        commands: list[Command] = [SendRoster(self.epoch, victims, self.part.roster_to, wave, last)]
         commands += [Resume(self.epoch, v.sequence_id) for v in victims if v.sequence_id not in is_.stages_missing]
-        return commands + self._roster(self.me, victims, wave, last, live=live)
+        return commands + self._roster(self.me, victims, wave, last)
 
     # ------------------------------------------------------------ exchange
 
-    def _roster(
-        self, source: WorkerId, victims: tuple[Victim, ...], wave: int, last: bool, *, live: bool
-    ) -> list[Command]:
+    def _roster(self, source: WorkerId, victims: tuple[Victim, ...], wave: int, last: bool) -> list[Command]:
         is_ = self._is
         if wave != is_.waves.get(source, 0) or source in is_.closed or source not in self.part.rosters_from:
             return []
@@ -284,16 +264,13 @@ class Transition:
             moves = transfers(self.plan, victim, source)
             sources = tuple(sorted({giver for giver, to, _, _ in moves if to == self.me}))
             if self.me in members_of(group_of(self.plan.target, source)):
-                commands.append(ExpectKv(self.epoch, victim, sources, live))
+                commands.append(ExpectKv(self.epoch, victim, sources))
             if sources:
                 is_.incoming[victim.sequence_id] = set(sources)
-                if live:
-                    is_.live.add(victim.sequence_id)
-                    commands += self._complete(victim.sequence_id)
             for giver, to, first_layer, last_layer in moves:
                 if giver == self.me:
                     is_.outgoing.add((victim.sequence_id, to))
-                    commands.append(SendKv(self.epoch, victim, to, first_layer, last_layer, live))
+                    commands.append(SendKv(self.epoch, victim, to, first_layer, last_layer))
         for sequence_id, giver in sorted(is_.early):
             commands += self._kv_received(sequence_id, giver)
         return commands + self._maybe_done()
@@ -308,13 +285,7 @@ class Transition:
         if waiting:
             return []
         del self._is.incoming[sequence_id]
-        if sequence_id not in self._is.live:
-            return self._complete(sequence_id) + self._maybe_done()
-        self._is.live.discard(sequence_id)
-        leader = self.part.new.leader.worker_id
-        if leader != self.me:
-            return [SendKvLanded(self.epoch, sequence_id, leader), *self._maybe_done()]
-        return self._stage_landed(sequence_id, self.me) + self._maybe_done()
+        return self._complete(sequence_id) + self._maybe_done()
 
     def _complete(self, sequence_id: SequenceId) -> list[Command]:
         """As far as this stage is concerned the victim may go on."""
@@ -322,16 +293,6 @@ class Transition:
         if leader != self.me:
             return [SendKvComplete(self.epoch, sequence_id, leader)]
         return self._stage_complete(sequence_id, self.me)
-
-    def _stage_landed(self, sequence_id: SequenceId, stage: WorkerId) -> list[Command]:
-        missing = self._is.landing.get(sequence_id)
-        if missing is None:
-            return []
-        missing.discard(stage)
-        if missing:
-            return []
-        del self._is.landing[sequence_id]
-        return [Land(self.epoch, sequence_id), *self._maybe_done()]
 
     def _stage_complete(self, sequence_id: SequenceId, stage: WorkerId) -> list[Command]:
         missing = self._is.stages_missing.get(sequence_id)
@@ -342,11 +303,11 @@ class Transition:
         if missing:
             return []
         del self._is.stages_missing[sequence_id]
-        return [Resume(self.epoch, sequence_id, sequence_id in self._is.landing), *self._maybe_done()]
+        return [Resume(self.epoch, sequence_id), *self._maybe_done()]
 
     def _maybe_done(self) -> list[Command]:
         is_ = self._is
-        open_ = is_.outgoing or is_.incoming or is_.stages_missing or is_.landing or (self.leads and not is_.led)
+        open_ = is_.outgoing or is_.incoming or is_.stages_missing or (self.leads and not is_.led)
         if self.phase is not Phase.EXCHANGING or open_ or set(self.part.rosters_from) - is_.waves.keys():
             return []
         if set(self.part.rosters_from) - is_.closed:
@@ -390,7 +351,7 @@ class Transition:
     def check(self) -> None:
         """Raise InvariantViolation if what is done contradicts what is open."""
         is_ = self._is
-        if self.phase is Phase.DONE and (is_.outgoing or is_.incoming or is_.stages_missing or is_.landing):
+        if self.phase is Phase.DONE and (is_.outgoing or is_.incoming or is_.stages_missing):
             raise InvariantViolation(f"{self.me}: epoch {self.epoch} is done with KV still on its way")
         if self.phase is Phase.DONE and set(self.part.rosters_from) - is_.closed:
             raise InvariantViolation(f"{self.me}: epoch {self.epoch} is done and victims wait")

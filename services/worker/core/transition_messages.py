@@ -78,7 +78,6 @@ class Led:
     victims: tuple[Victim, ...]
     wave: int = 0
     last: bool = True
-    live: bool = False  # they go on meanwhile
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +137,6 @@ class RosterReceived:
     victims: tuple[Victim, ...]
     wave: int = 0
     last: bool = True
-    live: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,16 +152,6 @@ class WaveDone:
 @dataclass(frozen=True, slots=True)
 class KvCompleteReceived:
     """A stage of the group that this worker leads has all KV of a victim."""
-
-    at_s: float
-    epoch: Epoch
-    sequence_id: SequenceId
-    source: WorkerId
-
-
-@dataclass(frozen=True, slots=True)
-class KvLandedReceived:
-    """After a KvComplete that meant no more than that a victim may go on: all its KV is on that stage."""
 
     at_s: float
     epoch: Epoch
@@ -189,7 +177,6 @@ Event = (
     | RosterReceived
     | WaveDone
     | KvCompleteReceived
-    | KvLandedReceived
 )
 
 # ---------------------------------------------------------------- commands
@@ -270,7 +257,6 @@ class SendRoster:
     to: tuple[WorkerId, ...]
     wave: int = 0
     last: bool = True
-    live: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,7 +268,6 @@ class SendKv:
     to: WorkerId
     first_layer: int
     last_layer: int
-    live: bool = False  # answer for it meanwhile; KvSent then also means that nobody asks any more
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,7 +277,6 @@ class ExpectKv:
     epoch: Epoch
     victim: Victim
     sources: tuple[WorkerId, ...]
-    live: bool = False  # what has not come is asked of the sources
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,24 +287,8 @@ class SendKvComplete:
 
 
 @dataclass(frozen=True, slots=True)
-class SendKvLanded:
-    epoch: Epoch
-    sequence_id: SequenceId
-    to: WorkerId
-
-
-@dataclass(frozen=True, slots=True)
 class Resume:
-    """Every stage has the victim's KV, or asks its sources for what it lacks: then `Land` follows."""
-
-    epoch: Epoch
-    sequence_id: SequenceId
-    landing: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Land:
-    """By now every stage has the KV of a victim that went on before."""
+    """Every stage has the victim's KV."""
 
     epoch: Epoch
     sequence_id: SequenceId
@@ -373,8 +341,6 @@ Command = (
     | SendKv
     | ExpectKv
     | SendKvComplete
-    | SendKvLanded
-    | Land
     | Resume
     | ReleaseSent
     | SendWaveDone

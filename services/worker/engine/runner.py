@@ -5,13 +5,12 @@ from collections.abc import Sequence
 
 import torch
 
-from services.worker.core.batch import Batch, SequenceId, Slice, StepResult
+from services.worker.core.batch import Batch, SequenceId, StepResult
 from services.worker.engine.attention import AttentionBackend, AttentionStep
 from services.worker.engine.model import Model
 from services.worker.engine.model_config import ModelConfig
 from services.worker.engine.packing import PackedStep, Packer
 from services.worker.engine.sampler import Sampler, SampleRow
-from services.worker.engine.spread_attention import Holders, Nowhere, SpreadAttentionStep
 from services.worker.memory.kv_cache import KvCache
 
 
@@ -27,16 +26,11 @@ class ModelRunner:
         self._sampler = sampler
         self._kv = kv
         self._packer = Packer(kv.shape.block_tokens)
-        self._holders: Holders = Nowhere()
 
     @property
     def sequence_ids(self) -> tuple[SequenceId, ...]:
         """The sequences that were added and not removed."""
         return self._sampler.sequence_ids
-
-    def attend_with(self, holders: Holders) -> None:
-        """From now on: who attends to contexts whose KV is not here."""
-        self._holders = holders
 
     def step(self, batch: Batch, block_tables: Sequence[Sequence[int]]) -> StepResult:
         """Execute a batch on the whole model; see `run_stage`."""
@@ -77,8 +71,7 @@ class ModelRunner:
         packed = self._packer.pack(batch.slices, block_tables)
         self._kv.guard(packed.blocks_end, range(first_layer, last_layer))
         with torch.inference_mode():
-            attention = self._attend(packed, batch.slices, block_tables, first_layer)
-            hidden_TD = self._forward(packed, hidden_TD, attention, first_layer, last_layer)
+            hidden_TD = self._forward(packed, hidden_TD, self._attention.prepare(packed), first_layer, last_layer)
             if not samples:
                 return hidden_TD
             rows = [SampleRow(s.sequence_id, s.first_position + len(s.token_ids)) for s in batch.slices if s.samples]
@@ -93,16 +86,6 @@ class ModelRunner:
         for sequence_id in self._sampler.sequence_ids:
             self._sampler.remove(sequence_id)
         self._packer.forget_all()
-
-    def _attend(
-        self, packed: PackedStep, slices: Sequence[Slice], block_tables: Sequence[Sequence[int]], first_layer: int
-    ) -> AttentionStep:
-        if not any(self._holders.of(part.sequence_id) for part in slices):
-            return self._attention.prepare(packed)
-        device = self._kv.layer(0).device
-        return SpreadAttentionStep(
-            self._attention, self._packer, packed, slices, block_tables, self._holders, first_layer, device
-        )
 
     def _forward(
         self,

@@ -240,15 +240,12 @@ class BulkSender:
 
     def _share_of(self, traffic: TrafficClass, now_s: float) -> float:
         """Of the time, for chunks of that class. For parameters nobody waits, and moving them takes time from batches;
-        unless requests wait until there is as much memory again as without a restore.
-        While stages ask each other in the middle of their steps, whatever takes the processor from them makes every
-        answer later. Not on a link that is made slow: that leaves the processor alone as it is.
+        unless requests wait until there is as much memory again as without a restore. Not on a link that is made slow:
+        that leaves the processor alone as it is.
         """
-        if self._wire is not None:
+        if self._wire is not None or traffic is not TrafficClass.PARAMETERS or self._pace.memory_is_awaited:
             return 1.0
-        if traffic is TrafficClass.PARAMETERS:
-            return 1.0 if self._pace.memory_is_awaited else self._config.background_share
-        return self._config.attended_share if now_s - self._pace.attended_at_s < self._config.calm_s else 1.0
+        return self._config.background_share
 
     def _rest(self, began_s: float) -> bool:
         """So long that only its share of the time is spent on the last chunk's class, unless something comes that is
@@ -359,15 +356,11 @@ class BulkSender:
     # ------------------------------------------------------------ below: called with _changed held
 
     def _decide(self, now_s: float) -> Grant | Hold | None:
-        """A chunk that is through before the activation that the stage is computing, or else a small one. Always a
-        small one while stages ask each other.
-        """
+        """A chunk that is through before the activation that the stage is computing, or else a small one."""
         size, rate = self._chunks.bytes_for(self._pace.stage_s), self._chunks.rate_bytes_per_s
         if rate is not None and self._pace.due_at_s is not None and not self._pace.is_late(now_s):
             room_bytes = int((self._pace.due_at_s - now_s) * rate)
             size = min(size, max(room_bytes, self._least_bytes))
-        if now_s - self._pace.attended_at_s < self._config.calm_s:
-            size = min(size, self._chunks.bytes_between_questions())
         self._schedule.chunk_bytes = size
         decision = self._schedule.next(now_s, urgent=self._gate.is_due)
         if not isinstance(decision, Grant) or self._wire is not None:

@@ -20,7 +20,6 @@ class TransportConfig:
     hold_s: float = 0.005  # longest time bulk stands back for urgent traffic before one chunk goes anyway
     patience_chunks: int = 64  # chunks of higher classes after which a waiting lower class gets one
     background_share: float = 0.15  # of the time in which parameters are sent; a processor that does it is not serving
-    attended_share: float = 0.9  # of the time in which KV is sent while stages ask each other for attention
     background_chunk_bytes: int = 2 * 1024 * 1024  # of parameters, at most; smaller ones wake threads up too often
     rate_bytes_per_s: float | None = None  # emulates a slower link, both lanes together; None: as fast as it goes
     urgent_first: bool = True  # False: over an emulated link in order of arrival, to measure against
@@ -65,9 +64,8 @@ class TransportConfig:
                 raise ConfigError(f"transport.{name}", f"must be positive, got {rate}")
         if self.max_spares < 0:
             raise ConfigError("transport.max_spares", f"must not be negative, got {self.max_spares}")
-        for name in ("background_share", "attended_share"):
-            if not 0.0 < (share := getattr(self, name)) <= 1.0:
-                raise ConfigError(f"transport.{name}", f"must be in (0, 1], got {share}")
+        if not 0.0 < self.background_share <= 1.0:
+            raise ConfigError("transport.background_share", f"must be in (0, 1], got {self.background_share}")
         if min(self.urgent_inline_bytes, self.bulk_inline_bytes) < 0:
             raise ConfigError("transport.urgent_inline_bytes", "and bulk_inline_bytes must not be negative")
 
@@ -82,7 +80,6 @@ class TransportConfig:
             window_chunks=1,
             hold_s=0.0,
             background_share=1.0,
-            attended_share=1.0,
             background_chunk_bytes=whole,
             urgent_first=False,
         )

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 _STAGE_SHARE = 1 / 8  # of a new measurement in the mean: some ten steps are remembered
 _LATE_SHARE = 0.25  # of a stage's time
 _BESIDE_ACTIVATIONS = 2  # chunks in flight
-_BETWEEN_QUESTIONS_S = 0.004  # of a chunk; smaller ones cost the exchange more than they save each question
 _MEASURED_CHUNKS = 16
 _MEASUREMENTS = 8
 
@@ -20,7 +19,6 @@ class StagePace:
 
     stage_s: float | None = None  # what it takes lately; None: this worker is not a stage, or has not executed yet
     due_at_s: float | None = None  # when the activation of the batch that is executed is expected; None: of no batch
-    attended_at_s: float = float("-inf")  # when it last asked for attention elsewhere, or answered
     memory_is_awaited: bool = False  # requests have not been let in: parameters that come end that
 
     def is_late(self, at_s: float) -> bool:
@@ -78,13 +76,6 @@ class ChunkSize:
             return self._start_bytes
         wanted_bytes = int(rate * stage_s / self._beside_activations)
         return min(max(wanted_bytes, self._least_bytes), self._most_bytes)
-
-    def bytes_between_questions(self) -> int:
-        """Of one chunk while stages wait for each other inside of their steps."""
-        rate = self.rate_bytes_per_s
-        if rate is None:
-            return self._least_bytes
-        return min(max(int(rate * _BETWEEN_QUESTIONS_S), self._least_bytes), self._most_bytes)
 
     def window_for(self, *, activations_flow: bool) -> int:
         """Chunks in flight."""

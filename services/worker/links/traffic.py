@@ -9,7 +9,7 @@ class TrafficClass(IntEnum):
     """What a message is for. The smaller, the more urgent."""
 
     CONTROL = 0
-    ACTIVATION = 1  # and remote attention
+    ACTIVATION = 1
     KV = 2  # exchange and migration
     CHECKPOINT = 3
     PARAMETERS = 4

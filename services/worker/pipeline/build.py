@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from ballast.common.errors import ConfigError
 from ballast.common.ids import WorkerId
 from services.worker.core.limits import WorkerLimits
 from services.worker.core.stage import StageBook
@@ -21,10 +20,8 @@ if TYPE_CHECKING:
     from ballast.common.model import ModelInfo
     from services.worker.engine.runner import ModelRunner
     from services.worker.links.config import TransportConfig
-    from services.worker.links.pace import StagePace
     from services.worker.links.plane import DataPlane
     from services.worker.memory.device import DeviceMemory
-    from services.worker.pipeline.remote_attention import RemoteAttention
     from services.worker.policy.online_cost import OnlineCost
 
 
@@ -63,12 +60,6 @@ def stage_core(
 class Membership:
     member: GroupMember
     plane: DataPlane
-    attention: RemoteAttention | None
-
-    @property
-    def questions_total(self) -> int:
-        """Asked for attention to KV that was on its way."""
-        return 0 if self.attention is None else self.attention.questions_total
 
 
 def join(
@@ -84,12 +75,11 @@ def join(
     costs: OnlineCost | None = None,
     runner: StageEngine | None = None,
     open_plane: Callable[[Hub], DataPlane] | None = None,
-    live_exchange: bool = False,
     secret: bytes | None = None,
 ) -> Membership:
     """Opens the data plane. The shell closes it when its engine thread ends. `costs` is told what stages take.
-    `runner` executes instead of the engine's own, and `open_plane` opens another data plane. `live_exchange`: victims
-    of drops that this worker leads go on while their KV travels. `secret`: see `links.plane.DataPlane`.
+    `runner` executes instead of the engine's own, and `open_plane` opens another data plane. `secret`: see
+    `links.plane.DataPlane`.
     """
 
     def post(event: MemberEvent) -> None:
@@ -103,9 +93,6 @@ def join(
 
         device = engine.memory.pool.backend.device
         own = TimedRunner(own, costs, layer_count=engine.info.layer_count, device=device)
-    attention_of = _remote_attention(engine, plane.pace) if open_plane is None else None
-    if live_exchange and attention_of is None:
-        raise ConfigError("worker.exchange", "live exchange needs a model on the cpu device")
     member = GroupMember(
         me=me,
         layer_count=engine.info.layer_count,
@@ -117,27 +104,10 @@ def join(
         hub=hub,
         read_layer=engine.read_layer,
         max_running_count=max_running_count,
-        live=live_exchange,
         post=post,
     )
-    if attention_of is not None:
-        hub.attention = attention_of(member)
     shell.join_group(member)
-    return Membership(member, plane, hub.attention)
-
-
-def _remote_attention(engine: Instance, pace: StagePace) -> Callable[[GroupMember], RemoteAttention] | None:
-    """None: this engine cannot attend to a part of a context."""
-    if engine.memory.pool.backend.device.type != "cpu":
-        return None
-    from services.worker.pipeline.remote_attention import RemoteAttention
-
-    def make(member: GroupMember) -> RemoteAttention:
-        attention = RemoteAttention(engine.memory.kv, member.link_to, pace)
-        engine.runner.attend_with(attention)
-        return attention
-
-    return make
+    return Membership(member, plane)
 
 
 def _real_plane(

@@ -12,7 +12,7 @@ from ballast.common.transition import Phase, TransitionKind
 from ballast.service.logs import get_logger
 from ballastpb.worker.v1 import stage_pb2 as pb
 from services.worker.core.batch import SequenceId
-from services.worker.core.events import KvArrived, KvLanded, MicrobatchesJoined, PrefillLimited, RoleChanged
+from services.worker.core.events import KvArrived, MicrobatchesJoined, PrefillLimited, RoleChanged
 from services.worker.core.farewell import Farewell, has_last_batch
 from services.worker.core.leading import Decision
 from services.worker.core.plan import Victim, members_of, part_of
@@ -32,7 +32,6 @@ from services.worker.core.transition_messages import (
     HandoverReceived,
     KvReceived,
     KvSent,
-    Land,
     Lead,
     LeadWave,
     Led,
@@ -48,14 +47,12 @@ from services.worker.core.transition_messages import (
     SendHandover,
     SendKv,
     SendKvComplete,
-    SendKvLanded,
     SendRoster,
     SendWaveDone,
     TakenUp,
     TakeUp,
     UndoPreparation,
 )
-from services.worker.core.waves import may_wait
 from services.worker.core.worker import WorkerCore
 from services.worker.links.traffic import TrafficClass
 from services.worker.memory.device import DeviceMemory
@@ -64,7 +61,6 @@ from services.worker.pipeline.capacity import Capacities
 from services.worker.pipeline.events import (
     HandoverArrived,
     KvAsked,
-    KvTakenOver,
     LinkMade,
     PieceSent,
     PlanReceived,
@@ -109,7 +105,6 @@ class TransitionDriver:
         memory: DeviceMemory,
         hub: Hub,
         broken: Callable[[Epoch, WorkerId, str], None],
-        live: bool,
         post: Callable[[MemberEvent], None],
     ) -> None:
         """`core` is only read, `answers` tell it something; `broken` hears that the group is lost with a member."""
@@ -128,7 +123,6 @@ class TransitionDriver:
         self._memory = memory
         self._hub = hub
         self._broken = broken
-        self._live = live
         self._post = post
         self.transition: Transition | None = None  # under way, or the last
         self._received: PlanReceived | None = None
@@ -175,7 +169,6 @@ class TransitionDriver:
             copied=precopy.copied_blocks,
             stay=lambda sequence_id: self._homecoming.arrange([sequence_id], evacuate=False),
             post=self._post,
-            attention=self._hub.attention,
         )
         self._execute(transition.begin())
         self._publish()
@@ -193,8 +186,6 @@ class TransitionDriver:
             case KvReceived(sequence_id=sequence_id, source=source):
                 if not self._the_exchange().is_last_piece(sequence_id, source):
                     return
-                if self._the_exchange().landed(sequence_id, source):
-                    self._links.send(source, TrafficClass.CONTROL, Topic.KV_TAKEN_OVER, b"", stream=sequence_id)
             case _:
                 pass
         self.drive(event)
@@ -210,8 +201,7 @@ class TransitionDriver:
     def may_form(self) -> bool:
         if self._farewell.may_form(self._core.in_flight_count):
             return True
-        awaits_stages = self.transition is not None and self.transition.awaits_stages
-        return not (self.quiescing or self._waits or awaits_stages)
+        return not (self.quiescing or self._waits)
 
     def poll(self) -> None:
         """Between two batches."""
@@ -268,10 +258,10 @@ class TransitionDriver:
     def wave_arrived(self, event: WaveArrived) -> None:
         if not self.is_current(event.epoch):
             return
-        victims, wave, last, live = event.victims, event.wave, event.last, event.live
-        self._handover.pass_wave_on(event.epoch, victims, event.recomputed, wave, last=last, live=live)
+        victims, wave, last = event.victims, event.wave, event.last
+        self._handover.pass_wave_on(event.epoch, victims, event.recomputed, wave, last=last)
         self._begin_wave(event.recomputed)
-        self.drive(RosterReceived(time.monotonic(), event.epoch, self._role.leader, victims, wave, last, live))
+        self.drive(RosterReceived(time.monotonic(), event.epoch, self._role.leader, victims, wave, last))
 
     def _begin_wave(self, recomputed: tuple[SequenceId, ...]) -> None:
         """Blocks that batches before it have freed are taken by KV that comes over links: nothing may touch them."""
@@ -287,17 +277,11 @@ class TransitionDriver:
         for sequence_id in self._the_exchange().sent(event) if self.is_current(event.epoch) else ():
             self.drive(KvSent(time.monotonic(), event.epoch, sequence_id, event.to))
 
-    def kv_taken_over(self, event: KvTakenOver) -> None:
-        if self.is_current(event.epoch) and self._the_exchange().taken_over(event):
-            self.drive(KvSent(time.monotonic(), event.epoch, event.sequence_id, event.peer))
-
     def abandon(self) -> Callable[[], bool]:
         """The group is no more. Returns whether nothing of the KV is being sent any more."""
         exchange, precopy = self._exchange, self._restoring.precopy
         self._restoring.abandon()
         self._handover.begin()
-        if self._hub.attention is not None:
-            self._hub.attention.abandon()
         self.transition, self._exchange = None, None
         self.quiescing = self._learning = self._waits = self._releases = False
         self._farewell.end()
@@ -363,12 +347,8 @@ class TransitionDriver:
                     self._the_exchange().expect(command)
                 case SendKvComplete(sequence_id=sequence_id, to=to):
                     self._links.send(to, TrafficClass.CONTROL, Topic.KV_COMPLETE, b"", stream=sequence_id)
-                case SendKvLanded(sequence_id=sequence_id, to=to):
-                    self._links.send(to, TrafficClass.CONTROL, Topic.KV_LANDED, b"", stream=sequence_id)
-                case Resume(sequence_id=sequence_id, landing=landing):
-                    self._resume(sequence_id, landing=landing)
-                case Land(sequence_id=sequence_id):
-                    self._answers.tell(KvLanded(time.monotonic(), sequence_id))
+                case Resume(sequence_id=sequence_id):
+                    self._resume(sequence_id)
                 case ReleaseSent():
                     self._release_sent()
                 case SendWaveDone(wave=wave, to=to):
@@ -494,9 +474,8 @@ class TransitionDriver:
 
     def _drive_led(self, transition: Transition, decision: Decision, wave: int) -> None:
         """Live only if all who hold KV are stages of the new group, and so come to every roster."""
-        live = self._live and may_wait(transition.plan, transition.part)
         admitted, last = decision.wave.admitted, decision.wave.last
-        self.drive(Led(time.monotonic(), transition.epoch, admitted, wave, last, live))
+        self.drive(Led(time.monotonic(), transition.epoch, admitted, wave, last))
 
     # ------------------------------------------------------------ exchange
 
@@ -504,11 +483,11 @@ class TransitionDriver:
         body = pb.KvWantedAll(sequence_ids=first_blocks.keys(), first_blocks=first_blocks.values())
         self._links.send(source, TrafficClass.CONTROL, Topic.KV_WANTED, body.SerializeToString())
 
-    def _resume(self, sequence_id: SequenceId, *, landing: bool) -> None:
+    def _resume(self, sequence_id: SequenceId) -> None:
         now_s, progress = time.monotonic(), self._published.counted
         progress.victims_waiting -= 1
         progress.note_stall(now_s - progress.halted_at_s)
-        self._answers.tell(KvArrived(now_s, sequence_id, landing))
+        self._answers.tell(KvArrived(now_s, sequence_id))
 
     def _release_sent(self) -> None:
         """What has been sent makes room for the next wave."""

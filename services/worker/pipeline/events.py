@@ -86,7 +86,6 @@ class WaveArrived(MemberEvent):
     recomputed: tuple[SequenceId, ...]
     wave: int
     last: bool
-    live: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,15 +95,6 @@ class KvAsked(MemberEvent):
     epoch: Epoch
     peer: WorkerId
     first_blocks: tuple[tuple[SequenceId, int], ...]  # what comes before that block is there already
-
-
-@dataclass(frozen=True, slots=True)
-class KvTakenOver(MemberEvent):
-    """A peer has all KV that it needs of a sequence, and does not ask for it any more."""
-
-    epoch: Epoch
-    sequence_id: SequenceId
-    peer: WorkerId
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,7 @@ from services.worker.core.transition_messages import ExpectKv, SendKv
 from services.worker.links.traffic import TrafficClass
 from services.worker.links.transfer import Outcome, Transfer
 from services.worker.memory.kv_cache import KvCache
-from services.worker.pipeline.events import KvAsked, KvTakenOver, PieceSent
+from services.worker.pipeline.events import KvAsked, PieceSent
 from services.worker.pipeline.hub import Hub
 from services.worker.pipeline.status import Progress
 from services.worker.pipeline.wire import Topic
@@ -44,7 +44,6 @@ if TYPE_CHECKING:
     import torch
 
     from services.worker.links.link import Link
-    from services.worker.pipeline.remote_attention import RemoteAttention
 
 _TOGETHER_BYTES = 1 << 20  # of a transfer that has pieces of several sequences: a longer one holds up who is complete
 _TOGETHER = 32  # of those; they are named in its head
@@ -57,12 +56,9 @@ def kv_pieces(
     last_block: int,
     first_layer: int,
     last_layer: int,
-    rest_tokens: int = 0,
 ) -> list[torch.Tensor]:
-    """The memory of some blocks of a sequence in `[first_layer, last_layer)`: [n, 2, T, K, H] per run of ids. Of the
-    block behind them the first `rest_tokens`.
-    """
-    if first_block == last_block and not rest_tokens:
+    """The memory of some blocks of a sequence in `[first_layer, last_layer)`: [n, 2, T, K, H] per run of ids."""
+    if first_block == last_block:
         return []  # the sequence may be gone since it was asked for
     if len(table) < last_block:
         raise InvariantViolation(f"the KV in {last_block} blocks of a sequence is to travel, and it has {len(table)}")
@@ -70,8 +66,6 @@ def kv_pieces(
     pieces: list[torch.Tensor] = []
     for layer in range(first_layer, last_layer):
         pieces += [kv.layer(layer)[first:last] for first, last in runs]
-        if rest_tokens:
-            pieces += kv.layer(layer)[table[last_block], :, :rest_tokens].unbind()
     return pieces
 
 
@@ -117,7 +111,6 @@ class KvExchange:
         copied: Callable[[SequenceId, WorkerId], int],
         stay: Callable[[SequenceId], None],
         post: Callable[[MemberEvent], None],
-        attention: RemoteAttention | None,
     ) -> None:
         """`ask` tells a holder of which sequences this member's blocks are ready, and from which one on it wants them;
         `copied` says how many of the first have come from it before the commit; `stay` makes sure that its blocks here
@@ -133,9 +126,6 @@ class KvExchange:
         self._copied = copied
         self._stay = stay
         self._post = post
-        self._attention = attention
-        self._asking: set[tuple[SequenceId, WorkerId]] = set()  # members that may yet ask for what is sent to them
-        self._sent: set[tuple[SequenceId, WorkerId]] = set()  # of those: it has all been sent
         self._to_send: dict[tuple[SequenceId, WorkerId], list[SendKv]] = {}
         self._asked: dict[tuple[SequenceId, WorkerId], int] = {}  # the first block that is wanted
         self._to_ask: dict[WorkerId, dict[SequenceId, int]] = {}  # with the next `flush`
@@ -158,9 +148,7 @@ class KvExchange:
             if to != transition.me:
                 continue
             copied = self._copied(victim.sequence_id, source)
-            pieces = self._pieces(victim, table, copied, first, last, live=command.live)
-            if command.live:
-                self._the_attention().await_kv(victim.sequence_id, source, victim.computed_tokens, range(first, last))
+            pieces = self._pieces(victim, table, copied, first, last)
             self._hub.kv.put((command.epoch, victim.sequence_id, source, first), pieces)
             key = (victim.sequence_id, source)
             self._pieces_due[key] = self._pieces_due.get(key, 0) + 1
@@ -180,38 +168,10 @@ class KvExchange:
             self._begin_sending(to, [key for key in to_begin if key[1] == to])
 
     def _pieces(
-        self, victim: Victim, table: Sequence[int], first_block: int, first: int, last: int, *, live: bool
+        self, victim: Victim, table: Sequence[int], first_block: int, first: int, last: int
     ) -> list[torch.Tensor]:
-        """In a live exchange what the last block has room for is written here meanwhile: it does not travel."""
-        rest_tokens = victim.computed_tokens % self._kv.shape.block_tokens if live else 0
-        end_block = self._end_block(victim) - (rest_tokens > 0)
-        return kv_pieces(self._kv, table, first_block, end_block, first, last, rest_tokens)
-
-    def _the_attention(self) -> RemoteAttention:
-        if self._attention is None:
-            raise InvariantViolation("an exchange is live, and this worker cannot attend for others")
-        return self._attention
-
-    def landed(self, sequence_id: SequenceId, source: WorkerId) -> bool:
-        """All that this source had is here. True: it has to be told that nobody asks any more."""
-        return self._attention is not None and self._attention.has_come(sequence_id, source)
-
-    def taken_over(self, event: KvTakenOver) -> bool:
-        """True if that was the last thing this member's sending of it waited for."""
-        key = (event.sequence_id, event.peer)
-        self._asking.discard(key)
-        if key not in self._sent:
-            return False
-        self._sent.discard(key)
-        self._stop_lending(event.sequence_id)
-        return True
-
-    def _stop_lending(self, sequence_id: SequenceId) -> None:
-        if self._attention is not None and not any(asked == sequence_id for asked, _ in self._asking):
-            self._attention.take_back(sequence_id)
-
-    def _end_block(self, victim: Victim) -> int:
-        return blocks_for(victim.computed_tokens, self._kv.shape.block_tokens)
+        end_block = blocks_for(victim.computed_tokens, self._kv.shape.block_tokens)
+        return kv_pieces(self._kv, table, first_block, end_block, first, last)
 
     def is_last_piece(self, sequence_id: SequenceId, source: WorkerId) -> bool:
         key = (sequence_id, source)
@@ -250,11 +210,6 @@ class KvExchange:
     def send(self, command: SendKv) -> None:
         self._leaving[command.victim.sequence_id] = None
         key = (command.victim.sequence_id, command.to)
-        if command.live:
-            self._asking.add(key)
-            layers = range(command.first_layer, command.last_layer)
-            victim = command.victim
-            self._the_attention().lend(victim.sequence_id, layers, self._table(command), victim.computed_tokens)
         self._to_send.setdefault(key, []).append(command)
         layers = command.last_layer - command.first_layer
         self._progress.kv_bytes_to_send += kv_bytes(self._kv, command.victim.computed_tokens, layers)
@@ -291,7 +246,7 @@ class KvExchange:
 
     def _piece(self, command: SendKv, first_block: int) -> _Piece:
         victim, first, last = command.victim, command.first_layer, command.last_layer
-        tensors = self._pieces(victim, self._table(command), first_block, first, last, live=command.live)
+        tensors = self._pieces(victim, self._table(command), first_block, first, last)
         self._progress.kv_bytes_to_send -= first_block * self._kv.shape.block_bytes * (last - first)
         name = pb.KvPiece(epoch=command.epoch, sequence_id=victim.sequence_id, first_layer=first, last_layer=last)
         size_bytes = sum(tensor.nbytes for tensor in tensors)
@@ -318,12 +273,11 @@ class KvExchange:
 
     @property
     def idle(self) -> bool:
-        """Nothing is being sent from here, or read to answer others."""
-        answering = self._attention is not None and not self._attention.idle
-        return not answering and all(transfer.done.done() for transfer in self._transfers)
+        """Nothing is being sent from here."""
+        return all(transfer.done.done() for transfer in self._transfers)
 
     def sent(self, event: PieceSent) -> list[SequenceId]:
-        """Counts a transfer that has ended. Returns of whom it was the last to a member that asks for nothing."""
+        """Counts a transfer that has ended. Returns the sequences of which all has been sent to that member."""
         error = event.report.exception()
         report = None if error is not None else event.report.result()
         if report is None or report.outcome is not Outcome.DELIVERED:
@@ -339,8 +293,4 @@ class KvExchange:
         if self._unsent[key]:
             return False
         del self._unsent[key]
-        if key in self._asking:
-            self._sent.add(key)
-            return False
-        self._stop_lending(key[0])
         return True

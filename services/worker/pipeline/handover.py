@@ -143,11 +143,9 @@ class Handover:
 
     def send_roster(self, roster: SendRoster) -> None:
         if roster.wave:
-            self.pass_wave_on(
-                roster.epoch, roster.victims, self._recomputed, roster.wave, last=roster.last, live=roster.live
-            )
+            self.pass_wave_on(roster.epoch, roster.victims, self._recomputed, roster.wave, last=roster.last)
             return
-        body = roster_to_bytes(roster.epoch, roster.victims, self._recomputed, 0, last=roster.last, live=roster.live)
+        body = roster_to_bytes(roster.epoch, roster.victims, self._recomputed, 0, last=roster.last)
         for member in roster.to:
             self._links.send(member, TrafficClass.CONTROL, Topic.ROSTER, body)
 
@@ -159,9 +157,8 @@ class Handover:
         wave: int,
         *,
         last: bool,
-        live: bool,
     ) -> None:
         """Down the pipeline, behind the batches that have freed the blocks which this wave takes."""
         if not self._role.is_last:
-            body = roster_to_bytes(epoch, victims, recomputed, wave, last=last, live=live)
+            body = roster_to_bytes(epoch, victims, recomputed, wave, last=last)
             self._links.send(self._role.next_stage, TrafficClass.ACTIVATION, Topic.WAVE, body)

@@ -18,7 +18,6 @@ from services.worker.core.room import Room
 from services.worker.core.transition_messages import (
     EpochEnded,
     KvCompleteReceived,
-    KvLandedReceived,
     KvReceived,
     PeerLost,
     RosterReceived,
@@ -34,7 +33,6 @@ from services.worker.pipeline.events import (
     KvAheadArrived,
     KvAheadAsked,
     KvAsked,
-    KvTakenOver,
     LayerArrived,
     LayerAsked,
     LayersBack,
@@ -65,7 +63,6 @@ if TYPE_CHECKING:
     import torch
 
     from services.worker.links.link import Link, LinkEnding, Message, Opening
-    from services.worker.pipeline.remote_attention import RemoteAttention
 
 
 class Hub:
@@ -78,7 +75,6 @@ class Hub:
         self.layers = Destinations()  # keyed (epoch, layer, source, 0)
         self.spans = ExpectedSpans()  # of sequences that come by migrations
         self._receiving: set[tuple[Link, int]] = set()  # transfers that write into this worker's memory
-        self.attention: RemoteAttention | None = None  # of a worker that can take part in live exchanges
         self._lock = Lock()
         self._heads: dict[Link, bytes] = {}  # of the batch that comes next on that link
 
@@ -108,23 +104,17 @@ class Hub:
             case Topic.ROSTER:
                 roster = pb.Roster.FromString(_whole(message))
                 victims = tuple(victim_from_proto(v) for v in roster.victims)
-                event = RosterReceived(now_s, epoch, peer, victims, last=roster.last, live=roster.live)
+                event = RosterReceived(now_s, epoch, peer, victims, last=roster.last)
                 self._post(RosterArrived(epoch, peer, event, tuple(roster.recomputed)))
             case Topic.WAVE:
                 roster = pb.Roster.FromString(_whole(message))
                 victims = tuple(victim_from_proto(v) for v in roster.victims)
-                self._post(WaveArrived(epoch, victims, tuple(roster.recomputed), roster.wave, roster.last, roster.live))
+                self._post(WaveArrived(epoch, victims, tuple(roster.recomputed), roster.wave, roster.last))
             case Topic.WAVE_DONE:
                 self._post(Told(epoch, WaveDone(now_s, epoch, peer, message.stream)))
             case Topic.KV_WANTED:
                 asked = pb.KvWantedAll.FromString(_whole(message))
                 self._post(KvAsked(epoch, peer, tuple(zip(asked.sequence_ids, asked.first_blocks, strict=True))))
-            case Topic.ATTEND | Topic.ATTENDED:
-                self._about_attention(link, message)
-            case Topic.KV_LANDED:
-                self._post(Told(epoch, KvLandedReceived(now_s, epoch, message.stream, peer)))
-            case Topic.KV_TAKEN_OVER:
-                self._post(KvTakenOver(epoch, message.stream, peer))
             case Topic.KV_COMPLETE:
                 self._post(Told(epoch, KvCompleteReceived(now_s, epoch, message.stream, peer)))
             case Topic.CAPACITY:
@@ -168,14 +158,6 @@ class Hub:
         if pieces is not None and kv_bytes != (expected := sum(piece.nbytes for piece in pieces)):
             raise ValueError(f"{peer} ends migration {migration_id} with {kv_bytes} bytes of {expected}")
         return HandedWithKv(peer, link, handed, span, message.tensor[:kv_bytes], pieces, at_s)
-
-    def _about_attention(self, link: Link, message: Message) -> None:
-        if self.attention is None:
-            raise ValueError(f"{link.peer_id} asks for attention, and this worker cannot answer")
-        if message.topic == Topic.ATTEND:
-            self.attention.asked(link, message)
-        else:
-            self.attention.answered(link, message)
 
     def on_opening(self, link: Link, opening: Opening) -> Sequence[torch.Tensor] | Refusal:
         peer, epoch = WorkerId(link.peer_id), Epoch(link.epoch)
@@ -221,8 +203,6 @@ class Hub:
 
     def on_link_end(self, link: Link, ending: LinkEnding) -> None:
         self._heads.pop(link, None)
-        if self.attention is not None:
-            self.attention.link_ended(link.peer_id, ending.why)
         if not link.retired and not link.is_spare:  # broken, or the peer has no use for it any more
             epoch = Epoch(link.epoch)
             self._post(Told(epoch, PeerLost(time.monotonic(), WorkerId(link.peer_id), ending.why)))

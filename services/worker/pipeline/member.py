@@ -32,7 +32,6 @@ from services.worker.pipeline.events import (
     KvAheadArrived,
     KvAheadAsked,
     KvAsked,
-    KvTakenOver,
     LayerArrived,
     LayerAsked,
     LayerChecked,
@@ -87,10 +86,9 @@ class GroupMember:
         hub: Hub,
         read_layer: Callable[[int], None],
         max_running_count: int,
-        live: bool,
         post: Callable[[MemberEvent], None],
     ) -> None:
-        """`live`: victims of drops go on while their KV travels. `read_layer` fills a layer's parameters from the
+        """`read_layer` fills a layer's parameters from the
         checkpoint; called on a thread of its own.
         """
         self.me = me
@@ -171,7 +169,6 @@ class GroupMember:
             memory=memory,
             hub=hub,
             broken=self._break_up,
-            live=live,
             post=post,
         )
 
@@ -233,8 +230,6 @@ class GroupMember:
                 driver.wave_arrived(event)
             case KvAsked():
                 driver.kv_asked(event)
-            case KvTakenOver():
-                driver.kv_taken_over(event)
             case PieceSent():
                 driver.piece_sent(event)
             case LinkMade():
@@ -293,8 +288,6 @@ class GroupMember:
     def close(self) -> None:
         self._homecoming.close()
         self._links.close()
-        if self._hub.attention is not None:
-            self._hub.attention.close()
 
     def _capacity_told(self, event: CapacityTold) -> None:
         if self._rescue is None:

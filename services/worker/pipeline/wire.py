@@ -55,10 +55,6 @@ class Topic(IntEnum):
     MIGRATION_KV = 20  # a transfer
     WAVE = 21  # a Roster that goes from stage to stage, in order with batches
     WAVE_DONE = 22  # no payload; the stream is the wave
-    ATTEND = 23  # with a tensor; the stream is the question's number
-    ATTENDED = 24  # its answer, a tensor; none: the KV is not here
-    KV_LANDED = 25  # no payload; to the leader
-    KV_TAKEN_OVER = 26  # no payload; to a holder: nobody asks it for this sequence any more
     MIGRATION_END = 27  # the last span of a migration, its bytes and then those of its MIGRATION; the stream: how many
     KV_ROOM = 28  # no payload
     LAYERS_BACK = 29  # no payload; to the leader: all of them
@@ -147,7 +143,7 @@ def victim_from_proto(message: pb.Victim) -> Victim:
 
 
 def roster_to_bytes(
-    epoch: Epoch, victims: tuple[Victim, ...], recomputed: tuple[int, ...], wave: int, *, last: bool, live: bool
+    epoch: Epoch, victims: tuple[Victim, ...], recomputed: tuple[int, ...], wave: int, *, last: bool
 ) -> bytes:
     return pb.Roster(
         epoch=epoch,
@@ -155,7 +151,6 @@ def roster_to_bytes(
         recomputed=recomputed,
         wave=wave,
         last=last,
-        live=live,
     ).SerializeToString()
 
 

@@ -48,7 +48,7 @@ class Token:
     top: tuple[tuple[int, float], ...]
 
 
-LISTED = Mapper(Listed, stage_pb2.Roster, ignored=("epoch", "wave", "last", "live"))
+LISTED = Mapper(Listed, stage_pb2.Roster, ignored=("epoch", "wave", "last"))
 
 
 def test_a_field_without_a_counterpart_is_refused_when_the_mapper_is_made() -> None:

@@ -13,7 +13,6 @@ from services.worker.core.events import (
     Event,
     KvAdmitted,
     KvArrived,
-    KvLanded,
     KvLost,
     KvTravels,
     MicrobatchesJoined,
@@ -344,54 +343,6 @@ def test_blocks_that_kv_travels_into_stay_taken_when_the_request_ends(landed: ty
     commands = leader.feed(landed(leader.at_s, sequence_id))
     assert [c.batch.removed for c in commands if isinstance(c, Removed)] == [(sequence_id,)]
     assert reserved(leader) == 0
-
-
-def test_blocks_that_kv_lands_in_stay_taken_when_the_request_ends() -> None:
-    leader = Leader()
-    key = leader.submit()
-    leader.step()
-    (sequence_id,) = leader.core.sequence_ids
-    leader.feed(KvTravels(leader.at_s, frozenset({sequence_id})))
-    leader.feed(KvArrived(leader.at_s, sequence_id, landing=True))
-    leader.step()
-    assert leader.heard(key)[0] == [5, 5], "it goes on meanwhile"
-    commands = leader.feed(Aborted(leader.at_s, key))
-    assert not any(isinstance(c, Removed) for c in commands)
-    assert leader.heard(key)[2] == Ending(key.handle, FinishReason.CANCELLED)
-    assert reserved(leader) == 1
-    commands = leader.feed(KvLanded(leader.at_s, sequence_id))
-    assert [c.batch.removed for c in commands if isinstance(c, Removed)] == [(sequence_id,)]
-    assert reserved(leader) == 0
-
-
-def test_a_request_that_ends_before_it_may_go_on_keeps_its_blocks_until_its_kv_has_landed() -> None:
-    leader = Leader()
-    key = leader.submit()
-    leader.step()
-    (sequence_id,) = leader.core.sequence_ids
-    leader.feed(KvTravels(leader.at_s, frozenset({sequence_id})))
-    leader.feed(Aborted(leader.at_s, key))
-    leader.feed(KvArrived(leader.at_s, sequence_id, landing=True))
-    assert reserved(leader) == 1
-    leader.feed(KvLanded(leader.at_s, sequence_id))
-    assert reserved(leader) == 0
-
-
-def test_whose_kv_lands_does_not_give_way() -> None:
-    """The later one would; as its blocks are being written it is the earlier one, or nobody."""
-    leader = Leader()
-    for _ in range(2):
-        leader.submit()
-    leader.step()
-    early, late = leader.core.sequence_ids
-    leader.feed(KvTravels(leader.at_s, frozenset({late})))
-    leader.feed(KvArrived(leader.at_s, late, landing=True))
-    leader.feed(CapacityChanged(leader.at_s, 1))
-    assert reserved(leader) == 1
-    execute = leader.batch()
-    assert execute is not None
-    assert [s.sequence_id for s in execute.batch.slices] == [late]
-    assert early in execute.batch.removed or early not in leader.core.kv_tokens
 
 
 @pytest.mark.parametrize("event", [KvArrived(0.0, 77), KvLost(0.0, 77)])

@@ -74,14 +74,3 @@ def test_an_activation_is_expected_when_the_stage_will_be_through() -> None:
     pace.ran(1.3)
     assert pace.due_at_s is None
     assert pace.stage_s == pytest.approx(0.6)
-
-
-@pytest.mark.parametrize("rate", [1e5, 1e7, 1e9])
-def test_between_questions_a_chunk_takes_milliseconds_however_long_the_stage(rate: float) -> None:
-    size = sizes(rate).bytes_between_questions()
-    assert 32 * KIB <= size <= 8 * KIB * KIB
-    assert size / rate < 0.01 or size == 32 * KIB
-
-
-def test_between_questions_chunks_are_small_while_the_speed_is_unknown() -> None:
-    assert sizes().bytes_between_questions() == 32 * KIB
