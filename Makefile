@@ -22,7 +22,7 @@ setup: $(VENV)/.ready  ## install everything into .venv
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --disable-pip-version-check -c constraints.txt torch
-	$(BIN)/pip install --disable-pip-version-check -c constraints.txt -e '.[worker,bench,local,dev]'
+	$(BIN)/pip install --disable-pip-version-check -c constraints.txt -e '.[worker,gateway,bench,local,dev]'
 	touch $@
 
 demo: setup  ## replay a bursty trace on a local cluster and re-compute answers with transformers

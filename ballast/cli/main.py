@@ -14,7 +14,7 @@ from ballast.common.errors import BallastError, ConfigError, InvalidRequest, Ove
 _FAILED, _WRONG, _INTERRUPTED = 1, 2, 130
 # Only the module of the command that is asked for is imported: all of them take a second.
 _MODULES: dict[str, tuple[str, ...]] = {
-    "ballast.cli.up": ("up",),
+    "ballast.cli.up": ("up", "serve"),
     "ballast.cli.generate": ("generate",),
     "ballast.cli.chat": ("chat",),
     "ballast.cli.status": ("status",),

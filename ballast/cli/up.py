@@ -17,9 +17,11 @@ from ballast.local.cluster import LocalCluster, Service
 from ballast.local.emulation import emulated_model
 from ballast.model.info import read_info
 from ballast.model.tiny import make_preset
+from ballast.rpc.server import ensure_free
 
 _STOPPED_BY_SIGNAL = 130
 _MAX_PROCESSES = 256
+_HTTP_PORT, _HTTP_PORTS = 8000, 100  # the first one that is tried, and how many are
 
 # Flags that are handed on as they are: flag -> the service it is for.
 _WORKER_FLAGS = {
@@ -42,19 +44,28 @@ _PLANNER_FLAGS = {
     "--migrate-above-tokens": "with migrate: who has room for more of them takes requests",
     "--restore": "on or off: whether dropped parameters come back",
 }
+_GATEWAY_FLAGS = {
+    "--served-model-name": "what HTTP clients call the model; several with commas (default: its own name)",
+}
 _DISPATCHER_FLAGS = {
     "--max-num-queued-reqs": "requests that may wait; more are refused",
     "--max-num-queued-tokens": "prompt tokens that may wait; more are refused",
 }
+_DESCRIPTION = (
+    "Starts every service as a process of its own, with a private state server. Prints one line when ready. Ctrl-C lets"
+    " running requests finish, then stops; a second Ctrl-C stops at once."
+)
 
 
 def add_parser(commands: Commands) -> None:
-    parser = commands.add_parser(
-        "up",
-        help="run a cluster on this machine",
-        description="Starts every service as a process of its own, with a private state server. Prints one line when"
-        " ready. Ctrl-C lets running requests finish, then stops; a second Ctrl-C stops at once.",
-    )
+    parser = commands.add_parser("up", help="run a cluster on this machine", description=_DESCRIPTION)
+    _add_flags(parser)
+    serve = commands.add_parser("serve", help="`up --model MODEL`, for fingers that know it", description=_DESCRIPTION)
+    serve.add_argument("served", metavar="MODEL", help="as for --model")
+    _add_flags(serve)
+
+
+def _add_flags(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=run)
     parser.add_argument("--model", type=Path, metavar="DIR", help="Hugging Face checkpoint; none: a tiny random one")
     parser.add_argument("--engine", choices=["torch", "emulated"], default="torch", help="emulated: compute nothing")
@@ -68,18 +79,31 @@ def add_parser(commands: Commands) -> None:
     parser.add_argument("--dispatchers", type=int, default=1, metavar="N", help="on ports that follow (default: 1)")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
     parser.add_argument("--port", type=int, default=50051, help="of the first dispatcher; 0: a free one")
+    parser.add_argument(
+        "--gateways", type=int, default=1, metavar="N", help="HTTP servers, on ports that follow (default: 1)"
+    )
+    parser.add_argument(
+        "--http-port",
+        type=int,
+        metavar="PORT",
+        help="of the first gateway; 0: a free one (default: 8000, or the next free)",
+    )
     parser.add_argument("--device-memory-bytes", metavar="BYTES", help="of each worker; 512MiB, 16GiB ...")
     parser.add_argument("--redis-url", metavar="URL", help="a state server that runs already")
     parser.add_argument("--log-dir", type=Path, metavar="DIR", help="keep the services' logs there")
     parser.add_argument("--log-level", choices=["debug", "info", "warning", "error"])
     parser.add_argument("--start-timeout-s", type=float, default=300.0, metavar="S", help="loading the model included")
     parser.add_argument("--stop-timeout-s", type=float, default=30.0, metavar="S", help="for requests that still run")
-    for flag, text in (_POLICY_FLAG | _WORKER_FLAGS | _PLANNER_FLAGS | _DISPATCHER_FLAGS).items():
+    for flag, text in (_POLICY_FLAG | _WORKER_FLAGS | _PLANNER_FLAGS | _DISPATCHER_FLAGS | _GATEWAY_FLAGS).items():
         parser.add_argument(flag, metavar="X", help=text)
 
 
 def run(args: argparse.Namespace) -> int:
-    for name, least in (("workers", 0), ("dispatchers", 1)):
+    if "served" in args:
+        if args.model is not None:
+            raise ConfigError("--model", "is what MODEL says already")
+        args.model = Path(args.served)
+    for name, least in (("workers", 0), ("dispatchers", 1), ("gateways", 0)):
         if not least <= getattr(args, name) <= _MAX_PROCESSES:
             raise ConfigError(f"--{name}", f"must be between {least} and {_MAX_PROCESSES}, got {getattr(args, name)}")
     if not 0 <= args.port <= 65536 - args.dispatchers:
@@ -145,6 +169,8 @@ class _Up:
             dispatchers=args.dispatchers,
             host=args.host,
             port=args.port,
+            gateways=args.gateways,
+            http_port=_http_port(args),
             flags=self._service_flags(),
             log_dir=args.log_dir,
             redis_url=args.redis_url,
@@ -169,6 +195,7 @@ class _Up:
             "planner": [*common, *given(_POLICY_FLAG | _PLANNER_FLAGS)],
             "worker": [*common, *engine, *given({"--device-memory-bytes": ""} | _POLICY_FLAG | _WORKER_FLAGS)],
             "dispatcher": [*common, *given(_DISPATCHER_FLAGS)],
+            "gateway": [*common, *given(_GATEWAY_FLAGS)],
         }
 
 
@@ -177,7 +204,25 @@ async def _ready_line(cluster: LocalCluster, workers: int) -> str:
     if workers:
         async with AsyncClient(cluster.address) as client:
             served += f" with {(await client.model_info()).name}"
-    return f"ready: {served} at {', '.join(cluster.addresses)} (logs: {cluster.log_dir})"
+    http = f" at {', '.join(cluster.http_urls)}, gRPC" if cluster.http_urls else ""
+    return f"ready: {served}{http} at {', '.join(cluster.addresses)} (logs: {cluster.log_dir})"
+
+
+def _http_port(args: argparse.Namespace) -> int:
+    """The port that was asked for; otherwise 8000, or what is free next, so that a second cluster can be tried."""
+    if args.http_port is not None or args.port == 0 or not args.gateways:
+        return args.http_port or 0
+    ports = range(_HTTP_PORT, _HTTP_PORT + _HTTP_PORTS)
+    free = (port for port in ports if all(_is_free(args.host, port + i) for i in range(args.gateways)))
+    return next(free, 0)
+
+
+def _is_free(host: str, port: int) -> bool:
+    try:
+        ensure_free(host, port)
+    except ConfigError:
+        return False
+    return True
 
 
 async def _until(stopping: asyncio.Event, cluster: LocalCluster) -> None:

@@ -2,7 +2,7 @@
 
 import os
 import secrets
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal, Self, TypeVar, overload
 
 import grpc
@@ -18,7 +18,7 @@ from ballast.client.codec import (
 )
 from ballast.client.endpoints import Endpoint, Endpoints
 from ballast.client.retry import OverloadRetry
-from ballast.client.stream import GenerationStream
+from ballast.client.stream import GenerationStream, Metadata, to_pairs
 from ballast.client.types import ClusterStatus, Generation, RequestStory
 from ballast.common.errors import InvalidRequest, NotFound, Unavailable
 from ballast.common.model import ModelInfo
@@ -97,6 +97,9 @@ class AsyncClient:
         request_id: str | None = None,
         priority: PriorityClass | str = PriorityClass.DEFAULT,
         include_text: bool = True,
+        fit_max_tokens: bool = False,
+        template_variables: Mapping[str, object] | None = None,
+        metadata: Metadata | None = None,
     ) -> Coroutine[object, object, Generation]: ...
 
     @overload
@@ -112,6 +115,9 @@ class AsyncClient:
         request_id: str | None = None,
         priority: PriorityClass | str = PriorityClass.DEFAULT,
         include_text: bool = True,
+        fit_max_tokens: bool = False,
+        template_variables: Mapping[str, object] | None = None,
+        metadata: Metadata | None = None,
     ) -> GenerationStream: ...
 
     def generate(
@@ -126,6 +132,9 @@ class AsyncClient:
         request_id: str | None = None,
         priority: PriorityClass | str = PriorityClass.DEFAULT,
         include_text: bool = True,
+        fit_max_tokens: bool = False,
+        template_variables: Mapping[str, object] | None = None,
+        metadata: Metadata | None = None,
     ) -> Coroutine[object, object, Generation] | GenerationStream:
         """Generates an answer to one prompt: give `prompt`, `token_ids` or `messages`.
 
@@ -140,6 +149,9 @@ class AsyncClient:
                 have the same.
             priority: interactive, default or batch.
             include_text: False leaves out the text: only token ids are wanted.
+            fit_max_tokens: A max_tokens beyond the model's length is shortened instead of refused.
+            template_variables: Further variables of the chat template: tools, enable_thinking and so on.
+            metadata: Sent along with the call, as gRPC metadata: authorization, traceparent.
 
         Raises:
             InvalidRequest: something about the request is wrong; says what.
@@ -157,6 +169,8 @@ class AsyncClient:
             priority=_priority(priority),
             include_text=include_text,
             collect=not stream,
+            fit_max_tokens=fit_max_tokens,
+            template_variables=template_variables,
         )
         if deadline_s is not None and not deadline_s > 0.0:
             raise InvalidRequest("deadline_s", f"must be above 0, got {deadline_s}")
@@ -165,6 +179,7 @@ class AsyncClient:
             request,
             deadline_s=deadline_s,
             connect_timeout_s=self._connect_timeout_s,
+            metadata=metadata,
             retry=OverloadRetry(self._overload_retries, self._max_retry_wait_s),
         )
         return generation if stream else generation.collect()
@@ -180,6 +195,9 @@ class AsyncClient:
         request_id: str | None = None,
         priority: PriorityClass | str = PriorityClass.DEFAULT,
         include_text: bool = True,
+        fit_max_tokens: bool = False,
+        template_variables: Mapping[str, object] | None = None,
+        metadata: Metadata | None = None,
     ) -> GenerationStream:
         """`generate(..., stream=True)`: `async for chunk in client.stream("Once upon a time"): ...`"""
         return self.generate(
@@ -192,6 +210,9 @@ class AsyncClient:
             request_id=request_id,
             priority=priority,
             include_text=include_text,
+            fit_max_tokens=fit_max_tokens,
+            template_variables=template_variables,
+            metadata=metadata,
         )
 
     async def cancel(self, request_id: str) -> bool:
@@ -218,20 +239,44 @@ class AsyncClient:
             raise unavailable
         return False
 
-    async def tokenize(self, prompt: str | None = None, *, messages: Messages | None = None) -> tuple[int, ...]:
+    async def tokenize(
+        self,
+        prompt: str | None = None,
+        *,
+        messages: Messages | None = None,
+        template_variables: Mapping[str, object] | None = None,
+        add_special_tokens: bool = True,
+        metadata: Metadata | None = None,
+    ) -> tuple[int, ...]:
         """Token ids of a text or of a conversation, as the model would get them."""
         require_one_prompt(prompt=prompt, messages=messages)
+        request = pb.TokenizeRequest(omit_special_tokens=not add_special_tokens)
         if prompt is not None:
-            request = pb.TokenizeRequest(text=checked_text("prompt", prompt))
+            request.text = checked_text("prompt", prompt)
         else:
-            request = pb.TokenizeRequest(conversation=conversation_to_proto(messages or ()))
-        response = await self._ask_any(lambda s, t: s.Tokenize(request, timeout=t))
+            request.conversation.CopyFrom(conversation_to_proto(messages or (), template_variables))
+        response = await self._ask_any(lambda s, t: s.Tokenize(request, timeout=t, metadata=to_pairs(metadata)))
         return tuple(response.ids)
 
-    async def model_info(self) -> ModelInfo:
+    async def detokenize(
+        self, token_ids: Sequence[int], *, skip_special_tokens: bool = False, metadata: Metadata | None = None
+    ) -> str:
+        """The text of token ids."""
+        try:
+            request = pb.DetokenizeRequest(ids=token_ids, skip_special_tokens=skip_special_tokens)
+        except (ValueError, TypeError) as error:
+            raise InvalidRequest("token_ids", f"must be whole numbers below 2**31: {error}") from error
+        response = await self._ask_any(lambda s, t: s.Detokenize(request, timeout=t, metadata=to_pairs(metadata)))
+        return response.text
+
+    async def model_info(self, *, metadata: Metadata | None = None) -> ModelInfo:
         """Facts about the model that is served."""
-        response = await self._ask_any(lambda s, t: s.GetModelInfo(pb.GetModelInfoRequest(), timeout=t))
+        response = await self._get_model_info(metadata)
         return codec.model_from_proto(response.model)
+
+    async def chat_template(self, *, metadata: Metadata | None = None) -> str:
+        """The source of the model's chat template; empty if it has none."""
+        return (await self._get_model_info(metadata)).chat_template
 
     async def status(self, address: str | None = None) -> ClusterStatus:
         """The cluster as one dispatcher sees it.
@@ -294,6 +339,10 @@ class AsyncClient:
     def addresses(self) -> tuple[str, ...]:
         """The dispatchers."""
         return tuple(endpoint.address for endpoint in self._endpoints.all)
+
+    async def _get_model_info(self, metadata: Metadata | None) -> pb.GetModelInfoResponse:
+        request = pb.GetModelInfoRequest()
+        return await self._ask_any(lambda s, t: s.GetModelInfo(request, timeout=t, metadata=to_pairs(metadata)))
 
     def _endpoint(self, address: str) -> Endpoint:
         for endpoint in self._endpoints.all:

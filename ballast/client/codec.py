@@ -1,5 +1,6 @@
 """Protobuf of the inference service <-> the SDK's types."""
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 
 from ballast.client.types import (
@@ -20,7 +21,7 @@ from ballast.rpc import codec
 from ballastpb.cluster.v1 import cluster_pb2
 from ballastpb.inference.v1 import inference_pb2 as pb
 
-Messages = Sequence[ChatMessage | Mapping[str, str]]
+Messages = Sequence[ChatMessage | Mapping[str, object]]
 
 
 def request_to_proto(
@@ -29,6 +30,8 @@ def request_to_proto(
     messages: Messages | None,
     sampling: SamplingParams,
     *,
+    template_variables: Mapping[str, object] | None,
+    fit_max_tokens: bool,
     request_id: str,
     priority: PriorityClass,
     include_text: bool,
@@ -42,6 +45,7 @@ def request_to_proto(
         priority=codec.priority_to_proto(priority),
         omit_text=not include_text,
         collect=collect,
+        fit_max_tokens=fit_max_tokens,
     )
     if prompt is not None:
         request.text = checked_text("prompt", prompt)
@@ -52,7 +56,7 @@ def request_to_proto(
             raise InvalidRequest("token_ids", f"must be whole numbers below 2**31: {error}") from error
         request.token_ids.SetInParent()  # an empty list is a prompt as well; the dispatcher refuses it by name
     else:
-        request.conversation.CopyFrom(conversation_to_proto(messages or ()))
+        request.conversation.CopyFrom(conversation_to_proto(messages or (), template_variables))
     return request
 
 
@@ -70,17 +74,36 @@ def checked_text(field: str, text: str) -> str:
     return text
 
 
-def conversation_to_proto(messages: Messages) -> pb.Conversation:
+def conversation_to_proto(messages: Messages, template_variables: Mapping[str, object] | None) -> pb.Conversation:
     conversation = pb.Conversation()
     for index, message in enumerate(messages):
+        field = f"messages[{index}]"
         if isinstance(message, Mapping):
-            if set(message) != {"role", "content"}:
-                raise InvalidRequest(f"messages[{index}]", f"needs role and content, has {', '.join(sorted(message))}")
-            message = ChatMessage(message["role"], message["content"])
-        role = checked_text(f"messages[{index}].role", message.role)
-        content = checked_text(f"messages[{index}].content", message.content)
-        conversation.messages.append(pb.ChatMessage(role=role, content=content))
+            message = _message_from_mapping(field, message)
+        role = checked_text(f"{field}.role", message.role)
+        content = checked_text(f"{field}.content", message.content)
+        extra = _json(field, message.extra) if message.extra else ""
+        conversation.messages.append(pb.ChatMessage(role=role, content=content, extra_json=extra))
+    if template_variables:
+        conversation.template_variables_json = _json("template_variables", template_variables)
     return conversation
+
+
+def _message_from_mapping(field: str, message: Mapping[str, object]) -> ChatMessage:
+    role, content = message.get("role"), message.get("content")
+    extra = {name: value for name, value in message.items() if name not in ("role", "content")}
+    if content is None and extra:  # an assistant's message may have nothing but tool calls
+        content, extra = "", {**extra, "content": None}
+    if not isinstance(role, str) or not isinstance(content, str):
+        raise InvalidRequest(field, f"needs role and content as strings, has {', '.join(sorted(message))}")
+    return ChatMessage(role, content, extra)
+
+
+def _json(field: str, value: Mapping[str, object]) -> str:
+    try:
+        return checked_text(field, json.dumps(value, ensure_ascii=False, allow_nan=False))
+    except (TypeError, ValueError) as error:
+        raise InvalidRequest(field, f"cannot be written as JSON: {error}") from error
 
 
 def chunk_from_proto(response: pb.GenerateResponse) -> GenerationChunk:
@@ -99,8 +122,8 @@ def chunk_from_proto(response: pb.GenerateResponse) -> GenerationChunk:
 def _logprobs_from_proto(messages: Iterable[cluster_pb2.Logprobs]) -> tuple[Logprobs, ...]:
     return tuple(
         Logprobs(
-            TokenLogprob(message.chosen.token_id, message.chosen.logprob),
-            tuple(TokenLogprob(t.token_id, t.logprob) for t in message.top),
+            TokenLogprob(message.chosen.token_id, message.chosen.logprob, message.chosen.token),
+            tuple(TokenLogprob(t.token_id, t.logprob, t.token) for t in message.top),
         )
         for message in messages
     )

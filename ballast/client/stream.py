@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Self, cast
 
@@ -31,6 +31,14 @@ if TYPE_CHECKING:
     Call = UnaryStreamCall[pb.GenerateRequest, pb.GenerateResponse]
 
 
+Metadata = Mapping[str, str]
+
+
+def to_pairs(metadata: Metadata | None) -> tuple[tuple[str, str], ...] | None:
+    """As gRPC wants it."""
+    return None if metadata is None else tuple((name.lower(), value) for name, value in metadata.items())
+
+
 class GenerationStream(AsyncIterator[GenerationChunk]):
     """The chunks of one request. Made by `AsyncClient.stream`; the request is sent with the first `anext`.
 
@@ -48,6 +56,7 @@ class GenerationStream(AsyncIterator[GenerationChunk]):
         *,
         deadline_s: float | None,
         connect_timeout_s: float,
+        metadata: Metadata | None,
         retry: OverloadRetry,
     ) -> None:
         self.request_id = request.request_id
@@ -55,6 +64,7 @@ class GenerationStream(AsyncIterator[GenerationChunk]):
         self._request = request
         self._give_up_at_s = None if deadline_s is None else time.monotonic() + deadline_s
         self._connect_timeout_s = connect_timeout_s
+        self._metadata = to_pairs(metadata)
         self._retry = retry
         self._call: Call | None = None
         self._target = ""
@@ -155,7 +165,7 @@ class GenerationStream(AsyncIterator[GenerationChunk]):
             raise DeadlineExceeded(f"{self.request_id}: no dispatcher took the request in time")
         stub = await endpoint.connect(min(self._connect_timeout_s, left_s or self._connect_timeout_s))
         self._target = endpoint.address
-        self._call = stub.Generate(self._request, timeout=self._time_left_s())
+        self._call = stub.Generate(self._request, timeout=self._time_left_s(), metadata=self._metadata)
         return await self._read(self._call)
 
     async def _read(self, call: "Call") -> pb.GenerateResponse | None:

@@ -3,13 +3,13 @@
 import asyncio
 import concurrent.futures
 import threading
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Literal, Self, TypeVar, overload
 
 from ballast.client.aio import AsyncClient
 from ballast.client.codec import Messages
-from ballast.client.stream import GenerationStream
+from ballast.client.stream import GenerationStream, Metadata
 from ballast.client.types import ClusterStatus, Generation, GenerationChunk, RequestStory
 from ballast.common.errors import Cancelled, Unavailable
 from ballast.common.model import ModelInfo
@@ -179,6 +179,9 @@ class Client:
         request_id: str | None = None,
         priority: PriorityClass | str = PriorityClass.DEFAULT,
         include_text: bool = True,
+        fit_max_tokens: bool = False,
+        template_variables: Mapping[str, object] | None = None,
+        metadata: Metadata | None = None,
     ) -> Generation: ...
 
     @overload
@@ -194,6 +197,9 @@ class Client:
         request_id: str | None = None,
         priority: PriorityClass | str = PriorityClass.DEFAULT,
         include_text: bool = True,
+        fit_max_tokens: bool = False,
+        template_variables: Mapping[str, object] | None = None,
+        metadata: Metadata | None = None,
     ) -> SyncGenerationStream: ...
 
     def generate(
@@ -208,6 +214,9 @@ class Client:
         request_id: str | None = None,
         priority: PriorityClass | str = PriorityClass.DEFAULT,
         include_text: bool = True,
+        fit_max_tokens: bool = False,
+        template_variables: Mapping[str, object] | None = None,
+        metadata: Metadata | None = None,
     ) -> Generation | SyncGenerationStream:
         """Generates an answer to one prompt; see `AsyncClient.generate` for arguments and errors."""
         if stream:
@@ -220,6 +229,9 @@ class Client:
                 request_id=request_id,
                 priority=priority,
                 include_text=include_text,
+                fit_max_tokens=fit_max_tokens,
+                template_variables=template_variables,
+                metadata=metadata,
             )
         return self._loop.run(
             self._client.generate(
@@ -231,6 +243,9 @@ class Client:
                 request_id=request_id,
                 priority=priority,
                 include_text=include_text,
+                fit_max_tokens=fit_max_tokens,
+                template_variables=template_variables,
+                metadata=metadata,
             )
         )
 
@@ -245,6 +260,9 @@ class Client:
         request_id: str | None = None,
         priority: PriorityClass | str = PriorityClass.DEFAULT,
         include_text: bool = True,
+        fit_max_tokens: bool = False,
+        template_variables: Mapping[str, object] | None = None,
+        metadata: Metadata | None = None,
     ) -> SyncGenerationStream:
         """`generate(..., stream=True)`: `for chunk in client.stream("Once upon a time"): ...`"""
         generation = self._client.stream(
@@ -256,6 +274,9 @@ class Client:
             request_id=request_id,
             priority=priority,
             include_text=include_text,
+            fit_max_tokens=fit_max_tokens,
+            template_variables=template_variables,
+            metadata=metadata,
         )
         return SyncGenerationStream(self._loop, generation)
 
@@ -263,13 +284,41 @@ class Client:
         """Cancels a request, whoever has sent it; see `AsyncClient.cancel`."""
         return self._loop.run(self._client.cancel(request_id))
 
-    def tokenize(self, prompt: str | None = None, *, messages: Messages | None = None) -> tuple[int, ...]:
+    def tokenize(
+        self,
+        prompt: str | None = None,
+        *,
+        messages: Messages | None = None,
+        template_variables: Mapping[str, object] | None = None,
+        add_special_tokens: bool = True,
+        metadata: Metadata | None = None,
+    ) -> tuple[int, ...]:
         """Token ids of a text or of a conversation, as the model would get them."""
-        return self._loop.run(self._client.tokenize(prompt, messages=messages))
+        return self._loop.run(
+            self._client.tokenize(
+                prompt,
+                messages=messages,
+                template_variables=template_variables,
+                add_special_tokens=add_special_tokens,
+                metadata=metadata,
+            )
+        )
 
-    def model_info(self) -> ModelInfo:
+    def detokenize(
+        self, token_ids: Sequence[int], *, skip_special_tokens: bool = False, metadata: Metadata | None = None
+    ) -> str:
+        """The text of token ids."""
+        return self._loop.run(
+            self._client.detokenize(token_ids, skip_special_tokens=skip_special_tokens, metadata=metadata)
+        )
+
+    def model_info(self, *, metadata: Metadata | None = None) -> ModelInfo:
         """Facts about the model that is served."""
-        return self._loop.run(self._client.model_info())
+        return self._loop.run(self._client.model_info(metadata=metadata))
+
+    def chat_template(self, *, metadata: Metadata | None = None) -> str:
+        """The source of the model's chat template; empty if it has none."""
+        return self._loop.run(self._client.chat_template(metadata=metadata))
 
     def status(self, address: str | None = None) -> ClusterStatus:
         """The cluster as one dispatcher sees it; see `AsyncClient.status`."""

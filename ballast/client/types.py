@@ -1,7 +1,7 @@
 """What the SDK hands out: frozen dataclasses, no protobuf."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ballast.common.layout import Layout, Member
 from ballast.common.load import LoadReport
@@ -16,18 +16,25 @@ class ChatMessage:
     Attributes:
         role: What the model's chat template knows: system, user or assistant, as a rule.
         content: The text of the turn.
+        extra: What else the model's chat template may look at: tool_calls, tool_call_id, name.
     """
 
     role: str
     content: str
+    extra: Mapping[str, object] = field(default_factory=dict[str, object])
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """A token and the logarithm of its probability."""
+    """A token and the logarithm of its probability.
+
+    Attributes:
+        token: The bytes that it stands for, which may be a part of a character only.
+    """
 
     token_id: int
     logprob: float
+    token: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,11 +1,14 @@
 """How the next token is chosen, and when to stop. Names and meanings are those of vLLM and Hugging Face."""
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from ballast.common.errors import InvalidRequest
 
+MAX_LOGIT_BIAS = 1024
+MAX_GRAMMAR_CHARS = 1 << 18
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 256
@@ -37,6 +40,29 @@ class PriorityClass(StrEnum):
 _RANKS = {c: i for i, c in enumerate(PriorityClass)}
 
 
+class GrammarKind(StrEnum):
+    JSON_SCHEMA = "json_schema"  # "{}": any JSON value
+    REGEX = "regex"
+    LARK = "lark"  # in the dialect of llguidance
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """The text that may be generated: the whole of it, from its first token to the end of the sequence.
+
+    Raises:
+        InvalidRequest: on construction, if it is too long. Whether it can be understood is seen by a dispatcher.
+    """
+
+    kind: GrammarKind
+    text: str
+
+    def __post_init__(self) -> None:
+        if len(self.text) > MAX_GRAMMAR_CHARS:
+            why = f"at most {MAX_GRAMMAR_CHARS} characters, got {len(self.text)}"
+            raise InvalidRequest(f"sampling.grammar.{self.kind}", why)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """Sampling and stopping of one request.
@@ -65,6 +91,8 @@ class SamplingParams:
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     logprobs: int | None = None  # number of alternatives beside the chosen token; None: no logprobs at all
+    logit_bias: Mapping[int, float] = field(default_factory=dict[int, float])  # token id -> added to its logit
+    grammar: Grammar | None = None  # what the answer's text has to follow; None: anything goes
 
     def __post_init__(self) -> None:
         _whole("max_tokens", self.max_tokens, 1, 2**31 - 1)
@@ -91,6 +119,17 @@ class SamplingParams:
             raise InvalidRequest("sampling.stop_token_ids", f"at most {MAX_STOP_TOKEN_IDS}")
         for token_id in self.stop_token_ids:
             _whole("stop_token_ids", token_id, 0, 2**31 - 1)
+        if self.logit_bias:
+            self._check_logit_bias()
+        if self.grammar is not None and (self.min_tokens or self.ignore_eos):
+            raise InvalidRequest("sampling.grammar", "ends where it ends: min_tokens and ignore_eos cannot be kept")
+
+    def _check_logit_bias(self) -> None:
+        if len(self.logit_bias) > MAX_LOGIT_BIAS:
+            raise InvalidRequest("sampling.logit_bias", f"at most {MAX_LOGIT_BIAS} tokens, got {len(self.logit_bias)}")
+        for token_id, bias in self.logit_bias.items():
+            _whole("logit_bias", token_id, 0, 2**31 - 1)
+            _real(f"logit_bias[{token_id}]", bias, -100.0, 100.0)
 
     @property
     def greedy(self) -> bool:

@@ -28,10 +28,11 @@ from ballast.rpc.channel import open_channel
 from ballastpb.inference.v1 import inference_pb2, inference_pb2_grpc
 from services.worker.config import copy_id
 
-Service = Literal["monitor", "planner", "dispatcher", "worker"]
+Service = Literal["monitor", "planner", "dispatcher", "worker", "gateway"]
 
-_START_ORDER: tuple[Service, ...] = ("monitor", "planner", "worker", "dispatcher")
-_STOP_ORDER: tuple[tuple[Service, ...], ...] = (("dispatcher",), ("worker",), ("planner", "monitor"))
+_START_ORDER: tuple[Service, ...] = ("monitor", "planner", "worker", "dispatcher", "gateway")
+_STOP_ORDER: tuple[tuple[Service, ...], ...] = (("gateway",), ("dispatcher",), ("worker",), ("planner", "monitor"))
+_OUTSIDE: tuple[Service, ...] = ("dispatcher", "gateway")  # what clients reach
 _NEEDS_MODEL: tuple[Service, ...] = ("dispatcher", "worker")
 _POLL_S = 0.02
 _STATUS_TIMEOUT_S = 2.0
@@ -61,8 +62,10 @@ class LocalCluster:
         model: Folder of the checkpoint.
         workers_per_process: Of emulated ones; each has a server, a name and a life of its own all the same. To pause
             or kill one is to do it to all of its process.
-        host: Where dispatchers listen; nobody but them is reachable from elsewhere.
+        host: Where dispatchers and gateways listen; nobody but them is reachable from elsewhere.
         port: Port of the first dispatcher; the others take the ports that follow. 0: any free ports.
+        gateways: How many serve HTTP.
+        http_port: Port of the first gateway; the others take the ports that follow. 0: any free ports.
         device_memory_bytes: Budget of each worker for parameters and KV; None: the worker's default.
         flags: Further command line flags for each service: `{"worker": ["--max-num-seqs", "8"]}`.
         environ: Environment variables of the services, on top of this process's own.
@@ -85,8 +88,10 @@ class LocalCluster:
         dispatchers: int = 1,
         monitors: int = 1,
         planners: int = 1,
+        gateways: int = 0,
         host: str = "127.0.0.1",
         port: int = 0,
+        http_port: int = 0,
         device_memory_bytes: int | None = None,
         flags: Mapping[Service, Sequence[str]] | None = None,
         environ: Mapping[str, str] | None = None,
@@ -103,10 +108,11 @@ class LocalCluster:
             "planner": planners,
             "worker": workers,
             "dispatcher": dispatchers,
+            "gateway": gateways,
         }
         self._workers_per_process = workers_per_process
         self._host = host
-        self._port = port
+        self._ports: dict[Service, int] = {"dispatcher": port, "gateway": http_port}
         self._flags: dict[Service, tuple[str, ...]] = {s: tuple((flags or {}).get(s, ())) for s in _START_ORDER}
         if device_memory_bytes is not None:
             self._flags["worker"] = ("--device-memory-bytes", str(device_memory_bytes), *self._flags["worker"])
@@ -125,6 +131,11 @@ class LocalCluster:
     def addresses(self) -> list[str]:
         """Of the dispatchers, those killed included."""
         return [process.address for process in self.processes["dispatcher"]]
+
+    @property
+    def http_urls(self) -> list[str]:
+        """Of the gateways, those killed included: what an OpenAI client takes as its base URL."""
+        return [f"http://{process.address}/v1" for process in self.processes["gateway"]]
 
     @property
     def log_dir(self) -> Path:
@@ -200,23 +211,28 @@ class LocalCluster:
         give_up_at_s = time.monotonic() + self._start_timeout_s
         for service in _START_ORDER:
             left = self._counts[service]
+            if left and service == "gateway":  # it has to be told where dispatchers are
+                await self._wait_all_ready(give_up_at_s)
             while left:
                 copies = min(left, self._workers_per_process) if service == "worker" else 1
                 self._spawn(service, copies=copies)
                 left -= copies
-        for processes in self.processes.values():
-            for process in processes:
-                await self._wait_ready(process, give_up_at_s)
+        await self._wait_all_ready(give_up_at_s)
         await self._wait_routable({process.id for process in self.processes["worker"]}, give_up_at_s)
 
     def _spawn(self, service: Service, flags: Sequence[str] = (), copies: int = 1) -> list[ServiceProcess]:
         number = self._started[service]
         self._started[service] += 1
         name = f"{service}-{number}"
-        port = self._port + number if service == "dispatcher" and self._port else 0
-        host = self._host if service == "dispatcher" else "127.0.0.1"
+        first_port = self._ports.get(service, 0)
+        port = first_port + number if first_port else 0
+        host = self._host if service in _OUTSIDE else "127.0.0.1"
         command = [sys.executable, "-m", f"services.{service}", "--host", host, "--port", str(port)]
-        command += ["--metrics-port", "0", "--redis-url", self.redis_url, f"--{service}-id", name]
+        command += [f"--{service}-id", name]
+        if service == "gateway":
+            command += ["--dispatchers", ",".join(self.addresses)]
+        else:
+            command += ["--metrics-port", "0", "--redis-url", self.redis_url]
         if service in _NEEDS_MODEL:
             command += ["--model", str(self.model)]
         command += [*self._flags[service], *flags]
@@ -228,6 +244,12 @@ class LocalCluster:
         processes = [ServiceProcess(service, each, child) for each in ids]
         self.processes[service] += processes
         return processes
+
+    async def _wait_all_ready(self, give_up_at_s: float) -> None:
+        for processes in self.processes.values():
+            for process in processes:
+                if not process.address:
+                    await self._wait_ready(process, give_up_at_s)
 
     async def _wait_ready(self, process: ServiceProcess, give_up_at_s: float) -> None:
         while (line := process.child.find_line(f"ready service={process.service} id={process.id} ")) is None:

@@ -5,7 +5,7 @@ from ballast.common.ids import Epoch, GroupId, Incarnation, WorkerId
 from ballast.common.layout import Group, Layout, Member, Place
 from ballast.common.load import LoadReport, MemoryReport
 from ballast.common.model import ModelInfo
-from ballast.common.sampling import FinishReason, PriorityClass, SamplingParams
+from ballast.common.sampling import FinishReason, Grammar, GrammarKind, PriorityClass, SamplingParams
 from ballastpb.cluster.v1 import cluster_pb2 as pb
 
 _FINISH_TO_PROTO = {
@@ -73,13 +73,30 @@ def sampling_to_proto(sampling: SamplingParams) -> pb.SamplingParams:
         value = getattr(sampling, name)
         if value is not None:
             setattr(message, name, value)
+    if sampling.logit_bias:
+        message.logit_bias.update(sampling.logit_bias)
+    if sampling.grammar is not None:
+        setattr(message.grammar, sampling.grammar.kind, sampling.grammar.text)
     return message
 
 
 def sampling_from_proto(message: pb.SamplingParams) -> SamplingParams:
     """Raises InvalidRequest for values out of range; absent fields have their defaults."""
     given = {name: getattr(message, name) for name in _SCALARS if message.HasField(name)}  # pyright: ignore[reportArgumentType]
-    return SamplingParams(**given, stop=tuple(message.stop), stop_token_ids=tuple(message.stop_token_ids))
+    return SamplingParams(
+        **given,
+        stop=tuple(message.stop),
+        stop_token_ids=tuple(message.stop_token_ids),
+        logit_bias=dict(message.logit_bias),
+        grammar=_grammar_from_proto(message.grammar) if message.HasField("grammar") else None,
+    )
+
+
+def _grammar_from_proto(message: pb.Grammar) -> Grammar:
+    kind = message.WhichOneof("kind")
+    if kind is None:
+        raise InvalidRequest("sampling.grammar", "is of no kind that is known here")
+    return Grammar(GrammarKind(kind), getattr(message, kind))
 
 
 def member_to_proto(member: Member) -> pb.Member:

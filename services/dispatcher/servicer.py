@@ -1,9 +1,10 @@
 """InferenceService (protos/ballastpb/inference/v1): checks what clients send; protobuf stops here."""
 
 import asyncio
+import json
 import secrets
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -99,18 +100,24 @@ class DispatcherServicer(inference_pb2_grpc.InferenceServiceServicer):
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
         match request.WhichOneof("prompt"):
             case "text":
-                ids = await self._encoder.encode_text(request.text)
+                special = not request.omit_special_tokens
+                ids = await self._encoder.encode_text(request.text, add_special_tokens=special)
             case "conversation":
                 ids = await self._encode_conversation(request.conversation)
             case None:
                 raise InvalidRequest("prompt", "is missing; give text or conversation")
         return pb.TokenizeResponse(ids=ids)
 
+    async def Detokenize(self, request: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeResponse:
+        ids = list(request.ids)
+        self._check_token_ids("ids", ids)
+        return pb.DetokenizeResponse(text=self._encoder.decode(ids, skip_special_tokens=request.skip_special_tokens))
+
     async def GetModelInfo(self, request: pb.GetModelInfoRequest, context: Context) -> pb.GetModelInfoResponse:
         model = self._shell.model
         if model is None:
             raise Unavailable("workers", "none has connected yet, so the model is not known")
-        return pb.GetModelInfoResponse(model=model_to_proto(model))
+        return pb.GetModelInfoResponse(model=model_to_proto(model), chat_template=self._encoder.chat_template)
 
     async def GetStatus(self, request: pb.GetStatusRequest, context: Context) -> pb.GetStatusResponse:
         core, model = self._shell.core, self._shell.model
@@ -176,9 +183,9 @@ class DispatcherServicer(inference_pb2_grpc.InferenceServiceServicer):
             ending = delivery.ending
             if ending is not None and not isinstance(ending, Finish):
                 if delivery.token_ids and not collect:
-                    await context.write(_response(request, delivery, is_first=is_first))
+                    await context.write(self._response(request, delivery, is_first=is_first))
                 raise ending.error
-            await context.write(_response(request, delivery, is_first=is_first))
+            await context.write(self._response(request, delivery, is_first=is_first))
             if ending is not None:
                 return
             is_first = False
@@ -217,7 +224,11 @@ class DispatcherServicer(inference_pb2_grpc.InferenceServiceServicer):
         return Request(
             request_id=RequestId(message.request_id or str(uuid.uuid4())),
             prompt_token_ids=prompt,
-            sampling=self._complete(sampling, prompt, given_max_tokens=message.sampling.HasField("max_tokens")),
+            sampling=self._complete(
+                sampling,
+                prompt,
+                may_shorten=message.fit_max_tokens or not message.sampling.HasField("max_tokens"),
+            ),
             priority=priority,
             deadline_at_s=arrived_at_s + (longest_s if left_s is None else min(left_s, longest_s)),
             omit_text=message.omit_text,
@@ -228,7 +239,7 @@ class DispatcherServicer(inference_pb2_grpc.InferenceServiceServicer):
         match message.WhichOneof("prompt"):
             case "token_ids":
                 ids = list(message.token_ids.ids)
-                self._check_token_ids(ids)
+                self._check_token_ids("token_ids", ids)
             case "text":
                 ids = await self._encoder.encode_text(message.text)
             case "conversation":
@@ -241,17 +252,24 @@ class DispatcherServicer(inference_pb2_grpc.InferenceServiceServicer):
         return ids
 
     async def _encode_conversation(self, conversation: pb.Conversation) -> Sequence[int]:
-        return await self._encoder.encode_conversation(
-            [{"role": message.role, "content": message.content} for message in conversation.messages]
-        )
+        messages = [
+            {
+                "role": m.role,
+                "content": m.content,
+                **_json_object(f"conversation.messages[{i}].extra_json", m.extra_json),
+            }
+            for i, m in enumerate(conversation.messages)
+        ]
+        variables = _json_object("conversation.template_variables_json", conversation.template_variables_json)
+        return await self._encoder.encode_conversation(messages, variables)
 
-    def _check_token_ids(self, ids: Sequence[int]) -> None:
+    def _check_token_ids(self, field: str, ids: Sequence[int]) -> None:
         """Against the vocabulary, once a worker has told it; the worker checks again."""
         model = self._shell.model
         vocab_size = model.vocab_size if model is not None else 1 << 31
         if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
             at, token_id = next((i, t) for i, t in enumerate(ids) if not 0 <= t < vocab_size)
-            raise InvalidRequest(f"token_ids[{at}]", f"{token_id} is outside the vocabulary [0, {vocab_size})")
+            raise InvalidRequest(f"{field}[{at}]", f"{token_id} is outside the vocabulary [0, {vocab_size})")
 
     def _check_length(self, token_count: int) -> None:
         model = self._shell.model
@@ -260,22 +278,33 @@ class DispatcherServicer(inference_pb2_grpc.InferenceServiceServicer):
             why = f"has {token_count} tokens; with one generated token at most {longest} fit"
             raise InvalidRequest("prompt", why if model is None else f"{why} (max_model_len {model.max_model_len})")
 
-    def _complete(self, sampling: SamplingParams, prompt: Sequence[int], *, given_max_tokens: bool) -> SamplingParams:
+    def _complete(self, sampling: SamplingParams, prompt: Sequence[int], *, may_shorten: bool) -> SamplingParams:
         """Draws a seed where there is none, and fits max_tokens to the model's length.
 
         Like in vLLM, a max_tokens that was asked for and does not fit is an error, and the default is shortened.
         """
         changes: dict[str, int] = {}
+        if sampling.grammar is not None:
+            raise InvalidRequest("sampling.grammar", "is not served yet")
+        self._check_token_ids("sampling.logit_bias", list(sampling.logit_bias))
         if sampling.seed is None:
             changes["seed"] = secrets.randbits(63)
         model = self._shell.model
         if model is not None and len(prompt) + sampling.max_tokens > model.max_model_len:
             room = model.max_model_len - len(prompt)
-            if given_max_tokens:
+            if not may_shorten:
                 why = f"{sampling.max_tokens} and a prompt of {len(prompt)} tokens exceed max_model_len"
                 raise InvalidRequest("sampling.max_tokens", f"{why} {model.max_model_len}; at most {room} fit")
             changes["max_tokens"] = room
         return replace(sampling, **changes) if changes else sampling
+
+    def _response(self, request: Request, delivery: Delivery, *, is_first: bool) -> pb.GenerateResponse:
+        response = _response(request, delivery, is_first=is_first)
+        if not request.omit_text:
+            for logprobs in response.logprobs:
+                for entry in (logprobs.chosen, *logprobs.top):
+                    entry.token = self._encoder.token_bytes(entry.token_id)
+        return response
 
     # --------------------------------------------------------------------------------------------- status
 
@@ -297,6 +326,18 @@ class DispatcherServicer(inference_pb2_grpc.InferenceServiceServicer):
                 )
                 statuses.append(status)
         return sorted(statuses, key=lambda status: status.worker_id)
+
+
+def _json_object(field: str, text: str) -> Mapping[str, object]:
+    if not text:
+        return {}
+    try:
+        value: object = json.loads(text)
+    except ValueError as error:
+        raise InvalidRequest(field, f"is not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise InvalidRequest(field, "must be a JSON object")
+    return cast(Mapping[str, object], value)
 
 
 def _response(request: Request, delivery: Delivery, *, is_first: bool) -> pb.GenerateResponse:

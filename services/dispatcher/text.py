@@ -1,25 +1,25 @@
-"""Text and conversations -> token ids, with the model's own tokenizer and chat template.
+"""Text and conversations -> token ids and back, with the model's own tokenizer and chat template.
 
 Same results as `transformers`: a text gets the tokenizer's special tokens, a rendered conversation brings its own.
 """
 
 import asyncio
-import datetime
 import json
+import re
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
-from jinja2 import TemplateError
-from jinja2.ext import loopcontrols
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
 from ballast.common.errors import ConfigError, InvalidRequest
+from services.dispatcher.template import ChatTemplate
 
 # A longer text is tokenized in a thread: that takes milliseconds, and only the batch call releases the GIL.
 _THREAD_CHARS = 4_000
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
+_BYTE_FALLBACK = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class PromptEncoder:
@@ -32,28 +32,36 @@ class PromptEncoder:
     def __init__(self, model: Path) -> None:
         self._tokenizer = _load_tokenizer(model)
         config = _read_json(model / "tokenizer_config.json")
-        self._variables = {name: _token_text(config.get(name)) for name in _SPECIAL_TOKENS if name in config}
-        source = _template_source(model, config)
-        self._template = None if source is None else _compile(source, model)
+        variables = {name: _token_text(config.get(name)) for name in _SPECIAL_TOKENS if name in config}
+        self._template = ChatTemplate(model, config, variables)
+        self.token_bytes = TokenBytes(self._tokenizer)
 
-    async def encode_text(self, text: str) -> Sequence[int]:
-        return await self._encode("text", text, add_special_tokens=True)
+    @property
+    def chat_template(self) -> str:
+        """Its source; empty if there is none."""
+        return self._template.source
 
-    async def encode_conversation(self, messages: Sequence[Mapping[str, str]]) -> Sequence[int]:
+    async def encode_text(self, text: str, *, add_special_tokens: bool = True) -> Sequence[int]:
+        return await self._encode("text", text, add_special_tokens=add_special_tokens)
+
+    async def encode_conversation(
+        self, messages: Sequence[Mapping[str, object]], variables: Mapping[str, object] | None = None
+    ) -> Sequence[int]:
         """Ends where the assistant's answer begins.
+
+        Args:
+            messages: With role, content, and what else the template looks at.
+            variables: Further variables of the template: tools, enable_thinking and so on.
 
         Raises:
             InvalidRequest: the template refuses the messages, or the model has none.
         """
-        if self._template is None:
-            raise InvalidRequest("conversation", "this model has no chat template; send text or token ids")
-        if not messages:
-            raise InvalidRequest("conversation.messages", "must not be empty")
-        try:
-            text = self._template.render(messages=messages, add_generation_prompt=True, **self._variables)
-        except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError) as error:
-            raise InvalidRequest("conversation", f"the chat template refuses it: {error}") from error
+        text = self._template.render(messages, variables or {})
         return await self._encode("conversation", text, add_special_tokens=False)
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        """Token ids that are not in the vocabulary are left out."""
+        return self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
     async def _encode(self, field: str, text: str, *, add_special_tokens: bool) -> Sequence[int]:
         try:
@@ -65,6 +73,40 @@ class PromptEncoder:
         except (TypeError, ValueError) as error:
             raise InvalidRequest(field, f"cannot be tokenized: {error}") from error
         return encoding.ids
+
+
+class TokenBytes:
+    """The bytes that a token stands for, which need not be whole characters. Call it with a token id."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._added = {token_id: token.content for token_id, token in tokenizer.get_added_tokens_decoder().items()}
+        decoder = tokenizer.decoder
+        self._is_byte_level = decoder is not None and b"ByteLevel" in cast(bytes, decoder.__getstate__())
+        self._look_up = lru_cache(maxsize=1 << 16)(self._find)
+
+    def __call__(self, token_id: int) -> bytes:
+        return self._look_up(token_id)
+
+    def _find(self, token_id: int) -> bytes:
+        added = self._added.get(token_id)
+        if added is not None:
+            return added.encode()
+        token = self._tokenizer.id_to_token(token_id) or ""
+        if self._is_byte_level:
+            return bytes(_BYTE_OF[char] for char in token if char in _BYTE_OF)
+        found = _BYTE_FALLBACK.fullmatch(token)
+        return bytes([int(found[1], 16)]) if found else token.replace("\u2581", " ").encode()
+
+
+def _byte_level_alphabet() -> dict[str, int]:
+    """How byte-level tokenizers (since GPT-2) write bytes: printable ones as they are, others from U+0100 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(0x100) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
+
+
+_BYTE_OF = _byte_level_alphabet()
 
 
 def _load_tokenizer(model: Path) -> Tokenizer:
@@ -98,42 +140,3 @@ def _token_text(value: object) -> str:
     if isinstance(value, dict):
         return str(cast(Mapping[str, object], value).get("content", ""))
     return "" if value is None else str(value)
-
-
-def _template_source(model: Path, config: Mapping[str, Any]) -> str | None:
-    """A file of its own goes before the entry in tokenizer_config.json; of several templates the default one."""
-    path = model / "chat_template.jinja"
-    if path.is_file():
-        try:
-            return path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(str(path), f"cannot be read: {error}") from error
-    entry: object = config.get("chat_template")
-    if isinstance(entry, list):
-        named = cast(Sequence[Mapping[str, str]], entry)
-        return next((t.get("template") for t in named if t.get("name") == "default"), None)
-    return entry if isinstance(entry, str) else None
-
-
-def _compile(source: str, model: Path):
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
-    environment.filters["tojson"] = _to_json
-    # jinja2 infers the type of its globals from those it has itself.
-    cast(dict[str, object], environment.globals).update(raise_exception=_raise_exception, strftime_now=_strftime_now)
-    try:
-        return environment.from_string(source)
-    except TemplateError as error:
-        raise ConfigError(str(model), f"its chat template is not valid: {error}") from error
-
-
-def _to_json(value: object, indent: int | None = None) -> str:
-    """Without the HTML escapes of jinja2's own filter."""
-    return json.dumps(value, ensure_ascii=False, indent=indent)
-
-
-def _raise_exception(why: str) -> NoReturn:
-    raise TemplateError(why)
-
-
-def _strftime_now(form: str) -> str:
-    return datetime.datetime.now().astimezone().strftime(form)

@@ -159,7 +159,7 @@ def test_ctrl_c_lets_a_running_request_finish_and_leaves_nothing(model: Path, tm
     with up(tmp_path / "stderr", *arguments, "--log-dir", str(tmp_path / "logs")) as process:
         assert process.wait_ready().count("\n") == 1
         children = process.children()
-        assert len(children) == 5  # state server, monitor, planner, worker, dispatcher
+        assert len(children) == 6  # state server, monitor, planner, worker, dispatcher, gateway
         command = [sys.executable, "-m", "ballast.cli.main", "generate", "x", "--address", process.address]
         command += ["--max-tokens", "400", "--ignore-eos", "--json"]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as request:
@@ -174,7 +174,7 @@ def test_ctrl_c_lets_a_running_request_finish_and_leaves_nothing(model: Path, tm
             "stopping; running requests finish (again: stop at once)",
         ]
         assert {path.name for path in (tmp_path / "logs").iterdir()} == {
-            f"{service}-0.log" for service in ("monitor", "planner", "worker", "dispatcher")
+            f"{service}-0.log" for service in ("monitor", "planner", "worker", "dispatcher", "gateway")
         }
 
 

@@ -49,6 +49,11 @@ class InferenceServiceStub:
                 request_serializer=ballastpb_dot_inference_dot_v1_dot_inference__pb2.TokenizeRequest.SerializeToString,
                 response_deserializer=ballastpb_dot_inference_dot_v1_dot_inference__pb2.TokenizeResponse.FromString,
                 _registered_method=True)
+        self.Detokenize = channel.unary_unary(
+                '/ballastpb.inference.v1.InferenceService/Detokenize',
+                request_serializer=ballastpb_dot_inference_dot_v1_dot_inference__pb2.DetokenizeRequest.SerializeToString,
+                response_deserializer=ballastpb_dot_inference_dot_v1_dot_inference__pb2.DetokenizeResponse.FromString,
+                _registered_method=True)
         self.GetModelInfo = channel.unary_unary(
                 '/ballastpb.inference.v1.InferenceService/GetModelInfo',
                 request_serializer=ballastpb_dot_inference_dot_v1_dot_inference__pb2.GetModelInfoRequest.SerializeToString,
@@ -107,6 +112,13 @@ class InferenceServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Detokenize(self, request, context):
+        """The text of token ids.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetModelInfo(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -160,6 +172,11 @@ def add_InferenceServiceServicer_to_server(servicer, server):
                     servicer.Tokenize,
                     request_deserializer=ballastpb_dot_inference_dot_v1_dot_inference__pb2.TokenizeRequest.FromString,
                     response_serializer=ballastpb_dot_inference_dot_v1_dot_inference__pb2.TokenizeResponse.SerializeToString,
+            ),
+            'Detokenize': grpc.unary_unary_rpc_method_handler(
+                    servicer.Detokenize,
+                    request_deserializer=ballastpb_dot_inference_dot_v1_dot_inference__pb2.DetokenizeRequest.FromString,
+                    response_serializer=ballastpb_dot_inference_dot_v1_dot_inference__pb2.DetokenizeResponse.SerializeToString,
             ),
             'GetModelInfo': grpc.unary_unary_rpc_method_handler(
                     servicer.GetModelInfo,
@@ -268,6 +285,33 @@ class InferenceService:
             '/ballastpb.inference.v1.InferenceService/Tokenize',
             ballastpb_dot_inference_dot_v1_dot_inference__pb2.TokenizeRequest.SerializeToString,
             ballastpb_dot_inference_dot_v1_dot_inference__pb2.TokenizeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Detokenize(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ballastpb.inference.v1.InferenceService/Detokenize',
+            ballastpb_dot_inference_dot_v1_dot_inference__pb2.DetokenizeRequest.SerializeToString,
+            ballastpb_dot_inference_dot_v1_dot_inference__pb2.DetokenizeResponse.FromString,
             options,
             channel_credentials,
             insecure,

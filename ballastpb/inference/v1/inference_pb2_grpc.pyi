@@ -47,6 +47,8 @@ class InferenceServiceStub:
     """Cancels a request by id. Idempotent: an unknown id is answered with found = false."""
     Tokenize: _grpc.UnaryUnaryMultiCallable[_inference_pb2.TokenizeRequest, _inference_pb2.TokenizeResponse]
     """Token ids of a text or of a conversation, with the model's own tokenizer and chat template."""
+    Detokenize: _grpc.UnaryUnaryMultiCallable[_inference_pb2.DetokenizeRequest, _inference_pb2.DetokenizeResponse]
+    """The text of token ids."""
     GetModelInfo: _grpc.UnaryUnaryMultiCallable[_inference_pb2.GetModelInfoRequest, _inference_pb2.GetModelInfoResponse]
     GetStatus: _grpc.UnaryUnaryMultiCallable[_inference_pb2.GetStatusRequest, _inference_pb2.GetStatusResponse]
     """The cluster as this dispatcher sees it: layout, load and memory of each worker, its own backlog."""
@@ -78,6 +80,8 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
     """Cancels a request by id. Idempotent: an unknown id is answered with found = false."""
     Tokenize: _aio.UnaryUnaryMultiCallable[_inference_pb2.TokenizeRequest, _inference_pb2.TokenizeResponse]  # type: ignore[assignment]
     """Token ids of a text or of a conversation, with the model's own tokenizer and chat template."""
+    Detokenize: _aio.UnaryUnaryMultiCallable[_inference_pb2.DetokenizeRequest, _inference_pb2.DetokenizeResponse]  # type: ignore[assignment]
+    """The text of token ids."""
     GetModelInfo: _aio.UnaryUnaryMultiCallable[_inference_pb2.GetModelInfoRequest, _inference_pb2.GetModelInfoResponse]  # type: ignore[assignment]
     GetStatus: _aio.UnaryUnaryMultiCallable[_inference_pb2.GetStatusRequest, _inference_pb2.GetStatusResponse]  # type: ignore[assignment]
     """The cluster as this dispatcher sees it: layout, load and memory of each worker, its own backlog."""
@@ -124,6 +128,14 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_inference_pb2.TokenizeResponse, _abc.Awaitable[_inference_pb2.TokenizeResponse]]:
         """Token ids of a text or of a conversation, with the model's own tokenizer and chat template."""
+
+    @_abc_1.abstractmethod
+    def Detokenize(
+        self,
+        request: _inference_pb2.DetokenizeRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_inference_pb2.DetokenizeResponse, _abc.Awaitable[_inference_pb2.DetokenizeResponse]]:
+        """The text of token ids."""
 
     @_abc_1.abstractmethod
     def GetModelInfo(

@@ -1,6 +1,7 @@
 """Changes to logits that depend on the tokens a sequence has had so far, or on how many it has generated."""
 
 import math
+from collections.abc import Mapping
 
 import torch
 
@@ -38,6 +39,18 @@ class TokenHistory:
             logits_V.sub_(counts_V * sampling.frequency_penalty)
         if sampling.presence_penalty != 0.0:
             logits_V.sub_((counts_V > 0).to(logits_V.dtype) * sampling.presence_penalty)
+
+
+class Bias:
+    """What a request adds to the logits of some tokens."""
+
+    def __init__(self, bias: Mapping[int, float], device: torch.device) -> None:
+        self._token_ids = torch.tensor(list(bias), dtype=torch.int64, device=device)
+        self._values = torch.tensor(list(bias.values()), dtype=torch.float64, device=device)
+
+    def apply(self, logits_V: torch.Tensor) -> None:
+        """Adds in place."""
+        logits_V.index_add_(0, self._token_ids, self._values.to(logits_V.dtype))
 
 
 def forbid(logits_V: torch.Tensor, token_ids: tuple[int, ...]) -> None:

@@ -1,8 +1,8 @@
 """Chooses the next tokens. What a row gives depends on its logits, parameters, seed and position alone.
 
-Order, as in vLLM: forbidden tokens, penalties, temperature, min-p, top-k, top-p. Everything random is computed in
-float64 and row by row, so that neither batch neighbours nor their number can change a token. Tokens whose probability
-equals that of the last one a filter keeps are kept too: a border between equals would depend on sorting.
+Order, as in vLLM: forbidden tokens, logit bias, penalties, temperature, min-p, top-k, top-p. Everything random is
+computed in float64 and row by row, so that neither batch neighbours nor their number can change a token. Tokens whose
+probability equals that of the last one a filter keeps are kept too: a border between equals would depend on sorting.
 
 Shapes: R rows that sample, V vocabulary.
 """
@@ -17,7 +17,7 @@ import torch
 from ballast.common.errors import InvariantViolation
 from ballast.common.sampling import SamplingParams
 from services.worker.core.batch import NewSequence, SequenceId, TokenLogprobs
-from services.worker.engine.penalties import TokenHistory, forbid
+from services.worker.engine.penalties import Bias, TokenHistory, forbid
 from services.worker.engine.random_numbers import uniforms
 
 
@@ -41,6 +41,7 @@ class _Sequence:
     seed: int
     forbidden: tuple[int, ...]  # until min_tokens have been generated
     forbidden_until: int  # position from which they are allowed
+    bias: Bias | None
     history: TokenHistory | None
     plain: bool  # the most probable token and nothing else
 
@@ -75,8 +76,9 @@ class Sampler:
             seed=sampling.seed or 0,
             forbidden=forbidden,
             forbidden_until=len(new.prompt_token_ids) + sampling.min_tokens,
+            bias=Bias(sampling.logit_bias, self._device) if sampling.logit_bias else None,
             history=TokenHistory(new, self._vocab_size, self._device) if penalised else None,
-            plain=sampling.greedy and not penalised and not forbidden and sampling.logprobs is None,
+            plain=sampling.greedy and not (penalised or forbidden or sampling.logit_bias) and sampling.logprobs is None,
         )
         self._sequences[new.sequence_id] = sequence
         self._special += not sequence.plain
@@ -99,6 +101,8 @@ class Sampler:
         for row, sequence, logits_V in zip(rows, sequences, logits_RV, strict=True):
             if row.position < sequence.forbidden_until and sequence.forbidden:
                 forbid(logits_V, sequence.forbidden)
+            if sequence.bias is not None:
+                sequence.bias.apply(logits_V)
             if sequence.history is not None:
                 sequence.history.apply(logits_V)
         token_ids = self._choose(rows, sequences, logits_RV)

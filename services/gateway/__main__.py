@@ -1,0 +1,61 @@
+"""`python -m services.gateway`: builds the parts, wires them, and waits for the signal to stop."""
+
+import sys
+import uuid
+
+from ballast.client import AsyncClient
+from ballast.common.errors import ConfigError, InvalidRequest
+from ballast.service import logs
+from ballast.service.lifecycle import Lifecycle, advertised_address, run_service, say_ready
+from ballast.service.metrics import REGISTRY, MetricsServer
+from ballast.service.settings import load_settings
+from services.gateway.app import Bounds, build_app
+from services.gateway.config import GatewaySettings
+from services.gateway.endpoints import Endpoints
+from services.gateway.generation import Generator
+from services.gateway.metrics import GatewayMetrics
+from services.gateway.models import ServedModel
+from services.gateway.server import HttpServer
+
+_NAME = "gateway"
+
+
+async def main(life: Lifecycle) -> None:
+    settings = load_settings(GatewaySettings, sys.argv[1:])
+    gateway_id = settings.gateway_id or f"gateway-{uuid.uuid4().hex[:8]}"
+    logs.configure(service=_NAME, instance=gateway_id, level=settings.log_level, form=settings.log_format)
+    logs.get_logger().info("starting", settings=settings.model_dump(mode="json"))
+    try:
+        client = AsyncClient(
+            settings.dispatchers,
+            connect_timeout_s=settings.connect_timeout_s,
+            call_timeout_s=settings.call_timeout_s,
+        )
+    except InvalidRequest as error:
+        raise ConfigError("gateway.dispatchers", error.why) from error
+    async with client:
+        names = tuple(name.strip() for name in (settings.served_model_name or "").split(",") if name.strip())
+        metrics = GatewayMetrics(REGISTRY)
+        model = ServedModel(client, names, settings.model_refresh_s)
+        exposition = MetricsServer("", 0, service=_NAME, instance=gateway_id).shown  # on the port of all else
+        exposition.model_name = lambda: model.name
+        app = build_app(
+            Endpoints(client, Generator(client, metrics), model, settings.max_choices),
+            metrics,
+            exposition,
+            Bounds(
+                max_concurrent_requests=settings.max_concurrent_requests,
+                max_body_bytes=settings.max_body_bytes,
+                body_timeout_s=settings.body_timeout_s,
+                client_stall_timeout_s=settings.client_stall_timeout_s,
+            ),
+            is_stopping=life.stopping.is_set,
+        )
+        server = HttpServer(app, host=settings.host, port=settings.port, shutdown_timeout_s=settings.shutdown_timeout_s)
+        await server.start()
+        say_ready(_NAME, gateway_id, advertised_address(settings.host, settings.advertise_host, server.port))
+        await server.serve(life.stopping)
+
+
+if __name__ == "__main__":
+    run_service(main)

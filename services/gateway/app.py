@@ -1,0 +1,281 @@
+"""The HTTP side: routes, bounds, disconnects, errors, metrics."""
+
+import asyncio
+import re
+import time
+import uuid
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from prometheus_client.registry import Collector
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from ballast.service.logs import get_logger
+from services.gateway.endpoints import Call, Endpoints, Events, Reply
+from services.gateway.errors import Failure, failure_of, invalid
+from services.gateway.metrics import GatewayMetrics
+from services.gateway.openai.writing import dumps, event
+
+_CLIENT_GONE = 499  # nginx's number for a client that has closed the connection
+_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,96}")
+_PASSED_ON = ("authorization", "traceparent", "tracestate")
+_JSON, _SSE = b"application/json", b"text/event-stream; charset=utf-8"
+
+Handler = Callable[[Call], Awaitable[Reply]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bounds:
+    max_concurrent_requests: int
+    max_body_bytes: int
+    body_timeout_s: float
+    client_stall_timeout_s: float
+
+
+def build_app(
+    endpoints: Endpoints,
+    metrics: GatewayMetrics,
+    exposition: Collector,
+    bounds: Bounds,
+    is_stopping: Callable[[], bool],
+) -> Starlette:
+    door = Door(metrics, bounds, is_stopping)
+    served: list[tuple[str, str, str, Handler]] = [
+        ("POST", "/v1/chat/completions", "chatcmpl", endpoints.chat),
+        ("POST", "/v1/completions", "cmpl", endpoints.complete),
+        ("GET", "/v1/models", "models", endpoints.models),
+        ("GET", "/v1/models/{name:path}", "models", endpoints.model),
+        ("POST", "/tokenize", "tokenize", endpoints.tokenize),
+        ("POST", "/detokenize", "detokenize", endpoints.detokenize),
+        ("GET", "/health", "health", endpoints.health),
+        ("GET", "/live", "live", endpoints.live),
+        ("GET", "/version", "version", endpoints.version),
+    ]
+    routes = [Route(path, door.endpoint(path, kind, act), methods=[method]) for method, path, kind, act in served]
+
+    registry = CollectorRegistry()
+    registry.register(exposition)
+
+    async def show_metrics(_: Request) -> Response:
+        return Response(generate_latest(registry), headers={"content-type": CONTENT_TYPE_LATEST})
+
+    async def on_http_error(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        why = f"{error.detail}: {request.method} {request.url.path}"
+        failure = invalid(None, why, code="unknown_url" if error.status_code == 404 else "method_not_allowed")
+        headers = {**(error.headers or {}), "content-type": "application/json"}
+        return Response(dumps(failure.body()), error.status_code, headers)
+
+    routes.append(Route("/metrics", show_metrics))
+    return Starlette(routes=routes, exception_handlers={HTTPException: on_http_error})
+
+
+class ClientGone(Exception):
+    """Nobody waits for the answer any more."""
+
+
+class Door:
+    """Carries out calls: what comes in is bounded, who goes away is noticed, what fails is told."""
+
+    def __init__(self, metrics: GatewayMetrics, bounds: Bounds, is_stopping: Callable[[], bool]) -> None:
+        self._metrics = metrics
+        self._bounds = bounds
+        self._is_stopping = is_stopping
+        self._in_flight = 0
+
+    def endpoint(self, route: str, kind: str, act: Handler) -> ASGIApp:
+        """`kind` begins the ids of its requests."""
+
+        async def serve(scope: Scope, receive: Receive, send: Send) -> None:
+            await self._serve(route, kind, act, scope, receive, send)
+
+        # Starlette hands the bare ASGI call to whatever is not a function.
+        return _Asgi(serve)
+
+    async def _serve(self, route: str, kind: str, act: Handler, scope: Scope, receive: Receive, send: Send) -> None:
+        began_s = time.perf_counter()
+        headers = _headers(scope)
+        request_id, shown_id = _ids(kind, headers.get("x-request-id"))
+        answer = Answer(send, shown_id, self._bounds.client_stall_timeout_s)
+        self._in_flight += 1
+        self._metrics.in_flight.set(self._in_flight)
+        try:
+            self._check_room(route)
+            body = await self._read_body(receive, headers)
+            metadata = {name: headers[name] for name in _PASSED_ON if name in headers}
+            path: Mapping[str, str] = scope.get("path_params", {})
+            async with Watch(receive):
+                reply = await act(Call(request_id=request_id, body=body, path=path, metadata=metadata))
+                if isinstance(reply, Mapping):
+                    await answer.send_json(200, reply)
+                else:
+                    self._metrics.ttft_s.labels(route).observe(time.perf_counter() - began_s)
+                    await answer.send_events(reply)
+        except ClientGone:
+            answer.status = _CLIENT_GONE
+        except Exception as error:  # noqa: BLE001 - the one place where every failure becomes an answer
+            await self._fail(route, request_id, error, answer)
+        finally:
+            self._in_flight -= 1
+            self._metrics.in_flight.set(self._in_flight)
+            self._metrics.requests.labels(route, str(answer.status)).inc()
+            self._metrics.duration_s.labels(route).observe(time.perf_counter() - began_s)
+
+    async def _fail(self, route: str, request_id: str, error: Exception, answer: "Answer") -> None:
+        failure = failure_of(error)
+        if failure.status >= 500 and failure.code == "internal_error":
+            get_logger().error("request failed", route=route, request_id=request_id, exc_info=error)
+        try:
+            await answer.send_failure(failure)
+        except ClientGone:
+            answer.status = _CLIENT_GONE
+
+    def _check_room(self, route: str) -> None:
+        if self._is_stopping() and route != "/live":
+            raise Failure(503, "server_error", "stopping", "this gateway is stopping", headers={"retry-after": "1"})
+        if self._in_flight > self._bounds.max_concurrent_requests and route.startswith("/v1/"):
+            why = f"{self._bounds.max_concurrent_requests} requests are being served, which is this gateway's limit"
+            raise Failure(503, "server_error", "overloaded", why, headers={"retry-after": "1"})
+
+    async def _read_body(self, receive: Receive, headers: Mapping[str, str]) -> bytes:
+        limit = self._bounds.max_body_bytes
+        length = headers.get("content-length", "0")
+        if length.isdecimal() and int(length) > limit:
+            raise _too_large(limit)
+        parts: list[bytes] = []
+        size = 0
+        try:
+            async with asyncio.timeout(self._bounds.body_timeout_s):
+                while True:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        raise ClientGone
+                    parts.append(message.get("body", b""))
+                    size += len(parts[-1])
+                    if size > limit:
+                        raise _too_large(limit)
+                    if not message.get("more_body", False):
+                        return b"".join(parts)
+        except TimeoutError as error:
+            why = f"the body did not come within {self._bounds.body_timeout_s:g} s"
+            raise Failure(408, "invalid_request_error", "body_timeout", why) from error
+
+
+class Watch:
+    """Cancels what its block does when the client goes away, and raises ClientGone then.
+
+    The body has to have been read: what comes next can only be the end of the connection.
+    """
+
+    def __init__(self, receive: Receive) -> None:
+        self._receive = receive
+        self._is_gone = False
+        self._is_over = False
+
+    async def __aenter__(self) -> Self:
+        task = asyncio.current_task()
+        assert task is not None, "runs in a task"
+        self._task = task
+        self._watching = asyncio.create_task(self._watch(), name="watch for a disconnect")
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._is_over = True
+        self._watching.cancel()
+        if self._is_gone and self._task.uncancel() == 0 and isinstance(error, asyncio.CancelledError):
+            raise ClientGone from error
+
+    async def _watch(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        if not self._is_over:
+            self._is_gone = True
+            self._task.cancel()
+
+
+class Answer:
+    """What goes back to one client."""
+
+    def __init__(self, send: Send, request_id: str, stall_timeout_s: float) -> None:
+        self.status = 500
+        self._send = send
+        self._request_id = request_id.encode()
+        self._stall_timeout_s = stall_timeout_s
+        self._has_begun = False
+
+    async def send_json(
+        self, status: int, value: Mapping[str, object], headers: Mapping[str, str] | None = None
+    ) -> None:
+        body = dumps(value).encode()
+        more = [(name.encode(), text.encode()) for name, text in (headers or {}).items()]
+        await self._begin(status, [(b"content-type", _JSON), (b"content-length", b"%d" % len(body)), *more])
+        await self._write(body, more=False)
+
+    async def send_events(self, events: Events) -> None:
+        try:
+            await self._begin(
+                200, [(b"content-type", _SSE), (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
+            )
+            async for part in events:
+                await self._write(part, more=True)
+        finally:
+            await events.aclose()
+        await self._write(b"", more=False)
+
+    async def send_failure(self, failure: Failure) -> None:
+        """As the whole answer, or as the last event of one that has begun."""
+        if self._has_begun:
+            self.status = failure.status
+            await self._write(event(failure.body()), more=False)
+        else:
+            await self.send_json(failure.status, failure.body(), failure.headers)
+
+    async def _begin(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+        self.status = status
+        headers = [*headers, (b"x-request-id", self._request_id)]
+        self._has_begun = True
+        await self._bounded({"type": "http.response.start", "status": status, "headers": headers})
+
+    async def _write(self, body: bytes, *, more: bool) -> None:
+        await self._bounded({"type": "http.response.body", "body": body, "more_body": more})
+
+    async def _bounded(self, message: dict[str, object]) -> None:
+        try:
+            async with asyncio.timeout(self._stall_timeout_s):
+                await self._send(message)
+        except TimeoutError as error:
+            raise ClientGone(f"it has read nothing for {self._stall_timeout_s:g} s") from error
+
+
+class _Asgi:
+    def __init__(self, serve: ASGIApp) -> None:
+        self._serve = serve
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._serve(scope, receive, send)
+
+
+def _headers(scope: Scope) -> dict[str, str]:
+    return {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+
+
+def _ids(kind: str, given: str | None) -> tuple[str, str]:
+    """The id of a request at dispatchers, which is unique, and the one that its client is told."""
+    if given is None or _REQUEST_ID.fullmatch(given) is None:
+        minted = f"{kind}-{uuid.uuid4().hex}"
+        return minted, minted
+    return f"{kind}-{given}-{uuid.uuid4().hex[:8]}", given
+
+
+def _too_large(limit: int) -> Failure:
+    return invalid(None, f"the body has more than {limit} bytes", code="body_too_large", status=413)

@@ -1,0 +1,59 @@
+"""Settings of a gateway. Flag names follow vLLM where it has the same setting."""
+
+from collections.abc import Mapping
+from typing import ClassVar, Literal
+
+from pydantic import Field
+
+from ballast.service.settings import Settings
+
+
+class GatewaySettings(Settings):
+    service: ClassVar[str] = "gateway"
+    summary: ClassVar[str] = "Serves OpenAI's HTTP interface on top of dispatchers."
+    short_flags: ClassVar[Mapping[str, str]] = {
+        "client-stall-timeout-s": "client-stall-timeout",
+        "shutdown-timeout-s": "shutdown-timeout",
+    }
+
+    # Where it listens and whom it knows.
+    host: str = "127.0.0.1"
+    """Address to listen on."""
+    port: int = Field(8000, ge=0, le=65535)
+    """Port to listen on; 0: any free one."""
+    advertise_host: str | None = None
+    """Name or address that the ready line names. Default: the host it listens on, or this machine's name if that is
+    0.0.0.0."""
+    gateway_id: str | None = Field(None, min_length=1, max_length=128)
+    """Name of this replica. Default: made up at every start."""
+    dispatchers: str = "127.0.0.1:50051"
+    """Where requests go: HOST:PORT, several with commas."""
+    served_model_name: str | None = None
+    """What clients call the model; several names with commas, answers use the first. Default: its own name."""
+
+    # What it takes.
+    max_concurrent_requests: int = Field(4096, ge=1)
+    """Requests that are served at once; more are refused with status 503."""
+    max_body_bytes: int = Field(8 << 20, ge=1024, le=64 << 20)
+    """Longest body of a request."""
+    max_choices: int = Field(128, ge=1, le=4096)
+    """Most choices that one request may ask for: prompts times n."""
+    body_timeout_s: float = Field(30.0, gt=0)
+    """Seconds from the head of a request to the end of its body."""
+    client_stall_timeout_s: float = Field(60.0, gt=0)
+    """Seconds after which a client that reads nothing is given up."""
+
+    # How it asks.
+    connect_timeout_s: float = Field(5.0, gt=0)
+    """Seconds to connect to a dispatcher."""
+    call_timeout_s: float = Field(10.0, gt=0)
+    """Seconds for everything but generating."""
+    model_refresh_s: float = Field(10.0, gt=0)
+    """Seconds after which facts about the model are asked for anew."""
+
+    shutdown_timeout_s: float = Field(30.0, ge=0)
+    """Seconds that running requests get to finish after the signal to stop."""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """Least severe log lines to show."""
+    log_format: Literal["console", "json"] = "console"
+    """console: for people; json: one object per line."""

@@ -1,0 +1,276 @@
+"""What each path of the API does: a parsed call in, an answer or a stream of events out."""
+
+import time
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+
+from ballast import __version__
+from ballast.client import AsyncClient, GenerationChunk
+from ballast.common.errors import BallastError, DeadlineExceeded, Unavailable
+from ballast.common.sampling import SamplingParams
+from services.gateway.errors import invalid
+from services.gateway.generation import Ask, Caller, Generator, with_first
+from services.gateway.models import Served, ServedModel, unknown_model
+from services.gateway.openai.chat import ChatWriter, Head, Wishes
+from services.gateway.openai.completion import CompletionWriter
+from services.gateway.openai.messages import messages_for_template
+from services.gateway.openai.requests import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    GenerationRequest,
+    TokenizeRequest,
+    parse,
+)
+from services.gateway.openai.sampling import for_each_choice, priority_of, sampling_of
+
+_COMPLETION_MAX_TOKENS = 16  # OpenAI's default for the older form
+_MAX_TOP_LOGPROBS = 20
+
+Events = AsyncGenerator[bytes, None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """One HTTP request.
+
+    Attributes:
+        request_id: Ours, unique; what a client has sent as x-request-id is part of it.
+        body: As it came.
+        path: Parameters of the path.
+        metadata: What goes on to dispatchers: authorization, traceparent.
+    """
+
+    request_id: str
+    body: bytes
+    path: Mapping[str, str]
+    metadata: Mapping[str, str]
+
+
+Reply = Mapping[str, object] | Events
+
+
+class Endpoints:
+    """The API. What fails raises Failure or an error of `ballast.common.errors`."""
+
+    def __init__(self, client: AsyncClient, generator: Generator, model: ServedModel, max_choices: int) -> None:
+        self._client = client
+        self._generator = generator
+        self._model = model
+        self._max_choices = max_choices
+
+    # ------------------------------------------------------------------------------------------ generating
+
+    async def chat(self, call: Call) -> Reply:
+        request = parse(ChatRequest, call.body)
+        served = await self._served(call, request.model)
+        _refuse_what_is_missing(request)
+        given = [limit for limit in (request.max_completion_tokens, request.max_tokens) if limit is not None]
+        limit = given[0] if given else served.info.max_model_len
+        logprobs = _top_logprobs(request)
+        sampling = sampling_of(request, max_tokens=limit, logprobs=logprobs)
+        messages = messages_for_template(request.messages)
+        variables = _template_variables(request)
+        asks = [
+            Ask(sampling=each, messages=messages, template_variables=variables)
+            for each in self._for_each_choice(sampling, request.choice_count)
+        ]
+        writer = ChatWriter(
+            self._head(call, request, served),
+            Wishes(
+                logprobs=logprobs is not None,
+                usage=request.wants_usage,
+                token_ids=bool(request.return_token_ids),
+            ),
+        )
+        return await self._answer(call, request, asks, writer, fit_max_tokens=not given)
+
+    async def complete(self, call: Call) -> Reply:
+        request = parse(CompletionRequest, call.body)
+        served = await self._served(call, request.model)
+        if request.suffix:
+            raise invalid("suffix", "is not supported", code="unsupported_value")
+        if request.best_of is not None and request.best_of != request.choice_count:
+            raise invalid("best_of", "is not supported beyond n", code="unsupported_value")
+        prompts = _prompts(request)
+        limit = _COMPLETION_MAX_TOKENS if request.max_tokens is None else request.max_tokens
+        sampling = sampling_of(request, max_tokens=limit, logprobs=request.logprobs)
+        each_prompt = self._for_each_choice(sampling, request.choice_count, len(prompts))
+        asks = [
+            Ask(sampling=each, prompt=prompt) if isinstance(prompt, str) else Ask(sampling=each, token_ids=prompt)
+            for prompt in prompts
+            for each in each_prompt
+        ]
+        echoes = [await self._echo(call, ask) if request.echo else "" for ask in asks]
+        writer = CompletionWriter(
+            self._head(call, request, served),
+            Wishes(
+                logprobs=request.logprobs is not None,
+                usage=request.wants_usage,
+                token_ids=bool(request.return_token_ids),
+            ),
+            echoes,
+            request.choice_count,
+        )
+        return await self._answer(call, request, asks, writer, fit_max_tokens=request.max_tokens is None)
+
+    async def _answer(
+        self,
+        call: Call,
+        request: GenerationRequest,
+        asks: Sequence[Ask],
+        writer: ChatWriter | CompletionWriter,
+        *,
+        fit_max_tokens: bool,
+    ) -> Reply:
+        caller = Caller(
+            request_id=call.request_id,
+            priority=priority_of(request),
+            metadata=call.metadata,
+            fit_max_tokens=fit_max_tokens,
+        )
+        if request.stream:
+            return _events(await with_first(self._generator.stream(asks, caller)), writer)
+        return writer.complete(await self._generator.collect(asks, caller))
+
+    def _for_each_choice(self, sampling: SamplingParams, count: int, prompt_count: int = 1) -> list[SamplingParams]:
+        if count * prompt_count > self._max_choices:
+            why = f"{count * prompt_count} choices are asked for, at most {self._max_choices} are allowed"
+            raise invalid("n", why)
+        return for_each_choice(sampling, count)
+
+    async def _echo(self, call: Call, ask: Ask) -> str:
+        if ask.prompt is not None:
+            return ask.prompt
+        return await self._client.detokenize(ask.token_ids or (), metadata=call.metadata)
+
+    def _head(self, call: Call, request: GenerationRequest, served: Served) -> Head:
+        tier = "default" if request.service_tier == "auto" else request.service_tier
+        return Head(
+            id=call.request_id,
+            created=int(time.time()),
+            model=request.model or served.name,
+            service_tier=tier,
+        )
+
+    async def _served(self, call: Call, name: str | None) -> Served:
+        served = await self._model.get(call.metadata)
+        self._model.check_name(served, name)
+        return served
+
+    # ------------------------------------------------------------------------------------------ all else
+
+    async def models(self, call: Call) -> Reply:
+        served = await self._model.ask(call.metadata)
+        return {"object": "list", "data": [_model_card(name, served) for name in self._model.names(served)]}
+
+    async def model(self, call: Call) -> Reply:
+        served = await self._model.ask(call.metadata)
+        name = call.path["name"]
+        if name not in self._model.names(served):
+            raise unknown_model(name, self._model.names(served))
+        return _model_card(name, served)
+
+    async def tokenize(self, call: Call) -> Reply:
+        request = parse(TokenizeRequest, call.body)
+        served = await self._served(call, request.model)
+        if (request.prompt is None) == (request.messages is None):
+            raise invalid("prompt", "give either prompt or messages")
+        variables = dict(request.chat_template_kwargs or {})
+        if request.add_generation_prompt is not None:
+            variables["add_generation_prompt"] = request.add_generation_prompt
+        tokens = await self._client.tokenize(
+            request.prompt,
+            messages=None if request.messages is None else messages_for_template(request.messages),
+            template_variables=variables,
+            add_special_tokens=request.add_special_tokens is not False,
+            metadata=call.metadata,
+        )
+        return {"tokens": list(tokens), "count": len(tokens), "max_model_len": served.info.max_model_len}
+
+    async def detokenize(self, call: Call) -> Reply:
+        request = parse(DetokenizeRequest, call.body)
+        await self._served(call, request.model)
+        return {"prompt": await self._client.detokenize(request.tokens, metadata=call.metadata)}
+
+    async def health(self, call: Call) -> Reply:
+        """Ready: a dispatcher answers and knows a worker."""
+        try:
+            await self._model.ask(call.metadata)
+        except (Unavailable, DeadlineExceeded):
+            raise
+        except BallastError:
+            pass  # it answers, if only to those whom it knows
+        return {"status": "ok"}
+
+    async def live(self, call: Call) -> Reply:
+        return {"status": "ok"}
+
+    async def version(self, call: Call) -> Reply:
+        return {"version": __version__}
+
+
+async def _events(
+    chunks: AsyncGenerator[tuple[int, GenerationChunk], None], writer: ChatWriter | CompletionWriter
+) -> Events:
+    async with aclosing(chunks):
+        async for index, chunk in chunks:
+            events = writer.chunk(index, chunk)
+            if events:
+                yield events
+    yield writer.end()
+
+
+def _refuse_what_is_missing(request: ChatRequest) -> None:
+    """What would give another answer than the one asked for, if it were ignored."""
+    if request.functions:
+        raise invalid("functions", "are OpenAI's older form; use tools", code="unsupported_value")
+    if request.modalities and request.modalities != ["text"]:
+        raise invalid("modalities", "this model writes text only", code="unsupported_value")
+
+
+def _top_logprobs(request: ChatRequest) -> int | None:
+    if not request.logprobs:
+        if request.top_logprobs:
+            raise invalid("top_logprobs", "needs logprobs: true")
+        return None
+    count = request.top_logprobs or 0
+    if not 0 <= count <= _MAX_TOP_LOGPROBS:
+        raise invalid("top_logprobs", f"must be between 0 and {_MAX_TOP_LOGPROBS}, got {count}")
+    return count
+
+
+def _template_variables(request: ChatRequest) -> dict[str, object]:
+    variables: dict[str, object] = dict(request.chat_template_kwargs or {})
+    for name in ("enable_thinking", "add_generation_prompt", "documents"):
+        value = getattr(request, name)
+        if value is not None:
+            variables[name] = value
+    return variables
+
+
+def _prompts(request: CompletionRequest) -> list[str] | list[list[int]]:
+    """One or several, each a text or token ids."""
+    prompt = request.prompt
+    if isinstance(prompt, str):
+        return [prompt]
+    if not prompt:
+        raise invalid("prompt", "must not be empty")
+    texts = [each for each in prompt if isinstance(each, str)]
+    if texts:
+        return texts
+    ids = [each for each in prompt if isinstance(each, int)]
+    return [ids] if ids else [each for each in prompt if isinstance(each, list)]
+
+
+def _model_card(name: str, served: Served) -> dict[str, object]:
+    return {
+        "id": name,
+        "object": "model",
+        "created": 0,
+        "owned_by": "ballast",
+        "root": served.info.name,
+        "parent": None,
+        "max_model_len": served.info.max_model_len,
+    }

@@ -1,0 +1,89 @@
+"""What failures look like to an OpenAI client: an HTTP status, and a body of OpenAI's form."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from ballast.common import errors
+
+
+@dataclass(frozen=True, slots=True)
+class Failure(Exception):
+    """A refusal or an error, as a client gets it.
+
+    Attributes:
+        status: Of HTTP.
+        kind: OpenAI's `type` of the error.
+        code: A word that programs can tell causes apart by.
+        message: For people: what was wrong, where, and what to do.
+        param: The field of the request at fault.
+        headers: Beyond those of every answer.
+    """
+
+    status: int
+    kind: str
+    code: str
+    message: str
+    param: str | None = None
+    headers: Mapping[str, str] = field(default_factory=dict[str, str])
+
+    def body(self) -> dict[str, object]:
+        return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
+
+
+def invalid(param: str | None, why: str, *, code: str = "invalid_value", status: int = 400) -> Failure:
+    """The request is at fault."""
+    message = f"{param}: {why}" if param else why
+    return Failure(status, "invalid_request_error", code, message, param)
+
+
+# Names of fields that a client has sent under another name.
+_PARAMS = {
+    "sampling.max_tokens": "max_tokens",
+    "sampling.grammar": "response_format",
+    "sampling.logprobs": "top_logprobs",
+    "conversation": "messages",
+    "conversation.messages": "messages",
+    "token_ids": "prompt",
+}
+
+
+def failure_of(error: BaseException) -> Failure:
+    """The answer to a client whose request ended with this error."""
+    match error:
+        case Failure():
+            return error
+        case errors.InvalidRequest():
+            return _invalid_request(error)
+        case errors.Overloaded():
+            return _busy("overloaded", error.why, error.retry_after_s)
+        case errors.Unavailable():
+            return _busy("unavailable", str(error), 1.0)
+        case errors.DeadlineExceeded():
+            return Failure(504, "timeout_error", "deadline_exceeded", str(error))
+        case errors.Cancelled():
+            return Failure(499, "invalid_request_error", "cancelled", str(error))
+        case errors.AlreadyExists():
+            return Failure(409, "invalid_request_error", "already_exists", str(error))
+        case errors.NotFound():
+            return Failure(404, "invalid_request_error", "not_found", str(error))
+        case errors.NotPossible() | errors.NotActive() | errors.StaleEpoch():
+            return Failure(409, "invalid_request_error", "not_possible", str(error))
+        case errors.BallastError():
+            return Failure(500, "server_error", "internal_error", str(error))
+        case _:
+            return Failure(500, "server_error", "internal_error", "the gateway failed; its log says how")
+
+
+def _invalid_request(error: errors.InvalidRequest) -> Failure:
+    param = _PARAMS.get(error.field, error.field.removeprefix("sampling."))
+    code = "context_length_exceeded" if "max_model_len" in error.why else "invalid_value"
+    return invalid(param, error.why, code=code)
+
+
+def _busy(code: str, why: str, retry_after_s: float) -> Failure:
+    headers = {
+        "retry-after": str(max(1, math.ceil(retry_after_s))),
+        "retry-after-ms": str(math.ceil(retry_after_s * 1e3)),
+    }
+    return Failure(503, "server_error", code, why, headers=headers)

@@ -1,0 +1,156 @@
+"""Requests to dispatchers: one for each choice of an answer, and their chunks as one stream."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+
+from ballast.client import AsyncClient, Generation, GenerationChunk, GenerationStream
+from ballast.client.codec import Messages
+from ballast.common.sampling import PriorityClass, SamplingParams
+from services.gateway.metrics import GatewayMetrics
+
+_UNREAD_CHUNKS = 4  # of each choice: what is not read stays at the dispatcher, which merges it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ask:
+    """One choice: exactly one of `prompt`, `token_ids` and `messages`."""
+
+    sampling: SamplingParams
+    prompt: str | None = None
+    token_ids: Sequence[int] | None = None
+    messages: Messages | None = None
+    template_variables: Mapping[str, object] = field(default_factory=dict[str, object])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Caller:
+    """What all choices of a request have in common.
+
+    Attributes:
+        request_id: Of the first choice; the others have a number behind it.
+        priority: Its class.
+        metadata: Passed on to dispatchers: authorization, traceparent.
+        fit_max_tokens: Nobody has asked for so many tokens: as many as the model's length has room for.
+    """
+
+    request_id: str
+    priority: PriorityClass
+    metadata: Mapping[str, str]
+    fit_max_tokens: bool
+
+
+class Generator:
+    """Asks dispatchers, and counts what it has asked for."""
+
+    def __init__(self, client: AsyncClient, metrics: GatewayMetrics) -> None:
+        self._client = client
+        self._gauge = metrics.generations
+
+    async def collect(self, asks: Sequence[Ask], caller: Caller) -> list[Generation]:
+        """All answers, in order. If one fails the others are cancelled.
+
+        Raises:
+            BallastError: why the first that failed did.
+        """
+        if len(asks) == 1:
+            return [await self._collect(asks[0], caller, 0)]
+        tasks = [asyncio.create_task(self._collect(ask, caller, index)) for index, ask in enumerate(asks)]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    def stream(self, asks: Sequence[Ask], caller: Caller) -> AsyncGenerator[tuple[int, GenerationChunk], None]:
+        """Chunks with the number of their choice. Close it, and what still runs is cancelled."""
+        return self._one(asks[0], caller) if len(asks) == 1 else self._many(asks, caller)
+
+    async def _one(self, ask: Ask, caller: Caller) -> AsyncGenerator[tuple[int, GenerationChunk], None]:
+        with self._gauge.track_inprogress():
+            async with self._begin(ask, caller, 0) as stream:
+                async for chunk in stream:
+                    yield 0, chunk
+
+    async def _many(self, asks: Sequence[Ask], caller: Caller) -> AsyncGenerator[tuple[int, GenerationChunk], None]:
+        queue: asyncio.Queue[tuple[int, GenerationChunk | Exception | None]]
+        queue = asyncio.Queue(maxsize=_UNREAD_CHUNKS * len(asks))
+
+        async def read(index: int, ask: Ask) -> None:
+            last: Exception | None = None
+            try:
+                with self._gauge.track_inprogress():
+                    async with self._begin(ask, caller, index) as stream:
+                        async for chunk in stream:
+                            await queue.put((index, chunk))
+            except Exception as error:  # noqa: BLE001 - raised by whoever reads the queue
+                last = error
+            await queue.put((index, last))
+
+        tasks = [asyncio.create_task(read(index, ask)) for index, ask in enumerate(asks)]
+        left = len(tasks)
+        try:
+            while left:
+                index, item = await queue.get()
+                if isinstance(item, Exception):
+                    raise item
+                if item is None:
+                    left -= 1
+                else:
+                    yield index, item
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _collect(self, ask: Ask, caller: Caller, index: int) -> Generation:
+        with self._gauge.track_inprogress():
+            return await self._client.generate(
+                ask.prompt,
+                ask.sampling,
+                token_ids=ask.token_ids,
+                messages=ask.messages,
+                request_id=_request_id(caller, index),
+                priority=caller.priority,
+                fit_max_tokens=caller.fit_max_tokens,
+                template_variables=ask.template_variables,
+                metadata=caller.metadata,
+            )
+
+    def _begin(self, ask: Ask, caller: Caller, index: int) -> GenerationStream:
+        return self._client.stream(
+            ask.prompt,
+            ask.sampling,
+            token_ids=ask.token_ids,
+            messages=ask.messages,
+            request_id=_request_id(caller, index),
+            priority=caller.priority,
+            fit_max_tokens=caller.fit_max_tokens,
+            template_variables=ask.template_variables,
+            metadata=caller.metadata,
+        )
+
+
+def _request_id(caller: Caller, index: int) -> str:
+    return f"{caller.request_id}-{index}" if index else caller.request_id
+
+
+async def with_first(
+    chunks: AsyncGenerator[tuple[int, GenerationChunk], None],
+) -> AsyncGenerator[tuple[int, GenerationChunk], None]:
+    """The same chunks, once the first has come: what fails before that is raised here, not in the stream."""
+    try:
+        first = await anext(chunks)
+    except BaseException:
+        await chunks.aclose()
+        raise
+
+    async def all_of_them() -> AsyncGenerator[tuple[int, GenerationChunk], None]:
+        async with aclosing(chunks):
+            yield first
+            async for item in chunks:
+                yield item
+
+    return all_of_them()

@@ -1,0 +1,84 @@
+"""What is served, and what clients call it."""
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ballast.client import AsyncClient
+from ballast.client.stream import Metadata
+from ballast.common.errors import BallastError
+from ballast.common.model import ModelInfo
+from services.gateway.errors import Failure, invalid
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """The model as dispatchers know it."""
+
+    name: str  # what answers call it
+    info: ModelInfo
+    chat_template: str
+
+
+class ServedModel:
+    """Keeps facts about the model for a while: a request needs them, and they hardly ever change.
+
+    Args:
+        client: Asks dispatchers.
+        names: What clients call the model; empty: its own name.
+        refresh_s: Facts are asked for anew when they are older.
+    """
+
+    def __init__(self, client: AsyncClient, names: Sequence[str], refresh_s: float) -> None:
+        self._client = client
+        self._names = tuple(names)
+        self._refresh_s = refresh_s
+        self._known: Served | None = None
+        self._fresh_until_s = 0.0
+        self._asking = asyncio.Lock()
+
+    @property
+    def name(self) -> str:
+        """As answers call it; empty while it is not known."""
+        return self._known.name if self._known is not None else ""
+
+    async def get(self, metadata: Metadata | None) -> Served:
+        """As it was known lately.
+
+        Raises:
+            BallastError: it has never been known, and nobody says it.
+        """
+        if self._known is not None and time.monotonic() < self._fresh_until_s:
+            return self._known
+        async with self._asking:
+            if self._known is None or time.monotonic() >= self._fresh_until_s:
+                try:
+                    await self.ask(metadata)
+                except BallastError:
+                    if self._known is None:
+                        raise
+            assert self._known is not None, "asked, or known before"
+            return self._known
+
+    async def ask(self, metadata: Metadata | None) -> Served:
+        """As dispatchers say now."""
+        info = await self._client.model_info(metadata=metadata)
+        template = await self._client.chat_template(metadata=metadata)
+        self._known = Served(self._names[0] if self._names else info.name, info, template)
+        self._fresh_until_s = time.monotonic() + self._refresh_s
+        return self._known
+
+    def names(self, served: Served) -> tuple[str, ...]:
+        """What clients may call it."""
+        return self._names or (served.info.name,)
+
+    def check_name(self, served: Served, asked: str | None) -> None:
+        """Raises Failure if a request names another model. Who names none means the one that is served."""
+        if asked and asked not in self.names(served):
+            raise unknown_model(asked, self.names(served))
+
+
+def unknown_model(asked: str, names: Sequence[str]) -> Failure:
+    why = f"the model {asked!r} is not served here; what is: {', '.join(names)}"
+    return invalid("model", why, code="model_not_found", status=404)

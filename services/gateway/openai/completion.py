@@ -1,0 +1,83 @@
+"""Answers of /v1/completions, the older form: text goes on where the prompt ends."""
+
+from collections.abc import Sequence
+
+from ballast.client import Generation, GenerationChunk, Usage
+from services.gateway.openai.chat import Head, Wishes
+from services.gateway.openai.writing import DONE, completion_logprobs, dumps, event, quote, usage_of
+
+_KIND = "text_completion"
+
+
+class CompletionWriter:
+    """Writes one answer, in one piece or chunk by chunk.
+
+    Args:
+        head: What it begins with.
+        wishes: What it shall hold.
+        echoes: Of each choice: what stands before its text, that is its prompt if it is to be echoed.
+        choices_per_prompt: So many choices, one behind the other, have the same prompt.
+    """
+
+    def __init__(self, head: Head, wishes: Wishes, echoes: Sequence[str], choices_per_prompt: int) -> None:
+        self._head = head
+        self._wishes = wishes
+        self._echoes = list(echoes)
+        self._choices_per_prompt = choices_per_prompt
+        self._offsets = [len(echo) for echo in echoes]  # characters of each choice so far
+        self._usages: dict[int, Usage] = {}
+        prefix = dumps({**head.begin(_KIND), "choices": []}).removesuffix("]}")
+        self._prefix = f'data: {prefix}{{"index":'
+        no_usage = ',"usage":null' if wishes.usage else ""
+        self._after_text = f',"logprobs":null,"finish_reason":null}}]{no_usage}}}\n\n'
+        self._is_plain = not (wishes.logprobs or wishes.token_ids)
+
+    def complete(self, generations: Sequence[Generation]) -> dict[str, object]:
+        choices: list[dict[str, object]] = []
+        for index, generation in enumerate(generations):
+            choice: dict[str, object] = {
+                "index": index,
+                "text": self._echoes[index] + generation.text,
+                "logprobs": None,
+                "finish_reason": generation.finish_reason,
+            }
+            if self._wishes.logprobs:
+                choice["logprobs"] = completion_logprobs(generation.logprobs, len(self._echoes[index]))
+            if self._wishes.token_ids:
+                choice["token_ids"] = list(generation.token_ids)
+            choices.append(choice)
+        return {**self._head.begin(_KIND), "choices": choices, "usage": self._usage([g.usage for g in generations])}
+
+    def chunk(self, index: int, chunk: GenerationChunk) -> bytes:
+        """As events; empty if there is nothing to say yet."""
+        text = self._echoes[index] + chunk.text
+        self._echoes[index] = ""
+        if self._is_plain and chunk.finish_reason is None:
+            if not text:
+                return b""
+            return f'{self._prefix}{index},"text":{quote(text)}{self._after_text}'.encode()
+        choice: dict[str, object] = {
+            "index": index,
+            "text": text,
+            "logprobs": None,
+            "finish_reason": chunk.finish_reason,
+        }
+        if self._wishes.logprobs and chunk.logprobs:
+            choice["logprobs"] = completion_logprobs(chunk.logprobs, self._offsets[index])
+        if self._wishes.token_ids:
+            choice["token_ids"] = list(chunk.token_ids)
+        self._offsets[index] += len(chunk.text)
+        if chunk.usage is not None:
+            self._usages[index] = chunk.usage
+        no_usage: dict[str, object] = {"usage": None} if self._wishes.usage else {}
+        return event({**self._head.begin(_KIND), "choices": [choice], **no_usage})
+
+    def end(self) -> bytes:
+        """What follows the last chunk of the last choice."""
+        if not self._wishes.usage:
+            return DONE
+        usage = self._usage([usage for _, usage in sorted(self._usages.items())])
+        return event({**self._head.begin(_KIND), "choices": [], "usage": usage}) + DONE
+
+    def _usage(self, usages: Sequence[Usage]) -> dict[str, int]:
+        return usage_of(usages[:: self._choices_per_prompt], usages)

@@ -1,0 +1,79 @@
+"""A conversation as clients send it -> as chat templates want it."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+from services.gateway.errors import invalid
+from services.gateway.openai.requests import Message
+
+# Any: foreign JSON, looked at part by part.
+_TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+
+
+def messages_for_template(messages: Sequence[Message]) -> list[Message]:
+    """Raises Failure for what no text model can take."""
+    if not messages:
+        raise invalid("messages", "must not be empty")
+    return [_message(f"messages[{index}]", message) for index, message in enumerate(messages)]
+
+
+def _message(field: str, message: Message) -> Message:
+    role = message.get("role")
+    if not isinstance(role, str):
+        raise invalid(f"{field}.role", "must be a string such as user")
+    result = {name: value for name, value in message.items() if value is not None and name != "audio"}
+    result["role"] = "system" if role == "developer" else role
+    calls = message.get("tool_calls")
+    content = message.get("content")
+    if content is None and not calls and role != "assistant":
+        raise invalid(f"{field}.content", "is missing")
+    result["content"] = "" if content is None else text_of(f"{field}.content", content)
+    if calls:
+        result["tool_calls"] = [_call(f"{field}.tool_calls[{i}]", call) for i, call in enumerate(_list(field, calls))]
+    return result
+
+
+def text_of(field: str, content: object) -> str:
+    """The text of a message's content, which is a string or a list of parts."""
+    if isinstance(content, str):
+        return content
+    return "\n".join(_part(f"{field}[{index}]", part) for index, part in enumerate(_list(field, content)))
+
+
+def _part(field: str, part: object) -> str:
+    if isinstance(part, str):
+        return part
+    if isinstance(part, Mapping):
+        given = cast(Mapping[str, Any], part)
+        name = _TEXT_PARTS.get(str(given.get("type")))
+        if name is None:
+            raise invalid(field, f"parts of type {given.get('type')!r} are not supported; this model reads text")
+        text = given.get(name)
+        if isinstance(text, str):
+            return text
+    raise invalid(field, "must be a part with a type and a text")
+
+
+def _call(field: str, call: object) -> Message:
+    """Templates write arguments as JSON themselves, so they get the object, not its text."""
+    if not isinstance(call, Mapping):
+        raise invalid(field, "must be an object")
+    given = cast(Mapping[str, Any], call)
+    function: object = given.get("function")
+    named = cast(Mapping[str, Any], function if isinstance(function, Mapping) else {})
+    if not isinstance(named.get("name"), str):
+        raise invalid(f"{field}.function", "needs a name and arguments")
+    arguments: object = named.get("arguments") or "{}"
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except ValueError as error:
+            raise invalid(f"{field}.function.arguments", f"are not valid JSON: {error}") from error
+    return {**given, "type": "function", "function": {"name": named["name"], "arguments": arguments}}
+
+
+def _list(field: str, value: object) -> list[object]:
+    if not isinstance(value, list):
+        raise invalid(field, "must be a string or a list of parts")
+    return cast(list[object], value)

@@ -1,0 +1,61 @@
+"""OpenAI's parameters -> ours."""
+
+from dataclasses import replace
+from typing import Any
+
+from ballast.common.sampling import PriorityClass, SamplingParams
+from services.gateway.errors import invalid
+from services.gateway.openai.requests import GenerationRequest
+
+_SAME_NAME = (
+    "temperature",
+    "top_p",
+    "seed",
+    "presence_penalty",
+    "frequency_penalty",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "min_tokens",
+    "ignore_eos",
+    "skip_special_tokens",
+    "include_stop_str_in_output",
+)
+_CLASSES = {"flex": PriorityClass.BATCH, "priority": PriorityClass.INTERACTIVE, "scale": PriorityClass.INTERACTIVE}
+
+
+def sampling_of(request: GenerationRequest, *, max_tokens: int, logprobs: int | None) -> SamplingParams:
+    """Raises InvalidRequest or Failure for what is out of range."""
+    values: dict[str, Any] = {name: getattr(request, name) for name in _SAME_NAME}  # Any: of several types
+    given = {name: value for name, value in values.items() if value is not None}
+    if given.get("top_k") == -1:  # vLLM's word for off
+        given["top_k"] = 0
+    stop = (request.stop,) if isinstance(request.stop, str) else tuple(request.stop or ())
+    return SamplingParams(
+        **given,
+        max_tokens=max_tokens,
+        stop=tuple(text for text in stop if text),
+        stop_token_ids=tuple(request.stop_token_ids or ()),
+        logprobs=logprobs,
+        logit_bias=_logit_bias(request.logit_bias or {}),
+    )
+
+
+def for_each_choice(sampling: SamplingParams, count: int) -> list[SamplingParams]:
+    """With a seed given each choice gets the next one: they differ, and come again with the same seed."""
+    if sampling.seed is None:
+        return [sampling] * count
+    return [replace(sampling, seed=(sampling.seed + i + 2**63) % 2**64 - 2**63) for i in range(count)]
+
+
+def priority_of(request: GenerationRequest) -> PriorityClass:
+    if request.priority is not None:
+        return PriorityClass(request.priority)
+    return _CLASSES.get(request.service_tier or "", PriorityClass.DEFAULT)
+
+
+def _logit_bias(given: dict[str, float]) -> dict[int, float]:
+    try:
+        return {int(token_id): bias for token_id, bias in given.items()}
+    except ValueError as error:
+        raise invalid("logit_bias", f"keys are token ids: {error}") from error

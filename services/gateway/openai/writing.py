@@ -1,0 +1,67 @@
+"""Parts that answers of all kinds have: usage, logprobs, server-sent events."""
+
+import json
+import math
+from collections.abc import Iterable, Sequence
+from json.encoder import encode_basestring as quote
+
+from ballast.client import Logprobs, TokenLogprob, Usage
+
+DONE = b"data: [DONE]\n\n"
+_LEAST_LOGPROB = -9999.0  # what OpenAI says for a token that is impossible: JSON has no infinity
+
+__all__ = ["DONE", "chat_logprobs", "completion_logprobs", "dumps", "event", "quote", "usage_of"]
+
+
+def dumps(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+
+
+def event(value: object) -> bytes:
+    """One server-sent event."""
+    return b"data: " + dumps(value).encode() + b"\n\n"
+
+
+def usage_of(prompts: Iterable[Usage], usages: Iterable[Usage]) -> dict[str, int]:
+    """`prompts`: one for each different prompt, since choices share theirs."""
+    prompt = sum(usage.prompt_token_count for usage in prompts)
+    completion = sum(usage.completion_token_count for usage in usages)
+    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+
+
+def chat_logprobs(logprobs: Sequence[Logprobs]) -> dict[str, object]:
+    return {
+        "content": [
+            {**_entry(position.chosen), "top_logprobs": [_entry(other) for other in position.top]}
+            for position in logprobs
+        ],
+        "refusal": None,
+    }
+
+
+def completion_logprobs(logprobs: Sequence[Logprobs], first_offset: int) -> dict[str, object]:
+    """The older form. `first_offset`: characters of text before the first of these tokens."""
+    offsets: list[int] = []
+    for position in logprobs:
+        offsets.append(first_offset)
+        first_offset += len(_text(position.chosen))
+    return {
+        "tokens": [_text(position.chosen) for position in logprobs],
+        "token_logprobs": [_value(position.chosen) for position in logprobs],
+        "top_logprobs": [
+            {_text(other): _value(other) for other in (*position.top, position.chosen)} for position in logprobs
+        ],
+        "text_offset": offsets,
+    }
+
+
+def _entry(token: TokenLogprob) -> dict[str, object]:
+    return {"token": _text(token), "logprob": _value(token), "bytes": list(token.token)}
+
+
+def _text(token: TokenLogprob) -> str:
+    return token.token.decode(errors="replace")
+
+
+def _value(token: TokenLogprob) -> float:
+    return token.logprob if math.isfinite(token.logprob) else _LEAST_LOGPROB

@@ -1,0 +1,382 @@
+"""OpenAI's own SDK against a gateway, dispatchers and workers that are real processes, and the same through our SDK."""
+
+import asyncio
+import json
+import signal
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any
+
+import httpx2 as httpx
+import openai
+import pytest
+from openai import AsyncOpenAI, OpenAI
+
+from ballast.client import AsyncClient, Generation, SamplingParams
+from ballast.model.tiny import make_preset
+from tests.support.cluster import RunningCluster, idle, running_cluster, until
+from tests.support.waiting import soon
+
+MODEL = "demo"
+MESSAGES: Any = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "a ship, Schiff, 船"}]
+TOKEN_IDS: Any = {"return_token_ids": True}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("gateway") / MODEL
+    make_preset("demo", folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def running(model: Path) -> Generator[RunningCluster]:
+    with running_cluster(model, workers=2, gateways=1) as started:
+        yield started
+
+
+@pytest.fixture
+def ai(running: RunningCluster) -> Generator[OpenAI]:
+    with OpenAI(base_url=running.cluster.http_urls[0], api_key="unused", max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture
+def http(running: RunningCluster) -> Generator[httpx.Client]:
+    with httpx.Client(base_url=running.cluster.http_urls[0].removesuffix("/v1"), timeout=60) as client:
+        yield client
+
+
+def through_the_sdk(running: RunningCluster, **arguments: Any) -> Generation:
+    async def story() -> Generation:
+        async with AsyncClient(running.cluster.address) as client:
+            return await client.generate(**arguments)
+
+    return running.run(story())
+
+
+def everything_is_at_zero(running: RunningCluster) -> None:
+    async def story() -> None:
+        async with AsyncClient(running.cluster.address) as client:
+            await until(client, idle)
+
+    running.run(story())
+    with httpx.Client(base_url=running.cluster.http_urls[0].removesuffix("/v1")) as http:
+        lines = http.get("/metrics").text.splitlines()
+    gauges = [line for line in lines if line.startswith("ballast_gateway_") and "_in_flight" in line]
+    assert [line.split()[-1] for line in gauges] == ["0.0", "0.0"]
+
+
+# ----------------------------------------------------------------------------------------------- answers
+
+
+def test_chat_says_what_the_sdk_says(running: RunningCluster, ai: OpenAI) -> None:
+    ours = through_the_sdk(
+        running, messages=MESSAGES, sampling=SamplingParams(max_tokens=24, temperature=0.9, top_p=0.8, seed=11)
+    )
+    answer = ai.chat.completions.create(
+        model=MODEL, messages=MESSAGES, max_tokens=24, temperature=0.9, top_p=0.8, seed=11, extra_body=TOKEN_IDS
+    )
+    choice: Any = answer.choices[0]
+    assert (choice.message.role, choice.message.content) == ("assistant", ours.text)
+    assert (choice.token_ids, choice.finish_reason) == (list(ours.token_ids), "length")
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens == ours.usage.prompt_token_count
+    assert (answer.usage.completion_tokens, answer.usage.total_tokens) == (24, 24 + answer.usage.prompt_tokens)
+    assert answer.id.startswith("chatcmpl-")
+    assert (answer.object, answer.model) == ("chat.completion", MODEL)
+
+    chunks = list(
+        ai.chat.completions.create(
+            model=MODEL,
+            messages=MESSAGES,
+            max_completion_tokens=24,
+            temperature=0.9,
+            top_p=0.8,
+            seed=11,
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+    )
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == ours.text
+    assert [c.choices[0].finish_reason for c in chunks[:-1]] == [None] * (len(chunks) - 2) + ["length"]
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage == answer.usage
+    assert all(chunk.usage is None for chunk in chunks[:-1])
+    assert len({chunk.id for chunk in chunks}) == 1
+    assert len(chunks) > 10
+
+
+def test_completions_say_what_the_sdk_says(running: RunningCluster, ai: OpenAI) -> None:
+    ours = through_the_sdk(running, prompt="a ship", sampling=SamplingParams(max_tokens=16, temperature=0.0))
+    tokens = [7, 8, 9]
+    of_tokens = through_the_sdk(running, token_ids=tokens, sampling=SamplingParams(max_tokens=16, temperature=0.0))
+    cases: Any = [("a ship", [ours.text]), (["a ship", "a ship"], [ours.text] * 2), (tokens, [of_tokens.text])]
+    for prompt, expected in cases:
+        answer = ai.completions.create(model=MODEL, prompt=prompt, temperature=0)
+        assert [choice.text for choice in answer.choices] == expected
+        assert [choice.index for choice in answer.choices] == list(range(len(expected)))
+    echoed = ai.completions.create(model=MODEL, prompt=["a ship", "a ship"], temperature=0, echo=True, stream=True)
+    texts = ["", ""]
+    for chunk in echoed:
+        texts[chunk.choices[0].index] += chunk.choices[0].text
+    assert texts == ["a ship" + ours.text] * 2
+
+
+def test_choices_differ_and_come_again_with_the_same_seed(running: RunningCluster, ai: OpenAI) -> None:
+    def texts(**more: Any) -> list[str]:
+        answer = ai.chat.completions.create(model=MODEL, messages=MESSAGES, n=3, max_tokens=12, **more)
+        assert answer.usage is not None
+        assert answer.usage.completion_tokens == 36
+        return [choice.message.content or "" for choice in answer.choices]
+
+    first = texts(seed=5)
+    assert len(set(first)) == 3
+    assert texts(seed=5) == first
+    assert texts() != first
+    seeds = [SamplingParams(max_tokens=12, seed=5 + i) for i in range(3)]
+    alone = [through_the_sdk(running, messages=MESSAGES, sampling=sampling) for sampling in seeds]
+    assert [generation.text for generation in alone] == first
+    streamed = ["", "", ""]
+    stream = ai.chat.completions.create(
+        model=MODEL, messages=MESSAGES, n=3, max_tokens=12, seed=5, stream=True, stream_options={"include_usage": True}
+    )
+    for chunk in stream:
+        for choice in chunk.choices:
+            streamed[choice.index] += choice.delta.content or ""
+    assert streamed == first
+
+
+def test_logprobs_stand_beside_their_tokens(running: RunningCluster, ai: OpenAI) -> None:
+    ours = through_the_sdk(running, messages=MESSAGES, sampling=SamplingParams(max_tokens=9, seed=3, logprobs=2))
+    answer = ai.chat.completions.create(
+        model=MODEL, messages=MESSAGES, max_tokens=9, seed=3, logprobs=True, top_logprobs=2
+    )
+    said = answer.choices[0].logprobs
+    assert said is not None
+    assert said.content is not None
+    assert [entry.logprob for entry in said.content] == [position.chosen.logprob for position in ours.logprobs]
+    assert b"".join(bytes(entry.bytes or []) for entry in said.content).decode(errors="ignore") == ours.text
+    expected = [[token.logprob for token in position.top] for position in ours.logprobs]
+    assert [[token.logprob for token in entry.top_logprobs] for entry in said.content] == expected
+    older = ai.completions.create(model=MODEL, prompt="a ship", max_tokens=5, logprobs=3, temperature=0)
+    assert older.choices[0].logprobs is not None
+    assert len(older.choices[0].logprobs.tokens or []) == 5
+    assert (older.choices[0].logprobs.text_offset or [])[0] == 0
+
+
+def test_stop_bias_and_everything_else_that_forms_an_answer(running: RunningCluster, ai: OpenAI) -> None:
+    plain = ai.chat.completions.create(model=MODEL, messages=MESSAGES, max_tokens=20, temperature=0)
+    text = plain.choices[0].message.content or ""
+    stops = [text[4:7], "never, never"]
+    stopped = ai.chat.completions.create(model=MODEL, messages=MESSAGES, max_tokens=20, temperature=0, stop=stops)
+    assert stopped.choices[0].message.content == text[: text.index(stops[0])]
+    assert stopped.choices[0].finish_reason == "stop"
+    biased: Any = ai.chat.completions.create(
+        model=MODEL, messages=MESSAGES, max_tokens=6, temperature=0, logit_bias={"50": 100}, extra_body=TOKEN_IDS
+    )
+    assert biased.choices[0].token_ids == [50] * 6
+    without: Any = ai.chat.completions.create(
+        model=MODEL,
+        messages=MESSAGES,
+        max_tokens=6,
+        temperature=0,
+        logit_bias={str(biased.choices[0].token_ids[0]): -100},
+        extra_body={**TOKEN_IDS, "min_tokens": 6},
+    )
+    assert 50 not in without.choices[0].token_ids
+    # Nobody has named a limit: the answer goes on to the end of the model's length, or its own.
+    unlimited = ai.chat.completions.create(
+        model=MODEL, messages=MESSAGES, temperature=0, extra_body={"ignore_eos": True}, timeout=120
+    )
+    assert unlimited.usage is not None
+    assert unlimited.usage.total_tokens == 2048
+    tier = ai.chat.completions.create(model=MODEL, messages=MESSAGES, max_tokens=1, service_tier="flex")
+    assert tier.service_tier == "flex"
+
+
+def test_content_may_come_in_parts_and_roles_have_two_names(running: RunningCluster, ai: OpenAI) -> None:
+    parts: Any = [
+        {"role": "developer", "content": [{"type": "text", "text": "be brief"}]},
+        {"role": "user", "content": [{"type": "text", "text": "a ship, Schiff, 船"}]},
+    ]
+    answers = [
+        ai.chat.completions.create(model=MODEL, messages=messages, max_tokens=5, temperature=0)
+        for messages in (MESSAGES, parts)
+    ]
+    assert answers[0].choices[0].message.content == answers[1].choices[0].message.content
+    picture: Any = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x/y.png"}}]}]
+    with pytest.raises(openai.BadRequestError, match="image_url"):
+        ai.chat.completions.create(model=MODEL, messages=picture)
+
+
+def test_async_clients_in_crowds(running: RunningCluster) -> None:
+    async def story() -> None:
+        async with AsyncOpenAI(base_url=running.cluster.http_urls[0], api_key="x") as ai:
+
+            async def one(seed: int) -> str:
+                stream = await ai.chat.completions.create(
+                    model=MODEL, messages=MESSAGES, max_tokens=16, seed=seed, stream=True
+                )
+                return "".join([c.choices[0].delta.content or "" async for c in stream if c.choices])
+
+            answers = await asyncio.gather(*(one(seed % 4) for seed in range(48)))
+            assert [set(answers[i::4]) for i in range(4)] == [{answers[i]} for i in range(4)]
+
+    running.run(story())
+    everything_is_at_zero(running)
+
+
+# ----------------------------------------------------------------------------------------------- refusals
+
+
+def test_errors_have_openais_form(running: RunningCluster, ai: OpenAI, http: httpx.Client) -> None:
+    def refused(status: int, param: str | None, code: str, **changes: Any) -> None:
+        body = {"model": MODEL, "messages": MESSAGES, **changes}
+        with pytest.raises(openai.APIStatusError) as caught:
+            ai.post("/chat/completions", body=body, cast_to=object)
+        error: Any = caught.value.body
+        assert (caught.value.status_code, error["param"], error["code"]) == (status, param, code), error
+        assert error["type"] == "invalid_request_error"
+        assert error["message"]
+
+    refused(404, "model", "model_not_found", model="gpt-9")
+    refused(400, "temperature", "invalid_value", temperature=-1)
+    refused(400, "temperature", "invalid_value", temperature="hot")
+    refused(400, "max_tokens", "context_length_exceeded", max_tokens=5000)
+    refused(400, "max_tokens", "invalid_value", max_tokens=0)
+    refused(400, "messages", "invalid_value", messages=[])
+    refused(400, "messages", "invalid_value", messages=[{"role": "ghost", "content": "boo"}])
+    refused(400, "messages[0].content", "invalid_value", messages=[{"role": "user"}])
+    refused(400, "top_logprobs", "invalid_value", logprobs=True, top_logprobs=21)
+    refused(400, "n", "invalid_value", n=1000)
+    refused(400, "logit_bias", "invalid_value", logit_bias={"x": 1})
+    refused(400, "functions", "unsupported_value", functions=[{"name": "f"}])
+
+    for body in (b"{", b"[]", b"\xff", b"[" * 100_000):
+        answer = http.post("/v1/chat/completions", content=body)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_json")
+    missing = http.post("/v1/chat/completions", json={})
+    assert missing.json()["error"]["param"] == "messages"
+    assert (http.post("/v1/chat/completions", content=b" " * (9 << 20)).status_code) == 413
+    unknown = http.get("/v1/nothing")
+    assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "unknown_url")
+    assert http.get("/v1/chat/completions").status_code == 405
+    everything_is_at_zero(running)
+
+
+def test_small_endpoints(running: RunningCluster, ai: OpenAI, http: httpx.Client) -> None:
+    assert [model.id for model in ai.models.list()] == [MODEL]
+    assert ai.models.retrieve(MODEL).id == MODEL
+    with pytest.raises(openai.NotFoundError):
+        ai.models.retrieve("other")
+    assert http.get("/health").json() == {"status": "ok"}
+    text = "a ship, 船 naïve"
+    tokenized = http.post("/tokenize", json={"prompt": text, "add_special_tokens": False}).json()
+    assert tokenized["count"] == len(tokenized["tokens"])
+    assert http.post("/detokenize", json={"tokens": tokenized["tokens"]}).json() == {"prompt": text}
+    chat = http.post("/tokenize", json={"messages": MESSAGES, "add_generation_prompt": False}).json()
+    longer = http.post("/tokenize", json={"messages": MESSAGES}).json()
+    assert 0 < chat["count"] < longer["count"]
+    refused = http.post("/detokenize", json={"tokens": [1, 10**6]})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "ids[1]")
+
+
+def test_request_ids_are_echoed_and_may_repeat(running: RunningCluster, ai: OpenAI) -> None:
+    ids: set[str] = set()
+    for _ in range(2):
+        raw = ai.chat.completions.with_raw_response.create(
+            model=MODEL, messages=MESSAGES, max_tokens=1, extra_headers={"x-request-id": "my-trace-7"}
+        )
+        assert raw.headers["x-request-id"] == "my-trace-7"
+        ids.add(raw.parse().id)
+    assert len(ids) == 2
+    assert all("my-trace-7" in each for each in ids)
+
+
+# ----------------------------------------------------------------------------------------------- leaving
+
+
+def test_who_leaves_takes_the_request_along(running: RunningCluster) -> None:
+    async def story() -> None:
+        endless: Any = {"model": MODEL, "messages": MESSAGES, "extra_body": {"ignore_eos": True}}
+        async with AsyncOpenAI(base_url=running.cluster.http_urls[0], api_key="x", max_retries=0) as ai:
+            for n in (1, 2):
+                stream = await ai.chat.completions.create(**endless, stream=True, n=n)
+                await anext(aiter(stream))
+                await stream.close()
+            for _ in range(2):  # nobody waits for what is not streamed, either
+                with pytest.raises(openai.APITimeoutError):
+                    await ai.chat.completions.create(**endless, timeout=0.3)
+            task = asyncio.create_task(ai.chat.completions.create(**endless))
+            await asyncio.sleep(0.2)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    running.run(story())
+    everything_is_at_zero(running)
+    with httpx.Client(base_url=running.cluster.http_urls[0].removesuffix("/v1")) as http:
+        [line] = [line for line in http.get("/metrics").text.splitlines() if 'status="499"' in line]
+        assert 'route="/v1/chat/completions"' in line
+        assert float(line.split()[-1]) >= 3
+
+
+def test_overload_says_when_to_come_again_and_a_lost_cluster_ends_streams_with_an_error(model: Path) -> None:
+    flags: Any = {
+        "dispatcher": ["--max-num-queued-reqs", "1", "--no-worker-timeout", "1"],
+        "worker": ["--max-num-seqs", "1"],
+    }
+    with running_cluster(model, workers=1, gateways=1, flags=flags) as running:
+
+        async def story() -> None:
+            async with AsyncOpenAI(base_url=running.cluster.http_urls[0], api_key="x", max_retries=0) as ai:
+
+                async def endless() -> str:
+                    stream = await ai.chat.completions.create(
+                        model=MODEL, messages=MESSAGES, stream=True, extra_body={"ignore_eos": True}
+                    )
+                    return "".join([c.choices[0].delta.content or "" async for c in stream])
+
+                tasks = [asyncio.create_task(endless()) for _ in range(8)]
+                await soon(lambda: sum(task.done() for task in tasks) >= 4)  # two wait in the worker, one at the door
+                done, running_on = await asyncio.wait(tasks, timeout=0.5)
+                assert running_on
+                for task in done:
+                    error = task.exception()
+                    assert isinstance(error, openai.InternalServerError), error
+                    assert (error.status_code, error.code, error.type) == (503, "overloaded", "server_error")
+                    assert int(error.response.headers["retry-after"]) >= 1
+                running.cluster.kill("worker")
+                for task in running_on:
+                    with pytest.raises(openai.APIError, match="worker"):
+                        await task
+
+        running.run(story())
+
+
+def test_a_gateway_that_is_told_to_stop_finishes_what_it_has(model: Path) -> None:
+    with running_cluster(model, workers=1, gateways=1) as running:
+
+        async def story() -> None:
+            async with AsyncOpenAI(base_url=running.cluster.http_urls[0], api_key="x", max_retries=0) as ai:
+                stream = await ai.chat.completions.create(
+                    model=MODEL, messages=MESSAGES, max_tokens=400, stream=True, extra_body={"ignore_eos": True}
+                )
+                await anext(aiter(stream))
+                process = running.cluster.kill("gateway", number=signal.SIGTERM)
+                last = [chunk async for chunk in stream][-1]
+                assert last.choices[0].finish_reason == "length"
+                await soon(lambda: process.child.returncode is not None)
+                assert process.child.returncode == 0
+
+        running.run(story())
+
+
+def test_events_are_what_the_specification_says(http: httpx.Client) -> None:
+    body = {"model": MODEL, "messages": MESSAGES, "max_tokens": 3, "stream": True}
+    with http.stream("POST", "/v1/chat/completions", json=body) as answer:
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        events = answer.read().decode().split("\n\n")
+    assert events[-2:] == ["data: [DONE]", ""]
+    assert all(json.loads(event.removeprefix("data: "))["object"] == "chat.completion.chunk" for event in events[:-2])
