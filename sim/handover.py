@@ -4,11 +4,12 @@ from collections.abc import Callable, Collection
 
 from ballast.common.errors import InvariantViolation
 from ballast.common.ids import Epoch, WorkerId
+from ballast.common.layout import group_of, members_of
 from ballast.common.transition import TransitionKind
 from services.worker.core.batch import SequenceId
 from services.worker.core.events import Event, HandedOver, HandOver
 from services.worker.core.leading import Decision, Leading
-from services.worker.core.plan import Victim, group_of, members_of
+from services.worker.core.plan import Victim
 from services.worker.core.retired import RetiredTables
 from services.worker.core.room import lent_count
 from services.worker.core.snapshot import SequenceSnapshot

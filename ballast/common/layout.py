@@ -68,3 +68,25 @@ class Layout:
                 raise InvariantViolation(
                     f"epoch {self.epoch}: group {group.group_id} ends at layer {next_layer} of {self.layer_count}"
                 )
+
+
+def group_of(layout: Layout, worker_id: WorkerId) -> Group | None:
+    return next((g for g in layout.groups if any(m.worker_id == worker_id for m in g.members)), None)
+
+
+def members_of(group: Group | None) -> tuple[WorkerId, ...]:
+    return () if group is None else tuple(m.worker_id for m in group.members)
+
+
+def participants(base: Layout, group: Group) -> set[WorkerId]:
+    """The members of a coming group, and those of every group of `base` that one of them comes from."""
+    chosen = set(members_of(group))
+    for worker_id in members_of(group):
+        chosen.update(members_of(group_of(base, worker_id)))
+    return chosen
+
+
+def peers_of(base: Layout, target: Layout, worker_id: WorkerId) -> set[WorkerId]:
+    """The workers that exchange sequences or KV with this one when `target` follows `base`, itself excepted."""
+    concerned = [p for g in target.groups if worker_id in (p := participants(base, g))]
+    return {peer for p in concerned for peer in p} - {worker_id}

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Collection
 
 from ballast.common.ids import Epoch, GroupId, Incarnation, WorkerId
-from ballast.common.layout import Group, Layout, Member
+from ballast.common.layout import Group, Layout, Member, group_of
 from ballast.common.transition import Phase, TransitionKind
 from services.planner.core import transition as pt
 from services.worker.core import plan as wp
@@ -92,7 +92,7 @@ class World:
             self.workers[member.worker_id].kv[sequence] = set(range(member.first_layer, member.last_layer))
 
     def group(self, worker: SimWorker) -> Group:
-        found = wp.group_of(worker.layout, worker.name)
+        found = group_of(worker.layout, worker.name)
         assert found is not None
         return found
 
@@ -411,14 +411,14 @@ class World:
 
     def assigned(self, plan: wp.Plan, worker: SimWorker, sequence: int) -> WorkerId:
         """Of the new leaders that its old group's members go to, one."""
-        old = wp.group_of(plan.base, worker.name)
+        old = group_of(plan.base, worker.name)
         assert old is not None
-        groups = [wp.group_of(plan.target, m.worker_id) for m in old.members]
+        groups = [group_of(plan.target, m.worker_id) for m in old.members]
         leaders = sorted({group.leader.worker_id for group in groups if group is not None})
         return leaders[sequence % len(leaders)]
 
     def old_leader(self, plan: wp.Plan, worker: SimWorker) -> WorkerId:
-        old = wp.group_of(plan.base, worker.name)
+        old = group_of(plan.base, worker.name)
         assert old is not None
         return old.leader.worker_id
 
@@ -551,6 +551,8 @@ def _judge(world: World) -> None:
         # cannot know that nobody has decided.
         forgotten = worker.transition is not None and worker.transition.epoch <= world.forgotten_epoch
         harmless = (*_BEFORE_COMMIT, Phase.FAILED) if forgotten else ()
+        if world.journal.stage is pt.Stage.ABORTED:  # who failed has undone its preparation, whether told or not
+            harmless = (*harmless, Phase.FAILED)
         assert phase in (None, Phase.DONE, Phase.ABORTED, *harmless), f"{worker.name} ends as {phase}"
     led = [sequence for worker in world.workers.values() for sequence in worker.led]
     assert len(led) == len(set(led)), "a sequence has two leaders"

@@ -155,7 +155,7 @@ class MonitorCore:
             entry.whole = self._wholes.pop((instance.worker_id, instance.incarnation), None)
             self.entries[instance.worker_id] = entry
             commands.append(Publish(InstanceUp(instance, draining=False, place=event.place), event.cause_id))
-        elif entry.instance != instance:
+        elif entry.instance != instance or entry.place != event.place:
             commands.append(Publish(InstanceUp(instance, entry.draining, event.place), event.cause_id))
         entry.instance, entry.stream_id, entry.heard_at_s = instance, stream_id, event.at_s
         entry.place = event.place
@@ -168,9 +168,11 @@ class MonitorCore:
         if worker_id is None:  # of a stream that was closed meanwhile
             return []
         entry = self.entries[worker_id]
-        before = entry.load
+        before, place = entry.load, entry.place
         entry.take(event.at_s, event.load, event.place)
         commands = self._look_at_jump(event, before)
+        if event.place != place:  # who plans goes by what instances say of themselves
+            commands.append(Publish(InstanceUp(entry.instance, entry.draining, event.place), event.cause_id))
         # Draining is for good: a life that drains takes nothing new again.
         if event.load.draining and not entry.draining:
             entry.draining = True

@@ -383,12 +383,14 @@ class Conductor:
         record.journal, record.lost = journal, step.lost
         record.reached_at_s.setdefault(journal.stage, at_s)
         self.history.append(record)
+        given_up = tuple(sorted(self.coordinator.given_up))
         self.coordinator = self.record = None
         commands: list[Command] = [TransitionMoved(record, cause_id)]
         if journal.stage is Stage.DONE:
             self.failed = step.lost
             self._remember_drops(record, at_s)
         else:
+            self.failed = given_up
             self._own_at_s = at_s + self.rules.retry_s
         request = self._requests.get(record.request_id)
         if request is not None and request.epoch is None:

@@ -79,6 +79,7 @@ class PlannerRules:
     verify_interval_s: float  # between two looks at what is stored
     retry_s: float  # after the state server gave no answer
     max_drains: int
+    disagree_s: float = 2.0  # what an instance says of itself for so long counts, whatever the layout says
     transitions: ConductorRules = field(default_factory=ConductorRules)
 
 
@@ -89,6 +90,7 @@ class PlannerCore:
     layout: Layout = NO_LAYOUT  # the newest known to be stored, now or before the state server lost it
     layout_model: ModelInfo | None = None  # that its instances serve
     in_flight: Layout | None = None  # being written
+    _in_flight_partial: Partial = ()  # of that write
     roster: Roster = field(default_factory=Roster)
     partial: Partial = ()  # lives of workers that hold only some layers, as last written
     conductor: Conductor = field(init=False)
@@ -104,6 +106,9 @@ class PlannerCore:
     _plan_at_s: float = math.inf  # when to plan; inf: nothing has changed
     _timer_at_s: float = math.inf
     _why_lost: dict[WorkerId, str] = field(default_factory=dict[WorkerId, str])  # since the last layout
+    # Instances that say they are something else than the layout has them for, since when; see `_compare`.
+    _odd_since_s: dict[WorkerId, float] = field(default_factory=dict[WorkerId, float])
+    _odd_in: Layout = NO_LAYOUT  # the layout that all were compared with last
 
     def __post_init__(self) -> None:
         self._drains = Drains(self.rules.max_drains)
@@ -131,6 +136,7 @@ class PlannerCore:
         if was_busy and not self.conductor.busy:
             self._transition_ended(event.at_s)
         self._take_up_claims(event.at_s)
+        self._compare(event)
         commands += self._act(event.at_s, event.cause_id)
         commands += self._reset_timer(event.at_s)
         return commands
@@ -166,6 +172,7 @@ class PlannerCore:
                 return self.conductor.relief(event) if self.active else []
             case TimerFired():
                 self._timer_at_s = math.inf
+                self._take_odd_seriously(event.at_s)
                 return self.conductor.tick(event.at_s, event.cause_id)
             case SnapshotBegan() | SnapshotEnded() | InstanceUp() | InstanceLost() | InstanceDraining():
                 # A late word of a monitor that a standby listened to in an earlier life as leader changes nothing.
@@ -241,7 +248,7 @@ class PlannerCore:
         self.in_flight = None
 
     def _written(self, layout: Layout, event: WriteSettled) -> list[Command]:
-        self.layout_model, self.partial = self.roster.model, self._wanted()[1]
+        self.layout_model, self.partial = self.roster.model, self._in_flight_partial
         self.layout, self.conductor.failed = layout, ()
         self._stored_epoch, self._read_at_s = layout.epoch, event.at_s + self.rules.verify_interval_s
         self._has_seen_last = True
@@ -283,6 +290,7 @@ class PlannerCore:
         return [Publish(self.layout, event.cause_id), *self._answer_drains()]
 
     def _transition_ended(self, at_s: float) -> None:
+        self._odd_since_s = dict.fromkeys(self._odd_since_s, at_s)
         self._replan(at_s)
         if self._wanted()[0] == self.layout.groups:
             self.conductor.failed = ()
@@ -388,11 +396,70 @@ class PlannerCore:
     def _stranded(self) -> Partial:
         """With those whose transition failed although they live: nobody knows what they hold."""
         failed = set(self.conductor.failed)
-        if not failed:
+        if not failed and not self._odd_since_s:
             return self.partial
         groups = [g for g in self.layout.groups if any(m.worker_id in failed for m in g.members)]
         lives = {m.worker_id: m.incarnation for group in groups for m in group.members}
+        placed = worker_ids(self.layout)
+        for worker_id, since_s in self._odd_since_s.items():
+            if self._counts_as_odd(worker_id, since_s, in_layout=worker_id in placed):
+                lives[worker_id] = self.roster.known[worker_id].placeable.incarnation
         return tuple(sorted({**dict(self.partial), **lives}.items()))
+
+    # ------------------------------------------------------------ what instances say of themselves
+
+    def _compare(self, event: Event) -> None:
+        """Keeps `_odd_since_s`: the layout is what its members say, once they have said it for a while.
+
+        An instance is told to leave a group by a plan that counts it among none; so who is odd is stranded, leaves what
+        it is in, takes its layers back, and is placed again.
+        """
+        if not self.active:
+            self._odd_since_s.clear()
+            return
+        if self.layout is not self._odd_in:
+            self.roster.regrouped(self._odd_in, self.layout)
+            self._odd_in = self.layout
+            named = set(self.roster.known)
+        elif isinstance(event, InstanceUp | InstanceLost):
+            named = {event.worker_id}
+        elif isinstance(event, SnapshotEnded):
+            named = set(self.roster.known) | self._odd_since_s.keys()
+        else:
+            return
+        groups = self._groups_of(named)
+        for worker_id in sorted(named | (self._odd_since_s.keys() - self.roster.known.keys())):
+            if self.roster.disagrees(worker_id, groups.get(worker_id), self._layer_count()):
+                self._odd_since_s.setdefault(worker_id, event.at_s)
+            else:
+                self._odd_since_s.pop(worker_id, None)
+        self._replan(event.at_s + self.rules.coalesce_s)
+
+    def _groups_of(self, worker_ids: set[WorkerId]) -> dict[WorkerId, Group]:
+        return {m.worker_id: g for g in self.layout.groups for m in g.members if m.worker_id in worker_ids}
+
+    def _counts_as_odd(self, worker_id: WorkerId, since_s: float, *, in_layout: bool) -> bool:
+        """Outside of the layout at once; in it when it has been odd for a while and no transition is under way."""
+        known = self.roster.known.get(worker_id)
+        if known is None or (known.place is not None and known.place.epoch > self.layout.epoch):
+            return False  # the layout is older than what it says: see `claims`
+        return not in_layout or since_s == -math.inf
+
+    def _take_odd_seriously(self, at_s: float) -> None:
+        if self.conductor.busy or not self.roster.complete:
+            return
+        for worker_id, since_s in self._odd_since_s.items():
+            if since_s != -math.inf and at_s - since_s >= self.rules.disagree_s:
+                self._odd_since_s[worker_id] = -math.inf
+                self._note_lost(worker_id, "it says that it is not what the layout has it for")
+        self._replan(at_s)
+
+    def _odd_at_s(self) -> float:
+        """When the next one has been odd for long enough."""
+        if not self.active or self.conductor.busy or not self.roster.complete:
+            return math.inf
+        waiting = [since_s for since_s in self._odd_since_s.values() if since_s != -math.inf]
+        return min(waiting, default=math.inf) + self.rules.disagree_s
 
     def _layer_count(self) -> int:
         return self.roster.model.layer_count if self.roster.model is not None else self.layout.layer_count
@@ -466,7 +533,10 @@ class PlannerCore:
         if self.token is None:
             raise InvariantViolation("a standby planner plans")
         reason = explain(self.layout.groups, groups, self._why_lost)
-        self.in_flight = Layout(self._next_epoch(), self._layer_count(), groups, reason)
+        self.in_flight, self._in_flight_partial = (
+            Layout(self._next_epoch(), self._layer_count(), groups, reason),
+            partial,
+        )
         self.in_flight.check()
         return [WriteLayout(self.in_flight, self.roster.model, self._stored_epoch, self.token, cause_id, partial)]
 
@@ -490,7 +560,7 @@ class PlannerCore:
         due_at_s = math.inf if busy else min(self._read_at_s, plan_at_s, self._own_at_s(at_s))
         if not busy and self.conductor.to_write is not None:
             due_at_s = min(due_at_s, self._journal_at_s)
-        due_at_s = min(due_at_s, self.conductor.due_at_s)
+        due_at_s = min(due_at_s, self.conductor.due_at_s, self._odd_at_s())
         if due_at_s == self._timer_at_s or due_at_s == math.inf:
             self._timer_at_s = due_at_s
             return []

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from ballast.common.errors import InvariantViolation
 from ballast.common.ids import Incarnation, WorkerId
-from ballast.common.layout import Layout, Member, Place
+from ballast.common.layout import Group, Layout, Member, Place
 from ballast.common.model import ModelInfo
 from services.planner.core.claims import Claim
 from services.planner.core.messages import InstanceUp
@@ -21,7 +21,8 @@ class Known:
     placeable: Placeable
     model: ModelInfo | None  # None: taken from a layout that does not say
     confirmed: bool  # by the monitor, since the present connection to it began
-    place: Place | None = None  # as it said when the monitor named it
+    place: Place | None = None  # as it said last; None: alone, with all layers
+    fresh: bool = True  # it has said so since the layout gave it the group that it has there
 
 
 @dataclass(slots=True)
@@ -110,6 +111,30 @@ class Roster:
         known.placeable = replace(old, draining=True)
         return True
 
+    def regrouped(self, before: Layout, after: Layout) -> None:
+        """What members of new groups have said of their places was about the groups before."""
+        kept = set(before.groups)
+        for member in (m for group in after.groups if group not in kept for m in group.members):
+            known = self.known.get(member.worker_id)
+            if known is not None:
+                known.fresh = False
+
+    def disagrees(self, worker_id: WorkerId, group: Group | None, layer_count: int) -> bool:
+        """Whether it says that it is something else than `group`, its group in the layout (None: it is in none), or, in
+        none, that it does not hold all layers.
+        """
+        known = self.known.get(worker_id)
+        if known is None or known.model != self.model:
+            return False
+        whole = _is_whole(known.place, worker_id, layer_count)
+        if group is None:
+            return not whole
+        if not known.fresh or not _is_there(known, group, worker_id):
+            return False
+        if len(group.members) == 1:
+            return not whole
+        return known.place is None or _stages(known.place.group) != _stages(group)
+
     def claims(self) -> dict[WorkerId, Claim]:
         """What the instances that serve the cluster's model say of their places in the layout."""
         self._choose_model()
@@ -147,3 +172,19 @@ class Roster:
                 raise InvariantViolation(
                     f"{worker_id} is known in life {known.placeable.incarnation}, but {self.newest(worker_id)} was seen"
                 )
+
+
+def _is_whole(place: Place | None, worker_id: WorkerId, layer_count: int) -> bool:
+    if place is None:
+        return True
+    stages = _stages(place.group)
+    return len(stages) == 1 and stages[0][0] == worker_id and stages[0][2:] == (0, layer_count)
+
+
+def _is_there(known: Known, group: Group, worker_id: WorkerId) -> bool:
+    """In the life that the layout means."""
+    return any((m.worker_id, m.incarnation) == (worker_id, known.placeable.incarnation) for m in group.members)
+
+
+def _stages(group: Group) -> tuple[tuple[WorkerId, Incarnation, int, int], ...]:
+    return tuple((m.worker_id, m.incarnation, m.first_layer, m.last_layer) for m in group.members)

@@ -4,13 +4,14 @@ The decision to commit is in the journal before the first Commit is sent, so who
 from COMMITTING, back from PREPARING (I5). Nothing here waits; time comes with events.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from ballast.common.errors import InvariantViolation
 from ballast.common.ids import Epoch, WorkerId
-from ballast.common.layout import Layout
+from ballast.common.layout import Layout, peers_of
 from ballast.common.transition import Phase, Status, TransitionKind
 
 
@@ -49,6 +50,10 @@ class Journal:
 class CoordinatorRules:
     prepare_timeout_s: float = 10.0
     restore_prepare_timeout_s: float = 600.0
+    commit_timeout_s: float = 30.0  # a step ends and memory is remapped within it
+    exchange_timeout_s: float = 60.0  # without any progress that a member counts
+    abort_timeout_s: float = 10.0
+    bereaved_s: float = 1.0  # after a loss that follows the commit: by then who depends on the lost is done, or never
     poll_s: float = 0.02  # requests wait for memory: between two questions to a member that will be ready soon
     slow_poll_s: float = 0.1  # while it is busy for longer: pulling parameters, exchanging KV
 
@@ -162,7 +167,11 @@ class Coordinator:
             raise InvariantViolation(f"epoch {journal.epoch} changes nothing")
         self._said: dict[WorkerId, Phase] = dict.fromkeys(self.members, Phase.NONE)
         self._lost: dict[WorkerId, str] = {}
+        self.given_up: set[WorkerId] = set()  # of those: they may live, and nobody knows what they hold
         self._began_s = at_s
+        self._entered_s = at_s  # the stage
+        self._progress_s = at_s  # when a member told of something new
+        self._first_loss_s = math.inf
         self._sent_s = at_s
         self._writing: Journal | None = None
         self.statuses: dict[WorkerId, Status] = {}
@@ -225,10 +234,10 @@ class Coordinator:
         if self._writing is None or stage is not self._writing.stage:
             return []
         self.journal, self._writing = self._writing, None
-        self._sent_s = at_s
+        self._sent_s = self._entered_s = self._progress_s = at_s
         if stage is Stage.COMMITTING:  # whoever failed while the decision was written does not come along
             for worker_id in (w for w, phase in self._said.items() if phase in (Phase.FAILED, Phase.ABORTED)):
-                self._lost.setdefault(worker_id, "it failed before the commit")
+                self._lose(worker_id, "it failed before the commit", at_s)
         if stage.over:
             return [Ended(stage, self.journal.failure, tuple(sorted(self._lost)))]
         return self._send() + self._advance()
@@ -241,7 +250,15 @@ class Coordinator:
         if event.stage is Stage.PREPARING:  # nobody has been told anything
             self.journal = replace(self.journal, stage=Stage.ABORTED, failure=event.why)
             return [Ended(Stage.ABORTED, event.why, ())]
+        if self.stage is Stage.ABORTING:  # some have committed, and the layout has gone on without them
+            self._give_up(dict.fromkeys(self._committed, f"it has committed, and {event.why}"))
+            return self._advance()
         return self._abort(event.why)
+
+    @property
+    def _committed(self) -> list[WorkerId]:
+        """Members that are past the commit, as they say."""
+        return [w for w in self.members if self._said[w] in _FORWARD and w not in self._lost]
 
     def _send(self) -> list[Command]:
         """To each member what it has not done yet."""
@@ -278,7 +295,46 @@ class Coordinator:
         if at_s < self.tick_at_s:
             return []
         self._sent_s = at_s
-        return self._send()
+        overdue = self._overdue(at_s)
+        self._give_up(overdue)
+        return self._send() + (self._advance() if overdue else [])
+
+    def _give_up(self, members: Mapping[WorkerId, str]) -> None:
+        for worker_id, why in members.items():
+            self._lost.setdefault(worker_id, why)
+            self.given_up.add(worker_id)
+
+    def _overdue(self, at_s: float) -> dict[WorkerId, str]:
+        """Members that are not waited for any longer: each stage has an end, whatever its members do.
+
+        They count as lost for this transition. What they hold is not known, so they stand outside of the layout until
+        they have left the group and are whole again.
+        """
+        waited_for = [w for w in self.members if w not in self._lost and not self._is_through(w)]
+        rules, stage_s = self.rules, at_s - self._entered_s
+        if self.stage is Stage.COMMITTING and stage_s >= rules.commit_timeout_s:
+            why = f"it has not taken the layout up within {rules.commit_timeout_s:g} s"
+            return dict.fromkeys(waited_for, why)
+        if self.stage is Stage.EXCHANGING and at_s - self._progress_s >= rules.exchange_timeout_s:
+            why = f"nothing has been exchanged for {rules.exchange_timeout_s:g} s"
+            return dict.fromkeys(waited_for, why)
+        if self.stage is Stage.ABORTING and stage_s >= rules.abort_timeout_s:
+            return dict.fromkeys(waited_for, f"it has not taken the plan back within {rules.abort_timeout_s:g} s")
+        bereaved = self.decided and at_s - max(self._first_loss_s, self._entered_s) >= rules.bereaved_s
+        return {w: self._why_bereaved(w) for w in waited_for if self._why_bereaved(w)} if bereaved else {}
+
+    def _is_through(self, worker_id: WorkerId) -> bool:
+        """Nothing more is expected of it in this stage."""
+        said = self._said[worker_id]
+        if self.stage is Stage.ABORTING:
+            return said in (MemberPhase.ABORTED, MemberPhase.FAILED)
+        return said is MemberPhase.DONE or (self.stage is Stage.COMMITTING and said is MemberPhase.EXCHANGING)
+
+    def _why_bereaved(self, worker_id: WorkerId) -> str:
+        """Whether it waits for something that a lost member was to send; empty: it does not."""
+        waits_for = peers_of(self.journal.base, self.journal.target, worker_id)
+        lost = sorted(waits_for & self._lost.keys())
+        return f"it depends on {', '.join(lost)}" if lost else ""
 
     @property
     def tick_at_s(self) -> float:
@@ -293,20 +349,31 @@ class Coordinator:
             return []
         if _ORDER[event.phase] < _ORDER[self._said[event.worker_id]]:
             return []  # an answer that was overtaken
+        news = event.phase is not self._said[event.worker_id]
         self._said[event.worker_id] = event.phase
         if event.status is not None:
+            news |= event.status != self.statuses.get(event.worker_id)
             self.statuses[event.worker_id] = event.status
+        if news:
+            self._progress_s = event.at_s
+        if self.stage is Stage.ABORTING and event.phase in _FORWARD and self._writing is None:
+            # The journal has gone back in time, behind a commit: what a member has done counts.
+            return self._write(Stage.COMMITTING)
         if event.phase in (Phase.FAILED, Phase.ABORTED):
             if self.stage is Stage.PREPARING:
                 return self._abort(f"{event.worker_id}: {event.why}")
             if self.stage in (Stage.COMMITTING, Stage.EXCHANGING):
-                self._lost.setdefault(event.worker_id, event.why)
+                self._lose(event.worker_id, event.why, event.at_s)
         return self._advance()
+
+    def _lose(self, worker_id: WorkerId, why: str, at_s: float) -> None:
+        self._lost.setdefault(worker_id, why)
+        self._first_loss_s = min(self._first_loss_s, at_s)
 
     def _member_lost(self, event: MemberLost) -> list[Command]:
         if event.worker_id not in self._said:
             return []
-        self._lost.setdefault(event.worker_id, event.why)
+        self._lose(event.worker_id, event.why, event.at_s)
         if self.stage is Stage.PREPARING:
             return self._abort(f"{event.worker_id} is lost: {event.why}")
         return self._advance()
@@ -330,7 +397,7 @@ class Coordinator:
                 return self._write(Stage.EXCHANGING)
             case Stage.EXCHANGING if all(p is Phase.DONE for p in said):
                 return self._write(Stage.DONE)
-            case Stage.ABORTING if all(p is Phase.ABORTED for p in said):
+            case Stage.ABORTING if all(self._is_through(w) for w in alive):
                 return self._write(Stage.ABORTED)
             case _:
                 return []
@@ -338,3 +405,4 @@ class Coordinator:
 
 # A later one is never followed by an earlier one: an answer that says so was overtaken on its way.
 _ORDER = {phase: i for i, phase in enumerate(Phase)}
+_FORWARD = (Phase.COMMITTING, Phase.EXCHANGING, Phase.DONE)

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ballast.common.ids import WorkerId
+from ballast.common.layout import members_of
 from services.worker.core.batch import SequenceId
 from services.worker.core.blocks import blocks_for
 from services.worker.core.events import (
@@ -19,7 +20,7 @@ from services.worker.core.events import (
     KvLost,
     KvTravels,
 )
-from services.worker.core.plan import Part, Plan, Victim, members_of, transfers
+from services.worker.core.plan import Part, Plan, Victim, transfers
 from services.worker.core.snapshot import SequenceSnapshot
 from services.worker.core.waves import Standing, Wave, Waves, may_wait, standing_of
 from services.worker.core.worker import WorkerCore

@@ -7,7 +7,7 @@ holder changes.
 from dataclasses import dataclass
 
 from ballast.common.ids import Epoch, WorkerId
-from ballast.common.layout import Group, Layout
+from ballast.common.layout import Group, Layout, group_of, participants, peers_of
 from ballast.common.transition import TransitionKind
 
 SequenceId = int
@@ -33,14 +33,6 @@ class Victim:
     old_leader: WorkerId
 
 
-def group_of(layout: Layout, worker_id: WorkerId) -> Group | None:
-    return next((g for g in layout.groups if any(m.worker_id == worker_id for m in g.members)), None)
-
-
-def members_of(group: Group | None) -> tuple[WorkerId, ...]:
-    return () if group is None else tuple(m.worker_id for m in group.members)
-
-
 @dataclass(frozen=True, slots=True)
 class Part:
     """What a plan means for one worker."""
@@ -59,26 +51,17 @@ def part_of(plan: Plan, me: WorkerId) -> Part | None:
     new = group_of(plan.target, me)
     if new is None or group_of(plan.base, me) == new:
         return None
-    concerned = [g for g in plan.target.groups if me in participants(plan, g)]
-    peers = {p for g in concerned for p in participants(plan, g)} - {me}
+    concerned = [g for g in plan.target.groups if me in participants(plan.base, g)]
     leads = new.leader.worker_id == me
     return Part(
         old=group_of(plan.base, me),
         new=new,
-        peers=tuple(sorted(peers)),
+        peers=tuple(sorted(peers_of(plan.base, plan.target, me))),
         handovers_to=tuple(g.leader.worker_id for g in concerned if g.leader.worker_id != me),
-        handovers_from=tuple(sorted(participants(plan, new) - {me})) if leads else (),
+        handovers_from=tuple(sorted(participants(plan.base, new) - {me})) if leads else (),
         rosters_from=tuple(g.leader.worker_id for g in concerned),
-        roster_to=tuple(sorted(participants(plan, new) - {me})) if leads else (),
+        roster_to=tuple(sorted(participants(plan.base, new) - {me})) if leads else (),
     )
-
-
-def participants(plan: Plan, group: Group) -> set[WorkerId]:
-    """The members of a coming group, and those of every old group that one of them comes from."""
-    chosen = set(members_of(group))
-    for worker_id in members_of(group):
-        chosen.update(members_of(group_of(plan.base, worker_id)))
-    return chosen
 
 
 def transfers(plan: Plan, victim: Victim, new_leader: WorkerId) -> list[tuple[WorkerId, WorkerId, int, int]]:

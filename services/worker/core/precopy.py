@@ -19,9 +19,10 @@ from itertools import islice
 
 from ballast.common.errors import InvariantViolation
 from ballast.common.ids import WorkerId
+from ballast.common.layout import group_of
 from ballast.common.transition import TransitionKind
 from services.worker.core.batch import Batch, SequenceId
-from services.worker.core.plan import Plan, group_of
+from services.worker.core.plan import Plan
 
 WORTH_BLOCKS = 2  # fewer are left for later: asking takes time from batches, and at the commit all rests go together
 _AT_ONCE = 2  # questions to a source that are not answered

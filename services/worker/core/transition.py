@@ -11,16 +11,9 @@ from dataclasses import dataclass, field
 
 from ballast.common.errors import InvariantViolation
 from ballast.common.ids import Epoch, WorkerId
+from ballast.common.layout import group_of, members_of
 from ballast.common.transition import Phase
-from services.worker.core.plan import (
-    Plan,
-    SequenceId,
-    Victim,
-    group_of,
-    members_of,
-    part_of,
-    transfers,
-)
+from services.worker.core.plan import Plan, SequenceId, Victim, part_of, transfers
 from services.worker.core.transition_messages import (
     AbortRequested,
     BoundaryReached,

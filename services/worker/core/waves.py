@@ -16,10 +16,11 @@ from dataclasses import dataclass
 
 from ballast.common.errors import InvariantViolation
 from ballast.common.ids import WorkerId
+from ballast.common.layout import group_of, members_of
 from ballast.common.transition import TransitionKind
 from services.worker.core.batch import SequenceId
 from services.worker.core.blocks import blocks_for
-from services.worker.core.plan import Part, Plan, Victim, group_of, members_of
+from services.worker.core.plan import Part, Plan, Victim
 
 _SPARE_BLOCKS = 1  # of each victim of a wave, for what it says while others wait
 

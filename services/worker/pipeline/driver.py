@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 from ballast.common.errors import InvariantViolation
 from ballast.common.ids import Epoch, WorkerId
+from ballast.common.layout import members_of
 from ballast.common.transition import Phase, TransitionKind
 from ballast.service.logs import get_logger
 from ballastpb.worker.v1 import stage_pb2 as pb
@@ -15,7 +16,7 @@ from services.worker.core.batch import SequenceId
 from services.worker.core.events import KvArrived, MicrobatchesJoined, PrefillLimited, RoleChanged
 from services.worker.core.farewell import Farewell, has_last_batch
 from services.worker.core.leading import Decision
-from services.worker.core.plan import Victim, members_of, part_of
+from services.worker.core.plan import Plan, Victim, part_of
 from services.worker.core.regroup import Regroup, Turn
 from services.worker.core.stage import StageBook
 from services.worker.core.transition import Transition
@@ -300,6 +301,22 @@ class TransitionDriver:
     def under_way(self) -> bool:
         """A transition has begun and is not over."""
         return self.transition is not None and self.transition.phase not in _OVER
+
+    def is_outside(self, plan: Plan) -> bool:
+        """The plan takes this worker for one of no group, and it is a stage of one, or about to be."""
+        part = part_of(plan, self._role.me)
+        if part is None or part.old is not None:
+            return False
+        transition = self.transition
+        return bool(self._role.stages) or (transition is not None and transition.phase in _AFTER_COMMIT)
+
+    @property
+    def epoch_in_force(self) -> Epoch:
+        """Of the group that this worker is in, or is on its way into."""
+        transition = self.transition
+        if transition is not None and transition.phase in _AFTER_COMMIT:
+            return transition.epoch
+        return self._role.epoch
 
     def awaits_roster(self, epoch: Epoch) -> bool:
         transition = self.transition

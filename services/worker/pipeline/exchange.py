@@ -14,11 +14,12 @@ when a wave is through.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ballast.common.errors import BallastError, InvariantViolation
+from ballast.common.errors import BallastError, InvariantViolation, Overloaded
 from ballast.common.ids import WorkerId
 from ballast.service.logs import get_logger
 from ballastpb.worker.v1 import stage_pb2 as pb
@@ -132,6 +133,7 @@ class KvExchange:
         self._to_begin: list[tuple[SequenceId, WorkerId]] = []  # likewise; they are to be sent and have been asked for
         self._unsent: dict[tuple[SequenceId, WorkerId], int] = {}  # pieces under way
         self._transfers: list[Transfer] = []
+        self._waiting: dict[WorkerId, deque[Sequence[_Piece]]] = {}  # for room among the transfers of the link
         self._pieces_due: dict[tuple[SequenceId, WorkerId], int] = {}  # receiver: transfers still to come
         self._retired: RetiredTables | None = None  # of layers that this member has given up
         self._leaving: dict[SequenceId, None] = {}  # whose KV is being sent or has been, since `take_moves`
@@ -166,6 +168,8 @@ class KvExchange:
         to_begin, self._to_begin = self._to_begin, []
         for to in dict.fromkeys(to for _, to in to_begin):
             self._begin_sending(to, [key for key in to_begin if key[1] == to])
+        for to in tuple(self._waiting):
+            self._send_waiting(to)
 
     def _pieces(
         self, victim: Victim, table: Sequence[int], first_block: int, first: int, last: int
@@ -260,11 +264,28 @@ class KvExchange:
             transfer = link.transfer(
                 TrafficClass.KV, tensors, topic=Topic.KV, meta=meta, stream=ids[0], rank=pieces[0].token_count
             )
+        except Overloaded:  # nothing of it was sent: again when one of those before it has ended
+            self._waiting.setdefault(to, deque()).append(pieces)
+            return
         except BallastError as error:
-            get_logger().error("KV is not sent", sequence_ids=ids, to=to, why=str(error))
-            return  # the link is broken, and its end is told too
+            self._give_up(link, ids, str(error))
+            return
         self._transfers = [t for t in self._transfers if not t.done.done()] + [transfer]
         transfer.done.add_done_callback(lambda f: self._post(PieceSent(epoch, ids, to, f)))
+
+    def _send_waiting(self, to: WorkerId) -> None:
+        """What the link had no room for, as far as it has some now."""
+        waiting, link = self._waiting.pop(to, None), self._link(to)
+        while waiting and link is not None and to not in self._waiting:
+            self._transfer(link, to, waiting.popleft())
+        if waiting and to in self._waiting:
+            self._waiting[to].extend(waiting)
+
+    @staticmethod
+    def _give_up(link: Link, sequence_ids: Sequence[SequenceId], why: str) -> None:
+        """KV that is not sent is missing for good: the link ends, which both members are told as an event."""
+        get_logger().error("KV is not sent", sequence_ids=sequence_ids, to=link.peer_id, why=why)
+        link.give_up(f"KV could not be sent: {why}")
 
     def _table(self, command: SendKv) -> Sequence[int]:
         given_up = self._retired is not None and command.first_layer not in self._kv.held_layers
@@ -282,9 +303,12 @@ class KvExchange:
         report = None if error is not None else event.report.result()
         if report is None or report.outcome is not Outcome.DELIVERED:
             why = str(error) if report is None else f"{report.outcome.value}: {report.why}"
-            get_logger().error("KV was not sent", sequence_ids=event.sequence_ids, to=event.to, why=why)
-            return []  # the link is broken, and its end is told too
+            link = self._link(event.to)
+            if link is not None:
+                self._give_up(link, event.sequence_ids, why)
+            return []
         self._progress.kv_bytes_sent += report.sent_bytes
+        self._send_waiting(event.to)
         return [sequence_id for sequence_id in event.sequence_ids if self._is_sent((sequence_id, event.to))]
 
     def _is_sent(self, key: tuple[SequenceId, WorkerId]) -> bool:

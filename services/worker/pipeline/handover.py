@@ -4,11 +4,12 @@ from collections.abc import Callable, Mapping, Sequence
 
 from ballast.common.errors import InvariantViolation
 from ballast.common.ids import Epoch, WorkerId
+from ballast.common.layout import members_of
 from ballastpb.worker.v1 import stage_pb2 as pb
 from services.worker.core.batch import SequenceId
 from services.worker.core.events import Command, Event, HandedOver, HandOver
 from services.worker.core.leading import Decision, Leading
-from services.worker.core.plan import Victim, members_of
+from services.worker.core.plan import Victim
 from services.worker.core.room import lent_count
 from services.worker.core.snapshot import SequenceSnapshot
 from services.worker.core.stage import StageBook

@@ -211,8 +211,7 @@ class GroupMember:
         driver, restoring = self._driver, self._restoring
         match event:
             case PlanReceived():
-                if self._rescue is None:
-                    driver.receive(event)
+                self._plan_received(event)
             case Told(epoch=epoch, event=PeerLost() as lost):
                 self._peer_lost(epoch, lost)
             case Told(epoch=epoch, event=told):
@@ -289,6 +288,19 @@ class GroupMember:
         self._homecoming.close()
         self._links.close()
 
+    def _plan_received(self, event: PlanReceived) -> None:
+        """A plan that takes this worker for one of no group is also word that its group has ended: a member was counted
+        as lost, perhaps without any link having broken. The planner repeats it until this worker is whole.
+        """
+        if self._rescue is not None:
+            return
+        epoch = event.plan.epoch
+        if epoch > self.published.newest_epoch and self._driver.is_outside(event.plan):
+            why = f"the planner counts on the group no more: epoch {epoch} begins without it"
+            self._break_up(self._driver.epoch_in_force, self.me, why)
+            return
+        self._driver.receive(event)
+
     def _capacity_told(self, event: CapacityTold) -> None:
         if self._rescue is None:
             self._capacities.told(event)
@@ -314,8 +326,9 @@ class GroupMember:
 
     def _break_up(self, epoch: Epoch, peer: WorkerId, why: str) -> None:
         """All requests end, for dispatchers to replay; then the missing layers are taken back."""
-        get_logger().error("a member of the group is gone", peer=peer, why=why, epoch=epoch)
+        get_logger().error("the group is left", peer=peer, why=why, epoch=epoch)
         now_s, role = time.monotonic(), self._role
+        self.published.fail_open(f"{peer}: {why}")
         self._links.retire(Epoch(max(epoch, role.epoch) + 1))
         self._hub.kv.clear()
         nothing_is_sent = self._driver.abandon()

@@ -12,7 +12,7 @@ from ballast.rpc.codec import layout_from_proto
 from ballast.rpc.transition import KIND, STATUS
 from ballastpb.worker.v1 import worker_pb2 as pb
 from services.worker.core.plan import Plan, part_of
-from services.worker.core.transition_messages import AbortRequested, CommitRequested
+from services.worker.core.transition_messages import AbortRequested, CommitRequested, PreparationFailed
 from services.worker.pipeline.events import MigrationOrdered, PlanReceived, Told
 from services.worker.pipeline.member import GroupMember
 from services.worker.pipeline.restoring import BEFORE_COMMIT
@@ -21,6 +21,7 @@ from services.worker.shell import MemberEvent
 _HOLD_S = 0.05
 _SILENCE_S = 3.0  # a planner asks several times a second what it has under way
 _LONGEST_ORDER_S = 60.0  # of migrations
+_FORGOTTEN_S = 15.0  # without a planner's question a plan that is prepared here will not be committed any more
 
 
 class Transitions:
@@ -33,6 +34,7 @@ class Transitions:
         self._heard_at_s = 0.0  # of a transition, from a planner
         self._published = asyncio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._watchdog: asyncio.TimerHandle | None = None
         member.published.on_publish = self._wake
 
     def prepare(self, request: pb.PrepareRequest) -> None:
@@ -58,6 +60,23 @@ class Transitions:
             named = (WorkerId(source.worker_id),) if source.worker_id else ()
             sources[source.layer] = sources.get(source.layer, ()) + named
         self._post(PlanReceived(plan, addresses, sources, request.patient))
+        self._watch(plan.epoch)
+
+    def _watch(self, epoch: Epoch) -> None:
+        """A plan whose planner has fallen silent is taken back, and a Commit that comes after all is answered so."""
+        if self._watchdog is not None:
+            self._watchdog.cancel()
+        self._watchdog = asyncio.get_running_loop().call_later(_FORGOTTEN_S, self._take_back_if_silent, epoch)
+
+    def _take_back_if_silent(self, epoch: Epoch) -> None:
+        phase, silent_s = self._phase(epoch), time.monotonic() - self._heard_at_s
+        if phase is not None and phase not in BEFORE_COMMIT:
+            return
+        if silent_s < _FORGOTTEN_S:
+            self._watch(epoch)
+            return
+        why = f"no planner has asked for it for {silent_s:.0f} s"
+        self._post(Told(epoch, PreparationFailed(time.monotonic(), epoch, why)))
 
     async def when_prepared(self, epoch: int) -> pb.TransitionStatus:
         """The planner need not come back for what takes a few milliseconds."""

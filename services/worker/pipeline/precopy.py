@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING
 
 from ballast.common.errors import BallastError
 from ballast.common.ids import Epoch, WorkerId
+from ballast.common.layout import group_of, members_of
 from ballast.common.transition import TransitionKind
 from ballast.service.logs import get_logger
 from ballastpb.worker.v1 import stage_pb2 as pb
 from services.worker.core.batch import Batch, SequenceId
-from services.worker.core.plan import Plan, group_of, members_of
+from services.worker.core.plan import Plan
 from services.worker.core.precopy import Precopy, Source, Span, sources_of
 from services.worker.core.stage import StageBook
 from services.worker.links.traffic import TrafficClass

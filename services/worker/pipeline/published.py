@@ -14,6 +14,7 @@ from services.worker.pipeline.stage_clock import StageClock
 from services.worker.pipeline.status import Progress
 
 _KEPT_TRANSITIONS = 16
+_OVER = (Phase.DONE, Phase.ABORTED, Phase.FAILED)
 
 
 def _nothing() -> None:
@@ -63,6 +64,13 @@ class Published:
     def publish(self, transition: Transition) -> None:
         self.counted.why = transition.why
         self.publish_as(transition.epoch, transition.phase)
+
+    def fail_open(self, why: str) -> None:
+        """This worker leaves its group: no status names a transition that it takes part in no more."""
+        open_ = {e: replace(p, phase=Phase.FAILED, why=why) for e, p in self.progress.items() if p.phase not in _OVER}
+        if open_:
+            self.progress = {**self.progress, **open_}
+            self.on_publish()
 
     def publish_as(self, epoch: Epoch, phase: Phase) -> None:
         progress = self.counted
