@@ -1,0 +1,272 @@
+"""What becomes of a cluster when a member of a pipeline stops for a while, without any connection being reset.
+
+    python -m benchmarks.pauses --seconds 2 4 6 9 12 20 60 inf --workers 2 3
+
+Two workers are made a pair by hand. One of them, its leader or its other stage, is stopped (SIGSTOP) and goes on later,
+under load or idle. Then every living worker has to be in the layout again, alone or in the pair, as what it is: a drop
+and a restore have to succeed, every answer has to be what it was before, and none may take longer than the limit.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import itertools
+import math
+import signal
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import grpc.aio
+
+from ballast.client import AsyncClient
+from ballast.client.types import ClusterStatus
+from ballast.common.errors import BallastError
+from ballast.common.sampling import SamplingParams
+from ballast.local.cluster import LocalCluster
+from ballast.model.tiny import make_tiny
+from ballast.rpc.channel import open_channel
+from ballastpb.planner.v1 import planner_pb2 as pb
+from ballastpb.planner.v1 import planner_pb2_grpc
+
+LIMIT_S = 20.0  # of a request
+RECOVERY_S = 15.0  # from the event, or its end
+_PROMPTS = tuple(tuple(3 + (5 * i + 7 * j) % 400 for j in range(6 + 5 * i)) for i in range(6))
+_EVERY_S = 0.2  # a request
+_CHANGE_S = 60.0  # within which a drop or a restore has to end
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    victim: str  # leader or stage
+    pause_s: float  # inf: it never goes on
+    workers: int
+    loaded: bool
+
+    def __str__(self) -> str:
+        length = "for ever" if math.isinf(self.pause_s) else f"{self.pause_s:g} s"
+        return f"{self.victim} of a pair, {self.workers} workers, {'load' if self.loaded else 'idle'}, {length}"
+
+
+@dataclass(slots=True)
+class Found:
+    """What came of a case. Seconds."""
+
+    recovered_s: float = math.inf  # after the pause's end, or its begin where it has none
+    dropped: bool = False
+    restored: bool = False
+    right: int = 0
+    wrong: int = 0
+    failed: list[str] = field(default_factory=list[str])
+    slowest_s: float = 0.0
+    story: list[str] = field(default_factory=list[str])
+
+    def why_not(self) -> str:
+        """Empty: all is as it has to be."""
+        reasons = [
+            f"not everybody served within {RECOVERY_S:g} s ({self.recovered_s:.1f} s)"
+            * (self.recovered_s > RECOVERY_S),
+            "no drop afterwards" * (not self.dropped),
+            "no restore afterwards" * (not self.restored),
+            f"{self.wrong} answers are wrong" * (self.wrong > 0),
+            f"{len(self.failed)} requests failed: {self.failed[:1]}" * bool(self.failed),
+            f"one took {self.slowest_s:.1f} s" * (self.slowest_s > LIMIT_S),
+        ]
+        return "; ".join(reason for reason in reasons if reason)
+
+
+class Scene:
+    def __init__(self, cluster: LocalCluster, case: Case) -> None:
+        self._cluster = cluster
+        self._case = case
+        self._client = AsyncClient(cluster.address)
+        self._channel: grpc.aio.Channel = open_channel(cluster.address)
+        self._planner = planner_pb2_grpc.PlannerServiceStub(self._channel)
+        self._began_s = time.monotonic()
+        self._expected: list[tuple[int, ...]] = []
+        self._seen = ""
+        self.found = Found()
+
+    async def run(self) -> Found:
+        case = self._case
+        pair = ["worker-0", "worker-1"]
+        try:
+            self._expected = [await self._answer(i) for i in range(len(_PROMPTS))]
+            await self._change(drop=pair)
+            async with self._load() if case.loaded else contextlib.nullcontext():
+                await asyncio.sleep(1.0)
+                victim = 0 if case.victim == "leader" else 1
+                self._cluster.kill("worker", victim, signal.SIGSTOP)
+                event_s = time.monotonic()
+                if not math.isinf(case.pause_s):
+                    await self._watch_for(case.pause_s)
+                    self._cluster.kill("worker", victim, signal.SIGCONT)
+                    event_s = time.monotonic()
+                living = [f"worker-{i}" for i in range(case.workers) if i != victim or not math.isinf(case.pause_s)]
+                await self._recover(living, event_s)
+                await self._check_changes(living)
+            if not case.loaded:
+                await asyncio.gather(*(self._ask(i) for i in range(len(_PROMPTS))))
+        finally:
+            await self._client.close()
+            await self._channel.close()
+        return self.found
+
+    async def _check_changes(self, living: Sequence[str]) -> None:
+        if self._shape(await self._client.status()) != self._lone(living):
+            self.found.restored = await self._succeeds(drop=None)
+            self.found.dropped = len(living) < 2 or await self._succeeds(drop=living[:2])
+        else:
+            self.found.dropped = len(living) < 2 or await self._succeeds(drop=living[:2])
+            self.found.restored = len(living) < 2 or await self._succeeds(drop=None)
+
+    # ------------------------------------------------------------ requests
+
+    async def _answer(self, i: int) -> tuple[int, ...]:
+        sampling = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
+        answer = await self._client.generate(token_ids=_PROMPTS[i], sampling=sampling, deadline_s=3 * LIMIT_S)
+        return answer.token_ids
+
+    async def _ask(self, i: int) -> None:
+        began_s = time.monotonic()
+        try:
+            right = await self._answer(i) == self._expected[i]
+        except BallastError as error:
+            self.found.failed.append(f"{type(error).__name__}: {error}")
+        else:
+            self.found.right += right
+            self.found.wrong += not right
+        self.found.slowest_s = max(self.found.slowest_s, time.monotonic() - began_s)
+
+    @contextlib.asynccontextmanager
+    async def _load(self) -> AsyncGenerator[None]:
+        over = asyncio.Event()
+
+        async def arrivals() -> None:
+            for i in itertools.count():
+                if over.is_set():
+                    return
+                tasks.create_task(self._ask(i % len(_PROMPTS)))
+                await asyncio.sleep(_EVERY_S)
+
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(arrivals())
+            try:
+                yield
+            finally:
+                over.set()
+
+    # ------------------------------------------------------------ the layout
+
+    @staticmethod
+    def _lone(names: Sequence[str]) -> list[str]:
+        return sorted(names)
+
+    def _shape(self, status: ClusterStatus) -> list[str]:
+        groups = status.layout.groups if status.layout is not None else ()
+        shape = sorted("+".join(member.worker_id for member in group.members) for group in groups)
+        if str(shape) != self._seen:
+            self._seen = str(shape)
+            self.found.story.append(f"{time.monotonic() - self._began_s:6.1f} s  {' '.join(shape) or '(no group)'}")
+        return shape
+
+    async def _watch_for(self, seconds: float) -> None:
+        until_s = time.monotonic() + seconds
+        while time.monotonic() < until_s:
+            self._shape(await self._client.status())
+            await asyncio.sleep(min(0.1, max(0.0, until_s - time.monotonic())))
+
+    async def _recover(self, living: Sequence[str], event_s: float) -> None:
+        """Every living worker is in the layout, nobody else is, and answers come."""
+        while (passed_s := time.monotonic() - event_s) < 6 * RECOVERY_S:
+            placed = [name for group in self._shape(await self._client.status()) for name in group.split("+")]
+            if sorted(placed) == sorted(living):
+                with contextlib.suppress(BallastError, TimeoutError):
+                    async with asyncio.timeout(LIMIT_S):
+                        await self._answer(0)
+                        self.found.recovered_s = time.monotonic() - event_s
+                        return
+            await asyncio.sleep(0.05)
+        self.found.story.append(f"{time.monotonic() - self._began_s:6.1f} s  not recovered after {passed_s:.0f} s")
+
+    async def _succeeds(self, drop: Sequence[str] | None) -> bool:
+        try:
+            await self._change(drop)
+        except (BallastError, grpc.aio.AioRpcError, TimeoutError) as error:
+            self.found.story.append(f"{'restore' if drop is None else 'drop'}: {error}")
+            return False
+        return True
+
+    async def _change(self, drop: Sequence[str] | None) -> None:
+        """Carries a drop or a restore out. Raises TimeoutError if it has not succeeded in time."""
+        async with asyncio.timeout(_CHANGE_S):
+            while True:
+                request_id = uuid.uuid4().hex
+                try:
+                    if drop is None:
+                        begun = await self._planner.Restore(pb.RestoreRequest(request_id=request_id), timeout=_CHANGE_S)
+                    else:
+                        request = pb.DropRequest(worker_ids=drop, request_id=request_id)
+                        begun = await self._planner.Drop(request, timeout=_CHANGE_S)
+                except grpc.aio.AioRpcError as error:  # another change is under way, a member is lost
+                    self.found.story.append(f"{time.monotonic() - self._began_s:6.1f} s  {error.details()}")
+                    await asyncio.sleep(0.5)
+                    continue
+                if await self._end_of(begun.epoch) == "done":
+                    return
+
+    async def _end_of(self, epoch: int) -> str:
+        while True:
+            listed = (await self._planner.ListTransitions(pb.ListTransitionsRequest(), timeout=_CHANGE_S)).transitions
+            found = next((one for one in listed if one.epoch == epoch), None)
+            if found is not None and found.phase in ("done", "aborted"):
+                return found.phase
+            await asyncio.sleep(0.05)
+
+
+async def run_case(case: Case, model: Path, logs: Path) -> Found:
+    cluster = LocalCluster(
+        model,
+        workers=case.workers,
+        device_memory_bytes=16 << 20,
+        flags={"planner": ["--overload-policy", "recompute"], "worker": ["--dtype", "float64"]},
+        log_dir=logs,
+        stop_timeout_s=2.0,
+    )
+    async with cluster:
+        return await Scene(cluster, case).run()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seconds", type=float, nargs="+", default=[2, 4, 6, 9, 12, 20, 60, math.inf])
+    parser.add_argument("--workers", type=int, nargs="+", default=[2, 3])
+    parser.add_argument("--victims", nargs="+", choices=("leader", "stage"), default=["leader", "stage"])
+    parser.add_argument("--load", choices=("idle", "load", "both"), default="both")
+    parser.add_argument("--logs", type=Path, default=Path("out/pauses"))
+    args = parser.parse_args()
+    loads = {"idle": (False,), "load": (True,), "both": (False, True)}[args.load]
+    failures = 0
+    with tempfile.TemporaryDirectory() as folder:
+        model = make_tiny("llama", Path(folder) / "tiny", max_len=512)
+        for victim, seconds, workers, loaded in itertools.product(args.victims, args.seconds, args.workers, loads):
+            case = Case(victim, seconds, workers, loaded)
+            logs = args.logs / f"{victim}-{seconds:g}-{workers}-{'load' if loaded else 'idle'}"
+            found = asyncio.run(run_case(case, model, logs))
+            why = found.why_not()
+            failures += bool(why)
+            answers = f"{found.right} right, {found.wrong} wrong, {len(found.failed)} failed"
+            times = f"recovered {found.recovered_s:5.1f} s, slowest {found.slowest_s:5.1f} s"
+            print(f"{'FAILED' if why else 'ok    '} {case}: {times}, {answers}", flush=True)
+            for line in [why, *found.story, f"logs: {logs}"] if why else ():
+                print(f"         {line}", flush=True)
+    print(f"{failures} cases failed")
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
