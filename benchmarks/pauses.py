@@ -242,7 +242,7 @@ async def run_case(case: Case, model: Path, logs: Path) -> Found:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--seconds", type=float, nargs="+", default=[2, 4, 6, 9, 12, 20, 60, math.inf])
     parser.add_argument("--workers", type=int, nargs="+", default=[2, 3])
     parser.add_argument("--victims", nargs="+", choices=("leader", "stage"), default=["leader", "stage"])

@@ -2,11 +2,14 @@
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from ballast.common.ids import Epoch
+from ballast.common.layout import Layout
 from ballast.common.sampling import SamplingParams
 from ballast.common.transition import Phase, TransitionKind
 from ballast.model.tiny import make_tiny
@@ -182,6 +185,63 @@ def test_a_survivor_becomes_whole_again(
             await cluster.change(TransitionKind.DROP, layout(4, PAIR, LAYERS))
             assert await whole(cluster, answers) == tokens
             return tokens
+
+    assert asyncio.run(run()) == expected(100)
+
+
+@pytest.mark.parametrize("committed", [True, False])
+def test_a_plan_that_counts_a_member_in_no_group_makes_it_leave_its_own(
+    committed: bool, model_dir: Path, expected: Callable[[int], list[tuple[int, ...]]]
+) -> None:
+    """The planner has lost w1, whose links are whole: w0 leaves the pair, or the exchange, becomes whole and takes part
+    in what comes; w1 hears of it by its links. Nothing names a transition any more that they have left.
+    """
+
+    async def run() -> list[tuple[int, ...]]:
+        async with running_group(model_dir, ["w0", "w1"], SLOW if committed else ROOMY) as cluster:
+            answers = await ask(cluster, ["w0", "w1"])
+            await tokens_flow(answers, 3)
+            target = layout(2, PAIR, LAYERS)
+            members = await cluster.prepare(TransitionKind.DROP, target)
+            cluster.commit(members, target)
+            if committed:
+                await cluster.until(members, target.epoch, Phase.EXCHANGING)
+            else:
+                await cluster.done(members, target.epoch)
+            cluster.in_force = Layout(Epoch(3), LAYERS, (), "without those who are lost")
+            await until(lambda: _are_whole(cluster, alone(4, ["w0", "w1"], LAYERS)))
+            cluster.in_force = alone(4, ["w0", "w1"], LAYERS)
+            tokens = await whole(cluster, answers)
+            for worker in cluster.workers.values():
+                assert all(p.phase in (Phase.DONE, Phase.FAILED) for p in worker.member.progress.values())
+                assert worker.engine.memory.parameters.held_layers == tuple(range(LAYERS))
+            await cluster.change(TransitionKind.DROP, layout(5, PAIR, LAYERS))
+            return tokens
+
+    assert asyncio.run(run()) == expected(100)
+
+
+def _are_whole(cluster: Cluster, target: Layout) -> bool:
+    """Asks again, as a planner does."""
+    cluster.ask_to_prepare(TransitionKind.RESTORE, target)
+    said = [worker.progress(target.epoch) for worker in cluster.workers.values()]
+    return all(progress is not None and progress.phase is Phase.DONE for progress in said)
+
+
+def test_kv_waits_for_room_among_the_transfers_of_a_link(
+    model_dir: Path, expected: Callable[[int], list[tuple[int, ...]]]
+) -> None:
+    """More sequences than a link carries at once: none is forgotten."""
+    narrow = replace(SLOW, transport=replace(SLOW.transport, max_transfers=1, rate_bytes_per_s=3e6))
+
+    async def run() -> list[tuple[int, ...]]:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("services.worker.pipeline.exchange._TOGETHER", 1)
+            async with running_group(model_dir, ["w0", "w1"], narrow) as cluster:
+                answers = await ask(cluster, ["w0", "w1"])
+                await tokens_flow(answers, 3)
+                await cluster.change(TransitionKind.DROP, layout(2, PAIR, LAYERS))
+                return await whole(cluster, answers)
 
     assert asyncio.run(run()) == expected(100)
 

@@ -308,7 +308,7 @@ class Cluster:
         holders = {m.worker_id: range(m.first_layer, m.last_layer) for g in self.in_force.groups for m in g.members}
         plan = Plan(kind, self.in_force, target)
         for name in members:
-            own = holders[name]
+            own = holders.get(name, range(0))
             sources = {
                 layer: tuple(sorted(w for w, held in holders.items() if layer in held))
                 for layer in range(self.layer_count)

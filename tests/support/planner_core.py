@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from ballast.common.ids import Epoch, Incarnation, WorkerId
-from ballast.common.layout import Layout
+from ballast.common.layout import Group, Layout, Place, group_of
 from ballast.common.load import LoadReport, MemoryReport
 from ballast.common.transition import Phase, Status
 from services.planner.core.conductor import ConductorRules
@@ -125,6 +125,15 @@ class Planner:
         self.lives[worker] = self.lives.get(worker, 0) + 1
         life = Incarnation(self.lives[worker])
         self.tell(InstanceUp(self.now_s, "c", WorkerId(worker), life, f"{worker}:1", MODEL, False, f"{worker}:2"))
+
+    def says(self, worker: str, group: Group | None = None, *, epoch: int | None = None) -> None:
+        """The same life is announced once more, and says which group it is in: that of the layout, or `group`."""
+        group = group or group_of(self.core.layout, WorkerId(worker))
+        assert group is not None
+        place = Place(self.core.layout.epoch if epoch is None else Epoch(epoch), group)
+        life = Incarnation(self.lives[worker])
+        address = f"{worker}:1"
+        self.tell(InstanceUp(self.now_s, "c", WorkerId(worker), life, address, MODEL, False, f"{worker}:2", place))
 
     def lose(self, worker: str) -> None:
         self.tell(InstanceLost(self.now_s, "c", WorkerId(worker), Incarnation(self.lives[worker]), "silent"))

@@ -327,8 +327,8 @@ class Coordinator:
         """Nothing more is expected of it in this stage."""
         said = self._said[worker_id]
         if self.stage is Stage.ABORTING:
-            return said in (MemberPhase.ABORTED, MemberPhase.FAILED)
-        return said is MemberPhase.DONE or (self.stage is Stage.COMMITTING and said is MemberPhase.EXCHANGING)
+            return said in (Phase.ABORTED, Phase.FAILED)
+        return said is Phase.DONE or (self.stage is Stage.COMMITTING and said is Phase.EXCHANGING)
 
     def _why_bereaved(self, worker_id: WorkerId) -> str:
         """Whether it waits for something that a lost member was to send; empty: it does not."""
@@ -391,7 +391,7 @@ class Coordinator:
         alive = [w for w in self.members if w not in self._lost]
         said = [self._said[w] for w in alive]
         match self.stage:
-            case Stage.PREPARING if len(alive) == len(self.members) and all(p is Phase.PREPARED for p in said):
+            case Stage.PREPARING if len(alive) == len(self.members) and all(p in _READY for p in said):
                 return self._write(Stage.COMMITTING)
             case Stage.COMMITTING if all(p in (Phase.EXCHANGING, Phase.DONE) for p in said):
                 return self._write(Stage.EXCHANGING)
@@ -405,4 +405,5 @@ class Coordinator:
 
 # A later one is never followed by an earlier one: an answer that says so was overtaken on its way.
 _ORDER = {phase: i for i, phase in enumerate(Phase)}
+_READY = (Phase.PREPARED, Phase.DONE)  # done before the commit: it was already what the plan makes of it
 _FORWARD = (Phase.COMMITTING, Phase.EXCHANGING, Phase.DONE)

@@ -6,6 +6,7 @@ holder changes.
 
 from dataclasses import dataclass
 
+from ballast.common.errors import InvariantViolation
 from ballast.common.ids import Epoch, WorkerId
 from ballast.common.layout import Group, Layout, group_of, participants, peers_of
 from ballast.common.transition import TransitionKind
@@ -22,6 +23,13 @@ class Plan:
     @property
     def epoch(self) -> Epoch:
         return self.target.epoch
+
+    def target_of(self, worker_id: WorkerId) -> Group:
+        """Its group afterwards. Raises InvariantViolation if it is in none."""
+        group = group_of(self.target, worker_id)
+        if group is None:
+            raise InvariantViolation(f"{worker_id} has no part in epoch {self.epoch}")
+        return group
 
 
 @dataclass(frozen=True, slots=True)

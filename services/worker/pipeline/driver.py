@@ -310,6 +310,13 @@ class TransitionDriver:
         transition = self.transition
         return bool(self._role.stages) or (transition is not None and transition.phase in _AFTER_COMMIT)
 
+    def is_already(self, plan: Plan) -> bool:
+        """The plan makes this worker a whole one that serves alone, which it is by now, perhaps with requests."""
+        part = part_of(plan, self._role.me)
+        alone = part is not None and part.old is None and len(part.new.members) == 1
+        at_rest = not self.under_way and not self._releases and self._restoring.idle
+        return alone and at_rest and not self._role.stages and len(self._role.layers) == self._role.layer_count
+
     @property
     def epoch_in_force(self) -> Epoch:
         """Of the group that this worker is in, or is on its way into."""

@@ -298,8 +298,13 @@ class GroupMember:
         if epoch > self.published.newest_epoch and self._driver.is_outside(event.plan):
             why = f"the planner counts on the group no more: epoch {epoch} begins without it"
             self._break_up(self._driver.epoch_in_force, self.me, why)
-            return
-        self._driver.receive(event)
+        elif epoch > self.published.newest_epoch and self._driver.is_already(event.plan):
+            self._role.take_up(epoch, event.plan.target_of(self.me))
+            progress = self.published.begin(epoch, self._book.block_count)
+            progress.block_count_after = self._book.block_count
+            self.published.publish_as(epoch, Phase.DONE)
+        else:
+            self._driver.receive(event)
 
     def _capacity_told(self, event: CapacityTold) -> None:
         if self._rescue is None:

@@ -2,7 +2,8 @@
 
 import dataclasses
 
-from ballast.common.ids import Incarnation, WorkerId
+from ballast.common.ids import Epoch, GroupId, Incarnation, WorkerId
+from ballast.common.layout import Group, Member, Place
 from services.monitor.core.machine import MonitorCore, MonitorRules
 from services.monitor.core.messages import (
     Announced,
@@ -225,3 +226,15 @@ def test_a_changed_address_in_the_same_life_is_told() -> None:
     moved = dataclasses.replace(instance(), address="elsewhere:1")
     commands = monitor.tell(Announced(1.1, "c", 2, moved))
     assert commands == [CloseStream(1, CloseReason.SUPERSEDED), Publish(InstanceUp(moved, draining=False), "c")]
+
+
+def test_what_an_instance_says_of_its_place_is_told_when_it_changes() -> None:
+    """Who plans goes by it: an instance may have left its group without anybody else having noticed."""
+    monitor = Monitor()
+    monitor.announce(1.0, 1)
+    assert monitor.report(1.1, 1) == []
+    member = Member(W1, Incarnation(1), "", 0, 2)
+    place = Place(Epoch(2), Group(GroupId("w1"), (member,)))
+    told = monitor.tell(LoadReported(1.2, "c", 1, load_report(10), place))
+    assert told == [Publish(InstanceUp(instance(), draining=False, place=place), "c")]
+    assert monitor.tell(LoadReported(1.3, "c", 1, load_report(10), place)) == []

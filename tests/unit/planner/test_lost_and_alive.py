@@ -1,0 +1,231 @@
+"""Stories of the planner's core in which a member is lost and lives: stopped, cut off, or forgotten with a journal."""
+
+from ballast.common.ids import GroupId, Incarnation, WorkerId
+from ballast.common.layout import Group, Member
+from ballast.common.transition import Phase
+from services.planner.core.messages import (
+    Call,
+    CallMember,
+    Command,
+    SnapshotBegan,
+    SnapshotEnded,
+    StoredLayout,
+    WriteLayout,
+    WriteOutcome,
+    WriteSettled,
+)
+from services.planner.core.transition import Stage
+from tests.support.planner_core import Planner
+
+LONE = {"w0[0:4]", "w1[0:4]", "w2[0:4]"}
+
+
+def paired(*more: str) -> tuple[Planner, Group]:
+    """w0 and w1 are a pair; as the layout, and they themselves, say."""
+    planner = Planner()
+    planner.start("w0", "w1", *more)
+    planner.drop("w0", "w1")
+    planner.go_through("w0", "w1")
+    for worker in ("w0", "w1"):
+        planner.says(worker)
+    planner.said.clear()
+    return planner, planner.core.layout.groups[0]
+
+
+def alone(planner: Planner, worker: str, first: int = 0, last: int = 4) -> Group:
+    member = Member(WorkerId(worker), Incarnation(planner.lives[worker]), "", first, last)
+    return Group(GroupId(worker), (member,))
+
+
+def prepared(planner: Planner) -> set[str]:
+    """Who is asked to prepare, in a group that the plan's base does not have: an order to leave what it is in."""
+    calls = [c for c in planner.said if isinstance(c, CallMember) and c.call is Call.PREPARE]
+    return {c.member.worker_id for c in calls}
+
+
+def test_a_stopped_member_that_comes_back_is_placed_as_what_it_is() -> None:
+    planner, pair = paired("w2")
+    planner.lose("w1")
+    planner.wait(0.2)
+    assert planner.shape == ["w2[0:4]"]
+    assert prepared(planner) == {"w0"}, "it is told to leave, though nobody but the planner has lost its peer"
+    planner.go_through("w0")
+    assert sorted(planner.shape) == ["w0[0:4]", "w2[0:4]"]
+
+    planner.said.clear()
+    planner.says("w1", pair, epoch=2)
+    planner.wait(0.2)
+    assert "w1[0:4]" not in planner.shape, "it holds half of the layers"
+    planner.wait(2.0)
+    assert prepared(planner) == {"w1"}
+    planner.go_through("w1")
+    assert set(planner.shape) == LONE
+
+
+def test_who_comes_back_while_the_layout_without_it_is_written_is_not_whole_by_that() -> None:
+    planner, pair = paired()
+    execute, held = planner.execute, list[WriteLayout]()
+
+    def hold(command: Command) -> None:
+        if isinstance(command, WriteLayout):
+            held.append(command)
+        else:
+            execute(command)
+
+    planner.execute = hold
+    planner.lose("w1")
+    planner.wait(0.2)
+    planner.says("w1", pair)
+    planner.execute = execute
+    [command] = held
+    planner.stored = StoredLayout(command.layout, command.model, command.partial, None)
+    epoch, token = command.layout.epoch, command.token
+    planner.tell(WriteSettled(planner.now_s, "c", epoch, token, WriteOutcome.WRITTEN))
+    planner.wait(3.0)
+    assert planner.shape == []
+    assert prepared(planner) == {"w0", "w1"}
+
+
+def test_a_commit_that_one_member_slept_through_ends() -> None:
+    """It is lost between its PREPARED and the Commit; the other one waits for it over a link that is whole."""
+    planner = Planner()
+    planner.start("w0", "w1", "w2")
+    planner.drop("w0", "w1")
+    planner.answer(Phase.PREPARED, "w0", "w1")
+    planner.answer(Phase.EXCHANGING, "w0")
+    pair = planner.core.layout.groups[0]
+    planner.lose("w1")
+    planner.wait(3.0)
+    assert Stage.DONE in planner.journal
+    assert prepared(planner) >= {"w0"}, "it leaves the group that has never begun"
+    planner.says("w1", alone(planner, "w1"), epoch=1)
+    planner.go_through("w0")
+    planner.wait(3.0)
+    assert set(planner.shape) == LONE
+    assert pair not in planner.core.layout.groups
+
+
+def test_an_exchange_without_progress_ends() -> None:
+    planner = Planner()
+    planner.start("w0", "w1")
+    planner.drop("w0", "w1")
+    planner.answer(Phase.PREPARED, "w0", "w1")
+    planner.answer(Phase.EXCHANGING, "w0", "w1")
+    for _ in range(59):
+        planner.wait(1.0)
+        planner.answer(Phase.EXCHANGING, "w0", "w1")
+    assert planner.journal[-1] is Stage.EXCHANGING
+    planner.said.clear()
+    planner.wait(5.0)
+    assert Stage.DONE in planner.journal
+    assert prepared(planner) == {"w0", "w1"}
+    planner.go_through("w0", "w1")
+    assert planner.shape == ["w0[0:4]", "w1[0:4]"]
+
+
+def test_a_step_that_does_not_end_holds_up_no_commit_for_ever() -> None:
+    planner = Planner()
+    planner.start("w0", "w1", "w2")
+    planner.drop("w0", "w1")
+    planner.answer(Phase.PREPARED, "w0", "w1")
+    for _ in range(35):
+        planner.wait(1.0)
+        planner.answer(Phase.COMMITTING, "w0", "w1")
+    assert Stage.DONE in planner.journal
+    assert "w2[0:4]" in planner.shape
+
+
+def test_an_abort_that_nobody_answers_ends() -> None:
+    planner = Planner()
+    planner.start("w0", "w1", "w2")
+    planner.drop("w0", "w1")
+    planner.answer(Phase.PREPARING, "w0")
+    planner.answer(Phase.FAILED, "w1", why="no memory")
+    for _ in range(11):
+        planner.wait(1.0)
+        planner.answer(Phase.PREPARING, "w0")
+    assert planner.journal[-1] is Stage.ABORTED
+    planner.wait(3.0)
+    assert prepared(planner) >= {"w0"}, "nobody knows what it holds"
+
+
+def gone_back(planner: Planner, old: StoredLayout | None) -> Planner:
+    """Another planner, that finds what a state server had which has gone back in time."""
+    later = Planner()
+    later.stored, later.token, later.now_s = old, planner.token + 10_000, 100.0
+    later.lives = dict(planner.lives)
+    return later
+
+
+def test_a_journal_that_has_gone_back_behind_a_commit_goes_forward_again() -> None:
+    planner = Planner()
+    planner.start("w0", "w1", "w2")
+    planner.drop("w0", "w1")
+    old = planner.stored
+    planner.go_through("w0", "w1")
+    later = gone_back(planner, old)
+    pair = planner.core.layout.groups[0]
+    later.lead()
+    later.tell(SnapshotBegan(later.now_s, "c"))
+    later.says("w0", pair, epoch=2)
+    later.says("w1", pair, epoch=2)
+    later.says("w2", alone(later, "w2"), epoch=1)
+    later.tell(SnapshotEnded(later.now_s, "c"))
+    later.wait(0.2)
+    later.answer(Phase.DONE, "w0", "w1")
+    later.wait(0.2)
+    later.answer(Phase.DONE, "w0", "w1")
+    later.wait(1.0)
+    assert sorted(later.shape) == ["w0[0:2]+w1[2:4]", "w2[0:4]"]
+    assert not later.core.conductor.busy
+    later.lose("w2")
+    later.wait(1.0)
+    assert later.shape == ["w0[0:2]+w1[2:4]"], "the layout changes again"
+
+
+def test_a_layout_that_its_members_contradict_gives_way_to_what_they_are() -> None:
+    """The planner takes w1 for whole; it says again and again that it holds half of the layers."""
+    planner = Planner()
+    planner.start("w0", "w1", "w2")
+    planner.says("w1", alone(planner, "w1", 0, 2))
+    planner.wait(1.0)
+    assert "w1[0:4]" in planner.shape, "it may be on its way"
+    planner.wait(2.0)
+    assert "w1[0:4]" not in planner.shape
+    assert prepared(planner) == {"w1"}
+    planner.go_through("w1")
+    assert set(planner.shape) == LONE
+
+
+def test_a_member_that_has_left_takes_its_pipeline_out_of_the_layout() -> None:
+    """Its links broke; the other one's have not, or its word is lost."""
+    planner, _ = paired("w2")
+    planner.says("w1", alone(planner, "w1", 2, 4))
+    planner.wait(1.0)
+    planner.says("w1", alone(planner, "w1"))
+    planner.wait(3.0)
+    assert planner.shape == ["w2[0:4]"]
+    assert prepared(planner) == {"w0", "w1"}
+
+
+def test_what_was_said_before_a_transition_says_nothing_about_its_end() -> None:
+    """The monitor is away: nobody says anything new, and nothing is taken apart for it."""
+    planner, _ = paired("w2")
+    planner.wait(30.0)
+    assert sorted(planner.shape) == ["w0[0:2]+w1[2:4]", "w2[0:4]"]
+    planner = Planner()
+    planner.start("w0", "w1")
+    planner.drop("w0", "w1")
+    planner.go_through("w0", "w1")
+    planner.wait(30.0)
+    assert planner.shape == ["w0[0:2]+w1[2:4]"]
+
+
+def test_who_is_whole_already_need_not_prepare() -> None:
+    planner, _ = paired("w2")
+    planner.lose("w1")
+    planner.wait(0.2)
+    planner.answer(Phase.DONE, "w0")
+    planner.answer(Phase.DONE, "w0")
+    assert planner.journal[-1] is Stage.DONE
+    assert sorted(planner.shape) == ["w0[0:4]", "w2[0:4]"]
