@@ -3,6 +3,7 @@
 import argparse
 import asyncio
 import contextlib
+import json
 import signal
 import sys
 import tempfile
@@ -15,6 +16,7 @@ from ballast.common.errors import ConfigError
 from ballast.common.overload import OverloadPolicy
 from ballast.local.cluster import LocalCluster, Service
 from ballast.local.emulation import emulated_model
+from ballast.local.keeper import Keeper
 from ballast.model.info import read_info
 from ballast.model.tiny import make_preset
 from ballast.rpc.server import ensure_free
@@ -22,6 +24,9 @@ from ballast.rpc.server import ensure_free
 _STOPPED_BY_SIGNAL = 130
 _MAX_PROCESSES = 256
 _HTTP_PORT, _HTTP_PORTS = 8000, 100  # the first one that is tried, and how many are
+# Its parameters fill two thirds of each worker's memory, as those of a large model do on a GPU: a drop nearly doubles
+# the room for KV.
+_DEFAULT_PRESET, _DEFAULT_MEMORY = "ballast-half", "48MiB"
 
 # Flags that are handed on as they are: flag -> the service it is for.
 _WORKER_FLAGS = {
@@ -53,7 +58,7 @@ _DISPATCHER_FLAGS = {
 }
 _DESCRIPTION = (
     "Starts every service as a process of its own, with a private state server. Prints one line when ready. Ctrl-C lets"
-    " running requests finish, then stops; a second Ctrl-C stops at once."
+    " running requests finish, then stops; a second Ctrl-C stops at once. A process that dies is started again."
 )
 
 
@@ -88,10 +93,17 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
         metavar="PORT",
         help="of the first gateway; 0: a free one (default: 8000, or the next free)",
     )
+    parser.add_argument(
+        "--metrics-port",
+        type=int,
+        metavar="PORT",
+        help="of the first service's metrics; the others on ports that follow; 0: any",
+    )
     parser.add_argument("--device-memory-bytes", metavar="BYTES", help="of each worker; 512MiB, 16GiB ...")
     parser.add_argument("--redis-url", metavar="URL", help="a state server that runs already")
     parser.add_argument("--log-dir", type=Path, metavar="DIR", help="keep the services' logs there")
     parser.add_argument("--log-level", choices=["debug", "info", "warning", "error"])
+    parser.add_argument("--log-format", choices=["console", "json"], help="lines for people, or JSON for programs")
     parser.add_argument("--start-timeout-s", type=float, default=300.0, metavar="S", help="loading the model included")
     parser.add_argument("--stop-timeout-s", type=float, default=30.0, metavar="S", help="for requests that still run")
     for flag, text in (_POLICY_FLAG | _WORKER_FLAGS | _PLANNER_FLAGS | _DISPATCHER_FLAGS | _GATEWAY_FLAGS).items():
@@ -115,7 +127,8 @@ def run(args: argparse.Namespace) -> int:
         elif args.profile is not None:
             raise ConfigError("--profile", "is for --engine emulated; a worker's own profile is its --cost-profile")
         elif args.model is None:
-            args.model = make_preset("demo", Path(folder) / "demo")
+            args.model = make_preset(_DEFAULT_PRESET, Path(folder) / _DEFAULT_PRESET)
+            args.device_memory_bytes = args.device_memory_bytes or _DEFAULT_MEMORY
             _say("no --model given: serving a small model with random weights; its answers mean nothing")
         else:
             read_info(args.model)  # a wrong folder is named here, and not by four services
@@ -171,6 +184,7 @@ class _Up:
             port=args.port,
             gateways=args.gateways,
             http_port=_http_port(args),
+            metrics_port=args.metrics_port,
             flags=self._service_flags(),
             log_dir=args.log_dir,
             redis_url=args.redis_url,
@@ -178,10 +192,25 @@ class _Up:
             stop_timeout_s=args.stop_timeout_s,
         ) as cluster:
             print(await _ready_line(cluster, args.workers), flush=True)
+            if cluster.metrics_targets:
+                _say(f"metrics: {_write_targets(cluster)} names them for Prometheus (file_sd_configs)")
             self._ready = True
-            await _until(self._stopping, cluster)
-            if cluster.crash() is None:
-                _say("stopping; running requests finish (again: stop at once)")
+            await self._until_stopped(Keeper(cluster, _say))
+            _say("stopping; running requests finish (again: stop at once)")
+        if cluster.keep_logs:
+            _say(f"something had failed: the logs are kept in {cluster.log_dir}")
+
+    async def _until_stopped(self, keeper: Keeper) -> None:
+        keeping = asyncio.create_task(keeper.run(), name="keeper")
+        stopping = asyncio.create_task(self._stopping.wait(), name="stop")
+        try:
+            await asyncio.wait({keeping, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            if keeping.done():
+                await keeping  # it ends only by failing
+        finally:
+            for task in (keeping, stopping):
+                task.cancel()
+            await asyncio.gather(keeping, stopping, return_exceptions=True)
 
     def _service_flags(self) -> dict[Service, list[str]]:
         def given(flags: dict[str, str]) -> list[str]:
@@ -189,7 +218,7 @@ class _Up:
             return [part for flag, value in values if value is not None for part in (flag, value)]
 
         engine: list[str] = self._args.engine_flags if self._args.engine == "emulated" else []
-        common = ["--log-level", self._args.log_level] if self._args.log_level else []
+        common = given({"--log-level": "", "--log-format": ""})
         return {
             "monitor": common,
             "planner": [*common, *given(_POLICY_FLAG | _PLANNER_FLAGS)],
@@ -225,14 +254,15 @@ def _is_free(host: str, port: int) -> bool:
     return True
 
 
-async def _until(stopping: asyncio.Event, cluster: LocalCluster) -> None:
-    """Returns when it shall stop, or when a service has crashed."""
-    waiting = {asyncio.create_task(stopping.wait()), asyncio.create_task(cluster.wait_crash())}
-    try:
-        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for task in waiting:
-            task.cancel()
+def _write_targets(cluster: LocalCluster) -> Path:
+    """What Prometheus finds services by: `file_sd_configs: [{files: [THIS]}]`."""
+    file = cluster.log_dir / "prometheus-targets.json"
+    groups = [
+        {"targets": [address], "labels": {"service": name.rpartition("-")[0], "instance_id": name}}
+        for name, address in cluster.metrics_targets.items()
+    ]
+    file.write_text(json.dumps(groups, indent=2))
+    return file
 
 
 def _say(text: str) -> None:

@@ -173,6 +173,7 @@ def _recent_from_proto(recent: pb.RecentTimes) -> RecentTimes:
         tpot_p99_s=recent.tpot_p99_s,
         longest_wait_s=recent.longest_wait_s,
         generated_tokens_total=recent.generated_tokens_total,
+        replays_total=recent.replays_total,
     )
 
 

@@ -200,6 +200,7 @@ class RecentTimes:
         tpot_p99_s: The same.
         longest_wait_s: For how long the request that waits longest for its first token has been waiting.
         generated_tokens_total: Tokens that came for clients since the dispatcher started.
+        replays_total: Requests started anew after their worker was lost, since the dispatcher started.
     """
 
     window_s: float = 0.0
@@ -210,6 +211,7 @@ class RecentTimes:
     tpot_p99_s: float = 0.0
     longest_wait_s: float = 0.0
     generated_tokens_total: int = 0
+    replays_total: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

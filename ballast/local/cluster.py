@@ -1,8 +1,8 @@
 """A whole cluster on this machine: every service a process of its own, with a private state server.
 
 Nothing is restarted in silence: a service that ends without being told to is an error, which `crash`, `wait_crash` and
-the end of the context report with the last lines of its log. Everything ends with the process that started it, even
-when that is killed.
+the end of the context report with the last lines of its log, unless a `Keeper` starts it again. Everything ends with
+the process that started it, even when that is killed.
 """
 
 import asyncio
@@ -22,8 +22,9 @@ from typing import Literal, Self
 import grpc
 
 from ballast.common.errors import ConfigError, Unavailable
+from ballast.local.ports import free_port
 from ballast.local.process import ChildProcess
-from ballast.local.state_server import state_server_url
+from ballast.local.state_server import PrivateStateServer, state_server
 from ballast.rpc.channel import open_channel
 from ballastpb.inference.v1 import inference_pb2, inference_pb2_grpc
 from services.worker.config import copy_id
@@ -54,6 +55,13 @@ class ServiceProcess:
     def pid(self) -> int:
         return self.child.pid
 
+    def read_ready(self) -> bool:
+        """Whether it has said that it is ready; `address` is known from then on."""
+        line = self.child.find_line(f"ready service={self.service} id={self.id} ")
+        if line is not None:
+            self.address = dict(word.split("=", 1) for word in line.split()[1:])["address"]
+        return line is not None
+
 
 class LocalCluster:
     """`async with LocalCluster(model, workers=2) as cluster:` serves at `cluster.address` inside the block.
@@ -66,10 +74,13 @@ class LocalCluster:
         port: Port of the first dispatcher; the others take the ports that follow. 0: any free ports.
         gateways: How many serve HTTP.
         http_port: Port of the first gateway; the others take the ports that follow. 0: any free ports.
+        metrics_port: Port of the first service's Prometheus metrics; the others take the ports that follow. 0: any free
+            ports; None: no metrics. `metrics_targets` says where they are.
         device_memory_bytes: Budget of each worker for parameters and KV; None: the worker's default.
         flags: Further command line flags for each service: `{"worker": ["--max-num-seqs", "8"]}`.
         environ: Environment variables of the services, on top of this process's own.
-        log_dir: Where each service's log goes, as ID.log. None: a temporary folder, removed at the end.
+        log_dir: Where each service's log goes, as ID.log. None: a temporary folder, removed at the end unless
+            something failed.
         redis_url: A state server that runs already; None: see `ballast.local.state_server`.
         start_timeout_s: For the whole start, the loading of the model included.
         stop_timeout_s: What a service gets to finish its requests before it is killed.
@@ -92,6 +103,7 @@ class LocalCluster:
         host: str = "127.0.0.1",
         port: int = 0,
         http_port: int = 0,
+        metrics_port: int | None = None,
         device_memory_bytes: int | None = None,
         flags: Mapping[Service, Sequence[str]] | None = None,
         environ: Mapping[str, str] | None = None,
@@ -103,6 +115,10 @@ class LocalCluster:
         self.model = model
         self.processes: dict[Service, list[ServiceProcess]] = {service: [] for service in _START_ORDER}
         self.redis_url = redis_url or ""
+        self.metrics_targets: dict[str, str] = {}  # name of a child process -> host:port of its metrics
+        self._metrics_port = metrics_port
+        self.state_server: PrivateStateServer | None = None  # one of our own, while the cluster runs
+        self.keep_logs = False  # True: a temporary folder stays, for something has failed
         self._counts: dict[Service, int] = {
             "monitor": monitors,
             "planner": planners,
@@ -146,12 +162,13 @@ class LocalCluster:
         try:
             if self._log_dir is None:
                 self._log_dir = Path(tempfile.mkdtemp(prefix="ballast-logs-"))
-                self._resources.callback(shutil.rmtree, self._log_dir, ignore_errors=True)
+                self._resources.callback(self._remove_logs, self._log_dir)
             self._log_dir.mkdir(parents=True, exist_ok=True)
             if not self.redis_url:
-                self.redis_url = await self._resources.enter_async_context(state_server_url())
+                self.redis_url, self.state_server = await self._resources.enter_async_context(state_server())
             await self._start_all()
-        except BaseException:
+        except BaseException as error:
+            self.keep_logs = isinstance(error, Unavailable)
             await self._stop_all(0.0)
             await self._resources.aclose()
             raise
@@ -161,6 +178,7 @@ class LocalCluster:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         crash = self.crash()
+        self.keep_logs = self.keep_logs or crash is not None
         try:
             await self._stop_all(self._stop_timeout_s)
         finally:
@@ -183,6 +201,29 @@ class LocalCluster:
         while (crash := self.crash()) is None:  # noqa: ASYNC110 - the end of a process sets no asyncio.Event
             await asyncio.sleep(10 * _POLL_S)
         return crash
+
+    def find(self, name: str) -> list[ServiceProcess]:
+        """The services in the child process of that name: one, or several emulated workers."""
+        everyone = [process for processes in self.processes.values() for process in processes]
+        return [process for process in everyone if process.child.name == name]
+
+    def respawn(self, name: str) -> list[ServiceProcess]:
+        """Starts a child process that has ended once more: the same ids, the same log, and where clients connect the
+        same port. They are in `processes` in the place of the dead ones."""
+        dead = self.find(name)
+        old, command = dead[0].child, list(dead[0].child.command)
+        if dead[0].service in _OUTSIDE and dead[0].address:
+            command[command.index("--port") + 1] = dead[0].address.rpartition(":")[2]
+        child = ChildProcess(name, command, log_path=old.log_path, environ=self._environ)
+        processes = self.processes[dead[0].service]
+        fresh = [ServiceProcess(process.service, process.id, child) for process in dead]
+        for before, after in zip(dead, fresh, strict=True):
+            processes[processes.index(before)] = after
+        return fresh
+
+    def _remove_logs(self, folder: Path) -> None:
+        if not self.keep_logs:
+            shutil.rmtree(folder, ignore_errors=True)
 
     def kill(self, service: Service, index: int = 0, number: signal.Signals = signal.SIGKILL) -> ServiceProcess:
         """Sends a signal to one service. If it ends of it, that is no crash."""
@@ -232,7 +273,7 @@ class LocalCluster:
         if service == "gateway":
             command += ["--dispatchers", ",".join(self.addresses)]
         else:
-            command += ["--metrics-port", "0", "--redis-url", self.redis_url]
+            command += ["--metrics-port", str(self._take_metrics_port(name)), "--redis-url", self.redis_url]
         if service in _NEEDS_MODEL:
             command += ["--model", str(self.model)]
         command += [*self._flags[service], *flags]
@@ -251,14 +292,20 @@ class LocalCluster:
                 if not process.address:
                     await self._wait_ready(process, give_up_at_s)
 
+    def _take_metrics_port(self, name: str) -> int:
+        if self._metrics_port is None:
+            return 0
+        port = self._metrics_port + len(self.metrics_targets) if self._metrics_port else free_port()
+        self.metrics_targets[name] = f"127.0.0.1:{port}"
+        return port
+
     async def _wait_ready(self, process: ServiceProcess, give_up_at_s: float) -> None:
-        while (line := process.child.find_line(f"ready service={process.service} id={process.id} ")) is None:
+        while not process.read_ready():
             self._raise_if_crashed()
             if time.monotonic() > give_up_at_s:
                 why = f"not ready within {self._start_timeout_s:g} s; its log ends with\n{process.child.log_tail()}"
                 raise Unavailable(process.id, why)
             await asyncio.sleep(_POLL_S)
-        process.address = dict(word.split("=", 1) for word in line.split()[1:])["address"]
 
     async def _wait_routable(self, worker_ids: set[str], give_up_at_s: float) -> None:
         for dispatcher in self.processes["dispatcher"]:
@@ -272,6 +319,17 @@ class LocalCluster:
                         why = f"is not connected to {', '.join(sorted(missing))}\n{self._last_words()}"
                         raise Unavailable(dispatcher.id, why)
                     await asyncio.sleep(_POLL_S)
+
+    async def is_routable(self, worker_ids: set[str]) -> bool:
+        """Whether every dispatcher that runs sends requests to all of them, or to the leaders of their groups."""
+        for dispatcher in self.processes["dispatcher"]:
+            if dispatcher.child.returncode is not None or not dispatcher.address:
+                continue
+            async with open_channel(dispatcher.address) as channel:
+                stub = inference_pb2_grpc.InferenceServiceStub(channel)
+                if not worker_ids <= await _connected_workers(stub):
+                    return False
+        return True
 
     def _last_words(self) -> str:
         everyone = [process for processes in self.processes.values() for process in processes]

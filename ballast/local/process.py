@@ -18,6 +18,8 @@ from ballast.local import tether
 _POLL_S = 0.02
 _KILLED_WITHIN_S = 10.0
 _TAIL_BYTES = 16 << 10
+_TAIL_LINES, _LAST_WORDS_COUNT = 50, 15
+_SETTINGS = "settings="  # in the first line of each log, which is long and explains nothing
 
 
 class ChildProcess:
@@ -83,12 +85,18 @@ class ChildProcess:
                     return line.decode(errors="replace").rstrip("\n")
         return None
 
-    def describe_end(self) -> str:
-        """How it ended, for people: status or signal, and the end of its log."""
+    @property
+    def how_it_ended(self) -> str:
+        """In a few words, as in "worker-1 was killed by SIGKILL"."""
         code = self.returncode
-        how = f"was killed by {signal.Signals(-code).name}" if code and code < 0 else f"ended with status {code}"
-        tail = self.log_tail()
-        return f"{how}; its log ends with\n{tail}" if tail else f"{how} and wrote nothing"
+        return f"was killed by {signal.Signals(-code).name}" if code and code < 0 else f"ended with status {code}"
+
+    def describe_end(self) -> str:
+        """How it ended, for people: status or signal, and its last words."""
+        words = [line for line in self.log_tail(_TAIL_LINES).splitlines() if _SETTINGS not in line]
+        if not words:
+            return f"{self.how_it_ended} and wrote nothing"
+        return f"{self.how_it_ended}; its log ends with\n" + "\n".join(words[-_LAST_WORDS_COUNT:])
 
     async def stop(self, timeout_s: float) -> None:
         """SIGTERM, then SIGKILL after `timeout_s`. Returns when the process is gone."""

@@ -62,12 +62,21 @@ async def state_server_url(environ: Mapping[str, str] = os.environ) -> AsyncGene
     Raises:
         ConfigError: there is none and nothing to start one from.
     """
+    async with state_server(environ) as (url, _):
+        yield url
+
+
+@contextlib.asynccontextmanager
+async def state_server(
+    environ: Mapping[str, str] = os.environ,
+) -> AsyncGenerator[tuple[str, "PrivateStateServer | None"], None]:
+    """As `state_server_url`, with the server itself if it is a private one."""
     binary, url = find_server_binary(environ), environ.get("REDIS_URL")
     if url and (binary is None or binary == _on_path(environ)):
-        yield url
+        yield url, None
         return
     async with PrivateStateServer(binary=binary) as server:
-        yield server.url
+        yield server.url, server
 
 
 class PrivateStateServer:
@@ -143,6 +152,16 @@ class PrivateStateServer:
         self._wanted_port = self._port
         self.stop()
         self.start()
+
+    async def restart_async(self) -> None:
+        """`restart` beside other work."""
+        self._wanted_port = self._port
+        self.stop()
+        await self.start_async()
+
+    @property
+    def has_ended(self) -> bool:
+        return self._process is not None and self._process.returncode is not None
 
     def __enter__(self) -> Self:
         self.start()

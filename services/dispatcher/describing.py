@@ -42,7 +42,7 @@ def account_to_proto(account: Account, dispatcher_id: DispatcherId, at_s: float)
     )
 
 
-def times_to_proto(times: Times, generated_tokens_total: int) -> pb.RecentTimes:
+def times_to_proto(times: Times, *, generated_tokens_total: int, replays_total: int) -> pb.RecentTimes:
     return pb.RecentTimes(
         window_s=WINDOW_S,
         first_token_count=times.first_token_count,
@@ -52,4 +52,5 @@ def times_to_proto(times: Times, generated_tokens_total: int) -> pb.RecentTimes:
         tpot_p99_s=times.tpot_p99_s,
         longest_wait_s=times.longest_wait_s,
         generated_tokens_total=generated_tokens_total,
+        replays_total=replays_total,
     )

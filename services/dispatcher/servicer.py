@@ -138,7 +138,11 @@ class DispatcherServicer(inference_pb2_grpc.InferenceServiceServicer):
             uptime_s=self._clock.now_s() - self._started_at_s,
             state_server_reachable=self._claims.reachable,
             planner_address=self._planner.address,
-            recent=times_to_proto(self._shell.chronicle.times(self._clock.now_s()), core.relayed_token_count),
+            recent=times_to_proto(
+                self._shell.chronicle.times(self._clock.now_s()),
+                generated_tokens_total=core.relayed_token_count,
+                replays_total=core.replay_count,
+            ),
         )
 
     async def DescribeRequest(self, request: pb.DescribeRequestRequest, context: Context) -> pb.DescribeRequestResponse:

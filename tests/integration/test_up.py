@@ -4,18 +4,20 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
 import pytest
 
-from ballast.client import Client
+from ballast.client import Client, SamplingParams
 from ballast.model.tiny import make_preset
 
 START_WITHIN_S = 120.0
@@ -203,17 +205,71 @@ def test_a_launcher_that_is_stopped_while_starting_leaves_nothing(
         assert_gone(children)
 
 
-def test_a_service_that_dies_ends_it_with_the_log(model: Path, tmp_path: Path) -> None:
+def test_a_worker_that_is_killed_under_load_comes_back_and_nobody_loses_a_token(model: Path, tmp_path: Path) -> None:
+    arguments = ["--model", str(model), "--workers", "2", "--port", "0", "--device-memory-bytes", "8MiB"]
+    sampling = SamplingParams(max_tokens=300, temperature=0.0, ignore_eos=True)
+    with up(tmp_path / "stderr", *arguments) as process:
+        logs = Path(re.search(r"logs: ([^)]*)\)", process.wait_ready())[1])  # pyright: ignore[reportOptionalSubscript]
+        with Client(process.address) as client, ThreadPoolExecutor(8) as threads:
+            expected = client.generate("A ship", sampling).token_ids
+            answers = [threads.submit(client.generate, "A ship", sampling) for _ in range(8)]
+            until(lambda: client.status().running_request_count >= 4)
+            victim = next(w for w in process.children() if "worker-1" in w.cmdline())
+            victim.kill()
+            assert all(answer.result(120).token_ids == expected for answer in answers)
+            until(lambda: "worker-1 is back after" in process.stderr)
+            assert {w.worker_id for w in client.status().workers if w.connected} == {"worker-0", "worker-1"}
+            [told] = [line for line in process.stderr.splitlines() if "is back" in line]
+            assert re.fullmatch(r"worker-1 is back after [\d.]+ s; \d+ requests? replayed", told), told
+        assert "worker-1 was killed" in process.stderr.splitlines()
+        assert "settings" not in process.stderr
+        children = process.children()
+        process.process.send_signal(signal.SIGTERM)
+        assert process.wait() == (0, "")
+        assert f"the logs are kept in {logs}" in process.stderr
+        assert "request_id=" in (logs / "dispatcher-0.log").read_text()
+        assert_gone(children)
+
+
+@pytest.mark.parametrize("name", ["dispatcher-0", "planner-0", "monitor-0", "valkey-server"])
+def test_any_other_process_that_is_killed_comes_back_too(model: Path, tmp_path: Path, name: str) -> None:
     arguments = ["--model", str(model), "--workers", "1", "--port", "0", "--device-memory-bytes", "8MiB"]
+    sampling = SamplingParams(max_tokens=8, temperature=0.0)
     with up(tmp_path / "stderr", *arguments) as process:
         process.wait_ready()
-        children = process.children()
-        (worker,) = [child for child in children if "services.worker" in child.cmdline()]
-        worker.kill()
-        assert process.wait() == (1, "")
-        assert "ballast: worker-0: was killed by SIGKILL; its log ends with" in process.stderr
-        assert "serving" in process.stderr
-        assert_gone(children)
+        with Client(process.address) as client:
+            expected = client.generate("A ship", sampling).token_ids
+        victim = next(c for c in process.children() if any(name in part for part in c.cmdline()) and is_program(c))
+        victim.kill()
+        until(lambda: " back" in process.stderr)
+        with Client(process.address) as client:
+            assert client.generate("A ship", sampling, deadline_s=60).token_ids == expected
+
+
+def test_a_service_that_cannot_stay_up_is_given_up_and_the_others_go_on(model: Path, tmp_path: Path) -> None:
+    arguments = ["--model", str(model), "--workers", "2", "--port", "0", "--device-memory-bytes", "8MiB"]
+    own = tmp_path / "model"
+    shutil.copytree(model, own)
+    arguments[1] = str(own)
+    with up(tmp_path / "stderr", *arguments) as process:
+        process.wait_ready()
+        (own / "config.json").rename(own / "gone.json")  # whoever starts from now on cannot
+        next(w for w in process.children() if "worker-1" in w.cmdline()).kill()
+        until(lambda: "worker-1 is given up after 4 attempts" in process.stderr)
+        with Client(process.address) as client:
+            client.generate("A ship", SamplingParams(max_tokens=4), deadline_s=60)
+
+
+def is_program(child: psutil.Process) -> bool:
+    """Not the tether that starts it."""
+    return not any("tether" in part for part in child.cmdline())
+
+
+def until(holds: Callable[[], bool], within_s: float = START_WITHIN_S) -> None:
+    give_up_at_s = time.monotonic() + within_s
+    while not holds():
+        assert time.monotonic() < give_up_at_s
+        time.sleep(0.02)
 
 
 def test_a_taken_port_is_one_clear_line(model: Path) -> None:

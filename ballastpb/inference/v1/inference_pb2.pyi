@@ -566,6 +566,7 @@ class RecentTimes(_message.Message):
     TPOT_P99_S_FIELD_NUMBER: _builtins.int
     LONGEST_WAIT_S_FIELD_NUMBER: _builtins.int
     GENERATED_TOKENS_TOTAL_FIELD_NUMBER: _builtins.int
+    REPLAYS_TOTAL_FIELD_NUMBER: _builtins.int
     window_s: _builtins.float
     first_token_count: _builtins.int
     """First tokens that came."""
@@ -578,6 +579,8 @@ class RecentTimes(_message.Message):
     """How long the one that waits longest for its first token has been waiting."""
     generated_tokens_total: _builtins.int
     """Tokens relayed to clients since the start of the dispatcher."""
+    replays_total: _builtins.int
+    """Requests started anew after their worker was lost, since the start of the dispatcher."""
     def __init__(
         self,
         *,
@@ -589,10 +592,11 @@ class RecentTimes(_message.Message):
         tpot_p99_s: _builtins.float = ...,
         longest_wait_s: _builtins.float = ...,
         generated_tokens_total: _builtins.int = ...,
+        replays_total: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_token_count", b"first_token_count", "generated_tokens_total", b"generated_tokens_total", "longest_wait_s", b"longest_wait_s", "tpot_p50_s", b"tpot_p50_s", "tpot_p99_s", b"tpot_p99_s", "ttft_p50_s", b"ttft_p50_s", "ttft_p99_s", b"ttft_p99_s", "window_s", b"window_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_token_count", b"first_token_count", "generated_tokens_total", b"generated_tokens_total", "longest_wait_s", b"longest_wait_s", "replays_total", b"replays_total", "tpot_p50_s", b"tpot_p50_s", "tpot_p99_s", b"tpot_p99_s", "ttft_p50_s", b"ttft_p50_s", "ttft_p99_s", b"ttft_p99_s", "window_s", b"window_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
