@@ -8,6 +8,7 @@ from collections.abc import Collection
 from typing import Final
 
 from ballast.common.errors import InvalidRequest
+from ballast.common.load import MemoryReport
 
 MAX_ID_CHARS: Final = 128
 MAX_TEXT_CHARS: Final = 1024  # of names of models, reasons
@@ -74,6 +75,12 @@ def distinct(field: str, values: Collection[str]) -> None:
     if len(set(values)) != len(values):
         twice = next(value for value in values if list(values).count(value) > 1)
         raise InvalidRequest(field, f"names {twice!r} twice")
+
+
+def adds_up(field: str, memory: MemoryReport) -> None:
+    """Parameters + KV + free = budget. Not asked by the codec: `ballast status` shows it where it is not so."""
+    if memory.parameter_bytes + memory.kv_bytes + memory.free_bytes != memory.budget_bytes:
+        raise InvalidRequest(field, f"parameters, KV and free must add up to the budget: {memory}")
 
 
 def claimed_epoch(field: str, epoch: int, layout_epoch: int) -> None:

@@ -188,11 +188,9 @@ def memory_from_proto(message: pb.MemoryReport) -> MemoryReport:
         kv_bytes=message.kv_bytes,
         free_bytes=message.free_bytes,
     )
-    # Negative parts are found by their sum's being what it is: they are looked at first.
-    parts = (report.parameter_bytes, report.kv_bytes, report.free_bytes)
-    if min(parts) < 0 or sum(parts) != report.budget_bytes or report.budget_bytes > border.MAX_BYTES:
-        why = f"parameters, KV and free of a budget of up to {border.MAX_BYTES} bytes must add up to it: {report}"
-        raise InvalidRequest("load.memory", why)
+    parts = (report.budget_bytes, report.parameter_bytes, report.kv_bytes, report.free_bytes)
+    if min(parts) < 0 or max(parts) > border.MAX_BYTES:
+        raise InvalidRequest("load.memory", f"must be from 0 to {border.MAX_BYTES} bytes each: {report}")
     return report
 
 
@@ -302,7 +300,7 @@ def model_from_proto(message: pb.ModelInfo) -> ModelInfo:
 def _check_model(message: pb.ModelInfo) -> None:
     for field in ("name", "architecture", "dtype"):
         border.text(f"model.{field}", getattr(message, field))
-    border.within("model.layer_count", message.layer_count, 1, border.MAX_LAYERS)
+    border.within("model.layer_count", message.layer_count, 0, border.MAX_LAYERS)
     border.within("model.kv_bytes_per_token", message.kv_bytes_per_token, 0, border.MAX_BYTES)
     border.within("model.block_bytes", message.block_bytes, 0, border.MAX_BYTES)
     border.within("model.extent_bytes", message.extent_bytes, 0, border.MAX_BYTES)

@@ -107,6 +107,7 @@ class MonitorServicer(monitor_pb2_grpc.MonitorServiceServicer):
         border.within("place.group.members.last_layer", last_layer, 1, instance.model.layer_count)
 
     def _check_load(self, load: LoadReport, instance: Instance) -> None:
+        border.adds_up("load.memory", load.memory)
         border.claimed_epoch("load.newest_epoch", load.newest_epoch, self._shell.layout_epoch)
         most_blocks = max(load.block_count, load.used_block_count, load.waiting_block_count)
         bytes_at_most = most_blocks * load.block_tokens * instance.model.kv_bytes_per_token
@@ -164,6 +165,7 @@ def _instance_from_proto(message: pb.Announce) -> Instance:
     border.address("announce.address", message.address)
     if message.data_address:
         border.address("announce.data_address", message.data_address)
+    border.within("announce.model.layer_count", message.model.layer_count, 1, border.MAX_LAYERS)
     return Instance(
         worker_id=WorkerId(message.worker_id),
         incarnation=Incarnation(message.incarnation),

@@ -155,6 +155,7 @@ def _event_from_proto(message: pb.WatchEventsResponse) -> MonitorEvent | None:
             border.name("instance.worker_id", instance.worker_id)
             border.within("instance.incarnation", instance.incarnation, 1, border.MAX_EPOCH)
             border.address("instance.address", instance.address)
+            border.within("instance.model.layer_count", instance.model.layer_count, 1, border.MAX_LAYERS)
             return InstanceUp(
                 at_s=at_s,
                 cause_id=cause_id,

@@ -215,7 +215,7 @@ async def refusal(stub: Stub, *requests: pb.ReportRequest) -> BallastError:
         ([announce(incarnation=0)], "announce.incarnation"),
         ([announce(address="nowhere")], "announce.address"),
         ([announce(data_address="nowhere")], "announce.data_address"),
-        ([announce(layers=0)], "model.layer_count"),
+        ([announce(layers=0)], "announce.model.layer_count"),
         ([announce(worker_id="x" * 129)], "announce.worker_id"),
         ([announce(worker_id="w 1")], "announce.worker_id"),
         ([announce(worker_id="w\n1")], "announce.worker_id"),
