@@ -221,7 +221,7 @@ class Members:
         worker_id, epoch = command.member.worker_id, command.journal.epoch
         try:
             status = STATUS.record(await self._ask(command, timeout_s))
-            _check_status(status)
+            _bound_figures(status)
         except (InvalidRequest, PeerViolation) as error:
             field = error.field if isinstance(error, InvalidRequest) else "status"
             self._refusals.note(worker_id, InvalidRequest(field, error.why))
@@ -301,13 +301,13 @@ class Members:
             await channel.close()
 
 
-def _check_status(status: Status) -> None:
-    """Counts and seconds of a member: they are added up for metrics and operators."""
-    border.text("status.why", status.why, _MAX_WHY_CHARS)
+def _bound_figures(status: Status) -> None:
+    """They are added up for metrics and operators. The phase counts all the same: a transition waits for it."""
+    status.why = status.why[:_MAX_WHY_CHARS]
     for field in fields(Status):
         value = getattr(status, field.name)
-        if isinstance(value, (int, float)):
-            border.within(f"status.{field.name}", value, 0, border.MAX_EPOCH)
+        if isinstance(value, (int, float)) and not 0 <= value <= border.MAX_EPOCH:
+            setattr(status, field.name, border.MAX_EPOCH if value > border.MAX_EPOCH else type(value)(0))
 
 
 def _party(member: Member) -> worker_pb2.MigrationParty:

@@ -1,6 +1,7 @@
 """What instances say that cannot be true: the planner leaves it out, and goes on."""
 
 import asyncio
+import math
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
@@ -12,6 +13,7 @@ from ballast.common.errors import InvalidRequest
 from ballast.common.ids import Epoch, GroupId, Incarnation, WorkerId
 from ballast.common.layout import Group, Layout, Member, Place
 from ballast.common.load import MemoryReport
+from ballast.common.transition import Phase, Status
 from ballast.local.state_server import PrivateStateServer
 from ballast.rpc import border, codec
 from ballast.rpc.server import RpcServer
@@ -28,7 +30,7 @@ from services.planner.core.messages import (
     SnapshotEnded,
     StoredLayout,
 )
-from services.planner.peers import MonitorEvents
+from services.planner.peers import MonitorEvents, _bound_figures
 from services.planner.store import META_KEY, RedisLayoutStore
 from tests.support.planner_core import LOAD, MODEL, Planner
 from tests.support.reporting_worker import load_report, model_info
@@ -159,6 +161,13 @@ def test_the_rest_of_what_a_monitor_says_is_heard_all_the_same() -> None:
         assert [event.worker_id for event in heard if isinstance(event, InstanceUp)] == ["w1", "w3"]
 
     asyncio.run(run())
+
+
+def test_figures_of_a_member_are_bounded_and_its_phase_is_heard() -> None:
+    """A clock's rounding once made a wait negative: a restore that had ended was waited for without end."""
+    status = Status(epoch=Epoch(5), phase=Phase.DONE, boundary_wait_s=-0.007, remap_s=math.nan, kv_bytes_sent=2**62)
+    _bound_figures(status)
+    assert status == Status(epoch=Epoch(5), phase=Phase.DONE, kv_bytes_sent=border.MAX_EPOCH)
 
 
 def test_garbage_in_the_state_server_is_written_over() -> None:
