@@ -12,9 +12,7 @@ on a machine that is busy otherwise only the second says something, on an idle o
 import argparse
 import math
 import os
-import platform
 import statistics
-import subprocess
 import tempfile
 import time
 import warnings
@@ -27,6 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ballast.bench.environment import describe_environment
 from ballast.common.ids import RequestId
 from ballast.common.sampling import SamplingParams
 from ballast.model.tiny import make_preset
@@ -245,15 +244,13 @@ def _report(
 
 
 def environment() -> str:
-    cpu = next(
-        (line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line),
-        platform.machine(),
-    )
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    """One line: on what, and how busy it was."""
+    found = describe_environment()
     load = ", ".join(f"{value:.1f}" for value in os.getloadavg())
+    commit = (found.git_commit or "unknown")[:7]
     return (
-        f"{cpu}, {os.cpu_count()} cores, torch {torch.__version__}, Python {platform.python_version()},"
-        f" commit {commit.stdout.strip() or 'unknown'}, load average {load}"
+        f"{found.cpu}, {found.core_count} cores, torch {found.packages.get('torch')}, Python {found.python},"
+        f" commit {commit}, load average {load}"
     )
 
 

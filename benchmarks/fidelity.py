@@ -39,13 +39,11 @@ from rich.table import Table
 
 from ballast.bench.results import PolicyResult, Summary, policy_result
 from ballast.bench.session import ReplayJob, replay_on
-from ballast.bench.simulation import WorkerSize, production_rules, replay_run
 from ballast.bench.style import BLUE, GREEN, ORANGE, RC
 from ballast.bench.traces import Trace, TraceRequest
 from ballast.cli.profile import measure
 from ballast.common.errors import ConfigError
 from ballast.local.cluster import LocalCluster
-from ballast.local.emulation import emulated_model
 from ballast.model.tiny import make_preset
 from benchmarks.fidelity_probes import (
     PROMPT_TOKENS,
@@ -67,6 +65,8 @@ from services.worker.policy.cost import Chunk, CostModel
 from services.worker.policy.roofline import Work
 from sim.clients import Arrival
 from sim.hardware import Cluster, Gpu, ModelSpec, timings
+from sim.jobs.machines import emulated_model
+from sim.jobs.simulation import WorkerSize, production_rules, replay_run
 from sim.memory import Geometry
 from sim.policies import find_policy
 from sim.processors import Contention

@@ -25,15 +25,16 @@ from pathlib import Path
 
 import numpy as np
 
-from ballast.bench.simulation import WorkerSize, production_rules
-from ballast.bench.transitions import PlannerTransition, transitions_or_why
+from ballast.bench.records import PlannerTransition
+from ballast.bench.transitions import transitions_or_why
 from ballast.client import AsyncClient, SamplingParams
 from ballast.common.errors import BallastError
 from ballast.local.cluster import LocalCluster
-from ballast.local.emulation import EmulatedModel, catalogue_machine, stand_in
 from services.worker.emulation.tokens import answer
 from sim.clients import Arrival
 from sim.hardware import find_cluster, find_model, timings
+from sim.jobs.machines import EmulatedModel, catalogue_machine, stand_in
+from sim.jobs.simulation import WorkerSize, production_rules
 from sim.world import World, WorldOptions
 
 VOCABULARY = 4096

@@ -28,13 +28,12 @@ from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
-from ballast.local.emulation import catalogue_machine
 from ballast.model.tiny import TinyShape, write_checkpoint
 from benchmarks.engine_throughput import RESULTS, environment
-from benchmarks.microbatching import read_lengths
-from benchmarks.pipeline_rig import LOOKAHEAD, MODES, Rig, RigSpec, Served
+from benchmarks.pipeline_rig import LOOKAHEAD, MODES, Rig, RigSpec, Served, read_lengths
 from benchmarks.stage_gaps import shares
 from services.worker.pipeline.stage_clock import Span, StageTimes
+from sim.jobs.machines import catalogue_machine
 
 REAL = TinyShape(hidden=256, layers=8, heads=8, kv_heads=4, intermediate=768, vocab=1024, max_len=4096)
 HOLLOW = TinyShape(hidden=64, layers=8, heads=2, kv_heads=1, head_dim=2, intermediate=64, vocab=512, max_len=8192)

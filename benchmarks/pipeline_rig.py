@@ -5,6 +5,7 @@ than there are cores overlap, and everything else (scheduler, wire, links, threa
 """
 
 import asyncio
+import csv
 import functools
 import multiprocessing
 import threading
@@ -383,3 +384,12 @@ def _since(before: StageTimes, after: StageTimes) -> StageTimes:
         after.send_s - before.send_s,
         after.steps - before.steps,
     )
+
+
+def read_lengths(paths: Sequence[Path]) -> list[tuple[int, int]]:
+    """(input, output) tokens of every row of CSV files with those columns; when requests arrive does not matter."""
+    found: list[tuple[int, int]] = []
+    for path in paths:
+        with path.open(newline="") as file:
+            found += [(int(row["input_tokens"]), int(row["output_tokens"])) for row in csv.DictReader(file)]
+    return found

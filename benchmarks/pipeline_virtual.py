@@ -20,8 +20,7 @@ from ballast.common.ids import RequestId
 from ballast.common.load import MemoryReport
 from ballast.common.sampling import SamplingParams
 from benchmarks.engine_throughput import RESULTS
-from benchmarks.microbatching import read_lengths
-from benchmarks.pipeline_rig import LOOKAHEAD, TOKEN_COUNT, TOKEN_COUNT_AHEAD, policies
+from benchmarks.pipeline_rig import LOOKAHEAD, TOKEN_COUNT, TOKEN_COUNT_AHEAD, policies, read_lengths
 from services.worker.core.batch import Batch, StepResult
 from services.worker.core.events import (
     BatchWanted,

@@ -29,13 +29,13 @@ from matplotlib.figure import Figure
 
 from ballast.bench.figures import draw_all
 from ballast.bench.report import files_of
-from ballast.bench.reproduction import lines_of, regime, table
 from ballast.bench.results import SLO_SCALES, BenchResult, ComparisonFacts, PolicyResult, write_result
-from ballast.bench.scenarios import job_of
-from ballast.bench.simulation import simulate, specs_of
 from ballast.bench.study import read_study
 from ballast.bench.style import RC
 from ballast.common.errors import BallastError, ConfigError
+from benchmarks.reproduction import lines_of, regime, table
+from sim.jobs.scenarios import job_of
+from sim.jobs.simulation import simulate, specs_of
 from sim.scenario import Scenario, read_scenario
 
 SCENARIOS = Path(__file__).parent / "scenarios" / "kunserve"

@@ -27,10 +27,10 @@ from pathlib import Path
 import numpy as np
 
 from ballast.bench.lengths import lengths_of
-from ballast.bench.simulation import WorkerSize, production_rules
 from ballast.bench.traces import read_trace
 from sim.clients import Arrival
 from sim.hardware import find_cluster, find_model, timings
+from sim.jobs.simulation import WorkerSize, production_rules
 from sim.policies import find_policy
 from sim.world import World, WorldOptions
 

@@ -4,8 +4,6 @@ from array import array
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from ballast.bench.transitions import PlannerTransition
-
 
 class Outcome(StrEnum):
     FINISHED = "finished"
@@ -13,6 +11,26 @@ class Outcome(StrEnum):
     DEADLINE = "deadline"
     FAILED = "failed"
     CANCELLED = "cancelled"  # by us: the replay was interrupted
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannerTransition:
+    """One drop or restore. Durations are the planner's, bytes summed over all members."""
+
+    age_s: float  # since it began, when it was asked for
+    epoch: int
+    kind: str  # drop or restore
+    phase: str  # done, aborted, or how far it is
+    reason: str
+    summary: str
+    duration_s: float  # of all phases so far
+    exchange_s: float
+    freed_parameter_bytes: int
+    kv_bytes_exchanged: int
+    parameter_bytes_pulled: int
+    victim_count: int
+    victims_recomputed: int
+    max_stall_s: float
 
 
 @dataclass(slots=True)

@@ -1,35 +1,14 @@
 """What the planner says about the transitions of a run."""
 
-from dataclasses import dataclass
-
 import grpc
 
+from ballast.bench.records import PlannerTransition
 from ballast.common.errors import BallastError
 from ballast.rpc.channel import open_channel
 from ballast.rpc.errors import from_rpc_error
 from ballastpb.planner.v1 import planner_pb2, planner_pb2_grpc
 
 _TIMEOUT_S = 5.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlannerTransition:
-    """One drop or restore. Durations are the planner's, bytes summed over all members."""
-
-    age_s: float  # since it began, when it was asked for
-    epoch: int
-    kind: str  # drop or restore
-    phase: str  # done, aborted, or how far it is
-    reason: str
-    summary: str
-    duration_s: float  # of all phases so far
-    exchange_s: float
-    freed_parameter_bytes: int
-    kv_bytes_exchanged: int
-    parameter_bytes_pulled: int
-    victim_count: int
-    victims_recomputed: int
-    max_stall_s: float
 
 
 async def list_transitions(address: str) -> list[PlannerTransition]:

@@ -12,13 +12,13 @@ from rich.text import Text
 from ballast.bench.conclusion import conclude
 from ballast.bench.progress import open_console
 from ballast.bench.results import write_result
-from ballast.bench.scenarios import job_of
-from ballast.bench.simulation import simulate
 from ballast.bench.table import render
 from ballast.cli import whatif
 from ballast.cli.arguments import Commands
 from ballast.common.errors import ConfigError
 from sim.hardware import gpus, models
+from sim.jobs.scenarios import job_of
+from sim.jobs.simulation import simulate
 from sim.scenario import Scenario, make_scenario, read_scenario
 
 # Flags that change the field of the same name of a scenario.

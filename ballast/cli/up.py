@@ -15,11 +15,11 @@ from ballast.client import AsyncClient
 from ballast.common.errors import ConfigError
 from ballast.common.overload import OverloadPolicy
 from ballast.local.cluster import LocalCluster, Service
-from ballast.local.emulation import emulated_model
 from ballast.local.keeper import Keeper
 from ballast.model.info import read_info
 from ballast.model.tiny import make_preset
 from ballast.rpc.server import ensure_free
+from sim.jobs.machines import emulated_model
 
 _STOPPED_BY_SIGNAL = 130
 _MAX_PROCESSES = 256

@@ -1,4 +1,4 @@
-"""`ballast sim --sweep` and `--find-gpus`: tables, a figure and words for what `ballast.bench.whatif` finds."""
+"""`ballast sim --sweep` and `--find-gpus`: tables, a figure and words for what `sim.jobs.whatif` finds."""
 
 # matplotlib leaves some arguments without types.
 # pyright: reportUnknownMemberType=false
@@ -12,10 +12,10 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from ballast.bench.simulation import Progress
 from ballast.bench.table import duration
-from ballast.bench.whatif import Point, Sizing, Slo, find_gpus, in_words, parse_sweep, sweep
 from ballast.common.errors import ConfigError
+from sim.jobs.simulation import Progress
+from sim.jobs.whatif import Point, Sizing, Slo, find_gpus, in_words, parse_sweep, sweep
 from sim.scenario import Scenario
 
 

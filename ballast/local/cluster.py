@@ -22,12 +22,12 @@ from typing import Literal, Self
 import grpc
 
 from ballast.common.errors import ConfigError, Unavailable
+from ballast.common.ids import copy_id
 from ballast.local.ports import free_port
 from ballast.local.process import ChildProcess
 from ballast.local.state_server import PrivateStateServer, state_server
 from ballast.rpc.channel import open_channel
 from ballastpb.inference.v1 import inference_pb2, inference_pb2_grpc
-from services.worker.config import copy_id
 
 Service = Literal["monitor", "planner", "dispatcher", "worker", "gateway"]
 

@@ -16,7 +16,7 @@ import grpc.aio
 from prometheus_client import CollectorRegistry
 
 from ballast.common.errors import ConfigError, Unavailable
-from ballast.common.ids import Incarnation, WorkerId
+from ballast.common.ids import Incarnation, WorkerId, copy_id
 from ballast.rpc.server import RpcServer, ensure_free
 from ballast.service import logs
 from ballast.service.lifecycle import Lifecycle, advertised_address, run_service, say_ready
@@ -24,7 +24,7 @@ from ballast.service.metrics import REGISTRY, Exposition, MetricsServer
 from ballast.service.settings import load_settings
 from ballast.service.state import StateServer
 from ballastpb.worker.v1 import worker_pb2, worker_pb2_grpc
-from services.worker.config import WorkerSettings, copy_id
+from services.worker.config import WorkerSettings
 from services.worker.core.limits import WorkerLimits
 from services.worker.emulation.machine import read_machine
 from services.worker.links.config import TransportConfig
@@ -373,7 +373,7 @@ async def main(life: Lifecycle) -> None:
             return
         async with asyncio.TaskGroup() as tasks:
             for number in range(settings.copies):
-                one_id = WorkerId(copy_id(worker_id, number))
+                one_id = copy_id(worker_id, number)
                 one = serve(life, settings, state, one_id, CollectorRegistry(), metrics.shown)
                 tasks.create_task(one, name=f"copy {number}")
     finally:

@@ -119,8 +119,3 @@ class WorkerSettings(Settings):
         policy = self.overload_policy
         is_fallback = policy is OverloadPolicy.DROP and self.fallback_policy == "swap"
         return bool(self.swap_space_bytes) and (policy is OverloadPolicy.SWAP or is_fallback)
-
-
-def copy_id(worker_id: str, number: int) -> str:
-    """Of one of several workers in a process."""
-    return f"{worker_id}.{number}"

@@ -6,11 +6,11 @@ import random
 from pathlib import Path
 
 from ballast.client import AsyncClient, SamplingParams
-from ballast.local.emulation import catalogue_machine, stand_in
 from ballast.rpc.channel import open_channel
 from ballastpb.planner.v1 import planner_pb2 as pb
 from ballastpb.planner.v1 import planner_pb2_grpc
 from services.worker.emulation.tokens import answer
+from sim.jobs.machines import catalogue_machine, stand_in
 from tests.support.cluster import running_cluster, until
 
 VOCABULARY = 4096

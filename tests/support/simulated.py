@@ -2,9 +2,9 @@
 
 import random
 
-from ballast.bench.simulation import WorkerSize, production_rules
 from sim.clients import Arrival
 from sim.hardware import find_cluster, find_model, timings
+from sim.jobs.simulation import WorkerSize, production_rules
 from sim.policies import find_policy
 from sim.world import World, WorldOptions
 

@@ -1,9 +1,8 @@
 """Microbatches of equal cost out of the whole backlog (KunServe, EuroSys '26, section 4.3), formed one at a time.
 
 What circulates in a pipeline changes with every microbatch that lands: requests come, end, are preempted. So the
-backlog is looked at anew each time, and of its parts only the next one is formed, by filling
-(`policy.splitting.by_filling` is the same for a backlog that stands still; benchmarks.microbatching compares it with
-the recursive halving of figure 11).
+backlog is looked at anew each time, and of its parts only the next one is formed, by filling. For a backlog that stands
+still that comes as near to the bound as the recursive halving of figure 11 (benchmarks/results: microbatching).
 
 Unlike with token counts, successive chunks of a prompt may be in flight at once. A stage takes batches in their order,
 so the KV of the one is there when the next one comes, and a lone prompt keeps all stages busy.

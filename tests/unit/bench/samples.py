@@ -4,7 +4,7 @@ import random
 from array import array
 from pathlib import Path
 
-from ballast.bench.records import Outcome, ReplayRun, RequestRecord, StatusSample, TimedTransition
+from ballast.bench.records import Outcome, PlannerTransition, ReplayRun, RequestRecord, StatusSample, TimedTransition
 from ballast.bench.results import (
     BenchConfig,
     BenchResult,
@@ -15,7 +15,6 @@ from ballast.bench.results import (
     policy_result,
     write_result,
 )
-from ballast.bench.transitions import PlannerTransition
 
 
 def record(index: int, planned_s: float, token_times_s: list[float], **changes: object) -> RequestRecord:

@@ -2,11 +2,11 @@
 
 import pytest
 
-from ballast.bench.reproduction import CLAIMS, Claim, Line, table
-from ballast.bench.simulation import SimJob, specs_of
 from ballast.bench.traces import Trace
 from ballast.common.errors import ConfigError
+from benchmarks.reproduction import CLAIMS, Claim, Line, table
 from sim.hardware import find_cluster, find_model
+from sim.jobs.simulation import SimJob, specs_of
 
 
 def line(value: float | None, low: float = 10.0, high: float = 20.0) -> Line:

@@ -5,12 +5,12 @@ from itertools import pairwise
 
 import pytest
 
-from ballast.bench.simulation import WorkerSize, production_rules
 from ballast.common.ids import Incarnation, WorkerId
 from ballast.common.load import HASTY_REPORT_S
 from services.monitor.core.messages import Event, Instance, LoadReported
 from sim.clock import Clock
 from sim.control import Delays, MonitorNode, Reporter, StateServer
+from sim.jobs.simulation import WorkerSize, production_rules
 from tests.support.reporting_worker import load_report, model_info
 
 DELAYS = Delays(rpc_s=0.001, state_s=0.001)

@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 
 from ballast.bench.records import Outcome
 from ballast.bench.results import PolicyResult, RequestResult
-from ballast.bench.scenarios import job_of
-from ballast.bench.simulation import Progress, SimJob, simulate
 from ballast.bench.table import duration
 from ballast.common.errors import ConfigError
 from sim.hardware import find_cluster
+from sim.jobs.scenarios import job_of
+from sim.jobs.simulation import Progress, SimJob, simulate
 from sim.scenario import Scenario
 
 _OURS = "drop"

@@ -2,14 +2,14 @@
 
 from pathlib import Path
 
-from ballast.bench.arrivals import generated
 from ballast.bench.lengths import lengths_of, with_lengths
-from ballast.bench.simulation import SimJob, WorkerSize
 from ballast.bench.traces import Trace, read_trace
 from ballast.bench.upscale import raised_burst, repeated_burst, upscaled
 from ballast.common.errors import ConfigError
 from sim.faults import Fault
 from sim.hardware import find_cluster, find_model
+from sim.jobs.arrivals import generated
+from sim.jobs.simulation import SimJob, WorkerSize
 from sim.scenario import Scenario
 
 _BURST_WINDOW_S = 30.0

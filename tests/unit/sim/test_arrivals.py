@@ -2,9 +2,9 @@
 
 import pytest
 
-from ballast.bench.arrivals import generated
-from ballast.bench.scenarios import trace_of
 from ballast.common.errors import ConfigError
+from sim.jobs.arrivals import generated
+from sim.jobs.scenarios import trace_of
 from sim.scenario import Arrivals, make_scenario
 
 SPEC = Arrivals.model_validate(

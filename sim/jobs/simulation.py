@@ -13,7 +13,7 @@ from pydantic import ByteSize, TypeAdapter, ValidationError
 
 from ballast.bench.environment import describe_environment
 from ballast.bench.policies import PolicySpec, parse_policies
-from ballast.bench.records import Outcome, ReplayRun, RequestRecord, StatusSample, TimedTransition
+from ballast.bench.records import Outcome, PlannerTransition, ReplayRun, RequestRecord, StatusSample, TimedTransition
 from ballast.bench.results import (
     BenchConfig,
     BenchResult,
@@ -24,7 +24,6 @@ from ballast.bench.results import (
     policy_result,
 )
 from ballast.bench.traces import Trace
-from ballast.bench.transitions import PlannerTransition
 from ballast.common.errors import ConfigError
 from services.dispatcher.config import DispatcherSettings
 from services.dispatcher.core.dispatcher import Limits
