@@ -1,4 +1,4 @@
-# Everything runs in .venv, which `make setup` fills from constraints.txt. Only Python >= 3.11, make and gcc are needed.
+# Everything runs in .venv, which `make setup` fills from constraints.txt. Only Python >= 3.11, make and g++ are needed.
 PYTHON ?= python3.11
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -15,9 +15,12 @@ PYTEST := $(BIN)/pytest -q -m "not slow and not gpu"
 SPREAD := -n $(PROCESSES) --dist loadgroup
 export PYTHONUNBUFFERED = 1
 
-.PHONY: setup demo up test test-transitions test-exactness check check-static check-tests fmt bench reproduce proto compose-check gpu-check clean
+.PHONY: setup kernels demo up test test-transitions test-exactness check check-static check-tests fmt bench reproduce proto compose-check gpu-check clean
 
-setup: $(VENV)/.ready  ## install everything into .venv
+setup: $(VENV)/.ready kernels  ## install everything into .venv, and compile the kernels
+
+kernels:  ## compile the engine's kernels, unless they are newer than their sources
+	$(PYTHON) services/worker/engine/native/build.py
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

@@ -38,6 +38,7 @@ def add_parser(commands: Commands) -> None:
     parser.add_argument("--dtype", default="auto", metavar="TYPE", help="as the worker's")
     parser.add_argument("--device", default="cpu", metavar="DEVICE", help="cpu or cuda")
     parser.add_argument("--threads", type=int, default=1, metavar="N", help="as the worker's")
+    parser.add_argument("--kernels", default="auto", choices=("auto", "native", "torch"), help="as the worker's")
     parser.add_argument(
         "--layers", type=int, nargs="+", default=[], metavar="N", help="stages measured too (default: half the model)"
     )
@@ -60,7 +61,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _command(args: argparse.Namespace) -> list[str]:
     command = [sys.executable, "-m", "services.worker.profiling"]
-    for name in ("model", "out", "dtype", "device", "threads", "max_num_batched_tokens", "max_num_seqs", "rounds"):
+    same = "model out dtype device threads kernels max_num_batched_tokens max_num_seqs rounds"
+    for name in same.split():
         command += [f"--{name.replace('_', '-')}", str(getattr(args, name))]
     if args.layers:
         command += ["--layers", *map(str, args.layers)]

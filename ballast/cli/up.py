@@ -37,6 +37,7 @@ _WORKER_FLAGS = {
     "--max-num-batched-tokens": "tokens of one engine step",
     "--block-size": "tokens of a KV block",
     "--threads": "of one worker's engine",
+    "--kernels": "auto, native (compiled) or torch",
     "--seed": "of the engine",
     "--fallback-policy": "with drop, where no drop helps: recompute (default) or swap",
     "--swap-space-bytes": "host memory for swapped KV, of each worker",

@@ -90,6 +90,7 @@ def load(settings: WorkerSettings) -> Kit:
         device=settings.device,
         name=settings.served_model_name,
         threads=settings.threads,
+        kernels=settings.kernels,
     )
     gc.freeze()  # torch alone makes so many objects that a full collection holds up a step
     try:

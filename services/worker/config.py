@@ -87,7 +87,9 @@ class WorkerSettings(Settings):
     swap_blocks_per_step: int = Field(0, ge=0)
     """KV blocks that are swapped during one step; 0: as many as hide behind it."""
     threads: int = Field(1, ge=1, le=1024)
-    """Threads of one operation of the engine."""
+    """Threads that compute one engine step."""
+    kernels: Literal["auto", "native", "torch"] = "auto"
+    """The compiled kernels (native) or torch's; auto: the compiled ones wherever they can be used."""
     seed: int = 0
     """Of the engine's own choices."""
 

@@ -32,6 +32,7 @@ class ProfileKey(_Strict):
     device: str
     torch: str
     threads: int
+    kernels: str = "torch"
 
 
 class Coefficients(_Strict):

@@ -47,10 +47,12 @@ def near_ties(jobs: Sequence[Job], references: Sequence[Reference]) -> int:
     return count
 
 
-def run(model_dir: Path, dtype: str, prompts: Sequence[tuple[int, ...]], chunk_sizes: Sequence[int]) -> None:
+def run(
+    model_dir: Path, dtype: str, prompts: Sequence[tuple[int, ...]], chunk_sizes: Sequence[int], kernels: str = "auto"
+) -> None:
     references = expected(model_dir, prompts, dtype)
     tokens = sum(len(reference.token_ids) for reference in references)
-    with load_engine(model_dir, dtype=dtype, device_memory_bytes=MEMORY_BYTES) as engine:
+    with load_engine(model_dir, dtype=dtype, device_memory_bytes=MEMORY_BYTES, kernels=kernels) as engine:
         for chunk_tokens in chunk_sizes:
             jobs = [
                 Job(i, prompt, len(reference.token_ids), forced=reference.token_ids)
@@ -66,6 +68,12 @@ def run(model_dir: Path, dtype: str, prompts: Sequence[tuple[int, ...]], chunk_s
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_greedy_tokens_equal_transformers(checkpoint: CheckpointMaker, arch: str, dtype: str) -> None:
     run(checkpoint(arch, False), dtype, prompts_of_all_lengths(PROMPTS, seed=11), (7, 64, 512))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("arch", ["llama3", "qwen3"])
+def test_greedy_tokens_of_torch_kernels(checkpoint: CheckpointMaker, arch: str, dtype: str) -> None:
+    run(checkpoint(arch, False), dtype, prompts_of_all_lengths(60, seed=11), (64,), "torch")
 
 
 @pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3"])

@@ -8,7 +8,7 @@ import torch
 from services.worker.core.batch import Slice
 from services.worker.engine.load import Engine, load_engine
 from tests.golden.conftest import CheckpointMaker
-from tests.support.engine import BlockPool, forward
+from tests.support.engine import KERNELS, BlockPool, forward
 from tests.support.reference import reference_logits
 
 pytestmark = [pytest.mark.golden]
@@ -31,24 +31,28 @@ def in_chunks(engine: Engine, token_ids: tuple[int, ...], sizes: list[int], tabl
     return torch.cat(parts)
 
 
+@pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize(("dtype", "atol"), [("float32", 1e-4), ("float64", 1e-6)])
 @pytest.mark.parametrize("arch", ["llama", "llama3", "mistral", "qwen2", "qwen3"])
 def test_logits_are_close_to_those_of_transformers(
-    checkpoint: CheckpointMaker, arch: str, dtype: str, atol: float
+    checkpoint: CheckpointMaker, arch: str, dtype: str, atol: float, kernels: str
 ) -> None:
     token_ids = tokens(300, seed=1)
-    with load_engine(checkpoint(arch, False), dtype=dtype, device_memory_bytes=MEMORY_BYTES) as engine:
+    with load_engine(checkpoint(arch, False), dtype=dtype, device_memory_bytes=MEMORY_BYTES, kernels=kernels) as engine:
         table = BlockPool(engine.block_count, engine.block_tokens).take(len(token_ids))
         ours = in_chunks(engine, token_ids, [100, 1, 1, 198], table)
     theirs = reference_logits(checkpoint(arch, False), token_ids, dtype)
     torch.testing.assert_close(ours, theirs, atol=atol, rtol=0)
 
 
+@pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3"])
-def test_bfloat16_is_as_exact_as_the_reference_in_bfloat16(checkpoint: CheckpointMaker, arch: str) -> None:
+def test_bfloat16_is_as_exact_as_the_reference_in_bfloat16(
+    checkpoint: CheckpointMaker, arch: str, kernels: str
+) -> None:
     token_ids = tokens(200, seed=3)
     model_dir = checkpoint(arch, False)
-    with load_engine(model_dir, dtype="bfloat16", device_memory_bytes=MEMORY_BYTES) as engine:
+    with load_engine(model_dir, dtype="bfloat16", device_memory_bytes=MEMORY_BYTES, kernels=kernels) as engine:
         table = BlockPool(engine.block_count, engine.block_tokens).take(len(token_ids))
         ours = in_chunks(engine, token_ids, [64, 64, 72], table)
     exact = reference_logits(model_dir, token_ids, "float64")
@@ -56,20 +60,26 @@ def test_bfloat16_is_as_exact_as_the_reference_in_bfloat16(checkpoint: Checkpoin
     assert (ours - exact).square().mean() < 1.2 * (theirs - exact).square().mean()
 
 
+@pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("sizes", [[7] * 20 + [10], [64, 64, 22], [149, 1], [1] * 150])
-def test_chunked_prefill_equals_whole_prefill(checkpoint: CheckpointMaker, sizes: list[int]) -> None:
+def test_chunked_prefill_equals_whole_prefill(checkpoint: CheckpointMaker, sizes: list[int], kernels: str) -> None:
     token_ids = tokens(150, seed=2)
-    with load_engine(checkpoint("qwen3", False), dtype="float64", device_memory_bytes=MEMORY_BYTES) as engine:
+    with load_engine(
+        checkpoint("qwen3", False), dtype="float64", device_memory_bytes=MEMORY_BYTES, kernels=kernels
+    ) as engine:
         pool = BlockPool(engine.block_count, engine.block_tokens)
         whole = in_chunks(engine, token_ids, [150], pool.take(150))
         cut = in_chunks(engine, token_ids, sizes, pool.take(150))
     torch.testing.assert_close(cut, whole, atol=1e-6, rtol=0)
 
 
-def test_batch_equals_its_sequences_alone(checkpoint: CheckpointMaker) -> None:
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_batch_equals_its_sequences_alone(checkpoint: CheckpointMaker, kernels: str) -> None:
     lengths = [1, 5, 16, 33, 90, 200, 2, 47]
     prompts = [tokens(length, seed=length) for length in lengths]
-    with load_engine(checkpoint("llama3", False), dtype="float64", device_memory_bytes=MEMORY_BYTES) as engine:
+    with load_engine(
+        checkpoint("llama3", False), dtype="float64", device_memory_bytes=MEMORY_BYTES, kernels=kernels
+    ) as engine:
         pool = BlockPool(engine.block_count, engine.block_tokens)
         tables = [pool.take(length + 1) for length in lengths]
         together = forward(engine, [Slice(i, 0, p, True) for i, p in enumerate(prompts)], tables)

@@ -4,13 +4,17 @@ import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+import pytest
 import torch
 
 from ballast.common.sampling import SamplingParams
 from services.worker.core.batch import Batch, NewSequence, SequenceId, Slice, StepResult, TokenLogprobs
 from services.worker.engine.load import Engine
+from services.worker.engine.native.library import native_kernels
 from services.worker.engine.packing import Packer
 
+NEEDS_NATIVE = pytest.mark.skipif(native_kernels() is None, reason="the compiled kernels were not built (make setup)")
+KERNELS = ("torch", pytest.param("native", marks=NEEDS_NATIVE))
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 
 
@@ -110,6 +114,6 @@ def forward(engine: Engine, slices: Sequence[Slice], tables: Sequence[Sequence[i
         first_layer=0,
         last_layer=engine.config.layer_count,
     )
-    logits = engine.model.logits(hidden)
+    logits = engine.model.logits(hidden).clone()
     lasts = packed.sample_rows.tolist()
     return [logits[last + 1 - len(s.token_ids) : last + 1] for s, last in zip(slices, lasts, strict=True)]

@@ -1,5 +1,6 @@
 """The weights of a Hugging Face checkpoint folder, read tensor by tensor into memory that exists already."""
 
+import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -10,18 +11,22 @@ from safetensors import SafetensorError, safe_open
 
 from ballast.common.errors import ConfigError
 from services.worker.engine.model_config import ModelConfig, read_json
+from services.worker.engine.native.library import Kernels
 from services.worker.engine.parameters import Parameter, Source, end_parameters, layer_parameters
 from services.worker.memory.parameters import ParameterStore
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _FLOAT_DTYPES = ("F64", "F32", "BF16", "F16")
+_BAND_ELEMENTS = 4 << 20
 _IGNORED_SUFFIXES = (".rotary_emb.inv_freq", ".attn.masked_bias", ".attn.bias")
 
 
 class Checkpoint:
     """An open checkpoint. Files are memory-mapped; a tensor is read when it is copied to its place."""
 
-    def __init__(self, model_dir: Path) -> None:
+    def __init__(self, model_dir: Path, kernels: Kernels | None = None) -> None:
+        """`kernels` are needed to fill parameters that are packed for them."""
+        self._kernels = kernels
         self._files: dict[Path, Any] = {}  # safetensors has no types for its handle
         self._places = _places(model_dir)  # tensor -> file
         self._model_dir = model_dir
@@ -42,10 +47,9 @@ class Checkpoint:
         """
         for parameter in parameters:
             memory = stored[parameter.name]
-            parameter.padded_view(memory)[parameter.shape[0] :].zero_()  # checksums cover the padding
+            parameter.clear_padding(memory)
             for source in parameter.sources:
-                rows = parameter.view(memory)[source.first_row : source.first_row + source.row_count]
-                self._copy(source, rows)
+                self._copy(source, parameter, memory)
 
     def require_only(self, config: ModelConfig) -> None:
         """Raise ConfigError if the checkpoint holds a tensor the architecture has no use for.
@@ -61,7 +65,8 @@ class Checkpoint:
                     f"{self._places[name]}: {name}", f"is not a tensor of {config.architecture} as config.json has it"
                 )
 
-    def _copy(self, source: Source, destination: torch.Tensor) -> None:
+    def _copy(self, source: Source, parameter: Parameter, memory: torch.Tensor) -> None:
+        """In bands, so that what is converted beside the memory stays small."""
         path = self._places.get(source.tensor)
         if path is None:
             raise ConfigError(f"{self._model_dir}: {source.tensor}", "the checkpoint has no such tensor")
@@ -69,12 +74,16 @@ class Checkpoint:
         try:
             tensor = self._open(path).get_slice(source.tensor)
             shape, dtype = tuple(tensor.get_shape()), str(tensor.get_dtype())
-            if shape != tuple(destination.shape):
-                raise ConfigError(where, f"has shape {list(shape)}, config.json asks for {list(destination.shape)}")
+            wanted = (source.row_count, *parameter.shape[1:])
+            if shape != wanted:
+                raise ConfigError(where, f"has shape {list(shape)}, config.json asks for {list(wanted)}")
             if dtype not in _FLOAT_DTYPES:
                 supported = ", ".join(_FLOAT_DTYPES)
                 raise ConfigError(where, f"has dtype {dtype}, supported are {supported}")
-            destination.copy_(cast(torch.Tensor, tensor[:]))
+            band = max(1, _BAND_ELEMENTS // math.prod(wanted[1:]))
+            for first in range(0, source.row_count, band):
+                rows = cast(torch.Tensor, tensor[first : first + band])
+                parameter.write(memory, source.first_row + first, rows, self._kernels)
         except (SafetensorError, OSError) as error:
             raise ConfigError(where, f"cannot be read: {error}") from error
 
@@ -84,14 +93,20 @@ class Checkpoint:
         return self._files[path]
 
 
-def load_parameters(model_dir: Path, config: ModelConfig, store: ParameterStore) -> None:
-    """Fill every parameter of the store from the checkpoint. Errors as in `Checkpoint.fill`."""
-    with Checkpoint(model_dir) as checkpoint:
+def load_parameters(
+    model_dir: Path, config: ModelConfig, store: ParameterStore, kernels: Kernels | None = None
+) -> None:
+    """Fill every parameter of the store from the checkpoint, packed for `kernels` if there are any.
+
+    Errors as in `Checkpoint.fill`.
+    """
+    packed = kernels is not None
+    with Checkpoint(model_dir, kernels) as checkpoint:
         checkpoint.require_only(config)
-        for part, parameters in end_parameters(config).items():
+        for part, parameters in end_parameters(config, packed=packed).items():
             checkpoint.fill(parameters, store.part(part))
         for layer in range(config.layer_count):
-            checkpoint.fill(layer_parameters(config, layer), store.layer(layer))
+            checkpoint.fill(layer_parameters(config, layer, packed=packed), store.layer(layer))
 
 
 def _all_parameters(config: ModelConfig) -> list[Parameter]:

@@ -18,6 +18,9 @@ from services.worker.engine.checkpoint import Checkpoint, load_parameters
 from services.worker.engine.kernels import bound_kernel_caches
 from services.worker.engine.model import Model
 from services.worker.engine.model_config import ModelConfig, read_model_config
+from services.worker.engine.native.library import Kernels, choose_kernels
+from services.worker.engine.packed_attention import PagedAttention
+from services.worker.engine.packed_model import PackedModel
 from services.worker.engine.parameters import end_parameters, layer_parameters, parameter_count, part_specs
 from services.worker.engine.runner import ModelRunner
 from services.worker.engine.sampler import Sampler
@@ -43,7 +46,9 @@ class Engine:
     model_dir: Path
     config: ModelConfig
     memory: DeviceMemory
-    model: Model
+    model: Model | PackedModel
+    kernels: Kernels | None  # None: torch's
+    threads: int  # that compute one step
     attention: AttentionBackend
     sampler: Sampler
     runner: ModelRunner
@@ -62,8 +67,9 @@ class Engine:
 
     def read_layer(self, layer: int) -> None:
         """Fill a layer's parameters from the checkpoint again. Any thread; the layer is not executed meanwhile."""
-        with Checkpoint(self.model_dir) as checkpoint:
-            checkpoint.fill(layer_parameters(self.config, layer), self.memory.parameters.layer(layer))
+        parameters = layer_parameters(self.config, layer, packed=self.kernels is not None)
+        with Checkpoint(self.model_dir, self.kernels) as checkpoint:
+            checkpoint.fill(parameters, self.memory.parameters.layer(layer))
 
     def memory_report(self) -> MemoryReport:
         return self.memory.report()
@@ -95,26 +101,29 @@ def load_engine(
     device: str = "cpu",
     name: str | None = None,
     threads: int | None = 1,
+    kernels: str = "auto",
 ) -> Engine:
     """Load a checkpoint into one device's memory.
 
     `dtype` "auto" is the checkpoint's own. `max_model_len` None is the longest that the model allows. `threads` is
-    torch's number of intra-op threads in this whole process (None: as it is).
+    with how many one step is computed, in this whole process (None: as it is). `kernels`: "native" are the compiled
+    ones, "torch" those of torch, and "auto" the compiled ones wherever they can be used.
 
     Raises:
         ConfigError: the checkpoint cannot be served as asked, or the device has not the memory.
     """
     bound_kernel_caches()
-    if threads is not None:
-        torch.set_num_threads(threads)
     config = read_model_config(model_dir)
     run_dtype = _dtype(dtype, config, model_dir)
+    native = choose_kernels(kernels, device, config, run_dtype)
+    step_threads = _set_threads(threads, native)
+    packed = native is not None
     longest = _max_model_len(max_model_len, config)
     memory = DeviceMemory.open(
         _backend(device),
         budget_bytes=device_memory_bytes,
-        layers=[part_specs(layer_parameters(config, i), run_dtype) for i in range(config.layer_count)],
-        others={part: part_specs(parameters, run_dtype) for part, parameters in end_parameters(config).items()},
+        layers=[part_specs(layer_parameters(config, i, packed=packed), run_dtype) for i in range(config.layer_count)],
+        others={name: part_specs(part, run_dtype) for name, part in end_parameters(config, packed=packed).items()},
         kv_shape=KvShape(
             layer_count=config.layer_count,
             block_tokens=block_tokens,
@@ -124,10 +133,14 @@ def load_engine(
         ),
     )
     try:
-        load_parameters(model_dir, config, memory.parameters)
-        model = Model(config, memory.parameters, memory.kv, max_model_len=longest)
+        load_parameters(model_dir, config, memory.parameters, native)
         torch_device = memory.kv.layer(0).device
-        attention = _attention(torch_device, config, run_dtype)
+        if native is not None:
+            model = PackedModel(config, memory.parameters, memory.kv, native, max_model_len=longest)
+            attention = PagedAttention(native)
+        else:
+            model = Model(config, memory.parameters, memory.kv, max_model_len=longest)
+            attention = _attention(torch_device, config, run_dtype)
         sampler = Sampler(config.vocab_size, config.eos_token_ids, torch_device)
         runner = ModelRunner(config, model, attention, sampler, memory.kv)
     except BaseException:
@@ -150,7 +163,16 @@ def load_engine(
         block_bytes=memory.kv.shape.block_bytes,
         extent_bytes=extent_bytes,
     )
-    return Engine(info, model_dir, config, memory, model, attention, sampler, runner)
+    return Engine(info, model_dir, config, memory, model, native, step_threads, attention, sampler, runner)
+
+
+def _set_threads(threads: int | None, native: Kernels | None) -> int:
+    if threads is None:
+        return torch.get_num_threads() if native is None else native.threads
+    torch.set_num_threads(threads if native is None else 1)  # its own wait in a loop, and have little to do then
+    if native is not None:
+        native.threads = threads
+    return threads
 
 
 def _dtype(name: str, config: ModelConfig, model_dir: Path) -> torch.dtype:

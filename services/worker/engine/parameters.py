@@ -3,20 +3,32 @@
 Projections that read the same input are one matrix here, so that a layer is four matrix products. A checkpoint tensor
 is thus a band of rows of a parameter.
 
-Matrices are stored as [in, out], but for the embedding: oneDNN then multiplies a few rows a third faster, since it need
-not rearrange the matrix first, unless the stored width is a power of two. Such a width is padded.
+For torch's kernels matrices are stored as [in, out], but for the embedding: oneDNN then multiplies a few rows a third
+faster, since it need not rearrange the matrix first, unless the stored width is a power of two. Such a width is padded.
+For the compiled kernels they are packed into panels (`native`), and so is an embedding that is the head as well.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from enum import Enum
 
 import torch
 
 from services.worker.engine.model_config import ModelConfig
+from services.worker.engine.native.library import Kernels, packed_shape
+from services.worker.engine.native.structs import PANEL
 from services.worker.memory.parameters import TensorSpec
 
 EMBEDDING, HEAD = "embedding", "head"  # the parts that are no layer
 _PADDING = 16  # a vector register of float32
+
+
+class Layout(Enum):
+    """How a parameter lies in memory."""
+
+    ROWS = "rows"  # as in the checkpoint
+    COLUMNS = "columns"  # [in, out]
+    PANELS = "panels"  # see `native.library.packed_shape`
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,82 +45,103 @@ class Parameter:
     name: str  # inside its part
     shape: tuple[int, ...]  # as the checkpoint has it: [out] or [out, in]
     sources: tuple[Source, ...]
-    transposed: bool = False
-    padding: int = 0  # zeros behind the outputs
+    layout: Layout = Layout.ROWS
+    padding: int = 0  # zeros behind the outputs; panels are filled up without being told
 
-    @property
-    def stored_shape(self) -> tuple[int, ...]:
+    def stored_shape(self, dtype: torch.dtype) -> tuple[int, ...]:
+        if self.layout is Layout.PANELS:
+            return packed_shape(self.shape, dtype)
         out = self.shape[0] + self.padding
-        return (self.shape[1], out) if self.transposed else (out, *self.shape[1:])
+        return (self.shape[1], out) if self.layout is Layout.COLUMNS else (out, *self.shape[1:])
 
     def padded_view(self, stored: torch.Tensor) -> torch.Tensor:
-        """The stored tensor as [out and padding, ...]."""
-        return stored.t() if self.transposed else stored
+        """The stored tensor as [out and padding, ...]. Not of panels."""
+        assert self.layout is not Layout.PANELS
+        return stored.t() if self.layout is Layout.COLUMNS else stored
 
-    def view(self, stored: torch.Tensor) -> torch.Tensor:
-        """The stored tensor in the checkpoint's shape."""
+    def clear_padding(self, stored: torch.Tensor) -> None:
+        """Make it zero: checksums cover it, and memory that comes back from the pool holds anything."""
+        if self.layout is not Layout.PANELS:
+            self.padded_view(stored)[self.shape[0] :].zero_()
+        elif self.shape[0] % PANEL:
+            stored[-1].zero_()
+
+    def write(self, stored: torch.Tensor, first_row: int, rows: torch.Tensor, kernels: Kernels | None) -> None:
+        """Fill a band of rows, converting to the dtype of the memory. Panels need the kernels."""
+        if self.layout is Layout.PANELS:
+            assert kernels is not None
+            kernels.pack(stored, first_row, rows.to(stored.dtype))
+        else:
+            self.padded_view(stored)[first_row : first_row + len(rows)] = rows
+
+    def read(self, stored: torch.Tensor, kernels: Kernels | None) -> torch.Tensor:
+        """What is stored, in the checkpoint's shape."""
+        if self.layout is Layout.PANELS:
+            assert kernels is not None
+            return kernels.unpack(stored, torch.arange(self.shape[0]), self.shape[1])
         return self.padded_view(stored)[: self.shape[0]]
 
 
-def layer_parameters(config: ModelConfig, layer: int) -> tuple[Parameter, ...]:
+def layer_parameters(config: ModelConfig, layer: int, *, packed: bool = False) -> tuple[Parameter, ...]:
+    """`packed`: for the compiled kernels."""
     prefix = f"model.layers.{layer}."
     hidden, inner = config.hidden_size, config.intermediate_size
     qkv = (("q_proj", config.query_size), ("k_proj", config.kv_size), ("v_proj", config.kv_size))
     gate_up = (("gate_proj", inner), ("up_proj", inner))
+    pad = _panel_padding if packed else _padding
+    layout = Layout.PANELS if packed else Layout.COLUMNS
+
+    def matrix(name: str, shape: tuple[int, int], sources: tuple[Source, ...]) -> Parameter:
+        return Parameter(name, shape, sources, layout, pad(shape[0]))
+
+    def whole(name: str, size: int, tensor: str, padding: int = 0) -> Parameter:
+        return Parameter(name, (size,), (Source(tensor, 0, size),), padding=padding)
+
+    def stacked(name: str, inside: str, bands: tuple[tuple[str, int], ...], has_bias: bool) -> Iterator[Parameter]:
+        rows = sum(size for _, size in bands)
+        yield matrix(name, (rows, hidden), _bands(prefix + inside, bands, "weight"))
+        if has_bias:
+            yield Parameter(f"{name}_bias", (rows,), _bands(prefix + inside, bands, "bias"), padding=pad(rows))
 
     def parameters() -> Iterator[Parameter]:
-        yield _whole("attention_norm", (hidden,), f"{prefix}input_layernorm.weight")
-        yield from _stacked("qkv", hidden, f"{prefix}self_attn.", qkv, has_bias=config.has_qkv_bias)
+        yield whole("attention_norm", hidden, f"{prefix}input_layernorm.weight")
+        yield from stacked("qkv", "self_attn.", qkv, config.has_qkv_bias)
         if config.has_qk_norm:
-            yield _whole("query_norm", (config.head_dim,), f"{prefix}self_attn.q_norm.weight")
-            yield _whole("key_norm", (config.head_dim,), f"{prefix}self_attn.k_norm.weight")
-        yield _matrix("output", (hidden, config.query_size), f"{prefix}self_attn.o_proj.weight")
+            yield whole("query_norm", config.head_dim, f"{prefix}self_attn.q_norm.weight")
+            yield whole("key_norm", config.head_dim, f"{prefix}self_attn.k_norm.weight")
+        output = f"{prefix}self_attn.o_proj"
+        yield matrix("output", (hidden, config.query_size), (Source(f"{output}.weight", 0, hidden),))
         if config.has_output_bias:
-            yield _whole("output_bias", (hidden,), f"{prefix}self_attn.o_proj.bias", _padding(hidden))
-        yield _whole("mlp_norm", (hidden,), f"{prefix}post_attention_layernorm.weight")
-        yield from _stacked("gate_up", hidden, f"{prefix}mlp.", gate_up, has_bias=config.has_mlp_bias)
-        yield _matrix("down", (hidden, inner), f"{prefix}mlp.down_proj.weight")
+            yield whole("output_bias", hidden, f"{output}.bias", pad(hidden))
+        yield whole("mlp_norm", hidden, f"{prefix}post_attention_layernorm.weight")
+        yield from stacked("gate_up", "mlp.", gate_up, config.has_mlp_bias)
+        yield matrix("down", (hidden, inner), (Source(f"{prefix}mlp.down_proj.weight", 0, hidden),))
         if config.has_mlp_bias:
-            yield _whole("down_bias", (hidden,), f"{prefix}mlp.down_proj.bias", _padding(hidden))
+            yield whole("down_bias", hidden, f"{prefix}mlp.down_proj.bias", pad(hidden))
 
     return tuple(parameters())
 
 
-def end_parameters(config: ModelConfig) -> dict[str, tuple[Parameter, ...]]:
+def end_parameters(config: ModelConfig, *, packed: bool = False) -> dict[str, tuple[Parameter, ...]]:
     """Part -> its parameters. A tied head multiplies with the embedding part's matrix."""
-    table = (config.vocab_size, config.hidden_size)
-    head = [_whole("norm", (config.hidden_size,), "model.norm.weight")]
-    if not config.tied_embeddings:
-        head.append(_matrix("weight", table, "lm_head.weight"))
-    return {EMBEDDING: (_whole("weight", table, "model.embed_tokens.weight"),), HEAD: tuple(head)}
+    shape, hidden = (config.vocab_size, config.hidden_size), config.hidden_size
+    layout, pad = (Layout.PANELS, _panel_padding) if packed else (Layout.COLUMNS, _padding)
+    embedding = (Source("model.embed_tokens.weight", 0, shape[0]),)
+    norm = Parameter("norm", (hidden,), (Source("model.norm.weight", 0, hidden),))
+    if config.tied_embeddings:
+        shared = Layout.PANELS if packed else Layout.ROWS
+        return {EMBEDDING: (Parameter("weight", shape, embedding, shared),), HEAD: (norm,)}
+    head = Parameter("weight", shape, (Source("lm_head.weight", 0, shape[0]),), layout, pad(shape[0]))
+    return {EMBEDDING: (Parameter("weight", shape, embedding),), HEAD: (norm, head)}
 
 
 def part_specs(parameters: tuple[Parameter, ...], dtype: torch.dtype) -> dict[str, TensorSpec]:
-    return {parameter.name: TensorSpec(parameter.stored_shape, dtype) for parameter in parameters}
+    return {parameter.name: TensorSpec(parameter.stored_shape(dtype), dtype) for parameter in parameters}
 
 
 def parameter_count(config: ModelConfig) -> int:
     parts = [*end_parameters(config).values(), *(layer_parameters(config, i) for i in range(config.layer_count))]
     return sum(torch.Size(parameter.shape).numel() for part in parts for parameter in part)
-
-
-def _whole(name: str, shape: tuple[int, ...], tensor: str, padding: int = 0) -> Parameter:
-    return Parameter(name, shape, (Source(tensor, 0, shape[0]),), padding=padding)
-
-
-def _matrix(name: str, shape: tuple[int, int], tensor: str) -> Parameter:
-    source = Source(tensor, 0, shape[0])
-    return Parameter(name, shape, (source,), transposed=True, padding=_padding(shape[0]))
-
-
-def _stacked(
-    name: str, columns: int, prefix: str, bands: tuple[tuple[str, int], ...], *, has_bias: bool
-) -> Iterator[Parameter]:
-    rows = sum(size for _, size in bands)
-    padding = _padding(rows)
-    yield Parameter(name, (rows, columns), _bands(prefix, bands, "weight"), transposed=True, padding=padding)
-    if has_bias:
-        yield Parameter(f"{name}_bias", (rows,), _bands(prefix, bands, "bias"), padding=padding)
 
 
 def _bands(prefix: str, bands: tuple[tuple[str, int], ...], kind: str) -> tuple[Source, ...]:
@@ -122,3 +155,7 @@ def _bands(prefix: str, bands: tuple[tuple[str, int], ...], kind: str) -> tuple[
 
 def _padding(width: int) -> int:
     return _PADDING if width & (width - 1) == 0 else 0
+
+
+def _panel_padding(width: int) -> int:
+    return -width % PANEL

@@ -9,6 +9,7 @@ from services.worker.core.batch import Batch, SequenceId, StepResult
 from services.worker.engine.attention import AttentionBackend, AttentionStep
 from services.worker.engine.model import Model
 from services.worker.engine.model_config import ModelConfig
+from services.worker.engine.packed_model import PackedModel
 from services.worker.engine.packing import PackedStep, Packer
 from services.worker.engine.sampler import Sampler, SampleRow
 from services.worker.memory.kv_cache import KvCache
@@ -18,7 +19,12 @@ class ModelRunner:
     """Model, attention and sampler behind one call. Used by one thread at a time."""
 
     def __init__(
-        self, config: ModelConfig, model: Model, attention: AttentionBackend, sampler: Sampler, kv: KvCache
+        self,
+        config: ModelConfig,
+        model: Model | PackedModel,
+        attention: AttentionBackend,
+        sampler: Sampler,
+        kv: KvCache,
     ) -> None:
         self._config = config
         self._model = model

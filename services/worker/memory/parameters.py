@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 ALIGNMENT_BYTES = 64  # a cache line, and the widest vector load
 CHECKSUM_BYTES = 16
+_LAYOUT_BYTES = 8
 _PIECE_BYTES = 4 << 20  # what is read for a checksum at once: a few milliseconds
 
 
@@ -97,6 +98,10 @@ class ParameterStore:
         """The tensors of a part that is no layer."""
         return self._others[name].tensors
 
+    def layout(self, layer: int) -> bytes:
+        """8 bytes over names, shapes and dtypes; equal if a layer's bytes may be copied from one store to another."""
+        return self._layers[layer].layout_digest
+
     def layer_checksum(self, layer: int, between: Callable[[], None] | None = None) -> bytes:
         """16 bytes over names, shapes, dtypes and contents; equal if and only if the parameters are.
 
@@ -149,6 +154,8 @@ class _Part:
         self.extent_count = pool.extents_for(layout.size_bytes)
         self.range: VirtualRange = pool.reserve(f"parameters of {name}", Purpose.PARAMETERS, self.extent_count)
         self._layout = layout
+        described = "".join(f"{p.name} {p.spec.dtype} {tuple(p.spec.shape)}\n" for p in layout.placements)
+        self.layout_digest = hashlib.sha256(described.encode()).digest()[:_LAYOUT_BYTES]
         self.tensors = {
             placed.name: self._bytes_of(placed).view(placed.spec.dtype).view(placed.spec.shape)
             for placed in layout.placements

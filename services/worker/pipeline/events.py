@@ -159,6 +159,7 @@ class LayerAsked(MemberEvent):
     epoch: Epoch
     layer: int
     link: Link  # it may have come before this side's word that the link is up
+    layout: bytes  # of the asker's memory, which is to be filled byte by byte
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from ballast.common.errors import InvariantViolation
 from ballast.common.ids import Epoch, WorkerId
+from ballast.service.logs import get_logger
 from services.worker.core.batch import SequenceId
 from services.worker.core.room import Room
 from services.worker.core.stage import StageBook
@@ -42,7 +43,7 @@ class Homecoming:
         memory: DeviceMemory,
         book: StageBook,
         hub: Hub,
-        ask: Callable[[WorkerId, Epoch, int], bool],
+        ask: Callable[[WorkerId, Epoch, int, bytes], bool],
         read: Callable[[int], None],
         hurried: Callable[[], bool],
         post: Callable[[MemberEvent], None],
@@ -82,7 +83,12 @@ class Homecoming:
 
     def serve(self, link: Link, event: LayerAsked, executed: range) -> None:
         """A peer wants a layer: one that is executed here, as others may be held and not be filled yet."""
-        if event.layer in executed:
+        if event.layer in executed and event.layout != self._memory.parameters.layout(event.layer):
+            # As when one computes with the compiled kernels and the other with torch's: the checkpoint has it too.
+            why = "its weights are laid out otherwise; start all workers with the same --kernels"
+            get_logger().warning("layer is not sent", layer=event.layer, to=link.peer_id, why=why)
+            self._server.refuse(link, event.layer, why)
+        elif event.layer in executed:
             self._server.send(link, event.epoch, event.layer)
         else:
             self._server.refuse(link, event.layer)
@@ -126,7 +132,7 @@ class Homecoming:
             self._sources,
             parameters=self._memory.parameters,
             hub=self._hub,
-            ask=lambda peer, layer: self._ask(peer, self._epoch, layer),
+            ask=lambda peer, layer: self._ask(peer, self._epoch, layer, self._memory.parameters.layout(layer)),
             read=self._read,
             server=self._server,
             workers=self._workers,

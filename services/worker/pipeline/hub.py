@@ -121,9 +121,9 @@ class Hub:
                 withdrawn, block_count, sizes = capacity_from_bytes(message.meta)
                 self._post(CapacityTold(epoch, peer, block_count, sizes, withdrawn))
             case Topic.LAYER_WANTED:
-                self._post(LayerAsked(epoch, message.stream, link))
+                self._post(LayerAsked(epoch, message.stream, link, bytes(message.meta)))
             case Topic.LAYER_REFUSED:
-                self._post(LayerArrived(epoch, message.stream, peer, b"", f"{peer} does not give it"))
+                self._post(LayerArrived(epoch, message.stream, peer, b"", f"{peer} does not give it{_reason(message)}"))
             case Topic.ROOM:
                 self._post(RoomGranted(Epoch(message.stream), Room.LAYERS))
             case Topic.KV_ROOM:
@@ -212,6 +212,10 @@ def _ahead(epoch: Epoch, peer: WorkerId, opening: Opening, failure: str) -> KvAh
     piece = pb.KvPiece.FromString(opening.meta)
     span = Span(piece.sequence_id, piece.first_block, piece.last_block)
     return KvAheadArrived(epoch, peer, span, piece.step_id, failure)
+
+
+def _reason(message: Message) -> str:
+    return f": {message.meta.decode(errors='replace')}" if message.meta else ""
 
 
 def _whole(message: Message) -> bytes:

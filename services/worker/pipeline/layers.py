@@ -90,10 +90,10 @@ class LayerServer:
         self._jobs = [f for f in self._jobs if not f.done()] + [future]
         future.add_done_callback(lambda _: self._post(Woken()))
 
-    def refuse(self, link: Link, layer: int) -> None:
+    def refuse(self, link: Link, layer: int, why: str = "") -> None:
         """The peer asks another one at once."""
         with contextlib.suppress(BallastError):  # a link that ends is told of anyway
-            link.send(TrafficClass.CONTROL, Topic.LAYER_REFUSED, stream=layer)
+            link.send(TrafficClass.CONTROL, Topic.LAYER_REFUSED, meta=why.encode(), stream=layer)
 
     def _send(self, link: Link, epoch: Epoch, layer: int, pieces: Sequence[torch.Tensor]) -> None:
         meta = pb.LayerWanted(epoch=epoch, layer=layer, checksum=self.checksum(layer)).SerializeToString()

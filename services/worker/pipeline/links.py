@@ -85,11 +85,11 @@ class Links:
         if not self._role.is_last:
             self.send(self._role.next_stage, TrafficClass.ACTIVATION, topic, b"", stream=about)
 
-    def ask_for_layer(self, peer: WorkerId, epoch: Epoch, layer: int) -> bool:
-        """False: it cannot be reached."""
+    def ask_for_layer(self, peer: WorkerId, epoch: Epoch, layer: int, layout: bytes) -> bool:
+        """For a layer whose bytes lie as `layout` says. False: the peer cannot be reached."""
         if self.to(peer, epoch) is None:
             return False
-        self.send(peer, TrafficClass.CONTROL, Topic.LAYER_WANTED, b"", stream=layer, epoch=epoch)
+        self.send(peer, TrafficClass.CONTROL, Topic.LAYER_WANTED, layout, stream=layer, epoch=epoch)
         return True
 
     # ------------------------------------------------------------ making and ending them

@@ -43,7 +43,7 @@ class Topic(IntEnum):
     CAPACITY = 8
     LAYER_WANTED = 9
     ROOM = 10  # for layers; no payload
-    LAYER_REFUSED = 11  # no payload
+    LAYER_REFUSED = 11  # payload: why, or nothing
     SHARE = 12
     KV_AHEAD_WANTED = 13
     ROOM_WITHDRAWN = 14  # no payload

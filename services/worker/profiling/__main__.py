@@ -35,6 +35,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--kernels", default="auto")
     parser.add_argument("--layers", type=int, nargs="*", default=[])
     parser.add_argument("--max-num-batched-tokens", type=int, default=defaults.batch_tokens)
     parser.add_argument("--max-num-seqs", type=int, default=defaults.sequences)
@@ -57,6 +58,7 @@ def _load(arguments: argparse.Namespace, options: Options) -> Engine:
         dtype=arguments.dtype,
         device=arguments.device,
         threads=arguments.threads,
+        kernels=arguments.kernels,
     )
 
 

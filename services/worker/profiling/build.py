@@ -27,7 +27,8 @@ def key_of(engine: Engine) -> ProfileKey:
         dtype=engine.info.dtype,
         device=torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name(),
         torch=torch.__version__,
-        threads=torch.get_num_threads(),
+        threads=engine.threads,
+        kernels="torch" if engine.kernels is None else "native",
     )
 
 

@@ -28,7 +28,7 @@ class StageTimer:
         self._engine = engine
         self._rng = random.Random(seed)
         self._device = engine.memory.kv.layer(0).device
-        alone = self._device.type == "cpu" and torch.get_num_threads() == 1
+        alone = self._device.type == "cpu" and engine.threads == 1
         self._clock: Callable[[], float] = time.thread_time if alone else time.perf_counter
         self.clock = "processor time of the thread" if alone else "wall time"
         self._synchronise = engine.memory.pool.backend.synchronise

@@ -8,8 +8,11 @@ import torch
 from ballast.common.errors import InvariantViolation
 from services.worker.core.batch import Slice
 from services.worker.engine import attention
-from services.worker.engine.attention import CpuAttention
+from services.worker.engine.attention import AttentionBackend, CpuAttention
+from services.worker.engine.native.library import native_kernels
+from services.worker.engine.packed_attention import PagedAttention
 from services.worker.engine.packing import PackedStep, Packer
+from tests.support.engine import KERNELS
 
 BLOCK_TOKENS, HEADS, KV_HEADS, HEAD_DIM = 4, 6, 2, 8
 BLOCKS = 400
@@ -23,6 +26,14 @@ def attend(q_NH: torch.Tensor, k_CKH: torch.Tensor, v_CKH: torch.Tensor) -> torc
         weights = torch.softmax(k_CKH[:, kv_head] @ q_NH[head] / HEAD_DIM**0.5, 0)
         outputs.append(weights @ v_CKH[:, kv_head])
     return torch.stack(outputs)
+
+
+def backend_of(kernels: str, dtype: torch.dtype = torch.float64) -> AttentionBackend:
+    if kernels == "torch":
+        return CpuAttention(HEADS, KV_HEADS, HEAD_DIM, dtype)
+    native = native_kernels()
+    assert native is not None
+    return PagedAttention(native)
 
 
 class World:
@@ -54,7 +65,7 @@ class World:
         last = int(self.packed.sample_rows[sequence])
         return range(last + 1 - len(self.slices[sequence].token_ids), last + 1)
 
-    def check(self) -> None:
+    def check(self, kernels: str) -> None:
         rows = self.packed.row_count
         q_TNH = torch.randn(rows, HEADS, HEAD_DIM, dtype=torch.float64)
         k_TKH, v_TKH = (torch.empty(rows, KV_HEADS, HEAD_DIM, dtype=torch.float64) for _ in range(2))
@@ -62,8 +73,7 @@ class World:
             k_TKH[self.rows_of(i)] = self.keys[i][part.first_position :]
             v_TKH[self.rows_of(i)] = self.values[i][part.first_position :]
         out_TNH = torch.empty_like(q_TNH)
-        backend = CpuAttention(HEADS, KV_HEADS, HEAD_DIM, torch.float64)
-        backend.prepare(self.packed).run(self.kv_B2TKH, q_TNH, k_TKH, v_TKH, out_TNH)
+        backend_of(kernels).prepare(self.packed).run(self.kv_B2TKH, q_TNH, k_TKH, v_TKH, out_TNH)
         for i, part in enumerate(self.slices):
             for at, row in enumerate(self.rows_of(i)):
                 end = part.first_position + at + 1
@@ -73,6 +83,7 @@ class World:
                 assert torch.equal(self.cache_row(i, end - 1), written)
 
 
+@pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize(
     "shares",
     [
@@ -84,13 +95,13 @@ class World:
         [(length, 1) for length in range(1, 40)],
     ],
 )
-def test_attention_is_what_it_is_defined_as(shares: list[tuple[int, int]]) -> None:
-    World(shares).check()
+def test_attention_is_what_it_is_defined_as(shares: list[tuple[int, int]], kernels: str) -> None:
+    World(shares).check(kernels)
 
 
 def test_small_buckets_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "_BUCKET_BYTES", 8192)
-    World([(length, 1) for length in (1, 2, 3, 30, 31, 32, 33, 90, 91, 100)]).check()
+    World([(length, 1) for length in (1, 2, 3, 30, 31, 32, 33, 90, 91, 100)]).check("torch")
 
 
 def test_a_table_that_is_too_short_is_a_bug() -> None:

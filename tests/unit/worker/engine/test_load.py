@@ -8,7 +8,9 @@ from safetensors.torch import load_file, save_file
 from ballast.common.errors import ConfigError
 from ballast.model.tiny import make_tiny
 from services.worker.engine.load import Engine, load_engine
+from services.worker.engine.native import library
 from services.worker.engine.parameters import end_parameters, layer_parameters
+from tests.support.engine import KERNELS
 
 MEMORY_BYTES = 8 << 20
 SHARD_1, SHARD_2 = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
@@ -48,23 +50,36 @@ def test_facts_and_memory(model_dir: Path) -> None:
         assert engine.block_count * 8 * info.kv_bytes_per_token <= report.kv_bytes
 
 
-def test_fused_parameters_hold_the_checkpoint(model_dir: Path) -> None:
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_fused_parameters_hold_the_checkpoint(model_dir: Path, kernels: str) -> None:
     stored = {**load_file(model_dir / SHARD_1), **load_file(model_dir / SHARD_2)}
-    with load(model_dir) as engine:
-        stored_layer = engine.memory.parameters.layer(1)
-        layer = {p.name: p.view(stored_layer[p.name]) for p in layer_parameters(engine.config, 1)}
+    with load(model_dir, kernels=kernels) as engine:
+        stored_layer, packed = engine.memory.parameters.layer(1), kernels == "native"
+        parameters = layer_parameters(engine.config, 1, packed=packed)
+        layer = {p.name: p.read(stored_layer[p.name], engine.kernels) for p in parameters}
         parts = [stored[f"model.layers.1.self_attn.{name}_proj.weight"] for name in "qkv"]
         assert torch.equal(layer["qkv"], torch.cat(parts))
         parts = [stored[f"model.layers.1.mlp.{name}_proj.weight"] for name in ("gate", "up")]
         assert torch.equal(layer["gate_up"], torch.cat(parts))
         assert torch.equal(layer["output"], stored["model.layers.1.self_attn.o_proj.weight"])
-        head = end_parameters(engine.config)["head"][1]
-        assert torch.equal(head.view(engine.memory.parameters.part("head")["weight"]), stored["lm_head.weight"])
+        head, table = end_parameters(engine.config, packed=packed)["head"][1], engine.memory.parameters.part("head")
+        assert torch.equal(head.read(table["weight"], engine.kernels), stored["lm_head.weight"])
 
 
 def test_tied_checkpoints_store_the_table_once(tmp_path: Path) -> None:
     with load(make_tiny("llama", tmp_path / "m", layers=1, tied=True)) as engine:
         assert "weight" not in engine.memory.parameters.part("head")
+
+
+def test_kernels_are_chosen(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "use one of auto, native, torch" in refused(model_dir, kernels="fast")
+    with load(model_dir, kernels="torch") as engine:
+        assert engine.kernels is None
+    monkeypatch.setattr(library, "LIBRARY", model_dir / "absent.so")
+    monkeypatch.setattr(library, "native_kernels", lambda: None)
+    assert "absent.so was not built; run `make setup`" in refused(model_dir, kernels="native")
+    with load(model_dir) as engine:
+        assert engine.kernels is None
 
 
 def test_auto_takes_the_checkpoint_dtype(tmp_path: Path) -> None:

@@ -1,0 +1,207 @@
+"""The shared object, if it is there, and its functions over tensors. A call gives up the interpreter lock."""
+
+import ctypes
+import functools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from ballast.common.errors import ConfigError
+from services.worker.engine.model_config import ModelConfig
+from services.worker.engine.native.structs import ABI, PANEL, Attention, Gemm, Model, Step
+
+LIBRARY = Path(__file__).with_name("libballast_kernels.so")
+KERNELS = ("auto", "native", "torch")
+_DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2}
+
+_I, _P, _D = ctypes.c_int64, ctypes.c_void_p, ctypes.c_double
+_FUNCTIONS: dict[str, tuple[tuple[type, ...], type | None]] = {
+    "abi": ((), _I),
+    "isa": ((_I,), ctypes.c_char_p),
+    "chosen_isa": ((), ctypes.c_char_p),
+    "choose_isa": ((_I,), None),
+    "set_threads": ((_I,), _I),
+    "gemm": ((_P,), None),
+    "norm": ((_I, _P, _I, _P, _P, _I, _I, _D), None),
+    "before_attention": ((_P, _P, _I), None),
+    "write_kv": ((_I, _P, _P, _P, _I, _P, _I, _I, _I), None),
+    "attend": ((_P,), None),
+    "after_attention": ((_P, _P, _I), None),
+    "run_layers": ((_P, _P, _I, _I), None),
+    "pack": ((_I, _P, _I, _P, _I, _I), None),
+    "unpack": ((_I, _P, _P, _I, _I, _P), None),
+}
+
+
+class Kernels:
+    """Packed matrices have the shape that `packed_shape` says. Tensors are on the CPU, with dense rows."""
+
+    def __init__(self, path: Path) -> None:
+        library = ctypes.CDLL(str(path))
+        self._functions: dict[str, Callable[..., object]] = {}
+        self._threads = 1
+        for name, (arguments, result) in _FUNCTIONS.items():
+            function = getattr(library, f"ballast_{name}")
+            function.argtypes, function.restype = arguments, result
+            self._functions[name] = function
+        abi = self._functions["abi"]()
+        if abi != ABI:
+            raise OSError(f"{path} has interface {abi}, this version needs {ABI}; build it again (make setup)")
+
+    @property
+    def isas(self) -> tuple[str, ...]:
+        """The instruction sets that this processor can use, the best one first."""
+        names: list[str] = []
+        while isinstance(name := self._functions["isa"](len(names)), bytes):
+            names.append(name.decode())
+        return tuple(names)
+
+    @property
+    def isa(self) -> str:
+        name = self._functions["chosen_isa"]()
+        assert isinstance(name, bytes)
+        return name.decode()
+
+    def choose_isa(self, name: str) -> None:
+        """For the whole process, while nothing is computed. For tests."""
+        self._functions["choose_isa"](self.isas.index(name))
+
+    @property
+    def threads(self) -> int:
+        """With how many threads the whole process computes, whoever calls included."""
+        return self._threads
+
+    @threads.setter
+    def threads(self, count: int) -> None:
+        self._threads = count
+        self._functions["set_threads"](count)
+
+    def linear(
+        self,
+        x: torch.Tensor,
+        packed: torch.Tensor,
+        out: torch.Tensor,
+        *,
+        bias: torch.Tensor | None = None,
+        add: bool = False,
+    ) -> torch.Tensor:
+        """out[T, outputs] = x[T, inputs] @ matrix.T (+ bias) (+ out). `out` may be float32 for bfloat16 inputs."""
+        call = Gemm(
+            dtype=_DTYPES[x.dtype],
+            a=x.data_ptr(),
+            a_stride=x.stride(0),
+            packed=packed.data_ptr(),
+            out=out.data_ptr(),
+            out_stride=out.stride(0),
+            rows=x.shape[0],
+            outputs=out.shape[1],
+            inputs=x.shape[1],
+            bias=bias.data_ptr() if bias is not None else None,
+            add=add,
+            wide=out.dtype != x.dtype,
+        )
+        self._functions["gemm"](ctypes.byref(call))
+        return out
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, eps: float) -> torch.Tensor:
+        self._functions["norm"](
+            _DTYPES[x.dtype], x.data_ptr(), x.stride(0), weight.data_ptr(), out.data_ptr(), *x.shape, eps
+        )
+        return out
+
+    def pack(self, packed: torch.Tensor, first_row: int, rows: torch.Tensor) -> None:
+        """Write rows [first_row, ...) of a matrix to their places."""
+        self._functions["pack"](
+            _DTYPES[packed.dtype], packed.data_ptr(), first_row, rows.contiguous().data_ptr(), *rows.shape
+        )
+
+    def unpack(self, packed: torch.Tensor, rows: torch.Tensor, inputs: int) -> torch.Tensor:
+        """Fresh [rows, inputs]: the rows of a matrix whose numbers (int64) are given."""
+        out = torch.empty(len(rows), inputs, dtype=packed.dtype)
+        self._functions["unpack"](
+            _DTYPES[packed.dtype], packed.data_ptr(), rows.data_ptr(), len(rows), inputs, out.data_ptr()
+        )
+        return out
+
+    def write_kv(self, kv_B2TKH: torch.Tensor, k_TKH: torch.Tensor, v_TKH: torch.Tensor, slots: int) -> None:
+        """`slots`: the address of one int64 per row, block * block tokens + offset."""
+        if k_TKH.stride(0) != v_TKH.stride(0):
+            k_TKH, v_TKH = k_TKH.contiguous(), v_TKH.contiguous()
+        rows, heads, head_dim = k_TKH.shape
+        self._functions["write_kv"](
+            _DTYPES[kv_B2TKH.dtype],
+            kv_B2TKH.data_ptr(),
+            k_TKH.data_ptr(),
+            v_TKH.data_ptr(),
+            k_TKH.stride(0),
+            slots,
+            rows,
+            heads * head_dim,
+            kv_B2TKH.shape[2],
+        )
+
+    def attend(self, call: Attention) -> None:
+        self._functions["attend"](ctypes.byref(call))
+
+    def run_layers(self, model: Model, step: Step, first: int, last: int) -> None:
+        """The layers [first, last), attention included."""
+        self._functions["run_layers"](ctypes.byref(model), ctypes.byref(step), first, last)
+
+    def before_attention(self, model: Model, step: Step, layer: int) -> None:
+        self._functions["before_attention"](ctypes.byref(model), ctypes.byref(step), layer)
+
+    def after_attention(self, model: Model, step: Step, layer: int) -> None:
+        self._functions["after_attention"](ctypes.byref(model), ctypes.byref(step), layer)
+
+
+def dtype_code(dtype: torch.dtype) -> int:
+    return _DTYPES[dtype]
+
+
+def packed_shape(shape: Sequence[int], dtype: torch.dtype) -> tuple[int, ...]:
+    """Panels of 32 outputs, each [inputs, 32]; in bfloat16 inputs are stored in pairs, [inputs / 2, 32, 2]."""
+    outputs, inputs = shape
+    panels = -(-outputs // PANEL)
+    if dtype == torch.bfloat16:
+        return (panels, inputs // 2, PANEL, 2)
+    return (panels, inputs, PANEL)
+
+
+@functools.cache
+def native_kernels() -> Kernels | None:
+    """None: the shared object was not built here."""
+    return Kernels(LIBRARY) if LIBRARY.exists() else None
+
+
+def choose_kernels(wanted: str, device: str, config: ModelConfig, dtype: torch.dtype) -> Kernels | None:
+    """The compiled kernels, or None for those of torch. "auto" takes the compiled ones wherever they can be used.
+
+    Raises:
+        ConfigError: "native" was asked for, and cannot be had.
+    """
+    if wanted not in KERNELS:
+        raise ConfigError("kernels", f"{wanted!r} is not supported; use one of {', '.join(KERNELS)}")
+    if wanted == "torch":
+        return None
+    why_not, kernels = _why_not(device, config, dtype), None
+    if why_not is None:
+        try:
+            kernels = native_kernels()
+            why_not = f"{LIBRARY} was not built; run `make setup` where there is a compiler for C++"
+        except OSError as error:
+            why_not = str(error)
+    if kernels is None and wanted == "native":
+        raise ConfigError("kernels", f"the native ones cannot be used: {why_not}")
+    return kernels
+
+
+def _why_not(device: str, config: ModelConfig, dtype: torch.dtype) -> str | None:
+    if device != "cpu":
+        return f"they are for CPUs, the device is {device}"
+    if dtype not in _DTYPES:
+        return f"they have no {dtype}"
+    sizes = (config.hidden_size, config.query_size, config.intermediate_size)
+    if dtype == torch.bfloat16 and any(size % 2 for size in sizes):
+        return f"in bfloat16 they need even sizes, the model has {sizes}"
+    return None

@@ -1,0 +1,224 @@
+// Vectors of the width that the instruction set has (VECTOR_BYTES), on the compiler's own vector types.
+//
+// A product and a sum in one expression become one fused operation where there is one, so that a value depends on the
+// instruction set, but never on which loop or tail computed it: tails are whole vectors with zeros.
+#pragma once
+#include "abi.h"
+
+#define INLINE static inline __attribute__((always_inline))
+
+namespace {
+
+struct bf16 {
+  uint16_t bits;
+};
+
+template <class T>
+struct Type;  // of stored values: what is computed with
+template <>
+struct Type<float> {
+  typedef float compute;
+};
+template <>
+struct Type<double> {
+  typedef double compute;
+};
+template <>
+struct Type<bf16> {
+  typedef float compute;
+};
+
+template <class C>
+struct Vec;
+template <>
+struct Vec<float> {
+  typedef float v __attribute__((vector_size(VECTOR_BYTES)));
+  typedef int32_t i __attribute__((vector_size(VECTOR_BYTES)));
+  static constexpr int lanes = VECTOR_BYTES / 4;
+};
+template <>
+struct Vec<double> {
+  typedef double v __attribute__((vector_size(VECTOR_BYTES)));
+  typedef int64_t i __attribute__((vector_size(VECTOR_BYTES)));
+  static constexpr int lanes = VECTOR_BYTES / 8;
+};
+typedef uint16_t HalfWords __attribute__((vector_size(VECTOR_BYTES / 2)));
+typedef uint32_t Words __attribute__((vector_size(VECTOR_BYTES)));
+
+typedef Vec<float>::v vf;
+typedef Vec<double>::v vd;
+
+INLINE i64 least(i64 a, i64 b) { return a < b ? a : b; }
+INLINE i64 most(i64 a, i64 b) { return a > b ? a : b; }
+INLINE i64 round_up(i64 n, i64 step) { return (n + step - 1) / step * step; }
+
+template <class V, class P>
+INLINE V raw_load(const P* p) {
+  V r;
+  __builtin_memcpy(&r, p, sizeof r);
+  return r;
+}
+
+INLINE vf load(const float* p) { return raw_load<vf>(p); }
+INLINE vd load(const double* p) { return raw_load<vd>(p); }
+INLINE vf load(const bf16* p) {
+  return (vf)(__builtin_convertvector(raw_load<HalfWords>(p), Words) << 16);
+}
+
+INLINE void store(float* p, vf x) { __builtin_memcpy(p, &x, sizeof x); }
+INLINE void store(double* p, vd x) { __builtin_memcpy(p, &x, sizeof x); }
+INLINE void store(bf16* p, vf x) {  // to the nearest, ties to even
+  Words bits = (Words)x;
+  Words rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+  Words quiet = (bits >> 16) | 0x40;
+  HalfWords half = __builtin_convertvector((Words)(x == x) ? rounded : quiet, HalfWords);
+  __builtin_memcpy(p, &half, sizeof half);
+}
+
+template <class C>
+INLINE typename Vec<C>::v splat(C x) {
+  return x - typename Vec<C>::v{};  // exact, -0 included
+}
+
+// The first `count` of a vector's lanes; the others are zero.
+template <class T>
+INLINE auto load_part(const T* p, i64 count) -> decltype(load(p)) {
+  constexpr int lanes = Vec<typename Type<T>::compute>::lanes;
+  if (count >= lanes) return load(p);
+  T part[lanes];
+  __builtin_memset(part, 0, sizeof part);
+  __builtin_memcpy(part, p, count * sizeof(T));
+  return load(part);
+}
+
+template <class T, class V>
+INLINE void store_part(T* p, V x, i64 count) {
+  constexpr int lanes = Vec<typename Type<T>::compute>::lanes;
+  if (count >= lanes) {
+    store(p, x);
+    return;
+  }
+  T part[lanes];
+  store(part, x);
+  __builtin_memcpy(p, part, count * sizeof(T));
+}
+
+template <class C>
+INLINE typename Vec<C>::i lane_numbers() {
+  typename Vec<C>::i r;
+  for (int i = 0; i < Vec<C>::lanes; i++) r[i] = i;
+  return r;
+}
+
+// Lane masks of `pair_up`, made once per width and step.
+template <class C, int S>
+struct PairMasks {
+  typename Vec<C>::i straight, crossed;
+  INLINE PairMasks make() {
+    PairMasks m;
+    constexpr int lanes = Vec<C>::lanes;
+    for (int i = 0; i < lanes; i++) {
+      m.straight[i] = i & S ? i + lanes : i;
+      m.crossed[i] = i & S ? (i ^ S) + lanes : i ^ S;
+    }
+    return m;
+  }
+};
+
+// Lanes whose number has bit S: sums of b's pairs of lanes S apart; the others: of a's.
+template <class C, int S>
+INLINE typename Vec<C>::v pair_up(typename Vec<C>::v a, typename Vec<C>::v b) {
+  PairMasks<C, S> m = PairMasks<C, S>::make();
+  return __builtin_shuffle(a, b, m.straight) + __builtin_shuffle(a, b, m.crossed);
+}
+
+// As many vectors as they have lanes: lane i of the result is the sum of vector i.
+template <class C, int S = Vec<C>::lanes / 2>
+INLINE typename Vec<C>::v sums(typename Vec<C>::v* x) {
+#pragma GCC unroll 8
+  for (int i = 0; i < S; i++) x[i] = pair_up<C, S>(x[i], x[i + S]);
+  if constexpr (S > 1) return sums<C, S / 2>(x);
+  return x[0];
+}
+
+template <class C, int S>
+INLINE typename Vec<C>::v crossed(typename Vec<C>::v a) {
+  typename Vec<C>::i m;
+  for (int i = 0; i < Vec<C>::lanes; i++) m[i] = i ^ S;
+  return __builtin_shuffle(a, m);
+}
+
+template <class C, int S = Vec<C>::lanes / 2>
+INLINE C sum_of(typename Vec<C>::v a) {
+  a = a + crossed<C, S>(a);
+  if constexpr (S > 1) return sum_of<C, S / 2>(a);
+  return a[0];
+}
+
+template <class C, int S = Vec<C>::lanes / 2>
+INLINE C max_of(typename Vec<C>::v a) {
+  typename Vec<C>::v b = crossed<C, S>(a);
+  a = a > b ? a : b;
+  if constexpr (S > 1) return max_of<C, S / 2>(a);
+  return a[0];
+}
+
+// e to the x: Taylor's series around the nearest power of two, to about one unit in the last place. Below the range
+// of normal numbers the smallest of them, above it the largest; NaN stays NaN.
+INLINE vf exponential(vf x) {
+  const vf magic = splat(12582912.0f);
+  x = x < -87.3f ? splat(-87.3f) : x;
+  x = x > 88.3f ? splat(88.3f) : x;
+  vf shifted = x * 1.44269504088896341f + magic;
+  vf n = shifted - magic;
+  vf r = x - n * 0.693359375f;
+  r = r + n * 2.12194440e-4f;
+  vf p = r * (1.0f / 5040) + (1.0f / 720);
+  p = p * r + (1.0f / 120);
+  p = p * r + (1.0f / 24);
+  p = p * r + (1.0f / 6);
+  p = p * r + 0.5f;
+  p = p * r + 1.0f;
+  p = p * r + 1.0f;
+  return (vf)((Vec<float>::i)p + ((Vec<float>::i)shifted << 23));
+}
+
+INLINE vd exponential(vd x) {
+  const vd magic = splat(6755399441055744.0);
+  x = x < -708.0 ? splat(-708.0) : x;
+  x = x > 709.0 ? splat(709.0) : x;
+  vd shifted = x * 1.4426950408889634 + magic;
+  vd n = shifted - magic;
+  vd r = x - n * 0.693147180369123816490;
+  r = r - n * 1.90821492927058770002e-10;
+  vd p = r * (1.0 / 6227020800.0) + (1.0 / 479001600.0);
+  p = p * r + (1.0 / 39916800.0);
+  p = p * r + (1.0 / 3628800.0);
+  p = p * r + (1.0 / 362880.0);
+  p = p * r + (1.0 / 40320.0);
+  p = p * r + (1.0 / 5040.0);
+  p = p * r + (1.0 / 720.0);
+  p = p * r + (1.0 / 120.0);
+  p = p * r + (1.0 / 24.0);
+  p = p * r + (1.0 / 6.0);
+  p = p * r + 0.5;
+  p = p * r + 1.0;
+  p = p * r + 1.0;
+  return (vd)((Vec<double>::i)p + ((Vec<double>::i)shifted << 52));
+}
+
+INLINE float square_root(float x) { return __builtin_sqrtf(x); }
+INLINE double square_root(double x) { return __builtin_sqrt(x); }
+
+// Runs `body(begin, end)` over [0, count) on the threads that are free.
+template <class F>
+INLINE void parallel(i64 count, i64 grain, const F& body) {
+  if (count <= grain) {
+    if (count > 0) body(0, count);
+    return;
+  }
+  ballast_parallel(
+      count, grain, [](void* context, i64 begin, i64 end) { (*(const F*)context)(begin, end); }, (void*)&body);
+}
+
+}  // namespace

@@ -1,0 +1,72 @@
+"""What is passed to the shared object; mirrors `src/abi.h`, which says what the fields are."""
+
+import ctypes
+from typing import ClassVar
+
+ABI = 1
+PANEL = 32  # outputs side by side in a packed matrix
+
+_Fields = list[tuple[str, type]]
+
+
+def _numbers(names: str) -> _Fields:
+    return [(name, ctypes.c_int64) for name in names.split()]
+
+
+def _pointers(names: str) -> _Fields:
+    return [(name, ctypes.c_void_p) for name in names.split()]
+
+
+class Layer(ctypes.Structure):
+    _fields_: ClassVar = _pointers(
+        "kv attention_norm qkv qkv_bias query_norm key_norm output output_bias"
+        " mlp_norm gate_up gate_up_bias down down_bias"
+    )
+
+
+class Model(ctypes.Structure):
+    _fields_: ClassVar = [
+        *_numbers("dtype hidden heads kv_heads head_dim inner block_tokens"),
+        ("eps", ctypes.c_double),
+        *_pointers("rotary layers"),
+    ]
+
+
+class Spans(ctypes.Structure):
+    _fields_: ClassVar = [*_numbers("count"), *_pointers("spans blocks")]
+
+
+SPAN_FIELDS = ("first_row", "row_count", "first_token", "end_token", "grows", "first_block")
+
+
+class Step(ctypes.Structure):
+    _fields_: ClassVar = [
+        *_numbers("rows"),
+        *_pointers("hidden positions slots"),
+        ("spans", Spans),
+        *_pointers("normed qkv attended gate_up"),
+    ]
+
+
+class Attention(ctypes.Structure):
+    _fields_: ClassVar = [
+        *_numbers("dtype heads kv_heads head_dim block_tokens"),
+        *_pointers("kv q"),
+        *_numbers("q_stride"),
+        *_pointers("out"),
+        *_numbers("out_stride"),
+        *_pointers("lse"),
+        ("spans", Spans),
+    ]
+
+
+class Gemm(ctypes.Structure):
+    _fields_: ClassVar = [
+        *_numbers("dtype"),
+        *_pointers("a"),
+        *_numbers("a_stride"),
+        *_pointers("packed out"),
+        *_numbers("out_stride rows outputs inputs"),
+        *_pointers("bias"),
+        *_numbers("add wide"),
+    ]

@@ -1,0 +1,123 @@
+"""The compiled kernels against their definition, on every instruction set that this processor has."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from services.worker.engine.native.library import Kernels, native_kernels, packed_shape
+from tests.support.engine import NEEDS_NATIVE
+
+pytestmark = [NEEDS_NATIVE]
+
+KERNELS = native_kernels()
+ISAS = KERNELS.isas if KERNELS else ("none",)
+DTYPES = (torch.float32, torch.float64, torch.bfloat16)
+# Rows, inputs, outputs: with partial tiles, panels and vectors.
+SHAPES = [(1, 64, 64), (3, 48, 100), (17, 176, 352), (200, 700, 70), (64, 2048, 96), (513, 34, 33)]
+
+
+@pytest.fixture(params=ISAS)
+def kernels(request: pytest.FixtureRequest) -> Iterator[Kernels]:
+    assert KERNELS is not None
+    best = KERNELS.isa
+    KERNELS.choose_isa(request.param)
+    yield KERNELS
+    KERNELS.choose_isa(best)
+
+
+def packed(kernels: Kernels, matrix: torch.Tensor) -> torch.Tensor:
+    result = torch.zeros(packed_shape(matrix.shape, matrix.dtype), dtype=matrix.dtype)
+    kernels.pack(result, 0, matrix)
+    return result
+
+
+def padded(bias: torch.Tensor) -> torch.Tensor:
+    return torch.cat([bias, bias.new_zeros(-len(bias) % 32)])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_packing_in_bands_is_undone(kernels: Kernels, dtype: torch.dtype) -> None:
+    matrix = torch.randn(145, 22).to(dtype)
+    bands = torch.zeros(packed_shape((145, 22), dtype), dtype=dtype)
+    for first, last in ((70, 145), (0, 3), (3, 35), (35, 70)):
+        kernels.pack(bands, first, matrix[first:last])
+    assert torch.equal(bands, packed(kernels, matrix))
+    assert torch.equal(kernels.unpack(bands, torch.arange(145), 22), matrix)
+    chosen = torch.tensor([144, 0, 33, 33])
+    assert torch.equal(kernels.unpack(bands, chosen, 22), matrix[chosen])
+    panel, lane = 70 // 32, 70 % 32
+    stored = bands[panel, :, lane] if dtype != torch.bfloat16 else bands[panel, :, lane].reshape(-1)
+    assert torch.equal(stored, matrix[70])  # the layout is what workers agree on: plain, and the same everywhere
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_linear_is_what_it_is_defined_as(kernels: Kernels, shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+    torch.manual_seed(1)
+    rows, inputs, outputs = shape
+    matrix, bias = torch.randn(outputs, inputs).to(dtype), torch.randn(outputs).to(dtype)
+    wide = torch.randn(rows, inputs + 3).to(dtype)
+    x = wide[:, :inputs]  # rows with a stride
+    exact = x.double() @ matrix.double().T
+    size = (x.double().abs() @ matrix.double().abs().T).max()
+    eps = torch.finfo(dtype).eps if dtype != torch.bfloat16 else torch.finfo(torch.float32).eps * 4
+    weights = packed(kernels, matrix)
+
+    def close(found: torch.Tensor, wanted: torch.Tensor) -> None:
+        rounding = wanted.abs() * torch.finfo(dtype).eps if found.dtype == torch.bfloat16 else 0
+        assert ((found.double() - wanted).abs() <= size * eps * 4 + rounding).all()
+
+    close(kernels.linear(x, weights, torch.empty(rows, outputs, dtype=dtype)), exact)
+    residual = torch.randn(rows, outputs).to(dtype)
+    out = kernels.linear(x, weights, residual.clone(), bias=padded(bias), add=True)
+    close(out, exact + bias.double() + residual.double())
+    if dtype == torch.bfloat16:
+        close(kernels.linear(x, weights, torch.empty(rows, outputs)), exact)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_linear_gives_a_row_the_same_bits_in_any_batch(kernels: Kernels, dtype: torch.dtype) -> None:
+    torch.manual_seed(2)
+    matrix, x = torch.randn(70, 1500).to(dtype), torch.randn(400, 1500).to(dtype)
+    weights = packed(kernels, matrix)
+    together = kernels.linear(x, weights, torch.empty(400, 70, dtype=dtype))
+    for first, last in ((0, 1), (399, 400), (5, 12), (100, 129), (0, 399)):
+        alone = kernels.linear(x[first:last], weights, torch.empty(last - first, 70, dtype=dtype))
+        assert torch.equal(alone, together[first:last])
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_threads_change_no_bit(kernels: Kernels, count: int) -> None:
+    torch.manual_seed(3)
+    matrix, x = torch.randn(500, 300), torch.randn(90, 300)
+    weights = packed(kernels, matrix)
+    once = kernels.linear(x, weights, torch.empty(90, 500))
+    before, kernels.threads = kernels.threads, count
+    try:
+        for _ in range(200):
+            assert torch.equal(kernels.linear(x, weights, torch.empty(90, 500)), once)
+    finally:
+        kernels.threads = before
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [16, 50, 512])
+def test_rms_norm_rounds_as_the_reference(kernels: Kernels, width: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(4)
+    x, weight = torch.randn(9, width).to(dtype), torch.randn(width).to(dtype)
+    wide = x.float()
+    normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
+    expected = weight * normed.to(dtype)
+    found = kernels.rms_norm(x, weight, torch.empty_like(x), 1e-6)
+    tolerance = 1e-6 if dtype != torch.bfloat16 else 2**-7
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("width", [8, 60, 128, 1408, 5120, 18000])
+def test_float64_is_normed_bit_for_bit_as_in_the_reference(kernels: Kernels, width: int) -> None:
+    torch.manual_seed(5)
+    x, weight = torch.randn(20, width, dtype=torch.float64), torch.randn(width, dtype=torch.float64)
+    wide = x.float()
+    expected = weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).double()
+    assert torch.equal(kernels.rms_norm(x, weight, torch.empty_like(x), 1e-6), expected)
