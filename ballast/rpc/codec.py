@@ -1,4 +1,7 @@
-"""Shared protobuf messages <-> plain types. Protobuf stops here and in the servicers."""
+"""Shared protobuf messages <-> plain types. Protobuf stops here and in the servicers.
+
+Everything `*_from_proto` raises InvalidRequest for a value that makes no sense (`ballast.rpc.border`).
+"""
 
 from ballast.common.errors import InvalidRequest
 from ballast.common.ids import Epoch, GroupId, Incarnation, WorkerId
@@ -6,6 +9,7 @@ from ballast.common.layout import Group, Layout, Member, Place
 from ballast.common.load import LoadReport, MemoryReport
 from ballast.common.model import ModelInfo
 from ballast.common.sampling import FinishReason, Grammar, GrammarKind, PriorityClass, SamplingParams
+from ballast.rpc import border
 from ballastpb.cluster.v1 import cluster_pb2 as pb
 
 _FINISH_TO_PROTO = {
@@ -112,6 +116,12 @@ def member_to_proto(member: Member) -> pb.Member:
 
 
 def member_from_proto(message: pb.Member) -> Member:
+    border.name("member.worker_id", message.worker_id)
+    border.within("member.incarnation", message.incarnation, 1, border.MAX_EPOCH)
+    border.within("member.first_layer", message.first_layer, 0, border.MAX_LAYERS - 1)
+    border.within("member.last_layer", message.last_layer, message.first_layer + 1, border.MAX_LAYERS)
+    border.text("member.address", message.address, border.MAX_ADDRESS_CHARS)
+    border.text("member.data_address", message.data_address, border.MAX_ADDRESS_CHARS)
     return Member(
         worker_id=WorkerId(message.worker_id),
         incarnation=Incarnation(message.incarnation),
@@ -128,6 +138,9 @@ def group_to_proto(group: Group) -> pb.Group:
 
 
 def group_from_proto(message: pb.Group) -> Group:
+    border.name("group.group_id", message.group_id)
+    border.within("group.members", len(message.members), 1, border.MAX_MEMBERS)
+    border.distinct("group.members", [member.worker_id for member in message.members])
     return Group(GroupId(message.group_id), tuple(member_from_proto(member) for member in message.members))
 
 
@@ -139,6 +152,7 @@ def place_from_proto(message: pb.Place) -> Place | None:
     """None of one that is not set."""
     if not message.epoch or not message.group.members:
         return None
+    border.within("place.epoch", message.epoch, 1, border.MAX_EPOCH)
     return Place(Epoch(message.epoch), group_from_proto(message.group))
 
 
@@ -148,6 +162,12 @@ def layout_to_proto(layout: Layout) -> pb.Layout:
 
 
 def layout_from_proto(message: pb.Layout) -> Layout:
+    """What it says of layers is looked at by `Layout.check`."""
+    border.within("layout.epoch", message.epoch, 0, border.MAX_EPOCH)
+    border.within("layout.layer_count", message.layer_count, 0, border.MAX_LAYERS)
+    border.count("layout.groups", message.groups, border.MAX_GROUPS)
+    border.distinct("layout.groups", [group.group_id for group in message.groups])
+    border.text("layout.reason", message.reason)
     groups = tuple(group_from_proto(group) for group in message.groups)
     return Layout(Epoch(message.epoch), message.layer_count, groups, message.reason)
 
@@ -162,12 +182,16 @@ def memory_to_proto(report: MemoryReport) -> pb.MemoryReport:
 
 
 def memory_from_proto(message: pb.MemoryReport) -> MemoryReport:
-    return MemoryReport(
+    report = MemoryReport(
         budget_bytes=message.budget_bytes,
         parameter_bytes=message.parameter_bytes,
         kv_bytes=message.kv_bytes,
         free_bytes=message.free_bytes,
     )
+    parts = (report.budget_bytes, report.parameter_bytes, report.kv_bytes, report.free_bytes)
+    if min(parts) < 0 or max(parts) > border.MAX_BYTES:
+        raise InvalidRequest("load.memory", f"must be from 0 to {border.MAX_BYTES} bytes each: {report}")
+    return report
 
 
 def load_to_proto(report: LoadReport) -> pb.LoadReport:
@@ -191,7 +215,7 @@ def load_to_proto(report: LoadReport) -> pb.LoadReport:
 
 
 def load_from_proto(message: pb.LoadReport) -> LoadReport:
-    return LoadReport(
+    report = LoadReport(
         block_tokens=message.block_tokens,
         block_count=message.block_count,
         used_block_count=message.used_block_count,
@@ -208,6 +232,32 @@ def load_from_proto(message: pb.LoadReport) -> LoadReport:
         memory=memory_from_proto(message.memory),
         newest_epoch=message.newest_epoch,
     )
+    _check_load(report)
+    return report
+
+
+def _check_load(report: LoadReport) -> None:
+    """Once for every step of every worker: one comparison for all counts."""
+    counts = (
+        report.block_tokens - 1,
+        report.block_count,
+        report.used_block_count,
+        report.waiting_block_count,
+        report.running_count,
+        report.waiting_count,
+        report.max_running_count,
+        report.steps_total,
+        report.preemptions_total,
+        report.prompt_tokens_total,
+        report.generation_tokens_total,
+        report.newest_epoch,
+    )
+    if min(counts) < 0:
+        raise InvalidRequest("load", f"counts must not be negative, and a block has tokens: {report}")
+    if report.newest_epoch > border.MAX_EPOCH:
+        raise InvalidRequest("load.newest_epoch", f"must be at most {border.MAX_EPOCH}, got {report.newest_epoch}")
+    if not 0.0 <= report.step_age_s <= border.MAX_SECONDS:
+        raise InvalidRequest("load.step_age_s", f"must be a number of seconds, got {report.step_age_s}")
 
 
 def model_to_proto(model: ModelInfo) -> pb.ModelInfo:
@@ -229,6 +279,7 @@ def model_to_proto(model: ModelInfo) -> pb.ModelInfo:
 
 
 def model_from_proto(message: pb.ModelInfo) -> ModelInfo:
+    _check_model(message)
     return ModelInfo(
         name=message.name,
         architecture=message.architecture,
@@ -244,3 +295,19 @@ def model_from_proto(message: pb.ModelInfo) -> ModelInfo:
         block_bytes=message.block_bytes,
         extent_bytes=message.extent_bytes,
     )
+
+
+def _check_model(message: pb.ModelInfo) -> None:
+    for field in ("name", "architecture", "dtype"):
+        border.text(f"model.{field}", getattr(message, field))
+    border.within("model.layer_count", message.layer_count, 0, border.MAX_LAYERS)
+    border.within("model.kv_bytes_per_token", message.kv_bytes_per_token, 0, border.MAX_BYTES)
+    border.within("model.block_bytes", message.block_bytes, 0, border.MAX_BYTES)
+    border.within("model.extent_bytes", message.extent_bytes, 0, border.MAX_BYTES)
+    border.within("model.other_parameter_bytes", message.other_parameter_bytes, 0, border.MAX_BYTES)
+    border.none_negative("model", (message.vocab_size, message.max_model_len, message.parameter_count))
+    border.count("model.eos_token_ids", message.eos_token_ids, border.MAX_LAYERS)
+    sizes = message.layer_parameter_bytes
+    if sizes and (len(sizes) != message.layer_count or min(sizes) < 1 or sum(sizes) > border.MAX_BYTES):
+        why = f"must be a positive size for each of {message.layer_count} layers, or empty"
+        raise InvalidRequest("model.layer_parameter_bytes", why)

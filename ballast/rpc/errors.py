@@ -5,7 +5,7 @@ names our class, so that the caller raises the same one).
 """
 
 import math
-from typing import cast
+from typing import TypeVar, cast
 
 import grpc
 import grpc.aio
@@ -15,6 +15,8 @@ from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
 from ballast.common import errors
+
+T = TypeVar("T")
 
 DOMAIN = "ballast"
 _LONGEST_RETRY_S = 3600.0  # whatever a peer says
@@ -72,6 +74,17 @@ def to_status(error: errors.BallastError) -> status_pb2.Status:
     info = error_details_pb2.ErrorInfo(reason=type(error).__name__, domain=DOMAIN, metadata=fields)
     details.append(_pack(info))
     return status_pb2.Status(code=code_of(error).value[0], message=str(error), details=details)
+
+
+def answered(answer: T | None, target: str) -> T:
+    """An answer to a unary call. grpc.aio gives None for bytes that are no message of the method.
+
+    Raises:
+        PeerViolation: it is that.
+    """
+    if answer is None:
+        raise errors.PeerViolation(target, "its answer is no message of the method")
+    return answer
 
 
 def from_rpc_error(error: grpc.RpcError, target: str) -> errors.BallastError:

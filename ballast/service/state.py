@@ -128,7 +128,7 @@ class StateServer:
         try:
             async with asyncio.timeout(2 * _OPERATION_TIMEOUT_S):
                 result = await operation
-        except (RedisError, OSError, TimeoutError) as error:
+        except (RedisError, OSError, TimeoutError, UnicodeDecodeError) as error:  # the last: bytes that are no text
             self.reachable = False
             why = redact(f"{self.url}: {error or type(error).__name__}")
             raise Unavailable("state server", why) from error

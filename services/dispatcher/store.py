@@ -18,7 +18,7 @@ from typing import Any, cast
 
 from google.protobuf.message import DecodeError
 
-from ballast.common.errors import AlreadyExists, InvariantViolation, Unavailable
+from ballast.common.errors import AlreadyExists, BallastError, Unavailable
 from ballast.common.ids import RequestId
 from ballast.common.layout import Layout
 from ballast.rpc.codec import layout_from_proto
@@ -200,7 +200,7 @@ def _decode(body: str) -> Layout | None:
     try:
         layout = layout_from_proto(cluster_pb2.Layout.FromString(base64.b64decode(body, validate=True)))
         layout.check()
-    except (binascii.Error, ValueError, DecodeError, InvariantViolation) as error:
+    except (binascii.Error, ValueError, DecodeError, BallastError) as error:
         get_logger().error("layout in the state server cannot be used", why=str(error))
         return None
     return layout

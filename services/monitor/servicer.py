@@ -9,8 +9,11 @@ import grpc.aio
 
 from ballast.common.errors import InvalidRequest
 from ballast.common.ids import Incarnation, WorkerId
-from ballast.rpc import codec
+from ballast.common.layout import Place
+from ballast.common.load import LoadReport
+from ballast.rpc import border, codec
 from ballast.rpc.server import when_done
+from ballast.service.refusals import Refusals
 from ballastpb.monitor.v1 import monitor_pb2 as pb
 from ballastpb.monitor.v1 import monitor_pb2_grpc
 from services.monitor.core.messages import (
@@ -32,6 +35,7 @@ from services.monitor.shell import MonitorShell, ReportStream, Row
 _GOODBYE_PROOF_S = 0.05
 _REPORTS_PER_S = 150.0  # of all together, as far as the lease allows: each takes a millisecond, both sides counted
 _REPORTS_PER_LEASE = 4
+_MOST_INT64 = (1 << 63) - 1
 
 # Any: the message types of a call do not matter to its context.
 _Context = grpc.aio.ServicerContext[Any, Any]
@@ -40,6 +44,7 @@ _Context = grpc.aio.ServicerContext[Any, Any]
 class MonitorServicer(monitor_pb2_grpc.MonitorServiceServicer):
     def __init__(self, shell: MonitorShell) -> None:
         self._shell = shell
+        self._refusals = Refusals()
 
     async def Report(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, request_iterator: AsyncIterator[pb.ReportRequest], context: _Context
@@ -53,16 +58,19 @@ class MonitorServicer(monitor_pb2_grpc.MonitorServiceServicer):
             self._shell.feed(StreamEnded(time.monotonic(), cause_id, stream.stream_id, said_goodbye))
 
         when_done(context, ended)
-        announced = False
+        instance: Instance | None = None
         while (request := await _next_unless_closed(request_iterator, stream)) is not None:
-            self._take(request, stream, announced)
-            announced = True
+            try:
+                instance = self._take(request, stream, instance)
+            except InvalidRequest as error:
+                self._refusals.note(instance.worker_id if instance is not None else _host_of(context), error)
+                raise
             if stream.error is not None:
                 raise stream.error
             yield self._answer()
         # A connection that broke looks like a closed stream at first; the call is cancelled a moment later.
         await asyncio.sleep(_GOODBYE_PROOF_S)
-        said_goodbye = announced
+        said_goodbye = instance is not None
 
     def _answer(self) -> pb.ReportResponse:
         core = self._shell.core
@@ -70,18 +78,40 @@ class MonitorServicer(monitor_pb2_grpc.MonitorServiceServicer):
         least_s = min(len(core.entries) / _REPORTS_PER_S, lease_s / _REPORTS_PER_LEASE)
         return pb.ReportResponse(lease_s=lease_s, least_interval_s=least_s)
 
-    def _take(self, request: pb.ReportRequest, stream: ReportStream, announced: bool) -> None:
+    def _take(self, request: pb.ReportRequest, stream: ReportStream, instance: Instance | None) -> Instance:
+        """Gives whoever has announced itself. Raises InvalidRequest: the message makes no sense."""
         at_s, cause_id = time.monotonic(), self._shell.next_cause("report")
         place = codec.place_from_proto(request.place)
         match request.WhichOneof("message"):
-            case "announce" if not announced:
+            case "announce" if instance is None:
                 instance = _instance_from_proto(request.announce)
+                self._check_place(place, instance)
                 self._shell.feed(Announced(at_s, cause_id, stream.stream_id, instance, place))
-            case "load" if announced:
+            case "load" if instance is not None:
                 load = codec.load_from_proto(request.load)
+                self._check_load(load, instance)
+                self._check_place(place, instance)
                 self._shell.feed(LoadReported(at_s, cause_id, stream.stream_id, load, place))
             case other:
                 raise InvalidRequest("message", f"expected Announce first, then LoadReports; got {other}")
+        return instance
+
+    def _check_place(self, place: Place | None, instance: Instance) -> None:
+        if place is None:
+            return
+        border.claimed_epoch("place.epoch", place.epoch, self._shell.layout_epoch)
+        me = (instance.worker_id, instance.incarnation)
+        if me not in {(member.worker_id, member.incarnation) for member in place.group.members}:
+            raise InvalidRequest("place.group", f"{me[0]} in life {me[1]} is no member of the group it says it is in")
+        last_layer = max(member.last_layer for member in place.group.members)
+        border.within("place.group.members.last_layer", last_layer, 1, instance.model.layer_count)
+
+    def _check_load(self, load: LoadReport, instance: Instance) -> None:
+        border.adds_up("load.memory", load.memory)
+        border.claimed_epoch("load.newest_epoch", load.newest_epoch, self._shell.layout_epoch)
+        most_blocks = max(load.block_count, load.used_block_count, load.waiting_block_count)
+        bytes_at_most = most_blocks * load.block_tokens * instance.model.kv_bytes_per_token
+        border.within("load: KV of its blocks in bytes", bytes_at_most, 0, border.MAX_BYTES)
 
     async def WatchEvents(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, request: pb.WatchEventsRequest, context: _Context
@@ -103,9 +133,9 @@ class MonitorServicer(monitor_pb2_grpc.MonitorServiceServicer):
             active=self._shell.core.active,
             instances=[_row_to_proto(row) for row in rows],
             groups=[_group_to_proto(group) for group in self._shell.group_demands()],
-            demand_bytes=demand.wanted_bytes,
-            capacity_bytes=demand.capacity_bytes,
-            undropped_capacity_bytes=demand.undropped_bytes,
+            demand_bytes=_int64(demand.wanted_bytes),
+            capacity_bytes=_int64(demand.capacity_bytes),
+            undropped_capacity_bytes=_int64(demand.undropped_bytes),
         )
 
 
@@ -130,15 +160,12 @@ async def _next_unless_closed(
 
 
 def _instance_from_proto(message: pb.Announce) -> Instance:
-    if not message.worker_id:
-        raise InvalidRequest("announce.worker_id", "must not be empty")
-    if message.incarnation <= 0:
-        raise InvalidRequest("announce.incarnation", f"must be positive, got {message.incarnation}")
-    _require_address("announce.address", message.address)
+    border.name("announce.worker_id", message.worker_id)
+    border.within("announce.incarnation", message.incarnation, 1, border.MAX_EPOCH)
+    border.address("announce.address", message.address)
     if message.data_address:
-        _require_address("announce.data_address", message.data_address)
-    if message.model.layer_count <= 0:
-        raise InvalidRequest("announce.model.layer_count", f"must be positive, got {message.model.layer_count}")
+        border.address("announce.data_address", message.data_address)
+    border.within("announce.model.layer_count", message.model.layer_count, 1, border.MAX_LAYERS)
     return Instance(
         worker_id=WorkerId(message.worker_id),
         incarnation=Incarnation(message.incarnation),
@@ -148,10 +175,9 @@ def _instance_from_proto(message: pb.Announce) -> Instance:
     )
 
 
-def _require_address(field: str, address: str) -> None:
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdigit():
-        raise InvalidRequest(field, f"must be host:port, got {address!r}")
+def _host_of(context: _Context) -> str:
+    """Of whoever has not said its name: "ipv4:10.0.0.7:41234" without the port, which changes with each connection."""
+    return context.peer().rpartition(":")[0]
 
 
 def _instance_to_proto(instance: Instance) -> pb.Announce:
@@ -185,22 +211,29 @@ def _change_to_proto(change: Change, cause_id: str) -> pb.WatchEventsResponse:
 def _signal_to_proto(signal: Signal, groups: list[pb.GroupDemand], cause_id: str) -> pb.WatchEventsResponse:
     match signal:
         case Overload(required_bytes, horizon_s):
-            overload = pb.Overload(required_bytes=required_bytes, horizon_s=horizon_s, groups=groups)
+            overload = pb.Overload(required_bytes=_int64(required_bytes), horizon_s=horizon_s, groups=groups)
             return pb.WatchEventsResponse(overload=overload, cause_id=cause_id)
         case Relief(used_bytes, undropped_bytes):
-            relief = pb.Relief(used_bytes=used_bytes, undropped_capacity_bytes=undropped_bytes, groups=groups)
+            relief = pb.Relief(
+                used_bytes=_int64(used_bytes), undropped_capacity_bytes=_int64(undropped_bytes), groups=groups
+            )
             return pb.WatchEventsResponse(relief=relief, cause_id=cause_id)
         case ScaleAdvice(out, why, missing_bytes):
-            advice = pb.ScaleAdvice(out=out, why=why, missing_bytes=missing_bytes)
+            advice = pb.ScaleAdvice(out=out, why=why, missing_bytes=_int64(missing_bytes))
             return pb.WatchEventsResponse(scale_advice=advice, cause_id=cause_id)
+
+
+def _int64(value: int) -> int:
+    """Sums and forecasts of what all instances say, each of which was within bounds."""
+    return max(-_MOST_INT64, min(_MOST_INT64, value))
 
 
 def _group_to_proto(group: GroupDemand) -> pb.GroupDemand:
     return pb.GroupDemand(
         leader_id=group.leader_id,
-        demand_bytes=group.demand_bytes,
-        capacity_bytes=group.capacity_bytes,
-        used_bytes=group.used_bytes,
+        demand_bytes=_int64(group.demand_bytes),
+        capacity_bytes=_int64(group.capacity_bytes),
+        used_bytes=_int64(group.used_bytes),
         demand_growth_bytes_per_s=group.demand_growth_bytes_per_s,
     )
 

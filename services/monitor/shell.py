@@ -252,6 +252,12 @@ class MonitorShell:
 
     # ------------------------------------------------------------ for the servicer
 
+    @property
+    def layout_epoch(self) -> int:
+        """Of the layout in force, as far as this monitor knows it."""
+        layout = self.core.groups.layout
+        return layout.epoch if layout is not None else 0
+
     def open_stream(self) -> ReportStream:
         self._last_number += 1
         stream = ReportStream(self._last_number)

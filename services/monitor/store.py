@@ -16,7 +16,7 @@ from google.protobuf.message import DecodeError
 from pydantic import TypeAdapter, ValidationError
 from redis.typing import EncodableT, FieldT
 
-from ballast.common.errors import InvariantViolation
+from ballast.common.errors import BallastError
 from ballast.common.ids import DispatcherId, Incarnation, WorkerId
 from ballast.common.layout import Layout
 from ballast.common.load import LoadReport
@@ -145,7 +145,7 @@ def _layout_from(body: str | None) -> Layout | None:
     try:
         layout = layout_from_proto(cluster_pb2.Layout.FromString(base64.b64decode(body, validate=True)))
         layout.check()
-    except (binascii.Error, ValueError, DecodeError, InvariantViolation) as error:
+    except (binascii.Error, ValueError, DecodeError, BallastError) as error:
         get_logger().error("layout in the state server cannot be used", why=str(error))
         return None
     return layout

@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import fields
 
 import grpc
 import grpc.aio
@@ -14,20 +15,22 @@ from ballast.common.errors import (
     InvalidRequest,
     NotActive,
     NotPossible,
+    PeerViolation,
     StaleEpoch,
     Unavailable,
 )
 from ballast.common.ids import Epoch, Incarnation, WorkerId
 from ballast.common.layout import Member
 from ballast.common.load import LoadReport
-from ballast.common.transition import Phase
-from ballast.rpc import codec
+from ballast.common.transition import Phase, Status
+from ballast.rpc import border, codec
 from ballast.rpc.channel import open_channel
-from ballast.rpc.errors import from_rpc_error
+from ballast.rpc.errors import answered, from_rpc_error
 from ballast.rpc.fencing import MAX_TOKEN, PLANNER_TOKEN, with_token
 from ballast.rpc.transition import KIND, STATUS
 from ballast.service.leadership import LeaderAddress
 from ballast.service.logs import get_logger
+from ballast.service.refusals import Refusals
 from ballastpb.monitor.v1 import monitor_pb2 as pb
 from ballastpb.monitor.v1 import monitor_pb2_grpc
 from ballastpb.worker.v1 import worker_pb2, worker_pb2_grpc
@@ -50,6 +53,7 @@ _FIRST_BACK_OFF_S = 0.1
 _LONGEST_BACK_OFF_S = 1.0
 _LOOK_UP_S = 0.5  # how often a silent stream is checked for a monitor that has taken over
 _ANSWER_TIMEOUT_S = 3.0
+_MAX_WHY_CHARS = 16_384
 
 
 class MonitorEvents:
@@ -58,6 +62,7 @@ class MonitorEvents:
     def __init__(self, monitor: LeaderAddress) -> None:
         self._monitor = monitor
         self._numbers = itertools.count(1)
+        self._refusals = Refusals()
 
     async def events(self) -> AsyncGenerator[MonitorEvent, None]:
         back_off_s, last_why = _FIRST_BACK_OFF_S, ""
@@ -87,11 +92,19 @@ class MonitorEvents:
         async with open_channel(target) as channel:
             stub = monitor_pb2_grpc.MonitorServiceStub(channel)
             try:
-                answer = await stub.GetClusterStatus(pb.GetClusterStatusRequest(), timeout=timeout_s)
+                call = stub.GetClusterStatus(pb.GetClusterStatusRequest(), timeout=timeout_s)
+                answer = answered(await call, target)
             except grpc.RpcError as error:
                 raise from_rpc_error(error, target) from error
-        reported = (row for row in answer.instances if row.HasField("load"))
-        return {WorkerId(row.instance.worker_id): codec.load_from_proto(row.load) for row in reported}
+        loads: dict[WorkerId, LoadReport] = {}
+        for row in answer.instances:
+            worker_id = row.instance.worker_id
+            try:
+                if row.HasField("load"):
+                    loads[WorkerId(border.name("instance.worker_id", worker_id))] = codec.load_from_proto(row.load)
+            except InvalidRequest as error:
+                self._refusals.note(worker_id, error)
+        return loads
 
     async def _listen(self, target: str) -> AsyncGenerator[MonitorEvent, None]:
         """Ends when the stream ends or another monitor takes over; raises when the stream fails."""
@@ -112,7 +125,7 @@ class MonitorEvents:
                     message, reading = reading.result(), None
                     if not isinstance(message, pb.WatchEventsResponse):
                         return
-                    event = _event_from_proto(message)
+                    event = self._event_of(message, target)
                     if event is not None:
                         yield event
             except TimeoutError as error:
@@ -124,6 +137,14 @@ class MonitorEvents:
                 if reading is not None:
                     reading.cancel()
 
+    def _event_of(self, message: pb.WatchEventsResponse, target: str) -> MonitorEvent | None:
+        """None also for what makes no sense: the rest of what the monitor says is heard all the same."""
+        try:
+            return _event_from_proto(message)
+        except InvalidRequest as error:
+            self._refusals.note(message.instance_up.instance.worker_id or target, error)
+            return None
+
 
 def _event_from_proto(message: pb.WatchEventsResponse) -> MonitorEvent | None:
     """None for an event of a newer monitor that this planner does not know."""
@@ -131,6 +152,10 @@ def _event_from_proto(message: pb.WatchEventsResponse) -> MonitorEvent | None:
     match message.WhichOneof("event"):
         case "instance_up":
             instance = message.instance_up.instance
+            border.name("instance.worker_id", instance.worker_id)
+            border.within("instance.incarnation", instance.incarnation, 1, border.MAX_EPOCH)
+            border.address("instance.address", instance.address)
+            border.within("instance.model.layer_count", instance.model.layer_count, 1, border.MAX_LAYERS)
             return InstanceUp(
                 at_s=at_s,
                 cause_id=cause_id,
@@ -166,6 +191,7 @@ class Members:
         self._channels: dict[str, grpc.aio.Channel] = {}
         self._orders = with_token(0)
         self._on_fenced = on_fenced
+        self._refusals = Refusals()
 
     def lead(self, token: int | None) -> None:
         """From now on orders carry this token. None: who leads no more keeps its old one, which workers know."""
@@ -181,10 +207,11 @@ class Members:
         async with open_channel(address) as channel:
             stub = worker_pb2_grpc.WorkerServiceStub(channel)
             try:
-                status = await stub.GetStatus(worker_pb2.GetStatusRequest(), timeout=timeout_s)
+                status = answered(await stub.GetStatus(worker_pb2.GetStatusRequest(), timeout=timeout_s), address)
                 if (status.worker_id, status.incarnation) != (worker_id, incarnation):
                     raise StaleEpoch(f"{address} is {status.worker_id}", incarnation, status.incarnation)
-                answer = await stub.Drain(worker_pb2.DrainRequest(), timeout=timeout_s, metadata=self._orders)
+                drain = stub.Drain(worker_pb2.DrainRequest(), timeout=timeout_s, metadata=self._orders)
+                answer = answered(await drain, address)
             except grpc.RpcError as error:
                 raise self._failure(error, address) from error
         return answer.running_request_count
@@ -194,6 +221,11 @@ class Members:
         worker_id, epoch = command.member.worker_id, command.journal.epoch
         try:
             status = STATUS.record(await self._ask(command, timeout_s))
+            _bound_figures(status)
+        except (InvalidRequest, PeerViolation) as error:
+            field = error.field if isinstance(error, InvalidRequest) else "status"
+            self._refusals.note(worker_id, InvalidRequest(field, error.why))
+            return None
         except grpc.RpcError as error:
             why = self._failure(error, worker_id)
             if command.call is Call.PREPARE and isinstance(why, (InvalidRequest, StaleEpoch, NotPossible)):
@@ -213,9 +245,11 @@ class Members:
             settled_epoch=settled_epoch,
         )
         try:
-            answer = await self._stub(member.address).NamePartners(request, timeout=timeout_s, metadata=self._orders)
+            call = self._stub(member.address).NamePartners(request, timeout=timeout_s, metadata=self._orders)
+            answer = answered(await call, member.worker_id)
         except grpc.RpcError as error:
             raise self._failure(error, member.worker_id) from error
+        border.within("newest_epoch", answer.newest_epoch, 0, border.MAX_EPOCH)
         return Epoch(answer.newest_epoch)
 
     async def migrate(self, epoch: Epoch, move: Move, within_s: float, cause_id: str, timeout_s: float) -> None:
@@ -247,24 +281,33 @@ class Members:
         return worker_pb2_grpc.WorkerServiceStub(channel)
 
     async def _ask(self, command: CallMember, timeout_s: float) -> worker_pb2.TransitionStatus:
+        """Raises PeerViolation: what it answers is no message of the method."""
         stub, epoch, orders = self._stub(command.member.address), command.journal.epoch, self._orders
         match command.call:
             case Call.PREPARE:
-                return (await stub.Prepare(_prepare_request(command), timeout=timeout_s, metadata=orders)).status
+                call = stub.Prepare(_prepare_request(command), timeout=timeout_s, metadata=orders)
             case Call.COMMIT:
-                request = worker_pb2.CommitRequest(epoch=epoch)
-                return (await stub.Commit(request, timeout=timeout_s, metadata=orders)).status
+                call = stub.Commit(worker_pb2.CommitRequest(epoch=epoch), timeout=timeout_s, metadata=orders)
             case Call.ABORT:
                 request = worker_pb2.AbortRequest(epoch=epoch, why=command.why)
-                return (await stub.Abort(request, timeout=timeout_s, metadata=orders)).status
+                call = stub.Abort(request, timeout=timeout_s, metadata=orders)
             case Call.POLL:
-                request = worker_pb2.GetTransitionRequest(epoch=epoch)
-                return (await stub.GetTransition(request, timeout=timeout_s)).status
+                call = stub.GetTransition(worker_pb2.GetTransitionRequest(epoch=epoch), timeout=timeout_s)
+        return answered(await call, command.member.worker_id).status
 
     async def close(self) -> None:
         channels, self._channels = list(self._channels.values()), {}
         for channel in channels:
             await channel.close()
+
+
+def _bound_figures(status: Status) -> None:
+    """They are added up for metrics and operators. The phase counts all the same: a transition waits for it."""
+    status.why = status.why[:_MAX_WHY_CHARS]
+    for field in fields(Status):
+        value = getattr(status, field.name)
+        if isinstance(value, (int, float)) and not 0 <= value <= border.MAX_EPOCH:
+            setattr(status, field.name, border.MAX_EPOCH if value > border.MAX_EPOCH else type(value)(0))
 
 
 def _party(member: Member) -> worker_pb2.MigrationParty:

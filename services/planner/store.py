@@ -15,12 +15,12 @@ from typing import Any, cast
 from google.protobuf.message import DecodeError
 from pydantic import TypeAdapter, ValidationError
 
-from ballast.common.errors import InvariantViolation, Unavailable
+from ballast.common.errors import BallastError, Unavailable
 from ballast.common.ids import Epoch, Incarnation, WorkerId
 from ballast.common.layout import Layout
 from ballast.common.model import ModelInfo
 from ballast.common.transition import TransitionKind
-from ballast.rpc import codec
+from ballast.rpc import border, codec
 from ballast.service.logs import get_logger
 from ballast.service.state import KEY_PREFIX, StateServer, lease_key
 from ballastpb.cluster.v1 import cluster_pb2 as pb
@@ -48,24 +48,34 @@ class _JournalBody:
 
 _JOURNAL = TypeAdapter(_JournalBody)
 
+# What is no number counts as not being there: else nothing could ever be written over it.
+_NUMBER = """
+local function number(key, field) return string.match(redis.call('HGET', key, field) or '', '^%d+$') or '' end
+"""
+
 # KEYS: layout, meta, lease. ARGV: expected epoch ("" for none), token, new epoch, body, model, channel, partial.
-_WRITE = """
+_WRITE = (
+    _NUMBER
+    + """
 if redis.call('HGET', KEYS[3], 'token') ~= ARGV[2] then return 'FENCED' end
-if (redis.call('HGET', KEYS[2], 'epoch') or '') ~= ARGV[1] then return 'CONFLICT' end
+if number(KEYS[2], 'epoch') ~= ARGV[1] then return 'CONFLICT' end
 redis.call('SET', KEYS[1], ARGV[4])
 redis.call('HSET', KEYS[2], 'epoch', ARGV[3], 'token', ARGV[2], 'model', ARGV[5], 'partial', ARGV[7])
 redis.call('PUBLISH', ARGV[6], ARGV[3])
 return 'WRITTEN'
 """
+)
 
 # KEYS: layout, meta, lease, journal. ARGV: expected epoch ("-": any), token, epoch of the transition, layout body
 # ("": the layout stays), model, channel, partial, stage, journal body.
-_WRITE_JOURNAL = """
+_WRITE_JOURNAL = (
+    _NUMBER
+    + """
 if redis.call('HGET', KEYS[3], 'token') ~= ARGV[2] then return 'FENCED' end
 local old = redis.call('HMGET', KEYS[4], 'epoch', 'stage', 'body')
 if old[1] == ARGV[3] and old[2] == ARGV[8] and old[3] == ARGV[9] then return 'WRITTEN' end
-if tonumber(old[1] or '0') > tonumber(ARGV[3]) then return 'CONFLICT' end
-if ARGV[1] ~= '-' and (redis.call('HGET', KEYS[2], 'epoch') or '') ~= ARGV[1] then return 'CONFLICT' end
+if (tonumber(old[1] or '0') or 0) > tonumber(ARGV[3]) then return 'CONFLICT' end
+if ARGV[1] ~= '-' and number(KEYS[2], 'epoch') ~= ARGV[1] then return 'CONFLICT' end
 if ARGV[4] ~= '' then
   redis.call('SET', KEYS[1], ARGV[4])
   redis.call('HSET', KEYS[2], 'epoch', ARGV[3], 'token', ARGV[2], 'model', ARGV[5], 'partial', ARGV[7])
@@ -74,6 +84,7 @@ end
 redis.call('HSET', KEYS[4], 'epoch', ARGV[3], 'stage', ARGV[8], 'token', ARGV[2], 'body', ARGV[9])
 return 'WRITTEN'
 """
+)
 
 
 class RedisLayoutStore:
@@ -96,18 +107,19 @@ class RedisLayoutStore:
             tuple[str | None, dict[str, str], dict[str, str]],
             await self._state.run(cast(Awaitable[Any], pipe.execute())),
         )
-        if "epoch" not in meta:
+        stored_epoch = _epoch_from(meta.get("epoch", ""))
+        if stored_epoch is None:
             return None
         journal = _journal_from(noted)
         try:
             layout = _layout_from(body or "")
-            if layout.epoch != int(meta["epoch"]):
-                raise ValueError(f"epoch {layout.epoch} beside {meta['epoch']}")
+            if layout.epoch != stored_epoch:
+                raise ValueError(f"epoch {layout.epoch} beside {stored_epoch}")
             partial = _partial_from(meta.get("partial", "[]"))
             return StoredLayout(layout, _MODEL.validate_json(meta["model"]), partial, journal)
-        except (KeyError, ValueError, binascii.Error, DecodeError, ValidationError, InvariantViolation) as error:
+        except (KeyError, ValueError, binascii.Error, DecodeError, ValidationError, BallastError) as error:
             get_logger().error("stored layout cannot be read, it will be planned anew", why=str(error))
-            return StoredLayout(Layout(Epoch(int(meta["epoch"])), 0, (), "unreadable"), None, (), journal)
+            return StoredLayout(Layout(stored_epoch, 0, (), "unreadable"), None, (), journal)
 
     async def write(self, command: WriteLayout) -> WriteOutcome:
         args = [
@@ -162,6 +174,13 @@ def _layout_from(body: str) -> Layout:
     return layout
 
 
+def _epoch_from(text: str) -> Epoch | None:
+    """None of what is no epoch: nothing is stored then."""
+    if not (text.isascii() and text.isdigit() and len(text) < 20 and int(text) <= border.MAX_EPOCH):
+        return None
+    return Epoch(int(text))
+
+
 def _partial_from(text: str) -> Partial:
     return tuple((WorkerId(w), Incarnation(incarnation)) for w, incarnation in _PARTIAL.validate_json(text))
 
@@ -181,6 +200,6 @@ def _journal_from(noted: dict[str, str]) -> Journal | None:
         body = _JOURNAL.validate_json(noted["body"])
         stage = Stage(noted["stage"])
         return Journal(body.kind, _layout_from(body.base), _layout_from(body.target), stage, body.why, body.failure)
-    except (KeyError, ValueError, binascii.Error, DecodeError, ValidationError, InvariantViolation) as error:
+    except (KeyError, ValueError, binascii.Error, DecodeError, ValidationError, BallastError) as error:
         get_logger().error("journal of a transition cannot be read, it is left alone", why=str(error))
         return None

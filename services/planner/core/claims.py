@@ -7,8 +7,8 @@ stored, so such a layout was stored, and has been lost since.
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ballast.common.ids import Epoch, Incarnation, WorkerId
-from ballast.common.layout import Layout, Place
+from ballast.common.ids import Epoch, GroupId, Incarnation, WorkerId
+from ballast.common.layout import Group, Layout, Place
 from services.planner.policy.replicate import Partial
 
 
@@ -37,9 +37,19 @@ def rebuild(layout: Layout, claims: Mapping[WorkerId, Claim], layer_count: int) 
     if not telling:
         return None
     epoch = max(claim.place.epoch for claim in telling.values())
-    agreed = {c.place.group.group_id: c.place.group for c in telling.values() if _is_agreed(c, telling, layer_count)}
-    placed = {member.worker_id for group in agreed.values() for member in group.members}
     kept = [group for group in layout.groups if not any(m.worker_id in telling for m in group.members)]
+    taken = {group.group_id for group in kept}
+    agreed: dict[GroupId, Group] = {}
+    for worker_id, claim in sorted(telling.items()):
+        group = claim.place.group
+        if (
+            group.leader.worker_id == worker_id
+            and group.group_id not in taken
+            and _is_agreed(claim, telling, layer_count)
+        ):
+            agreed[group.group_id] = group
+            taken.add(group.group_id)
+    placed = {member.worker_id for group in agreed.values() for member in group.members}
     groups = tuple(sorted((*kept, *agreed.values()), key=lambda group: group.group_id))
     partial = tuple(
         (worker_id, claim.incarnation)
@@ -52,8 +62,10 @@ def rebuild(layout: Layout, claims: Mapping[WorkerId, Claim], layer_count: int) 
 
 
 def _is_agreed(claim: Claim, telling: Mapping[WorkerId, Claim], layer_count: int) -> bool:
-    """Whether all members live on, say the same, and hold all layers together."""
+    """Whether all members live on, say the same, and hold all layers together, each in one place."""
     group, next_layer = claim.place.group, 0
+    if len({member.worker_id for member in group.members}) != len(group.members):
+        return False
     for member in group.members:
         other = telling.get(member.worker_id)
         if other is None or (other.incarnation, other.place) != (member.incarnation, claim.place):

@@ -29,28 +29,43 @@ def shape_of(model: ModelInfo | None, loads: Loads) -> ModelShape:
         raise NoSurvey("no instance is there")
     if not model.layer_parameter_bytes or not model.block_bytes:
         raise NoSurvey(f"the workers do not say how large the layers of {model.name} are")
+    block_tokens = next(iter(loads.values())).block_tokens
+    if min(*model.layer_parameter_bytes, model.block_bytes, block_tokens) < 1 or model.other_parameter_bytes < 0:
+        raise NoSurvey(f"what the workers say of the sizes of {model.name} makes no sense")
     return ModelShape(
         layer_parameter_bytes=model.layer_parameter_bytes,
         other_parameter_bytes=model.other_parameter_bytes,
-        block_tokens=next(iter(loads.values())).block_tokens,
+        block_tokens=block_tokens,
         block_bytes=model.block_bytes,
         extent_bytes=max(1, model.extent_bytes),
     )
 
 
 def survey(layout: Layout, model: ModelInfo | None, loads: Loads, *, draining: bool = False) -> Snapshot:
-    """The groups that take part in plans: of which all members have reported and, unless `draining`, none drains."""
+    """The groups that take part in plans: of which all members have reported and, unless `draining`, none drains.
+
+    Nor do those of which a report cannot be true: what one instance says is no reason to end, and none to plan on.
+    """
     shape = shape_of(model, loads)
     groups = [
         _group_state(group, loads)
         for group in layout.groups
-        if all(m.worker_id in loads for m in group.members) and (draining or not any(m.draining for m in group.members))
+        if all(m.worker_id in loads and _is_possible(m, loads[m.worker_id], shape) for m in group.members)
+        and (draining or not any(m.draining for m in group.members))
     ]
     if not groups:
         raise NoSurvey("no group has reported its load")
     snapshot = Snapshot(shape, tuple(groups))
     snapshot.check()
     return snapshot
+
+
+def _is_possible(member: Member, load: LoadReport, shape: ModelShape) -> bool:
+    """Whether a member can hold the layers that it executes in the memory it says it has."""
+    layers = tuple(range(member.first_layer, min(member.last_layer, shape.layer_count)))
+    held_bytes = shape.occupied_bytes(layers) + shape.other_parameter_bytes
+    blocks = (load.block_count, load.used_block_count, load.waiting_block_count)
+    return held_bytes <= load.memory.budget_bytes and min(blocks) >= 0
 
 
 def _group_state(group: Group, loads: Loads) -> GroupState:

@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import math
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any, TypeAlias
@@ -13,11 +14,14 @@ import pytest
 from ballast.common.errors import BallastError, InvalidRequest, NotActive, Overloaded, StaleEpoch, Unavailable
 from ballast.common.ids import DispatcherId, Epoch, GroupId, Incarnation, WorkerId
 from ballast.common.layout import Group, Layout, Member
-from ballast.rpc import codec
+from ballast.rpc import border, codec
 from ballast.rpc.channel import open_channel
 from ballast.rpc.errors import from_rpc_error
 from ballast.rpc.server import RpcServer
+from ballast.service.metrics import REGISTRY
+from ballast.service.refusals import Refusals
 from ballast.service.state import StateServer
+from ballastpb.cluster.v1 import cluster_pb2
 from ballastpb.monitor.v1 import monitor_pb2 as pb
 from ballastpb.monitor.v1 import monitor_pb2_grpc
 from services.monitor.core.machine import MonitorCore, MonitorRules
@@ -150,6 +154,40 @@ def load() -> pb.ReportRequest:
     return pb.ReportRequest(load=codec.load_to_proto(load_report(5)))
 
 
+def announced(**model: Any) -> pb.ReportRequest:
+    request = announce()
+    request.announce.model.MergeFrom(cluster_pb2.ModelInfo(**model))
+    return request
+
+
+def loaded(**changes: Any) -> pb.ReportRequest:
+    """A report in which only these are wrong."""
+    request = load()
+    for name, value in changes.items():
+        if name == "memory":
+            request.load.memory.CopyFrom(value)
+        else:
+            setattr(request.load, name, value)
+    return request
+
+
+def placed(
+    *,
+    epoch: int = 1,
+    worker_id: str = "w1",
+    group_id: str = "w1",
+    first_layer: int = 0,
+    last_layer: int = 4,
+    twice: bool = False,
+) -> pb.ReportRequest:
+    """A report of being alone in a group, or twice."""
+    member = cluster_pb2.Member(worker_id=worker_id, incarnation=3, first_layer=first_layer, last_layer=last_layer)
+    request = load()
+    group = cluster_pb2.Group(group_id=group_id, members=[member] * (2 if twice else 1))
+    request.place.CopyFrom(cluster_pb2.Place(epoch=epoch, group=group))
+    return request
+
+
 async def refusal(stub: Stub, *requests: pb.ReportRequest) -> BallastError:
     """What a Report stream with these messages ends with."""
     call = stub.Report()
@@ -178,6 +216,37 @@ async def refusal(stub: Stub, *requests: pb.ReportRequest) -> BallastError:
         ([announce(address="nowhere")], "announce.address"),
         ([announce(data_address="nowhere")], "announce.data_address"),
         ([announce(layers=0)], "announce.model.layer_count"),
+        ([announce(worker_id="x" * 129)], "announce.worker_id"),
+        ([announce(worker_id="w 1")], "announce.worker_id"),
+        ([announce(worker_id="w\n1")], "announce.worker_id"),
+        ([announce(incarnation=2**63 - 1)], "announce.incarnation"),
+        ([announce(address="host:99999")], "announce.address"),
+        ([announce(address="host:²")], "announce.address"),
+        ([announce(address="x" * 600 + ":1")], "announce.address"),
+        ([announced(layer_parameter_bytes=[1])], "model.layer_parameter_bytes"),
+        ([announced(kv_bytes_per_token=-1)], "model.kv_bytes_per_token"),
+        ([announced(name="x" * 2000)], "model.name"),
+        ([announce(), loaded(block_count=-1)], "load"),
+        ([announce(), loaded(block_tokens=0)], "load"),
+        ([announce(), loaded(generation_tokens_total=-(2**63))], "load"),
+        ([announce(), loaded(newest_epoch=2**63 - 1)], "load.newest_epoch"),
+        ([announce(), loaded(newest_epoch=border.MAX_CLAIMED_EPOCH + border.CLAIM_SLACK + 1)], "load.newest_epoch"),
+        ([announce(), loaded(step_age_s=math.nan)], "load.step_age_s"),
+        ([announce(), loaded(step_age_s=math.inf)], "load.step_age_s"),
+        ([announce(), loaded(step_age_s=-1.0)], "load.step_age_s"),
+        ([announce(), loaded(memory=cluster_pb2.MemoryReport(budget_bytes=5, kv_bytes=4))], "load.memory"),
+        ([announce(), loaded(memory=cluster_pb2.MemoryReport(parameter_bytes=-5, kv_bytes=5))], "load.memory"),
+        (
+            [announced(kv_bytes_per_token=1 << 40), loaded(waiting_block_count=2**31 - 1)],
+            "load: KV of its blocks in bytes",
+        ),
+        ([announce(), placed(epoch=2**63 - 1)], "place.epoch"),
+        ([announce(), placed(epoch=-1)], "place.epoch"),
+        ([announce(), placed(worker_id="w2")], "place.group"),
+        ([announce(), placed(last_layer=5)], "place.group.members.last_layer"),
+        ([announce(), placed(first_layer=4, last_layer=4)], "member.last_layer"),
+        ([announce(), placed(twice=True)], "group.members"),
+        ([announce(), placed(group_id="")], "group.group_id"),
     ],
 )
 def test_what_is_no_report_is_refused_by_name(requests: list[pb.ReportRequest], field: str) -> None:
@@ -185,8 +254,34 @@ def test_what_is_no_report_is_refused_by_name(requests: list[pb.ReportRequest], 
         error = await refusal(stub, *requests)
         assert isinstance(error, InvalidRequest)
         assert error.field == field
+        # Whoever makes sense is heard as before.
+        call = stub.Report()
+        for request in (announce(incarnation=4), load()):
+            await call.write(request)
+            assert isinstance(await call.read(), pb.ReportResponse)
+        shell.core.check()
+        status = await stub.GetClusterStatus(pb.GetClusterStatusRequest())
+        assert [row.instance.incarnation for row in status.instances] == [4]
 
     tell(story)
+
+
+def test_who_sends_nonsense_is_counted_by_name_and_a_thousand_names_cost_no_memory() -> None:
+    def count(sender: str) -> float:
+        return REGISTRY.get_sample_value("ballast_messages_refused_total", {"sender": sender}) or 0.0
+
+    async def story(shell: MonitorShell, stub: Stub) -> None:
+        before = count("w1")
+        for _ in range(3):
+            await refusal(stub, announce(), loaded(block_count=-1))
+        assert count("w1") == before + 3
+
+    tell(story)
+    refusals = Refusals()
+    before = count("others")
+    for i in range(1000):
+        refusals.note(f"stranger-{i}", InvalidRequest("load", "no"))
+    assert count("others") == before + 1000 - 256
 
 
 def test_reports_are_answered_and_seen_in_the_status() -> None:

@@ -1,0 +1,88 @@
+"""Bounds on what others may say: a value is looked at where it comes in, and everybody behind that relies on it.
+
+The codec applies these, so no plain type is made of a message that makes no sense. Whoever reads a message names the
+sender of what is refused (`ballast.service.refusals`) and goes on.
+"""
+
+from collections.abc import Collection
+from typing import Final
+
+from ballast.common.errors import InvalidRequest
+from ballast.common.load import MemoryReport
+
+MAX_ID_CHARS: Final = 128
+MAX_TEXT_CHARS: Final = 1024  # of names of models, reasons
+MAX_ADDRESS_CHARS: Final = 512
+MAX_LAYERS: Final = 10_000
+MAX_MEMBERS: Final = 1024  # of one group
+MAX_GROUPS: Final = 10_000
+MAX_BYTES: Final = 1 << 50  # of one instance; thousands of them add up to less than an int64
+# Epochs grow by one with each change. A layout's may be any up to here ...
+MAX_EPOCH: Final = 1 << 52
+# ... and an instance may claim one up to here, or a little beyond the layout's in force. So whatever one says, there is
+# room above it for all the changes that are to come.
+MAX_CLAIMED_EPOCH: Final = 1 << 48
+CLAIM_SLACK: Final = 1 << 20
+MAX_SECONDS: Final = 1e9
+
+
+def name(field: str, text: str) -> str:
+    """An id: it becomes a key, a label and a word of the log.
+
+    Raises:
+        InvalidRequest: it is empty, too long, or has characters that cannot be shown.
+    """
+    if not 0 < len(text) <= MAX_ID_CHARS:
+        raise InvalidRequest(field, f"must have 1 to {MAX_ID_CHARS} characters, has {len(text)}")
+    if not text.isprintable() or " " in text:
+        raise InvalidRequest(field, f"must have no blanks and nothing unprintable, got {text!r}")
+    return text
+
+
+def text(field: str, value: str, most_chars: int = MAX_TEXT_CHARS) -> str:
+    """Words for people."""
+    if len(value) > most_chars:
+        raise InvalidRequest(field, f"has {len(value)} characters, at most {most_chars} are allowed")
+    return value
+
+
+def address(field: str, value: str) -> str:
+    """host:port."""
+    host, _, port = value.rpartition(":")
+    fits = host and host.isprintable() and " " not in host and len(value) <= MAX_ADDRESS_CHARS
+    if not (fits and port.isascii() and port.isdigit() and len(port) <= 5 and 0 < int(port) < 1 << 16):
+        raise InvalidRequest(field, f"must be host:port, got {value[:MAX_ADDRESS_CHARS]!r}")
+    return value
+
+
+def within(field: str, value: float, least: float, most: float) -> None:
+    """NaN is within nothing."""
+    if not least <= value <= most:
+        raise InvalidRequest(field, f"must be from {least:g} to {most:g}, got {value}")
+
+
+def none_negative(field: str, values: Collection[int]) -> None:
+    if min(values) < 0:
+        raise InvalidRequest(field, f"must not be negative, got {min(values)}")
+
+
+def count(field: str, values: Collection[object], most: int) -> None:
+    if len(values) > most:
+        raise InvalidRequest(field, f"has {len(values)} entries, at most {most} are allowed")
+
+
+def distinct(field: str, values: Collection[str]) -> None:
+    if len(set(values)) != len(values):
+        twice = next(value for value in values if list(values).count(value) > 1)
+        raise InvalidRequest(field, f"names {twice!r} twice")
+
+
+def adds_up(field: str, memory: MemoryReport) -> None:
+    """Parameters + KV + free = budget. Not asked by the codec: `ballast status` shows it where it is not so."""
+    if memory.parameter_bytes + memory.kv_bytes + memory.free_bytes != memory.budget_bytes:
+        raise InvalidRequest(field, f"parameters, KV and free must add up to the budget: {memory}")
+
+
+def claimed_epoch(field: str, epoch: int, layout_epoch: int) -> None:
+    """What an instance says that it has heard of, or been in, while the layout in force has `layout_epoch`."""
+    within(field, epoch, 0, max(MAX_CLAIMED_EPOCH, layout_epoch + CLAIM_SLACK))

@@ -1,0 +1,187 @@
+"""What instances say that cannot be true: the planner leaves it out, and goes on."""
+
+import asyncio
+import math
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from typing import Any
+
+import grpc.aio
+import pytest
+
+from ballast.common.errors import InvalidRequest
+from ballast.common.ids import Epoch, GroupId, Incarnation, WorkerId
+from ballast.common.layout import Group, Layout, Member, Place
+from ballast.common.load import MemoryReport
+from ballast.common.transition import Phase, Status
+from ballast.local.state_server import PrivateStateServer
+from ballast.rpc import border, codec
+from ballast.rpc.server import RpcServer
+from ballast.service.leadership import LeaderAddress
+from ballast.service.state import StateServer
+from ballastpb.cluster.v1 import cluster_pb2
+from ballastpb.monitor.v1 import monitor_pb2 as pb
+from ballastpb.monitor.v1 import monitor_pb2_grpc
+from services.planner.core.messages import (
+    InstanceUp,
+    MonitorEvent,
+    NothingDone,
+    OverloadRaised,
+    SnapshotEnded,
+    StoredLayout,
+)
+from services.planner.peers import MonitorEvents, _bound_figures
+from services.planner.store import META_KEY, RedisLayoutStore
+from tests.support.planner_core import LOAD, MODEL, Planner
+from tests.support.reporting_worker import load_report, model_info
+
+
+def member(worker_id: str, first_layer: int = 0, last_layer: int = 4) -> Member:
+    return Member(WorkerId(worker_id), Incarnation(1), "", first_layer, last_layer)
+
+
+def up(planner: Planner, worker_id: str, place: Place) -> None:
+    planner.lives[worker_id] = 1
+    planner.tell(
+        InstanceUp(planner.now_s, "c", WorkerId(worker_id), Incarnation(1), f"{worker_id}:1", MODEL, False, "", place)
+    )
+
+
+def test_a_group_that_names_a_worker_twice_is_no_group() -> None:
+    planner = Planner()
+    planner.start("w0")
+    twice = (member("w9", 0, 2), member("w9", 2, 4))
+    up(planner, "w9", Place(Epoch(10), Group(GroupId("g"), twice)))
+    planner.wait(1)
+    assert "w0" in " ".join(planner.shape)
+
+
+def test_a_group_with_the_name_of_another_takes_nothing_from_it() -> None:
+    planner = Planner()
+    planner.start("w0")
+    [group] = planner.core.layout.groups
+    up(planner, "w9", Place(Epoch(10), Group(group.group_id, (member("w9"),))))
+    planner.wait(1)
+    assert "w0" in " ".join(planner.shape)
+    planner.core.layout.check()
+    assert len({g.group_id for g in planner.core.layout.groups}) == len(planner.core.layout.groups)
+
+
+@pytest.mark.parametrize(
+    "load",
+    [
+        replace(LOAD, memory=replace(LOAD.memory, budget_bytes=0)),
+        replace(LOAD, memory=MemoryReport(budget_bytes=0, parameter_bytes=0, kv_bytes=0, free_bytes=0)),
+        replace(LOAD, block_tokens=0),
+        replace(LOAD, used_block_count=-1),
+    ],
+    ids=["no budget", "nothing at all", "blocks without tokens", "counts below zero"],
+)
+def test_a_report_that_cannot_be_true_is_no_ground_for_plans(load: Any) -> None:
+    planner = Planner()
+    planner.start("w0", "w1")
+    planner.load = load
+    planner.tell(OverloadRaised(planner.now_s, "c", 1000))
+    assert planner.told(NothingDone)
+    assert not planner.core.conductor.busy
+
+
+def test_the_wire_bounds_what_may_be_said_of_epochs() -> None:
+    message = codec.place_to_proto(Place(Epoch(1), Group(GroupId("w9"), (member("w9"),))))
+    assert message is not None
+    message.epoch = 2**63 - 1
+    with pytest.raises(InvalidRequest, match=r"place\.epoch"):
+        codec.place_from_proto(message)
+    report = codec.load_to_proto(load_report(5))
+    report.newest_epoch = 2**63 - 1
+    with pytest.raises(InvalidRequest, match="newest_epoch"):
+        codec.load_from_proto(report)
+
+
+def test_after_the_highest_claim_there_is_room_for_changes() -> None:
+    """One instance may lie about its epoch; the cluster goes on above it, and so may what it says then."""
+    planner = Planner()
+    planner.start("w0")
+    highest = border.MAX_CLAIMED_EPOCH
+    up(planner, "w9", Place(Epoch(highest), Group(GroupId("w9"), (member("w9"),))))
+    planner.wait(1)
+    epoch = planner.core.layout.epoch
+    assert highest < epoch
+    border.claimed_epoch("place.epoch", epoch + 1000, epoch)
+    codec.layout_from_proto(codec.layout_to_proto(planner.core.layout))
+
+
+class Monitor(monitor_pb2_grpc.MonitorServiceServicer):
+    """Of another version: passes on what should have been refused."""
+
+    async def WatchEvents(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, request: pb.WatchEventsRequest, context: Any
+    ) -> AsyncIterator[pb.WatchEventsResponse]:
+        await context.send_initial_metadata(())
+        model = codec.model_to_proto(model_info(4))
+        for worker_id, incarnation in (("w1", 1), ("", 1), ("w2", -5), ("w" * 200, 1), ("w3", 1)):
+            instance = pb.Announce(worker_id=worker_id, incarnation=incarnation, address="h:1", model=model)
+            yield pb.WatchEventsResponse(instance_up=pb.InstanceUp(instance=instance))
+        yield pb.WatchEventsResponse(snapshot_end=pb.SnapshotEnd())
+        await asyncio.sleep(60)
+
+    async def GetClusterStatus(self, request: pb.GetClusterStatusRequest, context: Any) -> pb.GetClusterStatusResponse:
+        good = codec.load_to_proto(load_report(5))
+        bad = cluster_pb2.LoadReport(block_count=-1)
+        rows = [("w1", good), ("w2", bad), ("", good)]
+        return pb.GetClusterStatusResponse(
+            instances=[pb.InstanceStatus(instance=pb.Announce(worker_id=w), load=load) for w, load in rows]
+        )
+
+
+def test_the_rest_of_what_a_monitor_says_is_heard_all_the_same() -> None:
+    async def run() -> None:
+        def register(server: grpc.aio.Server) -> None:
+            monitor_pb2_grpc.add_MonitorServiceServicer_to_server(
+                Monitor(),  # pyright: ignore[reportAbstractUsage]
+                server,
+            )
+
+        descriptor = pb.DESCRIPTOR.services_by_name["MonitorService"]
+        server = RpcServer(host="127.0.0.1", port=0, services=[(descriptor, register)], on_bug=lambda bug: None)
+        port = await server.start()
+        state = StateServer("redis://127.0.0.1:1")
+        events = MonitorEvents(LeaderAddress(state, "monitor", f"127.0.0.1:{port}"))
+        heard: list[MonitorEvent] = []
+        try:
+            async with asyncio.timeout(30):
+                assert list(await events.loads(10)) == ["w1"]
+                async for event in events.events():
+                    heard.append(event)
+                    if isinstance(event, SnapshotEnded):
+                        break
+        finally:
+            await server.stop(0)
+            await state.close()
+        assert [event.worker_id for event in heard if isinstance(event, InstanceUp)] == ["w1", "w3"]
+
+    asyncio.run(run())
+
+
+def test_figures_of_a_member_are_bounded_and_its_phase_is_heard() -> None:
+    """A clock's rounding once made a wait negative: a restore that had ended was waited for without end."""
+    status = Status(epoch=Epoch(5), phase=Phase.DONE, boundary_wait_s=-0.007, remap_s=math.nan, kv_bytes_sent=2**62)
+    _bound_figures(status)
+    assert status == Status(epoch=Epoch(5), phase=Phase.DONE, kv_bytes_sent=border.MAX_EPOCH)
+
+
+def test_garbage_in_the_state_server_is_written_over() -> None:
+    async def run() -> None:
+        async with PrivateStateServer() as server, asyncio.timeout(60):
+            state = StateServer(server.url)
+            store = RedisLayoutStore(state)
+            try:
+                for epoch in ("abc", str(2**63), "-1", "²"):
+                    await state.run(state.redis.hset(META_KEY, mapping={"epoch": epoch}))
+                    assert await store.load() is None
+                await state.run(state.redis.hset(META_KEY, mapping={"epoch": "7"}))
+                assert await store.load() == StoredLayout(Layout(Epoch(7), 0, (), "unreadable"), None)
+            finally:
+                await state.close()
+
+    asyncio.run(run())
