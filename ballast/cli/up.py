@@ -100,6 +100,13 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
         metavar="PORT",
         help="of the first service's metrics; the others on ports that follow; 0: any",
     )
+    parser.add_argument("--dashboard", action="store_true", help="a page that shows the cluster live, with buttons")
+    parser.add_argument(
+        "--dashboard-port", type=int, metavar="PORT", help="of that page (default: 8088, or the next free)"
+    )
+    parser.add_argument(
+        "--twin", metavar="POLICY", choices=list(OverloadPolicy), help="on that page, a second cluster with this policy"
+    )
     parser.add_argument("--device-memory-bytes", metavar="BYTES", help="of each worker; 512MiB, 16GiB ...")
     parser.add_argument("--redis-url", metavar="URL", help="a state server that runs already")
     parser.add_argument("--log-dir", type=Path, metavar="DIR", help="keep the services' logs there")
@@ -177,53 +184,82 @@ class _Up:
     async def _serve(self) -> None:
         args = self._args
         _say(f"starting {args.workers} worker{'' if args.workers == 1 else 's'} ...")
-        async with LocalCluster(
+        cluster = self._cluster()
+        twin = self._cluster(args.twin) if args.twin else None
+        async with contextlib.AsyncExitStack() as running:
+            await running.enter_async_context(cluster)
+            if twin is not None:
+                _say(f"starting its twin with {args.twin} ...")
+                await running.enter_async_context(twin)
+            keepers = [Keeper(one, _say) for one in (cluster, twin) if one is not None]
+            page = ""
+            if args.dashboard or args.dashboard_port is not None or twin is not None:
+                page = await running.enter_async_context(self._dashboard([c for c in (cluster, twin) if c], keepers))
+            print(await _ready_line(cluster, args.workers), flush=True)
+            if page:
+                _say(f"dashboard: {page}")
+            if cluster.metrics_targets:
+                _say(f"metrics: {_write_targets(cluster)} names them for Prometheus (file_sd_configs)")
+            self._ready = True
+            await self._until_stopped(keepers)
+            _say("stopping; running requests finish (again: stop at once)")
+        for one in (cluster, twin):
+            if one is not None and one.keep_logs:
+                _say(f"something had failed: the logs are kept in {one.log_dir}")
+
+    def _cluster(self, twin_policy: str | None = None) -> LocalCluster:
+        """The one that was asked for; or its twin, which differs in policy and ports only."""
+        args, is_twin = self._args, twin_policy is not None
+        return LocalCluster(
             args.model,
             workers=args.workers,
             dispatchers=args.dispatchers,
             host=args.host,
-            port=args.port,
-            gateways=args.gateways,
+            port=0 if is_twin else args.port,
+            gateways=0 if is_twin else args.gateways,
             http_port=_http_port(args),
-            metrics_port=args.metrics_port,
-            flags=self._service_flags(),
-            log_dir=args.log_dir,
-            redis_url=args.redis_url,
+            metrics_port=None if is_twin else args.metrics_port,
+            flags=self._service_flags(twin_policy),
+            log_dir=args.log_dir / "twin" if is_twin and args.log_dir is not None else args.log_dir,
+            redis_url=None if is_twin else args.redis_url,
             start_timeout_s=args.start_timeout_s,
             stop_timeout_s=args.stop_timeout_s,
-        ) as cluster:
-            print(await _ready_line(cluster, args.workers), flush=True)
-            if cluster.metrics_targets:
-                _say(f"metrics: {_write_targets(cluster)} names them for Prometheus (file_sd_configs)")
-            self._ready = True
-            await self._until_stopped(Keeper(cluster, _say))
-            _say("stopping; running requests finish (again: stop at once)")
-        if cluster.keep_logs:
-            _say(f"something had failed: the logs are kept in {cluster.log_dir}")
+        )
 
-    async def _until_stopped(self, keeper: Keeper) -> None:
-        keeping = asyncio.create_task(keeper.run(), name="keeper")
+    def _dashboard(
+        self, clusters: list[LocalCluster], keepers: list[Keeper]
+    ) -> contextlib.AbstractAsyncContextManager[str]:
+        from ballast.local.dashboard import dashboard_of  # starlette and uvicorn: only for those who want the page
+
+        args = self._args
+        policies = [args.overload_policy or OverloadPolicy.DROP.value, args.twin]
+        return dashboard_of(clusters, keepers, policies[: len(clusters)], host=args.host, port=args.dashboard_port)
+
+    async def _until_stopped(self, keepers: list[Keeper]) -> None:
+        keeping = [asyncio.create_task(keeper.run(), name="keeper") for keeper in keepers]
         stopping = asyncio.create_task(self._stopping.wait(), name="stop")
         try:
-            await asyncio.wait({keeping, stopping}, return_when=asyncio.FIRST_COMPLETED)
-            if keeping.done():
-                await keeping  # it ends only by failing
+            await asyncio.wait([*keeping, stopping], return_when=asyncio.FIRST_COMPLETED)
+            for task in keeping:
+                if task.done():
+                    await task  # it ends only by failing
         finally:
-            for task in (keeping, stopping):
+            for task in (*keeping, stopping):
                 task.cancel()
-            await asyncio.gather(keeping, stopping, return_exceptions=True)
+            await asyncio.wait([*keeping, stopping])
 
-    def _service_flags(self) -> dict[Service, list[str]]:
+    def _service_flags(self, policy: str | None = None) -> dict[Service, list[str]]:
         def given(flags: dict[str, str]) -> list[str]:
             values = ((flag, getattr(self._args, flag[2:].replace("-", "_"))) for flag in flags)
             return [part for flag, value in values if value is not None for part in (flag, value)]
 
+        chosen = given(_POLICY_FLAG) if policy is None else ["--overload-policy", policy]
         engine: list[str] = self._args.engine_flags if self._args.engine == "emulated" else []
         common = given({"--log-level": "", "--log-format": ""})
         return {
             "monitor": common,
-            "planner": [*common, *given(_POLICY_FLAG | _PLANNER_FLAGS)],
-            "worker": [*common, *engine, *given({"--device-memory-bytes": ""} | _POLICY_FLAG | _WORKER_FLAGS)],
+            "planner": [*common, *chosen, *given(_PLANNER_FLAGS)],
+            "worker": [*common, *engine, *chosen, *given({"--device-memory-bytes": ""} | _WORKER_FLAGS)],
             "dispatcher": [*common, *given(_DISPATCHER_FLAGS)],
             "gateway": [*common, *given(_GATEWAY_FLAGS)],
         }

@@ -1,0 +1,160 @@
+"""The page and what it asks for, as a Starlette app: mount it, or serve it by `serve`.
+
+Reading is for whoever may open the page. What changes something (`POST`) needs a header that no form and no foreign
+page can send, a `Host` that is expected, and, where the app is told of one, the permission of `may_operate`.
+"""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.requests import Request
+from starlette.responses import FileResponse, JSONResponse, Response
+from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
+
+from ballast.common.errors import BallastError
+from ballast.dashboard.load import Load
+from ballast.dashboard.watched import Watched
+
+_PAGE: Final = Path(__file__).parent / "page"
+_HEADER: Final = "x-ballast-dashboard"
+_EVERY_S: Final = 0.5
+_WATCHED_S: Final = 30.0  # so long after the last question somebody is thought to look
+_SAFETY: Final = {
+    "Content-Security-Policy": "default-src 'self'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-store",
+}
+
+Kill = Callable[[str], bool]  # a worker's process, by the worker's id; whether there was one
+
+
+class Dashboard:
+    """Some clusters side by side, with what may be done to them.
+
+    Args:
+        clusters: The first is the one that is operated; bursts and traffic go to all.
+        kills: For each cluster what kills a worker; None where its processes are not on this machine.
+        with_load: Whether bursts and traffic may be sent.
+        with_orders: Whether drops and restores may be ordered.
+        may_operate: Asked before anything is changed; None: whoever can open the page may.
+    """
+
+    def __init__(
+        self,
+        clusters: Sequence[Watched],
+        *,
+        kills: Sequence[Kill | None] = (),
+        with_load: bool = True,
+        with_orders: bool = True,
+        may_operate: Callable[[Request], Awaitable[bool]] | None = None,
+    ) -> None:
+        self.clusters = clusters
+        self.load = Load(clusters) if with_load else None
+        self._kills = [*kills, *[None] * (len(clusters) - len(kills))]
+        self._may_operate = may_operate
+        self._with_orders = with_orders
+        self._asked_at_s = -_WATCHED_S
+
+    async def follow(self) -> None:
+        """Looks at the clusters while somebody looks at the page, or while a burst runs, so that charts have no gaps.
+        Until cancelled."""
+        while True:
+            is_watched = time.monotonic() - self._asked_at_s < _WATCHED_S
+            if is_watched or (self.load is not None and self.load.is_bursting):
+                await asyncio.gather(*(cluster.snapshot() for cluster in self.clusters))
+            await asyncio.sleep(_EVERY_S)
+
+    async def close(self) -> None:
+        if self.load is not None:
+            await self.load.close()
+        for cluster in self.clusters:
+            await cluster.close()
+
+    async def state(self, request: Request) -> Response:
+        self._asked_at_s = time.monotonic()
+        clusters: list[dict[str, Any]] = []
+        for index, cluster in enumerate(self.clusters):
+            shown = dict(await cluster.snapshot())
+            shown["can_kill"] = self._kills[index] is not None
+            shown["can_operate"] = self._with_orders and cluster.policy in ("", "drop")
+            if self.load is not None and index < len(self.load.results):
+                shown["burst"] = self.load.results[index].as_json()
+            clusters.append(shown)
+        load = {"steady": self.load.is_steady, "bursting": self.load.is_bursting} if self.load else None
+        return JSONResponse({"clusters": clusters, "load": load}, headers=_SAFETY)
+
+    async def act(self, request: Request) -> Response:
+        if request.headers.get(_HEADER) is None:
+            return _answer(403, f"the header {_HEADER} is missing")
+        if self._may_operate is not None and not await self._may_operate(request):
+            return _answer(403, "this needs the role operate")
+        try:
+            return _answer(200, await self._do(request.path_params["action"], request.query_params))
+        except LookupError as error:
+            return _answer(404, str(error.args[0]))
+        except BallastError as error:
+            return _answer(409, str(error))
+
+    # Any: the query's own type.
+    async def _do(self, action: str, query: Any) -> str:
+        number = query.get("cluster", "0")
+        if not number.isdecimal() or int(number) >= len(self.clusters):
+            raise LookupError(f"no cluster {number}")
+        cluster, kill = self.clusters[int(number)], self._kills[int(number)]
+        match action:
+            case "burst" if self.load is not None:
+                return await self.load.burst()
+            case "steady" if self.load is not None:
+                return await self.load.steady()
+            case "drop" if self._with_orders:
+                return await cluster.drop()
+            case "restore" if self._with_orders:
+                return await cluster.restore()
+            case "kill" if kill is not None:
+                worker_id = query.get("worker", "")
+                if not kill(worker_id):
+                    raise LookupError(f"no worker {worker_id!r} runs on this machine")
+                return f"{worker_id} is killed"
+            case _:
+                raise LookupError(f"{action!r} cannot be done here")
+
+
+def build_app(dashboard: Dashboard, *, hosts: Sequence[str] = ("localhost", "127.0.0.1", "[::1]")) -> Starlette:
+    """`hosts`: names under which the page may be opened; "*" stands for all, behind a server that checks them."""
+
+    async def page(request: Request) -> Response:
+        return FileResponse(_PAGE / "index.html", headers=_SAFETY)
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncGenerator[None]:
+        following = asyncio.create_task(dashboard.follow(), name="follow clusters")
+        try:
+            yield
+        finally:
+            following.cancel()
+            await asyncio.wait([following])
+            await dashboard.close()
+
+    return Starlette(
+        routes=[
+            Route("/", page),
+            Route("/api/state", dashboard.state),
+            Route("/api/{action}", dashboard.act, methods=["POST"]),
+            Mount("/static", StaticFiles(directory=_PAGE)),
+        ],
+        middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=list(hosts))],
+        lifespan=lifespan,
+    )
+
+
+def _answer(status: int, message: str) -> Response:
+    return JSONResponse({"message": message}, status_code=status, headers=_SAFETY)

@@ -1,0 +1,278 @@
+// The page: asks for the state twice a second and draws it. No library, no build step, nothing from elsewhere.
+const EVERY_MS = 500;
+const CHART_S = 90;
+const GAP_S = 5;
+const SVG = "http://www.w3.org/2000/svg";
+const views = [];
+let failures = 0;
+
+function make(tag, attributes = {}, ...children) {
+  const element = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) {
+    if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
+    else element.setAttribute(name, value);
+  }
+  element.append(...children);
+  return element;
+}
+
+function set(element, text) {
+  if (element.textContent !== text) element.textContent = text;
+}
+
+function bytes(count) {
+  for (const [size, name] of [[2 ** 30, "GiB"], [2 ** 20, "MiB"]]) if (count >= size) return `${(count / size).toFixed(1)} ${name}`;
+  return `${Math.round(count / 1024)} KiB`;
+}
+
+function seconds(value) {
+  if (value === null || value === undefined) return "–";
+  if (value >= 10) return `${value.toFixed(1)} s`;
+  if (value >= 1) return `${value.toFixed(2)} s`;
+  return `${(1000 * value).toFixed(value < 0.1 ? 1 : 0)} ms`;
+}
+
+function count(value) {
+  return value >= 10000 ? `${(value / 1000).toFixed(1)}k` : Math.round(value).toLocaleString("en");
+}
+
+function notice(text, bad = false) {
+  const line = document.getElementById("notice");
+  set(line, text);
+  line.classList.toggle("bad", bad);
+}
+
+async function act(action, query = {}) {
+  const url = `api/${action}?${new URLSearchParams(query)}`;
+  try {
+    const answer = await fetch(url, { method: "POST", headers: { "X-Ballast-Dashboard": "1" } });
+    const told = await answer.json().catch(() => ({ message: `status ${answer.status}` }));
+    notice(told.message, !answer.ok);
+  } catch (error) {
+    notice(`no answer: ${error.message}`, true);
+  }
+}
+
+class WorkerView {
+  constructor(cluster, id) {
+    this.name = make("b", {}, id);
+    this.state = make("span", { class: "state" });
+    this.kvtext = make("span", { class: "kvtext" });
+    this.kill = make("button", { class: "small kill", type: "button", title: `end the process of ${id}, as a fault would`,
+      onclick: () => act("kill", { cluster, worker: id }) }, "kill");
+    this.params = make("div", { class: "params" });
+    this.used = make("div", { class: "used" });
+    this.kv = make("div", { class: "kv" }, this.used);
+    this.stones = make("div", { class: "stones" });
+    this.root = make("div", { class: "worker", "data-worker": id },
+      make("div", { class: "row" }, this.name, this.state, this.kvtext, this.kill),
+      make("div", { class: "hull", role: "img" }, this.params, this.kv),
+      make("div", { class: "sea" }, this.stones));
+    this.whole = 0; // share of the memory that all parameters take
+  }
+
+  draw(worker, canKill) {
+    this.kill.hidden = !canKill;
+    this.kill.disabled = worker.down;
+    this.root.classList.toggle("down", worker.down);
+    if (worker.down || !worker.budget) {
+      set(this.state, worker.down ? "not there" : "starting");
+      set(this.kvtext, "");
+      return;
+    }
+    const layers = worker.layer_count, held = worker.last_layer - worker.first_layer;
+    this.grow(layers);
+    for (let i = 0; i < layers; i++) {
+      const gone = i < worker.first_layer || i >= worker.last_layer;
+      this.params.children[i].classList.toggle("gone", gone);
+      this.stones.children[i].classList.toggle("sunk", gone);
+    }
+    const share = worker.parameters / worker.budget;
+    if (held === layers) this.whole = share;
+    this.params.style.width = `${100 * share}%`;
+    this.kv.style.width = `${100 * worker.kv / worker.budget}%`;
+    this.stones.style.width = `${100 * (this.whole || Math.min(1, share * layers / Math.max(1, held)))}%`;
+    this.used.style.width = `${100 * worker.used}%`;
+    this.kv.classList.toggle("full", worker.used > 0.97);
+    const others = worker.group.filter((id) => id !== worker.id);
+    const role = others.length ? `layers ${worker.first_layer}–${worker.last_layer - 1}, with ${others.join(", ")}` : "all layers";
+    set(this.state, role + (worker.draining ? ", draining" : "") + ` · ${worker.running} running`);
+    set(this.kvtext, `KV ${bytes(worker.kv)}, ${Math.round(100 * worker.used)} % used`);
+    this.root.dataset.held = held;
+    this.root.querySelector(".hull").setAttribute("aria-label",
+      `${bytes(worker.parameters)} of parameters, ${bytes(worker.kv)} of KV, ${Math.round(100 * worker.used)} percent used`);
+  }
+
+  grow(layers) {
+    while (this.params.children.length < layers) {
+      this.params.append(make("i", { class: "layer" }));
+      const stone = make("i", { class: "stone" });
+      stone.style.transitionDelay = `${Math.min(600, 18 * this.stones.children.length)}ms`;
+      this.stones.append(stone);
+    }
+    while (this.params.children.length > layers) { this.params.lastChild.remove(); this.stones.lastChild.remove(); }
+  }
+}
+
+class Chart {
+  constructor(title, css, format) {
+    this.format = format;
+    this.now = make("span");
+    this.svg = document.createElementNS(SVG, "svg");
+    this.svg.setAttribute("class", `chart ${css}`);
+    this.svg.setAttribute("viewBox", "0 0 100 40");
+    this.svg.setAttribute("preserveAspectRatio", "none");
+    this.area = document.createElementNS(SVG, "path");
+    this.area.setAttribute("class", "area");
+    this.line = document.createElementNS(SVG, "path");
+    this.line.setAttribute("class", "line");
+    this.svg.append(this.area, this.line);
+    this.root = make("figure", {}, make("figcaption", {}, make("span", {}, title), this.now), this.svg);
+  }
+
+  draw(points, top, endS) {
+    set(this.now, `top ${this.format(top)}`);
+    const shown = points.filter(([atS]) => atS > endS - CHART_S);
+    if (shown.length < 2) return;
+    const at = ([atS, value]) => `${(100 * (1 - (endS - atS) / CHART_S)).toFixed(2)} ${(39 - 37 * Math.min(1, value / top)).toFixed(2)}`;
+    const runs = [[]]; // a gap in what is known is a gap in the line
+    for (const point of shown) {
+      const run = runs[runs.length - 1];
+      if (run.length && point[0] - run[run.length - 1][0] > GAP_S) runs.push([point]); else run.push(point);
+    }
+    this.line.setAttribute("d", runs.map((run) => `M${run.map(at).join("L")}`).join(""));
+    this.area.setAttribute("d", runs.map((run) => `M${at([run[0][0], 0])}L${run.map(at).join("L")}L${at([run[run.length - 1][0], 0])}Z`).join(""));
+  }
+}
+
+class ClusterView {
+  constructor(number) {
+    this.number = number;
+    this.title = make("h2");
+    this.drop = make("button", { type: "button", class: "drop", onclick: () => act("drop", { cluster: number }) }, "Drop");
+    this.restore = make("button", { type: "button", class: "restore", onclick: () => act("restore", { cluster: number }) }, "Restore");
+    this.orders = make("div", { class: "orders" }, this.drop, this.restore);
+    this.problem = make("p", { class: "problem" });
+    this.tiles = {};
+    const tiles = make("div", { class: "tiles" });
+    for (const [key, text] of [["waiting", "waiting"], ["running", "running"], ["slowest", "slowest TTFT"], ["tpot", "per token"], ["rate", "tokens/s"]]) {
+      this.tiles[key] = make("b", {}, "–");
+      tiles.append(make("div", { class: "tile" }, this.tiles[key], make("span", {}, text)));
+    }
+    this.workers = make("div");
+    this.views = new Map();
+    this.ttft = new Chart("slowest first token (TTFT)", "ttft", seconds);
+    this.rate = new Chart("tokens per second", "rate", count);
+    this.lines = make("ol", { class: "lines" });
+    this.root = make("section", { class: "cluster", "data-cluster": number },
+      make("div", { class: "top" }, this.title, this.orders), this.problem, tiles, this.workers,
+      make("div", { class: "charts" }, this.ttft.root, this.rate.root), make("h3", {}, "what happened"), this.lines);
+  }
+
+  draw(cluster, tops, endS) {
+    this.title.replaceChildren(cluster.title || "Cluster", make("small", {}, cluster.model || ""));
+    this.orders.hidden = !cluster.can_operate;
+    set(this.problem, cluster.error ? `no word from it: ${cluster.error}` : "");
+    if (!cluster.workers) return;
+    const last = cluster.points[cluster.points.length - 1] || [0, 0, 0, 0, 0];
+    set(this.tiles.waiting, count(cluster.waiting));
+    set(this.tiles.running, count(cluster.running));
+    set(this.tiles.slowest, last[1] ? seconds(last[1]) : "–");
+    this.tiles.slowest.classList.toggle("alarm", last[1] > 5);
+    set(this.tiles.tpot, last[2] ? seconds(last[2]) : "–");
+    set(this.tiles.rate, count(last[3]));
+    this.drawWorkers(cluster);
+    this.ttft.draw(cluster.points.map((p) => [p[0], p[1]]), tops.ttft, endS);
+    this.rate.draw(cluster.points.map((p) => [p[0], p[3]]), tops.rate, endS);
+    this.drawLines(cluster.lines);
+    this.root.dataset.replays = cluster.replays;
+  }
+
+  drawWorkers(cluster) {
+    const known = new Set(cluster.workers.map((worker) => worker.id));
+    for (const [id, view] of this.views) if (!known.has(id)) { view.root.remove(); this.views.delete(id); }
+    for (const worker of cluster.workers) {
+      if (!this.views.has(worker.id)) {
+        this.views.set(worker.id, new WorkerView(this.number, worker.id));
+        this.workers.append(this.views.get(worker.id).root);
+      }
+      this.views.get(worker.id).draw(worker, cluster.can_kill);
+    }
+  }
+
+  drawLines(lines) {
+    const key = JSON.stringify(lines);
+    if (key === this.shown) return;
+    this.shown = key;
+    this.lines.replaceChildren(...lines.map((line) => make("li", { class: line.kind },
+      make("time", {}, new Date(1000 * line.at_s).toLocaleTimeString("en-GB")), make("span", { class: "dot" }), make("span", {}, line.text))));
+    if (!lines.length) this.lines.replaceChildren(make("li", {}, "nothing yet: send a burst"));
+  }
+}
+
+function drawVerdict(clusters) {
+  const bursts = clusters.filter((cluster) => cluster.burst);
+  const box = document.getElementById("verdict");
+  box.hidden = !bursts.length;
+  if (!bursts.length) return;
+  const best = (key) => Math.min(...bursts.map((c) => c.burst[key] ?? Infinity));
+  const columns = [["TTFT p50", "ttft_p50_s", "wide"], ["TTFT p99", "ttft_p99_s", ""], ["per token", "tpot_p50_s", ""]];
+  const head = make("tr", {}, make("th", {}, "the last burst"), make("th", {}, "answered"), make("th", {}, "lost"),
+    make("th", { class: "wide" }, "replayed"), ...columns.map(([name, , wide]) => make("th", { class: wide }, name)), make("th", { class: "wide" }, "took"));
+  const rows = bursts.map((c) => make("tr", {}, make("td", {}, c.title), make("td", { class: "answered" }, `${c.burst.done - c.burst.failed} of ${c.burst.sent}`),
+    make("td", { class: "lost" }, `${c.burst.failed}`), make("td", { class: "wide" }, `${c.burst.replayed}`),
+    ...columns.map(([, key, wide]) => {
+      const isBest = bursts.length > 1 && c.burst[key] !== null && c.burst[key] === best(key);
+      return make("td", { class: `${wide} ${isBest ? "best" : ""}` }, seconds(c.burst[key]));
+    }),
+    make("td", { class: "wide" }, c.burst.took_s ? seconds(c.burst.took_s) : "…")));
+  const told = make("p", {}, verdict(bursts));
+  box.replaceChildren(told, make("div", { class: "scroll" }, make("table", {}, make("thead", {}, head), make("tbody", {}, ...rows))));
+}
+
+function verdict(bursts) {
+  const done = bursts.every((c) => c.burst.done === c.burst.sent);
+  if (!done) return bursts.length > 1 ? "The same burst runs on both clusters …" : "The burst is running …";
+  const many = bursts.length > 1;
+  const each = (key) => bursts.map((c) => `${seconds(c.burst[key])}${many ? ` with ${c.policy || c.title}` : ""}`).join(", ");
+  const start = many ? "The same burst on the same GPUs: " : "";
+  return `${start}99 of 100 requests had their first token within ${each("ttft_p99_s")}; a token after it took ${each("tpot_p50_s")}.`;
+}
+
+function draw(state) {
+  const main = document.getElementById("clusters");
+  while (views.length < state.clusters.length) { views.push(new ClusterView(views.length)); main.append(views[views.length - 1].root); }
+  main.classList.toggle("twins", state.clusters.length > 1);
+  const points = state.clusters.flatMap((cluster) => cluster.points || []);
+  const endS = Math.max(...points.map((p) => p[0]), 0);
+  const recent = points.filter((p) => p[0] > endS - CHART_S);
+  const tops = { ttft: Math.max(1, ...recent.map((p) => p[1])), rate: Math.max(10, ...recent.map((p) => p[3])) };
+  state.clusters.forEach((cluster, number) => views[number].draw(cluster, tops, endS));
+  const first = state.clusters[0], workers = (first.workers || []).length;
+  set(document.getElementById("what"), `${first.model || "no model yet"} on ${workers} worker${workers === 1 ? "" : "s"}${state.clusters.length > 1 ? " each" : ""}`);
+  const burst = document.getElementById("burst"), steady = document.getElementById("steady");
+  burst.hidden = steady.hidden = !state.load;
+  if (state.load) {
+    burst.disabled = state.load.bursting;
+    steady.setAttribute("aria-pressed", String(state.load.steady));
+  }
+  drawVerdict(state.clusters);
+}
+
+async function look() {
+  try {
+    const answer = await fetch("api/state");
+    if (!answer.ok) throw new Error(`status ${answer.status}`);
+    draw(await answer.json());
+    if (failures) notice("");
+    failures = 0;
+  } catch (error) {
+    failures += 1;
+    if (failures > 2) notice(`the page cannot be brought up to date: ${error.message}`, true);
+  }
+  setTimeout(look, document.hidden ? 4 * EVERY_MS : EVERY_MS);
+}
+
+document.getElementById("burst").addEventListener("click", () => act("burst"));
+document.getElementById("steady").addEventListener("click", () => act("steady"));
+look();
