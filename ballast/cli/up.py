@@ -52,6 +52,7 @@ _PLANNER_FLAGS = {
 }
 _GATEWAY_FLAGS = {
     "--served-model-name": "what HTTP clients call the model; several with commas (default: its own name)",
+    "--tool-call-parser": "how the model calls tools: hermes, llama3_json or auto (default: auto, by its template)",
 }
 _DISPATCHER_FLAGS = {
     "--max-num-queued-reqs": "requests that may wait; more are refused",

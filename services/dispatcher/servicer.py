@@ -223,6 +223,8 @@ class DispatcherServicer(inference_pb2_grpc.InferenceServiceServicer):
             raise InvalidRequest("request_id", f"has {len(message.request_id)} characters, at most 128 are allowed")
         priority = priority_from_proto(message.priority)
         sampling = sampling_from_proto(message.sampling)
+        if sampling.grammar is not None:
+            await self._encoder.check_grammar(sampling.grammar)
         prompt = await self._encode_prompt(message)
         longest_s = self._bounds.max_deadline_s
         return Request(
@@ -288,8 +290,6 @@ class DispatcherServicer(inference_pb2_grpc.InferenceServiceServicer):
         Like in vLLM, a max_tokens that was asked for and does not fit is an error, and the default is shortened.
         """
         changes: dict[str, int] = {}
-        if sampling.grammar is not None:
-            raise InvalidRequest("sampling.grammar", "is not served yet")
         self._check_token_ids("sampling.logit_bias", list(sampling.logit_bias))
         if sampling.seed is None:
             changes["seed"] = secrets.randbits(63)

@@ -14,6 +14,8 @@ from typing import Any, cast
 from tokenizers import Tokenizer
 
 from ballast.common.errors import ConfigError, InvalidRequest
+from ballast.common.sampling import Grammar
+from ballast.service.grammar import Grammars
 from services.dispatcher.template import ChatTemplate
 
 # A longer text is tokenized in a thread: that takes milliseconds, and only the batch call releases the GIL.
@@ -35,6 +37,7 @@ class PromptEncoder:
         variables = {name: _token_text(config.get(name)) for name in _SPECIAL_TOKENS if name in config}
         self._template = ChatTemplate(model, config, variables)
         self.token_bytes = TokenBytes(self._tokenizer)
+        self._grammars = Grammars(model / "tokenizer.json")
 
     @property
     def chat_template(self) -> str:
@@ -62,6 +65,10 @@ class PromptEncoder:
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         """Token ids that are not in the vocabulary are left out."""
         return self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+    async def check_grammar(self, grammar: Grammar) -> None:
+        """Raises InvalidRequest for a grammar that cannot be followed. In a thread: a large one takes a while."""
+        await asyncio.to_thread(self._grammars.check, grammar)
 
     async def _encode(self, field: str, text: str, *, add_special_tokens: bool) -> Sequence[int]:
         try:

@@ -15,6 +15,7 @@ from services.gateway.endpoints import Endpoints
 from services.gateway.generation import Generator
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.models import ServedModel
+from services.gateway.openai.tools import Dialect
 from services.gateway.server import HttpServer
 
 _NAME = "gateway"
@@ -37,10 +38,11 @@ async def main(life: Lifecycle) -> None:
         names = tuple(name.strip() for name in (settings.served_model_name or "").split(",") if name.strip())
         metrics = GatewayMetrics(REGISTRY)
         model = ServedModel(client, names, settings.model_refresh_s)
+        dialect = None if settings.tool_call_parser == "auto" else Dialect(settings.tool_call_parser)
         exposition = MetricsServer("", 0, service=_NAME, instance=gateway_id).shown  # on the port of all else
         exposition.model_name = lambda: model.name
         app = build_app(
-            Endpoints(client, Generator(client, metrics), model, settings.max_choices),
+            Endpoints(client, Generator(client, metrics), model, settings.max_choices, dialect),
             metrics,
             exposition,
             Bounds(

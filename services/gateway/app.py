@@ -51,6 +51,7 @@ def build_app(
     served: list[tuple[str, str, str, Handler]] = [
         ("POST", "/v1/chat/completions", "chatcmpl", endpoints.chat),
         ("POST", "/v1/completions", "cmpl", endpoints.complete),
+        ("POST", "/v1/responses", "resp", endpoints.respond),
         ("GET", "/v1/models", "models", endpoints.models),
         ("GET", "/v1/models/{name:path}", "models", endpoints.model),
         ("POST", "/tokenize", "tokenize", endpoints.tokenize),

@@ -30,6 +30,8 @@ class GatewaySettings(Settings):
     """Where requests go: HOST:PORT, several with commas."""
     served_model_name: str | None = None
     """What clients call the model; several names with commas, answers use the first. Default: its own name."""
+    tool_call_parser: Literal["auto", "hermes", "llama3_json"] = "auto"
+    """How the model writes calls of tools: hermes (Hermes, Qwen) or llama3_json. auto: by its chat template."""
 
     # What it takes.
     max_concurrent_requests: int = Field(4096, ge=1)

@@ -1,12 +1,13 @@
 """What each path of the API does: a parsed call in, an answer or a stream of events out."""
 
 import time
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 from ballast import __version__
-from ballast.client import AsyncClient, GenerationChunk
+from ballast.client import AsyncClient, Generation, GenerationChunk
 from ballast.common.errors import BallastError, DeadlineExceeded, Unavailable
 from ballast.common.sampling import SamplingParams
 from services.gateway.errors import invalid
@@ -23,7 +24,10 @@ from services.gateway.openai.requests import (
     TokenizeRequest,
     parse,
 )
+from services.gateway.openai.responses import ResponsesRequest, ResponsesWriter
 from services.gateway.openai.sampling import for_each_choice, priority_of, sampling_of
+from services.gateway.openai.structure import grammar_of
+from services.gateway.openai.tools import Dialect, tool_use_of
 
 _COMPLETION_MAX_TOKENS = 16  # OpenAI's default for the older form
 _MAX_TOP_LOGPROBS = 20
@@ -51,39 +55,75 @@ class Call:
 Reply = Mapping[str, object] | Events
 
 
+class Writer(Protocol):
+    """Writes one answer in OpenAI's form."""
+
+    def complete(self, generations: Sequence[Generation], /) -> Mapping[str, object]: ...
+
+    def chunk(self, index: int, chunk: GenerationChunk, /) -> bytes:
+        """What a chunk brings, as events; empty if there is nothing to say yet."""
+        ...
+
+    def end(self) -> bytes:
+        """What follows the last chunk of the last choice."""
+        ...
+
+
 class Endpoints:
     """The API. What fails raises Failure or an error of `ballast.common.errors`."""
 
-    def __init__(self, client: AsyncClient, generator: Generator, model: ServedModel, max_choices: int) -> None:
+    def __init__(
+        self, client: AsyncClient, generator: Generator, model: ServedModel, max_choices: int, dialect: Dialect | None
+    ) -> None:
         self._client = client
         self._generator = generator
         self._model = model
         self._max_choices = max_choices
+        self._dialect = dialect
 
     # ------------------------------------------------------------------------------------------ generating
 
     async def chat(self, call: Call) -> Reply:
         request = parse(ChatRequest, call.body)
+        return await self._chat(call, request, lambda head, wishes: ChatWriter(head, wishes))
+
+    async def respond(self, call: Call) -> Reply:
+        request = parse(ResponsesRequest, call.body)
+        return await self._chat(call, request.as_chat(), lambda head, wishes: ResponsesWriter(head, wishes, request))
+
+    async def _chat(self, call: Call, request: ChatRequest, make_writer: Callable[[Head, Wishes], Writer]) -> Reply:
         served = await self._served(call, request.model)
         _refuse_what_is_missing(request)
         given = [limit for limit in (request.max_completion_tokens, request.max_tokens) if limit is not None]
         limit = given[0] if given else served.info.max_model_len
         logprobs = _top_logprobs(request)
-        sampling = sampling_of(request, max_tokens=limit, logprobs=logprobs)
-        messages = messages_for_template(request.messages)
+        tools = tool_use_of(
+            request.tools,
+            request.tool_choice,
+            parallel=request.parallel_tool_calls is not False,
+            template=served.chat_template,
+            dialect=self._dialect,
+        )
+        grammar = grammar_of(request.response_format, request.structured_outputs)
+        if tools is not None and tools.grammar is not None:
+            grammar = tools.grammar
+        sampling = sampling_of(request, max_tokens=limit, logprobs=logprobs, grammar=grammar)
         variables = _template_variables(request)
+        if tools is not None:
+            variables["tools"] = tools.tools
+            sampling = replace(sampling, skip_special_tokens=False)  # as which some models have the tags around calls
+        messages = messages_for_template(request.messages)
         asks = [
             Ask(sampling=each, messages=messages, template_variables=variables)
             for each in self._for_each_choice(sampling, request.choice_count)
         ]
-        writer = ChatWriter(
-            self._head(call, request, served),
-            Wishes(
-                logprobs=logprobs is not None,
-                usage=request.wants_usage,
-                token_ids=bool(request.return_token_ids),
-            ),
+        wishes = Wishes(
+            logprobs=logprobs is not None,
+            usage=request.wants_usage,
+            token_ids=bool(request.return_token_ids),
+            tools=tools,
         )
+        writer = make_writer(self._head(call, request, served), wishes)
         return await self._answer(call, request, asks, writer, fit_max_tokens=not given)
 
     async def complete(self, call: Call) -> Reply:
@@ -95,7 +135,8 @@ class Endpoints:
             raise invalid("best_of", "is not supported beyond n", code="unsupported_value")
         prompts = _prompts(request)
         limit = _COMPLETION_MAX_TOKENS if request.max_tokens is None else request.max_tokens
-        sampling = sampling_of(request, max_tokens=limit, logprobs=request.logprobs)
+        grammar = grammar_of(request.response_format, request.structured_outputs)
+        sampling = sampling_of(request, max_tokens=limit, logprobs=request.logprobs, grammar=grammar)
         each_prompt = self._for_each_choice(sampling, request.choice_count, len(prompts))
         asks = [
             Ask(sampling=each, prompt=prompt) if isinstance(prompt, str) else Ask(sampling=each, token_ids=prompt)
@@ -120,7 +161,7 @@ class Endpoints:
         call: Call,
         request: GenerationRequest,
         asks: Sequence[Ask],
-        writer: ChatWriter | CompletionWriter,
+        writer: Writer,
         *,
         fit_max_tokens: bool,
     ) -> Reply:
@@ -178,6 +219,8 @@ class Endpoints:
         if (request.prompt is None) == (request.messages is None):
             raise invalid("prompt", "give either prompt or messages")
         variables = dict(request.chat_template_kwargs or {})
+        if request.tools:
+            variables["tools"] = request.tools
         if request.add_generation_prompt is not None:
             variables["add_generation_prompt"] = request.add_generation_prompt
         tokens = await self._client.tokenize(
@@ -211,15 +254,15 @@ class Endpoints:
         return {"version": __version__}
 
 
-async def _events(
-    chunks: AsyncGenerator[tuple[int, GenerationChunk], None], writer: ChatWriter | CompletionWriter
-) -> Events:
+async def _events(chunks: AsyncGenerator[tuple[int, GenerationChunk], None], writer: Writer) -> Events:
     async with aclosing(chunks):
         async for index, chunk in chunks:
             events = writer.chunk(index, chunk)
             if events:
                 yield events
-    yield writer.end()
+    last = writer.end()
+    if last:
+        yield last
 
 
 def _refuse_what_is_missing(request: ChatRequest) -> None:

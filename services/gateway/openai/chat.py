@@ -3,8 +3,21 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ballast.client import Generation, GenerationChunk, Usage
+from ballast.client import FinishReason, Generation, GenerationChunk, Usage
+from services.gateway.openai.tools import Listener, ToolCall, ToolUse, listen
 from services.gateway.openai.writing import DONE, chat_logprobs, dumps, event, quote, usage_of
+
+TOOL_CALLS = "tool_calls"  # why an answer has ended that has called functions
+
+
+def call_to_json(request_id: str, choice: int, number: int, call: ToolCall) -> dict[str, object]:
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": call_id(request_id, choice, number), "type": "function", "function": function}
+
+
+def call_id(request_id: str, choice: int, number: int) -> str:
+    """The same for the same call of the same answer."""
+    return f"call_{request_id.partition('-')[2]}_{choice}_{number}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +48,7 @@ class Wishes:
     logprobs: bool
     usage: bool  # in a stream; complete answers always have it
     token_ids: bool
+    tools: ToolUse | None = None
 
 
 class ChatWriter:
@@ -45,12 +59,14 @@ class ChatWriter:
         self._wishes = wishes
         self._usages: dict[int, Usage] = {}
         self._begun: set[int] = set()
+        self._listeners: dict[int, Listener] = {}
+        self._call_counts: dict[int, int] = {}  # of each choice
         prefix = dumps({**head.begin("chat.completion.chunk"), "choices": []}).removesuffix("]}")
         self._prefix = f'data: {prefix}{{"index":'
         # Most chunks are nothing but text, and there is one for each token: they are put together by hand.
         no_usage = ',"usage":null' if wishes.usage else ""
         self._after_text = f'}},"logprobs":null,"finish_reason":null}}]{no_usage}}}\n\n'
-        self._is_plain = not (wishes.logprobs or wishes.token_ids)
+        self._is_plain = not (wishes.logprobs or wishes.token_ids or wishes.tools)
 
     def complete(self, generations: Sequence[Generation]) -> dict[str, object]:
         usages = [generation.usage for generation in generations]
@@ -71,10 +87,14 @@ class ChatWriter:
                 parts.append(
                     f'{self._prefix}{index},"delta":{{"content":{quote(chunk.text)}{self._after_text}'.encode()
                 )
+        elif self._wishes.tools is not None:
+            parts += [self._event(index, delta, chunk) for delta in self._heard(index, chunk, self._wishes.tools)]
         elif chunk.text or chunk.token_ids:
             parts.append(self._event(index, {"content": chunk.text}, chunk))
         if chunk.finish_reason is not None:
-            parts.append(self._event(index, {}, None, finish_reason=chunk.finish_reason))
+            called = self._call_counts.get(index) and chunk.finish_reason is FinishReason.STOP
+            reason = TOOL_CALLS if called else chunk.finish_reason
+            parts.append(self._event(index, {}, None, finish_reason=reason))
             if chunk.usage is not None:
                 self._usages[index] = chunk.usage
         return b"".join(parts)
@@ -91,12 +111,39 @@ class ChatWriter:
         }
         return event(last) + DONE
 
+    def _heard(self, index: int, chunk: GenerationChunk, tools: ToolUse) -> list[dict[str, object]]:
+        """Deltas that a chunk brings: text that is no call, and calls that are complete."""
+        listener = self._listeners.get(index)
+        if listener is None:
+            listener = self._listeners[index] = tools.listener()
+        heard = [listener.feed(chunk.text)]
+        if chunk.finish_reason is not None:
+            heard.append(listener.finish())
+        deltas: list[dict[str, object]] = []
+        for each in heard:
+            if each.text:
+                deltas.append({"content": each.text})
+            for call in each.calls:
+                number = self._call_counts.get(index, 0)
+                self._call_counts[index] = number + 1
+                deltas.append({"tool_calls": [{"index": number, **call_to_json(self._head.id, index, number, call)}]})
+        return deltas or ([{}] if chunk.token_ids and (self._wishes.logprobs or self._wishes.token_ids) else [])
+
     def _choice(self, index: int, generation: Generation) -> dict[str, object]:
+        message: dict[str, object] = {"role": "assistant", "content": generation.text, "refusal": None}
+        reason: str = generation.finish_reason
+        if self._wishes.tools is not None:
+            text, calls = listen(self._wishes.tools.listener(), generation.text)
+            message["content"] = text or (None if calls else "")
+            if calls:
+                numbered = enumerate(calls)
+                message["tool_calls"] = [call_to_json(self._head.id, index, number, call) for number, call in numbered]
+                reason = TOOL_CALLS if generation.finish_reason is FinishReason.STOP else reason
         choice: dict[str, object] = {
             "index": index,
-            "message": {"role": "assistant", "content": generation.text, "refusal": None},
+            "message": message,
             "logprobs": chat_logprobs(generation.logprobs) if self._wishes.logprobs else None,
-            "finish_reason": generation.finish_reason,
+            "finish_reason": reason,
         }
         return choice | ({"token_ids": list(generation.token_ids)} if self._wishes.token_ids else {})
 

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from ballast.common.sampling import PriorityClass, SamplingParams
+from ballast.common.sampling import Grammar, PriorityClass, SamplingParams
 from services.gateway.errors import invalid
 from services.gateway.openai.requests import GenerationRequest
 
@@ -24,7 +24,9 @@ _SAME_NAME = (
 _CLASSES = {"flex": PriorityClass.BATCH, "priority": PriorityClass.INTERACTIVE, "scale": PriorityClass.INTERACTIVE}
 
 
-def sampling_of(request: GenerationRequest, *, max_tokens: int, logprobs: int | None) -> SamplingParams:
+def sampling_of(
+    request: GenerationRequest, *, max_tokens: int, logprobs: int | None, grammar: Grammar | None
+) -> SamplingParams:
     """Raises InvalidRequest or Failure for what is out of range."""
     values: dict[str, Any] = {name: getattr(request, name) for name in _SAME_NAME}  # Any: of several types
     given = {name: value for name, value in values.items() if value is not None}
@@ -37,6 +39,7 @@ def sampling_of(request: GenerationRequest, *, max_tokens: int, logprobs: int | 
         stop=tuple(text for text in stop if text),
         stop_token_ids=tuple(request.stop_token_ids or ()),
         logprobs=logprobs,
+        grammar=grammar,
         logit_bias=_logit_bias(request.logit_bias or {}),
     )
 

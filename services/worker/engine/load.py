@@ -11,6 +11,7 @@ import torch
 from ballast.common.errors import ConfigError
 from ballast.common.load import MemoryReport
 from ballast.common.model import ModelInfo
+from ballast.service.grammar import Grammars
 from services.worker.core.batch import Batch, StepResult
 from services.worker.engine.attention import AttentionBackend, CpuAttention
 from services.worker.engine.attention_cuda import CudaAttention
@@ -141,7 +142,7 @@ def load_engine(
         else:
             model = Model(config, memory.parameters, memory.kv, max_model_len=longest)
             attention = _attention(torch_device, config, run_dtype)
-        sampler = Sampler(config.vocab_size, config.eos_token_ids, torch_device)
+        sampler = Sampler(config.vocab_size, config.eos_token_ids, torch_device, _grammars(model_dir, config))
         runner = ModelRunner(config, model, attention, sampler, memory.kv)
     except BaseException:
         memory.close()
@@ -173,6 +174,12 @@ def _set_threads(threads: int | None, native: Kernels | None) -> int:
     if native is not None:
         native.threads = threads
     return threads
+
+
+def _grammars(model_dir: Path, config: ModelConfig) -> Grammars | None:
+    """None without a tokenizer: such a model serves token ids only."""
+    file = model_dir / "tokenizer.json"
+    return Grammars(file, config.vocab_size, config.eos_token_ids) if file.is_file() else None
 
 
 def _dtype(name: str, config: ModelConfig, model_dir: Path) -> torch.dtype:

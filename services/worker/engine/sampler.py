@@ -1,8 +1,9 @@
 """Chooses the next tokens. What a row gives depends on its logits, parameters, seed and position alone.
 
-Order, as in vLLM: forbidden tokens, logit bias, penalties, temperature, min-p, top-k, top-p. Everything random is
-computed in float64 and row by row, so that neither batch neighbours nor their number can change a token. Tokens whose
-probability equals that of the last one a filter keeps are kept too: a border between equals would depend on sorting.
+Order, as in vLLM: forbidden tokens, grammar, logit bias, penalties, temperature, min-p, top-k, top-p. All that is
+random is computed in float64 and row by row, so that neither batch neighbours nor their number can change a token.
+Tokens whose probability equals that of the last one a filter keeps are kept too: a border between equals would depend
+on sorting.
 
 Shapes: R rows that sample, V vocabulary.
 """
@@ -16,7 +17,9 @@ import torch
 
 from ballast.common.errors import InvariantViolation
 from ballast.common.sampling import SamplingParams
+from ballast.service.grammar import Grammars
 from services.worker.core.batch import NewSequence, SequenceId, TokenLogprobs
+from services.worker.engine.grammar import GrammarState
 from services.worker.engine.penalties import Bias, TokenHistory, forbid
 from services.worker.engine.random_numbers import uniforms
 
@@ -41,6 +44,7 @@ class _Sequence:
     seed: int
     forbidden: tuple[int, ...]  # until min_tokens have been generated
     forbidden_until: int  # position from which they are allowed
+    grammar: GrammarState | None
     bias: Bias | None
     history: TokenHistory | None
     plain: bool  # the most probable token and nothing else
@@ -49,7 +53,14 @@ class _Sequence:
 class Sampler:
     """Keeps what sampling needs to know of each running sequence."""
 
-    def __init__(self, vocab_size: int, eos_token_ids: Sequence[int], device: torch.device) -> None:
+    def __init__(
+        self,
+        vocab_size: int,
+        eos_token_ids: Sequence[int],
+        device: torch.device,
+        grammars: Grammars | None = None,
+    ) -> None:
+        self._grammars = grammars
         self._vocab_size = vocab_size
         self._eos_token_ids = tuple(eos_token_ids)
         self._device = device
@@ -76,9 +87,12 @@ class Sampler:
             seed=sampling.seed or 0,
             forbidden=forbidden,
             forbidden_until=len(new.prompt_token_ids) + sampling.min_tokens,
+            grammar=GrammarState(self._grammars, new) if sampling.grammar is not None else None,
             bias=Bias(sampling.logit_bias, self._device) if sampling.logit_bias else None,
             history=TokenHistory(new, self._vocab_size, self._device) if penalised else None,
-            plain=sampling.greedy and not (penalised or forbidden or sampling.logit_bias) and sampling.logprobs is None,
+            plain=sampling.greedy
+            and not (penalised or forbidden or sampling.logit_bias or sampling.grammar)
+            and sampling.logprobs is None,
         )
         self._sequences[new.sequence_id] = sequence
         self._special += not sequence.plain
@@ -101,6 +115,8 @@ class Sampler:
         for row, sequence, logits_V in zip(rows, sequences, logits_RV, strict=True):
             if row.position < sequence.forbidden_until and sequence.forbidden:
                 forbid(logits_V, sequence.forbidden)
+            if sequence.grammar is not None:
+                sequence.grammar.restrict(logits_V)
             if sequence.bias is not None:
                 sequence.bias.apply(logits_V)
             if sequence.history is not None:
@@ -109,6 +125,8 @@ class Sampler:
         for sequence, token_id in zip(sequences, token_ids, strict=True):
             if sequence.history is not None:
                 sequence.history.add(token_id)
+            if sequence.grammar is not None:
+                sequence.grammar.add(token_id)
         return Sampled(tuple(token_ids), _logprobs(sequences, token_ids, raw_logprobs))
 
     def _choose(self, rows: Sequence[SampleRow], sequences: Sequence[_Sequence], logits_RV: torch.Tensor) -> list[int]:

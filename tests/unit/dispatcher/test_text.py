@@ -99,3 +99,34 @@ def test_a_template_that_does_not_parse_is_a_configuration_error(model: Path) ->
     edit(model / "tokenizer_config.json", chat_template="{% for %}")
     with pytest.raises(ConfigError, match="chat template is not valid"):
         PromptEncoder(model)
+
+
+def test_variables_generation_blocks_and_a_template_for_tools(model: Path) -> None:
+    source = (
+        "{% if tools is none and documents is none %}n{% endif %}{% if enable_thinking %}t{% endif %}"
+        "{% generation %}{{ messages[0].content }}{% endgeneration %}{{ messages[0].tool_calls | tojson }}"
+        "{% if add_generation_prompt %}g{% endif %}"
+    )
+    named = [{"name": "default", "template": source}, {"name": "tool_use", "template": "{{ tools | tojson }}"}]
+    edit(model / "tokenizer_config.json", chat_template=named)
+    encoder, reference = PromptEncoder(model), AutoTokenizer.from_pretrained(str(model))
+    messages = [{"role": "assistant", "content": "abc", "tool_calls": [{"größe": 1}]}]
+    cases: list[dict[str, object]] = [
+        {},
+        {"enable_thinking": True},
+        {"add_generation_prompt": False},
+        {"tools": [{"type": "function", "function": {"name": "f", "parameters": {}}}]},
+    ]
+    for variables in cases:
+        given = {"add_generation_prompt": True, **variables}
+        expected = reference.apply_chat_template(messages, tokenize=True, return_dict=False, **given)
+        assert list(asyncio.run(encoder.encode_conversation(messages, variables))) == expected
+
+
+def test_bytes_of_tokens_are_those_of_the_text(model: Path) -> None:
+    encoder = PromptEncoder(model)
+    text = "naïve café 🚢 \n\n x 船"
+    ids = asyncio.run(encoder.encode_text(text, add_special_tokens=False))
+    assert b"".join(map(encoder.token_bytes, ids)).decode() == text
+    assert encoder.token_bytes(0) == b"<|bos|>"
+    assert encoder.decode(ids, skip_special_tokens=True) == text

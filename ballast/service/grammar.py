@@ -1,0 +1,75 @@
+"""Grammars as llguidance reads them: what dispatchers check and workers follow is one and the same.
+
+The state of a grammar follows from the tokens alone, so that a replay or a move goes on where the sequence was.
+"""
+
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from llguidance import LLMatcher, LLTokenizer
+
+from ballast.common.errors import ConfigError, InvalidRequest
+from ballast.common.sampling import Grammar, GrammarKind
+
+if TYPE_CHECKING:  # exists in the type stubs only
+    from llguidance._lib import JsonCompileOptions
+
+_SILENT = 0
+_COMPILED = 256  # grammars that are kept: most requests of an application share a few
+# Between two tokens of JSON. Without a bound a model may write nothing but blanks to the end of its length.
+_JSON_DEFAULTS: "JsonCompileOptions" = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{0,20}"}
+
+
+class Grammars:
+    """Compiles grammars for one vocabulary.
+
+    Args:
+        tokenizer_file: tokenizer.json of the model.
+        vocab_size: Of the model; may be larger than the tokenizer's. None: the tokenizer's.
+        eos_token_ids: Tokens that end a sequence, which are allowed where a grammar may end. None: the tokenizer's.
+
+    Raises:
+        ConfigError: the file is no tokenizer that llguidance can read.
+    """
+
+    def __init__(
+        self, tokenizer_file: Path, vocab_size: int | None = None, eos_token_ids: Sequence[int] | None = None
+    ) -> None:
+        eos = list(eos_token_ids) if eos_token_ids else None
+        try:
+            self._tokenizer = LLTokenizer(str(tokenizer_file), n_vocab=vocab_size, eos_token=eos)
+        except (ValueError, RuntimeError, OSError) as error:
+            raise ConfigError(str(tokenizer_file), f"cannot be read for grammars: {error}") from error
+        self._compile = lru_cache(maxsize=_COMPILED)(self._compiled)
+
+    def check(self, grammar: Grammar) -> None:
+        """Raises InvalidRequest, with what llguidance says, for a grammar that cannot be followed."""
+        self._compile(grammar)
+
+    def start(self, grammar: Grammar, token_ids: Sequence[int]) -> LLMatcher:
+        """The state behind these tokens of the answer."""
+        matcher = self._compile(grammar).deep_copy()
+        if token_ids:
+            matcher.consume_tokens(list(token_ids))
+        return matcher
+
+    def _compiled(self, grammar: Grammar) -> LLMatcher:
+        matcher = LLMatcher(self._tokenizer, _text(grammar), log_level=_SILENT)
+        if matcher.is_error():
+            raise InvalidRequest(f"sampling.grammar.{grammar.kind}", matcher.get_error().split("\n<state>")[0].strip())
+        return matcher
+
+
+def _text(grammar: Grammar) -> str:
+    match grammar.kind:
+        case GrammarKind.JSON_SCHEMA:
+            try:
+                return LLMatcher.grammar_from_json_schema(grammar.text, defaults=_JSON_DEFAULTS)
+            except ValueError as error:
+                raise InvalidRequest("sampling.grammar.json_schema", f"is not valid JSON: {error}") from error
+        case GrammarKind.REGEX:
+            return LLMatcher.grammar_from_regex(grammar.text)
+        case GrammarKind.LARK:
+            return LLMatcher.grammar_from_lark(grammar.text)

@@ -1,0 +1,217 @@
+"""Answers that have to have a form: JSON schemas, grammars, tools; also while the cluster drops and loses a worker."""
+
+import asyncio
+import json
+import os
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any
+
+import httpx2 as httpx
+import jsonschema
+import openai
+import pytest
+from openai import AsyncOpenAI, OpenAI
+from pydantic import BaseModel, Field
+
+from ballast.model.tiny import make_tiny
+from ballast.rpc.channel import open_channel
+from ballastpb.planner.v1 import planner_pb2, planner_pb2_grpc
+from tests.support.cluster import RunningCluster, running_cluster
+from tests.support.schemas import random_schema
+
+MODEL = "tiny"
+MESSAGES: Any = [{"role": "user", "content": "a ship"}]
+COUNT = int(os.environ.get("BALLAST_SCHEMAS", "40"))  # random schemas
+WEATHER: Any = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "parameters": {
+            "type": "object",
+            "properties": {"days": {"type": "integer", "minimum": 1, "maximum": 9}, "unit": {"enum": ["C", "F"]}},
+            "required": ["days", "unit"],
+            "additionalProperties": False,
+        },
+    },
+}
+CLOCK: Any = {"type": "function", "function": {"name": "clock", "description": "no arguments"}}
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Generator[RunningCluster]:
+    model = Path(make_tiny("qwen2", tmp_path_factory.mktemp("structure") / MODEL, max_len=2048, vocab=700))
+    flags: Any = {"worker": ["--dtype", "float64"], "planner": ["--overload-policy", "recompute"]}
+    with running_cluster(model, workers=2, gateways=1, device_memory_bytes=16 << 20, flags=flags) as started:
+        yield started
+
+
+@pytest.fixture
+def ai(running: RunningCluster) -> Generator[OpenAI]:
+    with OpenAI(base_url=running.cluster.http_urls[0], api_key="unused", max_retries=0) as client:
+        yield client
+
+
+def as_format(schema: object) -> Any:
+    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, "strict": True}}
+
+
+async def ask(ai: AsyncOpenAI, seed: int) -> str:
+    """One answer to one of the random schemas, streamed or not."""
+    options: Any = {
+        "model": MODEL,
+        "messages": MESSAGES,
+        "seed": seed,
+        "temperature": seed % 3 / 2,
+        "response_format": as_format(random_schema(seed)),
+    }
+    if seed % 2:
+        answer = await ai.chat.completions.create(**options)
+        assert answer.choices[0].finish_reason == "stop"
+        return answer.choices[0].message.content or ""
+    chunks = [chunk async for chunk in await ai.chat.completions.create(**options, stream=True)]
+    assert chunks[-1].choices[0].finish_reason == "stop"
+    return "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+
+
+def test_every_answer_validates_through_drops_restores_and_the_loss_of_a_worker(running: RunningCluster) -> None:
+    async def all_of_them(ai: AsyncOpenAI) -> list[str]:
+        few = asyncio.Semaphore(16)
+
+        async def one(seed: int) -> str:
+            async with few:
+                return await ask(ai, seed)
+
+        return await asyncio.gather(*(one(seed) for seed in range(COUNT)))
+
+    async def story() -> None:
+        async with AsyncOpenAI(base_url=running.cluster.http_urls[0], api_key="x", max_retries=0, timeout=180) as ai:
+            calm = await all_of_them(ai)
+            for seed, text in enumerate(calm):
+                jsonschema.validate(json.loads(text), random_schema(seed))
+            again = asyncio.create_task(all_of_them(ai))
+            for change in ("Drop", "Restore"):
+                await order(running, change)
+            assert await again == calm
+            again = asyncio.create_task(all_of_them(ai))
+            await asyncio.sleep(0.5)
+            running.cluster.kill("worker")
+            assert await again == calm
+
+    running.run(story(), timeout_s=280)
+    running.run(replace_the_lost_one(running))
+
+
+async def order(running: RunningCluster, change: str) -> None:
+    """A drop or a restore, and its end."""
+    async with open_channel(running.cluster.address) as channel:
+        planner = planner_pb2_grpc.PlannerServiceStub(channel)
+        if change == "Drop":
+            request = planner_pb2.DropRequest(worker_ids=["worker-0", "worker-1"], request_id="drop")
+            epoch = (await planner.Drop(request, timeout=20)).epoch
+        else:
+            epoch = (await planner.Restore(planner_pb2.RestoreRequest(request_id="restore"), timeout=20)).epoch
+        while True:
+            listed = await planner.ListTransitions(planner_pb2.ListTransitionsRequest(), timeout=20)
+            if any(one.epoch == epoch and one.phase == "done" for one in listed.transitions):
+                return
+            await asyncio.sleep(0.05)
+
+
+async def replace_the_lost_one(running: RunningCluster) -> None:
+    await running.cluster.start_worker(["--dtype", "float64"])
+
+
+def test_openais_own_parsing_and_the_other_forms(ai: OpenAI) -> None:
+    class Ship(BaseModel):
+        name: str = Field(max_length=6)
+        masts: int = Field(ge=1, le=9)
+
+    parsed = ai.chat.completions.parse(model=MODEL, messages=MESSAGES, response_format=Ship, seed=1)
+    assert isinstance(parsed.choices[0].message.parsed, Ship)
+    some_object = ai.chat.completions.create(
+        model=MODEL,
+        messages=MESSAGES,
+        response_format={"type": "json_object"},
+        logit_bias=closing(ai),
+        seed=2,
+    )
+    assert isinstance(json.loads(some_object.choices[0].message.content or ""), dict)
+    for structure, expected in (
+        ({"choice": ["port", "star board"]}, ("port", "star board")),
+        ({"regex": "ab|船"}, ("ab", "船")),
+        ({"grammar": 'start: "x" "y"?'}, ("x", "xy")),
+    ):
+        answer = ai.completions.create(
+            model=MODEL, prompt="x", max_tokens=50, extra_body={"structured_outputs": structure}
+        )
+        assert answer.choices[0].text in expected
+    with pytest.raises(openai.BadRequestError, match="ship"):
+        ai.chat.completions.create(model=MODEL, messages=MESSAGES, response_format=as_format({"type": "ship"}))
+    with pytest.raises(openai.BadRequestError, match="response_format"):
+        broken: Any = {"type": "xml"}
+        ai.chat.completions.create(model=MODEL, messages=MESSAGES, response_format=broken)
+
+
+def closing(ai: OpenAI) -> dict[str, int]:
+    """Makes a random model end its JSON: an object without a bound would go on for ever."""
+    answer = httpx.post(f"{str(ai.base_url).removesuffix('/v1/')}/tokenize", json={"prompt": "}"})
+    return {str(token): 100 for token in answer.json()["tokens"]}
+
+
+def test_tools_are_called_as_asked(ai: OpenAI) -> None:
+    named = ai.chat.completions.create(
+        model=MODEL,
+        messages=MESSAGES,
+        tools=[WEATHER, CLOCK],
+        tool_choice={"type": "function", "function": {"name": "weather"}},
+        seed=1,
+    )
+    calls: Any = named.choices[0].message.tool_calls
+    assert (len(calls), calls[0].function.name, named.choices[0].finish_reason) == (1, "weather", "tool_calls")
+    jsonschema.validate(json.loads(calls[0].function.arguments), WEATHER["function"]["parameters"])
+
+    required = ai.chat.completions.create(
+        model=MODEL,
+        messages=MESSAGES,
+        tools=[WEATHER, CLOCK],
+        tool_choice="required",
+        parallel_tool_calls=False,
+        seed=2,
+    )
+    calls = required.choices[0].message.tool_calls
+    assert len(calls) == 1
+    assert calls[0].function.name in ("weather", "clock")
+    assert required.choices[0].message.content is None
+
+    # What the model is free to write is read in the dialect of its template; a grammar makes this one write a call.
+    written = '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>'
+    free: Any = {"structured_outputs": {"choice": [f"Let me see. {written}"]}}
+    auto = ai.chat.completions.create(model=MODEL, messages=MESSAGES, tools=[CLOCK], extra_body=free)
+    message: Any = auto.choices[0].message
+    assert (message.content, message.tool_calls[0].function.name) == ("Let me see. ", "clock")
+    with ai.chat.completions.stream(model=MODEL, messages=MESSAGES, tools=[CLOCK], extra_body=free) as stream:
+        final: Any = stream.get_final_completion().choices[0]
+    assert (final.message.content, final.finish_reason) == ("Let me see. ", "tool_calls")
+    assert (final.message.tool_calls[0].function.name, final.message.tool_calls[0].function.arguments) == (
+        "clock",
+        "{}",
+    )
+
+    answered = ai.chat.completions.create(
+        model=MODEL,
+        messages=[
+            *MESSAGES,
+            message.model_dump(exclude_none=True),
+            {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "12:00"},
+        ],
+        tools=[CLOCK],
+        max_tokens=4,
+    )
+    assert answered.usage is not None
+    assert answered.usage.prompt_tokens > (auto.usage.prompt_tokens if auto.usage else 0)
+    none = ai.chat.completions.create(
+        model=MODEL, messages=MESSAGES, tools=[CLOCK], tool_choice="none", extra_body=free
+    )
+    assert none.choices[0].message.tool_calls is None
+    assert none.choices[0].message.content == f"Let me see. {written}"

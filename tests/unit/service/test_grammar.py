@@ -1,0 +1,77 @@
+"""A grammar's state follows from the tokens, and what cannot be followed is refused with words."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ballast.common.errors import ConfigError, InvalidRequest
+from ballast.common.sampling import Grammar, GrammarKind
+from ballast.model.tokenizer import EOS_ID, TURN_END_ID, train_tokenizer
+from ballast.service.grammar import Grammars
+
+VOCAB = 600
+SCHEMA = Grammar(
+    GrammarKind.JSON_SCHEMA,
+    json.dumps(
+        {"type": "object", "properties": {"a": {"enum": [1, 23]}}, "required": ["a"], "additionalProperties": False}
+    ),
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("grammar") / "tokenizer.json"
+    train_tokenizer(VOCAB, qwen=False).save(str(path))
+    return path
+
+
+@pytest.fixture(scope="module")
+def grammars(tokenizer_file: Path) -> Grammars:
+    return Grammars(tokenizer_file, VOCAB + 40, [EOS_ID, TURN_END_ID])
+
+
+def walk(grammars: Grammars, grammar: Grammar, seed: int) -> list[int]:
+    """Tokens drawn with equal chances among those that are allowed, each state made anew from the tokens before."""
+    rng, tokens = np.random.default_rng(seed), list[int]()
+    while not tokens or tokens[-1] not in (EOS_ID, TURN_END_ID):
+        bits = np.frombuffer(grammars.start(grammar, tokens).compute_bitmask(), np.uint8)
+        allowed = np.flatnonzero(np.unpackbits(bits, bitorder="little"))
+        assert allowed.max() < VOCAB
+        tokens.append(int(rng.choice(allowed)))
+        assert len(tokens) < 500
+    return tokens[:-1]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_every_walk_ends_in_the_language(grammars: Grammars, tokenizer_file: Path, seed: int) -> None:
+    tokenizer = train_tokenizer(VOCAB, qwen=False)
+    assert json.loads(tokenizer.decode(walk(grammars, SCHEMA, seed))) in ({"a": 1}, {"a": 23})
+    regex = Grammar(GrammarKind.REGEX, "(ab|船){2,3}")
+    text = tokenizer.decode(walk(grammars, regex, seed))
+    assert len(text.replace("ab", "船")) in (2, 3)
+    assert set(text) <= set("ab船")
+    lark = Grammar(GrammarKind.LARK, 'start: "yes" | "no"')
+    assert tokenizer.decode(walk(grammars, lark, seed)) in ("yes", "no")
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "why"),
+    [
+        (GrammarKind.JSON_SCHEMA, "{", "not valid JSON"),
+        (GrammarKind.JSON_SCHEMA, '{"type": "ship"}', "ship"),
+        (GrammarKind.REGEX, "a(b", "unclosed group"),
+        (GrammarKind.LARK, "start: missing", "missing"),
+    ],
+)
+def test_what_cannot_be_followed_is_refused(grammars: Grammars, kind: GrammarKind, text: str, why: str) -> None:
+    with pytest.raises(InvalidRequest, match=why) as caught:
+        grammars.check(Grammar(kind, text))
+    assert caught.value.field == f"sampling.grammar.{kind}"
+
+
+def test_a_file_that_is_no_tokenizer_is_named(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"tokenizer\.json"):
+        Grammars(tmp_path / "tokenizer.json")
