@@ -1,6 +1,7 @@
 """InferenceService (protos/ballastpb/inference/v1): checks what clients send; protobuf stops here."""
 
 import asyncio
+import itertools
 import json
 import secrets
 import uuid
@@ -51,6 +52,14 @@ class ServingBounds:
     max_queued_token_count: int
 
 
+@dataclass(frozen=True, slots=True)
+class _Claim:
+    """Of one request on its id, on its way to the state server or there."""
+
+    serial: int
+    task: asyncio.Task[None]
+
+
 class DispatcherServicer(inference_pb2_grpc.InferenceServiceServicer):
     def __init__(
         self,
@@ -71,6 +80,7 @@ class DispatcherServicer(inference_pb2_grpc.InferenceServiceServicer):
         self._bounds = bounds
         self._clock = clock
         self._started_at_s = clock.now_s()
+        self._claim_serials = itertools.count(1)
 
     # Writes to the context instead of yielding: cheaper for each token, and a cancelled call ends here at once.
     async def Generate(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -78,7 +88,7 @@ class DispatcherServicer(inference_pb2_grpc.InferenceServiceServicer):
     ) -> None:
         submission = await self._accepted(request, context)
         stream = self._shell.open(submission)
-        claim = self._claim(request, submission)
+        claim = self._claim(request, submission, stream)
         try:
             await self._relay(stream, claim, submission, collect=request.collect, context=context)
         except asyncio.CancelledError:
@@ -89,8 +99,8 @@ class DispatcherServicer(inference_pb2_grpc.InferenceServiceServicer):
         finally:
             self._shell.close(stream, "the client went away")
             if claim is not None:
-                claim.cancel()
-                self._claims.release(submission.request_id)
+                claim.task.cancel()
+                self._claims.release(submission.request_id, claim.serial)
 
     async def Cancel(self, request: pb.CancelRequest, context: Context) -> pb.CancelResponse:
         if not request.request_id:
@@ -173,7 +183,7 @@ class DispatcherServicer(inference_pb2_grpc.InferenceServiceServicer):
     async def _relay(
         self,
         stream: ClientStream,
-        claim: asyncio.Task[None] | None,
+        claim: _Claim | None,
         request: Request,
         *,
         collect: bool,
@@ -183,7 +193,7 @@ class DispatcherServicer(inference_pb2_grpc.InferenceServiceServicer):
         while True:
             delivery = await (stream.take_all() if collect else stream.take())
             if is_first and claim is not None:
-                await claim  # raises if another dispatcher serves this id; it has had the time of the first token
+                await claim.task  # raises if another dispatcher serves this id; it has had the time of the first token
             ending = delivery.ending
             if ending is not None and not isinstance(ending, Finish):
                 if delivery.token_ids and not collect:
@@ -194,12 +204,15 @@ class DispatcherServicer(inference_pb2_grpc.InferenceServiceServicer):
                 return
             is_first = False
 
-    def _claim(self, message: pb.GenerateRequest, request: Request) -> asyncio.Task[None] | None:
-        """An id that we minted is ours anyway. Runs beside the request: the first token need not wait for it."""
-        if not message.request_id or request.request_id not in self._shell.core.requests:
+    def _claim(self, message: pb.GenerateRequest, request: Request, stream: ClientStream) -> _Claim | None:
+        """An id that we minted is ours anyway. Runs beside the request: the first token need not wait for it.
+
+        A request that was refused claims nothing: with the same id another one may be served here.
+        """
+        if not message.request_id or stream.ending is not None:
             return None
-        ttl_s = request.deadline_at_s - self._clock.now_s()
-        return asyncio.create_task(self._claims.claim(request.request_id, ttl_s), name="claim")
+        ttl_s, serial = request.deadline_at_s - self._clock.now_s(), next(self._claim_serials)
+        return _Claim(serial, asyncio.create_task(self._claims.claim(request.request_id, serial, ttl_s), name="claim"))
 
     async def _accepted(self, message: pb.GenerateRequest, context: Context) -> Request:
         """The request, checked; what is wrong with it is told to the client and noted."""

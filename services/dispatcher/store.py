@@ -6,7 +6,8 @@ Keys, all under `ballast:`
   dispatchers:<id>          hash {address, incarnation}, expires unless renewed: who is there
   backlogs                  hash dispatcher id -> "<serial> <requests> <tokens>"; the monitor counts it as demand for as
                             long as the serial goes on changing (services.monitor.store)
-  request:<request id>      "<dispatcher id>/<incarnation>", expires: who serves a request whose id the client chose
+  request:<request id>      "<dispatcher id>/<incarnation>/<serial>", expires: who serves a request whose id the client
+                            chose, and for which of its requests that was claimed
 """
 
 import asyncio
@@ -39,22 +40,22 @@ _CLAIM_TIMEOUT_S = 0.5  # a first token waits no longer for a state server that 
 _RELEASE_BATCH = 256
 _MAX_RELEASES = 1 << 16  # beyond that the claims expire by themselves
 
-# KEYS: claim, registration prefix. ARGV: owner, TTL in s. Gives 1 if the claim is ours now: it was free, or whoever
-# holds it is not there any more in the life that took it.
+# KEYS: claim, registration prefix. ARGV: owner, TTL in s, serial. Gives 1 if the claim is ours now: it was free, an
+# earlier one of our own (the request has ended), or whoever holds it is not there any more in the life that took it.
 _CLAIM = """
-local owner = redis.call('GET', KEYS[1])
-if owner and owner ~= ARGV[1] then
-  local id, life = string.match(owner, '^(.*)/(%d+)$')
+local holder = string.match(redis.call('GET', KEYS[1]) or '', '^(.*)/%d+$')
+if holder and holder ~= ARGV[1] then
+  local id, life = string.match(holder, '^(.*)/(%d+)$')
   if id and redis.call('HGET', KEYS[2] .. id, 'incarnation') == life then return 0 end
 end
-redis.call('SET', KEYS[1], ARGV[1], 'EX', ARGV[2])
+redis.call('SET', KEYS[1], ARGV[1] .. '/' .. ARGV[3], 'EX', ARGV[2])
 return 1
 """
 
-# KEYS: claims. ARGV: owner.
+# KEYS: claims. ARGV: what each of them must hold to be deleted.
 _RELEASE = """
-for _, key in ipairs(KEYS) do
-  if redis.call('GET', key) == ARGV[1] then redis.call('DEL', key) end
+for i, key in ipairs(KEYS) do
+  if redis.call('GET', key) == ARGV[i] then redis.call('DEL', key) end
 end
 """
 
@@ -68,7 +69,7 @@ class DispatcherStore:
         self._owner = f"{identity.dispatcher_id}/{identity.incarnation}"
         self._claim = state.redis.register_script(_CLAIM)
         self._release = state.redis.register_script(_RELEASE)
-        self._released: deque[RequestId] = deque(maxlen=_MAX_RELEASES)
+        self._released: deque[tuple[RequestId, int]] = deque(maxlen=_MAX_RELEASES)
         self._releasing = asyncio.Event()
         self._hint = asyncio.Event()  # the layout may have changed
 
@@ -160,7 +161,7 @@ class DispatcherStore:
 
     # --------------------------------------------------------------------------------------------- request ids
 
-    async def claim(self, request_id: RequestId, ttl_s: float) -> None:
+    async def claim(self, request_id: RequestId, serial: int, ttl_s: float) -> None:
         """Makes sure that no other dispatcher serves this id. Without a state server nobody can know: served anyway.
 
         Raises:
@@ -168,7 +169,7 @@ class DispatcherStore:
         """
         if not self._state.reachable:
             return
-        keys, args = [f"{_REQUEST}{request_id}", _DISPATCHERS], [self._owner, int(ttl_s) + 1]
+        keys, args = [f"{_REQUEST}{request_id}", _DISPATCHERS], [self._owner, int(ttl_s) + 1, serial]
         try:
             async with asyncio.timeout(_CLAIM_TIMEOUT_S):
                 # Any: a script's result has no type.
@@ -178,8 +179,9 @@ class DispatcherStore:
         if not ours:
             raise AlreadyExists(f"request {request_id} is being served by another dispatcher")
 
-    def release(self, request_id: RequestId) -> None:
-        self._released.append(request_id)
+    def release(self, request_id: RequestId, serial: int) -> None:
+        """Gives up the claim of that serial; a younger one on the same id stays."""
+        self._released.append((request_id, serial))
         self._releasing.set()
 
     async def run_releases(self) -> None:
@@ -188,9 +190,10 @@ class DispatcherStore:
             self._releasing.clear()
             while self._released:
                 batch = [self._released.popleft() for _ in range(min(_RELEASE_BATCH, len(self._released)))]
-                keys = [f"{_REQUEST}{request_id}" for request_id in batch]
+                keys = [f"{_REQUEST}{request_id}" for request_id, _ in batch]
+                held = [f"{self._owner}/{serial}" for _, serial in batch]
                 try:
-                    await self._state.run(cast(Awaitable[Any], self._release(keys=keys, args=[self._owner])))
+                    await self._state.run(cast(Awaitable[Any], self._release(keys=keys, args=held)))
                 except Unavailable:
                     get_logger().warning("claims are left to expire", count=len(batch))
 

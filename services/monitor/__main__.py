@@ -65,6 +65,7 @@ def build_shell(settings: MonitorSettings, state: StateServer) -> MonitorShell:
     samples = sample_count(settings.pressure.trend_window_s, settings.tick_interval_s)
     rules = MonitorRules(
         lease_s=settings.lease_s,
+        step_timeout_s=settings.step_timeout_s,
         warmup_s=settings.warmup_s,
         registry_interval_s=settings.registry_interval_s,
         max_instances=settings.max_instances,

@@ -79,6 +79,8 @@ class MonitorSettings(Settings):
     """Name of this replica. Default: made up at every start."""
     lease_s: float = Field(default=3.0, gt=0)
     """Seconds after which a silent instance counts as lost."""
+    step_timeout_s: float = Field(default=60.0, gt=0)
+    """Seconds of one engine step after which an instance counts as lost until the step ends."""
     warmup_s: float = Field(default=4.0, gt=0)
     """Seconds that a new active monitor waits before it says who is missing."""
     leadership_ttl_s: float = Field(default=3.0, ge=0.3)

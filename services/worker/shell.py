@@ -7,6 +7,7 @@ never runs a step, and the engine thread never touches a socket.
 
 import asyncio
 import contextlib
+import math
 import queue
 import threading
 import time
@@ -168,6 +169,7 @@ class WorkerShell:
         self._next_stream_id = 1
         self._texts: dict[SequenceId, Detokenizing] = {}  # engine thread only
         self._busy_since_s: float | None = None
+        self._turned_at_s = math.inf  # the engine thread has begun its latest turn; inf: it does not run yet
         self._failed_steps = 0
         self._starved = False  # there is work, but none that may join what is in flight
         self._report = core.load(time.monotonic(), engine.memory_report())
@@ -247,9 +249,12 @@ class WorkerShell:
             self._inbox.put(StreamClosed(time.monotonic(), stream.stream_id))
 
     def load(self) -> LoadReport:
-        """The state after the last step, with the time since it."""
-        since_s = self._busy_since_s
-        return replace(self._report, step_age_s=0.0 if since_s is None else time.monotonic() - since_s)
+        """The state after the last step, with the time for which the engine thread has not been seen to go on."""
+        now_s, since_s = time.monotonic(), self._busy_since_s
+        age_s = 0.0 if since_s is None else now_s - since_s
+        # An idle engine thread looks up every second: one that does not hangs somewhere else than in a step.
+        hangs_s = now_s - self._turned_at_s
+        return replace(self._report, step_age_s=max(age_s, hangs_s) if hangs_s > 2 * _IDLE_WAIT_S else age_s)
 
     def _on_turn(self, turn: _Turn) -> None:
         for _ in range(turn.slots):
@@ -307,6 +312,7 @@ class WorkerShell:
         return failure
 
     def _turn(self) -> None:
+        self._turned_at_s = time.monotonic()
         commands: list[Command] = []
         events = self._take_in()
         for event in events:

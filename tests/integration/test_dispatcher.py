@@ -210,6 +210,10 @@ def test_two_dispatchers_share_the_workers_and_keep_ids_apart() -> None:
             assert isinstance(twin.error, errors.AlreadyExists)
             same = await d0.generate(request(request_id="mine"))
             assert isinstance(same.error, errors.AlreadyExists)
+            # That twin was refused; the claim of the one that is served stays.
+            await asyncio.sleep(0.3)
+            again = await d1.generate(request(request_id="mine"))
+            assert isinstance(again.error, errors.AlreadyExists)
             call.cancel()
 
             async def is_free() -> bool:

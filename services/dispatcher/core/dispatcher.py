@@ -180,6 +180,7 @@ class DispatcherCore:
         commands = self._lose(worker, event.at_s, "connected anew") if worker.connected else []
         worker.connected = True
         worker.load = event.load
+        self.fleet.remember(event.load)
         worker.max_waiting_count = event.max_waiting_count
         worker.hold_until_s = 0.0
         worker.touch()
@@ -404,6 +405,7 @@ class DispatcherCore:
                 commands += self._end(worker, tracked, ending, event.at_s)
         was_usable = worker.usable
         worker.report(event.load, event.seen_handle)
+        self.fleet.remember(event.load)
         if worker.usable != was_usable:
             self._watch_usable(event.at_s)
         if len(self.backlog):
@@ -513,6 +515,8 @@ class DispatcherCore:
             error: BallastError = InvalidRequest("prompt", why)
             if answered := len(tracked.output_token_ids):  # it was right to take it: groups may have been larger
                 error = Overloaded(f"after {answered} tokens of the answer, {why}", _OUTGROWN_WAIT_S)
+            elif tracked.token_count < self.fleet.most_tokens:  # as right as it was: a group was lost or dissolved
+                error = Overloaded(f"{why} now; one had, and may again", _OUTGROWN_WAIT_S)
             commands += self._fail(tracked, error, at_s)
         return commands
 

@@ -127,6 +127,7 @@ class Fleet:
         self.model: ModelInfo | None = None  # of whoever connected last; equal on all
         self.lives: dict[WorkerId, Incarnation] = {}  # of all members of the layout
         self.changed: dict[WorkerKey, None] = {}  # see Worker.changed; those that are gone are among them
+        self.most_tokens = 0  # that any worker has had room for, those that are gone included
         self._workers: dict[WorkerKey, Worker] = {}
         self._former: set[WorkerKey] = set()  # those that lead no more
 
@@ -168,6 +169,10 @@ class Fleet:
             if worker.usable and (load is None or blocks_for(token_count, load.block_tokens) <= load.block_count):
                 return False
         return True
+
+    def remember(self, load: LoadReport) -> None:
+        """What fits into a worker with this report has been right to ask for."""
+        self.most_tokens = max(self.most_tokens, load.block_count * load.block_tokens)
 
     @property
     def placed_count(self) -> int:

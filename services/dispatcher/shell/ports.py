@@ -13,11 +13,13 @@ class RequestClaims(Protocol):
         """Whether the state server answered last time."""
         ...
 
-    async def claim(self, request_id: RequestId, ttl_s: float) -> None:
-        """Raises AlreadyExists when another dispatcher serves this id."""
+    async def claim(self, request_id: RequestId, serial: int, ttl_s: float) -> None:
+        """`serial` is another one for each request. Raises AlreadyExists when another dispatcher serves this id."""
         ...
 
-    def release(self, request_id: RequestId) -> None: ...
+    def release(self, request_id: RequestId, serial: int) -> None:
+        """Gives up the claim of that serial; a younger one on the same id stays."""
+        ...
 
 
 class PlannerPort(Protocol):

@@ -25,6 +25,7 @@ class Entry:
     history: deque[LoadSample]
     load: LoadReport | None = None
     draining: bool = False
+    stuck: bool = False  # its engine's step does not end: told to watchers as lost
     place: Place | None = None  # as it said last
     whole: WholeMemory | None = None
 

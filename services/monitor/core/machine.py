@@ -5,6 +5,8 @@ Who counts as lost, and when:
 - goodbye: the worker closed its stream on purpose. Lost at once.
 - a broken stream alone proves nothing (it may be the network): the address is probed, and only a refused connection,
   which says that the process is gone, makes the instance lost before its lease runs out.
+- an engine whose step does not end: the process lives and reports, and serves nobody. Lost while that lasts; it comes
+  back by itself with the first report after the step.
 - a newer life of the same worker replaces the older one. An older life is refused (I5).
 
 A monitor that has just become active knows nobody. For `warmup_s` it sends no SnapshotEnd, so that nobody is taken
@@ -71,6 +73,7 @@ class MonitorRules:
     pressure: PressureRules
     backlog_lease_s: float  # a dispatcher that says nothing new for longer is not there
     backlog_forget_s: float = 60.0
+    step_timeout_s: float = 60.0  # an engine whose step lasts longer serves nobody
     max_remembered: int = 10_000  # workers whose newest incarnation is kept after they have gone
 
 
@@ -108,7 +111,9 @@ class MonitorCore:
     def snapshot(self) -> list[Change]:
         """What a new watcher is told before anything else."""
         ups: list[Change] = [
-            InstanceUp(entry.instance, entry.draining, entry.place) for _, entry in sorted(self.entries.items())
+            InstanceUp(entry.instance, entry.draining, entry.place)
+            for _, entry in sorted(self.entries.items())
+            if not entry.stuck
         ]
         return [*ups, SnapshotEnd()] if self.warm else ups
 
@@ -170,7 +175,7 @@ class MonitorCore:
         entry = self.entries[worker_id]
         before, place = entry.load, entry.place
         entry.take(event.at_s, event.load, event.place)
-        commands = self._look_at_jump(event, before)
+        commands = self._look_at_step(event, entry) + self._look_at_jump(event, before)
         if event.place != place:  # who plans goes by what instances say of themselves
             commands.append(Publish(InstanceUp(entry.instance, entry.draining, event.place), event.cause_id))
         # Draining is for good: a life that drains takes nothing new again.
@@ -178,6 +183,17 @@ class MonitorCore:
             entry.draining = True
             commands.append(Publish(InstanceDraining(worker_id, entry.instance.incarnation), event.cause_id))
         return commands
+
+    def _look_at_step(self, event: LoadReported, entry: Entry) -> list[Command]:
+        stuck = event.load.step_age_s > self.rules.step_timeout_s
+        if stuck == entry.stuck:
+            return []
+        entry.stuck = stuck
+        instance = entry.instance
+        if not stuck:
+            return [Publish(InstanceUp(instance, entry.draining, entry.place), event.cause_id)]
+        why = f"its engine hangs: a step has lasted {event.load.step_age_s:.1f} s"
+        return [Publish(InstanceLost(instance.worker_id, instance.incarnation, why), event.cause_id)]
 
     def _look_at_jump(self, event: LoadReported, before: LoadReport | None) -> list[Command]:
         """A burst fills the memory in the time between a few ticks: not waited for."""
@@ -296,8 +312,8 @@ class MonitorCore:
     def _lose(self, worker_id: WorkerId, why: str, cause_id: str) -> list[Command]:
         entry = self.entries.pop(worker_id)
         self._forget.append(worker_id)
-        lost = Publish(InstanceLost(worker_id, entry.instance.incarnation, why), cause_id)
-        return [lost] if entry.stream_id is None else [self._close(entry, CloseReason.SILENT), lost]
+        lost = [] if entry.stuck else [Publish(InstanceLost(worker_id, entry.instance.incarnation, why), cause_id)]
+        return lost if entry.stream_id is None else [self._close(entry, CloseReason.SILENT), *lost]
 
     def _close(self, entry: Entry, why: CloseReason) -> CloseStream:
         if entry.stream_id is None:

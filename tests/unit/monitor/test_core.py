@@ -59,8 +59,9 @@ class Monitor:
     def announce(self, at_s: float, stream_id: int, worker: str = "w1", incarnation: int = 1) -> list[Command]:
         return self.tell(Announced(at_s, "c", stream_id, instance(worker, incarnation)))
 
-    def report(self, at_s: float, stream_id: int, *, draining: bool = False) -> list[Command]:
-        return self.tell(LoadReported(at_s, "c", stream_id, load_report(10, draining=draining)))
+    def report(self, at_s: float, stream_id: int, *, draining: bool = False, step_age_s: float = 0.0) -> list[Command]:
+        load = dataclasses.replace(load_report(10, draining=draining), step_age_s=step_age_s)
+        return self.tell(LoadReported(at_s, "c", stream_id, load))
 
     def tick_until(self, at_s: float, first_s: float = 0.0) -> list[Command]:
         """Ticks twice a second; leaves out the writes of the registry."""
@@ -238,3 +239,26 @@ def test_what_an_instance_says_of_its_place_is_told_when_it_changes() -> None:
     told = monitor.tell(LoadReported(1.2, "c", 1, load_report(10), place))
     assert told == [Publish(InstanceUp(instance(), draining=False, place=place), "c")]
     assert monitor.tell(LoadReported(1.3, "c", 1, load_report(10), place)) == []
+
+
+def test_an_engine_that_hangs_is_lost_while_it_does() -> None:
+    monitor = Monitor()
+    monitor.announce(1.0, 1)
+    for second in range(2, 6):
+        assert monitor.report(second, 1, step_age_s=54.0 + second) == []
+        monitor.tick_until(second, second - 1)
+    assert lost(monitor.report(6.0, 1, step_age_s=60.5)) == [("w1", 1)]
+    assert monitor.report(7.0, 1, step_age_s=61.5) == [], "told once"
+    assert monitor.core.snapshot() == [SnapshotEnd()], "nor is it there for whoever asks now"
+    # It is the same life, and comes back with its first report after the step.
+    assert monitor.report(8.0, 1) == [Publish(InstanceUp(instance(), draining=False), "c")]
+    assert monitor.core.snapshot() == [InstanceUp(instance(), draining=False), SnapshotEnd()]
+
+
+def test_an_engine_that_hangs_for_ever_is_lost_once() -> None:
+    monitor = Monitor()
+    monitor.announce(1.0, 1)
+    assert lost(monitor.report(2.0, 1, step_age_s=100.0)) == [("w1", 1)]
+    assert monitor.announce(3.0, 2) == [CloseStream(1, CloseReason.SUPERSEDED)], "a new stream is no sign of work"
+    assert lost(monitor.tick_until(20.0, 2.0)) == []
+    assert monitor.core.entries == {}

@@ -285,6 +285,18 @@ def test_a_request_that_has_outgrown_all_workers_ends_as_exhausted() -> None:
     assert "after 30 tokens of the answer, 1130 tokens need more KV blocks than any worker has" in str(fail.error)
 
 
+def test_what_a_lost_group_could_hold_was_no_mistake_of_the_client() -> None:
+    """The group dies with the request on it, or while it waits; and the next one of the same size comes."""
+    story = Story("a", "b")
+    story.connect("a", load(block_count=256))
+    story.connect("b", load(block_count=128))
+    story.submit("placed", prompt=3000)
+    assert story.lose("a").errors == {"placed": "Overloaded"}
+    [fail] = story.submit("next", prompt=3000).of(Fail)
+    assert isinstance(fail.error, Overloaded)
+    assert story.submit("never", prompt=5000).errors == {"never": "InvalidRequest"}
+
+
 def test_a_refused_request_waits_a_moment_and_is_no_replay() -> None:
     story = Story("a")
     story.submit("r")
