@@ -312,7 +312,8 @@ class MonitorCore:
     def _lose(self, worker_id: WorkerId, why: str, cause_id: str) -> list[Command]:
         entry = self.entries.pop(worker_id)
         self._forget.append(worker_id)
-        lost = [] if entry.stuck else [Publish(InstanceLost(worker_id, entry.instance.incarnation, why), cause_id)]
+        word = Publish(InstanceLost(worker_id, entry.instance.incarnation, why), cause_id)
+        lost: list[Command] = [] if entry.stuck else [word]
         return lost if entry.stream_id is None else [self._close(entry, CloseReason.SILENT), *lost]
 
     def _close(self, entry: Entry, why: CloseReason) -> CloseStream:
