@@ -72,7 +72,7 @@ class Placement:
 
 
 def read_compose(path: Path, environ: Mapping[str, str]) -> dict[str, ServiceSpec]:
-    """All services of the file.
+    """The services of the file that `docker compose up` starts: those without a profile.
 
     Raises:
         ConfigError: the file is not what this reader understands; says where.
@@ -82,7 +82,8 @@ def read_compose(path: Path, environ: Mapping[str, str]) -> dict[str, ServiceSpe
     except (OSError, yaml.YAMLError) as error:
         raise ConfigError(str(path), f"cannot be read: {error}") from error
     services = _mapping(_mapping(content, str(path)).get("services"), f"{path}: services")
-    return {name: _service(name, _mapping(_fill(raw, environ), f"{path}: {name}")) for name, raw in services.items()}
+    filled = {name: _mapping(_fill(raw, environ), f"{path}: {name}") for name, raw in services.items()}
+    return {name: _service(name, raw) for name, raw in filled.items() if not raw.get("profiles")}
 
 
 def start_order(services: Mapping[str, ServiceSpec]) -> list[ServiceSpec]:

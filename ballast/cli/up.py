@@ -3,7 +3,6 @@
 import argparse
 import asyncio
 import contextlib
-import json
 import signal
 import sys
 import tempfile
@@ -200,7 +199,8 @@ class _Up:
             if page:
                 _say(f"dashboard: {page}")
             if cluster.metrics_targets:
-                _say(f"metrics: {_write_targets(cluster)} names them for Prometheus (file_sd_configs)")
+                file = cluster.write_metrics_targets(cluster.log_dir / "prometheus-targets.json")
+                _say(f"metrics: {file} names them for Prometheus (file_sd_configs)")
             self._ready = True
             await self._until_stopped(keepers)
             _say("stopping; running requests finish (again: stop at once)")
@@ -290,17 +290,6 @@ def _is_free(host: str, port: int) -> bool:
     except ConfigError:
         return False
     return True
-
-
-def _write_targets(cluster: LocalCluster) -> Path:
-    """What Prometheus finds services by: `file_sd_configs: [{files: [THIS]}]`."""
-    file = cluster.log_dir / "prometheus-targets.json"
-    groups = [
-        {"targets": [address], "labels": {"service": name.rpartition("-")[0], "instance_id": name}}
-        for name, address in cluster.metrics_targets.items()
-    ]
-    file.write_text(json.dumps(groups, indent=2))
-    return file
 
 
 def _say(text: str) -> None:

@@ -7,6 +7,7 @@ the process that started it, even when that is killed.
 
 import asyncio
 import contextlib
+import json
 import os
 import shutil
 import signal
@@ -285,6 +286,16 @@ class LocalCluster:
         processes = [ServiceProcess(service, each, child) for each in ids]
         self.processes[service] += processes
         return processes
+
+    def write_metrics_targets(self, file: Path) -> Path:
+        """Writes what Prometheus finds the services by, `file_sd_configs: [{files: [FILE]}]`, and returns `file`."""
+        found = {**self.metrics_targets, **{process.id: process.address for process in self.processes["gateway"]}}
+        groups = [
+            {"targets": [address], "labels": {"job": f"ballast-{name.rpartition('-')[0]}", "name": name}}
+            for name, address in found.items()
+        ]
+        file.write_text(json.dumps(groups, indent=2))
+        return file
 
     async def _wait_all_ready(self, give_up_at_s: float) -> None:
         for processes in self.processes.values():

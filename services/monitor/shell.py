@@ -110,6 +110,8 @@ _SCALE_ADVICE = Counter(
     ["advice"],
     registry=REGISTRY,
 )
+for _advice in ("in", "out"):
+    _SCALE_ADVICE.labels(_advice)  # 0 and not absent before the first
 
 _GROUP_GAUGES_INTERVAL_S = 1.0  # trends of a thousand groups take 30 ms
 

@@ -93,6 +93,14 @@ _SHORTFALL = Gauge(
     registry=REGISTRY,
 )
 
+# What has not happened yet is 0 and not absent: rates and alerts need something to begin with.
+for _kind in ("drop", "restore"):
+    for _ending in ("done", "aborted"):
+        _TRANSITIONS.labels(_kind, _ending)
+for _fate in ("kept", "recomputed"):
+    _VICTIMS.labels(_fate)
+_NOTHING_DONE.labels("overload")
+
 
 class PlannerMetrics:
     """The shell's `Counting`."""

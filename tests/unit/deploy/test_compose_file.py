@@ -2,6 +2,7 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
 
 from ballast.common.errors import ConfigError
 from deploy.compose_file import COMPLETED, HEALTHY, Placement, ServiceSpec, read_compose, start_order
@@ -31,6 +32,21 @@ def test_every_service_of_ours_that_stays_has_a_health_check() -> None:
     for spec in OURS.values():
         for other, condition in spec.depends_on.items():
             assert condition == (COMPLETED if other == "model" else HEALTHY)
+
+
+def test_the_profile_with_boards_mounts_files_that_exist_and_is_not_started_unasked() -> None:
+    content = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"]
+    watching = {name: raw for name, raw in content.items() if raw.get("profiles") == ["observability"]}
+    assert set(watching) == {"prometheus", "grafana"}
+    assert not set(watching) & set(OURS)
+    for raw in watching.values():
+        files = [volume.split(":")[0] for volume in raw["volumes"] if volume.startswith(".")]
+        assert files
+        assert all((ROOT / file).is_file() for file in files)
+        assert all(port.startswith("127.0.0.1:") for port in raw["ports"])
+    scraped = yaml.safe_load((ROOT / "deploy/observability/prometheus.yml").read_text())["scrape_configs"]
+    names = {name for job in scraped for where in job["dns_sd_configs"] for name in where["names"]}
+    assert names <= {*content, "gateway"}
 
 
 def test_every_build_target_of_ours_exists() -> None:

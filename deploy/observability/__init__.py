@@ -1,0 +1,1 @@
+"""Boards for Grafana, rules for Prometheus, and what finds the services."""

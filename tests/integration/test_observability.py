@@ -1,0 +1,243 @@
+"""The boards and alerts of deploy/observability, asked of a real cluster under load, by a real Prometheus where it is
+installed."""
+
+import asyncio
+import contextlib
+import json
+import math
+import re
+import shutil
+import subprocess
+import time
+import urllib.parse
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
+
+from ballast.client import AsyncClient, SamplingParams
+from ballast.local.cluster import LocalCluster
+from ballast.local.ports import free_port
+from ballast.model.tiny import make_preset
+from ballast.rpc.channel import open_channel
+from ballastpb.planner.v1 import planner_pb2, planner_pb2_grpc
+from deploy.observability.boards import BOARDS, FOLDER, queries, text
+from tests.support.cluster import RunningCluster, running_cluster
+
+ALERTS = FOLDER / "alerts.yml"
+_WORDS = re.compile(r'"[^"]*"|\b(?:by|without)\s*\(([^)]*)\)|\[[^\]]*\]')
+_SELECTOR = re.compile(r"\b((?:ballast|process|vllm:)_?[a-z0-9_]+)(?:\{([^}]*)\})?")
+_MATCHER = re.compile(r'(\w+)(=~|=)"([^"]*)"')
+
+
+def alert_values() -> dict[str, str]:
+    """Alert -> what it compares with its threshold."""
+    groups = yaml.safe_load(ALERTS.read_text())["groups"]
+    found = {rule["alert"]: rule["expr"] for group in groups for rule in group["rules"]}
+    return {name: re.split(r"\s(?:>|<|==)\s", expr)[0] for name, expr in found.items()}
+
+
+def board_queries() -> list[str]:
+    return [query for _, panels in BOARDS.values() for query in queries(panels)]
+
+
+def filled_in(query: str) -> str:
+    return query.replace("$__rate_interval", "20s").replace("$model", ".*")
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningCluster]:
+    """A cluster that has dropped, restored, and answers requests."""
+    model = make_preset("tiny", tmp_path_factory.mktemp("model") / "tiny")
+    vllm_names = ["--metrics-vllm-names", "true"]
+    with running_cluster(
+        model,
+        workers=2,
+        gateways=1,
+        metrics_port=0,
+        device_memory_bytes=4 << 20,
+        flags={"dispatcher": vllm_names, "worker": vllm_names},
+    ) as running:
+        running.run(send_load(running.cluster))
+        yield running
+
+
+async def send_load(cluster: LocalCluster) -> None:
+    """Requests before, through and after a drop and a restore."""
+    sampling = SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True)
+    async with AsyncClient(cluster.address) as client, open_channel(cluster.address) as channel:
+        planner = planner_pb2_grpc.PlannerServiceStub(channel)
+        requests = [asyncio.create_task(client.generate("A ship", sampling)) for _ in range(24)]
+        drop = planner_pb2.DropRequest(worker_ids=["worker-0", "worker-1"], request_id="drop")
+        await planner.Drop(drop, timeout=30)
+        await _ended(planner, 1)
+        await planner.Restore(planner_pb2.RestoreRequest(request_id="restore"), timeout=30)
+        await _ended(planner, 2)
+        await asyncio.gather(*requests)
+    [base] = cluster.http_urls
+    body = json.dumps({"model": "tiny", "prompt": "A ship", "max_tokens": 4, "stream": True}).encode()
+    request = urllib.request.Request(f"{base}/completions", body, {"Content-Type": "application/json"})
+    await asyncio.to_thread(lambda: urllib.request.urlopen(request, timeout=60).read())
+
+
+async def _ended(planner: "planner_pb2_grpc.PlannerServiceAsyncStub", count: int) -> None:
+    async with asyncio.timeout(60):
+        while True:
+            answer = await planner.ListTransitions(planner_pb2.ListTransitionsRequest(), timeout=30)
+            if sum(one.phase == "done" for one in answer.transitions) >= count:
+                return
+            await asyncio.sleep(0.05)
+
+
+def samples_of(cluster: LocalCluster) -> list[Sample]:
+    """Of all services, with the two labels that Prometheus adds."""
+    found: list[Sample] = []
+    targets = {**cluster.metrics_targets, **{p.id: p.address for p in cluster.processes["gateway"]}}
+    for name, address in targets.items():
+        with urllib.request.urlopen(f"http://{address}/metrics", timeout=30) as answer:
+            content = answer.read().decode()
+        for family in text_string_to_metric_families(content):
+            found += [
+                s._replace(labels={**s.labels, "job": name.rpartition("-")[0], "instance": address})
+                for s in family.samples
+            ]
+    return found
+
+
+def test_the_boards_are_what_their_program_writes() -> None:
+    for name in BOARDS:
+        assert (FOLDER / "grafana" / f"{name}.json").read_text() == text(name), "python -m deploy.observability.boards"
+
+
+def test_every_metric_and_label_of_boards_and_alerts_is_there_under_load(loaded: RunningCluster) -> None:
+    samples = samples_of(loaded.cluster)
+    for query in [*board_queries(), *alert_values().values()]:
+        query = filled_in(query)
+        grouped = [word for found in re.findall(r"\bby\s*\(([^)]*)\)", query) for word in found.split(", ")]
+        selectors = _SELECTOR.findall(query)
+        for name, matchers in selectors:
+            fitting = [s for s in samples if s.name == name and matches(s, matchers)]
+            assert fitting, f"{name}{{{matchers}}} of {query}"
+            assert all(label in fitting[0].labels for label in grouped), (grouped, fitting[0].labels, query)
+        assert selectors or query.startswith("up"), query
+
+
+def matches(sample: Sample, matchers: str) -> bool:
+    for label, how, value in _MATCHER.findall(matchers):
+        if not re.fullmatch(value if how == "=~" else re.escape(value), sample.labels.get(label, "")):
+            return False
+    return True
+
+
+def test_every_sample_of_ours_has_help_and_the_model(loaded: RunningCluster) -> None:
+    for name, address in loaded.cluster.metrics_targets.items():
+        with urllib.request.urlopen(f"http://{address}/metrics", timeout=30) as answer:
+            families = list(text_string_to_metric_families(answer.read().decode()))
+        assert not [s.name for family in families for s in family.samples if s.name.endswith("_created")]
+        for family in families:
+            assert len(family.documentation.split()) >= 2, f"{name}: {family.name} has no help"
+            if family.name.startswith("ballast_") and name.startswith(("dispatcher", "worker")):
+                assert all(s.labels["model_name"] == "tiny" for s in family.samples), family.name
+        names = {family.name for family in families}
+        assert {"process_resident_memory_bytes", "ballast_build_info"} <= names
+        if name.startswith("worker"):
+            assert {"vllm:num_requests_running", "vllm:kv_cache_usage_perc", "vllm:generation_tokens"} <= names
+        if name.startswith("dispatcher"):
+            assert {"vllm:num_requests_waiting", "vllm:time_to_first_token_seconds"} <= names
+
+
+class Prometheus:
+    """A real one, on the services of a cluster."""
+
+    def __init__(self, folder: Path, cluster: LocalCluster) -> None:
+        self.url = f"http://127.0.0.1:{free_port()}"
+        targets = cluster.write_metrics_targets(folder / "targets.json")
+        (folder / "prometheus.yml").write_text(
+            yaml.safe_dump(
+                {
+                    "global": {"scrape_interval": "1s", "evaluation_interval": "1s"},
+                    "rule_files": [str(ALERTS)],
+                    "scrape_configs": [{"job_name": "ballast", "file_sd_configs": [{"files": [str(targets)]}]}],
+                }
+            )
+        )
+        command = [f"--config.file={folder / 'prometheus.yml'}", f"--storage.tsdb.path={folder / 'data'}"]
+        command += [f"--web.listen-address={self.url.removeprefix('http://')}"]
+        with (folder / "log").open("w") as log:
+            self.process = subprocess.Popen(["prometheus", *command], stdout=log, stderr=log)
+
+    def ask(self, path: str, **query: str) -> object:
+        url = f"{self.url}/api/v1/{path}?{urllib.parse.urlencode(query)}"
+        with urllib.request.urlopen(url, timeout=10) as answer:
+            return json.load(answer)["data"]
+
+    def values(self, query: str) -> list[float]:
+        """Of every series that the query gives now."""
+        answer = self.ask("query", query=query)
+        assert isinstance(answer, dict)
+        return [float(series["value"][1]) for series in answer["result"]]
+
+
+@pytest.fixture(scope="module")
+def prometheus(loaded: RunningCluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
+    if shutil.which("prometheus") is None:
+        pytest.skip("Prometheus is not installed (Debian: apt-get install prometheus)")
+    asking = Prometheus(tmp_path_factory.mktemp("prometheus"), loaded.cluster)
+    count = len(loaded.cluster.metrics_targets) + 1
+    try:
+        give_up_at_s = time.monotonic() + 60
+        while True:
+            with contextlib.suppress(OSError):
+                if asking.values("count(count_over_time(up[20s]) > 4) or vector(0)") == [count]:
+                    break
+            assert time.monotonic() < give_up_at_s
+            time.sleep(0.2)
+        # Rates want counters that grow between two looks.
+        loaded.run(more_load(loaded.cluster))
+        time.sleep(3)
+        yield asking
+    finally:
+        asking.process.terminate()
+        asking.process.wait(20)
+
+
+async def more_load(cluster: LocalCluster) -> None:
+    sampling = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
+    async with AsyncClient(cluster.address) as client:
+        await asyncio.gather(*(client.generate("A ship", sampling) for _ in range(16)))
+
+
+@pytest.mark.parametrize("query", board_queries())
+def test_a_query_of_a_board_returns_a_value(prometheus: Prometheus, query: str) -> None:
+    values = prometheus.values(filled_in(query))
+    assert values, "no series"
+    assert any(not math.isnan(value) for value in values), values
+
+
+@pytest.mark.parametrize("name", alert_values())
+def test_what_an_alert_looks_at_has_a_value(prometheus: Prometheus, name: str) -> None:
+    assert prometheus.values(alert_values()[name].replace("[5m]", "[20s]").replace("[15m]", "[20s]"))
+
+
+def test_no_alert_is_raised_on_a_healthy_cluster(prometheus: Prometheus) -> None:
+    answer = prometheus.ask("rules")
+    assert isinstance(answer, dict)
+    rules = [rule for group in answer["groups"] for rule in group["rules"]]
+    assert len(rules) == len(alert_values())
+    assert [rule["name"] for rule in rules if rule["health"] == "err"] == []
+    assert [rule["name"] for rule in rules if rule["state"] == "firing"] == []
+
+
+def test_the_files_are_what_prometheus_takes(tmp_path: Path) -> None:
+    if shutil.which("promtool") is None:
+        pytest.skip("promtool is not installed (Debian: apt-get install prometheus)")
+    config = (FOLDER / "prometheus.yml").read_text().replace("/etc/prometheus/alerts.yml", str(ALERTS))
+    (tmp_path / "prometheus.yml").write_text(config)
+    checked = subprocess.run(
+        ["promtool", "check", "config", str(tmp_path / "prometheus.yml")], capture_output=True, text=True
+    )
+    assert checked.returncode == 0, checked.stderr
