@@ -1,0 +1,32 @@
+"""A member of a pipeline stops for a while on real processes, no connection is reset, and nobody waits for it.
+
+`python -m benchmarks.pauses` has more of them, from two seconds to for ever.
+"""
+
+import asyncio
+import math
+from pathlib import Path
+
+import pytest
+
+from ballast.model.tiny import make_tiny
+from benchmarks.pauses import Case, run_case
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny("llama", tmp_path_factory.mktemp("model") / "tiny", max_len=512)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("stage", 5.0, 2, loaded=True),  # longer than a worker's lease, shorter than what breaks a link
+        Case("leader", 13.0, 3, loaded=True),
+        Case("leader", math.inf, 2, loaded=False),
+    ],
+    ids=str,
+)
+def test_a_pause_freezes_nothing(case: Case, model: Path, tmp_path: Path) -> None:
+    found = asyncio.run(run_case(case, model, tmp_path))
+    assert not found.why_not(), "\n".join([found.why_not(), *found.story])
