@@ -140,6 +140,7 @@ class Handover:
         self._coming = []
         for sequence_id in decision.recomputed:  # for those who keep their KV
             self._book.release(sequence_id)
+        self._stay(mine.difference(decision.recomputed))  # which may have been in their way
         return decision
 
     def lead_on(self, progress: Progress) -> Decision:

@@ -21,6 +21,7 @@ _MODULES: dict[str, tuple[str, ...]] = {
     "ballast.cli.top": ("top",),
     "ballast.cli.why": ("why",),
     "ballast.cli.drain": ("drain",),
+    "ballast.cli.chaos": ("chaos",),
     "ballast.cli.layouts": ("plan", "drop", "restore", "transitions"),
     "ballast.bench.command": ("bench",),
     "ballast.cli.profile": ("profile",),

@@ -1,0 +1,468 @@
+"""Breaks a local cluster on purpose, under load, and checks that nothing is lost and no token changes.
+
+Every answer of the load is known beforehand. Faults are drawn from a seed, several may last at a time; whatever a fault
+ends is started again by the keeper. In the end everything heals, and then the cluster has to be whole: every worker in
+the layout, a drop and a restore by hand succeed, nothing runs or waits.
+"""
+
+import asyncio
+import contextlib
+import itertools
+import random
+import signal
+import time
+import uuid
+from collections import Counter
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+
+import grpc.aio
+import redis.asyncio
+from redis.exceptions import RedisError
+
+from ballast.client import AsyncClient
+from ballast.common.errors import BallastError
+from ballast.common.sampling import SamplingParams
+from ballast.local.cluster import LocalCluster, Service, ServiceProcess
+from ballast.local.keeper import Keeper
+from ballast.rpc.channel import open_channel
+from ballastpb.planner.v1 import planner_pb2 as pb
+from ballastpb.planner.v1 import planner_pb2_grpc
+
+HEALED_WITHIN_S = 30.0
+_CHANGE_S = 60.0
+_LONGEST_WAIT_S = 20.0  # of a request
+_PROMPT_COUNT = 8
+_LAYOUT_CHANGE_S = 6.0  # between two drops or restores by hand
+_PAUSES_S = (1.0, 2.0, 4.0, 6.0, 9.0, 14.0)
+_OUTAGES_S = (1.0, 3.0, 8.0)
+
+
+@dataclass(frozen=True, slots=True)
+class ChaosRules:
+    """`fault_every_s` on average; `at_once` faults at most."""
+
+    seconds: float = 60.0
+    seed: int = 0
+    fault_every_s: float = 5.0
+    at_once: int = 2
+    request_every_s: float = 0.2
+    max_tokens: int = 48
+    faults: tuple[str, ...] = ()  # by name; empty: all there are
+
+
+@dataclass(slots=True)
+class Recovery:
+    """How long the cluster took to be whole again after faults of a kind. Seconds."""
+
+    count: int = 0
+    times_s: list[float] = field(default_factory=list[float])
+
+    def percentile(self, share: float) -> float:
+        ordered = sorted(self.times_s)
+        return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0
+
+
+@dataclass(slots=True)
+class ChaosReport:
+    """What became of the load, and of the cluster."""
+
+    request_count: int = 0
+    right_count: int = 0
+    token_count: int = 0
+    differing_count: int = 0  # answers with a token that is not the one it has to be, cut off ones included
+    cut_off_count: int = 0  # after their first token, by a dispatcher that died
+    failures: Counter[str] = field(default_factory=Counter[str])  # by the kind of error
+    slowest_s: float = 0.0
+    recoveries: dict[str, Recovery] = field(default_factory=dict[str, Recovery])
+    unhealed: str = ""  # why the cluster is not whole in the end
+    ended_by_itself: list[str] = field(default_factory=list[str])
+
+    @property
+    def lost_count(self) -> int:
+        return sum(self.failures.values())
+
+    def why_not(self) -> str:
+        """What must not be; empty: all is well."""
+        reasons = [
+            f"{self.differing_count} answers differ" * (self.differing_count > 0),
+            f"{self.lost_count} requests lost ({_counted(self.failures)})" * (self.lost_count > 0),
+            f"a request took {self.slowest_s:.1f} s" * (self.slowest_s > _LONGEST_WAIT_S),
+            f"not whole in the end: {self.unhealed}" * bool(self.unhealed),
+            f"ended by itself: {', '.join(self.ended_by_itself)}" * bool(self.ended_by_itself),
+        ]
+        return "; ".join(reason for reason in reasons if reason)
+
+
+def _counted(counts: Counter[str]) -> str:
+    return ", ".join(f"{count} {name}" for name, count in counts.most_common())
+
+
+Heal = Callable[[], Awaitable[None]]
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """`begin` breaks something and returns how long that lasts and what ends it; None: there is nothing to break."""
+
+    name: str
+    begin: Callable[[], "Awaitable[tuple[str, float, Heal] | None]"]
+
+
+class Chaos:
+    def __init__(self, cluster: LocalCluster, rules: ChaosRules, say: Callable[[str], None]) -> None:
+        self._cluster = cluster
+        self._rules = rules
+        self._say = say
+        self._rng = random.Random(rules.seed)
+        self._keeper = Keeper(cluster, lambda text: say(f"    {text}"))
+        self._dispatchers_broken_s: list[float] = []  # when one was killed or stopped
+        self._active: set[str] = set()  # what is broken just now
+        self._prompts = [[3 + (5 * i + 7 * j) % 200 for j in range(6 + 5 * i)] for i in range(_PROMPT_COUNT)]
+        self._expected: list[tuple[int, ...]] = []
+        self._known_addresses: dict[str, str] = {}
+        self.report = ChaosReport()
+
+    async def run(self) -> ChaosReport:
+        keeping = asyncio.create_task(self._keeper.run(), name="keeper")
+        try:
+            async with AsyncClient(self._addresses) as client:
+                self._expected = [await self._answer(client, i) for i in range(_PROMPT_COUNT)]
+            async with self._load():
+                await self._break_things()
+                self.report.unhealed = await self._why_not_whole()
+            self.report.unhealed = self.report.unhealed or await self._why_not_idle()
+        finally:
+            keeping.cancel()
+            await asyncio.gather(keeping, return_exceptions=True)
+        self.report.ended_by_itself = self._ended_by_themselves()
+        return self.report
+
+    # ------------------------------------------------------------ load
+
+    @property
+    def _addresses(self) -> list[str]:
+        """Of dispatchers. One that is being started again will be where it was."""
+        self._known_addresses |= {p.id: p.address for p in self._cluster.processes["dispatcher"] if p.address}
+        return list(self._known_addresses.values())
+
+    def _sampling(self, i: int) -> SamplingParams:
+        temperature = 0.8 if i % 2 else 0.0
+        return SamplingParams(max_tokens=self._rules.max_tokens, temperature=temperature, seed=11 + i, ignore_eos=True)
+
+    async def _answer(self, client: AsyncClient, i: int) -> tuple[int, ...]:
+        return (await client.generate(token_ids=self._prompts[i], sampling=self._sampling(i))).token_ids
+
+    @contextlib.asynccontextmanager
+    async def _load(self) -> AsyncGenerator[None]:
+        over = asyncio.Event()
+
+        async def arrive() -> None:
+            for number in itertools.count():
+                if over.is_set():
+                    return
+                tasks.create_task(self._ask(number % _PROMPT_COUNT), name=f"request {number}")
+                await asyncio.sleep(self._rng.expovariate(1 / self._rules.request_every_s))
+
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(arrive(), name="arrivals")
+            try:
+                yield
+            finally:
+                over.set()
+
+    async def _ask(self, i: int) -> None:
+        """A client of its own for each request, as different users have."""
+        report, began_s, tokens = self.report, time.monotonic(), list[int]()
+        report.request_count += 1
+        try:
+            async with AsyncClient(self._addresses, overload_retries=3) as client:
+                stream = client.stream(token_ids=self._prompts[i], sampling=self._sampling(i), deadline_s=60.0)
+                async for chunk in stream:
+                    tokens += chunk.token_ids
+        except BallastError as error:
+            if tokens and any(at_s >= began_s - 30.0 for at_s in self._dispatchers_broken_s):
+                report.cut_off_count += 1
+            else:
+                report.failures[type(error).__name__] += 1
+                self._say(f"    a request failed: {type(error).__name__}: {error}")
+        report.token_count += len(tokens)
+        right = tuple(tokens) == self._expected[i]
+        report.right_count += right
+        report.differing_count += tuple(tokens) != self._expected[i][: len(tokens)]
+        report.slowest_s = max(report.slowest_s, time.monotonic() - began_s)
+
+    # ------------------------------------------------------------ faults
+
+    def faults(self) -> list[Fault]:
+        services: tuple[Service, ...] = ("worker", "dispatcher", "monitor", "planner")
+        found = [Fault(f"kill a {s}", lambda s=s: self._kill(s)) for s in services]
+        found += [Fault(f"stop a {s}", lambda s=s: self._stop(s)) for s in services]
+        if self._cluster.state_server is not None:
+            found += [
+                Fault("kill the state server", self._kill_state_server),
+                Fault("stop the state server", self._stop_state_server),
+                Fault("slow state server", self._slow_state_server),
+                Fault("read-only state server", self._read_only_state_server),
+                Fault("state server back in time", self._state_server_back_in_time),
+            ]
+        chosen = self._rules.faults
+        return [fault for fault in found if not chosen or fault.name in chosen]
+
+    async def _break_things(self) -> None:
+        rules, faults = self._rules, self.faults()
+        until_s = time.monotonic() + rules.seconds
+        async with asyncio.TaskGroup() as tasks:
+            changing = tasks.create_task(self._change_layouts(), name="drops and restores")
+            try:
+                while time.monotonic() < until_s:
+                    await asyncio.sleep(min(self._rng.expovariate(1 / rules.fault_every_s), rules.fault_every_s * 3))
+                    if len(self._active) < rules.at_once:
+                        fault = self._rng.choice(faults)
+                        tasks.create_task(self._suffer(fault), name=fault.name)
+            finally:
+                changing.cancel()
+
+    async def _suffer(self, fault: Fault) -> None:
+        begun = await fault.begin()
+        if begun is None:
+            return
+        what, lasts_s, heal = begun
+        key = uuid.uuid4().hex
+        self._active.add(key)
+        self._say(f"{what}{f' for {lasts_s:g} s' if lasts_s else ''}")
+        try:
+            await asyncio.sleep(lasts_s)
+            healed_s = time.monotonic()
+            await heal()
+        finally:
+            self._active.discard(key)
+        recovery = self.report.recoveries.setdefault(fault.name, Recovery())
+        recovery.count += 1
+        if not await self._why_not_placed(within_s=HEALED_WITHIN_S):
+            recovery.times_s.append(time.monotonic() - healed_s)
+
+    def _one(self, service: Service) -> ServiceProcess | None:
+        """One that runs, if another one of a service that needs a substitute does too."""
+        alive = [p for p in self._cluster.processes[service] if p.child.returncode is None and not p.paused]
+        spare = service in ("monitor", "planner")  # alone it is away until it is back: the others go on without it
+        return self._rng.choice(alive) if len(alive) > (0 if spare else 1) else None
+
+    async def _kill(self, service: Service) -> tuple[str, float, Heal] | None:
+        process = self._one(service)
+        if process is None:
+            return None
+        self._note_dispatcher(process)
+        process.child.send_signal(signal.SIGKILL)
+
+        def is_back() -> bool:
+            return any(p.address for p in self._cluster.find(process.child.name) if p is not process)
+
+        async def comes_back() -> None:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(HEALED_WITHIN_S):
+                    while not is_back():  # noqa: ASYNC110 - the keeper sets no asyncio.Event
+                        await asyncio.sleep(0.05)
+
+        return f"{process.id} is killed", 0.0, comes_back
+
+    async def _stop(self, service: Service) -> tuple[str, float, Heal] | None:
+        process = self._one(service)
+        if process is None:
+            return None
+        self._note_dispatcher(process)
+        process.paused = True
+        process.child.send_signal(signal.SIGSTOP)
+
+        async def go_on() -> None:
+            process.paused = False
+            process.child.send_signal(signal.SIGCONT)
+            self._note_dispatcher(process)
+
+        return f"{process.id} is stopped", self._rng.choice(_PAUSES_S), go_on
+
+    def _note_dispatcher(self, process: ServiceProcess) -> None:
+        if process.service == "dispatcher":
+            self._dispatchers_broken_s.append(time.monotonic())
+
+    async def _kill_state_server(self) -> tuple[str, float, Heal]:
+        assert self._cluster.state_server is not None
+        self._cluster.state_server.send_signal(signal.SIGKILL)
+        return "the state server is killed, and forgets everything", 0.0, _nothing
+
+    async def _stop_state_server(self) -> tuple[str, float, Heal]:
+        server = self._cluster.state_server
+        assert server is not None
+        pid = server.pid
+        server.send_signal(signal.SIGSTOP)
+
+        async def go_on() -> None:
+            if server.pid == pid:
+                server.send_signal(signal.SIGCONT)
+
+        return "the state server is stopped", self._rng.choice(_OUTAGES_S), go_on
+
+    async def _slow_state_server(self) -> tuple[str, float, Heal] | None:
+        async def delay(store: redis.asyncio.Redis) -> None:
+            for _ in range(10):
+                await store.execute_command("CLIENT", "PAUSE", "400", "ALL")  # pyright: ignore[reportUnknownMemberType]
+                await asyncio.sleep(0.5)
+
+        async def heal() -> None:
+            await self._with_store(delay)
+
+        return "the state server answers late", 0.0, heal
+
+    async def _read_only_state_server(self) -> tuple[str, float, Heal]:
+        async def refuse(store: redis.asyncio.Redis) -> None:
+            await store.execute_command("CONFIG", "SET", "min-replicas-to-write", "1")  # pyright: ignore[reportUnknownMemberType]
+
+        async def accept(store: redis.asyncio.Redis) -> None:
+            await store.execute_command("CONFIG", "SET", "min-replicas-to-write", "0")  # pyright: ignore[reportUnknownMemberType]
+
+        await self._with_store(refuse)
+        return "the state server refuses to write", self._rng.choice(_OUTAGES_S), lambda: self._with_store(accept)
+
+    async def _state_server_back_in_time(self) -> tuple[str, float, Heal]:
+        """Keys as they were some seconds ago, as after a fail-over to a replica that lags."""
+        saved: dict[bytes | str, tuple[bytes, int]] = {}
+
+        async def save(store: redis.asyncio.Redis) -> None:
+            for key in await store.keys():  # pyright: ignore[reportUnknownMemberType]
+                value, left_ms = await store.dump(key), await store.pttl(key)
+                if value is not None:
+                    saved[key] = value, max(0, left_ms)
+
+        async def go_back(store: redis.asyncio.Redis) -> None:
+            await store.execute_command("FLUSHALL")  # pyright: ignore[reportUnknownMemberType]
+            for key, (value, left_ms) in saved.items():
+                await store.restore(key, left_ms, value, replace=True)
+
+        await self._with_store(save)
+        return "the state server will be set back", self._rng.choice(_OUTAGES_S), lambda: self._with_store(go_back)
+
+    async def _with_store(self, act: Callable[[redis.asyncio.Redis], Awaitable[None]]) -> None:
+        store = redis.asyncio.from_url(self._cluster.redis_url, socket_timeout=5.0)  # pyright: ignore[reportUnknownMemberType]
+        try:
+            await act(store)
+        except (RedisError, OSError) as error:
+            self._say(f"    the state server could not be told: {error}")
+        finally:
+            await store.aclose()
+
+    # ------------------------------------------------------------ layouts
+
+    async def _change_layouts(self) -> None:
+        """Pipelines are where faults hurt: they form and dissolve all the time. What is refused is tried again."""
+        while True:
+            workers = [p.id for p in self._cluster.processes["worker"] if p.child.returncode is None and not p.paused]
+            drop = self._rng.sample(workers, 2) if len(workers) > 1 and self._rng.random() < 0.6 else None
+            with contextlib.suppress(grpc.aio.AioRpcError, TimeoutError, BallastError):
+                async with asyncio.timeout(_LAYOUT_CHANGE_S):
+                    await self._begin_change(drop)
+            await asyncio.sleep(self._rng.uniform(0.5, 1.0) * _LAYOUT_CHANGE_S)
+
+    async def _begin_change(self, drop: Sequence[str] | None) -> int:
+        """A drop over these workers, or a restore of everything. Returns its epoch."""
+        async with self._planner() as planner:
+            request_id = uuid.uuid4().hex
+            if drop is None:
+                begun = await planner.Restore(pb.RestoreRequest(request_id=request_id), timeout=_CHANGE_S)
+                return begun.epoch
+            request = pb.DropRequest(worker_ids=drop, request_id=request_id)
+            return (await planner.Drop(request, timeout=_CHANGE_S)).epoch
+
+    @contextlib.asynccontextmanager
+    async def _planner(self) -> AsyncGenerator["planner_pb2_grpc.PlannerServiceAsyncStub"]:
+        alive = [p for p in self._cluster.processes["dispatcher"] if p.child.returncode is None and not p.paused]
+        addresses = [p.address for p in alive if p.address] or self._addresses
+        async with open_channel(self._rng.choice(addresses)) as channel:
+            yield planner_pb2_grpc.PlannerServiceStub(channel)
+
+    # ------------------------------------------------------------ is it whole?
+
+    async def _why_not_placed(self, within_s: float) -> str:
+        """Every worker that runs is in the layout, and nothing else is. Empty as soon as that is so."""
+        give_up_s, why = time.monotonic() + within_s, "not looked at"
+        while time.monotonic() < give_up_s:
+            running = {p.id for p in self._cluster.processes["worker"] if p.child.returncode is None and not p.paused}
+            with contextlib.suppress(BallastError, TimeoutError, grpc.aio.AioRpcError):
+                async with asyncio.timeout(5.0), AsyncClient(self._addresses) as client:
+                    layout = (await client.status()).layout
+                    groups = layout.groups if layout is not None else ()
+                    placed = {member.worker_id for group in groups for member in group.members}
+                    if placed == running:
+                        return ""
+                    why = f"{sorted(placed)} are in the layout, {sorted(running)} run"
+            await asyncio.sleep(0.1)
+        return why
+
+    async def _why_not_whole(self) -> str:
+        why = await self._why_not_placed(HEALED_WITHIN_S)
+        if why:
+            return why
+        workers = [p.id for p in self._cluster.processes["worker"] if p.child.returncode is None]
+        for drop in (None, workers[:2], None) if len(workers) > 1 else ():
+            name = "a restore" if drop is None else "a drop"
+            try:
+                async with asyncio.timeout(_CHANGE_S):
+                    await self._carry_out(drop)
+            except TimeoutError:
+                return f"{name} does not succeed within {_CHANGE_S:g} s"
+        return ""
+
+    async def _carry_out(self, drop: Sequence[str] | None) -> None:
+        """Until it has succeeded. A restore of what is whole already is refused, which is as good."""
+        while True:
+            with contextlib.suppress(BallastError):
+                try:
+                    epoch = await self._begin_change(drop)
+                except grpc.aio.AioRpcError as error:
+                    if drop is None and await self._all_alone():
+                        return
+                    self._say(f"    {'a restore' if drop is None else 'a drop'} is refused: {error.details()}")
+                else:
+                    if await self._phase_in_the_end(epoch) == "done":
+                        return
+            await asyncio.sleep(0.5)
+
+    async def _all_alone(self) -> bool:
+        async with AsyncClient(self._addresses) as client:
+            layout = (await client.status()).layout
+            return layout is not None and all(len(group.members) == 1 for group in layout.groups)
+
+    async def _phase_in_the_end(self, epoch: int) -> str:
+        while True:
+            async with self._planner() as planner:
+                listed = (await planner.ListTransitions(pb.ListTransitionsRequest(), timeout=_CHANGE_S)).transitions
+            found = next((one for one in listed if one.epoch == epoch), None)
+            if found is None or found.phase in ("done", "aborted"):
+                return found.phase if found is not None else "forgotten"
+            await asyncio.sleep(0.05)
+
+    async def _why_not_idle(self) -> str:
+        """Nothing runs, waits or holds a block once the load has ended."""
+        give_up_s, left = time.monotonic() + HEALED_WITHIN_S, "not looked at"
+        while time.monotonic() < give_up_s:
+            left = ""
+            for address in self._addresses:
+                async with AsyncClient(address) as client:
+                    status = await client.status()
+                loads = [group.load for group in status.groups if group.load is not None]
+                held = sum(load.used_block_count for load in loads)
+                running = status.running_request_count + sum(load.running_count + load.waiting_count for load in loads)
+                if held or running or status.backlog_request_count:
+                    left = f"{running} requests run, {status.backlog_request_count} wait, {held} blocks are held"
+            if not left:
+                return ""
+            await asyncio.sleep(0.2)
+        return left
+
+    def _ended_by_themselves(self) -> list[str]:
+        """Processes whose log has an end of their own: a bug, or a broken invariant."""
+        everyone = [process for processes in self._cluster.processes.values() for process in processes]
+        return sorted({p.child.name for p in everyone if p.child.find_line("invariant") is not None})
+
+
+async def _nothing() -> None:
+    """What was killed is started again by the keeper."""
