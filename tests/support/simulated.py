@@ -36,3 +36,14 @@ def burst(
 
 def world(policy: str = "drop", arrivals: list[Arrival] | None = None, *, check_every: int = 1) -> World:
     return World(options(policy, check_every=check_every), burst() if arrivals is None else arrivals)
+
+
+def long_answers(seed: int, count: int = 160) -> list[Arrival]:
+    """What reasoning models answer: lognormal with a median of 1,000 tokens, at most 6,000, at a rate of its own."""
+    rng = random.Random(seed)
+    arrivals: list[Arrival] = []
+    at_s, per_s = 0.0, rng.uniform(1.5, 5.0)
+    for _ in range(count):
+        at_s += rng.expovariate(per_s)
+        arrivals.append(Arrival(at_s, rng.randint(100, 2500), min(6000, int(rng.lognormvariate(6.9, 0.9)) + 1)))
+    return arrivals
