@@ -148,8 +148,8 @@ def test_openais_own_parsing_and_the_other_forms(ai: OpenAI) -> None:
         assert answer.choices[0].text in expected
     with pytest.raises(openai.BadRequestError, match="ship"):
         ai.chat.completions.create(model=MODEL, messages=MESSAGES, response_format=as_format({"type": "ship"}))
+    broken: Any = {"type": "xml"}
     with pytest.raises(openai.BadRequestError, match="response_format"):
-        broken: Any = {"type": "xml"}
         ai.chat.completions.create(model=MODEL, messages=MESSAGES, response_format=broken)
 
 

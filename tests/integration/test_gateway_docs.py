@@ -1,0 +1,29 @@
+"""The examples of docs/openai.md run as they stand there, one behind the other."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ballast.model.tiny import make_tiny
+from tests.support.cluster import running_cluster
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "openai.md"
+
+
+def test_every_example_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = Path(make_tiny("qwen2", tmp_path / "tiny", max_len=1024, vocab=700))
+    examples = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    assert len(examples) == 4
+    with running_cluster(model, workers=1, gateways=1) as running:
+        names: dict[str, Any] = {"__name__": "example"}
+        try:
+            for example in examples:
+                exec(example.replace("http://127.0.0.1:8000/v1", running.cluster.http_urls[0]), names)
+        finally:
+            names["ai"].close()
+    printed = capsys.readouterr().out
+    assert "CompletionUsage(completion_tokens=" in printed
+    assert "masts=" in printed
+    assert "name='weather'" in printed
