@@ -13,11 +13,13 @@ from typing import TYPE_CHECKING, Any, Final, cast
 
 import grpc
 import grpc.aio
+from google.protobuf.descriptor import Descriptor
 from google.protobuf.message import DecodeError
 from grpc_status import rpc_status
 
 from ballast.common.errors import BallastError, CallFailed, InvalidRequest, InvariantViolation
 from ballast.rpc.errors import from_rpc_error, to_status
+from ballast.rpc.wire import LARGE_BYTES, MAX_MESSAGES, has_too_many
 
 # Any: a handler's request and response types differ from call to call; grpc.aio has no better type for them.
 if TYPE_CHECKING:
@@ -124,6 +126,9 @@ class _Guarded:
             if handler.request_streaming
             else (handler.unary_stream, handler.unary_unary)
         )
+        # Of the request: generated code hands in a method of its class.
+        message_type: object = getattr(handler.request_deserializer, "__self__", None)
+        self._descriptor = cast(Descriptor | None, getattr(message_type, "DESCRIPTOR", None))
         self._inner = cast(Callable[[Any, Any], Any], streaming if handler.response_streaming else unary)
 
     def handler(self) -> _Handler:
@@ -143,6 +148,8 @@ class _Guarded:
 
     def _parse(self, data: bytes) -> object:
         try:
+            if len(data) > LARGE_BYTES and self._descriptor is not None and has_too_many(data, self._descriptor):
+                return _Garbage(InvalidRequest("message", f"has more than {MAX_MESSAGES} messages or many more fields"))
             return cast(Any, self._handler.request_deserializer)(data)
         except Exception as error:  # noqa: BLE001 - whatever a parser makes of hostile bytes
             return _Garbage(error if isinstance(error, DecodeError) else DecodeError(str(error)))

@@ -40,6 +40,7 @@ from services.dispatcher.text import PromptEncoder
 Context = grpc.aio.ServicerContext[Any, Any]
 
 _MAX_REQUEST_ID_CHARS = 128
+_MAX_TURNS = 8192  # of one conversation
 _PLANNER_TIMEOUT_S = 10.0
 # A prompt of that many tokens, and as many generated ones, fit into one message to a worker.
 _MAX_PROMPT_TOKENS = 1_000_000
@@ -257,6 +258,7 @@ class DispatcherServicer(inference_pb2_grpc.InferenceServiceServicer):
     async def _encode_prompt(self, message: pb.GenerateRequest) -> Sequence[int]:
         match message.WhichOneof("prompt"):
             case "token_ids":
+                self._check_length(len(message.token_ids.ids))  # before a copy is made: millions fit into a message
                 ids = list(message.token_ids.ids)
                 self._check_token_ids("token_ids", ids)
             case "text":
@@ -271,6 +273,9 @@ class DispatcherServicer(inference_pb2_grpc.InferenceServiceServicer):
         return ids
 
     async def _encode_conversation(self, conversation: pb.Conversation) -> Sequence[int]:
+        if len(conversation.messages) > _MAX_TURNS:
+            why = f"has {len(conversation.messages)} messages, at most {_MAX_TURNS} are allowed"
+            raise InvalidRequest("conversation.messages", why)
         messages = [
             {
                 "role": m.role,

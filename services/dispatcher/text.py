@@ -20,6 +20,7 @@ from services.dispatcher.template import ChatTemplate
 
 # A longer text is tokenized in a thread: that takes milliseconds, and only the batch call releases the GIL.
 _THREAD_CHARS = 4_000
+_LOOP_MESSAGES = 64  # a longer conversation is rendered in a thread, too: everybody else's tokens go on meanwhile
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 _BYTE_FALLBACK = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
@@ -59,7 +60,10 @@ class PromptEncoder:
         Raises:
             InvalidRequest: the template refuses the messages, or the model has none.
         """
-        text = self._template.render(messages, variables or {})
+        if len(messages) <= _LOOP_MESSAGES:
+            text = self._template.render(messages, variables or {})
+        else:
+            text = await asyncio.to_thread(self._template.render, messages, variables or {})
         return await self._encode("conversation", text, add_special_tokens=False)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:

@@ -13,6 +13,8 @@ from ballast.rpc.channel import open_channel
 from ballast.rpc.errors import from_rpc_error
 from ballast.rpc.failures import GONE, MALFORMED, CallFailure
 from ballast.rpc.server import RpcServer
+from ballast.rpc.wire import has_too_many
+from ballastpb.inference.v1 import inference_pb2
 from ballastpb.monitor.v1 import monitor_pb2, monitor_pb2_grpc
 from ballastpb.planner.v1 import planner_pb2, planner_pb2_grpc
 
@@ -190,6 +192,24 @@ def test_a_peers_error_that_was_not_translated_ends_the_call_only() -> None:
         served.planner.error = grpc.aio.AioRpcError(grpc.StatusCode.UNKNOWN, nobody, nobody, details="what?")
         assert isinstance(await error_of(channel, _DRAIN, b""), PeerViolation)
         served.planner.error = None
+        await served.assert_serves()
+
+    serve(story)
+
+
+def test_millions_of_empty_messages_are_refused_before_they_are_parsed() -> None:
+    async def story(served: Served, channel: grpc.aio.Channel) -> None:
+        bomb = inference_pb2.GenerateRequest()
+        bomb.conversation.messages.extend([inference_pb2.ChatMessage()] * 1_000_000)
+        data = bomb.SerializeToString()
+        assert has_too_many(data, inference_pb2.GenerateRequest.DESCRIPTOR)
+        deep = inference_pb2.TokenizeRequest(conversation=bomb.conversation).SerializeToString()
+        assert has_too_many(deep, inference_pb2.TokenizeRequest.DESCRIPTOR)
+        fine = inference_pb2.GenerateRequest(text="\n\0" * 4_000_000).SerializeToString()
+        assert not has_too_many(fine, inference_pb2.GenerateRequest.DESCRIPTOR)
+        packed = inference_pb2.GenerateRequest(token_ids=inference_pb2.TokenIds(ids=[1] * 4_000_000))
+        assert not has_too_many(packed.SerializeToString(), inference_pb2.GenerateRequest.DESCRIPTOR)
+        assert not has_too_many(data[:20_001], inference_pb2.GenerateRequest.DESCRIPTOR), "cut off"
         await served.assert_serves()
 
     serve(story)

@@ -27,7 +27,7 @@ from services.dispatcher.core.events import (
 )
 from services.dispatcher.core.placement import PlacementRules
 from services.dispatcher.policy.freeness import RoutingRules
-from tests.support.dispatcher_core import FULL, Story, delivered, finishes, key, load
+from tests.support.dispatcher_core import FULL, Answer, Story, delivered, finishes, key, load
 
 
 def test_a_request_is_placed_relayed_and_finished_once() -> None:
@@ -283,6 +283,27 @@ def test_a_request_that_has_outgrown_all_workers_ends_as_exhausted() -> None:
     assert answer.errors == {"r": "Overloaded"}
     [fail] = answer.of(Fail)
     assert "after 30 tokens of the answer, 1130 tokens need more KV blocks than any worker has" in str(fail.error)
+
+
+def test_a_failing_step_is_replayed_so_often_and_its_neighbours_go_on() -> None:
+    """Nobody knows which request of a batch made its step fail: all are replayed, and whoever fails always ends."""
+    story = Story("a")
+    story.submit("bad")
+    story.submit("good")
+    limit = story.core.limits.replay_limit
+
+    def fails(*names: str) -> Answer:
+        endings = [Ending(story.handle_of(name), FinishReason.ERROR, error="cuda error") for name in names]
+        return story.step("a", endings=endings)
+
+    assert sorted(fails("bad", "good").places) == [("bad", "a"), ("good", "a")]
+    for _ in range(limit - 1):
+        assert fails("bad").places == [("bad", "a")]
+    answer = fails("bad")
+    assert answer.errors == {"bad": "Unavailable"}
+    [fail] = answer.of(Fail)
+    assert "cuda error" in str(fail.error)
+    assert finishes(story.finish("a", "good")) == {"good": "length"}
 
 
 def test_what_a_lost_group_could_hold_was_no_mistake_of_the_client() -> None:
