@@ -73,11 +73,19 @@ class Dashboard:
                 await asyncio.gather(*(cluster.snapshot() for cluster in self.clusters))
             await asyncio.sleep(_EVERY_S)
 
-    async def close(self) -> None:
-        if self.load is not None:
-            await self.load.close()
-        for cluster in self.clusters:
-            await cluster.close()
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncGenerator[None]:
+        """For as long as the page is served. An app that is mounted into another one does not do this by itself."""
+        following = asyncio.create_task(self.follow(), name="follow clusters")
+        try:
+            yield
+        finally:
+            following.cancel()
+            await asyncio.wait([following])
+            if self.load is not None:
+                await self.load.close()
+            for cluster in self.clusters:
+                await cluster.close()
 
     async def state(self, request: Request) -> Response:
         self._asked_at_s = time.monotonic()
@@ -136,13 +144,8 @@ def build_app(dashboard: Dashboard, *, hosts: Sequence[str] = ("localhost", "127
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncGenerator[None]:
-        following = asyncio.create_task(dashboard.follow(), name="follow clusters")
-        try:
+        async with dashboard.running():
             yield
-        finally:
-            following.cancel()
-            await asyncio.wait([following])
-            await dashboard.close()
 
     return Starlette(
         routes=[

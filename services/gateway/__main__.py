@@ -1,10 +1,14 @@
 """`python -m services.gateway`: builds the parts, wires them, and waits for the signal to stop."""
 
+import contextlib
 import sys
 import uuid
 
 from ballast.client import AsyncClient
 from ballast.common.errors import ConfigError, InvalidRequest
+from ballast.dashboard.app import Dashboard
+from ballast.dashboard.app import build_app as build_page
+from ballast.dashboard.watched import Watched
 from ballast.service import logs
 from ballast.service.lifecycle import Lifecycle, advertised_address, run_service, say_ready
 from ballast.service.metrics import REGISTRY, MetricsServer
@@ -34,7 +38,8 @@ async def main(life: Lifecycle) -> None:
         )
     except InvalidRequest as error:
         raise ConfigError("gateway.dispatchers", error.why) from error
-    async with client:
+    async with contextlib.AsyncExitStack() as running:
+        await running.enter_async_context(client)
         names = tuple(name.strip() for name in (settings.served_model_name or "").split(",") if name.strip())
         metrics = GatewayMetrics(REGISTRY)
         model = ServedModel(client, names, settings.model_refresh_s)
@@ -53,6 +58,10 @@ async def main(life: Lifecycle) -> None:
             ),
             is_stopping=life.stopping.is_set,
         )
+        if settings.dashboard:
+            page = Dashboard([Watched(settings.dispatchers)], with_load=False, with_orders=False)
+            await running.enter_async_context(page.running())
+            app.mount("/dashboard", build_page(page, hosts=["*"]))
         server = HttpServer(app, host=settings.host, port=settings.port, shutdown_timeout_s=settings.shutdown_timeout_s)
         await server.start()
         say_ready(_NAME, gateway_id, advertised_address(settings.host, settings.advertise_host, server.port))

@@ -33,6 +33,9 @@ class GatewaySettings(Settings):
     tool_call_parser: Literal["auto", "hermes", "llama3_json"] = "auto"
     """How the model writes calls of tools: hermes (Hermes, Qwen) or llama3_json. auto: by its chat template."""
 
+    dashboard: bool = False
+    """Serve a page at /dashboard that shows the cluster live, to whoever can reach this gateway; it changes nothing."""
+
     # What it takes.
     max_concurrent_requests: int = Field(4096, ge=1)
     """Requests that are served at once; more are refused with status 503."""

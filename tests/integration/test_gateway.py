@@ -418,3 +418,27 @@ def test_events_are_what_the_specification_says(http: httpx.Client) -> None:
         events = answer.read().decode().split("\n\n")
     assert events[-2:] == ["data: [DONE]", ""]
     assert all(json.loads(event.removeprefix("data: "))["object"] == "chat.completion.chunk" for event in events[:-2])
+
+
+# --------------------------------------------------------------------------------------------- the page
+
+
+def test_the_page_is_served_if_asked_for_and_changes_nothing(model: Path) -> None:
+    flags = {"gateway": ["--dashboard", "true"]}
+    with running_cluster(model, workers=1, gateways=1, flags=flags) as running:
+        base = running.cluster.http_urls[0].removesuffix("/v1")
+        with httpx.Client(base_url=base, timeout=60, follow_redirects=True) as http:
+            assert "<title>Ballast</title>" in http.get("/dashboard").text
+            assert http.get("/dashboard/static/app.js").status_code == 200
+            state = http.get("/dashboard/api/state").json()
+            [cluster] = state["clusters"]
+            assert [worker["id"] for worker in cluster["workers"]] == ["worker-0"]
+            assert (state["load"], cluster["can_operate"], cluster["can_kill"]) == (None, False, False)
+            for action in ("burst", "steady", "drop", "restore", "kill?worker=worker-0"):
+                answer = http.post(f"/dashboard/api/{action}", headers={"X-Ballast-Dashboard": "1"})
+                assert answer.status_code == 404, action
+            assert http.get("/v1/models").status_code == 200
+
+
+def test_the_page_is_not_served_unasked(http: httpx.Client) -> None:
+    assert http.get("/dashboard").status_code == 404

@@ -19,7 +19,8 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
-from ballast.client import AsyncClient, SamplingParams
+from ballast.client import AsyncClient, ClusterStatus, RequestStory, SamplingParams
+from ballast.common.errors import InvalidRequest, NotFound
 from ballast.local.cluster import LocalCluster
 from ballast.local.ports import free_port
 from ballast.model.tiny import make_preset
@@ -241,3 +242,41 @@ def test_the_files_are_what_prometheus_takes(tmp_path: Path) -> None:
         ["promtool", "check", "config", str(tmp_path / "prometheus.yml")], capture_output=True, text=True
     )
     assert checked.returncode == 0, checked.stderr
+
+
+def test_a_request_is_told_of_in_the_log_and_by_its_id_and_never_a_word_of_it(loaded: RunningCluster) -> None:
+    async def story() -> RequestStory:
+        async with AsyncClient(loaded.cluster.address) as client:
+            sampling = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+            answer = await client.generate("Zanzibar", sampling, request_id="told")
+            words = [word for word in answer.text.split() if len(word) > 6]
+            with pytest.raises(InvalidRequest):
+                await client.generate("Zanzibar", SamplingParams(max_tokens=1 << 20), request_id="wrong")
+            with pytest.raises(NotFound, match="nobody: neither"):
+                await client.describe_request("nobody")
+            assert (await client.describe_request("wrong")).state == "invalid"
+            log = (loaded.cluster.log_dir / "dispatcher-0.log").read_text()
+            assert not [word for word in (*words, "Zanzibar") if word in log]
+            [line] = [line for line in log.splitlines() if "request_id=told" in line]
+            assert {"ending=length", "output_tokens=12", "moves=0", "replays=0"} <= set(line.split()), line
+            return await client.describe_request("told")
+
+    told = loaded.run(story())
+    assert (told.state, told.completion_token_count, told.max_token_count) == ("length", 12, 12)
+    assert [moment.what for moment in told.moments][-2:] == ["placed", "first_token"]
+    assert told.ttft_s is not None
+    assert 0 < told.ttft_s <= told.e2e_s
+
+
+def test_the_status_tells_how_requests_have_fared_lately(loaded: RunningCluster) -> None:
+    async def story() -> ClusterStatus:
+        await more_load(loaded.cluster)
+        async with AsyncClient(loaded.cluster.address) as client:
+            return await client.status()
+
+    recent = loaded.run(story()).recent
+    assert recent.first_token_count >= 16
+    assert 0 < recent.ttft_p50_s <= recent.ttft_p99_s
+    assert 0 < recent.tpot_p50_s <= recent.tpot_p99_s
+    assert recent.generated_tokens_total >= 16 * 40
+    assert recent.longest_wait_s == 0
