@@ -33,9 +33,10 @@ from rich.console import Console
 
 from benchmarks.transfers_report import GOALS, SpeedFigures, WayFigures, write_report
 from services.worker.links.config import TransportConfig
-from services.worker.links.link import Link, LinkEnding
+from services.worker.links.connection import Link
+from services.worker.links.open import open_plane
 from services.worker.links.plane import DataPlane
-from services.worker.links.receiving import Message
+from services.worker.links.ports import LinkEnding, Message
 from services.worker.links.traffic import TrafficClass
 from services.worker.links.transfer import Opening, Outcome, Refusal
 
@@ -168,7 +169,7 @@ def run_peer() -> None:
         match order.pop("do"):
             case "open":
                 end = End()
-                plane = DataPlane("w2", end, TransportConfig(**order), "127.0.0.1")
+                plane = open_plane("w2", end, TransportConfig(**order), "127.0.0.1")
                 print(json.dumps(plane.store_address), flush=True)
             case "connect":
                 assert plane is not None
@@ -247,7 +248,7 @@ def summarise(speed: str, rounds: Sequence[Round]) -> SpeedFigures:
 
 def measure_speed(speed: str, options: argparse.Namespace, peer: Peer) -> SpeedFigures:
     rate = None if speed == "unlimited" else float(speed) * MB
-    plane = DataPlane("w1", End(), TransportConfig(rate_bytes_per_s=rate), "127.0.0.1")
+    plane = open_plane("w1", End(), TransportConfig(rate_bytes_per_s=rate), "127.0.0.1")
     address = peer.ask(do="open", rate_bytes_per_s=rate)
     try:
         peer.tell(do="connect", epoch=1, address=plane.store_address)
@@ -263,7 +264,7 @@ def measure_speed(speed: str, options: argparse.Namespace, peer: Peer) -> SpeedF
 
 def lifecycle(peer: Peer, rounds: int) -> str:
     """Median time to make a link and to end it, both sides ready."""
-    plane = DataPlane("w1", End(), TransportConfig(), "127.0.0.1")
+    plane = open_plane("w1", End(), TransportConfig(), "127.0.0.1")
     address = peer.ask(do="open")
     up_s: list[float] = []
     down_s: list[float] = []

@@ -40,7 +40,6 @@ from services.worker.shell import Engine as ShellEngine
 from services.worker.text import load_tokenizer, primed_detokenizer
 
 if TYPE_CHECKING:
-    from services.worker.emulation.link import Receiver
     from services.worker.engine.load import Engine
     from services.worker.links.plane import DataPlane
     from services.worker.pipeline.hub import Hub
@@ -63,7 +62,9 @@ class Kit:
     cost: Callable[[], CostModel | None]  # of the stage that is executed: microbatches are formed by it
     costs: OnlineCost | None = None  # which is told what steps take
     copier: BlockCopier | None = None  # for who gives way, if KV is swapped
-    open_plane: Callable[[WorkerId, Hub, str], DataPlane] | None = None  # another one than tensors travel over
+    open_plane: Callable[[WorkerId, str, Hub, bytes | None], DataPlane] | None = (
+        None  # another one than tensors travel over
+    )
 
 
 class LoadedEngine(Instance, ShellEngine, Protocol):
@@ -104,8 +105,11 @@ def load(settings: WorkerSettings) -> Kit:
 
 
 def _emulated(settings: WorkerSettings) -> Kit:
+    from services.worker.emulation.connection import EmulatedOpener
     from services.worker.emulation.engine import emulate
-    from services.worker.emulation.plane import EmulatedPlane
+    from services.worker.links.lobby import resolve_host
+    from services.worker.links.pace import StagePace
+    from services.worker.links.plane import DataPlane
 
     if settings.profile is None:
         raise ConfigError("worker.profile", "an emulated engine needs the file that says what things take")
@@ -122,9 +126,9 @@ def _emulated(settings: WorkerSettings) -> Kit:
     machine = engine.machine
     cost = machine.execution.cost_of(machine.model.layer_count, is_first=True, is_last=True)
 
-    def open_plane(me: WorkerId, hub: Hub, host: str) -> DataPlane:
-        plane = EmulatedPlane(me, cast("Receiver", hub), host=host, bytes_per_s=machine.link_bytes_per_s)
-        return cast("DataPlane", plane)
+    def open_plane(me: WorkerId, host: str, hub: Hub, secret: bytes | None) -> DataPlane:
+        opener = EmulatedOpener(hub, machine.link_bytes_per_s)
+        return DataPlane(me, opener, host=resolve_host(host), pace=StagePace(), secret=secret)
 
     return Kit(cast(LoadedEngine, engine), lambda: cost, open_plane=open_plane)
 
@@ -238,10 +242,11 @@ class WorkerProcess:
             book=book,
             engine=engine,
             config=transport_of(settings),
+            transport=settings.transport,
             advertise_host=host,
             max_running_count=settings.max_num_seqs,
             costs=kit.costs,
-            open_plane=None if (open_plane := kit.open_plane) is None else lambda hub: open_plane(worker_id, hub, host),
+            open_plane=None if (opened := kit.open_plane) is None else functools.partial(opened, worker_id, host),
         )
         published = self._membership.member.published
         export(self._shell.load, registry, lambda: published.clock.times, published.migrations)

@@ -72,9 +72,9 @@ PAIR = [[("w0", 0, 2), ("w1", 2, 6)]]
 def kill(cluster: Cluster, name: str, peers: list[str]) -> None:
     """Its links break, as seen by the others; it hears nothing any more itself."""
     plane = cluster.workers[name].membership.plane
-    for (peer, _), link in list(plane._links.items()):
+    for peer, connection in list(plane._connections.items()):
         if peer in peers:
-            link._break("the test has cut it")
+            connection.give_up("the test has cut it")
 
 
 def test_exactly_the_kv_of_lost_layers_travels(

@@ -14,7 +14,8 @@ from ballast.model.tiny import make_tiny
 from ballastpb.worker.v1 import worker_pb2 as pb
 from services.worker.core.room import RoomSizes
 from services.worker.core.transition_messages import AbortRequested
-from services.worker.links.link import Link, Message
+from services.worker.links.connection import Link
+from services.worker.links.ports import Message
 from services.worker.pipeline.events import CapacityTold, Told
 from services.worker.pipeline.planner_side import Transitions
 from services.worker.pipeline.wire import Topic

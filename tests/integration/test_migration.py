@@ -9,7 +9,7 @@ import pytest
 from ballast.common.sampling import SamplingParams
 from ballast.common.transition import TransitionKind
 from ballast.model.tiny import make_tiny
-from services.worker.links import link
+from services.worker.links import channel_connection
 from services.worker.links.config import TransportConfig
 from tests.support.exactness import History, Tally, make_wishes, undisturbed
 from tests.support.group import Answer, Cluster, Sizes, layout, running_group
@@ -57,7 +57,7 @@ def test_requests_go_on_at_the_target_without_computing_anything_anew(
     model_dir: Path, message_bytes: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if message_bytes is not None:
-        monkeypatch.setattr(link, "PACKED_BELOW_BYTES", message_bytes)
+        monkeypatch.setattr(channel_connection, "PACKED_BELOW_BYTES", message_bytes)
 
     async def story() -> None:
         async with running_group(model_dir, NAMES, Sizes(memory_bytes=12 << 20)) as cluster:

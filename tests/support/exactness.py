@@ -31,7 +31,8 @@ from services.worker.core.transition_messages import (
     WaveDone,
 )
 from services.worker.links.config import TransportConfig
-from services.worker.links.link import Link, Message
+from services.worker.links.connection import Link
+from services.worker.links.ports import Message
 from services.worker.pipeline.events import (
     BatchArrived,
     CapacityTold,

@@ -327,15 +327,7 @@ class Cluster:
         await self.until(members, target.epoch, Phase.PREPARED)
         return members
 
-    def name_partners(self) -> None:
-        """As a planner does at rest: whoever may share a group with whom."""
-        addresses = {WorkerId(n): w.membership.plane.store_address for n, w in self.workers.items()}
-        for worker in self.workers.values():
-            worker.member.name_partners(addresses)
-
     def commit(self, members: Sequence[WorkerId], target: Layout) -> None:
-        if target.epoch % 3:  # so that some links are made ahead, some while they are needed, and some are not
-            self.name_partners()
         for name in members:
             self.post(name, Told(target.epoch, CommitRequested(time.monotonic(), target.epoch)))
         self.in_force = target

@@ -4,14 +4,12 @@ import struct
 from enum import IntEnum
 from typing import NamedTuple
 
-_HEAD = struct.Struct("<BBHIQQII")
+_HEAD = struct.Struct("<BBHIQQQII")
 HEAD_BYTES = _HEAD.size
 MAX_BYTES = 64 << 20  # of meta or of marks
-MAX_HELLO_BYTES = 4096  # of each, from a stranger
 
 
 class Kind(IntEnum):
-    HELLO = 1  # meta: who calls; stream: the epoch
     MESSAGE = 2
     OPENING = 3
     CONTENT = 4  # all of a transfer has been sent by now
@@ -19,6 +17,8 @@ class Kind(IntEnum):
     REFUSED = 6  # meta: why
     DELIVERED = 7
     CLOSE = 8
+    JOIN = 9  # the sender takes part in this epoch
+    LEAVE = 10
 
 
 class Frame(NamedTuple):
@@ -26,6 +26,7 @@ class Frame(NamedTuple):
     traffic: int = 0
     topic: int = 0
     transfer: int = 0
+    epoch: int = 0
     stream: int = 0
     size_bytes: int = 0  # that a real link would have sent
     meta: bytes = b""
@@ -37,6 +38,7 @@ class Frame(NamedTuple):
             self.traffic,
             self.topic,
             self.transfer,
+            self.epoch,
             self.stream,
             self.size_bytes,
             len(self.meta),
@@ -48,8 +50,7 @@ class Frame(NamedTuple):
 class Frames:
     """Cuts what comes in into frames."""
 
-    def __init__(self, max_bytes: int = MAX_BYTES) -> None:
-        self.max_bytes = max_bytes  # of meta, and of marks
+    def __init__(self) -> None:
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> list[Frame]:
@@ -60,14 +61,15 @@ class Frames:
         buffer, frames = self._buffer, list[Frame]()
         buffer += data
         while len(buffer) >= HEAD_BYTES:
-            kind, traffic, topic, transfer, stream, size_bytes, meta_bytes, body_bytes = _HEAD.unpack_from(buffer)
-            if max(meta_bytes, body_bytes) > self.max_bytes:
+            head: tuple[int, ...] = _HEAD.unpack_from(buffer)
+            meta_bytes, body_bytes = head[-2:]
+            if max(meta_bytes, body_bytes) > MAX_BYTES:
                 raise ValueError(f"a frame of {meta_bytes} + {body_bytes} bytes")
             middle = HEAD_BYTES + meta_bytes
             end = middle + body_bytes
             if len(buffer) < end:
                 break
             meta, body = bytes(buffer[HEAD_BYTES:middle]), bytes(buffer[middle:end])
-            frames.append(Frame(Kind(kind), traffic, topic, transfer, stream, size_bytes, meta, body))
+            frames.append(Frame._make((Kind(head[0]), *head[1:-2], meta, body)))
             del buffer[:end]
         return frames

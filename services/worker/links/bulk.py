@@ -10,14 +10,15 @@ from threading import Condition, Lock
 import torch
 
 from ballast.common.errors import InvalidRequest, InvariantViolation, Overloaded, Unavailable
-from services.worker.links.channel import Pending
 from services.worker.links.config import TransportConfig
-from services.worker.links.frame import FrameKind, Header
+from services.worker.links.frame import Header
+from services.worker.links.frame_kinds import FrameKind
 from services.worker.links.gate import SharedWire, UrgentGate
 from services.worker.links.lane import FrameWriter
 from services.worker.links.pace import ChunkSize, StagePace
 from services.worker.links.pacing import BulkSchedule, Grant, Hold
 from services.worker.links.pieces import Pieces
+from services.worker.links.ports import Pending
 from services.worker.links.traffic import TrafficClass, TrafficCounts
 from services.worker.links.transfer import Outcome, Transfer, TransferReport
 
@@ -29,6 +30,7 @@ class _Outgoing:
     """A transfer until its future is done: queued, then opened, then wholly sent, then acknowledged."""
 
     peer: str
+    epoch: int
     number: int
     traffic: TrafficClass
     topic: int
@@ -72,7 +74,6 @@ class BulkSender:
     def __init__(
         self,
         peer: str,
-        epoch: int,
         config: TransportConfig,
         writer: FrameWriter,
         max_transfer_bytes: int,
@@ -82,7 +83,6 @@ class BulkSender:
         pace: StagePace,
     ) -> None:
         self._peer = peer
-        self._epoch = epoch
         self._config = config
         self._writer = writer
         self._max_transfer_bytes = max_transfer_bytes
@@ -113,7 +113,14 @@ class BulkSender:
     # ------------------------------------------------------------ for callers
 
     def submit(
-        self, traffic: TrafficClass, pieces: Sequence[torch.Tensor], topic: int, meta: bytes, stream: int, rank: int
+        self,
+        epoch: int,
+        traffic: TrafficClass,
+        pieces: Sequence[torch.Tensor],
+        topic: int,
+        meta: bytes,
+        stream: int,
+        rank: int,
     ) -> Transfer:
         source = Pieces(pieces, "pieces")
         self._refuse_bad(traffic, meta, source.total_bytes)
@@ -126,7 +133,9 @@ class BulkSender:
                 raise Overloaded(f"link to {self._peer}: {len(self._state.transfers)} transfers unfinished", 0.05)
             self._state.last_number += 1
             number = self._state.last_number
-            outgoing = _Outgoing(self._peer, number, traffic, topic, stream, meta, source, time.monotonic(), done)
+            outgoing = _Outgoing(
+                self._peer, epoch, number, traffic, topic, stream, meta, source, time.monotonic(), done
+            )
             self._state.transfers[number] = outgoing
             if source.total_bytes:
                 if not len(self._schedule):
@@ -178,6 +187,21 @@ class BulkSender:
                 outgoing.verdict, outgoing.why = outcome, why
                 finished = self._finish_if_quiet(outgoing)
         _settle(finished)
+
+    def end(self, epoch: int, why: str) -> None:
+        """Whatever of that epoch is unfinished fails, and the peer is told that the rest will not come."""
+        finished = list[_Outgoing | None]()
+        with self._changed:
+            for outgoing in list(self._state.transfers.values()):
+                if outgoing.epoch != epoch or outgoing.verdict is not None:
+                    continue
+                if self._schedule.remove(outgoing.number):
+                    finished.append(self._withdraw(outgoing, Outcome.BROKEN, why))
+                else:
+                    outgoing.verdict, outgoing.why = Outcome.BROKEN, why
+                    finished.append(self._finish_if_quiet(outgoing))
+        for outgoing in finished:
+            _settle(outgoing)
 
     def close(self) -> None:
         """Whatever is unfinished fails; CLOSE goes out as the last frame."""
@@ -326,7 +350,7 @@ class BulkSender:
             header = Header(
                 kind=FrameKind.CHUNK,
                 traffic=outgoing.traffic,
-                epoch=self._epoch,
+                epoch=outgoing.epoch,
                 transfer=outgoing.number,
                 offset_bytes=offset,
                 more=more,
@@ -379,13 +403,13 @@ class BulkSender:
         return True
 
     def _post(self, kind: FrameKind, outgoing: _Outgoing | None, *, more: bool) -> None:
-        header = Header(kind=kind, traffic=TrafficClass.CONTROL, epoch=self._epoch, more=more)
+        header = Header(kind=kind, traffic=TrafficClass.CONTROL, more=more)
         meta = b""
         if outgoing is not None:
             header = Header(
                 kind=kind,
                 traffic=outgoing.traffic,
-                epoch=self._epoch,
+                epoch=outgoing.epoch,
                 transfer=outgoing.number,
                 topic=outgoing.topic,
                 stream=outgoing.stream,

@@ -36,17 +36,11 @@ class TransportConfig:
     urgent_window: int = 8  # urgent messages in flight
     # Waits.
     connect_timeout_s: float = 10.0  # for a peer to come
-    open_timeout_s: float = 5.0  # for both, once they have met, to tell each other their addresses
+    open_timeout_s: float = 5.0  # for both, once they have met, to open their channels
     send_timeout_s: float = 10.0  # for one message or chunk, from posting to completion
     keepalive_s: float = 1.0
     silence_timeout_s: float = 10.0  # a peer that sends nothing for so long is gone
     close_timeout_s: float = 2.0
-    # Links that are made before they are needed.
-    max_spares: int = 8
-    spare_connect_timeout_s: float = 2.0
-    spare_idle_s: float = 60.0  # a spare that nobody has named for so long is closed
-    # For the peer to take the same spare, if this side decides; then a link is made from nothing.
-    adopt_timeout_s: float = 3.0
 
     def __post_init__(self) -> None:
         at_least_one = ("chunk_bytes", "least_chunk_bytes", "window_chunks", "patience_chunks", "posted_frames")
@@ -62,8 +56,6 @@ class TransportConfig:
         for name in ("rate_bytes_per_s", "bandwidth_bytes_per_s"):
             if (rate := getattr(self, name)) is not None and rate <= 0:
                 raise ConfigError(f"transport.{name}", f"must be positive, got {rate}")
-        if self.max_spares < 0:
-            raise ConfigError("transport.max_spares", f"must not be negative, got {self.max_spares}")
         if not 0.0 < self.background_share <= 1.0:
             raise ConfigError("transport.background_share", f"must be in (0, 1], got {self.background_share}")
         if min(self.urgent_inline_bytes, self.bulk_inline_bytes) < 0:

@@ -6,16 +6,16 @@ announced: frames are bounded by what both sides agreed on when the link came up
 
 import struct
 from dataclasses import dataclass
-from enum import IntEnum
 
 import torch
 
 from ballast.common.errors import PeerViolation
 from services.worker.links.config import HEADER_BYTES
+from services.worker.links.frame_kinds import FrameKind
 from services.worker.links.traffic import TrafficClass
 
 MAGIC = 0xBA57
-VERSION = 5
+VERSION = 6
 MAX_DIMENSIONS = 2
 
 # magic, version, kind, class, flags, dtype, dimensions | epoch | stream | extent x2 | transfer, sequence, topic, meta
@@ -42,23 +42,11 @@ _DTYPE_CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
 SUPPORTED_DTYPES = frozenset(_DTYPES)
 
 
-class FrameKind(IntEnum):
-    MESSAGE = 1  # urgent: meta and one tensor
-    OPENING = 2  # bulk: a transfer begins
-    CHUNK = 3  # bulk: bytes [offset, offset + payload) of a transfer
-    CANCEL = 4  # bulk: no more chunks of this transfer
-    DELIVERED = 5  # urgent, backwards: every byte of the transfer is in place
-    REFUSED = 6  # urgent, backwards: the transfer is not wanted; meta says why
-    KEEPALIVE = 7
-    CLOSE = 8  # the last frame on its lane
-    ADOPT = 9  # urgent: the sender takes this spare link for the epoch in `stream`; an offer, or the answer to it
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Header:
     kind: FrameKind
     traffic: TrafficClass
-    epoch: int
+    epoch: int = 0  # 0: of the link itself
     sequence: int = 0  # rises by one per frame of a lane and direction, modulo 2**32
     stream: int = 0  # the caller's
     topic: int = 0  # the caller's

@@ -1,13 +1,13 @@
 """What two workers say to each other before anything else on a connection, and how each proves that it may.
 
-    caller  hello      who calls whom, in which lives, for which epoch; what it can take; a nonce
+    caller  hello      who calls whom, in which life, for which lane; what it can take; a nonce
     host    challenge  a nonce
     caller  proof
     host    hello      the same of the host, with its proof          (when it wants that link, which may be later)
     caller  "!"        it is still there
 
 Where the cluster has a secret, a proof is an HMAC over all that has been said so far and who says it, so it is worth
-nothing on another connection, for another worker, life or epoch, or in the other direction. Where it has none, proofs
+nothing on another connection, for another worker, life or lane, or in the other direction. Where it has none, proofs
 are empty and nobody looks at them.
 """
 
@@ -31,6 +31,7 @@ class Terms:
     """What each side must know of the other before the first frame."""
 
     version: int
+    transport: str  # how what follows is carried
     urgent_frame_bytes: int  # the largest frame that side has receives posted for
     bulk_frame_bytes: int
     max_message_bytes: int
@@ -40,10 +41,13 @@ class Terms:
 @dataclass(frozen=True, slots=True)
 class Hello:
     worker_id: str
-    epoch: int
+    incarnation: int  # of its life; 0: not known yet
+    to: str  # whom it is said to
+    lane: str  # what the connection is for
     terms: Terms
-    incarnation: int = 0
-    to: str = ""  # whom it is said to
+
+
+_NUMBERS = tuple(field.name for field in fields(Terms) if field.name != "transport")
 
 
 def hello_line(hello: Hello) -> bytes:
@@ -95,13 +99,18 @@ def parse_hello(line: bytes) -> Hello:
         ValueError: this is no hello.
     """
     said = parse_line(line)
-    worker_id, to, terms = said.get("worker_id"), said.get("to"), said.get("terms")
-    if not isinstance(worker_id, str) or not worker_id or not isinstance(to, str) or not isinstance(terms, dict):
-        raise ValueError("it does not say from whom to whom, or has no terms")
+    terms = said.get("terms")
+    if not isinstance(terms, dict):
+        raise ValueError("no terms")
     terms = cast(dict[str, object], terms)
-    numbers = {field.name: _int(terms, field.name, least=1) for field in fields(Terms)}
-    epoch, incarnation = _int(said, "epoch", least=0), _int(said, "incarnation", least=0)
-    return Hello(worker_id, epoch, Terms(**numbers), incarnation, to)
+    numbers = {name: _int(terms, name, least=1) for name in _NUMBERS}
+    return Hello(
+        worker_id=_str(said, "worker_id"),
+        incarnation=_int(said, "incarnation", least=0),
+        to=_str(said, "to"),
+        lane=_str(said, "lane"),
+        terms=Terms(transport=_str(terms, "transport"), **numbers),
+    )
 
 
 def parse_proof(line: bytes) -> str:
@@ -115,9 +124,12 @@ def parse_proof(line: bytes) -> str:
     return proof
 
 
-def check_version(mine: Hello, theirs: Hello) -> None:
+def check_terms(mine: Hello, theirs: Hello) -> None:
     if theirs.terms.version != mine.terms.version:
         why = f"speaks data plane version {theirs.terms.version}, we speak {mine.terms.version}"
+        raise PeerViolation(theirs.worker_id, why)
+    if theirs.terms.transport != mine.terms.transport:
+        why = f"its links are carried by {theirs.terms.transport}, ours by {mine.terms.transport}: set the same"
         raise PeerViolation(theirs.worker_id, why)
 
 
@@ -129,6 +141,13 @@ def _int(said: Mapping[str, object], name: str, *, least: int) -> int:
     value = said.get(name)
     if type(value) is not int or not least <= value < 1 << 63:  # a bool is an int to isinstance
         raise ValueError(f"{name} must be a whole number of at least {least}")
+    return value
+
+
+def _str(said: Mapping[str, object], name: str) -> str:
+    value = said.get(name)
+    if not isinstance(value, str) or not value:
+        raise ValueError(f"{name} must be a word")
     return value
 
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 import torch
 
 from ballast.common.errors import PeerViolation
-from services.worker.links.channel import PairChannel, Pending
 from services.worker.links.config import HEADER_BYTES
 from services.worker.links.frame import Header, unpack
+from services.worker.links.ports import Channel, Pending
 
 _SEQUENCE_MODULUS = 1 << 32
 
@@ -16,7 +16,7 @@ _SEQUENCE_MODULUS = 1 << 32
 class FrameWriter:
     """Posts frames in order. Used by one thread at a time."""
 
-    def __init__(self, channel: PairChannel, max_frame_bytes: int) -> None:
+    def __init__(self, channel: Channel, max_frame_bytes: int) -> None:
         self._channel = channel
         self._max_frame_bytes = max_frame_bytes
         self._sequence = 0
@@ -54,7 +54,7 @@ class Frame:
 class FrameReader:
     """Keeps receives posted and hands out one frame at a time. Used by one thread."""
 
-    def __init__(self, channel: PairChannel, peer: str, frame_bytes: int, posted_frames: int) -> None:
+    def __init__(self, channel: Channel, peer: str, frame_bytes: int, posted_frames: int) -> None:
         self._channel = channel
         self._peer = peer
         self._frame_bytes = frame_bytes

@@ -1,4 +1,4 @@
-"""How two workers meet to make a link: one TCP connection per attempt, to the worker with the lower id.
+"""How two workers meet: the one with the higher id connects to the other one's lobby, once for each lane.
 
 A stranger may reach this port. Whatever it says, or does not say, costs one of a bounded number of places for a
 bounded time, and nobody else waits for it.
@@ -9,7 +9,6 @@ import selectors
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
 from threading import Condition, Thread
 
@@ -19,7 +18,7 @@ from services.worker.links.handshake import (
     MAX_LINE_BYTES,
     Hello,
     challenge_line,
-    check_version,
+    check_terms,
     hello_line,
     is_proof,
     left_s,
@@ -32,24 +31,18 @@ from services.worker.links.handshake import (
     read_line,
     refusal_line,
 )
-from services.worker.links.store import PairStore
 
 _HELLO_TIMEOUT_S = 5.0  # from the connection to the end of its proof
 _ANSWER_TIMEOUT_S = 5.0  # for a caller that is met to say that it is still there
 _MAX_STRANGERS = 64  # connections that have not proven who they are; the oldest goes for another one
 _MAX_PARKED = 256  # callers nobody waits for yet; the oldest goes for another one
 _PAUSE_S = 0.05  # when no connection can be accepted
-_LOOK_S = 0.02  # between two looks whether a peer that does not come has taken another way
-
-
-class WaitsElsewhere(Exception):
-    """A peer that does not come to the lobby: it wants to use a link that is there already."""
 
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
     peer: Hello
-    store: PairStore
+    connection: socket.socket
 
 
 @dataclass(slots=True)
@@ -81,17 +74,14 @@ class Lobby:
         host: str,
         worker_id: str,
         secret: bytes | None = None,
-        called: Callable[[str, int], None] | None = None,
     ) -> None:
-        """`called` hears of every caller that waits, by id and epoch; on the lobby's thread."""
         self._worker_id = worker_id
         self._secret = secret
-        self._called = called
         self._listener = socket.create_server((host, 0))
         self._listener.setblocking(False)
         self.address = f"{host}:{self._listener.getsockname()[1]}"
         self._changed = Condition()
-        self._parked: dict[tuple[str, int], _Caller] = {}  # by peer and epoch; the latest of each
+        self._parked: dict[tuple[str, str], _Caller] = {}  # by peer and lane; the latest of each
         self._closed = False
         self.refused: Counter[str] = Counter()  # connections, by reason
         self._strangers: dict[int, _Stranger] = {}  # by file descriptor, the oldest first; of the lobby's thread
@@ -100,17 +90,14 @@ class Lobby:
         self._thread = Thread(target=self._run, name=f"links-lobby-{worker_id}", daemon=True)
         self._thread.start()
 
-    def meet(
-        self, mine: Hello, peer_id: str, deadline_s: float, elsewhere: Callable[[], bool] = lambda: False
-    ) -> Meeting:
-        """Wait for that peer to call for the same epoch.
+    def meet(self, mine: Hello, deadline_s: float) -> Meeting:
+        """Wait for the peer that `mine` is said to, to call for the same lane.
 
         Raises:
-            WaitsElsewhere: it has not called, and `elsewhere` says that it will not.
             DeadlineExceeded: it did not come.
-            PeerViolation: it speaks another version.
+            PeerViolation: it speaks another version, or its links are carried in another way.
         """
-        while (caller := self._take((peer_id, mine.epoch), deadline_s, elsewhere)) is not None:
+        while (caller := self._take((mine.to, mine.lane), deadline_s)) is not None:
             try:
                 within_s = min(deadline_s, time.monotonic() + _ANSWER_TIMEOUT_S)
                 caller.connection.settimeout(left_s(within_s))
@@ -118,15 +105,20 @@ class Lobby:
                 proof = proof_of(self._secret, "host", *caller.said, line)
                 caller.connection.sendall(line + proof_line(proof))
                 if read_exactly(caller.connection, 1, within_s) == b"!":
-                    check_version(mine, caller.hello)
-                    return Meeting(caller.hello, PairStore(caller.connection))
+                    check_terms(mine, caller.hello)
+                    return Meeting(caller.hello, caller.connection)
             except OSError:
                 pass  # it had given up before we came; it may call again
             except PeerViolation:
                 caller.connection.close()
                 raise
             caller.connection.close()
-        raise DeadlineExceeded(f"link for epoch {mine.epoch}: {peer_id} did not come")
+        raise DeadlineExceeded(f"{mine.to} did not come")
+
+    def has_called(self, peer_id: str) -> bool:
+        """That peer waits here."""
+        with self._changed:
+            return any(who == peer_id for who, _ in self._parked)
 
     def close(self) -> None:
         with self._changed:
@@ -140,12 +132,11 @@ class Lobby:
         for caller in parked:
             caller.connection.close()
 
-    def _take(self, key: tuple[str, int], deadline_s: float, elsewhere: Callable[[], bool]) -> _Caller | None:
+    def _take(self, key: tuple[str, str], deadline_s: float) -> _Caller | None:
         with self._changed:
-            while not (self._closed or key in self._parked or (wait_s := deadline_s - time.monotonic()) <= 0):
-                if elsewhere():
-                    raise WaitsElsewhere
-                self._changed.wait(min(wait_s, _LOOK_S))
+            self._changed.wait_for(
+                lambda: self._closed or key in self._parked, timeout=max(deadline_s - time.monotonic(), 0.0)
+            )
             return self._parked.pop(key, None)
 
     # ------------------------------------------------------------ the lobby's thread
@@ -222,22 +213,20 @@ class Lobby:
 
     def _park(self, stranger: _Stranger, caller: _Caller) -> None:
         self._forget(stranger)
-        key = (caller.hello.worker_id, caller.hello.epoch)
+        key = (caller.hello.worker_id, caller.hello.lane)
         replaced = list[_Caller]()
         with self._changed:
             if (before := self._parked.pop(key, None)) is not None:
                 replaced.append(before)
             elif len(self._parked) >= _MAX_PARKED:
                 replaced.append(self._parked.pop(next(iter(self._parked))))
-            if is_closed := self._closed:
+            if self._closed:
                 replaced.append(caller)
             else:
                 self._parked[key] = caller
             self._changed.notify_all()
         for other in replaced:
             other.connection.close()
-        if not is_closed and self._called is not None:
-            self._called(*key)
 
     def _refuse_oldest(self) -> None:
         if self._strangers:
@@ -259,14 +248,15 @@ class Lobby:
         self._selector.unregister(stranger.connection)
 
 
-def call(mine: Hello, peer_id: str, address: str, deadline_s: float, secret: bytes | None = None) -> Meeting:
-    """Go to the lobby of a peer with a lower id.
+def call(mine: Hello, address: str, deadline_s: float, secret: bytes | None = None) -> Meeting:
+    """Go to the lobby of the peer, with a lower id, that `mine` is said to.
 
     Raises:
         Unavailable: nobody listens there, or it hung up.
-        DeadlineExceeded: it does not want a link for this epoch in time.
+        DeadlineExceeded: it does not want a link in time.
         PeerViolation: it speaks another version, refuses this caller, or cannot prove that it is of this cluster.
     """
+    peer_id = mine.to
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal():
         raise ConfigError("store_address", f"of worker {peer_id} must be host:port, got {address!r}")
@@ -275,21 +265,22 @@ def call(mine: Hello, peer_id: str, address: str, deadline_s: float, secret: byt
     except OSError as error:
         raise Unavailable(peer_id, f"data plane at {address}: {error}") from error
     try:
-        theirs = _introduce(connection, mine, peer_id, deadline_s, secret)
+        theirs = _introduce(connection, mine, deadline_s, secret)
         connection.sendall(b"!")
     except TimeoutError:
         connection.close()
-        raise DeadlineExceeded(f"link for epoch {mine.epoch}: {peer_id} did not come") from None
+        raise DeadlineExceeded(f"{peer_id} did not come") from None
     except (OSError, ValueError) as error:
         connection.close()
         raise Unavailable(peer_id, f"data plane at {address}: {error}") from error
     except PeerViolation:
         connection.close()
         raise
-    return Meeting(theirs, PairStore(connection))
+    return Meeting(theirs, connection)
 
 
-def _introduce(connection: socket.socket, mine: Hello, peer_id: str, deadline_s: float, secret: bytes | None) -> Hello:
+def _introduce(connection: socket.socket, mine: Hello, deadline_s: float, secret: bytes | None) -> Hello:
+    peer_id = mine.to
     hello = hello_line(mine)
     connection.sendall(hello)
     challenge = _heard(connection, peer_id, deadline_s)
@@ -301,7 +292,7 @@ def _introduce(connection: socket.socket, mine: Hello, peer_id: str, deadline_s:
         raise PeerViolation(peer_id, f"{theirs.worker_id} answers at its address")
     if not is_proof(parse_proof(read_line(connection, deadline_s)), secret, "host", hello, challenge, proof, answer):
         raise PeerViolation(peer_id, "does not prove that it has this cluster's secret")
-    check_version(mine, theirs)
+    check_terms(mine, theirs)
     return theirs
 
 

@@ -2,47 +2,38 @@
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from ballast.common.errors import InvalidRequest, PeerViolation
-from services.worker.links.channel import PairChannel, Pending
 from services.worker.links.config import TransportConfig
-from services.worker.links.frame import FrameKind, Header
+from services.worker.links.connection import Link
+from services.worker.links.frame import Header
+from services.worker.links.frame_kinds import FrameKind
 from services.worker.links.lane import Frame, FrameReader
 from services.worker.links.pieces import Pieces
-from services.worker.links.traffic import TrafficClass, TrafficCounts
-from services.worker.links.transfer import Destination, Opening, Outcome, Refusal
-
-
-@dataclass(frozen=True, slots=True)
-class Message:
-    """An urgent message. The tensor has the dtype and shape it was sent with and belongs to whoever gets it."""
-
-    traffic: TrafficClass
-    topic: int
-    stream: int
-    meta: bytes
-    tensor: torch.Tensor | None
-    receive_s: float = 0.0  # from its header to its last byte
+from services.worker.links.ports import Channel, Message, Pending
+from services.worker.links.traffic import TrafficCounts
+from services.worker.links.transfer import Opening, Outcome, Refusal
 
 
 @dataclass(frozen=True, slots=True)
 class UrgentHandlers:
-    on_message: Callable[[Message], None]
+    link_of: Callable[[Header], Link | None]  # None: this worker takes no part in that epoch
+    on_message: Callable[[Link, Message], None]
     on_answer: Callable[[int, Outcome, str], None]  # to one of our transfers
-    on_adopt: Callable[[int], None]
+    on_join: Callable[[int], None]
+    on_leave: Callable[[int], None]
     on_close: Callable[[], None]
-    is_stale: Callable[[Header], bool]
 
 
 class UrgentReceiver:
     """`run` is the body of one thread. It ends with the peer's CLOSE or an exception."""
 
     def __init__(
-        self, peer: str, config: TransportConfig, channel: PairChannel, counts: TrafficCounts, handlers: UrgentHandlers
+        self, peer: str, config: TransportConfig, channel: Channel, counts: TrafficCounts, handlers: UrgentHandlers
     ) -> None:
         self._peer = peer
         self._config = config
@@ -65,8 +56,10 @@ class UrgentReceiver:
                     self._handlers.on_answer(header.transfer, Outcome.REFUSED, frame.meta.decode(errors="replace"))
                 case FrameKind.KEEPALIVE:
                     pass
-                case FrameKind.ADOPT:
-                    self._handlers.on_adopt(header.stream)
+                case FrameKind.JOIN:
+                    self._handlers.on_join(header.epoch)
+                case FrameKind.LEAVE:
+                    self._handlers.on_leave(header.epoch)
                 case FrameKind.CLOSE:
                     self._handlers.on_close()
                     return
@@ -86,18 +79,21 @@ class UrgentReceiver:
             payload.copy_(frame.inline)
         elif header.payload_bytes:
             self._channel.post_payload(payload).wait(self._config.send_timeout_s)
-        if self._handlers.is_stale(header):
+        link = self._handlers.link_of(header)
+        if link is None:
             return
         counted = self._counts.received[header.traffic]
         counted.messages += 1
         counted.total_bytes += header.payload_bytes + header.meta_bytes
         tensor = payload.view(header.dtype).view(header.shape) if header.shape else None
         took_s = time.monotonic() - began_s
-        self._handlers.on_message(Message(header.traffic, header.topic, header.stream, frame.meta, tensor, took_s))
+        message = Message(header.traffic, header.topic, header.stream, frame.meta, tensor, took_s)
+        self._handlers.on_message(link, message)
 
 
 @dataclass(slots=True)
 class _Incoming:
+    link: Link | None
     opening: Opening
     pieces: Pieces | None  # None: refused, its bytes are discarded
     announced_bytes: int = 0
@@ -115,18 +111,18 @@ class _Arriving:
 
 @dataclass(frozen=True, slots=True)
 class BulkHandlers:
-    on_opening: Destination
-    on_transfer_end: Callable[[Opening, Outcome], None]
+    link_of: Callable[[Header], Link | None]
+    on_opening: Callable[[Link, Opening], Sequence[torch.Tensor] | Refusal]
+    on_transfer_end: Callable[[Link, Opening, Outcome], None]
     answer: Callable[[FrameKind, int, str], None]
     on_close: Callable[[], None]
-    is_stale: Callable[[Header], bool]
 
 
 class BulkReceiver:
     """`run` is the body of one thread; `abandon` ends what it left unfinished."""
 
     def __init__(
-        self, peer: str, config: TransportConfig, channel: PairChannel, counts: TrafficCounts, handlers: BulkHandlers
+        self, peer: str, config: TransportConfig, channel: Channel, counts: TrafficCounts, handlers: BulkHandlers
     ) -> None:
         self._peer = peer
         self._config = config
@@ -164,10 +160,10 @@ class BulkReceiver:
     def abandon(self) -> None:
         """The lane has ended and nothing writes to the destinations any more."""
         self._arriving.clear()
-        unfinished = [incoming for incoming in self._incoming.values() if incoming.pieces is not None]
+        unfinished = list(self._incoming.values())
         self._incoming.clear()
         for incoming in unfinished:
-            self._handlers.on_transfer_end(incoming.opening, Outcome.BROKEN)
+            self._end(incoming, Outcome.BROKEN)
 
     def release(self) -> None:
         self._reader.release()
@@ -177,24 +173,25 @@ class BulkReceiver:
         if header.transfer in self._incoming:
             raise PeerViolation(self._peer, f"transfer {header.transfer} opened twice")
         opening = Opening(header.transfer, header.traffic, header.topic, header.stream, header.total_bytes, frame.meta)
-        pieces = self._destination(header, opening)
+        link = self._handlers.link_of(header)
+        pieces = self._destination(link, header, opening)
         if isinstance(pieces, Refusal):
             self._handlers.answer(FrameKind.REFUSED, header.transfer, pieces.why)
             pieces = None
-        incoming = _Incoming(opening, pieces)
+        incoming = _Incoming(link, opening, pieces)
         if header.total_bytes:
             self._incoming[header.transfer] = incoming
         elif pieces is not None:
             self._deliver(incoming)
 
-    def _destination(self, header: Header, opening: Opening) -> Pieces | Refusal:
-        if self._handlers.is_stale(header):
+    def _destination(self, link: Link | None, header: Header, opening: Opening) -> Pieces | Refusal:
+        if link is None:
             return Refusal(f"epoch {header.epoch} is over")
         if header.total_bytes > self._config.max_transfer_bytes:
             return Refusal(f"{header.total_bytes} bytes, at most {self._config.max_transfer_bytes}")
         if len(self._incoming) >= self._config.max_transfers:
             return Refusal(f"{len(self._incoming)} transfers are unfinished already")
-        answer = self._handlers.on_opening(opening)
+        answer = self._handlers.on_opening(link, opening)
         if isinstance(answer, Refusal):
             return answer
         pieces = Pieces(answer, "destination")
@@ -253,14 +250,19 @@ class BulkReceiver:
 
     def _deliver(self, incoming: _Incoming) -> None:
         self._counts.received[incoming.opening.traffic].messages += 1
-        self._handlers.on_transfer_end(incoming.opening, Outcome.DELIVERED)
+        self._end(incoming, Outcome.DELIVERED)
         self._handlers.answer(FrameKind.DELIVERED, incoming.opening.transfer, "")
 
     def _cancel(self, header: Header) -> None:
         self._drain()
         incoming = self._incoming.pop(header.transfer, None)
-        if incoming is not None and incoming.pieces is not None:
-            self._handlers.on_transfer_end(incoming.opening, Outcome.CANCELLED)
+        if incoming is not None:
+            self._end(incoming, Outcome.CANCELLED)
+
+    def _end(self, incoming: _Incoming, outcome: Outcome) -> None:
+        """One that was refused has nobody who wants to hear of it."""
+        if incoming.link is not None and incoming.pieces is not None:
+            self._handlers.on_transfer_end(incoming.link, incoming.opening, outcome)
 
     def _drain(self) -> None:
         while self._arriving:

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from services.worker.links.traffic import TrafficClass
-
-if TYPE_CHECKING:
-    import torch
 
 
 class Outcome(Enum):
@@ -68,6 +64,3 @@ class Transfer:
     def reprioritise(self, traffic: TrafficClass, rank: int = 0) -> bool:
         """Go on as another bulk class. False: no chunk is left to send."""
         return self._sender.reprioritise(self.number, traffic, rank)
-
-
-Destination = Callable[[Opening], "Sequence[torch.Tensor] | Refusal"]

@@ -3,6 +3,7 @@
 import heapq
 import time
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from threading import Condition
@@ -10,12 +11,13 @@ from threading import Condition
 import torch
 
 from ballast.common.errors import InvalidRequest, Overloaded, Unavailable
-from services.worker.links.channel import Broken, ChannelBroken, Pending
 from services.worker.links.config import TransportConfig
-from services.worker.links.frame import MAX_DIMENSIONS, SUPPORTED_DTYPES, FrameKind, Header
+from services.worker.links.frame import MAX_DIMENSIONS, SUPPORTED_DTYPES, Header
+from services.worker.links.frame_kinds import FrameKind
 from services.worker.links.gate import SharedWire, UrgentGate
 from services.worker.links.lane import FrameWriter
 from services.worker.links.pieces import as_bytes
+from services.worker.links.ports import Broken, ChannelBroken, Pending
 from services.worker.links.traffic import TrafficClass, TrafficCounts
 
 _LAST = max(TrafficClass) + 1  # sorts behind every class
@@ -39,16 +41,17 @@ class UrgentSender:
     def __init__(
         self,
         peer: str,
-        epoch: int,
         config: TransportConfig,
         writer: FrameWriter,
         max_message_bytes: int,
         gate: UrgentGate,
         counts: TrafficCounts,
         wire: SharedWire | None,
+        on_quiet: Callable[[], None],
     ) -> None:
+        """`on_quiet` is called now and then while there is nothing to send."""
+        self._on_quiet = on_quiet
         self._peer = peer
-        self._epoch = epoch
         self._config = config
         self._writer = writer
         self._max_message_bytes = max_message_bytes
@@ -65,7 +68,14 @@ class UrgentSender:
         self._broken = False
 
     def send(
-        self, traffic: TrafficClass, topic: int, meta: bytes, tensor: torch.Tensor | None, stream: int, timeout_s: float
+        self,
+        epoch: int,
+        traffic: TrafficClass,
+        topic: int,
+        meta: bytes,
+        tensor: torch.Tensor | None,
+        stream: int,
+        timeout_s: float,
     ) -> Future[None]:
         payload = None if tensor is None else as_bytes(tensor, "tensor")
         size_bytes = len(meta) + (0 if payload is None else payload.numel())
@@ -73,7 +83,7 @@ class UrgentSender:
         header = Header(
             kind=FrameKind.MESSAGE,
             traffic=traffic,
-            epoch=self._epoch,
+            epoch=epoch,
             stream=stream,
             topic=topic,
             dtype=torch.uint8 if tensor is None else tensor.dtype,
@@ -95,7 +105,7 @@ class UrgentSender:
             if self._refusal is not None:
                 return
             self._refusal = "the link is closed"
-            closing = Header(kind=FrameKind.CLOSE, traffic=TrafficClass.CONTROL, epoch=self._epoch)
+            closing = Header(kind=FrameKind.CLOSE, traffic=TrafficClass.CONTROL)
             self._accept(closing, b"", None, 0, order_class=_LAST)
 
     def fail(self, why: str) -> None:
@@ -118,6 +128,8 @@ class UrgentSender:
             outgoing = self._oldest_in_flight()
             if outgoing is None:
                 continue
+            if outgoing.header.kind is FrameKind.KEEPALIVE:
+                self._on_quiet()
             for pending in outgoing.pending:
                 pending.wait(self._config.send_timeout_s)
             self._complete(outgoing)
@@ -133,7 +145,7 @@ class UrgentSender:
             if self._in_flight:
                 return self._in_flight[0]
             if not self._changed.wait(self._until_next_s()) and not self._waiting_count and not self._broken:
-                quiet = Header(kind=FrameKind.KEEPALIVE, traffic=TrafficClass.CONTROL, epoch=self._epoch)
+                quiet = Header(kind=FrameKind.KEEPALIVE, traffic=TrafficClass.CONTROL)
                 self._accept(quiet, b"", None, 0)
             return self._in_flight[0] if self._in_flight else None
 

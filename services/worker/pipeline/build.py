@@ -74,7 +74,8 @@ def join(
     max_running_count: int,
     costs: OnlineCost | None = None,
     runner: StageEngine | None = None,
-    open_plane: Callable[[Hub], DataPlane] | None = None,
+    open_plane: Callable[[Hub, bytes | None], DataPlane] | None = None,
+    transport: str = "auto",
     secret: bytes | None = None,
 ) -> Membership:
     """Opens the data plane. The shell closes it when its engine thread ends. `costs` is told what stages take.
@@ -86,7 +87,10 @@ def join(
         shell.post_member(event)
 
     hub = Hub(post)
-    plane = _real_plane(me, hub, config, advertise_host, secret) if open_plane is None else open_plane(hub)
+    if open_plane is None:
+        plane = _real_plane(me, hub, config, advertise_host, transport, secret)
+    else:
+        plane = open_plane(hub, secret)
     own = engine.runner
     if costs is not None:
         from services.worker.pipeline.timed_runner import TimedRunner  # NumPy comes with it
@@ -111,8 +115,13 @@ def join(
 
 
 def _real_plane(
-    me: WorkerId, hub: Hub, config: TransportConfig, advertise_host: str | None, secret: bytes | None
+    me: WorkerId,
+    hub: Hub,
+    config: TransportConfig,
+    advertise_host: str | None,
+    transport: str,
+    secret: bytes | None,
 ) -> DataPlane:
-    from services.worker.links.plane import DataPlane
+    from services.worker.links.open import open_plane
 
-    return DataPlane(me, hub, config, advertise_host=advertise_host, secret=secret)
+    return open_plane(me, hub, config, advertise_host, transport, secret)

@@ -341,7 +341,8 @@ class TransitionDriver:
         for command in commands:
             match command:
                 case ConnectLinks(epoch=epoch, peers=peers):
-                    self._links.connect(epoch, peers, self._plan_received().data_addresses)
+                    received = self._plan_received()
+                    self._links.connect(epoch, peers, received.data_addresses, received.lives)
                 case PrepareMemory():
                     self._prepare_memory()
                 case UndoPreparation(plan=plan):

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from services.worker.links.link import Link
+    from services.worker.links.connection import Link
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +35,11 @@ class PlanReceived(MemberEvent):
     data_addresses: dict[WorkerId, str]  # where each member's links meet
     sources: dict[int, tuple[WorkerId, ...]]  # missing layer -> peers that hold it, in the order to be asked
     patient: bool = False  # of a restore: room for KV is made when what the group wants fits into it
+
+    @property
+    def lives(self) -> dict[WorkerId, int]:
+        """The incarnation of each member."""
+        return {m.worker_id: m.incarnation for group in self.plan.target.groups for m in group.members}
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,7 +44,7 @@ BEHIND_EXCHANGE = 1 << 40  # rank inside the class KV, behind every sequence tha
 if TYPE_CHECKING:
     import torch
 
-    from services.worker.links.link import Link
+    from services.worker.links.connection import Link
 
 _TOGETHER_BYTES = 1 << 20  # of a transfer that has pieces of several sequences: a longer one holds up who is complete
 _TOGETHER = 32  # of those; they are named in its head

@@ -26,7 +26,7 @@ from services.worker.pipeline.status import Progress
 from services.worker.shell import MemberEvent
 
 if TYPE_CHECKING:
-    from services.worker.links.link import Link
+    from services.worker.links.connection import Link
 
 _THREADS = 2  # for checksums and the disk
 

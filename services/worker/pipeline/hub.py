@@ -62,7 +62,9 @@ from services.worker.shell import MemberEvent
 if TYPE_CHECKING:
     import torch
 
-    from services.worker.links.link import Link, LinkEnding, Message, Opening
+    from services.worker.links.connection import Link
+    from services.worker.links.ports import LinkEnding, Message
+    from services.worker.links.transfer import Opening
 
 
 class Hub:
@@ -203,7 +205,7 @@ class Hub:
 
     def on_link_end(self, link: Link, ending: LinkEnding) -> None:
         self._heads.pop(link, None)
-        if not link.retired and not link.is_spare:  # broken, or the peer has no use for it any more
+        if not link.retired:  # broken, or the peer takes part in that epoch no more
             epoch = Epoch(link.epoch)
             self._post(Told(epoch, PeerLost(time.monotonic(), WorkerId(link.peer_id), ending.why)))
 

@@ -29,7 +29,7 @@ from services.worker.shell import MemberEvent
 if TYPE_CHECKING:
     import torch
 
-    from services.worker.links.link import Link
+    from services.worker.links.connection import Link
 
 _Given = TypeVarTuple("_Given")
 _AT_ONCE = 2  # layers under way

@@ -20,7 +20,7 @@ from services.worker.shell import MemberEvent
 if TYPE_CHECKING:
     import torch
 
-    from services.worker.links.link import Link
+    from services.worker.links.connection import Link
     from services.worker.links.plane import DataPlane
 
 _LINK_TIMEOUT_S = 5.0
@@ -94,11 +94,17 @@ class Links:
 
     # ------------------------------------------------------------ making and ending them
 
-    def connect(self, epoch: Epoch, peers: Sequence[WorkerId], addresses: Mapping[WorkerId, str]) -> None:
+    def connect(
+        self,
+        epoch: Epoch,
+        peers: Sequence[WorkerId],
+        addresses: Mapping[WorkerId, str],
+        lives: Mapping[WorkerId, int],
+    ) -> None:
         """`LinkMade` follows for each; with no peers the transition hears at once."""
         self.missing = set(peers)
         for peer in peers:
-            future = self._plane.warm(peer, addresses[peer], epoch, timeout_s=_LINK_TIMEOUT_S)
+            future = self._plane.warm(peer, addresses[peer], epoch, _LINK_TIMEOUT_S, lives.get(peer, 0))
             future.add_done_callback(lambda f, p=peer: self._post(LinkMade(epoch, p, f)))
         if not peers:
             self._post(Told(epoch, LinksUp(time.monotonic(), epoch)))
@@ -117,16 +123,12 @@ class Links:
         self._meeting.add(key)
         self._plane.warm(peer, address, epoch, timeout_s=_MEETING_TIMEOUT_S).add_done_callback(met)
 
-    def name_partners(self, addresses: Mapping[WorkerId, str]) -> None:
-        """From any thread: spares are kept for these, so that `connect` need not make a link."""
-        self._plane.name_partners({str(peer): address for peer, address in addresses.items()})
-
     def made(self, event: LinkMade) -> LinksUp | PreparationFailed | None:
         """What it means for the transition."""
         error, now_s = event.link.exception(), time.monotonic()
         if error is not None:
             return PreparationFailed(now_s, event.epoch, f"no link to {event.peer}: {error}")
-        get_logger().debug("link is up", peer=event.peer, epoch=event.epoch, spare=event.link.result().was_spare)
+        get_logger().debug("link is up", peer=event.peer, epoch=event.epoch)
         self.missing.discard(event.peer)
         return None if self.missing else LinksUp(now_s, event.epoch)
 

@@ -7,7 +7,7 @@ What decides is pure (`core.transition`, `core.worker`); the parts do what they 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from ballast.common.errors import InvariantViolation
@@ -66,7 +66,7 @@ from services.worker.pipeline.status import Progress
 from services.worker.shell import MemberEvent, StepOutcome
 
 if TYPE_CHECKING:
-    from services.worker.links.link import Link
+    from services.worker.links.connection import Link
     from services.worker.links.plane import DataPlane
 
 
@@ -198,10 +198,6 @@ class GroupMember:
     @property
     def progress(self) -> dict[Epoch, Progress]:
         return self.published.progress
-
-    def name_partners(self, addresses: Mapping[WorkerId, str]) -> None:
-        """From any thread: with these it may soon share a group."""
-        self._links.name_partners(addresses)
 
     def link_to(self, peer: WorkerId) -> Link | None:
         """In the layout in force."""

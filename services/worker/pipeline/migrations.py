@@ -66,7 +66,7 @@ from services.worker.shell import MemberEvent
 if TYPE_CHECKING:
     import torch
 
-    from services.worker.links.link import Link
+    from services.worker.links.connection import Link
 
 _SPAN_BYTES = 64 << 20  # sent at once while the sequence is decoding, unless a block of all the layers is more
 

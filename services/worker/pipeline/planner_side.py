@@ -136,7 +136,6 @@ class Transitions:
         )
 
     def name_partners(self, request: pb.NamePartnersRequest) -> Epoch:
-        self._member.name_partners({WorkerId(p.worker_id): p.data_address for p in request.partners if p.data_address})
         self._take_back(Epoch(request.settled_epoch))
         return self._member.newest_epoch
 

@@ -15,9 +15,9 @@ import torch
 from ballast.common.errors import Unavailable
 from services.worker.cost_profile import Link as LinkFigures
 from services.worker.links.config import TransportConfig
-from services.worker.links.link import Link, LinkEnding
-from services.worker.links.plane import DataPlane
-from services.worker.links.receiving import Message
+from services.worker.links.connection import Link
+from services.worker.links.open import open_plane
+from services.worker.links.ports import LinkEnding, Message
 from services.worker.links.traffic import TrafficClass
 from services.worker.links.transfer import Opening, Outcome, Refusal
 
@@ -38,7 +38,7 @@ def measure_link() -> LinkFigures:
         Unavailable: the other process does not come up or answer.
     """
     returned = _Ends()
-    plane = DataPlane(_HERE, returned, TransportConfig(), _HOST)
+    plane = open_plane(_HERE, returned, TransportConfig(), _HOST)
     command = [sys.executable, "-m", __name__, plane.store_address]
     other = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
@@ -105,7 +105,7 @@ class _Ends:
 
 def main() -> None:
     torch.set_num_threads(1)
-    plane = DataPlane(_THERE, _Ends(echoes=True), TransportConfig(), _HOST)
+    plane = open_plane(_THERE, _Ends(echoes=True), TransportConfig(), _HOST)
     print(plane.store_address, flush=True)
     plane.connect(_HERE, sys.argv[1], _EPOCH, _WAIT_S)
     sys.stdin.read()  # until the first process has done, or died

@@ -1,18 +1,37 @@
 """Channels over gloo: one two-rank process group each, made directly and not part of any world."""
 
 import re
+import socket
+import time
+from collections.abc import Sequence
 from datetime import timedelta
-from typing import cast
+from typing import Protocol, cast
 
 import torch
 from torch.distributed import PrefixStore, ProcessGroupGloo, Store, Work
 
 from ballast.common.errors import ConfigError
-from services.worker.links.channel import ChannelBroken, Group
+from services.worker.links.ports import ChannelBroken, Channels
+from services.worker.links.store import PairStore
 
 _FRAMES, _PAYLOADS, _NEVER_SENT = 0, 1, 2  # tags; messages of one tag stay in order
 
 _SOURCE_PLACE = re.compile(r"^\[\S+\] ")
+
+
+_LANES = ("act", "bulk")
+
+
+class Group(Protocol):
+    """The part of a process group that is used here; torch's stubs leave it out."""
+
+    def send(self, tensors: Sequence[torch.Tensor], dst: int, tag: int) -> Work: ...
+
+    def recv(self, tensors: Sequence[torch.Tensor], src: int, tag: int) -> Work: ...
+
+    def abort(self) -> None: ...
+
+    def shutdown(self) -> None: ...
 
 
 class GlooPending:
@@ -77,13 +96,36 @@ class GlooChannel:
 class GlooTransport:
     """`host` is a name or address of this machine that peers reach it by; no lookup of the machine's own name."""
 
+    name = "gloo"
+    lanes = ("store",)
+
     def __init__(self, host: str) -> None:
         try:
             self._devices = [ProcessGroupGloo.create_device(hostname=host, lazy_init=False)]
         except RuntimeError as error:
             raise ConfigError("advertise_host", f"{host!r} is no address of this machine: {error}") from error
 
-    def open(self, store: Store, name: str, rank: int, timeout_s: float) -> GlooChannel:
+    def open(self, sockets: Sequence[socket.socket], name: str, rank: int, within_s: float) -> Channels:
+        """Both have come, so this takes milliseconds, or something is wrong with one of them.
+
+        Whoever has the other's addresses connects at once, and waits for longer than the other one may take to get
+        its own: gloo forgets a connection that it has given up, but not that one was to come, and the process ends
+        with a segmentation fault if it comes after all.
+        """
+        store = PairStore(sockets[0])
+        opened: list[GlooChannel] = []
+        try:
+            with store.expiring(time.monotonic() + within_s):
+                opened.extend(self.open_one(store, f"{name}/{lane}", rank, 2 * within_s) for lane in _LANES)
+        except BaseException:
+            for channel in opened:
+                channel.abort()
+                channel.destroy()
+            store.close()
+            raise
+        return Channels(opened[0], opened[1], store.close)
+
+    def open_one(self, store: Store, name: str, rank: int, timeout_s: float) -> GlooChannel:
         options = ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue] the stubs call it Options
         options._devices = list(self._devices)
         options._threads = 1

@@ -1,4 +1,4 @@
-"""Channels for GPUs: frames over gloo, payloads over NCCL.
+"""Channels for GPUs: frames over TCP, payloads over NCCL.
 
 A receive that NCCL has been given occupies the device until its message comes, blocks whatever follows on the same
 communicator, and keeps every device-wide synchronisation waiting, the one before unmapping memory included. So only
@@ -6,7 +6,9 @@ payloads go over NCCL, and their receives are posted when the frame in front has
 communicator of its own, as otherwise a receive would stand in the way of a send.
 """
 
+import socket
 import time
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import cast
 
@@ -14,8 +16,10 @@ import torch
 from torch.distributed import PrefixStore, Store, Work
 
 from ballast.common.errors import ConfigError
-from services.worker.links.channel import ChannelBroken, Group
-from services.worker.links.channels.gloo import GlooChannel, GlooPending, GlooTransport
+from services.worker.links.channels.gloo import Group
+from services.worker.links.channels.tcp import TcpChannel
+from services.worker.links.ports import ChannelBroken, Channels, Pending
+from services.worker.links.store import PairStore
 
 _POLL_S = 0.00005
 
@@ -37,7 +41,7 @@ class NcclPending:
 
 
 class NcclChannel:
-    def __init__(self, frames: GlooChannel, store: Store, rank: int, device: torch.device, timeout_s: float) -> None:
+    def __init__(self, frames: TcpChannel, store: Store, rank: int, device: torch.device, timeout_s: float) -> None:
         from torch.distributed import ProcessGroupNCCL  # not part of a build for machines without GPUs
 
         self.device = device
@@ -52,10 +56,10 @@ class NcclChannel:
         upwards, downwards = communicator("up"), communicator("down")
         self._out, self._in = (upwards, downwards) if rank == 0 else (downwards, upwards)
 
-    def send_frame(self, frame: torch.Tensor) -> GlooPending:
+    def send_frame(self, frame: torch.Tensor) -> Pending:
         return self._frames.send_frame(frame)
 
-    def post_frame(self, buffer: torch.Tensor) -> GlooPending:
+    def post_frame(self, buffer: torch.Tensor) -> Pending:
         return self._frames.post_frame(buffer)
 
     def send_payload(self, payload: torch.Tensor) -> NcclPending:
@@ -76,20 +80,29 @@ class NcclChannel:
 
 
 class NcclTransport:
-    def __init__(self, host: str, device: torch.device) -> None:
+    name = "nccl"
+    lanes = ("store", "urgent", "bulk")
+
+    def __init__(self, device: torch.device) -> None:
         if not torch.distributed.is_nccl_available():
-            raise ConfigError("transport", "this build of torch has no NCCL; use gloo")
-        self._gloo = GlooTransport(host)
+            raise ConfigError("worker.transport", "this build of torch has no NCCL; use tcp or gloo")
         self._device = device
 
-    def open(self, store: Store, name: str, rank: int, timeout_s: float) -> NcclChannel:
-        frames = self._gloo.open(store, name, rank, timeout_s)
+    def open(self, sockets: Sequence[socket.socket], name: str, rank: int, within_s: float) -> Channels:
+        store = PairStore(sockets[0])  # which NCCL asks again when it first sends
+        opened: list[NcclChannel] = []
         try:
-            return NcclChannel(frames, PrefixStore(name, store), rank, self._device, timeout_s)
-        except RuntimeError as error:
-            frames.abort()
-            frames.destroy()
+            with store.expiring(time.monotonic() + within_s):
+                for lane, connection in zip(self.lanes[1:], sockets[1:], strict=True):
+                    prefix = PrefixStore(f"{name}/{lane}", store)
+                    opened.append(NcclChannel(TcpChannel(connection), prefix, rank, self._device, 2 * within_s))
+        except (RuntimeError, OSError) as error:
+            for channel in opened:
+                channel.abort()
+                channel.destroy()
+            store.close()
             raise ChannelBroken(f"{name}: {error}") from error
+        return Channels(opened[0], opened[1], store.close)
 
     def close(self) -> None:
-        self._gloo.close()
+        """Nothing is shared."""

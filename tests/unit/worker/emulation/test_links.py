@@ -1,22 +1,21 @@
 """Links between emulated workers, over real sockets."""
 
 import asyncio
-import inspect
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
+from typing import cast
 
 import pytest
 import torch
 
 from ballast.common.errors import DeadlineExceeded, StaleEpoch, Unavailable
-from services.worker.emulation import plane as plane_module
-from services.worker.emulation.link import EmulatedLink, Ending, Message
+from services.worker.emulation.connection import EmulatedOpener
 from services.worker.emulation.phantom import PhantomBackend, phantom, read_all
-from services.worker.emulation.plane import EmulatedPlane
 from services.worker.emulation.runner import Activation
-from services.worker.emulation.wire import Frame, Kind
-from services.worker.links.link import Link
+from services.worker.links.connection import Link
+from services.worker.links.pace import StagePace
 from services.worker.links.plane import DataPlane
+from services.worker.links.ports import LinkEnding, Message
 from services.worker.links.traffic import TrafficClass
 from services.worker.links.transfer import Opening, Outcome, Refusal
 
@@ -34,17 +33,17 @@ class Seen:
         self.pieces: list[torch.Tensor] | None = None
         self.news = asyncio.Event()
 
-    def on_message(self, link: EmulatedLink, message: Message) -> None:
+    def on_message(self, link: Link, message: Message) -> None:
         self.messages.append(message)
         self.news.set()
 
-    def on_opening(self, link: EmulatedLink, opening: Opening) -> Sequence[torch.Tensor] | Refusal:
+    def on_opening(self, link: Link, opening: Opening) -> Sequence[torch.Tensor] | Refusal:
         return Refusal("nobody waits for this") if self.pieces is None else self.pieces
 
-    def on_transfer_end(self, link: EmulatedLink, opening: Opening, outcome: Outcome) -> None:
+    def on_transfer_end(self, link: Link, opening: Opening, outcome: Outcome) -> None:
         self.outcomes.append(outcome)
 
-    def on_link_end(self, link: EmulatedLink, ending: Ending) -> None:
+    def on_link_end(self, link: Link, ending: LinkEnding) -> None:
         self.endings.append(ending.why)
         self.news.set()
 
@@ -59,12 +58,12 @@ class Pair:
     def __init__(self, bytes_per_s: float) -> None:
         self.seen = (Seen(), Seen())
         one, other = (
-            EmulatedPlane(name, seen, host="127.0.0.1", bytes_per_s=bytes_per_s)
+            DataPlane(name, EmulatedOpener(seen, bytes_per_s), host="127.0.0.1", pace=StagePace(), secret=b"shared")
             for name, seen in zip(("a", "b"), self.seen, strict=True)
         )
         self.planes = (one, other)
 
-    async def connect(self, epoch: int = 1) -> tuple[EmulatedLink, EmulatedLink]:
+    async def connect(self, epoch: int = 1) -> tuple[Link, Link]:
         a, b = self.planes
         return await asyncio.gather(
             asyncio.wrap_future(a.warm("b", b.store_address, epoch, 5.0)),
@@ -79,9 +78,7 @@ async def pair(bytes_per_s: float = 1e12) -> AsyncGenerator[Pair]:
     try:
         yield made
     finally:
-        for plane in made.planes:
-            plane.close()
-        await asyncio.sleep(0.05)
+        await asyncio.gather(*(asyncio.to_thread(plane.close) for plane in made.planes))
 
 
 def blocks(count: int, first_mark: int) -> list[torch.Tensor]:
@@ -95,7 +92,9 @@ def test_messages_come_in_order_and_tensors_as_their_size() -> None:
     async def story() -> list[Message]:
         async with pair() as both:
             a, _ = await both.connect()
-            a.send(TrafficClass.ACTIVATION, 1, meta=b"head", tensor=Activation(4096, b"\0\1"), stream=7)
+            a.send(
+                TrafficClass.ACTIVATION, 1, meta=b"head", tensor=cast(torch.Tensor, Activation(4096, b"\0\1")), stream=7
+            )
             a.send(TrafficClass.CONTROL, 2, tensor=a.as_tensor(b"x" * 5000))
             a.send(TrafficClass.CONTROL, 3)
             await both.seen[1].until(3)
@@ -103,7 +102,8 @@ def test_messages_come_in_order_and_tensors_as_their_size() -> None:
 
     first, second, third = asyncio.run(story())
     assert first.tensor is not None
-    assert (first.meta, first.stream, first.tensor.nbytes, first.tensor.wrong) == (b"head", 7, 4096, b"\0\1")
+    activation = cast(Activation, first.tensor)
+    assert (first.meta, first.stream, activation.nbytes, activation.wrong) == (b"head", 7, 4096, b"\0\1")
     assert (second.meta, second.tensor) == (b"x" * 5000, None)
     assert third.topic == 3
 
@@ -160,8 +160,9 @@ def test_a_peer_that_retires_its_link_is_told_as_its_end() -> None:
             a, b = await both.connect()
             both.planes[1].retire(2)
             await both.seen[0].until(1)
-            assert both.seen[0].endings == ["closed"]
+            assert both.seen[0].endings == ["the peer takes part in its epoch no more"]
             assert b.retired
+            assert not a.is_up
             with pytest.raises(Unavailable):
                 a.send(TrafficClass.CONTROL, 1)
             with pytest.raises(StaleEpoch):
@@ -188,6 +189,22 @@ def test_a_broken_link_ends_what_is_under_way() -> None:
     asyncio.run(story())
 
 
+def test_two_epochs_share_a_connection() -> None:
+    async def story() -> None:
+        async with pair() as both:
+            first, _ = await both.connect(1)
+            second, _ = await both.connect(2)
+            assert first.connection is second.connection
+            both.planes[1].retire(2)
+            await both.seen[0].until(1)
+            assert not first.is_up
+            second.send(TrafficClass.CONTROL, 5)
+            await both.seen[1].until(2)
+            assert [message.topic for message in both.seen[1].messages] == [5]
+
+    asyncio.run(story())
+
+
 def test_a_peer_that_does_not_come() -> None:
     async def story() -> None:
         async with pair() as both:
@@ -199,71 +216,3 @@ def test_a_peer_that_does_not_come() -> None:
                 await asyncio.wrap_future(b.warm("a", "127.0.0.1:1", 1, 1.0))
 
     asyncio.run(story())
-
-
-def test_strangers_keep_nobody_out_and_are_remembered_for_a_bounded_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plane_module, "_HELLO_TIMEOUT_S", 0.3)
-    hello = Frame(Kind.HELLO, stream=1, meta=b"b").encode()
-    noise = [b"", hello[:-1], b"x" * 100, b"GET / HTTP/1.1\r\n\r\n" * 10, Frame(Kind.HELLO, meta=b"\xff").encode()]
-    noise += [Frame(Kind.MESSAGE, body=b"x").encode(), Frame(Kind.HELLO, meta=b"x" * 5000).encode()]
-
-    async def story() -> None:
-        async with pair() as both:
-            host, port = both.planes[0].store_address.split(":")
-            strangers = [await asyncio.open_connection(host, int(port)) for _ in range(80)]
-            for i, (_, writer) in enumerate(strangers):
-                writer.write(noise[i % len(noise)])
-            await both.connect()
-            async with asyncio.timeout(60):
-                for reader, writer in strangers:  # each of them is hung up on
-                    with suppress(ConnectionResetError):
-                        assert await reader.read() == b""
-                    writer.close()
-
-    asyncio.run(story())
-
-
-def test_what_comes_from_a_caller_before_it_is_met_stays_in_the_socket() -> None:
-    async def story() -> None:
-        async with pair() as both:
-            host, port = both.planes[0].store_address.split(":")
-            _, writer = await asyncio.open_connection(host, int(port))
-            writer.write(Frame(Kind.HELLO, stream=1, meta=b"b").encode())
-            flood = Frame(Kind.MESSAGE, body=b"x" * 4000).encode() * 4000
-            sending = asyncio.ensure_future(_send(writer, flood))
-            await asyncio.sleep(0.3)
-            [parked] = both.planes[0]._parked.values()
-            assert sum(len(frame.body) for frame in parked._early) < 1 << 20
-            assert not sending.done()
-            sending.cancel()
-            writer.transport.abort()
-
-    asyncio.run(story())
-
-
-async def _send(writer: asyncio.StreamWriter, data: bytes) -> None:
-    writer.write(data)
-    await writer.drain()
-
-
-def test_all_that_real_ones_are_asked_for_is_there() -> None:
-    """The pipeline is given one or the other."""
-    of_the_plane = {"adopt", "give_back", "asked_epoch", "peer_asked_epoch", "close", "wait_ended", "state", "check"}
-    not_asked = {
-        "connect",
-        "facts",
-        "refused",
-        "urgent",
-        "set_chunk_bytes",
-        "pack",
-        "unpack",
-    }  # see packed_below_bytes
-    for real, emulated in ((DataPlane, EmulatedPlane), (Link, EmulatedLink)):
-        asked = {name for name in vars(real) if not name.startswith("_")} - not_asked
-        asked -= of_the_plane if real is Link else set[str]()
-        assert asked <= set(vars(emulated))
-        for name in asked - {"close"}:
-            given, needed = vars(emulated)[name], vars(real)[name]
-            assert isinstance(given, property) == isinstance(needed, property), name
-            if inspect.isfunction(needed):
-                assert [*inspect.signature(given).parameters] == [*inspect.signature(needed).parameters], name

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from services.worker.links.config import TransportConfig
-from services.worker.links.link import Link
+from services.worker.links.connection import Link
+from services.worker.links.open import open_plane
 from services.worker.links.plane import DataPlane
 from services.worker.links.traffic import TrafficClass
 from tests.unit.worker.links.recorder import Recorder, checksum, pattern
@@ -20,14 +21,19 @@ class Peer:
         self.recorder = Recorder()
         self.links: dict[str, Link] = {}
 
-    def open(self, worker_id: str, config: dict[str, Any]) -> str:
+    def open(self, worker_id: str, config: dict[str, Any], transport: str = "tcp") -> str:
         self.recorder = Recorder()
-        self.plane = DataPlane(worker_id, self.recorder, TransportConfig(**config), "127.0.0.1")
+        given = TransportConfig(**config)
+        self.plane = open_plane(worker_id, self.recorder, given, "127.0.0.1", transport, b"of this cluster")
         return self.plane.store_address
 
     def connect(self, peer_id: str, address: str, epoch: int) -> None:
         assert self.plane is not None
         self.links[peer_id] = self.plane.connect(peer_id, address, epoch)
+
+    def retire(self, before_epoch: int) -> None:
+        assert self.plane is not None
+        self.plane.retire(before_epoch)
 
     def send(self, to: str, texts: list[str]) -> None:
         for text in texts:

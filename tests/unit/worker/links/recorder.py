@@ -7,8 +7,8 @@ from threading import Condition
 
 import torch
 
-from services.worker.links.link import Link, LinkEnding
-from services.worker.links.receiving import Message
+from services.worker.links.connection import Link
+from services.worker.links.ports import LinkEnding, Message
 from services.worker.links.transfer import Opening, Outcome, Refusal
 
 ECHO = 7  # topic: send the message back

@@ -28,10 +28,11 @@ from services.worker.links.handshake import (
     read_line,
 )
 from services.worker.links.lobby import Lobby, Meeting, call, resolve_host
+from services.worker.links.store import PairStore
 
-TERMS = Terms(1, 4096, 4096, 1000, 1000)
-LOW = Hello("w1", 3, TERMS, 7, "w2")
-HIGH = Hello("w2", 3, replace(TERMS, max_message_bytes=77), 8, "w1")
+TERMS = Terms(1, "tcp", 4096, 4096, 1000, 1000)
+LOW = Hello("w1", 7, "w2", "urgent", TERMS)
+HIGH = Hello("w2", 8, "w1", "urgent", replace(TERMS, max_message_bytes=77))
 SECRET = b"the secret of this cluster"
 
 
@@ -54,51 +55,53 @@ def dial(lobby: Lobby) -> socket.socket:
 @pytest.mark.parametrize("early", [True, False], ids=["caller first", "host first"])
 def test_both_learn_the_terms_and_share_a_store(lobby: Lobby, early: bool) -> None:
     with ThreadPoolExecutor(2) as pool:
-        calling = pool.submit(call, HIGH, "w1", lobby.address, soon()) if early else None
+        calling = pool.submit(call, HIGH, lobby.address, soon()) if early else None
         time.sleep(0.1 * early)
-        hosting = pool.submit(lobby.meet, LOW, "w2", soon())
-        calling = calling or pool.submit(call, HIGH, "w1", lobby.address, soon())
+        hosting = pool.submit(lobby.meet, LOW, soon())
+        calling = calling or pool.submit(call, HIGH, lobby.address, soon())
         host_side, caller_side = hosting.result(60), calling.result(60)
     assert (host_side.peer, caller_side.peer) == (HIGH, LOW)
-    caller_side.store.set("a", b"1")
-    host_side.store.set("b", "2")
-    assert (host_side.store.get("a"), caller_side.store.get("b")) == (b"1", b"2")
-    caller_side.store.close()
+    host, caller = PairStore(host_side.connection), PairStore(caller_side.connection)
+    caller.set("a", b"1")
+    host.set("b", "2")
+    assert (host.get("a"), caller.get("b")) == (b"1", b"2")
+    caller.close()
     with pytest.raises(OSError, match="hung up"):
-        host_side.store.get("never set")
-    host_side.store.close()
+        host.get("never set")
+    host.close()
 
 
 def test_a_key_that_is_never_set_costs_the_deadline(lobby: Lobby) -> None:
     with ThreadPoolExecutor(1) as pool:
-        calling = pool.submit(call, HIGH, "w1", lobby.address, soon())
-        meeting = lobby.meet(LOW, "w2", soon())
-        with meeting.store.expiring(soon(0.5)), pytest.raises(TimeoutError):
-            meeting.store.get("never set")
-        calling.result(60).store.close()
-        meeting.store.close()
+        calling = pool.submit(call, HIGH, lobby.address, soon())
+        meeting = lobby.meet(LOW, soon())
+        store = PairStore(meeting.connection)
+        with store.expiring(soon(0.5)), pytest.raises(TimeoutError):
+            store.get("never set")
+        calling.result(60).connection.close()
+        meeting.connection.close()
 
 
 def test_after_the_deadline_there_is_nothing_to_be_had(lobby: Lobby) -> None:
     """Who comes too late must not go on: the other side has given it up."""
     with ThreadPoolExecutor(1) as pool:
-        calling = pool.submit(call, HIGH, "w1", lobby.address, soon())
-        meeting = lobby.meet(LOW, "w2", soon())
-        caller = calling.result(60)
-        caller.store.set("a", b"1")
-        assert meeting.store.get("a") == b"1"
-        with meeting.store.expiring(soon(-0.1)), pytest.raises(TimeoutError, match="a has come too late"):
-            meeting.store.get("a")
-        assert meeting.store.get("a") == b"1"
-        caller.store.close()
-        meeting.store.close()
+        calling = pool.submit(call, HIGH, lobby.address, soon())
+        host = PairStore(lobby.meet(LOW, soon()).connection)
+        caller = PairStore(calling.result(60).connection)
+        caller.set("a", b"1")
+        assert host.get("a") == b"1"
+        with host.expiring(soon(-0.1)), pytest.raises(TimeoutError, match="a has come too late"):
+            host.get("a")
+        assert host.get("a") == b"1"
+        caller.close()
+        host.close()
 
 
 def meet(lobby: Lobby, within_s: float = 5.0) -> None:
     with ThreadPoolExecutor(1) as pool:
-        calling = pool.submit(call, HIGH, "w1", lobby.address, soon(within_s))
-        lobby.meet(LOW, "w2", soon(within_s)).store.close()
-        calling.result(60).store.close()
+        calling = pool.submit(call, HIGH, lobby.address, soon(within_s))
+        lobby.meet(LOW, soon(within_s)).connection.close()
+        calling.result(60).connection.close()
 
 
 def is_hung_up_on(stranger: socket.socket) -> bool:
@@ -132,14 +135,14 @@ NOISE = [
     b"\n",
     b"[" * 4000 + b"\n",  # deeper than the parser goes
     b'{"a":' * 800 + b"\n",
-    hello(epoch=math.inf),
-    hello(epoch=-math.inf),
-    hello(epoch=math.nan),
-    hello(epoch=True),
-    hello(epoch="3"),
-    hello(epoch=-1),
-    hello(epoch=1 << 63),
-    hello(epoch=10**4000)[:4000] + b"\n",
+    hello(incarnation=math.inf),
+    hello(incarnation=-math.inf),
+    hello(incarnation=math.nan),
+    hello(incarnation=True),
+    hello(incarnation="3"),
+    hello(incarnation=-1),
+    hello(incarnation=1 << 63),
+    hello(incarnation=10**4000)[:4000] + b"\n",
     hello(worker_id=""),
     hello(worker_id=[["w2"]]),
     hello(terms=None),
@@ -147,7 +150,8 @@ NOISE = [
     hello(terms=asdict(TERMS) | {"urgent_frame_bytes": -1}),
     hello(terms=asdict(TERMS) | {"bulk_frame_bytes": 1e300}),
     hello(to=3),
-    hello(incarnation=-1),
+    hello(lane=7),
+    hello(terms=asdict(TERMS) | {"transport": 1}),
     hello() + b"more than is asked for",
     hello() + hello(),
     hello(to="another") + b'{"proof": ""}\n',
@@ -202,8 +206,8 @@ def test_half_open_connections_take_a_bounded_number_of_places(lobby: Lobby, mon
 
 def test_callers_that_nobody_waits_for_take_a_bounded_number_of_places(lobby: Lobby) -> None:
     with ExitStack() as stack:
-        for epoch in range(module._MAX_PARKED + 20):
-            park(stack.enter_context(dial(lobby)), hello(epoch=1000 + epoch))
+        for number in range(module._MAX_PARKED + 20):
+            park(stack.enter_context(dial(lobby)), hello(worker_id=f"stranger-{number}"))
         meet(lobby)
         assert len(lobby._parked) <= module._MAX_PARKED
 
@@ -231,9 +235,9 @@ def guarded() -> Iterator[Lobby]:
 
 def introduce(lobby: Lobby, host_secret_of: bytes | None, mine: Hello = HIGH) -> Meeting:
     with ThreadPoolExecutor(1) as pool:
-        calling = pool.submit(call, mine, "w1", lobby.address, soon(), host_secret_of)
+        calling = pool.submit(call, mine, lobby.address, soon(), host_secret_of)
         try:
-            lobby.meet(LOW, "w2", soon(1.0)).store.close()
+            lobby.meet(LOW, soon(1.0)).connection.close()
         except DeadlineExceeded:
             calling.result(60)
             raise
@@ -243,7 +247,7 @@ def introduce(lobby: Lobby, host_secret_of: bytes | None, mine: Hello = HIGH) ->
 def test_two_that_have_the_secret_meet(guarded: Lobby) -> None:
     meeting = introduce(guarded, SECRET)
     assert meeting.peer == LOW
-    meeting.store.close()
+    meeting.connection.close()
     assert not guarded.refused
 
 
@@ -282,7 +286,7 @@ def test_a_proof_holds_for_what_was_said_and_by_whom() -> None:
     assert not is_proof(proof, SECRET, "caller", hello + challenge)
     assert not is_proof(proof, SECRET, "caller", hello, challenge_line())
     for other in (
-        replace(HIGH, epoch=4),
+        replace(HIGH, lane="bulk"),
         replace(HIGH, incarnation=9),
         replace(HIGH, worker_id="w3"),
         replace(HIGH, to="w0"),
@@ -309,26 +313,26 @@ def test_a_host_that_drips_its_answer_is_given_up_in_time() -> None:
             dripping = pool.submit(drip)
             began_s = time.monotonic()
             with pytest.raises(DeadlineExceeded):
-                call(HIGH, "w1", f"127.0.0.1:{server.getsockname()[1]}", soon(0.4))
+                call(HIGH, f"127.0.0.1:{server.getsockname()[1]}", soon(0.4))
             assert time.monotonic() - began_s < 5.0
             dripping.result(60)
 
 
 def test_a_caller_who_gave_up_is_passed_over(lobby: Lobby) -> None:
     with pytest.raises(DeadlineExceeded):
-        call(HIGH, "w1", lobby.address, soon(0.1))
+        call(HIGH, lobby.address, soon(0.1))
     with ThreadPoolExecutor(1) as pool:
-        hosting = pool.submit(lobby.meet, LOW, "w2", soon())
+        hosting = pool.submit(lobby.meet, LOW, soon())
         time.sleep(0.1)
-        call(HIGH, "w1", lobby.address, soon()).store.close()
-        hosting.result(60).store.close()
+        call(HIGH, lobby.address, soon()).connection.close()
+        hosting.result(60).connection.close()
 
 
-def test_another_epoch_is_another_meeting(lobby: Lobby) -> None:
+def test_another_lane_is_another_meeting(lobby: Lobby) -> None:
     with ThreadPoolExecutor(1) as pool:
-        calling = pool.submit(call, replace(HIGH, epoch=4), "w1", lobby.address, soon(0.5))
-        with pytest.raises(DeadlineExceeded, match="epoch 3: w2 did not come"):
-            lobby.meet(LOW, "w2", soon(0.3))
+        calling = pool.submit(call, replace(HIGH, lane="bulk"), lobby.address, soon(0.5))
+        with pytest.raises(DeadlineExceeded, match="w2 did not come"):
+            lobby.meet(LOW, soon(0.3))
         with pytest.raises(DeadlineExceeded):
             calling.result(60)
 
@@ -336,18 +340,28 @@ def test_another_epoch_is_another_meeting(lobby: Lobby) -> None:
 def test_another_version_is_refused_by_both(lobby: Lobby) -> None:
     newer = replace(HIGH, terms=replace(TERMS, version=2))
     with ThreadPoolExecutor(1) as pool:
-        calling = pool.submit(call, newer, "w1", lobby.address, soon())
+        calling = pool.submit(call, newer, lobby.address, soon())
         with pytest.raises(DeadlineExceeded):
-            lobby.meet(LOW, "w2", soon(0.5))
+            lobby.meet(LOW, soon(0.5))
         with pytest.raises(PeerViolation, match="version 1, we speak 2"):
+            calling.result(60)
+
+
+def test_links_that_are_carried_in_another_way_are_refused(lobby: Lobby) -> None:
+    other = replace(HIGH, terms=replace(TERMS, transport="gloo"))
+    with ThreadPoolExecutor(1) as pool:
+        calling = pool.submit(call, other, lobby.address, soon())
+        with pytest.raises(DeadlineExceeded):
+            lobby.meet(LOW, soon(0.5))
+        with pytest.raises(PeerViolation, match="carried by tcp, ours by gloo"):
             calling.result(60)
 
 
 def test_bad_addresses_are_named() -> None:
     with pytest.raises(ConfigError, match="host:port"):
-        call(HIGH, "w1", "nowhere", soon())
+        call(HIGH, "nowhere", soon())
     with pytest.raises(Unavailable, match="data plane at"):
-        call(HIGH, "w1", "127.0.0.1:1", soon(1))
+        call(HIGH, "127.0.0.1:1", soon(1))
     with pytest.raises(ConfigError, match="advertise_host"):
         resolve_host("no such host")
     assert resolve_host("127.0.0.1") == "127.0.0.1"

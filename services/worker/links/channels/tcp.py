@@ -1,0 +1,207 @@
+"""Channels over TCP: each is one of the sockets on which the two workers have met.
+
+Frames go behind their length, which is looked at before anything else; payloads go as they are, from the sender's
+memory into the receiver's. What the socket does not take at once is sent by whoever waits for it.
+"""
+
+import contextlib
+import select
+import socket
+import struct
+import time
+from collections import deque
+from collections.abc import Sequence
+from threading import Lock
+from typing import TYPE_CHECKING, cast
+
+import torch
+
+from services.worker.links.config import HEADER_BYTES
+from services.worker.links.ports import ChannelBroken, Channels
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+_LENGTH = struct.Struct("<I")
+_FIRST_BYTES = _LENGTH.size + HEADER_BYTES  # that every frame has at least
+
+
+class _Sending:
+    def __init__(self, channel: "TcpChannel", parts: list[memoryview]) -> None:
+        self._channel = channel
+        self.parts = parts  # that are left
+
+    def wait(self, timeout_s: float) -> None:
+        self._channel.push(self, timeout_s)
+
+
+class _Frame:
+    def __init__(self, channel: "TcpChannel", buffer: memoryview) -> None:
+        self._channel = channel
+        self._buffer = buffer
+
+    def wait(self, timeout_s: float) -> None:
+        self._channel.read_frame(self._buffer, timeout_s)
+
+
+class _Payload:
+    def __init__(self, channel: "TcpChannel", buffer: memoryview) -> None:
+        self._channel = channel
+        self.buffer = buffer
+        self.has_come = False
+
+    def wait(self, timeout_s: float) -> None:
+        self._channel.read_payloads(self, timeout_s)
+
+
+class TcpChannel:
+    """See `links.ports.Channel`."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.device = "cpu"
+        self._out = connection
+        self._out.setblocking(False)
+        self._in = connection.dup()  # with a timeout of its own
+        self._writing = Lock()
+        self._reading = Lock()
+        self._unsent: deque[_Sending] = deque()
+        self._payloads: deque[_Payload] = deque()  # posted and not read; they come before any other frame
+        self._first = memoryview(bytearray(_FIRST_BYTES))  # of the frame that is being read
+        self._timeout_s = 0.0  # that the socket has
+        self._aborted = ""  # why nothing goes any more
+
+    # ------------------------------------------------------------ out
+
+    def send_frame(self, frame: torch.Tensor) -> _Sending:
+        data = _memory(frame)
+        return self._send([memoryview(_LENGTH.pack(data.nbytes)), data])
+
+    def send_payload(self, payload: torch.Tensor) -> _Sending:
+        return self._send([_memory(payload)])
+
+    def _send(self, parts: list[memoryview]) -> _Sending:
+        sending = _Sending(self, parts)
+        with self._writing:
+            if self._aborted:
+                raise ChannelBroken(self._aborted)
+            self._unsent.append(sending)
+            self._flush()
+        return sending
+
+    def push(self, sending: _Sending, timeout_s: float) -> None:
+        """Until it has gone, and all before it."""
+        deadline_s = time.monotonic() + timeout_s
+        poll: select.poll | None = None
+        while True:
+            with self._writing:
+                if not self._aborted:
+                    self._flush()
+                if not sending.parts:
+                    return
+                if self._aborted:
+                    raise ChannelBroken(self._aborted)
+            if (left_s := deadline_s - time.monotonic()) <= 0:
+                raise ChannelBroken(f"the peer has taken nothing more for {timeout_s} s")
+            if poll is None:
+                poll = select.poll()
+                poll.register(self._out, select.POLLOUT)
+            poll.poll(left_s * 1000 + 1)
+
+    def _flush(self) -> None:
+        """As much as the socket takes. Called with the lock."""
+        try:
+            while self._unsent:
+                parts = self._unsent[0].parts
+                sent = self._out.sendmsg(parts)
+                while parts and sent >= parts[0].nbytes:
+                    sent -= parts.pop(0).nbytes
+                if parts:
+                    parts[0] = parts[0][sent:]
+                else:
+                    self._unsent.popleft()
+        except BlockingIOError:
+            return
+        except OSError as error:
+            self._aborted = self._aborted or f"the connection has ended: {error}"
+
+    # ------------------------------------------------------------ in: one thread
+
+    def post_frame(self, buffer: torch.Tensor) -> _Frame:
+        return _Frame(self, _memory(buffer))
+
+    def post_payload(self, buffer: torch.Tensor) -> _Payload:
+        payload = _Payload(self, _memory(buffer))
+        self._payloads.append(payload)
+        return payload
+
+    def read_frame(self, buffer: memoryview, timeout_s: float) -> None:
+        deadline_s = time.monotonic() + timeout_s
+        self._read_payloads(None, deadline_s)
+        first = self._first
+        self._read(first, deadline_s)
+        (length,) = _LENGTH.unpack_from(first)
+        if not HEADER_BYTES <= length <= buffer.nbytes:
+            raise ChannelBroken(f"the peer sends a frame of {length} bytes, of {HEADER_BYTES} to {buffer.nbytes}")
+        buffer[:HEADER_BYTES] = first[_LENGTH.size :]
+        self._read(buffer[HEADER_BYTES:length], deadline_s)
+
+    def read_payloads(self, last: _Payload, timeout_s: float) -> None:
+        self._read_payloads(last, time.monotonic() + timeout_s)
+
+    def _read_payloads(self, last: _Payload | None, deadline_s: float) -> None:
+        """In the order in which they come, up to the last one that is wanted, or all."""
+        while self._payloads and not (last is not None and last.has_come):
+            payload = self._payloads.popleft()
+            self._read(payload.buffer, deadline_s)
+            payload.has_come = True
+
+    def _read(self, buffer: memoryview, deadline_s: float) -> None:
+        while buffer.nbytes:
+            left_s = max(deadline_s - time.monotonic(), 0.001)
+            try:
+                with self._reading:
+                    if self._aborted:
+                        raise ChannelBroken(self._aborted)
+                    if not left_s <= self._timeout_s <= 1.1 * left_s:  # setting it is a call of its own
+                        self._timeout_s = 1.05 * left_s
+                        self._in.settimeout(self._timeout_s)
+                    count = self._in.recv_into(buffer)
+            except TimeoutError:
+                raise ChannelBroken("the peer has sent nothing for too long") from None
+            except OSError as error:
+                raise ChannelBroken(f"the connection has ended: {error}") from error
+            if not count:
+                raise ChannelBroken("the peer has ended the connection")
+            buffer = buffer[count:]
+
+    # ------------------------------------------------------------ the end
+
+    def abort(self) -> None:
+        self._aborted = self._aborted or "aborted"
+        with contextlib.suppress(OSError):  # it has ended before
+            self._out.shutdown(socket.SHUT_RDWR)  # whoever waits in it comes back at once
+        with self._writing, self._reading:
+            self._unsent.clear()
+
+    def destroy(self) -> None:
+        self._payloads.clear()
+        self._out.close()
+        self._in.close()
+
+
+class TcpTransport:
+    name = "tcp"
+    lanes = ("urgent", "bulk")
+
+    def open(self, sockets: Sequence[socket.socket], name: str, rank: int, within_s: float) -> Channels:
+        urgent, bulk = (TcpChannel(connection) for connection in sockets)
+        return Channels(urgent, bulk, lambda: None)
+
+    def close(self) -> None:
+        """Nothing is shared."""
+
+
+def _memory(tensor: torch.Tensor) -> memoryview:
+    """Flat bytes on the host, where they lie."""
+    return memoryview(cast("Buffer", tensor.numpy()))

@@ -1,0 +1,362 @@
+"""A connection: two lives of workers, and the epochs that both take part in. How bytes travel is a subclass's business.
+
+One is made when the first epoch needs it and goes on with the next: the same two share a group again and again. An
+epoch begins with a word of each side that it takes part (`join`), whichever comes first, and ends with one (`leave`).
+Messages carry their epoch, and what belongs to none of this side's is refused.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, contextmanager
+from threading import Condition
+from typing import TYPE_CHECKING, NoReturn, Protocol
+
+from ballast.common.errors import StaleEpoch, Unavailable
+from services.worker.links.frame_kinds import FrameKind
+from services.worker.links.handshake import Hello
+from services.worker.links.ports import ConnectionFacts, LinkEnding, LinkState, Message
+from services.worker.links.traffic import TrafficClass, TrafficCounts
+from services.worker.links.transfer import Opening, Outcome, Refusal, Transfer
+
+if TYPE_CHECKING:
+    import torch
+
+_IDLE_S = 60.0  # without an epoch: who has shared a group lately is likely to do so again
+_MAX_EPOCHS = 64  # that the peer alone takes part in; the oldest are forgotten
+_LOOK_S = 0.1  # between two looks whether the peer has given this connection up
+
+
+class Receiver(Protocol):
+    """Where a link brings what comes in.
+
+    Called on the connection's own threads, for one connection at most once at a time per lane. It must return at once
+    and must not wait for anything of the link; sending is fine. An exception breaks the connection.
+    """
+
+    def on_message(self, link: Link, message: Message) -> None: ...
+
+    def on_opening(self, link: Link, opening: Opening) -> Sequence[torch.Tensor] | Refusal:
+        """Where the bytes shall go: contiguous tensors that together have exactly `total_bytes`.
+
+        They are written to until `on_transfer_end`; before that they must be neither freed nor unmapped.
+        """
+        ...
+
+    def on_transfer_end(self, link: Link, opening: Opening, outcome: Outcome) -> None:
+        """Once for every opening that was not refused."""
+        ...
+
+    def on_link_end(self, link: Link, ending: LinkEnding) -> None:
+        """Once. A broken link is reported at once; transfers it cut off end right after. One that this side retires is
+        reported on the thread that retires it.
+        """
+        ...
+
+
+class Link:
+    """What two workers say to each other in one epoch. Safe for use from any thread."""
+
+    def __init__(self, connection: Connection, epoch: int) -> None:
+        self.connection = connection
+        self.peer_id = connection.peer_id
+        self.epoch = epoch
+        self.retired = False  # by this side: nothing more is sent, what still comes is refused and counted
+        self.ended: LinkState | None = None  # set by the connection, before the receiver is told
+
+    @property
+    def state(self) -> LinkState:
+        return self.ended or self.connection.state
+
+    @property
+    def is_up(self) -> bool:
+        """Both sides take part in the epoch, as far as this one knows."""
+        return self.ended is None and self.connection.is_shared(self)
+
+    @property
+    def counts(self) -> TrafficCounts:
+        """Of the whole connection."""
+        return self.connection.counts
+
+    @property
+    def packed_below_bytes(self) -> int:
+        """Bulk that is less, and for which somebody waits, goes along with a message: it is there sooner."""
+        return self.connection.packed_below_bytes
+
+    def send(
+        self,
+        traffic: TrafficClass,
+        topic: int,
+        *,
+        meta: bytes = b"",
+        tensor: torch.Tensor | None = None,
+        stream: int = 0,
+        timeout_s: float = 0.0,
+    ) -> Future[None]:
+        """Send an urgent message. The tensor must stay as it is until the future is done.
+
+        Done means that it has left our memory, not that the peer has acted on it. Messages of a class stay in order.
+
+        Raises:
+            Overloaded: no room in the queue within `timeout_s`.
+            InvalidRequest: over a bound, or not contiguous.
+            Unavailable: the link has ended.
+            StaleEpoch: this side has retired it.
+        """
+        self._refuse_ended()
+        return self.connection.send(self.epoch, traffic, topic, meta, tensor, stream, timeout_s)
+
+    def transfer(
+        self,
+        traffic: TrafficClass,
+        pieces: Sequence[torch.Tensor],
+        *,
+        topic: int = 0,
+        meta: bytes = b"",
+        stream: int = 0,
+        rank: int = 0,
+    ) -> Transfer:
+        """Send bulk bytes from where they lie. Inside a class the smaller `rank` goes first; equals share the link.
+
+        Raises: as `send`.
+        """
+        self._refuse_ended()
+        return self.connection.transfer(self.epoch, traffic, pieces, topic, meta, stream, rank)
+
+    def as_tensor(self, data: bytes) -> torch.Tensor:
+        """What is too long to be meta, to be sent as a tensor of bytes."""
+        return self.connection.as_tensor(data)
+
+    def pack(self, pieces: Sequence[torch.Tensor], end: bytes) -> torch.Tensor:
+        """A copy of what lies in `pieces` and then `end`, to be sent as one message. See `packed_below_bytes`."""
+        return self.connection.pack(pieces, end)
+
+    def unpack(self, packed: torch.Tensor, pieces: Sequence[torch.Tensor]) -> None:
+        """Into `pieces`, which take as many bytes, what `pack` took from others."""
+        self.connection.unpack(packed, pieces)
+
+    def urgent(self) -> AbstractContextManager[None]:
+        """While inside, an activation is due: bulk stands back, for `hold_s` between two chunks at most."""
+        return self.connection.urgent()
+
+    def retire(self) -> None:
+        """The epoch is over: nothing more is sent, and what still comes is refused. The peer is told."""
+        self.connection.leave(self)
+
+    def give_up(self, why: str) -> None:
+        """What had to be sent cannot be. The connection breaks, here and at the peer; nothing if it has ended."""
+        self.connection.give_up(why)
+
+    def _refuse_ended(self) -> None:
+        if self.retired:
+            raise StaleEpoch(f"link to {self.peer_id}", self.epoch, self.epoch + 1)
+        if self.ended is not None:
+            self.connection.refuse(f"the link of epoch {self.epoch} is {self.ended.value}")
+
+
+class Connection(ABC):
+    """Safe for use from any thread."""
+
+    def __init__(self, peer: Hello, receiver: Receiver) -> None:
+        self.peer_id = peer.worker_id
+        self.incarnation = peer.incarnation
+        self.counts = TrafficCounts()
+        self._receiver = receiver
+        self._changed = Condition()  # notified when the state changes, or an epoch's
+        self._state = LinkState.UP
+        self._links: dict[int, Link] = {}  # by epoch; of those that this side takes part in
+        self._peer_epochs: set[int] = set()  # that the peer takes part in
+        self._idle_since_s = time.monotonic()
+
+    @property
+    def state(self) -> LinkState:
+        return self._state
+
+    @property
+    def is_up(self) -> bool:
+        return self._state is LinkState.UP
+
+    def is_shared(self, link: Link) -> bool:
+        with self._changed:
+            return self.is_up and self._links.get(link.epoch) is link and link.epoch in self._peer_epochs
+
+    def links(self) -> list[Link]:
+        with self._changed:
+            return [link for _, link in sorted(self._links.items())]
+
+    def facts(self) -> ConnectionFacts:
+        epochs = tuple(link.epoch for link in self.links() if link.is_up)
+        queued, in_flight = self.bulk_bytes()
+        return ConnectionFacts(self.peer_id, epochs, self._state, queued, in_flight, self.counts)
+
+    # ------------------------------------------------------------ epochs
+
+    def join(self, epoch: int, deadline_s: float, is_given_up: Callable[[], bool]) -> Link | None:
+        """Take part in an epoch, and wait until the peer does too.
+
+        None: it has not come, or the connection has ended; or the peer makes a new one, so that this one is of no use.
+        """
+        with self._changed:
+            if not self.is_up:
+                return None
+            link = self._links.setdefault(epoch, Link(self, epoch))
+        self.tell(FrameKind.JOIN, epoch)
+        while not self._await_peer(epoch, deadline_s):
+            if is_given_up():
+                self.give_up("the peer has made a new one")
+            if not self.is_up:
+                return None
+            if time.monotonic() >= deadline_s:
+                self.leave(link)
+                return None
+        return link
+
+    def _await_peer(self, epoch: int, deadline_s: float) -> bool:
+        """For a moment, or until the end."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: not self.is_up or epoch in self._peer_epochs,
+                timeout=max(min(_LOOK_S, deadline_s - time.monotonic()), 0.0),
+            )
+            return self.is_up and epoch in self._peer_epochs
+
+    def leave(self, link: Link) -> None:
+        """See `Link.retire`."""
+        with self._changed:
+            if link.retired or self._links.get(link.epoch) is not link:
+                link.retired = True
+                return
+            link.retired = True
+            del self._links[link.epoch]
+            was_shared = link.epoch in self._peer_epochs
+            self._peer_epochs.discard(link.epoch)
+            self._idle_since_s = time.monotonic()
+        self.tell(FrameKind.LEAVE, link.epoch)
+        self._end(link, LinkEnding(LinkState.CLOSED, "its epoch is over"), tell=was_shared)
+
+    def link_of(self, epoch: int) -> Link | None:
+        """Where a message of that epoch belongs; None, and counted: nowhere."""
+        with self._changed:
+            link = self._links.get(epoch)
+        self.counts.stale_frames += link is None
+        return link
+
+    def peer_joined(self, epoch: int) -> None:
+        with self._changed:
+            self._peer_epochs.add(epoch)
+            if len(self._peer_epochs) > _MAX_EPOCHS:
+                self._peer_epochs.discard(min(self._peer_epochs - self._links.keys(), default=epoch))
+            self._changed.notify_all()
+
+    def peer_left(self, epoch: int) -> None:
+        with self._changed:
+            was_joined = epoch in self._peer_epochs
+            self._peer_epochs.discard(epoch)
+            link = self._links.pop(epoch, None) if was_joined else None
+            self._idle_since_s = time.monotonic()
+        if link is not None:
+            self._end(link, LinkEnding(LinkState.CLOSED, "the peer takes part in its epoch no more"))
+
+    def close_if_idle(self) -> None:
+        """Called now and then. Whichever side comes first; one that wants to join meanwhile makes a new connection."""
+        with self._changed:
+            is_idle = not self._links and time.monotonic() - self._idle_since_s > _IDLE_S
+        if is_idle:
+            self.begin_close()
+
+    def _end(self, link: Link, ending: LinkEnding, *, tell: bool = True) -> None:
+        link.ended = ending.state
+        self.end_transfers(link.epoch, ending.why)
+        if tell:
+            self._receiver.on_link_end(link, ending)
+
+    def _take_links(self) -> list[Link]:
+        """Of a connection that ends: those whose receivers must be told. Called with the lock."""
+        shared = [link for epoch, link in sorted(self._links.items()) if epoch in self._peer_epochs]
+        for link in self._links.values():
+            link.ended = self._state
+        self._links.clear()
+        return shared
+
+    def refuse(self, why: str) -> NoReturn:
+        raise Unavailable(self.peer_id, why)
+
+    # ------------------------------------------------------------ what a way to carry bytes adds
+
+    @property
+    @abstractmethod
+    def packed_below_bytes(self) -> int: ...
+
+    @abstractmethod
+    def tell(self, kind: FrameKind, epoch: int) -> None:
+        """Say that this side joins or leaves an epoch: before all, and behind all that is sent in it."""
+
+    @abstractmethod
+    def send(
+        self,
+        epoch: int,
+        traffic: TrafficClass,
+        topic: int,
+        meta: bytes,
+        tensor: torch.Tensor | None,
+        stream: int,
+        timeout_s: float,
+    ) -> Future[None]: ...
+
+    @abstractmethod
+    def transfer(
+        self,
+        epoch: int,
+        traffic: TrafficClass,
+        pieces: Sequence[torch.Tensor],
+        topic: int,
+        meta: bytes,
+        stream: int,
+        rank: int,
+    ) -> Transfer: ...
+
+    @abstractmethod
+    def as_tensor(self, data: bytes) -> torch.Tensor: ...
+
+    @abstractmethod
+    def pack(self, pieces: Sequence[torch.Tensor], end: bytes) -> torch.Tensor: ...
+
+    @abstractmethod
+    def unpack(self, packed: torch.Tensor, pieces: Sequence[torch.Tensor]) -> None: ...
+
+    @contextmanager
+    def urgent(self) -> Generator[None]:
+        yield
+
+    def bulk_bytes(self) -> tuple[int, int]:
+        """Queued; in flight at most."""
+        return 0, 0
+
+    @abstractmethod
+    def end_transfers(self, epoch: int, why: str) -> None:
+        """What is sent in that epoch and unfinished fails."""
+
+    @abstractmethod
+    def check(self) -> None:
+        """
+        Raises:
+            InvariantViolation: what is queued does not add up.
+        """
+
+    @abstractmethod
+    def give_up(self, why: str) -> None: ...
+
+    @abstractmethod
+    def begin_close(self) -> None:
+        """Accept nothing more, let urgent messages out, end transfers. What the peer still sends is received."""
+
+    @abstractmethod
+    def close(self, timeout_s: float | None = None) -> None:
+        """`begin_close`, then wait for the peer to do the same. Not from one of its own threads."""
+
+    @abstractmethod
+    def wait_ended(self, timeout_s: float) -> bool:
+        """True: nothing of it is left."""

@@ -1,0 +1,16 @@
+"""What a frame on a link is."""
+
+from enum import IntEnum
+
+
+class FrameKind(IntEnum):
+    MESSAGE = 1  # urgent: meta and one tensor
+    OPENING = 2  # bulk: a transfer begins
+    CHUNK = 3  # bulk: bytes [offset, offset + payload) of a transfer
+    CANCEL = 4  # bulk: no more chunks of this transfer
+    DELIVERED = 5  # urgent, backwards: every byte of the transfer is in place
+    REFUSED = 6  # urgent, backwards: the transfer is not wanted; meta says why
+    KEEPALIVE = 7
+    CLOSE = 8  # the last frame on its lane
+    JOIN = 9  # urgent: the sender takes part in this epoch over this link from now on
+    LEAVE = 10  # urgent: it does not any more

@@ -1,0 +1,91 @@
+"""Opens the data plane of a worker that has tensors."""
+
+import socket
+from collections.abc import Sequence
+
+from ballast.common.errors import ConfigError
+from services.worker.links.channel_connection import ChannelConnection
+from services.worker.links.config import TransportConfig
+from services.worker.links.connection import Receiver
+from services.worker.links.frame import VERSION
+from services.worker.links.handshake import Hello, Terms
+from services.worker.links.lobby import resolve_host
+from services.worker.links.pace import StagePace
+from services.worker.links.plane import DataPlane
+from services.worker.links.ports import Transport
+from services.worker.links.reaper import Reaper
+
+
+def open_plane(
+    worker_id: str,
+    receiver: Receiver,
+    config: TransportConfig,
+    advertise_host: str | None = None,
+    transport: Transport | str = "auto",
+    secret: bytes | None = None,
+) -> DataPlane:
+    """See `DataPlane`. `transport`: one, or the name of one.
+
+    Raises:
+        ConfigError: there is no such transport or host.
+    """
+    host, pace = resolve_host(advertise_host), StagePace()
+    chosen = _transport(transport, host) if isinstance(transport, str) else transport
+    opener = _ChannelOpener(worker_id, receiver, config, chosen, pace)
+    return DataPlane(worker_id, opener, host=host, pace=pace, secret=secret, timeout_s=config.connect_timeout_s)
+
+
+def _transport(name: str, host: str) -> Transport:
+    match name:
+        case "auto" | "tcp":
+            from services.worker.links.channels.tcp import TcpTransport
+
+            return TcpTransport()
+        case "gloo":
+            from services.worker.links.channels.gloo import GlooTransport
+
+            return GlooTransport(host)
+        case _:
+            raise ConfigError("worker.transport", f"must be auto, tcp or gloo, got {name!r}")
+
+
+class _ChannelOpener:
+    def __init__(
+        self, worker_id: str, receiver: Receiver, config: TransportConfig, transport: Transport, pace: StagePace
+    ) -> None:
+        self._receiver = receiver
+        self._config = config
+        self._transport = transport
+        self._pace = pace
+        self._reaper = Reaper(f"links-reaper-{worker_id}")
+
+    @property
+    def lanes(self) -> tuple[str, ...]:
+        return self._transport.lanes
+
+    @property
+    def terms(self) -> Terms:
+        return Terms(
+            version=VERSION,
+            transport=self._transport.name,
+            urgent_frame_bytes=self._config.frame_bytes(urgent=True),
+            bulk_frame_bytes=self._config.frame_bytes(urgent=False),
+            max_message_bytes=self._config.max_message_bytes,
+            max_transfer_bytes=self._config.max_transfer_bytes,
+        )
+
+    def open(self, peer: Hello, sockets: Sequence[socket.socket], *, is_host: bool, name: str) -> ChannelConnection:
+        channels = self._transport.open(sockets, name, 0 if is_host else 1, self._config.open_timeout_s)
+        try:
+            return ChannelConnection(peer, channels, self._config, self._receiver, self._reaper.submit, self._pace)
+        except BaseException:
+            for channel in (channels.urgent, channels.bulk):
+                channel.abort()
+                channel.destroy()
+            channels.close()
+            raise
+
+    def close(self, timeout_s: float) -> bool:
+        ended = self._reaper.close(timeout_s)
+        self._transport.close()
+        return ended

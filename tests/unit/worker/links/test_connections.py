@@ -1,0 +1,223 @@
+"""Connections go on from epoch to epoch, end when nobody needs them, and belong to one life of each side. Two planes in
+one process, over real sockets.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import pytest
+import torch
+
+from ballast.common.errors import DeadlineExceeded, PeerViolation, Unavailable
+from services.worker.links import connection as module
+from services.worker.links.channel_connection import ChannelConnection
+from services.worker.links.config import TransportConfig
+from services.worker.links.connection import Link
+from services.worker.links.frame_kinds import FrameKind
+from services.worker.links.open import open_plane
+from services.worker.links.plane import DataPlane
+from services.worker.links.ports import LinkState
+from services.worker.links.traffic import TrafficClass
+from services.worker.links.transfer import Outcome
+from tests.unit.worker.links.recorder import Recorder, checksum, pattern
+
+CONFIG = TransportConfig(keepalive_s=0.05, close_timeout_s=5.0)
+
+
+def until(look: Callable[[], object], within_s: float = 60.0) -> None:
+    deadline_s = time.monotonic() + within_s
+    while not look():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.005)
+
+
+class Pair:
+    def __init__(self, transport: str = "tcp", secrets: tuple[bytes | None, bytes | None] = (None, None)) -> None:
+        self.recorders = {"w1": Recorder(), "w2": Recorder()}
+        self.planes = {
+            w: open_plane(w, recorder, CONFIG, "127.0.0.1", transport, secret)
+            for (w, recorder), secret in zip(self.recorders.items(), secrets, strict=True)
+        }
+        for life, plane in enumerate(self.planes.values(), start=5):
+            plane.incarnation = life
+
+    def connect(self, epoch: int, timeout_s: float = 30.0) -> list[Link]:
+        """That of w1, and that of w2."""
+        return [future.result(60) for future in self.warm(epoch, timeout_s)]
+
+    def warm(self, epoch: int, timeout_s: float = 30.0, lives: tuple[int, int] = (0, 0)) -> list[Future[Link]]:
+        w1, w2 = self.planes.values()
+        return [
+            w1.warm("w2", w2.store_address, epoch, timeout_s, lives[1]),
+            w2.warm("w1", w1.store_address, epoch, timeout_s, lives[0]),
+        ]
+
+    def restart(self, worker_id: str) -> DataPlane:
+        """A new life of it, as if the old one had been killed."""
+        for connection in self.planes[worker_id]._connections.values():
+            connection.give_up("killed")
+        self.planes[worker_id].close()
+        plane = open_plane(worker_id, self.recorders[worker_id], CONFIG, "127.0.0.1")
+        plane.incarnation = 77
+        self.planes[worker_id] = plane
+        return plane
+
+    def close(self) -> None:
+        with ThreadPoolExecutor(2) as pool:
+            for closing in [pool.submit(plane.close, 30.0) for plane in self.planes.values()]:
+                closing.result(60)
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    pair = Pair()
+    yield pair
+    pair.close()
+
+
+def test_epochs_come_and_go_over_one_connection(pair: Pair) -> None:
+    first = pair.connect(1)
+    second = pair.connect(2)
+    assert [link.connection for link in first] == [link.connection for link in second]
+    for plane in pair.planes.values():
+        plane.retire(2)
+    assert [link.state for link in first] == [LinkState.CLOSED] * 2
+    until(lambda: all(plane.facts()[0].epochs == (2,) for plane in pair.planes.values()))
+    for plane in pair.planes.values():
+        plane.retire(3)
+    third = pair.connect(3)
+    assert [link.connection for link in third] == [link.connection for link in first]
+    third[0].send(TrafficClass.CONTROL, 0, meta=b"still there").result(30)
+    pair.recorders["w2"].wait("messages", 1)
+
+
+def test_a_link_is_up_when_both_sides_take_part_and_not_before(pair: Pair) -> None:
+    pair.connect(1)
+    w1, w2 = pair.planes.values()
+    early = w1.warm("w2", w2.store_address, 2, 30.0)
+    time.sleep(0.1)
+    assert not early.done()
+    assert w1.link("w2", 2) is None
+    late = w2.connect("w1", w1.store_address, 2, 30.0)
+    assert early.result(30).is_up
+    assert late.is_up
+
+
+def test_who_waits_in_vain_gives_the_epoch_up_and_the_other_one_hears_of_it(pair: Pair) -> None:
+    [link, _] = pair.connect(1)
+    w1, w2 = pair.planes.values()
+    with pytest.raises(DeadlineExceeded, match="epoch 2: w2 did not come"):
+        w1.connect("w2", w2.store_address, 2, 0.1)
+    link.send(TrafficClass.ACTIVATION, 0)
+    pair.recorders["w2"].wait("messages", 1)  # which comes behind the word that w1 has left
+    with pytest.raises(DeadlineExceeded, match="epoch 2: w1 did not come"):
+        w2.connect("w1", w1.store_address, 2, 0.1)
+    assert [link.epoch for link in pair.connect(3)] == [3, 3]
+    assert pair.planes["w1"].link("w2", 1) is not None
+
+
+def test_many_epochs_at_once_share_one_connection(pair: Pair) -> None:
+    futures = [future for epoch in range(1, 6) for future in pair.warm(epoch)]
+    links = [future.result(60) for future in futures]
+    assert len({id(link.connection) for link in links}) == 2
+    assert sorted(link.epoch for link in links) == sorted([*range(1, 6)] * 2)
+
+
+def test_a_connection_that_breaks_ends_all_its_links_and_is_made_anew(pair: Pair) -> None:
+    old = [*pair.connect(1), *pair.connect(2)]
+    old[0].give_up("the test breaks it")
+    until(lambda: not any(link.is_up for link in old))
+    until(lambda: all(recorder.endings for recorder in pair.recorders.values()))
+    new = pair.connect(3)
+    assert new[0].connection is not old[0].connection
+    with pytest.raises(Unavailable):
+        old[0].send(TrafficClass.CONTROL, 0)
+
+
+@pytest.mark.parametrize("who", ["w1", "w2"])
+def test_a_side_that_has_not_noticed_the_end_follows_the_other_to_a_new_connection(pair: Pair, who: str) -> None:
+    """Its end is on its way, or lost: the peer is in the lobby, or does not answer."""
+    old = pair.connect(1)
+    plane = pair.planes[who]
+    forgotten = plane._connections.pop("w2" if who == "w1" else "w1")  # this side makes a new one
+    if who == "w1":  # which waits for calls, and the other one believes that it need not call
+        forgotten.give_up("gone")
+    new = pair.connect(2)
+    assert all(link.is_up for link in new)
+    assert new[0].connection is not old[0].connection
+    forgotten.close()
+
+
+def test_another_life_gets_another_connection(pair: Pair) -> None:
+    [old, _] = [future.result(60) for future in pair.warm(1, lives=(5, 6))]
+    pair.restart("w2")
+    [new, _] = [future.result(60) for future in pair.warm(2, lives=(5, 77))]
+    assert (old.connection.incarnation, new.connection.incarnation) == (6, 77)
+    assert not old.is_up
+
+
+def test_a_connection_without_epochs_is_kept_for_a_while(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    links = pair.connect(1)
+    for plane in pair.planes.values():
+        plane.retire(2)
+    time.sleep(0.3)
+    assert all(link.connection.is_up for link in links)
+    monkeypatch.setattr(module, "_IDLE_S", 0.2)
+    until(lambda: all(link.connection.state is LinkState.CLOSED for link in links))
+    assert all(link.is_up for link in pair.connect(2))
+    time.sleep(1.0)
+    assert all(plane.facts()[0].epochs == (2,) for plane in pair.planes.values()), "one that is needed is closed"
+
+
+def test_a_peer_that_joins_without_end_takes_a_bounded_number_of_places(pair: Pair) -> None:
+    [mine, theirs] = pair.connect(1)
+    for epoch in range(2, 1000):
+        theirs.connection.tell(FrameKind.JOIN, epoch)
+    theirs.send(TrafficClass.CONTROL, 0, timeout_s=30.0)
+    pair.recorders["w1"].wait("messages", 1)
+    assert len(mine.connection._peer_epochs) <= module._MAX_EPOCHS
+    assert mine.is_up
+
+
+def test_a_frame_that_is_larger_than_what_is_posted_is_refused_and_ends_nothing_else(pair: Pair) -> None:
+    [mine, theirs] = pair.connect(1)
+    assert isinstance(theirs.connection, ChannelConnection)
+    assert theirs.connection._channels is not None
+    channel = theirs.connection._channels.urgent
+    channel.send_frame(torch.zeros(CONFIG.frame_bytes(urgent=True) + 1, dtype=torch.uint8))
+    pair.recorders["w1"].wait("endings", 1)
+    assert pair.recorders["w1"].endings["w2"].why.startswith("ChannelBroken: the peer sends a frame of 65601 bytes")
+    assert not mine.is_up
+    assert all(link.is_up for link in pair.connect(2))
+
+
+def test_a_peer_without_the_secret_gets_no_link() -> None:
+    pair = Pair(secrets=(b"the secret", None))
+    try:
+        host, caller = pair.warm(1, timeout_s=1.0)
+        with pytest.raises(PeerViolation, match="refuses this worker's link: no proof"):
+            caller.result(30)
+        with pytest.raises(DeadlineExceeded):
+            host.result(30)
+        assert pair.planes["w1"].refused == {"no proof": 1}
+    finally:
+        pair.close()
+
+
+@pytest.mark.parametrize("transport", ["tcp", "gloo"])
+def test_either_transport_carries_messages_and_bulk(transport: str) -> None:
+    pair = Pair(transport, (b"shared", b"shared"))
+    try:
+        [link, _] = pair.connect(1)
+        tensor = torch.randn(300, 700)
+        link.send(TrafficClass.ACTIVATION, 0, meta=b"head", tensor=tensor).result(30)
+        source = pattern(3 << 20, seed=4)
+        assert link.transfer(TrafficClass.KV, [source], stream=1).done.result(30).outcome is Outcome.DELIVERED
+        pair.recorders["w2"].wait("messages", 1)
+        message = pair.recorders["w2"].messages[0]
+        assert message.tensor is not None
+        assert torch.equal(message.tensor, tensor)
+        assert pair.recorders["w2"].ended[0].checksum == checksum([source])
+    finally:
+        pair.close()
