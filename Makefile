@@ -25,7 +25,7 @@ kernels:  ## compile the engine's kernels, unless they are newer than their sour
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --disable-pip-version-check -c constraints.txt torch
-	$(BIN)/pip install --disable-pip-version-check -c constraints.txt -e '.[worker,gateway,bench,local,dev]'
+	$(BIN)/pip install --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	touch $@
 
 demo: setup  ## replay a bursty trace on a local cluster and re-compute answers with transformers

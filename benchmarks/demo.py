@@ -40,8 +40,9 @@ from ballast.bench.sizing import (
 )
 from ballast.bench.traces import Trace, read_trace
 from ballast.common.errors import BallastError, Unavailable
+from ballast.common.units import human_bytes
 from ballast.local.cluster import LocalCluster
-from ballast.model.info import CheckpointInfo, human_bytes, read_info
+from ballast.model.info import CheckpointInfo, read_info
 from ballast.model.tiny import make_preset
 from benchmarks import demo_sizing as sizing
 from benchmarks.demo_report import compare, differing_answers, markdown

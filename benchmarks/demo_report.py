@@ -15,8 +15,8 @@ from rich.table import Table
 from rich.text import Text
 
 from ballast.bench.results import BenchResult, PolicyResult, read_result
-from ballast.bench.table import duration
 from ballast.common.errors import BallastError
+from ballast.common.units import duration
 from benchmarks.quoting import quote
 
 _GOAL_TTFT_TIMES, _GOAL_TPOT_FRACTION = 10.0, 0.25

@@ -3,23 +3,30 @@
 The path under protos/ equals the Python path, so protoc's output imports without rewriting.
 """
 
+import os
+import subprocess
 import sys
-from importlib.resources import files
 from pathlib import Path
-
-from grpc_tools import protoc
 
 ROOT = Path(__file__).resolve().parent.parent
 PLUGINS = ("protoc-gen-mypy", "protoc-gen-mypy_grpc")
 HEADER = '"""Generated from protos/ by `make proto`. Never edited."""\n'
 
 
+# Generated code runs with the protobuf and grpcio that made it and with newer ones (protobuf: up to the next major
+# version). So it is made by old ones, which nobody else here uses: they have a folder of their own.
+TOOLS = "grpcio-tools==1.72.2"
+TOOLS_FOLDER = Path(sys.prefix) / "share" / TOOLS.replace("==", "-")
+
+
 def generate(out: Path) -> None:
+    if not (TOOLS_FOLDER / "grpc_tools").is_dir():
+        install = [sys.executable, "-m", "pip", "install", "-q", "--disable-pip-version-check"]
+        subprocess.run([*install, "--target", str(TOOLS_FOLDER), TOOLS], check=True, stderr=subprocess.DEVNULL)
     sources = sorted((ROOT / "protos").rglob("*.proto"))
     arguments = [
-        "protoc",
         f"--proto_path={ROOT / 'protos'}",
-        f"--proto_path={files('grpc_tools') / '_proto'}",
+        f"--proto_path={TOOLS_FOLDER / 'grpc_tools' / '_proto'}",
         f"--python_out={out}",
         f"--grpc_python_out={out}",
         # Beside this interpreter: its environment need not be on the PATH.
@@ -28,7 +35,9 @@ def generate(out: Path) -> None:
         f"--mypy_grpc_out={out}",
         *map(str, sources),
     ]
-    if protoc.main(arguments) != 0:
+    environ = {**os.environ, "PYTHONPATH": str(TOOLS_FOLDER)}
+    done = subprocess.run([sys.executable, "-m", "grpc_tools.protoc", *arguments], env=environ, check=False)
+    if done.returncode != 0:
         raise SystemExit("protoc failed; its message stands above")
     package = out / "ballastpb"
     for folder in [package, *sorted(p for p in package.rglob("*") if p.is_dir() and p.name != "__pycache__")]:

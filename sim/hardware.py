@@ -129,6 +129,14 @@ def find_model(name: str) -> ModelSpec:
     return _find(models(), "model", name)
 
 
+def find_gpu(name: str, what: str) -> Gpu:
+    """
+    Raises:
+        ConfigError: of `what` (a flag, a field), naming those that are known.
+    """
+    return _find(gpus(), what, name)
+
+
 def find_cluster(text: str) -> Cluster:
     """`8xA800`: so many GPUs; `2x8xH800`: so many servers with so many GPUs each.
 
@@ -139,7 +147,7 @@ def find_cluster(text: str) -> Cluster:
     if match is None:
         raise ConfigError("cluster", f"must be like 8xA800 (GPUs) or 2x8xH800 (servers x GPUs each), got {text!r}")
     hosts, count, name = match.groups()
-    gpu = _find(gpus(), "cluster", name)
+    gpu = find_gpu(name, "cluster")
     per_host = int(count) if hosts else gpu.gpus_per_host
     total = int(count) * int(hosts or 1)
     if total < 1:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from ballast.common.errors import ConfigError, InvariantViolation
 from ballast.common.load import MemoryReport
 from ballast.common.restoring import divided_extents
+from ballast.common.units import human_bytes
 
 _EXTENTS_PER_LAYER = 16
 _MAX_EXTENT_COUNT = 16384
@@ -52,8 +53,8 @@ class Geometry:
             needed_bytes = layer_parameter_bytes * layer_count + other_parameter_bytes
             raise ConfigError(
                 "cluster",
-                f"an instance has {budget_bytes / 1e9:.1f} GB for the model, whose parameters take"
-                f" {needed_bytes / 1e9:.1f} GB: no room for a KV cache; use larger GPUs",
+                f"an instance has {human_bytes(budget_bytes)} for the model, whose parameters take"
+                f" {human_bytes(needed_bytes)}: no room for a KV cache; use larger GPUs",
             )
         return found
 

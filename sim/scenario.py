@@ -93,14 +93,21 @@ def read_scenario(path: Path) -> Scenario:
     return found.model_copy(update={"trace": str(path.parent / found.trace)})
 
 
-def make_scenario(content: object, where: str) -> Scenario:
+def make_scenario(content: object, where: str = "") -> Scenario:
     """
+    Args:
+        content: As YAML has it.
+        where: The file it is from; empty: flags of the same names.
+
     Raises:
-        ConfigError: naming `where` and the first field that does not fit.
+        ConfigError: naming `where` and the first field that does not fit; a misspelt one before one that is missing.
     """
     try:
         return Scenario.model_validate(content)
     except ValidationError as error:
-        first = error.errors()[0]
+        first = min(error.errors(), key=lambda one: one["type"] == "missing")
         field = ".".join(str(part) for part in first["loc"]) or "file"
-        raise ConfigError(where, f"is no scenario: {field}: {first['msg']}") from error
+        why = "unknown setting" if first["type"] == "extra_forbidden" else first["msg"]
+        if not where:
+            raise ConfigError(f"--{field.replace('_', '-')}", f"{why} (got {first['input']!r})") from error
+        raise ConfigError(f"{where}: {field}", why) from error

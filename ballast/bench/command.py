@@ -2,7 +2,6 @@
 
 import argparse
 import asyncio
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,11 +12,15 @@ from ballast.bench.plot_command import add_plot_parser
 from ballast.bench.progress import open_console
 from ballast.bench.records import Outcome
 from ballast.bench.replay import ReplayOptions
-from ballast.bench.results import BenchResult, write_result
+from ballast.bench.results import STANDARD_OUTPUT, BenchResult, write_result
 from ballast.bench.session import ReplayJob, replay_on
+from ballast.bench.style import require_matplotlib
 from ballast.bench.table import render
 from ballast.bench.timeline import write_timeline
-from ballast.common.errors import BallastError, ConfigError
+from ballast.bench.traces import read_trace
+from ballast.common.addresses import default_address
+from ballast.common.arguments import figure_file, output_file, size
+from ballast.common.errors import BallastError
 from ballast.local.cluster import LocalCluster
 
 if TYPE_CHECKING:
@@ -36,20 +39,24 @@ def add_parser(subparsers: "_SubParsersAction[argparse.ArgumentParser]") -> None
         description="Open-loop replay: requests are sent when the trace says so, however the cluster fares. Reads"
         " arrival_s,input_tokens,output_tokens as well as the published files of BurstGPT, Azure and Mooncake.",
     )
-    replay.add_argument("--trace", type=Path, required=True, metavar="FILE")
+    replay.add_argument("--trace", type=Path, required=True, metavar="FILE", help="who arrives when")
     replay.add_argument("--time-scale", type=float, default=1.0, metavar="X", help="times arrivals; 0.5: twice as fast")
     replay.add_argument("--length-scale", type=float, default=1.0, metavar="X", help="times input and output tokens")
     replay.add_argument("--limit", type=int, metavar="N", help="only the first N requests")
     replay.add_argument("--seed", type=int, default=0, help="of the prompts, which are random tokens")
     replay.add_argument("--deadline-s", type=float, default=300.0, metavar="S", help="of each request")
-    replay.add_argument("--address", metavar="HOST:PORT", help="of a dispatcher, several with commas")
-    replay.add_argument("--planner", metavar="HOST:PORT", help="of the planner, which knows the transitions")
-    replay.add_argument("--model", type=Path, metavar="DIR", help="without --address: start a cluster with this model")
+    replay.add_argument("--address", metavar="HOST:PORT", help="dispatchers (BALLAST_ADDRESS, or this machine)")
+    replay.add_argument("--planner", metavar="HOST:PORT", help="to be asked itself, past the dispatchers")
+    replay.add_argument("--model", type=Path, metavar="DIR", help="start a cluster with this model for it")
     replay.add_argument("--workers", type=int, default=2, metavar="N", help="of that cluster")
-    replay.add_argument("--device-memory-bytes", type=int, metavar="BYTES", help="of each of its workers")
-    replay.add_argument("--json", type=Path, metavar="OUT", help="write the result here (docs/results-schema.md)")
-    replay.add_argument("--plot", type=Path, metavar="OUT.png", help="draw the figure over time (needs matplotlib)")
-    replay.add_argument("--trace-out", type=Path, metavar="FILE", help="what the stages did last, for ui.perfetto.dev")
+    replay.add_argument("--device-memory-bytes", type=size, metavar="SIZE", help="of each of its workers")
+    replay.add_argument(
+        "--json", type=output_file, metavar="OUT", help="result file; -: standard output (docs/results-schema.md)"
+    )
+    replay.add_argument("--plot", type=figure_file, metavar="OUT.png", help="figure over time (needs matplotlib)")
+    replay.add_argument(
+        "--trace-out", type=output_file, metavar="FILE", help="timeline of the stages, for ui.perfetto.dev"
+    )
     replay.add_argument("--record-tokens", action="store_true", help="keep prompt and answer of each request")
     replay.set_defaults(run=run)
     add_overload_parser(commands)
@@ -62,21 +69,21 @@ def run(args: argparse.Namespace) -> int:
 
 
 async def _replay(args: argparse.Namespace) -> int:
+    if args.plot is not None:
+        require_matplotlib("--plot")
     job = ReplayJob(
-        trace=args.trace,
+        trace=read_trace(args.trace),
         time_scale=args.time_scale,
         length_scale=args.length_scale,
         limit=args.limit,
         options=ReplayOptions(seed=args.seed, deadline_s=args.deadline_s, record_tokens=args.record_tokens),
     )
-    console = open_console()
-    address: str | None = args.address or (os.environ.get("BALLAST_ADDRESS") if args.model is None else None)
-    if address:
+    console = open_console(stderr=args.json == STANDARD_OUTPUT)
+    if args.address is not None or args.model is None:
+        address: str = args.address or default_address()
         result = await replay_on(address, job, console, planner=args.planner)
         await _write_timeline(address, args.trace_out, console)
         return _report(result, args, console)
-    if args.model is None:
-        raise ConfigError("bench replay", "give --address of a running cluster, or --model to start one")
     settings = {"workers": args.workers, "device_memory_bytes": args.device_memory_bytes}
     async with LocalCluster(args.model, workers=args.workers, device_memory_bytes=args.device_memory_bytes) as cluster:
         planner = cluster.processes["planner"][0].address
@@ -108,7 +115,7 @@ def _report(result: BenchResult, args: argparse.Namespace, console: Console) -> 
 
         plot_result(result, args.plot)
     for path in (args.json, args.plot):
-        if path is not None:
+        if path not in (None, STANDARD_OUTPUT):
             console.print(f"wrote {path}")
     if not result.complete:
         return _INTERRUPTED

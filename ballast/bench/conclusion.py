@@ -1,11 +1,17 @@
 """What a comparison says, in one paragraph for somebody who has not read the table."""
 
+import math
+
+from ballast.bench.records import Outcome
 from ballast.bench.results import BenchResult, PolicyResult
-from ballast.bench.table import duration
+from ballast.common.units import counted, duration, human_bytes, share
 
 _PLAIN = "recompute"
 _LONG_WAIT = 5.0  # p99 of the time to the first token, of its median
 _ALIKE = 1.1  # two figures within this factor are called equal
+_GOOD_TTFT_S = 2.0  # a first token later than this is late
+_BEARABLE_SHARE = 0.9  # of requests in time; below it with both policies a cluster is too small
+_BEARABLE_TPOT = 1.25  # times as long per token; more is a price to be named
 
 
 def conclude(result: BenchResult) -> str:
@@ -54,10 +60,12 @@ def _drops(drop: PolicyResult) -> str:
     count, restores = done.count("drop"), done.count("restore")
     if not count:
         return "Nothing has to be dropped."
-    freed = sum(t.freed_parameter_bytes or 0 for t in drop.transitions if t.kind == "drop") / 1e9
+    freed = sum(t.freed_parameter_bytes or 0 for t in drop.transitions if t.kind == "drop")
     times = "once" if count == 1 else f"{count} times"
-    back = "they do not come back before the end" if not restores else f"they come back ({restores} restores)"
-    return f"Ballast drops parameters {times}, {freed:,.0f} GB in all, and {back}."
+    back = (
+        "they do not come back before the end" if not restores else f"they come back ({counted(restores, 'restore')})"
+    )
+    return f"Ballast drops parameters {times}, {human_bytes(freed)} in all, and {back}."
 
 
 def _latency(drop: PolicyResult, name: str, other: PolicyResult) -> str:
@@ -87,14 +95,51 @@ def _advice(result: BenchResult, drop: PolicyResult, other: PolicyResult) -> str
     ours, theirs = drop.ttft_s.p99 or 0.0, other.ttft_s.p99 or 0.0
     if not any(t.kind == "drop" for t in drop.transitions):
         return f"This cluster has enough memory for this trace.{_waits_for_computing(result, other)}"
+    if max(_met(drop), _met(other)) < _BEARABLE_SHARE:
+        return _too_small(result, drop, other)
     if theirs > ours * _ALIKE:
-        return "Dropping parameters is worth it here."
+        return _worth(drop, other)
     if ours > theirs * _ALIKE:
         return (
             "What is short here is computing and not memory: with more KV cache the requests do not wait less, and a"
             " pipeline wastes a part of the GPUs' time. More GPUs help, dropping parameters does not."
         )
     return "Dropping parameters neither helps nor harms here."
+
+
+def _met(policy: PolicyResult) -> float:
+    """Share of all requests that finished and got their first token in good time."""
+    waits = [
+        request.first_token_s is not None
+        and request.outcome is Outcome.FINISHED
+        and request.first_token_s - request.planned_s <= _GOOD_TTFT_S
+        for request in policy.requests
+    ]
+    return sum(waits) / len(waits) if waits else 1.0
+
+
+def _too_small(result: BenchResult, drop: PolicyResult, other: PolicyResult) -> str:
+    """The size is what would do the same work while the trace lasts, computing at the pace of the quicker run."""
+    told = (
+        f"This cluster is too small for this trace, whatever the policy: {share(_met(drop))} of the requests get their"
+        f" first token within {duration(_GOOD_TTFT_S)} with drop, {share(_met(other))} without."
+    )
+    gpus = result.config.cluster.get("gpu_count")
+    span_s = result.trace.span_s
+    if not isinstance(gpus, int) or span_s <= 0.0:
+        return told
+    least = math.ceil(gpus * max(1.0, min(drop.duration_s, other.duration_s) / span_s))
+    return f"{told} It takes about {max(least, gpus + 1)} GPUs or more; `ballast sim --find-gpus` tells how many."
+
+
+def _worth(drop: PolicyResult, other: PolicyResult) -> str:
+    ours, theirs = drop.tpot_s.p50, other.tpot_s.p50
+    if ours and theirs and ours > theirs * _BEARABLE_TPOT:
+        return (
+            "Dropping parameters is worth it here at a price: the first token comes sooner, and each further one takes"
+            f" {ours / theirs:.1f} times as long ({duration(ours)} instead of {duration(theirs)})."
+        )
+    return "Dropping parameters is worth it here."
 
 
 def _waits_for_computing(result: BenchResult, other: PolicyResult) -> str:

@@ -47,12 +47,12 @@ from ballast.bench.sizing import (
     rate_for,
     size_memory_for,
 )
-from ballast.bench.table import duration
 from ballast.bench.traces import Trace
 from ballast.bench.upscale import upscaled
 from ballast.bench.workloads import Workload
 from ballast.client import AsyncClient
 from ballast.common.errors import BallastError, ConfigError, Unavailable
+from ballast.common.units import duration
 from ballast.local.cluster import LocalCluster
 from ballast.model.info import read_info
 

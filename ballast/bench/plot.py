@@ -15,6 +15,7 @@ from ballast.bench.records import Outcome
 from ballast.bench.results import BenchResult, PolicyResult
 from ballast.bench.style import BLUE, GREEN, GREY, MIB, ORANGE, RC, VERMILION
 from ballast.common.errors import ConfigError
+from ballast.common.extras import lacking
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -34,13 +35,14 @@ def plot_result(result: BenchResult, path: Path) -> None:
         import matplotlib as mpl
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ConfigError("plot", "needs matplotlib: pip install 'ballast[bench]'") from error
+        raise lacking("--plot", "matplotlib", "bench") from error
     with mpl.rc_context(RC):
         count = len(result.policies)
         figure = Figure(figsize=(max(8.0, 6.0 * count), 10.0), layout="constrained")
         axes: list[list[Axes]] = figure.subplots(4, count, sharex=True, sharey="row", squeeze=False).tolist()
+        end_s = max((1.0, *(policy.duration_s for policy in result.policies.values())))
         for column, (name, policy) in enumerate(result.policies.items()):
-            _draw_policy([row[column] for row in axes], policy)
+            _draw_policy([row[column] for row in axes], policy, end_s)
             if count > 1:
                 axes[0][column].set_title(name, pad=14)
         for row in (0, 1, 3):
@@ -62,23 +64,24 @@ def _title(result: BenchResult) -> str:
     return title if result.complete else title + " (interrupted)"
 
 
-def _draw_policy(axes: "list[Axes]", policy: PolicyResult) -> None:
+def _draw_policy(axes: "list[Axes]", policy: PolicyResult, end_s: float) -> None:
+    """`end_s`: of all policies of the figure, so that the same time and the same arrivals look the same."""
     rate, memory, ttft, load = axes
-    _draw_rate(rate, policy)
+    _draw_rate(rate, policy, end_s)
     _draw_memory(memory, policy)
     _draw_ttft(ttft, policy)
     _draw_load(load, policy)
     load.set_xlabel("time since the start (s)")
     spans = merged_spans(policy)
     for axis in axes:
-        axis.set_xlim(0, max(policy.duration_s, 1.0))
-        for begin_s, end_s, _ in spans:
-            axis.axvspan(begin_s, end_s, color=GREY, alpha=0.13, linewidth=0, zorder=0)
+        axis.set_xlim(0, end_s)
+        for begin_s, until_s, _ in spans:
+            axis.axvspan(begin_s, until_s, color=GREY, alpha=0.13, linewidth=0, zorder=0)
         for transition in policy.transitions:
             axis.axvline(transition.at_s, color=GREY, linewidth=0.8, linestyle=":")
             if transition.duration_s:
-                end_s = transition.at_s + transition.duration_s
-                axis.axvspan(transition.at_s, end_s, color=GREY, alpha=0.3, linewidth=0, zorder=0)
+                over_s = transition.at_s + transition.duration_s
+                axis.axvspan(transition.at_s, over_s, color=GREY, alpha=0.3, linewidth=0, zorder=0)
     _name_groups(rate, spans)
     _name_transitions(memory, policy)
 
@@ -138,9 +141,9 @@ def _name_transitions(axis: "Axes", policy: PolicyResult) -> None:
         )
 
 
-def _draw_rate(axis: "Axes", policy: PolicyResult) -> None:
-    width_s = max(1.0, round(policy.duration_s / 75))
-    edges = np.arange(0, policy.duration_s + 2 * width_s, width_s)
+def _draw_rate(axis: "Axes", policy: PolicyResult, end_s: float) -> None:
+    width_s = max(1.0, round(end_s / 75))
+    edges = np.arange(0, end_s + 2 * width_s, width_s)
     counts, _ = np.histogram([r.planned_s for r in policy.requests], edges)
     axis.stairs(counts / width_s, edges, fill=True, color=BLUE, alpha=0.7)
     axis.set_ylabel("requests/s")

@@ -9,10 +9,13 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rich.markdown import Markdown
+
 from ballast.bench.progress import open_console
 from ballast.bench.study import read_study
 from ballast.bench.style import RC
 from ballast.common.errors import ConfigError
+from ballast.common.extras import lacking
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction  # pyright: ignore[reportPrivateUsage] -- it has no public name
@@ -27,7 +30,7 @@ def add_plot_parser(commands: "_SubParsersAction[argparse.ArgumentParser]") -> N
     )
     parser.set_defaults(run=run)
     parser.add_argument("--results", type=Path, required=True, metavar="DIR", help="--out of `bench overload`")
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to write into")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -36,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
 
         from ballast.bench import figures, report
     except ImportError as error:
-        raise ConfigError("bench plot", "needs matplotlib: pip install 'ballast[bench]'") from error
+        raise lacking("bench plot", "matplotlib", "bench") from error
     console = open_console()
     study = read_study(args.results)
     with mpl.rc_context(RC):
@@ -53,6 +56,6 @@ def run(args: argparse.Namespace) -> int:
             (args.out / "report.html").write_text(page)
         except OSError as error:
             raise ConfigError(str(args.out), f"cannot be written: {error.strerror}") from error
-    console.print(table, markup=False)
+    console.print(Markdown(table))
     console.print(f"wrote {args.out / 'report.html'}, table.md and {len(drawn)} figures")
     return 0

@@ -15,10 +15,10 @@ _LINE_INTERVAL_S = 10.0
 _LOG_WIDTH = 120
 
 
-def open_console() -> Console:
-    """Standard output; in a file or pipe wide enough that no line is broken."""
-    console = Console()
-    return console if console.is_terminal else Console(width=_LOG_WIDTH)
+def open_console(*, stderr: bool = False) -> Console:
+    """Standard output, or error; in a file or pipe wide enough that no line is broken."""
+    console = Console(stderr=stderr)
+    return console if console.is_terminal else Console(width=_LOG_WIDTH, stderr=stderr)
 
 
 class ProgressDisplay:

@@ -15,9 +15,8 @@ from ballast.bench.figures import ABLATION_PERCENTILES, Drawn, ablation_steps
 from ballast.bench.records import Outcome
 from ballast.bench.results import BenchResult, PolicyResult
 from ballast.bench.study import Contestant, Spread, Study, WorkloadStudy
-from ballast.bench.table import duration, share
 from ballast.bench.verdicts import verdicts
-from ballast.model.info import human_bytes
+from ballast.common.units import duration, human_bytes, share
 
 _DPI = 130
 _PER_WORKLOAD = "device_memory_bytes"  # a setting that differs from workload to workload

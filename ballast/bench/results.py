@@ -4,6 +4,8 @@ Absent measurements are null, never zero. Lengths of time are seconds, sizes byt
 """
 
 import itertools
+from bisect import bisect_right
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -15,6 +17,7 @@ from ballast.bench.traces import Trace
 from ballast.common.errors import ConfigError
 
 SCHEMA_VERSION = 1
+STANDARD_OUTPUT = Path("-")
 SLO_SCALES = tuple(range(1, 11))
 
 
@@ -48,6 +51,7 @@ class SloReference(_Strict):
     policy: str
     ttft_s: float | None
     tpot_s: float | None
+    calm: bool = False  # of the requests only that came while memory sufficed: most of the others waited for it
 
 
 class Series(_Strict):
@@ -232,7 +236,7 @@ def policy_result(run: ReplayRun, policy: str, reference: SloReference | None = 
     ttft_s = Summary.of([r.ttft_s for r in finished if r.ttft_s is not None])
     tpot_s = Summary.of([r.tpot_s for r in finished if r.tpot_s is not None])
     if reference is None:
-        reference = SloReference(policy=policy, ttft_s=ttft_s.p50, tpot_s=tpot_s.p50)
+        reference = slo_reference(run, policy)
     output_token_count = sum(r.output_tokens for r in run.records)
     either, ttft_only, tpot_only = _slo_violations(run.records, reference)
     return PolicyResult(
@@ -257,6 +261,32 @@ def policy_result(run: ReplayRun, policy: str, reference: SloReference | None = 
         bubble_fraction=run.bubble_fraction,
         requests=[_request(r) for r in run.records],
     )
+
+
+def slo_reference(run: ReplayRun, policy: str) -> SloReference:
+    """The medians of a run; of its calm part if most requests waited for memory: what they met is no goal."""
+    finished = [r for r in run.records if r.outcome is Outcome.FINISHED]
+    at_s = [sample.at_s for sample in run.samples]
+    short = [sample.kv_demand_bytes > sample.kv_capacity_bytes > 0 for sample in run.samples]
+    short_until = [0, *itertools.accumulate(short)]
+    calm = [r for r in finished if _is_calm(r, at_s, short_until)]
+    overloaded = 2 * len(calm) < len(finished)
+    if overloaded and not calm:
+        calm = sorted(finished, key=lambda r: r.ttft_s or 0.0)[: -(-len(finished) // 10)]
+    counted = calm if overloaded else finished
+    ttft_s = Summary.of([r.ttft_s for r in counted if r.ttft_s is not None])
+    tpot_s = Summary.of([r.tpot_s for r in counted if r.tpot_s is not None])
+    return SloReference(policy=policy, ttft_s=ttft_s.p50, tpot_s=tpot_s.p50, calm=overloaded)
+
+
+def _is_calm(record: RequestRecord, at_s: Sequence[float], short_until: Sequence[int]) -> bool:
+    """Memory was never short between its arrival and its first token.
+
+    `at_s`: of the samples, each of which holds until the next. `short_until`: how many before each found it short.
+    """
+    first_token_s = record.token_times_s[0] if record.token_times_s else record.planned_s
+    begin = max(0, bisect_right(at_s, record.planned_s) - 1)
+    return short_until[bisect_right(at_s, first_token_s)] == short_until[begin]
 
 
 Fractions = dict[int, float | None]
@@ -352,6 +382,10 @@ def _request(record: RequestRecord) -> RequestResult:
 
 
 def write_result(path: Path, result: BenchResult) -> None:
+    """To the file, or to standard output if it is called -."""
+    if path == STANDARD_OUTPUT:
+        print(result.model_dump_json(indent=1))
+        return
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(result.model_dump_json(indent=1) + "\n")

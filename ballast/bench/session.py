@@ -5,7 +5,7 @@ import contextlib
 import secrets
 import signal
 import time
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -19,23 +19,26 @@ from ballast.bench.results import BenchConfig, BenchResult, ModelFacts, TraceInf
 from ballast.bench.stages import bubble_fraction, stage_seconds
 from ballast.bench.target import ClusterTarget
 from ballast.bench.traces import Trace, read_trace
-from ballast.bench.transitions import transitions_or_why
+from ballast.bench.transitions import PlannerSays, PlannerTransition, ask_planner
 from ballast.client import AsyncClient
+from ballast.common.errors import BallastError
 from ballast.common.model import ModelInfo
+
+_UNKNOWN_POLICY = "unknown"  # of a cluster whose planner cannot be asked
 
 ClusterSettings = Mapping[str, str | int | float | bool | None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayJob:
-    """What to replay, and how. `policy` is the overload policy that the cluster was started with."""
+    """What to replay, and how. `policy`: the cluster's overload policy; None: the planner is asked."""
 
     trace: Path | Trace  # a file, or what was made of one
     time_scale: float = 1.0
     length_scale: float = 1.0
     limit: int | None = None
     options: ReplayOptions = field(default_factory=ReplayOptions)
-    policy: str = "recompute"
+    policy: str | None = None
 
 
 async def replay_on(
@@ -51,7 +54,8 @@ async def replay_on(
 
     Args:
         cluster: Settings of the cluster worth writing down.
-        planner: host:port of the active planner, which is asked for the transitions of the run.
+        planner: host:port of the active planner, which is asked for its policy and the transitions of the run; None:
+            the dispatchers ask it.
         display: Is told how far the replay has come; None: a bar on `console`.
 
     Raises:
@@ -76,17 +80,23 @@ async def replay_on(
             before = await stage_seconds(client)
             run = await replay.run()
             run.bubble_fraction = bubble_fraction(before, await stage_seconds(client))
-        if planner is not None:
-            run.transitions = await _transitions(planner, replay, console)
-    return _result(address, job, trace, model, run, dict(cluster or {}))
+        told = await _ask_planner(planner or address.split(",")[0], console)
+        run.transitions = _timed(told.transitions, replay.now_s())
+    named = replace(job, policy=job.policy or told.overload_policy or _UNKNOWN_POLICY)
+    return _result(address, named, trace, model, run, dict(cluster or {}))
 
 
-async def _transitions(planner: str, replay: Replay, console: Console) -> list[TimedTransition]:
-    """Those that were under way since the first request. Without them a result is still a result."""
-    told, why = await transitions_or_why(planner)
-    if why:
-        console.print(f"transitions are only what was seen from outside: {why}", style="yellow")
-    now_s = replay.now_s()
+async def _ask_planner(address: str, console: Console) -> PlannerSays:
+    """Its policy and its transitions. Without them a result is still a result."""
+    try:
+        return await ask_planner(address)
+    except BallastError as error:
+        console.print(f"transitions are only what was seen from outside: {error}", style="yellow")
+        return PlannerSays("")
+
+
+def _timed(told: Sequence[PlannerTransition], now_s: float) -> list[TimedTransition]:
+    """Those that were under way since the first request."""
     timed = [TimedTransition(now_s - transition.age_s, transition) for transition in told]
     return [one for one in timed if one.at_s + one.told.duration_s >= 0.0]
 
@@ -115,6 +125,7 @@ def _result(
     run: ReplayRun,
     cluster: dict[str, str | int | float | bool | None],
 ) -> BenchResult:
+    policy = job.policy or _UNKNOWN_POLICY
     return BenchResult(
         created_unix_s=time.time(),
         complete=run.complete,
@@ -130,5 +141,5 @@ def _result(
             vocab_size=model.vocab_size,
         ),
         trace=TraceInfo.of(trace, time_scale=job.time_scale, length_scale=job.length_scale, limit=job.limit),
-        policies={job.policy: policy_result(run, job.policy)},
+        policies={policy: policy_result(run, policy)},
     )

@@ -5,7 +5,10 @@ The colours are Okabe and Ito's, told apart by colour-blind readers too; lines a
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
+
+from ballast.common.extras import lacking
 
 BLUE, ORANGE, GREEN, VERMILION = "#0072B2", "#E69F00", "#009E73", "#D55E00"
 PURPLE, SKY, BLACK, GREY = "#CC79A7", "#56B4E9", "#000000", "#666666"
@@ -61,3 +64,9 @@ def styles(labels: Iterable[tuple[str, str]]) -> dict[str, Style]:
             found[label] = _OTHERS[others % len(_OTHERS)]
             others += 1
     return found
+
+
+def require_matplotlib(what: str) -> None:
+    """Raises ConfigError, naming what (a flag) needs it, if it is not installed."""
+    if find_spec("matplotlib") is None:
+        raise lacking(what, "matplotlib", "bench")

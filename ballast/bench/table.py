@@ -5,7 +5,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ballast.bench.results import BenchResult, PolicyResult, Summary
-from ballast.model.info import human_bytes
+from ballast.common.units import duration, human_bytes, share
 
 _LATENCIES = (("TTFT", "ttft_s"), ("TPOT", "tpot_s"), ("ITL", "itl_s"), ("e2e", "e2e_s"), ("send lag", "send_lag_s"))
 _COLUMNS = ("mean", "p50", "p90", "p99", "p999")
@@ -50,7 +50,7 @@ def _facts(policy: PolicyResult) -> list[str]:
         f"throughput     {'-' if rate is None else f'{rate:,.0f}'} output tokens/s"
         f" ({policy.output_token_count:,} output, {policy.input_token_count:,} input tokens)",
         f"KV at its peak {_bytes(peak_demand)} wanted of {_bytes(capacity)}",
-        f"over the SLO   {violations} (multiples of the median of {policy.slo_reference.policy})",
+        f"over the SLO   {violations} (multiples of the median of {_reference(policy)})",
     ]
     if policy.verified_count is not None:
         lines.append(
@@ -60,17 +60,9 @@ def _facts(policy: PolicyResult) -> list[str]:
     return lines
 
 
-def duration(value_s: float | None) -> str:
-    """0.0123 -> '12.3 ms', None -> '-'."""
-    if value_s is None:
-        return "-"
-    if abs(value_s) < 1:
-        return f"{value_s * 1e3:.1f} ms" if abs(value_s) >= 1e-4 else f"{value_s * 1e6:.0f} us"
-    return f"{value_s:.2f} s"
-
-
-def share(fraction: float | None) -> str:
-    return "-" if fraction is None else f"{fraction:.1%}"
+def _reference(policy: PolicyResult) -> str:
+    reference = policy.slo_reference
+    return reference.policy + (", while memory sufficed" if reference.calm else "")
 
 
 def _bytes(size_bytes: int | None) -> str:

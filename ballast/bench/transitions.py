@@ -1,5 +1,8 @@
 """What the planner says about the transitions of a run."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import grpc
 
 from ballast.bench.records import PlannerTransition
@@ -11,8 +14,16 @@ from ballastpb.planner.v1 import planner_pb2, planner_pb2_grpc
 _TIMEOUT_S = 5.0
 
 
-async def list_transitions(address: str) -> list[PlannerTransition]:
-    """Those that the planner at host:port remembers, oldest first.
+@dataclass(frozen=True, slots=True)
+class PlannerSays:
+    """What a cluster does when KV memory runs short, and the transitions that its planner remembers, oldest first."""
+
+    overload_policy: str  # empty: it did not say
+    transitions: Sequence[PlannerTransition] = ()
+
+
+async def ask_planner(address: str) -> PlannerSays:
+    """At host:port, of a planner or of a dispatcher, which passes the question on.
 
     Raises:
         BallastError: it does not answer.
@@ -23,13 +34,13 @@ async def list_transitions(address: str) -> list[PlannerTransition]:
             answer = await stub.ListTransitions(planner_pb2.ListTransitionsRequest(), timeout=_TIMEOUT_S)
         except grpc.RpcError as error:
             raise from_rpc_error(error, address) from error
-    return [_from_proto(transition) for transition in reversed(answer.transitions)]
+    return PlannerSays(answer.overload_policy, [_from_proto(one) for one in reversed(answer.transitions)])
 
 
-async def transitions_or_why(address: str) -> tuple[list[PlannerTransition], str]:
+async def transitions_or_why(address: str) -> tuple[Sequence[PlannerTransition], str]:
     """The second: why there are none, for a run that is worth keeping without them."""
     try:
-        return await list_transitions(address), ""
+        return (await ask_planner(address)).transitions, ""
     except BallastError as error:
         return [], str(error)
 

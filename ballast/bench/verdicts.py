@@ -7,7 +7,7 @@ from ballast.bench.figures import EXTREME_SCALE
 from ballast.bench.plot import merged_spans
 from ballast.bench.results import PolicyResult
 from ballast.bench.study import Contestant, Spread, WorkloadStudy, first_violation_s
-from ballast.bench.table import duration, share
+from ballast.common.units import duration, share
 
 _SLO_SCALE = 5
 _PLAIN, _STATIC = "recompute", "static-pipeline"

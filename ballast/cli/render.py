@@ -8,20 +8,24 @@ from rich.text import Text
 
 from ballast.cli.groups import load_table, plain_table
 from ballast.cli.history import DemandHistory
+from ballast.cli.looks import DispatcherFacts, Look
 from ballast.client import ClusterStatus, WorkerStatus
 from ballast.common.errors import InvariantViolation
 from ballast.common.load import MemoryReport
-from ballast.model.info import human_bytes
+from ballast.common.units import human_bytes, human_count, human_duration
 
 
 def render_status(
-    status: ClusterStatus, tokens_per_s: Mapping[str, float] | None = None, history: DemandHistory | None = None
+    look: Look, tokens_per_s: Mapping[str, float] | None = None, history: DemandHistory | None = None
 ) -> RenderableType:
     """Everything about the cluster on a page. `tokens_per_s`: generated per second, for each leader of a group."""
+    status = look.status
     facts = Table.grid(padding=(0, 2, 0, 0))
     facts.add_column(style="bold", no_wrap=True)
     facts.add_column()
-    for line in (_dispatcher_line, _model_line, _layout_line, _backlog_line, _endings_line):
+    for dispatcher in look.dispatchers:
+        facts.add_row(*_dispatcher_line(dispatcher))
+    for line in (_model_line, _layout_line, _backlog_line, _endings_line):
         facts.add_row(*line(status))
     if not status.workers:
         return Group(facts, Text("\nno workers yet: start one, or see `ballast doctor`", style="yellow"))
@@ -35,7 +39,9 @@ def _line(label: str, *parts: str | Text) -> tuple[str, Text]:
     return label, Text(" · ", style="dim").join(Text(part) if isinstance(part, str) else part for part in parts)
 
 
-def _dispatcher_line(status: ClusterStatus) -> tuple[str, Text]:
+def _dispatcher_line(status: DispatcherFacts) -> tuple[str, Text]:
+    if status.error:
+        return _line("dispatcher", status.address, Text(status.error, style="red"))
     parts: list[str | Text] = [f"{status.dispatcher_id} at {status.address}", f"version {status.version}"]
     parts.append(f"up {human_duration(status.uptime_s)}")
     if status.draining:
@@ -106,20 +112,3 @@ def _verdict(memory: MemoryReport) -> Text:
         sum_bytes = memory.parameter_bytes + memory.kv_bytes + memory.free_bytes
         return Text(f"does not add up: {sum_bytes - memory.budget_bytes:+,} B", style="bold red")
     return Text("adds up", style="dim")
-
-
-def human_count(number: int) -> str:
-    """1536 -> '1.5 thousand'."""
-    for size, name in ((10**9, "billion"), (10**6, "million"), (10**3, "thousand")):
-        if number >= size:
-            return f"{number / size:.1f} {name}"
-    return str(number)
-
-
-def human_duration(duration_s: float) -> str:
-    """3725 -> '1 h 2 min'."""
-    whole_s = int(duration_s)
-    for size_s, name, rest_s, rest_name in ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
-        if whole_s >= size_s:
-            return f"{whole_s // size_s} {name} {whole_s % size_s // rest_s} {rest_name}"
-    return f"{whole_s} s"

@@ -1,6 +1,7 @@
 """`ballast sim`: what a cluster that nobody has to own would do with a trace."""
 
 import argparse
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,12 +12,14 @@ from rich.text import Text
 
 from ballast.bench.conclusion import conclude
 from ballast.bench.progress import open_console
-from ballast.bench.results import write_result
+from ballast.bench.results import STANDARD_OUTPUT, write_result
+from ballast.bench.style import require_matplotlib
 from ballast.bench.table import render
 from ballast.cli import whatif
 from ballast.cli.arguments import Commands
+from ballast.common.arguments import figure_file, output_file
 from ballast.common.errors import ConfigError
-from sim.hardware import gpus, models
+from sim.hardware import find_gpu, gpus, models
 from sim.jobs.scenarios import job_of
 from sim.jobs.simulation import simulate
 from sim.scenario import Scenario, make_scenario, read_scenario
@@ -51,8 +54,9 @@ def add_parser(subparsers: Commands) -> None:
     )
     parser.set_defaults(run=run)
     parser.add_argument("--trace", metavar="FILE", help="who arrives when, with how many tokens")
-    parser.add_argument("--model", metavar="NAME", help="see below")
+    parser.add_argument("--model", metavar="NAME", help="of the list below; or a folder or org/name with a config.json")
     parser.add_argument("--cluster", metavar="NxGPU", help="8xA800: eight GPUs; 2x8xH800: two servers of eight")
+    parser.add_argument("--gpu", metavar="NAME", help="with --find-gpus: of which kind (their number is what is found)")
     parser.add_argument("--policy", metavar="NAMES", help="what to compare (recompute,drop)")
     parser.add_argument("--scenario", type=Path, metavar="FILE", help="YAML with all of this; flags change it")
     parser.add_argument("--rate-scale", type=float, metavar="X", help="times as many requests, in the same pattern")
@@ -70,13 +74,17 @@ def add_parser(subparsers: Commands) -> None:
     parser.add_argument("--burst-scale", type=float, metavar="X", help="times as many requests in the densest 30 s")
     whatif.add_arguments(parser)
     parser.add_argument("--check-every", type=int, default=0, metavar="N", help="check all invariants every N events")
-    parser.add_argument("--json", type=Path, metavar="OUT", help="write the result here (docs/results-schema.md)")
-    parser.add_argument("--plot", type=Path, metavar="OUT.png", help="draw the figure over time (needs matplotlib)")
+    parser.add_argument(
+        "--json", type=output_file, metavar="OUT", help="result file; -: standard output (docs/results-schema.md)"
+    )
+    parser.add_argument("--plot", type=figure_file, metavar="OUT.png", help="figure over time (needs matplotlib)")
 
 
 def run(args: argparse.Namespace) -> int:
     """Exit status: 0, whatever has become of the requests."""
-    scenario, console = _scenario(args), open_console()
+    if args.plot is not None:
+        require_matplotlib("--plot")
+    scenario, console = _scenario(args), open_console(stderr=args.json == STANDARD_OUTPUT)
     slo = whatif.slo_of(args)
     if args.find_gpus or args.sweep is not None:
         with _Display(console, None) as display:
@@ -96,7 +104,7 @@ def run(args: argparse.Namespace) -> int:
 
         plot_result(result, args.plot)
     for path in (args.json, args.plot):
-        if path is not None:
+        if path not in (None, STANDARD_OUTPUT):
             console.print(f"wrote {path}")
     return 0
 
@@ -105,6 +113,12 @@ def _scenario(args: argparse.Namespace) -> Scenario:
     changes = {name: getattr(args, name) for name in _FIELDS if getattr(args, name) is not None}
     if args.trace is not None:
         changes["trace"] = args.trace
+    if args.gpu is not None:
+        if args.cluster is not None or not args.find_gpus:
+            raise ConfigError(
+                "--gpu", "belongs to --find-gpus, which finds their number; otherwise give --cluster 8xGPU"
+            )
+        changes["cluster"] = f"1x{find_gpu(args.gpu, '--gpu').name}"
     if args.policy is not None:
         changes["policies"] = tuple(name.strip() for name in args.policy.split(",") if name.strip())
     told = {"description": ""}
@@ -114,7 +128,7 @@ def _scenario(args: argparse.Namespace) -> Scenario:
         for name in ("trace", "model", "cluster"):
             if name not in changes:
                 raise ConfigError(f"--{name}", "is missing; or give a --scenario")
-    return make_scenario({**told, **changes}, "sim")
+    return make_scenario({**told, **changes})
 
 
 @dataclass
@@ -124,7 +138,7 @@ class _Task:
 
 
 class _Display:
-    """How far the simulation has come: a bar on a terminal, nothing elsewhere."""
+    """How far the simulation has come: a bar on a terminal, a line on standard error for each run elsewhere."""
 
     def __init__(self, console: Console, request_count: int | None) -> None:
         """`request_count` None: it differs from run to run."""
@@ -155,6 +169,8 @@ class _Display:
     def __call__(self, policy: str, ended_count: int, at_s: float) -> None:
         if self._task is None or self._task.name != policy:
             self._task = _Task(policy, self._bar.add_task(policy, total=self._request_count))
+            if not self._console.is_terminal:
+                print(f"simulating {policy} ...", file=sys.stderr, flush=True)
         self._bar.update(
             self._bar.task_ids[self._task.number], completed=ended_count, description=f"{policy} at {at_s:.0f} s"
         )

@@ -7,9 +7,10 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from ballast.cli.arguments import Commands, add_address
-from ballast.cli.followers import with_followers
+from ballast.cli.arguments import Commands, add_address, add_json
 from ballast.cli.history import DemandHistory
+from ballast.cli.looks import look_at
+from ballast.cli.output import print_json
 from ballast.cli.render import render_status
 from ballast.client import Client, ClusterStatus
 from ballast.common.errors import BallastError, InvalidRequest
@@ -19,6 +20,7 @@ def add_parser(commands: Commands) -> None:
     parser = commands.add_parser("top", help="the status, live; Ctrl-C ends")
     parser.set_defaults(run=run)
     parser.add_argument("--interval-s", type=float, default=1.0, metavar="S", help="between two looks (default: 1)")
+    add_json(parser)
     parser.add_argument("--once", action="store_true", help="print one page (rates over one interval) and end")
     add_address(parser)
 
@@ -26,13 +28,18 @@ def add_parser(commands: Commands) -> None:
 def run(args: argparse.Namespace) -> int:
     if not 0.05 <= args.interval_s <= 3600:
         raise InvalidRequest("--interval-s", f"must be between 0.05 and 3600, got {args.interval_s:g}")
+    if args.json and not args.once:
+        raise InvalidRequest("--json", "is for --once: one page, one object")
     console = Console()
     with Client(args.address) as client:
         look = Look(client)
         page = look()
         if args.once:
             time.sleep(args.interval_s)
-            console.print(look())
+            if args.json:
+                print_json(look.facts())
+            else:
+                console.print(look())
             return 0
         try:
             with Live(page, console=console, screen=console.is_terminal, auto_refresh=False) as live:
@@ -56,10 +63,16 @@ class Look:
         self._rates = Rates()
         self._history = DemandHistory()
 
+    def facts(self) -> dict[str, object]:
+        """Status and tokens per second of each leader, for programs."""
+        look = look_at(self._client)
+        rates = self._rates.update(look.status, time.monotonic())
+        return {"status": look.status, "dispatchers": look.dispatchers, "tokens_per_s": rates}
+
     def __call__(self) -> RenderableType:
-        status = with_followers(self._client.status(self._client.addresses[0]))
-        self._history.add(status)
-        return render_status(status, self._rates.update(status, time.monotonic()), self._history)
+        look = look_at(self._client)
+        self._history.add(look.status)
+        return render_status(look, self._rates.update(look.status, time.monotonic()), self._history)
 
 
 class Rates:

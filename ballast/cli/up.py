@@ -9,8 +9,8 @@ import tempfile
 from pathlib import Path
 
 from ballast.cli.arguments import Commands
-from ballast.cli.checks import parse_bytes
 from ballast.client import AsyncClient
+from ballast.common.arguments import size
 from ballast.common.errors import ConfigError
 from ballast.common.overload import OverloadPolicy
 from ballast.local.cluster import LocalCluster, Service
@@ -18,6 +18,8 @@ from ballast.local.keeper import Keeper
 from ballast.model.info import read_info
 from ballast.model.tiny import make_preset
 from ballast.rpc.server import ensure_free
+from ballast.service.models import find_model
+from services.worker.engine.model_config import read_model_config
 from sim.jobs.machines import emulated_model
 
 _STOPPED_BY_SIGNAL = 130
@@ -25,7 +27,7 @@ _MAX_PROCESSES = 256
 _HTTP_PORT, _HTTP_PORTS = 8000, 100  # the first one that is tried, and how many are
 # Its parameters fill two thirds of each worker's memory, as those of a large model do on a GPU: a drop nearly doubles
 # the room for KV.
-_DEFAULT_PRESET, _DEFAULT_MEMORY = "ballast-half", "48MiB"
+_DEFAULT_PRESET, _DEFAULT_MEMORY = "ballast-half", 48 << 20
 
 # Flags that are handed on as they are: flag -> the service it is for.
 _WORKER_FLAGS = {
@@ -73,7 +75,7 @@ def add_parser(commands: Commands) -> None:
 
 def _add_flags(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=run)
-    parser.add_argument("--model", type=Path, metavar="DIR", help="Hugging Face checkpoint; none: a tiny random one")
+    parser.add_argument("--model", type=Path, metavar="MODEL", help="folder, or org/name[@revision]; none: a small one")
     parser.add_argument("--engine", choices=["torch", "emulated"], default="torch", help="emulated: compute nothing")
     parser.add_argument(
         "--profile",
@@ -107,10 +109,10 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--twin", metavar="POLICY", choices=list(OverloadPolicy), help="on that page, a second cluster with this policy"
     )
-    parser.add_argument("--device-memory-bytes", metavar="BYTES", help="of each worker; 512MiB, 16GiB ...")
+    parser.add_argument("--device-memory-bytes", type=size, metavar="SIZE", help="of each worker; 512MiB, 16GiB ...")
     parser.add_argument("--redis-url", metavar="URL", help="a state server that runs already")
     parser.add_argument("--log-dir", type=Path, metavar="DIR", help="keep the services' logs there")
-    parser.add_argument("--log-level", choices=["debug", "info", "warning", "error"])
+    parser.add_argument("--log-level", choices=["debug", "info", "warning", "error"], help="of all services")
     parser.add_argument("--log-format", choices=["console", "json"], help="lines for people, or JSON for programs")
     parser.add_argument("--start-timeout-s", type=float, default=300.0, metavar="S", help="loading the model included")
     parser.add_argument("--stop-timeout-s", type=float, default=30.0, metavar="S", help="for requests that still run")
@@ -139,7 +141,8 @@ def run(args: argparse.Namespace) -> int:
             args.device_memory_bytes = args.device_memory_bytes or _DEFAULT_MEMORY
             _say("no --model given: serving a small model with random weights; its answers mean nothing")
         else:
-            read_info(args.model)  # a wrong folder is named here, and not by four services
+            # What is wrong with a model is said here, once, and fetched once, with a progress bar.
+            read_info(find_model(args.model, weights=True, check=read_model_config).folder)
         return asyncio.run(_Up(args).run())
 
 
@@ -149,8 +152,7 @@ def _emulate(args: argparse.Namespace, folder: Path) -> None:
         raise ConfigError("--profile", "an emulated engine takes its time by one: a GPU such as A800, or a file")
     if args.model is None:
         raise ConfigError("--model", "is needed: what the workers seem to serve, such as Qwen2.5-14B")
-    budget = None if args.device_memory_bytes is None else parse_bytes(args.device_memory_bytes)
-    made = emulated_model(folder, args.profile, args.model, budget)
+    made = emulated_model(folder, args.profile, args.model, args.device_memory_bytes)
     args.model, args.engine_flags = made.model, made.worker_flags
     _say(f"nothing is computed: workers take the time of {made.machine.name} with {made.machine.model.name}")
 
@@ -252,7 +254,7 @@ class _Up:
     def _service_flags(self, policy: str | None = None) -> dict[Service, list[str]]:
         def given(flags: dict[str, str]) -> list[str]:
             values = ((flag, getattr(self._args, flag[2:].replace("-", "_"))) for flag in flags)
-            return [part for flag, value in values if value is not None for part in (flag, value)]
+            return [part for flag, value in values if value is not None for part in (flag, str(value))]
 
         chosen = given(_POLICY_FLAG) if policy is None else ["--overload-policy", policy]
         engine: list[str] = self._args.engine_flags if self._args.engine == "emulated" else []

@@ -12,8 +12,10 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from ballast.bench.table import duration
+from ballast.bench.results import STANDARD_OUTPUT
 from ballast.common.errors import ConfigError
+from ballast.common.extras import lacking
+from ballast.common.units import duration
 from sim.jobs.simulation import Progress
 from sim.jobs.whatif import Point, Sizing, Slo, find_gpus, in_words, parse_sweep, sweep
 from sim.scenario import Scenario
@@ -46,11 +48,14 @@ def slo_of(args: argparse.Namespace) -> Slo | None:
 
 def run(args: argparse.Namespace, scenario: Scenario, console: Console, progress: Progress) -> None:
     slo = slo_of(args)
+    found: dict[str, int | None] = {}  # policy -> GPUs that are needed
+    words = ""
     if args.find_gpus:
         assert slo is not None, "looked at by slo_of"
         sizings = find_gpus(scenario, slo, args.max_gpus, progress)
         points = [point for sizing in sizings for point in sizing.points]
         words = in_words(sizings, slo, scenario, args.max_gpus)
+        found = {sizing.policy: sizing.gpu_count for sizing in sizings}
         console.print(_table(points, "what was tried"))
         console.print(_answers(sizings))
         console.print(f"\n{words}")
@@ -60,15 +65,19 @@ def run(args: argparse.Namespace, scenario: Scenario, console: Console, progress
         console.print(_table(points, f"sweep of {name}"))
     if args.json is not None:
         rows = [dataclasses.asdict(point) for point in points]
-        _write(args.json, json.dumps({"kind": "what-if", "points": rows}, indent=1) + "\n")
+        told = {"kind": "what-if", "points": rows, "gpus": found, "words": words}
+        _write(args.json, json.dumps(told, indent=1) + "\n")
     if args.plot is not None:
         _draw(points, slo, args.plot, by_gpus=args.find_gpus)
     for path in (args.json, args.plot):
-        if path is not None:
+        if path not in (None, STANDARD_OUTPUT):
             console.print(f"wrote {path}")
 
 
 def _write(path: Path, text: str) -> None:
+    if path == STANDARD_OUTPUT:
+        print(text, end="")
+        return
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
@@ -108,7 +117,7 @@ def _draw(points: Sequence[Point], slo: Slo | None, path: Path, *, by_gpus: bool
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ConfigError("--plot", "needs matplotlib: pip install 'ballast[bench]'") from error
+        raise lacking("--plot", "matplotlib", "bench") from error
     figure = Figure(figsize=(8.0 if slo is not None else 4.5, 3.2), layout="constrained")
     axes = figure.subplots(1, 2 if slo is not None else 1, squeeze=False)[0]
     conditions = list(dict.fromkeys(str(p.gpu_count) if by_gpus else p.condition for p in points))

@@ -31,7 +31,7 @@ def add_parser(commands: Commands) -> None:
         " the access log of the dispatcher, or was given by the caller.",
     )
     parser.set_defaults(run=run)
-    parser.add_argument("request_id", metavar="REQUEST_ID")
+    parser.add_argument("request_id", metavar="REQUEST_ID", help="as the client gave it or was told it")
     parser.add_argument("--json", action="store_true", help="everything, exact, as one JSON object")
     add_address(parser)
 

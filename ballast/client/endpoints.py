@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 import grpc
 import grpc.aio
 
-from ballast.common.errors import InvalidRequest, Unavailable
+from ballast.common.addresses import split_addresses
+from ballast.common.errors import Unavailable
 from ballast.rpc.channel import open_channel
 from ballastpb.inference.v1 import inference_pb2_grpc
 
@@ -64,10 +65,7 @@ class Endpoints:
     """All dispatchers, in the order in which a request should try them."""
 
     def __init__(self, addresses: str | Sequence[str]) -> None:
-        given = addresses.split(",") if isinstance(addresses, str) else addresses
-        self.all = [Endpoint(checked_address(address.strip())) for address in given]
-        if not self.all:
-            raise InvalidRequest("address", "at least one host:port is needed")
+        self.all = [Endpoint(address) for address in split_addresses(addresses)]
         self._turn = 0
 
     def in_turn(self) -> list[Endpoint]:
@@ -80,10 +78,3 @@ class Endpoints:
     async def close(self) -> None:
         for endpoint in self.all:
             await endpoint.close()
-
-
-def checked_address(address: str) -> str:
-    host, colon, port = address.rpartition(":")
-    if not (colon and host and port.isdecimal() and 0 < int(port) < 65536):
-        raise InvalidRequest("address", f"must be host:port, got {address!r}")
-    return address

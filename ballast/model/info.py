@@ -1,12 +1,12 @@
 """Facts about a checkpoint, read from config.json and the headers of its weight files; no tensor is loaded."""
 
 import json
-import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 from ballast.common.errors import ConfigError
+from ballast.common.units import human_bytes
 from ballast.model.safetensors_file import DTYPE_NAMES, DTYPES, TensorHeader, read_header
 
 _KV_DTYPES = ("float32", "bfloat16", "float64")
@@ -150,11 +150,3 @@ def _read_json(path: Path) -> dict[str, Any]:  # Any: foreign JSON, looked at ke
     if not isinstance(value, dict):
         raise ConfigError(str(path), "must be a JSON object")
     return cast("dict[str, Any]", value)
-
-
-def human_bytes(size_bytes: float) -> str:
-    """1536 -> '1.5 KiB'."""
-    if abs(size_bytes) < 1024:
-        return f"{size_bytes:.0f} B"
-    power = min(int(math.log(abs(size_bytes), 1024)), 5)
-    return f"{size_bytes / 1024**power:.1f} {('KiB', 'MiB', 'GiB', 'TiB', 'PiB')[power - 1]}"

@@ -19,6 +19,7 @@ from ballast.service import logs
 from ballast.service.leadership import LeaderAddress
 from ballast.service.lifecycle import Lifecycle, advertised_address, run_service, say_ready
 from ballast.service.metrics import REGISTRY, MetricsServer
+from ballast.service.models import find_model
 from ballast.service.settings import load_settings
 from ballast.service.state import StateServer
 from ballastpb.inference.v1 import inference_pb2, inference_pb2_grpc
@@ -55,7 +56,8 @@ async def main(life: Lifecycle) -> None:
     dispatcher_id = DispatcherId(settings.dispatcher_id or f"dispatcher-{uuid.uuid4().hex[:8]}")
     logs.configure(service=_NAME, instance=dispatcher_id, level=settings.log_level, form=settings.log_format)
     logs.get_logger().info("starting", settings=settings.model_dump(mode="json"))
-    encoder = PromptEncoder(settings.model)
+    model = await asyncio.to_thread(find_model, settings.model, weights=False)
+    encoder = PromptEncoder(model.folder)
     state = StateServer(settings.redis_url)
     metrics = MetricsServer(
         settings.metrics_host,

@@ -35,7 +35,7 @@ class DispatcherSettings(Settings):
     dispatcher_id: str | None = Field(None, min_length=1, max_length=128)
     """Name of this replica. Default: made up at every start."""
     model: Path
-    """Folder with tokenizer.json and the chat template; weights are not read."""
+    """Folder with tokenizer.json and the chat template, or org/name[@revision] of a hub; weights are not read."""
 
     # What it takes.
     max_num_queued_reqs: int = Field(2048, ge=1, le=1 << 20)

@@ -21,6 +21,8 @@ from services.planner.core.wishes import explain_now
 from services.planner.policy.drop import Method
 from services.planner.shell.planner import PlannerShell
 
+_LONGEST_HOLD_S = 7 * 86400.0
+
 # Any: the message types of a call do not matter to its context.
 _Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -88,7 +90,11 @@ class PlannerServicer(planner_pb2_grpc.PlannerServiceServicer):
         if names and (required is not None or request.method):
             raise InvalidRequest("worker_ids", "exclude required_bytes and method: they say all")
         at_s, cause_id = time.monotonic(), f"{self._shell.planner_id}/{request.request_id}"
-        event = DropRequested(at_s, cause_id, request.request_id, required, _method(request.method), names)
+        if not 0.0 <= request.hold_s <= _LONGEST_HOLD_S:
+            raise InvalidRequest("hold_s", f"must be between 0 and {_LONGEST_HOLD_S:g}, got {request.hold_s:g}")
+        event = DropRequested(
+            at_s, cause_id, request.request_id, required, _method(request.method), names, request.hold_s
+        )
         answer = await self._change(event, context)
         return pb.DropResponse(epoch=answer.epoch, lines=answer.lines)
 
@@ -103,8 +109,12 @@ class PlannerServicer(planner_pb2_grpc.PlannerServiceServicer):
         self, request: pb.ListTransitionsRequest, context: _Context
     ) -> pb.ListTransitionsResponse:
         now_s = time.monotonic()
-        records = self._shell.core.conductor.records()
-        return pb.ListTransitionsResponse(transitions=[_record_to_proto(record, now_s) for record in records])
+        conductor = self._shell.core.conductor
+        return pb.ListTransitionsResponse(
+            transitions=[_record_to_proto(record, now_s) for record in conductor.records()],
+            overload_policy=conductor.rules.policy,
+            held_s=conductor.held_s(now_s),
+        )
 
     async def _change(self, event: ChangeRequest, context: _Context) -> AnswerChange:
         if not event.request_id:

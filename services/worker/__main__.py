@@ -21,12 +21,14 @@ from ballast.rpc.server import RpcServer, ensure_free
 from ballast.service import logs
 from ballast.service.lifecycle import Lifecycle, advertised_address, run_service, say_ready
 from ballast.service.metrics import REGISTRY, Exposition, MetricsServer
+from ballast.service.models import find_model, hub_name
 from ballast.service.settings import load_settings
 from ballast.service.state import StateServer
 from ballastpb.worker.v1 import worker_pb2, worker_pb2_grpc
 from services.worker.config import WorkerSettings
 from services.worker.core.limits import WorkerLimits
 from services.worker.emulation.machine import read_machine
+from services.worker.engine.model_config import read_model_config
 from services.worker.links.config import TransportConfig
 from services.worker.metrics import export
 from services.worker.pipeline.build import Instance, join, stage_core
@@ -355,6 +357,16 @@ class WorkerProcess:
             log.warning("not drained in time", running=left.running_count, waiting=left.waiting_count)
 
 
+def _with_model(settings: WorkerSettings) -> WorkerSettings:
+    """A name of a hub gives way to the folder of its snapshot, which is fetched if need be."""
+    name = hub_name(str(settings.model))
+    if name is None:
+        return settings
+    found = find_model(settings.model, weights=settings.engine == "torch", check=read_model_config)
+    named = {"model": found.folder, "served_model_name": settings.served_model_name or found.name}
+    return settings.model_copy(update=named)
+
+
 async def main(life: Lifecycle) -> None:
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     settings = load_settings(WorkerSettings, sys.argv[1:])
@@ -365,6 +377,7 @@ async def main(life: Lifecycle) -> None:
     logs.configure(service="worker", instance=worker_id, level=settings.log_level, form=settings.log_format)
     logs.get_logger().info("starting", settings=settings.model_dump(mode="json"))
     ensure_free(settings.host, settings.port)  # before the model is loaded, which may take minutes
+    settings = await asyncio.to_thread(_with_model, settings)
     state = StateServer(settings.redis_url)
     metrics = MetricsServer(
         settings.metrics_host,

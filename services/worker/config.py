@@ -40,7 +40,7 @@ class WorkerSettings(Settings):
 
     # What it serves.
     model: Path
-    """Folder of a Hugging Face checkpoint."""
+    """Folder of a Hugging Face checkpoint, or org/name[@revision] of a hub, from where it is fetched."""
     engine: Literal["torch", "emulated"] = "torch"
     """torch computes; emulated computes nothing and takes the time that a profile says."""
     profile: Path | None = None
@@ -48,7 +48,7 @@ class WorkerSettings(Settings):
     copies: int = Field(1, ge=1, le=256)
     """Emulated workers in this process, called ID.0, ID.1 ...; several have no metrics."""
     served_model_name: str | None = None
-    """Name of the model for clients. Default: the folder's name."""
+    """Name of the model for clients. Default: the folder's, or org/name."""
     dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = "auto"
     """Number format of parameters and KV; auto: the checkpoint's own."""
     device: Literal["cpu", "cuda"] = "cpu"

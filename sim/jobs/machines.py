@@ -11,7 +11,7 @@ from services.worker.cost_profile import read_profile
 from services.worker.emulation.machine import Machine, Measured, Outline, Roofline, read_machine, write_machine
 from sim.cost import Roofline as RooflineOf
 from sim.cost import fitted
-from sim.hardware import find_cluster, find_model, timings
+from sim.hardware import find_cluster, find_gpu, find_model, timings
 
 _GPU_FLAGS = ("--block-size", "64", "--max-num-seqs", "256", "--max-num-batched-tokens", "2048")
 _STAND_IN_VOCABULARY = 4096  # of a tokenizer that comes from nowhere
@@ -26,7 +26,7 @@ def catalogue_machine(gpu: str, model: str, vocab_size: int | None = None) -> Ma
     Raises:
         ConfigError: naming what the catalogue has.
     """
-    cluster, spec, figures = find_cluster(f"1x{gpu}"), find_model(model), timings()
+    cluster, spec, figures = find_cluster(f"1x{find_gpu(gpu, '--profile').name}"), find_model(model), timings()
     roofline, gpus = RooflineOf(spec, cluster, figures), spec.gpus_per_instance
     return Machine(
         name=f"{gpus} x {cluster.gpu.name}",

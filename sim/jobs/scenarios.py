@@ -1,16 +1,21 @@
 """From a scenario to what is simulated."""
 
+import json
 from pathlib import Path
+from typing import cast
 
 from ballast.bench.lengths import lengths_of, with_lengths
 from ballast.bench.traces import Trace, read_trace
 from ballast.bench.upscale import raised_burst, repeated_burst, upscaled
 from ballast.common.errors import ConfigError
+from ballast.service.models import find_model as find_model_folder
+from ballast.service.models import hub_name
 from sim.faults import Fault
-from sim.hardware import find_cluster, find_model
+from sim.hardware import Gpu, ModelSpec, find_cluster, find_model
 from sim.jobs.arrivals import generated
 from sim.jobs.simulation import SimJob, WorkerSize
 from sim.scenario import Scenario
+from sim.shapes import spec_of_config
 
 _BURST_WINDOW_S = 30.0
 
@@ -20,7 +25,8 @@ def job_of(scenario: Scenario, *, check_every: int = 0) -> SimJob:
     Raises:
         ConfigError: something is missing, unknown or does not fit together.
     """
-    model, cluster = find_model(scenario.model), find_cluster(scenario.cluster)
+    cluster = find_cluster(scenario.cluster)
+    model = model_of(scenario.model, cluster.gpu)
     if scenario.network_gbps is not None:
         gpu = cluster.gpu.model_copy(update={"nic_bytes_per_s": scenario.network_gbps * 1e9 / 8})
         cluster = cluster.model_copy(update={"gpu": gpu})
@@ -46,6 +52,25 @@ def job_of(scenario: Scenario, *, check_every: int = 0) -> SimJob:
         length_scale=scenario.length_scale,
         limit=scenario.limit,
     )
+
+
+def model_of(text: str, gpu: Gpu) -> ModelSpec:
+    """Of the catalogue; or of any config.json: in a folder, or of org/name[@revision] at a hub.
+
+    Raises:
+        ConfigError: none of these, or it cannot be counted.
+    """
+    if hub_name(text) is None and not Path(text).is_dir():
+        return find_model(text)
+    found = find_model_folder(text, weights=False)
+    path = found.folder / "config.json"
+    try:
+        config: object = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(str(path), f"cannot be read: {error}") from error
+    if not isinstance(config, dict):
+        raise ConfigError(str(path), "must be a JSON object")
+    return spec_of_config(found.name, cast("dict[str, object]", config), gpu)
 
 
 def trace_of(scenario: Scenario, max_model_len: int) -> Trace:

@@ -19,7 +19,6 @@ from ballast.bench.results import (
     BenchResult,
     ModelFacts,
     PolicyResult,
-    SloReference,
     TraceInfo,
     policy_result,
 )
@@ -317,7 +316,7 @@ def _policy_results(runs: Mapping[str, SimRun]) -> dict[str, PolicyResult]:
     alone = {name: policy_result(run, name) for name, run in seen.items()}
     baselines = [name for name in runs if name.split(":")[0] != _DROP] or list(runs)
     best = min(baselines, key=lambda name: (alone[name].ttft_s.p50 or math.inf, name))
-    reference = SloReference(policy=best, ttft_s=alone[best].ttft_s.p50, tpot_s=alone[best].tpot_s.p50)
+    reference = alone[best].slo_reference
     results = {name: policy_result(run, name, reference) for name, run in seen.items()}
     return {
         name: result.model_copy(update={"bubble_fraction": runs[name].bubble_fraction})

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 
 from ballast.bench.records import Outcome
 from ballast.bench.results import PolicyResult, RequestResult
-from ballast.bench.table import duration
 from ballast.common.errors import ConfigError
+from ballast.common.units import counted, duration
 from sim.hardware import find_cluster
 from sim.jobs.scenarios import job_of
 from sim.jobs.simulation import Progress, SimJob, simulate
@@ -193,7 +193,7 @@ def _fewest(job: SimJob, policy: str, slo: Slo, most: int, progress: Progress | 
         if instances not in tried:
             gpus = instances * job.model.gpus_per_instance
             sized = replace(job, cluster=job.cluster.model_copy(update={"gpu_count": gpus}))
-            tried[instances] = _points(sized, f"{gpus} GPUs", [slo], progress)[0]
+            tried[instances] = _points(sized, counted(gpus, "GPU"), [slo], progress)[0]
         return (tried[instances].met_share or 0.0) >= slo.share
 
     short, enough = 0, 1
@@ -227,7 +227,8 @@ def in_words(sizings: Sequence[Sizing], slo: Slo, scenario: Scenario, most: int)
             continue
         below = [p for p in sizing.points if p.gpu_count < sizing.gpu_count]
         less = f"; with {below[-1].gpu_count} only {below[-1].met_share or 0.0:.1%} do" if below else ""
-        sentences.append(f"With {sizing.policy} {sizing.gpu_count} {gpu} keep it{less}.")
+        keep = "keeps" if sizing.gpu_count == 1 else "keep"
+        sentences.append(f"With {sizing.policy} {sizing.gpu_count} {gpu} {keep} it{less}.")
     return " ".join([*sentences, _saved(sizings)]).strip()
 
 

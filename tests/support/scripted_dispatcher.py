@@ -115,13 +115,13 @@ async def serving(dispatcher: ScriptedDispatcher) -> AsyncGenerator[str, None]:
 
 
 @contextlib.contextmanager
-def serving_in_thread() -> Generator[tuple[ScriptedDispatcher, str], None, None]:
+def serving_in_thread(name: str = "d0") -> Generator[tuple[ScriptedDispatcher, str], None, None]:
     """A dispatcher with an event loop and a thread of its own, for tests that block."""
     loop, started, stop = asyncio.new_event_loop(), threading.Event(), asyncio.Event()
     found: list[tuple[ScriptedDispatcher, str]] = []
 
     async def serve() -> None:
-        dispatcher = ScriptedDispatcher()
+        dispatcher = ScriptedDispatcher(name)
         async with serving(dispatcher) as address:
             found.append((dispatcher, address))
             started.set()

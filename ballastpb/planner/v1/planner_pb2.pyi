@@ -206,9 +206,13 @@ class DropRequest(_message.Message):
     METHOD_FIELD_NUMBER: _builtins.int
     WORKER_IDS_FIELD_NUMBER: _builtins.int
     REQUEST_ID_FIELD_NUMBER: _builtins.int
+    HOLD_S_FIELD_NUMBER: _builtins.int
     required_bytes: _builtins.int
+    """Absent, without worker_ids: what demand lacks now; refused if it lacks nothing."""
     method: _builtins.str
     request_id: _builtins.str
+    hold_s: _builtins.float
+    """For so long the planner does not bring the parameters back by itself; an operator's restore ends that."""
     @_builtins.property
     def worker_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """By hand: merge exactly these workers into one group, in this order."""
@@ -220,10 +224,11 @@ class DropRequest(_message.Message):
         method: _builtins.str = ...,
         worker_ids: _abc.Iterable[_builtins.str] | None = ...,
         request_id: _builtins.str = ...,
+        hold_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_required_bytes", b"_required_bytes", "required_bytes", b"required_bytes"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_required_bytes", b"_required_bytes", "method", b"method", "request_id", b"request_id", "required_bytes", b"required_bytes", "worker_ids", b"worker_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_required_bytes", b"_required_bytes", "hold_s", b"hold_s", "method", b"method", "request_id", b"request_id", "required_bytes", b"required_bytes", "worker_ids", b"worker_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__required_bytes: _TypeAlias = _typing.Literal["required_bytes"]  # noqa: Y015
     _WhichOneofArgType__required_bytes: _TypeAlias = _typing.Literal["_required_bytes", b"_required_bytes"]  # noqa: Y015
@@ -395,16 +400,24 @@ class ListTransitionsResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     TRANSITIONS_FIELD_NUMBER: _builtins.int
+    OVERLOAD_POLICY_FIELD_NUMBER: _builtins.int
+    HELD_S_FIELD_NUMBER: _builtins.int
+    overload_policy: _builtins.str
+    """What is done when KV memory runs short: drop, recompute, swap, migrate or static-pipeline."""
+    held_s: _builtins.float
+    """Seconds for which dropped parameters still stay away, as an operator wants it."""
     @_builtins.property
     def transitions(self) -> _containers.RepeatedCompositeFieldContainer[Global___Transition]: ...
     def __init__(
         self,
         *,
         transitions: _abc.Iterable[Global___Transition] | None = ...,
+        overload_policy: _builtins.str = ...,
+        held_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["transitions", b"transitions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["held_s", b"held_s", "overload_policy", b"overload_policy", "transitions", b"transitions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -5,7 +5,7 @@ import warnings
 
 from ballastpb.planner.v1 import planner_pb2 as ballastpb_dot_planner_dot_v1_dot_planner__pb2
 
-GRPC_GENERATED_VERSION = '1.85.1'
+GRPC_GENERATED_VERSION = '1.72.2'
 GRPC_VERSION = grpc.__version__
 _version_not_supported = False
 
@@ -18,14 +18,14 @@ except ImportError:
 if _version_not_supported:
     raise RuntimeError(
         f'The grpc package installed is at version {GRPC_VERSION},'
-        + ' but the generated code in ballastpb/planner/v1/planner_pb2_grpc.py depends on'
+        + f' but the generated code in ballastpb/planner/v1/planner_pb2_grpc.py depends on'
         + f' grpcio>={GRPC_GENERATED_VERSION}.'
         + f' Please upgrade your grpc module to grpcio>={GRPC_GENERATED_VERSION}'
         + f' or downgrade your generated code using grpcio-tools<={GRPC_VERSION}.'
     )
 
 
-class PlannerServiceStub:
+class PlannerServiceStub(object):
     """Missing associated documentation comment in .proto file."""
 
     def __init__(self, channel):
@@ -71,7 +71,7 @@ class PlannerServiceStub:
                 _registered_method=True)
 
 
-class PlannerServiceServicer:
+class PlannerServiceServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def GetLayout(self, request, context):
@@ -168,7 +168,7 @@ def add_PlannerServiceServicer_to_server(servicer, server):
 
 
  # This class is part of an EXPERIMENTAL API.
-class PlannerService:
+class PlannerService(object):
     """Missing associated documentation comment in .proto file."""
 
     @staticmethod

@@ -107,6 +107,7 @@ class Conductor:
     _patient: bool = False  # the transition waits for demand to fall, if need be
     _requests: OrderedDict[str, _Request] = field(default_factory=OrderedDict[str, _Request])
     _own_at_s: float = 0.0  # no transition of the planner's own will before
+    _held_until_s: float = 0.0  # until then only an operator brings parameters back
     _dropped_at_s: dict[GroupId, float] = field(default_factory=dict[GroupId, float])
 
     @property
@@ -128,6 +129,10 @@ class Conductor:
     @property
     def own_at_s(self) -> float:
         return self._own_at_s
+
+    def held_s(self, at_s: float) -> float:
+        """For how long the planner still leaves dropped parameters away, as an operator wants it."""
+        return max(0.0, self._held_until_s - at_s)
 
     def records(self) -> list[TransitionRecord]:
         """Newest first."""
@@ -154,7 +159,7 @@ class Conductor:
         return any(len(group.members) > 1 and group not in journal.target.groups for group in journal.base.groups)
 
     def relief(self, event: ReliefRaised) -> list[Command]:
-        if self.busy or self._wish is not None:
+        if self.busy or self._wish is not None or event.at_s < self._held_until_s:
             return []
         if self.rules.policy is not OverloadPolicy.DROP or not self.rules.restores:
             return []
@@ -180,6 +185,7 @@ class Conductor:
         if isinstance(wish, RestoreWish) and self.rules.policy is OverloadPolicy.STATIC_PIPELINE:
             why = "pipelines are for good: the policy is static-pipeline"
             return [RefuseChange(event.request_id, ChangeRefusal.NOT_POSSIBLE, why)]
+        self._held_until_s = event.at_s + event.hold_s if isinstance(event, DropRequested) else 0.0
         self._requests[event.request_id] = _Request(what)
         while len(self._requests) > _KEPT_REQUESTS:
             self._requests.popitem(last=False)

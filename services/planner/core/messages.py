@@ -137,9 +137,10 @@ class DropRequested:
     at_s: float
     cause_id: str
     request_id: str  # a repeated one is answered like the first time
-    required_bytes: int | None = None  # None: what demand asks for now, at least one merge
+    required_bytes: int | None = None  # None: what demand lacks now
     method: Method = Method.AUTO
     worker_ids: tuple[WorkerId, ...] = ()  # not empty: one group of exactly these, in this order
+    hold_s: float = 0.0  # for so long nothing comes back unless an operator says so
 
 
 @dataclass(frozen=True, slots=True)

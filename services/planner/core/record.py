@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from ballast.common.ids import Epoch, WorkerId
 from ballast.common.layout import Group
 from ballast.common.transition import Status, TransitionKind
+from ballast.common.units import counted, human_bytes, layer_ranges, thousands
 from services.planner.core.transition import Journal, Stage
-from services.planner.policy.explain import layer_ranges, megabytes, thousands
 from services.planner.policy.snapshot import ModelShape
 
 
@@ -90,8 +90,8 @@ class TransitionRecord:
 
     def _drop_line(self, group: Group) -> str:
         held = {m.worker_id: range(m.first_layer, m.last_layer) for g in self.journal.base.groups for m in g.members}
-        dropped = " ".join(
-            f"{m.worker_id}{layer_ranges(lost)}"
+        dropped = ", ".join(
+            f"{layer_ranges(lost)} of {m.worker_id}"
             for m in group.members
             if (lost := [layer for layer in held.get(m.worker_id, ()) if not m.first_layer <= layer < m.last_layer])
         )
@@ -120,7 +120,7 @@ class TransitionRecord:
         after = min(status.block_count_after for status in of.values())
         added_bytes = (after - before) * shape.block_bytes * shape.layer_count
         tokens = [thousands(count * shape.block_tokens) for count in (before, after)]
-        return f", {megabytes(added_bytes, signed=True)} KV ({tokens[0]} -> {tokens[1]} tokens)"
+        return f", {human_bytes(added_bytes, signed=True)} KV ({tokens[0]} -> {tokens[1]} tokens)"
 
     def _ending(self) -> str:
         journal = self.journal
@@ -128,16 +128,17 @@ class TransitionRecord:
             return f"; taken back: {journal.failure}"
         if not journal.stage.over:
             return f"; {journal.stage}"
-        told = [f", {self.victim_count} victims"]
+        told = [f", {counted(self.victim_count, 'request')} moved"]
         if recomputed := self.total("victims_recomputed"):
             told.append(f" ({recomputed} computed anew)")
-        told.append(f", exchanged {megabytes(self.total('kv_bytes_sent'))} in {self.longest_s('exchange_s'):.2f} s")
+        exchanged, took_s = self.total("kv_bytes_sent"), self.longest_s("exchange_s")
+        told.append(f", {human_bytes(exchanged)} of KV exchanged in {took_s:.2f} s")
         if self.waves > 1:
             told.append(f", in {self.waves} waves")
         if ahead := self.total("kv_bytes_copied_ahead"):
-            told.append(f", {megabytes(ahead)} copied ahead")
+            told.append(f", {human_bytes(ahead)} copied ahead")
         if pulled := self.total("parameter_bytes_pulled"):
-            told.append(f", pulled {megabytes(pulled)} of parameters")
+            told.append(f", pulled {human_bytes(pulled)} of parameters")
         told.append(f", longest stall {self.longest_s('max_stall_s'):.2f} s")
         if self.lost:
             told.append(f"; lost on the way: {' '.join(self.lost)}")

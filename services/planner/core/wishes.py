@@ -8,6 +8,7 @@ from ballast.common.ids import Epoch, GroupId, WorkerId
 from ballast.common.layout import Layout, Member
 from ballast.common.model import ModelInfo
 from ballast.common.transition import TransitionKind
+from ballast.common.units import human_bytes
 from services.planner.core.messages import Sources
 from services.planner.core.survey import (
     Loads,
@@ -23,7 +24,7 @@ from services.planner.core.survey import (
 )
 from services.planner.core.transition import changed_members
 from services.planner.policy.drop import DropPlan, Method, plan, plan_shallow
-from services.planner.policy.explain import explain, explain_restore, megabytes
+from services.planner.policy.explain import explain, explain_restore
 from services.planner.policy.restore import RestorePlan, plan_restore
 from services.planner.policy.snapshot import ModelShape, Snapshot
 
@@ -131,13 +132,15 @@ def _drop(
     snapshot = survey(base, model, loads)
     needed = wish.required_bytes
     if needed is None:
-        needed = max(1, demand_bytes(snapshot))
+        needed = demand_bytes(snapshot)
+        if not needed:
+            return Denied("demand fits into the KV memory there is: nothing lacks; say how much, or which workers")
     tolerable = 0.0 if wish.request_id else tolerable_shortfall
     found = _plan(snapshot, needed, wish.method, tolerable)
     lines = tuple(explain(found, snapshot.model))
     if not found.groups:
         return Denied("no groups are left that could be merged and are worth it", found.shortfall_bytes)
-    target = dropped(base, found, epoch, f"{wish.by}: {megabytes(needed)} of KV needed")
+    target = dropped(base, found, epoch, f"{wish.by}: {human_bytes(needed)} of KV needed")
     if not changed_members(base, target):
         return Denied("nothing would change", found.shortfall_bytes)
     return Granted(TransitionKind.DROP, target, snapshot.model, lines, found.shortfall_bytes)

@@ -1,7 +1,6 @@
 """Plans in words, for `ballast plan --explain` and for one log line per transition."""
 
-from collections.abc import Sequence
-
+from ballast.common.units import human_bytes, layer_ranges, thousands
 from services.planner.policy.drop import DropPlan
 from services.planner.policy.merged import GroupPlan
 from services.planner.policy.restore import RestorePlan
@@ -16,7 +15,7 @@ def explain(plan: DropPlan, model: ModelShape) -> list[str]:
     lines.append(_cost_line(plan))
     if plan.usable_bytes < plan.needed_bytes <= plan.freed_bytes:
         lines.append(
-            f"only {megabytes(plan.usable_bytes)} of it count for admission:"
+            f"only {human_bytes(plan.usable_bytes)} of it count for admission:"
             " the stage with most layers has room for fewest blocks"
         )
     lines += [group_line(group, model) for group in plan.groups]
@@ -27,18 +26,18 @@ def explain(plan: DropPlan, model: ModelShape) -> list[str]:
 
 def group_line(group: GroupPlan, model: ModelShape) -> str:
     names = ",".join(member.worker_id for member in group.members)
-    dropped = " ".join(f"{m.worker_id}{layer_ranges(m.dropped_layers)}" for m in group.members if m.dropped_layers)
+    dropped = ", ".join(f"{layer_ranges(m.dropped_layers)} of {m.worker_id}" for m in group.members if m.dropped_layers)
     added_bytes = (group.block_count - group.block_count_before) * model.block_bytes * model.layer_count
     before, after = (count * model.block_tokens for count in (group.block_count_before, group.block_count))
     return (
         f"group {{{names}}}: dropped layers {dropped or 'none'},"
-        f" {megabytes(added_bytes, signed=True)} KV ({thousands(before)} -> {thousands(after)} tokens)"
+        f" {human_bytes(added_bytes, signed=True)} KV ({thousands(before)} -> {thousands(after)} tokens)"
     )
 
 
 def explain_restore(plan: RestorePlan) -> list[str]:
     lines = [
-        f"group {{{','.join(d.members)}}}: dissolved, {megabytes(d.pull_bytes)} of parameters to pull from"
+        f"group {{{','.join(d.members)}}}: dissolved, {human_bytes(d.pull_bytes)} of parameters to pull from"
         f" {', '.join(sorted({p.source or 'host or disk' for p in d.pulls})) or 'nobody'}"
         for d in plan.dissolutions
     ]
@@ -46,29 +45,9 @@ def explain_restore(plan: RestorePlan) -> list[str]:
     return lines or ["no group is a pipeline: nothing to restore"]
 
 
-def layer_ranges(layers: Sequence[int]) -> str:
-    """Ascending layers as half-open ranges: [0:4)[6:8)."""
-    ranges: list[list[int]] = []
-    for layer in layers:
-        if ranges and ranges[-1][1] == layer:
-            ranges[-1][1] = layer + 1
-        else:
-            ranges.append([layer, layer + 1])
-    return "".join(f"[{first}:{last})" for first, last in ranges)
-
-
-def megabytes(size_bytes: int, *, signed: bool = False) -> str:
-    sign = "+" if signed else ""
-    return f"{size_bytes / 1e6:{sign}.1f} MB" if abs(size_bytes) < 1e10 else f"{size_bytes / 1e9:{sign}.1f} GB"
-
-
-def thousands(count: int) -> str:
-    return str(count) if count < 1000 else f"{count / 1000:.1f}k"
-
-
 def _need_line(plan: DropPlan) -> str:
-    outcome = f"falls short by {megabytes(plan.shortfall_bytes)}" if plan.shortfall_bytes else "meets it"
-    return f"needed {megabytes(plan.needed_bytes)}, the plan frees {megabytes(plan.freed_bytes)} and {outcome}"
+    outcome = f"falls short by {human_bytes(plan.shortfall_bytes)}" if plan.shortfall_bytes else "meets it"
+    return f"needed {human_bytes(plan.needed_bytes)}, the plan frees {human_bytes(plan.freed_bytes)} and {outcome}"
 
 
 def _cost_line(plan: DropPlan) -> str:
@@ -79,8 +58,8 @@ def _cost_line(plan: DropPlan) -> str:
     else:
         quality = "not compared with the least possible"
     return (
-        f"stage cost {plan.cost_before:.2f} -> {plan.cost_after:.2f} ({plan.method}; {quality}),"
-        f" {megabytes(plan.exchange_bytes)} of KV to exchange"
+        f"cost of pipelines {plan.cost_before:.2f} -> {plan.cost_after:.2f}: further stages that tokens pass, times the"
+        f" load that passes them ({plan.method}; {quality}); {human_bytes(plan.exchange_bytes)} of KV to move"
     )
 
 

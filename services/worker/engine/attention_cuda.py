@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from ballast.common.errors import ConfigError
+from ballast.common.extras import lacking
 from services.worker.engine.packing import PackedStep
 
 _TILE_QUERIES = 64  # rows of a chunk's tile times query heads per KV head
@@ -34,7 +35,7 @@ class CudaAttention:
         try:
             kernels = importlib.import_module("services.worker.engine.paged_kernel")
         except ImportError as error:
-            raise ConfigError("device", "cuda needs triton: pip install 'ballast[cuda]'") from error
+            raise lacking("device cuda", "triton", "cuda") from error
         self._kernel: Any = kernels.paged_attention  # a compiled kernel has no static type
         self._groups = head_count // kv_head_count
         self._kv_head_count = kv_head_count

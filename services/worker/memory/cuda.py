@@ -14,6 +14,7 @@ from typing import Any, Protocol, Self
 import torch
 
 from ballast.common.errors import ConfigError, InvariantViolation
+from ballast.common.extras import lacking
 from services.worker.memory.backend import ExtentRun
 from services.worker.memory.tensors import TensorOperations
 
@@ -184,7 +185,7 @@ class BindingsDriver:
         try:
             cuda = importlib.import_module("cuda.bindings.driver")
         except ImportError as error:
-            raise ConfigError(where, "needs the cuda-bindings package: pip install 'ballast[cuda]'") from error
+            raise lacking(where, "cuda-bindings", "cuda") from error
         torch.zeros(1, device=torch.device("cuda", index))  # torch creates the primary context and keeps it
         peers = [i for i in range(device_count) if i != index and torch.cuda.can_device_access_peer(i, index)]
         return cls(cuda, index, peers)

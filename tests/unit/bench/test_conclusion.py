@@ -3,12 +3,18 @@
 import pytest
 
 from ballast.bench.conclusion import conclude
+from ballast.bench.records import Outcome
 from ballast.bench.results import BenchResult, PolicyResult, Transition
 from tests.unit.bench.samples import bench_result, bursty_run
 
 
-def policy(template: PolicyResult, *, p99_s: float, dropped: bool, demand: float = 1.5) -> PolicyResult:
-    """Its KV demand is so many times the capacity for half of the samples, and little otherwise."""
+def policy(
+    template: PolicyResult, *, p99_s: float, dropped: bool, demand: float = 1.5, late: float = 0.0, tpot_s: float = 0.06
+) -> PolicyResult:
+    """Its KV demand is so many times the capacity for half of the samples, and little otherwise.
+
+    `late`: share of requests that wait a minute for their first token. `tpot_s`: with drops; 0.05 without.
+    """
     at_s = [0.5 * index for index in range(21)]
     series = template.series.model_copy(
         update={
@@ -18,11 +24,22 @@ def policy(template: PolicyResult, *, p99_s: float, dropped: bool, demand: float
         }
     )
     drop = Transition(at_s=1.0, epoch=2, reason="overload", kind="drop", phase="done", freed_parameter_bytes=26 * 10**9)
+    count = len(template.requests)
+    requests = [
+        r.model_copy(
+            update={
+                "outcome": Outcome.FINISHED,
+                "first_token_s": r.planned_s + (60.0 if index < late * count else 0.1),
+            }
+        )
+        for index, r in enumerate(template.requests)
+    ]
     changes = {
         "series": series,
+        "requests": requests,
         "transitions": [drop] if dropped else [],
         "ttft_s": template.ttft_s.model_copy(update={"p99": p99_s}),
-        "tpot_s": template.tpot_s.model_copy(update={"p50": 0.06 if dropped else 0.05}),
+        "tpot_s": template.tpot_s.model_copy(update={"p50": tpot_s if dropped else 0.05}),
     }
     return template.model_copy(update=changes)
 
@@ -40,7 +57,7 @@ def test_a_drop_that_helps(template: BenchResult) -> None:
     base = next(iter(template.policies.values()))
     text = told(template, policy(base, p99_s=1.0, dropped=True), policy(base, p99_s=5.0, dropped=False))
     assert "With recompute the requests want up to 150% of the KV cache, and more than there is for 5 s." in text
-    assert "drops parameters once, 26 GB in all, and they do not come back before the end" in text
+    assert "drops parameters once, 24.2 GiB in all, and they do not come back before the end" in text
     assert "5.0 times better: 1.00 s against 5.00 s with recompute" in text
     assert "changes by +20% to 60.0 ms" in text
     assert text.endswith("worth it here.")
@@ -51,6 +68,29 @@ def test_a_drop_that_harms(template: BenchResult) -> None:
     text = told(template, policy(base, p99_s=5.0, dropped=True), policy(base, p99_s=2.0, dropped=False))
     assert "2.5 times worse" in text
     assert "computing and not memory" in text
+
+
+def test_a_drop_that_helps_at_a_price_names_it(template: BenchResult) -> None:
+    base = next(iter(template.policies.values()))
+    drop, other = policy(base, p99_s=1.0, dropped=True, tpot_s=0.105), policy(base, p99_s=5.0, dropped=False)
+    text = told(template, drop, other)
+    assert text.endswith(
+        "worth it here at a price: the first token comes sooner, and each further one takes 2.1 times as long"
+        " (105.0 ms instead of 50.0 ms)."
+    )
+
+
+def test_a_cluster_that_is_too_small_for_either_is_called_so_and_told_how_many_it_takes(template: BenchResult) -> None:
+    """The p99 is better with drop, and still nobody should run either."""
+    base = next(iter(template.policies.values()))
+    drop = policy(base, p99_s=58.0, dropped=True, late=0.65, tpot_s=0.12)
+    other = policy(base, p99_s=230.0, dropped=False, late=0.8)
+    config = template.config.model_copy(update={"cluster": {"gpu_count": 2}})
+    trace = template.trace.model_copy(update={"span_s": base.duration_s / 3})
+    text = told(template.model_copy(update={"config": config, "trace": trace}), drop, other)
+    assert "worth it" not in text
+    assert "too small for this trace, whatever the policy" in text
+    assert "It takes about 6 GPUs or more" in text
 
 
 def test_nothing_to_drop(template: BenchResult) -> None:

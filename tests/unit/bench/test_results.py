@@ -1,3 +1,4 @@
+import dataclasses
 import json
 import re
 from pathlib import Path
@@ -163,3 +164,17 @@ def test_every_field_is_documented() -> None:
     defined = {"BenchResult": set(schema["properties"])}
     defined |= {name: set(body["properties"]) for name, body in schema["$defs"].items() if "properties" in body}
     assert documented == defined
+
+
+def test_what_overloaded_requests_met_is_no_goal() -> None:
+    """Alone, a run whose requests nearly all waited for memory would otherwise be judged by that wait."""
+    run = bursty_run()
+    shortage = [dataclasses.replace(s, kv_demand_bytes=2 * s.kv_capacity_bytes) for s in run.samples if s.at_s > 5.0]
+    calm = [s for s in run.samples if s.at_s <= 5.0]
+    overloaded = dataclasses.replace(run, samples=[*calm, *shortage])
+    reference = policy_result(overloaded, "recompute").slo_reference
+    median_s = policy_result(overloaded, "recompute").ttft_s.p50
+    assert reference.calm
+    assert reference.ttft_s is not None
+    assert median_s is not None
+    assert reference.ttft_s < median_s

@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[3]
 
 
 def dispatcher_with_model(max_model_len: int = 100) -> ScriptedDispatcher:
-    dispatcher = ScriptedDispatcher()
+    dispatcher = ScriptedDispatcher()  # pyright: ignore[reportAbstractUsage]
     dispatcher.status.model.CopyFrom(
         cluster_pb2.ModelInfo(
             name="m",
@@ -67,7 +67,7 @@ def test_a_trace_becomes_requests_and_their_answers_figures(tmp_path: Path) -> N
             return await replay_on(address, job, Console(file=io.StringIO()), {"workers": 1})
 
     result = asyncio.run(story())
-    policy = result.policies["recompute"]
+    policy = result.policies["unknown"]  # nobody is there who would say
     assert result.complete
     assert [r.outcome for r in policy.requests] == [Outcome.REFUSED, Outcome.FINISHED, Outcome.FINISHED]
     assert policy.requests[0].error == "backlog full"
@@ -106,7 +106,7 @@ class ToldPlanner(planner_pb2_grpc.PlannerServiceServicer):
             kv_bytes_exchanged=1000,
         )
         old = planner_pb2.Transition(epoch=2, kind="drop", phase="done", age_s=100.0, exchange_s=1.0)
-        return planner_pb2.ListTransitionsResponse(transitions=[recent, old])
+        return planner_pb2.ListTransitionsResponse(transitions=[recent, old], overload_policy="swap")
 
 
 def replayed(tmp_path: Path, planner: str | None) -> tuple[BenchResult, str]:
@@ -129,7 +129,7 @@ def replayed(tmp_path: Path, planner: str | None) -> tuple[BenchResult, str]:
 
 def test_the_planner_tells_the_transitions_of_the_run_and_no_earlier_ones(tmp_path: Path) -> None:
     result, log = replayed(tmp_path, None)
-    [transition] = result.policies["recompute"].transitions
+    [transition] = result.policies["swap"].transitions  # named as the planner tells
     assert (transition.epoch, transition.kind, transition.moved_bytes) == (4, "drop", 1000)
     assert transition.duration_s is not None
     assert abs(transition.duration_s - 0.06) < 1e-9
@@ -140,7 +140,7 @@ def test_the_planner_tells_the_transitions_of_the_run_and_no_earlier_ones(tmp_pa
 def test_a_planner_that_does_not_answer_costs_no_result(tmp_path: Path) -> None:
     result, log = replayed(tmp_path, "127.0.0.1:1")
     assert result.complete
-    assert result.policies["recompute"].transitions == []
+    assert result.policies["unknown"].transitions == []
     assert "transitions are only what was seen from outside" in log
     assert "127.0.0.1:1" in log
 
@@ -167,7 +167,7 @@ def test_ctrl_c_writes_what_was_seen_and_says_so(tmp_path: Path) -> None:
     assert "interrupted" in output
     result = read_result(out)
     assert not result.complete
-    assert [r.outcome for r in result.policies["recompute"].requests] == [Outcome.FINISHED]
+    assert [r.outcome for r in result.policies["unknown"].requests] == [Outcome.FINISHED]
 
 
 def test_nobody_there_is_said_at_once(tmp_path: Path) -> None:

@@ -111,7 +111,6 @@ def test_nobody_there(capsys: pytest.CaptureFixture[str]) -> None:
         (["up", "--model", "/no/such/folder"], "/no/such/folder"),
         (["up", "--workers", "-1"], "--workers: must be between 0 and 256, got -1"),
         (["up", "--port", "70000"], "--port: 70000 is no port"),
-        (["doctor", "--device-memory-bytes", "lots"], "--device-memory-bytes: must be like 512MiB"),
     ],
 )
 def test_what_is_wrong_is_said_in_one_line(

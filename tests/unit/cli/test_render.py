@@ -5,12 +5,14 @@ import pytest
 from rich.console import Console
 
 from ballast.cli.history import DemandHistory
-from ballast.cli.render import human_count, human_duration, render_status
+from ballast.cli.looks import DispatcherFacts, Look
+from ballast.cli.render import render_status
 from ballast.cli.top import Rates
 from ballast.client import ClusterStatus
 from ballast.client.codec import status_from_proto
 from ballast.common.ids import Epoch, GroupId, Incarnation, WorkerId
 from ballast.common.layout import Group, Layout, Member
+from ballast.common.units import human_count, human_duration
 from ballast.rpc.codec import layout_to_proto
 from ballastpb.cluster.v1 import cluster_pb2
 from ballastpb.inference.v1 import inference_pb2 as pb
@@ -24,7 +26,7 @@ def shown(
     history: DemandHistory | None = None,
 ) -> str:
     console = Console(file=StringIO(), width=width)
-    console.print(render_status(status, rates, history))
+    console.print(render_status(Look(status, (DispatcherFacts.of(status),)), rates, history))
     assert isinstance(console.file, StringIO)
     return console.file.getvalue()
 

@@ -396,6 +396,43 @@ def test_without_restore_dropped_parameters_stay_away() -> None:
     assert planner.shape == ["w0[0:2]+w1[2:4]"]
 
 
+def test_what_an_operator_has_dropped_stays_away_for_as_long_as_was_said() -> None:
+    planner = Planner()
+    planner.start("w0", "w1")
+    names = (WorkerId("w0"), WorkerId("w1"))
+    planner.tell(DropRequested(planner.now_s, "c", "d1", worker_ids=names, hold_s=60.0))
+    planner.go_through("w0", "w1")
+    planner.load = replace(LOAD, used_block_count=0, running_count=0)
+    assert planner.core.conductor.held_s(planner.now_s) == pytest.approx(60.0, abs=5.0)
+    planner.tell(ReliefRaised(planner.now_s, "r1"))
+    assert planner.journal[-1] is Stage.DONE, "nothing comes back"
+    planner.wait(61.0)
+    planner.tell(ReliefRaised(planner.now_s, "r2"))
+    assert planner.journal[-1] is Stage.PREPARING
+
+
+def test_an_operators_restore_ends_what_an_operator_holds() -> None:
+    planner = Planner()
+    planner.start("w0", "w1")
+    names = (WorkerId("w0"), WorkerId("w1"))
+    planner.tell(DropRequested(planner.now_s, "c", "d1", worker_ids=names, hold_s=60.0))
+    planner.go_through("w0", "w1")
+    planner.tell(RestoreRequested(planner.now_s, "c", "x1"))
+    assert planner.core.conductor.held_s(planner.now_s) == 0.0
+    planner.go_through("w0", "w1")
+    assert planner.shape == ["w0[0:4]", "w1[0:4]"]
+
+
+def test_a_drop_by_hand_does_what_the_plan_says_and_nothing_where_nothing_lacks() -> None:
+    planner = Planner()
+    planner.start("w0", "w1")
+    planner.load = replace(LOAD, used_block_count=0, running_count=0, waiting_count=0, waiting_block_count=0)
+    planner.tell(DropRequested(planner.now_s, "c", "d1"))
+    (refused,) = [c for c in planner.said if isinstance(c, RefuseChange)]
+    assert "nothing lacks" in refused.why
+    assert planner.journal == []
+
+
 def test_loads_that_are_not_to_be_had_refuse_a_change() -> None:
     planner = Planner()
     planner.start("w0", "w1")
@@ -501,8 +538,8 @@ def test_the_summary_names_layers_memory_victims_and_times() -> None:
         planner.answer(Phase.DONE, worker, status=status)
     moved = [c for c in planner.said if isinstance(c, TransitionMoved)]
     assert moved[-1].record.summary == (
-        "group {w0,w1}: dropped layers w0[2:4) w1[0:2), +0.0 MB KV (1.0k -> 1.5k tokens), 37 victims,"
-        " exchanged 8.1 MB in 0.21 s, in 3 waves, longest stall 0.30 s"
+        "group {w0,w1}: dropped layers 2-3 of w0, 0-1 of w1, +32.0 KiB KV (1.0k -> 1.5k tokens),"
+        " 37 requests moved, 7.7 MiB of KV exchanged in 0.21 s, in 3 waves, longest stall 0.30 s"
     )
     assert [c for c in planner.said if isinstance(c, Publish)]
 

@@ -7,10 +7,12 @@ import sys
 import tomllib
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import ballast
+from ballast.common.extras import DISTRIBUTION
 
 ROOT = Path(__file__).resolve().parents[3]
 PACKAGES = ("ballast", "ballastpb", "services", "sim")
@@ -57,24 +59,76 @@ def test_the_sdk_runs_from_the_wheel_without_the_repository(wheel: Path, tmp_pat
 def test_nobody_else_owns_our_package_names() -> None:
     # An editable install is not listed here: absent or ours.
     owners = importlib.metadata.packages_distributions()
-    assert {owner for name in PACKAGES for owner in owners.get(name, ())} <= {"ballast"}
+    assert {owner for name in PACKAGES for owner in owners.get(name, ())} <= {DISTRIBUTION, "ballast"}
 
 
 def test_the_wheel_and_the_images_carry_the_version_of_the_code(wheel: Path) -> None:
-    assert wheel.name.startswith(f"ballast-{ballast.__version__}-")
+    assert wheel.name.startswith(f"ballast_serve-{ballast.__version__}-")
     assert f"ballast-worker:${{BALLAST_VERSION:-{ballast.__version__}}}" in (ROOT / "docker-compose.yml").read_text()
 
 
+def project() -> dict[str, Any]:
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
 def test_every_dependency_is_pinned_and_torch_only_as_an_extra() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     pinned = dict(re.findall(r"^([\w.-]+)==([\w.]+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
     pinned = {_normal(name): version for name, version in pinned.items()}
-    extras = project["optional-dependencies"]
-    names = [*project["dependencies"], *(r for extra in ("worker", "bench", "local", "dev") for r in extras[extra])]
-    missing = [name for name in map(_name, names) if name not in pinned]
+    extras = project()["optional-dependencies"]
+    names = [*project()["dependencies"], *(r for extra, given in extras.items() if extra != "cuda" for r in given)]
+    missing = [name for name in map(_name, names) if name not in pinned and name != DISTRIBUTION]
     assert missing == []
     assert pinned["torch"] == "2.13.0"
-    assert "torch" not in map(_name, project["dependencies"])
+    assert [extra for extra, given in extras.items() if "torch" in map(_name, given)] == ["worker"]
+
+
+def test_the_sdk_needs_grpc_and_protobuf_and_nothing_else() -> None:
+    assert [_name(one) for one in project()["dependencies"]] == [
+        "googleapis-common-protos",
+        "grpcio",
+        "grpcio-status",
+        "protobuf",
+    ]
+
+
+def test_floors_are_those_of_the_generated_code() -> None:
+    floors = {_name(one): re.findall(r">=([\d.]+)", one)[0] for one in project()["dependencies"]}
+    for path in (ROOT / "ballastpb").rglob("*_pb2.py"):
+        made = re.search(r"Domain\.PUBLIC,\s*(\d+),\s*(\d+),", path.read_text())
+        assert made is not None
+        assert floors["protobuf"] == f"{made[1]}.{made[2]}", path
+    for path in (ROOT / "ballastpb").rglob("*_pb2_grpc.py"):
+        made = re.search(r"GRPC_GENERATED_VERSION = '([\d.]+)'", path.read_text())
+        assert made is not None
+        assert made[1] == floors["grpcio"], path
+
+
+def test_what_the_sdk_imports_is_what_it_declares() -> None:
+    """In a process whose only third parties are those of the SDK: the others cannot be imported."""
+    program = (
+        "import sys\n"
+        "class Only:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        root = name.partition('.')[0]\n"
+        "        if root in sys.stdlib_module_names or root in ('ballast', 'ballastpb', 'google', 'grpc'):\n"
+        "            return None\n"
+        "        if root in ('grpc_status', 'typing_extensions', '_distutils_hack', 'cygrpc', 'sitecustomize'):\n"
+        "            return None\n"
+        "        raise ModuleNotFoundError(f'No module named {root!r}', name=root)\n"
+        "sys.meta_path.insert(0, Only())\n"
+        "import ballast.client\n"
+        "from ballast.cli.main import main\n"
+        "raise SystemExit(main(['status']))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1, done.stderr
+    assert re.fullmatch(r"ballast: needs rich: pip install 'ballast-serve\[cli\]'\n", done.stderr), done.stderr
+
+
+def test_declared_python_versions_begin_with_the_least() -> None:
+    versions = re.findall(r"Python :: (3\.\d+)", " ".join(project()["classifiers"]))
+    assert versions == ["3.11", "3.12", "3.13"]
+    assert project()["requires-python"] == ">=3.11"
 
 
 def _name(requirement: str) -> str:

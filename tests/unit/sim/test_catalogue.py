@@ -24,8 +24,8 @@ def roofline(model: str, cluster: str) -> Roofline:
 
 
 def test_every_figure_has_a_source() -> None:
-    assert {"A800-80G", "A100-40G", "A100-80G", "H800", "H200", "RTX-4090"} == set(gpus())
-    assert len(models()) == 8
+    assert {"A800-80G", "A100-40G", "H100-80G", "H200", "B200", "L4", "L40S", "A10G", "MI300X"} <= set(gpus())
+    assert {"Llama-3.1-8B", "Qwen3-8B", "Qwen3-32B", "Mistral-7B", "Qwen2.5-14B"} <= set(models())
     for entry in (*gpus().values(), *models().values()):
         assert len(entry.source) > 20
 
@@ -131,7 +131,7 @@ def test_clusters_are_read(text: str, gpu: str, count: int, per_host: int) -> No
     assert (cluster.gpu.name, cluster.gpu_count, cluster.gpus_per_host) == (gpu, count, per_host)
 
 
-@pytest.mark.parametrize("text", ["A800", "8", "8xB200", "0xA800", "8xA100", ""])
+@pytest.mark.parametrize("text", ["A800", "8", "8xB300", "0xA800", "8xA100", ""])
 def test_what_is_no_cluster_is_said_to_be_none(text: str) -> None:
     with pytest.raises(ConfigError, match=r"^cluster"):
         find_cluster(text)

@@ -5,9 +5,6 @@ from services.planner.policy.explain import (
     explain,
     explain_restore,
     group_line,
-    layer_ranges,
-    megabytes,
-    thousands,
 )
 from services.planner.policy.restore import plan_restore
 from tests.support.drop_plans import after, model, singles
@@ -19,21 +16,23 @@ SNAPSHOT = singles(2, SHAPE, used=[10, 10], kv_bytes=970_000)
 def test_one_line_per_group() -> None:
     (pair,) = plan(SNAPSHOT, 1).groups
     assert (
-        group_line(pair, SHAPE) == "group {w0,w1}: dropped layers w0[4:8) w1[0:4), +12.6 MB KV (3.1k -> 23.3k tokens)"
+        group_line(pair, SHAPE)
+        == "group {w0,w1}: dropped layers 4-7 of w0, 0-3 of w1, +12.0 MiB KV (3.1k -> 23.3k tokens)"
     )
 
 
 def test_need_cost_and_groups_are_told() -> None:
     done = plan(SNAPSHOT, 5_000_000)
     assert explain(done, SHAPE)[:2] == [
-        "needed 5.0 MB, the plan frees 12.6 MB and meets it",
-        "stage cost 0.00 -> 2.00 (exact; the least possible), 0.1 MB of KV to exchange",
+        "needed 4.8 MiB, the plan frees 12.0 MiB and meets it",
+        "cost of pipelines 0.00 -> 2.00: further stages that tokens pass, times the load that passes them"
+        " (exact; the least possible); 97.7 KiB of KV to move",
     ]
     assert explain(done, SHAPE)[2].startswith("group {w0,w1}")
 
 
 def test_a_shortfall_is_told() -> None:
-    assert "falls short by 7.4 MB" in explain(plan(SNAPSHOT, 20_000_000), SHAPE)[0]
+    assert "falls short by 7.1 MiB" in explain(plan(SNAPSHOT, 20_000_000), SHAPE)[0]
 
 
 def test_what_figure_6_costs_more_is_told() -> None:
@@ -60,16 +59,9 @@ def test_groups_that_stay_are_counted() -> None:
 def test_a_restore_is_told() -> None:
     dropped = after(SNAPSHOT, plan(SNAPSHOT, 1))
     assert explain_restore(plan_restore(dropped)) == [
-        "group {w0,w1}: dissolved, 12.6 MB of parameters to pull from w0, w1"
+        "group {w0,w1}: dissolved, 12.0 MiB of parameters to pull from w0, w1"
     ]
     busy = replace(dropped, groups=tuple(replace(g, used_block_count=190) for g in dropped.groups))
     (line,) = explain_restore(plan_restore(busy))
     assert line.startswith("group w0 stays: its demand of 190 blocks exceeds 85% of")
     assert explain_restore(plan_restore(SNAPSHOT)) == ["no group is a pipeline: nothing to restore"]
-
-
-def test_numbers_are_readable() -> None:
-    assert layer_ranges((0, 1, 2, 5, 7, 8)) == "[0:3)[5:6)[7:9)"
-    assert megabytes(-1_500_000, signed=True) == "-1.5 MB"
-    assert megabytes(23_000_000_000) == "23.0 GB"
-    assert (thousands(999), thousands(3_100)) == ("999", "3.1k")

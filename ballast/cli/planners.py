@@ -1,0 +1,45 @@
+"""Calls to the planner: through any of the dispatchers, which pass them on to the active one, or to itself."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
+
+import grpc
+
+from ballast.common.addresses import split_addresses
+from ballast.common.errors import Unavailable
+from ballast.rpc.channel import open_channel
+from ballast.rpc.errors import from_rpc_error
+from ballastpb.planner.v1 import planner_pb2_grpc
+
+if TYPE_CHECKING:
+    from ballastpb.planner.v1.planner_pb2_grpc import PlannerServiceAsyncStub
+
+T = TypeVar("T")
+Ask: TypeAlias = "Callable[[PlannerServiceAsyncStub], Awaitable[T]]"
+
+
+def ask_planner(addresses: str, ask: "Ask[T]") -> T:
+    """The answer of the first of `addresses` (host:port, with commas) that can be reached.
+
+    Raises:
+        InvalidRequest: an address that is not host:port.
+        Unavailable: of the last one, if none can be reached.
+        BallastError: what the planner refused with.
+    """
+    return asyncio.run(ask_planner_async(addresses, ask))
+
+
+async def ask_planner_async(addresses: str, ask: "Ask[T]") -> T:
+    """`ask_planner` inside an event loop."""
+    failure = Unavailable(addresses)
+    for address in split_addresses(addresses):
+        async with open_channel(address) as channel:
+            try:
+                return await ask(planner_pb2_grpc.PlannerServiceStub(channel))
+            except grpc.RpcError as error:
+                cause = from_rpc_error(error, address)
+                if not isinstance(cause, Unavailable):
+                    raise cause from error
+                failure = cause
+    raise failure

@@ -1,0 +1,42 @@
+"""Types of command line arguments: what is wrong with one is told before any work begins."""
+
+import argparse
+from pathlib import Path
+
+from ballast.common.units import parse_bytes, parse_duration
+
+
+def size(text: str) -> int:
+    """The type of an argument in bytes: 512MiB, 16GiB."""
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def seconds(text: str) -> float:
+    """The type of an argument that is a time: 90s, 10m."""
+    try:
+        return parse_duration(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def output_file(text: str) -> Path:
+    """The type of an argument that names a file to write, - being standard output: looked at before the work."""
+    path = Path(text)
+    if text == "-":
+        return path
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"{text} is a folder; name a file")
+    if not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"there is no folder {path.parent}; make it first")
+    return path
+
+
+def figure_file(text: str) -> Path:
+    """The type of an argument that names a figure to draw: an output file with a suffix that matplotlib can write."""
+    path = output_file(text)
+    if path.suffix.lower() not in (".png", ".svg", ".pdf"):
+        raise argparse.ArgumentTypeError(f"must end in .png, .svg or .pdf, got {text!r}")
+    return path

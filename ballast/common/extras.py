@@ -1,0 +1,15 @@
+"""What this distribution is called, and the optional parts of it that an installation may lack."""
+
+from ballast.common.errors import ConfigError
+
+DISTRIBUTION = "ballast-serve"
+
+
+def install_command(*extras: str) -> str:
+    """What to type: pip install 'ballast-serve[worker]'."""
+    return f"pip install '{DISTRIBUTION}[{','.join(extras)}]'" if extras else f"pip install {DISTRIBUTION}"
+
+
+def lacking(what: str, package: str, extra: str) -> ConfigError:
+    """The error of `what` (a flag, a setting) that needs a package of an extra."""
+    return ConfigError(what, f"needs {package}: {install_command(extra)}")

@@ -1,0 +1,107 @@
+"""The catalogue entry of any model, from its config.json: parameters and KV are counted from the shapes.
+
+Dense models of the Llama kind and mixtures of experts of the Mixtral and Qwen kind, which is what most are.
+"""
+
+from collections.abc import Mapping
+from typing import cast
+
+from ballast.common.errors import ConfigError
+from sim.hardware import ELEMENT_BYTES, Gpu, ModelSpec
+
+_PARAMETERS_AT_MOST = 0.75  # of the memory of an instance: the rest is for the KV cache
+_MOST_GPUS = 64
+_BIASED = ("Qwen2ForCausalLM", "Qwen2MoeForCausalLM")  # query, key and value have biases
+_NORMED = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM")  # queries and keys are normed
+_NOT_COUNTED = ("kv_lora_rank", "ssm_state_size", "state_size", "linear_num_key_heads")
+
+
+def spec_of_config(name: str, config: Mapping[str, object], gpu: Gpu) -> ModelSpec:
+    """
+    Args:
+        name: What the model is called.
+        config: Its config.json; of a model that sees or hears, the part of the text is looked at.
+        gpu: Instances take as few of these as leave a quarter of their memory to the KV cache.
+
+    Raises:
+        ConfigError: a key is missing or makes no sense, or layers are of a kind that is not counted here.
+    """
+    text = config.get("text_config")
+    shape = _Shape(name, {**config, **cast("Mapping[str, object]", text)} if isinstance(text, Mapping) else config)
+    for key in _NOT_COUNTED:
+        if shape.config.get(key):
+            raise ConfigError(f"{name}: config.json: {key}", "layers of this kind cannot be counted; no estimate")
+    per_layer, experts = shape.layer_parameters(), shape.expert_parameters()
+    ends = shape.vocabulary * shape.hidden * (1 if shape.config.get("tie_word_embeddings") else 2) + shape.hidden
+    count = shape.layers * (per_layer + shape.experts * experts) + ends
+    chosen = shape.experts_per_token
+    return ModelSpec(
+        name=name,
+        architecture=shape.architecture,
+        parameter_count=count,
+        other_parameter_count=ends,
+        active_parameter_count=shape.layers * (per_layer + chosen * experts) + ends if experts else None,
+        expert_parameter_count=shape.layers * shape.experts * experts,
+        experts_per_layer=shape.experts,
+        experts_per_token=chosen,
+        layer_count=shape.layers,
+        hidden_size=shape.hidden,
+        attention_width=shape.heads * shape.head_dim,
+        kv_elements_per_token_layer=2 * shape.kv_heads * shape.head_dim,
+        vocab_size=shape.vocabulary,
+        max_model_len=shape.number("max_position_embeddings"),
+        gpus_per_instance=_gpus(count * ELEMENT_BYTES, gpu, name),
+        source=f"config.json of {name}",
+    )
+
+
+def _gpus(parameter_bytes: int, gpu: Gpu, name: str) -> int:
+    count = 1
+    while parameter_bytes > count * gpu.memory_bytes * _PARAMETERS_AT_MOST:
+        count *= 2
+        if count > _MOST_GPUS:
+            raise ConfigError(name, f"does not fit into {_MOST_GPUS} {gpu.name}")
+    return count
+
+
+class _Shape:
+    def __init__(self, name: str, config: Mapping[str, object]) -> None:
+        self._name = name
+        self.config = config
+        architectures = config.get("architectures")
+        self.architecture = str(cast("list[object]", architectures)[0]) if architectures else "unknown"
+        self.layers = self.number("num_hidden_layers")
+        self.hidden = self.number("hidden_size")
+        self.heads = self.number("num_attention_heads")
+        self.kv_heads = self.number("num_key_value_heads", self.heads)
+        self.head_dim = self.number("head_dim", self.hidden // self.heads)
+        self.vocabulary = self.number("vocab_size")
+        self.experts = self.number("num_local_experts", self.number("num_experts", 0))
+        self.experts_per_token = self.number("num_experts_per_tok", 0) if self.experts else 0
+
+    def number(self, key: str, default: int | None = None) -> int:
+        value = self.config.get(key)
+        if value is None and default is not None:
+            return default
+        if not isinstance(value, int) or value < 0:
+            raise ConfigError(f"{self._name}: config.json: {key}", f"must be a whole number, got {value!r}")
+        return value
+
+    def layer_parameters(self) -> int:
+        """Of one layer, without experts that are chosen among."""
+        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        attention = self.hidden * (2 * queries + 2 * keys)
+        if self.architecture in _BIASED:
+            attention += queries + 2 * keys
+        if self.architecture in _NORMED:
+            attention += 2 * self.head_dim
+        mlp = 3 * self.hidden * self.number("intermediate_size")
+        if self.experts:
+            mlp = self.experts * self.hidden + 3 * self.hidden * self.number("shared_expert_intermediate_size", 0)
+        return attention + mlp + 2 * self.hidden
+
+    def expert_parameters(self) -> int:
+        """Of one expert of a layer."""
+        if not self.experts:
+            return 0
+        return 3 * self.hidden * self.number("moe_intermediate_size", self.number("intermediate_size"))

@@ -1,0 +1,382 @@
+"""Where newcomers have cut themselves: each of these was wrong once."""
+
+import ast
+import asyncio
+import contextlib
+import importlib
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Generator, Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from ballast.cli import checks
+from ballast.cli.checks import Verdict
+from ballast.cli.main import _COMMANDS, build_parser, main
+from ballast.common.extras import DISTRIBUTION
+from ballastpb.planner.v1 import planner_pb2 as pb
+from ballastpb.planner.v1 import planner_pb2_grpc
+from tests.support.scripted_dispatcher import ScriptedDispatcher, serving_in_thread, worker_status
+
+ROOT = Path(__file__).parents[3]
+DROP = pb.Transition(
+    epoch=4,
+    kind="drop",
+    phase="done",
+    reason="overload: 3.0 MiB of KV needed",
+    summary="group {w0,w1}: dropped layers 2-3 of w0, 0-1 of w1",
+    age_s=61.0,
+    exchange_s=0.5,
+    freed_parameter_bytes=1 << 20,
+    kv_bytes_exchanged=3 << 20,
+    victim_count=2,
+    max_stall_s=0.25,
+)
+
+
+class ScriptedPlanner(planner_pb2_grpc.PlannerServiceServicer):
+    """Has dropped once and lets everything be done."""
+
+    def __init__(self) -> None:
+        self.drops: list[pb.DropRequest] = []
+
+    def ExplainPlan(self, request: pb.ExplainPlanRequest, context: Any) -> pb.ExplainPlanResponse:
+        answer = pb.ExplainPlanResponse(lines=["needed 1.0 GiB", "more"], required_bytes=request.required_bytes)
+        answer.layout.epoch, answer.layout.layer_count = 5, 4
+        answer.layout.groups.add(group_id="g").members.add(worker_id="w0", incarnation=1, address="a:1", last_layer=4)
+        return answer
+
+    def Drop(self, request: pb.DropRequest, context: Any) -> pb.DropResponse:
+        self.drops.append(request)
+        return pb.DropResponse(epoch=4, lines=["merged: w0 w1"])
+
+    def Restore(self, request: pb.RestoreRequest, context: Any) -> pb.RestoreResponse:
+        return pb.RestoreResponse(epoch=4)
+
+    def ListTransitions(self, request: pb.ListTransitionsRequest, context: Any) -> pb.ListTransitionsResponse:
+        return pb.ListTransitionsResponse(transitions=[DROP], overload_policy="drop", held_s=90.0)
+
+
+@contextlib.contextmanager
+def serving_planner() -> Generator[tuple[ScriptedPlanner, str]]:
+    """In a loop of its own: the servicers' types are those of grpc.aio."""
+    planner = ScriptedPlanner()  # pyright: ignore[reportAbstractUsage]
+    loop, ready = asyncio.new_event_loop(), threading.Event()
+    told: list[str] = []
+
+    async def serve() -> grpc.aio.Server:
+        server = grpc.aio.server()
+        planner_pb2_grpc.add_PlannerServiceServicer_to_server(_Awaited(planner), server)  # pyright: ignore[reportArgumentType]
+        told.append(f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}")
+        await server.start()
+        ready.set()
+        return server
+
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    server = asyncio.run_coroutine_threadsafe(serve(), loop).result(30)
+    try:
+        assert ready.wait(30)
+        yield planner, told[0]
+    finally:
+        asyncio.run_coroutine_threadsafe(server.stop(None), loop).result(30)
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(30)
+        loop.close()
+
+
+class _Awaited:
+    def __init__(self, planner: ScriptedPlanner) -> None:
+        self._planner = planner
+
+    def __getattr__(self, name: str) -> Any:
+        plain = getattr(self._planner, name, None)
+
+        async def call(request: Any, context: Any) -> Any:
+            assert plain is not None
+            return plain(request, context)
+
+        return call
+
+
+@pytest.fixture
+def planner(monkeypatch: pytest.MonkeyPatch) -> Iterator[ScriptedPlanner]:
+    with serving_planner() as (scripted, address):
+        monkeypatch.setenv("BALLAST_ADDRESS", address)
+        yield scripted
+
+
+@pytest.fixture
+def dispatcher(monkeypatch: pytest.MonkeyPatch) -> Iterator[ScriptedDispatcher]:
+    with serving_in_thread() as (scripted, address):
+        monkeypatch.setenv("BALLAST_ADDRESS", address)
+        scripted.status.workers.append(worker_status())
+        yield scripted
+
+
+@pytest.fixture
+def nobody() -> Iterator[str]:
+    with socket.socket() as holder:  # bound and never listening: refused at once, and taken by nobody else
+        holder.bind(("127.0.0.1", 0))
+        yield f"127.0.0.1:{holder.getsockname()[1]}"
+
+
+# ---------------------------------------------------------------- addresses
+
+
+@pytest.mark.parametrize("command", [["plan"], ["drop", "--workers", "a,b"], ["restore"], ["transitions"]])
+def test_planner_commands_take_several_addresses_and_try_the_next(
+    command: list[str], planner: ScriptedPlanner, nobody: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    several = f"{nobody},{os.environ['BALLAST_ADDRESS']}"
+    assert main([*command, "--address", several]) == 0
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("command", ["plan", "drop", "restore", "transitions", "status", "top"])
+def test_a_wrong_address_is_asked_wrongly(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([command, "--address", "nonsense"]) == 2
+    assert capsys.readouterr().err == "ballast: address: must be host:port, got 'nonsense'\n"
+
+
+def test_status_adds_up_what_all_dispatchers_say(
+    dispatcher: ScriptedDispatcher, nobody: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    dispatcher.status.running_request_count = 78
+    dispatcher.status.requests_total["length"] = 3
+    with serving_in_thread("d1") as (other, address):
+        other.status.running_request_count = 86
+        other.status.requests_total["length"] = 4
+        assert main(["status", "--address", f"{os.environ['BALLAST_ADDRESS']},{address},{nobody}", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["running_request_count"], told["requests_total"]) == (164, {"length": 7})
+    assert [one["dispatcher_id"] for one in told["dispatchers"]] == ["d0", "d1", ""]
+    assert "cannot connect" in told["dispatchers"][2]["error"]
+
+
+# ---------------------------------------------------------------- drops and transitions
+
+
+def test_a_drop_takes_sizes_and_times_as_people_write_them(planner: ScriptedPlanner) -> None:
+    assert main(["drop", "--bytes", "1.5GiB", "--hold", "10m", "--no-wait"]) == 0
+    (request,) = planner.drops
+    assert (request.required_bytes, request.hold_s) == (3 << 29, 600.0)
+
+
+def test_no_wait_says_what_has_begun(planner: ScriptedPlanner, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["restore", "--no-wait"]) == 0
+    assert "epoch 4" in capsys.readouterr().out
+
+
+def test_transitions_are_a_table_and_the_details_are_for_those_who_ask(
+    planner: ScriptedPlanner, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
+    assert main(["transitions"]) == 0
+    shown = capsys.readouterr().out
+    assert re.search(r"4 +drop +done +1 min 1 s ago +500.0 ms +-1.0 MiB +3.0 MiB +2 +250.0 ms +overload", shown)
+    assert "held: nothing comes back by itself for 1 min 30 s" in shown
+    assert "dropped layers" not in shown
+    assert main(["transitions", "--verbose"]) == 0
+    assert "dropped layers 2-3 of w0" in capsys.readouterr().out
+
+
+# ---------------------------------------------------------------- what programs read
+
+
+@pytest.mark.parametrize(
+    ("command", "keys"),
+    [
+        (["plan", "--bytes", "1GiB"], {"required_bytes", "freed_bytes", "shortfall_bytes", "lines", "layout"}),
+        (["drop", "--workers", "a,b"], {"epoch", "lines", "transition"}),
+        (["restore"], {"epoch", "lines", "transition"}),
+        (["transitions"], {"overload_policy", "held_s", "transitions"}),
+    ],
+)
+def test_planner_commands_speak_json(
+    command: list[str], keys: set[str], planner: ScriptedPlanner, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*command, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert set(told) == keys
+    if "layout" in told:
+        assert told["layout"]["groups"][0]["members"][0]["last_layer"] == 3, "both ends, as everywhere"
+
+
+def test_drain_health_doctor_and_model_speak_json(
+    dispatcher: ScriptedDispatcher, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def told(*command: str, status: int = 0) -> Any:
+        assert main([*command, "--json"]) == status
+        return json.loads(capsys.readouterr().out)
+
+    address = os.environ["BALLAST_ADDRESS"]
+    assert told("drain", "worker-0") == {"name": "worker-0", "running_request_count": 5}
+    assert told("health", "dispatcher", address)["healthy"] is True
+    sick = told("health", "worker", address, status=1)
+    assert (sick["healthy"], bool(sick["why"])) == (False, True)
+    assert told("top", "--once", "--interval-s", "0.05")["status"]["dispatcher_id"] == "d0"
+    made = told("model", "make-tiny", "--out", str(tmp_path / "m"))
+    assert told("model", "info", str(tmp_path / "m")) == made
+    assert made["layer_count"] > 0
+    findings = told("doctor", "--port", address.rpartition(":")[2], "--device-memory-bytes", "64MiB")["findings"]
+    assert {finding["verdict"] for finding in findings} <= {"ok", "warn"}
+
+
+def test_every_command_that_tells_something_has_json_on_one_page() -> None:
+    page = (ROOT / "docs" / "json.md").read_text()
+    parser = build_parser("*")
+    commands = next(action.choices for action in parser._actions if action.dest == "command")
+    assert commands is not None
+    for name in _COMMANDS:
+        if name not in ("up", "chat", "completion", "bench", "model", "serve"):
+            flags = commands[name]._option_string_actions  # type: ignore[index]
+            assert "--json" in flags, name
+            assert f"`{name}" in page, name
+
+
+# ---------------------------------------------------------------- errors
+
+
+def test_a_folder_that_cannot_be_written_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["model", "make-tiny", "--out", "/proc/foo"]) in (1, 2)
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert "/proc/foo" in said
+
+
+def test_a_bug_is_one_line_and_a_file(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def crash(*_: object) -> int:
+        raise ZeroDivisionError("of our own making")
+
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr("ballast.cli.status.run", crash)
+    assert main(["status"]) == 1
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert said.startswith("ballast: unexpected ZeroDivisionError: of our own making; this is a bug: please report it")
+    (crash_file,) = tmp_path.iterdir()
+    assert "Traceback" in crash_file.read_text()
+    monkeypatch.setenv("BALLAST_DEBUG", "1")
+    assert main(["status"]) == 1
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_errors_name_this_distribution_and_no_other_ones() -> None:
+    """On the package index `ballast` is somebody else's."""
+    wrong = re.compile(r"pip install[^\n]*['\" ]ballast(\[|'|\"| |$)")
+    for folder in ("ballast", "services", "sim", "benchmarks", "docs"):
+        for path in [*(ROOT / folder).rglob("*.py"), *(ROOT / folder).rglob("*.md")]:
+            assert not wrong.search(path.read_text()), path
+    assert f'name = "{DISTRIBUTION}"' in (ROOT / "pyproject.toml").read_text()
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        (["drop", "--bytes", "lots"], "--bytes: must be a size such as 512MiB or 16GiB, got 'lots'"),
+        (["drop", "--hold", "later"], "--hold: must be a time such as 90s, 10m or 2h, got 'later'"),
+        (["doctor", "--device-memory-bytes", "lots"], "--device-memory-bytes: must be a size"),
+        (["bench", "replay", "--trace", "t", "--json", "/nope/o.json"], "there is no folder /nope; make it first"),
+        (["bench", "replay", "--trace", "t", "--plot", "figure.xyz"], "must end in .png, .svg or .pdf"),
+        (["sim", "--plot", "/nope/f.png"], "there is no folder /nope"),
+        (["sim", "--json", "/tmp"], "/tmp is a folder; name a file"),
+        (["profile", "--model", "m", "--out", "/nope/p.json"], "there is no folder /nope"),
+    ],
+)
+def test_what_cannot_be_written_or_read_is_said_before_any_work(
+    command: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(command)
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert message in said
+    assert said.count("\n") == 1
+
+
+def test_replay_names_the_missing_trace_before_it_looks_for_a_cluster(
+    nobody: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", "replay", "--trace", "/nowhere/t.csv", "--address", nobody]) == 2
+    assert "/nowhere/t.csv" in capsys.readouterr().err
+
+
+def test_what_would_be_ignored_in_silence_is_refused(
+    dispatcher: ScriptedDispatcher, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["generate", "x", "--logprobs", "3"]) == 2
+    assert "--json" in capsys.readouterr().err
+    assert main(["generate", "x", "--token-ids", "1,2"]) == 2
+    assert "the prompt already" in capsys.readouterr().err
+
+
+def test_doctor_knows_the_ports_of_ballast_itself(dispatcher: ScriptedDispatcher) -> None:
+    port = int(os.environ["BALLAST_ADDRESS"].rpartition(":")[2])
+    finding = checks.ports(port, 1)
+    assert finding.verdict is Verdict.WARN
+    assert "Ballast serves" in finding.text
+
+
+# ---------------------------------------------------------------- quickness and completion
+
+
+@pytest.mark.parametrize("flag", ["--version", "--help"])
+def test_version_and_help_need_no_command(flag: str) -> None:
+    """By what is imported: times say nothing on a busy machine."""
+    code = (
+        "import sys\nfrom ballast.cli.main import main\n"
+        f"try: main(['{flag}'])\nexcept SystemExit: pass\n"
+        "print(sorted({name.split('.')[0] for name in sys.modules} & {'grpc', 'rich', 'pydantic', 'numpy', 'google'}))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_help_lists_every_command_with_what_it_does(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    for name, (_, text) in _COMMANDS.items():
+        assert f"{name} {text}" in shown
+
+
+def test_every_flag_has_help() -> None:
+    mute: list[str] = []
+
+    def look(parser: Any) -> None:
+        for action in parser._actions:
+            if isinstance(action.choices, dict):
+                for inner in action.choices.values():
+                    look(inner)
+            elif not action.help:
+                mute.append(f"{parser.prog} {action.option_strings or action.dest}")
+
+    look(build_parser("*"))
+    assert mute == []
+
+
+def test_shells_can_complete(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["completion", "bash"]) == 0
+    assert "complete " in capsys.readouterr().out
+    environ = {**os.environ, "_ARGCOMPLETE": "1", "COMP_LINE": "ballast transi", "COMP_POINT": "14", "IFS": "\013"}
+    environ |= {"_ARGCOMPLETE_IFS": "\013", "_ARGCOMPLETE_STDOUT_FILENAME": "/dev/stdout"}
+    code = "from ballast.cli.main import main; main([])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=environ)
+    assert "transitions" in done.stdout
+
+
+def test_modules_of_commands_exist() -> None:
+    for module, _ in _COMMANDS.values():
+        source = Path(str(importlib.import_module(module).__file__)).read_text()
+        assert any(isinstance(node, ast.FunctionDef) and node.name == "add_parser" for node in ast.parse(source).body)
