@@ -74,6 +74,7 @@ async def ask(ai: AsyncOpenAI, seed: int) -> str:
     return "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
 
 
+@pytest.mark.timeout(300 + 3 * COUNT)
 def test_every_answer_validates_through_drops_restores_and_the_loss_of_a_worker(running: RunningCluster) -> None:
     async def all_of_them(ai: AsyncOpenAI) -> list[str]:
         few = asyncio.Semaphore(16)
@@ -98,7 +99,7 @@ def test_every_answer_validates_through_drops_restores_and_the_loss_of_a_worker(
             running.cluster.kill("worker")
             assert await again == calm
 
-    running.run(story(), timeout_s=280)
+    running.run(story(), timeout_s=240 + 3 * COUNT)
     running.run(replace_the_lost_one(running))
 
 
