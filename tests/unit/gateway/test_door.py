@@ -56,7 +56,7 @@ class Parts:
 
     def __init__(self, **bounds: Any) -> None:
         self.registry = CollectorRegistry()
-        given = {
+        given: dict[str, Any] = {
             "max_concurrent_requests": 4,
             "max_body_bytes": 100,
             "body_timeout_s": 5.0,
