@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import grpc
 
 from ballast.client import ClusterStatus, WorkerStatus
-from ballast.rpc.codec import load_from_proto
+from ballast.rpc.codec import LOAD
 from ballastpb.worker.v1 import worker_pb2, worker_pb2_grpc
 
 _TIMEOUT_S = 0.5
@@ -35,4 +35,4 @@ def _ask(worker: WorkerStatus) -> WorkerStatus:
             return worker
     if answer.incarnation != worker.incarnation:
         return worker
-    return dataclasses.replace(worker, load=load_from_proto(answer.load))
+    return dataclasses.replace(worker, load=LOAD.record(answer.load))

@@ -16,7 +16,7 @@ from ballast.cli.planners import Ask, T, ask_planner
 from ballast.common.arguments import seconds, size
 from ballast.common.errors import Unavailable
 from ballast.common.units import duration, human_bytes, human_duration
-from ballast.rpc.codec import layout_from_proto
+from ballast.rpc.codec import LAYOUT
 from ballastpb.planner.v1 import planner_pb2 as pb
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def run_plan(args: argparse.Namespace) -> int:
     answer = _ask(args, lambda planner: planner.ExplainPlan(request, timeout=_TIMEOUT_S))
     if args.json:
         numbers = {name: getattr(answer, name) for name in ("required_bytes", "freed_bytes", "shortfall_bytes")}
-        print_json({**numbers, "lines": list(answer.lines), "layout": layout_from_proto(answer.layout)})
+        print_json({**numbers, "lines": list(answer.lines), "layout": LAYOUT.record(answer.layout)})
     else:
         print("\n".join(answer.lines if args.explain else answer.lines[:1]))
     return 0

@@ -272,7 +272,7 @@ class AsyncClient:
     async def model_info(self, *, metadata: Metadata | None = None) -> ModelInfo:
         """Facts about the model that is served."""
         response = await self._get_model_info(metadata)
-        return codec.model_from_proto(response.model)
+        return codec.MODEL.record(response.model)
 
     async def chat_template(self, *, metadata: Metadata | None = None) -> str:
         """The source of the model's chat template; empty if it has none."""

@@ -41,8 +41,8 @@ def request_to_proto(
     require_one_prompt(prompt=prompt, token_ids=token_ids, messages=messages)
     request = pb.GenerateRequest(
         request_id=request_id,
-        sampling=codec.sampling_to_proto(sampling),
-        priority=codec.priority_to_proto(priority),
+        sampling=codec.SAMPLING.message(sampling),
+        priority=codec.PRIORITY.number_of[priority],
         omit_text=not include_text,
         collect=collect,
         fit_max_tokens=fit_max_tokens,
@@ -146,8 +146,8 @@ def status_from_proto(response: pb.GetStatusResponse, address: str) -> ClusterSt
         dispatcher_id=response.dispatcher_id,
         address=address,
         version=response.version,
-        layout=codec.layout_from_proto(response.layout) if response.HasField("layout") else None,
-        model=codec.model_from_proto(response.model) if response.HasField("model") else None,
+        layout=codec.LAYOUT.record(response.layout) if response.HasField("layout") else None,
+        model=codec.MODEL.record(response.model) if response.HasField("model") else None,
         workers=tuple(_worker_from_proto(worker) for worker in response.workers),
         backlog_request_count=response.backlog_request_count,
         backlog_token_count=response.backlog_token_count,
@@ -220,5 +220,5 @@ def _worker_from_proto(worker: pb.WorkerStatus) -> WorkerStatus:
         address=worker.address,
         group_id=worker.group_id,
         connected=worker.connected,
-        load=codec.load_from_proto(worker.load) if worker.HasField("load") else None,
+        load=codec.LOAD.record(worker.load) if worker.HasField("load") else None,
     )

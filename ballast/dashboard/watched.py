@@ -14,7 +14,7 @@ from ballast.client import AsyncClient, ClusterStatus, RecentTimes, WorkerStatus
 from ballast.common.errors import BallastError
 from ballast.common.load import LoadReport
 from ballast.rpc.channel import open_channel
-from ballast.rpc.codec import load_from_proto
+from ballast.rpc.codec import LOAD
 from ballast.rpc.errors import from_rpc_error
 from ballastpb.planner.v1 import planner_pb2, planner_pb2_grpc
 from ballastpb.worker.v1 import worker_pb2, worker_pb2_grpc
@@ -243,7 +243,7 @@ async def _ask_load(worker: WorkerStatus) -> LoadReport:
     async with open_channel(worker.address) as channel:
         stub = worker_pb2_grpc.WorkerServiceStub(channel)
         answer = await stub.GetStatus(worker_pb2.GetStatusRequest(), timeout=_FOLLOWER_TIMEOUT_S)
-    return load_from_proto(answer.load)
+    return LOAD.record(answer.load)
 
 
 def _waiting(statuses: Sequence[ClusterStatus]) -> int:

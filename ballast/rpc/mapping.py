@@ -45,13 +45,30 @@ _Convert = Callable[[Any], Any]
 _PLAIN = (int, float, str, bool, bytes)
 
 
+class _Refused(Exception):
+    """A value of a field, whose path grows on the way out; InvalidRequest in the end."""
+
+    def __init__(self, field: str, why: str) -> None:
+        super().__init__(field, why)
+        self.field, self.why = field, why
+
+
 class Mapper(Generic[R, M]):
     """One type of record and its message."""
 
     def __init__(
-        self, record_type: type[R], message_type: type[M], *, given: Sequence[str] = (), ignored: Sequence[str] = ()
+        self,
+        record_type: type[R],
+        message_type: type[M],
+        *,
+        given: Sequence[str] = (),
+        ignored: Sequence[str] = (),
+        check: Callable[[M], None] | None = None,
     ) -> None:
-        """`given`: fields, of either side, that the caller says each time. `ignored`: of the message, nobody reads."""
+        """`given`: fields, of either side, that the caller says each time. `ignored`: of the message, nobody reads.
+        `check` raises InvalidRequest for a message that makes no sense; it names the field itself.
+        """
+        self._check = check
         self.record_type, self.message_type, self.given = record_type, message_type, tuple(given)
         descriptor = cast(Descriptor, message_type.DESCRIPTOR)
         fields = [f for f in dataclasses.fields(cast(Any, record_type)) if f.init]
@@ -59,10 +76,8 @@ class Mapper(Generic[R, M]):
         mapped = [f for f in fields if f.name not in given]
         self._check_names({f.name for f in mapped}, set(descriptor.fields_by_name), {*given, *ignored})
         self._fields = [_Field(f, hints[f.name], descriptor) for f in mapped]
-        self._names = [f.name for f in self._fields]
-        self._of_record = _getter(self._names)
-        self._to = [(i, f.to) for i, f in enumerate(self._fields) if f.to is not None]
-        self._from = [(i, f) for i, f in enumerate(self._fields) if f.is_converted]
+        self._message = _writer(self._fields, message_type)
+        self._record = _reader(self._fields, record_type)
         _KNOWN.setdefault((record_type, descriptor.full_name), self)
 
     def _check_names(self, record: set[str], message: set[str], said: set[str]) -> None:
@@ -76,20 +91,24 @@ class Mapper(Generic[R, M]):
     # Any: values of fields, each of its own type.
     def message(self, record: R, **given: Any) -> M:
         """The message of a record. Raises InvalidRequest for a number that its field cannot hold."""
-        values = list(self._of_record(record))
-        for i, convert in self._to:
-            values[i] = convert(values[i])
         try:
-            return self.message_type(**dict(zip(self._names, values, strict=True)), **given)
+            return self._message(record, given)
         except (ValueError, TypeError) as error:
-            raise self._refusal(values, error) from error
+            raise self._refusal(record, error) from error
 
     def record(self, message: M, **given: Any) -> R:
         """The record of a message. Raises InvalidRequest for a value that is refused, with the path to its field."""
-        values = list(self._of_record(message))
-        for i, field in self._from:
-            values[i] = field.value(message, values[i])
-        return self.record_type(**dict(zip(self._names, values, strict=True)), **given)
+        try:
+            return self.inner_record(message, **given)
+        except _Refused as error:
+            raise InvalidRequest(error.field, error.why) from error
+
+    # Any: values of fields, each of its own type.
+    def inner_record(self, message: M, **given: Any) -> R:
+        """Of a message within another one, whose mapper says the rest of the path."""
+        if self._check is not None:
+            self._check(message)
+        return self._record(message, given)
 
     def to_bytes(self, record: R, **given: Any) -> bytes:
         return self.message(record, **given).SerializeToString()
@@ -98,13 +117,27 @@ class Mapper(Generic[R, M]):
         """Raises google.protobuf.message.DecodeError for bytes that are no such message."""
         return self.record(self.message_type.FromString(data), **given)
 
-    def _refusal(self, values: list[Any], error: Exception) -> Exception:
-        for field, value in zip(self._fields, values, strict=True):
+    def _refusal(self, record: R, error: Exception) -> Exception:
+        for field in self._fields:
+            value = getattr(record, field.name)
             try:
-                self.message_type(**{field.name: value})
+                self.message_type(**{field.name: value if field.to is None else field.to(value)})
             except (ValueError, TypeError) as why:
                 return InvalidRequest(field.name, str(why))
         return error
+
+
+def _writer(fields: "Sequence[_Field]", make: _Convert) -> Callable[[Any, Mapping[str, Any]], Any]:
+    """As if written by hand: there is a message for each step of each engine."""
+    known: dict[str, Any] = {"make": make} | {f"to_{f.name}": f.to for f in fields}
+    parts = [f"{f.name}=r.{f.name}" if f.to is None else f"{f.name}=to_{f.name}(r.{f.name})" for f in fields]
+    return eval(f"lambda r, given: make({', '.join(parts)}, **given)", known)
+
+
+def _reader(fields: "Sequence[_Field]", make: _Convert) -> Callable[[Any, Mapping[str, Any]], Any]:
+    known: dict[str, Any] = {"make": make} | {f"of_{f.name}": f.value for f in fields}
+    parts = [f"{f.name}=of_{f.name}(m, m.{f.name})" if f.is_converted else f"{f.name}=m.{f.name}" for f in fields]
+    return eval(f"lambda m, given: make({', '.join(parts)}, **given)", known)
 
 
 _KNOWN: dict[tuple[type, str], Mapper[Any, Any]] = {}
@@ -139,9 +172,15 @@ class EnumMapper(Generic[E]):
 
     def member(self, number: int, field: str = "") -> E:
         """Raises InvalidRequest, of `field`, for UNSPECIFIED and for an unknown number, unless they mean something."""
+        try:
+            return self.inner_member(number)
+        except _Refused as error:
+            raise InvalidRequest(field, error.why) from error
+
+    def inner_member(self, number: int) -> E:
         found = self._of_number.get(number, self._unknown if number else self.absent)
         if found is None:
-            raise InvalidRequest(field, f"unknown value {number}; known are {self._known}")
+            raise _Refused("", f"unknown value {number}; known are {self._known}")
         return found
 
 
@@ -182,17 +221,16 @@ class _Field:
         try:
             if self._of is not None:
                 value = self._of(value)
-        except InvalidRequest as error:
-            raise InvalidRequest(_within(self.name, error.field), error.why) from error
+        except _Refused as error:
+            raise _Refused(_within(self.name, error.field), error.why) from error
         for check in self._checks:
             if why := check(value):
-                raise InvalidRequest(self.name, str(why))
+                raise _Refused(self.name, str(why))
         return value
 
 
 def _within(outer: str, inner: str) -> str:
-    """The path to a field of a field. Some records say themselves where they usually stand."""
-    return inner if inner.startswith(f"{outer}.") else f"{outer}.{inner}".rstrip(".").replace(".[", "[")
+    return f"{outer}.{inner}".rstrip(".").replace(".[", "[")
 
 
 def _converters(hint: Any, field: FieldDescriptor, *, none_is_zero: bool) -> tuple[_Convert | None, _Convert | None]:
@@ -200,12 +238,16 @@ def _converters(hint: Any, field: FieldDescriptor, *, none_is_zero: bool) -> tup
     origin, arguments = get_origin(hint), get_args(hint)
     is_map = field.message_type is not None and field.message_type.GetOptions().map_entry
     if is_map:
-        return dict, dict
+        return dict, _in_order
     if field.is_repeated:
         return _repeated(hint, field)
     if origin is tuple and field.message_type is not None:
         return _positional(arguments, field.message_type)
     return _single(hint, field, none_is_zero=none_is_zero)
+
+
+def _in_order(values: Mapping[Any, Any]) -> dict[Any, Any]:
+    return dict(sorted(values.items()))
 
 
 def _repeated(hint: Any, field: FieldDescriptor) -> tuple[_Convert | None, _Convert | None]:
@@ -228,7 +270,7 @@ def _repeated(hint: Any, field: FieldDescriptor) -> tuple[_Convert | None, _Conv
     def all_of(values: Any) -> Any:
         try:
             return make([of(value) for value in values])
-        except InvalidRequest:
+        except _Refused:
             return make([_at(i, of, value) for i, value in enumerate(values)])
 
     return all_to, all_of
@@ -237,8 +279,8 @@ def _repeated(hint: Any, field: FieldDescriptor) -> tuple[_Convert | None, _Conv
 def _at(index: int, convert: _Convert, value: Any) -> Any:
     try:
         return convert(value)
-    except InvalidRequest as error:
-        raise InvalidRequest(_within(f"[{index}]", error.field), error.why) from error
+    except _Refused as error:
+        raise _Refused(_within(f"[{index}]", error.field), error.why) from error
 
 
 def _single(hint: Any, field: FieldDescriptor, *, none_is_zero: bool) -> tuple[_Convert | None, _Convert | None]:
@@ -248,10 +290,10 @@ def _single(hint: Any, field: FieldDescriptor, *, none_is_zero: bool) -> tuple[_
         if special := _SPECIAL.get((plain, name)):
             return special
         known = _KNOWN.get((plain, name)) or Mapper(plain, GetMessageClass(field.message_type))
-        return known.message, known.record
+        return known.message, known.inner_record
     if field.enum_type is not None:
         mapper = _ENUMS.get((plain, field.enum_type.full_name)) or EnumMapper(plain, field.enum_type)
-        return mapper.number_of.__getitem__, _member_or_none(mapper) if none_is_zero else mapper.member
+        return mapper.number_of.__getitem__, _member_or_none(mapper) if none_is_zero else mapper.inner_member
     if plain not in _PLAIN:
         raise InvariantViolation(f"{field.full_name}: {hint} cannot stand in a plain field")
     return None, None
@@ -266,7 +308,7 @@ def _positional(hints: Sequence[Any], message: Descriptor) -> tuple[_Convert, _C
 
 
 def _member_or_none(mapper: EnumMapper[Any]) -> _Convert:
-    return lambda number: mapper.member(number) if number or mapper.absent else None
+    return lambda number: mapper.inner_member(number) if number or mapper.absent else None
 
 
 def _unless_none(convert: _Convert, none: Any) -> _Convert:

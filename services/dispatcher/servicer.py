@@ -16,14 +16,7 @@ from ballast.common.clock import Clock
 from ballast.common.errors import BallastError, Cancelled, InvalidRequest, NotFound, Unavailable
 from ballast.common.ids import RequestId, WorkerId
 from ballast.common.sampling import FinishReason, SamplingParams
-from ballast.rpc.codec import (
-    finish_to_proto,
-    layout_to_proto,
-    load_to_proto,
-    model_to_proto,
-    priority_from_proto,
-    sampling_from_proto,
-)
+from ballast.rpc.codec import LAYOUT, LOAD, MODEL, PRIORITY, SAMPLING, finish_to_proto
 from ballast.rpc.deadline import remaining_s
 from ballastpb.cluster.v1 import cluster_pb2
 from ballastpb.inference.v1 import inference_pb2 as pb
@@ -128,7 +121,7 @@ class DispatcherServicer(inference_pb2_grpc.InferenceServiceServicer):
         model = self._shell.model
         if model is None:
             raise Unavailable("workers", "none has connected yet, so the model is not known")
-        return pb.GetModelInfoResponse(model=model_to_proto(model), chat_template=self._encoder.chat_template)
+        return pb.GetModelInfoResponse(model=MODEL.message(model), chat_template=self._encoder.chat_template)
 
     async def GetStatus(self, request: pb.GetStatusRequest, context: Context) -> pb.GetStatusResponse:
         core, model = self._shell.core, self._shell.model
@@ -136,9 +129,9 @@ class DispatcherServicer(inference_pb2_grpc.InferenceServiceServicer):
         return pb.GetStatusResponse(
             dispatcher_id=self._identity.dispatcher_id,
             version=__version__,
-            layout=layout_to_proto(layout) if layout is not None else None,
+            layout=LAYOUT.message(layout) if layout is not None else None,
             workers=self._worker_statuses(),
-            model=model_to_proto(model) if model is not None else None,
+            model=MODEL.message(model) if model is not None else None,
             backlog_request_count=len(core.backlog),
             backlog_token_count=core.backlog.token_count,
             running_request_count=core.fleet.placed_count + core.moving_count,
@@ -235,8 +228,8 @@ class DispatcherServicer(inference_pb2_grpc.InferenceServiceServicer):
         left_s = remaining_s(context)
         if len(message.request_id) > _MAX_REQUEST_ID_CHARS:
             raise InvalidRequest("request_id", f"has {len(message.request_id)} characters, at most 128 are allowed")
-        priority = priority_from_proto(message.priority)
-        sampling = sampling_from_proto(message.sampling)
+        priority = PRIORITY.member(message.priority, "priority")
+        sampling = SAMPLING.record(message.sampling)
         if sampling.grammar is not None:
             await self._encoder.check_grammar(sampling.grammar)
         prompt = await self._encode_prompt(message)
@@ -344,7 +337,7 @@ class DispatcherServicer(inference_pb2_grpc.InferenceServiceServicer):
                     address=member.address,
                     group_id=group.group_id,
                     connected=leader is not None and leader.connected,
-                    load=load_to_proto(load) if load is not None else None,
+                    load=LOAD.message(load) if load is not None else None,
                 )
                 statuses.append(status)
         return sorted(statuses, key=lambda status: status.worker_id)

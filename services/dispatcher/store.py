@@ -22,7 +22,7 @@ from google.protobuf.message import DecodeError
 from ballast.common.errors import AlreadyExists, BallastError, Unavailable
 from ballast.common.ids import RequestId
 from ballast.common.layout import Layout
-from ballast.rpc.codec import layout_from_proto
+from ballast.rpc.codec import LAYOUT
 from ballast.service.logs import get_logger
 from ballast.service.state import KEY_PREFIX, StateServer
 from ballastpb.cluster.v1 import cluster_pb2
@@ -201,7 +201,7 @@ class DispatcherStore:
 def _decode(body: str) -> Layout | None:
     """None for what is no layout of ours; the one before stays in force."""
     try:
-        layout = layout_from_proto(cluster_pb2.Layout.FromString(base64.b64decode(body, validate=True)))
+        layout = LAYOUT.record(cluster_pb2.Layout.FromString(base64.b64decode(body, validate=True)))
         layout.check()
     except (binascii.Error, ValueError, DecodeError, BallastError) as error:
         get_logger().error("layout in the state server cannot be used", why=str(error))

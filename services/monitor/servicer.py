@@ -88,7 +88,7 @@ class MonitorServicer(monitor_pb2_grpc.MonitorServiceServicer):
                 self._check_place(place, instance)
                 self._shell.feed(Announced(at_s, cause_id, stream.stream_id, instance, place))
             case "load" if instance is not None:
-                load = codec.load_from_proto(request.load)
+                load = codec.LOAD.record(request.load)
                 self._check_load(load, instance)
                 self._check_place(place, instance)
                 self._shell.feed(LoadReported(at_s, cause_id, stream.stream_id, load, place))
@@ -170,7 +170,7 @@ def _instance_from_proto(message: pb.Announce) -> Instance:
         worker_id=WorkerId(message.worker_id),
         incarnation=Incarnation(message.incarnation),
         address=message.address,
-        model=codec.model_from_proto(message.model),
+        model=codec.MODEL.record(message.model),
         data_address=message.data_address,
     )
 
@@ -185,7 +185,7 @@ def _instance_to_proto(instance: Instance) -> pb.Announce:
         worker_id=instance.worker_id,
         incarnation=instance.incarnation,
         address=instance.address,
-        model=codec.model_to_proto(instance.model),
+        model=codec.MODEL.message(instance.model),
         data_address=instance.data_address,
     )
 
@@ -241,5 +241,5 @@ def _group_to_proto(group: GroupDemand) -> pb.GroupDemand:
 def _row_to_proto(row: Row) -> pb.InstanceStatus:
     status = pb.InstanceStatus(instance=_instance_to_proto(row.instance), report_age_s=row.report_age_s)
     if row.load is not None:
-        status.load.CopyFrom(codec.load_to_proto(row.load))
+        status.load.CopyFrom(codec.LOAD.message(row.load))
     return status

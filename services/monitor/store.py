@@ -21,7 +21,7 @@ from ballast.common.ids import DispatcherId, Incarnation, WorkerId
 from ballast.common.layout import Layout
 from ballast.common.load import LoadReport
 from ballast.common.model import ModelInfo
-from ballast.rpc.codec import layout_from_proto
+from ballast.rpc.codec import LAYOUT
 from ballast.service.logs import get_logger
 from ballast.service.state import KEY_PREFIX, StateServer
 from ballastpb.cluster.v1 import cluster_pb2
@@ -143,7 +143,7 @@ def _layout_from(body: str | None) -> Layout | None:
     if body is None:
         return None
     try:
-        layout = layout_from_proto(cluster_pb2.Layout.FromString(base64.b64decode(body, validate=True)))
+        layout = LAYOUT.record(cluster_pb2.Layout.FromString(base64.b64decode(body, validate=True)))
         layout.check()
     except (binascii.Error, ValueError, DecodeError, BallastError) as error:
         get_logger().error("layout in the state server cannot be used", why=str(error))

@@ -101,7 +101,7 @@ class MonitorEvents:
             worker_id = row.instance.worker_id
             try:
                 if row.HasField("load"):
-                    loads[WorkerId(border.name("instance.worker_id", worker_id))] = codec.load_from_proto(row.load)
+                    loads[WorkerId(border.name("instance.worker_id", worker_id))] = codec.LOAD.record(row.load)
             except InvalidRequest as error:
                 self._refusals.note(worker_id, error)
         return loads
@@ -162,7 +162,7 @@ def _event_from_proto(message: pb.WatchEventsResponse) -> MonitorEvent | None:
                 worker_id=WorkerId(instance.worker_id),
                 incarnation=Incarnation(instance.incarnation),
                 address=instance.address,
-                model=codec.model_from_proto(instance.model),
+                model=codec.MODEL.record(instance.model),
                 draining=message.instance_up.draining,
                 data_address=instance.data_address,
                 place=codec.place_from_proto(message.instance_up.place),
@@ -320,8 +320,8 @@ def _prepare_request(command: CallMember) -> worker_pb2.PrepareRequest:
     journal: Journal = command.journal
     return worker_pb2.PrepareRequest(
         kind=KIND.number_of[journal.kind],
-        base=codec.layout_to_proto(journal.base),
-        target=codec.layout_to_proto(journal.target),
+        base=codec.LAYOUT.message(journal.base),
+        target=codec.LAYOUT.message(journal.target),
         sources=[worker_pb2.LayerSource(layer=layer, worker_id=holder or "") for layer, holder in command.sources],
         cause_id=command.cause_id,
         patient=command.patient,

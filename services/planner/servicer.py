@@ -36,7 +36,7 @@ class PlannerServicer(planner_pb2_grpc.PlannerServiceServicer):
         self, request: pb.GetLayoutRequest, context: _Context
     ) -> pb.GetLayoutResponse:
         return pb.GetLayoutResponse(
-            layout=codec.layout_to_proto(self._shell.core.layout),
+            layout=codec.LAYOUT.message(self._shell.core.layout),
             planner_id=self._shell.planner_id,
             active=self._shell.core.active,
         )
@@ -47,7 +47,7 @@ class PlannerServicer(planner_pb2_grpc.PlannerServiceServicer):
         watcher = self._shell.watch()
         when_done(context, lambda: self._shell.unwatch(watcher))
         while True:
-            yield pb.WatchLayoutResponse(layout=codec.layout_to_proto(await watcher.next()))
+            yield pb.WatchLayoutResponse(layout=codec.LAYOUT.message(await watcher.next()))
 
     async def DrainWorker(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, request: pb.DrainWorkerRequest, context: _Context
@@ -79,7 +79,7 @@ class PlannerServicer(planner_pb2_grpc.PlannerServiceServicer):
             required_bytes=told.required_bytes,
             freed_bytes=told.freed_bytes,
             shortfall_bytes=told.shortfall_bytes,
-            layout=codec.layout_to_proto(told.layout),
+            layout=codec.LAYOUT.message(told.layout),
         )
 
     async def Drop(  # pyright: ignore[reportIncompatibleMethodOverride]

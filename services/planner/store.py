@@ -165,11 +165,11 @@ class RedisLayoutStore:
 
 
 def _layout_body(layout: Layout) -> str:
-    return base64.b64encode(codec.layout_to_proto(layout).SerializeToString(deterministic=True)).decode()
+    return base64.b64encode(codec.LAYOUT.message(layout).SerializeToString(deterministic=True)).decode()
 
 
 def _layout_from(body: str) -> Layout:
-    layout = codec.layout_from_proto(pb.Layout.FromString(base64.b64decode(body, validate=True)))
+    layout = codec.LAYOUT.record(pb.Layout.FromString(base64.b64decode(body, validate=True)))
     layout.check()
     return layout
 

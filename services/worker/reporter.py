@@ -64,7 +64,7 @@ class MonitorReporter:
             worker_id=worker_id,
             incarnation=incarnation,
             address=address,
-            model=codec.model_to_proto(model),
+            model=codec.MODEL.message(model),
             data_address=data_address,
         )
         self._load = load
@@ -128,7 +128,7 @@ class MonitorReporter:
                 while not self._leaving.is_set() and target == self._monitor.current:
                     self._due.clear()
                     self._told = load = self._load()
-                    answer = await self._exchange(call, self._report(load=codec.load_to_proto(load)), target)
+                    answer = await self._exchange(call, self._report(load=codec.LOAD.message(load)), target)
                     self.connected = True
                     self._monitor.confirm()
                     least_s = min(answer.least_interval_s, _LONGEST_INTERVAL_S)

@@ -13,13 +13,7 @@ from ballast.common.errors import InvalidRequest, PeerViolation, StaleEpoch, Una
 from ballast.common.ids import Incarnation, RequestId, WorkerId
 from ballast.common.model import ModelInfo
 from ballast.common.sampling import FinishReason
-from ballast.rpc.codec import (
-    finish_to_proto,
-    load_to_proto,
-    model_to_proto,
-    priority_from_proto,
-    sampling_from_proto,
-)
+from ballast.rpc.codec import LOAD, MODEL, PRIORITY, SAMPLING, finish_to_proto
 from ballast.rpc.fencing import Fence
 from ballast.service.logs import get_logger
 from ballastpb.cluster.v1 import cluster_pb2
@@ -114,8 +108,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             worker_id=self._worker_id,
             incarnation=self._incarnation,
             version=__version__,
-            model=model_to_proto(self._model),
-            load=load_to_proto(self._shell.load()),
+            model=MODEL.message(self._model),
+            load=LOAD.message(self._shell.load()),
             dispatcher_count=self._shell.stream_count,
         )
 
@@ -200,8 +194,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         return pb.Welcome(
             worker_id=self._worker_id,
             incarnation=self._incarnation,
-            model=model_to_proto(self._model),
-            load=load_to_proto(self._shell.load()),
+            model=MODEL.message(self._model),
+            load=LOAD.message(self._shell.load()),
             max_waiting_request_count=self._max_waiting_count,
         )
 
@@ -231,7 +225,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
 
     def _submitted(self, stream_id: int, submit: pb.Submit) -> Submitted:
         now_s = time.monotonic()
-        sampling = sampling_from_proto(submit.sampling)
+        sampling = SAMPLING.record(submit.sampling)
         prompt, output = tuple(submit.prompt_token_ids), tuple(submit.output_token_ids)
         if submit.HasField("deadline_s") and math.isnan(submit.deadline_s):
             raise InvalidRequest("deadline_s", "must be a number of seconds, got NaN")
@@ -252,7 +246,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             output_token_ids=output,
             output_text=output_text,
             delivered_text_chars=submit.delivered_text_chars,
-            priority=priority_from_proto(submit.priority),
+            priority=PRIORITY.member(submit.priority, "priority"),
             deadline_at_s=now_s + submit.deadline_s if submit.HasField("deadline_s") else None,
             wants_text=not submit.omit_text,
             expects_handover=submit.expects_handover,
@@ -265,7 +259,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
 
 
 def step_to_proto(output: Output) -> pb.StepOutput:
-    message = pb.StepOutput(load=load_to_proto(output.load), seen_handle=output.seen_handle)
+    message = pb.StepOutput(load=LOAD.message(output.load), seen_handle=output.seen_handle)
     if (emit := output.emit) is not None:
         message.handles.extend(emit.handles)
         message.token_counts.extend(emit.token_counts)

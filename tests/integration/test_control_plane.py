@@ -167,7 +167,7 @@ def test_an_old_life_of_a_worker_is_refused() -> None:
         async with open_channel(address(monitor)) as channel:
             call = monitor_pb2_grpc.MonitorServiceStub(channel).Report()
             announce = monitor_pb2.Announce(
-                worker_id="w1", incarnation=6, address="127.0.0.1:1", model=codec.model_to_proto(model_info())
+                worker_id="w1", incarnation=6, address="127.0.0.1:1", model=codec.MODEL.message(model_info())
             )
             await call.write(monitor_pb2.ReportRequest(announce=announce))
             error = None

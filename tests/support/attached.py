@@ -9,7 +9,7 @@ import grpc
 import grpc.aio
 
 from ballast.common.sampling import FinishReason, SamplingParams
-from ballast.rpc.codec import finish_from_proto, sampling_to_proto
+from ballast.rpc.codec import SAMPLING, finish_from_proto
 from ballast.rpc.errors import from_rpc_error
 from ballastpb.cluster.v1 import cluster_pb2
 from ballastpb.worker.v1 import worker_pb2 as pb
@@ -64,7 +64,7 @@ class Attached:
         self, handle: int, max_tokens: int, prompt: Sequence[int] = (9, 8, 7), *, logprobs: int | None = None
     ) -> None:
         sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, logprobs=logprobs)
-        await self.send(pb.Submit(handle=handle, prompt_token_ids=prompt, sampling=sampling_to_proto(sampling)))
+        await self.send(pb.Submit(handle=handle, prompt_token_ids=prompt, sampling=SAMPLING.message(sampling)))
 
     async def send(self, submit: pb.Submit) -> None:
         self.heard[submit.handle] = Heard()

@@ -78,7 +78,7 @@ class ControlPlane:
             stub = planner_pb2_grpc.PlannerServiceStub(channel)
             while True:
                 answer = await stub.GetLayout(planner_pb2.GetLayoutRequest(), timeout=60)
-                layout = codec.layout_from_proto(answer.layout)
+                layout = codec.LAYOUT.record(answer.layout)
                 if holds(layout):
                     return layout
                 assert loop.time() < give_up_at_s, f"not within {within_s} s: {what}\nlast {layout}\n{self.logs()}"

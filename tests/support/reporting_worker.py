@@ -68,7 +68,7 @@ class ReportingWorker(worker_pb2_grpc.WorkerServiceServicer):
 
     async def GetStatus(self, request: pb.GetStatusRequest, context: Any) -> pb.GetStatusResponse:
         return pb.GetStatusResponse(
-            worker_id=self.worker_id, incarnation=self.incarnation, load=codec.load_to_proto(self.load())
+            worker_id=self.worker_id, incarnation=self.incarnation, load=codec.LOAD.message(self.load())
         )
 
     async def Drain(self, request: pb.DrainRequest, context: Any) -> pb.DrainResponse:

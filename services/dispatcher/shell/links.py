@@ -13,13 +13,7 @@ from ballast.common.clock import Clock
 from ballast.common.errors import BallastError, PeerViolation, Unavailable
 from ballast.common.ids import DispatcherId, Incarnation
 from ballast.rpc.channel import open_channel
-from ballast.rpc.codec import (
-    finish_from_proto,
-    load_from_proto,
-    model_from_proto,
-    priority_to_proto,
-    sampling_to_proto,
-)
+from ballast.rpc.codec import LOAD, MODEL, PRIORITY, SAMPLING, finish_from_proto
 from ballast.rpc.errors import from_rpc_error
 from ballast.service.logs import get_logger
 from ballastpb.worker.v1 import worker_pb2 as pb
@@ -132,8 +126,8 @@ class WorkerLink:
             WorkerConnected(
                 self._clock.now_s(),
                 self._worker,
-                model_from_proto(welcome.model),
-                load_from_proto(welcome.load),
+                MODEL.record(welcome.model),
+                LOAD.record(welcome.load),
                 welcome.max_waiting_request_count,
             )
         )
@@ -175,7 +169,7 @@ class WorkerLink:
             texts,
             step.logprobs,
             [_ending_from_proto(ending) for ending in step.endings] if step.endings else (),
-            load_from_proto(step.load),
+            LOAD.record(step.load),
             step.seen_handle,
         )
 
@@ -188,8 +182,8 @@ def submit_to_proto(place: Place) -> pb.Submit:
         attempt=place.attempt,
         prompt_token_ids=request.prompt_token_ids,
         output_token_ids=place.output_token_ids,
-        sampling=sampling_to_proto(request.sampling),
-        priority=priority_to_proto(request.priority),
+        sampling=SAMPLING.message(request.sampling),
+        priority=PRIORITY.number_of[request.priority],
         deadline_s=place.deadline_s,
         omit_text=request.omit_text,
         delivered_text_chars=place.delivered_text_chars,

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection
 from ballast.common.errors import InvalidRequest, InvariantViolation, StaleEpoch
 from ballast.common.ids import Epoch, WorkerId
 from ballast.common.transition import Phase
-from ballast.rpc.codec import layout_from_proto
+from ballast.rpc.codec import LAYOUT
 from ballast.rpc.transition import KIND, STATUS
 from ballastpb.worker.v1 import worker_pb2 as pb
 from services.worker.core.plan import Plan, part_of
@@ -39,9 +39,7 @@ class Transitions:
 
     def prepare(self, request: pb.PrepareRequest) -> None:
         """Raises InvalidRequest or StaleEpoch; a plan this worker has already is no error."""
-        plan = Plan(
-            KIND.member(request.kind, "kind"), layout_from_proto(request.base), layout_from_proto(request.target)
-        )
+        plan = Plan(KIND.member(request.kind, "kind"), LAYOUT.record(request.base), LAYOUT.record(request.target))
         try:
             plan.base.check()
             plan.target.check()

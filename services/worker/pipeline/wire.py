@@ -3,14 +3,7 @@
 from enum import IntEnum
 
 from ballast.common.ids import Epoch, RequestId, WorkerId
-from ballast.rpc.codec import (
-    finish_from_proto,
-    finish_to_proto,
-    priority_from_proto,
-    priority_to_proto,
-    sampling_from_proto,
-    sampling_to_proto,
-)
+from ballast.rpc.codec import PRIORITY, SAMPLING, finish_from_proto, finish_to_proto
 from ballastpb.cluster.v1 import cluster_pb2
 from ballastpb.worker.v1 import stage_pb2 as pb
 from services.worker.core.batch import Batch, NewSequence, Slice, StepResult, TokenLogprobs
@@ -190,10 +183,10 @@ _PLAIN = (
 def snapshot_to_proto(snapshot: SequenceSnapshot) -> pb.SequenceState:
     message = pb.SequenceState(
         request_id=snapshot.request_id,
-        priority=priority_to_proto(snapshot.priority),
+        priority=PRIORITY.number_of[snapshot.priority],
         prompt_token_ids=snapshot.prompt_token_ids,
         output_token_ids=snapshot.output_token_ids,
-        sampling=sampling_to_proto(snapshot.sampling),
+        sampling=SAMPLING.message(snapshot.sampling),
         unsent_logprobs=[logprobs_to_proto(logprobs) for logprobs in snapshot.unsent_logprobs],
         finish_reason=finish_to_proto(snapshot.finish_reason),
     )
@@ -207,11 +200,11 @@ def snapshot_to_proto(snapshot: SequenceSnapshot) -> pb.SequenceState:
 def snapshot_from_proto(message: pb.SequenceState) -> SequenceSnapshot:
     return SequenceSnapshot(
         request_id=RequestId(message.request_id),
-        priority=priority_from_proto(message.priority),
+        priority=PRIORITY.member(message.priority, "priority"),
         deadline_s=message.deadline_s if message.HasField("deadline_s") else None,
         prompt_token_ids=tuple(message.prompt_token_ids),
         output_token_ids=tuple(message.output_token_ids),
-        sampling=sampling_from_proto(message.sampling),
+        sampling=SAMPLING.record(message.sampling),
         unsent_logprobs=tuple(logprobs_from_proto(entry) for entry in message.unsent_logprobs),
         finish_reason=finish_from_proto(message.finish_reason),
         **{name: getattr(message, name) for name in _PLAIN},
@@ -277,7 +270,7 @@ def _new_to_proto(new: NewSequence) -> pb.NewSequence:
         sequence_id=new.sequence_id,
         prompt_token_ids=new.prompt_token_ids,
         output_token_ids=new.output_token_ids,
-        sampling=sampling_to_proto(new.sampling),
+        sampling=SAMPLING.message(new.sampling),
     )
 
 
@@ -286,5 +279,5 @@ def _new_from_proto(message: pb.NewSequence) -> NewSequence:
         message.sequence_id,
         tuple(message.prompt_token_ids),
         tuple(message.output_token_ids),
-        sampling_from_proto(message.sampling),
+        SAMPLING.record(message.sampling),
     )

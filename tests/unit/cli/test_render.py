@@ -13,7 +13,7 @@ from ballast.client.codec import status_from_proto
 from ballast.common.ids import Epoch, GroupId, Incarnation, WorkerId
 from ballast.common.layout import Group, Layout, Member
 from ballast.common.units import human_count, human_duration
-from ballast.rpc.codec import layout_to_proto
+from ballast.rpc.codec import LAYOUT
 from ballastpb.cluster.v1 import cluster_pb2
 from ballastpb.inference.v1 import inference_pb2 as pb
 from tests.support.scripted_dispatcher import worker_status
@@ -39,7 +39,7 @@ def cluster(*workers: pb.WorkerStatus) -> ClusterStatus:
     response = pb.GetStatusResponse(
         dispatcher_id="dispatcher-0",
         version="0.1.0",
-        layout=layout_to_proto(Layout(Epoch(3), 4, groups, "join")),
+        layout=LAYOUT.message(Layout(Epoch(3), 4, groups, "join")),
         workers=workers,
         model=cluster_pb2.ModelInfo(
             name="tiny",

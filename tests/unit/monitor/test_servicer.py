@@ -142,7 +142,7 @@ def announce(
     layers: int = 4,
     data_address: str = "host:2",
 ) -> pb.ReportRequest:
-    model = codec.model_to_proto(model_info(layers))
+    model = codec.MODEL.message(model_info(layers))
     return pb.ReportRequest(
         announce=pb.Announce(
             worker_id=worker_id, incarnation=incarnation, address=address, model=model, data_address=data_address
@@ -151,7 +151,7 @@ def announce(
 
 
 def load() -> pb.ReportRequest:
-    return pb.ReportRequest(load=codec.load_to_proto(load_report(5)))
+    return pb.ReportRequest(load=codec.LOAD.message(load_report(5)))
 
 
 def announced(**model: Any) -> pb.ReportRequest:
@@ -386,7 +386,7 @@ def test_a_watcher_hears_of_memory_and_the_status_shows_it() -> None:
         async def report(used: int, seen: list[str], until: str) -> pb.WatchEventsResponse:
             while True:
                 for stream in streams:
-                    await stream.write(pb.ReportRequest(load=codec.load_to_proto(load_report(used))))
+                    await stream.write(pb.ReportRequest(load=codec.LOAD.message(load_report(used))))
                     await stream.read()
                 if not reading.done():
                     await asyncio.sleep(0.02)

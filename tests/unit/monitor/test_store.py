@@ -54,7 +54,7 @@ def test_the_layout_is_read_as_the_planner_wrote_it_and_one_that_is_broken_count
             assert await surroundings.read() == (None, ())
             member = Member(WorkerId("w1"), Incarnation(1), "w1:1", 0, 4)
             layout = Layout(Epoch(3), 4, (Group(GroupId("g"), (member,)),), "test")
-            body = base64.b64encode(codec.layout_to_proto(layout).SerializeToString()).decode()
+            body = base64.b64encode(codec.LAYOUT.message(layout).SerializeToString()).decode()
             await state.run(state.redis.set(f"{KEY_PREFIX}layout", body))
             assert (await surroundings.read())[0] == layout
             assert (await surroundings.read())[0] == layout

@@ -92,10 +92,10 @@ def test_the_wire_bounds_what_may_be_said_of_epochs() -> None:
     message.epoch = 2**63 - 1
     with pytest.raises(InvalidRequest, match=r"place\.epoch"):
         codec.place_from_proto(message)
-    report = codec.load_to_proto(load_report(5))
+    report = codec.LOAD.message(load_report(5))
     report.newest_epoch = 2**63 - 1
     with pytest.raises(InvalidRequest, match="newest_epoch"):
-        codec.load_from_proto(report)
+        codec.LOAD.record(report)
 
 
 def test_after_the_highest_claim_there_is_room_for_changes() -> None:
@@ -108,7 +108,7 @@ def test_after_the_highest_claim_there_is_room_for_changes() -> None:
     epoch = planner.core.layout.epoch
     assert highest < epoch
     border.claimed_epoch("place.epoch", epoch + 1000, epoch)
-    codec.layout_from_proto(codec.layout_to_proto(planner.core.layout))
+    codec.LAYOUT.record(codec.LAYOUT.message(planner.core.layout))
 
 
 class Monitor(monitor_pb2_grpc.MonitorServiceServicer):
@@ -118,7 +118,7 @@ class Monitor(monitor_pb2_grpc.MonitorServiceServicer):
         self, request: pb.WatchEventsRequest, context: Any
     ) -> AsyncIterator[pb.WatchEventsResponse]:
         await context.send_initial_metadata(())
-        model = codec.model_to_proto(model_info(4))
+        model = codec.MODEL.message(model_info(4))
         for worker_id, incarnation in (("w1", 1), ("", 1), ("w2", -5), ("w" * 200, 1), ("w3", 1)):
             instance = pb.Announce(worker_id=worker_id, incarnation=incarnation, address="h:1", model=model)
             yield pb.WatchEventsResponse(instance_up=pb.InstanceUp(instance=instance))
@@ -126,7 +126,7 @@ class Monitor(monitor_pb2_grpc.MonitorServiceServicer):
         await asyncio.sleep(60)
 
     async def GetClusterStatus(self, request: pb.GetClusterStatusRequest, context: Any) -> pb.GetClusterStatusResponse:
-        good = codec.load_to_proto(load_report(5))
+        good = codec.LOAD.message(load_report(5))
         bad = cluster_pb2.LoadReport(block_count=-1)
         rows = [("w1", good), ("w2", bad), ("", good)]
         return pb.GetClusterStatusResponse(

@@ -58,7 +58,7 @@ def test_a_layout_is_written_once_per_epoch_and_read_back() -> None:
         assert await store.write(write(2, 1, token)) is WriteOutcome.WRITTEN
         body = await state.run(state.redis.get(LAYOUT_KEY))
         assert isinstance(body, str)
-        read = codec.layout_from_proto(cluster_pb2.Layout.FromString(base64.b64decode(body)))
+        read = codec.LAYOUT.record(cluster_pb2.Layout.FromString(base64.b64decode(body)))
         assert read == layout(2, "w1"), "as dispatchers read it"
 
     tell(story)

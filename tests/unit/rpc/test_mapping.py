@@ -17,6 +17,7 @@ from ballastpb.worker.v1 import stage_pb2, worker_pb2
 class Chosen:
     token_id: int
     logprob: float
+    token: bytes = b""
 
 
 @dataclass(frozen=True)
