@@ -36,6 +36,7 @@ from services.dispatcher.shell.chronicle import Chronicle
 from services.dispatcher.shell.dispatcher import DispatcherShell
 from services.dispatcher.shell.links import Identity
 from services.dispatcher.shell.metrics import DispatcherMetrics
+from services.dispatcher.shell.tracing import Tracer
 from services.dispatcher.store import DispatcherStore
 from services.dispatcher.text import PromptEncoder
 
@@ -154,6 +155,7 @@ async def _serve(
             store.run_releases(),
             planner.follow(),
             _keep_health(shell, server),
+            *_tracing(settings, identity, shell, clock),
         ):
             gc.freeze()  # what was loaded stays: collections need not look at it while requests run
             say_ready(_NAME, identity.dispatcher_id, address)
@@ -165,6 +167,17 @@ async def _serve(
             await store.unregister()
     finally:
         await server.stop(0.0)
+
+
+def _tracing(
+    settings: DispatcherSettings, identity: Identity, shell: DispatcherShell, clock: MonotonicClock
+) -> list[Coroutine[Any, Any, None]]:
+    """What sends traces, if a collector was named."""
+    if settings.otlp_traces_endpoint is None:
+        return []
+    tracer = Tracer(settings.otlp_traces_endpoint, identity.dispatcher_id, clock, time.time)
+    shell.chronicle.tell = tracer.ended
+    return [tracer.run()]
 
 
 def build_shell(

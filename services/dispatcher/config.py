@@ -70,6 +70,8 @@ class DispatcherSettings(Settings):
     """One line in the log for each request, without a word of its prompt or answer."""
     request_history_count: int = Field(4096, ge=0, le=1 << 20)
     """Ended requests that `ballast why` can tell of."""
+    otlp_traces_endpoint: str | None = Field(None, pattern=r"^https?://")
+    """Collector for traces of requests: http://HOST:4318, OTLP over HTTP. Default: no traces."""
     metrics_vllm_names: bool = False
     """Show the core metrics under vLLM's names as well, for boards and autoscalers that know those."""
 

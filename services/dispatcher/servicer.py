@@ -246,6 +246,7 @@ class DispatcherServicer(inference_pb2_grpc.InferenceServiceServicer):
             deadline_at_s=arrived_at_s + (longest_s if left_s is None else min(left_s, longest_s)),
             omit_text=message.omit_text,
             caller=context.peer(),
+            traceparent=_traceparent(context),
         )
 
     async def _encode_prompt(self, message: pb.GenerateRequest) -> Sequence[int]:
@@ -353,6 +354,14 @@ def _json_object(field: str, text: str) -> Mapping[str, object]:
     if not isinstance(value, dict):
         raise InvalidRequest(field, "must be a JSON object")
     return cast(Mapping[str, object], value)
+
+
+def _traceparent(context: Context) -> str:
+    """What W3C's header of this name says, for `tracing` to read; empty if the caller sent none."""
+    for key, value in context.invocation_metadata() or ():
+        if key == "traceparent":
+            return str(value)[:64]
+    return ""
 
 
 def _response(request: Request, delivery: Delivery, *, is_first: bool) -> pb.GenerateResponse:

@@ -3,16 +3,20 @@ installed."""
 
 import asyncio
 import contextlib
+import http.server
+import itertools
 import json
 import math
 import re
 import shutil
 import subprocess
+import threading
 import time
 import urllib.parse
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 import yaml
@@ -27,7 +31,7 @@ from ballast.model.tiny import make_preset
 from ballast.rpc.channel import open_channel
 from ballastpb.planner.v1 import planner_pb2, planner_pb2_grpc
 from deploy.observability.boards import BOARDS, FOLDER, queries, text
-from tests.support.cluster import RunningCluster, running_cluster
+from tests.support.cluster import RunningCluster, running_cluster, until
 
 ALERTS = FOLDER / "alerts.yml"
 _WORDS = re.compile(r'"[^"]*"|\b(?:by|without)\s*\(([^)]*)\)|\[[^\]]*\]')
@@ -266,6 +270,75 @@ def test_a_request_is_told_of_in_the_log_and_by_its_id_and_never_a_word_of_it(lo
     assert [moment.what for moment in told.moments][-2:] == ["placed", "first_token"]
     assert told.ttft_s is not None
     assert 0 < told.ttft_s <= told.e2e_s
+
+
+class Collector(http.server.BaseHTTPRequestHandler):
+    """Takes traces as Jaeger and Tempo do: OTLP over HTTP, in JSON."""
+
+    spans: ClassVar[list[dict[str, Any]]] = []
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        assert self.path == "/v1/traces"
+        for resource in body["resourceSpans"]:
+            for scope in resource["scopeSpans"]:
+                self.spans.extend(scope["spans"])
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b"{}")
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+def test_a_trace_of_a_request_shows_where_it_was_through_a_drop(tmp_path: Path) -> None:
+    model = make_preset("tiny", tmp_path / "tiny")
+    parent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+
+    async def story(cluster: LocalCluster) -> None:
+        [base] = cluster.http_urls
+        body = {"model": "tiny", "prompt": "A ship", "max_tokens": 400, "temperature": 0, "ignore_eos": True}
+        request = urllib.request.Request(f"{base}/completions", json.dumps(body).encode())
+        request.add_header("Content-Type", "application/json")
+        request.add_header("traceparent", parent)
+        asked = [asyncio.create_task(asyncio.to_thread(_read, request)) for _ in range(8)]
+        async with AsyncClient(cluster.address) as client, open_channel(cluster.address) as channel:
+            await until(client, lambda status: all(g.load and g.load.running_count >= 2 for g in status.groups))
+            planner = planner_pb2_grpc.PlannerServiceStub(channel)
+            drop = planner_pb2.DropRequest(worker_ids=["worker-0", "worker-1"], request_id="drop")
+            await planner.Drop(drop, timeout=30)
+            await asyncio.gather(*asked)
+            async with asyncio.timeout(30):
+                while sum(span["name"] == "request" for span in Collector.spans) < 8:  # noqa: ASYNC110
+                    await asyncio.sleep(0.05)
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Collector) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        flags = {"dispatcher": ["--otlp-traces-endpoint", f"http://127.0.0.1:{server.server_port}"]}
+        with running_cluster(model, workers=2, gateways=1, device_memory_bytes=8 << 20, flags=flags) as running:
+            running.run(story(running.cluster))
+        server.shutdown()
+    assert {span["traceId"] for span in Collector.spans} == {parent.split("-")[1]}
+    roots = [span for span in Collector.spans if span["name"] == "request"]
+    assert {root["parentSpanId"] for root in roots} == {parent.split("-")[2]}
+    moved = next(root for root in roots if any(event["name"] == "moved" for event in root["events"]))
+    stays = [span for span in Collector.spans if span.get("parentSpanId") == moved["spanId"]]
+    assert {"on worker-0", "on worker-1"} <= {stay["name"] for stay in stays}
+    stays.sort(key=lambda stay: int(stay["startTimeUnixNano"]))
+    assert stays[0]["startTimeUnixNano"] == moved["startTimeUnixNano"]
+    assert stays[-1]["endTimeUnixNano"] == moved["endTimeUnixNano"]
+    for before, after in itertools.pairwise(stays):
+        assert before["endTimeUnixNano"] == after["startTimeUnixNano"]
+    resumed = next(event for event in moved["events"] if event["name"] == "resumed")
+    details = {a["key"]: a["value"] for a in resumed["attributes"]}
+    assert "worker-0+worker-1" in details["ballast.detail"]["stringValue"]
+    tokens = {a["key"]: a["value"] for a in moved["attributes"]}
+    assert tokens["gen_ai.usage.output_tokens"] == {"intValue": "400"}
+
+
+def _read(request: urllib.request.Request) -> bytes:
+    with urllib.request.urlopen(request, timeout=120) as answer:
+        return answer.read()
 
 
 def test_the_status_tells_how_requests_have_fared_lately(loaded: RunningCluster) -> None:

@@ -584,6 +584,7 @@ def facts_of(tracked: Tracked, at_s: float) -> Facts:
         ttft_s=None if first_s is None else first_s - tracked.arrived_at_s,
         e2e_s=at_s - tracked.arrived_at_s,
         caller=tracked.request.caller,
+        traceparent=tracked.request.traceparent,
         priority=tracked.request.priority,
         max_token_count=tracked.request.sampling.max_tokens,
         arrived_at_s=tracked.arrived_at_s,

@@ -29,6 +29,7 @@ class Request:
     deadline_at_s: float
     omit_text: bool = False
     caller: str = ""  # who sent it: the name of a token, or the address of a connection
+    traceparent: str = ""  # of the trace that it belongs to, as W3C writes it
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,6 +188,7 @@ class Facts:
     ttft_s: float | None  # None: no token came
     e2e_s: float
     caller: str = ""
+    traceparent: str = ""
     priority: PriorityClass = PriorityClass.DEFAULT
     max_token_count: int = 0
     arrived_at_s: float = 0.0

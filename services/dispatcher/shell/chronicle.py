@@ -5,7 +5,7 @@ Never a word of a prompt or an answer: counts, times, names of workers, and erro
 
 import math
 from collections import OrderedDict, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ballast.common.errors import BallastError
@@ -53,6 +53,7 @@ class Chronicle:
         self._core = core
         self._keep_count = keep_count
         self._log_each = log_each
+        self.tell: Callable[[Account], None] | None = None  # of those that were accepted, at their end
         self._ended: OrderedDict[RequestId, Account] = OrderedDict()
         self._tpots: deque[tuple[float, float]] = deque(maxlen=_RECENT_COUNT)  # (when, s)
 
@@ -75,6 +76,8 @@ class Chronicle:
             facts=ending.facts,
         )
         self._keep(account)
+        if self.tell is not None:
+            self.tell(account)
 
     def turned_away(self, request_id: RequestId, error: BallastError, request: Request | None, at_s: float) -> None:
         """Never accepted: refused for what the cluster is, or wrong in itself (`request` is None)."""
