@@ -8,6 +8,7 @@ may be a client's prompt.
 import io
 import logging
 import os
+import re
 import select
 import sys
 import time
@@ -20,6 +21,8 @@ from ballast.service.redact import redact
 
 LogFormat = Literal["console", "json"]
 
+# A client's id with such a character must not make a line look like something else. Escape starts our own colours.
+_UNPRINTABLE: Final = re.compile(r"[\x00-\x08\x0b-\x1a\x1c-\x1f\x7f]|\x1b(?!\[[0-9;]*m)")
 _PIPE_BYTES = 4096  # POSIX: a pipe with any room takes so many at once without blocking
 _PATIENCE_S = 0.05  # a reader that has stalled holds us up so long
 _REST_S = 1.0  # and is not waited for again before so much time has passed
@@ -78,7 +81,11 @@ class _Renderer:
             line = str(self._render(logger, name, event))
         except Exception as error:  # noqa: BLE001 - a value that cannot be shown must not end who logs it
             line = f"{name}: {said!s:.200} (cannot be shown: {type(error).__name__})"
-        return redact(line)
+        return _UNPRINTABLE.sub(_escaped, redact(line))
+
+
+def _escaped(found: re.Match[str]) -> str:
+    return f"\\x{ord(found[0]):02x}"
 
 
 def configure(*, service: str, instance: str, level: str, form: LogFormat) -> None:

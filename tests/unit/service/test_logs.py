@@ -86,6 +86,12 @@ print(lost())
 
 
 @pytest.mark.parametrize("form", FORMS)
+def test_no_line_has_characters_that_steer_a_terminal(form: str) -> None:
+    _, logged = run(form, 'log.info("request", request_id="a\\x00b\\x1b]0;title\\x07c\\x7f")')
+    assert not set(logged) & set("\x00\x1b\x07\x7f")
+
+
+@pytest.mark.parametrize("form", FORMS)
 def test_no_traceback_shows_the_values_of_variables(form: str) -> None:
     body = f"""
 import asyncio

@@ -1,0 +1,318 @@
+"""What services make of mutated messages, over every method and port, beside a real client.
+
+    python -m benchmarks.fuzz --messages 1000000
+
+Half of the messages are made along the protobuf types, with values at the ends of their ranges, NaN, long and empty
+strings and other services' names; the other half are such messages with their bytes changed: cut off, flipped,
+doubled, or no message at all. They go to all methods of a cluster's services, but for those that drain by intention,
+and raw bytes go to metrics and link ports. At the end every process has to live, and the cluster has to give the tokens
+that it gave before. The exit status says whether it did.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import json
+import random
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import grpc.aio
+import psutil
+from google.protobuf.descriptor import Descriptor, FieldDescriptor, MethodDescriptor
+from google.protobuf.message import Message
+from google.protobuf.message_factory import GetMessageClass
+
+from ballast.client import AsyncClient
+from ballast.common.errors import BallastError
+from ballast.common.sampling import SamplingParams
+from ballast.local.cluster import LocalCluster
+from ballast.local.ports import free_port
+from ballast.model.tiny import make_tiny
+from ballast.rpc.channel import open_channel
+from ballastpb.inference.v1 import inference_pb2
+from ballastpb.monitor.v1 import monitor_pb2, monitor_pb2_grpc
+from ballastpb.planner.v1 import planner_pb2
+from ballastpb.worker.v1 import worker_pb2
+
+_FILES = {"dispatcher": (inference_pb2, planner_pb2), "planner": (planner_pb2,), "monitor": (monitor_pb2,)}
+_FILES["worker"] = (worker_pb2,)
+_ON_PURPOSE = {"Drain", "DrainWorker"}  # whatever is in the message, it ends somebody's service
+_CONCURRENT = 16
+_CALL_S = 1.0
+_RAW_SHARE = 0.02  # of messages, raw bytes for a port
+_PROMPT, _SAMPLING = (5, 6, 7), SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
+_NUMBERS = (0, 1, -1, 2, 7, 255, 1 << 15, (1 << 31) - 1, -(1 << 31), (1 << 52) + 1, (1 << 63) - 1, -(1 << 63))
+_REALS = (0.0, -0.0, 1.0, -1.0, 0.5, 1e-300, 1e300, float("nan"), float("inf"), float("-inf"))
+_INT32 = {FieldDescriptor.TYPE_INT32, FieldDescriptor.TYPE_SINT32, FieldDescriptor.TYPE_SFIXED32}
+_UNSIGNED = {FieldDescriptor.TYPE_UINT32: 32, FieldDescriptor.TYPE_UINT64: 64}
+_MAX_DEPTH = 5
+
+
+@dataclass
+class Report:
+    """What was sent, and what came of it."""
+
+    messages: int = 0
+    outcomes: Counter[str] = field(default_factory=Counter[str])
+    memory_mib: dict[str, tuple[float, float]] = field(default_factory=dict[str, tuple[float, float]])
+    waits_s: list[float] = field(default_factory=list[float])  # of the real client, while it went on
+    ended: list[str] = field(default_factory=list[str])
+    same_tokens: bool = False
+
+    @property
+    def passed(self) -> bool:
+        return self.same_tokens and not self.ended
+
+
+class Maker:
+    """Makes messages from a seed: the same ones in the same order."""
+
+    def __init__(self, seed: int, names: Sequence[str]) -> None:
+        self.rng = random.Random(seed)
+        self._names = ("", "x", "x" * 129, "a b", "\x00", "ü" * 40, "127.0.0.1:1", *names)
+
+    def message(self, descriptor: Descriptor) -> bytes:
+        made = GetMessageClass(descriptor)()
+        self._fill(made, 0)
+        data = made.SerializeToString()
+        return data if self.rng.random() < 0.5 else self.mutated(data)
+
+    def mutated(self, data: bytes) -> bytes:
+        rng, changed = self.rng, bytearray(data)
+        for _ in range(rng.randint(1, 4)):
+            at = rng.randrange(len(changed) + 1)
+            match rng.randrange(5):
+                case 0:
+                    del changed[at:]
+                case 1 if changed:
+                    changed[at % len(changed)] ^= 1 << rng.randrange(8)
+                case 2:
+                    changed[at:at] = changed[: rng.randint(0, 64)]
+                case 3:
+                    changed[at:at] = rng.randbytes(rng.randint(1, 16))
+                case _:
+                    changed = bytearray(rng.randbytes(rng.randint(0, 200)))
+        return bytes(changed)
+
+    def _fill(self, message: Message, depth: int) -> None:
+        for each in cast(Sequence[FieldDescriptor], message.DESCRIPTOR.fields):
+            if self.rng.random() < 0.3:
+                continue
+            # Any: a field is a number, a string, a message, or several of them.
+            held: Any = getattr(message, each.name)
+            with contextlib.suppress(ValueError, TypeError, AttributeError):  # an enum's or a map's own idea
+                if each.type == FieldDescriptor.TYPE_MESSAGE:
+                    if depth < _MAX_DEPTH:
+                        for one in [held.add() for _ in range(self.rng.randint(0, 3))] if each.is_repeated else [held]:
+                            self._fill(one, depth + 1)
+                            one.SetInParent()
+                elif each.is_repeated:
+                    held.extend(self._value(each) for _ in range(self.rng.randint(0, 6)))
+                else:
+                    setattr(message, each.name, self._value(each))
+
+    def _value(self, each: FieldDescriptor) -> object:
+        rng = self.rng
+        match each.cpp_type:
+            case FieldDescriptor.CPPTYPE_STRING:
+                text = rng.choice(self._names)
+                return text.encode() if each.type == FieldDescriptor.TYPE_BYTES else text
+            case FieldDescriptor.CPPTYPE_DOUBLE | FieldDescriptor.CPPTYPE_FLOAT:
+                return rng.choice(_REALS)
+            case FieldDescriptor.CPPTYPE_BOOL:
+                return rng.random() < 0.5
+            case FieldDescriptor.CPPTYPE_ENUM:
+                return rng.randint(0, 8)
+            case _:
+                value = rng.choice(_NUMBERS) if rng.random() < 0.7 else rng.randint(0, 200)
+                bits = _UNSIGNED.get(each.type)
+                if bits is not None:
+                    return abs(value) % (1 << bits)
+                return (value + (1 << 31)) % (1 << 32) - (1 << 31) if each.type in _INT32 else value
+
+
+@dataclass(frozen=True)
+class Target:
+    address: str
+    method: MethodDescriptor
+
+    @property
+    def path(self) -> str:
+        return f"/{cast(Any, self.method).containing_service.full_name}/{self.method.name}"
+
+
+class Fuzz:
+    """One run against a cluster of its own caller's."""
+
+    def __init__(self, cluster: LocalCluster, seed: int, ports: Sequence[str]) -> None:
+        self._cluster = cluster
+        everyone = [process for processes in cluster.processes.values() for process in processes]
+        self.maker = Maker(seed, [process.id for process in everyone])
+        self.report = Report()
+        self._ports = ports
+        self._targets = [
+            Target(process.address, method)
+            for service, files in _FILES.items()
+            for process in cluster.processes[cast(Any, service)]
+            for file in files
+            for described in file.DESCRIPTOR.services_by_name.values()
+            for method in described.methods
+            if method.name not in _ON_PURPOSE
+        ]
+        self._processes = {process.id: psutil.Process(process.pid) for process in everyone}
+
+    async def run(self, messages: int) -> Report:
+        """Raises nothing for what services do; looks at them afterwards."""
+        report, before = self.report, self._memory()
+        async with AsyncClient(self._cluster.address) as client:
+            expected = (await client.generate(token_ids=_PROMPT, sampling=_SAMPLING)).token_ids
+            honest = asyncio.create_task(self._be_honest(client))
+            async with contextlib.AsyncExitStack() as stack:
+                addresses = {target.address for target in self._targets}
+                channels = {a: await stack.enter_async_context(open_channel(a)) for a in addresses}
+                await asyncio.gather(*(self._send(messages, channels) for _ in range(_CONCURRENT)))
+            honest.cancel()
+            await asyncio.wait((honest,))
+            await asyncio.sleep(1.0)  # who ends does so by now
+            crash = self._cluster.crash()
+            if crash is not None:
+                report.ended.append(str(crash))
+            with contextlib.suppress(BallastError):
+                answer = await client.generate(token_ids=_PROMPT, sampling=_SAMPLING, deadline_s=60.0)
+                report.same_tokens = answer.token_ids == expected
+        after = self._memory()
+        report.memory_mib = {name: (before[name], after.get(name, 0.0)) for name in before}
+        return report
+
+    async def _send(self, messages: int, channels: dict[str, grpc.aio.Channel]) -> None:
+        report, rng = self.report, self.maker.rng
+        while report.messages < messages:
+            if self._ports and rng.random() < _RAW_SHARE:
+                report.messages += 1
+                await self._send_raw(rng.choice(self._ports), self.maker.mutated(b"GET /metrics HTTP/1.1\r\n\r\n"))
+                continue
+            target = rng.choice(self._targets)
+            count = rng.randint(1, 8) if target.method.client_streaming else 1
+            data = [self.maker.message(target.method.input_type) for _ in range(count)]
+            report.messages += count
+            report.outcomes[await _call(channels[target.address], target, data)] += count
+
+    async def _send_raw(self, address: str, data: bytes) -> None:
+        host, _, port = address.rpartition(":")
+        outcome = "raw: answered"
+        try:
+            async with asyncio.timeout(_CALL_S):
+                reader, writer = await asyncio.open_connection(host, int(port))
+                with contextlib.closing(writer):
+                    writer.write(data)
+                    await writer.drain()
+                    async with asyncio.timeout(0.05):
+                        await reader.read(4096)
+        except (OSError, TimeoutError) as error:
+            outcome = f"raw: {type(error).__name__}"
+        self.report.outcomes[outcome] += 1
+
+    async def _be_honest(self, client: AsyncClient) -> None:
+        """A client that wants nothing but its tokens."""
+        while True:
+            began_s = time.monotonic()
+            with contextlib.suppress(BallastError):
+                await client.generate(token_ids=_PROMPT, sampling=_SAMPLING, deadline_s=30.0)
+                self.report.waits_s.append(time.monotonic() - began_s)
+            await asyncio.sleep(0.1)
+
+    def _memory(self) -> dict[str, float]:
+        found: dict[str, float] = {}
+        for name, process in self._processes.items():
+            with contextlib.suppress(psutil.Error):
+                found[name] = process.memory_info().rss / (1 << 20)
+        return found
+
+
+async def _call(channel: grpc.aio.Channel, target: Target, data: Sequence[bytes]) -> str:
+    """The status of a call with these bytes."""
+    method = target.method
+    kind = f"{'stream' if method.client_streaming else 'unary'}_{'stream' if method.server_streaming else 'unary'}"
+    call = getattr(channel, kind)(target.path)
+    try:
+        async with asyncio.timeout(_CALL_S):
+            if method.client_streaming:
+                running = call(timeout=_CALL_S)
+                for message in data:
+                    await running.write(message)
+                await running.done_writing()
+            else:
+                running = call(data[0], timeout=_CALL_S)
+            if method.server_streaming:
+                for _ in range(3):
+                    if await running.read() is grpc.aio.EOF:
+                        break
+                running.cancel()
+            else:
+                await running
+    except grpc.aio.AioRpcError as error:
+        return error.code().name
+    except (TimeoutError, asyncio.InvalidStateError, asyncio.CancelledError) as error:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise
+        return type(error).__name__
+    return "OK"
+
+
+async def link_addresses(cluster: LocalCluster) -> list[str]:
+    """Where workers wait for links."""
+    async with open_channel(cluster.processes["monitor"][0].address) as channel:
+        stub = monitor_pb2_grpc.MonitorServiceStub(channel)
+        status = await stub.GetClusterStatus(monitor_pb2.GetClusterStatusRequest(), timeout=10)
+    return [row.instance.data_address for row in status.instances if row.instance.data_address]
+
+
+async def fuzz_own_cluster(messages: int, seed: int, log_dir: Path) -> Report:
+    """A cluster of two workers, one of each other service, and so many messages."""
+    with tempfile.TemporaryDirectory() as folder:
+        model, metrics = make_tiny("llama", Path(folder) / "tiny", max_len=1024), free_port()
+        flags: Any = {"dispatcher": ["--metrics-port", str(metrics)]}
+        async with LocalCluster(
+            model, workers=2, device_memory_bytes=16 << 20, log_dir=log_dir, flags=flags
+        ) as cluster:
+            ports = [f"127.0.0.1:{metrics}", *await link_addresses(cluster)]
+            return await Fuzz(cluster, seed, ports).run(messages)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--messages", type=int, default=100_000)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--log-dir", type=Path, default=Path("out/fuzz"))
+    args = parser.parse_args()
+    began_s = time.monotonic()
+    report = asyncio.run(fuzz_own_cluster(args.messages, args.seed, args.log_dir))
+    waits = sorted(report.waits_s) or [0.0]
+    print(
+        json.dumps(
+            {
+                "messages": report.messages,
+                "seconds": round(time.monotonic() - began_s, 1),
+                "outcomes": dict(report.outcomes.most_common()),
+                "memory_mib": {k: [round(v) for v in pair] for k, pair in report.memory_mib.items()},
+                "client_p50_s": waits[len(waits) // 2],
+                "client_p99_s": waits[len(waits) * 99 // 100],
+                "ended": report.ended,
+                "same_tokens": report.same_tokens,
+            },
+            indent=2,
+        )
+    )
+    return 0 if report.passed else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
