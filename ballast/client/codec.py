@@ -1,24 +1,18 @@
 """Protobuf of the inference service <-> the SDK's types."""
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from ballast.client.types import (
     ChatMessage,
     ClusterStatus,
     GenerationChunk,
-    Logprobs,
-    RecentTimes,
-    RequestMoment,
     RequestStory,
-    TokenLogprob,
-    Usage,
-    WorkerStatus,
 )
 from ballast.common.errors import InvalidRequest
 from ballast.common.sampling import PriorityClass, SamplingParams
 from ballast.rpc import codec
-from ballastpb.cluster.v1 import cluster_pb2
+from ballast.rpc.mapping import Mapper
 from ballastpb.inference.v1 import inference_pb2 as pb
 
 Messages = Sequence[ChatMessage | Mapping[str, object]]
@@ -106,119 +100,18 @@ def _json(field: str, value: Mapping[str, object]) -> str:
         raise InvalidRequest(field, f"cannot be written as JSON: {error}") from error
 
 
+_CHUNK = Mapper(GenerationChunk, pb.GenerateResponse, given=("matched_stop",))
+_STATUS = Mapper(ClusterStatus, pb.GetStatusResponse, given=("address",))
+_STORY = Mapper(RequestStory, pb.DescribeRequestResponse)
+
+
 def chunk_from_proto(response: pb.GenerateResponse) -> GenerationChunk:
-    return GenerationChunk(
-        request_id=response.request_id,
-        text=response.text,
-        token_ids=tuple(response.token_ids),
-        logprobs=_logprobs_from_proto(response.logprobs) if response.logprobs else (),
-        prompt_token_count=response.prompt_token_count,
-        finish_reason=codec.finish_from_proto(response.finish_reason),
-        matched_stop=response.matched_stop or None,
-        usage=_usage_from_proto(response.usage) if response.HasField("usage") else None,
-    )
-
-
-def _logprobs_from_proto(messages: Iterable[cluster_pb2.Logprobs]) -> tuple[Logprobs, ...]:
-    return tuple(
-        Logprobs(
-            TokenLogprob(message.chosen.token_id, message.chosen.logprob, message.chosen.token),
-            tuple(TokenLogprob(t.token_id, t.logprob, t.token) for t in message.top),
-        )
-        for message in messages
-    )
-
-
-def _usage_from_proto(usage: pb.Usage) -> Usage:
-    return Usage(
-        prompt_token_count=usage.prompt_token_count,
-        completion_token_count=usage.completion_token_count,
-        replay_count=usage.replay_count,
-        queue_s=usage.queue_s,
-        ttft_s=usage.ttft_s,
-        e2e_s=usage.e2e_s,
-        seed=usage.seed,
-    )
+    return _CHUNK.record(response, matched_stop=response.matched_stop or None)
 
 
 def status_from_proto(response: pb.GetStatusResponse, address: str) -> ClusterStatus:
-    return ClusterStatus(
-        dispatcher_id=response.dispatcher_id,
-        address=address,
-        version=response.version,
-        layout=codec.LAYOUT.record(response.layout) if response.HasField("layout") else None,
-        model=codec.MODEL.record(response.model) if response.HasField("model") else None,
-        workers=tuple(_worker_from_proto(worker) for worker in response.workers),
-        backlog_request_count=response.backlog_request_count,
-        backlog_token_count=response.backlog_token_count,
-        running_request_count=response.running_request_count,
-        max_queued_request_count=response.max_queued_request_count,
-        max_queued_token_count=response.max_queued_token_count,
-        requests_total=dict(sorted(response.requests_total.items())),
-        draining=response.draining,
-        uptime_s=response.uptime_s,
-        state_server_reachable=response.state_server_reachable,
-        planner_address=response.planner_address,
-        recent=_recent_from_proto(response.recent),
-    )
-
-
-def _recent_from_proto(recent: pb.RecentTimes) -> RecentTimes:
-    return RecentTimes(
-        window_s=recent.window_s,
-        first_token_count=recent.first_token_count,
-        ttft_p50_s=recent.ttft_p50_s,
-        ttft_p99_s=recent.ttft_p99_s,
-        tpot_p50_s=recent.tpot_p50_s,
-        tpot_p99_s=recent.tpot_p99_s,
-        longest_wait_s=recent.longest_wait_s,
-        generated_tokens_total=recent.generated_tokens_total,
-        replays_total=recent.replays_total,
-    )
+    return _STATUS.record(response, address=address)
 
 
 def story_from_proto(response: pb.DescribeRequestResponse) -> RequestStory:
-    return RequestStory(
-        request_id=response.request_id,
-        dispatcher_id=response.dispatcher_id,
-        state=response.state,
-        error=response.error,
-        age_s=response.age_s,
-        priority=response.priority,
-        caller=response.caller,
-        prompt_token_count=response.prompt_token_count,
-        completion_token_count=response.completion_token_count,
-        max_token_count=response.max_token_count,
-        queue_s=response.queue_s,
-        ttft_s=response.ttft_s if response.HasField("ttft_s") else None,
-        tpot_s=response.tpot_s if response.HasField("tpot_s") else None,
-        e2e_s=response.e2e_s,
-        replay_count=response.replay_count,
-        move_count=response.move_count,
-        recall_count=response.recall_count,
-        longest_gap_s=response.longest_gap_s,
-        longest_gap_token_count=response.longest_gap_token_count,
-        moments=tuple(
-            RequestMoment(
-                at_s=moment.at_s,
-                what=moment.what,
-                worker_id=moment.worker_id,
-                detail=moment.detail,
-                token_count=moment.token_count,
-                gap_s=moment.gap_s,
-            )
-            for moment in response.moments
-        ),
-        left_out_moment_count=response.left_out_moment_count,
-    )
-
-
-def _worker_from_proto(worker: pb.WorkerStatus) -> WorkerStatus:
-    return WorkerStatus(
-        worker_id=worker.worker_id,
-        incarnation=worker.incarnation,
-        address=worker.address,
-        group_id=worker.group_id,
-        connected=worker.connected,
-        load=codec.LOAD.record(worker.load) if worker.HasField("load") else None,
-    )
+    return _STORY.record(response)

@@ -9,12 +9,13 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
+from ballast.client import codec as client_codec
 from ballast.common.sampling import Grammar, GrammarKind, SamplingParams
 from ballast.rpc import codec, mapping, transition
 
 MAPPERS: dict[str, mapping.Mapper[Any, Any]] = {
     f"{module.__name__.split('.')[-1]}.{name}": found
-    for module in (codec, transition)
+    for module in (codec, transition, client_codec)
     for name, found in vars(module).items()
     if isinstance(found, mapping.Mapper)
 }
@@ -58,7 +59,7 @@ def no_checks() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("name", MAPPERS)
-@settings(max_examples=40, deadline=None, phases=[Phase.explicit, Phase.generate])
+@settings(max_examples=30, deadline=None, phases=[Phase.explicit, Phase.generate])
 @given(data=st.data())
 def test_a_record_comes_back_as_it_was(name: str, data: st.DataObject) -> None:
     mapper = MAPPERS[name]
