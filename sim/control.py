@@ -17,7 +17,8 @@ from services.monitor.policy.pressure import Overload, Relief, Signal
 from services.planner.core import messages as p
 from services.planner.core.machine import PlannerCore, PlannerRules
 from services.planner.core.record import TransitionRecord
-from services.planner.core.transition import Journal, MemberSaid, Stage
+from services.planner.core.stages import Stage
+from services.planner.core.transition import Journal, MemberSaid
 from services.worker.core import plan as wp
 from services.worker.core.transition_messages import AbortRequested, CommitRequested
 from sim.clock import Clock

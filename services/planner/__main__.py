@@ -18,7 +18,7 @@ from ballastpb.planner.v1 import planner_pb2, planner_pb2_grpc
 from services.planner.config import PlannerSettings
 from services.planner.core.conductor import ConductorRules
 from services.planner.core.machine import PlannerCore, PlannerRules
-from services.planner.core.transition import CoordinatorRules
+from services.planner.core.stages import CoordinatorRules
 from services.planner.metrics import PlannerMetrics
 from services.planner.peers import Members, MonitorEvents
 from services.planner.policy.migrate import MigrationRules

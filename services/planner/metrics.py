@@ -6,7 +6,7 @@ from ballast.common.layout import Layout
 from ballast.service.metrics import REGISTRY
 from services.planner.core.messages import WriteOutcome
 from services.planner.core.record import TransitionRecord
-from services.planner.core.transition import Stage
+from services.planner.core.stages import Stage
 
 _EPOCH = Gauge("ballast_layout_epoch", "Number of the layout in force; grows with every change", registry=REGISTRY)
 _GROUPS = Gauge(

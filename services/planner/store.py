@@ -25,7 +25,8 @@ from ballast.service.logs import get_logger
 from ballast.service.state import KEY_PREFIX, StateServer, lease_key
 from ballastpb.cluster.v1 import cluster_pb2 as pb
 from services.planner.core.messages import StoredLayout, WriteJournal, WriteLayout, WriteOutcome
-from services.planner.core.transition import Journal, Stage
+from services.planner.core.stages import Stage
+from services.planner.core.transition import Journal
 from services.planner.policy.replicate import Partial
 
 LAYOUT_KEY = f"{KEY_PREFIX}layout"

@@ -35,7 +35,7 @@ from services.planner.config import PlannerSettings
 from services.planner.core.conductor import ConductorRules
 from services.planner.core.machine import PlannerRules
 from services.planner.core.record import TransitionRecord
-from services.planner.core.transition import CoordinatorRules
+from services.planner.core.stages import CoordinatorRules
 from services.worker.config import WorkerSettings
 from sim.clients import Arrival
 from sim.dispatcher import DispatcherRules

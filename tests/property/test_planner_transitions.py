@@ -14,7 +14,8 @@ from ballast.common.transition import Phase
 from services.planner.core import messages as p
 from services.planner.core.conductor import ConductorRules
 from services.planner.core.machine import PlannerCore, PlannerRules
-from services.planner.core.transition import MemberSaid, Stage
+from services.planner.core.stages import Stage
+from services.planner.core.transition import MemberSaid
 from tests.support.planner_core import EXTENT, LOAD, MODEL
 
 WORKERS = st.sampled_from([WorkerId("w0"), WorkerId("w1"), WorkerId("w2")])

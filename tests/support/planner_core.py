@@ -33,7 +33,8 @@ from services.planner.core.messages import (
     WriteOutcome,
     WriteSettled,
 )
-from services.planner.core.transition import MemberSaid, Stage
+from services.planner.core.stages import Stage
+from services.planner.core.transition import MemberSaid
 from tests.support.reporting_worker import load_report, model_info
 
 EXTENT = 1024

@@ -34,11 +34,11 @@ from services.planner.core.messages import (
     TransitionMoved,
 )
 from services.planner.core.record import TransitionRecord
+from services.planner.core.stages import CoordinatorRules, Stage
 from services.planner.core.survey import Loads, pipelined
 from services.planner.core.transition import (
     AbortWanted,
     Coordinator,
-    CoordinatorRules,
     Ended,
     Journal,
     Journaled,
@@ -48,7 +48,6 @@ from services.planner.core.transition import (
     SendAbort,
     SendCommit,
     SendPrepare,
-    Stage,
     Tick,
     WriteJournal,
 )

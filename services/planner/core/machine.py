@@ -67,7 +67,8 @@ from services.planner.core.messages import (
 )
 from services.planner.core.reason import explain
 from services.planner.core.roster import Roster
-from services.planner.core.transition import Journal, Stage
+from services.planner.core.stages import Stage
+from services.planner.core.transition import Journal
 from services.planner.policy.replicate import Partial, keep_pipelines
 
 NO_LAYOUT = Layout(Epoch(0), 0, (), "nothing planned yet")

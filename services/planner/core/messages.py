@@ -9,7 +9,8 @@ from ballast.common.layout import Layout, Member, Place
 from ballast.common.load import LoadReport
 from ballast.common.model import ModelInfo
 from services.planner.core.record import TransitionRecord
-from services.planner.core.transition import Journal, MemberSaid, Stage
+from services.planner.core.stages import Stage
+from services.planner.core.transition import Journal, MemberSaid
 from services.planner.policy.drop import Method
 from services.planner.policy.replicate import Partial
 

@@ -7,7 +7,8 @@ from ballast.common.ids import Epoch, WorkerId
 from ballast.common.layout import Group
 from ballast.common.transition import Status, TransitionKind
 from ballast.common.units import counted, human_bytes, layer_ranges, thousands
-from services.planner.core.transition import Journal, Stage
+from services.planner.core.stages import Stage
+from services.planner.core.transition import Journal
 from services.planner.policy.snapshot import ModelShape
 
 

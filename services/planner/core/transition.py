@@ -7,27 +7,12 @@ from COMMITTING, back from PREPARING (I5). Nothing here waits; time comes with e
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from enum import StrEnum
 
 from ballast.common.errors import InvariantViolation
 from ballast.common.ids import Epoch, WorkerId
 from ballast.common.layout import Layout, peers_of
 from ballast.common.transition import Phase, Status, TransitionKind
-
-
-class Stage(StrEnum):
-    """As journaled."""
-
-    PREPARING = "preparing"
-    COMMITTING = "committing"
-    EXCHANGING = "exchanging"
-    ABORTING = "aborting"
-    DONE = "done"
-    ABORTED = "aborted"
-
-    @property
-    def over(self) -> bool:
-        return self in (Stage.DONE, Stage.ABORTED)
+from services.planner.core.stages import STAGES, CoordinatorRules, Stage, check_step
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,18 +29,6 @@ class Journal:
     @property
     def epoch(self) -> Epoch:
         return self.target.epoch
-
-
-@dataclass(frozen=True, slots=True)
-class CoordinatorRules:
-    prepare_timeout_s: float = 10.0
-    restore_prepare_timeout_s: float = 600.0
-    commit_timeout_s: float = 30.0  # a step ends and memory is remapped within it
-    exchange_timeout_s: float = 60.0  # without any progress that a member counts
-    abort_timeout_s: float = 10.0
-    bereaved_s: float = 1.0  # after a loss that follows the commit: by then who depends on the lost is done, or never
-    poll_s: float = 0.02  # requests wait for memory: between two questions to a member that will be ready soon
-    slow_poll_s: float = 0.1  # while it is busy for longer: pulling parameters, exchanging KV
 
 
 # ---------------------------------------------------------------- events
@@ -233,6 +206,7 @@ class Coordinator:
     def _journaled(self, stage: Stage, at_s: float) -> list[Command]:
         if self._writing is None or stage is not self._writing.stage:
             return []
+        check_step(self.journal.stage, stage)
         self.journal, self._writing = self._writing, None
         self._sent_s = self._entered_s = self._progress_s = at_s
         if stage is Stage.COMMITTING:  # whoever failed while the decision was written does not come along
@@ -286,9 +260,7 @@ class Coordinator:
     def _tick(self, at_s: float) -> list[Command]:
         if self._writing is not None:
             return []
-        limit_s = self.rules.prepare_timeout_s
-        if self.journal.kind is TransitionKind.RESTORE:
-            limit_s = self.rules.restore_prepare_timeout_s
+        limit_s = STAGES[self.stage].deadline_s(self.journal.kind, self.rules)
         if self.stage is Stage.PREPARING and at_s - self._began_s >= limit_s:
             slow = [w for w in self.members if self._said[w] is not Phase.PREPARED]
             return self._abort(f"not prepared within {limit_s:g} s: {', '.join(slow)}")
@@ -311,15 +283,10 @@ class Coordinator:
         they have left the group and are whole again.
         """
         waited_for = [w for w in self.members if w not in self._lost and not self._is_through(w)]
-        rules, stage_s = self.rules, at_s - self._entered_s
-        if self.stage is Stage.COMMITTING and stage_s >= rules.commit_timeout_s:
-            why = f"it has not taken the layout up within {rules.commit_timeout_s:g} s"
-            return dict.fromkeys(waited_for, why)
-        if self.stage is Stage.EXCHANGING and at_s - self._progress_s >= rules.exchange_timeout_s:
-            why = f"nothing has been exchanged for {rules.exchange_timeout_s:g} s"
-            return dict.fromkeys(waited_for, why)
-        if self.stage is Stage.ABORTING and stage_s >= rules.abort_timeout_s:
-            return dict.fromkeys(waited_for, f"it has not taken the plan back within {rules.abort_timeout_s:g} s")
+        rules, limit_s = self.rules, STAGES[self.stage].deadline_s(self.journal.kind, self.rules)
+        since_s = self._progress_s if self.stage is Stage.EXCHANGING else self._entered_s
+        if self.stage is not Stage.PREPARING and at_s - since_s >= limit_s:
+            return dict.fromkeys(waited_for, f"{self.stage} for {limit_s:g} s")
         bereaved = self.decided and at_s - max(self._first_loss_s, self._entered_s) >= rules.bereaved_s
         return {w: self._why_bereaved(w) for w in waited_for if self._why_bereaved(w)} if bereaved else {}
 

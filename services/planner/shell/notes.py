@@ -4,7 +4,7 @@ from ballast.common.layout import Layout
 from ballast.service.logs import get_logger
 from services.planner.core.messages import IgnoreStale, RejectInstance, WriteJournal, WriteLayout, WriteOutcome
 from services.planner.core.record import TransitionRecord
-from services.planner.core.transition import Stage
+from services.planner.core.stages import Stage
 
 _MOST_GROUPS_LOGGED = 16
 _REFUSED = (WriteOutcome.CONFLICT, WriteOutcome.FENCED)

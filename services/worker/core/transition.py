@@ -13,6 +13,7 @@ from ballast.common.errors import InvariantViolation
 from ballast.common.ids import Epoch, WorkerId
 from ballast.common.layout import group_of, members_of
 from ballast.common.transition import Phase
+from services.worker.core.phases import check_step
 from services.worker.core.plan import Plan, SequenceId, Victim, part_of, transfers
 from services.worker.core.transition_messages import (
     AbortRequested,
@@ -113,6 +114,13 @@ class Transition:
         return [ConnectLinks(self.epoch, self.part.peers), PrepareMemory(self.plan)]
 
     def handle(self, event: Event) -> list[Command]:
+        before = self.phase
+        commands = self._handle(event)
+        if self.phase is not before:
+            check_step(before, self.phase)
+        return commands
+
+    def _handle(self, event: Event) -> list[Command]:
         match event:
             case LinksUp():
                 self._is.links_up = True

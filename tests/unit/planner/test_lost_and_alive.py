@@ -14,7 +14,7 @@ from services.planner.core.messages import (
     WriteOutcome,
     WriteSettled,
 )
-from services.planner.core.transition import Stage
+from services.planner.core.stages import Stage
 from tests.support.planner_core import Planner
 
 LONE = {"w0[0:4]", "w1[0:4]", "w2[0:4]"}

@@ -15,7 +15,7 @@ from services.planner.core.messages import (
     StoredLayout,
     WriteLayout,
 )
-from services.planner.core.transition import Stage
+from services.planner.core.stages import Stage
 from tests.support.planner_core import MODEL, Planner
 
 LAYERS = 4

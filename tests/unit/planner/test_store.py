@@ -17,7 +17,8 @@ from ballast.rpc import codec
 from ballast.service.state import StateServer
 from ballastpb.cluster.v1 import cluster_pb2
 from services.planner.core.messages import StoredLayout, WriteJournal, WriteLayout, WriteOutcome
-from services.planner.core.transition import Journal, Stage
+from services.planner.core.stages import Stage
+from services.planner.core.transition import Journal
 from services.planner.policy.replicate import Placeable, one_group_each
 from services.planner.store import JOURNAL_KEY, LAYOUT_CHANNEL, LAYOUT_KEY, RedisLayoutStore
 from tests.support.reporting_worker import model_info

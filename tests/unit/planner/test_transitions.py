@@ -24,7 +24,7 @@ from services.planner.core.messages import (
     TransitionMoved,
     WriteOutcome,
 )
-from services.planner.core.transition import Stage
+from services.planner.core.stages import Stage
 from tests.support.planner_core import EXTENT, LOAD, Planner, shape
 
 

@@ -1,0 +1,109 @@
+"""The stages of a transition as the planner sees them: one table, which the coordinator goes by (pure).
+
+`docs/transitions.md` is printed from it.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from types import MappingProxyType
+
+from ballast.common.errors import InvariantViolation
+from ballast.common.transition import TransitionKind
+
+
+class Stage(StrEnum):
+    """As journaled."""
+
+    PREPARING = "preparing"
+    COMMITTING = "committing"
+    EXCHANGING = "exchanging"
+    ABORTING = "aborting"
+    DONE = "done"
+    ABORTED = "aborted"
+
+    @property
+    def over(self) -> bool:
+        return self in (Stage.DONE, Stage.ABORTED)
+
+
+@dataclass(frozen=True, slots=True)
+class CoordinatorRules:
+    """Deadlines in seconds. None of them depends on a member's answer."""
+
+    prepare_timeout_s: float = 10.0
+    restore_prepare_timeout_s: float = 600.0
+    commit_timeout_s: float = 30.0  # a step ends and memory is remapped within it
+    exchange_timeout_s: float = 60.0  # without any progress that a member counts
+    abort_timeout_s: float = 10.0
+    bereaved_s: float = 1.0  # after a loss that follows the commit: by then who depends on the lost is done, or never
+    poll_s: float = 0.02  # requests wait for memory: between two questions to a member that will be ready soon
+    slow_poll_s: float = 0.1  # while it is busy for longer: pulling parameters, exchanging KV
+
+
+@dataclass(frozen=True, slots=True)
+class StageRow:
+    """`next`: the stages that may follow, with the event that leads there. `deadline`: a field of `CoordinatorRules`
+    for each kind of transition. `way_out`: what happens when it is over.
+    """
+
+    next: Mapping[Stage, str]
+    deadline: Mapping[TransitionKind, str]
+    way_out: str
+
+    def deadline_s(self, kind: TransitionKind, rules: CoordinatorRules) -> float:
+        return getattr(rules, self.deadline[kind])
+
+
+def _always(name: str) -> Mapping[TransitionKind, str]:
+    return MappingProxyType(dict.fromkeys(TransitionKind, name))
+
+
+STAGES: Mapping[Stage, StageRow] = MappingProxyType(
+    {
+        Stage.PREPARING: StageRow(
+            next=MappingProxyType(
+                {
+                    Stage.COMMITTING: "every member is prepared, or is already what the plan makes of it",
+                    Stage.ABORTING: "a member fails or is lost; demand is back; the planner has changed",
+                    Stage.ABORTED: "the journal refuses the plan: nobody has heard of it",
+                }
+            ),
+            deadline=MappingProxyType(
+                {
+                    TransitionKind.DROP: "prepare_timeout_s",
+                    TransitionKind.RESTORE: "restore_prepare_timeout_s",
+                }
+            ),
+            way_out="it is aborted",
+        ),
+        Stage.COMMITTING: StageRow(
+            next=MappingProxyType({Stage.EXCHANGING: "every member that is left has the new layout in force"}),
+            deadline=_always("commit_timeout_s"),
+            way_out="who has not taken it up is given up: it stands outside of the layout until it is whole",
+        ),
+        Stage.EXCHANGING: StageRow(
+            next=MappingProxyType({Stage.DONE: "every member that is left has all KV"}),
+            deadline=_always("exchange_timeout_s"),
+            way_out="counted from the last progress; who still waits is given up likewise",
+        ),
+        Stage.ABORTING: StageRow(
+            next=MappingProxyType(
+                {
+                    Stage.ABORTED: "every member has taken it back",
+                    Stage.COMMITTING: "a member has committed: the journal had gone back in time",
+                }
+            ),
+            deadline=_always("abort_timeout_s"),
+            way_out="who has not answered is given up likewise",
+        ),
+        Stage.DONE: StageRow(MappingProxyType({}), MappingProxyType({}), "at rest"),
+        Stage.ABORTED: StageRow(MappingProxyType({}), MappingProxyType({}), "at rest"),
+    }
+)
+
+
+def check_step(before: Stage, after: Stage) -> None:
+    """Raise InvariantViolation unless the table has it."""
+    if after is not before and after not in STAGES[before].next:
+        raise InvariantViolation(f"a transition goes from {before} to {after}, which its table does not have")
