@@ -48,6 +48,7 @@ class _Bucket:
     block_count: int  # of each, after padding
     planes: torch.Tensor  # rows of the cache seen as [2B, T*K*H]: all keys' planes, then all values'
     mask_S11C: torch.Tensor | None
+    unowned: torch.Tensor | None  # gathered tokens, of keys and of values, that are no part of a sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,11 +109,14 @@ class CpuAttention:
         contexts_S = step.decode_contexts_S[first:last]
         block_count = -(-int(contexts_S[-1]) // step.block_tokens)
         padded_tokens = block_count * step.block_tokens
-        mask_S11C = None
+        mask_S11C = unowned = None
         if int(contexts_S[0]) < padded_tokens:
             hidden_SC = np.arange(padded_tokens) >= contexts_S[:, None]
             mask_S11C = self._mask(hidden_SC)[:, None, None]
-        return _Bucket(first, last, block_count, _planes(step.decode_blocks_SW[first:last, :block_count]), mask_S11C)
+            (keys,) = np.nonzero(hidden_SC.reshape(-1))
+            unowned = torch.from_numpy(np.concatenate([keys, keys + hidden_SC.size]))
+        planes = _planes(step.decode_blocks_SW[first:last, :block_count])
+        return _Bucket(first, last, block_count, planes, mask_S11C, unowned)
 
     def _prepare_chunk(self, chunk: Chunk, block_tokens: int) -> _PreparedChunk:
         if chunk.first_position == 0:
@@ -154,6 +158,8 @@ class CpuAttentionStep:
 
     def _decode(self, bucket: _Bucket, planes: torch.Tensor, q_TNH: torch.Tensor, out_TNH: torch.Tensor) -> None:
         kv_2SCKH = self._gather(planes, bucket.planes, bucket.last - bucket.first, q_TNH.shape[-1])
+        if bucket.unowned is not None:  # a weight of zero does not silence a NaN that somebody left there
+            kv_2SCKH.view(-1, kv_2SCKH.shape[-2] * kv_2SCKH.shape[-1]).index_fill_(0, bucket.unowned, 0.0)
         grouped = (self.kv_head_count, self.groups)
         attended_SKGH = F.scaled_dot_product_attention(
             q_TNH[bucket.first : bucket.last].unflatten(1, grouped),

@@ -142,7 +142,8 @@ def load_engine(
         else:
             model = Model(config, memory.parameters, memory.kv, max_model_len=longest)
             attention = _attention(torch_device, config, run_dtype)
-        sampler = Sampler(config.vocab_size, config.eos_token_ids, torch_device, _grammars(model_dir, config))
+        grammars = _grammars(model_dir, config)
+        sampler = Sampler(config.vocab_size, config.eos_token_ids, torch_device, grammars, native)
         runner = ModelRunner(config, model, attention, sampler, memory.kv)
     except BaseException:
         memory.close()

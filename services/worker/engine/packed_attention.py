@@ -10,16 +10,6 @@ from services.worker.engine.native.structs import SPAN_FIELDS, Attention, Spans
 from services.worker.engine.packing import Ints, PackedStep
 
 
-class SpanList:
-    """Spans and the block tables they refer to, in memory that the kernels read."""
-
-    def __init__(self, fields: Ints, blocks: Ints) -> None:
-        """`fields` is [spans, 6], see `SPAN_FIELDS`."""
-        assert fields.shape[1] == len(SPAN_FIELDS)
-        self._fields, self._blocks = np.ascontiguousarray(fields), np.ascontiguousarray(blocks)
-        self.argument = Spans(len(fields), self._fields.ctypes.data, self._blocks.ctypes.data)
-
-
 class PagedAttention:
     """An `AttentionBackend`."""
 
@@ -36,16 +26,14 @@ class PagedAttentionStep:
     def __init__(self, kernels: Kernels, step: PackedStep) -> None:
         self._kernels = kernels
         self._slots = np.ascontiguousarray(step.slots_T)
-        self._spans = SpanList(_span_fields(step), _joined(step))
+        self._fields, self._blocks = _span_fields(step), _joined(step)
+        # What the kernels read, in memory that lives as long as this.
+        self.spans = Spans(len(self._fields), self._fields.ctypes.data, self._blocks.ctypes.data)
 
     @property
     def slots(self) -> int:
         """The address of where each row's K and V go."""
         return self._slots.ctypes.data
-
-    @property
-    def spans(self) -> Spans:
-        return self._spans.argument
 
     def run(
         self,
@@ -56,34 +44,21 @@ class PagedAttentionStep:
         out_TNH: torch.Tensor,
     ) -> None:
         self._kernels.write_kv(kv_B2TKH, k_TKH, v_TKH, self.slots)
-        attend(self._kernels, self._spans, kv_B2TKH, q_TNH, out_TNH, None)
-
-
-def attend(
-    kernels: Kernels,
-    spans: SpanList,
-    kv_B2TKH: torch.Tensor,
-    q_TNH: torch.Tensor,
-    out_TNH: torch.Tensor,
-    lse_TN: torch.Tensor | None,
-) -> None:
-    """Fill `out_TNH`. With `lse_TN` both have the dtype of the computation: float32, or float64 for float64."""
-    kernels.attend(
-        Attention(
-            dtype=dtype_code(kv_B2TKH.dtype),
-            heads=q_TNH.shape[1],
-            kv_heads=kv_B2TKH.shape[3],
-            head_dim=kv_B2TKH.shape[4],
-            block_tokens=kv_B2TKH.shape[2],
-            kv=kv_B2TKH.data_ptr(),
-            q=q_TNH.data_ptr(),
-            q_stride=q_TNH.stride(0),
-            out=out_TNH.data_ptr(),
-            out_stride=out_TNH.stride(0),
-            lse=lse_TN.data_ptr() if lse_TN is not None else None,
-            spans=spans.argument,
+        self._kernels.attend(
+            Attention(
+                dtype=dtype_code(kv_B2TKH.dtype),
+                heads=q_TNH.shape[1],
+                kv_heads=kv_B2TKH.shape[3],
+                head_dim=kv_B2TKH.shape[4],
+                block_tokens=kv_B2TKH.shape[2],
+                kv=kv_B2TKH.data_ptr(),
+                q=q_TNH.data_ptr(),
+                q_stride=q_TNH.stride(0),
+                out=out_TNH.data_ptr(),
+                out_stride=out_TNH.stride(0),
+                spans=self.spans,
+            )
         )
-    )
 
 
 def _span_fields(step: PackedStep) -> Ints:

@@ -43,7 +43,6 @@ class PackedModel:
         head = parameters.part(HEAD)
         self._final_norm_D = head["norm"]
         self._head = head.get("weight", self._embedding)
-        self._kv = [kv.layer(i) for i in range(config.layer_count)]
         self._dtype = self._embedding.dtype
         self._rotary_P2H = rotary_table(
             config.rope, config.head_dim, max_model_len, self._dtype, torch.device("cpu")
@@ -81,7 +80,11 @@ class PackedModel:
         first_layer: int,
         last_layer: int,
     ) -> torch.Tensor:
-        """Apply the layers `[first_layer, last_layer)`. The result lies where `hidden_TD` lay, if that was dense."""
+        """Apply the layers `[first_layer, last_layer)`; `attention` is a `PagedAttentionStep`.
+
+        The result lies where `hidden_TD` lay, if that was dense.
+        """
+        assert isinstance(attention, PagedAttentionStep)
         hidden_TD = hidden_TD.contiguous()
         positions_T = positions_T.contiguous()
         rows = hidden_TD.shape[0]
@@ -90,6 +93,8 @@ class PackedModel:
         buffers = self._buffers
         step = structs.Step(
             rows=rows,
+            slots=attention.slots,
+            spans=attention.spans,
             hidden=hidden_TD.data_ptr(),
             positions=positions_T.data_ptr(),
             normed=buffers.normed.data_ptr(),
@@ -97,18 +102,7 @@ class PackedModel:
             attended=buffers.attended.data_ptr(),
             gate_up=buffers.gate_up.data_ptr(),
         )
-        if isinstance(attention, PagedAttentionStep):
-            step.slots, step.spans = attention.slots, attention.spans
-            self._kernels.run_layers(self._model, step, first_layer, last_layer)
-            return hidden_TD
-        config = self._config
-        heads = buffers.qkv[:rows].view(rows, -1, config.head_dim)
-        q_TNH, k_TKH, v_TKH = heads.split([config.head_count, config.kv_head_count, config.kv_head_count], dim=1)
-        out_TNH = buffers.attended[:rows].view(rows, config.head_count, config.head_dim)
-        for layer in range(first_layer, last_layer):
-            self._kernels.before_attention(self._model, step, layer)
-            attention.run(self._kv[layer], q_TNH, k_TKH, v_TKH, out_TNH)
-            self._kernels.after_attention(self._model, step, layer)
+        self._kernels.run_layers(self._model, step, first_layer, last_layer)
         return hidden_TD
 
     def logits(self, hidden_RD: torch.Tensor) -> torch.Tensor:

@@ -9,36 +9,32 @@ from services.worker.core.batch import NewSequence
 
 
 class TokenHistory:
-    """Which tokens a penalised sequence has seen. Lives as long as the sequence runs."""
+    """Which tokens a penalised sequence has seen. Lives as long as the sequence runs; as large as what it has seen."""
 
-    def __init__(self, new: NewSequence, vocab_size: int, device: torch.device) -> None:
+    def __init__(self, new: NewSequence, device: torch.device) -> None:
         self._sampling = new.sampling
-        self._seen_V = torch.zeros(vocab_size, dtype=torch.bool, device=device)  # in prompt or output
-        self._output_counts_V = torch.zeros(vocab_size, dtype=torch.float64, device=device)
-        prompt, output = torch.tensor(new.prompt_token_ids), torch.tensor(new.output_token_ids, dtype=torch.int64)
-        self._seen_V[prompt.to(device)] = True
-        self._seen_V[output.to(device)] = True
-        ones = torch.ones(len(output), dtype=torch.float64, device=device)
-        self._output_counts_V.index_add_(0, output.to(device), ones)
+        self._device = device
+        self._counts: dict[int, int] = dict.fromkeys(new.prompt_token_ids, 0)  # token -> how often in the output
+        for token_id in new.output_token_ids:
+            self.add(token_id)
 
     def add(self, token_id: int) -> None:
         """Take in a token that was generated."""
-        self._seen_V[token_id] = True
-        self._output_counts_V[token_id] += 1
+        self._counts[token_id] = self._counts.get(token_id, 0) + 1
 
     def apply(self, logits_V: torch.Tensor) -> None:
         """Penalise in place: repetition over prompt and output, frequency and presence over the output."""
-        sampling = self._sampling
+        sampling, seen = self._sampling, torch.tensor(list(self._counts), dtype=torch.int64, device=self._device)
+        logits = logits_V[seen]
         if sampling.repetition_penalty != 1.0:
-            divided = torch.where(
-                logits_V > 0, logits_V / sampling.repetition_penalty, logits_V * sampling.repetition_penalty
-            )
-            logits_V.copy_(torch.where(self._seen_V, divided, logits_V))
-        counts_V = self._output_counts_V.to(logits_V.dtype)
+            penalty = sampling.repetition_penalty
+            logits = torch.where(logits > 0, logits / penalty, logits * penalty)
+        counts = torch.tensor(list(self._counts.values()), dtype=logits.dtype, device=self._device)
         if sampling.frequency_penalty != 0.0:
-            logits_V.sub_(counts_V * sampling.frequency_penalty)
+            logits -= counts * sampling.frequency_penalty
         if sampling.presence_penalty != 0.0:
-            logits_V.sub_((counts_V > 0).to(logits_V.dtype) * sampling.presence_penalty)
+            logits -= (counts > 0).to(logits.dtype) * sampling.presence_penalty
+        logits_V[seen] = logits
 
 
 class Bias:

@@ -9,8 +9,9 @@ Shapes: R rows that sample, V vocabulary.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -20,6 +21,7 @@ from ballast.common.sampling import SamplingParams
 from ballast.service.grammar import Grammars
 from services.worker.core.batch import NewSequence, SequenceId, TokenLogprobs
 from services.worker.engine.grammar import GrammarState
+from services.worker.engine.native.library import Kernels, RowParameters
 from services.worker.engine.penalties import Bias, TokenHistory, forbid
 from services.worker.engine.random_numbers import uniforms
 
@@ -50,6 +52,18 @@ class _Sequence:
     plain: bool  # the most probable token and nothing else
 
 
+class _Ranked(NamedTuple):
+    """What was most probable in a row, and what it takes to tell any other token's probability."""
+
+    top: tuple[tuple[int, float], ...]
+    values_V: torch.Tensor  # log-probabilities plus the two below
+    best: float
+    log_total: float
+
+    def of(self, token_id: int) -> TokenLogprobs:
+        return TokenLogprobs(token_id, float(self.values_V[token_id]) - self.best - self.log_total, self.top)
+
+
 class Sampler:
     """Keeps what sampling needs to know of each running sequence."""
 
@@ -59,8 +73,11 @@ class Sampler:
         eos_token_ids: Sequence[int],
         device: torch.device,
         grammars: Grammars | None = None,
+        kernels: Kernels | None = None,
     ) -> None:
+        """With the compiled `kernels` all rows are sampled in one call; tokens are the same."""
         self._grammars = grammars
+        self._kernels = kernels
         self._vocab_size = vocab_size
         self._eos_token_ids = tuple(eos_token_ids)
         self._device = device
@@ -89,7 +106,7 @@ class Sampler:
             forbidden_until=len(new.prompt_token_ids) + sampling.min_tokens,
             grammar=GrammarState(self._grammars, new) if sampling.grammar is not None else None,
             bias=Bias(sampling.logit_bias, self._device) if sampling.logit_bias else None,
-            history=TokenHistory(new, self._vocab_size, self._device) if penalised else None,
+            history=TokenHistory(new, self._device) if penalised else None,
             plain=sampling.greedy
             and not (penalised or forbidden or sampling.logit_bias or sampling.grammar)
             and sampling.logprobs is None,
@@ -105,10 +122,10 @@ class Sampler:
     def sample(self, rows: Sequence[SampleRow], logits_RV: torch.Tensor) -> Sampled:
         """One token per row. `logits_RV` is changed."""
         if not self._special:
-            return Sampled(tuple(logits_RV.argmax(-1).tolist()), (None,) * len(rows))
+            return Sampled(tuple(self._best(logits_RV)), (None,) * len(rows))
         sequences = [self._sequences[row.sequence_id] for row in rows]
         raw_logprobs = {
-            i: torch.log_softmax(logits_RV[i].double(), -1)
+            i: self._raw_logprobs(logits_RV[i], sequence.sampling.logprobs)
             for i, sequence in enumerate(sequences)
             if sequence.sampling.logprobs is not None
         }
@@ -127,9 +144,30 @@ class Sampler:
                 sequence.history.add(token_id)
             if sequence.grammar is not None:
                 sequence.grammar.add(token_id)
-        return Sampled(tuple(token_ids), _logprobs(sequences, token_ids, raw_logprobs))
+        logprobs = [raw_logprobs[i].of(token) if i in raw_logprobs else None for i, token in enumerate(token_ids)]
+        return Sampled(tuple(token_ids), tuple(logprobs))
+
+    def _raw_logprobs(self, logits_V: torch.Tensor, count: int) -> "_Ranked":
+        """Before anything is changed: `logits_V` is about to be."""
+        count = min(count, len(logits_V))
+        if self._kernels is None:
+            logprobs_V = torch.log_softmax(logits_V.double(), -1)
+            values, indices = logprobs_V.topk(count)
+            return _Ranked(tuple(zip(indices.tolist(), values.tolist(), strict=True)), logprobs_V, 0.0, 0.0)
+        indices, logits, best, log_total = self._kernels.rank(logits_V, count)
+        top = zip(indices.tolist(), (logits - best - log_total).tolist(), strict=True)
+        return _Ranked(tuple(top), logits_V.clone(), best, log_total)
+
+    def _best(self, logits_RV: torch.Tensor) -> list[int]:
+        if self._kernels is None:
+            return logits_RV.argmax(-1).tolist()
+        zeros = np.zeros(len(logits_RV))
+        none = np.zeros(len(logits_RV), np.int64)
+        return self._kernels.sample(logits_RV, RowParameters(zeros, none, zeros, zeros, zeros)).tolist()
 
     def _choose(self, rows: Sequence[SampleRow], sequences: Sequence[_Sequence], logits_RV: torch.Tensor) -> list[int]:
+        if self._kernels is not None:
+            return _choose_at_once(self._kernels, rows, sequences, logits_RV)
         token_ids: list[int] = logits_RV.argmax(-1).tolist()
         drawn = [i for i, sequence in enumerate(sequences) if not sequence.sampling.greedy]
         if drawn:
@@ -139,6 +177,22 @@ class Sampler:
             for i, token_id in zip(drawn, chosen, strict=True):
                 token_ids[i] = token_id
         return token_ids
+
+
+def _choose_at_once(
+    kernels: Kernels, rows: Sequence[SampleRow], sequences: Sequence[_Sequence], logits_RV: torch.Tensor
+) -> list[int]:
+    given = [sequence.sampling for sequence in sequences]
+    seeds = np.array([sequence.seed for sequence in sequences], np.int64)
+    positions = np.array([row.position for row in rows], np.int64)
+    parameters = RowParameters(
+        temperatures=np.array([s.temperature for s in given], np.float64),
+        top_k=np.array([s.top_k for s in given], np.int64),
+        top_p=np.array([s.top_p for s in given], np.float64),
+        min_p=np.array([s.min_p for s in given], np.float64),
+        uniforms=uniforms(seeds, positions),
+    )
+    return kernels.sample(logits_RV, parameters).tolist()
 
 
 def draw(logits_RV: torch.Tensor, sampling: Sequence[SamplingParams], uniforms_R: np.ndarray) -> list[int]:
@@ -183,15 +237,3 @@ def _keep_best(row_V: torch.Tensor, top_k: int, top_p: float) -> None:
         looked_at = size
     last = int(reached.int().argmax()) if bool(reached[-1]) else looked_at - 1
     row_V.masked_fill_(row_V < best[last], -math.inf)
-
-
-def _logprobs(
-    sequences: Sequence[_Sequence], token_ids: Sequence[int], raw: Mapping[int, torch.Tensor]
-) -> tuple[TokenLogprobs | None, ...]:
-    result: list[TokenLogprobs | None] = [None] * len(sequences)
-    for i, logprobs_V in raw.items():
-        count = min(sequences[i].sampling.logprobs or 0, len(logprobs_V))
-        values, indices = logprobs_V.topk(count)
-        top = tuple(zip(indices.tolist(), values.tolist(), strict=True))
-        result[i] = TokenLogprobs(token_ids[i], float(logprobs_V[token_ids[i]]), top)
-    return tuple(result)

@@ -4,15 +4,19 @@ import ctypes
 import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from ballast.common.errors import ConfigError
 from services.worker.engine.model_config import ModelConfig
-from services.worker.engine.native.structs import ABI, PANEL, Attention, Gemm, Model, Step
+from services.worker.engine.native.structs import ABI, PANEL, Attention, Gemm, Model, Sampling, Step
 
 LIBRARY = Path(__file__).with_name("libballast_kernels.so")
 KERNELS = ("auto", "native", "torch")
+Ints, Floats = NDArray[np.int64], NDArray[np.float64]
 _DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2}
 
 _I, _P, _D = ctypes.c_int64, ctypes.c_void_p, ctypes.c_double
@@ -24,14 +28,24 @@ _FUNCTIONS: dict[str, tuple[tuple[type, ...], type | None]] = {
     "set_threads": ((_I,), _I),
     "gemm": ((_P,), None),
     "norm": ((_I, _P, _I, _P, _P, _I, _I, _D), None),
-    "before_attention": ((_P, _P, _I), None),
     "write_kv": ((_I, _P, _P, _P, _I, _P, _I, _I, _I), None),
     "attend": ((_P,), None),
-    "after_attention": ((_P, _P, _I), None),
     "run_layers": ((_P, _P, _I, _I), None),
+    "sample": ((_P,), None),
+    "rank": ((_I, _P, _I, _I, _P, _P, _P), None),
     "pack": ((_I, _P, _I, _P, _I, _I), None),
     "unpack": ((_I, _P, _P, _I, _I, _P), None),
 }
+
+
+class RowParameters(NamedTuple):
+    """Aligned with the rows of logits that are sampled."""
+
+    temperatures: Floats  # 0: the most probable token
+    top_k: Ints  # 0: all
+    top_p: Floats
+    min_p: Floats
+    uniforms: Floats
 
 
 class Kernels:
@@ -144,15 +158,42 @@ class Kernels:
     def attend(self, call: Attention) -> None:
         self._functions["attend"](ctypes.byref(call))
 
+    def sample(self, logits_RV: torch.Tensor, parameters: "RowParameters") -> Ints:
+        """One token for each row; see `Row` of src/sampler.h. float32 or float64."""
+        rows, vocabulary = logits_RV.shape
+        chosen = np.empty(rows, np.int64)
+        columns = [np.ascontiguousarray(column) for column in parameters]
+        call = Sampling(
+            _DTYPES[logits_RV.dtype],
+            logits_RV.data_ptr(),
+            logits_RV.stride(0),
+            rows,
+            vocabulary,
+            *(column.ctypes.data for column in columns),
+            chosen.ctypes.data,
+        )
+        self._functions["sample"](ctypes.byref(call))
+        if (chosen < 0).any():
+            raise MemoryError(f"no memory to draw from {rows} rows of {vocabulary} logits")
+        return chosen
+
+    def rank(self, logits_V: torch.Tensor, count: int) -> tuple[Ints, Floats, float, float]:
+        """The `count` best tokens, equal ones in their order; their logits; the best logit, log(sum(exp(x - best)))."""
+        indices, values, totals = np.empty(count, np.int64), np.empty(count), np.empty(2)
+        self._functions["rank"](
+            _DTYPES[logits_V.dtype],
+            logits_V.data_ptr(),
+            len(logits_V),
+            count,
+            indices.ctypes.data,
+            values.ctypes.data,
+            totals.ctypes.data,
+        )
+        return indices, values, float(totals[0]), float(totals[1])
+
     def run_layers(self, model: Model, step: Step, first: int, last: int) -> None:
         """The layers [first, last), attention included."""
         self._functions["run_layers"](ctypes.byref(model), ctypes.byref(step), first, last)
-
-    def before_attention(self, model: Model, step: Step, layer: int) -> None:
-        self._functions["before_attention"](ctypes.byref(model), ctypes.byref(step), layer)
-
-    def after_attention(self, model: Model, step: Step, layer: int) -> None:
-        self._functions["after_attention"](ctypes.byref(model), ctypes.byref(step), layer)
 
 
 def dtype_code(dtype: torch.dtype) -> int:

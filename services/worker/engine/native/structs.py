@@ -3,7 +3,7 @@
 import ctypes
 from typing import ClassVar
 
-ABI = 1
+ABI = 3
 PANEL = 32  # outputs side by side in a packed matrix
 
 _Fields = list[tuple[str, type]]
@@ -55,8 +55,16 @@ class Attention(ctypes.Structure):
         *_numbers("q_stride"),
         *_pointers("out"),
         *_numbers("out_stride"),
-        *_pointers("lse"),
         ("spans", Spans),
+    ]
+
+
+class Sampling(ctypes.Structure):
+    _fields_: ClassVar = [
+        *_numbers("dtype"),
+        *_pointers("logits"),
+        *_numbers("stride rows vocabulary"),
+        *_pointers("temperatures top_k top_p min_p uniforms chosen"),
     ]
 
 

@@ -4,6 +4,8 @@ import random
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from ballast.common.errors import InvariantViolation
 from services.worker.core.batch import Slice
@@ -12,7 +14,7 @@ from services.worker.engine.attention import AttentionBackend, CpuAttention
 from services.worker.engine.native.library import native_kernels
 from services.worker.engine.packed_attention import PagedAttention
 from services.worker.engine.packing import PackedStep, Packer
-from tests.support.engine import KERNELS
+from tests.support.engine import KERNELS, NEEDS_NATIVE
 
 BLOCK_TOKENS, HEADS, KV_HEADS, HEAD_DIM = 4, 6, 2, 8
 BLOCKS = 400
@@ -127,3 +129,51 @@ def test_rows_of_samples_follow_the_order_of_slices() -> None:
     assert packed.positions_T.tolist() == [2, 9, 0, 1, 0, 1, 2]
     assert packed.sample_rows.tolist() == [1, 6, 0]
     assert packed.blocks_end == 6
+
+
+DTYPES = (torch.float32, torch.float64, torch.bfloat16)
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+@given(
+    shares=st.lists(st.tuples(st.integers(0, 70), st.sampled_from([1, 1, 1, 2, 7, 33])), min_size=1, max_size=6),
+    dtype=st.sampled_from(DTYPES),
+)
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_what_others_left_in_the_cache_changes_nothing(
+    kernels: str, shares: list[tuple[int, int]], dtype: torch.dtype
+) -> None:
+    """NaN in every slot that no sequence owns."""
+    world = World(shares)
+    clean = world.kv_B2TKH.to(dtype)
+    poisoned = torch.full_like(clean, float("nan"))
+    for i in range(len(shares)):
+        for at in range(len(world.keys[i])):
+            place = world.tables[i][at // BLOCK_TOKENS], slice(None), at % BLOCK_TOKENS
+            poisoned[place] = clean[place]
+    q, k, v = (torch.randn(world.packed.row_count, n, HEAD_DIM).to(dtype) for n in (HEADS, KV_HEADS, KV_HEADS))
+    outs = [torch.empty_like(q) for _ in range(2)]
+    for cache, out in zip((clean, poisoned), outs, strict=True):
+        backend_of(kernels, dtype).prepare(world.packed).run(cache, q, k, v, out)
+    assert not outs[0].isnan().any()
+    assert torch.equal(*outs)
+
+
+@NEEDS_NATIVE
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_prompt_gives_the_same_bits_in_any_chunks(dtype: torch.dtype) -> None:
+    torch.manual_seed(2)
+    q, k, v = (torch.randn(75, n, HEAD_DIM).to(dtype) for n in (HEADS, KV_HEADS, KV_HEADS))
+    table = tuple(random.Random(3).sample(range(BLOCKS), 19))
+    results: list[torch.Tensor] = []
+    for sizes in ([75], [1] * 75, [40, 1, 1, 33], [7] * 10 + [5]):
+        cache = torch.randn(BLOCKS, 2, BLOCK_TOKENS, KV_HEADS, HEAD_DIM).to(dtype)
+        out, done = torch.empty_like(q), 0
+        for size in sizes:
+            rows = slice(done, done + size)
+            step = Packer(BLOCK_TOKENS).pack([Slice(1, done, (1,) * size, True)], [table])
+            backend_of("native").prepare(step).run(cache, q[rows], k[rows], v[rows], out[rows])
+            done += size
+        results.append(out)
+    for other in results[1:]:
+        assert torch.equal(results[0], other)

@@ -7,15 +7,28 @@ import torch
 from ballast.common.errors import InvariantViolation
 from ballast.common.sampling import SamplingParams
 from services.worker.core.batch import NewSequence
+from services.worker.engine.native.library import Kernels, RowParameters, native_kernels
 from services.worker.engine.random_numbers import uniforms
 from services.worker.engine.sampler import Sampled, Sampler, SampleRow, draw
+from tests.support.engine import KERNELS, NEEDS_NATIVE
 
 VOCAB = 300
 EOS = 2
 
 
+@pytest.fixture(params=KERNELS, autouse=True)
+def kernels(request: pytest.FixtureRequest) -> str:
+    """What the samplers of each test choose with."""
+    global _kernels
+    _kernels = native_kernels() if request.param == "native" else None
+    return request.param
+
+
+_kernels: Kernels | None = None
+
+
 def sampler() -> Sampler:
-    return Sampler(VOCAB, [EOS], torch.device("cpu"))
+    return Sampler(VOCAB, [EOS], torch.device("cpu"), kernels=_kernels)
 
 
 def logits(seed: int, rows: int = 1) -> torch.Tensor:
@@ -37,8 +50,25 @@ def once(
 def kept(sampling: SamplingParams, row_V: torch.Tensor) -> set[int]:
     """Tokens that can be drawn: those hit by a fine sweep over the unit interval."""
     sweep = np.linspace(0, 1, 4001, endpoint=False)
-    rows = row_V.double().expand(len(sweep), -1).clone()
-    return set(draw(rows, [sampling] * len(sweep), sweep))
+    return set(drawn_from(row_V.double().expand(len(sweep), -1), [sampling] * len(sweep), sweep))
+
+
+def drawn_from(logits_RV: torch.Tensor, given: list[SamplingParams], numbers: np.ndarray) -> list[int]:
+    """With the kernels of the test; the numbers are what the rows draw."""
+    if _kernels is None:
+        return draw(logits_RV.double().clone(), given, numbers)
+    return at_once(_kernels, logits_RV.contiguous(), given, numbers)
+
+
+def at_once(native: Kernels, logits_RV: torch.Tensor, given: list[SamplingParams], numbers: np.ndarray) -> list[int]:
+    parameters = RowParameters(
+        np.array([s.temperature for s in given]),
+        np.array([s.top_k for s in given], np.int64),
+        np.array([s.top_p for s in given]),
+        np.array([s.min_p for s in given]),
+        numbers,
+    )
+    return native.sample(logits_RV, parameters).tolist()
 
 
 def most_probable(row_V: torch.Tensor, count: int) -> set[int]:
@@ -90,7 +120,7 @@ def test_frequencies_follow_the_probabilities() -> None:
     row[[3, 50, 299]] = torch.tensor([0.6, 0.3, 0.1]).log()
     count = 20_000
     numbers = uniforms(np.full(count, 9), np.arange(count))
-    drawn = draw(row.double().expand(count, -1).clone(), [SamplingParams()] * count, numbers)
+    drawn = drawn_from(row.double().expand(count, -1), [SamplingParams()] * count, numbers)
     shares = np.bincount(drawn, minlength=VOCAB) / count
     assert shares[[3, 50, 299]] == pytest.approx([0.6, 0.3, 0.1], abs=0.015)
     assert shares.sum() == pytest.approx(shares[[3, 50, 299]].sum())
@@ -199,3 +229,38 @@ def test_a_mistake_of_the_caller_is_named() -> None:
     chosen.remove(99)
     chosen.remove(1)
     assert chosen.sequence_ids == ()
+
+
+@NEEDS_NATIVE
+@pytest.mark.parametrize("vocabulary", [7, 300, 32_001])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_compiled_draws_are_those_of_torch(vocabulary: int, dtype: torch.dtype) -> None:
+    """Thousands of draws, flat and peaked, with every filter; on every instruction set."""
+    native = native_kernels()
+    assert native is not None
+    rng, best = np.random.default_rng(vocabulary), native.isa
+    count = 4000 if vocabulary < 1000 else 300
+    torch.manual_seed(vocabulary)
+    logits_RV = torch.randn(count, vocabulary, dtype=dtype) * torch.rand(count, 1, dtype=dtype) * 8
+    logits_RV[::5] = logits_RV[::5].round()  # many equals
+    logits_RV[1::7, ::3] = -math.inf
+    given = [
+        SamplingParams(
+            temperature=rng.choice([0.3, 0.8, 1.0, 1.7]),
+            top_k=int(rng.choice([0, 0, 1, 5, 50, 1000])),
+            top_p=float(rng.choice([1.0, 1.0, 0.95, 0.5, 1e-3])),
+            min_p=float(rng.choice([0.0, 0.0, 0.05, 1.0])),
+        )
+        for _ in range(count)
+    ]
+    numbers = rng.random(count)
+    numbers[:3] = 0.0
+    expected = draw(logits_RV.double().clone(), given, numbers)
+    try:
+        for isa in native.isas:
+            native.choose_isa(isa)
+            assert at_once(native, logits_RV, given, numbers) == expected
+            greedy = at_once(native, logits_RV, [SamplingParams(temperature=0.0)] * count, numbers)
+            assert greedy == logits_RV.argmax(-1).tolist()
+    finally:
+        native.choose_isa(best)

@@ -8,7 +8,7 @@
 
 typedef int64_t i64;
 
-#define BALLAST_ABI 1
+#define BALLAST_ABI 3
 #define BALLAST_PANEL 32  // outputs side by side in a packed matrix
 
 enum Dtype : i64 { kFloat32 = 0, kFloat64 = 1, kBfloat16 = 2 };
@@ -70,7 +70,6 @@ struct Attention {
   i64 q_stride;
   void* out;  // [rows, N * H], rows `out_stride` elements apart
   i64 out_stride;
-  void* lse;  // [rows, N] in the dtype of the computation, or null. If given, `out` has that dtype too
   Spans spans;
 };
 
@@ -86,17 +85,29 @@ struct Gemm {
   i64 wide;  // 1: bfloat16 products come out as float32
 };
 
+struct Sampling {
+  i64 dtype;           // of the logits: float32 or float64
+  const void* logits;  // [rows, V], rows `stride` elements apart
+  i64 stride, rows, vocabulary;
+  const double* temperatures;  // [rows], as are the others; 0: the most probable token
+  const i64* top_k;            // 0: all
+  const double* top_p;
+  const double* min_p;
+  const double* uniforms;  // in [0, 1)
+  i64* chosen;             // -1: there was no memory to draw with
+};
+
 struct Table {
   const char* name;
   void (*gemm)(const Gemm*);
   void (*norm)(i64 dtype, const void* x, i64 x_stride, const void* weight, void* out, i64 rows, i64 width, double eps);
-  void (*before_attention)(const Model*, const Step*, i64 layer);
   void (*write_kv)(i64 dtype, void* kv, const void* k, const void* v, i64 stride, const i64* slots, i64 rows,
                    i64 row_elements, i64 block_tokens);
   void (*attend)(const Attention*);
-  void (*after_attention)(const Model*, const Step*, i64 layer);
   void (*run_layers)(const Model*, const Step*, i64 first, i64 last);
   void (*pack)(i64 dtype, void* packed, i64 first_row, const void* rows, i64 row_count, i64 inputs);
+  void (*sample)(const Sampling*);
+  void (*rank)(i64 dtype, const void* logits, i64 size, i64 count, i64* indices, double* values, double* totals);
   void (*unpack_rows)(i64 dtype, const void* packed, const i64* chosen, i64 count, i64 inputs, void* out);
 };
 

@@ -63,7 +63,7 @@ struct Running {
   C* largest;  // [queries]
 };
 
-template <class T, class O>
+template <class T>
 struct AttendCall {
   typedef typename Type<T>::compute C;
   typedef typename Vec<C>::v V;
@@ -213,21 +213,17 @@ struct AttendCall {
     for (i64 r = 0; r < rows; r++)
       for (i64 g = 0; g < group; g++) {
         i64 i = r * group + g, row = span.first_row + first + r, head = kv_head * group + g;
-        C total = sum_of<C>(load(running.sum + i * lanes)), share = 1 / total;
-        O* out = (O*)call.out + row * call.out_stride + head * call.head_dim;
+        C share = 1 / sum_of<C>(load(running.sum + i * lanes));
+        T* out = (T*)call.out + row * call.out_stride + head * call.head_dim;
         for (i64 d = 0; d < call.head_dim; d += lanes)
           store_part(out + d, load(running.acc + i * width + d) * share, call.head_dim - d);
-        if (call.lse) ((C*)call.lse)[row * call.heads + head] = running.largest[i] + (C)__builtin_log((double)total);
       }
   }
 };
 
 template <class T>
 void attend_all(const Attention& call) {
-  if (call.lse)
-    AttendCall<T, typename Type<T>::compute>(call).run();
-  else
-    AttendCall<T, T>(call).run();
+  AttendCall<T>(call).run();
 }
 
 }  // namespace

@@ -50,10 +50,6 @@ EXPORT void ballast_norm(i64 dtype, const void* x, i64 x_stride, const void* wei
   table().norm(dtype, x, x_stride, weight, out, rows, width, eps);
 }
 
-EXPORT void ballast_before_attention(const Model* model, const Step* step, i64 layer) {
-  table().before_attention(model, step, layer);
-}
-
 EXPORT void ballast_write_kv(i64 dtype, void* kv, const void* k, const void* v, i64 stride, const i64* slots, i64 rows,
                              i64 row_elements, i64 block_tokens) {
   table().write_kv(dtype, kv, k, v, stride, slots, rows, row_elements, block_tokens);
@@ -61,16 +57,18 @@ EXPORT void ballast_write_kv(i64 dtype, void* kv, const void* k, const void* v, 
 
 EXPORT void ballast_attend(const Attention* call) { table().attend(call); }
 
-EXPORT void ballast_after_attention(const Model* model, const Step* step, i64 layer) {
-  table().after_attention(model, step, layer);
-}
-
 EXPORT void ballast_run_layers(const Model* model, const Step* step, i64 first, i64 last) {
   table().run_layers(model, step, first, last);
 }
 
 EXPORT void ballast_pack(i64 dtype, void* packed, i64 first_row, const void* rows, i64 row_count, i64 inputs) {
   table().pack(dtype, packed, first_row, rows, row_count, inputs);
+}
+
+EXPORT void ballast_sample(const Sampling* call) { table().sample(call); }
+
+EXPORT void ballast_rank(i64 dtype, const void* logits, i64 size, i64 count, i64* indices, double* values, double* totals) {
+  table().rank(dtype, logits, size, count, indices, values, totals);
 }
 
 EXPORT void ballast_unpack(i64 dtype, const void* packed, const i64* chosen_rows, i64 count, i64 inputs, void* out) {

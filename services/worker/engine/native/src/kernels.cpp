@@ -1,5 +1,6 @@
 // The kernels for one instruction set: compiled once for each, with ISA naming it and VECTOR_BYTES its width.
 #include "layer.h"
+#include "sampler.h"
 
 namespace {
 
@@ -36,10 +37,6 @@ void norm(i64 dtype, const void* x, i64 x_stride, const void* weight, void* out,
   });
 }
 
-void before_attention(const Model* m, const Step* s, i64 layer) {
-  with_type(m->dtype, [&](auto* p) { LayerCall<STORED(p)>{*m, *s, m->layers[layer]}.before(); });
-}
-
 void write_kv(i64 dtype, void* kv, const void* k, const void* v, i64 stride, const i64* slots, i64 rows,
               i64 row_elements, i64 block_tokens) {
   with_type(dtype, [&](auto* p) {
@@ -50,10 +47,6 @@ void write_kv(i64 dtype, void* kv, const void* k, const void* v, i64 stride, con
 
 void attend(const Attention* call) {
   with_type(call->dtype, [&](auto* p) { attend_all<STORED(p)>(*call); });
-}
-
-void after_attention(const Model* m, const Step* s, i64 layer) {
-  with_type(m->dtype, [&](auto* p) { LayerCall<STORED(p)>{*m, *s, m->layers[layer]}.after(); });
 }
 
 void run_layers(const Model* m, const Step* s, i64 first, i64 last) {
@@ -74,6 +67,20 @@ void pack(i64 dtype, void* packed, i64 first_row, const void* rows, i64 row_coun
   });
 }
 
+void sample(const Sampling* call) {
+  if (call->dtype == kFloat64)
+    sample_rows<double>(*call);
+  else
+    sample_rows<float>(*call);
+}
+
+void rank(i64 dtype, const void* logits, i64 size, i64 count, i64* indices, double* values, double* totals) {
+  if (dtype == kFloat64)
+    rank_row((const double*)logits, size, count, indices, values, totals);
+  else
+    rank_row((const float*)logits, size, count, indices, values, totals);
+}
+
 void unpack(i64 dtype, const void* packed, const i64* chosen, i64 count, i64 inputs, void* out) {
   with_type(dtype, [&](auto* p) {
     typedef STORED(p) T;
@@ -89,5 +96,4 @@ void unpack(i64 dtype, const void* packed, const i64* chosen, i64 count, i64 inp
 #define TEXT(name) TEXT_(name)
 
 extern "C" __attribute__((visibility("hidden"))) const Table TABLE(ISA);
-extern "C" const Table TABLE(ISA) = {TEXT(ISA), gemm,   norm,            before_attention, write_kv,
-                                     attend,    after_attention, run_layers, pack,         unpack};
+extern "C" const Table TABLE(ISA) = {TEXT(ISA), gemm, norm, write_kv, attend, run_layers, pack, sample, rank, unpack};

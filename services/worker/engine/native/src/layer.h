@@ -155,7 +155,7 @@ struct LayerCall {
     const T* k = (const T*)s.qkv + query();
     write_rows((T*)layer.kv, k, k + kv(), qkv(), s.slots, s.rows, kv(), m.block_tokens);
     attend_all<T>(Attention{m.dtype, m.heads, m.kv_heads, m.head_dim, m.block_tokens, layer.kv, s.qkv, qkv(),
-                            s.attended, query(), nullptr, s.spans});
+                            s.attended, query(), s.spans});
   }
 
   void after() const {
