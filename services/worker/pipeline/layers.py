@@ -203,12 +203,13 @@ class LayerPull:
         if event.failure or self._cancelled:
             self._again(event.layer, event.failure)
             return
-        if event.peer is None:  # the checkpoint is the source of truth
+        wanted = self._server.known_checksum(event.layer) or event.checksum
+        if event.peer is None and not wanted:  # this worker has never had the layer: there is nothing to compare with
             self.checked(LayerChecked(event.epoch, event.layer, True))
             return
+        # The checkpoint too: it may have been replaced since, or have rotted, and all tokens would be wrong.
         between = unhurried(lambda: self._cancelled, self._hurried)
         future = self._workers.submit(self._parameters.layer_checksum, event.layer, between)
-        wanted = self._server.known_checksum(event.layer) or event.checksum
         future.add_done_callback(lambda f, i=event.layer: self._post(_verdict(self._epoch, i, f, wanted)))
 
     def checked(self, event: LayerChecked) -> None:
