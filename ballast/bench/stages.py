@@ -5,8 +5,8 @@ import asyncio
 import grpc
 
 from ballast.client import AsyncClient
+from ballast.client.access import Access
 from ballast.common.errors import BallastError
-from ballast.rpc.channel import open_channel
 from ballastpb.worker.v1 import worker_pb2, worker_pb2_grpc
 
 _TIMEOUT_S = 5.0
@@ -25,7 +25,7 @@ async def stage_seconds(client: AsyncClient) -> StageSeconds | None:
 
 
 async def _ask(address: str) -> tuple[float, float]:
-    async with open_channel(address) as channel:
+    async with Access.of().open_peer(address, "worker") as channel:
         stub = worker_pb2_grpc.WorkerServiceStub(channel)
         told = await stub.GetTrace(worker_pb2.GetTraceRequest(), timeout=_TIMEOUT_S)
         return told.busy_s, told.idle_s

@@ -13,6 +13,7 @@ from typing import Any
 import grpc
 
 from ballast.client import Client
+from ballast.client.access import Access
 from ballast.common.errors import Unavailable
 from ballastpb.worker.v1 import worker_pb2, worker_pb2_grpc
 
@@ -43,7 +44,7 @@ def write_timeline(address: str, path: Path) -> tuple[int, list[str]]:
 
 
 def _ask(address: str) -> worker_pb2.GetTraceResponse | None:
-    with grpc.insecure_channel(address) as channel:
+    with Access.of().open_sync(address, "worker") as channel:
         try:
             return worker_pb2_grpc.WorkerServiceStub(channel).GetTrace(worker_pb2.GetTraceRequest(), timeout=_TIMEOUT_S)
         except grpc.RpcError:

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import grpc
 
 from ballast.bench.records import PlannerTransition
+from ballast.client.access import Access
 from ballast.common.errors import BallastError
-from ballast.rpc.channel import open_channel
 from ballast.rpc.errors import from_rpc_error
 from ballastpb.planner.v1 import planner_pb2, planner_pb2_grpc
 
@@ -28,8 +28,9 @@ async def ask_planner(address: str) -> PlannerSays:
     Raises:
         BallastError: it does not answer.
     """
-    async with open_channel(address) as channel:
-        stub = planner_pb2_grpc.PlannerServiceStub(channel)
+    access = Access.of()
+    async with access.open(address) as channel:
+        stub = planner_pb2_grpc.PlannerServiceStub(access.bearing(channel))
         try:
             answer = await stub.ListTransitions(planner_pb2.ListTransitionsRequest(), timeout=_TIMEOUT_S)
         except grpc.RpcError as error:

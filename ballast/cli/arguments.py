@@ -4,6 +4,7 @@ import argparse
 import sys
 from typing import TYPE_CHECKING, NoReturn, TypeAlias
 
+from ballast.cli.access import add_access
 from ballast.common.addresses import default_address
 from ballast.common.sampling import PriorityClass, SamplingParams
 
@@ -28,6 +29,7 @@ def add_address(parser: argparse.ArgumentParser) -> None:
         metavar="HOST:PORT",
         help="dispatcher to ask; several with commas are tried in turn (default: BALLAST_ADDRESS, or 127.0.0.1:50051)",
     )
+    add_access(parser)
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:

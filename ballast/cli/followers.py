@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import grpc
 
 from ballast.client import ClusterStatus, WorkerStatus
+from ballast.client.access import Access
 from ballast.rpc.codec import LOAD
 from ballastpb.worker.v1 import worker_pb2, worker_pb2_grpc
 
@@ -27,7 +28,7 @@ def with_followers(status: ClusterStatus) -> ClusterStatus:
 
 def _ask(worker: WorkerStatus) -> WorkerStatus:
     """Left as it was if it does not answer or is another life by now."""
-    with grpc.insecure_channel(worker.address) as channel:
+    with Access.of().open_sync(worker.address, "worker") as channel:
         stub = worker_pb2_grpc.WorkerServiceStub(channel)
         try:
             answer = stub.GetStatus(worker_pb2.GetStatusRequest(), timeout=_TIMEOUT_S)

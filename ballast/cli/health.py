@@ -6,8 +6,10 @@ import sys
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from ballast.cli.access import add_access
 from ballast.cli.arguments import Commands, add_json
 from ballast.cli.output import print_json
+from ballast.client.access import Access
 from ballast.common.addresses import checked_address
 from ballast.common.errors import BallastError, Unavailable
 from ballast.rpc.errors import from_rpc_error
@@ -31,6 +33,7 @@ def add_parser(commands: Commands) -> None:
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("service", choices=list(_PROOFS), help="what kind it is")
     parser.add_argument("address", metavar="HOST:PORT", help="where it listens")
+    add_access(parser)
     parser.add_argument("--timeout-s", type=float, default=3.0, metavar="S", help="for its answer (3)")
 
 
@@ -55,7 +58,7 @@ def check(service: str, address: str, timeout_s: float) -> None:
     Raises:
         Unavailable: it is not, or does not answer in time.
     """
-    with grpc.insecure_channel(address) as channel:
+    with Access.of().open_sync(address, service) as channel:
         # Any type would do: the add-on has none.
         stub = health_pb2_grpc.HealthStub(channel)  # pyright: ignore[reportUnknownVariableType, reportUnknownMemberType]
         try:

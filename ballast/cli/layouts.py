@@ -180,7 +180,7 @@ def _message(transition: pb.Transition) -> dict[str, Any]:  # Any: what JSON can
 
 
 def _ask(args: argparse.Namespace, ask: "Ask[T]") -> T:
-    return ask_planner(args.planner or args.address, ask)
+    return ask_planner(args.planner or args.address, ask, is_planner=args.planner is not None)
 
 
 def _new_request_id() -> str:

@@ -39,6 +39,8 @@ _COMMANDS: dict[str, tuple[str, str]] = {
     "model": ("ballast.cli.model", "list the models there are, look into one, or make a small random one"),
     "doctor": ("ballast.cli.doctor", "check this machine and say what to do"),
     "health": ("ballast.cli.health", "ask one service whether it can do its job"),
+    "certs": ("ballast.cli.certs", "make certificates for the services of a cluster"),
+    "tokens": ("ballast.cli.tokens", "make, list and withdraw the tokens of clients"),
     "completion": ("ballast.cli.completion", "print the completion script of a shell"),
 }
 # Package -> the extra that brings it, for installations that lack it.
@@ -48,6 +50,7 @@ _EXTRAS = {
     "matplotlib": "bench",
     "safetensors": "worker",
     "torch": "worker",
+    "cryptography": "tls",
     "tokenizers": "cluster",
     "starlette": "gateway",
     "uvicorn": "gateway",

@@ -3,13 +3,17 @@
 import argparse
 import asyncio
 import contextlib
+import os
 import signal
 import sys
 import tempfile
 from pathlib import Path
 
 from ballast.cli.arguments import Commands
+from ballast.cli.certs import make
+from ballast.cli.tokens import add_token
 from ballast.client import AsyncClient
+from ballast.client.access import CA_FILE, TOKEN
 from ballast.common.arguments import size
 from ballast.common.errors import ConfigError
 from ballast.common.overload import OverloadPolicy
@@ -18,7 +22,9 @@ from ballast.local.keeper import Keeper
 from ballast.model.info import read_info
 from ballast.model.tiny import make_preset
 from ballast.rpc.server import ensure_free
+from ballast.rpc.tls import CA
 from ballast.service.models import find_model
+from ballast.service.tokens import TokenRole
 from services.worker.engine.model_config import read_model_config
 from sim.jobs.machines import emulated_model
 
@@ -28,6 +34,8 @@ _HTTP_PORT, _HTTP_PORTS = 8000, 100  # the first one that is tried, and how many
 # Its parameters fill two thirds of each worker's memory, as those of a large model do on a GPU: a drop nearly doubles
 # the room for KV.
 _DEFAULT_PRESET, _DEFAULT_MEMORY = "ballast-half", 48 << 20
+_CERTIFICATE_DAYS = 365
+TOKENS, OPERATOR_TOKEN = "tokens", "operator.token"
 
 # Flags that are handed on as they are: flag -> the service it is for.
 _WORKER_FLAGS = {
@@ -111,6 +119,16 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--device-memory-bytes", type=size, metavar="SIZE", help="of each worker; 512MiB, 16GiB ...")
     parser.add_argument("--redis-url", metavar="URL", help="a state server that runs already")
+    parser.add_argument(
+        "--secure",
+        type=Path,
+        metavar="DIR",
+        help="TLS, certificates and tokens, from this folder; what it lacks is made. Needed for a --host beyond this"
+        " machine",
+    )
+    parser.add_argument(
+        "--insecure", action="store_true", help="listen beyond this machine though anybody may then do anything"
+    )
     parser.add_argument("--log-dir", type=Path, metavar="DIR", help="keep the services' logs there")
     parser.add_argument("--log-level", choices=["debug", "info", "warning", "error"], help="of all services")
     parser.add_argument("--log-format", choices=["console", "json"], help="lines for people, or JSON for programs")
@@ -203,6 +221,8 @@ class _Up:
             if cluster.metrics_targets:
                 file = cluster.write_metrics_targets(cluster.log_dir / "prometheus-targets.json")
                 _say(f"metrics: {file} names them for Prometheus (file_sd_configs)")
+            if args.secure is not None:
+                _say(f"clients: export {CA_FILE}={args.secure / CA} {TOKEN}=$(cat {args.secure / OPERATOR_TOKEN})")
             self._ready = True
             await self._until_stopped(keepers)
             _say("stopping; running requests finish (again: stop at once)")
@@ -222,6 +242,8 @@ class _Up:
             gateways=0 if is_twin else args.gateways,
             http_port=_http_port(args),
             metrics_port=None if is_twin else args.metrics_port,
+            secure=args.secure,
+            tokens_file=None if args.secure is None else secured(args.secure, args.host),
             flags=self._service_flags(twin_policy),
             log_dir=args.log_dir / "twin" if is_twin and args.log_dir is not None else args.log_dir,
             redis_url=None if is_twin else args.redis_url,
@@ -236,7 +258,8 @@ class _Up:
 
         args = self._args
         policies = [args.overload_policy or OverloadPolicy.DROP.value, args.twin]
-        return dashboard_of(clusters, keepers, policies[: len(clusters)], host=args.host, port=args.dashboard_port)
+        host = args.host if args.secure is None else "127.0.0.1"  # the page asks nobody for a token
+        return dashboard_of(clusters, keepers, policies[: len(clusters)], host=host, port=args.dashboard_port)
 
     async def _until_stopped(self, keepers: list[Keeper]) -> None:
         keeping = [asyncio.create_task(keeper.run(), name="keeper") for keeper in keepers]
@@ -259,19 +282,30 @@ class _Up:
         chosen = given(_POLICY_FLAG) if policy is None else ["--overload-policy", policy]
         engine: list[str] = self._args.engine_flags if self._args.engine == "emulated" else []
         common = given({"--log-level": "", "--log-format": ""})
+        insecure = ["--insecure"] if self._args.insecure else []
         return {
             "monitor": common,
             "planner": [*common, *chosen, *given(_PLANNER_FLAGS)],
             "worker": [*common, *engine, *chosen, *given({"--device-memory-bytes": ""} | _WORKER_FLAGS)],
-            "dispatcher": [*common, *given(_DISPATCHER_FLAGS)],
-            "gateway": [*common, *given(_GATEWAY_FLAGS)],
+            "dispatcher": [*common, *insecure, *given(_DISPATCHER_FLAGS)],
+            "gateway": [*common, *insecure, *given(_GATEWAY_FLAGS)],
         }
+
+
+def secured(folder: Path, host: str) -> Path:
+    """Makes what the folder lacks for a cluster with TLS and tokens; gives the file of the tokens."""
+    make(folder, days=_CERTIFICATE_DAYS, hosts=[host], workers=[])
+    tokens = folder / TOKENS
+    if not (folder / OPERATOR_TOKEN).exists():
+        with os.fdopen(os.open(folder / OPERATOR_TOKEN, os.O_WRONLY | os.O_CREAT, 0o600), "w") as file:
+            file.write(add_token(tokens, "operator", TokenRole.OPERATE) + "\n")
+    return tokens
 
 
 async def _ready_line(cluster: LocalCluster, workers: int) -> str:
     served = f"{workers} worker{'' if workers == 1 else 's'}"
     if workers:
-        async with AsyncClient(cluster.address) as client:
+        async with AsyncClient(cluster.address, **cluster.credentials) as client:
             served += f" with {(await client.model_info()).name}"
     http = f" at {', '.join(cluster.http_urls)}, gRPC" if cluster.http_urls else ""
     return f"ready: {served}{http} at {', '.join(cluster.addresses)} (logs: {cluster.log_dir})"

@@ -3,10 +3,12 @@
 import os
 import secrets
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Self, TypeVar, overload
 
 import grpc
 
+from ballast.client.access import Access
 from ballast.client.codec import (
     Messages,
     checked_text,
@@ -54,9 +56,14 @@ class AsyncClient:
         max_retry_wait_s: A longer delay than this is not waited for.
         connect_timeout_s: For reaching one dispatcher.
         call_timeout_s: For everything but generating.
+        token: Shown to the dispatchers. None: BALLAST_TOKEN, or none.
+        ca_file: CA of the dispatchers' certificates (PEM); calls then go over TLS. None: BALLAST_CA_FILE, or none.
+        tls: True: over TLS, with the CAs of this machine where there is no `ca_file`. False: in the clear, the token
+            too. None: BALLAST_TLS (1 or 0), or what `ca_file` says.
 
     Raises:
         InvalidRequest: an address is not host:port.
+        ConfigError: the CA cannot be read, or a token would travel to another machine in the clear.
     """
 
     def __init__(
@@ -67,8 +74,13 @@ class AsyncClient:
         max_retry_wait_s: float = 30.0,
         connect_timeout_s: float = 5.0,
         call_timeout_s: float = 10.0,
+        token: str | None = None,
+        ca_file: str | Path | None = None,
+        tls: bool | None = None,
     ) -> None:
-        self._endpoints = Endpoints(address if address is not None else default_address())
+        self._endpoints = Endpoints(
+            address if address is not None else default_address(), Access.of(token, ca_file, tls)
+        )
         self._overload_retries = overload_retries
         self._max_retry_wait_s = max_retry_wait_s
         self._connect_timeout_s = connect_timeout_s

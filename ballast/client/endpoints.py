@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 import grpc
 import grpc.aio
 
+from ballast.client.access import Access
 from ballast.common.addresses import split_addresses
 from ballast.common.errors import Unavailable
-from ballast.rpc.channel import open_channel
 from ballastpb.inference.v1 import inference_pb2_grpc
 
 if TYPE_CHECKING:  # exists in the type stubs only
@@ -22,8 +22,9 @@ _AVOID_S = 2.0  # how long a dispatcher that was not available is tried last
 class Endpoint:
     """One dispatcher. Its channel is opened on first use, inside the event loop."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, access: Access) -> None:
         self.address = address
+        self._access = access
         self._avoided_until_s = 0.0
         self._channel: grpc.aio.Channel | None = None
         self._stub: InferenceServiceAsyncStub | None = None
@@ -42,14 +43,16 @@ class Endpoint:
             Unavailable: no connection within `timeout_s`, or refused.
         """
         if self._channel is None or self._stub is None:
-            self._channel = open_channel(self.address)
-            self._stub = inference_pb2_grpc.InferenceServiceStub(self._channel)
+            self._channel = self._access.open(self.address)
+            self._stub = inference_pb2_grpc.InferenceServiceStub(self._access.bearing(self._channel))
         state = self._channel.get_state(try_to_connect=True)
         try:
             async with asyncio.timeout(timeout_s):
                 while state is not grpc.ChannelConnectivity.READY:
                     if state in (grpc.ChannelConnectivity.TRANSIENT_FAILURE, grpc.ChannelConnectivity.SHUTDOWN):
-                        raise Unavailable(self.address, "cannot connect; does a dispatcher run there?")
+                        raise Unavailable(
+                            self.address, f"cannot connect; does a dispatcher run there, {self._access.how}?"
+                        )
                     await self._channel.wait_for_state_change(state)
                     state = self._channel.get_state(try_to_connect=True)
         except TimeoutError as error:
@@ -64,8 +67,8 @@ class Endpoint:
 class Endpoints:
     """All dispatchers, in the order in which a request should try them."""
 
-    def __init__(self, addresses: str | Sequence[str]) -> None:
-        self.all = [Endpoint(address) for address in split_addresses(addresses)]
+    def __init__(self, addresses: str | Sequence[str], access: Access) -> None:
+        self.all = [Endpoint(address, access) for address in split_addresses(addresses)]
         self._turn = 0
 
     def in_turn(self) -> list[Endpoint]:

@@ -4,6 +4,7 @@ import asyncio
 import concurrent.futures
 import threading
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self, TypeVar, overload
 
@@ -146,6 +147,9 @@ class Client:
         max_retry_wait_s: float = 30.0,
         connect_timeout_s: float = 5.0,
         call_timeout_s: float = 10.0,
+        token: str | None = None,
+        ca_file: str | Path | None = None,
+        tls: bool | None = None,
     ) -> None:
         self._client = AsyncClient(
             address,
@@ -153,6 +157,9 @@ class Client:
             max_retry_wait_s=max_retry_wait_s,
             connect_timeout_s=connect_timeout_s,
             call_timeout_s=call_timeout_s,
+            token=token,
+            ca_file=ca_file,
+            tls=tls,
         )
         self._loop = _LoopThread()
 

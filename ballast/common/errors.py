@@ -22,6 +22,14 @@ class InvalidRequest(BallastError):
         self.why = why
 
 
+class Unauthenticated(BallastError):
+    """Nobody knows who calls: a token or a certificate is missing, or is not valid here."""
+
+
+class PermissionDenied(BallastError):
+    """The caller is known, and has no right to what it asks for."""
+
+
 class AlreadyExists(BallastError):
     """A request with this id is being served already."""
 

@@ -11,9 +11,9 @@ from typing import Any, Final
 import grpc
 
 from ballast.client import AsyncClient, ClusterStatus, RecentTimes, WorkerStatus
+from ballast.client.access import Access
 from ballast.common.errors import BallastError
 from ballast.common.load import LoadReport
-from ballast.rpc.channel import open_channel
 from ballast.rpc.codec import LOAD
 from ballast.rpc.errors import from_rpc_error
 from ballastpb.planner.v1 import planner_pb2, planner_pb2_grpc
@@ -58,6 +58,7 @@ class Watched:
         policy: What the cluster does when KV runs short; empty if that is not known.
         process_lines: What is known of its processes, newest last; for clusters of this machine.
         worker_ids: Of all workers that should be there; for clusters of this machine.
+        access: By which right the cluster is asked; None: as the environment says.
     """
 
     def __init__(
@@ -68,8 +69,17 @@ class Watched:
         policy: str = "",
         process_lines: Callable[[], Iterable[Line]] = tuple,
         worker_ids: Callable[[], Iterable[str]] = tuple,
+        access: Access | None = None,
     ) -> None:
-        self.client = AsyncClient(address, connect_timeout_s=_ASK_TIMEOUT_S, call_timeout_s=_ORDER_TIMEOUT_S)
+        self._access = access if access is not None else Access.of()
+        self.client = AsyncClient(
+            address,
+            connect_timeout_s=_ASK_TIMEOUT_S,
+            call_timeout_s=_ORDER_TIMEOUT_S,
+            token=self._access.token,
+            ca_file=self._access.ca_file,
+            tls=self._access.tls,
+        )
         self.title, self.policy = title, policy
         self.capacity_tokens = 0  # with all parameters, as far as that has been seen
         self._process_lines, self._worker_ids = process_lines, worker_ids
@@ -108,9 +118,9 @@ class Watched:
     # Any: the answers of different calls.
     async def _order(self, ask: Callable[[Any], Any]) -> Any:
         address = self.client.addresses[0]
-        async with open_channel(address) as channel:
+        async with self._access.open(address) as channel:
             try:
-                return await ask(planner_pb2_grpc.PlannerServiceStub(channel))
+                return await ask(planner_pb2_grpc.PlannerServiceStub(self._access.bearing(channel)))
             except grpc.RpcError as error:
                 raise from_rpc_error(error, address) from error
 
@@ -121,7 +131,7 @@ class Watched:
         except (BallastError, TimeoutError) as error:
             return {**self._shown, "title": self.title, "policy": self.policy, "error": str(error) or "no answer"}
         status = statuses[0]
-        loads = await _follower_loads(status)
+        loads = await _follower_loads(status, self._access)
         now_s = time.time()
         times = [one.recent for one in statuses]
         self._add_point(now_s, statuses, times)
@@ -231,16 +241,16 @@ def _size(number: int) -> str:
     return f"{number / (_MIB << 10):.1f} GiB" if number >= _MIB << 10 else f"{number / _MIB:.1f} MiB"
 
 
-async def _follower_loads(status: ClusterStatus) -> dict[str, LoadReport]:
+async def _follower_loads(status: ClusterStatus, access: Access) -> dict[str, LoadReport]:
     """No dispatcher hears from workers that follow in a group, so they are asked themselves."""
     leaders = {group.leader_id for group in status.groups}
     asked = [worker for worker in status.workers if worker.load is None and worker.worker_id not in leaders]
-    answers = await asyncio.gather(*(_ask_load(worker) for worker in asked), return_exceptions=True)
+    answers = await asyncio.gather(*(_ask_load(worker, access) for worker in asked), return_exceptions=True)
     return {worker.worker_id: load for worker, load in zip(asked, answers, strict=True) if isinstance(load, LoadReport)}
 
 
-async def _ask_load(worker: WorkerStatus) -> LoadReport:
-    async with open_channel(worker.address) as channel:
+async def _ask_load(worker: WorkerStatus, access: Access) -> LoadReport:
+    async with access.open_peer(worker.address, "worker") as channel:
         stub = worker_pb2_grpc.WorkerServiceStub(channel)
         answer = await stub.GetStatus(worker_pb2.GetStatusRequest(), timeout=_FOLLOWER_TIMEOUT_S)
     return LOAD.record(answer.load)

@@ -18,16 +18,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Literal, Self
+from typing import Literal, Self, TypedDict
 
 import grpc
 
+from ballast.client.access import Access
 from ballast.common.errors import ConfigError, Unavailable
 from ballast.common.ids import copy_id
 from ballast.local.ports import free_port
 from ballast.local.process import ChildProcess
+from ballast.local.secrets import CLUSTER_SECRET, REDIS_PASSWORD, REDIS_USER, REDIS_USERS, make_secrets
 from ballast.local.state_server import PrivateStateServer, state_server
-from ballast.rpc.channel import open_channel
+from ballast.rpc.tls import CA
+from ballast.service.security import read_secret
+from ballast.service.tokens import cluster_token
 from ballastpb.inference.v1 import inference_pb2, inference_pb2_grpc
 
 Service = Literal["monitor", "planner", "dispatcher", "worker", "gateway"]
@@ -64,6 +68,13 @@ class ServiceProcess:
         return line is not None
 
 
+class Credentials(TypedDict):
+    """Arguments of a client."""
+
+    token: str | None
+    ca_file: Path | None
+
+
 class LocalCluster:
     """`async with LocalCluster(model, workers=2) as cluster:` serves at `cluster.address` inside the block.
 
@@ -80,6 +91,8 @@ class LocalCluster:
         device_memory_bytes: Budget of each worker for parameters and KV; None: the worker's default.
         flags: Further command line flags for each service: `{"worker": ["--max-num-seqs", "8"]}`.
         environ: Environment variables of the services, on top of this process's own.
+        secure: Folder as `ballast certs` makes it: services then talk over TLS, and know each other by certificates.
+        tokens_file: As `ballast tokens` makes it: dispatchers then ask clients for tokens.
         log_dir: Where each service's log goes, as ID.log. None: a temporary folder, removed at the end unless
             something failed.
         redis_url: A state server that runs already; None: see `ballast.local.state_server`.
@@ -108,6 +121,8 @@ class LocalCluster:
         device_memory_bytes: int | None = None,
         flags: Mapping[Service, Sequence[str]] | None = None,
         environ: Mapping[str, str] | None = None,
+        secure: Path | None = None,
+        tokens_file: Path | None = None,
         log_dir: Path | None = None,
         redis_url: str | None = None,
         start_timeout_s: float = 120.0,
@@ -134,6 +149,10 @@ class LocalCluster:
         if device_memory_bytes is not None:
             self._flags["worker"] = ("--device-memory-bytes", str(device_memory_bytes), *self._flags["worker"])
         self._environ = {**os.environ, **(environ or {}), "PYTHONUNBUFFERED": "1"}
+        self._secure = None if secure is None else secure.absolute()
+        self._own_state_server = False  # with a user for us
+        self._tokens_file = tokens_file
+        self._secret_file = None if self._secure is None else self._secure / CLUSTER_SECRET
         self._log_dir = log_dir
         self._start_timeout_s = start_timeout_s
         self._stop_timeout_s = stop_timeout_s
@@ -152,7 +171,21 @@ class LocalCluster:
     @property
     def http_urls(self) -> list[str]:
         """Of the gateways, those killed included: what an OpenAI client takes as its base URL."""
-        return [f"http://{process.address}/v1" for process in self.processes["gateway"]]
+        scheme = "http" if self._secure is None else "https"
+        return [f"{scheme}://{process.address}/v1" for process in self.processes["gateway"]]
+
+    @property
+    def access(self) -> Access:
+        """By which the cluster's own processes operate it; `AsyncClient(cluster.address, **cluster.credentials)`."""
+        return Access(**self.credentials, tls_dir=None if self._secure is None else self._secure / "operator")
+
+    @property
+    def credentials(self) -> Credentials:
+        """What a client needs to be let in with the role operate."""
+        token = None
+        if self._tokens_file is not None and self._secret_file is not None:
+            token = cluster_token(read_secret(self._secret_file))
+        return {"token": token, "ca_file": None if self._secure is None else self._secure / CA}
 
     @property
     def log_dir(self) -> Path:
@@ -165,8 +198,16 @@ class LocalCluster:
                 self._log_dir = Path(tempfile.mkdtemp(prefix="ballast-logs-"))
                 self._resources.callback(self._remove_logs, self._log_dir)
             self._log_dir.mkdir(parents=True, exist_ok=True)
+            if self._secret_file is None:
+                folder = Path(tempfile.mkdtemp(prefix="ballast-secret-"))  # for this user only
+                self._resources.callback(shutil.rmtree, folder, ignore_errors=True)
+                make_secrets(folder)
+                self._secret_file = folder / CLUSTER_SECRET
             if not self.redis_url:
-                self.redis_url, self.state_server = await self._resources.enter_async_context(state_server())
+                users = None if self._secure is None else self._secure / REDIS_USERS
+                self._own_state_server = users is not None
+                opened = state_server(users=users)
+                self.redis_url, self.state_server = await self._resources.enter_async_context(opened)
             await self._start_all()
         except BaseException as error:
             self.keep_logs = isinstance(error, Unavailable)
@@ -277,6 +318,14 @@ class LocalCluster:
             command += ["--metrics-port", str(self._take_metrics_port(name)), "--redis-url", self.redis_url]
         if service in _NEEDS_MODEL:
             command += ["--model", str(self.model)]
+        command += ["--cluster-secret-file", str(self._secret_file)]
+        if self._secure is not None:
+            if self._own_state_server and service != "gateway":
+                password = str(self._secure / REDIS_PASSWORD)
+                command += ["--redis-user", REDIS_USER, "--redis-password-file", password]
+            command += ["--tls-dir", str(self._secure / service)]
+        if service == "dispatcher" and self._tokens_file is not None:
+            command += ["--tokens-file", str(self._tokens_file)]
         command += [*self._flags[service], *flags]
         ids = [name]
         if copies > 1:
@@ -322,8 +371,8 @@ class LocalCluster:
         for dispatcher in self.processes["dispatcher"]:
             if dispatcher.may_end:
                 continue
-            async with open_channel(dispatcher.address) as channel:
-                stub = inference_pb2_grpc.InferenceServiceStub(channel)
+            async with self.access.open(dispatcher.address) as channel:
+                stub = inference_pb2_grpc.InferenceServiceStub(self.access.bearing(channel))
                 while missing := worker_ids - await _connected_workers(stub):
                     self._raise_if_crashed()
                     if time.monotonic() > give_up_at_s:
@@ -336,8 +385,8 @@ class LocalCluster:
         for dispatcher in self.processes["dispatcher"]:
             if dispatcher.child.returncode is not None or not dispatcher.address:
                 continue
-            async with open_channel(dispatcher.address) as channel:
-                stub = inference_pb2_grpc.InferenceServiceStub(channel)
+            async with self.access.open(dispatcher.address) as channel:
+                stub = inference_pb2_grpc.InferenceServiceStub(self.access.bearing(channel))
                 if not worker_ids <= await _connected_workers(stub):
                     return False
         return True

@@ -51,6 +51,7 @@ def dashboard_of(
             policy=policy,
             process_lines=partial(lines, keeper),
             worker_ids=partial(worker_ids, cluster),
+            access=cluster.access,
         )
         for cluster, keeper, policy in zip(clusters, keepers, policies, strict=True)
     ]

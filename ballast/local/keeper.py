@@ -170,7 +170,9 @@ class Keeper:
             with contextlib.suppress(BallastError, TimeoutError):
                 async with (
                     asyncio.timeout(_REPLAYS_WITHIN_S),
-                    AsyncClient(process.address, connect_timeout_s=_REPLAYS_WITHIN_S) as client,
+                    AsyncClient(
+                        process.address, connect_timeout_s=_REPLAYS_WITHIN_S, **self._cluster.credentials
+                    ) as client,
                 ):
                     count = (await client.status()).recent.replays_total
                     self._replay_count += max(0, count - self._counts.get(process.address, 0))

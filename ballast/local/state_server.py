@@ -68,14 +68,18 @@ async def state_server_url(environ: Mapping[str, str] = os.environ) -> AsyncGene
 
 @contextlib.asynccontextmanager
 async def state_server(
-    environ: Mapping[str, str] = os.environ,
+    environ: Mapping[str, str] = os.environ, users: Path | None = None
 ) -> AsyncGenerator[tuple[str, "PrivateStateServer | None"], None]:
-    """As `state_server_url`, with the server itself if it is a private one."""
+    """As `state_server_url`, with the server itself if it is a private one.
+
+    `users`: absolute path of the file of its users (ACL), for a private one.
+    """
     binary, url = find_server_binary(environ), environ.get("REDIS_URL")
-    if url and (binary is None or binary == _on_path(environ)):
+    if url and users is None and (binary is None or binary == _on_path(environ)):
         yield url, None
         return
-    async with PrivateStateServer(binary=binary) as server:
+    flags = () if users is None else ("--aclfile", str(users))
+    async with PrivateStateServer(binary=binary, flags=flags) as server:
         yield server.url, server
 
 

@@ -1,8 +1,11 @@
 """Client channels and the bounds that both ends of a call agree on."""
 
 import asyncio
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias, cast
 
+import grpc
 import grpc.aio
 
 # Large enough for a prompt of a million tokens (packed varints), small enough to bound a hostile message.
@@ -48,9 +51,51 @@ CHANNEL_OPTIONS: Sequence[tuple[str, int]] = (
 )
 
 
-def open_channel(address: str) -> grpc.aio.Channel:
-    """An insecure channel to host:port. It connects lazily and reconnects by itself."""
-    return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+Dial: TypeAlias = Callable[[str], grpc.aio.Channel]  # opens a channel to host:port
+
+
+def open_channel(
+    address: str, credentials: grpc.ChannelCredentials | None = None, peer: str | None = None
+) -> grpc.aio.Channel:
+    """A channel to host:port. It connects lazily and reconnects by itself.
+
+    Args:
+        credentials: Of TLS; None: in the clear.
+        peer: The role that the other side's certificate must have (`ballast.rpc.tls`); None: it must name the host.
+    """
+    if credentials is None:
+        return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+    expected = () if peer is None else (("grpc.ssl_target_name_override", f"{peer}.ballast"),)
+    return grpc.aio.secure_channel(address, credentials, options=(*CHANNEL_OPTIONS, *expected))
+
+
+class _Bearer:
+    """A channel for generated stubs, which make callables of it: each call carries the token.
+
+    gRPC's own call credentials ask a plug-in in another thread for every call, and an interceptor wraps every call.
+    """
+
+    def __init__(self, channel: grpc.aio.Channel, token: str) -> None:
+        self._channel = channel
+        self._authorization = ("authorization", f"Bearer {token}")
+
+    # Any: as in gRPC, the types are those of the call.
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        make = getattr(self._channel, name)  # unary_unary, unary_stream, stream_unary or stream_stream
+        return lambda *args, **options: functools.partial(self._call, make(*args, **options))
+
+    def _call(
+        self, call: Callable[..., Any], *args: Any, metadata: Sequence[tuple[str, str]] | None = None, **options: Any
+    ) -> Any:
+        """A call that brings a token of its own keeps it."""
+        given = tuple(metadata or ())
+        own = () if any(key == "authorization" for key, _ in given) else (self._authorization,)
+        return call(*args, metadata=(*own, *given), **options)
+
+
+def bearing(channel: grpc.aio.Channel, token: str | None) -> grpc.aio.Channel:
+    """What a stub is made of whose calls carry the token. To be closed, and asked for its state, is the channel."""
+    return channel if token is None else cast(grpc.aio.Channel, _Bearer(channel, token))
 
 
 async def is_refused(address: str, timeout_s: float = 1.0) -> bool:

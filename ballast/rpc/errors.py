@@ -23,6 +23,8 @@ _LONGEST_RETRY_S = 3600.0  # whatever a peer says
 
 _CODES: dict[type[errors.BallastError], grpc.StatusCode] = {
     errors.InvalidRequest: grpc.StatusCode.INVALID_ARGUMENT,
+    errors.Unauthenticated: grpc.StatusCode.UNAUTHENTICATED,
+    errors.PermissionDenied: grpc.StatusCode.PERMISSION_DENIED,
     errors.AlreadyExists: grpc.StatusCode.ALREADY_EXISTS,
     errors.NotFound: grpc.StatusCode.NOT_FOUND,
     errors.Overloaded: grpc.StatusCode.RESOURCE_EXHAUSTED,
@@ -114,6 +116,10 @@ def from_rpc_error(error: grpc.RpcError, target: str) -> errors.BallastError:
             return errors.DeadlineExceeded(message)
         case grpc.StatusCode.CANCELLED:
             return errors.Cancelled(message)
+        case grpc.StatusCode.UNAUTHENTICATED:
+            return errors.Unauthenticated(message)
+        case grpc.StatusCode.PERMISSION_DENIED:
+            return errors.PermissionDenied(message)
         case grpc.StatusCode.NOT_FOUND:
             return errors.NotFound(message)
         case grpc.StatusCode.ALREADY_EXISTS:
@@ -129,6 +135,10 @@ def _rebuild(info: error_details_pb2.ErrorInfo, message: str, retry_after_s: flo
     match info.reason:
         case "InvalidRequest":
             return errors.InvalidRequest(fields["field"], fields["why"])
+        case "Unauthenticated":
+            return errors.Unauthenticated(message)
+        case "PermissionDenied":
+            return errors.PermissionDenied(message)
         case "AlreadyExists":
             return errors.AlreadyExists(message)
         case "NotFound":

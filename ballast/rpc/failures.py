@@ -18,6 +18,7 @@ from google.protobuf.message import DecodeError
 from grpc_status import rpc_status
 
 from ballast.common.errors import BallastError, CallFailed, InvalidRequest, InvariantViolation
+from ballast.rpc.callers import Admit, set_caller
 from ballast.rpc.errors import from_rpc_error, to_status
 from ballast.rpc.wire import LARGE_BYTES, MAX_MESSAGES, has_too_many
 
@@ -59,11 +60,18 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
     Args:
         on_bug: Gets a broken invariant of this process; the owner stops.
         on_failure: Gets every other unforeseen failure; the owner counts it and goes on.
+        admit: Says who calls one of our methods, or raises why he may not; None: everybody may do everything.
     """
 
-    def __init__(self, on_bug: Callable[[InvariantViolation], None], on_failure: Callable[[CallFailure], None]) -> None:
+    def __init__(
+        self,
+        on_bug: Callable[[InvariantViolation], None],
+        on_failure: Callable[[CallFailure], None],
+        admit: Admit | None = None,
+    ) -> None:
         self._on_bug = on_bug
         self._on_failure = on_failure
+        self._admit = admit
 
     async def intercept_service(
         self,
@@ -74,6 +82,11 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         if handler is None:
             return None
         return _Guarded(handler, handler_call_details.method, self).handler()
+
+    def check(self, method: str, context: _Context) -> None:
+        """Before the handler runs, and in its task."""
+        if self._admit is not None and method.startswith("/ballastpb."):
+            set_caller(self._admit(method, context))
 
     async def settle(self, error: Exception, method: str, context: _Context) -> None:
         """Ends the call with the status that `error` means. Always raises."""
@@ -158,6 +171,7 @@ class _Guarded:
 
     async def _generate(self, request: Any, context: _Context) -> AsyncIterator[Any]:
         try:
+            self._settler.check(self._method, context)
             _refuse_garbage(request)
             async for response in self._inner(request, context):
                 yield response
@@ -166,6 +180,7 @@ class _Guarded:
 
     async def _write(self, request: Any, context: _Context) -> None:
         try:
+            self._settler.check(self._method, context)
             _refuse_garbage(request)
             await self._inner(request, context)
         except Exception as error:  # noqa: BLE001 - as above
@@ -173,6 +188,7 @@ class _Guarded:
 
     async def _call(self, request: Any, context: _Context) -> Any:
         try:
+            self._settler.check(self._method, context)
             _refuse_garbage(request)
             return await self._inner(request, context)
         except Exception as error:  # noqa: BLE001 - as above

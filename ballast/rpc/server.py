@@ -4,12 +4,14 @@ import socket
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, cast
 
+import grpc
 import grpc.aio
 from google.protobuf.descriptor import ServiceDescriptor
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from ballast.common.errors import ConfigError, InvariantViolation
+from ballast.rpc.callers import Admit
 from ballast.rpc.channel import SERVER_OPTIONS
 from ballast.rpc.failures import CallFailure, ErrorInterceptor, log_failure
 
@@ -62,9 +64,14 @@ class RpcServer:
         services: Sequence[tuple[ServiceDescriptor, Register]],
         on_bug: Callable[[InvariantViolation], None],
         on_failure: Callable[[CallFailure], None] = log_failure,
+        credentials: grpc.ServerCredentials | None = None,
+        admit: Admit | None = None,
     ) -> None:
-        interceptors = [ErrorInterceptor(on_bug, on_failure)]
+        """`credentials`: of TLS; None: in the clear. `admit` decides on each call; None: everybody may do everything.
+        Health and reflection are for everybody who can connect."""
+        interceptors = [ErrorInterceptor(on_bug, on_failure, admit)]
         self._server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=interceptors)
+        self._credentials = credentials
         self._host = host
         self._port = port
         self._names = [descriptor.full_name for descriptor, _ in services]
@@ -84,7 +91,11 @@ class RpcServer:
         """
         ensure_free(self._host, self._port)
         try:
-            self._port = self._server.add_insecure_port(f"{self._host}:{self._port}")
+            listen_on = f"{self._host}:{self._port}"
+            if self._credentials is None:
+                self._port = self._server.add_insecure_port(listen_on)
+            else:
+                self._port = self._server.add_secure_port(listen_on, self._credentials)
         except RuntimeError as error:
             raise _cannot_listen(self._host, self._port) from error
         await self._server.start()

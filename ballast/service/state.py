@@ -6,6 +6,7 @@ back by itself. Key names, TTLs and scripts of a service live in its `store.py`;
 
 import asyncio
 from collections.abc import Awaitable
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import redis.asyncio as aioredis
@@ -17,6 +18,7 @@ from ballast.common.errors import ConfigError, Unavailable
 from ballast.common.ids import Incarnation
 from ballast.service.logs import get_logger
 from ballast.service.redact import redact
+from ballast.service.security import ServiceSettings, read_file
 
 KEY_PREFIX = "ballast:"
 _OPERATION_TIMEOUT_S = 2.0
@@ -88,7 +90,20 @@ def _cancel_count() -> int:
 class StateServer:
     """One connection pool. Every operation ends within two seconds, with a result or `Unavailable`."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(
+        self, url: str, *, user: str | None = None, password: str | None = None, ca_file: Path | None = None
+    ) -> None:
+        """
+        Args:
+            user: Of the server's ACL; this, `password` and `ca_file` hold where the URL says nothing about it.
+            ca_file: CA of the server, for rediss://.
+
+        Raises:
+            ConfigError: the URL is none.
+        """
+        access: dict[str, Any] = {"username": user, "password": password}  # Any: passed on to redis-py
+        if ca_file is not None:
+            access["ssl_ca_certs"] = str(ca_file)
         try:
             # Blocking: more operations at once than connections wait for their turn instead of failing.
             # Any: redis-py types the arguments in part only.
@@ -101,6 +116,7 @@ class StateServer:
                 socket_connect_timeout=_OPERATION_TIMEOUT_S,
                 health_check_interval=15,
                 retry=Retry(NoBackoff(), 1),
+                **{name: value for name, value in access.items() if value is not None},
             )
         except ValueError as error:
             # Not what the library says: it may quote a part of the password.
@@ -182,3 +198,19 @@ class StateServer:
 
     async def close(self) -> None:
         await self._redis.aclose()
+
+
+def state_server(settings: ServiceSettings) -> StateServer:
+    """
+    Raises:
+        ConfigError: a setting or file cannot be used.
+    """
+    if settings.redis_ca_file is not None and not settings.redis_url.startswith("rediss:"):
+        raise ConfigError(f"{settings.service}.redis_ca_file", "is for TLS, so redis_url must begin with rediss://")
+    file = settings.redis_password_file
+    return StateServer(
+        settings.redis_url,
+        user=settings.redis_user,
+        password=None if file is None else read_file(file).decode(errors="replace"),
+        ca_file=settings.redis_ca_file,
+    )

@@ -7,6 +7,7 @@ import sys
 import time
 import uuid
 from collections.abc import AsyncGenerator, Coroutine
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import grpc.aio
@@ -14,14 +15,18 @@ import grpc.aio
 from ballast.common.errors import Unavailable
 from ballast.common.ids import DispatcherId, Incarnation
 from ballast.common.layout import Layout
+from ballast.rpc.callers import Admit
+from ballast.rpc.channel import Dial
 from ballast.rpc.server import RpcServer
 from ballast.service import logs
 from ballast.service.leadership import LeaderAddress
 from ballast.service.lifecycle import Lifecycle, advertised_address, run_service, say_ready
 from ballast.service.metrics import REGISTRY, MetricsServer
 from ballast.service.models import find_model
+from ballast.service.security import Role, Security, TokenAuthority
 from ballast.service.settings import load_settings
-from ballast.service.state import StateServer
+from ballast.service.state import StateServer, state_server
+from ballast.service.tokens import TokenBook
 from ballastpb.inference.v1 import inference_pb2, inference_pb2_grpc
 from ballastpb.planner.v1 import planner_pb2, planner_pb2_grpc
 from services.dispatcher.config import DispatcherSettings
@@ -57,9 +62,12 @@ async def main(life: Lifecycle) -> None:
     dispatcher_id = DispatcherId(settings.dispatcher_id or f"dispatcher-{uuid.uuid4().hex[:8]}")
     logs.configure(service=_NAME, instance=dispatcher_id, level=settings.log_level, form=settings.log_format)
     logs.get_logger().info("starting", settings=settings.model_dump(mode="json"))
+    security = Security(Role.DISPATCHER, settings)
+    tokens = security.tokens(settings.tokens_file)
+    security.ensure_guarded([settings.host], tokens=tokens is not None)
     model = await asyncio.to_thread(find_model, settings.model, weights=False)
     encoder = PromptEncoder(model.folder)
-    state = StateServer(settings.redis_url)
+    state = state_server(settings)
     metrics = MetricsServer(
         settings.metrics_host,
         settings.metrics_port,
@@ -70,7 +78,8 @@ async def main(life: Lifecycle) -> None:
     try:
         incarnation = await _unless_stopped(life, _first_incarnation(state, dispatcher_id))
         if incarnation is not None:
-            await _serve(life, settings, Identity(dispatcher_id, incarnation), encoder, state, metrics)
+            doors = Doors(security, tokens)
+            await _serve(life, settings, Identity(dispatcher_id, incarnation), encoder, state, doors, metrics)
     finally:
         await state.close()
         metrics.close()
@@ -94,20 +103,37 @@ async def _unless_stopped(life: Lifecycle, waiting: Coroutine[Any, Any, T]) -> T
         stop.cancel()
 
 
+@dataclass(frozen=True, slots=True)
+class Doors:
+    """Who comes in, and how others are reached."""
+
+    security: Security
+    tokens: TokenBook | None
+
+    @property
+    def admit(self) -> Admit | None:
+        return None if self.tokens is None else TokenAuthority(self.tokens)
+
+    async def follow_tokens(self) -> None:
+        if self.tokens is not None:
+            await self.tokens.follow()
+
+
 async def _serve(
     life: Lifecycle,
     settings: DispatcherSettings,
     identity: Identity,
     encoder: PromptEncoder,
     state: StateServer,
+    doors: Doors,
     metrics: MetricsServer,
 ) -> None:
     clock = MonotonicClock()
     store = DispatcherStore(state, identity)
-    shell = build_shell(settings, identity, clock, life)
+    shell = build_shell(settings, identity, clock, life, doors.security.dial(Role.WORKER))
     metrics.shown.model_name = lambda: shell.model.name if shell.model is not None else ""
     planner = LeaderAddress(state, "planner", None, interval_s=_PLANNER_LOOKUP_S)
-    operators = PlannerClient(planner)
+    operators = PlannerClient(planner, doors.security.dial(Role.PLANNER))
     servicer = DispatcherServicer(
         shell=shell,
         claims=store,
@@ -137,6 +163,8 @@ async def _serve(
         ],
         on_bug=life.report_bug,
         on_failure=life.report_failure,
+        credentials=doors.security.credentials(),
+        admit=doors.admit,
     )
     port = await server.start()
     address = advertised_address(settings.host, settings.advertise_host, port)
@@ -154,6 +182,7 @@ async def _serve(
             store.share_backlog(lambda: (len(shell.core.backlog), shell.core.backlog.token_count)),
             store.run_releases(),
             planner.follow(),
+            doors.follow_tokens(),
             _keep_health(shell, server),
             *_tracing(settings, identity, shell, clock),
         ):
@@ -181,7 +210,7 @@ def _tracing(
 
 
 def build_shell(
-    settings: DispatcherSettings, identity: Identity, clock: MonotonicClock, life: Lifecycle
+    settings: DispatcherSettings, identity: Identity, clock: MonotonicClock, life: Lifecycle, dial: Dial
 ) -> DispatcherShell:
     core = DispatcherCore(
         identity.dispatcher_id,
@@ -208,6 +237,7 @@ def build_shell(
         on_bug=life.report_bug,
         connect_timeout_s=settings.connect_timeout_s,
         client_stall_timeout_s=settings.client_stall_timeout_s,
+        dial=dial,
     )
 
 

@@ -6,10 +6,10 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from ballast.service.settings import Settings
+from ballast.service.security import ServiceSettings
 
 
-class DispatcherSettings(Settings):
+class DispatcherSettings(ServiceSettings):
     service: ClassVar[str] = "dispatcher"
     summary: ClassVar[str] = "Accepts requests, keeps the backlog, picks workers and relays tokens."
     short_flags: ClassVar[Mapping[str, str]] = {
@@ -30,10 +30,11 @@ class DispatcherSettings(Settings):
     """Address to serve Prometheus metrics on."""
     metrics_port: int = Field(0, ge=0, le=65535)
     """Port of the Prometheus metrics; 0: no metrics."""
-    redis_url: str = "redis://127.0.0.1:6379/0"
-    """The state server: redis://HOST:PORT/DB."""
     dispatcher_id: str | None = Field(None, min_length=1, max_length=128)
     """Name of this replica. Default: made up at every start."""
+    tokens_file: Path | None = None
+    """File with the hashes of the tokens that clients need, as `ballast tokens` makes it; read again when it changes.
+    Default: anybody who reaches the port may do everything."""
     model: Path
     """Folder with tokenizer.json and the chat template, or org/name[@revision] of a hub; weights are not read."""
 

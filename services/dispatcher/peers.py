@@ -9,7 +9,7 @@ import grpc
 
 from ballast.common.errors import BallastError, DeadlineExceeded, NotActive, Unavailable
 from ballast.common.ids import Epoch, WorkerId
-from ballast.rpc.channel import open_channel
+from ballast.rpc.channel import Dial, open_channel
 from ballast.rpc.errors import from_rpc_error
 from ballast.service.leadership import LeaderAddress
 from ballastpb.planner.v1 import planner_pb2, planner_pb2_grpc
@@ -26,8 +26,9 @@ _RETRY_S = 0.25
 class PlannerClient:
     """A PlannerPort. `where` is kept up to date by its owner."""
 
-    def __init__(self, where: LeaderAddress) -> None:
+    def __init__(self, where: LeaderAddress, dial: Dial = open_channel) -> None:
         self._where = where
+        self._dial = dial
 
     @property
     def address(self) -> str:
@@ -80,7 +81,7 @@ class PlannerClient:
         address = self.address
         if not address:
             raise Unavailable("planner", "none is known yet; is one running?")
-        async with open_channel(address) as channel:
+        async with self._dial(address) as channel:
             try:
                 yield planner_pb2_grpc.PlannerServiceStub(channel)
             except grpc.RpcError as error:

@@ -13,11 +13,13 @@ import grpc.aio
 
 from ballast import __version__
 from ballast.common.clock import Clock
-from ballast.common.errors import BallastError, Cancelled, InvalidRequest, NotFound, Unavailable
+from ballast.common.errors import BallastError, Cancelled, InvalidRequest, NotFound, PermissionDenied, Unavailable
 from ballast.common.ids import RequestId, WorkerId
 from ballast.common.sampling import FinishReason, SamplingParams
+from ballast.rpc.callers import caller
 from ballast.rpc.codec import LAYOUT, LOAD, MODEL, PRIORITY, SAMPLING, finish_to_proto
 from ballast.rpc.deadline import remaining_s
+from ballast.service.security import refuse
 from ballastpb.cluster.v1 import cluster_pb2
 from ballastpb.inference.v1 import inference_pb2 as pb
 from ballastpb.inference.v1 import inference_pb2_grpc
@@ -75,6 +77,7 @@ class DispatcherServicer(inference_pb2_grpc.InferenceServiceServicer):
         self._clock = clock
         self._started_at_s = clock.now_s()
         self._claim_serials = itertools.count(1)
+        self._owners: dict[RequestId, tuple[ClientStream, str]] = {}  # the name of the token that started it
 
     # Writes to the context instead of yielding: cheaper for each token, and a cancelled call ends here at once.
     async def Generate(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -82,6 +85,7 @@ class DispatcherServicer(inference_pb2_grpc.InferenceServiceServicer):
     ) -> None:
         submission = await self._accepted(request, context)
         stream = self._shell.open(submission)
+        self._owners.setdefault(submission.request_id, (stream, caller().name))
         claim = self._claim(request, submission, stream)
         try:
             await self._relay(stream, claim, submission, collect=request.collect, context=context)
@@ -92,6 +96,8 @@ class DispatcherServicer(inference_pb2_grpc.InferenceServiceServicer):
             raise Cancelled(stream.given_up) from None
         finally:
             self._shell.close(stream, "the client went away")
+            if self._owners.get(submission.request_id, (None, ""))[0] is stream:  # else another's of the same id
+                del self._owners[submission.request_id]
             if claim is not None:
                 claim.task.cancel()
                 self._claims.release(submission.request_id, claim.serial)
@@ -99,7 +105,12 @@ class DispatcherServicer(inference_pb2_grpc.InferenceServiceServicer):
     async def Cancel(self, request: pb.CancelRequest, context: Context) -> pb.CancelResponse:
         if not request.request_id:
             raise InvalidRequest("request_id", "must not be empty")
-        return pb.CancelResponse(found=self._shell.withdraw(RequestId(request.request_id), "cancelled by its id"))
+        request_id, who = RequestId(request.request_id), caller()
+        _, owner = self._owners.get(request_id, (None, who.name))
+        if owner != who.name and not who.operates:
+            why = f"request {request_id} was started with another token; to cancel it needs the role operate"
+            refuse("not_owner", PermissionDenied(why))
+        return pb.CancelResponse(found=self._shell.withdraw(request_id, "cancelled by its id"))
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
         match request.WhichOneof("prompt"):

@@ -5,14 +5,18 @@ import sys
 import uuid
 
 from ballast.client import AsyncClient
+from ballast.client.access import Access
 from ballast.common.errors import ConfigError, InvalidRequest
 from ballast.dashboard.app import Dashboard
 from ballast.dashboard.app import build_app as build_page
 from ballast.dashboard.watched import Watched
+from ballast.rpc.tls import CA
 from ballast.service import logs
 from ballast.service.lifecycle import Lifecycle, advertised_address, run_service, say_ready
 from ballast.service.metrics import REGISTRY, MetricsServer
+from ballast.service.security import Role, Security
 from ballast.service.settings import load_settings
+from ballast.service.tokens import cluster_token
 from services.gateway.app import Bounds, build_app
 from services.gateway.config import GatewaySettings
 from services.gateway.endpoints import Endpoints
@@ -30,11 +34,15 @@ async def main(life: Lifecycle) -> None:
     gateway_id = settings.gateway_id or f"gateway-{uuid.uuid4().hex[:8]}"
     logs.configure(service=_NAME, instance=gateway_id, level=settings.log_level, form=settings.log_format)
     logs.get_logger().info("starting", settings=settings.model_dump(mode="json"))
+    # Clients bring their tokens, which dispatchers look at.
+    security = Security(Role.GATEWAY, settings)
+    security.ensure_guarded([settings.host])
     try:
         client = AsyncClient(
             settings.dispatchers,
             connect_timeout_s=settings.connect_timeout_s,
             call_timeout_s=settings.call_timeout_s,
+            ca_file=None if settings.tls_dir is None else settings.tls_dir / CA,
         )
     except InvalidRequest as error:
         raise ConfigError("gateway.dispatchers", error.why) from error
@@ -59,13 +67,28 @@ async def main(life: Lifecycle) -> None:
             is_stopping=life.stopping.is_set,
         )
         if settings.dashboard:
-            page = Dashboard([Watched(settings.dispatchers)], with_load=False, with_orders=False)
+            watched = Watched(settings.dispatchers, access=page_access(security, settings))
+            page = Dashboard([watched], with_load=False, with_orders=False)
             await running.enter_async_context(page.running())
             app.mount("/dashboard", build_page(page, hosts=["*"]))
-        server = HttpServer(app, host=settings.host, port=settings.port, shutdown_timeout_s=settings.shutdown_timeout_s)
+        server = HttpServer(
+            app,
+            host=settings.host,
+            port=settings.port,
+            shutdown_timeout_s=settings.shutdown_timeout_s,
+            tls_dir=settings.tls_dir,
+        )
         await server.start()
         say_ready(_NAME, gateway_id, advertised_address(settings.host, settings.advertise_host, server.port))
         await server.serve(life.stopping)
+
+
+def page_access(security: Security, settings: GatewaySettings) -> Access:
+    """By which the page asks dispatchers, whoever looks at it."""
+    return Access(
+        token=None if security.secret is None else cluster_token(security.secret),
+        ca_file=None if settings.tls_dir is None else settings.tls_dir / CA,
+    )
 
 
 if __name__ == "__main__":

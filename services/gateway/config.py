@@ -5,10 +5,10 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from ballast.service.settings import Settings
+from ballast.service.security import GuardedSettings
 
 
-class GatewaySettings(Settings):
+class GatewaySettings(GuardedSettings):
     service: ClassVar[str] = "gateway"
     summary: ClassVar[str] = "Serves OpenAI's HTTP interface on top of dispatchers."
     short_flags: ClassVar[Mapping[str, str]] = {

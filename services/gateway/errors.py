@@ -63,6 +63,11 @@ def failure_of(error: BaseException) -> Failure:
             return Failure(504, "timeout_error", "deadline_exceeded", str(error))
         case errors.Cancelled():
             return Failure(499, "invalid_request_error", "cancelled", str(error))
+        case errors.Unauthenticated():
+            why = "a valid token is needed, as Authorization: Bearer TOKEN (the API key of OpenAI's clients)"
+            return Failure(401, "invalid_request_error", "invalid_api_key", why, headers={"www-authenticate": "Bearer"})
+        case errors.PermissionDenied():
+            return Failure(403, "invalid_request_error", "permission_denied", str(error))
         case errors.AlreadyExists():
             return Failure(409, "invalid_request_error", "already_exists", str(error))
         case errors.NotFound():

@@ -2,11 +2,13 @@
 
 import asyncio
 import socket
+from pathlib import Path
 
 import uvicorn
 from starlette.types import ASGIApp
 
 from ballast.common.errors import ConfigError
+from ballast.rpc.tls import CERTIFICATE, KEY
 
 _BACKLOG = 4096
 
@@ -14,7 +16,9 @@ _BACKLOG = 4096
 class HttpServer:
     """One listening port."""
 
-    def __init__(self, app: ASGIApp, *, host: str, port: int, shutdown_timeout_s: float) -> None:
+    def __init__(
+        self, app: ASGIApp, *, host: str, port: int, shutdown_timeout_s: float, tls_dir: Path | None = None
+    ) -> None:
         self._socket = _listen(host, port)
         self.port: int = self._socket.getsockname()[1]
         config = uvicorn.Config(
@@ -26,6 +30,8 @@ class HttpServer:
             log_config=None,
             access_log=False,
             server_header=False,
+            ssl_certfile=None if tls_dir is None else tls_dir / CERTIFICATE,
+            ssl_keyfile=None if tls_dir is None else tls_dir / KEY,
             proxy_headers=False,
             timeout_keep_alive=75,  # longer than most proxies keep theirs: the one that closes first should be they
             timeout_graceful_shutdown=max(1, round(shutdown_timeout_s)),

@@ -10,8 +10,9 @@ from ballast.service import logs
 from ballast.service.elected import Candidate, serve_elected
 from ballast.service.lifecycle import Lifecycle, advertised_address, run_service
 from ballast.service.metrics import MetricsServer
+from ballast.service.security import Role, Security
 from ballast.service.settings import load_settings
-from ballast.service.state import StateServer
+from ballast.service.state import StateServer, state_server
 from ballastpb.monitor.v1 import monitor_pb2, monitor_pb2_grpc
 from services.monitor.config import MonitorSettings
 from services.monitor.core.machine import MonitorCore, MonitorRules, sample_count
@@ -26,7 +27,9 @@ _NAME = "monitor"
 async def main(life: Lifecycle) -> None:
     settings = load_settings(MonitorSettings, sys.argv[1:])
     logs.configure(service=_NAME, instance=settings.monitor_id, level=settings.log_level, form=settings.log_format)
-    state = StateServer(settings.redis_url)
+    security = Security(Role.MONITOR, settings)
+    security.ensure_guarded([settings.host])
+    state = state_server(settings)
     shell = build_shell(settings, state)
     servicer = MonitorServicer(shell)
 
@@ -40,6 +43,8 @@ async def main(life: Lifecycle) -> None:
         services=[(descriptor, register)],
         on_bug=life.report_bug,
         on_failure=life.report_failure,
+        credentials=security.credentials(),
+        admit=security.admit_peers(),
     )
     metrics = MetricsServer(settings.metrics_host, settings.metrics_port, service=_NAME, instance=settings.monitor_id)
     try:

@@ -7,7 +7,8 @@ from typing import ClassVar, Self
 from pydantic import Field, model_validator
 
 from ballast.service.logs import LogFormat
-from ballast.service.settings import Section, Settings
+from ballast.service.security import ServiceSettings
+from ballast.service.settings import Section
 
 
 class PressureSettings(Section):
@@ -57,7 +58,7 @@ class PressureSettings(Section):
         return self
 
 
-class MonitorSettings(Settings):
+class MonitorSettings(ServiceSettings):
     service: ClassVar[str] = "monitor"
     summary: ClassVar[str] = "Says which instances are there and how loaded they are."
     short_flags: ClassVar[Mapping[str, str]] = {"pressure.dwell-s": "dwell-s", "shutdown-timeout-s": "shutdown-timeout"}
@@ -73,8 +74,6 @@ class MonitorSettings(Settings):
     """Address to serve Prometheus metrics on."""
     metrics_port: int = Field(default=0, ge=0, le=65535)
     """Port of the Prometheus metrics; 0: no metrics."""
-    redis_url: str = "redis://127.0.0.1:6379"
-    """The state server: redis://HOST:PORT/DB."""
     monitor_id: str = Field(default_factory=lambda: f"monitor-{secrets.token_hex(4)}", min_length=1)
     """Name of this replica. Default: made up at every start."""
     lease_s: float = Field(default=3.0, gt=0)

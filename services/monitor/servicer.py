@@ -14,6 +14,7 @@ from ballast.common.load import LoadReport
 from ballast.rpc import border, codec
 from ballast.rpc.server import when_done
 from ballast.service.refusals import Refusals
+from ballast.service.security import require_worker
 from ballastpb.monitor.v1 import monitor_pb2 as pb
 from ballastpb.monitor.v1 import monitor_pb2_grpc
 from services.monitor.core.messages import (
@@ -84,6 +85,7 @@ class MonitorServicer(monitor_pb2_grpc.MonitorServiceServicer):
         place = codec.place_from_proto(request.place)
         match request.WhichOneof("message"):
             case "announce" if instance is None:
+                require_worker(request.announce.worker_id)
                 instance = _instance_from_proto(request.announce)
                 self._check_place(place, instance)
                 self._shell.feed(Announced(at_s, cause_id, stream.stream_id, instance, place))

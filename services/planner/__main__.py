@@ -12,8 +12,9 @@ from ballast.service.elected import Candidate, serve_elected
 from ballast.service.leadership import Floor, LeaderAddress
 from ballast.service.lifecycle import Lifecycle, advertised_address, run_service
 from ballast.service.metrics import MetricsServer
+from ballast.service.security import Role, Security
 from ballast.service.settings import load_settings
-from ballast.service.state import StateServer
+from ballast.service.state import StateServer, state_server
 from ballastpb.planner.v1 import planner_pb2, planner_pb2_grpc
 from services.planner.config import PlannerSettings
 from services.planner.core.conductor import ConductorRules
@@ -32,10 +33,13 @@ _NAME = "planner"
 async def main(life: Lifecycle) -> None:
     settings = load_settings(PlannerSettings, sys.argv[1:])
     logs.configure(service=_NAME, instance=settings.planner_id, level=settings.log_level, form=settings.log_format)
-    state = StateServer(settings.redis_url)
+    security = Security(Role.PLANNER, settings)
+    security.ensure_guarded([settings.host])
+    state = state_server(settings)
     monitor = LeaderAddress(state, "monitor", settings.monitor_address)
     lease = Floor()
-    shell = build_shell(settings, state, monitor, Members(lease.fenced))
+    members = Members(lease.fenced, security.dial(Role.WORKER))
+    shell = build_shell(settings, state, MonitorEvents(monitor, security.dial(Role.MONITOR)), members)
     servicer = PlannerServicer(shell, settings.drain_timeout_s)
 
     def register(server: grpc.aio.Server) -> None:
@@ -52,6 +56,8 @@ async def main(life: Lifecycle) -> None:
         services=[(planner_pb2.DESCRIPTOR.services_by_name["PlannerService"], register)],
         on_bug=life.report_bug,
         on_failure=life.report_failure,
+        credentials=security.credentials(),
+        admit=security.admit_peers(),
     )
     metrics = MetricsServer(settings.metrics_host, settings.metrics_port, service=_NAME, instance=settings.planner_id)
     try:
@@ -74,7 +80,7 @@ async def main(life: Lifecycle) -> None:
 
 
 def build_shell(
-    settings: PlannerSettings, state: StateServer, monitor: LeaderAddress, members: Members
+    settings: PlannerSettings, state: StateServer, monitor: MonitorEvents, members: Members
 ) -> PlannerShell:
     rules = PlannerRules(
         coalesce_s=settings.coalesce_s,
@@ -94,7 +100,7 @@ def build_shell(
     return PlannerShell(
         PlannerCore(rules),
         RedisLayoutStore(state),
-        MonitorEvents(monitor),
+        monitor,
         members,
         PlannerMetrics(),
         planner_id=settings.planner_id,

@@ -8,10 +8,10 @@ from pydantic import Field
 
 from ballast.common.overload import OverloadPolicy
 from ballast.service.logs import LogFormat
-from ballast.service.settings import Settings
+from ballast.service.security import ServiceSettings
 
 
-class PlannerSettings(Settings):
+class PlannerSettings(ServiceSettings):
     service: ClassVar[str] = "planner"
     summary: ClassVar[str] = "Decides which instances serve together."
     short_flags: ClassVar[Mapping[str, str]] = {"shutdown-timeout-s": "shutdown-timeout"}
@@ -27,8 +27,6 @@ class PlannerSettings(Settings):
     """Address to serve Prometheus metrics on."""
     metrics_port: int = Field(default=0, ge=0, le=65535)
     """Port of the Prometheus metrics; 0: no metrics."""
-    redis_url: str = "redis://127.0.0.1:6379"
-    """The state server: redis://HOST:PORT/DB."""
     planner_id: str = Field(default_factory=lambda: f"planner-{secrets.token_hex(4)}", min_length=1)
     """Name of this replica. Default: made up at every start."""
     monitor_address: str | None = None

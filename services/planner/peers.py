@@ -24,7 +24,7 @@ from ballast.common.layout import Member
 from ballast.common.load import LoadReport
 from ballast.common.transition import Phase, Status
 from ballast.rpc import border, codec
-from ballast.rpc.channel import open_channel
+from ballast.rpc.channel import Dial, open_channel
 from ballast.rpc.errors import answered, from_rpc_error
 from ballast.rpc.fencing import MAX_TOKEN, PLANNER_TOKEN, with_token
 from ballast.rpc.transition import KIND, STATUS
@@ -59,8 +59,9 @@ _MAX_WHY_CHARS = 16_384
 class MonitorEvents:
     """The events of whichever monitor is active, for ever. Each new connection begins with SnapshotBegan."""
 
-    def __init__(self, monitor: LeaderAddress) -> None:
+    def __init__(self, monitor: LeaderAddress, dial: Dial = open_channel) -> None:
         self._monitor = monitor
+        self._dial = dial
         self._numbers = itertools.count(1)
         self._refusals = Refusals()
 
@@ -89,7 +90,7 @@ class MonitorEvents:
         target = self._monitor.current
         if target is None:
             raise Unavailable("monitor", "none is active")
-        async with open_channel(target) as channel:
+        async with self._dial(target) as channel:
             stub = monitor_pb2_grpc.MonitorServiceStub(channel)
             try:
                 call = stub.GetClusterStatus(pb.GetClusterStatusRequest(), timeout=timeout_s)
@@ -108,7 +109,7 @@ class MonitorEvents:
 
     async def _listen(self, target: str) -> AsyncGenerator[MonitorEvent, None]:
         """Ends when the stream ends or another monitor takes over; raises when the stream fails."""
-        async with open_channel(target) as channel:
+        async with self._dial(target) as channel:
             call = monitor_pb2_grpc.MonitorServiceStub(channel).WatchEvents(pb.WatchEventsRequest())
             reading: asyncio.Future[pb.WatchEventsResponse | object] | None = None
             try:
@@ -186,11 +187,12 @@ def _event_from_proto(message: pb.WatchEventsResponse) -> MonitorEvent | None:
 class Members:
     """Calls to workers. Connections are kept while there is something to ask. Orders carry the token of our lease."""
 
-    def __init__(self, on_fenced: Callable[[int], None] = lambda token: None) -> None:
+    def __init__(self, on_fenced: Callable[[int], None], dial: Dial = open_channel) -> None:
         """`on_fenced` hears of a worker that has seen a higher token, and which."""
         self._channels: dict[str, grpc.aio.Channel] = {}
         self._orders = with_token(0)
         self._on_fenced = on_fenced
+        self._dial = dial
         self._refusals = Refusals()
 
     def lead(self, token: int | None) -> None:
@@ -204,7 +206,7 @@ class Members:
         Raises:
             BallastError: not reached, or another process answers at the address.
         """
-        async with open_channel(address) as channel:
+        async with self._dial(address) as channel:
             stub = worker_pb2_grpc.WorkerServiceStub(channel)
             try:
                 status = answered(await stub.GetStatus(worker_pb2.GetStatusRequest(), timeout=timeout_s), address)
@@ -277,7 +279,7 @@ class Members:
     def _stub(self, address: str) -> "worker_pb2_grpc.WorkerServiceAsyncStub":
         channel = self._channels.get(address)
         if channel is None:
-            channel = self._channels[address] = open_channel(address)
+            channel = self._channels[address] = self._dial(address)
         return worker_pb2_grpc.WorkerServiceStub(channel)
 
     async def _ask(self, command: CallMember, timeout_s: float) -> worker_pb2.TransitionStatus:

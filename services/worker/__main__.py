@@ -22,8 +22,9 @@ from ballast.service import logs
 from ballast.service.lifecycle import Lifecycle, advertised_address, run_service, say_ready
 from ballast.service.metrics import REGISTRY, Exposition, MetricsServer
 from ballast.service.models import find_model, hub_name
+from ballast.service.security import Role, Security
 from ballast.service.settings import load_settings
-from ballast.service.state import StateServer
+from ballast.service.state import StateServer, state_server
 from ballastpb.worker.v1 import worker_pb2, worker_pb2_grpc
 from services.worker.config import WorkerSettings
 from services.worker.core.limits import WorkerLimits
@@ -216,6 +217,7 @@ class WorkerProcess:
         self,
         life: Lifecycle,
         settings: WorkerSettings,
+        security: Security,
         kit: Kit,
         state: StateServer,
         worker_id: WorkerId,
@@ -223,6 +225,7 @@ class WorkerProcess:
     ) -> None:
         self._life = life
         self._settings = settings
+        self._security = security
         self._engine = engine = kit.engine
         self._state = state
         self._detokenizer = functools.partial(primed_detokenizer, load_tokenizer(settings.model))
@@ -249,6 +252,7 @@ class WorkerProcess:
             max_running_count=settings.max_num_seqs,
             costs=kit.costs,
             open_plane=None if (opened := kit.open_plane) is None else functools.partial(opened, worker_id, host),
+            secret=self._security.secret,
         )
         published = self._membership.member.published
         export(self._shell.load, registry, lambda: published.clock.times, published.migrations)
@@ -274,6 +278,7 @@ class WorkerProcess:
             monitor_address=self._settings.monitor_address,
             state=self._state,
             interval_s=self._settings.report_interval_s,
+            dial=self._security.dial(Role.MONITOR),
         )
         self._shell.tell_of_requests(reporter.requests_came)
         try:
@@ -331,6 +336,8 @@ class WorkerProcess:
             port=self._settings.port,
             services=[(worker_pb2.DESCRIPTOR.services_by_name["WorkerService"], register)],
             on_bug=self._life.report_bug,
+            credentials=self._security.credentials(),
+            admit=self._security.admit_peers(),
             on_failure=self._life.report_failure,
         )
 
@@ -376,9 +383,11 @@ async def main(life: Lifecycle) -> None:
     worker_id = settings.worker_id or f"{socket.gethostname()}-{suffix}"
     logs.configure(service="worker", instance=worker_id, level=settings.log_level, form=settings.log_format)
     logs.get_logger().info("starting", settings=settings.model_dump(mode="json"))
+    security = Security(Role.WORKER, settings)
+    security.ensure_guarded([settings.host, settings.advertise_host], links=True)
     ensure_free(settings.host, settings.port)  # before the model is loaded, which may take minutes
     settings = await asyncio.to_thread(_with_model, settings)
-    state = StateServer(settings.redis_url)
+    state = state_server(settings)
     metrics = MetricsServer(
         settings.metrics_host,
         settings.metrics_port,
@@ -388,12 +397,12 @@ async def main(life: Lifecycle) -> None:
     )
     try:
         if settings.copies == 1:
-            await serve(life, settings, state, WorkerId(worker_id), REGISTRY, metrics.shown)
+            await serve(life, settings, security, state, WorkerId(worker_id), REGISTRY, metrics.shown)
             return
         async with asyncio.TaskGroup() as tasks:
             for number in range(settings.copies):
                 one_id = copy_id(worker_id, number)
-                one = serve(life, settings, state, one_id, CollectorRegistry(), metrics.shown)
+                one = serve(life, settings, security, state, one_id, CollectorRegistry(), metrics.shown)
                 tasks.create_task(one, name=f"copy {number}")
     finally:
         await state.close()
@@ -403,6 +412,7 @@ async def main(life: Lifecycle) -> None:
 async def serve(
     life: Lifecycle,
     settings: WorkerSettings,
+    security: Security,
     state: StateServer,
     worker_id: WorkerId,
     registry: CollectorRegistry,
@@ -411,7 +421,7 @@ async def serve(
     """One worker from its loading to its end."""
     kit = await asyncio.to_thread(load, settings)  # takes long for large models; signals are heard meanwhile
     shown.model_name = lambda: kit.engine.info.name
-    await WorkerProcess(life, settings, kit, state, worker_id, registry).run(worker_id)
+    await WorkerProcess(life, settings, security, kit, state, worker_id, registry).run(worker_id)
 
 
 if __name__ == "__main__":

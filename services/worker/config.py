@@ -7,10 +7,10 @@ from typing import ClassVar, Literal
 from pydantic import ByteSize, Field
 
 from ballast.common.overload import OverloadPolicy
-from ballast.service.settings import Settings
+from ballast.service.security import ServiceSettings
 
 
-class WorkerSettings(Settings):
+class WorkerSettings(ServiceSettings):
     service: ClassVar[str] = "worker"
     summary: ClassVar[str] = "One instance of the model: holds its parameters and generates tokens."
     short_flags: ClassVar[Mapping[str, str]] = {"shutdown-timeout-s": "shutdown-timeout"}
@@ -29,8 +29,6 @@ class WorkerSettings(Settings):
     """Port of the Prometheus metrics; 0: no metrics."""
     metrics_vllm_names: bool = False
     """Show the core metrics under vLLM's names as well, for boards and autoscalers that know those."""
-    redis_url: str = "redis://127.0.0.1:6379/0"
-    """The state server: redis://HOST:PORT/DB."""
     monitor_address: str | None = None
     """HOST:PORT of the monitor. Default: looked up in the state server."""
     worker_id: str | None = Field(None, min_length=1, max_length=128)

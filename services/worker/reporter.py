@@ -13,7 +13,7 @@ from ballast.common.layout import Place
 from ballast.common.load import HASTY_REPORT_S, LoadReport
 from ballast.common.model import ModelInfo
 from ballast.rpc import codec
-from ballast.rpc.channel import open_channel
+from ballast.rpc.channel import Dial, open_channel
 from ballast.rpc.errors import from_rpc_error
 from ballast.service.leadership import LeaderAddress
 from ballast.service.logs import get_logger
@@ -59,7 +59,9 @@ class MonitorReporter:
         monitor_address: str | None,
         state: StateServer,
         interval_s: float = 0.2,
+        dial: Dial = open_channel,
     ) -> None:
+        self._dial = dial
         self._announce = pb.Announce(
             worker_id=worker_id,
             incarnation=incarnation,
@@ -119,7 +121,7 @@ class MonitorReporter:
 
     async def _report_to(self, target: str) -> None:
         """Returns when this instance leaves or another monitor is the target; raises when the stream fails."""
-        async with open_channel(target) as channel:
+        async with self._dial(target) as channel:
             stub = monitor_pb2_grpc.MonitorServiceStub(channel)
             call = stub.Report()
             try:

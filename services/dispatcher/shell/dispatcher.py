@@ -10,6 +10,7 @@ from ballast.common.clock import Clock
 from ballast.common.errors import BallastError, InvariantViolation, broken_core
 from ballast.common.ids import RequestId
 from ballast.common.model import ModelInfo
+from ballast.rpc.channel import Dial, open_channel
 from ballast.service.logs import get_logger
 from services.dispatcher.core.dispatcher import DispatcherCore
 from services.dispatcher.core.events import (
@@ -56,7 +57,9 @@ class DispatcherShell:
         on_bug: Callable[[InvariantViolation], None],
         connect_timeout_s: float,
         client_stall_timeout_s: float,
+        dial: Dial = open_channel,
     ) -> None:
+        self._dial = dial
         self.core = core
         self.chronicle = chronicle
         self.ready_changed = asyncio.Event()
@@ -219,6 +222,7 @@ class DispatcherShell:
             clock=self._clock,
             feed=self._feed_from_link,
             connect_timeout_s=self._connect_timeout_s,
+            dial=self._dial,
         )
         task = self._tasks.create_task(link.run(), name=f"link-{command.worker.worker_id}")
         self._links[command.worker] = (link, task)

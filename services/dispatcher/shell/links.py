@@ -12,7 +12,7 @@ import grpc.aio
 from ballast.common.clock import Clock
 from ballast.common.errors import BallastError, PeerViolation, Unavailable
 from ballast.common.ids import DispatcherId, Incarnation
-from ballast.rpc.channel import open_channel
+from ballast.rpc.channel import Dial
 from ballast.rpc.codec import LOAD, MODEL, PRIORITY, SAMPLING, finish_from_proto
 from ballast.rpc.errors import from_rpc_error
 from ballast.service.logs import get_logger
@@ -46,7 +46,9 @@ class WorkerLink:
         clock: Clock,
         feed: Callable[[Event], None],
         connect_timeout_s: float,
+        dial: Dial,
     ) -> None:
+        self._dial = dial
         self._worker = worker
         self._address = address
         self._identity = identity
@@ -83,7 +85,7 @@ class WorkerLink:
         """One stream from Hello to its end; tells why it ended."""
         self._outgoing.clear()
         try:
-            async with open_channel(self._address) as channel:
+            async with self._dial(self._address) as channel:
                 call: AttachCall = worker_pb2_grpc.WorkerServiceStub(channel).Attach()
                 try:
                     await self._greet(call)

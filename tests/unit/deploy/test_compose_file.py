@@ -24,14 +24,14 @@ def test_ours_scales() -> None:
         assert "container_name" not in spec.raw
         assert "hostname" not in spec.raw
         # A replica needs a host port of its own: a single one collides.
-        assert all(re.match(r"\d+-\d+:\d+$", port) for port in spec.published)
+        assert all(re.match(r"127\.0\.0\.1:\d+-\d+:\d+$", port) for port in spec.published)
 
 
 def test_every_service_of_ours_that_stays_has_a_health_check() -> None:
-    assert {name for name, spec in OURS.items() if spec.health_command is None} == {"model"}
+    assert {name for name, spec in OURS.items() if spec.health_command is None} == {"keys", "model"}
     for spec in OURS.values():
         for other, condition in spec.depends_on.items():
-            assert condition == (COMPLETED if other == "model" else HEALTHY)
+            assert condition == (COMPLETED if other in ("keys", "model") else HEALTHY)
 
 
 def test_the_profile_with_boards_mounts_files_that_exist_and_is_not_started_unasked() -> None:

@@ -21,6 +21,8 @@ from ballastpb.planner.v1 import planner_pb2_grpc
 
 EXAMPLES: list[BallastError] = [
     errors.InvalidRequest("temperature", "must not be negative, got -1"),
+    errors.Unauthenticated("a token is needed"),
+    errors.PermissionDenied("Drain needs the role operate"),
     errors.AlreadyExists("request r1 is being served"),
     errors.NotFound("no such worker"),
     errors.NotPossible("a transition is under way"),

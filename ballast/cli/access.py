@@ -1,0 +1,38 @@
+"""`--token`, `--ca-file` and `--tls-dir` of commands that talk to a cluster."""
+
+import argparse
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from ballast.client.access import CA_FILE, TLS_DIR, TOKEN
+
+
+class _Export(argparse.Action):
+    """Puts the value into the environment, where each client of this process finds it: a command has several."""
+
+    # Any: as argparse has it.
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: str | Sequence[Any] | None,
+        option_string: str | None = None,
+    ) -> None:
+        os.environ[str(self.const)] = str(values)
+
+
+def add_access(parser: argparse.ArgumentParser) -> None:
+    def add(flag: str, variable: str, metavar: str, text: str) -> None:
+        parser.add_argument(
+            flag,
+            action=_Export,
+            const=variable,
+            metavar=metavar,
+            default=argparse.SUPPRESS,
+            help=f"{text} ({variable})",
+        )
+
+    add("--token", TOKEN, "TOKEN", "by which right this is asked")
+    add("--ca-file", CA_FILE, "FILE", "CA of the dispatchers' certificates; calls then go over TLS")
+    add("--tls-dir", TLS_DIR, "DIR", "an operator's certificate, for what asks other services than dispatchers")

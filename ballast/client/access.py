@@ -1,0 +1,100 @@
+"""By which right a client calls, and how it knows whom it talks to: a token, TLS, for operators a certificate."""
+
+import ipaddress
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+import grpc
+import grpc.aio
+
+from ballast.common.errors import ConfigError
+from ballast.rpc.channel import bearing, open_channel
+from ballast.rpc.tls import TlsFolder, trusting
+
+TOKEN, CA_FILE, TLS, TLS_DIR = "BALLAST_TOKEN", "BALLAST_CA_FILE", "BALLAST_TLS", "BALLAST_TLS_DIR"
+_SWITCH = {"1": True, "0": False, "": None}
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """Attributes:
+    token: Sent with every call to a dispatcher.
+    ca_file: CA that dispatchers' certificates are checked by. Given, calls go over TLS.
+    tls: True: TLS with the CAs of this machine, where there is no `ca_file`. False: in the clear, the token too.
+        None: TLS if there is a `ca_file`.
+    tls_dir: An operator's certificate (`ballast certs`), for services other than dispatchers.
+    """
+
+    token: str | None = None
+    ca_file: Path | None = None
+    tls: bool | None = None
+    tls_dir: Path | None = None
+
+    @classmethod
+    def of(cls, token: str | None = None, ca_file: str | Path | None = None, tls: bool | None = None) -> Self:
+        """What is not given is taken from the environment: BALLAST_TOKEN, BALLAST_CA_FILE, BALLAST_TLS (1 or 0) and
+        BALLAST_TLS_DIR.
+
+        Raises:
+            ConfigError: BALLAST_TLS is something else, or `tls` says the opposite of `ca_file`.
+        """
+        switch = os.environ.get(TLS, "")
+        if switch not in _SWITCH:
+            raise ConfigError(TLS, f"must be 1 or 0, got {switch!r}")
+        tls = _SWITCH[switch] if tls is None else tls
+        file, folder = ca_file or os.environ.get(CA_FILE), os.environ.get(TLS_DIR)
+        if tls is False and ca_file is not None:
+            raise ConfigError("ca_file", "is given, so calls cannot go in the clear")
+        return cls(
+            token=token or os.environ.get(TOKEN) or None,
+            ca_file=Path(file) if file and tls is not False else None,
+            tls=tls,
+            tls_dir=Path(folder) if folder else None,
+        )
+
+    @property
+    def how(self) -> str:
+        """Of a connection that fails: what the other side must do, too."""
+        if self.ca_file is not None:
+            return f"with TLS and a certificate of {self.ca_file} for this address"
+        return "with TLS and a certificate for this address" if self.tls else "without TLS"
+
+    def open(self, address: str) -> grpc.aio.Channel:
+        """To a dispatcher.
+
+        Raises:
+            ConfigError: the CA cannot be read, or a token would travel to another machine in the clear.
+        """
+        if self.ca_file is not None or self.tls:
+            return open_channel(address, trusting(self.ca_file))
+        if self.token is not None and self.tls is None and not _is_here(address):
+            why = f"would travel to {address} in the clear; give --ca-file FILE, {TLS}=1, or {TLS}=0 to allow it"
+            raise ConfigError("token", why)
+        return open_channel(address)
+
+    def bearing(self, channel: grpc.aio.Channel) -> grpc.aio.Channel:
+        """What stubs for that dispatcher are made of."""
+        return bearing(channel, self.token)
+
+    def open_peer(self, address: str, role: str) -> grpc.aio.Channel:
+        """To a worker, planner or monitor itself, as `role` says."""
+        credentials = None if self.tls_dir is None else TlsFolder(self.tls_dir).channel_credentials()
+        return open_channel(address, credentials, role)
+
+    def open_sync(self, address: str, role: str) -> grpc.Channel:
+        """To any service, for callers without an event loop, and without the token."""
+        if self.tls_dir is None and (role != "dispatcher" or self.ca_file is None):
+            return grpc.insecure_channel(address)
+        credentials = trusting(self.ca_file) if self.tls_dir is None else TlsFolder(self.tls_dir).channel_credentials()
+        options = (("grpc.ssl_target_name_override", f"{role}.ballast"),)
+        return grpc.secure_channel(address, credentials, options=options)
+
+
+def _is_here(address: str) -> bool:
+    host = address.rpartition(":")[0].strip("[]")
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,37 @@
+"""Who makes the call that is being handled: known to handlers, decided before they run."""
+
+from collections.abc import Callable
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import grpc.aio
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Attributes:
+    name: Of the token, or ROLE/ID of the certificate; empty where nobody is asked who he is.
+    operates: It may change the cluster, and what others have started.
+    """
+
+    name: str
+    operates: bool
+
+
+ANYBODY = Caller("", operates=True)
+
+# Decides on a call (its full method name) before the handler sees it. Raises Unauthenticated or PermissionDenied.
+# Any: the message types of a call do not matter here.
+Admit: TypeAlias = Callable[[str, grpc.aio.ServicerContext[Any, Any]], Caller]
+
+_caller: ContextVar[Caller] = ContextVar("caller", default=ANYBODY)
+
+
+def caller() -> Caller:
+    """Of the call that this task handles."""
+    return _caller.get()
+
+
+def set_caller(found: Caller) -> None:
+    _caller.set(found)

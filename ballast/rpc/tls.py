@@ -1,0 +1,94 @@
+"""TLS of gRPC. A process is given one folder with three files, named as Kubernetes and cert-manager name them:
+
+tls.crt  its certificate, with the chain up to the CA
+tls.key  its private key
+ca.crt   the CA of the cluster: who has no certificate of it is not spoken to
+
+A certificate carries the role of its process, as the name ROLE.ballast and as the URI ballast://ROLE/ID (`*` as ID: any
+of that role). A client asks for the role that it wants to reach, whatever the host is called, so certificates need not
+know where services run; only a dispatcher's must name its hosts, for clients from outside.
+"""
+
+import time
+from pathlib import Path
+from typing import Any, cast
+
+import grpc
+
+from ballast.common.errors import ConfigError
+
+CERTIFICATE, KEY, CA = "tls.crt", "tls.key", "ca.crt"
+_LOOK_S = 1.0  # how often new files are looked for, at most
+
+
+class TlsFolder:
+    """A certificate with its key and CA. Servers notice when the files are replaced; channels take what is there."""
+
+    def __init__(self, path: Path) -> None:
+        """
+        Raises:
+            ConfigError: one of the files cannot be read, or is not what its name says.
+        """
+        self.path = path
+        for name, sign in ((CERTIFICATE, b"CERTIFICATE"), (KEY, b"PRIVATE KEY"), (CA, b"CERTIFICATE")):
+            if sign not in _read(path / name):
+                raise ConfigError(str(path / name), "holds no PEM block of that kind; `ballast certs` makes the files")
+
+    def channel_credentials(self) -> grpc.ChannelCredentials:
+        read = self._read_all()
+        return grpc.ssl_channel_credentials(read[CA], read[KEY], read[CERTIFICATE])
+
+    def server_credentials(self, *, asks_clients: bool) -> grpc.ServerCredentials:
+        """`asks_clients`: whoever connects must have a certificate of the CA."""
+        return grpc.dynamic_ssl_server_credentials(
+            self._configuration(),
+            cast(Any, _Renewal(self).fetch),  # Any: its type leaves out that None is allowed
+            require_client_authentication=asks_clients,
+        )
+
+    def _configuration(self) -> grpc.ServerCertificateConfiguration:
+        read = self._read_all()
+        return grpc.ssl_server_certificate_configuration([(read[KEY], read[CERTIFICATE])], read[CA])
+
+    def _read_all(self) -> dict[str, bytes]:
+        return {name: _read(self.path / name) for name in (CERTIFICATE, KEY, CA)}
+
+
+class _Renewal:
+    """Asked by gRPC at every handshake, in threads of its own."""
+
+    def __init__(self, folder: TlsFolder) -> None:
+        self._folder = folder
+        self._known = self._stamps()
+        self._looked_at_s = time.monotonic()
+
+    def fetch(self) -> grpc.ServerCertificateConfiguration | None:
+        """None: no change. Files that are half written or gone are no change either."""
+        if time.monotonic() - self._looked_at_s < _LOOK_S:
+            return None
+        self._looked_at_s = time.monotonic()
+        try:
+            stamps = self._stamps()
+            if stamps == self._known:
+                return None
+            configuration = self._folder._configuration()  # pyright: ignore[reportPrivateUsage] - of the same file
+        except (OSError, ConfigError):
+            return None
+        self._known = stamps
+        return configuration
+
+    def _stamps(self) -> list[tuple[int, int]]:
+        stats = [(self._folder.path / name).stat() for name in (CERTIFICATE, KEY, CA)]
+        return [(stat.st_mtime_ns, stat.st_ino) for stat in stats]
+
+
+def trusting(ca_file: Path | None) -> grpc.ChannelCredentials:
+    """Of a client without a certificate. None: the CAs that gRPC comes with."""
+    return grpc.ssl_channel_credentials(None if ca_file is None else _read(ca_file))
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ConfigError(str(path), f"cannot be read: {error.strerror}") from error

@@ -1,0 +1,252 @@
+"""Who may talk to a service: TLS with certificates between services, tokens at the dispatchers, and what each may ask.
+
+Without both, a service listens on this machine's loopback only, unless it is told `--insecure`. docs/security.md says
+what that protects against whom.
+"""
+
+import functools
+import ipaddress
+from collections.abc import Iterable, Mapping
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, NoReturn
+
+import grpc
+import grpc.aio
+from prometheus_client import Counter
+from pydantic_settings import CliImplicitFlag
+
+from ballast.common.errors import BallastError, ConfigError, PermissionDenied, Unauthenticated
+from ballast.rpc.callers import Admit, Caller, caller
+from ballast.rpc.channel import Dial, open_channel
+from ballast.rpc.tls import TlsFolder
+from ballast.service.metrics import REGISTRY
+from ballast.service.settings import Settings
+from ballast.service.tokens import TokenBook, TokenRole, cluster_token
+
+_MIN_SECRET_BYTES = 16
+
+_REFUSED = Counter(
+    "ballast_calls_refused_total",
+    "Calls that the caller had no right to: no token, an unknown one, a role that does not suffice, somebody else's id",
+    ["reason"],
+    registry=REGISTRY,
+)
+
+# Any: the message types of a call do not matter here.
+_Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class Role(StrEnum):
+    """What a certificate says its process is."""
+
+    MONITOR = "monitor"
+    PLANNER = "planner"
+    DISPATCHER = "dispatcher"
+    WORKER = "worker"
+    GATEWAY = "gateway"
+    OPERATOR = "operator"  # a person's tool, past the dispatchers
+
+
+_CONTROL = frozenset({Role.DISPATCHER, Role.OPERATOR})
+_WATCHING = frozenset({Role.PLANNER, Role.DISPATCHER, Role.OPERATOR})
+_ORDERS = frozenset({Role.PLANNER})
+
+# Which roles may make a call; what is not here nobody may.
+_MONITOR, _PLANNER, _WORKER = (f"/ballastpb.{s}.v1.{s.capitalize()}Service/" for s in ("monitor", "planner", "worker"))
+MAY_CALL: Mapping[str, frozenset[Role]] = {
+    f"{_MONITOR}Report": frozenset({Role.WORKER}),
+    f"{_MONITOR}WatchEvents": frozenset({Role.PLANNER, Role.OPERATOR}),
+    f"{_MONITOR}GetClusterStatus": _WATCHING,
+    **{
+        f"{_PLANNER}{name}": _CONTROL
+        for name in ("GetLayout", "WatchLayout", "DrainWorker", "ExplainPlan", "Drop", "Restore", "ListTransitions")
+    },
+    f"{_WORKER}Attach": frozenset({Role.DISPATCHER}),
+    f"{_WORKER}GetStatus": _WATCHING,
+    f"{_WORKER}GetTrace": frozenset({Role.OPERATOR}),
+    f"{_WORKER}GetTransition": frozenset({Role.PLANNER, Role.OPERATOR}),
+    **{f"{_WORKER}{name}": _ORDERS for name in ("Prepare", "Commit", "Abort", "Migrate", "NamePartners", "Drain")},
+}
+# What a token for inference is good for, at a dispatcher. For everything else the other role is needed.
+_INFERENCE = "/ballastpb.inference.v1.InferenceService/"
+INFERS = frozenset(f"{_INFERENCE}{name}" for name in ("Generate", "Cancel", "Tokenize", "Detokenize", "GetModelInfo"))
+
+
+class GuardedSettings(Settings):
+    """Settings of whatever listens: what protects it."""
+
+    tls_dir: Path | None = None
+    """Folder with tls.crt, tls.key and ca.crt of this service, as `ballast certs` makes them. The other services then
+    need certificates of the same CA."""
+    cluster_secret_file: Path | None = None
+    """File with the secret that all services of the cluster share."""
+    insecure: CliImplicitFlag[bool] = False
+    """Listen beyond this machine's loopback although anybody who reaches the port can then do anything."""
+
+
+class ServiceSettings(GuardedSettings):
+    """Settings that all services of the cluster share."""
+
+    redis_url: str = "redis://127.0.0.1:6379/0"
+    """The state server: redis://HOST:PORT/DB, or rediss:// for TLS."""
+    redis_user: str | None = None
+    """ACL user at the state server."""
+    redis_password_file: Path | None = None
+    """File with the password for the state server; a password in the URL is seen by others of this machine."""
+    redis_ca_file: Path | None = None
+    """CA of a state server at rediss://; default: the CAs of this machine."""
+
+
+class Security:
+    """What a service of `role` shows to others and demands of them."""
+
+    def __init__(self, role: Role, settings: GuardedSettings) -> None:
+        """
+        Raises:
+            ConfigError: a file cannot be used.
+        """
+        self.secret = None if settings.cluster_secret_file is None else read_secret(settings.cluster_secret_file)
+        self._role = role
+        self._insecure = settings.insecure
+        self._tls = None if settings.tls_dir is None else TlsFolder(settings.tls_dir)
+
+    def dial(self, peer: Role) -> Dial:
+        """Opens channels to services of that role."""
+        if self._tls is None:
+            return open_channel
+        return functools.partial(open_channel, credentials=self._tls.channel_credentials(), peer=peer)
+
+    def credentials(self) -> grpc.ServerCredentials | None:
+        """To listen with. Dispatchers are reached by clients that have a token instead of a certificate."""
+        if self._tls is None:
+            return None
+        return self._tls.server_credentials(asks_clients=self._role is not Role.DISPATCHER)
+
+    def admit_peers(self) -> Admit | None:
+        """By their certificates. None: nobody is asked."""
+        return None if self._tls is None else admit_peer
+
+    def tokens(self, file: Path | None) -> TokenBook | None:
+        """Of clients; the cluster's own token is good beside those of the file."""
+        return None if file is None else TokenBook(file, None if self.secret is None else cluster_token(self.secret))
+
+    def ensure_guarded(self, hosts: Iterable[str | None], *, tokens: bool = True, links: bool = False) -> None:
+        """Before listening. `tokens`: clients are asked for some, if they need to be. `links`: to other workers.
+
+        Raises:
+            ConfigError: one of the hosts is beyond loopback, and something is missing.
+        """
+        beyond = next((host for host in hosts if host is not None and not _is_loopback(host)), None)
+        if beyond is None or self._insecure:
+            return
+        wanted = {"--tls-dir": self._tls is None, "--tokens-file": not tokens}
+        wanted["--cluster-secret-file"] = links and self.secret is None
+        lacking = [flag for flag, is_lacking in wanted.items() if is_lacking]
+        if lacking:
+            raise ConfigError(
+                f"{self._role}.host",
+                f"{beyond} is reached from other machines, so this needs {' and '.join(lacking)} (`ballast certs` and"
+                " `ballast tokens` make the files, docs/security.md says how); or --insecure, which lets everybody"
+                " who reaches the port do everything",
+            )
+
+
+def read_secret(path: Path) -> bytes:
+    """
+    Raises:
+        ConfigError: it cannot be read, or is too short.
+    """
+    secret = read_file(path)
+    if len(secret) < _MIN_SECRET_BYTES:
+        raise ConfigError(str(path), f"must have at least {_MIN_SECRET_BYTES} bytes; `ballast certs` makes one")
+    return secret
+
+
+def read_file(path: Path) -> bytes:
+    """Without space at its ends.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    try:
+        return path.read_bytes().strip()
+    except OSError as error:
+        raise ConfigError(str(path), f"cannot be read: {error.strerror}") from error
+
+
+def refuse(reason: str, error: BallastError) -> NoReturn:
+    """Counts the refusal of the call that is being handled, and raises `error`."""
+    _REFUSED.labels(reason).inc()
+    raise error
+
+
+def require_worker(worker_id: str) -> None:
+    """
+    Raises:
+        PermissionDenied: the caller's certificate is another worker's.
+    """
+    name = caller().name
+    allowed = name.removeprefix(f"{Role.WORKER}/")
+    # The copies of one process are ID.0, ID.1 ...
+    if name and allowed != "*" and worker_id != allowed and not worker_id.startswith(f"{allowed}."):
+        refuse("worker_id", PermissionDenied(f"the certificate of {name} is not good for worker {worker_id}"))
+
+
+def admit_peer(method: str, context: _Context) -> Caller:
+    """An `Admit` for services that are reached by other services, over TLS."""
+    role, identity = _identity_of(context)
+    if role is None:
+        refuse("certificate", Unauthenticated("the certificate names no role of a Ballast cluster"))
+    if role not in MAY_CALL.get(method, ()):
+        refuse("role", PermissionDenied(f"a {role} may not call {method.rpartition('/')[2]}"))
+    return Caller(identity, operates=role in _CONTROL)
+
+
+def _identity_of(context: _Context) -> tuple[Role | None, str]:
+    """The role and ROLE/ID."""
+    found = context.auth_context() or {}
+    for uri in found.get("peer_uri", ()):
+        identity = bytes(uri).decode(errors="replace").removeprefix("ballast://")
+        role, slash, name = identity.partition("/")
+        if role in list(Role) and slash and name:
+            return Role(role), identity
+    return None, ""
+
+
+class TokenAuthority:
+    """An `Admit` for dispatchers: `authorization: Bearer TOKEN` in the call's metadata."""
+
+    def __init__(self, book: TokenBook) -> None:
+        self._book = book
+
+    def __call__(self, method: str, context: _Context) -> Caller:
+        given = _bearer(context)
+        if given is None:
+            why = "a token is needed: --token or BALLAST_TOKEN of `ballast`, token= of the SDK, authorization: Bearer"
+            refuse("no_token", Unauthenticated(why))
+        token = self._book.find(given)
+        if token is None:
+            refuse("unknown_token", Unauthenticated("the token is not known here; was it withdrawn?"))
+        operates = token.role is TokenRole.OPERATE
+        if not operates and method not in INFERS:
+            what = method.rpartition("/")[2]
+            refuse("role", PermissionDenied(f"{what} needs a token with the role operate; {token.name} may only infer"))
+        return Caller(token.name, operates=operates)
+
+
+def _bearer(context: _Context) -> str | None:
+    for key, value in context.invocation_metadata() or ():
+        if key == "authorization":
+            scheme, _, token = str(value).partition(" ")
+            return token.strip() if scheme.lower() == "bearer" else None
+    return None
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,368 @@
+"""A cluster with TLS, certificates and tokens, as real processes: what works, and who is refused with which reason."""
+
+import asyncio
+import contextlib
+import json
+import re
+import signal
+import ssl
+import urllib.error
+import urllib.request
+from collections.abc import AsyncGenerator, Generator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+
+from ballast.cli.main import main
+from ballast.cli.tokens import add_token
+from ballast.client import AsyncClient, SamplingParams
+from ballast.common.errors import BallastError, PermissionDenied, Unauthenticated, Unavailable
+from ballast.local.certificates import make_certificates
+from ballast.local.cluster import Service
+from ballast.local.ports import free_ports
+from ballast.model.tiny import make_preset
+from ballast.rpc.channel import open_channel
+from ballast.rpc.errors import from_rpc_error
+from ballast.rpc.tls import TlsFolder
+from ballast.service.state import StateServer
+from ballast.service.tokens import TokenRole
+from ballastpb.cluster.v1 import cluster_pb2
+from ballastpb.monitor.v1 import monitor_pb2, monitor_pb2_grpc
+from ballastpb.planner.v1 import planner_pb2, planner_pb2_grpc
+from ballastpb.worker.v1 import worker_pb2, worker_pb2_grpc
+from tests.support.cluster import RunningCluster, running_cluster
+
+GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
+LONG = SamplingParams(max_tokens=200, temperature=0.0, ignore_eos=True)
+
+
+@dataclass(frozen=True)
+class Secured:
+    running: RunningCluster
+    folder: Path
+    tokens: Path
+    infer: str
+    operate: str
+    metrics_ports: Mapping[Service, int]
+
+    @property
+    def ca(self) -> Path:
+        return self.folder / "ca.crt"
+
+    @property
+    def address(self) -> str:
+        return self.running.cluster.address
+
+    def client(self, token: str | None) -> AsyncClient:
+        return AsyncClient(self.address, token=token, ca_file=self.ca)
+
+    def peer(self, service: Service, *, as_role: str, folder: Path | None = None) -> grpc.aio.Channel:
+        """To a service itself, with the certificate of `as_role`."""
+        credentials = TlsFolder((folder or self.folder) / as_role).channel_credentials()
+        return open_channel(self.running.cluster.processes[service][0].address, credentials, service)
+
+    def refused(self, service: Service, reason: str) -> float:
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.metrics_ports[service]}/metrics", timeout=30) as page:
+            text = page.read().decode()
+        pattern = rf'^ballast_calls_refused_total{{[^}}]*reason="{reason}"[^}}]*}} (\S+)$'
+        return sum(float(found) for found in re.findall(pattern, text, re.MULTILINE))
+
+
+@pytest.fixture(scope="module")
+def secured(tmp_path_factory: pytest.TempPathFactory) -> Generator[Secured]:
+    base = tmp_path_factory.mktemp("identity")
+    folder, tokens = base / "certs", base / "tokens"
+    make_certificates(folder, days=1, hosts=["127.0.0.1"], workers=["worker-7"])
+    infer, operate = (add_token(tokens, f"one-who-{role}s", role) for role in TokenRole)
+    names: tuple[Service, ...] = ("dispatcher", "monitor", "worker", "planner")
+    ports: dict[Service, int] = dict(zip(names, free_ports(len(names)), strict=True))
+    environ = {"BALLAST_DISPATCHER__LOG_LEVEL": "debug"}
+    flags: dict[Service, list[str]] = {name: ["--metrics-port", str(port)] for name, port in ports.items()}
+    model = make_preset("tiny", base / "tiny")
+    with running_cluster(
+        model,
+        workers=1,
+        device_memory_bytes=8 << 20,
+        secure=folder,
+        tokens_file=tokens,
+        flags=flags,
+        environ=environ,
+        gateways=1,
+    ) as running:
+        yield Secured(running, folder, tokens, infer, operate, ports)
+
+
+@contextlib.asynccontextmanager
+async def refusal(kind: type[BallastError], match: str) -> AsyncGenerator[None]:
+    with pytest.raises((BallastError, grpc.RpcError)) as raised:
+        yield
+    error = from_rpc_error(raised.value, "peer") if isinstance(raised.value, grpc.RpcError) else raised.value
+    assert isinstance(error, kind), error
+    assert re.search(match, str(error)), error
+
+
+def test_with_a_token_and_the_ca_all_works(secured: Secured, capsys: pytest.CaptureFixture[str]) -> None:
+    async def story() -> None:
+        async with secured.client(secured.infer) as client:
+            assert len((await client.generate("A ship", GREEDY)).token_ids) == 8
+            assert await client.tokenize("A ship")
+            await client.model_info()
+        async with secured.client(secured.operate) as client:
+            assert len((await client.status()).workers) == 1
+
+    secured.running.run(story())
+    access = ["--address", secured.address, "--ca-file", str(secured.ca), "--token", secured.operate]
+    with pytest.MonkeyPatch.context() as environment:  # the flags are for this process; take them back
+        for variable in ("BALLAST_TOKEN", "BALLAST_CA_FILE", "BALLAST_TLS_DIR"):
+            environment.setenv(variable, "")
+        assert main(["generate", *access, "--max-tokens", "4", "--ignore-eos", "A ship"]) == 0
+        assert main(["status", *access]) == 0
+        assert main(["transitions", *access]) == 0
+        assert main(["health", "dispatcher", secured.address, "--ca-file", str(secured.ca)]) == 0
+        worker = secured.running.cluster.processes["worker"][0].address
+        assert main(["health", "worker", worker, "--tls-dir", str(secured.folder / "operator")]) == 0
+    capsys.readouterr()
+
+
+def test_without_a_token_nothing_works(secured: Secured) -> None:
+    async def story() -> None:
+        for token, match in ((None, "a token is needed"), ("blst_wrong", "not known")):
+            async with secured.client(token) as client:
+                for call in (client.generate("A ship", GREEDY), client.status(), client.drain(secured.address)):
+                    async with refusal(Unauthenticated, match):
+                        await call
+        async with AsyncClient(secured.address, token=secured.operate) as plain, refusal(Unavailable, "TLS"):
+            await plain.status()
+
+    before = [secured.refused("dispatcher", reason) for reason in ("no_token", "unknown_token")]
+    secured.running.run(story())
+    after = [secured.refused("dispatcher", reason) for reason in ("no_token", "unknown_token")]
+    assert [b - a for a, b in zip(before, after, strict=True)] == [3.0, 3.0]
+
+
+def test_a_token_for_inference_does_not_operate(secured: Secured) -> None:
+    async def story() -> None:
+        before = secured.refused("dispatcher", "role")
+        async with secured.client(secured.infer) as client:
+            for call in (client.drain(secured.address), client.drain_worker("worker-0"), client.status()):
+                async with refusal(PermissionDenied, "needs a token with the role operate; one-who-infers may only"):
+                    await call
+        metadata = (("authorization", f"Bearer {secured.infer}"),)
+        async with open_channel(
+            secured.address, TlsFolder(secured.folder / "operator").channel_credentials()
+        ) as channel:  # whoever has a certificate needs a token all the same
+            stub = planner_pb2_grpc.PlannerServiceStub(channel)
+            for ask in (
+                stub.Drop(planner_pb2.DropRequest(request_id="x"), metadata=metadata),
+                stub.Restore(planner_pb2.RestoreRequest(request_id="x"), metadata=metadata),
+                stub.ListTransitions(planner_pb2.ListTransitionsRequest(), metadata=metadata),
+            ):
+                async with refusal(PermissionDenied, "role operate"):
+                    await ask
+            async with refusal(PermissionDenied, "role operate"):
+                async for _ in stub.WatchLayout(planner_pb2.WatchLayoutRequest(), metadata=metadata):
+                    raise AssertionError("a layout is not for everybody")
+            async with refusal(Unauthenticated, "token is needed"):
+                await stub.Restore(planner_pb2.RestoreRequest(request_id="x"))
+        async with secured.client(secured.operate) as client:
+            assert not (await client.status()).draining
+        assert secured.refused("dispatcher", "role") == before + 7
+
+    secured.running.run(story())
+
+
+def test_only_its_own_token_or_an_operator_cancels_a_request(secured: Secured) -> None:
+    async def story() -> None:
+        other = add_token(secured.tokens, "another", TokenRole.INFER)
+        async with (
+            secured.client(secured.infer) as owner,
+            secured.client(other) as stranger,
+            secured.client(secured.operate) as operator,
+        ):
+            async with asyncio.timeout(30):
+                while True:  # until the file has been read again
+                    with contextlib.suppress(Unauthenticated):
+                        await stranger.tokenize("A")
+                        break
+                    await asyncio.sleep(0.1)
+            for who in (owner, operator):
+                stream = owner.stream("A ship", LONG, request_id="mine")
+                await anext(stream)
+                async with refusal(PermissionDenied, "mine was started with another token"):
+                    await stranger.cancel("mine")
+                assert await who.cancel("mine")
+                await stream.aclose()
+            assert not await stranger.cancel("nobody-s")
+
+    secured.running.run(story())
+
+
+def test_a_certificate_of_another_ca_reaches_nobody(secured: Secured, tmp_path: Path) -> None:
+    make_certificates(tmp_path, days=1, hosts=[], workers=[])
+    for name in ("monitor", "planner", "worker", "dispatcher", "operator"):  # our CA, so that only theirs decides
+        (tmp_path / name / "ca.crt").write_bytes(secured.ca.read_bytes())
+
+    async def story() -> None:
+        callers: dict[Service, str] = {"worker": "planner", "planner": "operator", "monitor": "worker"}
+        for service, role in callers.items():
+            async with secured.peer(service, as_role=role, folder=tmp_path) as channel:
+                call = channel.unary_unary("/grpc.health.v1.Health/Check")
+                async with refusal(Unavailable, ""):
+                    await call(b"", timeout=10)
+            async with secured.peer(service, as_role=role) as channel:
+                await channel.unary_unary("/grpc.health.v1.Health/Check")(b"", timeout=30)
+            process = secured.running.cluster.processes[service][0]
+            async with grpc.aio.insecure_channel(process.address) as channel, refusal(Unavailable, ""):
+                await channel.unary_unary("/grpc.health.v1.Health/Check")(b"", timeout=10)
+
+    secured.running.run(story())
+
+
+def test_a_role_does_what_is_its_own(secured: Secured) -> None:
+    async def story() -> None:
+        services: tuple[Service, ...] = ("worker", "monitor", "planner")
+        before = {name: secured.refused(name, "role") for name in services}
+        for role in ("dispatcher", "worker", "monitor", "operator"):
+            async with secured.peer("worker", as_role=role) as channel:
+                stub = worker_pb2_grpc.WorkerServiceStub(channel)
+                async with refusal(PermissionDenied, f"a {role} may not call Drain"):
+                    await stub.Drain(worker_pb2.DrainRequest())
+        async with secured.peer("worker", as_role="worker") as channel:
+            attach = worker_pb2_grpc.WorkerServiceStub(channel).Attach()
+            async with refusal(PermissionDenied, "a worker may not call Attach"):
+                await attach.write(worker_pb2.AttachRequest())
+                await attach.read()
+        async with (
+            secured.peer("planner", as_role="worker") as channel,
+            refusal(PermissionDenied, "a worker may not call Restore"),
+        ):
+            await planner_pb2_grpc.PlannerServiceStub(channel).Restore(planner_pb2.RestoreRequest(request_id="x"))
+        async with secured.peer("monitor", as_role="dispatcher") as channel:
+            report = monitor_pb2_grpc.MonitorServiceStub(channel).Report()
+            async with refusal(PermissionDenied, "a dispatcher may not call Report"):
+                await report.write(monitor_pb2.ReportRequest())
+                await report.read()
+        after = {name: secured.refused(name, "role") for name in services}
+        assert {name: after[name] - before[name] for name in before} == {"worker": 5, "monitor": 1, "planner": 1}
+
+    secured.running.run(story())
+
+
+def test_a_server_of_another_role_is_not_taken_for_the_one_that_is_wanted(secured: Secured) -> None:
+    """Somebody with a worker's certificate cannot play the monitor: who calls finds out before anything is said."""
+
+    async def story() -> None:
+        address = secured.running.cluster.processes["worker"][0].address
+        credentials = TlsFolder(secured.folder / "planner").channel_credentials()
+        async with open_channel(address, credentials, "monitor") as channel:
+            stub = monitor_pb2_grpc.MonitorServiceStub(channel)
+            async with refusal(Unavailable, ""):
+                await stub.GetClusterStatus(monitor_pb2.GetClusterStatusRequest(), timeout=10)
+
+    secured.running.run(story())
+
+
+def test_a_worker_that_claims_another_s_id_is_refused(secured: Secured) -> None:
+    def announce(worker_id: str) -> monitor_pb2.ReportRequest:
+        return monitor_pb2.ReportRequest(
+            announce=monitor_pb2.Announce(
+                worker_id=worker_id,
+                incarnation=1 << 50,
+                address="127.0.0.1:1",
+                model=cluster_pb2.ModelInfo(layer_count=2),
+            )
+        )
+
+    async def story() -> None:
+        before = secured.refused("monitor", "worker_id")
+        async with secured.peer("monitor", as_role="worker-7") as channel:
+            report = monitor_pb2_grpc.MonitorServiceStub(channel).Report()
+            async with refusal(PermissionDenied, "the certificate of worker/worker-7 is not good for worker worker-0"):
+                await report.write(announce("worker-0"))
+                await report.read()
+        assert secured.refused("monitor", "worker_id") == before + 1
+        async with secured.client(secured.operate) as client:
+            assert [worker.worker_id for worker in (await client.status()).workers] == ["worker-0"]
+
+    secured.running.run(story())
+
+
+def test_a_withdrawn_token_is_refused_and_renewed_certificates_are_taken_without_a_restart(secured: Secured) -> None:
+    async def story() -> None:
+        token = add_token(secured.tokens, "for-a-while", TokenRole.INFER)
+        async with secured.client(token) as client, asyncio.timeout(60):
+            while True:
+                with contextlib.suppress(Unauthenticated):
+                    await client.tokenize("A")
+                    break
+                await asyncio.sleep(0.1)
+            main(["tokens", "remove", "--file", str(secured.tokens), "for-a-while"])
+            async with refusal(Unauthenticated, "not known"):
+                while True:
+                    await client.tokenize("A")
+                    await asyncio.sleep(0.1)
+        make_certificates(secured.folder, days=2, hosts=["127.0.0.1"], workers=["worker-7"], renew=True)
+        await asyncio.sleep(1.5)
+        async with secured.client(secured.infer) as client:
+            assert len((await client.generate("A ship", GREEDY, deadline_s=60)).token_ids) == 8
+        secured.running.cluster.kill("worker", 0, signal.SIGKILL)  # its streams and reports need new handshakes
+        await secured.running.cluster.start_worker()
+        async with secured.client(secured.infer) as client:
+            assert len((await client.generate("A ship", GREEDY, deadline_s=60)).token_ids) == 8
+
+    secured.running.run(story())
+
+
+def test_openai_clients_bring_their_token_to_the_gateway(secured: Secured) -> None:
+    """Over TLS; the gateway passes it on to a dispatcher, which decides."""
+    context = ssl.create_default_context(cafile=str(secured.ca))
+    (url,) = secured.running.cluster.http_urls
+
+    def complete(token: str | None) -> tuple[int, dict[str, Any]]:
+        body = json.dumps({"prompt": "A ship", "max_tokens": 4, "temperature": 0}).encode()
+        headers = {"content-type": "application/json"} | ({} if token is None else {"authorization": f"Bearer {token}"})
+        request = urllib.request.Request(f"{url}/completions", body, headers)
+        try:
+            with urllib.request.urlopen(request, timeout=60, context=context) as answer:
+                return answer.status, json.load(answer)
+        except urllib.error.HTTPError as error:
+            with error:
+                return error.code, json.load(error)
+
+    assert url.startswith("https://")
+    assert complete(secured.infer)[0] == 200
+    for token in (None, "blst_wrong"):
+        status, answer = complete(token)
+        assert (status, answer["error"]["code"]) == (401, "invalid_api_key")
+    with pytest.raises(urllib.error.URLError, match="CERTIFICATE_VERIFY_FAILED"):
+        urllib.request.urlopen(url.removesuffix("/v1") + "/live", timeout=30)
+
+
+def test_the_state_server_shows_nothing_without_the_password(secured: Secured) -> None:
+    async def story() -> None:
+        stranger = StateServer(secured.running.cluster.redis_url)
+        for command in ("GET ballast:layout", "KEYS *", "CONFIG GET *"):
+            with pytest.raises(Unavailable, match=r"(?i)no permission|noauth"):
+                await stranger.run(stranger.redis.execute_command(command))
+        await stranger.close()
+        password = (secured.folder / "redis.password").read_text()
+        known = StateServer(secured.running.cluster.redis_url, user="ballast", password=password)
+        assert await known.run(known.redis.execute_command("GET ballast:layout"))
+        for command in ("GET other", "FLUSHALL", "CONFIG GET *", "CLIENT LIST"):
+            with pytest.raises(Unavailable, match=r"(?i)no permission"):
+                await known.run(known.redis.execute_command(command))
+        await known.close()
+
+    secured.running.run(story())
+
+
+def test_no_token_and_no_secret_is_in_a_log(secured: Secured) -> None:
+    logs = "".join(path.read_text() for path in secured.running.cluster.log_dir.glob("*.log"))
+    assert "starting" in logs
+    files = [(secured.folder / name).read_text() for name in ("cluster.secret", "redis.password")]
+    for secret in (secured.infer, secured.operate, *files):
+        assert secret not in logs
