@@ -96,7 +96,10 @@ def test_nobody_there(capsys: pytest.CaptureFixture[str]) -> None:
         address = f"127.0.0.1:{probe.getsockname()[1]}"
         for command in (["status"], ["generate", "x"], ["top", "--once"], ["drain", "w"]):
             assert main([*command, "--address", address]) == 1
-            assert capsys.readouterr().err == f"ballast: {address}: cannot connect; does a dispatcher run there, without TLS?\n"
+            assert (
+                capsys.readouterr().err
+                == f"ballast: {address}: cannot connect; does a dispatcher run there, without TLS?\n"
+            )
         assert main(["health", "worker", address]) == 1
 
 
