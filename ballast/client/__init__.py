@@ -7,7 +7,7 @@
         for chunk in client.stream(messages=[{"role": "user", "content": "Hello!"}]):
             print(chunk.text, end="", flush=True)
 
-Errors are the classes of `ballast.common.errors`: `InvalidRequest` (fix it), `Overloaded` (wait `retry_after_s`),
+Errors: `InvalidRequest` (fix it), `Overloaded` (wait `retry_after_s`),
 `Unavailable` (no dispatcher could take it), `DeadlineExceeded`, `Cancelled` and so on.
 """
 
@@ -28,19 +28,38 @@ from ballast.client.types import (
     Usage,
     WorkerStatus,
 )
+from ballast.common.errors import (
+    AlreadyExists,
+    BallastError,
+    Cancelled,
+    DeadlineExceeded,
+    InvalidRequest,
+    NotFound,
+    Overloaded,
+    Unavailable,
+)
+from ballast.common.model import ModelInfo
 from ballast.common.sampling import FinishReason, PriorityClass, SamplingParams
 
 __all__ = [
+    "AlreadyExists",
     "AsyncClient",
+    "BallastError",
+    "Cancelled",
     "ChatMessage",
     "Client",
     "ClusterStatus",
+    "DeadlineExceeded",
     "FinishReason",
     "Generation",
     "GenerationChunk",
     "GenerationStream",
     "GroupStatus",
+    "InvalidRequest",
     "Logprobs",
+    "ModelInfo",
+    "NotFound",
+    "Overloaded",
     "PriorityClass",
     "RecentTimes",
     "RequestMoment",
@@ -48,6 +67,7 @@ __all__ = [
     "SamplingParams",
     "SyncGenerationStream",
     "TokenLogprob",
+    "Unavailable",
     "Usage",
     "WorkerStatus",
 ]

@@ -1,6 +1,5 @@
 """The asynchronous client."""
 
-import os
 import secrets
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
@@ -11,6 +10,8 @@ import grpc
 from ballast.client.access import Access
 from ballast.client.codec import (
     Messages,
+    Sampling,
+    checked_sampling,
     checked_text,
     conversation_to_proto,
     request_to_proto,
@@ -22,9 +23,10 @@ from ballast.client.endpoints import Endpoint, Endpoints
 from ballast.client.retry import OverloadRetry
 from ballast.client.stream import GenerationStream, Metadata, to_pairs
 from ballast.client.types import ClusterStatus, Generation, RequestStory
+from ballast.common.addresses import default_address
 from ballast.common.errors import InvalidRequest, NotFound, Unavailable
 from ballast.common.model import ModelInfo
-from ballast.common.sampling import PriorityClass, SamplingParams
+from ballast.common.sampling import PriorityClass
 from ballast.rpc import codec
 from ballast.rpc.errors import from_rpc_error
 from ballastpb.inference.v1 import inference_pb2 as pb
@@ -32,14 +34,7 @@ from ballastpb.inference.v1 import inference_pb2 as pb
 if TYPE_CHECKING:
     from ballastpb.inference.v1.inference_pb2_grpc import InferenceServiceAsyncStub
 
-DEFAULT_ADDRESS = "127.0.0.1:50051"
-
 T = TypeVar("T")
-
-
-def default_address() -> str:
-    """BALLAST_ADDRESS of the environment, or port 50051 of this machine."""
-    return os.environ.get("BALLAST_ADDRESS") or DEFAULT_ADDRESS
 
 
 class AsyncClient:
@@ -100,7 +95,7 @@ class AsyncClient:
     def generate(
         self,
         prompt: str | None = None,
-        sampling: SamplingParams | None = None,
+        sampling: Sampling | None = None,
         *,
         token_ids: Sequence[int] | None = None,
         messages: Messages | None = None,
@@ -118,7 +113,7 @@ class AsyncClient:
     def generate(
         self,
         prompt: str | None = None,
-        sampling: SamplingParams | None = None,
+        sampling: Sampling | None = None,
         *,
         token_ids: Sequence[int] | None = None,
         messages: Messages | None = None,
@@ -135,7 +130,7 @@ class AsyncClient:
     def generate(
         self,
         prompt: str | None = None,
-        sampling: SamplingParams | None = None,
+        sampling: Sampling | None = None,
         *,
         token_ids: Sequence[int] | None = None,
         messages: Messages | None = None,
@@ -152,7 +147,8 @@ class AsyncClient:
 
         Args:
             prompt: Text.
-            sampling: How tokens are chosen and when to stop; the defaults of `SamplingParams` if not given.
+            sampling: How tokens are chosen and when to stop: `SamplingParams`, or a mapping with the same
+                names. None: its defaults.
             token_ids: The prompt as tokens, taken as they are.
             messages: A conversation, rendered with the model's chat template.
             stream: False: await the result, a `Generation`. True: the result is a `GenerationStream` at once.
@@ -176,7 +172,7 @@ class AsyncClient:
             prompt,
             token_ids,
             messages,
-            sampling if sampling is not None else SamplingParams(),
+            checked_sampling(sampling),
             request_id=request_id or f"sdk-{secrets.token_hex(8)}",
             priority=_priority(priority),
             include_text=include_text,
@@ -199,7 +195,7 @@ class AsyncClient:
     def stream(
         self,
         prompt: str | None = None,
-        sampling: SamplingParams | None = None,
+        sampling: Sampling | None = None,
         *,
         token_ids: Sequence[int] | None = None,
         messages: Messages | None = None,

@@ -1,7 +1,9 @@
 """Protobuf of the inference service <-> the SDK's types."""
 
+import dataclasses
 import json
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from ballast.client.types import (
     ChatMessage,
@@ -15,6 +17,7 @@ from ballast.rpc import codec
 from ballast.rpc.mapping import Mapper
 from ballastpb.inference.v1 import inference_pb2 as pb
 
+Sampling = SamplingParams | Mapping[str, Any]  # Any: checked by SamplingParams
 Messages = Sequence[ChatMessage | Mapping[str, object]]
 
 
@@ -52,6 +55,23 @@ def request_to_proto(
     else:
         request.conversation.CopyFrom(conversation_to_proto(messages or (), template_variables))
     return request
+
+
+def checked_sampling(sampling: Sampling | None) -> SamplingParams:
+    """A mapping has the names of `SamplingParams`.
+
+    Raises:
+        InvalidRequest: an unknown name, or a value out of range.
+    """
+    if sampling is None:
+        return SamplingParams()
+    if isinstance(sampling, SamplingParams):
+        return sampling
+    known = {field.name for field in dataclasses.fields(SamplingParams)}
+    for name in sampling:
+        if name not in known:
+            raise InvalidRequest(f"sampling.{name}", f"is not known; known are {', '.join(sorted(known))}")
+    return SamplingParams(**sampling)
 
 
 def require_one_prompt(**given: object) -> None:

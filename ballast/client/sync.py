@@ -9,12 +9,12 @@ from types import TracebackType
 from typing import Literal, Self, TypeVar, overload
 
 from ballast.client.aio import AsyncClient
-from ballast.client.codec import Messages
+from ballast.client.codec import Messages, Sampling
 from ballast.client.stream import GenerationStream, Metadata
 from ballast.client.types import ClusterStatus, Generation, GenerationChunk, RequestStory
 from ballast.common.errors import Cancelled, Unavailable
 from ballast.common.model import ModelInfo
-from ballast.common.sampling import PriorityClass, SamplingParams
+from ballast.common.sampling import PriorityClass
 
 _CLOSE_TIMEOUT_S = 10.0
 
@@ -177,7 +177,7 @@ class Client:
     def generate(
         self,
         prompt: str | None = None,
-        sampling: SamplingParams | None = None,
+        sampling: Sampling | None = None,
         *,
         token_ids: Sequence[int] | None = None,
         messages: Messages | None = None,
@@ -195,7 +195,7 @@ class Client:
     def generate(
         self,
         prompt: str | None = None,
-        sampling: SamplingParams | None = None,
+        sampling: Sampling | None = None,
         *,
         token_ids: Sequence[int] | None = None,
         messages: Messages | None = None,
@@ -212,7 +212,7 @@ class Client:
     def generate(
         self,
         prompt: str | None = None,
-        sampling: SamplingParams | None = None,
+        sampling: Sampling | None = None,
         *,
         token_ids: Sequence[int] | None = None,
         messages: Messages | None = None,
@@ -259,7 +259,7 @@ class Client:
     def stream(
         self,
         prompt: str | None = None,
-        sampling: SamplingParams | None = None,
+        sampling: Sampling | None = None,
         *,
         token_ids: Sequence[int] | None = None,
         messages: Messages | None = None,

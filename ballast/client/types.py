@@ -72,6 +72,20 @@ class Usage:
     e2e_s: float
     seed: int
 
+    @property
+    def prompt_tokens(self) -> int:
+        """OpenAI's name of `prompt_token_count`."""
+        return self.prompt_token_count
+
+    @property
+    def completion_tokens(self) -> int:
+        """OpenAI's name of `completion_token_count`."""
+        return self.completion_token_count
+
+    @property
+    def total_tokens(self) -> int:
+        return self.prompt_token_count + self.completion_token_count
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationChunk:

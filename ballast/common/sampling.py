@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import cast
 
 from ballast.common.errors import InvalidRequest
 
@@ -95,6 +96,10 @@ class SamplingParams:
     grammar: Grammar | None = None  # what the answer's text has to follow; None: anything goes
 
     def __post_init__(self) -> None:
+        # One string is meant as one, and lists are what people write; kept, both are tuples.
+        stop = cast(object, self.stop)
+        object.__setattr__(self, "stop", (stop,) if isinstance(stop, str) else tuple(self.stop))
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
         _whole("max_tokens", self.max_tokens, 1, 2**31 - 1)
         _whole("min_tokens", self.min_tokens, 0, self.max_tokens)
         _real("temperature", self.temperature, 0.0, 100.0)

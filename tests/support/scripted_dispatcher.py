@@ -74,6 +74,12 @@ class ScriptedDispatcher(inference_pb2_grpc.InferenceServiceServicer):
         text = request.text or " ".join(f"{m.role}: {m.content}" for m in request.conversation.messages)
         return pb.TokenizeResponse(ids=text.encode())
 
+    async def Detokenize(self, request: pb.DetokenizeRequest, context: Any) -> pb.DetokenizeResponse:
+        raise NotFound("no text is known here")
+
+    async def DescribeRequest(self, request: pb.DescribeRequestRequest, context: Any) -> pb.DescribeRequestResponse:
+        raise NotFound("no story is known here")
+
     async def GetModelInfo(self, request: pb.GetModelInfoRequest, context: Any) -> pb.GetModelInfoResponse:
         if not self.status.HasField("model"):
             raise NotFound("no model yet")

@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[3]
 
 
 def dispatcher_with_model(max_model_len: int = 100) -> ScriptedDispatcher:
-    dispatcher = ScriptedDispatcher()  # pyright: ignore[reportAbstractUsage]
+    dispatcher = ScriptedDispatcher()
     dispatcher.status.model.CopyFrom(
         cluster_pb2.ModelInfo(
             name="m",
