@@ -194,7 +194,7 @@ class Round:
 
 def measure_round(link: Link, stage: Stage, peer: Peer, seconds: float) -> Round:
     source = torch.zeros(PIECE_BYTES, dtype=torch.uint8)
-    in_flight_bytes = link.facts().in_flight_bulk_bytes
+    in_flight_bytes = link.connection.facts().in_flight_bulk_bytes
 
     def message(size: int) -> tuple[Future[None], int]:
         return link.send(TrafficClass.ACTIVATION, BULK, tensor=source[:size], timeout_s=WAIT_S), size
@@ -275,7 +275,7 @@ def lifecycle(peer: Peer, rounds: int) -> str:
         link = plane.connect("w2", address, epoch)
         up_s.append(time.monotonic() - began_s)
         began_s = time.monotonic()
-        link.close()
+        link.connection.close()
         down_s.append(time.monotonic() - began_s)
     peer.tell(do="close")
     plane.close()

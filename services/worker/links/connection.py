@@ -65,6 +65,7 @@ class Link:
         self.peer_id = connection.peer_id
         self.epoch = epoch
         self.retired = False  # by this side: nothing more is sent, what still comes is refused and counted
+        self.met = False  # the peer has taken part too, be it for a moment
         self.ended: LinkState | None = None  # set by the connection, before the receiver is told
 
     @property
@@ -181,7 +182,7 @@ class Connection(ABC):
 
     def is_shared(self, link: Link) -> bool:
         with self._changed:
-            return self.is_up and self._links.get(link.epoch) is link and link.epoch in self._peer_epochs
+            return self.is_up and self._links.get(link.epoch) is link and link.met
 
     def links(self) -> list[Link]:
         with self._changed:
@@ -203,8 +204,9 @@ class Connection(ABC):
             if not self.is_up:
                 return None
             link = self._links.setdefault(epoch, Link(self, epoch))
+            link.met = link.met or epoch in self._peer_epochs
         self.tell(FrameKind.JOIN, epoch)
-        while not self._await_peer(epoch, deadline_s):
+        while not self._await_peer(link, deadline_s):
             if is_given_up():
                 self.give_up("the peer has made a new one")
             if not self.is_up:
@@ -214,14 +216,14 @@ class Connection(ABC):
                 return None
         return link
 
-    def _await_peer(self, epoch: int, deadline_s: float) -> bool:
+    def _await_peer(self, link: Link, deadline_s: float) -> bool:
         """For a moment, or until the end."""
         with self._changed:
             self._changed.wait_for(
-                lambda: not self.is_up or epoch in self._peer_epochs,
+                lambda: not self.is_up or link.met,
                 timeout=max(min(_LOOK_S, deadline_s - time.monotonic()), 0.0),
             )
-            return self.is_up and epoch in self._peer_epochs
+            return link.met
 
     def leave(self, link: Link) -> None:
         """See `Link.retire`."""
@@ -231,7 +233,7 @@ class Connection(ABC):
                 return
             link.retired = True
             del self._links[link.epoch]
-            was_shared = link.epoch in self._peer_epochs
+            was_shared = link.met
             self._peer_epochs.discard(link.epoch)
             self._idle_since_s = time.monotonic()
         self.tell(FrameKind.LEAVE, link.epoch)
@@ -247,6 +249,8 @@ class Connection(ABC):
     def peer_joined(self, epoch: int) -> None:
         with self._changed:
             self._peer_epochs.add(epoch)
+            if (link := self._links.get(epoch)) is not None:
+                link.met = True
             if len(self._peer_epochs) > _MAX_EPOCHS:
                 self._peer_epochs.discard(min(self._peer_epochs - self._links.keys(), default=epoch))
             self._changed.notify_all()
@@ -275,7 +279,7 @@ class Connection(ABC):
 
     def _take_links(self) -> list[Link]:
         """Of a connection that ends: those whose receivers must be told. Called with the lock."""
-        shared = [link for epoch, link in sorted(self._links.items()) if epoch in self._peer_epochs]
+        shared = [link for _, link in sorted(self._links.items()) if link.met]
         for link in self._links.values():
             link.ended = self._state
         self._links.clear()

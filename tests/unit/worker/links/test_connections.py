@@ -117,6 +117,22 @@ def test_who_waits_in_vain_gives_the_epoch_up_and_the_other_one_hears_of_it(pair
     assert pair.planes["w1"].link("w2", 1) is not None
 
 
+@pytest.mark.parametrize("leaves", [True, False])
+def test_a_peer_that_comes_and_goes_at_once_has_come(pair: Pair, leaves: bool) -> None:
+    """Whoever waits for it need not be awake at the right moment."""
+    [mine, theirs] = pair.connect(1)
+    link = mine.connection._links.setdefault(2, Link(mine.connection, 2))  # this side has said so and sleeps
+    theirs.connection.tell(FrameKind.JOIN, 2)
+    until(lambda: link.met)
+    if leaves:
+        theirs.connection.tell(FrameKind.LEAVE, 2)
+    else:
+        theirs.connection.close()
+    until(lambda: link.ended)
+    assert pair.recorders["w1"].endings["w2"].state is LinkState.CLOSED
+    assert mine.connection._await_peer(link, time.monotonic())
+
+
 def test_many_epochs_at_once_share_one_connection(pair: Pair) -> None:
     futures = [future for epoch in range(1, 6) for future in pair.warm(epoch)]
     links = [future.result(60) for future in futures]
