@@ -8,7 +8,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ballast.common.errors import BallastError
+from ballast.common.errors import BallastError, InvalidRequest
 from ballast.common.ids import RequestId
 from ballast.common.sampling import PriorityClass
 from ballast.service.logs import get_logger
@@ -95,7 +95,7 @@ class Chronicle:
         account = Account(
             request_id=RequestId(request_id[:_MAX_ID_CHARS]),
             state="invalid" if request is None else "refused",
-            error=str(error),
+            error=_showable(error),
             at_s=at_s,
             was_accepted=False,
             facts=nothing,
@@ -188,3 +188,10 @@ def _log(account: Account) -> None:
 
 def _rounded(value_s: float | None) -> float | None:
     return None if value_s is None else round(value_s, 4)
+
+
+def _showable(error: BallastError) -> str:
+    """Without reasons that may quote what the client has said: a chat template's, or a grammar's."""
+    if isinstance(error, InvalidRequest) and error.field.startswith(("conversation", "sampling.grammar")):
+        return f"{error.field}: refused, for the reason that the client was told"
+    return str(error)
