@@ -15,7 +15,7 @@ PYTEST := $(BIN)/pytest -q -m "not slow and not gpu"
 SPREAD := -n $(PROCESSES) --dist loadgroup
 export PYTHONUNBUFFERED = 1
 
-.PHONY: setup kernels demo up test test-transitions test-exactness check check-static check-tests fmt bench reproduce proto compose-check gpu-check clean
+.PHONY: setup kernels demo up test test-sanitized test-transitions test-exactness check check-static check-tests fmt bench reproduce proto compose-check gpu-check clean
 
 setup: $(VENV)/.ready kernels  ## install everything into .venv, and compile the kernels
 
@@ -48,6 +48,14 @@ check-tests: setup
 test: setup  ## all tests: integration and golden ones too
 	$(PYTEST) $(SPREAD) $(addprefix --ignore=,$(ALONE)) tests
 	$(PYTEST) $(ALONE)
+
+SANITIZED := out/libballast_kernels_sanitized.so
+test-sanitized: setup  ## the kernels' tests on a build that AddressSanitizer and UBSan watch
+	mkdir -p out
+	$(PYTHON) services/worker/engine/native/build.py --required --sanitize address,undefined --out $(SANITIZED)
+	LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" ASAN_OPTIONS=detect_leaks=0 \
+		BALLAST_KERNELS_LIBRARY=$(SANITIZED) $(BIN)/pytest -q --timeout=3000 \
+		$(addprefix tests/unit/worker/engine/test_,native.py attention.py sampler.py)
 
 test-transitions: setup  ## 50,000 simulated transitions with every fault
 	BALLAST_TRANSITION_SEEDS=$(SEEDS) $(BIN)/pytest -q -m slow $(SPREAD) tests/property/test_transitions.py

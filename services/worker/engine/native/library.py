@@ -2,6 +2,7 @@
 
 import ctypes
 import functools
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -14,7 +15,7 @@ from ballast.common.errors import ConfigError
 from services.worker.engine.model_config import ModelConfig
 from services.worker.engine.native.structs import ABI, PANEL, Attention, Gemm, Model, Sampling, Step
 
-LIBRARY = Path(__file__).with_name("libballast_kernels.so")
+LIBRARY = Path(os.environ.get("BALLAST_KERNELS_LIBRARY") or Path(__file__).with_name("libballast_kernels.so"))
 KERNELS = ("auto", "native", "torch")
 Ints, Floats = NDArray[np.int64], NDArray[np.float64]
 _DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2}
