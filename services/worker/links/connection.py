@@ -209,7 +209,7 @@ class Connection(ABC):
         while not self._await_peer(link, deadline_s):
             if is_given_up():
                 self.give_up("the peer has made a new one")
-            if not self.is_up:
+            if self._state in (LinkState.CLOSED, LinkState.BROKEN):  # while it closes the peer's word may still come
                 return None
             if time.monotonic() >= deadline_s:
                 self.leave(link)
@@ -220,7 +220,7 @@ class Connection(ABC):
         """For a moment, or until the end."""
         with self._changed:
             self._changed.wait_for(
-                lambda: not self.is_up or link.met,
+                lambda: link.met or self._state in (LinkState.CLOSED, LinkState.BROKEN),
                 timeout=max(min(_LOOK_S, deadline_s - time.monotonic()), 0.0),
             )
             return link.met
