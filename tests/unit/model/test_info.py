@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from ballast.cli import model as command
 from ballast.common.errors import ConfigError
 from ballast.common.units import human_bytes
-from ballast.model import command
 from ballast.model.info import read_info
 from ballast.model.tiny import make_preset, make_tiny
 
