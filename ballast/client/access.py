@@ -35,7 +35,7 @@ class Access:
     @classmethod
     def of(cls, token: str | None = None, ca_file: str | Path | None = None, tls: bool | None = None) -> Self:
         """What is not given is taken from the environment: BALLAST_TOKEN, BALLAST_CA_FILE, BALLAST_TLS (1 or 0) and
-        BALLAST_TLS_DIR.
+        BALLAST_TLS_DIR. An empty token is given: none.
 
         Raises:
             ConfigError: BALLAST_TLS is something else, or `tls` says the opposite of `ca_file`.
@@ -48,7 +48,7 @@ class Access:
         if tls is False and ca_file is not None:
             raise ConfigError("ca_file", "is given, so calls cannot go in the clear")
         return cls(
-            token=token or os.environ.get(TOKEN) or None,
+            token=(os.environ.get(TOKEN) if token is None else token) or None,
             ca_file=Path(file) if file and tls is not False else None,
             tls=tls,
             tls_dir=Path(folder) if folder else None,

@@ -51,7 +51,7 @@ class AsyncClient:
         max_retry_wait_s: A longer delay than this is not waited for.
         connect_timeout_s: For reaching one dispatcher.
         call_timeout_s: For everything but generating.
-        token: Shown to the dispatchers. None: BALLAST_TOKEN, or none.
+        token: Shown to the dispatchers. None: BALLAST_TOKEN, or none; "": none.
         ca_file: CA of the dispatchers' certificates (PEM); calls then go over TLS. None: BALLAST_CA_FILE, or none.
         tls: True: over TLS, with the CAs of this machine where there is no `ca_file`. False: in the clear, the token
             too. None: BALLAST_TLS (1 or 0), or what `ca_file` says.

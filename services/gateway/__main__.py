@@ -42,6 +42,7 @@ async def main(life: Lifecycle) -> None:
             settings.dispatchers,
             connect_timeout_s=settings.connect_timeout_s,
             call_timeout_s=settings.call_timeout_s,
+            token="",  # not BALLAST_TOKEN of whoever started it: that would let everybody in
             ca_file=None if settings.tls_dir is None else settings.tls_dir / CA,
         )
     except InvalidRequest as error:

@@ -80,7 +80,8 @@ def secured(tmp_path_factory: pytest.TempPathFactory) -> Generator[Secured]:
     infer, operate = (add_token(tokens, f"one-who-{role}s", role) for role in TokenRole)
     names: tuple[Service, ...] = ("dispatcher", "monitor", "worker", "planner")
     ports: dict[Service, int] = dict(zip(names, free_ports(len(names)), strict=True))
-    environ = {"BALLAST_DISPATCHER__LOG_LEVEL": "debug"}
+    # Who starts a cluster may have exported a token of their own, which no service may use for others.
+    environ = {"BALLAST_DISPATCHER__LOG_LEVEL": "debug", "BALLAST_TOKEN": operate}
     flags: dict[Service, list[str]] = {name: ["--metrics-port", str(port)] for name, port in ports.items()}
     model = make_preset("tiny", base / "tiny")
     with running_cluster(
