@@ -5,7 +5,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from ballast.client.access import CA_FILE, TLS_DIR, TOKEN
+from ballast.common.credentials import CA_FILE, TLS_DIR, TOKEN
 
 
 class _Export(argparse.Action):

@@ -1,6 +1,7 @@
 """`ballast certs`: the certificates and the secret that the services of one cluster know each other by."""
 
 import argparse
+import json
 import socket
 from pathlib import Path
 
@@ -37,13 +38,17 @@ def add_parser(commands: Commands) -> None:
     )
     parser.add_argument("--days", type=int, default=365, metavar="N", help="the certificates are valid (default: 365)")
     parser.add_argument("--renew", action="store_true", help="make all certificates anew, by the same CA")
+    parser.add_argument("--json", action="store_true", help="the folders as one JSON object")
 
 
 def run(args: argparse.Namespace) -> int:
     if not 1 <= args.days <= 3650:
         raise ConfigError("--days", f"must be between 1 and 3650, got {args.days}")
-    for folder in make(args.out, days=args.days, hosts=args.host, workers=args.worker, renew=args.renew):
-        print(folder)
+    folders = make(args.out, days=args.days, hosts=args.host, workers=args.worker, renew=args.renew)
+    if args.json:
+        print(json.dumps({"folders": [str(folder) for folder in folders]}))
+    else:
+        print("\n".join(str(folder) for folder in folders))
     return 0
 
 

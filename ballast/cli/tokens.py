@@ -1,6 +1,7 @@
 """`ballast tokens`: what clients show to a dispatcher."""
 
 import argparse
+import json
 from pathlib import Path
 
 from ballast.cli.arguments import Commands
@@ -28,15 +29,21 @@ def add_parser(commands: Commands) -> None:
         action.add_argument("name", metavar="NAME", help="of whom the token is for")
     for action in (add, listing, remove):
         action.add_argument("--file", type=Path, required=True, metavar="FILE", help="the dispatchers' --tokens-file")
+    for action in (add, listing):
+        action.add_argument("--json", action="store_true", help="one JSON object")
 
 
 def run_add(args: argparse.Namespace) -> int:
-    print(add_token(args.file, args.name, args.role))
+    token = add_token(args.file, args.name, args.role)
+    print(json.dumps({"name": args.name, "role": args.role, "token": token}) if args.json else token)
     return 0
 
 
 def run_list(args: argparse.Namespace) -> int:
-    for token in read_tokens(args.file).values():
+    tokens = read_tokens(args.file).values()
+    if args.json:
+        print(json.dumps({"tokens": [{"name": token.name, "role": token.role} for token in tokens]}))
+    for token in () if args.json else tokens:
         print(f"{token.name}  {token.role}")
     return 0
 

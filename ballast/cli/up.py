@@ -13,8 +13,8 @@ from ballast.cli.arguments import Commands
 from ballast.cli.certs import make
 from ballast.cli.tokens import add_token
 from ballast.client import AsyncClient
-from ballast.client.access import CA_FILE, TOKEN
 from ballast.common.arguments import size
+from ballast.common.credentials import CA_FILE, TOKEN
 from ballast.common.errors import ConfigError
 from ballast.common.overload import OverloadPolicy
 from ballast.local.cluster import LocalCluster, Service

@@ -9,11 +9,11 @@ from typing import Self
 import grpc
 import grpc.aio
 
+from ballast.common.credentials import CA_FILE, TLS, TLS_DIR, TOKEN
 from ballast.common.errors import ConfigError
 from ballast.rpc.channel import bearing, open_channel
 from ballast.rpc.tls import TlsFolder, trusting
 
-TOKEN, CA_FILE, TLS, TLS_DIR = "BALLAST_TOKEN", "BALLAST_CA_FILE", "BALLAST_TLS", "BALLAST_TLS_DIR"
 _SWITCH = {"1": True, "0": False, "": None}
 
 

@@ -28,6 +28,7 @@ from ballast.local.state_server import PrivateStateServer
 from ballast.model.tiny import make_tiny
 from ballast.rpc.channel import open_channel
 from ballast.service.lifecycle import Lifecycle
+from ballast.service.security import Role, Security
 from ballast.service.settings import build
 from ballast.service.state import StateServer
 from services.worker.__main__ import WorkerProcess, load
@@ -405,7 +406,8 @@ def test_a_worker_whose_engine_hangs_is_not_ready(
         state = StateServer(state_url)
         engine = cast(Engine, kit.engine)
         hanging = replace(kit, engine=replace(engine, runner=cast(Any, Gated(engine.runner, gate))))
-        process = WorkerProcess(life, settings, hanging, state, WorkerId("hanging"))
+        security = Security(Role.WORKER, settings)
+        process = WorkerProcess(life, settings, security, hanging, state, WorkerId("hanging"))
         async with asyncio.TaskGroup() as tasks:
             running = tasks.create_task(process.run(WorkerId("hanging")))
             printed = ""

@@ -12,7 +12,7 @@ from services.planner.__main__ import build_shell
 from services.planner.config import PlannerSettings
 from services.planner.core.machine import PlannerCore
 from services.planner.core.messages import Command, Event, SetTimer
-from services.planner.peers import Members
+from services.planner.peers import Members, MonitorEvents
 
 
 @pytest.mark.parametrize("error", [KeyError("w9"), ValueError("too large"), InvariantViolation("layers are missing")])
@@ -20,7 +20,8 @@ def test_any_failure_in_a_timer_ends_the_planner(error: Exception, monkeypatch: 
     async def run() -> None:
         settings = PlannerSettings()
         state = StateServer("redis://127.0.0.1:1")
-        shell = build_shell(settings, state, LeaderAddress(state, "monitor", "127.0.0.1:1"), Members())
+        monitor = MonitorEvents(LeaderAddress(state, "monitor", "127.0.0.1:1"))
+        shell = build_shell(settings, state, monitor, Members(lambda _: None))
 
         def handle(_: PlannerCore, event: Event) -> list[Command]:
             if "timer" in event.cause_id:

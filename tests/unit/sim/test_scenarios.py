@@ -32,7 +32,7 @@ def test_there_are_some() -> None:
 @pytest.mark.parametrize(
     ("content", "told"),
     [
-        ("description: x\nmodel: a\ncluster: b\nrate: 2\n", "rate: Extra inputs are not permitted"),
+        ("description: x\nmodel: a\ncluster: b\nrate: 2\n", "rate: unknown setting"),
         ("description: x\nmodel: a\ncluster: b\nlimit: 0\n", "limit: Input should be greater than or equal to 1"),
         ("- a\n", "file: Input should be a valid dictionary"),
         ("a: [\n", "is not YAML"),

@@ -88,4 +88,4 @@ def test_a_question_without_a_goal_is_told(tmp_path: Path, capsys: pytest.Captur
     assert "how long may a first token take" in capsys.readouterr().err
     assert main([*flags, "--find-gpus", "--slo-ttft-s", "3", "--policy", "recompute", "--max-gpus", "2"]) == 0
     told = " ".join(capsys.readouterr().out.split())
-    assert "With recompute 1 A800-80G keep it" in told
+    assert "With recompute 1 A800-80G keeps it" in told
