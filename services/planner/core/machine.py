@@ -110,6 +110,7 @@ class PlannerCore:
     # Instances that say they are something else than the layout has them for, since when; see `_compare`.
     _odd_since_s: dict[WorkerId, float] = field(default_factory=dict[WorkerId, float])
     _odd_in: Layout = NO_LAYOUT  # the layout that all were compared with last
+    _grouped: dict[WorkerId, Group] = field(default_factory=dict[WorkerId, Group])  # by its members
 
     def __post_init__(self) -> None:
         self._drains = Drains(self.rules.max_drains)
@@ -421,6 +422,7 @@ class PlannerCore:
         if self.layout is not self._odd_in:
             self.roster.regrouped(self._odd_in, self.layout)
             self._odd_in = self.layout
+            self._grouped = {m.worker_id: g for g in self.layout.groups for m in g.members}
             named = set(self.roster.known)
         elif isinstance(event, InstanceUp | InstanceLost):
             named = {event.worker_id}
@@ -428,16 +430,12 @@ class PlannerCore:
             named = set(self.roster.known) | self._odd_since_s.keys()
         else:
             return
-        groups = self._groups_of(named)
         for worker_id in sorted(named | (self._odd_since_s.keys() - self.roster.known.keys())):
-            if self.roster.disagrees(worker_id, groups.get(worker_id), self._layer_count()):
+            if self.roster.disagrees(worker_id, self._grouped.get(worker_id), self._layer_count()):
                 self._odd_since_s.setdefault(worker_id, event.at_s)
             else:
                 self._odd_since_s.pop(worker_id, None)
         self._replan(event.at_s + self.rules.coalesce_s)
-
-    def _groups_of(self, worker_ids: set[WorkerId]) -> dict[WorkerId, Group]:
-        return {m.worker_id: g for g in self.layout.groups for m in g.members if m.worker_id in worker_ids}
 
     def _counts_as_odd(self, worker_id: WorkerId, since_s: float, *, in_layout: bool) -> bool:
         """Outside of the layout at once; in it when it has been odd for a while and no transition is under way."""
