@@ -348,7 +348,7 @@ def test_what_is_wrong_at_the_start_is_said_in_one_line_with_status_2(tmp_path: 
             port = str(taken.getsockname()[1])
             cases = {
                 ("bad", state.url, "0"): "tokenizer.json: is not a valid tokenizer",
-                ("none", state.url, "0"): "tokenizer.json: no such file",
+                ("none", state.url, "0"): "is no folder on this machine",
                 ("good", "nonsense://x", "0"): "redis_url",
                 ("good", state.url, port): f"cannot listen on 127.0.0.1:{port}",
             }

@@ -63,7 +63,7 @@ class PackedModel:
             layers=ctypes.addressof(self._layers),
         )
         self._buffers = self._make_buffers(rows=1)
-        self._logits = torch.empty(0)
+        self._logits = self._make_logits(0)
 
     def embed(self, token_ids_T: torch.Tensor) -> torch.Tensor:
         """hidden_TD, fresh memory. For the first stage."""
@@ -110,12 +110,15 @@ class PackedModel:
         hidden_RD = hidden_RD.contiguous()
         rows = hidden_RD.shape[0]
         if rows > self._logits.shape[0]:
-            wide = torch.float64 if self._dtype == torch.float64 else torch.float32
-            self._logits = torch.empty(rows, self._config.vocab_size, dtype=wide)
+            self._logits = self._make_logits(rows)
         normed_RD = self._kernels.rms_norm(
             hidden_RD, self._final_norm_D, torch.empty_like(hidden_RD), self._config.rms_norm_eps
         )
         return self._kernels.linear(normed_RD, self._head, self._logits[:rows])
+
+    def _make_logits(self, rows: int) -> torch.Tensor:
+        wide = torch.float64 if self._dtype == torch.float64 else torch.float32
+        return torch.empty(rows, self._config.vocab_size, dtype=wide)
 
     def _make_buffers(self, rows: int) -> _Buffers:
         config = self._config

@@ -78,6 +78,14 @@ def test_results_are_aligned_with_the_slices_that_sample(model_dir: Path) -> Non
         assert result.execute_s > 0
 
 
+def test_the_first_batch_may_have_nothing_to_sample(model_dir: Path) -> None:
+    """The first chunk of a long prompt on a worker that has just started."""
+    with engine_of(model_dir) as engine:
+        new = NewSequence(1, (5, 6, 7), (), GREEDY)
+        result = engine.step(Batch(0, (), (new,), (Slice(1, 0, (5, 6), False),)), [(0,)])
+        assert result.token_ids == ()
+
+
 def test_an_empty_batch_only_forgets(model_dir: Path) -> None:
     with engine_of(model_dir) as engine:
         engine.step(Batch(0, (), (NewSequence(1, (5,), (), GREEDY),), ()), [])
