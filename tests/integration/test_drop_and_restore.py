@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 from collections.abc import AsyncGenerator, Iterator
 from pathlib import Path
 
@@ -173,9 +174,8 @@ def test_the_command_line_does_it_too(
     assert "drop done" in capsys.readouterr().out
     assert ballast(["restore", *address]) == 0
     assert "dissolved, restored after" in capsys.readouterr().out
-    assert ballast(["transitions", *address]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert "restore done" in lines[0]
-    assert "drop done" in lines[1]
+    assert ballast(["transitions", "--json", *address]) == 0
+    listed = json.loads(capsys.readouterr().out)["transitions"]
+    assert [(one["kind"], one["phase"]) for one in listed[:2]] == [("restore", "done"), ("drop", "done")]
     assert ballast(["restore", *address]) == 1
     assert "no group is a pipeline" in capsys.readouterr().err
