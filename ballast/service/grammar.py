@@ -41,7 +41,7 @@ class Grammars:
         try:
             self._tokenizer = LLTokenizer(str(tokenizer_file), n_vocab=vocab_size, eos_token=eos)
         except (ValueError, RuntimeError, OSError) as error:
-            raise ConfigError(str(tokenizer_file), f"cannot be read for grammars: {error}") from error
+            raise ConfigError(str(tokenizer_file), f"is not a valid tokenizer: {error}") from error
         self._compile = lru_cache(maxsize=_COMPILED)(self._compiled)
 
     def check(self, grammar: Grammar) -> None:

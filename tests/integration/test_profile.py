@@ -16,6 +16,7 @@ FAST = ["--rounds", "1", "--max-num-batched-tokens", "64", "--max-num-seqs", "8"
 def test_a_profile_is_measured_shown_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = make_tiny("qwen2", tmp_path / "tiny", layers=3, vocab=320, max_len=256)
     out = tmp_path / "profiles" / "tiny.json"
+    out.parent.mkdir()
     assert main(["profile", "--model", str(model), "--out", str(out), "--layers", "1", "2", *FAST]) == 0
     shown = capsys.readouterr().out
     for expected in (
