@@ -1,7 +1,7 @@
 """Configuration: defaults < YAML file < BALLAST_<SERVICE>__* environment < flags. Frozen; unknown keys are errors.
 
 Each service declares one `Settings` subclass in its `config.py`. Every field is a flag, a variable and a line of the
-file; the string under a field is its help. The page docs/configure.md is made of the same fields.
+file; the string under a field is its help.
 """
 
 import argparse
