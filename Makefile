@@ -6,6 +6,7 @@ PY := $(BIN)/python
 TRACE ?=
 WORKERS ?= 2
 SEEDS ?= 50000
+CLUSTERS ?= 2000
 HISTORIES ?= 400
 # So many processes share the tests; only those that watch how long something takes run after all others, by themselves.
 PROCESSES ?= 2
@@ -15,17 +16,17 @@ PYTEST := $(BIN)/pytest -q -m "not slow and not gpu"
 SPREAD := -n $(PROCESSES) --dist loadgroup
 export PYTHONUNBUFFERED = 1
 
-.PHONY: setup kernels demo up test test-sanitized test-transitions test-exactness check check-static check-tests fmt bench reproduce proto compose-check gpu-check clean
+.PHONY: setup kernels demo up test test-sanitized test-transitions test-clusters test-exactness check check-static check-tests fmt bench reproduce proto compose-check kubernetes-check install-check gpu-check docs pages clean
 
 setup: $(VENV)/.ready kernels  ## install everything into .venv, and compile the kernels
 
 kernels:  ## compile the engine's kernels, unless they are newer than their sources
 	$(PYTHON) services/worker/engine/native/build.py
 
-$(VENV)/.ready: pyproject.toml constraints.txt
+$(VENV)/.ready: pyproject.toml cluster/pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --disable-pip-version-check -c constraints.txt torch
-	$(BIN)/pip install --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(BIN)/pip install --disable-pip-version-check -c constraints.txt -e '.[dev]' -e cluster
 	touch $@
 
 demo: setup  ## replay a bursty trace on a local cluster and re-compute answers with transformers
@@ -46,7 +47,7 @@ check-tests: setup
 	$(PYTEST) $(SPREAD) tests/property tests/unit
 
 test: setup  ## all tests: integration and golden ones too
-	$(PYTEST) $(SPREAD) $(addprefix --ignore=,$(ALONE)) tests
+	$(PYTEST) $(SPREAD) $(addprefix --ignore=,$(ALONE) $(TESTED)) tests
 	$(PYTEST) $(ALONE)
 
 SANITIZED := out/libballast_kernels_sanitized.so
@@ -59,6 +60,9 @@ test-sanitized: setup  ## the kernels' tests on a build that AddressSanitizer an
 
 test-transitions: setup  ## 50,000 simulated transitions with every fault
 	BALLAST_TRANSITION_SEEDS=$(SEEDS) $(BIN)/pytest -q -m slow $(SPREAD) tests/property/test_transitions.py
+
+test-clusters: setup  ## thousands of simulated clusters whose processes crash and stop while layouts change
+	BALLAST_CLUSTER_SEEDS=$(CLUSTERS) $(BIN)/pytest -q -m slow $(SPREAD) tests/property/test_cluster_faults.py
 
 # Twice as many processes as cores: what one thread may do while another waits for a core is hardly seen otherwise.
 test-exactness: setup  ## 20,000 requests through random drops, merges and restores: no token may change
@@ -79,6 +83,19 @@ proto: setup  ## regenerate ballastpb/ from protos/
 
 compose-check: setup  ## start what docker-compose.yml says, as local processes, and send requests through
 	$(PY) -m deploy.compose_check
+
+docs: pages  ## the site, in out/site; a link or a picture that leads nowhere fails
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+pages: setup  ## regenerate the pages that follow from the code
+	$(PY) docs/generate.py
+
+kubernetes-check: setup  ## start what deploy/kubernetes says, as local processes, and send requests through
+	$(PY) -m deploy.kubernetes_check
+
+PYTHONS ?= python3.11 python3.12 python3.13
+install-check: setup  ## install the wheels into empty environments, on every Python: size, import, tests, ballast up
+	$(PY) -m deploy.install_check --pythons $(PYTHONS)
 
 gpu-check: setup  ## memory and golden tests on a CUDA device
 	$(BIN)/pytest -q -m gpu tests

@@ -1,8 +1,9 @@
 """The demo's table: two overload policies on the same trace beside each other.
 
-    python -m benchmarks.demo_report out/demo/results.json [--quote README.md]
+    python -m benchmarks.demo_report out/demo/results.json [--quote docs/demo.md README.md]
 
-prints it as Markdown; with --quote it also takes the place of what stands between the two marks in that file.
+prints it as Markdown; with --quote it also takes the place of what stands between two marks in these files: the table
+and all, or its verdicts only.
 """
 
 import argparse
@@ -20,7 +21,7 @@ from ballast.common.units import duration
 from benchmarks.quoting import quote
 
 _GOAL_TTFT_TIMES, _GOAL_TPOT_FRACTION = 10.0, 0.25
-MARK = "demo"
+MARK, VERDICTS_MARK = "demo", "demo verdicts"
 
 
 def compare(result: BenchResult) -> RenderableType:
@@ -41,18 +42,24 @@ def compare(result: BenchResult) -> RenderableType:
 
 def markdown(result: BenchResult) -> str:
     """The table, what it shows, and on what it was measured."""
-    policies, machine = result.policies, result.environment
+    policies = result.policies
     head = ["", *policies]
     rows = [[label, *map(cell, policies.values())] for label, cell in _ROWS]
     lines = [head, ["---", *["---:"] * len(policies)], *rows]
     table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return "\n".join([table, "", verdicts(result)])
+
+
+def verdicts(result: BenchResult) -> str:
+    """What the table shows, and on what it was measured."""
+    machine = result.environment
     where = (
         f"{result.trace.request_count} requests over {result.trace.span_s:.0f} s (time x{result.trace.time_scale:g},"
         f" length x{result.trace.length_scale:g}); {machine.cpu}, {machine.core_count} cores, commit"
         f" {(machine.git_commit or 'unknown')[:7]}."
     )
     said = [f"- {line}" for line in _verdicts(result)]
-    return "\n".join([table, "", *said, "", where])
+    return "\n".join([*said, "", where])
 
 
 def differing_answers(one: PolicyResult, other: PolicyResult) -> tuple[list[int], int]:
@@ -135,16 +142,17 @@ def _mean_share(policy: PolicyResult) -> float:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("results", type=Path, metavar="RESULTS.json")
-    parser.add_argument("--quote", type=Path, metavar="FILE.md")
+    parser.add_argument("--quote", type=Path, nargs="+", default=[], metavar="FILE.md")
     given = parser.parse_args(arguments)
     try:
-        text = markdown(read_result(given.results))
-        if given.quote is not None:
-            quote(given.quote, MARK, text)
+        result = read_result(given.results)
+        for page in given.quote:
+            short = f"<!-- begin {VERDICTS_MARK}:" in page.read_text()
+            quote(page, VERDICTS_MARK if short else MARK, verdicts(result) if short else markdown(result))
     except BallastError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    print(text)
+    print(markdown(result))
     return 0
 
 

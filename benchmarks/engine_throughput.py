@@ -1,15 +1,18 @@
 """Offline throughput of one engine beside that of `transformers`, in one process and one intra-op thread.
 
-    python -m benchmarks.engine_throughput [--lengths exponential gamma fixed] [--repetitions N] [--write]
+    python -m benchmarks.engine_throughput [--kernels native torch] [--lengths exponential gamma fixed]
+                                           [--repetitions N] [--write]
 
-All serve the same requests with the same lengths, greedily and to the last token. Only asked-for output tokens count.
-How lengths are spread matters: a static batch is as long as its longest member, and what runs at once drains towards
-the end. Exponential ones vary about as much as those of published traces, gamma ones half as much, fixed ones not.
-Repetitions are interleaved, so that other load on the machine hits all alike. Both wall and processor time are shown:
-on a machine that is busy otherwise only the second says something, on an idle one they are the same.
+Ballast computes with its compiled kernels and with torch's, in turn. All serve the same requests with the same
+lengths, greedily and to the last token. Only asked-for output tokens count. How lengths are spread matters: a static
+batch is as long as its longest member, and what runs at once drains towards the end. Exponential ones vary about as
+much as those of published traces, gamma ones half as much, fixed ones not. Repetitions are interleaved, so that other
+load on the machine hits all alike. Both wall and processor time are shown: on a machine that is busy otherwise only
+the second says something, on an idle one they are the same.
 """
 
 import argparse
+import itertools
 import math
 import os
 import statistics
@@ -17,8 +20,10 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from contextlib import ExitStack
+from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +36,11 @@ from ballast.common.sampling import SamplingParams
 from ballast.model.tiny import make_preset
 from benchmarks.engine_profile import outside_torch_fraction
 from services.worker.core.batch import Batch
-from services.worker.core.events import BatchWanted, Execute, SequenceKey, StepDone, StreamOpened, Submitted
+from services.worker.core.events import BatchWanted, Emit, Execute, SequenceKey, StepDone, StreamOpened, Submitted
 from services.worker.core.limits import WorkerLimits
 from services.worker.core.worker import WorkerCore
 from services.worker.engine.load import Engine, load_engine
+from services.worker.engine.native.library import native_kernels, packed_shape
 
 REQUESTS, INPUT_MEAN, OUTPUT_MEAN = 64, 128, 64
 RIVAL_BATCH = 16
@@ -54,7 +60,9 @@ class Request:
     output_tokens: int
 
 
-def make_requests(vocab_size: int, spread: str = "exponential") -> list[Request]:
+def make_requests(
+    vocab_size: int, spread: str = "exponential", input_mean: int = INPUT_MEAN, output_mean: int = OUTPUT_MEAN
+) -> list[Request]:
     """Lengths of the named distribution, scaled to the means."""
     rng = np.random.default_rng(0)
 
@@ -62,7 +70,7 @@ def make_requests(vocab_size: int, spread: str = "exponential") -> list[Request]
         drawn = DISTRIBUTIONS[spread](rng)
         return [int(n) for n in np.clip(np.rint(drawn * mean / drawn.mean()), low, high)]
 
-    pairs = zip(lengths(INPUT_MEAN, 4, 1024), lengths(OUTPUT_MEAN, 2, 512), strict=True)
+    pairs = zip(lengths(input_mean, 4, 1024), lengths(output_mean, 2, 512), strict=True)
     return [Request(tuple(rng.integers(16, vocab_size, n).tolist()), out) for n, out in pairs]
 
 
@@ -80,8 +88,10 @@ class Stopwatch:
         return Spent(time.perf_counter() - self._wall_s, time.process_time() - self._processor_s)
 
 
-def run_ballast(engine: Engine, requests: Sequence[Request], limits: WorkerLimits) -> Spent:
-    """With the scheduler that the worker uses."""
+def run_ballast(
+    engine: Engine, requests: Sequence[Request], limits: WorkerLimits, heard: dict[int, list[int]] | None = None
+) -> Spent:
+    """With the scheduler that the worker uses. `heard` is filled: number of the request -> its tokens."""
     core = WorkerCore(limits, engine.block_count)
     core.handle(StreamOpened(0.0, 1))
     for i, request in enumerate(requests):
@@ -102,11 +112,29 @@ def run_ballast(engine: Engine, requests: Sequence[Request], limits: WorkerLimit
         for command in core.handle(BatchWanted(0.0)):
             if isinstance(command, Execute):
                 result = engine.step(command.batch, command.block_tables)
-                core.handle(StepDone(0.0, result, ("",) * len(result.token_ids)))
+                for news in core.handle(StepDone(0.0, result, ("",) * len(result.token_ids))):
+                    if heard is not None and isinstance(news, Emit):
+                        _hear(news, heard)
     spent = watch.read()
     engine.step(Batch(0, engine.runner.sequence_ids, (), ()), [])  # the core tells of the last ends in its next batch
     assert core.totals.generation_tokens == sum(request.output_tokens for request in requests)
     return spent
+
+
+def _hear(news: Emit, heard: dict[int, list[int]]) -> None:
+    tokens = iter(news.token_ids)
+    for handle, count in zip(news.handles, news.token_counts, strict=True):
+        heard.setdefault(handle - 1, []).extend(itertools.islice(tokens, count))
+
+
+def limits_of(engine: Engine, running: int, batch_tokens: int) -> WorkerLimits:
+    return WorkerLimits(
+        block_tokens=engine.block_tokens,
+        max_model_len=engine.info.max_model_len,
+        vocab_size=engine.config.vocab_size,
+        max_running_count=running,
+        max_batch_tokens=batch_tokens,
+    )
 
 
 def run_static(model: Any, requests: Sequence[Request]) -> Spent:
@@ -147,13 +175,19 @@ def run_continuous(model: Any, requests: Sequence[Request]) -> Spent:
 
 
 def gemm_flops_per_s() -> float:
-    """What the machine's float32 matrix product reaches at a size that suits it."""
-    a, b = torch.randn(1024, 1024), torch.randn(1024, 1024)
+    """What the machine's best float32 matrix product reaches at a size that suits it: torch's or the compiled one."""
+    a, b, out = torch.randn(1024, 1024), torch.randn(1024, 1024), torch.empty(1024, 1024)
+    products: list[Callable[[], object]] = [lambda: torch.mm(a, b, out=out)]
+    if native := native_kernels():
+        packed = torch.zeros(packed_shape(b.shape, b.dtype))
+        native.pack(packed, 0, b)
+        products.append(lambda: native.linear(a, packed, out))
     best_s = math.inf
     for _ in range(50):
-        started_s = time.thread_time()
-        torch.mm(a, b)
-        best_s = min(best_s, time.thread_time() - started_s)
+        for product in products:
+            started_s = time.thread_time()
+            product()
+            best_s = min(best_s, time.thread_time() - started_s)
     return 2 * 1024**3 / best_s
 
 
@@ -167,7 +201,9 @@ def work_flops(engine: Engine, requests: Sequence[Request]) -> float:
     return 2.0 * (passed * in_layers + sampled * table)
 
 
-def measure(model_dir: Path, spread: str, repetitions: int, max_running: int, batch_tokens: int) -> str:
+def measure(
+    model_dir: Path, spread: str, repetitions: int, max_running: int, batch_tokens: int, kernels: Sequence[str]
+) -> str:
     import transformers
 
     transformers.logging.set_verbosity_error()
@@ -177,20 +213,22 @@ def measure(model_dir: Path, spread: str, repetitions: int, max_running: int, ba
     )
     rival.eval()
     rival.generation_config.eos_token_id = None
-    with load_engine(model_dir, dtype="float32", device_memory_bytes=MEMORY_BYTES) as engine:
+    with ExitStack() as stack:
+        engines = {
+            kind: stack.enter_context(
+                load_engine(model_dir, dtype="float32", device_memory_bytes=MEMORY_BYTES, kernels=kind)
+            )
+            for kind in kernels
+        }
+        engine = engines[kernels[0]]
         requests = make_requests(engine.config.vocab_size, spread)
-        limits = WorkerLimits(
-            block_tokens=engine.block_tokens,
-            max_model_len=engine.info.max_model_len,
-            vocab_size=engine.config.vocab_size,
-            max_running_count=max_running,
-            max_batch_tokens=batch_tokens,
-        )
-        as_few = replace(limits, max_running_count=RIVAL_BATCH)
-        ours = f"ballast, {max_running} at most, {batch_tokens} tokens a step"
-        runs: dict[str, Callable[[], Spent]] = {
-            ours: lambda: run_ballast(engine, requests, limits),
-            f"ballast, {RIVAL_BATCH} at most": lambda: run_ballast(engine, requests, as_few),
+        ours = f"ballast, {kernels[0]} kernels, {max_running} at most, {batch_tokens} tokens a step"
+        runs: dict[str, Callable[[], Spent]] = {}
+        for kind, one in engines.items():
+            for running in (max_running, RIVAL_BATCH):
+                name = f"ballast, {kind} kernels, {running} at most, {batch_tokens} tokens a step"
+                runs[name] = partial(run_ballast, one, requests, limits_of(one, running, batch_tokens))
+        runs |= {
             f"transformers continuous batching, {RIVAL_BATCH} at most": lambda: run_continuous(rival, requests),
             f"transformers.generate, static batch {RIVAL_BATCH}": lambda: run_static(rival, requests),
         }
@@ -201,7 +239,8 @@ def measure(model_dir: Path, spread: str, repetitions: int, max_running: int, ba
             for name, run in runs.items():
                 spent[name].append(run())
         bound_s = work_flops(engine, requests) / flops_per_s
-        outside = outside_torch_fraction(engine, sequences=32, context_tokens=INPUT_MEAN + OUTPUT_MEAN // 2)
+        context = INPUT_MEAN + OUTPUT_MEAN // 2
+        outside = outside_torch_fraction(engines["torch"], 32, context) if "torch" in engines else None
     return _report(spread, requests, spent, ours, bound_s, flops_per_s, outside, engine.info.parameter_count)
 
 
@@ -212,7 +251,7 @@ def _report(
     ours: str,
     bound_s: float,
     flops_per_s: float,
-    outside: float,
+    outside: float | None,
     parameter_count: int,
 ) -> str:
     output_tokens = sum(r.output_tokens for r in requests)
@@ -238,8 +277,11 @@ def _report(
         "",
         f"Arithmetic bound: {bound_s:.2f} s, the matrix products alone at {flops_per_s / 1e9:.0f} GFLOP/s, the best"
         " that the machine reached on 1024 x 1024 in the same run.",
-        f"Decode step at batch 32: {outside:.1%} of the engine's time is outside of torch operators.",
     ]
+    if outside is not None:
+        lines.append(
+            f"Decode step at batch 32, torch's kernels: {outside:.1%} of the time is outside of its operators."
+        )
     return "\n".join(lines)
 
 
@@ -256,6 +298,8 @@ def environment() -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    compiled = ["native"] if native_kernels() is not None else []
+    parser.add_argument("--kernels", nargs="+", choices=("native", "torch"), default=[*compiled, "torch"])
     parser.add_argument("--lengths", nargs="+", choices=tuple(DISTRIBUTIONS), default=["exponential", "gamma"])
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--max-num-seqs", type=int, default=64)
@@ -274,6 +318,7 @@ def main() -> None:
                     arguments.repetitions,
                     arguments.max_num_seqs,
                     arguments.max_num_batched_tokens,
+                    arguments.kernels,
                 )
             )
             print(tables[-1], flush=True)

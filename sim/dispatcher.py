@@ -17,9 +17,10 @@ from services.dispatcher.core.placement import PlacementRules
 from services.dispatcher.policy.freeness import RoutingRules, WorkerKey
 from services.worker.core.events import Aborted, SequenceKey, Submitted
 from sim.clock import Clock
-from sim.control import Delays
 from sim.cruise import Share
 from sim.instance import Instance
+from sim.lines import Lines
+from sim.state import Delays
 from sim.streams import Output
 
 _PLAIN_ENDINGS = (FinishReason.STOP, FinishReason.LENGTH)  # after which nobody looks for another place
@@ -88,6 +89,7 @@ class DispatcherNode:
         *,
         clock: Clock,
         delays: Delays,
+        lines: Lines,
         model: ModelInfo,
         max_waiting_count: int,
         deliver: Deliver,
@@ -101,6 +103,8 @@ class DispatcherNode:
         self._instances = instances
         self._clock = clock
         self._delays = delays
+        self.name = str(dispatcher_id)
+        self._lines = lines
         self._model = model
         self._max_waiting_count = max_waiting_count
         self._deliver = deliver
@@ -240,12 +244,11 @@ class DispatcherNode:
                 self._end(command, now_s)
             case d.Connect(worker=key):
                 link = self._links[key] = _Link(self, key, self._instances[key.worker_id])
-                self._clock.after(self._delays.rpc_s, self._labels["link"], partial(self._connect, link))
+                self._reach(link, self._labels["link"], partial(self._connect, link))
             case d.Disconnect(worker=key):
                 link = self._links.pop(key)
                 link.open = False
-                close = partial(link.instance.close_stream, link.stream_id)
-                self._clock.after(self._delays.rpc_s, self._labels["link"], close)
+                self._reach(link, self._labels["link"], partial(self._close, link))
             case d.AbortOnWorker(worker=key, handle=handle):
                 self._abort(key, handle)
             case d.Deliver():
@@ -253,8 +256,28 @@ class DispatcherNode:
 
     # ------------------------------------------------------------ streams
 
+    def _reach(self, link: _Link, delay_label: bytes, act: Callable[[], None]) -> None:
+        """What is done at the worker, after a delay."""
+
+        def arrive() -> None:
+            self._lines.bring(self.name, link.key.worker_id, act)
+
+        self._clock.after(self._delays.rpc_s, delay_label, arrive)
+
+    def _be_reached(self, link: _Link, delay_label: bytes, act: Callable[[], None]) -> None:
+        """What is done here, after a delay."""
+
+        def arrive() -> None:
+            self._lines.bring(link.key.worker_id, self.name, act)
+
+        self._clock.after(self._delays.rpc_s, delay_label, arrive)
+
+    @staticmethod
+    def _close(link: _Link) -> None:
+        link.instance.close_stream(link.stream_id)
+
     def _connect(self, link: _Link) -> None:
-        if not link.open or link.instance.crashed:
+        if not link.open or link.instance.crashed or link.instance.incarnation != link.key.incarnation:
             return
         link.stream_id = link.instance.open_stream(link)
         load = link.instance.load()
@@ -264,13 +287,13 @@ class DispatcherNode:
                 event = d.WorkerConnected(self._clock.now_s, link.key, self._model, load, self._max_waiting_count)
                 self.feed(event)
 
-        self._clock.after(self._delays.rpc_s, self._labels["link"], connected)
+        self._be_reached(link, self._labels["link"], connected)
 
     def _place(self, command: d.Place) -> None:
         link = self._links.get(command.worker)
         if link is None:
             raise InvariantViolation(f"{command.request.request_id} is placed on {command.worker} without a stream")
-        self._clock.after(self._delays.rpc_s, self._labels["place"], partial(self._submit, link, command))
+        self._reach(link, self._labels["place"], partial(self._submit, link, command))
 
     def _submit(self, link: _Link, command: d.Place) -> None:
         if not link.open:
@@ -301,7 +324,7 @@ class DispatcherNode:
             if link.open:
                 link.instance.post(Aborted(self._clock.now_s, SequenceKey(link.stream_id, handle)))
 
-        self._clock.after(self._delays.rpc_s, self._labels["place"], arrive)
+        self._reach(link, self._labels["place"], arrive)
 
     def told(self, link: _Link, output: Output) -> None:
         """By the worker's side, when its turn has ended."""
@@ -338,9 +361,15 @@ class DispatcherNode:
                 link.open = False
                 self.feed(d.WorkerLost(self._clock.now_s, link.key, why))
 
-        self._clock.after(self._delays.rpc_s, self._labels["link"], arrive)
+        self._be_reached(link, self._labels["link"], arrive)
 
     def _hear(self, link: _Link, output: Output) -> None:
+        if self._lines.troubled:
+            self._lines.bring(link.key.worker_id, self.name, partial(self._hear_now, link, output))
+        else:
+            self._hear_now(link, output)
+
+    def _hear_now(self, link: _Link, output: Output) -> None:
         if not link.open:
             return
         emit, now_s = output.emit, self._clock.now_s

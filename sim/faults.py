@@ -7,7 +7,8 @@ from ballast.common.errors import ConfigError
 
 
 class FaultKind(StrEnum):
-    CRASH = "crash"  # the worker's process ends, and does not come back
+    CRASH = "crash"  # the worker's process ends, and does not come back, or after a time in a new life
+    PAUSE = "pause"  # it is stopped for a time, and goes on as if nothing had happened
     SLOW = "slow"  # it takes `factor` times as long for everything that it executes
 
 
@@ -16,7 +17,7 @@ class Fault:
     at_s: float  # of the trace's time
     kind: FaultKind
     worker: int  # its number, from 0
-    duration_s: float | None = None  # of SLOW; None: until the end
+    duration_s: float | None = None  # of PAUSE and SLOW, and until a process is started again; None: until the end
     factor: float = 1.0  # of SLOW
 
     def check(self, worker_count: int) -> None:
@@ -29,5 +30,7 @@ class Fault:
             raise ConfigError(where, f"worker {self.worker} is not there; there are 0 to {worker_count - 1}")
         if self.at_s < 0.0 or (self.duration_s is not None and self.duration_s <= 0.0):
             raise ConfigError(where, "instants and durations must be above 0")
+        if self.kind is FaultKind.PAUSE and self.duration_s is None:
+            raise ConfigError(where, "a pause has an end: say duration_s")
         if self.kind is FaultKind.SLOW and self.factor <= 0.0:
             raise ConfigError(where, f"factor must be above 0, got {self.factor}")

@@ -4,10 +4,11 @@ import re
 from collections.abc import Mapping
 from functools import cache
 from importlib import resources
+from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ballast.common.errors import ConfigError
 
@@ -130,15 +131,44 @@ def find_model(name: str) -> ModelSpec:
 
 
 def find_gpu(name: str, what: str) -> Gpu:
-    """
+    """By its name in the catalogue, or by a file of one's own (`is_gpu_file`).
+
     Raises:
-        ConfigError: of `what` (a flag, a field), naming those that are known.
+        ConfigError: of `what` (a flag, a field), naming those that are known; or of the file.
     """
-    return _find(gpus(), what, name)
+    if is_gpu_file(name):
+        return read_gpu(Path(name))
+    return _find(gpus(), what, name, " (or a file of your own, NAME.yaml: docs/gpus.md)")
+
+
+def is_gpu_file(name: str) -> bool:
+    return name.lower().endswith((".yaml", ".yml"))
+
+
+def read_gpu(path: Path) -> Gpu:
+    """One entry as the catalogue has it. Without a `name` it is called as its file, without a `source` it is its own.
+
+    Raises:
+        ConfigError: naming the file and the first figure that is missing or wrong; a misspelt one before both.
+    """
+    try:
+        content: object = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(str(path), f"cannot be read: {error.strerror}") from error
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise ConfigError(str(path), f"is not YAML: {error}") from error
+    if not isinstance(content, dict):
+        raise ConfigError(str(path), f"must be one GPU's figures, as {next(iter(gpus()))} has them in the catalogue")
+    try:
+        return Gpu.model_validate({"name": path.stem, "source": str(path), **content})
+    except ValidationError as error:
+        first = min(error.errors(), key=lambda one: one["type"] != "extra_forbidden")
+        why = "unknown figure" if first["type"] == "extra_forbidden" else first["msg"]
+        raise ConfigError(f"{path}: {'.'.join(map(str, first['loc']))}", why) from error
 
 
 def find_cluster(text: str) -> Cluster:
-    """`8xA800`: so many GPUs; `2x8xH800`: so many servers with so many GPUs each.
+    """`8xA800`: so many GPUs; `2x8xH800`: so many servers with so many GPUs each; `8xmine.yaml`: of a file.
 
     Raises:
         ConfigError: naming the GPUs that are known.
@@ -158,13 +188,13 @@ def find_cluster(text: str) -> Cluster:
 _T = TypeVar("_T")
 
 
-def _find(known: Mapping[str, _T], field: str, name: str) -> _T:
+def _find(known: Mapping[str, _T], field: str, name: str, otherwise: str = "") -> _T:
     wanted = _plain(name)
     exact = [entry for entry_name, entry in known.items() if _plain(entry_name) == wanted]
     begun = exact or [entry for entry_name, entry in known.items() if wanted and wanted in _plain(entry_name)]
     if len(begun) != 1:
         what = "is not unique" if begun else "is not known"
-        raise ConfigError(field, f"{name!r} {what}; known are {', '.join(sorted(known))}")
+        raise ConfigError(field, f"{name!r} {what}; known are {', '.join(sorted(known))}{otherwise}")
     return begun[0]
 
 

@@ -7,10 +7,11 @@ has to say to dispatchers goes out when a turn has ended.
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
 
-from ballast.common.errors import ConfigError, InvariantViolation
-from ballast.common.ids import WorkerId
+from ballast.common.errors import InvariantViolation
+from ballast.common.ids import Incarnation, WorkerId
 from ballast.common.load import LoadReport
-from services.worker.core.batch import Batch, StepResult
+from ballast.rpc.fencing import Fence
+from services.worker.core.batch import Batch
 from services.worker.core.events import (
     BatchWanted,
     BlockCopy,
@@ -20,6 +21,7 @@ from services.worker.core.events import (
     Execute,
     Removed,
     StepDone,
+    StepFailed,
     StreamClosed,
     StreamOpened,
     StreamsLost,
@@ -27,20 +29,21 @@ from services.worker.core.events import (
     Tick,
 )
 from services.worker.core.worker import WorkerCore
+from services.worker.pipeline.answers import Answer
+from services.worker.pipeline.member import GroupMember
+from services.worker.pipeline.planner_side import Transitions
 from services.worker.policy.telling import is_due
+from services.worker.shell import MemberEvent, StepOutcome
 from sim.clock import Clock
 from sim.cost import ExecutionModel, Roofline, Work
 from sim.cruise import Cruise
-from sim.flight import BATCH_BYTES, InFlight, flight_of
-from sim.member import GroupMember
-from sim.network import Network
+from sim.engine import no_texts, result_of
 from sim.processors import Processors
 from sim.streams import Listener, Stream
 
 _MAX_FRUITLESS = 4
 _MIN_CRUISE = 2  # steps: one by itself is as cheap
-_NO_TEXTS: dict[int, tuple[str, ...]] = {}
-_NO_LOGPROBS: dict[int, tuple[None, ...]] = {}
+_LOOK_S = 1.0  # between two looks of an engine that rests while its member waits for something, as in the shell
 
 Turns = Generator[float, None, None]  # seconds that the engine is busy; below 0: until something comes
 
@@ -49,81 +52,117 @@ class Instance:
     # There may be thousands, and a dictionary for each is what an event would spend its time on.
     # fmt: off
     __slots__ = (
-        "_activation_bytes", "_alarm_at_s", "_alarm_label", "_batch_label", "_block_tokens", "_clock", "_costs",
-        "_cruise", "_debts", "_early", "_execution", "_flying_since_s", "_fruitless", "_goes_on_label",
-        "_host_bytes_per_s", "_inbox", "_network", "_next_stream_id", "_peers", "_processors", "_report",
-        "_requests_came", "_resting", "_result_label", "_streams", "_to_run", "_told", "_turns", "busy_s", "core",
-        "crashed", "member", "pipelined_busy_s", "pipelined_s", "slowness", "touched", "worker_id",
+        "_acts",
+        "_alarm_at_s",
+        "_alarm_label",
+        "_block_bytes",
+        "_clock",
+        "_costs",
+        "_cruise",
+        "_execution",
+        "_flying_since_s",
+        "_fruitless",
+        "_goes_on_label",
+        "_host_bytes_per_s",
+        "_inbox",
+        "_next_stream_id",
+        "_owes_turn",
+        "_processors",
+        "_report",
+        "_requests_came",
+        "_resting",
+        "_streams",
+        "_through_member",
+        "_told",
+        "_turns",
+        "ahead_s",
+        "busy_s",
+        "core",
+        "crash_links",
+        "crashed",
+        "fence",
+        "incarnation",
+        "member",
+        "paused",
+        "pipelined_busy_s",
+        "pipelined_s",
+        "slowness",
+        "touched",
+        "transitions",
+        "worker_id",
     )
     # fmt: on
 
     def __init__(
         self,
         worker_id: WorkerId,
+        incarnation: Incarnation,
         core: WorkerCore,
-        member: GroupMember,
         *,
         clock: Clock,
-        network: Network,
         execution: ExecutionModel,
-        peers: "dict[WorkerId, Instance]",
-        block_tokens: int,
-        activation_bytes_per_token: int,
+        block_bytes: int,
         host_bytes_per_s: float,
         cruises: bool,
         processors: Processors | None,
+        through_member: bool = False,
     ) -> None:
-        """`host_bytes_per_s`: of KV from the device to host memory, and as much at the same time the other way.
-        `processors` that it shares with others, if any.
+        """`block_bytes` of all layers; `host_bytes_per_s`: of KV from the device to host memory, and as much at the
+        same time the other way. `processors` that it shares with others, if any.
+        `through_member`: it runs the batches of a lone instance too.
         `cruises`: steps in which nothing is decided are taken together, which changes nothing but the time it takes.
         """
         self.worker_id = worker_id
+        self.incarnation = incarnation
+        self.fence = Fence()
         self.core = core
-        self.member = member
         self.crashed = False
+        self.paused = False  # its process is stopped: nothing happens in it until it goes on
+        self._owes_turn = False  # one was due meanwhile
+        self._through_member = through_member
+        self.ahead_s = 0.0  # the engine is busy for so long with what it does now
         self.slowness = 1.0  # everything that is executed takes so many times as long
         self.touched = True  # something has happened here since somebody set it back
         self.busy_s = 0.0  # executing batches
         self.pipelined_busy_s = 0.0  # of those, as a stage of several
         self.pipelined_s = 0.0  # leader: stages times the time in which its pipeline had something in flight
         self._clock = clock
-        self._network = network
         self._execution = execution
         self._costs = execution.costs if cruises and isinstance(execution, Roofline) else None
         self._processors = processors
         self._cruise: Cruise | None = None
-        self._peers = peers
-        self._block_tokens = block_tokens
-        self._activation_bytes = activation_bytes_per_token
+        self._block_bytes = block_bytes
         self._host_bytes_per_s = host_bytes_per_s
-        self._inbox: deque[Event | Callable[[], None]] = deque()
+        self._acts: list[Callable[[], None]] = []  # to be done when the engine has done what it does
+        self._inbox: deque[Event | MemberEvent] = deque()
         self._streams: dict[int, Stream] = {}
         self._next_stream_id = 1
-        self._debts: deque[tuple[float, Callable[[], None]]] = deque()  # the engine is busy, and what it does then
-        self._early: list[InFlight] = []  # of a leader that is ahead of this member
-        self._to_run: deque[InFlight] = deque()
         self._told: list[Command] = []
         self._requests_came: Callable[[LoadReport], None] | None = None
-        self._resting = True
+        self._resting = False
         self._fruitless = 0  # batches wanted in a row, and none formed
         self._alarm_at_s = 0.0
         self._flying_since_s = 0.0
-        self._goes_on_label, self._alarm_label, self._batch_label, self._result_label = (
-            f"{worker_id} {what}".encode() for what in ("goes on", "alarm", "batch", "result")
-        )
-        self._report = core.load(clock.now_s, member.memory.report())
+        self._goes_on_label, self._alarm_label = (f"{worker_id} {what}".encode() for what in ("goes on", "alarm"))
+
+    def join(self, member: GroupMember, transitions: Transitions, crash_links: Callable[[], None]) -> None:
+        """Once, before all else. `crash_links`: they end with the process."""
+        self.member = member
+        self.transitions = transitions
+        self.crash_links = crash_links
+        self._report = self._load()
         self._turns = self._run()
         next(self._turns)
-        member.pass_on, member.roster_came = self._forward_removed, self._release_early
+        self._go_on()
 
     # ------------------------------------------------------------ from outside
 
-    def post(self, what: Event | Callable[[], None]) -> None:
+    def post(self, what: Event | MemberEvent) -> None:
         """Into the engine's inbox; a resting engine looks at it at once."""
         if self.crashed:
             return
         self._inbox.append(what)
-        if self._resting:
+        if self._resting and not self.paused:
             self._go_on()
 
     def tell_of_requests(self, came: Callable[[LoadReport], None]) -> None:
@@ -142,32 +181,45 @@ class Instance:
             self.post(StreamClosed(self._clock.now_s, stream_id))
 
     def crash(self) -> None:
-        """The process ends.
-
-        Raises:
-            ConfigError: it is a member of a group.
-        """
-        if self.member.role.stages:
-            raise ConfigError(
-                f"faults: crash of {self.worker_id} at {self._clock.now_s:.1f} s of the world",
-                "it is a member of a pipeline then, which is not simulated yet; choose another instant or worker",
-            )
+        """The process ends."""
         self.catch_up()
         self.crashed = True
         self._turns.close()
         self._inbox.clear()
+        self.crash_links()
+        self._lose_streams("its process has ended")
+
+    def go_on(self) -> None:
+        """After a pause."""
+        self.paused = False
+        if self._owes_turn or (self._resting and self._inbox):
+            self._owes_turn = False
+            self._go_on()
+
+    def _lose_streams(self, why: str) -> None:
         streams, self._streams = self._streams, {}
         for stream in streams.values():
             stream.open = False
-            stream.listener.lost("its process has ended")
+            stream.listener.lost(why)
 
     def load(self) -> LoadReport:
         """The state after the last turn."""
         return self._report if self._cruise is None else self._cruise.load()
 
-    def spend(self, seconds: float, then: Callable[[], None]) -> None:
-        """Whatever is handled now keeps the engine busy for so long."""
-        self._debts.append((seconds, then))
+    def now(self) -> float:
+        """As the engine sees it."""
+        return self._clock.now_s + self.ahead_s
+
+    def spend(self, seconds: float) -> None:
+        """What is done now keeps the engine busy for so long."""
+        self.ahead_s += seconds
+
+    def afterwards(self, act: Callable[[], None]) -> None:
+        """When the engine has done what it does now; at once if it is idle."""
+        if self.ahead_s:
+            self._acts.append(act)
+        else:
+            act()
 
     def catch_up(self) -> None:
         """The books say what the steps of a cruise that have landed have done. Only once nothing else will happen:
@@ -185,6 +237,9 @@ class Instance:
     def _go_on(self) -> None:
         if self.crashed:
             return
+        if self.paused:
+            self._owes_turn = True
+            return
         self._resting = False
         if self._cruise is None:
             self.touched = True
@@ -196,13 +251,17 @@ class Instance:
 
     def _rest(self) -> None:
         self._resting = True
-        due_at_s = self.core.next_deadline_at_s
+        due_at_s, member = self.core.next_deadline_at_s, self.member
+        if (wakes_at_s := member.wakes_at_s) is not None and (due_at_s is None or wakes_at_s < due_at_s):
+            due_at_s = wakes_at_s
+        if not member.at_rest and (due_at_s is None or due_at_s > self._clock.now_s + _LOOK_S):
+            due_at_s = self._clock.now_s + _LOOK_S
         if due_at_s is not None and not self._clock.now_s < self._alarm_at_s <= due_at_s:
             self._alarm_at_s = max(due_at_s, self._clock.now_s)
             self._clock.at(self._alarm_at_s, self._alarm_label, self._wake)
 
     def _wake(self) -> None:
-        if self._resting:
+        if self._resting or self.paused:
             self._go_on()
 
     def _run(self) -> Turns:
@@ -213,20 +272,18 @@ class Instance:
             events = list(inbox)
             inbox.clear()
             for event in events:
-                if callable(event):
-                    event()
+                if isinstance(event, MemberEvent):
+                    self._take(member.handle(event))
                 else:
                     self._feed(event)
-                if self._debts or self._to_run:
-                    yield from self._pay()
+                if self.ahead_s:
+                    yield from self._be_busy()
             due_at_s = core.next_deadline_at_s
             if due_at_s is not None and due_at_s <= self._clock.now_s:
                 self._feed(Tick(self._clock.now_s))
-            member.poll()
-            if self._debts:
-                yield from self._pay()
-            if member.answers:
-                self._take_answers()
+            self._take(member.poll())
+            if self.ahead_s:
+                yield from self._be_busy()
             stepping = core.has_work and member.may_form
             if stepping and not events and (cruise := self._cruise_ahead()) is not None:
                 yield from self._on_cruise(cruise)
@@ -248,17 +305,13 @@ class Instance:
             raise InvariantViolation(f"{self.worker_id} has work and forms no batch of it")
         return True
 
-    def _pay(self) -> Turns:
-        while self._debts or self._to_run:
-            if self._debts:
-                seconds, then = self._debts.popleft()
-                yield seconds
-                then()
-                self._release_early()
-            else:
-                flight = self._to_run.popleft()
-                yield self._begin(flight.work, self._token_count(flight.batch))
-                self._pass_on(flight)
+    def _be_busy(self, at_least_s: float = 0.0) -> Turns:
+        """For as long as what has been done takes; then what follows from it leaves."""
+        acts, self._acts = self._acts, []
+        seconds, self.ahead_s = max(self.ahead_s, at_least_s), 0.0
+        yield seconds
+        for act in acts:
+            act()
 
     def _steps(self) -> Turns:
         """Forms batches while it may; alone, what has come in meanwhile is looked at after each."""
@@ -276,15 +329,22 @@ class Instance:
             batch = formed.batch
             if core.in_flight_count == 1:
                 self._flying_since_s = self._clock.now_s
-            work = self._execution.work(batch)
-            seconds = self._begin(work, self._token_count(batch))
-            yield max(seconds, copy_s)
-            if not member.role.stages:
-                self._land(batch, seconds, copy_s)
+            if not (member.role.stages or self._through_member):
+                seconds = self.begin(self._execution.work(batch), self._token_count(batch))
+                yield max(seconds, copy_s)
+                self._feed(StepDone(self._clock.now_s, result_of(batch, seconds, copy_s), self._texts(batch)))
                 return
-            self._pass_on(self._flight(batch, work))
+            outcome = member.run(formed)
+            yield from self._be_busy(copy_s)
+            if outcome is not None:
+                self._land(outcome)  # alone: what has come in meanwhile is looked at after each step
+                return
             if not (core.has_work and member.may_form):
                 return
+
+    @staticmethod
+    def _texts(batch: Batch) -> tuple[str, ...]:
+        return no_texts(sum([part.samples for part in batch.slices]))
 
     def _cruise_ahead(self) -> Cruise | None:
         """If what comes is a number of steps in which nothing is decided, and each dispatcher has tokens in each."""
@@ -293,7 +353,7 @@ class Instance:
         plain = self.core.plain_steps()
         if plain is None or plain.limit < _MIN_CRUISE:
             return None
-        load = self.core.load(self._clock.now_s, self.member.memory.report())
+        load = self._load()
         cruise = Cruise(plain, load)
         if load.used_block_count + plain.growth(0) > load.block_count or cruise.shares.keys() != self._streams.keys():
             return None
@@ -356,14 +416,17 @@ class Instance:
         """Both ways at once."""
         out_count = sum(len(copy.device_blocks) for copy in copies if copy.out)
         in_count = sum(len(copy.device_blocks) for copy in copies if not copy.out)
-        geometry = self.member.memory.geometry
-        return max(out_count, in_count) * geometry.block_bytes * geometry.layer_count / self._host_bytes_per_s
+        return max(out_count, in_count) * self._block_bytes / self._host_bytes_per_s
+
+    def _load(self) -> LoadReport:
+        member = self.member
+        return self.core.load(self._clock.now_s, member.memory.report(), member.newest_epoch)
 
     def _token_count(self, batch: Batch) -> int:
         """Of new ones; nobody asks where no processors are shared."""
         return 0 if self._processors is None else sum([part.samples for part in batch.slices])
 
-    def _begin(self, work: Work, token_count: int) -> float:
+    def begin(self, work: Work, token_count: int) -> float:
         """Of a batch that gives so many tokens."""
         role = self.member.role
         is_last = role.is_last
@@ -386,92 +449,36 @@ class Instance:
 
     def _note(self, command: Command) -> None:
         if isinstance(command, Removed):
-            self._forward_removed(command)
+            self.member.run(command)
         else:
             self._told.append(command)
 
-    def _take_answers(self) -> None:
-        answers, self.member.answers = self.member.answers, []
-        self._told += answers
+    def _take(self, answers: Sequence[Answer]) -> None:
+        """What the member has to say: it has run `Removed` itself."""
+        for answer in answers:
+            if isinstance(answer, StepOutcome):
+                self._land(answer)
+            elif not isinstance(answer, Removed):
+                self._told.append(answer)
 
-    # ------------------------------------------------------------ batches between stages
-
-    def _land(self, batch: Batch, execute_s: float = 0.0, copy_s: float = 0.0) -> None:
-        """All stages have run it. A token is the number of its place, so that whoever gets it sees gaps."""
-        token_ids = tuple([first + len(ids) for _, first, ids, samples in batch.slices if samples])
-        count = len(token_ids)
-        if count not in _NO_TEXTS:
-            _NO_TEXTS[count], _NO_LOGPROBS[count] = ("",) * count, (None,) * count
-        result = StepResult(batch.step_id, token_ids, _NO_LOGPROBS[count], execute_s, copy_s)
-        for command in self.core.handle(StepDone(self._clock.now_s, result, _NO_TEXTS[count])):
-            self._note(command)
-
-    def _pass_on(self, flight: InFlight) -> None:
-        """This stage has run it: to the next one, or back to the leader."""
-        member, batch = self.member, flight.batch
-        if not member.role.is_last:
-            self._send_batch(flight)
-        elif batch.slices:
-            leader = self._peers[member.role.stages[0].worker_id]
-            label = self._result_label
-            self._network.send(
-                self.worker_id,
-                leader.worker_id,
-                BATCH_BYTES * len(batch.slices),
-                label,
-                lambda: leader.post(lambda: leader.result_came(flight)),
-            )
-
-    def _flight(self, batch: Batch, work: Work) -> InFlight:
-        epoch = self.member.role.epoch
-        return flight_of(epoch, batch, work, block_tokens=self._block_tokens, token_bytes=self._activation_bytes)
-
-    def _send_batch(self, flight: InFlight) -> None:
-        stage = self._peers[self.member.role.next_stage]
-        self._network.send(
-            self.worker_id,
-            stage.worker_id,
-            flight.size_bytes,
-            self._batch_label,
-            lambda: stage.post(lambda: stage.batch_came(flight)),
-        )
-
-    def _forward_removed(self, command: Removed) -> None:
-        """A batch without work: the stages behind are to forget sequences."""
-        if not self.member.role.is_last:
-            self._send_batch(self._flight(command.batch, Work(0.0, 0.0, 0.0)))
-
-    def batch_came(self, flight: InFlight) -> None:
-        member = self.member
-        if member.is_early(flight.epoch):
-            self._early.append(flight)
-        elif flight.epoch < member.role.epoch or member.role.leads:
-            raise InvariantViolation(f"{self.worker_id} gets a batch of epoch {flight.epoch} in {member.role.epoch}")
+    def _land(self, outcome: StepOutcome) -> None:
+        """A batch is through all stages of a pipeline."""
+        now_s, result = self._clock.now_s, outcome.result
+        if result is None:
+            event: Event = StepFailed(now_s, outcome.step_id, outcome.why)
         else:
-            member.book.apply(flight.growing)
-            self._to_run.append(flight)
-
-    def _release_early(self) -> None:
-        """After a change of the role, or a roster."""
-        early, self._early = self._early, []
-        for flight in early:
-            self.batch_came(flight)
-
-    def result_came(self, flight: InFlight) -> None:
-        if flight.epoch != self.member.role.epoch:
-            raise InvariantViolation(f"{self.worker_id} gets a result of epoch {flight.epoch}")
-        self._land(flight.batch)
+            event = StepDone(now_s, result, no_texts(len(result.token_ids)))
+        for command in self.core.handle(event):
+            self._note(command)
         if self.core.in_flight_count == 0:
-            self.pipelined_s += (self._clock.now_s - self._flying_since_s) * len(self.member.role.stages)
+            self.pipelined_s += (now_s - self._flying_since_s) * len(self.member.role.stages)
 
     # ------------------------------------------------------------ news for dispatchers
 
-    def _tell(self, events: list[Event | Callable[[], None]]) -> None:
+    def _tell(self, events: list[Event | MemberEvent]) -> None:
         now_s = self._clock.now_s
-        if self.member.answers:
-            self._take_answers()
         told, self._told = self._told, []
-        self._report = report = self.core.load(now_s, self.member.memory.report())
+        self._report = report = self._load()
         for event in events:
             if isinstance(event, Submitted) and (stream := self._streams.get(event.key.stream_id)):
                 stream.seen_handle = event.key.handle
@@ -484,7 +491,7 @@ class Instance:
                     stream.seen_handle = max(stream.seen_handle, command.seen_handle)
                     stream.tell(command, report, now_s)
             elif isinstance(command, StreamsLost):
-                raise InvariantViolation(f"{self.worker_id} loses its group; losses are not simulated yet")
+                self._lose_streams("a member of its group is gone")
         stream_count = len(self._streams)
         for stream in self._streams.values():
             silent_s, more = now_s - stream.sent_at_s, stream.seen_handle > stream.told_handle

@@ -1,16 +1,19 @@
-"""A device's memory as numbers: what `services.worker.memory.device.DeviceMemory` does with extents, without extents.
+"""A device's memory in virtual time: a worker's own, over extents that are not there. Remapping takes engines time."""
 
-Parameters, KV of the layers that are executed, and KV of layers given up that is still being sent share one budget
-(I3). All layers have the same size.
-"""
+from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Self, cast
 
-from ballast.common.errors import ConfigError, InvariantViolation
-from ballast.common.load import MemoryReport
-from ballast.common.restoring import divided_extents
+from ballast.common.errors import ConfigError
 from ballast.common.units import human_bytes
+from services.worker.emulation.phantom import PhantomBackend, dtype, phantom
+from services.worker.emulation.runner import WEIGHTS, layer_mark
+from services.worker.memory.backend import MemoryBackend
+from services.worker.memory.device import DeviceMemory
+from services.worker.memory.kv_cache import KvShape
+from services.worker.memory.parameters import TensorSpec
 
 _EXTENTS_PER_LAYER = 16
 _MAX_EXTENT_COUNT = 16384
@@ -32,7 +35,7 @@ class Geometry:
     @staticmethod
     def choose(
         *, budget_bytes: int, layer_count: int, layer_parameter_bytes: int, other_parameter_bytes: int, block_bytes: int
-    ) -> "Geometry":
+    ) -> Geometry:
         """A sixteenth of a layer, in whole pages of the device; not so many that mapping them takes long.
 
         Raises:
@@ -72,139 +75,77 @@ class Geometry:
         return extents * self.extent_bytes // self.block_bytes
 
 
-class VirtualMemory:
-    def __init__(self, geometry: Geometry) -> None:
-        self.geometry = geometry
-        everything = range(geometry.layer_count)
-        self.held = set(everything)  # layers whose parameters are here
-        self.kv_held = set(everything)  # layers whose KV is kept here
-        self.retired: dict[int, int] = {}  # layer given up -> extents of its KV, which is still being sent
-        self.arriving: dict[int, int] = {}  # layer that is back -> extents of its KV, which is being copied
-        self._kv = geometry.home_kv  # of every layer kept
-        self._report: MemoryReport | None = None  # None: something has changed since the last one
+if TYPE_CHECKING:
+    import torch
+
+_ELEMENT = "float16"
+
+
+class SimBackend(PhantomBackend):
+    """Counts what is read of layers."""
+
+    read_bytes = 0
+
+    def contents(self, tensor: torch.Tensor) -> Iterator[memoryview]:
+        self.read_bytes += tensor.nbytes
+        yield from super().contents(tensor)
+
+
+class SimMemory(DeviceMemory):
+    """`takes_s` is told how long the engine is busy with each change."""
+
+    backend: SimBackend
+    takes_s: Callable[[float], None]
+    remap_s: float
 
     @property
-    def block_count(self) -> int:
-        return self.geometry.blocks_in(self._kv)
+    def read_bytes(self) -> int:
+        return self.backend.read_bytes
 
-    @property
-    def home_block_count(self) -> int:
-        return self.geometry.blocks_in(self.geometry.home_kv)
+    @classmethod
+    def of(cls, geometry: Geometry, block_tokens: int, *, remap_s: float, takes_s: Callable[[float], None]) -> Self:
+        element = dtype(_ELEMENT)
 
-    @property
-    def layer_bytes(self) -> int:
-        return self.geometry.layer_parameters * self.geometry.extent_bytes
+        def part(extents: int) -> dict[str, TensorSpec]:
+            return {WEIGHTS: TensorSpec((extents * geometry.extent_bytes // element.itemsize,), element)}
 
-    def blocks_after_drop(self, layers: Iterable[int]) -> int:
-        """Once these layers and their KV have been given up."""
-        gone = set(layers)
-        kept = len(self.kv_held - gone)
-        freed = len(gone & self.held) * self.geometry.layer_parameters + len(gone & self.kv_held) * self._kv
-        return self.geometry.blocks_in(self._kv + (self._free + freed) // max(1, kept))
+        backend = SimBackend(geometry.block_bytes)
+        memory = cls.open(
+            cast(MemoryBackend, backend),
+            budget_bytes=geometry.budget * geometry.extent_bytes + geometry.rest_bytes,
+            layers=[part(geometry.layer_parameters)] * geometry.layer_count,
+            others={"ends": part(geometry.other_parameters)},
+            kv_shape=KvShape(
+                layer_count=geometry.layer_count,
+                block_tokens=block_tokens,
+                kv_heads=1,
+                head_dim=geometry.block_bytes // (2 * block_tokens * element.itemsize),
+                dtype=element,
+            ),
+            extent_bytes=geometry.extent_bytes,
+        )
+        memory.backend, memory.remap_s, memory.takes_s = backend, remap_s, takes_s
+        for layer in range(geometry.layer_count):
+            phantom(memory.parameters.layer(layer)[WEIGHTS]).write([layer_mark(layer)])
+            phantom(memory.kv.layer(layer)).area.cell_bytes = geometry.block_bytes
+        return memory
 
-    def drop_layers(self, layers: Iterable[int]) -> int:
-        """Their parameters make room for the KV of the others; their KV stays readable. Returns the blocks."""
-        gone = set(layers)
-        self._report = None
-        self.held -= gone
-        self.retired |= dict.fromkeys(sorted(gone & self.kv_held), self._kv)
-        self.kv_held -= gone
-        return self._grow()
+    def drop_layers(self, layers: Sequence[int]) -> int:
+        self.takes_s(self.remap_s)
+        return super().drop_layers(layers)
 
-    def shrink_retired(self, block_count: int) -> int:
-        """Of layers given up only the first `block_count` blocks are needed any more. Returns the blocks."""
-        self._report = None
-        extents = -(-block_count * self.geometry.block_bytes // self.geometry.extent_bytes)
-        self.retired = {layer: min(held, extents) for layer, held in self.retired.items()}
-        return self._grow()
+    def make_room_for_layers(self, layers: Sequence[int], *, used_blocks_end: int) -> int:
+        self.takes_s(self.remap_s)
+        return super().make_room_for_layers(layers, used_blocks_end=used_blocks_end)
+
+    def make_room_for_kv(self, extents_per_layer: int, *, used_blocks_end: int) -> int:
+        self.takes_s(self.remap_s)
+        return super().make_room_for_kv(extents_per_layer, used_blocks_end=used_blocks_end)
 
     def release_retired(self) -> int:
-        self._report = None
-        self.retired.clear()
-        self.arriving.clear()
-        return self._grow()
-
-    @property
-    def beside_block_count(self) -> int:
-        """When all parameters are here, and KV of those layers only that have it now."""
-        return self.geometry.blocks_in(self._beside)
-
-    @property
-    def _beside(self) -> int:
-        missing = self.geometry.layer_count - len(self.held)
-        left = self._free - missing * self.geometry.layer_parameters
-        return min(self._kv, self._kv + left // max(1, len(self.kv_held)))
-
-    def make_room_for_layers(self, layers: Iterable[int]) -> int:
-        """The KV shrinks as far as the parameters of missing layers want it; their ranges are mapped. Returns the
-        blocks.
-        """
-        self._report = None
-        self._kv = self._beside
-        self.held |= set(layers)
-        return self.block_count
-
-    def divided_extents(self, member_count: int) -> tuple[int, int]:
-        """Of each layer with KV, and of each without, while a group of so many is dissolved and KV is copied."""
-        return divided_extents(self.geometry.home_kv, self.geometry.layer_count, len(self.kv_held), member_count)
-
-    def blocks_in(self, extents: int) -> int:
-        return self.geometry.blocks_in(extents)
-
-    def make_room_for_kv(self, extents_per_layer: int) -> int:
-        """The KV of layers that have any shrinks. Returns the blocks."""
-        self._report = None
-        self._kv = min(self._kv, extents_per_layer)
-        return self.block_count
-
-    def expect_kv(self, extents_per_layer: int) -> None:
-        """Of all layers that have none."""
-        self._report = None
-        missing = sorted(set(range(self.geometry.layer_count)) - self.kv_held)
-        self.arriving = dict.fromkeys(missing, extents_per_layer)
+        self.takes_s(self.remap_s)
+        return super().release_retired()
 
     def level_kv(self) -> int:
-        """All layers are executed here, and have as much KV. Returns the blocks."""
-        self._report = None
-        self.arriving.clear()
-        self.kv_held = set(range(self.geometry.layer_count))
-        self._kv = self.geometry.home_kv
-        return self.block_count
-
-    def _grow(self) -> int:
-        self._kv += self._free // max(1, len(self.kv_held))
-        return self.block_count
-
-    @property
-    def _parameters(self) -> int:
-        return len(self.held) * self.geometry.layer_parameters + self.geometry.other_parameters
-
-    @property
-    def _all_kv(self) -> int:
-        return len(self.kv_held) * self._kv + sum(self.retired.values()) + sum(self.arriving.values())
-
-    @property
-    def _free(self) -> int:
-        return self.geometry.budget - self._parameters - self._all_kv
-
-    def report(self) -> MemoryReport:
-        """The same object until something changes: every step asks."""
-        if self._report is None:
-            self._report = self._make_report()
-        return self._report
-
-    def _make_report(self) -> MemoryReport:
-        size, rest_bytes = self.geometry.extent_bytes, self.geometry.rest_bytes
-        return MemoryReport(
-            budget_bytes=self.geometry.budget * size + rest_bytes,
-            parameter_bytes=self._parameters * size,
-            kv_bytes=self._all_kv * size,
-            free_bytes=self._free * size + rest_bytes,
-        )
-
-    def check(self) -> None:
-        """Raise InvariantViolation if more is mapped than there is, or a layer is executed that is not here (I3)."""
-        if self._free < 0:
-            raise InvariantViolation(f"{-self._free} extents are mapped twice")
-        if not self.kv_held <= self.held:
-            raise InvariantViolation(f"KV of layers whose parameters are not here: {sorted(self.kv_held - self.held)}")
+        self.takes_s(self.remap_s)
+        return super().level_kv()

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import IntEnum
+from typing import NamedTuple
 
 from sim.clock import Clock
 
@@ -40,6 +41,11 @@ class _Transfer:
     left_bytes: float
     kind: Bulk
     done: Callable[[], None]
+    rank: int
+
+
+def _nobody() -> None:
+    """Nobody waits for it any more."""
 
 
 class _Pair:
@@ -66,6 +72,13 @@ class _Pair:
         self.settled_s = 0.0
         self.serial = 0  # of the newest word on when the current transfer ends
         self.last_arrival_s = 0.0
+
+
+class Sending(NamedTuple):
+    """A transfer under way, for whoever may cancel it."""
+
+    pair: _Pair
+    transfer: _Transfer
 
 
 class Network:
@@ -120,11 +133,19 @@ class Network:
 
     # ------------------------------------------------------------ bulk transfers
 
-    def transfer(self, source: str, to: str, size_bytes: int, kind: Bulk, done: Callable[[], None]) -> None:
-        """`done` is called when the receiver has all of it."""
+    def transfer(
+        self, source: str, to: str, size_bytes: int, kind: Bulk, done: Callable[[], None], rank: int = 0
+    ) -> Sending:
+        """`done` is called when the receiver has all of it. Of those that wait, and are of one kind, the smallest rank
+        goes first.
+        """
         self.bulk_bytes[kind] += size_bytes
         pair = self._pair(source, to)
-        pair.queues[kind].append(_Transfer(float(size_bytes), kind, done))
+        transfer, queue = _Transfer(float(size_bytes), kind, done, rank), pair.queues[kind]
+        at = len(queue)
+        while at and queue[at - 1].rank > rank:
+            at -= 1
+        queue.insert(at, transfer)
         if pair.current is None:
             self._begin(pair)
         elif kind < pair.current.kind:  # at the next chunk: at once, for what is counted here
@@ -132,6 +153,18 @@ class Network:
             pair.queues[pair.current.kind].appendleft(pair.current)
             pair.current = pair.queues[kind].popleft()
             self._expect(pair)
+        return Sending(pair, transfer)
+
+    def cancel(self, sending: Sending) -> None:
+        """The rest of it is not sent, and nobody is told."""
+        pair, transfer = sending.pair, sending.transfer
+        transfer.done = _nobody
+        if pair.current is not transfer:
+            transfer.left_bytes = 0.0
+            return
+        self._settle(pair)
+        transfer.left_bytes = 0.0
+        self._expect(pair)
 
     def _begin(self, pair: _Pair) -> None:
         """The next one in line; whoever shares something with it gets less from now on, or more again."""

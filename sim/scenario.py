@@ -85,7 +85,7 @@ def read_scenario(path: Path) -> Scenario:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(str(path), f"cannot be read: {error.strerror}") from error
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ConfigError(str(path), f"is not YAML: {error}") from error
     found = make_scenario(content, str(path))
     if found.trace is None:

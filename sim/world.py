@@ -12,30 +12,40 @@ from dataclasses import dataclass
 from functools import partial
 
 from ballast.common.errors import ConfigError, InvariantViolation
-from ballast.common.ids import DispatcherId, Incarnation, WorkerId
+from ballast.common.ids import DispatcherId, Epoch, Incarnation, WorkerId
 from ballast.common.model import ModelInfo
+from ballast.service.logs import silence
 from services.monitor.core.messages import Instance as Announcement
+from services.worker.core.blocks import BlockBook
 from services.worker.core.limits import WorkerLimits
-from services.worker.core.stage import StageBook
 from services.worker.core.worker import WorkerCore
+from services.worker.emulation.runner import Marks
+from services.worker.pipeline.ground import Surroundings
+from services.worker.pipeline.hub import Hub
+from services.worker.pipeline.member import GroupMember
+from services.worker.pipeline.planner_side import Transitions
 from services.worker.policy.lookahead import lookahead
 from services.worker.policy.microbatching import by_token_count
 from sim.clients import Arrival, Clients
 from sim.clock import Clock
-from sim.control import Delays, MonitorNode, PlannerNode, Reporter, StateServer, share_backlog
 from sim.cost import ExecutionModel, Roofline, fitted
 from sim.dispatcher import DispatcherNode
+from sim.engine import SimBackground, SimEngine, disk_of
 from sim.faults import Fault, FaultKind
 from sim.hardware import ELEMENT_BYTES, Cluster, ModelSpec, Timings
-from sim.homecoming import disk_of
 from sim.instance import Instance
-from sim.member import GroupMember, Peer
-from sim.memory import Geometry, VirtualMemory
+from sim.lines import Lines
+from sim.links import SimLinks, SimPlane, Wires
+from sim.memory import Geometry, SimMemory
+from sim.monitoring import MonitorNode, Reporter, share_backlog
 from sim.network import Endpoint, Network
 from sim.pages import HugePages
+from sim.planning import Peer, PlannerNode
+from sim.process import Timer
 from sim.processors import Contention, Processors
 from sim.results import Sample, SimRun
 from sim.rules import ClusterRules
+from sim.state import Delays, StateServer
 
 _SETTLE_S = 2.0  # after the monitor has warmed up: for the first layout and the streams
 _SAMPLE_INTERVAL_S = 0.5
@@ -53,10 +63,13 @@ class WorldOptions:
     execution: ExecutionModel | None = None  # None: from the catalogue's figures
     geometry: Geometry | None = None  # of each device's memory; None: of a GPU with large pages
     dispatcher_count: int = 1
+    monitor_count: int = 1  # of several one leads, and others stand by
+    planner_count: int = 1
     seed: int = 0
     deadline_s: float = 3600.0  # of each request
     check_every: int = 0  # events between two checks of all invariants; 0: none
     contention: Contention | None = None  # None: engines share no processors
+    marks: bool = False  # KV and layers are marked, and what batches read is looked at
     cruises: bool = True  # steps in which nothing is decided are taken together: the same run in less time
     faults: Sequence[Fault] = ()
     stop_after_s: float | None = None  # of the trace's time: whoever is there then stays open
@@ -78,6 +91,10 @@ class World:
             rate_fraction=timings.link_fraction,
             coordinated=rules.coordinated,
         )
+        self.lines = Lines(self.clock)
+        self.wires = Wires(
+            self.clock, self.network, self.lines, latency_s=timings.link_latency_s, connect_s=timings.link_connect_s
+        )
         self._random = random.Random(options.seed)
         delays = Delays(timings.rpc_s, timings.state_s)
         count = instance_count(options.model, options.cluster)
@@ -88,93 +105,171 @@ class World:
         cost = fitted(self.execution, options.model.layer_count)
         self._microbatching = lookahead(lambda: cost) if rules.worker.lookahead else by_token_count
         self.state = StateServer(self.clock, delays)
-        self.crashed: set[WorkerId] = set()
-        self.monitor = MonitorNode(self.clock, rules.monitor, self.state, delays, rules.monitor_tick_s, self.crashed)
+        self._delays = delays
+        self.planes: dict[str, SimPlane] = {}
+        self.monitors: dict[str, MonitorNode] = {}
+        self.planners: dict[str, PlannerNode] = {}
+        for _ in range(options.monitor_count):
+            self.add_monitor()
         self.instances: dict[WorkerId, Instance] = {}
+        self._lives: list[Instance] = []  # those that have ended, too
         self._peers: dict[WorkerId, Peer] = {}
         self._processors = Processors(options.contention) if options.contention is not None else None
         for number in range(count):
-            self._add_instance(number, delays)
-        self.planner = PlannerNode(
-            self.clock, rules.planner, self.state, self.monitor, self._peers, delays, self.crashed
-        )
+            self._add_instance(number, Incarnation(1), self._random.uniform(0.0, rules.worker.report_interval_s))
+        for _ in range(options.planner_count):
+            self.add_planner()
         self.zero_s = rules.monitor.warmup_s + _SETTLE_S
-        self.clients = Clients(self.clock, arrivals, self.zero_s, options.deadline_s)
-        self.dispatchers = [self._add_dispatcher(number, delays) for number in range(options.dispatcher_count)]
+        self.clients = Clients(self.clock, arrivals, self.zero_s, options.deadline_s, distinct=options.marks)
+        self.dispatchers = [self._add_dispatcher(number) for number in range(options.dispatcher_count)]
         self.samples: list[Sample] = []
         self.clock.every(_SAMPLE_INTERVAL_S, b"sample", self._sample, first_s=self.zero_s)
         for fault in options.faults:
             fault.check(count)
-            self.clock.at(self.zero_s + fault.at_s, b"fault", partial(self._break, fault))
+            self.clock.at(self.zero_s + fault.at_s, b"fault", partial(self.strike, fault))
 
     # ------------------------------------------------------------ setting up
 
-    def _add_instance(self, number: int, delays: Delays) -> None:
+    @property
+    def monitor(self) -> MonitorNode:
+        """That leads, or one of them."""
+        living = [node for node in self.monitors.values() if not node.process.crashed]
+        return next((node for node in living if node.core.active), living[0])
+
+    @property
+    def planner(self) -> PlannerNode:
+        living = [node for node in self.planners.values() if not node.process.crashed]
+        return next((node for node in living if node.core.active), living[0])
+
+    @property
+    def _elects(self) -> bool:
+        return max(self.options.monitor_count, self.options.planner_count) > 1
+
+    def add_monitor(self) -> None:
+        rules, name = self.options.rules, f"m{len(self.monitors)}"
+        self.monitors[name] = MonitorNode(
+            self.clock,
+            rules.monitor,
+            self.state,
+            self._delays,
+            rules.monitor_tick_s,
+            self._listens,
+            self.lines,
+            name=name,
+            elected=self._elects,
+        )
+
+    def add_planner(self) -> None:
+        name = f"p{len(self.planners)}"
+        self.planners[name] = PlannerNode(
+            self.clock,
+            self.options.rules.planner,
+            self.state,
+            self._leading_monitor,
+            self._peers,
+            self._delays,
+            self.lines,
+            name=name,
+            elected=self._elects,
+        )
+
+    def _leading_monitor(self) -> MonitorNode | None:
+        name = self.state.leader("monitor")
+        return None if name is None else self.monitors[name]
+
+    def _listens(self, worker_id: WorkerId, incarnation: Incarnation) -> bool:
+        instance = self.instances[worker_id]
+        return not instance.crashed and instance.incarnation == incarnation
+
+    def _later(self, delay_s: float, act: Callable[[Epoch], None], epoch: Epoch, /) -> Timer:
+        """For what workers do when no planner asks any more. Where nothing breaks, that never is."""
+        timer = Timer(act, epoch)
+        if self._elects or self.options.marks:
+            self.clock.after(delay_s, b"watchdog", timer.ring)
+        return timer
+
+    def _add_instance(self, number: int, incarnation: Incarnation, first_s: float) -> None:
         options, rules = self.options, self.options.rules.worker
         worker_id, gpus = WorkerId(f"{_LINE}{number}"), options.model.gpus_per_instance
         gpu, per_host = options.cluster.gpu, options.cluster.gpus_per_host
         host = number * gpus // per_host
-        self.network.add(Endpoint(worker_id, host, gpu.nic_bytes_per_s * gpus, gpu.scale_up_bytes_per_s * gpus))
-        self.network.add_source(disk_of(worker_id), options.timings.disk_bytes_per_s * max(1, gpus // per_host))
-        memory = VirtualMemory(self.geometry)
-        book = StageBook(memory.block_count, rules.block_tokens)
+        if incarnation == 1:
+            self.network.add(Endpoint(worker_id, host, gpu.nic_bytes_per_s * gpus, gpu.scale_up_bytes_per_s * gpus))
+            self.network.add_source(disk_of(worker_id), options.timings.disk_bytes_per_s * max(1, gpus // per_host))
+        memory = SimMemory.of(
+            self.geometry,
+            rules.block_tokens,
+            remap_s=options.timings.remap_s,
+            takes_s=lambda seconds: instance.spend(seconds),
+        )
+        block_count = memory.kv.block_count
+        book = BlockBook(block_count, rules.block_tokens)
         core = WorkerCore(
             self.limits,
-            memory.block_count,
+            block_count,
             book=book,
-            first_sequence_id=(number + 1) << 32,
+            first_sequence_id=((number + 1) << 32) + ((incarnation - 1) << 24),
             microbatching=self._microbatching,
-        )
-        member = GroupMember(
-            me=worker_id,
-            core=core,
-            book=book,
-            memory=memory,
-            clock=self.clock,
-            network=self.network,
-            timings=options.timings,
-            peers=self._peers,
-            max_running_count=rules.max_running_count,
-            block_tokens=rules.block_tokens,
-            spend=lambda seconds, then: instance.spend(seconds, then),
         )
         instance = Instance(
             worker_id,
+            incarnation,
             core,
-            member,
             clock=self.clock,
-            network=self.network,
             execution=self.execution,
-            peers=self.instances,
-            block_tokens=rules.block_tokens,
-            activation_bytes_per_token=options.model.hidden_size * ELEMENT_BYTES,
+            block_bytes=self.geometry.block_bytes * self.geometry.layer_count,
             host_bytes_per_s=gpu.host_bytes_per_s * gpus,
-            cruises=options.cruises,
+            cruises=options.cruises and not options.marks,
             processors=self._processors,
+            through_member=options.marks,
         )
+        hub = Hub(instance.post, instance.now)
+        plane = SimPlane(worker_id, self.wires, hub, instance.afterwards)
+        token_bytes = options.model.hidden_size * ELEMENT_BYTES
+        surroundings = Surroundings(
+            plane=plane,
+            hub=hub,
+            engine=SimEngine(
+                instance,
+                self.execution,
+                self.geometry.layer_count,
+                token_bytes,
+                Marks(memory) if options.marks else None,
+            ),
+            background=SimBackground(worker_id, memory, self.clock, self.network, options.timings.checksum_bytes_per_s),
+            now=instance.now,
+            post=instance.post,
+            links=SimLinks,
+        )
+        member = GroupMember(worker_id, core, book, memory, surroundings, max_running_count=rules.max_running_count)
+        transitions = Transitions(member, instance.post, lambda: self.clock.now_s, self._later)
+        instance.join(member, transitions, plane.crash)
+        self._lives.append(instance)
+        self.planes[worker_id] = plane
         self.instances[worker_id] = self._peers[worker_id] = instance
         address = f"{worker_id}:1"
         reporter = Reporter(
             self.clock,
-            self.monitor,
-            Announcement(worker_id, Incarnation(1), address, self.model_info, address),
-            instance.load,
-            delays,
-            stream_id=number + 1,
+            self._leading_monitor,
+            Announcement(worker_id, incarnation, address, self.model_info, address),
+            instance,
+            self._delays,
+            self.lines,
             interval_s=rules.report_interval_s,
-            first_s=self._random.uniform(0.0, rules.report_interval_s),
-            crashed=self.crashed,
+            first_s=first_s,
+            place=lambda: member.place,
         )
         instance.tell_of_requests(reporter.requests_came)
 
-    def _add_dispatcher(self, number: int, delays: Delays) -> DispatcherNode:
+    def _add_dispatcher(self, number: int) -> DispatcherNode:
         rules, dispatcher_id = self.options.rules, DispatcherId(f"d{number}")
         node = DispatcherNode(
             dispatcher_id,
             rules.dispatcher,
             self.instances,
             clock=self.clock,
-            delays=delays,
+            delays=self._delays,
+            lines=self.lines,
             model=self.model_info,
             max_waiting_count=rules.worker.max_waiting_count,
             deliver=self.clients.deliver,
@@ -185,23 +280,50 @@ class World:
         share_backlog(self.clock, self.state, dispatcher_id, node.backlog, interval_s=rules.backlog_interval_s)
         return node
 
-    def _break(self, fault: Fault) -> None:
+    def strike(self, fault: Fault) -> None:
         worker_id = WorkerId(f"{_LINE}{fault.worker}")
         instance = self.instances[worker_id]
         match fault.kind:
-            case FaultKind.CRASH:
-                self.crashed.add(worker_id)
+            case FaultKind.CRASH if not instance.crashed:
+                instance.paused = False
                 instance.crash()
+                if fault.duration_s is not None:
+                    self.clock.after(fault.duration_s, b"restart", partial(self._restart, fault.worker, instance))
+            case FaultKind.PAUSE if not (instance.crashed or instance.paused):
+                instance.catch_up()
+                instance.paused = True
+                self.planes[worker_id].stop()
+                self.clock.after(fault.duration_s or 0.0, b"pause ends", partial(self._go_on, worker_id, instance))
+            case FaultKind.CRASH | FaultKind.PAUSE:
+                pass  # what has crashed, or is stopped already
             case FaultKind.SLOW:
                 instance.slowness = fault.factor
                 if fault.duration_s is not None:
                     self.clock.after(fault.duration_s, b"fault ends", lambda: setattr(instance, "slowness", 1.0))
 
+    def _go_on(self, worker_id: WorkerId, instance: Instance) -> None:
+        if not instance.crashed:
+            self.planes[worker_id].go_on()
+            instance.go_on()
+
+    def _restart(self, number: int, before: Instance) -> None:
+        """The same worker in a new life: it holds all layers, and knows nothing."""
+        self._add_instance(number, Incarnation(before.incarnation + 1), 0.0)
+
+    @property
+    def crashed(self) -> set[WorkerId]:
+        return {name for name, instance in self.instances.items() if instance.crashed}
+
+    @property
+    def silent(self) -> set[WorkerId]:
+        """Processes that are stopped."""
+        return {name for name, instance in self.instances.items() if instance.paused}
+
     # ------------------------------------------------------------ running
 
     def run(self, progress: Callable[[int, float], None] | None = None) -> SimRun:
         """Until every request has ended. `progress` is told now and then: requests ended, instant of the trace."""
-        with _no_collector():
+        with _no_collector(), silence():
             return self._run(progress)
 
     def _run(self, progress: Callable[[int, float], None] | None) -> SimRun:
@@ -238,7 +360,7 @@ class World:
 
     def check(self) -> None:
         """Raise InvariantViolation unless the books of all services balance, and those of the world itself."""
-        for part in (*self.instances.values(), *self.dispatchers, self.monitor, self.planner):
+        for part in (*self.instances.values(), *self.dispatchers, *self.monitors.values(), *self.planners.values()):
             part.touched = True
         self._check_touched()
 
@@ -248,8 +370,8 @@ class World:
             if instance.touched:
                 instance.touched = False
                 instance.check()
-        for node in (self.monitor, self.planner):
-            if node.touched:
+        for node in (*self.monitors.values(), *self.planners.values()):
+            if node.touched and not node.process.crashed:
                 node.touched = False
                 node.core.check()
         if any(node.touched for node in self.dispatchers):
@@ -290,24 +412,24 @@ class World:
         return SimRun(
             records=clients.records,
             samples=self.samples,
-            transitions=self.planner.records,
-            signals=self.monitor.signals,
+            transitions=[record for node in self.planners.values() for record in node.records],
+            signals=[signal for node in self.monitors.values() for signal in node.signals],
             zero_s=self.zero_s,
             duration_s=max(ends_s, default=0.0),
             event_count=self.clock.event_count,
-            step_count=sum(instance.core.totals.steps for instance in self.instances.values()),
+            step_count=sum(instance.core.totals.steps for instance in self._lives),
             trace_hash=self.clock.trace_hash,
             bubble_fraction=self._bubble_fraction(),
             busy_fraction=self._busy_fraction(max(ends_s, default=0.0)),
         )
 
     def _bubble_fraction(self) -> float | None:
-        had_s = math.fsum(instance.pipelined_s for instance in self.instances.values())
-        used_s = math.fsum(instance.pipelined_busy_s for instance in self.instances.values())
+        had_s = math.fsum(instance.pipelined_s for instance in self._lives)
+        used_s = math.fsum(instance.pipelined_busy_s for instance in self._lives)
         return max(0.0, 1.0 - used_s / had_s) if had_s else None
 
     def _busy_fraction(self, duration_s: float) -> float:
-        busy_s = math.fsum(instance.busy_s for instance in self.instances.values())
+        busy_s = math.fsum(instance.busy_s for instance in self._lives)
         return busy_s / (duration_s * len(self.instances)) if duration_s else 0.0
 
 

@@ -188,7 +188,7 @@ def _json_rows(path: Path, file: TextIOBase) -> Iterator[tuple[int, Row]]:
             continue
         try:
             row = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ConfigError(f"{path}:{line_number}", f"is not JSON: {error}") from error
         if not isinstance(row, dict):
             raise ConfigError(f"{path}:{line_number}", "is not a JSON object")

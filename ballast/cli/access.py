@@ -33,6 +33,6 @@ def add_access(parser: argparse.ArgumentParser) -> None:
             help=f"{text} ({variable})",
         )
 
-    add("--token", TOKEN, "TOKEN", "by which right this is asked")
+    add("--token", TOKEN, "TOKEN", "shown to the cluster, where it asks for one")
     add("--ca-file", CA_FILE, "FILE", "CA of the dispatchers' certificates; calls then go over TLS")
     add("--tls-dir", TLS_DIR, "DIR", "an operator's certificate, for what asks other services than dispatchers")

@@ -21,7 +21,7 @@ import psutil
 
 from ballast.cli import health
 from ballast.common.errors import BallastError, ConfigError
-from ballast.common.extras import DISTRIBUTION, install_command
+from ballast.common.extras import CLUSTER_DISTRIBUTION, DISTRIBUTION, install_command
 from ballast.common.units import human_bytes
 from ballast.local.state_server import PrivateStateServer, find_server_binary
 from ballast.model.info import read_info
@@ -72,13 +72,14 @@ def python_version(version: tuple[int, ...] = sys.version_info[:3]) -> Finding:
 
 
 def packages() -> Finding:
-    """Whether what the control plane needs is there, in versions it can live with."""
+    """Whether what clients need is there, in versions they can live with; and what the services need, if installed."""
     lacking: list[str] = []
-    try:
-        declared = importlib.metadata.requires(DISTRIBUTION) or ()
-    except importlib.metadata.PackageNotFoundError:
+    declared = _declared(DISTRIBUTION)
+    if declared is None:
         return _warn("packages", f"{DISTRIBUTION} is not installed: running from its sources", "run `make setup`")
-    requirements = [r for r in declared if "extra ==" not in r or re.search(r"extra == .(cli|cluster)\b", r)]
+    services = _declared(CLUSTER_DISTRIBUTION)
+    requirements = [r for r in declared if "extra ==" not in r or re.search(r"extra == .cli\b", r)]
+    requirements += [r for r in services or () if "extra ==" not in r]
     requirements = [r for r in requirements if not r.startswith(DISTRIBUTION)]
     for requirement in requirements:
         name, least = _parse_requirement(requirement)
@@ -87,7 +88,18 @@ def packages() -> Finding:
             lacking.append(f"{requirement} (there is {have or 'none'})")
     if lacking:
         return _fail("packages", "; ".join(lacking), f"run `make setup`, or {install_command('cluster')}")
+    if services is None:
+        need = f"all {len(requirements)} that clients need; for the services of a cluster: {install_command('cluster')}"
+        return _ok("packages", need)
     return _ok("packages", f"all {len(requirements)} that clients and control plane need")
+
+
+def _declared(distribution: str) -> list[str] | None:
+    """What it requires, its extras included; None: it is not installed."""
+    try:
+        return importlib.metadata.requires(distribution) or []
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def _parse_requirement(requirement: str) -> tuple[str, tuple[int, ...]]:

@@ -4,6 +4,7 @@ Only the module of the command that is asked for is imported, and `--help` and `
 """
 
 import importlib
+import importlib.util
 import os
 import sys
 import tempfile
@@ -32,6 +33,7 @@ _COMMANDS: dict[str, tuple[str, str]] = {
     "restore": ("ballast.cli.layouts", "bring all dropped layers back now"),
     "transitions": ("ballast.cli.layouts", "drops and restores: the one under way and the last ones"),
     "drain": ("ballast.cli.drain", "take a worker or a dispatcher out of service, without losing a request"),
+    "undrain": ("ballast.cli.drain", "take a drained dispatcher back into service"),
     "chaos": ("ballast.cli.chaos", "break a cluster on purpose, under load, and count what is lost"),
     "sim": ("ballast.cli.sim", "simulate a cluster of GPUs on a trace; find how many GPUs it needs"),
     "bench": ("ballast.bench.command", "put a cluster under load and measure it"),
@@ -127,6 +129,8 @@ def _fail(errors: Sequence[BallastError]) -> int:
 
 def _lacking(error: ModuleNotFoundError) -> int:
     package = (error.name or "").partition(".")[0]
+    if package in ("services", "sim") and importlib.util.find_spec(package) is None:
+        return _complain(f"needs what a cluster is made of: {install_command('cluster')}")
     if package in ("", "ballast", "ballastpb", "services", "sim"):
         return _crash(error)
     return _complain(f"needs {package}: {install_command(_EXTRAS.get(package, 'cluster'))}")

@@ -11,7 +11,9 @@ from ballast.model.info import read_info
 from ballast.model.safetensors_file import DTYPES
 from ballast.model.tiny import ARCHITECTURES, PRESETS, TinyShape, write_checkpoint
 from ballast.service.models import cached_models, find_model
+from services.worker.emulation.machine import write_machine
 from services.worker.engine.model_config import read_model_config
+from sim.jobs.machines import catalogue_machine
 
 _SIZES = {
     "hidden": "hidden size",
@@ -50,7 +52,13 @@ def add_parser(commands: Commands) -> None:
     tiny.add_argument("--dtype", choices=list(DTYPES), default="float32", help="number format (float32)")
     tiny.add_argument("--shards", type=int, default=1, metavar="N", help="number of weight files (1)")
     tiny.add_argument("--seed", type=int, default=0, help="the same arguments give the same bytes (0)")
-    for one in (listing, fetching, info, tiny):
+    emulated = inner.add_parser("emulate", help="write what an emulated worker takes its time by: a GPU and a model")
+    emulated.set_defaults(run=run_emulate)
+    emulated.add_argument("--gpu", required=True, help="one of the catalogue, such as A100-40G; or FILE.yaml")
+    emulated.add_argument("--model", required=True, help="one of the catalogue, such as Qwen2.5-14B")
+    emulated.add_argument("--tokenizer", required=True, metavar="MODEL", help=f"that dispatchers use: {_WHICH}")
+    emulated.add_argument("--out", type=Path, required=True, metavar="FILE", help="for a worker's --profile")
+    for one in (listing, fetching, info, tiny, emulated):
         add_json(one)
 
 
@@ -73,6 +81,18 @@ def run_fetch(args: argparse.Namespace) -> int:
         print_json({"name": found.name, "folder": str(found.folder)})
     else:
         print(found.folder)
+    return 0
+
+
+def run_emulate(args: argparse.Namespace) -> int:
+    tokenizer = find_model(args.tokenizer, weights=False)
+    vocab_size = read_model_config(tokenizer.folder).vocab_size
+    machine = catalogue_machine(args.gpu, args.model, vocab_size)
+    write_machine(args.out, machine)
+    if args.json:
+        print_json({"machine": machine.name, "model": machine.model.name, "file": str(args.out)})
+    else:
+        print(f"{machine.model.name} on {machine.name}: {args.out}")
     return 0
 
 

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from ballastpb.planner.v1.planner_pb2_grpc import PlannerServiceAsyncStub
 
 T = TypeVar("T")
+# As gRPC says it, of one address and of several.
+_NOBODY = ("failed to connect to all addresses", "connections to all backends failing")
 Ask: TypeAlias = "Callable[[PlannerServiceAsyncStub], Awaitable[T]]"
 
 
@@ -44,4 +46,7 @@ async def ask_planner_async(addresses: str, ask: "Ask[T]", *, is_planner: bool =
                 if not isinstance(cause, Unavailable):
                     raise cause from error
                 failure = cause
+                if (error.details() or "").startswith(_NOBODY):
+                    who = "planner" if is_planner else "dispatcher"
+                    failure = Unavailable(address, f"cannot connect; does a {who} run there, {access.how}?")
     raise failure

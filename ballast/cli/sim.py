@@ -55,8 +55,14 @@ def add_parser(subparsers: Commands) -> None:
     parser.set_defaults(run=run)
     parser.add_argument("--trace", metavar="FILE", help="who arrives when, with how many tokens")
     parser.add_argument("--model", metavar="NAME", help="of the list below; or a folder or org/name with a config.json")
-    parser.add_argument("--cluster", metavar="NxGPU", help="8xA800: eight GPUs; 2x8xH800: two servers of eight")
-    parser.add_argument("--gpu", metavar="NAME", help="with --find-gpus: of which kind (their number is what is found)")
+    parser.add_argument(
+        "--cluster",
+        metavar="NxGPU",
+        help="8xA800: eight GPUs; 2x8xH800: two servers of eight; 8xmine.yaml: of your own (docs/gpus.md)",
+    )
+    parser.add_argument(
+        "--gpu", metavar="NAME", help="with --find-gpus: of which kind, or FILE.yaml (their number is what is found)"
+    )
     parser.add_argument("--policy", metavar="NAMES", help="what to compare (recompute,drop)")
     parser.add_argument("--scenario", type=Path, metavar="FILE", help="YAML with all of this; flags change it")
     parser.add_argument("--rate-scale", type=float, metavar="X", help="times as many requests, in the same pattern")
@@ -118,7 +124,8 @@ def _scenario(args: argparse.Namespace) -> Scenario:
             raise ConfigError(
                 "--gpu", "belongs to --find-gpus, which finds their number; otherwise give --cluster 8xGPU"
             )
-        changes["cluster"] = f"1x{find_gpu(args.gpu, '--gpu').name}"
+        find_gpu(args.gpu, "--gpu")  # raises in the flag's name
+        changes["cluster"] = f"1x{args.gpu}"
     if args.policy is not None:
         changes["policies"] = tuple(name.strip() for name in args.policy.split(",") if name.strip())
     told = {"description": ""}

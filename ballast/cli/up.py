@@ -55,8 +55,8 @@ _WORKER_FLAGS = {
 _POLICY_FLAG = {"--overload-policy": f"when KV memory runs short: {', '.join(OverloadPolicy)} (default: drop)"}
 _PLANNER_FLAGS = {
     "--pipeline-degree": "instances of a pipeline, with static-pipeline",
-    "--migrate-below-tokens": "with migrate: who has room for fewer tokens of each request gives requests away",
-    "--migrate-above-tokens": "with migrate: who has room for more of them takes requests",
+    "--migrate-below-tokens": "with migrate: a worker with room for fewer tokens per request gives requests away",
+    "--migrate-above-tokens": "with migrate: a worker with room for more tokens per request takes them",
     "--restore": "on or off: whether dropped parameters come back",
 }
 _GATEWAY_FLAGS = {
@@ -88,8 +88,9 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--profile",
         metavar="WHAT",
-        help="what an emulated engine takes its time by: a GPU of the catalogue, then --model names a model of it"
-        " (--profile A800 --model Qwen2.5-14B); or a file from `ballast profile`, of the --model",
+        help="how fast an emulated engine is: as a GPU of the catalogue or of a FILE.yaml, with one of the catalogue's"
+        " models (--profile A800 --model Qwen2.5-14B); or as this machine was, by a file from `ballast profile`"
+        " of the --model",
     )
     parser.add_argument("--workers", type=int, default=2, metavar="N", help="instances (default: 2)")
     parser.add_argument("--dispatchers", type=int, default=1, metavar="N", help="on ports that follow (default: 1)")
@@ -135,7 +136,7 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--start-timeout-s", type=float, default=300.0, metavar="S", help="loading the model included")
     parser.add_argument("--stop-timeout-s", type=float, default=30.0, metavar="S", help="for requests that still run")
     for flag, text in (_POLICY_FLAG | _WORKER_FLAGS | _PLANNER_FLAGS | _DISPATCHER_FLAGS | _GATEWAY_FLAGS).items():
-        parser.add_argument(flag, metavar="X", help=text)
+        parser.add_argument(flag, metavar=flag.rpartition("-")[2].upper(), help=text)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -147,7 +148,7 @@ def run(args: argparse.Namespace) -> int:
         if not least <= getattr(args, name) <= _MAX_PROCESSES:
             raise ConfigError(f"--{name}", f"must be between {least} and {_MAX_PROCESSES}, got {getattr(args, name)}")
     if not 0 <= args.port <= 65536 - args.dispatchers:
-        raise ConfigError("--port", f"{args.port} is no port that {args.dispatchers} dispatchers can start from")
+        raise ConfigError("--port", _port_range(args))
     with contextlib.ExitStack() as resources:
         folder = resources.enter_context(tempfile.TemporaryDirectory(prefix="ballast-model-"))
         if args.engine == "emulated":
@@ -164,10 +165,15 @@ def run(args: argparse.Namespace) -> int:
         return asyncio.run(_Up(args).run())
 
 
+def _port_range(args: argparse.Namespace) -> str:
+    ports = "" if args.dispatchers == 1 else f", as {args.dispatchers} dispatchers take that many ports"
+    return f"must be between 0 and {65536 - args.dispatchers}{ports}; got {args.port}"
+
+
 def _emulate(args: argparse.Namespace, folder: Path) -> None:
     """Workers are told of a machine, and dispatchers of a model that has only a tokenizer if it is the catalogue's."""
     if args.profile is None:
-        raise ConfigError("--profile", "an emulated engine takes its time by one: a GPU such as A800, or a file")
+        raise ConfigError("--profile", "is needed: how fast the emulated engine is, a GPU such as A800, or a file")
     if args.model is None:
         raise ConfigError("--model", "is needed: what the workers seem to serve, such as Qwen2.5-14B")
     made = emulated_model(folder, args.profile, args.model, args.device_memory_bytes)

@@ -95,6 +95,7 @@ def _describe(moment: RequestMoment) -> str:
         "resumed": f"token {moment.token_count + 1} from {worker}, {_time(moment.gap_s)} after the one before",
         "lost": f"lost at {worker}: back to the backlog, with its {moment.token_count} tokens",
         "sent_back": f"{worker} had no room after all: back to the backlog",
+        "taken_over": "taken over from another dispatcher, by its client",
         "recalled": f"taken back from {worker}, which was full, for a worker with room",
     }
     return words.get(moment.what, moment.what) + (f" ({detail})" if detail else "")

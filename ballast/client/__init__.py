@@ -36,10 +36,12 @@ from ballast.common.errors import (
     InvalidRequest,
     NotFound,
     Overloaded,
+    PermissionDenied,
+    Unauthenticated,
     Unavailable,
 )
 from ballast.common.model import ModelInfo
-from ballast.common.sampling import FinishReason, PriorityClass, SamplingParams
+from ballast.common.sampling import FinishReason, Grammar, GrammarKind, PriorityClass, SamplingParams
 
 __all__ = [
     "AlreadyExists",
@@ -54,12 +56,15 @@ __all__ = [
     "Generation",
     "GenerationChunk",
     "GenerationStream",
+    "Grammar",
+    "GrammarKind",
     "GroupStatus",
     "InvalidRequest",
     "Logprobs",
     "ModelInfo",
     "NotFound",
     "Overloaded",
+    "PermissionDenied",
     "PriorityClass",
     "RecentTimes",
     "RequestMoment",
@@ -67,6 +72,7 @@ __all__ = [
     "SamplingParams",
     "SyncGenerationStream",
     "TokenLogprob",
+    "Unauthenticated",
     "Unavailable",
     "Usage",
     "WorkerStatus",

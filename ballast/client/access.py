@@ -1,10 +1,8 @@
 """By which right a client calls, and how it knows whom it talks to: a token, TLS, for operators a certificate."""
 
-import ipaddress
 import os
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 import grpc
 import grpc.aio
@@ -12,7 +10,10 @@ import grpc.aio
 from ballast.common.credentials import CA_FILE, TLS, TLS_DIR, TOKEN
 from ballast.common.errors import ConfigError
 from ballast.rpc.channel import bearing, open_channel
-from ballast.rpc.tls import TlsFolder, trusting
+
+# What takes long to import is imported by who needs it: TLS, paths, addresses of other machines.
+if TYPE_CHECKING:
+    from pathlib import Path
 
 _SWITCH = {"1": True, "0": False, "": None}
 
@@ -28,12 +29,12 @@ class Access:
     """
 
     token: str | None = None
-    ca_file: Path | None = None
+    ca_file: "Path | None" = None
     tls: bool | None = None
-    tls_dir: Path | None = None
+    tls_dir: "Path | None" = None
 
     @classmethod
-    def of(cls, token: str | None = None, ca_file: str | Path | None = None, tls: bool | None = None) -> Self:
+    def of(cls, token: str | None = None, ca_file: "str | Path | None" = None, tls: bool | None = None) -> Self:
         """What is not given is taken from the environment: BALLAST_TOKEN, BALLAST_CA_FILE, BALLAST_TLS (1 or 0) and
         BALLAST_TLS_DIR. An empty token is given: none.
 
@@ -49,9 +50,9 @@ class Access:
             raise ConfigError("ca_file", "is given, so calls cannot go in the clear")
         return cls(
             token=(os.environ.get(TOKEN) if token is None else token) or None,
-            ca_file=Path(file) if file and tls is not False else None,
+            ca_file=_path(file) if tls is not False else None,
             tls=tls,
-            tls_dir=Path(folder) if folder else None,
+            tls_dir=_path(folder),
         )
 
     @property
@@ -62,17 +63,19 @@ class Access:
         return "with TLS and a certificate for this address" if self.tls else "without TLS"
 
     def open(self, address: str) -> grpc.aio.Channel:
-        """To a dispatcher.
+        """To a dispatcher, or to all that a name stands for.
 
         Raises:
             ConfigError: the CA cannot be read, or a token would travel to another machine in the clear.
         """
         if self.ca_file is not None or self.tls:
-            return open_channel(address, trusting(self.ca_file))
+            from ballast.rpc.tls import trusting
+
+            return open_channel(address, trusting(self.ca_file), to_all=True)
         if self.token is not None and self.tls is None and not _is_here(address):
             why = f"would travel to {address} in the clear; give --ca-file FILE, {TLS}=1, or {TLS}=0 to allow it"
             raise ConfigError("token", why)
-        return open_channel(address)
+        return open_channel(address, to_all=True)
 
     def bearing(self, channel: grpc.aio.Channel) -> grpc.aio.Channel:
         """What stubs for that dispatcher are made of."""
@@ -80,19 +83,34 @@ class Access:
 
     def open_peer(self, address: str, role: str) -> grpc.aio.Channel:
         """To a worker, planner or monitor itself, as `role` says."""
-        credentials = None if self.tls_dir is None else TlsFolder(self.tls_dir).channel_credentials()
-        return open_channel(address, credentials, role)
+        if self.tls_dir is None:
+            return open_channel(address, None, role)
+        from ballast.rpc.tls import TlsFolder
+
+        return open_channel(address, TlsFolder(self.tls_dir).channel_credentials(), role)
 
     def open_sync(self, address: str, role: str) -> grpc.Channel:
         """To any service, for callers without an event loop, and without the token."""
         if self.tls_dir is None and (role != "dispatcher" or self.ca_file is None):
             return grpc.insecure_channel(address)
+        from ballast.rpc.tls import TlsFolder, trusting
+
         credentials = trusting(self.ca_file) if self.tls_dir is None else TlsFolder(self.tls_dir).channel_credentials()
         options = (("grpc.ssl_target_name_override", f"{role}.ballast"),)
         return grpc.secure_channel(address, credentials, options=options)
 
 
+def _path(name: "str | Path | None") -> "Path | None":
+    if not name:
+        return None
+    from pathlib import Path
+
+    return Path(name)
+
+
 def _is_here(address: str) -> bool:
+    import ipaddress
+
     host = address.rpartition(":")[0].strip("[]")
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback

@@ -1,9 +1,8 @@
 """The asynchronous client."""
 
-import secrets
+import os
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Self, TypeVar, overload
+from typing import TYPE_CHECKING, Literal, Self, TypeVar, Unpack, overload
 
 import grpc
 
@@ -20,6 +19,7 @@ from ballast.client.codec import (
     story_from_proto,
 )
 from ballast.client.endpoints import Endpoint, Endpoints
+from ballast.client.options import RequestOptions
 from ballast.client.retry import OverloadRetry
 from ballast.client.stream import GenerationStream, Metadata, to_pairs
 from ballast.client.types import ClusterStatus, Generation, RequestStory
@@ -32,6 +32,8 @@ from ballast.rpc.errors import from_rpc_error
 from ballastpb.inference.v1 import inference_pb2 as pb
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from ballastpb.inference.v1.inference_pb2_grpc import InferenceServiceAsyncStub
 
 T = TypeVar("T")
@@ -40,8 +42,8 @@ T = TypeVar("T")
 class AsyncClient:
     """A connection to one or more dispatchers, for asyncio. Use it inside one event loop.
 
-    Requests go to the dispatchers in turn. When one is not available, the request moves to the next with the same id,
-    as long as none of its tokens has been delivered.
+    Requests go to the dispatchers in turn. When one is not available, the request moves to the next with the same id;
+    when one dies in the middle of an answer, another goes on with it, and no token is lost or repeated.
 
     Args:
         address: host:port, several separated by commas, or a sequence of them. None: BALLAST_ADDRESS, or
@@ -49,6 +51,8 @@ class AsyncClient:
         overload_retries: How often a request that is refused because the cluster is overloaded is sent again, after
             the delay the refusal names. 0: `Overloaded` is raised at once.
         max_retry_wait_s: A longer delay than this is not waited for.
+        resume_s: For so long another dispatcher, or the same once it is back, is looked for that goes on with a request
+            whose dispatcher has died. 0: it ends with `Unavailable`.
         connect_timeout_s: For reaching one dispatcher.
         call_timeout_s: For everything but generating.
         token: Shown to the dispatchers. None: BALLAST_TOKEN, or none; "": none.
@@ -67,10 +71,11 @@ class AsyncClient:
         *,
         overload_retries: int = 0,
         max_retry_wait_s: float = 30.0,
+        resume_s: float = 30.0,
         connect_timeout_s: float = 5.0,
         call_timeout_s: float = 10.0,
         token: str | None = None,
-        ca_file: str | Path | None = None,
+        ca_file: "str | Path | None" = None,
         tls: bool | None = None,
     ) -> None:
         self._endpoints = Endpoints(
@@ -78,6 +83,7 @@ class AsyncClient:
         )
         self._overload_retries = overload_retries
         self._max_retry_wait_s = max_retry_wait_s
+        self._resume_s = resume_s
         self._connect_timeout_s = connect_timeout_s
         self._call_timeout_s = call_timeout_s
 
@@ -97,16 +103,8 @@ class AsyncClient:
         prompt: str | None = None,
         sampling: Sampling | None = None,
         *,
-        token_ids: Sequence[int] | None = None,
-        messages: Messages | None = None,
         stream: Literal[False] = False,
-        deadline_s: float | None = None,
-        request_id: str | None = None,
-        priority: PriorityClass | str = PriorityClass.DEFAULT,
-        include_text: bool = True,
-        fit_max_tokens: bool = False,
-        template_variables: Mapping[str, object] | None = None,
-        metadata: Metadata | None = None,
+        **options: Unpack[RequestOptions],
     ) -> Coroutine[object, object, Generation]: ...
 
     @overload
@@ -115,16 +113,8 @@ class AsyncClient:
         prompt: str | None = None,
         sampling: Sampling | None = None,
         *,
-        token_ids: Sequence[int] | None = None,
-        messages: Messages | None = None,
         stream: Literal[True],
-        deadline_s: float | None = None,
-        request_id: str | None = None,
-        priority: PriorityClass | str = PriorityClass.DEFAULT,
-        include_text: bool = True,
-        fit_max_tokens: bool = False,
-        template_variables: Mapping[str, object] | None = None,
-        metadata: Metadata | None = None,
+        **options: Unpack[RequestOptions],
     ) -> GenerationStream: ...
 
     def generate(
@@ -132,16 +122,8 @@ class AsyncClient:
         prompt: str | None = None,
         sampling: Sampling | None = None,
         *,
-        token_ids: Sequence[int] | None = None,
-        messages: Messages | None = None,
         stream: bool = False,
-        deadline_s: float | None = None,
-        request_id: str | None = None,
-        priority: PriorityClass | str = PriorityClass.DEFAULT,
-        include_text: bool = True,
-        fit_max_tokens: bool = False,
-        template_variables: Mapping[str, object] | None = None,
-        metadata: Metadata | None = None,
+        **options: Unpack[RequestOptions],
     ) -> Coroutine[object, object, Generation] | GenerationStream:
         """Generates an answer to one prompt: give `prompt`, `token_ids` or `messages`.
 
@@ -149,6 +131,7 @@ class AsyncClient:
             prompt: Text.
             sampling: How tokens are chosen and when to stop: `SamplingParams`, or a mapping with the same
                 names. None: its defaults.
+            max_tokens: The most tokens of the answer, whatever `sampling` says of them.
             token_ids: The prompt as tokens, taken as they are.
             messages: A conversation, rendered with the model's chat template.
             stream: False: await the result, a `Generation`. True: the result is a `GenerationStream` at once.
@@ -168,35 +151,22 @@ class AsyncClient:
             DeadlineExceeded: the time was up.
             Cancelled: somebody cancelled the request.
         """
-        request = request_to_proto(
-            prompt,
-            token_ids,
-            messages,
-            checked_sampling(sampling),
-            request_id=request_id or f"sdk-{secrets.token_hex(8)}",
-            priority=_priority(priority),
-            include_text=include_text,
-            collect=not stream,
-            fit_max_tokens=fit_max_tokens,
-            template_variables=template_variables,
-        )
-        if deadline_s is not None and not deadline_s > 0.0:
-            raise InvalidRequest("deadline_s", f"must be above 0, got {deadline_s}")
-        generation = GenerationStream(
-            self._endpoints,
-            request,
-            deadline_s=deadline_s,
-            connect_timeout_s=self._connect_timeout_s,
-            metadata=metadata,
-            retry=OverloadRetry(self._overload_retries, self._max_retry_wait_s),
-        )
+        generation = self._request(prompt, sampling, collect=not stream, **options)
         return generation if stream else generation.collect()
 
     def stream(
+        self, prompt: str | None = None, sampling: Sampling | None = None, **options: Unpack[RequestOptions]
+    ) -> GenerationStream:
+        """`generate(..., stream=True)`: `async for chunk in client.stream("Once upon a time"): ...`"""
+        return self._request(prompt, sampling, collect=False, **options)
+
+    def _request(
         self,
-        prompt: str | None = None,
-        sampling: Sampling | None = None,
+        prompt: str | None,
+        sampling: Sampling | None,
         *,
+        collect: bool,
+        max_tokens: int | None = None,
         token_ids: Sequence[int] | None = None,
         messages: Messages | None = None,
         deadline_s: float | None = None,
@@ -207,20 +177,28 @@ class AsyncClient:
         template_variables: Mapping[str, object] | None = None,
         metadata: Metadata | None = None,
     ) -> GenerationStream:
-        """`generate(..., stream=True)`: `async for chunk in client.stream("Once upon a time"): ...`"""
-        return self.generate(
+        request = request_to_proto(
             prompt,
-            sampling,
-            token_ids=token_ids,
-            messages=messages,
-            stream=True,
-            deadline_s=deadline_s,
-            request_id=request_id,
-            priority=priority,
+            token_ids,
+            messages,
+            checked_sampling(sampling, max_tokens),
+            request_id=request_id or f"sdk-{os.urandom(8).hex()}",
+            priority=_priority(priority),
             include_text=include_text,
+            collect=collect,
             fit_max_tokens=fit_max_tokens,
             template_variables=template_variables,
+        )
+        if deadline_s is not None and not deadline_s > 0.0:
+            raise InvalidRequest("deadline_s", f"must be above 0, got {deadline_s}")
+        return GenerationStream(
+            self._endpoints,
+            request,
+            deadline_s=deadline_s,
+            connect_timeout_s=self._connect_timeout_s,
             metadata=metadata,
+            retry=OverloadRetry(self._overload_retries, self._max_retry_wait_s),
+            resume_s=self._resume_s,
         )
 
     async def cancel(self, request_id: str) -> bool:
@@ -329,6 +307,17 @@ class AsyncClient:
         response = await self._ask(self._endpoint(address), lambda s, t: s.Drain(pb.DrainRequest(), timeout=t))
         return response.running_request_count
 
+    async def undrain(self, address: str) -> None:
+        """Takes `drain` back: that dispatcher takes requests again.
+
+        Args:
+            address: Which of the dispatchers.
+
+        Raises:
+            Unavailable: it does not answer, or is shutting down.
+        """
+        await self._ask(self._endpoint(address), lambda s, t: s.Undrain(pb.UndrainRequest(), timeout=t))
+
     async def drain_worker(self, worker_id: str) -> int:
         """Takes a worker out of routing at all dispatchers; what runs there finishes.
 
@@ -339,7 +328,7 @@ class AsyncClient:
             NotFound: no such worker.
             Unavailable: no dispatcher answers, or no planner.
         """
-        request = pb.DrainWorkerRequest(worker_id=worker_id, request_id=f"drain-{secrets.token_hex(6)}")
+        request = pb.DrainWorkerRequest(worker_id=worker_id, request_id=f"drain-{os.urandom(6).hex()}")
         response = await self._ask_any(lambda s, t: s.DrainWorker(request, timeout=t))
         return response.running_request_count
 

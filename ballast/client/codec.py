@@ -3,7 +3,7 @@
 import dataclasses
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 from ballast.client.types import (
     ChatMessage,
@@ -57,21 +57,24 @@ def request_to_proto(
     return request
 
 
-def checked_sampling(sampling: Sampling | None) -> SamplingParams:
-    """A mapping has the names of `SamplingParams`.
+def checked_sampling(sampling: Sampling | None, max_tokens: int | None = None) -> SamplingParams:
+    """A mapping has the names of `SamplingParams`; `max_tokens` takes the place of its own.
 
     Raises:
         InvalidRequest: an unknown name, or a value out of range.
     """
+    given: dict[str, Any] = {} if max_tokens is None else {"max_tokens": max_tokens}
     if sampling is None:
-        return SamplingParams()
+        return SamplingParams(**given)
     if isinstance(sampling, SamplingParams):
-        return sampling
+        return dataclasses.replace(sampling, **given)
+    if not isinstance(sampling, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance] -- people write anything
+        raise InvalidRequest("sampling", f"must be SamplingParams or a mapping, got {sampling!r}")
     known = {field.name for field in dataclasses.fields(SamplingParams)}
     for name in sampling:
         if name not in known:
             raise InvalidRequest(f"sampling.{name}", f"is not known; known are {', '.join(sorted(known))}")
-    return SamplingParams(**sampling)
+    return SamplingParams(**{**sampling, **given})
 
 
 def require_one_prompt(**given: object) -> None:
@@ -81,6 +84,8 @@ def require_one_prompt(**given: object) -> None:
 
 
 def checked_text(field: str, text: str) -> str:
+    if not isinstance(text, str):  # pyright: ignore[reportUnnecessaryIsInstance] -- people write anything
+        raise InvalidRequest(field, f"must be text, got {text!r}")
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -94,6 +99,8 @@ def conversation_to_proto(messages: Messages, template_variables: Mapping[str, o
         field = f"messages[{index}]"
         if isinstance(message, Mapping):
             message = _message_from_mapping(field, message)
+        elif not isinstance(message, ChatMessage):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise InvalidRequest(field, f"must be a ChatMessage or a mapping, got {message!r}")
         role = checked_text(f"{field}.role", message.role)
         content = checked_text(f"{field}.content", message.content)
         extra = _json(field, message.extra) if message.extra else ""
@@ -108,9 +115,23 @@ def _message_from_mapping(field: str, message: Mapping[str, object]) -> ChatMess
     extra = {name: value for name, value in message.items() if name not in ("role", "content")}
     if content is None and extra:  # an assistant's message may have nothing but tool calls
         content, extra = "", {**extra, "content": None}
+    if isinstance(content, Sequence) and not isinstance(content, str):
+        content = _joined(field, cast(Sequence[object], content))
     if not isinstance(role, str) or not isinstance(content, str):
         raise InvalidRequest(field, f"needs role and content as strings, has {', '.join(sorted(message))}")
     return ChatMessage(role, content, extra)
+
+
+def _joined(field: str, parts: Sequence[object]) -> str:
+    """The text of OpenAI's content parts."""
+    texts: list[str] = []
+    for index, part in enumerate(parts):
+        given = cast(Mapping[str, object], part if isinstance(part, Mapping) else {})
+        text = given.get("text")
+        if given.get("type") != "text" or not isinstance(text, str):
+            raise InvalidRequest(f"{field}.content[{index}]", "only parts of type text are supported")
+        texts.append(text)
+    return "".join(texts)
 
 
 def _json(field: str, value: Mapping[str, object]) -> str:
@@ -120,7 +141,7 @@ def _json(field: str, value: Mapping[str, object]) -> str:
         raise InvalidRequest(field, f"cannot be written as JSON: {error}") from error
 
 
-_CHUNK = Mapper(GenerationChunk, pb.GenerateResponse, given=("matched_stop",))
+_CHUNK = Mapper(GenerationChunk, pb.GenerateResponse, given=("matched_stop",), ignored=("prompt_digest",))
 _STATUS = Mapper(ClusterStatus, pb.GetStatusResponse, given=("address",))
 _STORY = Mapper(RequestStory, pb.DescribeRequestResponse)
 

@@ -16,6 +16,8 @@ from ballastpb.inference.v1 import inference_pb2_grpc
 if TYPE_CHECKING:  # exists in the type stubs only
     from ballastpb.inference.v1.inference_pb2_grpc import InferenceServiceAsyncStub
 
+_VAIN = (grpc.ChannelConnectivity.TRANSIENT_FAILURE, grpc.ChannelConnectivity.SHUTDOWN)
+_PATIENT_S = 0.7  # longer than gRPC waits before it tries again (`ballast.rpc.channel`)
 _AVOID_S = 2.0  # how long a dispatcher that was not available is tried last
 
 
@@ -25,7 +27,9 @@ class Endpoint:
     def __init__(self, address: str, access: Access) -> None:
         self.address = address
         self._access = access
+        self.unreached = False  # by the last `connect`
         self._avoided_until_s = 0.0
+        self._closed = False
         self._channel: grpc.aio.Channel | None = None
         self._stub: InferenceServiceAsyncStub | None = None
 
@@ -36,30 +40,39 @@ class Endpoint:
     def avoid(self) -> None:
         self._avoided_until_s = time.monotonic() + _AVOID_S
 
-    async def connect(self, timeout_s: float) -> "InferenceServiceAsyncStub":
+    async def connect(self, timeout_s: float, *, patiently: bool = False) -> "InferenceServiceAsyncStub":
         """Returns once connected; without this, an address that swallows packets would hold a call for ever.
 
+        Args:
+            patiently: Waits for the next attempt where one is in vain, for a moment: it may be about to be back.
+
         Raises:
-            Unavailable: no connection within `timeout_s`, or refused.
+            Unavailable: no connection within `timeout_s`, or refused; or this side has been closed.
         """
+        if self._closed:
+            raise Unavailable("client", "is closed")
         if self._channel is None or self._stub is None:
             self._channel = self._access.open(self.address)
             self._stub = inference_pb2_grpc.InferenceServiceStub(self._access.bearing(self._channel))
         state = self._channel.get_state(try_to_connect=True)
+        self.unreached = True
+        in_vain = Unavailable(self.address, f"cannot connect; does a dispatcher run there, {self._access.how}?")
         try:
-            async with asyncio.timeout(timeout_s):
+            async with asyncio.timeout(min(timeout_s, _PATIENT_S) if patiently else timeout_s):
                 while state is not grpc.ChannelConnectivity.READY:
-                    if state in (grpc.ChannelConnectivity.TRANSIENT_FAILURE, grpc.ChannelConnectivity.SHUTDOWN):
-                        raise Unavailable(
-                            self.address, f"cannot connect; does a dispatcher run there, {self._access.how}?"
-                        )
+                    if state in _VAIN and not patiently:
+                        raise in_vain
                     await self._channel.wait_for_state_change(state)
                     state = self._channel.get_state(try_to_connect=True)
         except TimeoutError as error:
+            if patiently:
+                raise in_vain from error
             raise Unavailable(self.address, f"no connection within {timeout_s:g} s") from error
+        self.unreached = False
         return self._stub
 
     async def close(self) -> None:
+        self._closed = True
         if self._channel is not None:
             await self._channel.close()
 
@@ -77,6 +90,12 @@ class Endpoints:
         self._turn += 1
         rotated = self.all[start:] + self.all[:start]
         return sorted(rotated, key=lambda endpoint: endpoint.avoided)  # stable: False first
+
+    def avoid(self, address: str) -> None:
+        """That one has just gone."""
+        for endpoint in self.all:
+            if endpoint.address == address:
+                endpoint.avoid()
 
     async def close(self) -> None:
         for endpoint in self.all:

@@ -1,8 +1,10 @@
 """One running generation: an asynchronous iterator of chunks that owns its call."""
 
 import asyncio
+import itertools
 import time
 from collections.abc import AsyncIterator, Mapping
+from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Self, cast
 
@@ -11,13 +13,15 @@ import grpc.aio
 
 from ballast.client.codec import chunk_from_proto
 from ballast.client.endpoints import Endpoint, Endpoints
+from ballast.client.resuming import Patience, Progress
 from ballast.client.retry import OverloadRetry
-from ballast.client.types import Generation, GenerationChunk
+from ballast.client.types import Generation, GenerationChunk, Usage
 from ballast.common.errors import (
     AlreadyExists,
     BallastError,
     Cancelled,
     DeadlineExceeded,
+    NotPossible,
     Overloaded,
     PeerViolation,
     Unavailable,
@@ -45,8 +49,12 @@ class GenerationStream(AsyncIterator[GenerationChunk]):
     Leaving it early cancels the request at once: `break` out of `async for client.stream(...)`, `aclose()`, the end of
     `async with`, or cancelling the task that reads.
 
+    When its dispatcher dies, the stream goes on at another one, or at the same once it is back, behind the last token
+    that has come.
+
     Attributes:
         request_id: The id of the request: given, or minted by the SDK.
+        resume_count: How often another dispatcher went on with it.
     """
 
     def __init__(
@@ -58,14 +66,20 @@ class GenerationStream(AsyncIterator[GenerationChunk]):
         connect_timeout_s: float,
         metadata: Metadata | None,
         retry: OverloadRetry,
+        resume_s: float,
     ) -> None:
         self.request_id = request.request_id
+        self.resume_count = 0
         self._endpoints = endpoints
         self._request = request
         self._give_up_at_s = None if deadline_s is None else time.monotonic() + deadline_s
         self._connect_timeout_s = connect_timeout_s
         self._metadata = to_pairs(metadata)
         self._retry = retry
+        self._progress = Progress(request) if resume_s > 0.0 else None
+        self._patience = Patience(resume_s)
+        self._began_s = time.monotonic()
+        self._first_s: float | None = None  # when the first response came
         self._call: Call | None = None
         self._target = ""
         self._finished = False  # the chunk with the finish reason has come
@@ -78,7 +92,7 @@ class GenerationStream(AsyncIterator[GenerationChunk]):
         if self._closed:
             raise StopAsyncIteration
         try:
-            response = await (self._begin() if self._call is None else self._read(self._call))
+            response = await self._next()
             if (response is None) != self._finished:
                 where = "without a finish reason" if response is None else "later than at its finish reason"
                 raise PeerViolation(self._target, f"{self.request_id}: the stream ended {where}")
@@ -88,9 +102,10 @@ class GenerationStream(AsyncIterator[GenerationChunk]):
         if response is None:
             self._closed = True
             raise StopAsyncIteration
+        self._note(response)
         chunk = chunk_from_proto(response)
         self._finished = chunk.finish_reason is not None
-        return chunk
+        return chunk if chunk.usage is None or not self.resume_count else replace(chunk, usage=self._seen(chunk.usage))
 
     async def aclose(self) -> None:
         """Cancels the request if it has not ended. Safe to call more than once."""
@@ -133,6 +148,47 @@ class GenerationStream(AsyncIterator[GenerationChunk]):
         if self._call is not None and not self._call.done():
             self._call.cancel()
 
+    async def _next(self) -> pb.GenerateResponse | None:
+        call = self._call
+        try:
+            return await (self._begin() if call is None else self._read(call))
+        except Unavailable as error:
+            if self._finished:  # all is here
+                return None
+            if self._progress is None or not error.gone:
+                raise
+            if call is not None:
+                self._patience.begin()
+                self._endpoints.avoid(self._target)
+            return await self._resume(self._progress, error)
+
+    async def _resume(self, progress: Progress, cut: Unavailable) -> pb.GenerateResponse | None:
+        """What follows, from whichever dispatcher goes on with the request."""
+        while True:
+            try:
+                response = await self._try_each()
+            except NotPossible as error:
+                why = f"{cut.why} after {progress.token_count} tokens, and nobody goes on: {error}"
+                raise Unavailable(cut.target, why) from error
+            except (Unavailable, Overloaded, AlreadyExists) as error:
+                await self._patience.wait(error, cut)
+            else:
+                self.resume_count += 1
+                return response
+
+    def _note(self, response: pb.GenerateResponse) -> None:
+        if self._first_s is None:
+            self._first_s = time.monotonic()
+        if self._progress is not None:
+            self._progress.add(response)
+            if response.token_ids:
+                self._patience.restore()
+
+    def _seen(self, usage: Usage) -> Usage:
+        """With the times of the whole request: the dispatcher that has ended it knows its own part only."""
+        first_s = self._began_s if self._first_s is None else self._first_s
+        return replace(usage, ttft_s=first_s - self._began_s, e2e_s=time.monotonic() - self._began_s)
+
     async def _begin(self) -> pb.GenerateResponse | None:
         """The first response: over any dispatcher that takes the request, after as many refusals as are allowed."""
         while True:
@@ -142,14 +198,20 @@ class GenerationStream(AsyncIterator[GenerationChunk]):
                 await self._retry.wait(error, self._time_left_s())
 
     async def _try_each(self) -> pb.GenerateResponse | None:
-        """Asks the dispatchers in turn until one answers; nothing has been delivered yet, so nothing is repeated."""
+        """Asks the dispatchers in turn until one answers, with what has come so far, so that nothing is repeated."""
         first: BallastError | None = None
-        for endpoint in self._endpoints.in_turn():
+        endpoints = self._endpoints.in_turn()
+        for patiently, endpoint in itertools.product((False, True), endpoints):
+            if patiently and not endpoint.unreached:
+                continue
             try:
-                return await self._try(endpoint)
+                return await self._try(endpoint, patiently)
             except Unavailable as error:
                 endpoint.avoid()
-                first = first or error
+                if error.gone and self._progress is not None:
+                    self._patience.begin()
+                if first is None or error.gone:  # the latter has more to say: a request was lost
+                    first = error
             except Overloaded as error:
                 first = error  # another dispatcher may have room; if none has, this says when to come again
             except AlreadyExists:
@@ -159,12 +221,15 @@ class GenerationStream(AsyncIterator[GenerationChunk]):
         assert first is not None, "there is at least one dispatcher"
         raise first
 
-    async def _try(self, endpoint: Endpoint) -> pb.GenerateResponse | None:
+    async def _try(self, endpoint: Endpoint, patiently: bool) -> pb.GenerateResponse | None:
         left_s = self._time_left_s()
         if left_s is not None and left_s <= 0.0:
             raise DeadlineExceeded(f"{self.request_id}: no dispatcher took the request in time")
-        stub = await endpoint.connect(min(self._connect_timeout_s, left_s or self._connect_timeout_s))
+        within_s = min(self._connect_timeout_s, left_s or self._connect_timeout_s)
+        stub = await endpoint.connect(within_s, patiently=patiently)
         self._target = endpoint.address
+        if self._progress is not None:
+            self._progress.next_attempt()
         self._call = stub.Generate(self._request, timeout=self._time_left_s(), metadata=self._metadata)
         return await self._read(self._call)
 

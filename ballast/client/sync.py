@@ -4,17 +4,19 @@ import asyncio
 import concurrent.futures
 import threading
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
-from pathlib import Path
 from types import TracebackType
-from typing import Literal, Self, TypeVar, overload
+from typing import TYPE_CHECKING, Literal, Self, TypeVar, Unpack, overload
 
 from ballast.client.aio import AsyncClient
 from ballast.client.codec import Messages, Sampling
+from ballast.client.options import RequestOptions
 from ballast.client.stream import GenerationStream, Metadata
 from ballast.client.types import ClusterStatus, Generation, GenerationChunk, RequestStory
 from ballast.common.errors import Cancelled, Unavailable
 from ballast.common.model import ModelInfo
-from ballast.common.sampling import PriorityClass
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 _CLOSE_TIMEOUT_S = 10.0
 
@@ -145,16 +147,18 @@ class Client:
         *,
         overload_retries: int = 0,
         max_retry_wait_s: float = 30.0,
+        resume_s: float = 30.0,
         connect_timeout_s: float = 5.0,
         call_timeout_s: float = 10.0,
         token: str | None = None,
-        ca_file: str | Path | None = None,
+        ca_file: "str | Path | None" = None,
         tls: bool | None = None,
     ) -> None:
         self._client = AsyncClient(
             address,
             overload_retries=overload_retries,
             max_retry_wait_s=max_retry_wait_s,
+            resume_s=resume_s,
             connect_timeout_s=connect_timeout_s,
             call_timeout_s=call_timeout_s,
             token=token,
@@ -179,16 +183,8 @@ class Client:
         prompt: str | None = None,
         sampling: Sampling | None = None,
         *,
-        token_ids: Sequence[int] | None = None,
-        messages: Messages | None = None,
         stream: Literal[False] = False,
-        deadline_s: float | None = None,
-        request_id: str | None = None,
-        priority: PriorityClass | str = PriorityClass.DEFAULT,
-        include_text: bool = True,
-        fit_max_tokens: bool = False,
-        template_variables: Mapping[str, object] | None = None,
-        metadata: Metadata | None = None,
+        **options: Unpack[RequestOptions],
     ) -> Generation: ...
 
     @overload
@@ -197,16 +193,8 @@ class Client:
         prompt: str | None = None,
         sampling: Sampling | None = None,
         *,
-        token_ids: Sequence[int] | None = None,
-        messages: Messages | None = None,
         stream: Literal[True],
-        deadline_s: float | None = None,
-        request_id: str | None = None,
-        priority: PriorityClass | str = PriorityClass.DEFAULT,
-        include_text: bool = True,
-        fit_max_tokens: bool = False,
-        template_variables: Mapping[str, object] | None = None,
-        metadata: Metadata | None = None,
+        **options: Unpack[RequestOptions],
     ) -> SyncGenerationStream: ...
 
     def generate(
@@ -214,78 +202,19 @@ class Client:
         prompt: str | None = None,
         sampling: Sampling | None = None,
         *,
-        token_ids: Sequence[int] | None = None,
-        messages: Messages | None = None,
         stream: bool = False,
-        deadline_s: float | None = None,
-        request_id: str | None = None,
-        priority: PriorityClass | str = PriorityClass.DEFAULT,
-        include_text: bool = True,
-        fit_max_tokens: bool = False,
-        template_variables: Mapping[str, object] | None = None,
-        metadata: Metadata | None = None,
+        **options: Unpack[RequestOptions],
     ) -> Generation | SyncGenerationStream:
         """Generates an answer to one prompt; see `AsyncClient.generate` for arguments and errors."""
         if stream:
-            return self.stream(
-                prompt,
-                sampling,
-                token_ids=token_ids,
-                messages=messages,
-                deadline_s=deadline_s,
-                request_id=request_id,
-                priority=priority,
-                include_text=include_text,
-                fit_max_tokens=fit_max_tokens,
-                template_variables=template_variables,
-                metadata=metadata,
-            )
-        return self._loop.run(
-            self._client.generate(
-                prompt,
-                sampling,
-                token_ids=token_ids,
-                messages=messages,
-                deadline_s=deadline_s,
-                request_id=request_id,
-                priority=priority,
-                include_text=include_text,
-                fit_max_tokens=fit_max_tokens,
-                template_variables=template_variables,
-                metadata=metadata,
-            )
-        )
+            return self.stream(prompt, sampling, **options)
+        return self._loop.run(self._client.generate(prompt, sampling, **options))
 
     def stream(
-        self,
-        prompt: str | None = None,
-        sampling: Sampling | None = None,
-        *,
-        token_ids: Sequence[int] | None = None,
-        messages: Messages | None = None,
-        deadline_s: float | None = None,
-        request_id: str | None = None,
-        priority: PriorityClass | str = PriorityClass.DEFAULT,
-        include_text: bool = True,
-        fit_max_tokens: bool = False,
-        template_variables: Mapping[str, object] | None = None,
-        metadata: Metadata | None = None,
+        self, prompt: str | None = None, sampling: Sampling | None = None, **options: Unpack[RequestOptions]
     ) -> SyncGenerationStream:
         """`generate(..., stream=True)`: `for chunk in client.stream("Once upon a time"): ...`"""
-        generation = self._client.stream(
-            prompt,
-            sampling,
-            token_ids=token_ids,
-            messages=messages,
-            deadline_s=deadline_s,
-            request_id=request_id,
-            priority=priority,
-            include_text=include_text,
-            fit_max_tokens=fit_max_tokens,
-            template_variables=template_variables,
-            metadata=metadata,
-        )
-        return SyncGenerationStream(self._loop, generation)
+        return SyncGenerationStream(self._loop, self._client.stream(prompt, sampling, **options))
 
     def cancel(self, request_id: str) -> bool:
         """Cancels a request, whoever has sent it; see `AsyncClient.cancel`."""
@@ -338,6 +267,10 @@ class Client:
     def drain(self, address: str) -> int:
         """Tells one dispatcher to take no more requests; see `AsyncClient.drain`."""
         return self._loop.run(self._client.drain(address))
+
+    def undrain(self, address: str) -> None:
+        """Takes `drain` back; see `AsyncClient.undrain`."""
+        self._loop.run(self._client.undrain(address))
 
     def drain_worker(self, worker_id: str) -> int:
         """Takes a worker out of routing at all dispatchers; see `AsyncClient.drain_worker`."""

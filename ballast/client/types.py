@@ -234,7 +234,7 @@ class RequestMoment:
 
     Attributes:
         at_s: Since its arrival.
-        what: waiting, placed, moved, moving, stranded, first_token, resumed, lost, sent_back or recalled.
+        what: waiting, placed, moved, moving, stranded, first_token, resumed, lost, sent_back, recalled or taken_over.
         worker_id: The worker it happened at; may be empty.
         detail: More in words; may be empty.
         token_count: Tokens of the answer by then.

@@ -48,12 +48,16 @@ class Overloaded(BallastError):
 
 
 class Unavailable(BallastError):
-    """The target cannot be reached or is draining. Retry elsewhere, with the same request id."""
+    """The target cannot be reached or is draining. Retry elsewhere, with the same request id.
 
-    def __init__(self, target: str, why: str = "not reachable") -> None:
+    `gone`: it was serving the request and has died or is shutting down, so that another one can go on with it.
+    """
+
+    def __init__(self, target: str, why: str = "not reachable", *, gone: bool = False) -> None:
         super().__init__(f"{target}: {why}")
         self.target = target
         self.why = why
+        self.gone = gone
 
 
 class DeadlineExceeded(BallastError):

@@ -1,8 +1,12 @@
-"""What this distribution is called, and the optional parts of it that an installation may lack."""
+"""What the distributions are called, and the optional parts that an installation may lack.
+
+The SDK is one, the services are another; extras of the SDK bring the services, so that users need one name.
+"""
 
 from ballast.common.errors import ConfigError
 
 DISTRIBUTION = "ballast-serve"
+CLUSTER_DISTRIBUTION = "ballast-serve-cluster"
 
 
 def install_command(*extras: str) -> str:

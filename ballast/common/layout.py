@@ -21,6 +21,8 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class Group:
+    """Instances that serve together."""
+
     group_id: GroupId
     members: tuple[Member, ...]  # stage order; the first is the leader and schedules for the group
 
@@ -42,6 +44,8 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
+    """All groups, as of one epoch."""
+
     epoch: Epoch
     layer_count: int
     groups: tuple[Group, ...]

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelInfo:
+    """Facts about the model that is served."""
+
     name: str
     architecture: str
     layer_count: int

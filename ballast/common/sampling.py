@@ -1,7 +1,7 @@
 """How the next token is chosen, and when to stop. Names and meanings are those of vLLM and Hugging Face."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import cast
@@ -98,8 +98,8 @@ class SamplingParams:
     def __post_init__(self) -> None:
         # One string is meant as one, and lists are what people write; kept, both are tuples.
         stop = cast(object, self.stop)
-        object.__setattr__(self, "stop", (stop,) if isinstance(stop, str) else tuple(self.stop))
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        object.__setattr__(self, "stop", (stop,) if isinstance(stop, str) else _tuple("stop", stop))
+        object.__setattr__(self, "stop_token_ids", _tuple("stop_token_ids", self.stop_token_ids))
         _whole("max_tokens", self.max_tokens, 1, 2**31 - 1)
         _whole("min_tokens", self.min_tokens, 0, self.max_tokens)
         _real("temperature", self.temperature, 0.0, 100.0)
@@ -116,6 +116,8 @@ class SamplingParams:
         if len(self.stop) > MAX_STOP_STRINGS:
             raise InvalidRequest("sampling.stop", f"at most {MAX_STOP_STRINGS} stop strings, got {len(self.stop)}")
         for text in self.stop:
+            if not isinstance(text, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+                raise InvalidRequest("sampling.stop", f"must be strings, got {text!r}")
             if not 1 <= len(text) <= MAX_STOP_STRING_CHARS:
                 raise InvalidRequest(
                     "sampling.stop", f"a stop string has 1 to {MAX_STOP_STRING_CHARS} characters, got {len(text)}"
@@ -144,6 +146,12 @@ class SamplingParams:
     def penalised(self) -> bool:
         """Whether the logits depend on the tokens seen so far."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+
+def _tuple(field: str, value: object) -> tuple[object, ...]:
+    if not isinstance(value, Iterable) or isinstance(value, (str, bytes)):
+        raise InvalidRequest(f"sampling.{field}", f"must be a list, got {value!r}")
+    return tuple(cast(Iterable[object], value))
 
 
 def _whole(field: str, value: int, low: int, high: int) -> None:

@@ -43,6 +43,7 @@ class Status:
     victims_waiting: int = 0
     victims_recomputed: int = 0  # there was no room for their KV: they start over
     prepare_s: float = 0.0
+    layers_s: float = 0.0  # of a restore: from hearing of it until all layers are here
     remap_s: float = 0.0
     boundary_wait_s: float = 0.0  # from Commit to the new layout in force
     exchange_s: float = 0.0

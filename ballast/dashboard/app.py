@@ -1,13 +1,16 @@
 """The page and what it asks for, as a Starlette app: mount it, or serve it by `serve`.
 
 Reading is for whoever may open the page. What changes something (`POST`) needs a header that no form and no foreign
-page can send, a `Host` that is expected, and, where the app is told of one, the permission of `may_operate`.
+page can send, and a `Host` that is expected. Where others than the operator reach the page (`by_token`), an order is
+passed on with the token that came with it, and with nothing else: dispatchers decide who may give it.
 """
 
 import asyncio
 import contextlib
+import math
+import re
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -19,7 +22,7 @@ from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
-from ballast.common.errors import BallastError
+from ballast.common.errors import BallastError, PermissionDenied, Unauthenticated
 from ballast.dashboard.load import Load
 from ballast.dashboard.watched import Watched
 
@@ -27,6 +30,9 @@ _PAGE: Final = Path(__file__).parent / "page"
 _HEADER: Final = "x-ballast-dashboard"
 _EVERY_S: Final = 0.5
 _WATCHED_S: Final = 30.0  # so long after the last question somebody is thought to look
+_MAX_ORDERS: Final = 16  # that are carried out at once
+_ASKED_AGAIN_S: Final = 10.0  # whether dispatchers still demand tokens, before an order
+_BEARER: Final = re.compile(r"bearer +([\x21-\x7e]{1,512})", re.IGNORECASE)
 _SAFETY: Final = {
     "Content-Security-Policy": "default-src 'self'; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
@@ -44,8 +50,9 @@ class Dashboard:
         clusters: The first is the one that is operated; bursts and traffic go to all.
         kills: For each cluster what kills a worker; None where its processes are not on this machine.
         with_load: Whether bursts and traffic may be sent.
-        with_orders: Whether drops and restores may be ordered.
-        may_operate: Asked before anything is changed; None: whoever can open the page may.
+        by_token: An order for a drop or a restore needs a token of its own (`Authorization: Bearer`), which is passed
+            on to dispatchers; there are no orders where dispatchers demand no tokens. False: orders need no token, and
+            are given with this process's own rights.
     """
 
     def __init__(
@@ -54,14 +61,13 @@ class Dashboard:
         *,
         kills: Sequence[Kill | None] = (),
         with_load: bool = True,
-        with_orders: bool = True,
-        may_operate: Callable[[Request], Awaitable[bool]] | None = None,
+        by_token: bool = False,
     ) -> None:
         self.clusters = clusters
         self.load = Load(clusters) if with_load else None
         self._kills = [*kills, *[None] * (len(clusters) - len(kills))]
-        self._may_operate = may_operate
-        self._with_orders = with_orders
+        self._by_token = by_token
+        self._order_count = 0
         self._asked_at_s = -_WATCHED_S
 
     async def follow(self) -> None:
@@ -93,27 +99,38 @@ class Dashboard:
         for index, cluster in enumerate(self.clusters):
             shown = dict(await cluster.snapshot())
             shown["can_kill"] = self._kills[index] is not None
-            shown["can_operate"] = self._with_orders and cluster.policy in ("", "drop")
+            shown["can_operate"] = cluster.policy in ("", "drop") and await self._takes_orders(cluster)
+            shown["by_token"] = self._by_token
             if self.load is not None and index < len(self.load.results):
                 shown["burst"] = self.load.results[index].as_json()
             clusters.append(shown)
         load = {"steady": self.load.is_steady, "bursting": self.load.is_bursting} if self.load else None
         return JSONResponse({"clusters": clusters, "load": load}, headers=_SAFETY)
 
+    async def _takes_orders(self, cluster: Watched, asked_within_s: float = math.inf) -> bool:
+        return not self._by_token or await cluster.demands_tokens(asked_within_s)
+
     async def act(self, request: Request) -> Response:
         if request.headers.get(_HEADER) is None:
             return _answer(403, f"the header {_HEADER} is missing")
-        if self._may_operate is not None and not await self._may_operate(request):
-            return _answer(403, "this needs the role operate")
+        if self._order_count >= _MAX_ORDERS:
+            return _answer(503, f"{_MAX_ORDERS} orders are under way, which is the limit")
+        self._order_count += 1
         try:
-            return _answer(200, await self._do(request.path_params["action"], request.query_params))
+            return _answer(200, await self._do(request))
         except LookupError as error:
             return _answer(404, str(error.args[0]))
+        except Unauthenticated as error:
+            return _answer(401, str(error), {"WWW-Authenticate": "Bearer"})
+        except PermissionDenied as error:
+            return _answer(403, str(error))
         except BallastError as error:
             return _answer(409, str(error))
+        finally:
+            self._order_count -= 1
 
-    # Any: the query's own type.
-    async def _do(self, action: str, query: Any) -> str:
+    async def _do(self, request: Request) -> str:
+        action, query = request.path_params["action"], request.query_params
         number = query.get("cluster", "0")
         if not number.isdecimal() or int(number) >= len(self.clusters):
             raise LookupError(f"no cluster {number}")
@@ -123,10 +140,10 @@ class Dashboard:
                 return await self.load.burst()
             case "steady" if self.load is not None:
                 return await self.load.steady()
-            case "drop" if self._with_orders:
-                return await cluster.drop()
-            case "restore" if self._with_orders:
-                return await cluster.restore()
+            case "drop":
+                return await cluster.drop(await self._right(request, cluster))
+            case "restore":
+                return await cluster.restore(await self._right(request, cluster))
             case "kill" if kill is not None:
                 worker_id = query.get("worker", "")
                 if not kill(worker_id):
@@ -134,6 +151,18 @@ class Dashboard:
                 return f"{worker_id} is killed"
             case _:
                 raise LookupError(f"{action!r} cannot be done here")
+
+    async def _right(self, request: Request, cluster: Watched) -> str | None:
+        """The token by which an order is given; None: by this process's own right."""
+        if not self._by_token:
+            return None
+        if not await self._takes_orders(cluster, _ASKED_AGAIN_S):
+            why = "dispatchers do not demand tokens (docs/security.md)"
+            raise LookupError(f"{request.path_params['action']!r} cannot be done here: {why}; `ballast` can")
+        found = _BEARER.fullmatch(request.headers.get("authorization", ""))
+        if found is None:
+            raise Unauthenticated("this needs a token with the role operate: enter one above")
+        return found[1]
 
 
 def build_app(dashboard: Dashboard, *, hosts: Sequence[str] = ("localhost", "127.0.0.1", "[::1]")) -> Starlette:
@@ -159,5 +188,5 @@ def build_app(dashboard: Dashboard, *, hosts: Sequence[str] = ("localhost", "127
     )
 
 
-def _answer(status: int, message: str) -> Response:
-    return JSONResponse({"message": message}, status_code=status, headers=_SAFETY)
+def _answer(status: int, message: str, headers: Mapping[str, str] = _SAFETY) -> Response:
+    return JSONResponse({"message": message}, status_code=status, headers={**_SAFETY, **headers})

@@ -2,17 +2,18 @@
 
 import asyncio
 import contextlib
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import grpc
 
 from ballast.client import AsyncClient, ClusterStatus, RecentTimes, WorkerStatus
 from ballast.client.access import Access
-from ballast.common.errors import BallastError
+from ballast.common.errors import BallastError, Unauthenticated
 from ballast.common.load import LoadReport
 from ballast.rpc.codec import LOAD
 from ballast.rpc.errors import from_rpc_error
@@ -86,6 +87,7 @@ class Watched:
         self._lock = asyncio.Lock()
         self._shown: Json = {}
         self._looked_at_s = 0.0
+        self._demands_tokens, self._learnt_at_s = False, -math.inf
         self._history: deque[_Point] = deque(maxlen=_HISTORY_COUNT)
         self._totals: deque[tuple[float, int]] = deque(maxlen=64)  # (when, tokens so far)
         self._begun: dict[int, float] = {}  # epoch of a transition -> when it was first seen
@@ -100,27 +102,58 @@ class Watched:
                 self._looked_at_s = time.monotonic()
         return self._shown
 
-    async def drop(self) -> str:
-        """Merges neighbours into pairs, whatever the demand. Returns what is going to happen, in words."""
+    async def demands_tokens(self, asked_within_s: float = math.inf) -> bool:
+        """Whether dispatchers refuse orders of callers without a token; False while none of them answers.
+
+        Args:
+            asked_within_s: How old the answer may be.
+        """
+        if time.monotonic() - self._learnt_at_s > asked_within_s or self._learnt_at_s == -math.inf:
+            try:
+                await self._transitions(token="")
+                self._demands_tokens = False
+            except Unauthenticated:
+                self._demands_tokens = True
+            except BallastError:
+                return False
+            self._learnt_at_s = time.monotonic()
+        return self._demands_tokens
+
+    async def drop(self, token: str | None = None) -> str:
+        """Merges neighbours into pairs, whatever the demand. Returns what is going to happen, in words.
+
+        Args:
+            token: By whose right; None: by that of this process.
+        """
+        if token is not None:
+            await self._transitions(token)  # who may not order is told so, and nothing else
         groups = [group for group in (await self.client.status()).groups if len(group.members) == 1]
         if len(groups) < 2:
             return "nothing to merge: at least two workers must serve alone"
         names = [str(group.leader_id) for group in groups[:2]]
         request = planner_pb2.DropRequest(worker_ids=names, request_id=_new_id())
-        await self._order(lambda planner: planner.Drop(request, timeout=_ORDER_TIMEOUT_S))
+        await self._order(lambda planner: planner.Drop(request, timeout=_ORDER_TIMEOUT_S), token)
         return f"{names[0]} and {names[1]} throw half of their parameters overboard"
 
-    async def restore(self) -> str:
+    async def restore(self, token: str | None = None) -> str:
+        """Takes all parameters back; see `drop`."""
         request = planner_pb2.RestoreRequest(request_id=_new_id())
-        await self._order(lambda planner: planner.Restore(request, timeout=_ORDER_TIMEOUT_S))
+        await self._order(lambda planner: planner.Restore(request, timeout=_ORDER_TIMEOUT_S), token)
         return "all parameters come back"
 
+    async def _transitions(self, token: str | None = None) -> Sequence[planner_pb2.Transition]:
+        request = planner_pb2.ListTransitionsRequest()
+        answer = await self._order(lambda planner: planner.ListTransitions(request, timeout=_ASK_TIMEOUT_S), token)
+        return answer.transitions
+
     # Any: the answers of different calls.
-    async def _order(self, ask: Callable[[Any], Any]) -> Any:
+    async def _order(self, ask: Callable[[Any], Any], token: str | None = None) -> Any:
+        """`token`: sent with the call; "" for none, None for that of this process."""
         address = self.client.addresses[0]
-        async with self._access.open(address) as channel:
+        access = self._access if token is None else replace(self._access, token=token or None)
+        async with access.open(address) as channel:
             try:
-                return await ask(planner_pb2_grpc.PlannerServiceStub(self._access.bearing(channel)))
+                return await ask(planner_pb2_grpc.PlannerServiceStub(access.bearing(channel)))
             except grpc.RpcError as error:
                 raise from_rpc_error(error, address) from error
 
@@ -208,13 +241,10 @@ class Watched:
 
     async def _lines(self, now_s: float) -> list[Json]:
         lines = list(self._process_lines())
-        with contextlib.suppress(BallastError, TimeoutError):
-            request = planner_pb2.ListTransitionsRequest()
-            async with asyncio.timeout(_ASK_TIMEOUT_S):
-                answer = await self._order(lambda planner: planner.ListTransitions(request, timeout=_ASK_TIMEOUT_S))
+        with contextlib.suppress(BallastError):
             lines += [
                 Line(self._begun.setdefault(one.epoch, now_s - one.age_s), one.kind, describe(one))
-                for one in answer.transitions
+                for one in await self._transitions()
             ]
         lines.sort(key=lambda line: -line.at_s)
         return [{"at_s": line.at_s, "kind": line.kind, "text": line.text} for line in lines[:_LINE_COUNT]]

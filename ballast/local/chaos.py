@@ -9,33 +9,28 @@ import asyncio
 import contextlib
 import itertools
 import random
-import signal
 import time
 import uuid
 from collections import Counter
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 
 import grpc.aio
-import redis.asyncio
-from redis.exceptions import RedisError
 
 from ballast.client import AsyncClient
 from ballast.common.errors import BallastError
 from ballast.common.sampling import SamplingParams
-from ballast.local.cluster import LocalCluster, Service, ServiceProcess
+from ballast.local.cluster import LocalCluster
+from ballast.local.faults import BACK_WITHIN_S, Breaker, Fault, Proxies
 from ballast.local.keeper import Keeper
-from ballast.rpc.channel import open_channel
 from ballastpb.planner.v1 import planner_pb2 as pb
 from ballastpb.planner.v1 import planner_pb2_grpc
 
-HEALED_WITHIN_S = 30.0
 _CHANGE_S = 60.0
+_LONG_S = 5.0  # to be whole again; a longer time is told
 _LONGEST_WAIT_S = 20.0  # of a request
 _PROMPT_COUNT = 8
 _LAYOUT_CHANGE_S = 6.0  # between two drops or restores by hand
-_PAUSES_S = (1.0, 2.0, 4.0, 6.0, 9.0, 14.0)
-_OUTAGES_S = (1.0, 3.0, 8.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +66,7 @@ class ChaosReport:
     right_count: int = 0
     token_count: int = 0
     differing_count: int = 0  # answers with a token that is not the one it has to be, cut off ones included
-    cut_off_count: int = 0  # after their first token, by a dispatcher that died
+    cut_off_count: int = 0  # after their first token, with their dispatcher while the state server was broken too
     failures: Counter[str] = field(default_factory=Counter[str])  # by the kind of error
     slowest_s: float = 0.0
     recoveries: dict[str, Recovery] = field(default_factory=dict[str, Recovery])
@@ -98,25 +93,22 @@ def _counted(counts: Counter[str]) -> str:
     return ", ".join(f"{count} {name}" for name, count in counts.most_common())
 
 
-Heal = Callable[[], Awaitable[None]]
-
-
-@dataclass(frozen=True, slots=True)
-class Fault:
-    """`begin` breaks something and returns how long that lasts and what ends it; None: there is nothing to break."""
-
-    name: str
-    begin: Callable[[], "Awaitable[tuple[str, float, Heal] | None]"]
-
-
 class Chaos:
-    def __init__(self, cluster: LocalCluster, rules: ChaosRules, say: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        cluster: LocalCluster,
+        rules: ChaosRules,
+        say: Callable[[str], None],
+        proxies: Proxies | None = None,
+        admin_url: str | None = None,
+    ) -> None:
+        """`proxies`, `admin_url`: as for `Breaker`."""
         self._cluster = cluster
         self._rules = rules
         self._say = say
         self._rng = random.Random(rules.seed)
+        self._breaker = Breaker(cluster, self._rng, say, proxies or Proxies(), admin_url)
         self._keeper = Keeper(cluster, lambda text: say(f"    {text}"))
-        self._dispatchers_broken_s: list[float] = []  # when one was killed or stopped
         self._active: set[str] = set()  # what is broken just now
         self._prompts = [[3 + (5 * i + 7 * j) % 200 for j in range(6 + 5 * i)] for i in range(_PROMPT_COUNT)]
         self._expected: list[tuple[int, ...]] = []
@@ -126,13 +118,14 @@ class Chaos:
     async def run(self) -> ChaosReport:
         keeping = asyncio.create_task(self._keeper.run(), name="keeper")
         try:
-            async with AsyncClient(self._addresses) as client:
+            async with self._client() as client:
                 self._expected = [await self._answer(client, i) for i in range(_PROMPT_COUNT)]
             async with self._load():
                 await self._break_things()
                 self.report.unhealed = await self._why_not_whole()
             self.report.unhealed = self.report.unhealed or await self._why_not_idle()
         finally:
+            self._breaker.let_go()
             keeping.cancel()
             await asyncio.gather(keeping, return_exceptions=True)
         self.report.ended_by_itself = self._ended_by_themselves()
@@ -145,6 +138,9 @@ class Chaos:
         """Of dispatchers. One that is being started again will be where it was."""
         self._known_addresses |= {p.id: p.address for p in self._cluster.processes["dispatcher"] if p.address}
         return list(self._known_addresses.values())
+
+    def _client(self, address: str | None = None, overload_retries: int = 0) -> AsyncClient:
+        return AsyncClient(address or self._addresses, overload_retries=overload_retries, **self._cluster.credentials)
 
     def _sampling(self, i: int) -> SamplingParams:
         temperature = 0.8 if i % 2 else 0.0
@@ -176,12 +172,14 @@ class Chaos:
         report, began_s, tokens = self.report, time.monotonic(), list[int]()
         report.request_count += 1
         try:
-            async with AsyncClient(self._addresses, overload_retries=3) as client:
+            async with self._client(overload_retries=3) as client:
                 stream = client.stream(token_ids=self._prompts[i], sampling=self._sampling(i), deadline_s=60.0)
                 async for chunk in stream:
                     tokens += chunk.token_ids
         except BallastError as error:
-            if tokens and any(at_s >= began_s - 30.0 for at_s in self._dispatchers_broken_s):
+            broken = self._breaker
+            # A stream goes on at another dispatcher by what the state server knows of it, if that is there.
+            if tokens and _lately(broken.dispatchers_broken_s, began_s) and _lately(broken.state_broken_s, began_s):
                 report.cut_off_count += 1
             else:
                 report.failures[type(error).__name__] += 1
@@ -195,19 +193,9 @@ class Chaos:
     # ------------------------------------------------------------ faults
 
     def faults(self) -> list[Fault]:
-        services: tuple[Service, ...] = ("worker", "dispatcher", "monitor", "planner")
-        found = [Fault(f"kill a {s}", lambda s=s: self._kill(s)) for s in services]
-        found += [Fault(f"stop a {s}", lambda s=s: self._stop(s)) for s in services]
-        if self._cluster.state_server is not None:
-            found += [
-                Fault("kill the state server", self._kill_state_server),
-                Fault("stop the state server", self._stop_state_server),
-                Fault("slow state server", self._slow_state_server),
-                Fault("read-only state server", self._read_only_state_server),
-                Fault("state server back in time", self._state_server_back_in_time),
-            ]
+        """Those that were asked for."""
         chosen = self._rules.faults
-        return [fault for fault in found if not chosen or fault.name in chosen]
+        return [fault for fault in self._breaker.faults() if not chosen or fault.name in chosen]
 
     async def _break_things(self) -> None:
         rules, faults = self._rules, self.faults()
@@ -239,116 +227,10 @@ class Chaos:
             self._active.discard(key)
         recovery = self.report.recoveries.setdefault(fault.name, Recovery())
         recovery.count += 1
-        if not await self._why_not_placed(within_s=HEALED_WITHIN_S):
-            recovery.times_s.append(time.monotonic() - healed_s)
-
-    def _one(self, service: Service) -> ServiceProcess | None:
-        """One that runs, if another one of a service that needs a substitute does too."""
-        alive = [p for p in self._cluster.processes[service] if p.child.returncode is None and not p.paused]
-        spare = service in ("monitor", "planner")  # alone it is away until it is back: the others go on without it
-        return self._rng.choice(alive) if len(alive) > (0 if spare else 1) else None
-
-    async def _kill(self, service: Service) -> tuple[str, float, Heal] | None:
-        process = self._one(service)
-        if process is None:
-            return None
-        self._note_dispatcher(process)
-        process.child.send_signal(signal.SIGKILL)
-
-        def is_back() -> bool:
-            return any(p.address for p in self._cluster.find(process.child.name) if p is not process)
-
-        async def comes_back() -> None:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(HEALED_WITHIN_S):
-                    while not is_back():  # noqa: ASYNC110 - the keeper sets no asyncio.Event
-                        await asyncio.sleep(0.05)
-
-        return f"{process.id} is killed", 0.0, comes_back
-
-    async def _stop(self, service: Service) -> tuple[str, float, Heal] | None:
-        process = self._one(service)
-        if process is None:
-            return None
-        self._note_dispatcher(process)
-        process.paused = True
-        process.child.send_signal(signal.SIGSTOP)
-
-        async def go_on() -> None:
-            process.paused = False
-            process.child.send_signal(signal.SIGCONT)
-            self._note_dispatcher(process)
-
-        return f"{process.id} is stopped", self._rng.choice(_PAUSES_S), go_on
-
-    def _note_dispatcher(self, process: ServiceProcess) -> None:
-        if process.service == "dispatcher":
-            self._dispatchers_broken_s.append(time.monotonic())
-
-    async def _kill_state_server(self) -> tuple[str, float, Heal]:
-        assert self._cluster.state_server is not None
-        self._cluster.state_server.send_signal(signal.SIGKILL)
-        return "the state server is killed, and forgets everything", 0.0, _nothing
-
-    async def _stop_state_server(self) -> tuple[str, float, Heal]:
-        server = self._cluster.state_server
-        assert server is not None
-        pid = server.pid
-        server.send_signal(signal.SIGSTOP)
-
-        async def go_on() -> None:
-            if server.pid == pid:
-                server.send_signal(signal.SIGCONT)
-
-        return "the state server is stopped", self._rng.choice(_OUTAGES_S), go_on
-
-    async def _slow_state_server(self) -> tuple[str, float, Heal] | None:
-        async def delay(store: redis.asyncio.Redis) -> None:
-            for _ in range(10):
-                await store.execute_command("CLIENT", "PAUSE", "400", "ALL")  # pyright: ignore[reportUnknownMemberType]
-                await asyncio.sleep(0.5)
-
-        async def heal() -> None:
-            await self._with_store(delay)
-
-        return "the state server answers late", 0.0, heal
-
-    async def _read_only_state_server(self) -> tuple[str, float, Heal]:
-        async def refuse(store: redis.asyncio.Redis) -> None:
-            await store.execute_command("CONFIG", "SET", "min-replicas-to-write", "1")  # pyright: ignore[reportUnknownMemberType]
-
-        async def accept(store: redis.asyncio.Redis) -> None:
-            await store.execute_command("CONFIG", "SET", "min-replicas-to-write", "0")  # pyright: ignore[reportUnknownMemberType]
-
-        await self._with_store(refuse)
-        return "the state server refuses to write", self._rng.choice(_OUTAGES_S), lambda: self._with_store(accept)
-
-    async def _state_server_back_in_time(self) -> tuple[str, float, Heal]:
-        """Keys as they were some seconds ago, as after a fail-over to a replica that lags."""
-        saved: dict[bytes | str, tuple[bytes, int]] = {}
-
-        async def save(store: redis.asyncio.Redis) -> None:
-            for key in await store.keys():  # pyright: ignore[reportUnknownMemberType]
-                value, left_ms = await store.dump(key), await store.pttl(key)
-                if value is not None:
-                    saved[key] = value, max(0, left_ms)
-
-        async def go_back(store: redis.asyncio.Redis) -> None:
-            await store.execute_command("FLUSHALL")  # pyright: ignore[reportUnknownMemberType]
-            for key, (value, left_ms) in saved.items():
-                await store.restore(key, left_ms, value, replace=True)
-
-        await self._with_store(save)
-        return "the state server will be set back", self._rng.choice(_OUTAGES_S), lambda: self._with_store(go_back)
-
-    async def _with_store(self, act: Callable[[redis.asyncio.Redis], Awaitable[None]]) -> None:
-        store = redis.asyncio.from_url(self._cluster.redis_url, socket_timeout=5.0)  # pyright: ignore[reportUnknownMemberType]
-        try:
-            await act(store)
-        except (RedisError, OSError) as error:
-            self._say(f"    the state server could not be told: {error}")
-        finally:
-            await store.aclose()
+        why = await self._why_not_placed(within_s=BACK_WITHIN_S)
+        recovery.times_s.append(time.monotonic() - healed_s)
+        if recovery.times_s[-1] > _LONG_S:
+            self._say(f"    {recovery.times_s[-1]:.1f} s after '{what}': {why or 'whole again'}")
 
     # ------------------------------------------------------------ layouts
 
@@ -376,29 +258,31 @@ class Chaos:
     async def _planner(self) -> AsyncGenerator["planner_pb2_grpc.PlannerServiceAsyncStub"]:
         alive = [p for p in self._cluster.processes["dispatcher"] if p.child.returncode is None and not p.paused]
         addresses = [p.address for p in alive if p.address] or self._addresses
-        async with open_channel(self._rng.choice(addresses)) as channel:
-            yield planner_pb2_grpc.PlannerServiceStub(channel)
+        access = self._cluster.access
+        async with access.open(self._rng.choice(addresses)) as channel:
+            yield planner_pb2_grpc.PlannerServiceStub(access.bearing(channel))
 
     # ------------------------------------------------------------ is it whole?
 
     async def _why_not_placed(self, within_s: float) -> str:
-        """Every worker that runs is in the layout, and nothing else is. Empty as soon as that is so."""
+        """Every worker that is up is in the layout, and none that is dead. Empty as soon as that is so."""
         give_up_s, why = time.monotonic() + within_s, "not looked at"
         while time.monotonic() < give_up_s:
-            running = {p.id for p in self._cluster.processes["worker"] if p.child.returncode is None and not p.paused}
+            alive = [p for p in self._cluster.processes["worker"] if p.child.returncode is None and not p.paused]
+            running = {p.id for p in alive if p.address}  # the others are on their way
             with contextlib.suppress(BallastError, TimeoutError, grpc.aio.AioRpcError):
-                async with asyncio.timeout(5.0), AsyncClient(self._addresses) as client:
+                async with asyncio.timeout(5.0), self._client() as client:
                     layout = (await client.status()).layout
                     groups = layout.groups if layout is not None else ()
                     placed = {member.worker_id for group in groups for member in group.members}
-                    if placed == running:
+                    if running <= placed <= {p.id for p in alive}:
                         return ""
                     why = f"{sorted(placed)} are in the layout, {sorted(running)} run"
             await asyncio.sleep(0.1)
         return why
 
     async def _why_not_whole(self) -> str:
-        why = await self._why_not_placed(HEALED_WITHIN_S)
+        why = await self._why_not_placed(BACK_WITHIN_S)
         if why:
             return why
         workers = [p.id for p in self._cluster.processes["worker"] if p.child.returncode is None]
@@ -427,7 +311,7 @@ class Chaos:
             await asyncio.sleep(0.5)
 
     async def _all_alone(self) -> bool:
-        async with AsyncClient(self._addresses) as client:
+        async with self._client() as client:
             layout = (await client.status()).layout
             return layout is not None and all(len(group.members) == 1 for group in layout.groups)
 
@@ -442,11 +326,11 @@ class Chaos:
 
     async def _why_not_idle(self) -> str:
         """Nothing runs, waits or holds a block once the load has ended."""
-        give_up_s, left = time.monotonic() + HEALED_WITHIN_S, "not looked at"
+        give_up_s, left = time.monotonic() + BACK_WITHIN_S, "not looked at"
         while time.monotonic() < give_up_s:
             left = ""
             for address in self._addresses:
-                async with AsyncClient(address) as client:
+                async with self._client(address) as client:
                     status = await client.status()
                 loads = [group.load for group in status.groups if group.load is not None]
                 held = sum(load.used_block_count for load in loads)
@@ -459,10 +343,11 @@ class Chaos:
         return left
 
     def _ended_by_themselves(self) -> list[str]:
-        """Processes whose log has an end of their own: a bug, or a broken invariant."""
-        everyone = [process for processes in self._cluster.processes.values() for process in processes]
-        return sorted({p.child.name for p in everyone if p.child.find_line("invariant") is not None})
+        """Processes that ended otherwise than by being killed: by a bug, or a broken invariant."""
+        crash = self._cluster.crash()
+        last = [] if crash is None else [f"{crash.target} at the very end"]
+        return sorted({*self._keeper.ended_by_themselves, *last})
 
 
-async def _nothing() -> None:
-    """What was killed is started again by the keeper."""
+def _lately(times_s: Sequence[float], began_s: float) -> bool:
+    return any(at_s >= began_s - 30.0 for at_s in times_s)

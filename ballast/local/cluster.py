@@ -14,7 +14,8 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+import urllib.parse
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -96,6 +97,8 @@ class LocalCluster:
         log_dir: Where each service's log goes, as ID.log. None: a temporary folder, removed at the end unless
             something failed.
         redis_url: A state server that runs already; None: see `ballast.local.state_server`.
+        worker_ports: Of the workers in their order; None: any free ports.
+        state_front: Gets host:port of the state server and gives the one that services are told instead.
         start_timeout_s: For the whole start, the loading of the model included.
         stop_timeout_s: What a service gets to finish its requests before it is killed.
 
@@ -125,6 +128,8 @@ class LocalCluster:
         tokens_file: Path | None = None,
         log_dir: Path | None = None,
         redis_url: str | None = None,
+        worker_ports: Sequence[int] | None = None,
+        state_front: Callable[[str], Awaitable[str]] | None = None,
         start_timeout_s: float = 120.0,
         stop_timeout_s: float = 20.0,
     ) -> None:
@@ -153,6 +158,9 @@ class LocalCluster:
         self._own_state_server = False  # with a user for us
         self._tokens_file = tokens_file
         self._secret_file = None if self._secure is None else self._secure / CLUSTER_SECRET
+        self._worker_ports = worker_ports or ()
+        self._state_front = state_front
+        self._service_redis_url = ""
         self._log_dir = log_dir
         self._start_timeout_s = start_timeout_s
         self._stop_timeout_s = stop_timeout_s
@@ -208,6 +216,7 @@ class LocalCluster:
                 self._own_state_server = users is not None
                 opened = state_server(users=users)
                 self.redis_url, self.state_server = await self._resources.enter_async_context(opened)
+            self._service_redis_url = await self._fronted(self.redis_url)
             await self._start_all()
         except BaseException as error:
             self.keep_logs = isinstance(error, Unavailable)
@@ -229,6 +238,14 @@ class LocalCluster:
             if error is None:
                 raise crash
             error.add_note(f"meanwhile {crash}")
+
+    async def _fronted(self, url: str) -> str:
+        """The URL under which services find the state server."""
+        if self._state_front is None:
+            return url
+        parts = urllib.parse.urlsplit(url)
+        user, at, address = parts.netloc.rpartition("@")
+        return parts._replace(netloc=f"{user}{at}{await self._state_front(address)}").geturl()
 
     def crash(self) -> Unavailable | None:
         """The first service that has ended without being told to, with the end of its log; None: all is well."""
@@ -309,13 +326,15 @@ class LocalCluster:
         name = f"{service}-{number}"
         first_port = self._ports.get(service, 0)
         port = first_port + number if first_port else 0
+        if service == "worker" and number < len(self._worker_ports):
+            port = self._worker_ports[number]
         host = self._host if service in _OUTSIDE else "127.0.0.1"
         command = [sys.executable, "-m", f"services.{service}", "--host", host, "--port", str(port)]
         command += [f"--{service}-id", name]
         if service == "gateway":
             command += ["--dispatchers", ",".join(self.addresses)]
         else:
-            command += ["--metrics-port", str(self._take_metrics_port(name)), "--redis-url", self.redis_url]
+            command += ["--metrics-port", str(self._take_metrics_port(name)), "--redis-url", self._service_redis_url]
         if service in _NEEDS_MODEL:
             command += ["--model", str(self.model)]
         command += ["--cluster-secret-file", str(self._secret_file)]

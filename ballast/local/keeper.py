@@ -16,6 +16,7 @@ from ballast.client import AsyncClient
 from ballast.common.errors import BallastError
 from ballast.local.cluster import LocalCluster, ServiceProcess
 from ballast.local.process import ChildProcess
+from ballast.service.tasks import keep_up
 
 _POLL_S = 0.05
 _COUNT_INTERVAL_S = 1.0
@@ -47,6 +48,7 @@ class Keeper:
 
     def __init__(self, cluster: LocalCluster, say: Callable[[str], None]) -> None:
         self.events: deque[KeeperEvent] = deque(maxlen=_EVENT_COUNT)
+        self.ended_by_themselves: list[str] = []  # processes that nobody killed, with how they ended
         self._cluster = cluster
         self._say = say
         self._records: dict[str, _Record] = {}  # by name of the child
@@ -58,12 +60,12 @@ class Keeper:
     async def run(self) -> None:
         """Until cancelled."""
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._keep_count(), name="count replays")
-            tasks.create_task(self._keep_state_server(), name="keep the state server")
+            tasks.create_task(keep_up(self._keep_count, "count replays"))
+            tasks.create_task(keep_up(self._keep_state_server, "keep the state server"))
             while True:
                 for child in self._dead():
                     self._reviving.add(child.name)
-                    tasks.create_task(self._revive(child), name=f"revive {child.name}")
+                    tasks.create_task(keep_up(lambda child=child: self._revive(child), "revive"))
                 await asyncio.sleep(_POLL_S)
 
     def kill(self, worker_id: str) -> bool:
@@ -96,7 +98,7 @@ class Keeper:
         record = self._records.setdefault(name, _Record(ended_at_s))
         if ended_at_s - record.started_at_s > _STABLE_S:
             record.failed_count = 0
-        self._tell(f"{name} {_ended(child)}")
+        self._tell(self._note_end(child))
         while record.failed_count < len(_PAUSES_S):
             await asyncio.sleep(_PAUSES_S[record.failed_count])
             record.failed_count += 1
@@ -107,14 +109,20 @@ class Keeper:
                 self._tell(f"{name} is back after {took_s:.1f} s{await self._replays_since(before)}")
                 self._reviving.discard(name)
                 return
+            ended = self._note_end(processes[0].child)
             processes[0].child.kill()
-            self._tell(f"{name} did not come up again: it {_ended(processes[0].child)}")
+            self._tell(f"it did not come up again: {ended}")
         for process in self._cluster.find(name):
             process.may_end = True
         self._reviving.discard(name)
         self._tell(
             f"{name} is given up after {record.failed_count} attempts, and the others go on; see {child.log_path}"
         )
+
+    def _note_end(self, child: ChildProcess) -> str:
+        if child.returncode not in (None, -signal.SIGKILL):
+            self.ended_by_themselves.append(f"{child.name} {child.how_it_ended}")
+        return f"{child.name} {_ended(child)}"
 
     async def _keep_state_server(self) -> None:
         """What it knew is lost with it; the services bring it back."""
@@ -182,4 +190,6 @@ class Keeper:
 def _ended(child: ChildProcess) -> str:
     if child.returncode == -signal.SIGKILL:
         return "was killed"
+    if child.returncode is None:
+        return f"was not ready within {_START_TIMEOUT_S:g} s; see {child.log_path}"
     return f"{child.how_it_ended}; see {child.log_path}"

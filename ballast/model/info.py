@@ -81,7 +81,9 @@ def read_info(path: Path) -> CheckpointInfo:
     )
     return CheckpointInfo(
         path=path,
-        architecture=str(cast("list[object]", architectures)[0]) if architectures else "unknown",
+        architecture=str(cast("list[object]", architectures)[0])
+        if isinstance(architectures, list) and architectures
+        else "unknown",
         dtype=_dtype(config, bytes_per_dtype),
         layer_count=number("num_hidden_layers"),
         hidden_size=hidden,
@@ -145,7 +147,7 @@ def _read_json(path: Path) -> dict[str, Any]:  # Any: foreign JSON, looked at ke
         value = json.loads(path.read_text())
     except FileNotFoundError as error:
         raise ConfigError(str(path), "not found; name the folder of a Hugging Face checkpoint") from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(str(path), f"cannot be read as JSON: {error}") from error
     if not isinstance(value, dict):
         raise ConfigError(str(path), "must be a JSON object")

@@ -85,9 +85,12 @@ def read_header(path: Path) -> dict[str, TensorHeader]:
             raw = json.loads(file.read(length))
     except OSError as error:
         raise ConfigError(str(path), f"cannot be read: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(str(path), f"its safetensors header is damaged: {error}") from error
     tensors = _parse(path, raw)
+    for name, tensor in tensors.items():
+        if tensor.size_bytes < 0 or min(tensor.shape, default=0) < 0:
+            raise ConfigError(str(path), f"its safetensors header is damaged: {name[:100]} is smaller than nothing")
     expected_bytes = 8 + length + sum(t.size_bytes for t in tensors.values())
     if path.stat().st_size < expected_bytes:
         raise ConfigError(str(path), f"cut off: {path.stat().st_size} bytes of {expected_bytes}; download it again")
@@ -106,5 +109,5 @@ def _parse(path: Path, raw: object) -> dict[str, TensorHeader]:
             for name, entry in entries.items()
             if name != "__metadata__"
         }
-    except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
+    except (AttributeError, LookupError, TypeError, ValueError, OverflowError) as error:
         raise ConfigError(str(path), f"its safetensors header is damaged: {error!r}") from error

@@ -4,17 +4,22 @@ Details follow google.rpc: BadRequest for a client's mistake, RetryInfo for back
 names our class, so that the caller raises the same one).
 """
 
+import asyncio
+import contextlib
 import math
-from typing import TypeVar, cast
+from collections.abc import Generator
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import grpc
 import grpc.aio
-from google.protobuf import any_pb2, duration_pb2
 from google.protobuf.message import DecodeError
-from google.rpc import error_details_pb2, status_pb2
-from grpc_status import rpc_status
 
 from ballast.common import errors
+
+# Clients need these only when something has failed, and would wait for them whenever they start.
+if TYPE_CHECKING:
+    from google.protobuf import any_pb2
+    from google.rpc import error_details_pb2, status_pb2
 
 T = TypeVar("T")
 
@@ -45,8 +50,11 @@ def code_of(error: errors.BallastError) -> grpc.StatusCode:
     return _CODES[type(error)]
 
 
-def to_status(error: errors.BallastError) -> status_pb2.Status:
+def to_status(error: errors.BallastError) -> "status_pb2.Status":
     """The rich status of an error; `rpc_status.to_status` makes of it what a servicer aborts with."""
+    from google.protobuf import duration_pb2
+    from google.rpc import error_details_pb2, status_pb2
+
     fields: dict[str, str] = {}
     details: list[any_pb2.Any] = []
     match error:
@@ -60,7 +68,7 @@ def to_status(error: errors.BallastError) -> status_pb2.Status:
             delay = duration_pb2.Duration(seconds=int(seconds), nanos=int(nanos * 1e9))
             details.append(_pack(error_details_pb2.RetryInfo(retry_delay=delay)))
         case errors.Unavailable():
-            fields = {"target": error.target, "why": error.why}
+            fields = {"target": error.target, "why": error.why, **({"gone": "1"} if error.gone else {})}
         case errors.StaleEpoch():
             fields = {"what": error.what, "have": str(error.have), "want": str(error.want)}
         case errors.NotActive():
@@ -89,6 +97,31 @@ def answered(answer: T | None, target: str) -> T:
     return answer
 
 
+def is_cancelled() -> bool:
+    """Whether this task is to end; else somebody else was cancelled, for whom it waited."""
+    task = asyncio.current_task()
+    return task is None or task.cancelling() > 0
+
+
+@contextlib.contextmanager
+def asking(target: str) -> Generator[None]:
+    """Whatever a call to `target` fails with comes out as an error of ours.
+
+    Also what gRPC raises for a stream that is over, what event loops raise for a connection that is, and a cancellation
+    of the call, which would end a task that nobody has told to.
+    """
+    try:
+        yield
+    except grpc.RpcError as error:
+        raise from_rpc_error(error, target) from error
+    except (grpc.aio.BaseError, asyncio.InvalidStateError, RuntimeError) as error:
+        raise errors.Unavailable(target, f"the call failed: {error or type(error).__name__}") from error
+    except asyncio.CancelledError as error:
+        if is_cancelled():
+            raise
+        raise errors.Unavailable(target, "the call was cancelled") from error
+
+
 def from_rpc_error(error: grpc.RpcError, target: str) -> errors.BallastError:
     """The error that the other side raised, or the nearest one for a status that is not ours.
 
@@ -110,7 +143,7 @@ def from_rpc_error(error: grpc.RpcError, target: str) -> errors.BallastError:
         case grpc.StatusCode.RESOURCE_EXHAUSTED:
             # gRPC itself says this about a message over the size bound: the request is at fault, waiting is no help.
             if "larger than max" in message:
-                return errors.InvalidRequest("request", message)
+                return errors.InvalidRequest("request", f"{message} (max_message_bytes of the receiver)")
             return errors.Overloaded(message, 1.0)
         case grpc.StatusCode.DEADLINE_EXCEEDED:
             return errors.DeadlineExceeded(message)
@@ -125,12 +158,14 @@ def from_rpc_error(error: grpc.RpcError, target: str) -> errors.BallastError:
         case grpc.StatusCode.ALREADY_EXISTS:
             return errors.AlreadyExists(message)
         case grpc.StatusCode.UNAVAILABLE:
-            return errors.Unavailable(target, message)
+            return errors.Unavailable(target, message, gone=True)
         case code:
             return errors.PeerViolation(target, f"{code.name if code else 'no status'}: {message}")
 
 
-def _rebuild(info: error_details_pb2.ErrorInfo, message: str, retry_after_s: float, target: str) -> errors.BallastError:
+def _rebuild(
+    info: "error_details_pb2.ErrorInfo", message: str, retry_after_s: float, target: str
+) -> errors.BallastError:
     fields = info.metadata
     match info.reason:
         case "InvalidRequest":
@@ -146,7 +181,7 @@ def _rebuild(info: error_details_pb2.ErrorInfo, message: str, retry_after_s: flo
         case "Overloaded":
             return errors.Overloaded(fields["why"], retry_after_s)
         case "Unavailable":
-            return errors.Unavailable(fields["target"], fields["why"])
+            return errors.Unavailable(fields["target"], fields["why"], gone=fields["gone"] == "1")
         case "DeadlineExceeded":
             return errors.DeadlineExceeded(message)
         case "Cancelled":
@@ -170,7 +205,10 @@ def _rebuild(info: error_details_pb2.ErrorInfo, message: str, retry_after_s: flo
             return errors.PeerViolation(info.domain, f"unknown reason {info.reason}: {message}")
 
 
-def _read_details(call: grpc.Call | grpc.aio.AioRpcError) -> tuple[error_details_pb2.ErrorInfo | None, float]:
+def _read_details(call: grpc.Call | grpc.aio.AioRpcError) -> "tuple[error_details_pb2.ErrorInfo | None, float]":
+    from google.rpc import error_details_pb2
+    from grpc_status import rpc_status
+
     try:
         status = rpc_status.from_call(cast(grpc.Call, call))
     except (ValueError, DecodeError):
@@ -187,8 +225,10 @@ def _read_details(call: grpc.Call | grpc.aio.AioRpcError) -> tuple[error_details
 
 
 def _pack(
-    message: error_details_pb2.BadRequest | error_details_pb2.RetryInfo | error_details_pb2.ErrorInfo,
-) -> any_pb2.Any:
+    message: "error_details_pb2.BadRequest | error_details_pb2.RetryInfo | error_details_pb2.ErrorInfo",
+) -> "any_pb2.Any":
+    from google.protobuf import any_pb2
+
     packed = any_pb2.Any()
     packed.Pack(message)
     return packed

@@ -17,9 +17,11 @@ from google.protobuf.descriptor import Descriptor
 from google.protobuf.message import DecodeError
 from grpc_status import rpc_status
 
-from ballast.common.errors import BallastError, CallFailed, InvalidRequest, InvariantViolation
-from ballast.rpc.callers import Admit, set_caller
+from ballast.common.errors import BallastError, CallFailed, InvalidRequest, InvariantViolation, Overloaded
+from ballast.rpc.bounds import CallBook, CallBounds, Held
+from ballast.rpc.callers import ANYBODY, Admit, set_caller
 from ballast.rpc.errors import from_rpc_error, to_status
+from ballast.rpc.tls import HANDSHAKES
 from ballast.rpc.wire import LARGE_BYTES, MAX_MESSAGES, has_too_many
 
 # Any: a handler's request and response types differ from call to call; grpc.aio has no better type for them.
@@ -61,6 +63,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         on_bug: Gets a broken invariant of this process; the owner stops.
         on_failure: Gets every other unforeseen failure; the owner counts it and goes on.
         admit: Says who calls one of our methods, or raises why he may not; None: everybody may do everything.
+        bounds: What one connection, one caller and large messages may take.
     """
 
     def __init__(
@@ -68,10 +71,13 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         on_bug: Callable[[InvariantViolation], None],
         on_failure: Callable[[CallFailure], None],
         admit: Admit | None = None,
+        bounds: CallBounds | None = None,
     ) -> None:
         self._on_bug = on_bug
         self._on_failure = on_failure
         self._admit = admit
+        self.book = CallBook(bounds or CallBounds())
+        self.large_turn = asyncio.Lock()
 
     async def intercept_service(
         self,
@@ -85,8 +91,13 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
 
     def check(self, method: str, context: _Context) -> None:
         """Before the handler runs, and in its task."""
+        caller = ANYBODY
+        connection = context.peer()
+        HANDSHAKES.has_call(connection)
         if self._admit is not None and method.startswith("/ballastpb."):
-            set_caller(self._admit(method, context))
+            caller = self._admit(method, context)
+            set_caller(caller)
+        self.book.enter(connection, caller.name, context)
 
     async def settle(self, error: Exception, method: str, context: _Context) -> None:
         """Ends the call with the status that `error` means. Always raises."""
@@ -126,6 +137,14 @@ class _Garbage:
     error: Exception
 
 
+@dataclass(frozen=True, slots=True)
+class _Large:
+    """A request that takes room until its call is over: gRPC holds it that long. It is parsed when its turn comes."""
+
+    data: bytes
+    held: Held
+
+
 class _Guarded:
     """One method's handler with its failures settled."""
 
@@ -161,9 +180,14 @@ class _Guarded:
 
     def _parse(self, data: bytes) -> object:
         try:
-            if len(data) > LARGE_BYTES and self._descriptor is not None and has_too_many(data, self._descriptor):
+            deserialize = cast(Any, self._handler.request_deserializer)
+            if len(data) <= LARGE_BYTES:
+                return deserialize(data)
+            if self._descriptor is not None and has_too_many(data, self._descriptor):
                 return _Garbage(InvalidRequest("message", f"has more than {MAX_MESSAGES} messages or many more fields"))
-            return cast(Any, self._handler.request_deserializer)(data)
+            return _Large(data, self._settler.book.hold(len(data)))
+        except Overloaded as error:
+            return _Garbage(error)
         except Exception as error:  # noqa: BLE001 - whatever a parser makes of hostile bytes
             return _Garbage(error if isinstance(error, DecodeError) else DecodeError(str(error)))
 
@@ -172,8 +196,7 @@ class _Guarded:
     async def _generate(self, request: Any, context: _Context) -> AsyncIterator[Any]:
         try:
             self._settler.check(self._method, context)
-            _refuse_garbage(request)
-            async for response in self._inner(request, context):
+            async for response in self._inner(await self._unwrapped(request), context):
                 yield response
         except Exception as error:  # noqa: BLE001 - the one place where every failure becomes a status
             await self._settler.settle(error, self._method, context)
@@ -181,20 +204,22 @@ class _Guarded:
     async def _write(self, request: Any, context: _Context) -> None:
         try:
             self._settler.check(self._method, context)
-            _refuse_garbage(request)
-            await self._inner(request, context)
+            await self._inner(await self._unwrapped(request), context)
         except Exception as error:  # noqa: BLE001 - as above
             await self._settler.settle(error, self._method, context)
 
     async def _call(self, request: Any, context: _Context) -> Any:
         try:
             self._settler.check(self._method, context)
-            _refuse_garbage(request)
-            return await self._inner(request, context)
+            return await self._inner(await self._unwrapped(request), context)
         except Exception as error:  # noqa: BLE001 - as above
             await self._settler.settle(error, self._method, context)
 
-
-def _refuse_garbage(request: object) -> None:
-    if isinstance(request, _Garbage):
-        raise request.error
+    async def _unwrapped(self, request: object) -> object:
+        if isinstance(request, _Garbage):
+            raise request.error
+        if not isinstance(request, _Large):
+            return request
+        async with self._settler.large_turn:  # one at a time, and whatever else is ready goes between two
+            await asyncio.sleep(0)
+            return cast(Any, self._handler.request_deserializer)(request.data)

@@ -36,7 +36,10 @@ class Fence:
             StaleEpoch: somebody with a higher token has given orders here.
             InvalidRequest: the token is no number up to `MAX_TOKEN`.
         """
-        token = _token_of(context)
+        self.take(_token_of(context))
+
+    def take(self, token: int) -> None:
+        """Of an order. Raises StaleEpoch as `admit`."""
         if token < self.highest:
             raise StaleEpoch(PLANNER_TOKEN, token, self.highest)
         self.highest = token

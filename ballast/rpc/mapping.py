@@ -131,13 +131,13 @@ def _writer(fields: "Sequence[_Field]", make: _Convert) -> Callable[[Any, Mappin
     """As if written by hand: there is a message for each step of each engine."""
     known: dict[str, Any] = {"make": make} | {f"to_{f.name}": f.to for f in fields}
     parts = [f"{f.name}=r.{f.name}" if f.to is None else f"{f.name}=to_{f.name}(r.{f.name})" for f in fields]
-    return eval(f"lambda r, given: make({', '.join(parts)}, **given)", known)
+    return eval(f"lambda r, given: make({', '.join([*parts, '**given'])})", known)
 
 
 def _reader(fields: "Sequence[_Field]", make: _Convert) -> Callable[[Any, Mapping[str, Any]], Any]:
     known: dict[str, Any] = {"make": make} | {f"of_{f.name}": f.value for f in fields}
     parts = [f"{f.name}=of_{f.name}(m, m.{f.name})" if f.is_converted else f"{f.name}=m.{f.name}" for f in fields]
-    return eval(f"lambda m, given: make({', '.join(parts)}, **given)", known)
+    return eval(f"lambda m, given: make({', '.join([*parts, '**given'])})", known)
 
 
 _KNOWN: dict[tuple[type, str], Mapper[Any, Any]] = {}

@@ -1,5 +1,6 @@
 """A gRPC server as every service runs it: health, reflection, error translation, bounds, one listening port."""
 
+import resource
 import socket
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, cast
@@ -11,9 +12,13 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from ballast.common.errors import ConfigError, InvariantViolation
+from ballast.rpc.bounds import CallBounds
 from ballast.rpc.callers import Admit
-from ballast.rpc.channel import SERVER_OPTIONS
+from ballast.rpc.channel import SERVER_OPTIONS, connection_age
 from ballast.rpc.failures import CallFailure, ErrorInterceptor, log_failure
+
+_OTHER_FILES = 512  # and connections that this process makes
+_MOST_CONNECTIONS = 1 << 20
 
 
 # Any: the message types of a call do not matter here.
@@ -43,6 +48,14 @@ def _cannot_listen(host: str, port: int) -> ConfigError:
     return ConfigError("port", f"cannot listen on {host}:{port} (in use?); choose another with --port")
 
 
+def room_for_connections() -> int:
+    """So many may come in that enough file descriptors are left for all else."""
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if most == resource.RLIM_INFINITY:
+        return _MOST_CONNECTIONS
+    return min(_MOST_CONNECTIONS, max(64, most - min(most // 2, _OTHER_FILES)))
+
+
 class Register(Protocol):
     """What protoc generates as `add_XServicer_to_server`, with the servicer bound."""
 
@@ -66,11 +79,16 @@ class RpcServer:
         on_failure: Callable[[CallFailure], None] = log_failure,
         credentials: grpc.ServerCredentials | None = None,
         admit: Admit | None = None,
+        bounds: CallBounds | None = None,
+        connection_age_s: float | None = None,
     ) -> None:
         """`credentials`: of TLS; None: in the clear. `admit` decides on each call; None: everybody may do everything.
-        Health and reflection are for everybody who can connect."""
-        interceptors = [ErrorInterceptor(on_bug, on_failure, admit)]
-        self._server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=interceptors)
+        Health and reflection are for everybody who can connect. After `connection_age_s` clients connect anew and learn
+        of other servers of the same name; None: never."""
+        bounds = bounds or CallBounds(connections=room_for_connections())
+        interceptors = [ErrorInterceptor(on_bug, on_failure, admit, bounds)]
+        ages = () if connection_age_s is None else connection_age(connection_age_s)
+        self._server = grpc.aio.server(options=(*SERVER_OPTIONS, *bounds.options, *ages), interceptors=interceptors)
         self._credentials = credentials
         self._host = host
         self._port = port

@@ -10,7 +10,10 @@ know where services run; only a dispatcher's must name its hosts, for clients fr
 """
 
 import time
+from collections import OrderedDict, deque
+from collections.abc import Callable
 from pathlib import Path
+from threading import Lock
 from typing import Any, cast
 
 import grpc
@@ -19,6 +22,8 @@ from ballast.common.errors import ConfigError
 
 CERTIFICATE, KEY, CA = "tls.crt", "tls.key", "ca.crt"
 _LOOK_S = 1.0  # how often new files are looked for, at most
+_CALL_WITHIN_S = 15.0  # a little longer than a handshake may take
+_MOST_CONNECTIONS = 1 << 16  # that are remembered
 
 
 class TlsFolder:
@@ -54,6 +59,52 @@ class TlsFolder:
         return {name: _read(self.path / name) for name in (CERTIFICATE, KEY, CA)}
 
 
+class Handshakes:
+    """Tells from the number of connections on which calls come how many handshakes have come to nothing.
+
+    gRPC does not say that one has failed, nor why: with a certificate of another CA, without any, or without TLS. It
+    asks for our certificate at the beginning of each, though.
+    """
+
+    def __init__(self, now_s: Callable[[], float] = time.monotonic) -> None:
+        self._now_s = now_s
+        self._begun_s = deque[float]()  # of those without a call so far
+        self._known = OrderedDict[str, None]()  # connections with calls
+        self._failed_count = 0
+        self._lock = Lock()  # handshakes begin in gRPC's threads
+
+    def begins(self) -> None:
+        with self._lock:
+            self._begun_s.append(self._now_s())
+            self._expire()
+
+    def has_call(self, connection: str) -> None:
+        if connection in self._known:
+            return
+        with self._lock:
+            self._known[connection] = None
+            if len(self._known) > _MOST_CONNECTIONS:
+                self._known.popitem(last=False)
+            if self._begun_s:
+                self._begun_s.popleft()
+
+    @property
+    def failed_count(self) -> int:
+        """Handshakes so far that no call has followed in time."""
+        with self._lock:
+            self._expire()
+            return self._failed_count
+
+    def _expire(self) -> None:
+        latest_s = self._now_s() - _CALL_WITHIN_S
+        while self._begun_s and (self._begun_s[0] < latest_s or len(self._begun_s) > _MOST_CONNECTIONS):
+            self._begun_s.popleft()
+            self._failed_count += 1
+
+
+HANDSHAKES = Handshakes()  # of all servers of this process
+
+
 class _Renewal:
     """Asked by gRPC at every handshake, in threads of its own."""
 
@@ -64,6 +115,7 @@ class _Renewal:
 
     def fetch(self) -> grpc.ServerCertificateConfiguration | None:
         """None: no change. Files that are half written or gone are no change either."""
+        HANDSHAKES.begins()
         if time.monotonic() - self._looked_at_s < _LOOK_S:
             return None
         self._looked_at_s = time.monotonic()

@@ -11,6 +11,7 @@ from ballast.service.leadership import Floor, Leadership
 from ballast.service.lifecycle import say_ready
 from ballast.service.logs import get_logger
 from ballast.service.state import StateServer
+from ballast.service.tasks import keep_up
 
 _HEALTH_INTERVAL_S = 0.2
 
@@ -69,11 +70,11 @@ async def _serve(
     try:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(_run(work), name="work")
-            tasks.create_task(leadership.run(), name="leadership")
+            tasks.create_task(keep_up(leadership.run, "leadership"), name="leadership")
             try:
                 await leadership.decided.wait()
                 say_ready(candidate.service, candidate.instance, candidate.address)
-                await _report_readiness(leadership, state, server)
+                await keep_up(lambda: _report_readiness(leadership, state, server), "readiness")
             finally:
                 on_change(None)
     finally:

@@ -12,6 +12,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from ballast.common.errors import ConfigError, InvalidRequest
 from ballast.common.sampling import Grammar, GrammarKind
+from ballast.service.one_of import narrowed
 
 if TYPE_CHECKING:  # exists in the type stubs only
     from llguidance._lib import JsonCompileOptions
@@ -44,9 +45,14 @@ class Grammars:
             raise ConfigError(str(tokenizer_file), f"is not a valid tokenizer: {error}") from error
         self._compile = lru_cache(maxsize=_COMPILED)(self._compiled)
 
-    def check(self, grammar: Grammar) -> None:
-        """Raises InvalidRequest, with what llguidance says, for a grammar that cannot be followed."""
-        self._compile(grammar)
+    def check(self, grammar: Grammar, token_ids: Sequence[int] = ()) -> None:
+        """Raises InvalidRequest, with what llguidance says, for a grammar that cannot be followed, or that these
+        tokens of an answer do not follow.
+        """
+        matcher = self._compile(grammar)
+        if token_ids and (right := matcher.deep_copy().validate_tokens(list(token_ids))) < len(token_ids):
+            why = f"token {right} of the answer so far does not follow the grammar"
+            raise InvalidRequest("resumption.token_ids", why)
 
     def start(self, grammar: Grammar, token_ids: Sequence[int]) -> LLMatcher:
         """The state behind these tokens of the answer."""
@@ -66,7 +72,7 @@ def _text(grammar: Grammar) -> str:
     match grammar.kind:
         case GrammarKind.JSON_SCHEMA:
             try:
-                return LLMatcher.grammar_from_json_schema(grammar.text, defaults=_JSON_DEFAULTS)
+                return LLMatcher.grammar_from_json_schema(narrowed(grammar.text), defaults=_JSON_DEFAULTS)
             except ValueError as error:
                 raise InvalidRequest("sampling.grammar.json_schema", f"is not valid JSON: {error}") from error
         case GrammarKind.REGEX:

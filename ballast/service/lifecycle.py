@@ -4,12 +4,13 @@ Exit status: 0 stopped as asked, 2 configuration wrong, 70 broken invariant (our
 """
 
 import asyncio
+import contextlib
 import faulthandler
 import gc
+import resource
 import signal
 import socket
 import sys
-import traceback
 from collections.abc import Awaitable, Callable, Iterator
 from typing import TypeVar
 
@@ -17,7 +18,7 @@ import uvloop
 
 from ballast.common.errors import ConfigError, InvariantViolation
 from ballast.rpc.failures import CallFailure
-from ballast.service.logs import get_logger
+from ballast.service.logs import frames, get_logger
 from ballast.service.metrics import CALL_FAILURES, INVARIANT_VIOLATIONS
 from ballast.service.redact import redact
 
@@ -47,20 +48,15 @@ class Lifecycle:
     def report_failure(self, failure: CallFailure) -> None:
         """Counts a call that failed unforeseen, and logs it if its cause is new. The service goes on."""
         CALL_FAILURES.labels(failure.method, failure.cause).inc()
-        key = (failure.method, failure.cause, "".join(_frames(failure.error)[-1:]))
+        key = (failure.method, failure.cause, "".join(frames(failure.error)[-1:]))
         if key in self._logged or len(self._logged) >= _MAX_CAUSES:
             return
         self._logged.add(key)
         log = get_logger().bind(method=failure.method, cause=failure.cause)
         if failure.is_ours:
-            log.error("call failed", at=_frames(failure.error))
+            log.error("call failed", at=frames(failure.error))
         else:
             log.warning("call failed")
-
-
-def _frames(error: Exception) -> list[str]:
-    """Where it was raised, innermost last. Without its message, which may quote what a client has sent."""
-    return [f"{frame.filename}:{frame.lineno} in {frame.name}" for frame in traceback.extract_tb(error.__traceback__)]
 
 
 def advertised_address(host: str, advertise_host: str | None, port: int) -> str:
@@ -79,7 +75,16 @@ def say_ready(service: str, instance: str, address: str) -> None:
 def run_service(main: Callable[[Lifecycle], Awaitable[None]]) -> None:
     """Runs `main` until it returns, then exits the process. SIGTERM and SIGINT set `stopping`; a second one kills."""
     faulthandler.enable()
+    _open_all_files()
     sys.exit(uvloop.run(_supervise(main)))
+
+
+def _open_all_files() -> None:
+    """As many as we are allowed: what a shell starts with, 1,024 as a rule, is meant for programs that use select."""
+    now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if most != resource.RLIM_INFINITY and now < most:
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 async def _supervise(main: Callable[[Lifecycle], Awaitable[None]]) -> int:

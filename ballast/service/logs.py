@@ -12,6 +12,10 @@ import re
 import select
 import sys
 import time
+import traceback
+from collections.abc import Generator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Final, Literal, TextIO, cast
 
 import structlog
@@ -19,6 +23,7 @@ import structlog
 from ballast.service.metrics import LOST_LOG_LINES
 from ballast.service.redact import redact
 
+LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["console", "json"]
 
 # A client's id with such a character must not make a line look like something else. Escape starts our own colours.
@@ -88,7 +93,7 @@ def _escaped(found: re.Match[str]) -> str:
     return f"\\x{ord(found[0]):02x}"
 
 
-def configure(*, service: str, instance: str, level: str, form: LogFormat) -> None:
+def configure(*, service: str, instance: str, level: LogLevel, form: LogFormat) -> None:
     """Sets up logging for this process; `instance` tells replicas of a service apart."""
     shared: list[structlog.typing.Processor] = [
         structlog.contextvars.merge_contextvars,
@@ -124,5 +129,26 @@ def configure(*, service: str, instance: str, level: str, form: LogFormat) -> No
     logging.basicConfig(handlers=[handler], level=logging.WARNING, force=True)
 
 
+_is_silent: ContextVar[bool] = ContextVar("is_silent", default=False)
+_NOWHERE: structlog.typing.FilteringBoundLogger = structlog.wrap_logger(
+    structlog.ReturnLogger(), wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL)
+)
+
+
+@contextmanager
+def silence() -> Generator[None]:
+    """What is said inside is not logged: services that are simulated would tell of what never happened."""
+    token = _is_silent.set(True)
+    try:
+        yield
+    finally:
+        _is_silent.reset(token)
+
+
+def frames(error: BaseException) -> list[str]:
+    """Where it was raised, innermost last. Without its message, which may quote what a client has sent."""
+    return [f"{frame.filename}:{frame.lineno} in {frame.name}" for frame in traceback.extract_tb(error.__traceback__)]
+
+
 def get_logger() -> structlog.typing.FilteringBoundLogger:
-    return structlog.get_logger()
+    return _NOWHERE if _is_silent.get() else structlog.get_logger()

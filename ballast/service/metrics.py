@@ -4,11 +4,16 @@ What is served is the registry with two things added: every sample of ours has t
 is known, and if asked for the core metrics appear a second time under the names that vLLM gives them.
 """
 
+import contextlib
 import platform
+import socket
+import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Final
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Metric, disable_created_metrics, start_http_server
+from prometheus_client import CollectorRegistry, Counter, Gauge, Metric, MetricsHandler, disable_created_metrics
 from prometheus_client.gc_collector import GCCollector
 from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
@@ -31,6 +36,8 @@ E2E_BUCKETS_S = (
     *(120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
 )
 _OURS: Final = "ballast_"
+_MAX_SCRAPES = 16  # at a time
+_SCRAPE_S = 5.0
 
 # Family -> vLLM's. What a dispatcher and its workers count of the same thing has one name there: it adds up.
 VLLM_NAMES: Final[Mapping[str, str]] = {
@@ -73,6 +80,12 @@ CALL_FAILURES = Counter(
     "ballast_rpc_failures_total",
     "Calls that ended by something nobody raised on purpose: malformed bytes, a client that went away, an exception",
     ["method", "cause"],
+    registry=REGISTRY,
+)
+TASK_FAILURES = Counter(
+    "ballast_task_failures_total",
+    "Times a task of this process failed by something unforeseen and began anew, or was done without",
+    ["task", "cause"],
     registry=REGISTRY,
 )
 
@@ -118,6 +131,42 @@ def _as_vllm(metric: Metric, added: Mapping[str, str]) -> Metric:
     return _copy(metric, name, samples)
 
 
+class _BoundedServer(ThreadingHTTPServer):
+    """A thread for each connection, of which there are few: who takes long makes room for who comes."""
+
+    def __init__(self, address: tuple[str, int], handler: type[BaseHTTPRequestHandler]) -> None:
+        self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+        self._open: dict[socket.socket, float] = {}  # since when, in this order
+        self._lock = threading.Lock()
+        super().__init__(address, handler)
+
+    def process_request(self, request: socket.socket, client_address: tuple[str, int]) -> None:  # type: ignore[override]
+        now_s = time.monotonic()
+        with self._lock:
+            oldest = next(iter(self._open), None)
+            full = len(self._open) >= _MAX_SCRAPES
+            if full and oldest is not None and now_s - self._open[oldest] > _SCRAPE_S:
+                del self._open[oldest]
+                with contextlib.suppress(OSError):
+                    oldest.shutdown(socket.SHUT_RDWR)  # its thread comes to its end by that
+                full = False
+            if not full:
+                self._open[request] = now_s
+        if full:
+            self.shutdown_request(request)
+            return
+        request.settimeout(_SCRAPE_S)
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: socket.socket) -> None:  # type: ignore[override]
+        with self._lock:
+            self._open.pop(request, None)
+        super().shutdown_request(request)
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """A connection that ends is no news."""
+
+
 class MetricsServer:
     """Serves /metrics. Port 0 switches it off.
 
@@ -136,9 +185,11 @@ class MetricsServer:
         registry = CollectorRegistry()
         registry.register(self.shown)
         try:
-            server, thread = start_http_server(port, addr=host, registry=registry)
+            server = _BoundedServer((host, port), MetricsHandler.factory(registry))
         except OSError as error:
             raise ConfigError("metrics_port", f"cannot listen on {host}:{port}: {error.strerror}") from error
+        thread = threading.Thread(target=server.serve_forever, name="metrics", daemon=True)
+        thread.start()
         self._stop = (server, thread)
 
     def close(self) -> None:

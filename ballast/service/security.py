@@ -6,20 +6,24 @@ what that protects against whom.
 
 import functools
 import ipaddress
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, NoReturn
 
 import grpc
 import grpc.aio
-from prometheus_client import Counter
+from prometheus_client import Counter, Metric
+from prometheus_client.core import CounterMetricFamily
+from prometheus_client.registry import Collector
+from pydantic import Field
 from pydantic_settings import CliImplicitFlag
 
 from ballast.common.errors import BallastError, ConfigError, PermissionDenied, Unauthenticated
 from ballast.rpc.callers import Admit, Caller, caller
 from ballast.rpc.channel import Dial, open_channel
-from ballast.rpc.tls import TlsFolder
+from ballast.rpc.tls import HANDSHAKES, TlsFolder
+from ballast.service.logs import LogFormat, LogLevel
 from ballast.service.metrics import REGISTRY
 from ballast.service.settings import Settings
 from ballast.service.tokens import TokenBook, TokenRole, cluster_token
@@ -32,6 +36,18 @@ _REFUSED = Counter(
     ["reason"],
     registry=REGISTRY,
 )
+
+
+class _Handshakes(Collector):
+    def collect(self) -> Iterator[Metric]:
+        yield CounterMetricFamily(
+            "ballast_tls_handshakes_failed",
+            "TLS connections that no call has followed: of clients with a certificate of another CA, or without TLS",
+            HANDSHAKES.failed_count,
+        )
+
+
+REGISTRY.register(_Handshakes())
 
 # Any: the message types of a call do not matter here.
 _Context = grpc.aio.ServicerContext[Any, Any]
@@ -63,7 +79,7 @@ MAY_CALL: Mapping[str, frozenset[Role]] = {
         for name in ("GetLayout", "WatchLayout", "DrainWorker", "ExplainPlan", "Drop", "Restore", "ListTransitions")
     },
     f"{_WORKER}Attach": frozenset({Role.DISPATCHER}),
-    f"{_WORKER}GetStatus": _WATCHING,
+    f"{_WORKER}GetStatus": _WATCHING | {Role.GATEWAY},  # whose page shows each member's memory
     f"{_WORKER}GetTrace": frozenset({Role.OPERATOR}),
     f"{_WORKER}GetTransition": frozenset({Role.PLANNER, Role.OPERATOR}),
     **{f"{_WORKER}{name}": _ORDERS for name in ("Prepare", "Commit", "Abort", "Migrate", "NamePartners", "Drain")},
@@ -74,8 +90,13 @@ INFERS = frozenset(f"{_INFERENCE}{name}" for name in ("Generate", "Cancel", "Tok
 
 
 class GuardedSettings(Settings):
-    """Settings of whatever listens: what protects it."""
+    """Settings of whatever listens: where, what protects it, and what it logs."""
 
+    host: str = "127.0.0.1"
+    """Address to listen on."""
+    advertise_host: str | None = None
+    """Name or address under which others reach this service. Default: the host it listens on, or this machine's name if
+    that is 0.0.0.0."""
     tls_dir: Path | None = None
     """Folder with tls.crt, tls.key and ca.crt of this service, as `ballast certs` makes them. The other services then
     need certificates of the same CA."""
@@ -83,11 +104,19 @@ class GuardedSettings(Settings):
     """File with the secret that all services of the cluster share."""
     insecure: CliImplicitFlag[bool] = False
     """Listen beyond this machine's loopback although anybody who reaches the port can then do anything."""
+    log_level: LogLevel = "info"
+    """The least important messages to log."""
+    log_format: LogFormat = "console"
+    """Lines for people, or JSON for programs."""
 
 
 class ServiceSettings(GuardedSettings):
     """Settings that all services of the cluster share."""
 
+    metrics_host: str = "127.0.0.1"
+    """Address to serve Prometheus metrics on."""
+    metrics_port: int = Field(default=0, ge=0, le=65535)
+    """Port of the Prometheus metrics; 0: no metrics."""
     redis_url: str = "redis://127.0.0.1:6379/0"
     """The state server: redis://HOST:PORT/DB, or rediss:// for TLS."""
     redis_user: str | None = None
@@ -111,11 +140,12 @@ class Security:
         self._insecure = settings.insecure
         self._tls = None if settings.tls_dir is None else TlsFolder(settings.tls_dir)
 
-    def dial(self, peer: Role) -> Dial:
-        """Opens channels to services of that role."""
+    def dial(self, peer: Role, *, watchful: bool = False) -> Dial:
+        """Opens channels to services of that role; `watchful` as for `open_channel`."""
         if self._tls is None:
-            return open_channel
-        return functools.partial(open_channel, credentials=self._tls.channel_credentials(), peer=peer)
+            return functools.partial(open_channel, watchful=watchful)
+        credentials = self._tls.channel_credentials()
+        return functools.partial(open_channel, credentials=credentials, peer=peer, watchful=watchful)
 
     def credentials(self) -> grpc.ServerCredentials | None:
         """To listen with. Dispatchers are reached by clients that have a token instead of a certificate."""

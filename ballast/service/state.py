@@ -5,6 +5,7 @@ back by itself. Key names, TTLs and scripts of a service live in its `store.py`;
 """
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -12,7 +13,6 @@ from typing import Any, TypeVar, cast
 import redis.asyncio as aioredis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
-from redis.exceptions import RedisError
 
 from ballast.common.errors import ConfigError, Unavailable
 from ballast.common.ids import Incarnation
@@ -87,6 +87,14 @@ def _cancel_count() -> int:
     return 0 if task is None else task.cancelling()
 
 
+def _unless_cancelled(cancelled_before: int) -> None:
+    """Redis-py sends in asyncio.wait_for, which before Python 3.12 swallows a cancellation that comes in the moment in
+    which all has been sent: the task would go on, and a service that was told to stop would not.
+    """
+    if _cancel_count() > cancelled_before:
+        raise asyncio.CancelledError
+
+
 class StateServer:
     """One connection pool. Every operation ends within two seconds, with a result or `Unavailable`."""
 
@@ -116,6 +124,8 @@ class StateServer:
                 socket_connect_timeout=_OPERATION_TIMEOUT_S,
                 health_check_interval=15,
                 retry=Retry(NoBackoff(), 1),
+                # What uvloop raises for a write to a connection that was reset a moment ago.
+                retry_on_error=[RuntimeError],
                 **{name: value for name, value in access.items() if value is not None},
             )
         except ValueError as error:
@@ -144,15 +154,13 @@ class StateServer:
         try:
             async with asyncio.timeout(2 * _OPERATION_TIMEOUT_S):
                 result = await operation
-        except (RedisError, OSError, TimeoutError, UnicodeDecodeError) as error:  # the last: bytes that are no text
+        except Exception as error:  # the library lets through what its sockets, its parser and the text raise
             self.reachable = False
+            _unless_cancelled(cancelled_before)
             why = redact(f"{self.url}: {error or type(error).__name__}")
             raise Unavailable("state server", why) from error
         self.reachable = True
-        # redis-py sends in asyncio.wait_for, which before Python 3.12 swallows a cancellation that comes in the moment
-        # in which all has been sent: the task would go on, and a service that was told to stop would not.
-        if _cancel_count() > cancelled_before:
-            raise asyncio.CancelledError
+        _unless_cancelled(cancelled_before)
         return result
 
     async def wait_ready(self) -> None:
@@ -197,7 +205,8 @@ class StateServer:
         return await self.run(cast(Awaitable[str | None], self._redis.get(address_key(name))))
 
     async def close(self) -> None:
-        await self._redis.aclose()
+        with contextlib.suppress(Unavailable):
+            await self.run(self._redis.aclose())
 
 
 def state_server(settings: ServiceSettings) -> StateServer:

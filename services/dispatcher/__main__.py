@@ -6,7 +6,7 @@ import gc
 import sys
 import time
 import uuid
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -15,17 +15,20 @@ import grpc.aio
 from ballast.common.errors import Unavailable
 from ballast.common.ids import DispatcherId, Incarnation
 from ballast.common.layout import Layout
+from ballast.rpc.bounds import CallBounds
 from ballast.rpc.callers import Admit
 from ballast.rpc.channel import Dial
-from ballast.rpc.server import RpcServer
+from ballast.rpc.server import RpcServer, room_for_connections
 from ballast.service import logs
 from ballast.service.leadership import LeaderAddress
 from ballast.service.lifecycle import Lifecycle, advertised_address, run_service, say_ready
 from ballast.service.metrics import REGISTRY, MetricsServer
 from ballast.service.models import find_model
+from ballast.service.otlp import Exporter
 from ballast.service.security import Role, Security, TokenAuthority
 from ballast.service.settings import load_settings
 from ballast.service.state import StateServer, state_server
+from ballast.service.tasks import keep_up
 from ballast.service.tokens import TokenBook
 from ballastpb.inference.v1 import inference_pb2, inference_pb2_grpc
 from ballastpb.planner.v1 import planner_pb2, planner_pb2_grpc
@@ -49,6 +52,7 @@ T = TypeVar("T")
 
 _NAME = "dispatcher"
 _PLANNER_LOOKUP_S = 2.0
+_CONNECTION_AGE_S = 300.0  # after which clients see dispatchers that have been added under the same name
 _CLOSE_GRACE_S = 1.0  # for the last responses to reach their clients
 
 
@@ -130,7 +134,7 @@ async def _serve(
 ) -> None:
     clock = MonotonicClock()
     store = DispatcherStore(state, identity)
-    shell = build_shell(settings, identity, clock, life, doors.security.dial(Role.WORKER))
+    shell = build_shell(settings, identity, clock, life, doors.security.dial(Role.WORKER, watchful=True))
     metrics.shown.model_name = lambda: shell.model.name if shell.model is not None else ""
     planner = LeaderAddress(state, "planner", None, interval_s=_PLANNER_LOOKUP_S)
     operators = PlannerClient(planner, doors.security.dial(Role.PLANNER))
@@ -143,9 +147,11 @@ async def _serve(
             max_deadline_s=settings.max_deadline_s,
             max_queued_request_count=settings.max_num_queued_reqs,
             max_queued_token_count=settings.max_num_queued_tokens,
+            resume=settings.resume,
         ),
         clock=clock,
         planner=operators,
+        traces=settings.otlp_traces_endpoint is not None,
     )
 
     def register(server: grpc.aio.Server) -> None:
@@ -165,31 +171,46 @@ async def _serve(
         on_failure=life.report_failure,
         credentials=doors.security.credentials(),
         admit=doors.admit,
+        bounds=CallBounds(
+            per_connection=settings.max_calls_per_connection,
+            per_caller=settings.max_calls_per_token,
+            connections=settings.max_connections or room_for_connections(),
+            large_bytes=settings.max_request_bytes,
+            message_bytes=settings.max_message_bytes,
+        ),
+        connection_age_s=_CONNECTION_AGE_S,
     )
     port = await server.start()
     address = advertised_address(settings.host, settings.advertise_host, port)
 
+    watching: list[Callable[[Layout], None]] = []
+
     def on_layout(layout: Layout) -> None:
+        for tell in watching:
+            tell(layout)
         shell.feed(LayoutChanged(clock.now_s(), layout))
         shell.ready_changed.set()
+
+    def backlog() -> tuple[int, int]:
+        return len(shell.core.backlog), shell.core.backlog.token_count
 
     try:
         async with _running(
             shell.run(),
-            store.watch_layout(settings.layout_poll_s, on_layout),
-            store.listen(),
-            store.register(address),
-            store.share_backlog(lambda: (len(shell.core.backlog), shell.core.backlog.token_count)),
-            store.run_releases(),
-            planner.follow(),
-            doors.follow_tokens(),
-            _keep_health(shell, server),
-            *_tracing(settings, identity, shell, clock),
+            keep_up(lambda: store.watch_layout(settings.layout_poll_s, on_layout), "layout"),
+            keep_up(lambda: store.listen(servicer.taken), "announcements"),
+            keep_up(lambda: store.register(address), "registration"),
+            keep_up(lambda: store.share_backlog(backlog), "backlog"),
+            keep_up(store.run_releases, "releases"),
+            keep_up(planner.follow, "find planner"),
+            keep_up(doors.follow_tokens, "tokens"),
+            keep_up(lambda: _keep_health(shell, server), "health"),
+            *_tracing(settings, identity, shell, clock, watching),
         ):
             gc.freeze()  # what was loaded stays: collections need not look at it while requests run
             say_ready(_NAME, identity.dispatcher_id, address)
             await life.stopping.wait()
-            shell.drain()
+            shell.drain(for_good=True)
             await server.set_ready(False)
             await shell.drained(settings.shutdown_timeout_s)
             await server.stop(_CLOSE_GRACE_S)
@@ -199,14 +220,20 @@ async def _serve(
 
 
 def _tracing(
-    settings: DispatcherSettings, identity: Identity, shell: DispatcherShell, clock: MonotonicClock
+    settings: DispatcherSettings,
+    identity: Identity,
+    shell: DispatcherShell,
+    clock: MonotonicClock,
+    watching: list[Callable[[Layout], None]],
 ) -> list[Coroutine[Any, Any, None]]:
-    """What sends traces, if a collector was named."""
+    """What sends traces, if a collector was named. `watching`: those who are told of layouts."""
     if settings.otlp_traces_endpoint is None:
         return []
-    tracer = Tracer(settings.otlp_traces_endpoint, identity.dispatcher_id, clock, time.time)
+    exporter = Exporter(settings.otlp_traces_endpoint, _NAME, identity.dispatcher_id)
+    tracer = Tracer(exporter, clock, time.time)
     shell.chronicle.tell = tracer.ended
-    return [tracer.run()]
+    watching.append(tracer.layout)
+    return [keep_up(exporter.run, "spans")]
 
 
 def build_shell(
@@ -243,7 +270,7 @@ def build_shell(
 
 @contextlib.asynccontextmanager
 async def _running(*loops: Coroutine[Any, Any, None]) -> AsyncGenerator[None, None]:
-    """Loops that never end by themselves: one that fails takes the others with it, leaving cancels them all."""
+    """Loops that never end by themselves: a broken invariant takes all with it, leaving cancels them."""
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(loop) for loop in loops]
         yield

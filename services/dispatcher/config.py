@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 from pydantic import Field
 
@@ -19,17 +19,8 @@ class DispatcherSettings(ServiceSettings):
     }
 
     # Where it listens and whom it knows.
-    host: str = "127.0.0.1"
-    """Address to listen on."""
     port: int = Field(50051, ge=0, le=65535)
     """Port to listen on; 0: any free one."""
-    advertise_host: str | None = None
-    """Name or address under which the other services reach this one. Default: the host it listens on, or this machine's
-    name if that is 0.0.0.0."""
-    metrics_host: str = "127.0.0.1"
-    """Address to serve Prometheus metrics on."""
-    metrics_port: int = Field(0, ge=0, le=65535)
-    """Port of the Prometheus metrics; 0: no metrics."""
     dispatcher_id: str | None = Field(None, min_length=1, max_length=128)
     """Name of this replica. Default: made up at every start."""
     tokens_file: Path | None = None
@@ -43,6 +34,18 @@ class DispatcherSettings(ServiceSettings):
     """Requests that may wait; more are refused with the delay after which to try again."""
     max_num_queued_tokens: int = Field(4 << 20, ge=1)
     """Prompt tokens that may wait; more are refused likewise."""
+    max_calls_per_connection: int = Field(16_384, ge=1, le=1 << 20)
+    """Calls that one connection may have under way; more are refused with the delay after which to try again."""
+    max_calls_per_token: int = Field(0, ge=0, le=1 << 20)
+    """Calls that clients with one token may have under way here, over all their connections; 0: no bound."""
+    max_connections: int = Field(0, ge=0, le=1 << 20)
+    """Connections that may be open; more are closed as they come. 0: as many as the process may open files, less
+    those it needs itself."""
+    max_message_bytes: int = Field(4 << 20, ge=1 << 16, le=16 << 20)
+    """Bytes of one request, a prompt with all that belongs to it; a larger one is refused. A million token ids take
+    3 MiB."""
+    max_request_bytes: int = Field(1 << 30, ge=16 << 20)
+    """Bytes of requests over 64 KiB that may be under way, all together; more are refused likewise."""
     max_deadline_s: float = Field(3600.0, gt=0)
     """Deadline in seconds of a request that brings none or a longer one."""
     no_worker_timeout_s: float = Field(30.0, gt=0)
@@ -63,6 +66,8 @@ class DispatcherSettings(ServiceSettings):
     """Tokens of its own growth that a request should find room for."""
     replay_limit: int = Field(3, ge=0)
     """How often a request is started anew after its worker was lost."""
+    resume: bool = True
+    """Let clients go on here with requests whose dispatcher has died, and elsewhere with those of this one."""
     move_wait_s: float = Field(5.0, gt=0)
     """Seconds a moved request waits for the stream to its new worker, which keeps it for 10 s."""
 
@@ -84,7 +89,3 @@ class DispatcherSettings(ServiceSettings):
 
     shutdown_timeout_s: float = Field(30.0, ge=0)
     """Seconds that running requests get to finish when the dispatcher is stopped."""
-    log_level: Literal["debug", "info", "warning", "error"] = "info"
-    """The least important messages to log."""
-    log_format: Literal["console", "json"] = "console"
-    """Lines for people, or JSON for programs."""

@@ -1,8 +1,9 @@
 """Accounts of requests and their times, as protobuf."""
 
 from ballast.common.ids import DispatcherId
+from ballast.rpc.mapping import Mapper
 from ballastpb.inference.v1 import inference_pb2 as pb
-from services.dispatcher.shell.chronicle import WINDOW_S, Account, Times
+from services.dispatcher.shell.chronicle import Account, Times
 
 
 def account_to_proto(account: Account, dispatcher_id: DispatcherId, at_s: float) -> pb.DescribeRequestResponse:
@@ -42,15 +43,4 @@ def account_to_proto(account: Account, dispatcher_id: DispatcherId, at_s: float)
     )
 
 
-def times_to_proto(times: Times, *, generated_tokens_total: int, replays_total: int) -> pb.RecentTimes:
-    return pb.RecentTimes(
-        window_s=WINDOW_S,
-        first_token_count=times.first_token_count,
-        ttft_p50_s=times.ttft_p50_s,
-        ttft_p99_s=times.ttft_p99_s,
-        tpot_p50_s=times.tpot_p50_s,
-        tpot_p99_s=times.tpot_p99_s,
-        longest_wait_s=times.longest_wait_s,
-        generated_tokens_total=generated_tokens_total,
-        replays_total=replays_total,
-    )
+TIMES = Mapper(Times, pb.RecentTimes, given=("window_s", "generated_tokens_total", "replays_total"))

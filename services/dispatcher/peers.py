@@ -5,12 +5,10 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, TypeVar
 
-import grpc
-
 from ballast.common.errors import BallastError, DeadlineExceeded, NotActive, Unavailable
 from ballast.common.ids import Epoch, WorkerId
 from ballast.rpc.channel import Dial, open_channel
-from ballast.rpc.errors import from_rpc_error
+from ballast.rpc.errors import asking
 from ballast.service.leadership import LeaderAddress
 from ballastpb.planner.v1 import planner_pb2, planner_pb2_grpc
 
@@ -82,7 +80,5 @@ class PlannerClient:
         if not address:
             raise Unavailable("planner", "none is known yet; is one running?")
         async with self._dial(address) as channel:
-            try:
+            with asking(f"planner at {address}"):
                 yield planner_pb2_grpc.PlannerServiceStub(channel)
-            except grpc.RpcError as error:
-                raise from_rpc_error(error, f"planner at {address}") from error

@@ -13,28 +13,40 @@ import grpc.aio
 
 from ballast import __version__
 from ballast.common.clock import Clock
-from ballast.common.errors import BallastError, Cancelled, InvalidRequest, NotFound, PermissionDenied, Unavailable
+from ballast.common.errors import (
+    AlreadyExists,
+    BallastError,
+    Cancelled,
+    InvalidRequest,
+    NotFound,
+    PermissionDenied,
+    Unavailable,
+)
 from ballast.common.ids import RequestId, WorkerId
 from ballast.common.sampling import FinishReason, SamplingParams
 from ballast.rpc.callers import caller
 from ballast.rpc.codec import LAYOUT, LOAD, MODEL, PRIORITY, SAMPLING, finish_to_proto
 from ballast.rpc.deadline import remaining_s
+from ballast.service.otlp import Context as TraceContext
 from ballast.service.security import refuse
 from ballastpb.cluster.v1 import cluster_pb2
 from ballastpb.inference.v1 import inference_pb2 as pb
 from ballastpb.inference.v1 import inference_pb2_grpc
 from services.dispatcher.core.events import Finish, Request
-from services.dispatcher.describing import account_to_proto, times_to_proto
+from services.dispatcher.describing import TIMES, account_to_proto
+from services.dispatcher.resuming import Resumption, digest_of, resumption_from_proto
+from services.dispatcher.shell.chronicle import WINDOW_S
 from services.dispatcher.shell.clients import ClientStream, Delivery
 from services.dispatcher.shell.dispatcher import DispatcherShell
 from services.dispatcher.shell.links import Identity
-from services.dispatcher.shell.ports import PlannerPort, RequestClaims
+from services.dispatcher.shell.ports import Claim, PlannerPort, RequestClaims
 from services.dispatcher.text import PromptEncoder
 
 # Any: grpc.aio has no better type for the context's messages.
 Context = grpc.aio.ServicerContext[Any, Any]
 
 _MAX_REQUEST_ID_CHARS = 128
+_LOGPROBS_AT_ONCE = 64
 _MAX_TURNS = 8192  # of one conversation
 _PLANNER_TIMEOUT_S = 10.0
 # A prompt of that many tokens, and as many generated ones, fit into one message to a worker.
@@ -46,14 +58,23 @@ class ServingBounds:
     max_deadline_s: float
     max_queued_request_count: int
     max_queued_token_count: int
+    resume: bool
 
 
-@dataclass(frozen=True, slots=True)
-class _Claim:
-    """Of one request on its id, on its way to the state server or there."""
+@dataclass(eq=False, slots=True)
+class _Service:
+    """Of one request, here. `stream`: once it has been submitted. `claiming`: on the way to the state server."""
 
-    serial: int
-    task: asyncio.Task[None]
+    request: Request
+    resumption: Resumption | None
+    caller: str  # the name of the token that it came with
+    claim: Claim | None  # None: the id is ours anyway
+    stream: ClientStream | None = None
+    claiming: asyncio.Task[bool] | None = None
+
+    @property
+    def attempt(self) -> int:
+        return self.resumption.attempt if self.resumption is not None else 1
 
 
 class DispatcherServicer(inference_pb2_grpc.InferenceServiceServicer):
@@ -67,7 +88,10 @@ class DispatcherServicer(inference_pb2_grpc.InferenceServiceServicer):
         bounds: ServingBounds,
         clock: Clock,
         planner: PlannerPort,
+        traces: bool = False,
     ) -> None:
+        """`traces`: those who bring no trace begin one here."""
+        self._traces = traces
         self._planner = planner
         self._shell = shell
         self._claims = claims
@@ -77,46 +101,43 @@ class DispatcherServicer(inference_pb2_grpc.InferenceServiceServicer):
         self._clock = clock
         self._started_at_s = clock.now_s()
         self._claim_serials = itertools.count(1)
-        self._owners: dict[RequestId, tuple[ClientStream, str]] = {}  # the name of the token that started it
+        self._served: dict[RequestId, _Service] = {}
 
     # Writes to the context instead of yielding: cheaper for each token, and a cancelled call ends here at once.
     async def Generate(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, request: pb.GenerateRequest, context: Context
     ) -> None:
-        submission = await self._accepted(request, context)
-        stream = self._shell.open(submission)
-        self._owners.setdefault(submission.request_id, (stream, caller().name))
-        claim = self._claim(request, submission, stream)
+        service = await self._accepted(request, context)
         try:
-            await self._relay(stream, claim, submission, collect=request.collect, context=context)
+            stream = await self._open(service)
+            await self._relay(stream, service, collect=request.collect, context=context)
         except asyncio.CancelledError:
-            if not stream.given_up:
+            if service.stream is None or not service.stream.given_up:
                 raise
             # Without a status the client would wait for ever, should it read on: gRPC sends none for a cancelled call.
-            raise Cancelled(stream.given_up) from None
+            raise Cancelled(service.stream.given_up) from None
         finally:
-            self._shell.close(stream, "the client went away")
-            if self._owners.get(submission.request_id, (None, ""))[0] is stream:  # else another's of the same id
-                del self._owners[submission.request_id]
-            if claim is not None:
-                claim.task.cancel()
-                self._claims.release(submission.request_id, claim.serial)
+            self._close(service)
 
     async def Cancel(self, request: pb.CancelRequest, context: Context) -> pb.CancelResponse:
         if not request.request_id:
             raise InvalidRequest("request_id", "must not be empty")
         request_id, who = RequestId(request.request_id), caller()
-        _, owner = self._owners.get(request_id, (None, who.name))
-        if owner != who.name and not who.operates:
+        service = self._served.get(request_id)
+        if service is not None and service.caller != who.name and not who.operates:
             why = f"request {request_id} was started with another token; to cancel it needs the role operate"
             refuse("not_owner", PermissionDenied(why))
+        if service is not None and service.claim is not None:
+            await self._claims.cancel(service.claim)  # first: else its client goes on with it, should we die now
         return pb.CancelResponse(found=self._shell.withdraw(request_id, "cancelled by its id"))
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
         match request.WhichOneof("prompt"):
             case "text":
                 special = not request.omit_special_tokens
-                ids = await self._encoder.encode_text(request.text, add_special_tokens=special)
+                ids = await self._encoder.encode_text(
+                    request.text, add_special_tokens=special, longest=self._longest_prompt()
+                )
             case "conversation":
                 ids = await self._encode_conversation(request.conversation)
             case None:
@@ -153,8 +174,9 @@ class DispatcherServicer(inference_pb2_grpc.InferenceServiceServicer):
             uptime_s=self._clock.now_s() - self._started_at_s,
             state_server_reachable=self._claims.reachable,
             planner_address=self._planner.address,
-            recent=times_to_proto(
+            recent=TIMES.message(
                 self._shell.chronicle.times(self._clock.now_s()),
+                window_s=WINDOW_S,
                 generated_tokens_total=core.relayed_token_count,
                 replays_total=core.replay_count,
             ),
@@ -172,6 +194,11 @@ class DispatcherServicer(inference_pb2_grpc.InferenceServiceServicer):
         self._shell.drain()
         return pb.DrainResponse(running_request_count=len(self._shell.core.requests))
 
+    async def Undrain(self, request: pb.UndrainRequest, context: Context) -> pb.UndrainResponse:
+        if not self._shell.undrain():
+            raise Unavailable(self._identity.dispatcher_id, "is shutting down, which is not taken back")
+        return pb.UndrainResponse()
+
     async def DrainWorker(self, request: pb.DrainWorkerRequest, context: Context) -> pb.DrainWorkerResponse:
         if not request.worker_id:
             raise InvalidRequest("worker_id", "must not be empty")
@@ -185,79 +212,125 @@ class DispatcherServicer(inference_pb2_grpc.InferenceServiceServicer):
 
     # --------------------------------------------------------------------------------------------- generate
 
-    async def _relay(
-        self,
-        stream: ClientStream,
-        claim: _Claim | None,
-        request: Request,
-        *,
-        collect: bool,
-        context: Context,
-    ) -> None:
+    def taken(self, request_id: RequestId, serial: int) -> None:
+        """The client of that claim goes on with its request at another dispatcher."""
+        service = self._served.get(request_id)
+        if service is not None and service.claim is not None and service.claim.serial == serial:
+            self._shell.withdraw(request_id, "its client goes on with it at another dispatcher")
+
+    async def _open(self, service: _Service) -> ClientStream:
+        """Submits it. The first token need not wait for the claim, unless the request was served elsewhere before."""
+        request, claim = service.request, service.claim
+        if claim is not None and service.attempt > 1:
+            self._refuse_if_served(claim)  # before a claim of our own gives way
+            was_elsewhere = await self._claims.claim(claim, self._ttl_s(request))
+            if self._end_earlier(claim) or was_elsewhere:
+                service.request = request = replace(request, taken_over=True)
+        service.stream = stream = self._shell.open(request)
+        self._served.setdefault(request.request_id, service)
+        # A request that was refused claims nothing: with the same id another one may be served here.
+        if claim is not None and service.attempt == 1 and stream.ending is None:
+            service.claiming = asyncio.create_task(self._claims.claim(claim, self._ttl_s(request)), name="claim")
+        return stream
+
+    def _refuse_if_served(self, claim: Claim) -> None:
+        """Raises AlreadyExists if what is served here is no earlier attempt of the same client."""
+        other = self._served.get(claim.request_id)
+        if other is not None and (other.claim is None or not claim.follows(other.claim)):
+            raise AlreadyExists(f"request {claim.request_id} is being served")
+
+    def _end_earlier(self, claim: Claim) -> bool:
+        """Whether an earlier attempt of the same client was still served here: only its connection has been lost."""
+        earlier = self._served.get(claim.request_id)
+        if earlier is None or earlier.claim is None or not claim.follows(earlier.claim):
+            return False
+        del self._served[claim.request_id]
+        return self._shell.withdraw(claim.request_id, "its client goes on with it over another connection")
+
+    def _close(self, service: _Service) -> None:
+        if service.stream is not None:
+            self._shell.close(service.stream, "the client went away")
+        if self._served.get(service.request.request_id) is service:  # else another of the same id
+            del self._served[service.request.request_id]
+        if service.claiming is not None:
+            service.claiming.cancel()
+        if service.claim is not None and (service.claiming is not None or service.attempt > 1):
+            self._claims.release(service.claim)
+
+    def _ttl_s(self, request: Request) -> float:
+        return request.deadline_at_s - self._clock.now_s()
+
+    async def _relay(self, stream: ClientStream, service: _Service, *, collect: bool, context: Context) -> None:
         is_first = True
         while True:
             delivery = await (stream.take_all() if collect else stream.take())
-            if is_first and claim is not None:
-                await claim.task  # raises if another dispatcher serves this id; it has had the time of the first token
+            if is_first and service.claiming is not None:
+                await service.claiming  # raises if another dispatcher serves this id; it has had time so far
             ending = delivery.ending
             if ending is not None and not isinstance(ending, Finish):
                 if delivery.token_ids and not collect:
-                    await context.write(self._response(request, delivery, is_first=is_first))
+                    await context.write(await self._response(service, delivery, is_first=is_first))
                 raise ending.error
-            await context.write(self._response(request, delivery, is_first=is_first))
+            await context.write(await self._response(service, delivery, is_first=is_first))
             if ending is not None:
                 return
             is_first = False
 
-    def _claim(self, message: pb.GenerateRequest, request: Request, stream: ClientStream) -> _Claim | None:
-        """An id that we minted is ours anyway. Runs beside the request: the first token need not wait for it.
-
-        A request that was refused claims nothing: with the same id another one may be served here.
-        """
-        if not message.request_id or stream.ending is not None:
-            return None
-        ttl_s, serial = request.deadline_at_s - self._clock.now_s(), next(self._claim_serials)
-        return _Claim(serial, asyncio.create_task(self._claims.claim(request.request_id, serial, ttl_s), name="claim"))
-
-    async def _accepted(self, message: pb.GenerateRequest, context: Context) -> Request:
+    async def _accepted(self, message: pb.GenerateRequest, context: Context) -> _Service:
         """The request, checked; what is wrong with it is told to the client and noted."""
         try:
             self._refuse_if_draining()
-            return await self._request_from_proto(message, context)
+            resumption = resumption_from_proto(message, allowed=self._bounds.resume)
+            request = await self._request_from_proto(message, context, resumption)
+            claim = self._claim(request.request_id, resumption) if message.request_id else None
+            return _Service(request, resumption, caller().name, claim)
         except BallastError as error:
             if isinstance(error, InvalidRequest):
                 self._shell.turned_away(RequestId(message.request_id), error, None)
             raise
+
+    def _claim(self, request_id: RequestId, resumption: Resumption | None) -> Claim:
+        serial = next(self._claim_serials)
+        if resumption is None:
+            return Claim(request_id, serial)
+        return Claim(request_id, serial, resumption.attempt, resumption.secret_hash)
 
     def _refuse_if_draining(self) -> None:
         """Before work is put into a request that the core will refuse."""
         if self._shell.core.draining:
             raise Unavailable(self._identity.dispatcher_id, "is draining; use another dispatcher")
 
-    async def _request_from_proto(self, message: pb.GenerateRequest, context: Context) -> Request:
+    async def _request_from_proto(
+        self, message: pb.GenerateRequest, context: Context, resumption: Resumption | None
+    ) -> Request:
         arrived_at_s = self._clock.now_s()
         left_s = remaining_s(context)
         if len(message.request_id) > _MAX_REQUEST_ID_CHARS:
             raise InvalidRequest("request_id", f"has {len(message.request_id)} characters, at most 128 are allowed")
         priority = PRIORITY.member(message.priority, "priority")
         sampling = SAMPLING.record(message.sampling)
+        output = resumption.token_ids if resumption is not None else ()
+        self._check_token_ids("resumption.token_ids", output)
         if sampling.grammar is not None:
-            await self._encoder.check_grammar(sampling.grammar)
+            await self._encoder.check_grammar(sampling.grammar, output)
         prompt = await self._encode_prompt(message)
+        may_shorten = message.fit_max_tokens or not message.sampling.HasField("max_tokens")
+        completed = self._complete(sampling, prompt, may_shorten=may_shorten)
+        if resumption is not None:
+            is_fixed = sampling.seed is not None or sampling.greedy
+            resumption.check(prompt, completed.max_tokens, is_reproducible=is_fixed)
         longest_s = self._bounds.max_deadline_s
         return Request(
             request_id=RequestId(message.request_id or str(uuid.uuid4())),
             prompt_token_ids=prompt,
-            sampling=self._complete(
-                sampling,
-                prompt,
-                may_shorten=message.fit_max_tokens or not message.sampling.HasField("max_tokens"),
-            ),
+            sampling=completed,
             priority=priority,
             deadline_at_s=arrived_at_s + (longest_s if left_s is None else min(left_s, longest_s)),
             omit_text=message.omit_text,
             caller=context.peer(),
-            traceparent=_traceparent(context),
+            traceparent=_traceparent(context) or (TraceContext.new().traceparent if self._traces else ""),
+            output_token_ids=output,
+            text_chars=resumption.text_char_count if resumption is not None else 0,
         )
 
     async def _encode_prompt(self, message: pb.GenerateRequest) -> Sequence[int]:
@@ -267,7 +340,7 @@ class DispatcherServicer(inference_pb2_grpc.InferenceServiceServicer):
                 ids = list(message.token_ids.ids)
                 self._check_token_ids("token_ids", ids)
             case "text":
-                ids = await self._encoder.encode_text(message.text)
+                ids = await self._encoder.encode_text(message.text, longest=self._longest_prompt())
             case "conversation":
                 ids = await self._encode_conversation(message.conversation)
             case None:
@@ -290,7 +363,7 @@ class DispatcherServicer(inference_pb2_grpc.InferenceServiceServicer):
             for i, m in enumerate(conversation.messages)
         ]
         variables = _json_object("conversation.template_variables_json", conversation.template_variables_json)
-        return await self._encoder.encode_conversation(messages, variables)
+        return await self._encoder.encode_conversation(messages, variables, self._longest_prompt())
 
     def _check_token_ids(self, field: str, ids: Sequence[int]) -> None:
         """Against the vocabulary, once a worker has told it; the worker checks again."""
@@ -300,9 +373,13 @@ class DispatcherServicer(inference_pb2_grpc.InferenceServiceServicer):
             at, token_id = next((i, t) for i, t in enumerate(ids) if not 0 <= t < vocab_size)
             raise InvalidRequest(f"{field}[{at}]", f"{token_id} is outside the vocabulary [0, {vocab_size})")
 
-    def _check_length(self, token_count: int) -> None:
+    def _longest_prompt(self) -> int:
+        """In tokens."""
         model = self._shell.model
-        longest = _MAX_PROMPT_TOKENS if model is None else min(_MAX_PROMPT_TOKENS, model.max_model_len - 1)
+        return _MAX_PROMPT_TOKENS if model is None else min(_MAX_PROMPT_TOKENS, model.max_model_len - 1)
+
+    def _check_length(self, token_count: int) -> None:
+        model, longest = self._shell.model, self._longest_prompt()
         if token_count > longest:
             why = f"has {token_count} tokens; with one generated token at most {longest} fit"
             raise InvalidRequest("prompt", why if model is None else f"{why} (max_model_len {model.max_model_len})")
@@ -325,10 +402,15 @@ class DispatcherServicer(inference_pb2_grpc.InferenceServiceServicer):
             changes["max_tokens"] = room
         return replace(sampling, **changes) if changes else sampling
 
-    def _response(self, request: Request, delivery: Delivery, *, is_first: bool) -> pb.GenerateResponse:
-        response = _response(request, delivery, is_first=is_first)
+    async def _response(self, service: _Service, delivery: Delivery, *, is_first: bool) -> pb.GenerateResponse:
+        request = service.request
+        response = _response(request, delivery, is_first=is_first and not request.output_token_ids)
+        if is_first and service.resumption is not None:
+            response.prompt_digest = digest_of(request.prompt_token_ids)
         if not request.omit_text:
-            for logprobs in response.logprobs:
+            for count, logprobs in enumerate(response.logprobs, start=1):
+                if count % _LOGPROBS_AT_ONCE == 0:
+                    await asyncio.sleep(0)  # others take their turn: a collected answer may have tens of thousands
                 for entry in (logprobs.chosen, *logprobs.top):
                     entry.token = self._encoder.token_bytes(entry.token_id)
         return response

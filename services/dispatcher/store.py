@@ -4,22 +4,30 @@ Keys, all under `ballast:`
   layout                    read here, written by the planner (services.planner.store)
   layout:changed            channel; a hint to read the layout now
   dispatchers:<id>          hash {address, incarnation}, expires unless renewed: who is there
+  dispatchers:lately:<id>/<incarnation>
+                            expires 45 s later than that: until then nobody but its client takes a claim with a secret
+  dispatchers:taken:<id>/<incarnation>
+                            channel; "<serial> <request id>": another one goes on with that request of this life
   backlogs                  hash dispatcher id -> "<serial> <requests> <tokens>"; the monitor counts it as demand for as
                             long as the serial goes on changing (services.monitor.store)
-  request:<request id>      "<dispatcher id>/<incarnation>/<serial>", expires: who serves a request whose id the client
-                            chose, and for which of its requests that was claimed
+  request:<request id>      "<attempt> <hash of its secret, or -> <dispatcher id>/<incarnation>/<serial>", expires: who
+                            serves a request whose id the client chose, for which of its requests that was claimed, and
+                            who may go on with it elsewhere. At most 350 bytes, one for each request that is served.
+                            "cancelled <hash of its secret>": nobody goes on with it
 """
 
 import asyncio
 import base64
 import binascii
+import contextlib
+import re
 from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import Any, cast
 
 from google.protobuf.message import DecodeError
 
-from ballast.common.errors import AlreadyExists, BallastError, Unavailable
+from ballast.common.errors import AlreadyExists, BallastError, Cancelled, Unavailable
 from ballast.common.ids import RequestId
 from ballast.common.layout import Layout
 from ballast.rpc.codec import LAYOUT
@@ -27,29 +35,60 @@ from ballast.service.logs import get_logger
 from ballast.service.state import KEY_PREFIX, StateServer
 from ballastpb.cluster.v1 import cluster_pb2
 from services.dispatcher.shell.links import Identity
+from services.dispatcher.shell.ports import Claim
 
 _LAYOUT = f"{KEY_PREFIX}layout"
 _LAYOUT_CHANGED = f"{KEY_PREFIX}layout:changed"
 _DISPATCHERS = f"{KEY_PREFIX}dispatchers:"
+_LATELY = f"{_DISPATCHERS}lately:"
+_TAKEN = f"{_DISPATCHERS}taken:"
 _BACKLOGS = f"{KEY_PREFIX}backlogs"
 _REQUEST = f"{KEY_PREFIX}request:"
 _REGISTRATION_TTL_S = 10
 _REGISTRATION_INTERVAL_S = 3.0
+_RESUMABLE_S = 45  # after the registration of a dispatcher that has died
 _BACKLOG_INTERVAL_S = 0.2
 _CLAIM_TIMEOUT_S = 0.5  # a first token waits no longer for a state server that does not answer
 _RELEASE_BATCH = 256
+_SERIAL = re.compile("[0-9]{1,19}")
 _MAX_RELEASES = 1 << 16  # beyond that the claims expire by themselves
 
-# KEYS: claim, registration prefix. ARGV: owner, TTL in s, serial. Gives 1 if the claim is ours now: it was free, an
-# earlier one of our own (the request has ended), or whoever holds it is not there any more in the life that took it.
+# KEYS: claim, prefixes of registrations, of those of lately, and of channels. ARGV: owner, TTL in s, serial, attempt,
+# hash of the secret or '-', request id. Gives 0 if somebody else serves the request. Else the claim is ours now: 1 if
+# it was free, an earlier one of our own (the request has ended), or whoever holds it is not there any more in the life
+# that took it; 2 if it was another dispatcher's, who is told, and this is a later attempt of the same client; 3 if that
+# client's request has been cancelled.
 _CLAIM = """
-local holder = string.match(redis.call('GET', KEYS[1]) or '', '^(.*)/%d+$')
-if holder and holder ~= ARGV[1] then
-  local id, life = string.match(holder, '^(.*)/(%d+)$')
-  if id and redis.call('HGET', KEYS[2] .. id, 'incarnation') == life then return 0 end
+local held = redis.call('GET', KEYS[1]) or ''
+if ARGV[5] ~= '-' and held == 'cancelled ' .. ARGV[5] then return 3 end
+local attempt, secret, holder, serial = string.match(held, '^(%d+) (%S+) (.*)/(%d+)$')
+local given = 1
+if holder then
+  local same = secret ~= '-' and secret == ARGV[5]
+  if same and tonumber(ARGV[4]) <= tonumber(attempt) then return 0 end
+  if holder ~= ARGV[1] then
+    local id, life = string.match(holder, '^(.*)/(%d+)$')
+    if same then
+      redis.call('PUBLISH', KEYS[4] .. holder, serial .. ' ' .. ARGV[6])
+      given = 2
+    elseif id and redis.call('HGET', KEYS[2] .. id, 'incarnation') == life then
+      return 0
+    elseif secret ~= '-' and redis.call('EXISTS', KEYS[3] .. holder) == 1 then
+      return 0
+    end
+  end
 end
-redis.call('SET', KEYS[1], ARGV[1] .. '/' .. ARGV[3], 'EX', ARGV[2])
-return 1
+redis.call('SET', KEYS[1], ARGV[4] .. ' ' .. ARGV[5] .. ' ' .. ARGV[1] .. '/' .. ARGV[3], 'EX', ARGV[2])
+return given
+"""
+
+_TAKEN_OVER, _CANCELLED = 2, 3
+
+# KEYS: claim. ARGV: what it holds if it is ours, hash of the secret, TTL in s. A claim that is still on its way finds
+# the word that is left here.
+_CANCEL = """
+local held = redis.call('GET', KEYS[1])
+if not held or held == ARGV[1] then redis.call('SET', KEYS[1], 'cancelled ' .. ARGV[2], 'EX', ARGV[3]) end
 """
 
 # KEYS: claims. ARGV: what each of them must hold to be deleted.
@@ -69,7 +108,8 @@ class DispatcherStore:
         self._owner = f"{identity.dispatcher_id}/{identity.incarnation}"
         self._claim = state.redis.register_script(_CLAIM)
         self._release = state.redis.register_script(_RELEASE)
-        self._released: deque[tuple[RequestId, int]] = deque(maxlen=_MAX_RELEASES)
+        self._cancel = state.redis.register_script(_CANCEL)
+        self._released: deque[Claim] = deque(maxlen=_MAX_RELEASES)
         self._releasing = asyncio.Event()
         self._hint = asyncio.Event()  # the layout may have changed
 
@@ -100,19 +140,30 @@ class DispatcherStore:
             except TimeoutError:
                 pass
 
-    async def listen(self) -> None:
-        """Turns the planner's announcements into hints; without them the layout is polled."""
+    async def listen(self, on_taken: Callable[[RequestId, int], None]) -> None:
+        """Turns the planner's announcements into hints; without them the layout is polled. Calls back with each
+        request of ours, and the serial of its claim, that a client has taken to another dispatcher.
+        """
+        taken = f"{_TAKEN}{self._owner}"
         while True:
             pubsub = self._state.redis.pubsub()  # pyright: ignore[reportUnknownMemberType]
             try:
-                await self._state.run(cast(Awaitable[object], pubsub.subscribe(_LAYOUT_CHANGED)))  # pyright: ignore[reportUnknownMemberType]
+                await self._state.run(cast(Awaitable[object], pubsub.subscribe(_LAYOUT_CHANGED, taken)))  # pyright: ignore[reportUnknownMemberType]
                 while True:
-                    if await self._state.run(cast(Awaitable[object], pubsub.get_message(timeout=1.0))) is not None:
+                    # Any: a mapping with strings, or None.
+                    message = await self._state.run(cast(Awaitable[Any], pubsub.get_message(timeout=1.0)))
+                    if message is None:
+                        continue
+                    serial, _, request_id = str(message["data"]).partition(" ")
+                    if message["channel"] != taken:
                         self._hint.set()
+                    elif request_id and _SERIAL.fullmatch(serial):  # not the word that the subscription has begun
+                        on_taken(RequestId(request_id), int(serial))
             except Unavailable:
                 await asyncio.sleep(1.0)
             finally:
-                await pubsub.aclose()  # pyright: ignore[reportUnknownMemberType]
+                with contextlib.suppress(Unavailable):
+                    await self._state.run(cast(Awaitable[None], pubsub.aclose()))  # pyright: ignore[reportUnknownMemberType]
 
     async def _read_layout(self) -> str | None:
         return await self._state.run(cast(Awaitable[str | None], self._state.redis.get(_LAYOUT)))
@@ -133,6 +184,7 @@ class DispatcherStore:
         pipe = self._state.redis.pipeline(transaction=True)
         pipe.hset(key, mapping={"address": address, "incarnation": self._identity.incarnation})
         pipe.expire(key, _REGISTRATION_TTL_S)
+        pipe.set(f"{_LATELY}{self._owner}", 1, ex=_REGISTRATION_TTL_S + _RESUMABLE_S)
         await self._state.run(cast(Awaitable[Any], pipe.execute()))  # Any: a list of replies
 
     async def unregister(self) -> None:
@@ -161,27 +213,50 @@ class DispatcherStore:
 
     # --------------------------------------------------------------------------------------------- request ids
 
-    async def claim(self, request_id: RequestId, serial: int, ttl_s: float) -> None:
+    async def claim(self, claim: Claim, ttl_s: float) -> bool:
         """Makes sure that no other dispatcher serves this id. Without a state server nobody can know: served anyway.
 
+        Returns:
+            Whether another dispatcher was serving an earlier attempt of this very request.
+
         Raises:
-            AlreadyExists: another dispatcher does.
+            AlreadyExists: another dispatcher serves the id, and this is no later attempt of the same client.
+            Cancelled: this client's request was cancelled by its id.
         """
         if not self._state.reachable:
-            return
-        keys, args = [f"{_REQUEST}{request_id}", _DISPATCHERS], [self._owner, int(ttl_s) + 1, serial]
+            return False
+        keys = [f"{_REQUEST}{claim.request_id}", _DISPATCHERS, _LATELY, _TAKEN]
+        secret = claim.secret_hash or "-"
+        args = [self._owner, int(ttl_s) + 1, claim.serial, claim.attempt, secret, claim.request_id]
+        given = await self._soon(self._claim(keys=keys, args=args))
+        if given is None:
+            return False
+        if given == _CANCELLED:
+            raise Cancelled(f"request {claim.request_id} was cancelled by its id")
+        if not given:
+            raise AlreadyExists(f"request {claim.request_id} is being served by another dispatcher")
+        return given == _TAKEN_OVER
+
+    async def cancel(self, claim: Claim) -> None:
+        """From now on no dispatcher goes on with it, should this one die. Without a state server none would anyway."""
+        if claim.secret_hash and self._state.reachable:
+            args = [self._held(claim), claim.secret_hash, _REGISTRATION_TTL_S + _RESUMABLE_S]
+            await self._soon(self._cancel(keys=[f"{_REQUEST}{claim.request_id}"], args=args))
+
+    async def _soon(self, script: Awaitable[Any]) -> Any | None:
+        """What it gives; None if the state server does not answer at once. Any: a script's result has no type."""
         try:
             async with asyncio.timeout(_CLAIM_TIMEOUT_S):
-                # Any: a script's result has no type.
-                ours = await self._state.run(cast(Awaitable[Any], self._claim(keys=keys, args=args)))
+                return await self._state.run(script)
         except (Unavailable, TimeoutError):
-            return
-        if not ours:
-            raise AlreadyExists(f"request {request_id} is being served by another dispatcher")
+            return None
 
-    def release(self, request_id: RequestId, serial: int) -> None:
-        """Gives up the claim of that serial; a younger one on the same id stays."""
-        self._released.append((request_id, serial))
+    def _held(self, claim: Claim) -> str:
+        return f"{claim.attempt} {claim.secret_hash or '-'} {self._owner}/{claim.serial}"
+
+    def release(self, claim: Claim) -> None:
+        """Gives it up; a younger one on the same id stays."""
+        self._released.append(claim)
         self._releasing.set()
 
     async def run_releases(self) -> None:
@@ -190,8 +265,8 @@ class DispatcherStore:
             self._releasing.clear()
             while self._released:
                 batch = [self._released.popleft() for _ in range(min(_RELEASE_BATCH, len(self._released)))]
-                keys = [f"{_REQUEST}{request_id}" for request_id, _ in batch]
-                held = [f"{self._owner}/{serial}" for _, serial in batch]
+                keys = [f"{_REQUEST}{claim.request_id}" for claim in batch]
+                held = [self._held(claim) for claim in batch]
                 try:
                     await self._state.run(cast(Awaitable[Any], self._release(keys=keys, args=held)))
                 except Unavailable:

@@ -1,19 +1,30 @@
-"""Chat templates, rendered as `transformers` does it."""
+"""Chat templates, rendered as `transformers` does it, with bounds on its loops and on what comes out."""
 
 import datetime
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, cast
+from typing import Any, Final, NoReturn, cast
 
 from jinja2 import Template, TemplateError, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
+from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.visitor import NodeTransformer
 
 from ballast.common.errors import ConfigError, InvalidRequest
 
 _DEFAULT, _WITH_TOOLS = "default", "tool_use"
+_MAX_CHARS: Final = 32 << 20  # of what is rendered, and of each text on the way there
+_MOST_TURNS: Final = 2_000_000  # of loops and macros: some seconds
+_SHORT_TURNS: Final = 20_000  # some ten milliseconds
+_TICK: Final = "_ballast_tick"
+_JOIN: Final = "_ballast_join"
+
+
+class RenderingTooLong(Exception):
+    """More turns of loops and macros than a short rendering may take."""
 
 
 class ChatTemplate:
@@ -34,11 +45,15 @@ class ChatTemplate:
         self._variables = variables
         self.source = sources.get(_DEFAULT, "")  # empty: there is none
 
-    def render(self, messages: Sequence[Mapping[str, object]], variables: Mapping[str, object]) -> str:
+    def render(
+        self, messages: Sequence[Mapping[str, object]], variables: Mapping[str, object], *, short: bool = False
+    ) -> str:
         """Ends where the assistant's answer begins, unless a variable add_generation_prompt says otherwise.
 
         Raises:
-            InvalidRequest: the template refuses the messages, or the model has none.
+            InvalidRequest: the template refuses the messages, or what it makes of them has no end; or the model has
+                none.
+            RenderingTooLong: it is not `short`.
         """
         name = _WITH_TOOLS if variables.get("tools") and _WITH_TOOLS in self._templates else _DEFAULT
         template = self._templates.get(name)
@@ -48,9 +63,40 @@ class ChatTemplate:
             raise InvalidRequest("conversation.messages", "must not be empty")
         given = {"tools": None, "documents": None, "add_generation_prompt": True, **self._variables, **variables}
         try:
-            return template.render({**given, "messages": messages})
-        except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
+            return _bounded(template, {**given, "messages": messages, _TICK: _ticks(short=short)})
+        except _REFUSALS as error:
             raise InvalidRequest("conversation", f"the chat template refuses it: {error}") from error
+
+
+_REFUSALS = (
+    *(TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError),
+    *(RecursionError, MemoryError),
+)
+
+
+def _bounded(template: Template, variables: Mapping[str, object]) -> str:
+    pieces: list[str] = []
+    left = _MAX_CHARS
+    for piece in template.generate(variables):
+        left -= len(piece)
+        if left < 0:
+            raise TemplateError(f"it makes more than {_MAX_CHARS} characters of it")
+        pieces.append(piece)
+    return "".join(pieces)
+
+
+def _ticks(*, short: bool) -> Callable[[], str]:
+    """What a template calls at each turn of a loop and at each macro."""
+    left = _SHORT_TURNS if short else _MOST_TURNS
+
+    def tick() -> str:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise RenderingTooLong if short else TemplateError(f"it makes more than {_MOST_TURNS} turns of its loops")
+        return ""
+
+    return tick
 
 
 def _sources(model: Path, config: Mapping[str, Any]) -> dict[str, str]:
@@ -63,8 +109,13 @@ def _sources(model: Path, config: Mapping[str, Any]) -> dict[str, str]:
             raise ConfigError(str(path), f"cannot be read: {error}") from error
     entry: object = config.get("chat_template")
     if isinstance(entry, list):
-        named = cast(Sequence[Mapping[str, str]], entry)
-        return {t["name"]: t["template"] for t in named if t.get("name") in (_DEFAULT, _WITH_TOOLS) and "template" in t}
+        named = cast(Sequence[object], entry)
+        texts = [cast(Mapping[str, object], one) for one in named if isinstance(one, dict)]
+        return {
+            str(one["name"]): str(one.get("template", ""))
+            for one in texts
+            if one.get("name") in (_DEFAULT, _WITH_TOOLS)
+        }
     return {_DEFAULT: entry} if isinstance(entry, str) else {}
 
 
@@ -78,16 +129,64 @@ class _Generation(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
+class _Environment(ImmutableSandboxedEnvironment):
+    """No operator makes a text or a number that does not end."""
+
+    intercepted_binops = frozenset({"+", "*", "**"})
+
+    # Any: whatever a template computes with.
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> object:
+        if operator == "**" and not abs(right) <= 64:
+            raise TemplateError("a power of more than 64")
+        if operator == "*" and max(_size(left) * _count(right), _size(right) * _count(left)) > _MAX_CHARS:
+            raise TemplateError(f"a repetition of more than {_MAX_CHARS}")
+        value = cast(object, super().call_binop(context, operator, left, right))
+        if _size(value) > _MAX_CHARS:
+            raise TemplateError(f"a text or list of more than {_MAX_CHARS}")
+        return value
+
+
+def _size(value: object) -> int:
+    return len(cast(Sequence[object], value)) if isinstance(value, (str, list, tuple)) else 0
+
+
+def _count(value: object) -> int:
+    return value if isinstance(value, int) else 0
+
+
+def _joined(*parts: object) -> str:
+    """What ~ does."""
+    text = "".join(map(str, parts))
+    if len(text) > _MAX_CHARS:
+        raise TemplateError(f"a text of more than {_MAX_CHARS} characters")
+    return text
+
+
+def _guard(tree: nodes.Template) -> nodes.Template:
+    """The same template, which counts its turns and does not join texts without end."""
+    for turning in tree.find_all((nodes.For, nodes.Macro, nodes.CallBlock)):
+        tick = nodes.Call(nodes.Name(_TICK, "load"), [], [], None, None)
+        turning.body.insert(0, nodes.ExprStmt(tick).set_lineno(turning.lineno, override=True))
+    return cast(nodes.Template, _Joins().visit(tree))
+
+
+class _Joins(NodeTransformer):
+    def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
+        self.generic_visit(node)
+        return nodes.Call(nodes.Name(_JOIN, "load"), node.nodes, [], None, None).set_lineno(node.lineno, override=True)
+
+
 def _compile(source: str, model: Path) -> Template:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
-    )
+    environment = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
     environment.filters["tojson"] = _to_json
     # jinja2 infers the type of its globals from those it has itself.
-    cast(dict[str, object], environment.globals).update(raise_exception=_raise_exception, strftime_now=_strftime_now)
+    added = {"raise_exception": _raise_exception, "strftime_now": _strftime_now, _JOIN: _joined}
+    cast(dict[str, object], environment.globals).update(added)
+    environment.globals.pop("lipsum", None)
     try:
-        return environment.from_string(source)
-    except TemplateError as error:
+        code = environment.compile(_guard(environment.parse(source)))
+        return Template.from_code(environment, code, environment.make_globals(None))
+    except (TemplateError, RecursionError, SyntaxError, ValueError) as error:
         raise ConfigError(str(model), f"its chat template is not valid: {error}") from error
 
 

@@ -4,10 +4,12 @@ Same results as `transformers`: a text gets the tokenizer's special tokens, a re
 """
 
 import asyncio
+import contextlib
+import functools
 import json
 import re
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,10 +18,11 @@ from tokenizers import Tokenizer
 from ballast.common.errors import ConfigError, InvalidRequest
 from ballast.common.sampling import Grammar
 from ballast.service.grammar import Grammars
-from services.dispatcher.template import ChatTemplate
+from services.dispatcher.template import ChatTemplate, RenderingTooLong
 
 # A longer text is tokenized in a thread: that takes milliseconds, and only the batch call releases the GIL.
 _THREAD_CHARS = 4_000
+_HUGE_CHARS = 256_000  # takes a large part of a second: one at a time, and nobody else waits for it
 _LOOP_MESSAGES = 64  # a longer conversation is rendered in a thread, too: everybody else's tokens go on meanwhile
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 _BYTE_FALLBACK = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -39,17 +42,25 @@ class PromptEncoder:
         self._template = ChatTemplate(model, config, variables)
         self.token_bytes = TokenBytes(self._tokenizer)
         self._grammars = Grammars(model / "tokenizer.json")
+        self._longest_token_chars = max(map(len, self._tokenizer.get_vocab()), default=1)
+        self._huge = ThreadPoolExecutor(1, "huge texts")
 
     @property
     def chat_template(self) -> str:
         """Its source; empty if there is none."""
         return self._template.source
 
-    async def encode_text(self, text: str, *, add_special_tokens: bool = True) -> Sequence[int]:
-        return await self._encode("text", text, add_special_tokens=add_special_tokens)
+    async def encode_text(
+        self, text: str, *, add_special_tokens: bool = True, longest: int | None = None
+    ) -> Sequence[int]:
+        """`longest`: so many tokens are of use. A text that has more for certain is refused before it is looked at."""
+        return await self._encode("text", text, longest, add_special_tokens=add_special_tokens)
 
     async def encode_conversation(
-        self, messages: Sequence[Mapping[str, object]], variables: Mapping[str, object] | None = None
+        self,
+        messages: Sequence[Mapping[str, object]],
+        variables: Mapping[str, object] | None = None,
+        longest: int | None = None,
     ) -> Sequence[int]:
         """Ends where the assistant's answer begins.
 
@@ -60,27 +71,33 @@ class PromptEncoder:
         Raises:
             InvalidRequest: the template refuses the messages, or the model has none.
         """
+        text = None
         if len(messages) <= _LOOP_MESSAGES:
-            text = self._template.render(messages, variables or {})
-        else:
+            with contextlib.suppress(RenderingTooLong):
+                text = self._template.render(messages, variables or {}, short=True)
+        if text is None:
             text = await asyncio.to_thread(self._template.render, messages, variables or {})
-        return await self._encode("conversation", text, add_special_tokens=False)
+        return await self._encode("conversation", text, longest, add_special_tokens=False)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         """Token ids that are not in the vocabulary are left out."""
         return self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
-    async def check_grammar(self, grammar: Grammar) -> None:
-        """Raises InvalidRequest for a grammar that cannot be followed. In a thread: a large one takes a while."""
-        await asyncio.to_thread(self._grammars.check, grammar)
+    async def check_grammar(self, grammar: Grammar, token_ids: Sequence[int] = ()) -> None:
+        """Raises InvalidRequest for a grammar that cannot be followed, or that these tokens of the answer do not
+        follow. In a thread: a large one takes a while."""
+        await asyncio.to_thread(self._grammars.check, grammar, token_ids)
 
-    async def _encode(self, field: str, text: str, *, add_special_tokens: bool) -> Sequence[int]:
+    async def _encode(self, field: str, text: str, longest: int | None, *, add_special_tokens: bool) -> Sequence[int]:
+        if longest is not None and len(text) > longest * self._longest_token_chars:
+            why = f"has {len(text)} characters, and the {longest} tokens that fit have"
+            raise InvalidRequest(field, f"{why} at most {longest * self._longest_token_chars}")
         try:
             if len(text) <= _THREAD_CHARS:
                 return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
-            [encoding] = await asyncio.to_thread(
-                self._tokenizer.encode_batch_fast, [text], add_special_tokens=add_special_tokens
-            )
+            encode = functools.partial(self._tokenizer.encode_batch_fast, [text], add_special_tokens=add_special_tokens)
+            pool = self._huge if len(text) > _HUGE_CHARS else None
+            [encoding] = await asyncio.get_running_loop().run_in_executor(pool, encode)
         except (TypeError, ValueError) as error:
             raise InvalidRequest(field, f"cannot be tokenized: {error}") from error
         return encoding.ids
@@ -94,7 +111,7 @@ class TokenBytes:
         self._added = {token_id: token.content for token_id, token in tokenizer.get_added_tokens_decoder().items()}
         decoder = tokenizer.decoder
         self._is_byte_level = decoder is not None and b"ByteLevel" in cast(bytes, decoder.__getstate__())
-        self._look_up = lru_cache(maxsize=1 << 16)(self._find)
+        self._look_up = functools.lru_cache(maxsize=1 << 16)(self._find)
 
     def __call__(self, token_id: int) -> bytes:
         return self._look_up(token_id)
@@ -139,7 +156,7 @@ def _read_json(path: Path) -> Mapping[str, Any]:  # Any: foreign JSON, looked at
         return {}
     try:
         content: object = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(str(path), f"is not valid JSON: {error}") from error
     if not isinstance(content, dict):
         raise ConfigError(str(path), "must be a JSON object")

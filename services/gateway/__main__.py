@@ -14,6 +14,7 @@ from ballast.rpc.tls import CA
 from ballast.service import logs
 from ballast.service.lifecycle import Lifecycle, advertised_address, run_service, say_ready
 from ballast.service.metrics import REGISTRY, MetricsServer
+from ballast.service.otlp import Exporter, sending
 from ballast.service.security import Role, Security
 from ballast.service.settings import load_settings
 from ballast.service.tokens import cluster_token
@@ -42,6 +43,7 @@ async def main(life: Lifecycle) -> None:
             settings.dispatchers,
             connect_timeout_s=settings.connect_timeout_s,
             call_timeout_s=settings.call_timeout_s,
+            resume_s=settings.resume_s,
             token="",  # not BALLAST_TOKEN of whoever started it: that would let everybody in
             ca_file=None if settings.tls_dir is None else settings.tls_dir / CA,
         )
@@ -55,6 +57,10 @@ async def main(life: Lifecycle) -> None:
         dialect = None if settings.tool_call_parser == "auto" else Dialect(settings.tool_call_parser)
         exposition = MetricsServer("", 0, service=_NAME, instance=gateway_id).shown  # on the port of all else
         exposition.model_name = lambda: model.name
+        exporter = None
+        if settings.otlp_traces_endpoint is not None:
+            exporter = Exporter(settings.otlp_traces_endpoint, _NAME, gateway_id)
+            await running.enter_async_context(sending(exporter))
         app = build_app(
             Endpoints(client, Generator(client, metrics), model, settings.max_choices, dialect),
             metrics,
@@ -66,10 +72,11 @@ async def main(life: Lifecycle) -> None:
                 client_stall_timeout_s=settings.client_stall_timeout_s,
             ),
             is_stopping=life.stopping.is_set,
+            exporter=exporter,
         )
         if settings.dashboard:
             watched = Watched(settings.dispatchers, access=page_access(security, settings))
-            page = Dashboard([watched], with_load=False, with_orders=False)
+            page = Dashboard([watched], with_load=False, by_token=True)
             await running.enter_async_context(page.running())
             app.mount("/dashboard", build_page(page, hosts=["*"]))
         server = HttpServer(
@@ -89,6 +96,7 @@ def page_access(security: Security, settings: GatewaySettings) -> Access:
     return Access(
         token=None if security.secret is None else cluster_token(security.secret),
         ca_file=None if settings.tls_dir is None else settings.tls_dir / CA,
+        tls_dir=settings.tls_dir,
     )
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import re
+import secrets
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Mapping
@@ -19,6 +20,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ballast.service.logs import get_logger
+from ballast.service.otlp import SERVER, Context, Exporter, span
 from services.gateway.endpoints import Call, Endpoints, Events, Reply
 from services.gateway.errors import Failure, failure_of, invalid
 from services.gateway.metrics import GatewayMetrics
@@ -27,6 +29,7 @@ from services.gateway.openai.writing import dumps, event
 _CLIENT_GONE = 499  # nginx's number for a client that has closed the connection
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,96}")
 _PASSED_ON = ("authorization", "traceparent", "tracestate")
+_TRACED = ("chatcmpl", "cmpl", "resp")  # kinds of calls that generate something
 _JSON, _SSE = b"application/json", b"text/event-stream; charset=utf-8"
 
 Handler = Callable[[Call], Awaitable[Reply]]
@@ -46,8 +49,10 @@ def build_app(
     exposition: Collector,
     bounds: Bounds,
     is_stopping: Callable[[], bool],
+    exporter: Exporter | None = None,
 ) -> Starlette:
-    door = Door(metrics, bounds, is_stopping)
+    """`exporter` sends a span for each call that generates something; None: there are no traces."""
+    door = Door(metrics, bounds, is_stopping, exporter)
     served: list[tuple[str, str, str, Handler]] = [
         ("POST", "/v1/chat/completions", "chatcmpl", endpoints.chat),
         ("POST", "/v1/completions", "cmpl", endpoints.complete),
@@ -79,6 +84,12 @@ def build_app(
     return Starlette(routes=routes, exception_handlers={HTTPException: on_http_error})
 
 
+@dataclass(frozen=True, slots=True)
+class _Traced:
+    at: Context  # of this gateway's span
+    parent_id: str  # of the client's; "": none
+
+
 class ClientGone(Exception):
     """Nobody waits for the answer any more."""
 
@@ -86,7 +97,10 @@ class ClientGone(Exception):
 class Door:
     """Carries out calls: what comes in is bounded, who goes away is noticed, what fails is told."""
 
-    def __init__(self, metrics: GatewayMetrics, bounds: Bounds, is_stopping: Callable[[], bool]) -> None:
+    def __init__(
+        self, metrics: GatewayMetrics, bounds: Bounds, is_stopping: Callable[[], bool], exporter: Exporter | None = None
+    ) -> None:
+        self._exporter = exporter
         self._metrics = metrics
         self._bounds = bounds
         self._is_stopping = is_stopping
@@ -104,6 +118,7 @@ class Door:
     async def _serve(self, route: str, kind: str, act: Handler, scope: Scope, receive: Receive, send: Send) -> None:
         began_s = time.perf_counter()
         headers = _headers(scope)
+        traced = self._trace(kind, headers)
         request_id, shown_id = _ids(kind, headers.get("x-request-id"))
         answer = Answer(send, shown_id, self._bounds.client_stall_timeout_s)
         self._in_flight += 1
@@ -112,6 +127,8 @@ class Door:
             self._check_room(route)
             body = await self._read_body(receive, headers)
             metadata = {name: headers[name] for name in _PASSED_ON if name in headers}
+            if traced is not None:
+                metadata["traceparent"] = traced.at.traceparent
             path: Mapping[str, str] = scope.get("path_params", {})
             async with Watch(receive):
                 reply = await act(Call(request_id=request_id, body=body, path=path, metadata=metadata))
@@ -128,7 +145,31 @@ class Door:
             self._in_flight -= 1
             self._metrics.in_flight.set(self._in_flight)
             self._metrics.requests.labels(route, str(answer.status)).inc()
-            self._metrics.duration_s.labels(route).observe(time.perf_counter() - began_s)
+            took_s = time.perf_counter() - began_s
+            self._metrics.duration_s.labels(route).observe(took_s)
+            if traced is not None:
+                self._tell(traced, route, request_id, answer.status, took_s)
+
+    def _trace(self, kind: str, headers: Mapping[str, str]) -> "_Traced | None":
+        """In the trace that the client has begun, or a new one."""
+        if self._exporter is None or kind not in _TRACED:
+            return None
+        parent = Context.read(headers.get("traceparent", "")) or Context.new()
+        at = Context(parent.trace_id, secrets.token_hex(8), sampled=parent.sampled)
+        return _Traced(at, parent.span_id) if at.sampled else None
+
+    def _tell(self, traced: "_Traced", route: str, request_id: str, status: int, took_s: float) -> None:
+        assert self._exporter is not None, "it is traced"
+        now_s = time.time()
+        what = {
+            "http.request.method": "POST",
+            "http.route": route,
+            "http.response.status_code": status,
+            "ballast.request_id": request_id,
+        }
+        times_s, error = (now_s - took_s, now_s), "" if status < 500 else f"status {status}"
+        made = span(f"POST {route}", traced.at, traced.parent_id, times_s, what, kind=SERVER, error=error)
+        self._exporter.put(lambda: [made])
 
     async def _fail(self, route: str, request_id: str, error: Exception, answer: "Answer") -> None:
         failure = failure_of(error)

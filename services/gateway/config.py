@@ -17,13 +17,8 @@ class GatewaySettings(GuardedSettings):
     }
 
     # Where it listens and whom it knows.
-    host: str = "127.0.0.1"
-    """Address to listen on."""
     port: int = Field(8000, ge=0, le=65535)
     """Port to listen on; 0: any free one."""
-    advertise_host: str | None = None
-    """Name or address that the ready line names. Default: the host it listens on, or this machine's name if that is
-    0.0.0.0."""
     gateway_id: str | None = Field(None, min_length=1, max_length=128)
     """Name of this replica. Default: made up at every start."""
     dispatchers: str = "127.0.0.1:50051"
@@ -34,7 +29,8 @@ class GatewaySettings(GuardedSettings):
     """How the model writes calls of tools: hermes (Hermes, Qwen) or llama3_json. auto: by its chat template."""
 
     dashboard: bool = False
-    """Serve a page at /dashboard that shows the cluster live, to whoever can reach this gateway; it changes nothing."""
+    """Serve a page at /dashboard that shows the cluster live, to whoever can reach this gateway. Its drops and restores
+    need a token with the role operate; without tokens at the dispatchers it has none."""
 
     # What it takes.
     max_concurrent_requests: int = Field(4096, ge=1)
@@ -53,12 +49,13 @@ class GatewaySettings(GuardedSettings):
     """Seconds to connect to a dispatcher."""
     call_timeout_s: float = Field(10.0, gt=0)
     """Seconds for everything but generating."""
+    resume_s: float = Field(30.0, ge=0)
+    """Seconds to find another dispatcher that goes on with a request whose own has died; 0: it fails."""
     model_refresh_s: float = Field(10.0, gt=0)
     """Seconds after which facts about the model are asked for anew."""
 
+    otlp_traces_endpoint: str | None = Field(None, pattern=r"^https?://")
+    """Collector for spans of requests: http://HOST:4318, OTLP over HTTP. Default: none."""
+
     shutdown_timeout_s: float = Field(30.0, ge=0)
     """Seconds that running requests get to finish after the signal to stop."""
-    log_level: Literal["debug", "info", "warning", "error"] = "info"
-    """Least severe log lines to show."""
-    log_format: Literal["console", "json"] = "console"
-    """console: for people; json: one object per line."""

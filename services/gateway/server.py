@@ -9,6 +9,7 @@ from starlette.types import ASGIApp
 
 from ballast.common.errors import ConfigError
 from ballast.rpc.tls import CERTIFICATE, KEY
+from services.gateway.connections import BoundedProtocol
 
 _BACKLOG = 4096
 
@@ -23,7 +24,7 @@ class HttpServer:
         self.port: int = self._socket.getsockname()[1]
         config = uvicorn.Config(
             app,
-            http="httptools",
+            http=BoundedProtocol,
             ws="none",
             loop="none",
             lifespan="off",

@@ -6,7 +6,6 @@ from typing import ClassVar, Self
 
 from pydantic import Field, model_validator
 
-from ballast.service.logs import LogFormat
 from ballast.service.security import ServiceSettings
 from ballast.service.settings import Section
 
@@ -63,17 +62,8 @@ class MonitorSettings(ServiceSettings):
     summary: ClassVar[str] = "Says which instances are there and how loaded they are."
     short_flags: ClassVar[Mapping[str, str]] = {"pressure.dwell-s": "dwell-s", "shutdown-timeout-s": "shutdown-timeout"}
 
-    host: str = "127.0.0.1"
-    """Address to listen on."""
     port: int = Field(default=50052, ge=0, le=65535)
     """Port to listen on; 0: any free one."""
-    advertise_host: str | None = None
-    """Name or address under which the other services reach this one. Default: the host it listens on, or this machine's
-    name if that is 0.0.0.0."""
-    metrics_host: str = "127.0.0.1"
-    """Address to serve Prometheus metrics on."""
-    metrics_port: int = Field(default=0, ge=0, le=65535)
-    """Port of the Prometheus metrics; 0: no metrics."""
     monitor_id: str = Field(default_factory=lambda: f"monitor-{secrets.token_hex(4)}", min_length=1)
     """Name of this replica. Default: made up at every start."""
     lease_s: float = Field(default=3.0, gt=0)
@@ -100,9 +90,5 @@ class MonitorSettings(ServiceSettings):
     """Seconds after which a silent dispatcher's backlog no longer counts."""
     pressure: PressureSettings = PressureSettings()
     """When memory counts as short, and when as plentiful again."""
-    log_level: str = Field(default="info", pattern="^(debug|info|warning|error)$")
-    """The least important messages to log."""
-    log_format: LogFormat = "console"
-    """Lines for people, or JSON for programs."""
     shutdown_timeout_s: float = Field(default=5.0, ge=0)
     """Seconds that open calls get to end."""

@@ -3,15 +3,18 @@
 import asyncio
 import time
 from collections.abc import AsyncIterator
-from typing import Any
+from dataclasses import fields, replace
+from typing import Any, TypeVar
 
 import grpc.aio
 
 from ballast.common.errors import InvalidRequest
-from ballast.common.ids import Incarnation, WorkerId
+from ballast.common.instance import Instance
 from ballast.common.layout import Place
 from ballast.common.load import LoadReport
 from ballast.rpc import border, codec
+from ballast.rpc.announce import INSTANCE
+from ballast.rpc.mapping import Choice, Mapper
 from ballast.rpc.server import when_done
 from ballast.service.refusals import Refusals
 from ballast.service.security import require_worker
@@ -20,7 +23,6 @@ from ballastpb.monitor.v1 import monitor_pb2_grpc
 from services.monitor.core.messages import (
     Announced,
     Change,
-    Instance,
     InstanceDraining,
     InstanceLost,
     InstanceUp,
@@ -30,7 +32,7 @@ from services.monitor.core.messages import (
     StreamEnded,
 )
 from services.monitor.policy.demand import GroupDemand
-from services.monitor.policy.pressure import Overload, Relief, ScaleAdvice, Signal
+from services.monitor.policy.pressure import Overload, Relief, ScaleAdvice
 from services.monitor.shell import MonitorShell, ReportStream, Row
 
 _GOODBYE_PROOF_S = 0.05
@@ -40,6 +42,7 @@ _MOST_INT64 = (1 << 63) - 1
 
 # Any: the message types of a call do not matter to its context.
 _Context = grpc.aio.ServicerContext[Any, Any]
+_Sums = TypeVar("_Sums", bound=GroupDemand | Overload | Relief | ScaleAdvice)
 
 
 class MonitorServicer(monitor_pb2_grpc.MonitorServiceServicer):
@@ -86,7 +89,7 @@ class MonitorServicer(monitor_pb2_grpc.MonitorServiceServicer):
         match request.WhichOneof("message"):
             case "announce" if instance is None:
                 require_worker(request.announce.worker_id)
-                instance = _instance_from_proto(request.announce)
+                instance = INSTANCE.record(request.announce)
                 self._check_place(place, instance)
                 self._shell.feed(Announced(at_s, cause_id, stream.stream_id, instance, place))
             case "load" if instance is not None:
@@ -161,87 +164,48 @@ async def _next_unless_closed(
             task.cancel()
 
 
-def _instance_from_proto(message: pb.Announce) -> Instance:
-    border.name("announce.worker_id", message.worker_id)
-    border.within("announce.incarnation", message.incarnation, 1, border.MAX_EPOCH)
-    border.address("announce.address", message.address)
-    if message.data_address:
-        border.address("announce.data_address", message.data_address)
-    border.within("announce.model.layer_count", message.model.layer_count, 1, border.MAX_LAYERS)
-    return Instance(
-        worker_id=WorkerId(message.worker_id),
-        incarnation=Incarnation(message.incarnation),
-        address=message.address,
-        model=codec.MODEL.record(message.model),
-        data_address=message.data_address,
-    )
-
-
 def _host_of(context: _Context) -> str:
     """Of whoever has not said its name: "ipv4:10.0.0.7:41234" without the port, which changes with each connection."""
     return context.peer().rpartition(":")[0]
 
 
-def _instance_to_proto(instance: Instance) -> pb.Announce:
-    return pb.Announce(
-        worker_id=instance.worker_id,
-        incarnation=instance.incarnation,
-        address=instance.address,
-        model=codec.MODEL.message(instance.model),
-        data_address=instance.data_address,
-    )
+_GROUP = Mapper(GroupDemand, pb.GroupDemand)
+_EVENT = Choice(
+    pb.WatchEventsResponse,
+    "event",
+    {
+        "instance_up": Mapper(InstanceUp, pb.InstanceUp),
+        "instance_lost": Mapper(InstanceLost, pb.InstanceLost),
+        "instance_draining": Mapper(InstanceDraining, pb.InstanceDraining),
+        "snapshot_end": Mapper(SnapshotEnd, pb.SnapshotEnd),
+        "overload": Mapper(Overload, pb.Overload, given=("groups",)),
+        "relief": Mapper(Relief, pb.Relief, given=("groups",)),
+        "scale_advice": Mapper(ScaleAdvice, pb.ScaleAdvice),
+    },
+)
 
 
 def _change_to_proto(change: Change, cause_id: str) -> pb.WatchEventsResponse:
-    match change:
-        case InstanceUp(instance, draining, place):
-            announce = _instance_to_proto(instance)
-            up = pb.InstanceUp(instance=announce, draining=draining, place=codec.place_to_proto(place))
-            return pb.WatchEventsResponse(instance_up=up, cause_id=cause_id)
-        case InstanceLost(worker_id, incarnation, why):
-            lost = pb.InstanceLost(worker_id=worker_id, incarnation=incarnation, why=why)
-            return pb.WatchEventsResponse(instance_lost=lost, cause_id=cause_id)
-        case InstanceDraining(worker_id, incarnation):
-            draining_now = pb.InstanceDraining(worker_id=worker_id, incarnation=incarnation)
-            return pb.WatchEventsResponse(instance_draining=draining_now, cause_id=cause_id)
-        case SnapshotEnd():
-            return pb.WatchEventsResponse(snapshot_end=pb.SnapshotEnd(), cause_id=cause_id)
-        case Raised(signal, groups):
-            return _signal_to_proto(signal, [_group_to_proto(group) for group in groups], cause_id)
-
-
-def _signal_to_proto(signal: Signal, groups: list[pb.GroupDemand], cause_id: str) -> pb.WatchEventsResponse:
-    match signal:
-        case Overload(required_bytes, horizon_s):
-            overload = pb.Overload(required_bytes=_int64(required_bytes), horizon_s=horizon_s, groups=groups)
-            return pb.WatchEventsResponse(overload=overload, cause_id=cause_id)
-        case Relief(used_bytes, undropped_bytes):
-            relief = pb.Relief(
-                used_bytes=_int64(used_bytes), undropped_capacity_bytes=_int64(undropped_bytes), groups=groups
-            )
-            return pb.WatchEventsResponse(relief=relief, cause_id=cause_id)
-        case ScaleAdvice(out, why, missing_bytes):
-            advice = pb.ScaleAdvice(out=out, why=why, missing_bytes=_int64(missing_bytes))
-            return pb.WatchEventsResponse(scale_advice=advice, cause_id=cause_id)
-
-
-def _int64(value: int) -> int:
-    """Sums and forecasts of what all instances say, each of which was within bounds."""
-    return max(-_MOST_INT64, min(_MOST_INT64, value))
+    if not isinstance(change, Raised):
+        return _EVENT.message(change, cause_id=cause_id)
+    groups = {} if isinstance(change.signal, ScaleAdvice) else {"groups": list(map(_group_to_proto, change.groups))}
+    return _EVENT.message(_within_int64(change.signal), inner=groups, cause_id=cause_id)
 
 
 def _group_to_proto(group: GroupDemand) -> pb.GroupDemand:
-    return pb.GroupDemand(
-        leader_id=group.leader_id,
-        demand_bytes=_int64(group.demand_bytes),
-        capacity_bytes=_int64(group.capacity_bytes),
-        used_bytes=_int64(group.used_bytes),
-        demand_growth_bytes_per_s=group.demand_growth_bytes_per_s,
-    )
+    return _GROUP.message(_within_int64(group))
+
+
+def _within_int64(record: _Sums) -> _Sums:
+    """Sums and forecasts of what all instances say, each of which was within bounds."""
+    values = {field.name: getattr(record, field.name) for field in fields(record)}
+    return replace(record, **{name: _int64(value) for name, value in values.items() if type(value) is int})
+
+
+def _int64(value: int) -> int:
+    return max(-_MOST_INT64, min(_MOST_INT64, value))
 
 
 def _row_to_proto(row: Row) -> pb.InstanceStatus:
-    status = pb.InstanceStatus(instance=_instance_to_proto(row.instance), report_age_s=row.report_age_s)
-    if row.load is not None:
-        status.load.CopyFrom(codec.LOAD.message(row.load))
-    return status
+    load = codec.LOAD.message(row.load) if row.load is not None else None
+    return pb.InstanceStatus(instance=INSTANCE.message(row.instance), load=load, report_age_s=row.report_age_s)

@@ -228,12 +228,12 @@ class MonitorShell:
     async def run(self) -> None:
         """Until cancelled."""
         async with self._tasks:
-            self._tasks.start(self._write_registry(), "registry")
-            self._tasks.start(self._look_around(), "surroundings")
+            self._tasks.keep(self._write_registry, "registry")
+            self._tasks.keep(self._look_around, "surroundings")
+            self._tasks.keep(self._keep_gauges, "gauges")
             while True:
                 self.feed(Ticked(time.monotonic(), self.next_cause("tick")))
                 self.core.check()
-                self._update_gauges()
                 await asyncio.sleep(self._tick_interval_s)
 
     def feed(self, event: Event) -> None:
@@ -443,6 +443,11 @@ class MonitorShell:
             "undropped_bytes": newest.undropped_bytes,
             "groups": len(newest.groups),
         }
+
+    async def _keep_gauges(self) -> None:
+        while True:
+            self._update_gauges()
+            await asyncio.sleep(self._tick_interval_s)
 
     def _update_gauges(self) -> None:
         _INSTANCES.set(len(self.core.entries))

@@ -18,6 +18,7 @@ from redis.typing import EncodableT, FieldT
 
 from ballast.common.errors import BallastError
 from ballast.common.ids import DispatcherId, Incarnation, WorkerId
+from ballast.common.instance import Instance
 from ballast.common.layout import Layout
 from ballast.common.load import LoadReport
 from ballast.common.model import ModelInfo
@@ -25,7 +26,7 @@ from ballast.rpc.codec import LAYOUT
 from ballast.service.logs import get_logger
 from ballast.service.state import KEY_PREFIX, StateServer
 from ballastpb.cluster.v1 import cluster_pb2
-from services.monitor.core.messages import BacklogWord, Instance, WholeMemory
+from services.monitor.core.messages import BacklogWord, WholeMemory
 from services.monitor.policy.demand import Backlog
 from services.monitor.shell import Row
 

@@ -12,9 +12,11 @@ from ballast.service.elected import Candidate, serve_elected
 from ballast.service.leadership import Floor, LeaderAddress
 from ballast.service.lifecycle import Lifecycle, advertised_address, run_service
 from ballast.service.metrics import MetricsServer
+from ballast.service.otlp import Exporter
 from ballast.service.security import Role, Security
 from ballast.service.settings import load_settings
 from ballast.service.state import StateServer, state_server
+from ballast.service.tasks import keep_up
 from ballastpb.planner.v1 import planner_pb2, planner_pb2_grpc
 from services.planner.config import PlannerSettings
 from services.planner.core.conductor import ConductorRules
@@ -25,6 +27,7 @@ from services.planner.peers import Members, MonitorEvents
 from services.planner.policy.migrate import MigrationRules
 from services.planner.servicer import PlannerServicer
 from services.planner.shell.planner import PlannerShell
+from services.planner.spans import tracing
 from services.planner.store import RedisLayoutStore
 
 _NAME = "planner"
@@ -39,7 +42,10 @@ async def main(life: Lifecycle) -> None:
     monitor = LeaderAddress(state, "monitor", settings.monitor_address)
     lease = Floor()
     members = Members(lease.fenced, security.dial(Role.WORKER))
-    shell = build_shell(settings, state, MonitorEvents(monitor, security.dial(Role.MONITOR)), members)
+    collector = settings.otlp_traces_endpoint
+    exporter = None if collector is None else Exporter(collector, _NAME, settings.planner_id)
+    metered = PlannerMetrics(None if exporter is None else tracing(exporter))
+    shell = build_shell(settings, state, MonitorEvents(monitor, security.dial(Role.MONITOR)), members, metered)
     servicer = PlannerServicer(shell, settings.drain_timeout_s)
 
     def register(server: grpc.aio.Server) -> None:
@@ -48,7 +54,9 @@ async def main(life: Lifecycle) -> None:
     async def work() -> None:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(shell.run(), name="shell")
-            tasks.create_task(monitor.follow(), name="find monitor")
+            tasks.create_task(keep_up(monitor.follow, "find monitor"), name="find monitor")
+            if exporter is not None:
+                tasks.create_task(keep_up(exporter.run, "spans"), name="spans")
 
     server = RpcServer(
         host=settings.host,
@@ -80,7 +88,11 @@ async def main(life: Lifecycle) -> None:
 
 
 def build_shell(
-    settings: PlannerSettings, state: StateServer, monitor: MonitorEvents, members: Members
+    settings: PlannerSettings,
+    state: StateServer,
+    monitor: MonitorEvents,
+    members: Members,
+    metered: PlannerMetrics | None = None,
 ) -> PlannerShell:
     rules = PlannerRules(
         coalesce_s=settings.coalesce_s,
@@ -102,7 +114,7 @@ def build_shell(
         RedisLayoutStore(state),
         monitor,
         members,
-        PlannerMetrics(),
+        metered or PlannerMetrics(),
         planner_id=settings.planner_id,
         max_watchers=settings.max_watchers,
         migrations=MigrationRules(

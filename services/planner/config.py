@@ -7,7 +7,6 @@ from typing import ClassVar
 from pydantic import Field
 
 from ballast.common.overload import OverloadPolicy
-from ballast.service.logs import LogFormat
 from ballast.service.security import ServiceSettings
 
 
@@ -16,17 +15,8 @@ class PlannerSettings(ServiceSettings):
     summary: ClassVar[str] = "Decides which instances serve together."
     short_flags: ClassVar[Mapping[str, str]] = {"shutdown-timeout-s": "shutdown-timeout"}
 
-    host: str = "127.0.0.1"
-    """Address to listen on."""
     port: int = Field(default=50053, ge=0, le=65535)
     """Port to listen on; 0: any free one."""
-    advertise_host: str | None = None
-    """Name or address under which the other services reach this one. Default: the host it listens on, or this machine's
-    name if that is 0.0.0.0."""
-    metrics_host: str = "127.0.0.1"
-    """Address to serve Prometheus metrics on."""
-    metrics_port: int = Field(default=0, ge=0, le=65535)
-    """Port of the Prometheus metrics; 0: no metrics."""
     planner_id: str = Field(default_factory=lambda: f"planner-{secrets.token_hex(4)}", min_length=1)
     """Name of this replica. Default: made up at every start."""
     monitor_address: str | None = None
@@ -45,6 +35,8 @@ class PlannerSettings(ServiceSettings):
     """Drains whose answers are remembered."""
     max_watchers: int = Field(default=64, gt=0)
     """Streams of layouts that may be open at once."""
+    otlp_traces_endpoint: str | None = Field(default=None, pattern=r"^https?://")
+    """Collector for spans of drops and restores: http://HOST:4318, OTLP over HTTP. Default: none."""
     overload_policy: OverloadPolicy = OverloadPolicy.DROP
     """What to do when KV memory runs short: drop parameters, leave it to the workers (recompute, swap), move requests
     between them (migrate), or have parameters dropped from the start (static-pipeline)."""
@@ -63,9 +55,5 @@ class PlannerSettings(ServiceSettings):
     """Seconds that a drop may be prepared; nothing has changed for anybody until then."""
     restore_timeout_s: float = Field(default=600.0, gt=0)
     """Seconds that missing parameters may take to come back."""
-    log_level: str = Field(default="info", pattern="^(debug|info|warning|error)$")
-    """The least important messages to log."""
-    log_format: LogFormat = "console"
-    """Lines for people, or JSON for programs."""
     shutdown_timeout_s: float = Field(default=5.0, ge=0)
     """Seconds that open calls get to end."""

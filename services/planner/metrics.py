@@ -1,5 +1,7 @@
 """What the planner shows to Prometheus."""
 
+from collections.abc import Callable
+
 from prometheus_client import Counter, Gauge, Histogram
 
 from ballast.common.layout import Layout
@@ -103,9 +105,10 @@ _NOTHING_DONE.labels("overload")
 
 
 class PlannerMetrics:
-    """The shell's `Counting`."""
+    """The shell's `Counting`. `tell`: who else hears of transitions that have ended."""
 
-    def __init__(self) -> None:
+    def __init__(self, tell: Callable[[TransitionRecord], None] | None = None) -> None:
+        self._tell = tell
         self._sizes: set[str] = set()  # of groups, that the gauge has labels for
 
     def layout(self, layout: Layout) -> None:
@@ -129,6 +132,8 @@ class PlannerMetrics:
         _STALE.inc()
 
     def ended(self, record: TransitionRecord) -> None:
+        if self._tell is not None:
+            self._tell(record)
         journal = record.journal
         _TRANSITIONS.labels(str(journal.kind), str(journal.stage)).inc()
         if journal.stage is not Stage.DONE:

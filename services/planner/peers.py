@@ -1,12 +1,12 @@
 """Who the planner talks to by gRPC: the monitor, to which it listens, and the workers, whom it asks things."""
 
 import asyncio
+import contextlib
 import itertools
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Sequence
 from dataclasses import fields
 
-import grpc
 import grpc.aio
 
 from ballast.common.errors import (
@@ -24,9 +24,11 @@ from ballast.common.layout import Member
 from ballast.common.load import LoadReport
 from ballast.common.transition import Phase, Status
 from ballast.rpc import border, codec
+from ballast.rpc.announce import check_announce
 from ballast.rpc.channel import Dial, open_channel
-from ballast.rpc.errors import answered, from_rpc_error
+from ballast.rpc.errors import answered, asking
 from ballast.rpc.fencing import MAX_TOKEN, PLANNER_TOKEN, with_token
+from ballast.rpc.mapping import Choice, Mapper
 from ballast.rpc.transition import KIND, STATUS
 from ballast.service.leadership import LeaderAddress
 from ballast.service.logs import get_logger
@@ -55,6 +57,10 @@ _LOOK_UP_S = 0.5  # how often a silent stream is checked for a monitor that has 
 _ANSWER_TIMEOUT_S = 3.0
 _MAX_WHY_CHARS = 16_384
 
+_Answer = (
+    worker_pb2.PrepareResponse | worker_pb2.CommitResponse | worker_pb2.AbortResponse | worker_pb2.GetTransitionResponse
+)
+
 
 class MonitorEvents:
     """The events of whichever monitor is active, for ever. Each new connection begins with SnapshotBegan."""
@@ -71,9 +77,10 @@ class MonitorEvents:
             target = self._monitor.current
             if target is not None:
                 try:
-                    async for event in self._listen(target):
-                        back_off_s, last_why = _FIRST_BACK_OFF_S, ""
-                        yield event
+                    with asking(target):
+                        async for event in self._listen(target):
+                            back_off_s, last_why = _FIRST_BACK_OFF_S, ""
+                            yield event
                 except BallastError as error:
                     if str(error) != last_why and not isinstance(error, NotActive):
                         get_logger().warning("monitor not heard, trying again", monitor=target, why=str(error))
@@ -92,11 +99,9 @@ class MonitorEvents:
             raise Unavailable("monitor", "none is active")
         async with self._dial(target) as channel:
             stub = monitor_pb2_grpc.MonitorServiceStub(channel)
-            try:
+            with asking(target):
                 call = stub.GetClusterStatus(pb.GetClusterStatusRequest(), timeout=timeout_s)
                 answer = answered(await call, target)
-            except grpc.RpcError as error:
-                raise from_rpc_error(error, target) from error
         loads: dict[WorkerId, LoadReport] = {}
         for row in answer.instances:
             worker_id = row.instance.worker_id
@@ -131,8 +136,6 @@ class MonitorEvents:
                         yield event
             except TimeoutError as error:
                 raise DeadlineExceeded(f"{target}: no answer within {_ANSWER_TIMEOUT_S} s") from error
-            except grpc.RpcError as error:
-                raise from_rpc_error(error, target) from error
             finally:
                 call.cancel()
                 if reading is not None:
@@ -147,41 +150,31 @@ class MonitorEvents:
             return None
 
 
+_WHEN = ("at_s", "cause_id")
+_UP = Mapper(InstanceUp, pb.Announce, given=(*_WHEN, "draining", "place"), check=check_announce)
+_EVENT = Choice(
+    pb.WatchEventsResponse,
+    "event",
+    {
+        "instance_lost": Mapper(InstanceLost, pb.InstanceLost, given=_WHEN),
+        "instance_draining": Mapper(InstanceDraining, pb.InstanceDraining, given=_WHEN),
+        "overload": Mapper(OverloadRaised, pb.Overload, given=_WHEN, ignored=("horizon_s", "groups")),
+        "relief": Mapper(
+            ReliefRaised, pb.Relief, given=_WHEN, ignored=("used_bytes", "undropped_capacity_bytes", "groups")
+        ),
+        "snapshot_end": Mapper(SnapshotEnded, pb.SnapshotEnd, given=_WHEN),
+    },
+)
+
+
 def _event_from_proto(message: pb.WatchEventsResponse) -> MonitorEvent | None:
     """None for an event of a newer monitor that this planner does not know."""
-    at_s, cause_id = time.monotonic(), message.cause_id
-    match message.WhichOneof("event"):
-        case "instance_up":
-            instance = message.instance_up.instance
-            border.name("instance.worker_id", instance.worker_id)
-            border.within("instance.incarnation", instance.incarnation, 1, border.MAX_EPOCH)
-            border.address("instance.address", instance.address)
-            border.within("instance.model.layer_count", instance.model.layer_count, 1, border.MAX_LAYERS)
-            return InstanceUp(
-                at_s=at_s,
-                cause_id=cause_id,
-                worker_id=WorkerId(instance.worker_id),
-                incarnation=Incarnation(instance.incarnation),
-                address=instance.address,
-                model=codec.MODEL.record(instance.model),
-                draining=message.instance_up.draining,
-                data_address=instance.data_address,
-                place=codec.place_from_proto(message.instance_up.place),
-            )
-        case "instance_lost":
-            lost = message.instance_lost
-            return InstanceLost(at_s, cause_id, WorkerId(lost.worker_id), Incarnation(lost.incarnation), lost.why)
-        case "instance_draining":
-            draining = message.instance_draining
-            return InstanceDraining(at_s, cause_id, WorkerId(draining.worker_id), Incarnation(draining.incarnation))
-        case "overload":
-            return OverloadRaised(at_s, cause_id, message.overload.required_bytes)
-        case "relief":
-            return ReliefRaised(at_s, cause_id)
-        case "snapshot_end":
-            return SnapshotEnded(at_s, cause_id)
-        case _:
-            return None
+    when = {"at_s": time.monotonic(), "cause_id": message.cause_id}
+    if message.HasField("instance_up"):
+        up = message.instance_up
+        place = codec.place_from_proto(up.place)
+        return _UP.record(up.instance, **when, draining=up.draining, place=place)
+    return _EVENT.record(message, **when)
 
 
 class Members:
@@ -208,32 +201,32 @@ class Members:
         """
         async with self._dial(address) as channel:
             stub = worker_pb2_grpc.WorkerServiceStub(channel)
-            try:
+            with self._asking(address):
                 status = answered(await stub.GetStatus(worker_pb2.GetStatusRequest(), timeout=timeout_s), address)
                 if (status.worker_id, status.incarnation) != (worker_id, incarnation):
                     raise StaleEpoch(f"{address} is {status.worker_id}", incarnation, status.incarnation)
                 drain = stub.Drain(worker_pb2.DrainRequest(), timeout=timeout_s, metadata=self._orders)
                 answer = answered(await drain, address)
-            except grpc.RpcError as error:
-                raise self._failure(error, address) from error
         return answer.running_request_count
 
     async def call(self, command: CallMember, timeout_s: float) -> MemberSaid | None:
         """What the member says; None if it says nothing (in time). A refusal to prepare is FAILED."""
         worker_id, epoch = command.member.worker_id, command.journal.epoch
         try:
-            status = STATUS.record(await self._ask(command, timeout_s))
-            _bound_figures(status)
-        except (InvalidRequest, PeerViolation) as error:
-            field = error.field if isinstance(error, InvalidRequest) else "status"
-            self._refusals.note(worker_id, InvalidRequest(field, error.why))
-            return None
-        except grpc.RpcError as error:
-            why = self._failure(error, worker_id)
+            with self._asking(worker_id):
+                answer = await self._ask(command, timeout_s)
+        except BallastError as why:
             if command.call is Call.PREPARE and isinstance(why, (InvalidRequest, StaleEpoch, NotPossible)):
                 return MemberSaid(time.monotonic(), worker_id, Phase.FAILED, str(why))
             if not isinstance(why, (Unavailable, DeadlineExceeded)):
                 get_logger().warning("member does not do as asked", worker=worker_id, epoch=epoch, why=str(why))
+            return None
+        try:
+            status = STATUS.record(answered(answer, worker_id).status)
+            _bound_figures(status)
+        except (InvalidRequest, PeerViolation) as error:
+            field = error.field if isinstance(error, InvalidRequest) else "status"
+            self._refusals.note(worker_id, InvalidRequest(field, error.why))
             return None
         if status.epoch != epoch:
             return None
@@ -246,11 +239,9 @@ class Members:
             partners=[worker_pb2.Partner(worker_id=p.worker_id, data_address=p.data_address) for p in partners],
             settled_epoch=settled_epoch,
         )
-        try:
+        with self._asking(member.worker_id):
             call = self._stub(member.address).NamePartners(request, timeout=timeout_s, metadata=self._orders)
             answer = answered(await call, member.worker_id)
-        except grpc.RpcError as error:
-            raise self._failure(error, member.worker_id) from error
         border.within("newest_epoch", answer.newest_epoch, 0, border.MAX_EPOCH)
         return Epoch(answer.newest_epoch)
 
@@ -265,16 +256,18 @@ class Members:
             cause_id=cause_id,
         )
         for member in (move.target, move.source):
-            try:
+            with self._asking(member.worker_id):
                 await self._stub(member.address).Migrate(request, timeout=timeout_s, metadata=self._orders)
-            except grpc.RpcError as error:
-                raise self._failure(error, member.worker_id) from error
 
-    def _failure(self, error: grpc.RpcError, target: str) -> BallastError:
-        failure = from_rpc_error(error, target)
-        if isinstance(failure, StaleEpoch) and failure.what == PLANNER_TOKEN and failure.want <= MAX_TOKEN:
-            self._on_fenced(failure.want)
-        return failure
+    @contextlib.contextmanager
+    def _asking(self, target: str) -> Generator[None]:
+        try:
+            with asking(target):
+                yield
+        except StaleEpoch as error:
+            if error.what == PLANNER_TOKEN and error.want <= MAX_TOKEN:
+                self._on_fenced(error.want)
+            raise
 
     def _stub(self, address: str) -> "worker_pb2_grpc.WorkerServiceAsyncStub":
         channel = self._channels.get(address)
@@ -282,8 +275,7 @@ class Members:
             channel = self._channels[address] = self._dial(address)
         return worker_pb2_grpc.WorkerServiceStub(channel)
 
-    async def _ask(self, command: CallMember, timeout_s: float) -> worker_pb2.TransitionStatus:
-        """Raises PeerViolation: what it answers is no message of the method."""
+    async def _ask(self, command: CallMember, timeout_s: float) -> _Answer:
         stub, epoch, orders = self._stub(command.member.address), command.journal.epoch, self._orders
         match command.call:
             case Call.PREPARE:
@@ -295,7 +287,7 @@ class Members:
                 call = stub.Abort(request, timeout=timeout_s, metadata=orders)
             case Call.POLL:
                 call = stub.GetTransition(worker_pb2.GetTransitionRequest(epoch=epoch), timeout=timeout_s)
-        return answered(await call, command.member.worker_id).status
+        return await call
 
     async def close(self) -> None:
         channels, self._channels = list(self._channels.values()), {}

@@ -164,4 +164,5 @@ def _record_to_proto(record: TransitionRecord, now_s: float) -> pb.Transition:
         kv_bytes_copied_ahead=record.total("kv_bytes_copied_ahead"),
         victims_copied_ahead=record.total("victims_copied_ahead"),
         waves=record.waves,
+        layers_s=record.longest_s("layers_s"),
     )

@@ -17,21 +17,25 @@ from prometheus_client import CollectorRegistry
 
 from ballast.common.errors import ConfigError, Unavailable
 from ballast.common.ids import Incarnation, WorkerId, copy_id
+from ballast.common.instance import Instance as Announcement
+from ballast.common.sampling import Grammar
 from ballast.rpc.server import RpcServer, ensure_free
 from ballast.service import logs
 from ballast.service.lifecycle import Lifecycle, advertised_address, run_service, say_ready
 from ballast.service.metrics import REGISTRY, Exposition, MetricsServer
 from ballast.service.models import find_model, hub_name
+from ballast.service.otlp import Exporter
 from ballast.service.security import Role, Security
 from ballast.service.settings import load_settings
 from ballast.service.state import StateServer, state_server
+from ballast.service.tasks import keep_up
 from ballastpb.worker.v1 import worker_pb2, worker_pb2_grpc
 from services.worker.config import WorkerSettings
 from services.worker.core.limits import WorkerLimits
 from services.worker.emulation.machine import read_machine
 from services.worker.engine.model_config import read_model_config
 from services.worker.links.config import TransportConfig
-from services.worker.metrics import export
+from services.worker.metrics import LinkCollector, export
 from services.worker.pipeline.build import Instance, join, stage_core
 from services.worker.pipeline.planner_side import Transitions
 from services.worker.policy.lookahead import lookahead
@@ -40,6 +44,7 @@ from services.worker.reporter import MonitorReporter
 from services.worker.servicer import WorkerServicer
 from services.worker.shell import BlockCopier, WorkerShell
 from services.worker.shell import Engine as ShellEngine
+from services.worker.spans import RequestSpans
 from services.worker.text import load_tokenizer, primed_detokenizer
 
 if TYPE_CHECKING:
@@ -65,6 +70,7 @@ class Kit:
     cost: Callable[[], CostModel | None]  # of the stage that is executed: microbatches are formed by it
     costs: OnlineCost | None = None  # which is told what steps take
     copier: BlockCopier | None = None  # for who gives way, if KV is swapped
+    compile_grammar: Callable[[Grammar], None] | None = None  # ahead of the engine, which would stand still meanwhile
     open_plane: Callable[[WorkerId, str, Hub, bytes | None], DataPlane] | None = (
         None  # another one than tensors travel over
     )
@@ -104,7 +110,8 @@ def load(settings: WorkerSettings) -> Kit:
     except BaseException:
         engine.close()
         raise
-    return Kit(engine, costs.current, costs, copier)
+    compile_grammar = engine.grammars.check if engine.grammars is not None else None
+    return Kit(engine, costs.current, costs, copier, compile_grammar)
 
 
 def _emulated(settings: WorkerSettings) -> Kit:
@@ -131,7 +138,7 @@ def _emulated(settings: WorkerSettings) -> Kit:
 
     def open_plane(me: WorkerId, host: str, hub: Hub, secret: bytes | None) -> DataPlane:
         opener = EmulatedOpener(hub, machine.link_bytes_per_s)
-        return DataPlane(me, opener, host=resolve_host(host), pace=StagePace(), secret=secret)
+        return DataPlane(me, opener, host=resolve_host(host), pace=StagePace(), secret=secret, port=settings.data_port)
 
     return Kit(cast(LoadedEngine, engine), lambda: cost, open_plane=open_plane)
 
@@ -205,7 +212,9 @@ def swap_block_count(settings: WorkerSettings, engine: Instance) -> int:
 def transport_of(settings: WorkerSettings) -> TransportConfig:
     rate = settings.link_bytes_per_s
     links = TransportConfig(
-        rate_bytes_per_s=None if rate is None else float(rate), bandwidth_bytes_per_s=link_bandwidth(settings)
+        port=settings.data_port,
+        rate_bytes_per_s=None if rate is None else float(rate),
+        bandwidth_bytes_per_s=link_bandwidth(settings),
     )
     return links.naive() if settings.transfers == "naive" else links
 
@@ -227,6 +236,7 @@ class WorkerProcess:
         self._settings = settings
         self._security = security
         self._engine = engine = kit.engine
+        self._compile_grammar = kit.compile_grammar
         self._state = state
         self._detokenizer = functools.partial(primed_detokenizer, load_tokenizer(settings.model))
         # Unique but for one chance in 2^31 per pair: the ids of sequences that meet in a group begin with it.
@@ -256,6 +266,8 @@ class WorkerProcess:
         )
         published = self._membership.member.published
         export(self._shell.load, registry, lambda: published.clock.times, published.migrations)
+        plane = self._membership.plane
+        registry.register(LinkCollector(lambda: getattr(plane, "refused", {})))  # an emulated one refuses nobody
 
     async def run(self, worker_id: WorkerId) -> None:
         incarnation = await self._register(worker_id)
@@ -264,15 +276,15 @@ class WorkerProcess:
             self._engine.close()
             return
         self._membership.plane.incarnation = incarnation
-        server = self._make_server(worker_id, incarnation)
+        collector = self._settings.otlp_traces_endpoint
+        exporter = None if collector is None else Exporter(collector, "worker", worker_id)
+        server = self._make_server(worker_id, incarnation, exporter)
         port = await server.start()
         address = advertised_address(self._settings.host, self._settings.advertise_host, port)
         reporter = MonitorReporter(
-            worker_id=worker_id,
-            incarnation=incarnation,
-            address=address,
-            model=self._engine.info,
-            data_address=self._membership.plane.store_address,
+            instance=Announcement(
+                worker_id, incarnation, address, self._engine.info, self._membership.plane.store_address
+            ),
             load=self._shell.load,
             place=lambda: self._membership.member.place,
             monitor_address=self._settings.monitor_address,
@@ -284,8 +296,9 @@ class WorkerProcess:
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._shell.run(), name="engine")
-                tasks.create_task(reporter.run(), name="reporter")
-                readiness = tasks.create_task(self._keep_readiness(server), name="readiness")
+                tasks.create_task(keep_up(reporter.run, "reporter"), name="reporter")
+                readiness = tasks.create_task(keep_up(lambda: self._keep_readiness(server), "readiness"))
+                sending = None if exporter is None else tasks.create_task(keep_up(exporter.run, "spans"))
                 logs.get_logger().info("serving", address=address, incarnation=incarnation)
                 say_ready("worker", worker_id, address)
                 await self._life.stopping.wait()
@@ -294,6 +307,8 @@ class WorkerProcess:
                 await self._drain()
                 reporter.leave()
                 self._shell.stop()
+                if sending is not None:
+                    sending.cancel()
         finally:
             await server.stop(_CALLS_GRACE_S)
 
@@ -316,7 +331,7 @@ class WorkerProcess:
             except Unavailable as error:
                 logs.get_logger().warning("lost the state server again", why=error.why)
 
-    def _make_server(self, worker_id: WorkerId, incarnation: Incarnation) -> RpcServer:
+    def _make_server(self, worker_id: WorkerId, incarnation: Incarnation, exporter: Exporter | None) -> RpcServer:
         servicer = WorkerServicer(
             shell=self._shell,
             worker_id=worker_id,
@@ -324,8 +339,10 @@ class WorkerProcess:
             model=self._engine.info,
             max_waiting_count=self._settings.max_num_queued_reqs,
             detokenizer=self._detokenizer,
+            compile_grammar=self._compile_grammar,
             transitions=Transitions(self._membership.member, self._shell.post_member),
             clock=self._membership.member.published.clock,
+            spans=RequestSpans(exporter, worker_id),
         )
 
         def register(server: grpc.aio.Server) -> None:
@@ -377,8 +394,8 @@ def _with_model(settings: WorkerSettings) -> WorkerSettings:
 async def main(life: Lifecycle) -> None:
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     settings = load_settings(WorkerSettings, sys.argv[1:])
-    if settings.copies > 1 and (settings.engine != "emulated" or settings.port):
-        raise ConfigError("worker.copies", "several workers in a process must be emulated, and need --port 0")
+    if settings.copies > 1 and (settings.engine != "emulated" or settings.port or settings.data_port):
+        raise ConfigError("worker.copies", "several workers in a process must be emulated, with free ports (--port 0)")
     suffix = settings.port or secrets.token_hex(3)
     worker_id = settings.worker_id or f"{socket.gethostname()}-{suffix}"
     logs.configure(service="worker", instance=worker_id, level=settings.log_level, form=settings.log_format)

@@ -16,17 +16,10 @@ class WorkerSettings(ServiceSettings):
     short_flags: ClassVar[Mapping[str, str]] = {"shutdown-timeout-s": "shutdown-timeout"}
 
     # Where it listens and whom it knows.
-    host: str = "127.0.0.1"
-    """Address to listen on."""
     port: int = Field(50061, ge=0, le=65535)
     """Port to listen on; 0: any free one."""
-    advertise_host: str | None = None
-    """Name or address under which the other services reach this one. Default: the host it listens on, or this machine's
-    name if that is 0.0.0.0."""
-    metrics_host: str = "127.0.0.1"
-    """Address to serve Prometheus metrics on."""
-    metrics_port: int = Field(0, ge=0, le=65535)
-    """Port of the Prometheus metrics; 0: no metrics."""
+    data_port: int = Field(0, ge=0, le=65535)
+    """Port for links from other workers; 0: any free one. Fixed where a firewall or a network policy has to know it."""
     metrics_vllm_names: bool = False
     """Show the core metrics under vLLM's names as well, for boards and autoscalers that know those."""
     monitor_address: str | None = None
@@ -106,14 +99,12 @@ class WorkerSettings(ServiceSettings):
     step_timeout_s: float = Field(60.0, gt=0)
     """Seconds of one engine step after which the worker is not ready."""
 
+    otlp_traces_endpoint: str | None = Field(None, pattern=r"^https?://")
+    """Collector for spans of requests: http://HOST:4318, OTLP over HTTP. Default: none."""
+
     check_every_steps: int = Field(0, ge=0)
     """Check all invariants every so many steps; 0: never. For tests and for the hunt after a bug; costs more than the
     step itself."""
-
-    log_level: Literal["debug", "info", "warning", "error"] = "info"
-    """The least important messages to log."""
-    log_format: Literal["console", "json"] = "console"
-    """Lines for people, or JSON for programs."""
 
     @property
     def swaps(self) -> bool:

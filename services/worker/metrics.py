@@ -1,6 +1,6 @@
 """What a worker shows to Prometheus: the numbers of its load report, read when they are asked for."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
@@ -10,6 +10,21 @@ from prometheus_client.registry import Collector
 from ballast.common.load import LoadReport
 from services.worker.pipeline.migration_totals import DOWNTIME_BOUNDS_S, MigrationTotals
 from services.worker.pipeline.stage_clock import StageTimes
+
+
+class LinkCollector(Collector):
+    def __init__(self, refused: Callable[[], Mapping[str, int]]) -> None:
+        self._refused = refused
+
+    def collect(self) -> Iterable[Metric]:
+        family = CounterMetricFamily(
+            "ballast_link_callers_refused",
+            "Callers of the data plane that were not let in: no proof of the cluster's secret, noise, too slow",
+            labels=["reason"],
+        )
+        for reason, count in sorted(self._refused().items()):
+            family.add_metric([reason], count)
+        yield family
 
 
 class LoadCollector(Collector):

@@ -4,17 +4,16 @@ import asyncio
 import contextlib
 from collections.abc import Callable
 
-import grpc
 import grpc.aio
 
 from ballast.common.errors import BallastError, DeadlineExceeded, NotActive, StaleEpoch, Unavailable
-from ballast.common.ids import Incarnation, WorkerId
+from ballast.common.instance import Instance
 from ballast.common.layout import Place
 from ballast.common.load import HASTY_REPORT_S, LoadReport
-from ballast.common.model import ModelInfo
 from ballast.rpc import codec
+from ballast.rpc.announce import INSTANCE
 from ballast.rpc.channel import Dial, open_channel
-from ballast.rpc.errors import from_rpc_error
+from ballast.rpc.errors import asking
 from ballast.service.leadership import LeaderAddress
 from ballast.service.logs import get_logger
 from ballast.service.state import StateServer
@@ -42,18 +41,13 @@ class MonitorReporter:
     Args:
         load: Called before each report, on the event loop; must be quick.
         place: The same for the part that it has in the layout; None: it serves alone.
-        data_address: host:port of the data plane's rendezvous; "" for a worker that cannot join a pipeline.
         monitor_address: host:port; None: whoever holds the lease in the state server, followed when it changes.
     """
 
     def __init__(
         self,
         *,
-        worker_id: WorkerId,
-        incarnation: Incarnation,
-        address: str,
-        model: ModelInfo,
-        data_address: str = "",
+        instance: Instance,
         load: Callable[[], LoadReport],
         place: Callable[[], Place | None] = alone,
         monitor_address: str | None,
@@ -62,13 +56,7 @@ class MonitorReporter:
         dial: Dial = open_channel,
     ) -> None:
         self._dial = dial
-        self._announce = pb.Announce(
-            worker_id=worker_id,
-            incarnation=incarnation,
-            address=address,
-            model=codec.MODEL.message(model),
-            data_address=data_address,
-        )
+        self._announce = INSTANCE.message(instance)
         self._load = load
         self._place = place
         self._monitor = LeaderAddress(state, "monitor", monitor_address)
@@ -121,6 +109,10 @@ class MonitorReporter:
 
     async def _report_to(self, target: str) -> None:
         """Returns when this instance leaves or another monitor is the target; raises when the stream fails."""
+        with asking(target):
+            await self._report_over(target)
+
+    async def _report_over(self, target: str) -> None:
         async with self._dial(target) as channel:
             stub = monitor_pb2_grpc.MonitorServiceStub(channel)
             call = stub.Report()
@@ -140,8 +132,6 @@ class MonitorReporter:
                     await self._until_due(regular_s - hasty_s)
                 if self._leaving.is_set():
                     await self._say_goodbye(call)
-            except grpc.RpcError as error:
-                raise from_rpc_error(error, target) from error
             finally:
                 self._told = None
                 call.cancel()
@@ -158,8 +148,6 @@ class MonitorReporter:
                 answer = await call.read()
         except TimeoutError as error:
             raise DeadlineExceeded(f"{target}: no answer within {_ANSWER_TIMEOUT_S} s") from error
-        except asyncio.InvalidStateError as error:
-            raise Unavailable(target, "the stream has ended") from error
         if not isinstance(answer, pb.ReportResponse):
             raise Unavailable(target, "the monitor closed the stream")
         return answer

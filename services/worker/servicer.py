@@ -12,20 +12,23 @@ from ballast import __version__
 from ballast.common.errors import InvalidRequest, PeerViolation, StaleEpoch, Unavailable
 from ballast.common.ids import Incarnation, RequestId, WorkerId
 from ballast.common.model import ModelInfo
-from ballast.common.sampling import FinishReason
-from ballast.rpc.codec import LOAD, MODEL, PRIORITY, SAMPLING, finish_to_proto
+from ballast.common.sampling import FinishReason, Grammar
+from ballast.rpc.codec import LOAD, MODEL, PRIORITY, SAMPLING
 from ballast.rpc.fencing import Fence
+from ballast.rpc.mapping import Mapper
 from ballast.service.logs import get_logger
-from ballastpb.cluster.v1 import cluster_pb2
 from ballastpb.worker.v1 import worker_pb2 as pb
 from ballastpb.worker.v1 import worker_pb2_grpc
-from services.worker.core.batch import NewSequence, TokenLogprobs
+from services.worker.core.batch import NewSequence
 from services.worker.core.events import Aborted, Ending, SequenceKey, Submitted
 from services.worker.output_stream import Output, OutputStream
 from services.worker.pipeline.stage_clock import StageClock
+from services.worker.pipeline.wire import logprobs_to_proto
 from services.worker.shell import Detokenizing, WorkerShell
+from services.worker.spans import RequestSpans
 
 _HELLO_TIMEOUT_S = 10.0
+_ENDING = Mapper(Ending, pb.Ending)
 
 # Any: grpc.aio has no better type for the context's messages.
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -67,7 +70,11 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         detokenizer: Callable[[NewSequence], Detokenizing],
         transitions: TransitionPort,
         clock: StageClock,
+        compile_grammar: Callable[[Grammar], None] | None = None,
+        spans: RequestSpans | None = None,
     ) -> None:
+        """`compile_grammar`: called in a thread before the engine gets a request with a grammar, and remembers it."""
+        self._spans = spans or RequestSpans(None, worker_id)
         self._transitions = transitions
         self._clock = clock
         self._shell = shell
@@ -76,6 +83,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         self._model = model
         self._max_waiting_count = max_waiting_count
         self._detokenizer = detokenizer
+        self._compile_grammar = compile_grammar
         self._fence = Fence()
 
     # Writes to the context instead of yielding, which the generated base class does not know.
@@ -98,6 +106,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
                 reader.result()  # raises what was wrong with the last message
         finally:
             self._shell.close_stream(stream)
+            self._spans.closed(stream.stream_id, time.monotonic())
             for task in (reader, writer, broken):
                 task.cancel()
             await asyncio.gather(reader, writer, broken, return_exceptions=True)
@@ -217,10 +226,13 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     async def _submit(self, stream: OutputStream, submit: pb.Submit) -> None:
         try:
             event = self._submitted(stream.stream_id, submit)
+            if event.sampling.grammar is not None and self._compile_grammar is not None:
+                await asyncio.to_thread(self._compile_grammar, event.sampling.grammar)
         except InvalidRequest as error:
             ending = Ending(submit.handle, FinishReason.ERROR, error=str(error), invalid=True)
             stream.put_ending(ending, self._shell.load())
             return
+        self._spans.submitted(event, submit.traceparent)
         await self._shell.post(event)
 
     def _submitted(self, stream_id: int, submit: pb.Submit) -> Submitted:
@@ -255,6 +267,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     async def _write(self, stream: OutputStream, context: Context) -> None:
         await context.write(pb.AttachResponse(welcome=self._welcome()))
         while (output := await stream.next()) is not None:
+            if output.emit is not None:
+                self._spans.told(output.emit, time.monotonic())
             await context.write(pb.AttachResponse(step=step_to_proto(output)))
 
 
@@ -265,25 +279,6 @@ def step_to_proto(output: Output) -> pb.StepOutput:
         message.token_counts.extend(emit.token_counts)
         message.token_ids.extend(emit.token_ids)
         message.texts.extend(emit.texts)
-        message.logprobs.extend(map(_logprobs_to_proto, emit.logprobs))
-        message.endings.extend(map(_ending_to_proto, emit.endings))
+        message.logprobs.extend(map(logprobs_to_proto, emit.logprobs))
+        message.endings.extend(map(_ENDING.message, emit.endings))
     return message
-
-
-def _ending_to_proto(ending: Ending) -> pb.Ending:
-    return pb.Ending(
-        handle=ending.handle,
-        finish_reason=finish_to_proto(ending.finish_reason),
-        matched_stop=ending.matched_stop,
-        error=ending.error,
-        refused=ending.refused,
-        invalid=ending.invalid,
-        moved_to=ending.moved_to,
-    )
-
-
-def _logprobs_to_proto(logprobs: TokenLogprobs) -> cluster_pb2.Logprobs:
-    return cluster_pb2.Logprobs(
-        chosen=cluster_pb2.TokenLogprob(token_id=logprobs.token_id, logprob=logprobs.logprob),
-        top=[cluster_pb2.TokenLogprob(token_id=i, logprob=p) for i, p in logprobs.top],
-    )

@@ -11,7 +11,7 @@ from services.worker.cost_profile import read_profile
 from services.worker.emulation.machine import Machine, Measured, Outline, Roofline, read_machine, write_machine
 from sim.cost import Roofline as RooflineOf
 from sim.cost import fitted
-from sim.hardware import find_cluster, find_gpu, find_model, timings
+from sim.hardware import Cluster, find_gpu, find_model, is_gpu_file, timings
 
 _GPU_FLAGS = ("--block-size", "64", "--max-num-seqs", "256", "--max-num-batched-tokens", "2048")
 _STAND_IN_VOCABULARY = 4096  # of a tokenizer that comes from nowhere
@@ -26,10 +26,11 @@ def catalogue_machine(gpu: str, model: str, vocab_size: int | None = None) -> Ma
     Raises:
         ConfigError: naming what the catalogue has.
     """
-    cluster, spec, figures = find_cluster(f"1x{find_gpu(gpu, '--profile').name}"), find_model(model), timings()
+    card, spec, figures = find_gpu(gpu, "--profile"), find_model(model), timings()
+    cluster = Cluster(gpu=card, gpu_count=1, gpus_per_host=card.gpus_per_host)
     roofline, gpus = RooflineOf(spec, cluster, figures), spec.gpus_per_instance
     return Machine(
-        name=f"{gpus} x {cluster.gpu.name}",
+        name=f"{gpus} x {card.name}",
         model=Outline(
             name=spec.name,
             architecture=spec.architecture,
@@ -42,9 +43,9 @@ def catalogue_machine(gpu: str, model: str, vocab_size: int | None = None) -> Ma
             vocab_size=vocab_size or spec.vocab_size,
             max_model_len=spec.max_model_len,
         ),
-        memory_bytes=int(cluster.gpu.memory_bytes * figures.memory_fraction) * gpus,
+        memory_bytes=int(card.memory_bytes * figures.memory_fraction) * gpus,
         execution=Roofline(costs=roofline.costs, balance=fitted(roofline, spec.layer_count)),
-        link_bytes_per_s=cluster.gpu.nic_bytes_per_s * figures.link_fraction * gpus,
+        link_bytes_per_s=card.nic_bytes_per_s * figures.link_fraction * gpus,
         disk_bytes_per_s=figures.disk_bytes_per_s,
         remap_s_per_byte=figures.remap_s / (spec.parameter_bytes / 2),  # what a drop of half the layers moves
     )
@@ -104,13 +105,14 @@ class EmulatedModel:
 def emulated_model(folder: Path, profile: str, model: Path, memory_bytes: int | None = None) -> EmulatedModel:
     """What `profile` and `model` mean. In `folder` what is missing is made: the machine's file, a tokenizer.
 
-    `profile` is a GPU of the catalogue or a file: of `ballast profile`, or one that describes a machine.
+    `profile` is a GPU of the catalogue, or a file: one that describes a GPU (YAML) or a machine, or of `ballast
+    profile`.
 
     Raises:
         ConfigError: naming what is not known, or does not fit.
     """
     path = Path(profile)
-    if not path.is_file():
+    if is_gpu_file(profile) or not path.is_file():
         return stand_in(folder, catalogue_machine(profile, str(model), _STAND_IN_VOCABULARY))
     if '"ballast-emulated-machine"' in path.read_text(encoding="utf-8", errors="replace"):
         return stand_in(folder, read_machine(path))

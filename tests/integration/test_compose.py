@@ -1,4 +1,4 @@
-"""What docker-compose.yml says, as processes: `make compose-check` passes, and fails when it should."""
+"""What docker-compose.yml and deploy/kubernetes say, as processes: the checks pass, and fail when they should."""
 
 import subprocess
 import sys
@@ -18,6 +18,14 @@ def test_the_compose_file_works() -> None:
     assert status == 0, out
     assert out.splitlines()[-1] == "compose-check passed: worker=2, dispatcher=2"
     assert out.count("chunks streamed") == 2
+    assert "requests by dispatcher: 4, 4" in out
+
+
+def test_the_profile_of_emulated_workers_works() -> None:
+    scale = ("worker=0", "emulated-worker=2", "dispatcher=1")
+    status, out = compose_check("--profile", "emulated", *(word for one in scale for word in ("--scale", one)))
+    assert status == 0, out
+    assert "emulated-worker-2" in out
 
 
 def test_a_wrong_setting_in_it_is_found(tmp_path: Path) -> None:
@@ -27,3 +35,11 @@ def test_a_wrong_setting_in_it_is_found(tmp_path: Path) -> None:
     status, out = compose_check("--file", str(wrong))
     assert status == 1
     assert "redis_address: unknown setting" in out
+
+
+def test_the_manifests_work() -> None:
+    command = [sys.executable, "-m", "deploy.kubernetes_check"]
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=280)
+    assert done.returncode == 0, done.stdout
+    assert "requests by dispatcher: 4, 4" in done.stdout
+    assert "worker-1 takes nothing new" in done.stdout

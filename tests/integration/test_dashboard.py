@@ -130,6 +130,7 @@ def test_drop_and_restore_by_hand(page: str) -> None:
         browser.click(".orders .drop")
         browser.until("/overboard$/.test(document.querySelector('#notice').textContent)")
         browser.until("document.querySelectorAll('.stone.sunk').length === 48")
+        browser.until("document.querySelector('.lines li')?.innerText.includes('overboard in')")  # else refused
         browser.click(".orders .restore")
         browser.until(f"{HELD}.every(n => n === 48)")
 

@@ -33,6 +33,9 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningCluster
         yield cluster
 
 
+LONG = 350  # tokens: that requests run when the drop comes is no matter of luck
+
+
 async def answer(client: AsyncClient, i: int, max_tokens: int) -> tuple[int, ...]:
     """Greedy or seeded."""
     sampling = SamplingParams(temperature=0.0 if i % 2 else 1.0, seed=i, max_tokens=max_tokens + 7 * i, ignore_eos=True)
@@ -54,7 +57,7 @@ async def load(client: AsyncClient, expected: list[tuple[int, ...]]) -> AsyncGen
 
     async def again_and_again(i: int) -> None:
         while not over.is_set():
-            assert await answer(client, i, 150) == expected[i]
+            assert await answer(client, i, LONG) == expected[i]
 
     async with asyncio.TaskGroup() as tasks:
         for i in range(len(PROMPTS)):
@@ -93,7 +96,7 @@ def test_drop_and_restore_under_load_change_no_token(running: RunningCluster) ->
     async def story() -> None:
         planner = Planner(running.cluster.processes["planner"][0].address)
         async with AsyncClient(running.cluster.address) as client:
-            expected = await answers(client, 150)
+            expected = await answers(client, LONG)
             before = await until(client, idle)
 
             async with load(client, expected):

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import random
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any
@@ -18,11 +19,13 @@ from ballast.model.tiny import make_tiny
 from ballast.rpc.channel import open_channel
 from ballastpb.planner.v1 import planner_pb2, planner_pb2_grpc
 from tests.support.cluster import RunningCluster, running_cluster
+from tests.support.public_schemas import public_schemas
 from tests.support.schemas import random_schema
 
 MODEL = "tiny"
 MESSAGES: Any = [{"role": "user", "content": "a ship"}]
 COUNT = int(os.environ.get("BALLAST_SCHEMAS", "40"))  # random schemas
+PUBLIC_COUNT = int(os.environ.get("BALLAST_PUBLIC_SCHEMAS", "24"))  # of the Kubernetes API, drawn at random
 WEATHER: Any = {
     "type": "function",
     "function": {
@@ -103,6 +106,91 @@ def test_every_answer_validates_through_drops_restores_and_the_loss_of_a_worker(
     running.run(replace_the_lost_one(running))
 
 
+class Public:
+    """Answers to schemas of the public set, in an order that is drawn once."""
+
+    def __init__(self, ai: AsyncOpenAI, closing: dict[str, int]) -> None:
+        self._ai = ai
+        self._closing = closing
+        self.schemas = list(public_schemas())
+        random.Random(7).shuffle(self.schemas)
+        self.refused: list[int] = []
+
+    async def draw(self, count: int) -> list[int]:
+        """Numbers of the first schemas that the cluster takes. What it does not support it refuses at once, by name."""
+        taken: list[int] = []
+        for number in range(len(self.schemas)):
+            try:
+                await self._ask(number, {}, max_tokens=1)
+            except openai.BadRequestError as error:
+                if "grammar" not in str(error):
+                    raise
+                self.refused.append(number)
+            else:
+                taken.append(number)
+            if len(taken) == count:
+                return taken
+        raise AssertionError(f"only {len(taken)} schemas of {len(self.schemas)} can be followed")
+
+    async def answer(self, number: int) -> str:
+        """A random model ends no string by itself; first it is pushed a little to close what is open, then strongly."""
+        for push in (6, 100):
+            choice = await self._ask(number, dict.fromkeys(self._closing, push), max_tokens=900)
+            if choice.finish_reason == "stop":
+                return choice.message.content or ""
+        raise AssertionError(f"the answer to schema {number} does not end")
+
+    async def _ask(self, number: int, bias: dict[str, int], max_tokens: int) -> Any:
+        schema = self.schemas[number]
+        answer = await self._ai.chat.completions.create(
+            model=MODEL,
+            messages=MESSAGES,
+            seed=number,
+            temperature=1.0,
+            max_tokens=max_tokens,
+            logit_bias=bias,
+            response_format=as_format(schema),
+        )
+        return answer.choices[0]
+
+
+@pytest.mark.timeout(300 + 3 * PUBLIC_COUNT)
+def test_answers_to_a_public_set_of_schemas_validate_through_drops_and_replays(running: RunningCluster) -> None:
+    url = running.cluster.http_urls[0]
+    with OpenAI(base_url=url, api_key="unused") as once:
+        ends = closing(once, '"', "}", "]")
+
+    async def story() -> None:
+        async with AsyncOpenAI(base_url=url, api_key="x", max_retries=0, timeout=180) as ai:
+            public, few = Public(ai, ends), asyncio.Semaphore(16)
+            numbers = await public.draw(PUBLIC_COUNT)
+
+            async def one(number: int) -> str:
+                async with few:
+                    return await public.answer(number)
+
+            async def all_of_them() -> list[str]:
+                return await asyncio.gather(*map(one, numbers))
+
+            calm = await all_of_them()
+            for number, text in zip(numbers, calm, strict=True):
+                jsonschema.validate(json.loads(text), public.schemas[number])
+            said = sum(map(len, calm)) / len(calm)
+            print(f"{len(calm)} answers of {said:.0f} characters validate; {len(public.refused)} schemas were refused")
+            assert said > 5, "the answers are hardly more than nothing"
+            again = asyncio.create_task(all_of_them())
+            for change in ("Drop", "Restore"):
+                await order(running, change)
+            assert await again == calm
+            again = asyncio.create_task(all_of_them())
+            await asyncio.sleep(0.5)
+            running.cluster.kill("worker")
+            assert await again == calm
+
+    running.run(story(), timeout_s=240 + 3 * PUBLIC_COUNT)
+    running.run(replace_the_lost_one(running))
+
+
 async def order(running: RunningCluster, change: str) -> None:
     """A drop or a restore, and its end."""
     async with open_channel(running.cluster.address) as channel:
@@ -154,10 +242,11 @@ def test_openais_own_parsing_and_the_other_forms(ai: OpenAI) -> None:
         ai.chat.completions.create(model=MODEL, messages=MESSAGES, response_format=broken)
 
 
-def closing(ai: OpenAI) -> dict[str, int]:
+def closing(ai: OpenAI, *texts: str) -> dict[str, int]:
     """Makes a random model end its JSON: an object without a bound would go on for ever."""
-    answer = httpx.post(f"{str(ai.base_url).removesuffix('/v1/')}/tokenize", json={"prompt": "}"})
-    return {str(token): 100 for token in answer.json()["tokens"]}
+    url = f"{str(ai.base_url).removesuffix('/v1/')}/tokenize"
+    tokens = [httpx.post(url, json={"prompt": text}).json()["tokens"] for text in texts or ("}",)]
+    return {str(token): 100 for some in tokens for token in some}
 
 
 def test_tools_are_called_as_asked(ai: OpenAI) -> None:

@@ -76,7 +76,7 @@ def _run(seed: int, known: Callable[[int], Known]) -> Tally:
         history = History(seed, model_dir, wishes, expected, REQUESTS, crowded_bytes=crowded_bytes)
         asyncio.run(history.run())
         assert set(threading.enumerate()) <= threads
-        assert _descriptors() == descriptors
+        assert _descriptors() <= descriptors  # fewer: what a test before has left is closed by now
     finally:
         gc.enable()
     assert history.tally.requests == REQUESTS

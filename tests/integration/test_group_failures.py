@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from ballast.common.layout import Layout
 from ballast.common.sampling import SamplingParams
 from ballast.common.transition import Phase, TransitionKind
 from ballast.model.tiny import make_tiny
+from services.worker.core.batch import Batch
 from services.worker.links.config import TransportConfig
 from services.worker.pipeline.exchange import kv_bytes
 from tests.support.group import Answer, Cluster, Sizes, alone, layout, running_group
@@ -338,5 +340,41 @@ def test_layers_come_from_the_checkpoint_when_no_peer_has_them(
             said = await cluster.change(TransitionKind.RESTORE, alone(3, ["w0", "w1"], LAYERS))
             assert all(p.parameter_bytes_pulled == p.parameter_bytes_to_pull for p in said.values())
             return await whole(cluster, answers)
+
+    assert asyncio.run(run()) == expected(100)
+
+
+@pytest.mark.parametrize("stage", ["w0", "w1", "w2"])
+def test_a_stage_that_cannot_run_a_batch_ends_the_requests_in_it_and_nothing_else(
+    model_dir: Path, expected: Callable[[int], list[tuple[int, ...]]], stage: str
+) -> None:
+    """Batches that went before it land before it, and those behind hear what it adds and removes."""
+    failed: list[Batch] = []
+
+    async def run() -> list[tuple[int, ...]]:
+        async with running_group(model_dir, ["w0", "w1", "w2"], ROOMY) as cluster:
+            await cluster.change(TransitionKind.DROP, layout(2, [[("w0", 0, 2), ("w1", 2, 4), ("w2", 4, 6)]], LAYERS))
+            middle = cluster.workers[stage].member._stage._engine
+            inner = middle.run_stage
+
+            def failing(batch: Batch, *tables: Any, **layers: Any) -> Any:
+                if batch.removed and batch.slices and not failed:
+                    failed.append(batch)
+                    raise RuntimeError("for once")
+                return inner(batch, *tables, **layers)
+
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(middle, "run_stage", failing)
+                short = await cluster.dispatcher.submit("w0", PROMPTS[0], sampling(5))
+                unlucky = [await cluster.dispatcher.submit("w0", prompt, sampling(150)) for prompt in PROMPTS]
+                for answer in (short, *unlucky):
+                    await cluster.dispatcher.end(answer)
+            assert failed
+            assert any("for once" in answer.error for answer in unlucky)
+            answers = await whole(cluster, await ask(cluster, ["w0"]))
+            await cluster.quiet()
+            for worker in cluster.workers.values():
+                assert not set(failed[0].removed) & set(worker.book.sequence_ids), worker.name
+            return answers
 
     assert asyncio.run(run()) == expected(100)

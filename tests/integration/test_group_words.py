@@ -47,15 +47,12 @@ async def whole(cluster: Cluster, answers: list[Answer]) -> list[tuple[int, ...]
     return [tuple(a.token_ids) for a in answers]
 
 
-def alone_says(
+async def alone_says(
     model_dir: Path, sizes: Sizes, lengths: list[int], sampling: SamplingParams
 ) -> list[tuple[tuple[int, ...], int]]:
-    async def run() -> list[tuple[tuple[int, ...], int]]:
-        async with running_group(model_dir, ["w0"], sizes) as cluster:
-            answers = await ask(cluster, "w0", lengths, sampling)
-            return list(zip(await whole(cluster, answers), [len(a.logprobs) for a in answers], strict=True))
-
-    return asyncio.run(run())
+    async with running_group(model_dir, ["w0"], sizes) as cluster:
+        answers = await ask(cluster, "w0", lengths, sampling)
+        return list(zip(await whole(cluster, answers), [len(a.logprobs) for a in answers], strict=True))
 
 
 def blocks_of(worker: GroupWorker) -> int:
@@ -63,60 +60,54 @@ def blocks_of(worker: GroupWorker) -> int:
     return worker.shell.load().block_count
 
 
-def test_what_a_stage_had_before_a_restore_is_not_counted_on_when_it_is_given_up(model_dir: Path) -> None:
+async def test_what_a_stage_had_before_a_restore_is_not_counted_on_when_it_is_given_up(model_dir: Path) -> None:
     """The leader hears late what a stage had; it gives the restore up, and the stage has not heard of that yet."""
 
-    async def run() -> None:
-        sizes = Sizes(memory_bytes=10 << 19)
-        async with running_group(model_dir, ["w0", "w1"], sizes, w1=Sizes(memory_bytes=9 << 19)) as cluster:
-            w0, w1 = cluster.workers["w0"], cluster.workers["w1"]
-            _hold_back(w1, Topic.ROOM_WITHDRAWN, lambda: False, 0.5)
-            await cluster.change(TransitionKind.DROP, layout(2, PAIR, LAYERS))
-            before = w1.book.block_count
-            assert before < w0.book.block_count
-            await cluster.prepare(TransitionKind.RESTORE, alone(3, ["w0", "w1"], LAYERS))
-            home = w1.book.block_count
-            assert blocks_of(w0) == home < before
-            cluster.post(
-                "w0", CapacityTold(Epoch(2), WorkerId("w1"), before, RoomSizes(before, home, home, home), Epoch(0))
-            )
-            cluster.post("w0", Told(Epoch(3), AbortRequested(time.monotonic(), Epoch(3), "test")))
-            most = 0
-            while w1.book.block_count == home or blocks_of(w0) != before:
-                most = max(most, blocks_of(w0) if w1.book.block_count == home else 0)
-                await asyncio.sleep(0.001)
-            assert most == home
-            assert (p := w1.progress(3)) is not None
-            assert (p.phase, p.why) == (Phase.FAILED, "the leader has given it up")
-            assert w1.engine.memory.parameters.held_layers == (3, 4, 5)
-
-    asyncio.run(run())
+    sizes = Sizes(memory_bytes=10 << 19)
+    async with running_group(model_dir, ["w0", "w1"], sizes, w1=Sizes(memory_bytes=9 << 19)) as cluster:
+        w0, w1 = cluster.workers["w0"], cluster.workers["w1"]
+        _hold_back(w1, Topic.ROOM_WITHDRAWN, lambda: False, 0.5)
+        await cluster.change(TransitionKind.DROP, layout(2, PAIR, LAYERS))
+        before = w1.book.block_count
+        assert before < w0.book.block_count
+        await cluster.prepare(TransitionKind.RESTORE, alone(3, ["w0", "w1"], LAYERS))
+        home = w1.book.block_count
+        assert blocks_of(w0) == home < before
+        cluster.post(
+            "w0", CapacityTold(Epoch(2), WorkerId("w1"), before, RoomSizes(before, home, home, home), Epoch(0))
+        )
+        cluster.post("w0", Told(Epoch(3), AbortRequested(time.monotonic(), Epoch(3), "test")))
+        most = 0
+        while w1.book.block_count == home or blocks_of(w0) != before:
+            most = max(most, blocks_of(w0) if w1.book.block_count == home else 0)
+            await asyncio.sleep(0.001)
+        assert most == home
+        assert (p := w1.progress(3)) is not None
+        assert (p.phase, p.why) == (Phase.FAILED, "the leader has given it up")
+        assert w1.engine.memory.parameters.held_layers == (3, 4, 5)
 
 
-def test_a_batch_that_overtakes_the_roster_waits_for_it(model_dir: Path) -> None:
+async def test_a_batch_that_overtakes_the_roster_waits_for_it(model_dir: Path) -> None:
     """The roster comes from the leader, batches from the stage before. Whom it recomputes, a batch may hold again."""
     lengths = [150, 130, 110, 90, 70, 50, 30, 10]
     sizes = Sizes(memory_bytes=9 << 19, max_batch_tokens=256)
-    expected = alone_says(model_dir, Sizes(memory_bytes=16 << 20, max_batch_tokens=256), lengths, greedy(60))
+    expected = await alone_says(model_dir, Sizes(memory_bytes=16 << 20, max_batch_tokens=256), lengths, greedy(60))
 
-    async def run() -> None:
-        async with running_group(model_dir, ["w0", "w1", "w2"], sizes) as cluster:
-            w2 = cluster.workers["w2"]
-            overtaken = _hold_back(w2, Topic.ROSTER, lambda: bool(w2.member._stage._early), 8.0)
-            groups = [await ask(cluster, name, lengths, greedy(60)) for name in ("w0", "w1", "w2")]
-            await until(lambda: all(len(a.token_ids) > 3 for a in groups[0]))
-            target = layout(2, [[("w0", 0, 2), ("w1", 2, 4), ("w2", 4, 6)]], LAYERS)
-            members = await cluster.prepare(TransitionKind.DROP, target)
-            cluster.commit(members, target)
-            await cluster.until(members, target.epoch, Phase.EXCHANGING)
-            groups.append(await ask(cluster, "w0", lengths, greedy(60)))  # they run while KV travels
-            said = await cluster.done(members, target.epoch)
-            assert said["w0"].victim_count
-            assert overtaken == [True]
-            for answers in groups:
-                assert await whole(cluster, answers) == [e[0] for e in expected]
-
-    asyncio.run(run())
+    async with running_group(model_dir, ["w0", "w1", "w2"], sizes) as cluster:
+        w2 = cluster.workers["w2"]
+        overtaken = _hold_back(w2, Topic.ROSTER, lambda: bool(w2.member._stage._early), 8.0)
+        groups = [await ask(cluster, name, lengths, greedy(60)) for name in ("w0", "w1", "w2")]
+        await until(lambda: all(len(a.token_ids) > 3 for a in groups[0]))
+        target = layout(2, [[("w0", 0, 2), ("w1", 2, 4), ("w2", 4, 6)]], LAYERS)
+        members = await cluster.prepare(TransitionKind.DROP, target)
+        cluster.commit(members, target)
+        await cluster.until(members, target.epoch, Phase.EXCHANGING)
+        groups.append(await ask(cluster, "w0", lengths, greedy(60)))  # they run while KV travels
+        said = await cluster.done(members, target.epoch)
+        assert said["w0"].victim_count
+        assert overtaken == [True]
+        for answers in groups:
+            assert await whole(cluster, answers) == [e[0] for e in expected]
 
 
 def _hold_back(worker: GroupWorker, topic: Topic, until_: Callable[[], bool], within_s: float) -> list[bool]:
@@ -136,129 +127,111 @@ def _hold_back(worker: GroupWorker, topic: Topic, until_: Callable[[], bool], wi
     return came
 
 
-def test_long_prompts_and_many_logprobs_reach_every_stage(model_dir: Path) -> None:
+async def test_long_prompts_and_many_logprobs_reach_every_stage(model_dir: Path) -> None:
     """Neither the head of a batch nor a result fits beside what it travels with."""
     sizes = Sizes(memory_bytes=24 << 20, max_batch_tokens=1 << 14)
     lengths, sampling = [1900 + i for i in range(12)], greedy(4, logprobs=20)
-    expected = alone_says(model_dir, sizes, lengths, sampling)
+    expected = await alone_says(model_dir, sizes, lengths, sampling)
 
-    async def run() -> None:
-        async with running_group(model_dir, ["w0", "w1"], sizes) as cluster:
-            await cluster.change(TransitionKind.DROP, layout(2, PAIR, LAYERS))
-            answers = await ask(cluster, "w0", lengths, sampling)
-            tokens = await whole(cluster, answers)
-            assert list(zip(tokens, [len(a.logprobs) for a in answers], strict=True)) == expected
-
-    asyncio.run(run())
+    async with running_group(model_dir, ["w0", "w1"], sizes) as cluster:
+        await cluster.change(TransitionKind.DROP, layout(2, PAIR, LAYERS))
+        answers = await ask(cluster, "w0", lengths, sampling)
+        tokens = await whole(cluster, answers)
+        assert list(zip(tokens, [len(a.logprobs) for a in answers], strict=True)) == expected
 
 
-def test_a_member_that_closes_its_links_in_order_is_lost_to_the_group(model_dir: Path) -> None:
+async def test_a_member_that_closes_its_links_in_order_is_lost_to_the_group(model_dir: Path) -> None:
     """As one does whose engine has failed, or that is told to end. The others must not wait for it for ever."""
 
-    async def run() -> None:
-        async with running_group(model_dir, ["w0", "w1", "w2"], Sizes(memory_bytes=10 << 19)) as cluster:
-            await cluster.change(TransitionKind.DROP, layout(2, [[("w0", 0, 2), ("w1", 2, 4), ("w2", 4, 6)]], LAYERS))
-            answers = await ask(cluster, "w0", [30] * 4, greedy(100))
-            await until(lambda: all(len(a.token_ids) > 3 for a in answers))
-            cluster.workers["w1"].membership.plane.retire(3)
-            for name in ("w0", "w2"):
-                worker = cluster.workers[name]
-                await until(lambda w=worker: (p := w.progress(2)) is not None and p.phase is Phase.DONE and bool(p.why))
-                assert worker.engine.memory.parameters.held_layers == tuple(range(LAYERS))
-            await whole(cluster, answers)
-
-    asyncio.run(run())
+    async with running_group(model_dir, ["w0", "w1", "w2"], Sizes(memory_bytes=10 << 19)) as cluster:
+        await cluster.change(TransitionKind.DROP, layout(2, [[("w0", 0, 2), ("w1", 2, 4), ("w2", 4, 6)]], LAYERS))
+        answers = await ask(cluster, "w0", [30] * 4, greedy(100))
+        await until(lambda: all(len(a.token_ids) > 3 for a in answers))
+        cluster.workers["w1"].membership.plane.retire(3)
+        for name in ("w0", "w2"):
+            worker = cluster.workers[name]
+            await until(lambda w=worker: (p := w.progress(2)) is not None and p.phase is Phase.DONE and bool(p.why))
+            assert worker.engine.memory.parameters.held_layers == tuple(range(LAYERS))
+        await whole(cluster, answers)
 
 
 @pytest.mark.parametrize("forgotten", [TransitionKind.DROP, TransitionKind.RESTORE])
-def test_a_newer_plan_takes_back_one_that_nobody_has_decided(model_dir: Path, forgotten: TransitionKind) -> None:
+async def test_a_newer_plan_takes_back_one_that_nobody_has_decided(model_dir: Path, forgotten: TransitionKind) -> None:
     """A planner that has lost its journal plans anew, and no Abort comes for what was prepared."""
-    expected = alone_says(model_dir, Sizes(memory_bytes=16 << 20), [30] * 4, greedy(120))
+    expected = await alone_says(model_dir, Sizes(memory_bytes=16 << 20), [30] * 4, greedy(120))
 
-    async def run() -> None:
-        async with running_group(model_dir, ["w0", "w1"], Sizes(memory_bytes=10 << 19)) as cluster:
-            answers = await ask(cluster, "w0", [30] * 4, greedy(120))
-            if forgotten is TransitionKind.RESTORE:
-                await cluster.change(TransitionKind.DROP, layout(2, PAIR, LAYERS))
-                targets = [alone(3, ["w0", "w1"], LAYERS), alone(4, ["w0", "w1"], LAYERS)]
-            else:
-                targets = [layout(3, PAIR, LAYERS), layout(4, [[("w1", 0, 2), ("w0", 2, 6)]], LAYERS)]
-            blocks = {name: worker.book.block_count for name, worker in cluster.workers.items()}
-            members = await cluster.prepare(forgotten, targets[0])
-            cluster.ask_to_prepare(forgotten, targets[1])
-            await cluster.until(members, targets[0].epoch, Phase.ABORTED)
-            await cluster.change(forgotten, targets[1])
-            assert blocks != {name: worker.book.block_count for name, worker in cluster.workers.items()}
-            assert await whole(cluster, answers) == [e[0] for e in expected]
-
-    asyncio.run(run())
+    async with running_group(model_dir, ["w0", "w1"], Sizes(memory_bytes=10 << 19)) as cluster:
+        answers = await ask(cluster, "w0", [30] * 4, greedy(120))
+        if forgotten is TransitionKind.RESTORE:
+            await cluster.change(TransitionKind.DROP, layout(2, PAIR, LAYERS))
+            targets = [alone(3, ["w0", "w1"], LAYERS), alone(4, ["w0", "w1"], LAYERS)]
+        else:
+            targets = [layout(3, PAIR, LAYERS), layout(4, [[("w1", 0, 2), ("w0", 2, 6)]], LAYERS)]
+        blocks = {name: worker.book.block_count for name, worker in cluster.workers.items()}
+        members = await cluster.prepare(forgotten, targets[0])
+        cluster.ask_to_prepare(forgotten, targets[1])
+        await cluster.until(members, targets[0].epoch, Phase.ABORTED)
+        await cluster.change(forgotten, targets[1])
+        assert blocks != {name: worker.book.block_count for name, worker in cluster.workers.items()}
+        assert await whole(cluster, answers) == [e[0] for e in expected]
 
 
-def test_a_plan_that_takes_a_worker_for_another_member_is_refused(model_dir: Path) -> None:
+async def test_a_plan_that_takes_a_worker_for_another_member_is_refused(model_dir: Path) -> None:
     """A planner that has lost the layout takes every worker for one that serves alone."""
 
-    async def run() -> None:
-        async with running_group(model_dir, ["w0", "w1"], Sizes(memory_bytes=10 << 19)) as cluster:
-            await cluster.change(TransitionKind.DROP, layout(2, PAIR, LAYERS))
-            cluster.in_force = alone(1, ["w0", "w1"], LAYERS)
-            cluster.ask_to_prepare(TransitionKind.DROP, layout(3, [[("w1", 0, 3), ("w0", 3, 6)]], LAYERS))
-            for worker in cluster.workers.values():
-                await until(lambda w=worker: (p := w.progress(3)) is not None and p.phase is Phase.FAILED)
-                assert (p := worker.progress(3)) is not None
-                assert "and the plan takes that for" in p.why
-
-    asyncio.run(run())
+    async with running_group(model_dir, ["w0", "w1"], Sizes(memory_bytes=10 << 19)) as cluster:
+        await cluster.change(TransitionKind.DROP, layout(2, PAIR, LAYERS))
+        cluster.in_force = alone(1, ["w0", "w1"], LAYERS)
+        cluster.ask_to_prepare(TransitionKind.DROP, layout(3, [[("w1", 0, 3), ("w0", 3, 6)]], LAYERS))
+        for worker in cluster.workers.values():
+            await until(lambda w=worker: (p := w.progress(3)) is not None and p.phase is Phase.FAILED)
+            assert (p := worker.progress(3)) is not None
+            assert "and the plan takes that for" in p.why
 
 
-def test_a_request_that_outgrows_a_member_keeps_its_group(model_dir: Path) -> None:
+async def test_a_request_that_outgrows_a_member_keeps_its_group(model_dir: Path) -> None:
     """It fits when the restore begins, and not any more before the commit: it must not end with an error."""
     sizes, sampling = Sizes(memory_bytes=9 << 19), greedy(150)
 
-    async def run() -> None:
-        async with running_group(model_dir, ["w0", "w1"], sizes) as cluster:
-            home_tokens = cluster.workers["w0"].engine.block_tokens * cluster.workers["w0"].book.block_count
-            lengths = [home_tokens - 60, 30]
-            expected = await asyncio.to_thread(alone_says, model_dir, Sizes(memory_bytes=16 << 20), lengths, sampling)
-            await cluster.change(TransitionKind.DROP, layout(2, PAIR, LAYERS))
-            answers = await ask(cluster, "w0", lengths, sampling)
-            await until(lambda: len(answers[0].token_ids) > 3)
-            members = await cluster.prepare(TransitionKind.RESTORE, alone(3, ["w0", "w1"], LAYERS))
-            w0 = cluster.workers["w0"]
-            await until(lambda: (p := w0.progress(3)) is not None and p.phase is Phase.FAILED)
-            assert (p := w0.progress(3)) is not None
-            assert "without its group" in p.why
-            await cluster.abort(members, Epoch(3))
-            assert await whole(cluster, answers) == [e[0] for e in expected]
-
-    asyncio.run(run())
+    async with running_group(model_dir, ["w0", "w1"], sizes) as cluster:
+        home_tokens = cluster.workers["w0"].engine.block_tokens * cluster.workers["w0"].book.block_count
+        lengths = [home_tokens - 60, 30]
+        expected = await alone_says(model_dir, Sizes(memory_bytes=16 << 20), lengths, sampling)
+        await cluster.change(TransitionKind.DROP, layout(2, PAIR, LAYERS))
+        answers = await ask(cluster, "w0", lengths, sampling)
+        await until(lambda: len(answers[0].token_ids) > 3)
+        members = await cluster.prepare(TransitionKind.RESTORE, alone(3, ["w0", "w1"], LAYERS))
+        w0 = cluster.workers["w0"]
+        await until(lambda: (p := w0.progress(3)) is not None and p.phase is Phase.FAILED)
+        assert (p := w0.progress(3)) is not None
+        assert "without its group" in p.why
+        await cluster.abort(members, Epoch(3))
+        assert await whole(cluster, answers) == [e[0] for e in expected]
 
 
-def test_a_plan_that_nobody_remembers_is_taken_back(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_plan_that_nobody_remembers_is_taken_back(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All planners and the state server have been lost, and the new planner plans nothing."""
-    expected = alone_says(model_dir, Sizes(memory_bytes=16 << 20), [30] * 4, greedy(60))
+    expected = await alone_says(model_dir, Sizes(memory_bytes=16 << 20), [30] * 4, greedy(60))
 
-    async def run() -> None:
-        async with running_group(model_dir, ["w0", "w1"], Sizes(memory_bytes=10 << 19)) as cluster:
-            await cluster.prepare(TransitionKind.DROP, layout(5, PAIR, LAYERS))
-            told = [Transitions(w.member, w.shell.post_member) for w in cluster.workers.values()]
+    async with running_group(model_dir, ["w0", "w1"], Sizes(memory_bytes=10 << 19)) as cluster:
+        await cluster.prepare(TransitionKind.DROP, layout(5, PAIR, LAYERS))
+        told = [Transitions(w.member, w.shell.post_member) for w in cluster.workers.values()]
 
-            async def phases_after(settled_epoch: int) -> set[int]:
-                for one in told:
-                    one.name_partners(pb.NamePartnersRequest(settled_epoch=settled_epoch))
-                await asyncio.sleep(0.2)
-                return {one.status(5).phase for one in told}
-
-            monkeypatch.setattr("services.worker.pipeline.planner_side._SILENCE_S", 0.0)
-            assert await phases_after(4) == {pb.TRANSITION_PHASE_PREPARED}, "it may be decided yet"
-            monkeypatch.setattr("services.worker.pipeline.planner_side._SILENCE_S", 60.0)
-            assert await phases_after(9) == {pb.TRANSITION_PHASE_PREPARED}, "its planner was heard just now"
-            monkeypatch.setattr("services.worker.pipeline.planner_side._SILENCE_S", 0.0)
+        async def phases_after(settled_epoch: int) -> set[int]:
             for one in told:
-                one.name_partners(pb.NamePartnersRequest(settled_epoch=5))
-            await until(lambda: {one.status(5).phase for one in told} == {pb.TRANSITION_PHASE_ABORTED})
-            await cluster.change(TransitionKind.DROP, layout(6, PAIR, LAYERS))
-            answers = await ask(cluster, "w0", [30] * 4, greedy(60))
-            tokens = await whole(cluster, answers)
-            assert list(zip(tokens, [len(a.logprobs) for a in answers], strict=True)) == expected
+                one.name_partners(pb.NamePartnersRequest(settled_epoch=settled_epoch))
+            await asyncio.sleep(0.2)
+            return {one.status(5).phase for one in told}
 
-    asyncio.run(run())
+        monkeypatch.setattr("services.worker.pipeline.planner_side._SILENCE_S", 0.0)
+        assert await phases_after(4) == {pb.TRANSITION_PHASE_PREPARED}, "it may be decided yet"
+        monkeypatch.setattr("services.worker.pipeline.planner_side._SILENCE_S", 60.0)
+        assert await phases_after(9) == {pb.TRANSITION_PHASE_PREPARED}, "its planner was heard just now"
+        monkeypatch.setattr("services.worker.pipeline.planner_side._SILENCE_S", 0.0)
+        for one in told:
+            one.name_partners(pb.NamePartnersRequest(settled_epoch=5))
+        await until(lambda: {one.status(5).phase for one in told} == {pb.TRANSITION_PHASE_ABORTED})
+        await cluster.change(TransitionKind.DROP, layout(6, PAIR, LAYERS))
+        answers = await ask(cluster, "w0", [30] * 4, greedy(60))
+        tokens = await whole(cluster, answers)
+        assert list(zip(tokens, [len(a.logprobs) for a in answers], strict=True)) == expected

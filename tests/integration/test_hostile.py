@@ -1,6 +1,9 @@
 """Whatever comes over a port, no process ends, and whoever wants its tokens gets them."""
 
 import asyncio
+import contextlib
+import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -19,8 +22,11 @@ from ballast.rpc.errors import from_rpc_error
 from ballastpb.cluster.v1 import cluster_pb2
 from ballastpb.inference.v1 import inference_pb2, inference_pb2_grpc
 from ballastpb.monitor.v1 import monitor_pb2, monitor_pb2_grpc
+from ballastpb.planner.v1 import planner_pb2, planner_pb2_grpc
+from benchmarks.clients import Case, Clients, every_port
+from benchmarks.crowd import DRIP, EMPTY, HUGE, LARGE, PREFACE, READERS, SILENT, STALLED
 from benchmarks.fuzz import Fuzz, link_addresses
-from tests.support.cluster import RunningCluster, running_cluster
+from tests.support.cluster import RunningCluster, idle, running_cluster, until
 
 GARBAGE = b"\xff\xff\xff\xff"
 REPORT, ATTACH = "/ballastpb.monitor.v1.MonitorService/Report", "/ballastpb.worker.v1.WorkerService/Attach"
@@ -30,7 +36,14 @@ GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningCluster]:
     model = make_tiny("llama", tmp_path_factory.mktemp("model") / "tiny", max_len=4096)
-    arguments: dict[str, Any] = {"workers": 2, "monitors": 2, "planners": 2, "device_memory_bytes": 16 << 20}
+    arguments: dict[str, Any] = {
+        "workers": 2,
+        "dispatchers": 2,
+        "monitors": 2,
+        "planners": 2,
+        "device_memory_bytes": 16 << 20,
+    }
+    arguments |= {"gateways": 1, "metrics_port": 0, "flags": {"dispatcher": ["--max-connections", "64"]}}
     with running_cluster(Path(model), environ={"BALLAST_WORKER__CHECK_EVERY_STEPS": "0"}, **arguments) as cluster:
         yield cluster
 
@@ -80,14 +93,26 @@ def test_a_client_that_reads_nothing_and_leaves_ends_its_own_stream(running: Run
     running.run(story())
 
 
+async def known_model(cluster: LocalCluster) -> cluster_pb2.ModelInfo:
+    """From the monitor that is active, once a worker has announced itself there."""
+    async with asyncio.timeout(30):
+        while True:
+            for process in cluster.processes["monitor"]:
+                async with open_channel(process.address) as channel:
+                    stub = monitor_pb2_grpc.MonitorServiceStub(channel)
+                    status = await stub.GetClusterStatus(monitor_pb2.GetClusterStatusRequest(), timeout=30)
+                if status.instances:
+                    return status.instances[0].instance.model
+            await asyncio.sleep(0.1)
+
+
 def test_an_impossible_place_is_refused_and_ends_no_planner(running: RunningCluster) -> None:
     async def story() -> None:
         refused = 0
+        model = await known_model(running.cluster)
         for process in running.cluster.processes["monitor"]:
             async with open_channel(process.address) as channel:
                 stub = monitor_pb2_grpc.MonitorServiceStub(channel)
-                status = await stub.GetClusterStatus(monitor_pb2.GetClusterStatusRequest(), timeout=30)
-                model = status.instances[0].instance.model
                 half = cluster_pb2.Member(worker_id="zz", incarnation=1, last_layer=1)
                 rest = cluster_pb2.Member(worker_id="zz", incarnation=1, first_layer=1, last_layer=model.layer_count)
                 group = cluster_pb2.Group(group_id="zz", members=[half, rest])
@@ -106,17 +131,96 @@ def test_an_impossible_place_is_refused_and_ends_no_planner(running: RunningClus
     running.run(story())
 
 
-def test_millions_of_empty_turns_are_refused_while_everybody_is_served(running: RunningCluster) -> None:
+def test_what_is_small_on_the_wire_and_large_behind_it_is_refused(running: RunningCluster) -> None:
     async def story() -> None:
-        bomb = inference_pb2.TokenizeRequest()
-        bomb.conversation.messages.extend([inference_pb2.ChatMessage()] * 2_000_000)
-        data = bomb.SerializeToString()
-        async with open_channel(running.cluster.address) as channel:
-            tokenize = cast(Any, channel.unary_unary)("/ballastpb.inference.v1.InferenceService/Tokenize")
+        options = (("grpc.max_send_message_length", -1),)
+        gzip = grpc.Compression.Gzip
+        async with grpc.aio.insecure_channel(running.cluster.address, options=options, compression=gzip) as channel:
+            stub = inference_pb2_grpc.InferenceServiceStub(channel)
             with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await tokenize(data, timeout=60)
+                await stub.Tokenize(inference_pb2.TokenizeRequest(text="x " * (24 << 20)), timeout=60)
         assert isinstance(from_rpc_error(caught.value, "dispatcher"), InvalidRequest)
         assert await serves(running.cluster)
+
+    running.run(story())
+
+
+def test_a_drip_at_a_workers_door_holds_no_drop_up(running: RunningCluster) -> None:
+    """With a worker that has no link to anybody yet."""
+    cluster = running.cluster
+
+    async def drip(address: str) -> None:
+        host, _, port = address.rpartition(":")
+        while True:
+            with contextlib.suppress(OSError):
+                _, writer = await asyncio.open_connection(host, int(port))
+                with contextlib.closing(writer):
+                    while True:
+                        writer.write(b"{")
+                        await writer.drain()
+                        await asyncio.sleep(0.35)
+
+    async def story() -> None:
+        dripping = [asyncio.create_task(drip(address)) for address in await link_addresses(cluster)]
+        try:
+            fresh = await cluster.start_worker()
+            dripping += [asyncio.create_task(drip(address)) for address in await link_addresses(cluster)]
+            await asyncio.sleep(0.5)
+            async with open_channel(cluster.address) as channel:
+                planner = planner_pb2_grpc.PlannerServiceStub(channel)
+                workers = [cluster.processes["worker"][0].id, fresh.id]
+                dropped = planner_pb2.DropRequest(worker_ids=workers, request_id="while it drips")
+                await settled(planner, (await planner.Drop(dropped, timeout=60)).epoch)
+                assert await serves(cluster)
+                restored = planner_pb2.RestoreRequest(request_id="while it drips still")
+                await settled(planner, (await planner.Restore(restored, timeout=60)).epoch)
+        finally:
+            for task in dripping:
+                task.cancel()
+            await asyncio.gather(*dripping, return_exceptions=True)
+        assert await serves(cluster)
+
+    running.run(story())
+
+
+async def settled(planner: "planner_pb2_grpc.PlannerServiceAsyncStub", epoch: int) -> None:
+    async with asyncio.timeout(30.0):
+        while True:
+            listed = (await planner.ListTransitions(planner_pb2.ListTransitionsRequest(), timeout=10)).transitions
+            [found] = [one for one in listed if one.epoch == epoch]
+            if found.phase in ("done", "aborted"):
+                assert found.phase == "done", found.summary
+                return
+            await asyncio.sleep(0.1)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("silent connections", SILENT, 600, 1.5, everywhere=True),
+        Case("connections that only begin", PREFACE, 600, 1.5, everywhere=True),
+        Case("a byte every second", DRIP, 100, 2.0, everywhere=True),
+        Case("stalled readers that vanish", STALLED, 60, 3.0),
+        Case("readers that vanish", READERS, 120, 2.0),
+        Case("prompts of 16 MiB at once", HUGE, 6, 1.5),
+        Case("prompts of 4 MiB at once", LARGE, 12, 1.5),
+        Case("empty turns", EMPTY, 2_000_000, 1.0),
+    ],
+    ids=lambda case: case.kind,
+)
+def test_a_crowd_leaves_nothing_behind_and_others_are_served(running: RunningCluster, case: Case) -> None:
+    async def story() -> None:
+        clients = Clients(running.cluster, await every_port(running.cluster))
+        outcome = await clients.run(case)
+        assert outcome.there
+        assert (outcome.ended, outcome.left, outcome.during.failures) == ("", "", [])
+        # What is right on a machine with nothing else to do, `benchmarks.clients` asks for.
+        assert outcome.during.ms(0.5) < outcome.before.ms(1.0) + 100
+        assert outcome.during.tokens_s, "tokens come meanwhile"
+        if case.kind in (HUGE, LARGE, EMPTY):
+            bounds = {HUGE: "larger than max", LARGE: "at most", EMPTY: "more than"}
+            assert outcome.answers
+            assert all(bounds[case.kind] in answer for answer in outcome.answers), "they name the bound"
 
     running.run(story())
 
@@ -132,3 +236,26 @@ def test_ten_thousand_mutated_messages_end_nobody(running: RunningCluster) -> No
         assert await serves(running.cluster)
 
     running.run(story(), timeout_s=250.0)
+
+
+@pytest.mark.parametrize("stopped_s", [0.0, 2.0], ids=["killed", "stopped, then killed"])
+def test_a_dispatcher_that_is_killed_under_load_ends_no_worker(running: RunningCluster, stopped_s: float) -> None:
+    async def story() -> None:
+        cluster = running.cluster
+        victim = cluster.processes["dispatcher"][1]
+        crowd = Clients(cluster, [victim.address]).crowd(Case("readers", READERS, 120, 0.0, everywhere=True))
+        async with crowd as outcome:
+            await asyncio.sleep(1.0)
+            victim.may_end = True
+            if stopped_s:
+                os.kill(victim.pid, signal.SIGSTOP)
+                await asyncio.sleep(stopped_s)
+            victim.child.kill()
+            await asyncio.sleep(1.0)
+        assert outcome.there == 120
+        cluster.respawn(victim.id)
+        assert await serves(cluster), "and nobody else has ended"
+        async with AsyncClient(cluster.address) as client:
+            await until(client, idle)
+
+    running.run(story())

@@ -23,61 +23,73 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_preset("tiny", tmp_path_factory.mktemp("model") / "tiny")
 
 
-def test_dispatchers_and_workers_come_and_go_while_requests_are_answered(model: Path) -> None:
+async def test_dispatchers_and_workers_come_and_go_while_requests_are_answered(model: Path) -> None:
+    async with (
+        LocalCluster(model, workers=1, dispatchers=2, device_memory_bytes=8 << 20) as cluster,
+        AsyncClient(cluster.addresses) as client,
+    ):
+        expected = (await client.generate("A ship", SAMPLING)).token_ids
+        late = await cluster.start_worker()
+        assert {w.worker_id for w in (await client.status()).workers} == {"worker-0", late.id}
+        cluster.kill("dispatcher", 0)
+        for _ in range(4):
+            assert (await client.generate("A ship", SAMPLING, deadline_s=60)).token_ids == expected
+        cluster.kill("worker", 0)
+        for _ in range(4):
+            assert (await client.generate("A ship", SAMPLING, deadline_s=60)).token_ids == expected
+        await until(client, lambda status: [w.worker_id for w in status.workers] == [late.id])
+        assert cluster.crash() is None
+        # A stopped process does not hold up the end.
+        cluster.kill("worker", 1, signal.SIGSTOP)
+
+
+async def test_a_drained_worker_gets_nothing_new_and_finishes_what_it_has(model: Path) -> None:
+    async with (
+        LocalCluster(model, workers=2, dispatchers=2, device_memory_bytes=8 << 20) as cluster,
+        AsyncClient(cluster.addresses) as client,
+    ):
+        long = SamplingParams(max_tokens=400, temperature=0.0, ignore_eos=True)
+        drained = asyncio.Event()
+
+        async def load(i: int) -> None:
+            """One request behind the other, so that both workers have some whenever one looks."""
+            while not drained.is_set():
+                assert len((await client.generate(f"A ship {i}", long, deadline_s=60)).token_ids) == 400
+
+        running = [asyncio.create_task(load(i)) for i in range(8)]
+        await until(client, lambda status: all(w.load and w.load.running_count for w in status.workers))
+        # Nothing but a dispatcher is asked; twice, as one would who is not sure.
+        for address in cluster.addresses:
+            assert "worker-0 takes nothing new; " in await ballast("drain", "worker-0", "--address", address)
+        assert "no worker is called worker-7" in await ballast("drain", "worker-7", "--address", cluster.address)
+        drained.set()
+        await asyncio.gather(*running)
+
+        for address in cluster.addresses:
+            async with AsyncClient(address) as one:  # each dispatcher reads the layout by itself
+                await until(one, lambda status: draining(status) == {"worker-0"})
+        before = prompt_tokens(await until(client, idle))
+        for _ in range(6):
+            await client.generate("A ship", SAMPLING, deadline_s=60)
+        after = prompt_tokens(await until(client, idle))
+        assert after["worker-0"] == before["worker-0"]
+        assert after["worker-1"] > before["worker-1"]
+
+
+def test_a_drained_dispatcher_is_taken_back(model: Path) -> None:
     async def story() -> None:
         async with (
-            LocalCluster(model, workers=1, dispatchers=2, device_memory_bytes=8 << 20) as cluster,
-            AsyncClient(cluster.addresses) as client,
+            LocalCluster(model, workers=1, device_memory_bytes=8 << 20) as cluster,
+            AsyncClient(cluster.address) as client,
         ):
             expected = (await client.generate("A ship", SAMPLING)).token_ids
-            late = await cluster.start_worker()
-            assert {w.worker_id for w in (await client.status()).workers} == {"worker-0", late.id}
-            cluster.kill("dispatcher", 0)
-            for _ in range(4):
-                assert (await client.generate("A ship", SAMPLING, deadline_s=60)).token_ids == expected
-            cluster.kill("worker", 0)
-            for _ in range(4):
-                assert (await client.generate("A ship", SAMPLING, deadline_s=60)).token_ids == expected
-            await until(client, lambda status: [w.worker_id for w in status.workers] == [late.id])
-            assert cluster.crash() is None
-            # A stopped process does not hold up the end.
-            cluster.kill("worker", 1, signal.SIGSTOP)
-
-    asyncio.run(story())
-
-
-def test_a_drained_worker_gets_nothing_new_and_finishes_what_it_has(model: Path) -> None:
-    async def story() -> None:
-        async with (
-            LocalCluster(model, workers=2, dispatchers=2, device_memory_bytes=8 << 20) as cluster,
-            AsyncClient(cluster.addresses) as client,
-        ):
-            long = SamplingParams(max_tokens=400, temperature=0.0, ignore_eos=True)
-            drained = asyncio.Event()
-
-            async def load(i: int) -> None:
-                """One request behind the other, so that both workers have some whenever one looks."""
-                while not drained.is_set():
-                    assert len((await client.generate(f"A ship {i}", long, deadline_s=60)).token_ids) == 400
-
-            running = [asyncio.create_task(load(i)) for i in range(8)]
-            await until(client, lambda status: all(w.load and w.load.running_count for w in status.workers))
-            # Nothing but a dispatcher is asked; twice, as one would who is not sure.
-            for address in cluster.addresses:
-                assert "worker-0 takes nothing new; " in await ballast("drain", "worker-0", "--address", address)
-            assert "no worker is called worker-7" in await ballast("drain", "worker-7", "--address", cluster.address)
-            drained.set()
-            await asyncio.gather(*running)
-
-            for address in cluster.addresses:
-                async with AsyncClient(address) as one:  # each dispatcher reads the layout by itself
-                    await until(one, lambda status: draining(status) == {"worker-0"})
-            before = prompt_tokens(await until(client, idle))
-            for _ in range(6):
-                await client.generate("A ship", SAMPLING, deadline_s=60)
-            after = prompt_tokens(await until(client, idle))
-            assert after["worker-0"] == before["worker-0"]
-            assert after["worker-1"] > before["worker-1"]
+            assert "takes nothing new" in await ballast("drain", cluster.address)
+            with pytest.raises(Unavailable, match="draining"):
+                await client.generate("A ship", SAMPLING)
+            assert (await client.status()).draining
+            assert "takes requests again" in await ballast("undrain", cluster.address)
+            assert (await client.generate("A ship", SAMPLING)).token_ids == expected
+            assert "is healthy" in await ballast("health", "dispatcher", cluster.address)
 
     asyncio.run(story())
 

@@ -1,7 +1,10 @@
 """The state server loses everything and no planner is left: what runs goes on, and the groups are known again."""
 
+import asyncio
+import signal
 from pathlib import Path
 
+import grpc.aio
 import redis.asyncio
 
 from ballast.client import AsyncClient, ClusterStatus
@@ -79,3 +82,61 @@ def test_nothing_is_made_up_about_workers_that_are_alone(tmp_path: Path) -> None
                 assert sizes(status) == [1, 1, 1]
 
         running.run(story())
+
+
+def test_a_state_server_that_goes_back_before_a_commit_freezes_nothing(tmp_path: Path) -> None:
+    """As after a fail-over to a replica that lags, with a planner that knows only what it finds there."""
+    model = make_tiny("llama", tmp_path / "tiny", max_len=256)
+    flags = {"worker": ["--dtype", "float64"], "planner": ["--overload-policy", "recompute"]}
+    with running_cluster(model, workers=3, device_memory_bytes=8 << 20, flags=flags) as running:
+        cluster = running.cluster
+
+        async def story() -> None:
+            async with (
+                AsyncClient(cluster.address) as client,
+                redis.asyncio.from_url(cluster.redis_url) as state,  # pyright: ignore[reportUnknownMemberType]
+            ):
+                expected = (await client.generate(token_ids=PROMPT, sampling=SAMPLING)).token_ids
+                async with open_channel(cluster.processes["planner"][0].address) as channel:
+                    stub = planner_pb2_grpc.PlannerServiceStub(channel)
+                    names = [worker.id for worker in cluster.processes["worker"][:2]]
+                    cluster.kill("worker", 1, signal.SIGSTOP)  # else all might be prepared before anybody looks
+                    asked = stub.Drop(pb.DropRequest(worker_ids=names, request_id="drop"), timeout=60)
+                    before = await _while_preparing(state)
+                    cluster.kill("worker", 1, signal.SIGCONT)
+                    await asked
+                await until(client, lambda now: sorted(sizes(now)) == [1, 2] and idle(now))
+                cluster.kill("planner")
+                await state.delete(*before)
+                for key, (value, left_ms) in before.items():
+                    await state.restore(key, left_ms, value, replace=True)
+                planner = await cluster.start_planner()
+                async with open_channel(planner.address) as channel:
+                    stub = planner_pb2_grpc.PlannerServiceStub(channel)
+                    for number in range(100):  # until it has found out what there is
+                        try:
+                            await stub.Restore(pb.RestoreRequest(request_id=f"restore {number}"), timeout=60)
+                        except grpc.aio.AioRpcError:
+                            await asyncio.sleep(0.2)
+                        else:
+                            break
+                await until(client, lambda now: sizes(now) == [1, 1, 1])
+                cluster.kill("worker", 2)
+                await until(client, lambda now: sizes(now) == [1, 1])
+                assert (await client.generate(token_ids=PROMPT, sampling=SAMPLING)).token_ids == expected
+
+        running.run(story())
+
+
+async def _while_preparing(state: redis.asyncio.Redis) -> dict[str, tuple[bytes, int]]:
+    """What the state server knows of layout and transition before the commit."""
+    keys = ("ballast:transition", "ballast:layout", "ballast:layout:meta")
+    while True:
+        found: dict[str, tuple[bytes, int]] = {}
+        for key in keys:
+            value, left_ms = await state.dump(key), await state.pttl(key)
+            if value is not None:
+                found[key] = value, max(0, left_ms)
+        if await state.hget("ballast:transition", "stage") == b"preparing" and len(found) == len(keys):  # pyright: ignore[reportGeneralTypeIssues]
+            return found
+        await asyncio.sleep(0)

@@ -53,35 +53,32 @@ def _moved(cluster: Cluster, name: str = "w0") -> int:
 
 
 @pytest.mark.parametrize("message_bytes", [0, None], ids=["the last KV as a transfer", "with the word"])
-def test_requests_go_on_at_the_target_without_computing_anything_anew(
+async def test_requests_go_on_at_the_target_without_computing_anything_anew(
     model_dir: Path, message_bytes: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if message_bytes is not None:
         monkeypatch.setattr(channel_connection, "PACKED_BELOW_BYTES", message_bytes)
 
-    async def story() -> None:
-        async with running_group(model_dir, NAMES, Sizes(memory_bytes=12 << 20)) as cluster:
-            answers = [await cluster.dispatcher.submit("w0", prompt, LONG) for prompt in PROMPTS]
-            await until(lambda: all(len(answer.token_ids) >= 20 for answer in answers))
-            cluster.migrate("w0", "w1", within_s=60.0)
-            # Who hears nothing for seconds is given up and offered anew: where this process is starved of processor
-            # time, an answer takes as long as that.
-            await until(lambda: _moved(cluster) == len(PROMPTS), 60.0)
-            totals = cluster.workers["w0"].member.published.migrations
-            print(totals)
-            assert totals.recomputed == 0
-            assert totals.blocks >= 5 * len(PROMPTS)
-            await until(lambda: all(answer.place and answer.place[0] == "w1" for answer in answers))
-            counts = [len(answer.token_ids) for answer in answers]
-            await until(lambda: all(len(a.token_ids) > n for a, n in zip(answers, counts, strict=True)))
-            assert not cluster.workers["w0"].book.used_count
-            assert not cluster.workers["w0"].engine.runner.sequence_ids
-            for answer in answers:
-                await cluster.dispatcher.cancel(answer)
-                await cluster.dispatcher.end(answer)
-            await cluster.quiet()
-
-    asyncio.run(story())
+    async with running_group(model_dir, NAMES, Sizes(memory_bytes=12 << 20)) as cluster:
+        answers = [await cluster.dispatcher.submit("w0", prompt, LONG) for prompt in PROMPTS]
+        await until(lambda: all(len(answer.token_ids) >= 20 for answer in answers))
+        cluster.migrate("w0", "w1", within_s=60.0)
+        # Who hears nothing for seconds is given up and offered anew: where this process is starved of processor
+        # time, an answer takes as long as that.
+        await until(lambda: _moved(cluster) == len(PROMPTS), 60.0)
+        totals = cluster.workers["w0"].member.published.migrations
+        print(totals)
+        assert totals.recomputed == 0
+        assert totals.blocks >= 5 * len(PROMPTS)
+        await until(lambda: all(answer.place and answer.place[0] == "w1" for answer in answers))
+        counts = [len(answer.token_ids) for answer in answers]
+        await until(lambda: all(len(a.token_ids) > n for a, n in zip(answers, counts, strict=True)))
+        assert not cluster.workers["w0"].book.used_count
+        assert not cluster.workers["w0"].engine.runner.sequence_ids
+        for answer in answers:
+            await cluster.dispatcher.cancel(answer)
+            await cluster.dispatcher.end(answer)
+        await cluster.quiet()
 
 
 async def _at_w0(cluster: Cluster, prompts: list[list[int]]) -> list[Answer]:
@@ -97,70 +94,58 @@ async def _end(cluster: Cluster, answers: list[Answer]) -> None:
     await cluster.quiet()
 
 
-def test_a_target_that_is_full_refuses_before_anything_moves(model_dir: Path) -> None:
-    async def story() -> None:
-        busy = Sizes(memory_bytes=12 << 20, max_running_count=1)
-        async with running_group(model_dir, NAMES, Sizes(memory_bytes=12 << 20), w1=busy) as cluster:
-            answers = await _at_w0(cluster, PROMPTS[:1])
-            totals = cluster.workers["w0"].member.published.migrations
-            others = [await cluster.dispatcher.submit("w1", PROMPTS[1], LONG)]
-            await until(lambda: bool(others[0].token_ids))
-            cluster.migrate("w0", "w1", within_s=20.0)
-            await until(lambda: totals.not_moved > 0)
-            assert (totals.moved, len(cluster.workers["w1"].member._migrations._arrivals)) == (0, 0)
-            count = len(answers[0].token_ids)
-            await until(lambda: len(answers[0].token_ids) > count)
-            assert answers[0].attempts == 1
-            await _end(cluster, answers + others)
-
-    asyncio.run(story())
+async def test_a_target_that_is_full_refuses_before_anything_moves(model_dir: Path) -> None:
+    busy = Sizes(memory_bytes=12 << 20, max_running_count=1)
+    async with running_group(model_dir, NAMES, Sizes(memory_bytes=12 << 20), w1=busy) as cluster:
+        answers = await _at_w0(cluster, PROMPTS[:1])
+        totals = cluster.workers["w0"].member.published.migrations
+        others = [await cluster.dispatcher.submit("w1", PROMPTS[1], LONG)]
+        await until(lambda: bool(others[0].token_ids))
+        cluster.migrate("w0", "w1", within_s=20.0)
+        await until(lambda: totals.not_moved > 0)
+        assert (totals.moved, len(cluster.workers["w1"].member._migrations._arrivals)) == (0, 0)
+        count = len(answers[0].token_ids)
+        await until(lambda: len(answers[0].token_ids) > count)
+        assert answers[0].attempts == 1
+        await _end(cluster, answers + others)
 
 
-def test_what_was_withdrawn_on_its_way_is_free_on_both_sides(model_dir: Path) -> None:
-    async def story() -> None:
-        slow = Sizes(memory_bytes=12 << 20, transport=TransportConfig(rate_bytes_per_s=100e3))
-        async with running_group(model_dir, NAMES, slow) as cluster:
-            answers = await _at_w0(cluster, PROMPTS[:3])
-            cluster.migrate("w0", "w1", within_s=20.0)
-            await until(lambda: cluster.workers["w1"].book.used_count > 0)
-            assert _moved(cluster) == 0
-            await _end(cluster, answers)
-            assert _moved(cluster) == 0
-
-    asyncio.run(story())
+async def test_what_was_withdrawn_on_its_way_is_free_on_both_sides(model_dir: Path) -> None:
+    slow = Sizes(memory_bytes=12 << 20, transport=TransportConfig(rate_bytes_per_s=100e3))
+    async with running_group(model_dir, NAMES, slow) as cluster:
+        answers = await _at_w0(cluster, PROMPTS[:3])
+        cluster.migrate("w0", "w1", within_s=20.0)
+        await until(lambda: cluster.workers["w1"].book.used_count > 0)
+        assert _moved(cluster) == 0
+        await _end(cluster, answers)
+        assert _moved(cluster) == 0
 
 
-def test_a_link_that_breaks_leaves_requests_where_they_are(model_dir: Path) -> None:
-    async def story() -> None:
-        slow = Sizes(memory_bytes=12 << 20, transport=TransportConfig(rate_bytes_per_s=100e3))
-        async with running_group(model_dir, NAMES, slow) as cluster:
-            answers = await _at_w0(cluster, PROMPTS[:3])
-            cluster.migrate("w0", "w1", within_s=20.0)
-            await until(lambda: cluster.workers["w1"].book.used_count > 0)
-            link = cluster.workers["w0"].membership.plane.link("w1", cluster.in_force.epoch)
-            assert link is not None
-            link.give_up("test")
-            await until(lambda: not cluster.workers["w1"].book.used_count)
-            counts = [len(answer.token_ids) for answer in answers]
-            await until(lambda: all(len(a.token_ids) > n for a, n in zip(answers, counts, strict=True)))
-            assert [answer.attempts for answer in answers] == [1, 1, 1]
-            await _end(cluster, answers)
-
-    asyncio.run(story())
+async def test_a_link_that_breaks_leaves_requests_where_they_are(model_dir: Path) -> None:
+    slow = Sizes(memory_bytes=12 << 20, transport=TransportConfig(rate_bytes_per_s=100e3))
+    async with running_group(model_dir, NAMES, slow) as cluster:
+        answers = await _at_w0(cluster, PROMPTS[:3])
+        cluster.migrate("w0", "w1", within_s=20.0)
+        await until(lambda: cluster.workers["w1"].book.used_count > 0)
+        link = cluster.workers["w0"].membership.plane.link("w1", cluster.in_force.epoch)
+        assert link is not None
+        link.give_up("test")
+        await until(lambda: not cluster.workers["w1"].book.used_count)
+        counts = [len(answer.token_ids) for answer in answers]
+        await until(lambda: all(len(a.token_ids) > n for a, n in zip(answers, counts, strict=True)))
+        assert [answer.attempts for answer in answers] == [1, 1, 1]
+        await _end(cluster, answers)
 
 
-def test_a_change_of_the_layout_goes_before(model_dir: Path) -> None:
-    async def story() -> None:
-        slow = Sizes(memory_bytes=12 << 20, transport=TransportConfig(rate_bytes_per_s=300e3))
-        async with running_group(model_dir, NAMES, slow) as cluster:
-            answers = await _at_w0(cluster, PROMPTS[:3])
-            cluster.migrate("w0", "w1", within_s=20.0)
-            await until(lambda: cluster.workers["w1"].book.used_count > 0)
-            await cluster.change(TransitionKind.DROP, layout(2, [[("w0", 0, 2), ("w1", 2, 4)]], LAYERS))
-            counts = [len(answer.token_ids) for answer in answers]
-            await until(lambda: all(len(a.token_ids) > n for a, n in zip(answers, counts, strict=True)))
-            cluster.migrate("w0", "w1")  # members of pipelines do not take part
-            await _end(cluster, answers)
-            assert not cluster.workers["w1"].member._migrations._arrivals.block_count
-
-    asyncio.run(story())
+async def test_a_change_of_the_layout_goes_before(model_dir: Path) -> None:
+    slow = Sizes(memory_bytes=12 << 20, transport=TransportConfig(rate_bytes_per_s=300e3))
+    async with running_group(model_dir, NAMES, slow) as cluster:
+        answers = await _at_w0(cluster, PROMPTS[:3])
+        cluster.migrate("w0", "w1", within_s=20.0)
+        await until(lambda: cluster.workers["w1"].book.used_count > 0)
+        await cluster.change(TransitionKind.DROP, layout(2, [[("w0", 0, 2), ("w1", 2, 4)]], LAYERS))
+        counts = [len(answer.token_ids) for answer in answers]
+        await until(lambda: all(len(a.token_ids) > n for a, n in zip(answers, counts, strict=True)))
+        cluster.migrate("w0", "w1")  # members of pipelines do not take part
+        await _end(cluster, answers)
+        assert not cluster.workers["w1"].member._migrations._arrivals.block_count

@@ -5,7 +5,7 @@ import contextlib
 from collections.abc import AsyncGenerator, Sequence
 
 from ballast.common import errors
-from tests.support.dispatchers import Answer, Arena, play, request, until, until_async
+from tests.support.dispatchers import Answer, Arena, request, until, until_async
 from tests.support.timed_group import TimedMember
 from tests.support.timed_worker import TimedSettings, publish_groups, scripted_text, scripted_tokens
 
@@ -71,101 +71,89 @@ def check(answers: Sequence[Answer], max_tokens: int) -> None:
         assert answer.last.usage.replay_count == 0
 
 
-def test_a_drop_and_a_restore_with_two_dispatchers_lose_and_repeat_nothing() -> None:
-    async def story() -> None:
-        async with group_arena(*settings(2), dispatchers=2) as group:
-            leader, other = group.members
-            calls = group.dispatch(40, 500, logprobs=1)  # seconds: all of them run throughout
-            await until(lambda: len(other.running) >= 15, "both to be busy")
-            group.publish([leader, other])
-            other.leads = False
-            moved_count = other.hand_over(leader, tell_s=0.02)
-            await until(lambda: leader.claimed_count == moved_count, "all to be asked for at the leader")
-            before = len(other.submitted)
-            late = group.arena.dispatchers[0].generate(request([5], max_tokens=5))
-            assert (await late).error is None
-            assert len(other.submitted) == before  # nothing new for a follower
+async def test_a_drop_and_a_restore_with_two_dispatchers_lose_and_repeat_nothing() -> None:
+    async with group_arena(*settings(2), dispatchers=2) as group:
+        leader, other = group.members
+        calls = group.dispatch(40, 500, logprobs=1)  # seconds: all of them run throughout
+        await until(lambda: len(other.running) >= 15, "both to be busy")
+        group.publish([leader, other])
+        other.leads = False
+        moved_count = other.hand_over(leader, tell_s=0.02)
+        await until(lambda: leader.claimed_count == moved_count, "all to be asked for at the leader")
+        before = len(other.submitted)
+        late = group.arena.dispatchers[0].generate(request([5], max_tokens=5))
+        assert (await late).error is None
+        assert len(other.submitted) == before  # nothing new for a follower
 
-            async def stream_is_gone() -> bool:
-                return not other.has_streams
+        async def stream_is_gone() -> bool:
+            return not other.has_streams
 
-            await until_async(stream_is_gone, "the follower's streams to be closed")
-            other.leads = True
-            half = set(sorted(group.names(leader))[::2])
-            back_count = leader.hand_over(other, half)  # before any dispatcher knows that there will be a stream
-            await asyncio.sleep(0.05)
-            group.publish([leader], [other])
-            await until(lambda: other.claimed_count == back_count > 5, "half to be asked for at the other")
-            answers = await asyncio.gather(*calls)
-            check(answers, 500)
-            assert all(len([lp for r in a.responses for lp in r.logprobs]) == len(a.token_ids) for a in answers)
-            statuses = [await dispatcher.status() for dispatcher in group.arena.dispatchers]
-            assert sum(status.requests_total["length"] for status in statuses) == 41
-            assert all(len(s.workers) == 2 and all(w.connected for w in s.workers) for s in statuses)
-
-    play(story())
+        await until_async(stream_is_gone, "the follower's streams to be closed")
+        other.leads = True
+        half = set(sorted(group.names(leader))[::2])
+        back_count = leader.hand_over(other, half)  # before any dispatcher knows that there will be a stream
+        await asyncio.sleep(0.05)
+        group.publish([leader], [other])
+        await until(lambda: other.claimed_count == back_count > 5, "half to be asked for at the other")
+        answers = await asyncio.gather(*calls)
+        check(answers, 500)
+        assert all(len([lp for r in a.responses for lp in r.logprobs]) == len(a.token_ids) for a in answers)
+        statuses = [await dispatcher.status() for dispatcher in group.arena.dispatchers]
+        assert sum(status.requests_total["length"] for status in statuses) == 41
+        assert all(len(s.workers) == 2 and all(w.connected for w in s.workers) for s in statuses)
 
 
-def test_a_request_that_ends_on_its_way_is_told_at_its_new_worker() -> None:
-    async def story() -> None:
-        async with group_arena(*settings(2)) as group:
-            leader, other = group.members
-            group.publish([leader, other])
-            await group.adopted()
-            calls = group.dispatch(6, 300)
-            await until(lambda: len(leader.running) == 6, "all to run")
-            leader.hand_over(other)
-            await until(lambda: not other.running, "all to end where nobody asks for them", timeout_s=60)
-            group.publish([other], [leader])
-            check(await asyncio.gather(*calls), 300)
-            assert other.claimed_count == 6
-
-    play(story())
+async def test_a_request_that_ends_on_its_way_is_told_at_its_new_worker() -> None:
+    async with group_arena(*settings(2)) as group:
+        leader, other = group.members
+        group.publish([leader, other])
+        await group.adopted()
+        calls = group.dispatch(6, 300)
+        await until(lambda: len(leader.running) == 6, "all to run")
+        leader.hand_over(other)
+        await until(lambda: not other.running, "all to end where nobody asks for them", timeout_s=60)
+        group.publish([other], [leader])
+        check(await asyncio.gather(*calls), 300)
+        assert other.claimed_count == 6
 
 
-def test_status_names_every_member_of_a_group() -> None:
-    async def story() -> None:
-        async with group_arena(*settings(3)) as group:
-            first, second, third = group.members
-            group.publish([second, first], [third])
-            await group.adopted()
-            status = await group.arena.dispatcher.status()
-            shown = {w.worker_id: (w.group_id, w.connected, w.HasField("load")) for w in status.workers}
-            assert shown == {
-                "w0": ("g-w1-w0", True, False),
-                "w1": ("g-w1-w0", True, True),
-                "w2": ("g-w2", True, True),
-            }
-
-    play(story())
+async def test_status_names_every_member_of_a_group() -> None:
+    async with group_arena(*settings(3)) as group:
+        first, second, third = group.members
+        group.publish([second, first], [third])
+        await group.adopted()
+        status = await group.arena.dispatcher.status()
+        shown = {w.worker_id: (w.group_id, w.connected, w.HasField("load")) for w in status.workers}
+        assert shown == {
+            "w0": ("g-w1-w0", True, False),
+            "w1": ("g-w1-w0", True, True),
+            "w2": ("g-w2", True, True),
+        }
 
 
-def test_cancel_and_deadline_between_two_workers() -> None:
-    async def story() -> None:
-        async with group_arena(*settings(2)) as group:
-            leader, other = group.members
-            group.publish([leader, other])
-            await group.adopted()
-            dispatcher = group.arena.dispatcher
-            late = asyncio.create_task(dispatcher.generate(request(max_tokens=4000, request_id="late"), timeout_s=10.0))
-            call = dispatcher.stub.Generate(request(max_tokens=4000, request_id="cancelled"))
-            await call.read()
-            await until(lambda: len(leader.running) == 2, "both to run")
-            leader.hand_over(other)
+async def test_cancel_and_deadline_between_two_workers() -> None:
+    async with group_arena(*settings(2)) as group:
+        leader, other = group.members
+        group.publish([leader, other])
+        await group.adopted()
+        dispatcher = group.arena.dispatcher
+        late = asyncio.create_task(dispatcher.generate(request(max_tokens=4000, request_id="late"), timeout_s=10.0))
+        call = dispatcher.stub.Generate(request(max_tokens=4000, request_id="cancelled"))
+        await call.read()
+        await until(lambda: len(leader.running) == 2, "both to run")
+        leader.hand_over(other)
 
-            async def is_moving() -> bool:
-                return not leader.running and (await dispatcher.status()).running_request_count == 2
+        async def is_moving() -> bool:
+            return not leader.running and (await dispatcher.status()).running_request_count == 2
 
-            await until_async(is_moving, "both to be under way")
-            call.cancel()
-            assert isinstance((await late).error, errors.DeadlineExceeded)
+        await until_async(is_moving, "both to be under way")
+        call.cancel()
+        assert isinstance((await late).error, errors.DeadlineExceeded)
 
-            async def both_ended() -> bool:
-                status = await dispatcher.status()
-                # On a busy machine the client's own clock may call the late one off a moment earlier.
-                return dict(status.requests_total) in ({"cancelled": 1, "deadline": 1}, {"cancelled": 2})
+        async def both_ended() -> bool:
+            status = await dispatcher.status()
+            # On a busy machine the client's own clock may call the late one off a moment earlier.
+            return dict(status.requests_total) in ({"cancelled": 1, "deadline": 1}, {"cancelled": 2})
 
-            await until_async(both_ended, "both to be counted")
-            assert (await dispatcher.status()).running_request_count == 0
-
-    play(story())
+        await until_async(both_ended, "both to be counted")
+        assert (await dispatcher.status()).running_request_count == 0

@@ -3,20 +3,18 @@ installed."""
 
 import asyncio
 import contextlib
-import http.server
 import itertools
 import json
 import math
 import re
 import shutil
 import subprocess
-import threading
 import time
 import urllib.parse
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import yaml
@@ -31,6 +29,7 @@ from ballast.model.tiny import make_preset
 from ballast.rpc.channel import open_channel
 from ballastpb.planner.v1 import planner_pb2, planner_pb2_grpc
 from deploy.observability.boards import BOARDS, FOLDER, queries, text
+from deploy.observability.traced_drop import attributes, collecting, flags_for, moved_request, to_jaeger
 from tests.support.cluster import RunningCluster, running_cluster, until
 
 ALERTS = FOLDER / "alerts.yml"
@@ -48,6 +47,12 @@ def alert_values() -> dict[str, str]:
 
 def board_queries() -> list[str]:
     return [query for _, panels in BOARDS.values() for query in queries(panels)]
+
+
+def page_queries() -> list[str]:
+    """Those of docs/metrics.md."""
+    page = FOLDER.parents[1] / "docs" / "metrics.md"
+    return re.findall(r"\| `([^`]*\(.*\)|ballast_[^`]* / [^`]*)`", page.read_text())
 
 
 def filled_in(query: str) -> str:
@@ -120,7 +125,7 @@ def test_the_boards_are_what_their_program_writes() -> None:
 
 def test_every_metric_and_label_of_boards_and_alerts_is_there_under_load(loaded: RunningCluster) -> None:
     samples = samples_of(loaded.cluster)
-    for query in [*board_queries(), *alert_values().values()]:
+    for query in [*board_queries(), *page_queries(), *alert_values().values()]:
         query = filled_in(query)
         grouped = [word for found in re.findall(r"\bby\s*\(([^)]*)\)", query) for word in found.split(", ")]
         selectors = _SELECTOR.findall(query)
@@ -216,8 +221,8 @@ async def more_load(cluster: LocalCluster) -> None:
         await asyncio.gather(*(client.generate("A ship", sampling) for _ in range(16)))
 
 
-@pytest.mark.parametrize("query", board_queries())
-def test_a_query_of_a_board_returns_a_value(prometheus: Prometheus, query: str) -> None:
+@pytest.mark.parametrize("query", [*board_queries(), *page_queries()])
+def test_a_query_of_a_board_or_of_the_page_returns_a_value(prometheus: Prometheus, query: str) -> None:
     values = prometheus.values(filled_in(query))
     assert values, "no series"
     assert any(not math.isnan(value) for value in values), values
@@ -272,23 +277,8 @@ def test_a_request_is_told_of_in_the_log_and_by_its_id_and_never_a_word_of_it(lo
     assert 0 < told.ttft_s <= told.e2e_s
 
 
-class Collector(http.server.BaseHTTPRequestHandler):
-    """Takes traces as Jaeger and Tempo do: OTLP over HTTP, in JSON."""
-
-    spans: ClassVar[list[dict[str, Any]]] = []
-
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        assert self.path == "/v1/traces"
-        for resource in body["resourceSpans"]:
-            for scope in resource["scopeSpans"]:
-                self.spans.extend(scope["spans"])
-        self.send_response(200)
-        self.end_headers()
-        self.wfile.write(b"{}")
-
-    def log_message(self, format: str, *args: Any) -> None:
-        pass
+def complete(spans: list[dict[str, Any]]) -> bool:
+    return sum(span["name"] == "request" for span in spans) == 8 and moved_request(spans) is not None
 
 
 def test_a_trace_of_a_request_shows_where_it_was_through_a_drop(tmp_path: Path) -> None:
@@ -309,31 +299,72 @@ def test_a_trace_of_a_request_shows_where_it_was_through_a_drop(tmp_path: Path) 
             await planner.Drop(drop, timeout=30)
             await asyncio.gather(*asked)
             async with asyncio.timeout(30):
-                while sum(span["name"] == "request" for span in Collector.spans) < 8:  # noqa: ASYNC110
+                while not complete(collector.spans()):  # noqa: ASYNC110 -- filled by a thread
                     await asyncio.sleep(0.05)
 
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Collector) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        flags = {"dispatcher": ["--otlp-traces-endpoint", f"http://127.0.0.1:{server.server_port}"]}
+    with collecting() as collector:
+        flags = flags_for(collector)
         with running_cluster(model, workers=2, gateways=1, device_memory_bytes=8 << 20, flags=flags) as running:
             running.run(story(running.cluster))
-        server.shutdown()
-    assert {span["traceId"] for span in Collector.spans} == {parent.split("-")[1]}
-    roots = [span for span in Collector.spans if span["name"] == "request"]
-    assert {root["parentSpanId"] for root in roots} == {parent.split("-")[2]}
+    every = collector.spans()
+    roots = [one for one in every if one["name"] == "request" and one["traceId"] == parent.split("-")[1]]
+    assert len(roots) == 8  # what the cluster was asked after that begins traces of its own
+    calls = {one["spanId"]: one for one in every if one["service"] == "ballast-gateway"}
+    assert {root["parentSpanId"] for root in roots} == calls.keys()
+    for call in calls.values():
+        assert call["parentSpanId"] == parent.split("-")[2]
+        assert attributes(call)["http.route"] == "/v1/completions"
+        assert attributes(call)["http.response.status_code"] == "200"
     moved = next(root for root in roots if any(event["name"] == "moved" for event in root["events"]))
-    stays = [span for span in Collector.spans if span.get("parentSpanId") == moved["spanId"]]
+    inner = [span for span in every if span.get("parentSpanId") == moved["spanId"]]
+    stays = sorted(
+        (span for span in inner if span["service"] == "ballast-dispatcher"), key=lambda s: int(s["startTimeUnixNano"])
+    )
     assert {"on worker-0", "on worker-1"} <= {stay["name"] for stay in stays}
-    stays.sort(key=lambda stay: int(stay["startTimeUnixNano"]))
     assert stays[0]["startTimeUnixNano"] == moved["startTimeUnixNano"]
     assert stays[-1]["endTimeUnixNano"] == moved["endTimeUnixNano"]
     for before, after in itertools.pairwise(stays):
         assert before["endTimeUnixNano"] == after["startTimeUnixNano"]
     resumed = next(event for event in moved["events"] if event["name"] == "resumed")
-    details = {a["key"]: a["value"] for a in resumed["attributes"]}
-    assert "worker-0+worker-1" in details["ballast.detail"]["stringValue"]
-    tokens = {a["key"]: a["value"] for a in moved["attributes"]}
-    assert tokens["gen_ai.usage.output_tokens"] == {"intValue": "400"}
+    assert "worker-0+worker-1" in attributes(resumed)["ballast.detail"]
+    assert attributes(moved)["gen_ai.usage.output_tokens"] == "400"
+    workers_told_their_part(inner, moved)
+    the_planner_told_of_the_drop(every, moved)
+
+
+def workers_told_their_part(inner: list[dict[str, Any]], moved: dict[str, Any]) -> None:
+    """Within the request's span: first one worker, then the other, and all tokens between them."""
+    worked = sorted(
+        (span for span in inner if span["service"] == "ballast-worker"), key=lambda s: int(s["startTimeUnixNano"])
+    )
+    returned = ["resume", "decode"] * (len(worked) // 2 - 2)  # if it was long enough to see the restore, too
+    assert [span["name"] for span in worked] == ["prefill", "decode", "resume", "decode", *returned]
+    assert len({span["instance"] for span in worked}) == 2
+    assert attributes(worked[1])["ballast.moved_to"] == worked[2]["instance"]
+    assert sum(int(attributes(span)["ballast.tokens"]) for span in worked if span["name"] == "decode") == 400
+    slack_ns = 50_000_000  # clocks of one machine, read one behind the other
+    for span in worked:
+        assert int(span["startTimeUnixNano"]) >= int(moved["startTimeUnixNano"]) - slack_ns
+        assert int(span["endTimeUnixNano"]) <= int(moved["endTimeUnixNano"]) + slack_ns
+
+
+def the_planner_told_of_the_drop(every: list[dict[str, Any]], moved: dict[str, Any]) -> None:
+    """In a trace of its own, to which the request's is linked."""
+    link = moved["links"][0]
+    drop = {span["name"]: span for span in every if span["traceId"] == link["traceId"]}
+    assert drop["drop"]["spanId"] == link["spanId"]
+    assert drop["drop"]["service"] == "ballast-planner"
+    assert attributes(drop["drop"])["ballast.ending"] == "done"
+    assert set(drop) == {
+        *("drop", "preparing", "committing", "exchanging", "exchange of worker-0", "exchange of worker-1")
+    }
+    assert all(span["parentSpanId"] == link["spanId"] for name, span in drop.items() if name != "drop")
+    shown = to_jaeger([span for span in every if span["traceId"] == moved["traceId"]])
+    told = {one["spanID"]: one for one in shown["spans"]}
+    references = told[moved["spanId"]]["references"]
+    assert {"refType": "FOLLOWS_FROM", "traceID": link["traceId"], "spanID": link["spanId"]} in references
+    assert len(shown["processes"]) == 4
+    assert all(one["processID"] in shown["processes"] for one in shown["spans"])
 
 
 def _read(request: urllib.request.Request) -> bytes:

@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import urllib.request
-from collections.abc import AsyncGenerator, Coroutine, Iterator
+from collections.abc import AsyncGenerator, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -120,53 +120,39 @@ async def serving(child: ChildProcess) -> AsyncGenerator[Serving]:
         child.kill()
 
 
-def play(story: Coroutine[Any, Any, None]) -> None:
-    async def run() -> None:
-        async with asyncio.timeout(200):
-            await story
-
-    asyncio.run(run())
-
-
-def test_a_signal_drains_and_the_second_life_is_another_one(model: Path, state_url: str, tmp_path: Path) -> None:
-    async def story() -> None:
-        async with serving(start(tmp_path, model, state_url)) as worker:
-            assert await worker.is_ready()
-            first_life = (await status_of(worker.channel)).incarnation
-            attached = await Attached.open(worker.channel)
-            await attached.submit(1, LONG)
-            await attached.started(1)
-            worker.child.send_signal(signal.SIGTERM)
-            await until_ready(worker.channel, ready=False)
-            await attached.submit(2, 5)
-            running, late = await attached.ended(1, 2)
-            assert running.reason is FinishReason.LENGTH
-            assert len(running.token_ids) == LONG
-            assert late.ending is not None
-            assert late.ending.refused
-            assert await worker.child.wait(60)
-            assert worker.child.returncode == 0, worker.child.describe_end()
-        async with serving(start(tmp_path, model, state_url)) as worker:
-            assert (await status_of(worker.channel)).incarnation > first_life
-            worker.child.send_signal(signal.SIGTERM)
-            assert await worker.child.wait(60)
-            assert worker.child.returncode == 0, worker.child.describe_end()
-
-    play(story())
+async def test_a_signal_drains_and_the_second_life_is_another_one(model: Path, state_url: str, tmp_path: Path) -> None:
+    async with serving(start(tmp_path, model, state_url)) as worker:
+        assert await worker.is_ready()
+        first_life = (await status_of(worker.channel)).incarnation
+        attached = await Attached.open(worker.channel)
+        await attached.submit(1, LONG)
+        await attached.started(1)
+        worker.child.send_signal(signal.SIGTERM)
+        await until_ready(worker.channel, ready=False)
+        await attached.submit(2, 5)
+        running, late = await attached.ended(1, 2)
+        assert running.reason is FinishReason.LENGTH
+        assert len(running.token_ids) == LONG
+        assert late.ending is not None
+        assert late.ending.refused
+        assert await worker.child.wait(60)
+        assert worker.child.returncode == 0, worker.child.describe_end()
+    async with serving(start(tmp_path, model, state_url)) as worker:
+        assert (await status_of(worker.channel)).incarnation > first_life
+        worker.child.send_signal(signal.SIGTERM)
+        assert await worker.child.wait(60)
+        assert worker.child.returncode == 0, worker.child.describe_end()
 
 
-def test_a_drain_that_takes_too_long_ends_anyway(model: Path, state_url: str, tmp_path: Path) -> None:
-    async def story() -> None:
-        async with serving(start(tmp_path, model, state_url, "--shutdown-timeout", "0.2")) as worker:
-            attached = await Attached.open(worker.channel)
-            await attached.submit(1, LONG)
-            await attached.started(1)
-            worker.child.send_signal(signal.SIGTERM)
-            assert await worker.child.wait(60)
-            assert worker.child.returncode == 0, worker.child.describe_end()
-            assert "not drained in time" in worker.child.log()
-
-    play(story())
+async def test_a_drain_that_takes_too_long_ends_anyway(model: Path, state_url: str, tmp_path: Path) -> None:
+    async with serving(start(tmp_path, model, state_url, "--shutdown-timeout", "0.2")) as worker:
+        attached = await Attached.open(worker.channel)
+        await attached.submit(1, LONG)
+        await attached.started(1)
+        worker.child.send_signal(signal.SIGTERM)
+        assert await worker.child.wait(60)
+        assert worker.child.returncode == 0, worker.child.describe_end()
+        assert "not drained in time" in worker.child.log()
 
 
 ABANDON = """
@@ -186,64 +172,58 @@ asyncio.run(main())
 """
 
 
-def test_a_killed_dispatcher_frees_its_blocks(model: Path, state_url: str, tmp_path: Path) -> None:
-    async def story() -> None:
-        async with serving(start(tmp_path, model, state_url)) as worker:
-            command = [sys.executable, "-c", ABANDON, worker.address]
-            dispatcher = ChildProcess("dispatcher", command, log_path=tmp_path / "dispatcher.log")
-            try:
-                await line(dispatcher, "started")
-                assert (await status_of(worker.channel)).load.running_count == 3
-            finally:
-                dispatcher.kill()
-            assert await until_idle(worker.channel) < 2.0
-            assert (await status_of(worker.channel)).dispatcher_count == 0
-            assert await worker.is_ready()
-
-    play(story())
+async def test_a_killed_dispatcher_frees_its_blocks(model: Path, state_url: str, tmp_path: Path) -> None:
+    async with serving(start(tmp_path, model, state_url)) as worker:
+        command = [sys.executable, "-c", ABANDON, worker.address]
+        dispatcher = ChildProcess("dispatcher", command, log_path=tmp_path / "dispatcher.log")
+        try:
+            await line(dispatcher, "started")
+            assert (await status_of(worker.channel)).load.running_count == 3
+        finally:
+            dispatcher.kill()
+        assert await until_idle(worker.channel) < 2.0
+        assert (await status_of(worker.channel)).dispatcher_count == 0
+        assert await worker.is_ready()
 
 
-def test_metrics_tell_what_the_load_report_tells(model: Path, state_url: str, tmp_path: Path) -> None:
-    async def story() -> None:
-        port = free_port()
-        async with serving(start(tmp_path, model, state_url, "--metrics-port", str(port))) as worker:
-            attached = await Attached.open(worker.channel)
-            await attached.submit(1, 12)
-            await attached.ended(1)
-            load_report = (await status_of(worker.channel)).load
-            shown = await asyncio.to_thread(scrape, f"http://127.0.0.1:{port}/metrics")
-        memory = load_report.memory
-        expected = {
-            'ballast_kv_blocks{state="used"}': 0,
-            'ballast_kv_blocks{state="free"}': load_report.block_count,
-            'ballast_device_memory_bytes{use="parameters"}': memory.parameter_bytes,
-            'ballast_device_memory_bytes{use="kv"}': memory.kv_bytes,
-            'ballast_device_memory_bytes{use="free"}': memory.free_bytes,
-            "ballast_kv_cache_usage_fraction": 0,
-            "ballast_kv_waiting_blocks": 0,
-            "ballast_requests_running": 0,
-            "ballast_requests_waiting": 0,
-            "ballast_engine_step_age_seconds": 0,
-            "ballast_draining": 0,
-            "ballast_engine_steps_total": 12,
-            "ballast_preemptions_total": 0,
-            "ballast_prompt_tokens_total": 3,
-            "ballast_generation_tokens_total": 12,
-            "ballast_invariant_violations_total": 0,
-        }
-        assert all('model_name="' in name for name in shown if name.startswith("ballast_"))
-        shown = {re.sub(r'model_name="[^"]*",?|\{model_name="[^"]*"\}', "", name): v for name, v in shown.items()}
-        shown = {name.replace("{}", ""): value for name, value in shown.items() if not name.endswith("_created")}
-        stage = {name: shown.pop(name) for name in list(shown) if name.startswith("ballast_stage_")}
-        migrations = {name: shown.pop(name) for name in list(shown) if name.startswith("ballast_migrat")}
-        assert {name: shown.get(name) for name in expected} == expected
-        assert migrations
-        assert not any(migrations.values())
-        assert stage.pop("ballast_stage_busy_seconds_total") > 0
-        assert stage.pop("ballast_stage_idle_seconds_total") >= 0
-        assert stage == {"ballast_stage_network_wait_seconds_total": 0, "ballast_stage_send_seconds_total": 0}
-
-    play(story())
+async def test_metrics_tell_what_the_load_report_tells(model: Path, state_url: str, tmp_path: Path) -> None:
+    port = free_port()
+    async with serving(start(tmp_path, model, state_url, "--metrics-port", str(port))) as worker:
+        attached = await Attached.open(worker.channel)
+        await attached.submit(1, 12)
+        await attached.ended(1)
+        load_report = (await status_of(worker.channel)).load
+        shown = await asyncio.to_thread(scrape, f"http://127.0.0.1:{port}/metrics")
+    memory = load_report.memory
+    expected = {
+        'ballast_kv_blocks{state="used"}': 0,
+        'ballast_kv_blocks{state="free"}': load_report.block_count,
+        'ballast_device_memory_bytes{use="parameters"}': memory.parameter_bytes,
+        'ballast_device_memory_bytes{use="kv"}': memory.kv_bytes,
+        'ballast_device_memory_bytes{use="free"}': memory.free_bytes,
+        "ballast_kv_cache_usage_fraction": 0,
+        "ballast_kv_waiting_blocks": 0,
+        "ballast_requests_running": 0,
+        "ballast_requests_waiting": 0,
+        "ballast_engine_step_age_seconds": 0,
+        "ballast_draining": 0,
+        "ballast_engine_steps_total": 12,
+        "ballast_preemptions_total": 0,
+        "ballast_prompt_tokens_total": 3,
+        "ballast_generation_tokens_total": 12,
+        "ballast_invariant_violations_total": 0,
+    }
+    assert all('model_name="' in name for name in shown if name.startswith("ballast_"))
+    shown = {re.sub(r'model_name="[^"]*",?|\{model_name="[^"]*"\}', "", name): v for name, v in shown.items()}
+    shown = {name.replace("{}", ""): value for name, value in shown.items() if not name.endswith("_created")}
+    stage = {name: shown.pop(name) for name in list(shown) if name.startswith("ballast_stage_")}
+    migrations = {name: shown.pop(name) for name in list(shown) if name.startswith("ballast_migrat")}
+    assert {name: shown.get(name) for name in expected} == expected
+    assert migrations
+    assert not any(migrations.values())
+    assert stage.pop("ballast_stage_busy_seconds_total") > 0
+    assert stage.pop("ballast_stage_idle_seconds_total") >= 0
+    assert stage == {"ballast_stage_network_wait_seconds_total": 0, "ballast_stage_send_seconds_total": 0}
 
 
 def scrape(url: str) -> dict[str, float]:
@@ -252,34 +232,28 @@ def scrape(url: str) -> dict[str, float]:
     return {name: float(value) for name, _, value in (one.rpartition(" ") for one in lines if not one.startswith("#"))}
 
 
-def test_it_waits_for_the_state_server_and_says_so(model: Path, tmp_path: Path) -> None:
-    async def story() -> None:
-        port = free_port()
-        child = start(tmp_path, model, f"redis://127.0.0.1:{port}/0")
-        try:
-            await has_logged(child, "waiting for the state server")
-            assert child.find_line("ready") is None
-            async with PrivateStateServer(port=port), serving(child) as worker:
-                await has_logged(child, "state server is there")
-                assert await worker.is_ready()
-        finally:
-            child.kill()
-
-    play(story())
+async def test_it_waits_for_the_state_server_and_says_so(model: Path, tmp_path: Path) -> None:
+    port = free_port()
+    child = start(tmp_path, model, f"redis://127.0.0.1:{port}/0")
+    try:
+        await has_logged(child, "waiting for the state server")
+        assert child.find_line("ready") is None
+        async with PrivateStateServer(port=port), serving(child) as worker:
+            await has_logged(child, "state server is there")
+            assert await worker.is_ready()
+    finally:
+        child.kill()
 
 
-def test_a_signal_ends_the_wait_for_the_state_server(model: Path, tmp_path: Path) -> None:
-    async def story() -> None:
-        child = start(tmp_path, model, f"redis://127.0.0.1:{free_port()}/0")
-        try:
-            await has_logged(child, "waiting for the state server")
-            child.send_signal(signal.SIGTERM)
-            assert await child.wait(60)
-            assert child.returncode == 0, child.describe_end()
-        finally:
-            child.kill()
-
-    play(story())
+async def test_a_signal_ends_the_wait_for_the_state_server(model: Path, tmp_path: Path) -> None:
+    child = start(tmp_path, model, f"redis://127.0.0.1:{free_port()}/0")
+    try:
+        await has_logged(child, "waiting for the state server")
+        child.send_signal(signal.SIGTERM)
+        assert await child.wait(60)
+        assert child.returncode == 0, child.describe_end()
+    finally:
+        child.kill()
 
 
 # ---------------------------------------------------------------- refusals to start
@@ -369,17 +343,14 @@ def test_a_wrong_configuration_ends_with_status_2_and_one_clear_line(
         assert why in log
 
 
-def test_a_process_that_is_refused_says_so_too(model: Path, state_url: str, tmp_path: Path) -> None:
-    async def story() -> None:
-        child = start(tmp_path, model, state_url, "--log-level", "error", "--max-num-seqs", "0")
-        try:
-            assert await child.wait(START_TIMEOUT_S), child.log_tail()
-        finally:
-            child.kill()
-        assert child.returncode == 2, child.describe_end()
-        assert child.log().startswith("configuration error: worker.max_num_seqs"), child.log()
-
-    play(story())
+async def test_a_process_that_is_refused_says_so_too(model: Path, state_url: str, tmp_path: Path) -> None:
+    child = start(tmp_path, model, state_url, "--log-level", "error", "--max-num-seqs", "0")
+    try:
+        assert await child.wait(START_TIMEOUT_S), child.log_tail()
+    finally:
+        child.kill()
+    assert child.returncode == 2, child.describe_end()
+    assert child.log().startswith("configuration error: worker.max_num_seqs"), child.log()
 
 
 # ---------------------------------------------------------------- readiness
@@ -399,34 +370,31 @@ class Gated:
         return getattr(self._runner, name)
 
 
-def test_a_worker_whose_engine_hangs_is_not_ready(
+async def test_a_worker_whose_engine_hangs_is_not_ready(
     model: Path, state_url: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    async def story() -> None:
-        settings = build(WorkerSettings, {"model": model, "port": 0, "redis_url": state_url, "step_timeout_s": 0.3})
-        kit, gate, life = load(settings), Gate(), Lifecycle()
-        state = StateServer(state_url)
-        engine = cast(Engine, kit.engine)
-        hanging = replace(kit, engine=replace(engine, runner=cast(Any, Gated(engine.runner, gate))))
-        security = Security(Role.WORKER, settings)
-        process = WorkerProcess(life, settings, security, hanging, state, WorkerId("hanging"))
-        async with asyncio.TaskGroup() as tasks:
-            running = tasks.create_task(process.run(WorkerId("hanging")))
-            printed = ""
-            while not (ready := re.search(r"^ready .* address=(\S+)$", printed, re.MULTILINE)):
-                await asyncio.sleep(0.02)
-                printed += capsys.readouterr().out
-            async with open_channel(ready[1]) as channel:
-                await until_ready(channel, ready=True)
-                attached = await Attached.open(channel)
-                await attached.submit(1, 3)
-                await until_ready(channel, ready=False)
-                gate.open()
-                await attached.ended(1)
-                await until_ready(channel, ready=True)
-                attached.call.cancel()
-            life.stop()
-            await running
-        await state.close()
-
-    play(story())
+    settings = build(WorkerSettings, {"model": model, "port": 0, "redis_url": state_url, "step_timeout_s": 0.3})
+    kit, gate, life = load(settings), Gate(), Lifecycle()
+    state = StateServer(state_url)
+    engine = cast(Engine, kit.engine)
+    hanging = replace(kit, engine=replace(engine, runner=cast(Any, Gated(engine.runner, gate))))
+    security = Security(Role.WORKER, settings)
+    process = WorkerProcess(life, settings, security, hanging, state, WorkerId("hanging"))
+    async with asyncio.TaskGroup() as tasks:
+        running = tasks.create_task(process.run(WorkerId("hanging")))
+        printed = ""
+        while not (ready := re.search(r"^ready .* address=(\S+)$", printed, re.MULTILINE)):
+            await asyncio.sleep(0.02)
+            printed += capsys.readouterr().out
+        async with open_channel(ready[1]) as channel:
+            await until_ready(channel, ready=True)
+            attached = await Attached.open(channel)
+            await attached.submit(1, 3)
+            await until_ready(channel, ready=False)
+            gate.open()
+            await attached.ended(1)
+            await until_ready(channel, ready=True)
+            attached.call.cancel()
+        life.stop()
+        await running
+    await state.close()

@@ -3,7 +3,9 @@
 import asyncio
 import contextlib
 import functools
-from collections.abc import AsyncGenerator, Callable, Coroutine
+import threading
+from collections.abc import AsyncGenerator, Callable
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -22,17 +24,20 @@ from ballast.common.errors import (
 )
 from ballast.common.ids import Incarnation, WorkerId
 from ballast.common.model import ModelInfo
-from ballast.common.sampling import FinishReason
+from ballast.common.sampling import FinishReason, Grammar, GrammarKind, SamplingParams
 from ballast.model.tiny import make_tiny
 from ballast.rpc.channel import open_channel
+from ballast.rpc.codec import SAMPLING
 from ballast.rpc.errors import from_rpc_error
 from ballast.rpc.fencing import MAX_TOKEN, PLANNER_TOKEN, with_token
 from ballast.rpc.server import RpcServer
+from ballast.service.grammar import Grammars
 from ballastpb.cluster.v1 import cluster_pb2
 from ballastpb.worker.v1 import worker_pb2 as pb
 from ballastpb.worker.v1 import worker_pb2_grpc
 from services.worker import output_stream
 from services.worker import servicer as servicer_module
+from services.worker.engine import load as loading
 from services.worker.pipeline.stage_clock import StageClock
 from services.worker.servicer import WorkerServicer
 from services.worker.text import load_tokenizer, primed_detokenizer
@@ -99,7 +104,7 @@ class Alone:
 
 
 @contextlib.asynccontextmanager
-async def worker(model_dir: Path) -> AsyncGenerator[Served]:
+async def worker(model_dir: Path, compile_grammar: Callable[[Grammar], None] | None = None) -> AsyncGenerator[Served]:
     """A channel to a worker whose steps take 5 ms. Any bug that the server reports fails the test."""
     bugs: list[InvariantViolation] = []
     async with running_shell(model_dir, slow) as shell:
@@ -112,6 +117,7 @@ async def worker(model_dir: Path) -> AsyncGenerator[Served]:
             detokenizer=functools.partial(primed_detokenizer, load_tokenizer(model_dir)),
             transitions=Alone(),
             clock=StageClock(),
+            compile_grammar=compile_grammar,
         )
 
         def register(server: grpc.aio.Server) -> None:
@@ -129,87 +135,69 @@ async def worker(model_dir: Path) -> AsyncGenerator[Served]:
     assert bugs == []
 
 
-def play(model_dir: Path, story: Callable[[Served], Coroutine[Any, Any, None]]) -> None:
-    async def run() -> None:
-        async with asyncio.timeout(120), worker(model_dir) as served:
-            await story(served)
-
-    asyncio.run(run())
+@pytest.fixture
+def served(model: Path) -> AbstractAsyncContextManager[Served]:
+    return worker(model)
 
 
-def test_a_request_from_hello_to_its_ending(model: Path) -> None:
-    async def story(served: Served) -> None:
-        attached = await Attached.open(served.channel)
-        await attached.submit(1, 20, logprobs=2)
-        await attached.submit(2, 10)
-        one, two = await attached.ended(1, 2)
-        assert one.reason is two.reason is FinishReason.LENGTH
-        assert (len(one.token_ids), len(two.token_ids)) == (20, 10)
-        assert one.token_ids[:10] == two.token_ids
-        assert [(lp.chosen.token_id, len(lp.top)) for lp in one.logprobs] == [(t, 2) for t in one.token_ids]
-        assert all(lp.top[0].token_id == lp.chosen.token_id for lp in one.logprobs)
-        assert one.text.startswith(two.text.rstrip("\ufffd"))
-        assert any(load.running_count == 2 for load in attached.loads)
-        for load in attached.loads:
-            memory = load.memory
-            assert memory.parameter_bytes + memory.kv_bytes + memory.free_bytes == memory.budget_bytes
-        await until_idle(served.channel)
-
-    play(model, story)
+async def test_a_request_from_hello_to_its_ending(served: Served) -> None:
+    attached = await Attached.open(served.channel)
+    await attached.submit(1, 20, logprobs=2)
+    await attached.submit(2, 10)
+    one, two = await attached.ended(1, 2)
+    assert one.reason is two.reason is FinishReason.LENGTH
+    assert (len(one.token_ids), len(two.token_ids)) == (20, 10)
+    assert one.token_ids[:10] == two.token_ids
+    assert [(lp.chosen.token_id, len(lp.top)) for lp in one.logprobs] == [(t, 2) for t in one.token_ids]
+    assert all(lp.top[0].token_id == lp.chosen.token_id for lp in one.logprobs)
+    assert one.text.startswith(two.text.rstrip("\ufffd"))
+    assert any(load.running_count == 2 for load in attached.loads)
+    for load in attached.loads:
+        memory = load.memory
+        assert memory.parameter_bytes + memory.kv_bytes + memory.free_bytes == memory.budget_bytes
+    await until_idle(served.channel)
 
 
-def test_the_first_message_must_be_hello(model: Path) -> None:
-    async def story(served: Served) -> None:
-        silent = Attached(served.channel)
-        await silent.call.done_writing()
-        with pytest.raises(PeerViolation, match="first message must be Hello"):
-            await silent.read()
-        hasty = Attached(served.channel)
-        await hasty.call.write(pb.AttachRequest(abort=pb.Abort(handle=1)))
-        with pytest.raises(PeerViolation, match="first message must be Hello"):
-            await hasty.read()
-
-    play(model, story)
+async def test_the_first_message_must_be_hello(served: Served) -> None:
+    silent = Attached(served.channel)
+    await silent.call.done_writing()
+    with pytest.raises(PeerViolation, match="first message must be Hello"):
+        await silent.read()
+    hasty = Attached(served.channel)
+    await hasty.call.write(pb.AttachRequest(abort=pb.Abort(handle=1)))
+    with pytest.raises(PeerViolation, match="first message must be Hello"):
+        await hasty.read()
 
 
-def test_hello_must_come_in_time(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_hello_must_come_in_time(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(servicer_module, "_HELLO_TIMEOUT_S", 0.2)
 
-    async def story(served: Served) -> None:
-        with pytest.raises(PeerViolation, match=r"no Hello within 0\.2 s"):
-            await Attached(served.channel).read()
-
-    play(model, story)
+    with pytest.raises(PeerViolation, match=r"no Hello within 0\.2 s"):
+        await Attached(served.channel).read()
 
 
-def test_another_worker_or_another_life_of_it_is_refused(model: Path) -> None:
-    async def story(served: Served) -> None:
-        lost = Attached(served.channel)
-        await lost.call.write(hello("w2", INCARNATION))
-        with pytest.raises(Unavailable, match="this is worker w1"):
-            await lost.read()
-        stale = Attached(served.channel)
-        await stale.call.write(hello(WORKER, 40))
-        with pytest.raises(StaleEpoch) as caught:
-            await stale.read()
-        assert (caught.value.have, caught.value.want) == (40, INCARNATION)
-        assert await stale.call.code() is grpc.StatusCode.FAILED_PRECONDITION
-        assert (await status_of(served.channel)).dispatcher_count == 0
-
-    play(model, story)
+async def test_another_worker_or_another_life_of_it_is_refused(served: Served) -> None:
+    lost = Attached(served.channel)
+    await lost.call.write(hello("w2", INCARNATION))
+    with pytest.raises(Unavailable, match="this is worker w1"):
+        await lost.read()
+    stale = Attached(served.channel)
+    await stale.call.write(hello(WORKER, 40))
+    with pytest.raises(StaleEpoch) as caught:
+        await stale.read()
+    assert (caught.value.have, caught.value.want) == (40, INCARNATION)
+    assert await stale.call.code() is grpc.StatusCode.FAILED_PRECONDITION
+    assert (await status_of(served.channel)).dispatcher_count == 0
 
 
-def test_a_second_hello_ends_the_stream_and_frees_its_requests(model: Path) -> None:
-    async def story(served: Served) -> None:
-        attached = await Attached.open(served.channel)
-        await attached.submit(1, LONG)
-        await attached.started(1)
-        await attached.call.write(hello(WORKER, INCARNATION))
-        with pytest.raises(PeerViolation, match="hello in the middle"):
-            await attached.ended(1)
-        await until_idle(served.channel)
-
-    play(model, story)
+async def test_a_second_hello_ends_the_stream_and_frees_its_requests(served: Served) -> None:
+    attached = await Attached.open(served.channel)
+    await attached.submit(1, LONG)
+    await attached.started(1)
+    await attached.call.write(hello(WORKER, INCARNATION))
+    with pytest.raises(PeerViolation, match="hello in the middle"):
+        await attached.ended(1)
+    await until_idle(served.channel)
 
 
 def broken_submits() -> dict[str, pb.Submit]:
@@ -232,66 +220,57 @@ def broken_submits() -> dict[str, pb.Submit]:
     return {why: pb.Submit(handle=i, **(fine | change)) for i, (why, change) in enumerate(changes.items(), 1)}
 
 
-def test_malformed_requests_are_answered_and_harm_nobody(model: Path) -> None:
-    async def story(served: Served) -> None:
-        attached = await Attached.open(served.channel)
-        broken = broken_submits()
-        for submit in broken.values():
-            await attached.send(submit)
-        await attached.submit(100, 5)
-        for why, submit in broken.items():
-            (heard,) = await attached.ended(submit.handle)
-            assert heard.reason is FinishReason.ERROR
-            assert heard.ending is not None
-            assert heard.ending.invalid
-            assert why in heard.ending.error
-        (good,) = await attached.ended(100)
-        assert good.reason is FinishReason.LENGTH
-        await until_idle(served.channel)
-
-    play(model, story)
+async def test_malformed_requests_are_answered_and_harm_nobody(served: Served) -> None:
+    attached = await Attached.open(served.channel)
+    broken = broken_submits()
+    for submit in broken.values():
+        await attached.send(submit)
+    await attached.submit(100, 5)
+    for why, submit in broken.items():
+        (heard,) = await attached.ended(submit.handle)
+        assert heard.reason is FinishReason.ERROR
+        assert heard.ending is not None
+        assert heard.ending.invalid
+        assert why in heard.ending.error
+    (good,) = await attached.ended(100)
+    assert good.reason is FinishReason.LENGTH
+    await until_idle(served.channel)
 
 
-def test_abort_and_deadline(model: Path) -> None:
-    async def story(served: Served) -> None:
-        attached = await Attached.open(served.channel)
-        await attached.submit(1, LONG)
-        due = cluster_pb2.SamplingParams(temperature=0.0, max_tokens=LONG, ignore_eos=True)
-        await attached.send(pb.Submit(handle=2, prompt_token_ids=[5], sampling=due, deadline_s=0.15))
-        await attached.started(1)
-        await attached.call.write(pb.AttachRequest(abort=pb.Abort(handle=1)))
-        first, second = await attached.ended(1, 2)
-        assert first.reason is FinishReason.CANCELLED
-        assert second.reason is FinishReason.DEADLINE
-        await until_idle(served.channel)
-
-    play(model, story)
+async def test_abort_and_deadline(served: Served) -> None:
+    attached = await Attached.open(served.channel)
+    await attached.submit(1, LONG)
+    due = cluster_pb2.SamplingParams(temperature=0.0, max_tokens=LONG, ignore_eos=True)
+    await attached.send(pb.Submit(handle=2, prompt_token_ids=[5], sampling=due, deadline_s=0.15))
+    await attached.started(1)
+    await attached.call.write(pb.AttachRequest(abort=pb.Abort(handle=1)))
+    first, second = await attached.ended(1, 2)
+    assert first.reason is FinishReason.CANCELLED
+    assert second.reason is FinishReason.DEADLINE
+    await until_idle(served.channel)
 
 
 @pytest.mark.parametrize("how", ["cancel", "half close", "lost channel"])
-def test_a_dispatcher_that_goes_takes_its_requests_along(model: Path, how: str) -> None:
-    async def story(served: Served) -> None:
-        other = open_channel(served.address)
-        going, staying = await Attached.open(other), await Attached.open(served.channel)
-        for handle in range(1, 5):
-            await going.submit(handle, LONG)
-        await staying.submit(1, 60)
-        await going.started(4)
-        assert (await status_of(served.channel)).dispatcher_count == 2
-        match how:
-            case "cancel":
-                going.call.cancel()
-            case "half close":
-                await going.call.done_writing()
-            case _:
-                await other.close()
-        (heard,) = await staying.ended(1)
-        assert len(heard.token_ids) == 60
-        await until_idle(served.channel)
-        await until_dispatchers(served.channel, 1)
-        await other.close()
-
-    play(model, story)
+async def test_a_dispatcher_that_goes_takes_its_requests_along(served: Served, how: str) -> None:
+    other = open_channel(served.address)
+    going, staying = await Attached.open(other), await Attached.open(served.channel)
+    for handle in range(1, 5):
+        await going.submit(handle, LONG)
+    await staying.submit(1, 60)
+    await going.started(4)
+    assert (await status_of(served.channel)).dispatcher_count == 2
+    match how:
+        case "cancel":
+            going.call.cancel()
+        case "half close":
+            await going.call.done_writing()
+        case _:
+            await other.close()
+    (heard,) = await staying.ended(1)
+    assert len(heard.token_ids) == 60
+    await until_idle(served.channel)
+    await until_dispatchers(served.channel, 1)
+    await other.close()
 
 
 async def until_dispatchers(channel: grpc.aio.Channel, count: int) -> None:
@@ -301,91 +280,116 @@ async def until_dispatchers(channel: grpc.aio.Channel, count: int) -> None:
         await asyncio.sleep(0.01)
 
 
-def test_a_dispatcher_that_does_not_read_is_dropped(
-    model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+async def test_a_dispatcher_that_does_not_read_is_dropped(
+    served: Served, model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(output_stream, "STREAM_OUTPUTS", 20)
 
-    async def story(served: Served) -> None:
-        async with grpc.aio.insecure_channel(served.address, options=SMALL_WINDOW) as channel:
-            lazy = await Attached.open(channel)
-            for handle in range(1, 9):  # with logprobs: more than the transport takes on its own
-                await lazy.submit(handle, LONG, logprobs=20)
-            await until_dispatchers(served.channel, 0)
-            await until_idle(served.channel)
-            assert "dispatcher detached" in capsys.readouterr().out  # although the socket takes no more
-            assert (await status_of(served.channel)).load.generation_tokens_total < 8 * LONG
-            with pytest.raises(Overloaded, match="20 outputs"):
-                await lazy.ended(*range(1, 9))
-
-    play(model, story)
+    async with grpc.aio.insecure_channel(served.address, options=SMALL_WINDOW) as channel:
+        lazy = await Attached.open(channel)
+        for handle in range(1, 9):  # with logprobs: more than the transport takes on its own
+            await lazy.submit(handle, LONG, logprobs=20)
+        await until_dispatchers(served.channel, 0)
+        await until_idle(served.channel)
+        assert "dispatcher detached" in capsys.readouterr().out  # although the socket takes no more
+        assert (await status_of(served.channel)).load.generation_tokens_total < 8 * LONG
+        with pytest.raises(Overloaded, match="20 outputs"):
+            await lazy.ended(*range(1, 9))
 
 
-def test_drain_refuses_what_is_new(model: Path) -> None:
-    async def story(served: Served) -> None:
-        attached = await Attached.open(served.channel)
-        await attached.submit(1, 40)
-        await attached.started(1)
-        answer = await attached.stub.Drain(pb.DrainRequest())
-        assert answer.running_request_count == 1
-        await attached.submit(2, 40)
-        old, new = await attached.ended(1, 2)
-        assert len(old.token_ids) == 40
-        assert new.ending is not None
-        assert new.ending.refused
-        assert new.reason is None
-        assert (await status_of(served.channel)).load.draining
+async def test_drain_refuses_what_is_new(served: Served) -> None:
+    attached = await Attached.open(served.channel)
+    await attached.submit(1, 40)
+    await attached.started(1)
+    answer = await attached.stub.Drain(pb.DrainRequest())
+    assert answer.running_request_count == 1
+    await attached.submit(2, 40)
+    old, new = await attached.ended(1, 2)
+    assert len(old.token_ids) == 40
+    assert new.ending is not None
+    assert new.ending.refused
+    assert new.reason is None
+    assert (await status_of(served.channel)).load.draining
 
-        # Who attaches now is welcome, and told: a transition may still move requests here.
-        another = await Attached.open(served.channel)
-        assert another.welcome.load.draining
-        await another.submit(1, 40)
-        (refused,) = await another.ended(1)
-        assert refused.ending is not None
-        assert refused.ending.refused
-
-    play(model, story)
+    # Who attaches now is welcome, and told: a transition may still move requests here.
+    another = await Attached.open(served.channel)
+    assert another.welcome.load.draining
+    await another.submit(1, 40)
+    (refused,) = await another.ended(1)
+    assert refused.ending is not None
+    assert refused.ending.refused
 
 
-def test_status_tells_who_it_is(model: Path) -> None:
-    async def story(served: Served) -> None:
-        status = await status_of(served.channel)
-        assert (status.worker_id, status.incarnation) == (WORKER, INCARNATION)
-        assert status.model.vocab_size == 512
-        assert status.load.block_count > 0
-        assert status.load.max_running_count == 8
-
-    play(model, story)
+async def test_status_tells_who_it_is(served: Served, model: Path) -> None:
+    status = await status_of(served.channel)
+    assert (status.worker_id, status.incarnation) == (WORKER, INCARNATION)
+    assert status.model.vocab_size == 512
+    assert status.load.block_count > 0
+    assert status.load.max_running_count == 8
 
 
-def test_orders_of_a_replaced_planner_are_refused(model: Path) -> None:
+async def test_orders_of_a_replaced_planner_are_refused(served: Served) -> None:
     """Each kind of order, with a token below the highest one seen; what only asks is answered all the same."""
 
-    async def story(served: Served) -> None:
-        stub = worker_pb2_grpc.WorkerServiceStub(served.channel)
-        await stub.NamePartners(pb.NamePartnersRequest(), metadata=with_token(7))
-        orders = (
-            (stub.Prepare, pb.PrepareRequest()),
-            (stub.Commit, pb.CommitRequest()),
-            (stub.Abort, pb.AbortRequest()),
-            (stub.Migrate, pb.MigrateRequest()),
-            (stub.NamePartners, pb.NamePartnersRequest()),
-            (stub.Drain, pb.DrainRequest()),
-        )
-        for order, request in orders:
-            for old in (with_token(6), ()):
-                with pytest.raises(grpc.RpcError) as refused:
-                    await cast(Any, order)(request, metadata=old)
-                why = from_rpc_error(refused.value, WORKER)
-                assert isinstance(why, StaleEpoch)
-                assert (why.what, why.want) == (PLANNER_TOKEN, 7)
-        for nonsense in ("-1", "9" * 17, "x", str(MAX_TOKEN + 1)):
+    stub = worker_pb2_grpc.WorkerServiceStub(served.channel)
+    await stub.NamePartners(pb.NamePartnersRequest(), metadata=with_token(7))
+    orders = (
+        (stub.Prepare, pb.PrepareRequest()),
+        (stub.Commit, pb.CommitRequest()),
+        (stub.Abort, pb.AbortRequest()),
+        (stub.Migrate, pb.MigrateRequest()),
+        (stub.NamePartners, pb.NamePartnersRequest()),
+        (stub.Drain, pb.DrainRequest()),
+    )
+    for order, request in orders:
+        for old in (with_token(6), ()):
             with pytest.raises(grpc.RpcError) as refused:
-                await stub.Drain(pb.DrainRequest(), metadata=((with_token(0)[0][0], nonsense),))
-            assert isinstance(from_rpc_error(refused.value, WORKER), InvalidRequest)
-        assert (await stub.GetTransition(pb.GetTransitionRequest(epoch=1))).status.epoch == 1
-        assert not (await status_of(served.channel)).load.draining
-        await stub.Drain(pb.DrainRequest(), metadata=with_token(7))
-        assert (await status_of(served.channel)).load.draining
+                await cast(Any, order)(request, metadata=old)
+            why = from_rpc_error(refused.value, WORKER)
+            assert isinstance(why, StaleEpoch)
+            assert (why.what, why.want) == (PLANNER_TOKEN, 7)
+    for nonsense in ("-1", "9" * 17, "x", str(MAX_TOKEN + 1)):
+        with pytest.raises(grpc.RpcError) as refused:
+            await stub.Drain(pb.DrainRequest(), metadata=((with_token(0)[0][0], nonsense),))
+        assert isinstance(from_rpc_error(refused.value, WORKER), InvalidRequest)
+    assert (await stub.GetTransition(pb.GetTransitionRequest(epoch=1))).status.epoch == 1
+    assert not (await status_of(served.channel)).load.draining
+    await stub.Drain(pb.DrainRequest(), metadata=with_token(7))
+    assert (await status_of(served.channel)).load.draining
 
-    play(model, story)
+
+def test_a_grammar_is_compiled_before_the_engine_gets_it(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A large one takes seconds, in which nobody else would get a token."""
+    made: list[Grammars] = []
+    threads: list[str] = []
+    compiled = Grammars._compiled  # pyright: ignore[reportPrivateUsage]
+
+    class Watched(Grammars):
+        def __init__(self, *given: Any) -> None:
+            super().__init__(*given)
+            made.append(self)
+
+        def _compiled(self, grammar: Grammar) -> Any:
+            threads.append(threading.current_thread().name)
+            return compiled(self, grammar)
+
+    monkeypatch.setattr(loading, "Grammars", Watched)
+
+    def submit(handle: int, pattern: str) -> pb.Submit:
+        grammar = Grammar(GrammarKind.REGEX, pattern)
+        sampling = SamplingParams(temperature=0.0, max_tokens=4, grammar=grammar)
+        return pb.Submit(handle=handle, prompt_token_ids=(9, 8, 7), sampling=SAMPLING.message(sampling))
+
+    async def story() -> None:
+        async with asyncio.timeout(120), worker(model, lambda grammar: made[0].check(grammar)) as served:
+            attached = await Attached.open(served.channel)
+            await attached.send(submit(1, "[a-z]{30}"))
+            await attached.send(submit(2, "[a-z]{30}"))
+            await attached.send(submit(3, "(["))
+            one, two, wrong = await attached.ended(1, 2, 3)
+            assert one.token_ids == two.token_ids != []
+            assert wrong.reason is FinishReason.ERROR
+
+    asyncio.run(story())
+    assert len(threads) == 2
+    assert "engine" not in threads

@@ -4,10 +4,10 @@ import random
 
 import pytest
 
-from benchmarks.pipeline_virtual import COST, PLENTY, Outcome, Pipeline
 from services.worker.policy.cost import CostModel
 from services.worker.policy.lookahead import lookahead
 from services.worker.policy.microbatching import by_token_count
+from tests.support.virtual_pipeline import COST, PLENTY, Outcome, Pipeline
 
 
 def requests(seed: int, count: int, longest: int, answer: int) -> list[tuple[int, int]]:

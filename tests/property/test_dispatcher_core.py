@@ -147,14 +147,23 @@ class DispatcherMachine(RuleBasedStateMachine):
         prompt=st.sampled_from([1, 15, 16, 100, 300, 1500]),
         priority=st.sampled_from(PriorityClass),
         patience_s=st.sampled_from([0.5, 5.0, 1000.0]),
+        answered=st.sampled_from([None, None, 0, 3, 16]),
     )
-    def submit(self, prompt: int, priority: PriorityClass, patience_s: float) -> None:
+    def submit(self, prompt: int, priority: PriorityClass, patience_s: float, answered: int | None) -> None:
+        """`answered`: another dispatcher has died, which was serving the request and had so many tokens."""
         name = f"r{self.serial}"
         self.serial += 1
-        self.tokens[name] = 0
+        self.tokens[name] = answered or 0
         self.accepted.add(name)
         deadline_at_s = self.story.now_s + patience_s
-        answer = self.story.submit(name, prompt=prompt, priority=priority, deadline_at_s=deadline_at_s)
+        answer = self.story.submit(
+            name,
+            prompt=prompt,
+            priority=priority,
+            deadline_at_s=deadline_at_s,
+            answer=range(answered or 0),
+            taken_over=answered is not None,
+        )
         if answer.of(Refuse):
             self.accepted.remove(name)
         self.take(answer)

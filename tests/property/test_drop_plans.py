@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ballast.common.ids import WorkerId
-from services.planner.policy.cost import StageCost
+from services.planner.policy.cost import factors, weights
 from services.planner.policy.drop import DropPlan, Method, plan
 from services.planner.policy.restore import plan_restore
 from services.planner.policy.snapshot import GroupState, InstanceState, Snapshot
@@ -30,7 +30,6 @@ def clusters(draw: st.DrawFn, max_groups: int = 7) -> Snapshot:
             draw(st.lists(st.sampled_from([1000, 1000, 640]), min_size=layer_count, max_size=layer_count))
         ),
         extent_bytes=draw(st.sampled_from([1, 64, 100])),
-        layer_costs_s=draw(st.sampled_from([(), tuple(1.0 + i % 3 for i in range(layer_count))])),
     )
     kv_bytes = st.sampled_from([4000, 4000, 900, 7777])
     groups: list[GroupState] = []
@@ -145,8 +144,7 @@ def test_no_partition_costs_less(snapshot: Snapshot, needed_bytes: int) -> None:
     done = plan(snapshot, needed_bytes)
     groups = sorted(snapshot.groups, key=lambda g: g.group_id)
     stages = [len(g.members) for g in groups]
-    cost = StageCost()
-    units = Units(stages, cost.weights(groups), cost.factors(sum(stages)), snapshot.model.layer_count)
+    units = Units(stages, weights(groups), factors(sum(stages)), snapshot.model.layer_count)
     merged = [g for g in done.groups if len(g.merged) > 1]
     group_count = len(groups) - sum(len(g.merged) - 1 for g in merged)
     best = least_cost(units, group_count)

@@ -54,6 +54,11 @@ class Browser:
         found = self._ask("POST", "element", using="css selector", value=selector)
         self._ask("POST", f"element/{found[_ELEMENT]}/click")
 
+    def type(self, selector: str, text: str) -> None:
+        """Key by key, as a person would."""
+        found = self._ask("POST", "element", using="css selector", value=selector)
+        self._ask("POST", f"element/{found[_ELEMENT]}/value", text=text)
+
     def text(self, selector: str) -> str:
         return self.run("return document.querySelector(arguments[0])?.innerText ?? ''", selector)
 
@@ -99,7 +104,8 @@ def ask(url: str, method: str, body: dict[str, Any]) -> Any:
 
 
 @contextlib.contextmanager
-def browser_window(width: int = 1280, height: int = 900) -> Generator[Browser]:
+def browser_window(width: int = 1280, height: int = 900, *, accept_insecure: bool = False) -> Generator[Browser]:
+    """`accept_insecure`: certificates of any CA are good."""
     found = find_browser()
     assert found is not None, "ask find_browser() first"
     chromium, chromedriver = found
@@ -110,7 +116,7 @@ def browser_window(width: int = 1280, height: int = 900) -> Generator[Browser]:
             [chromedriver, f"--port={port}"], env=environ, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
         )
         try:
-            session = _start(f"http://127.0.0.1:{port}", chromium, folder)
+            session = _start(f"http://127.0.0.1:{port}", chromium, folder, accept_insecure)
             with Browser(f"http://127.0.0.1:{port}", session) as browser:
                 browser.resize(width, height)
                 yield browser
@@ -119,12 +125,18 @@ def browser_window(width: int = 1280, height: int = 900) -> Generator[Browser]:
             driver.wait(10)
 
 
-def _start(url: str, chromium: str, folder: str) -> str:
+def _start(url: str, chromium: str, folder: str, accept_insecure: bool) -> str:
     arguments = ["--headless=new", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars", "--no-first-run"]
     if os.geteuid() == 0:
         arguments.append("--no-sandbox")  # it refuses to run as root with one
     options = {"binary": chromium, "args": [*arguments, f"--user-data-dir={folder}/profile"]}
-    wanted = {"alwaysMatch": {"goog:chromeOptions": options, "goog:loggingPrefs": {"browser": "ALL"}}}
+    wanted = {
+        "alwaysMatch": {
+            "acceptInsecureCerts": accept_insecure,
+            "goog:chromeOptions": options,
+            "goog:loggingPrefs": {"browser": "ALL"},
+        }
+    }
     give_up_at_s = time.monotonic() + _START_WITHIN_S
     while True:
         try:

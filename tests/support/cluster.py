@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from ballast.client import AsyncClient
 from ballast.client.types import ClusterStatus
 from ballast.local.cluster import LocalCluster
+from tests.support import canaries
 
 T = TypeVar("T")
 
@@ -32,13 +33,15 @@ class RunningCluster:
 def running_cluster(model: Path, **arguments: Any) -> Generator[RunningCluster]:
     """`arguments` as for LocalCluster. A service that crashed meanwhile fails the test that leaves the block."""
     # Every step of every worker checks all invariants: slow, and the point of a test.
-    environ = {"BALLAST_WORKER__CHECK_EVERY_STEPS": "1", **arguments.pop("environ", {})}
+    environ = {"BALLAST_WORKER__CHECK_EVERY_STEPS": "1", **canaries.DEBUG, **arguments.pop("environ", {})}
     with asyncio.Runner() as runner:
         cluster = LocalCluster(model, environ=environ, **arguments)
         runner.run(cluster.__aenter__())
         try:
             yield RunningCluster(runner, cluster)
         finally:
+            if cluster.crash() is None:
+                runner.run(canaries.ask(cluster))
             runner.run(cluster.__aexit__(None, None, None))
 
 

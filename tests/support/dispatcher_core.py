@@ -106,13 +106,19 @@ def request(
     priority: PriorityClass = PriorityClass.DEFAULT,
     deadline_at_s: float = 1000.0,
     logprobs: int | None = None,
+    answer: Sequence[int] = (),
+    taken_over: bool = False,
 ) -> Request:
+    """`answer`: what has come of it at another dispatcher; each token is a character."""
     return Request(
         request_id=RequestId(name),
         prompt_token_ids=(1,) * prompt,
         sampling=SamplingParams(max_tokens=max_tokens, seed=1, logprobs=logprobs),
         priority=priority,
         deadline_at_s=deadline_at_s,
+        output_token_ids=answer,
+        text_chars=len(answer),
+        taken_over=taken_over,
     )
 
 
@@ -197,6 +203,8 @@ class Story:
         priority: PriorityClass = PriorityClass.DEFAULT,
         deadline_at_s: float = 1000.0,
         logprobs: int | None = None,
+        answer: Sequence[int] = (),
+        taken_over: bool = False,
     ) -> Answer:
         wanted = request(
             name,
@@ -205,6 +213,8 @@ class Story:
             priority=priority,
             deadline_at_s=deadline_at_s,
             logprobs=logprobs,
+            answer=answer,
+            taken_over=taken_over,
         )
         return self.handle(Submitted(self.now_s, wanted))
 

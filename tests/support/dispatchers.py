@@ -105,6 +105,7 @@ class Arena:
         self.dispatchers: list[Dispatcher] = []
         self.state = PrivateStateServer()
         self.epoch = 0
+        self.place = (Path(), Path(), "")  # model, folder for logs and state server of one more dispatcher
         self._count = dispatchers
         self._flags = flags
         self._stack = contextlib.AsyncExitStack()
@@ -122,6 +123,7 @@ class Arena:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ballast-arena-")))
             write_tokenizer(folder, 512, qwen=False, max_len=2048)
             await stack.enter_async_context(self.state)
+            self.place = (folder, folder, self.state.url)
             for worker in self.workers:
                 await stack.enter_async_context(worker)
             for index in range(self._count):
@@ -156,16 +158,6 @@ class Arena:
             return True
 
         await until_async(all_there, f"streams to {sorted(wanted)}")
-
-
-def play(story: Coroutine[Any, Any, None]) -> None:
-    """Runs it; one that hangs ends with the line at which it hangs."""
-
-    async def bounded() -> None:
-        async with asyncio.timeout(250):
-            await story
-
-    asyncio.run(bounded())
 
 
 async def until(found: Callable[[], Any], what: str, story: Callable[[], str] = str, timeout_s: float = 60.0) -> Any:

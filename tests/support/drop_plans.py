@@ -109,9 +109,8 @@ def all_splits(candidates: Sequence[Candidate], shape: ModelShape) -> Iterator[l
                 yield stages
 
 
-def slowest_s(stages: Sequence[Stage], shape: ModelShape) -> float:
-    costs = shape.layer_costs_s or (1.0,) * shape.layer_count
-    return max(sum(costs[s.first_layer : s.last_layer]) for s in stages)
+def longest(stages: Sequence[Stage]) -> int:
+    return max(s.last_layer - s.first_layer for s in stages)
 
 
 def extents_per_layer(stages: Sequence[Stage], shape: ModelShape) -> int:
@@ -147,8 +146,8 @@ def acceptable_splits(
     feasible = [s for s in all_splits(candidates, shape) if extents_per_layer(s, shape) >= least]
     if not feasible:
         return []
-    limit_s = min(slowest_s(s, shape) for s in feasible) * (1.0 + tolerance.balance) * (1.0 + 1e-9)
-    quick = [s for s in feasible if slowest_s(s, shape) <= limit_s]
+    limit = min(longest(s) for s in feasible) * (1.0 + tolerance.balance) * (1.0 + 1e-9)
+    quick = [s for s in feasible if longest(s) <= limit]
     best = max(extents_per_layer(s, shape) for s in quick)
     enough = max(least, int(best * (1.0 - tolerance.capacity)))
     return [s for s in quick if extents_per_layer(s, shape) >= enough]
@@ -159,7 +158,7 @@ def history(seed: int) -> str:
     rng = random.Random(seed)
     digest = hashlib.sha256()
     for _ in range(30):
-        shape = model(rng.randint(3, 12), layer_costs_s=())
+        shape = model(rng.randint(3, 12))
         snapshot = singles(rng.randint(2, 20), shape, [rng.randint(0, 40) for _ in range(2)])
         for _ in range(3):
             done = plan(snapshot, rng.randint(0, 6) * shape.copy_bytes, rng.choice(list(Method)))

@@ -6,6 +6,7 @@ from itertools import count
 from ballast.common.ids import RequestId, WorkerId
 from ballast.common.sampling import PriorityClass, SamplingParams
 from services.worker.core.batch import SequenceId, StepResult, TokenLogprobs
+from services.worker.core.blocks import BlockBook
 from services.worker.core.events import (
     Adopted,
     BatchWanted,
@@ -23,7 +24,6 @@ from services.worker.core.events import (
     Submitted,
 )
 from services.worker.core.snapshot import SequenceSnapshot
-from services.worker.core.stage import StageBook
 from services.worker.core.worker import WorkerCore
 from services.worker.policy.microbatching import Microbatching, by_token_count
 from tests.support.worker_core import MEMORY, greedy, limits
@@ -45,7 +45,7 @@ class Leader:
         **bounds: int,
     ) -> None:
         made = limits(**bounds)  # pyright: ignore[reportArgumentType]
-        self.book = StageBook(block_count, made.block_tokens)
+        self.book = BlockBook(block_count, made.block_tokens)
         self.core = WorkerCore(
             made, block_count, book=self.book, first_sequence_id=ordinal << 32, microbatching=microbatching
         )

@@ -13,7 +13,7 @@ from itertools import count
 from ballast.common.ids import RequestId, WorkerId
 from ballast.common.sampling import PriorityClass, SamplingParams
 from services.worker.core.arrivals import Arrivals
-from services.worker.core.blocks import blocks_for
+from services.worker.core.blocks import BlockBook, blocks_for
 from services.worker.core.departures import Departures
 from services.worker.core.migration_messages import (
     Adopt,
@@ -36,7 +36,6 @@ from services.worker.core.migration_messages import (
     Withdrawn,
 )
 from services.worker.core.snapshot import SequenceSnapshot
-from services.worker.core.stage import StageBook
 
 BLOCK_TOKENS = 4
 STEP_S = 0.01
@@ -49,7 +48,7 @@ class Worker:
     name: WorkerId
     life: int
     block_count: int
-    book: StageBook = field(init=False)
+    book: BlockBook = field(init=False)
     departures: Departures = field(init=False)
     arrivals: Arrivals = field(init=False)
     running: dict[int, int] = field(default_factory=dict[int, int])  # sequence -> tokens with KV
@@ -59,7 +58,7 @@ class Worker:
     changes: bool = False  # its layout
 
     def __post_init__(self) -> None:
-        self.book = StageBook(self.block_count, BLOCK_TOKENS)
+        self.book = BlockBook(self.block_count, BLOCK_TOKENS)
         self.departures = Departures(BLOCK_TOKENS, 3)
         self.arrivals = Arrivals(BLOCK_TOKENS, self.why_no_room)
 

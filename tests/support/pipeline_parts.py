@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from ballast.common.ids import RequestId, WorkerId
 from ballast.common.sampling import FinishReason, PriorityClass, SamplingParams
 from services.worker.core.batch import Batch, NewSequence, StepResult
+from services.worker.core.blocks import BlockBook, Table
 from services.worker.core.events import (
     BlockCopy,
     Emit,
@@ -14,7 +15,6 @@ from services.worker.core.events import (
 )
 from services.worker.core.limits import WorkerLimits
 from services.worker.core.snapshot import SequenceSnapshot
-from services.worker.core.stage import StageBook, Table
 from services.worker.core.worker import WorkerCore
 from services.worker.policy.microbatching import Microbatching
 from tests.support.worker_core import Undisturbed, piece, undisturbed
@@ -84,7 +84,7 @@ class Worker:
         self.worker_id = WorkerId(f"w{ordinal}")
         self.clock_ahead_s = 1000.0 * ordinal
         self.memory_units = memory_units  # a block of one layer takes one
-        self.book = StageBook(self.blocks_with(LAYERS), limits.block_tokens)
+        self.book = BlockBook(self.blocks_with(LAYERS), limits.block_tokens)
         self.core = WorkerCore(
             limits,
             self.book.block_count,

@@ -14,7 +14,7 @@ from itertools import count
 
 from ballast.common.ids import WorkerId
 from services.worker.core.batch import Batch, StepResult, TokenLogprobs
-from services.worker.core.blocks import blocks_for
+from services.worker.core.blocks import Table, blocks_for
 from services.worker.core.events import (
     Aborted,
     AdmissionLimited,
@@ -43,7 +43,6 @@ from services.worker.core.events import (
 )
 from services.worker.core.limits import WorkerLimits
 from services.worker.core.snapshot import SequenceSnapshot
-from services.worker.core.stage import Table
 from services.worker.policy.microbatching import Microbatching, by_token_count
 from services.worker.policy.placement import MemberView, place
 from tests.support.pipeline_parts import LAYERS, Group, Request, Worker

@@ -11,9 +11,8 @@ from dataclasses import dataclass, field
 
 from ballast.common.ids import WorkerId
 from services.worker.core.batch import Batch, Slice
-from services.worker.core.blocks import blocks_for
+from services.worker.core.blocks import BlockBook, blocks_for
 from services.worker.core.precopy import Precopy, Source, Span
-from services.worker.core.stage import StageBook
 
 BLOCK_TOKENS = 4
 Token = tuple[int, int]  # sequence, position
@@ -23,7 +22,7 @@ Block = dict[int, Token]  # place in the block -> whose KV is there
 @dataclass
 class Stage:
     name: WorkerId
-    book: StageBook
+    book: BlockBook
     core: Precopy
     batches: deque[Batch] = field(default_factory=deque[Batch])  # on their way here
     own: dict[int, Block] = field(default_factory=dict[int, Block])  # block id -> KV of the layers executed here
@@ -53,7 +52,7 @@ class Pipeline:
         self.stages = {
             name: Stage(
                 name,
-                StageBook(self.block_count, BLOCK_TOKENS),
+                BlockBook(self.block_count, BLOCK_TOKENS),
                 Precopy(tuple(Source(n, i, i + 1) for i, n in enumerate(names) if n != name), BLOCK_TOKENS, max_blocks),
             )
             for name in names

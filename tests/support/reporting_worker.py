@@ -12,6 +12,7 @@ import grpc.aio
 
 from ballast.common.errors import Unavailable
 from ballast.common.ids import Incarnation, WorkerId
+from ballast.common.instance import Instance
 from ballast.common.load import LoadReport, MemoryReport
 from ballast.common.model import ModelInfo
 from ballast.rpc import codec
@@ -102,10 +103,7 @@ async def main(life: Lifecycle) -> None:
     server = RpcServer(host="127.0.0.1", port=arguments.port, services=[(descriptor, register)], on_bug=life.report_bug)
     port = await server.start()
     reporter = MonitorReporter(
-        worker_id=worker_id,
-        incarnation=worker.incarnation,
-        address=f"127.0.0.1:{port}",
-        model=model_info(arguments.layers),
+        instance=Instance(worker_id, worker.incarnation, f"127.0.0.1:{port}", model_info(arguments.layers)),
         load=worker.load,
         monitor_address=arguments.monitor_address,
         state=state,

@@ -6,6 +6,7 @@ import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Generator
 from typing import Any
 
+import grpc
 import grpc.aio
 
 from ballast.common.errors import BallastError, Cancelled, NotFound
@@ -23,6 +24,7 @@ class ScriptedDispatcher(inference_pb2_grpc.InferenceServiceServicer):
         self.tokens = 3
         self.refuse: list[BallastError] = []  # raised by the next calls of Generate, one each
         self.fail_after: tuple[int, BallastError] | None = None  # (tokens, error)
+        self.die_after: int | None = None  # tokens of each call, as if the process had been killed
         self.end_early = False  # OK, but without a finish reason
         self.pause_s = 0.0  # before each token
         self.requests: list[pb.GenerateRequest] = []
@@ -40,7 +42,9 @@ class ScriptedDispatcher(inference_pb2_grpc.InferenceServiceServicer):
         self.started.set()
         try:
             collected = pb.GenerateResponse(request_id=request.request_id, prompt_token_count=5)
-            for index in range(self.tokens):
+            for index in range(len(request.resumption.token_ids), self.tokens):
+                if index == self.die_after:
+                    await context.abort(grpc.StatusCode.UNAVAILABLE, "Socket closed")
                 if self.fail_after is not None and index == self.fail_after[0]:
                     raise self.fail_after[1]
                 await self._pause(cancelled)
@@ -92,6 +96,10 @@ class ScriptedDispatcher(inference_pb2_grpc.InferenceServiceServicer):
         self.drained = True
         return pb.DrainResponse(running_request_count=len(self.running))
 
+    async def Undrain(self, request: pb.UndrainRequest, context: Any) -> pb.UndrainResponse:
+        self.drained = False
+        return pb.UndrainResponse()
+
     async def DrainWorker(self, request: pb.DrainWorkerRequest, context: Any) -> pb.DrainWorkerResponse:
         for worker in self.status.workers:
             if worker.worker_id == request.worker_id:
@@ -102,7 +110,7 @@ class ScriptedDispatcher(inference_pb2_grpc.InferenceServiceServicer):
 
 
 @contextlib.asynccontextmanager
-async def serving(dispatcher: ScriptedDispatcher) -> AsyncGenerator[str, None]:
+async def serving(dispatcher: ScriptedDispatcher, port: int = 0) -> AsyncGenerator[str, None]:
     """Its address, for as long as the context lasts."""
     bugs: list[object] = []
 
@@ -110,7 +118,7 @@ async def serving(dispatcher: ScriptedDispatcher) -> AsyncGenerator[str, None]:
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(dispatcher, server)
 
     descriptor = pb.DESCRIPTOR.services_by_name["InferenceService"]
-    server = RpcServer(host="127.0.0.1", port=0, services=[(descriptor, register)], on_bug=bugs.append)
+    server = RpcServer(host="127.0.0.1", port=port, services=[(descriptor, register)], on_bug=bugs.append)
     port = await server.start()
     await server.set_ready(True)
     try:

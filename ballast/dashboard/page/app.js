@@ -42,12 +42,33 @@ function notice(text, bad = false) {
   line.classList.toggle("bad", bad);
 }
 
+// The token for orders: of this tab only, and gone with it.
+const token = {
+  key: "ballast-token",
+  value: "",
+  load() { try { this.value = sessionStorage.getItem(this.key) || ""; } catch { /* not allowed here: until the page is left */ } },
+  keep(value) {
+    this.value = value;
+    try { if (value) sessionStorage.setItem(this.key, value); else sessionStorage.removeItem(this.key); } catch { /* as above */ }
+    this.show();
+  },
+  show() {
+    for (const id of ["token", "use"]) document.getElementById(id).hidden = Boolean(this.value);
+    document.getElementById("forget").hidden = !this.value;
+  },
+};
+
 async function act(action, query = {}) {
   const url = `api/${action}?${new URLSearchParams(query)}`;
+  const headers = { "X-Ballast-Dashboard": "1", ...(token.value && { Authorization: `Bearer ${token.value}` }) };
   try {
-    const answer = await fetch(url, { method: "POST", headers: { "X-Ballast-Dashboard": "1" } });
+    const answer = await fetch(url, { method: "POST", headers });
     const told = await answer.json().catch(() => ({ message: `status ${answer.status}` }));
     notice(told.message, !answer.ok);
+    if (answer.status === 401 || answer.status === 403) {
+      token.keep("");
+      document.getElementById("token").focus();
+    }
   } catch (error) {
     notice(`no answer: ${error.message}`, true);
   }
@@ -75,8 +96,9 @@ class WorkerView {
     this.kill.hidden = !canKill;
     this.kill.disabled = worker.down;
     this.root.classList.toggle("down", worker.down);
+    const others = (worker.group || []).filter((id) => id !== worker.id);
     if (worker.down || !worker.budget) {
-      set(this.state, worker.down ? "not there" : "starting");
+      set(this.state, worker.down ? "not there" : others.length ? `with ${others.join(", ")}; its memory is not known here` : "starting");
       set(this.kvtext, "");
       return;
     }
@@ -94,7 +116,6 @@ class WorkerView {
     this.stones.style.width = `${100 * (this.whole || Math.min(1, share * layers / Math.max(1, held)))}%`;
     this.used.style.width = `${100 * worker.used}%`;
     this.kv.classList.toggle("full", worker.used > 0.97);
-    const others = worker.group.filter((id) => id !== worker.id);
     const role = others.length ? `layers ${worker.first_layer}–${worker.last_layer - 1}, with ${others.join(", ")}` : "all layers";
     set(this.state, role + (worker.draining ? ", draining" : "") + ` · ${worker.running} running`);
     set(this.kvtext, `KV ${bytes(worker.kv)}, ${Math.round(100 * worker.used)} % used`);
@@ -206,7 +227,7 @@ class ClusterView {
     this.shown = key;
     this.lines.replaceChildren(...lines.map((line) => make("li", { class: line.kind },
       make("time", {}, new Date(1000 * line.at_s).toLocaleTimeString("en-GB")), make("span", { class: "dot" }), make("span", {}, line.text))));
-    if (!lines.length) this.lines.replaceChildren(make("li", {}, "nothing yet: send a burst"));
+    if (!lines.length) this.lines.replaceChildren(make("li", {}, "nothing yet"));
   }
 }
 
@@ -248,6 +269,7 @@ function draw(state) {
   const recent = points.filter((p) => p[0] > endS - CHART_S);
   const tops = { ttft: Math.max(1, ...recent.map((p) => p[1])), rate: Math.max(10, ...recent.map((p) => p[3])) };
   state.clusters.forEach((cluster, number) => views[number].draw(cluster, tops, endS));
+  document.getElementById("access").hidden = !state.clusters.some((cluster) => cluster.by_token && cluster.can_operate);
   const first = state.clusters[0], workers = (first.workers || []).length;
   set(document.getElementById("what"), `${first.model || "no model yet"} on ${workers} worker${workers === 1 ? "" : "s"}${state.clusters.length > 1 ? " each" : ""}`);
   const burst = document.getElementById("burst"), steady = document.getElementById("steady");
@@ -275,4 +297,15 @@ async function look() {
 
 document.getElementById("burst").addEventListener("click", () => act("burst"));
 document.getElementById("steady").addEventListener("click", () => act("steady"));
+document.getElementById("access").addEventListener("submit", (event) => {
+  event.preventDefault();
+  const field = document.getElementById("token");
+  if (!/^[\x21-\x7e]+$/.test(field.value.trim())) return notice("this is no token: it has other characters than letters, digits and signs", true);
+  token.keep(field.value.trim());
+  field.value = "";
+  notice("drops and restores are ordered with this token, until this tab is closed");
+});
+document.getElementById("forget").addEventListener("click", () => { token.keep(""); notice("the token is forgotten"); });
+token.load();
+token.show();
 look();

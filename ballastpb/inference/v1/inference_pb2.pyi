@@ -34,6 +34,7 @@ class GenerateRequest(_message.Message):
     OMIT_TEXT_FIELD_NUMBER: _builtins.int
     COLLECT_FIELD_NUMBER: _builtins.int
     FIT_MAX_TOKENS_FIELD_NUMBER: _builtins.int
+    RESUMPTION_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Chosen by the caller for idempotency and cancelling; minted by the dispatcher when empty. At most 128 characters."""
     text: _builtins.str
@@ -50,6 +51,10 @@ class GenerateRequest(_message.Message):
     def conversation(self) -> Global___Conversation: ...
     @_builtins.property
     def sampling(self) -> _cluster_pb2.SamplingParams: ...
+    @_builtins.property
+    def resumption(self) -> Global___Resumption:
+        """Absent: the request ends with its dispatcher."""
+
     def __init__(
         self,
         *,
@@ -62,16 +67,61 @@ class GenerateRequest(_message.Message):
         omit_text: _builtins.bool = ...,
         collect: _builtins.bool = ...,
         fit_max_tokens: _builtins.bool = ...,
+        resumption: Global___Resumption | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["conversation", b"conversation", "prompt", b"prompt", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["conversation", b"conversation", "prompt", b"prompt", "resumption", b"resumption", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["collect", b"collect", "conversation", b"conversation", "fit_max_tokens", b"fit_max_tokens", "omit_text", b"omit_text", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["collect", b"collect", "conversation", b"conversation", "fit_max_tokens", b"fit_max_tokens", "omit_text", b"omit_text", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "resumption", b"resumption", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "token_ids", "conversation"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_prompt) -> _WhichOneofReturnType_prompt | None: ...
 
 Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015
+
+@_typing.final
+class Resumption(_message.Message):
+    """By which the caller goes on with its request at another dispatcher. Everything else in the request stays as it was."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SECRET_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    TEXT_CHAR_COUNT_FIELD_NUMBER: _builtins.int
+    PROMPT_DIGEST_FIELD_NUMBER: _builtins.int
+    secret: _builtins.bytes
+    """Random, 16 to 64 bytes, the same for all attempts: nobody else may take the request over."""
+    attempt: _builtins.int
+    """1 for the first dispatcher that the request is sent to, higher each time it is sent again. The highest goes on, and
+    those before it end; ALREADY_EXISTS to one that is not higher than another of the same secret.
+    """
+    text_char_count: _builtins.int
+    """Characters (Unicode code points) of its text that have come."""
+    prompt_digest: _builtins.int
+    """As the first response said it; 0 if none has come. FAILED_PRECONDITION if the prompt has another one now (a chat
+    template may look at the date).
+    """
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The answer so far: generation goes on behind it. Needs a seed in the sampling, unless that is greedy."""
+
+    def __init__(
+        self,
+        *,
+        secret: _builtins.bytes = ...,
+        attempt: _builtins.int = ...,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        text_char_count: _builtins.int = ...,
+        prompt_digest: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "prompt_digest", b"prompt_digest", "secret", b"secret", "text_char_count", b"text_char_count", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Resumption: _TypeAlias = Resumption  # noqa: Y015
 
 @_typing.final
 class TokenIds(_message.Message):
@@ -158,6 +208,7 @@ class GenerateResponse(_message.Message):
     MATCHED_STOP_FIELD_NUMBER: _builtins.int
     PROMPT_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     USAGE_FIELD_NUMBER: _builtins.int
+    PROMPT_DIGEST_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     text: _builtins.str
     """New text; never half a UTF-8 character. May lag behind token_ids and comes complete with the last response."""
@@ -167,6 +218,8 @@ class GenerateResponse(_message.Message):
     """The stop string or token that ended it, if one did."""
     prompt_token_count: _builtins.int
     """Set in the first response, and whenever it changes."""
+    prompt_digest: _builtins.int
+    """Set in the first response to a request with a Resumption: goes into the next one."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """New tokens since the previous response."""
@@ -190,10 +243,11 @@ class GenerateResponse(_message.Message):
         matched_stop: _builtins.str = ...,
         prompt_token_count: _builtins.int = ...,
         usage: Global___Usage | None = ...,
+        prompt_digest: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "logprobs", b"logprobs", "matched_stop", b"matched_stop", "prompt_token_count", b"prompt_token_count", "request_id", b"request_id", "text", b"text", "token_ids", b"token_ids", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "logprobs", b"logprobs", "matched_stop", b"matched_stop", "prompt_digest", b"prompt_digest", "prompt_token_count", b"prompt_token_count", "request_id", b"request_id", "text", b"text", "token_ids", b"token_ids", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -731,7 +785,7 @@ class RequestMoment(_message.Message):
     at_s: _builtins.float
     """Since its arrival."""
     what: _builtins.str
-    """waiting, placed, moved, moving, stranded, first_token, resumed, lost, sent_back or recalled."""
+    """waiting, placed, moved, moving, stranded, first_token, resumed, lost, sent_back, recalled or taken_over."""
     worker_id: _builtins.str
     detail: _builtins.str
     token_count: _builtins.int
@@ -789,6 +843,36 @@ class DrainResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DrainResponse: _TypeAlias = DrainResponse  # noqa: Y015
+
+@_typing.final
+class UndrainRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UndrainRequest: _TypeAlias = UndrainRequest  # noqa: Y015
+
+@_typing.final
+class UndrainResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UndrainResponse: _TypeAlias = UndrainResponse  # noqa: Y015
 
 @_typing.final
 class DrainWorkerRequest(_message.Message):

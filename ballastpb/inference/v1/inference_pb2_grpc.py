@@ -74,6 +74,11 @@ class InferenceServiceStub(object):
                 request_serializer=ballastpb_dot_inference_dot_v1_dot_inference__pb2.DrainRequest.SerializeToString,
                 response_deserializer=ballastpb_dot_inference_dot_v1_dot_inference__pb2.DrainResponse.FromString,
                 _registered_method=True)
+        self.Undrain = channel.unary_unary(
+                '/ballastpb.inference.v1.InferenceService/Undrain',
+                request_serializer=ballastpb_dot_inference_dot_v1_dot_inference__pb2.UndrainRequest.SerializeToString,
+                response_deserializer=ballastpb_dot_inference_dot_v1_dot_inference__pb2.UndrainResponse.FromString,
+                _registered_method=True)
         self.DrainWorker = channel.unary_unary(
                 '/ballastpb.inference.v1.InferenceService/DrainWorker',
                 request_serializer=ballastpb_dot_inference_dot_v1_dot_inference__pb2.DrainWorkerRequest.SerializeToString,
@@ -93,6 +98,10 @@ class InferenceServiceServicer(object):
         INVALID_ARGUMENT with BadRequest: fix it. RESOURCE_EXHAUSTED with RetryInfo: back off as told.
         ALREADY_EXISTS: a request with this id is being served. UNAVAILABLE: draining, or no worker; try another
         dispatcher. DEADLINE_EXCEEDED / CANCELLED: as they say.
+
+        When a dispatcher is gone (UNAVAILABLE without details, or ErrorInfo with gone = 1), whoever sent a Resumption
+        sends the request again to any dispatcher, with the next attempt and with what has come of the answer, and gets
+        what follows: no token is lost or repeated.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -142,6 +151,13 @@ class InferenceServiceServicer(object):
 
     def Drain(self, request, context):
         """Stops taking requests, lets running ones finish. Returns at once.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Undrain(self, request, context):
+        """Takes a Drain back: requests are taken again. UNAVAILABLE: this dispatcher is shutting down.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -197,6 +213,11 @@ def add_InferenceServiceServicer_to_server(servicer, server):
                     servicer.Drain,
                     request_deserializer=ballastpb_dot_inference_dot_v1_dot_inference__pb2.DrainRequest.FromString,
                     response_serializer=ballastpb_dot_inference_dot_v1_dot_inference__pb2.DrainResponse.SerializeToString,
+            ),
+            'Undrain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Undrain,
+                    request_deserializer=ballastpb_dot_inference_dot_v1_dot_inference__pb2.UndrainRequest.FromString,
+                    response_serializer=ballastpb_dot_inference_dot_v1_dot_inference__pb2.UndrainResponse.SerializeToString,
             ),
             'DrainWorker': grpc.unary_unary_rpc_method_handler(
                     servicer.DrainWorker,
@@ -420,6 +441,33 @@ class InferenceService(object):
             '/ballastpb.inference.v1.InferenceService/Drain',
             ballastpb_dot_inference_dot_v1_dot_inference__pb2.DrainRequest.SerializeToString,
             ballastpb_dot_inference_dot_v1_dot_inference__pb2.DrainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Undrain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ballastpb.inference.v1.InferenceService/Undrain',
+            ballastpb_dot_inference_dot_v1_dot_inference__pb2.UndrainRequest.SerializeToString,
+            ballastpb_dot_inference_dot_v1_dot_inference__pb2.UndrainResponse.FromString,
             options,
             channel_credentials,
             insecure,

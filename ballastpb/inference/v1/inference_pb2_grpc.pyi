@@ -42,6 +42,10 @@ class InferenceServiceStub:
     INVALID_ARGUMENT with BadRequest: fix it. RESOURCE_EXHAUSTED with RetryInfo: back off as told.
     ALREADY_EXISTS: a request with this id is being served. UNAVAILABLE: draining, or no worker; try another
     dispatcher. DEADLINE_EXCEEDED / CANCELLED: as they say.
+
+    When a dispatcher is gone (UNAVAILABLE without details, or ErrorInfo with gone = 1), whoever sent a Resumption
+    sends the request again to any dispatcher, with the next attempt and with what has come of the answer, and gets
+    what follows: no token is lost or repeated.
     """
     Cancel: _grpc.UnaryUnaryMultiCallable[_inference_pb2.CancelRequest, _inference_pb2.CancelResponse]
     """Cancels a request by id. Idempotent: an unknown id is answered with found = false."""
@@ -58,6 +62,8 @@ class InferenceServiceStub:
     """
     Drain: _grpc.UnaryUnaryMultiCallable[_inference_pb2.DrainRequest, _inference_pb2.DrainResponse]
     """Stops taking requests, lets running ones finish. Returns at once."""
+    Undrain: _grpc.UnaryUnaryMultiCallable[_inference_pb2.UndrainRequest, _inference_pb2.UndrainResponse]
+    """Takes a Drain back: requests are taken again. UNAVAILABLE: this dispatcher is shutting down."""
     DrainWorker: _grpc.UnaryUnaryMultiCallable[_inference_pb2.DrainWorkerRequest, _inference_pb2.DrainWorkerResponse]
     """Takes a worker out of routing at all dispatchers; what runs there finishes. Passed on to the active planner, so
     that operators need to reach a dispatcher only. NOT_FOUND: no such worker. UNAVAILABLE: no planner answers.
@@ -75,6 +81,10 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
     INVALID_ARGUMENT with BadRequest: fix it. RESOURCE_EXHAUSTED with RetryInfo: back off as told.
     ALREADY_EXISTS: a request with this id is being served. UNAVAILABLE: draining, or no worker; try another
     dispatcher. DEADLINE_EXCEEDED / CANCELLED: as they say.
+
+    When a dispatcher is gone (UNAVAILABLE without details, or ErrorInfo with gone = 1), whoever sent a Resumption
+    sends the request again to any dispatcher, with the next attempt and with what has come of the answer, and gets
+    what follows: no token is lost or repeated.
     """
     Cancel: _aio.UnaryUnaryMultiCallable[_inference_pb2.CancelRequest, _inference_pb2.CancelResponse]  # type: ignore[assignment]
     """Cancels a request by id. Idempotent: an unknown id is answered with found = false."""
@@ -91,6 +101,8 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
     """
     Drain: _aio.UnaryUnaryMultiCallable[_inference_pb2.DrainRequest, _inference_pb2.DrainResponse]  # type: ignore[assignment]
     """Stops taking requests, lets running ones finish. Returns at once."""
+    Undrain: _aio.UnaryUnaryMultiCallable[_inference_pb2.UndrainRequest, _inference_pb2.UndrainResponse]  # type: ignore[assignment]
+    """Takes a Drain back: requests are taken again. UNAVAILABLE: this dispatcher is shutting down."""
     DrainWorker: _aio.UnaryUnaryMultiCallable[_inference_pb2.DrainWorkerRequest, _inference_pb2.DrainWorkerResponse]  # type: ignore[assignment]
     """Takes a worker out of routing at all dispatchers; what runs there finishes. Passed on to the active planner, so
     that operators need to reach a dispatcher only. NOT_FOUND: no such worker. UNAVAILABLE: no planner answers.
@@ -111,6 +123,10 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         INVALID_ARGUMENT with BadRequest: fix it. RESOURCE_EXHAUSTED with RetryInfo: back off as told.
         ALREADY_EXISTS: a request with this id is being served. UNAVAILABLE: draining, or no worker; try another
         dispatcher. DEADLINE_EXCEEDED / CANCELLED: as they say.
+
+        When a dispatcher is gone (UNAVAILABLE without details, or ErrorInfo with gone = 1), whoever sent a Resumption
+        sends the request again to any dispatcher, with the next attempt and with what has come of the answer, and gets
+        what follows: no token is lost or repeated.
         """
 
     @_abc_1.abstractmethod
@@ -169,6 +185,14 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_inference_pb2.DrainResponse, _abc.Awaitable[_inference_pb2.DrainResponse]]:
         """Stops taking requests, lets running ones finish. Returns at once."""
+
+    @_abc_1.abstractmethod
+    def Undrain(
+        self,
+        request: _inference_pb2.UndrainRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_inference_pb2.UndrainResponse, _abc.Awaitable[_inference_pb2.UndrainResponse]]:
+        """Takes a Drain back: requests are taken again. UNAVAILABLE: this dispatcher is shutting down."""
 
     @_abc_1.abstractmethod
     def DrainWorker(

@@ -336,6 +336,7 @@ class Transition(_message.Message):
     VICTIMS_COPIED_AHEAD_FIELD_NUMBER: _builtins.int
     P99_STALL_S_FIELD_NUMBER: _builtins.int
     WAVES_FIELD_NUMBER: _builtins.int
+    LAYERS_S_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     kind: _builtins.str
     """drop or restore."""
@@ -363,6 +364,8 @@ class Transition(_message.Message):
     p99_stall_s: _builtins.float
     waves: _builtins.int
     """In which the exchange went, at the member with the most of them."""
+    layers_s: _builtins.float
+    """Restore: until the last member had all layers, from hearing of it."""
     def __init__(
         self,
         *,
@@ -386,10 +389,11 @@ class Transition(_message.Message):
         victims_copied_ahead: _builtins.int = ...,
         p99_stall_s: _builtins.float = ...,
         waves: _builtins.int = ...,
+        layers_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_s", b"age_s", "commit_s", b"commit_s", "epoch", b"epoch", "exchange_s", b"exchange_s", "freed_parameter_bytes", b"freed_parameter_bytes", "kind", b"kind", "kv_bytes_copied_ahead", b"kv_bytes_copied_ahead", "kv_bytes_exchanged", b"kv_bytes_exchanged", "max_stall_s", b"max_stall_s", "p99_stall_s", b"p99_stall_s", "parameter_bytes_pulled", b"parameter_bytes_pulled", "phase", b"phase", "prepare_s", b"prepare_s", "reason", b"reason", "remap_s", b"remap_s", "summary", b"summary", "victim_count", b"victim_count", "victims_copied_ahead", b"victims_copied_ahead", "victims_recomputed", b"victims_recomputed", "waves", b"waves"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_s", b"age_s", "commit_s", b"commit_s", "epoch", b"epoch", "exchange_s", b"exchange_s", "freed_parameter_bytes", b"freed_parameter_bytes", "kind", b"kind", "kv_bytes_copied_ahead", b"kv_bytes_copied_ahead", "kv_bytes_exchanged", b"kv_bytes_exchanged", "layers_s", b"layers_s", "max_stall_s", b"max_stall_s", "p99_stall_s", b"p99_stall_s", "parameter_bytes_pulled", b"parameter_bytes_pulled", "phase", b"phase", "prepare_s", b"prepare_s", "reason", b"reason", "remap_s", b"remap_s", "summary", b"summary", "victim_count", b"victim_count", "victims_copied_ahead", b"victims_copied_ahead", "victims_recomputed", b"victims_recomputed", "waves", b"waves"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from ballastpb.cluster.v1 import cluster_pb2 as ballastpb_dot_cluster_dot_v1_dot_cluster__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1f\x62\x61llastpb/worker/v1/stage.proto\x12\x13\x62\x61llastpb.worker.v1\x1a\"ballastpb/cluster/v1/cluster.proto\"\xf4\x01\n\nStageBatch\x12\x0f\n\x07step_id\x18\x01 \x01(\x03\x12\x0f\n\x07removed\x18\x02 \x03(\x03\x12/\n\x05\x61\x64\x64\x65\x64\x18\x03 \x03(\x0b\x32 .ballastpb.worker.v1.NewSequence\x12\x14\n\x0csequence_ids\x18\x04 \x03(\x03\x12\x17\n\x0f\x66irst_positions\x18\x05 \x03(\x05\x12\x14\n\x0ctoken_counts\x18\x06 \x03(\x05\x12\x11\n\ttoken_ids\x18\x07 \x03(\x05\x12\x0f\n\x07samples\x18\x08 \x03(\x08\x12\x0f\n\x07quiet_s\x18\t \x01(\x01\x12\x19\n\x11memory_is_awaited\x18\n \x01(\x08\"\x8e\x01\n\x0bNewSequence\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x03\x12\x18\n\x10prompt_token_ids\x18\x02 \x03(\x05\x12\x18\n\x10output_token_ids\x18\x03 \x03(\x05\x12\x36\n\x08sampling\x18\x04 \x01(\x0b\x32$.ballastpb.cluster.v1.SamplingParams\"\x9b\x01\n\x0bStageResult\x12\x0f\n\x07step_id\x18\x01 \x01(\x03\x12\x11\n\ttoken_ids\x18\x02 \x03(\x05\x12\x14\n\x0clogprob_rows\x18\x03 \x03(\x05\x12\x30\n\x08logprobs\x18\x04 \x03(\x0b\x32\x1e.ballastpb.cluster.v1.Logprobs\x12\x11\n\texecute_s\x18\x05 \x01(\x01\x12\r\n\x05\x65rror\x18\x06 \x01(\t\"\xb4\x05\n\rSequenceState\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x03\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\x05\x12\x35\n\x08priority\x18\x04 \x01(\x0e\x32#.ballastpb.cluster.v1.PriorityClass\x12\r\n\x05\x61ge_s\x18\x05 \x01(\x01\x12\x17\n\ndeadline_s\x18\x06 \x01(\x01H\x00\x88\x01\x01\x12\x18\n\x10prompt_token_ids\x18\x07 \x03(\x05\x12\x18\n\x10output_token_ids\x18\x08 \x03(\x05\x12\x36\n\x08sampling\x18\t \x01(\x0b\x32$.ballastpb.cluster.v1.SamplingParams\x12\x12\n\nwants_text\x18\n \x01(\x08\x12\x17\n\x0f\x63omputed_tokens\x18\x0b \x01(\x05\x12\x11\n\ton_stages\x18\x0c \x01(\x08\x12\x11\n\tsuspended\x18\r \x01(\x08\x12\x0c\n\x04gone\x18\x0e \x01(\x08\x12\x11\n\theld_text\x18\x0f \x01(\t\x12\x12\n\nskip_chars\x18\x10 \x01(\x05\x12\x14\n\x0cpassed_chars\x18\x11 \x01(\x05\x12\x1b\n\x13\x65mitted_token_count\x18\x12 \x01(\x05\x12\x15\n\remitted_chars\x18\x13 \x01(\x05\x12\x13\n\x0bunsent_text\x18\x14 \x01(\t\x12\x37\n\x0funsent_logprobs\x18\x15 \x03(\x0b\x32\x1e.ballastpb.cluster.v1.Logprobs\x12\x39\n\rfinish_reason\x18\x16 \x01(\x0e\x32\".ballastpb.cluster.v1.FinishReason\x12\x14\n\x0cmatched_stop\x18\x17 \x01(\t\x12\r\n\x05\x65rror\x18\x18 \x01(\t\x12\x0f\n\x07invalid\x18\x19 \x01(\x08\x42\r\n\x0b_deadline_s\"\x80\x01\n\x08Handover\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12\x35\n\tsequences\x18\x02 \x03(\x0b\x32\".ballastpb.worker.v1.SequenceState\x12\x13\n\x0b\x62lock_count\x18\x03 \x01(\x05\x12\x19\n\x11\x66inal_block_count\x18\x04 \x01(\x05\"J\n\x06Victim\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x03\x12\x17\n\x0f\x63omputed_tokens\x18\x02 \x01(\x05\x12\x12\n\nold_leader\x18\x03 \x01(\t\"{\n\x06Roster\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12,\n\x07victims\x18\x02 \x03(\x0b\x32\x1b.ballastpb.worker.v1.Victim\x12\x12\n\nrecomputed\x18\x03 \x03(\x03\x12\x0c\n\x04wave\x18\x04 \x01(\x05\x12\x0c\n\x04last\x18\x05 \x01(\x08J\x04\x08\x06\x10\x07\"W\n\x08KvWanted\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12\x13\n\x0bsequence_id\x18\x02 \x01(\x03\x12\x13\n\x0b\x66irst_block\x18\x03 \x01(\x05\x12\x12\n\nlast_block\x18\x04 \x01(\x05\"9\n\x0bKvWantedAll\x12\x14\n\x0csequence_ids\x18\x01 \x03(\x03\x12\x14\n\x0c\x66irst_blocks\x18\x02 \x03(\x05\",\n\x05Share\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12\x14\n\x0csequence_ids\x18\x02 \x03(\x03\"0\n\nKvComplete\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12\x13\n\x0bsequence_id\x18\x02 \x01(\x03\"\x9a\x01\n\x08\x43\x61pacity\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12\x13\n\x0b\x62lock_count\x18\x02 \x01(\x05\x12\x1a\n\x12\x62\x65side_block_count\x18\x03 \x01(\x05\x12\x18\n\x10wide_block_count\x18\x04 \x01(\x05\x12\x1a\n\x12narrow_block_count\x18\x05 \x01(\x05\x12\x18\n\x10home_block_count\x18\x06 \x01(\x05\"\x90\x01\n\x07KvPiece\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12\x13\n\x0bsequence_id\x18\x02 \x01(\x03\x12\x13\n\x0b\x66irst_layer\x18\x03 \x01(\x05\x12\x12\n\nlast_layer\x18\x04 \x01(\x05\x12\x13\n\x0b\x66irst_block\x18\x05 \x01(\x05\x12\x12\n\nlast_block\x18\x06 \x01(\x05\x12\x0f\n\x07step_id\x18\x07 \x01(\x03\"8\n\x08KvPieces\x12,\n\x06pieces\x18\x01 \x03(\x0b\x32\x1c.ballastpb.worker.v1.KvPiece\"=\n\x0bLayerWanted\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12\r\n\x05layer\x18\x02 \x01(\x05\x12\x10\n\x08\x63hecksum\x18\x03 \x01(\x0c\"\xcc\x02\n\tMigration\x12\x14\n\x0cmigration_id\x18\x01 \x01(\x03\x12\x34\n\x05offer\x18\x02 \x01(\x0b\x32#.ballastpb.worker.v1.MigrationOfferH\x00\x12\x32\n\x04want\x18\x03 \x01(\x0b\x32\".ballastpb.worker.v1.MigrationWantH\x00\x12\x34\n\x06handed\x18\x04 \x01(\x0b\x32\".ballastpb.worker.v1.SequenceStateH\x00\x12\x34\n\x05taken\x18\x05 \x01(\x0b\x32#.ballastpb.worker.v1.MigrationTakenH\x00\x12\r\n\x03off\x18\x06 \x01(\tH\x00\x12<\n\twithdrawn\x18\x07 \x01(\x0b\x32\'.ballastpb.worker.v1.MigrationWithdrawnH\x00\x42\x06\n\x04said\":\n\x0eMigrationOffer\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x03\x12\x13\n\x0btoken_count\x18\x02 \x01(\x05\"8\n\rMigrationWant\x12\x13\n\x0b\x66irst_block\x18\x01 \x01(\x05\x12\x12\n\nlast_block\x18\x02 \x01(\x05\"!\n\x0eMigrationTaken\x12\x0f\n\x07with_kv\x18\x01 \x01(\x08\"\x14\n\x12MigrationWithdrawn\"q\n\rMigrationSpan\x12\x14\n\x0cmigration_id\x18\x01 \x01(\x03\x12\x13\n\x0b\x66irst_block\x18\x02 \x01(\x05\x12\x12\n\nlast_block\x18\x03 \x01(\x05\x12\x13\n\x0btoken_count\x18\x04 \x01(\x05\x12\x0c\n\x04last\x18\x05 \x01(\x08\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1f\x62\x61llastpb/worker/v1/stage.proto\x12\x13\x62\x61llastpb.worker.v1\x1a\"ballastpb/cluster/v1/cluster.proto\"\x85\x02\n\nStageBatch\x12\x0f\n\x07step_id\x18\x01 \x01(\x03\x12\x0f\n\x07removed\x18\x02 \x03(\x03\x12/\n\x05\x61\x64\x64\x65\x64\x18\x03 \x03(\x0b\x32 .ballastpb.worker.v1.NewSequence\x12\x14\n\x0csequence_ids\x18\x04 \x03(\x03\x12\x17\n\x0f\x66irst_positions\x18\x05 \x03(\x05\x12\x14\n\x0ctoken_counts\x18\x06 \x03(\x05\x12\x11\n\ttoken_ids\x18\x07 \x03(\x05\x12\x0f\n\x07samples\x18\x08 \x03(\x08\x12\x0f\n\x07quiet_s\x18\t \x01(\x01\x12\x19\n\x11memory_is_awaited\x18\n \x01(\x08\x12\x0f\n\x07\x66\x61ilure\x18\x0b \x01(\t\"\x8e\x01\n\x0bNewSequence\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x03\x12\x18\n\x10prompt_token_ids\x18\x02 \x03(\x05\x12\x18\n\x10output_token_ids\x18\x03 \x03(\x05\x12\x36\n\x08sampling\x18\x04 \x01(\x0b\x32$.ballastpb.cluster.v1.SamplingParams\"\x9b\x01\n\x0bStageResult\x12\x0f\n\x07step_id\x18\x01 \x01(\x03\x12\x11\n\ttoken_ids\x18\x02 \x03(\x05\x12\x14\n\x0clogprob_rows\x18\x03 \x03(\x05\x12\x30\n\x08logprobs\x18\x04 \x03(\x0b\x32\x1e.ballastpb.cluster.v1.Logprobs\x12\x11\n\texecute_s\x18\x05 \x01(\x01\x12\r\n\x05\x65rror\x18\x06 \x01(\t\"\xb4\x05\n\rSequenceState\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x03\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\x05\x12\x35\n\x08priority\x18\x04 \x01(\x0e\x32#.ballastpb.cluster.v1.PriorityClass\x12\r\n\x05\x61ge_s\x18\x05 \x01(\x01\x12\x17\n\ndeadline_s\x18\x06 \x01(\x01H\x00\x88\x01\x01\x12\x18\n\x10prompt_token_ids\x18\x07 \x03(\x05\x12\x18\n\x10output_token_ids\x18\x08 \x03(\x05\x12\x36\n\x08sampling\x18\t \x01(\x0b\x32$.ballastpb.cluster.v1.SamplingParams\x12\x12\n\nwants_text\x18\n \x01(\x08\x12\x17\n\x0f\x63omputed_tokens\x18\x0b \x01(\x05\x12\x11\n\ton_stages\x18\x0c \x01(\x08\x12\x11\n\tsuspended\x18\r \x01(\x08\x12\x0c\n\x04gone\x18\x0e \x01(\x08\x12\x11\n\theld_text\x18\x0f \x01(\t\x12\x12\n\nskip_chars\x18\x10 \x01(\x05\x12\x14\n\x0cpassed_chars\x18\x11 \x01(\x05\x12\x1b\n\x13\x65mitted_token_count\x18\x12 \x01(\x05\x12\x15\n\remitted_chars\x18\x13 \x01(\x05\x12\x13\n\x0bunsent_text\x18\x14 \x01(\t\x12\x37\n\x0funsent_logprobs\x18\x15 \x03(\x0b\x32\x1e.ballastpb.cluster.v1.Logprobs\x12\x39\n\rfinish_reason\x18\x16 \x01(\x0e\x32\".ballastpb.cluster.v1.FinishReason\x12\x14\n\x0cmatched_stop\x18\x17 \x01(\t\x12\r\n\x05\x65rror\x18\x18 \x01(\t\x12\x0f\n\x07invalid\x18\x19 \x01(\x08\x42\r\n\x0b_deadline_s\"\x80\x01\n\x08Handover\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12\x35\n\tsequences\x18\x02 \x03(\x0b\x32\".ballastpb.worker.v1.SequenceState\x12\x13\n\x0b\x62lock_count\x18\x03 \x01(\x05\x12\x19\n\x11\x66inal_block_count\x18\x04 \x01(\x05\"J\n\x06Victim\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x03\x12\x17\n\x0f\x63omputed_tokens\x18\x02 \x01(\x05\x12\x12\n\nold_leader\x18\x03 \x01(\t\"{\n\x06Roster\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12,\n\x07victims\x18\x02 \x03(\x0b\x32\x1b.ballastpb.worker.v1.Victim\x12\x12\n\nrecomputed\x18\x03 \x03(\x03\x12\x0c\n\x04wave\x18\x04 \x01(\x05\x12\x0c\n\x04last\x18\x05 \x01(\x08J\x04\x08\x06\x10\x07\"W\n\x08KvWanted\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12\x13\n\x0bsequence_id\x18\x02 \x01(\x03\x12\x13\n\x0b\x66irst_block\x18\x03 \x01(\x05\x12\x12\n\nlast_block\x18\x04 \x01(\x05\"9\n\x0bKvWantedAll\x12\x14\n\x0csequence_ids\x18\x01 \x03(\x03\x12\x14\n\x0c\x66irst_blocks\x18\x02 \x03(\x05\",\n\x05Share\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12\x14\n\x0csequence_ids\x18\x02 \x03(\x03\"0\n\nKvComplete\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12\x13\n\x0bsequence_id\x18\x02 \x01(\x03\"\x9a\x01\n\x08\x43\x61pacity\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12\x13\n\x0b\x62lock_count\x18\x02 \x01(\x05\x12\x1a\n\x12\x62\x65side_block_count\x18\x03 \x01(\x05\x12\x18\n\x10wide_block_count\x18\x04 \x01(\x05\x12\x1a\n\x12narrow_block_count\x18\x05 \x01(\x05\x12\x18\n\x10home_block_count\x18\x06 \x01(\x05\"\x90\x01\n\x07KvPiece\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12\x13\n\x0bsequence_id\x18\x02 \x01(\x03\x12\x13\n\x0b\x66irst_layer\x18\x03 \x01(\x05\x12\x12\n\nlast_layer\x18\x04 \x01(\x05\x12\x13\n\x0b\x66irst_block\x18\x05 \x01(\x05\x12\x12\n\nlast_block\x18\x06 \x01(\x05\x12\x0f\n\x07step_id\x18\x07 \x01(\x03\"8\n\x08KvPieces\x12,\n\x06pieces\x18\x01 \x03(\x0b\x32\x1c.ballastpb.worker.v1.KvPiece\"=\n\x0bLayerWanted\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12\r\n\x05layer\x18\x02 \x01(\x05\x12\x10\n\x08\x63hecksum\x18\x03 \x01(\x0c\"\xcc\x02\n\tMigration\x12\x14\n\x0cmigration_id\x18\x01 \x01(\x03\x12\x34\n\x05offer\x18\x02 \x01(\x0b\x32#.ballastpb.worker.v1.MigrationOfferH\x00\x12\x32\n\x04want\x18\x03 \x01(\x0b\x32\".ballastpb.worker.v1.MigrationWantH\x00\x12\x34\n\x06handed\x18\x04 \x01(\x0b\x32\".ballastpb.worker.v1.SequenceStateH\x00\x12\x34\n\x05taken\x18\x05 \x01(\x0b\x32#.ballastpb.worker.v1.MigrationTakenH\x00\x12\r\n\x03off\x18\x06 \x01(\tH\x00\x12<\n\twithdrawn\x18\x07 \x01(\x0b\x32\'.ballastpb.worker.v1.MigrationWithdrawnH\x00\x42\x06\n\x04said\":\n\x0eMigrationOffer\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x03\x12\x13\n\x0btoken_count\x18\x02 \x01(\x05\"8\n\rMigrationWant\x12\x13\n\x0b\x66irst_block\x18\x01 \x01(\x05\x12\x12\n\nlast_block\x18\x02 \x01(\x05\"!\n\x0eMigrationTaken\x12\x0f\n\x07with_kv\x18\x01 \x01(\x08\"\x14\n\x12MigrationWithdrawn\"q\n\rMigrationSpan\x12\x14\n\x0cmigration_id\x18\x01 \x01(\x03\x12\x13\n\x0b\x66irst_block\x18\x02 \x01(\x05\x12\x12\n\nlast_block\x18\x03 \x01(\x05\x12\x13\n\x0btoken_count\x18\x04 \x01(\x05\x12\x0c\n\x04last\x18\x05 \x01(\x08\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,45 +33,45 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'ballastpb.worker.v1.stage_p
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_STAGEBATCH']._serialized_start=93
-  _globals['_STAGEBATCH']._serialized_end=337
-  _globals['_NEWSEQUENCE']._serialized_start=340
-  _globals['_NEWSEQUENCE']._serialized_end=482
-  _globals['_STAGERESULT']._serialized_start=485
-  _globals['_STAGERESULT']._serialized_end=640
-  _globals['_SEQUENCESTATE']._serialized_start=643
-  _globals['_SEQUENCESTATE']._serialized_end=1335
-  _globals['_HANDOVER']._serialized_start=1338
-  _globals['_HANDOVER']._serialized_end=1466
-  _globals['_VICTIM']._serialized_start=1468
-  _globals['_VICTIM']._serialized_end=1542
-  _globals['_ROSTER']._serialized_start=1544
-  _globals['_ROSTER']._serialized_end=1667
-  _globals['_KVWANTED']._serialized_start=1669
-  _globals['_KVWANTED']._serialized_end=1756
-  _globals['_KVWANTEDALL']._serialized_start=1758
-  _globals['_KVWANTEDALL']._serialized_end=1815
-  _globals['_SHARE']._serialized_start=1817
-  _globals['_SHARE']._serialized_end=1861
-  _globals['_KVCOMPLETE']._serialized_start=1863
-  _globals['_KVCOMPLETE']._serialized_end=1911
-  _globals['_CAPACITY']._serialized_start=1914
-  _globals['_CAPACITY']._serialized_end=2068
-  _globals['_KVPIECE']._serialized_start=2071
-  _globals['_KVPIECE']._serialized_end=2215
-  _globals['_KVPIECES']._serialized_start=2217
-  _globals['_KVPIECES']._serialized_end=2273
-  _globals['_LAYERWANTED']._serialized_start=2275
-  _globals['_LAYERWANTED']._serialized_end=2336
-  _globals['_MIGRATION']._serialized_start=2339
-  _globals['_MIGRATION']._serialized_end=2671
-  _globals['_MIGRATIONOFFER']._serialized_start=2673
-  _globals['_MIGRATIONOFFER']._serialized_end=2731
-  _globals['_MIGRATIONWANT']._serialized_start=2733
-  _globals['_MIGRATIONWANT']._serialized_end=2789
-  _globals['_MIGRATIONTAKEN']._serialized_start=2791
-  _globals['_MIGRATIONTAKEN']._serialized_end=2824
-  _globals['_MIGRATIONWITHDRAWN']._serialized_start=2826
-  _globals['_MIGRATIONWITHDRAWN']._serialized_end=2846
-  _globals['_MIGRATIONSPAN']._serialized_start=2848
-  _globals['_MIGRATIONSPAN']._serialized_end=2961
+  _globals['_STAGEBATCH']._serialized_end=354
+  _globals['_NEWSEQUENCE']._serialized_start=357
+  _globals['_NEWSEQUENCE']._serialized_end=499
+  _globals['_STAGERESULT']._serialized_start=502
+  _globals['_STAGERESULT']._serialized_end=657
+  _globals['_SEQUENCESTATE']._serialized_start=660
+  _globals['_SEQUENCESTATE']._serialized_end=1352
+  _globals['_HANDOVER']._serialized_start=1355
+  _globals['_HANDOVER']._serialized_end=1483
+  _globals['_VICTIM']._serialized_start=1485
+  _globals['_VICTIM']._serialized_end=1559
+  _globals['_ROSTER']._serialized_start=1561
+  _globals['_ROSTER']._serialized_end=1684
+  _globals['_KVWANTED']._serialized_start=1686
+  _globals['_KVWANTED']._serialized_end=1773
+  _globals['_KVWANTEDALL']._serialized_start=1775
+  _globals['_KVWANTEDALL']._serialized_end=1832
+  _globals['_SHARE']._serialized_start=1834
+  _globals['_SHARE']._serialized_end=1878
+  _globals['_KVCOMPLETE']._serialized_start=1880
+  _globals['_KVCOMPLETE']._serialized_end=1928
+  _globals['_CAPACITY']._serialized_start=1931
+  _globals['_CAPACITY']._serialized_end=2085
+  _globals['_KVPIECE']._serialized_start=2088
+  _globals['_KVPIECE']._serialized_end=2232
+  _globals['_KVPIECES']._serialized_start=2234
+  _globals['_KVPIECES']._serialized_end=2290
+  _globals['_LAYERWANTED']._serialized_start=2292
+  _globals['_LAYERWANTED']._serialized_end=2353
+  _globals['_MIGRATION']._serialized_start=2356
+  _globals['_MIGRATION']._serialized_end=2688
+  _globals['_MIGRATIONOFFER']._serialized_start=2690
+  _globals['_MIGRATIONOFFER']._serialized_end=2748
+  _globals['_MIGRATIONWANT']._serialized_start=2750
+  _globals['_MIGRATIONWANT']._serialized_end=2806
+  _globals['_MIGRATIONTAKEN']._serialized_start=2808
+  _globals['_MIGRATIONTAKEN']._serialized_end=2841
+  _globals['_MIGRATIONWITHDRAWN']._serialized_start=2843
+  _globals['_MIGRATIONWITHDRAWN']._serialized_end=2863
+  _globals['_MIGRATIONSPAN']._serialized_start=2865
+  _globals['_MIGRATIONSPAN']._serialized_end=2978
 # @@protoc_insertion_point(module_scope)

@@ -35,11 +35,14 @@ class StageBatch(_message.Message):
     SAMPLES_FIELD_NUMBER: _builtins.int
     QUIET_S_FIELD_NUMBER: _builtins.int
     MEMORY_IS_AWAITED_FIELD_NUMBER: _builtins.int
+    FAILURE_FIELD_NUMBER: _builtins.int
     step_id: _builtins.int
     quiet_s: _builtins.float
     """How long the leader had no work before this batch: stages do not count that as their idleness."""
     memory_is_awaited: _builtins.bool
     """Requests have not been let in: parameters that a restore brings come at full speed."""
+    failure: _builtins.str
+    """Why a stage could not run it; without slices from there on."""
     @_builtins.property
     def removed(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Sequences to forget, before the added ones enter and the slices run."""
@@ -71,10 +74,11 @@ class StageBatch(_message.Message):
         samples: _abc.Iterable[_builtins.bool] | None = ...,
         quiet_s: _builtins.float = ...,
         memory_is_awaited: _builtins.bool = ...,
+        failure: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["added", b"added", "first_positions", b"first_positions", "memory_is_awaited", b"memory_is_awaited", "quiet_s", b"quiet_s", "removed", b"removed", "samples", b"samples", "sequence_ids", b"sequence_ids", "step_id", b"step_id", "token_counts", b"token_counts", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["added", b"added", "failure", b"failure", "first_positions", b"first_positions", "memory_is_awaited", b"memory_is_awaited", "quiet_s", b"quiet_s", "removed", b"removed", "samples", b"samples", "sequence_ids", b"sequence_ids", "step_id", b"step_id", "token_counts", b"token_counts", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -151,6 +151,7 @@ class Submit(_message.Message):
     OMIT_TEXT_FIELD_NUMBER: _builtins.int
     DELIVERED_TEXT_CHARS_FIELD_NUMBER: _builtins.int
     EXPECTS_HANDOVER_FIELD_NUMBER: _builtins.int
+    TRACEPARENT_FIELD_NUMBER: _builtins.int
     handle: _builtins.int
     """Chosen by the dispatcher, unique on this stream: stands for (request_id, attempt) in all that follows."""
     request_id: _builtins.str
@@ -164,6 +165,8 @@ class Submit(_message.Message):
     """Characters of text that earlier attempts have delivered: not sent again."""
     expects_handover: _builtins.bool
     """The request was handed over to this worker (Ending.moved_to named it), or will be in a moment."""
+    traceparent: _builtins.str
+    """Of the request's span, as W3C writes it: the worker's spans are inside it. Empty: nobody records this request."""
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -186,10 +189,11 @@ class Submit(_message.Message):
         omit_text: _builtins.bool = ...,
         delivered_text_chars: _builtins.int = ...,
         expects_handover: _builtins.bool = ...,
+        traceparent: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_deadline_s", b"_deadline_s", "deadline_s", b"deadline_s", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_deadline_s", b"_deadline_s", "attempt", b"attempt", "deadline_s", b"deadline_s", "delivered_text_chars", b"delivered_text_chars", "expects_handover", b"expects_handover", "handle", b"handle", "omit_text", b"omit_text", "output_token_ids", b"output_token_ids", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_deadline_s", b"_deadline_s", "attempt", b"attempt", "deadline_s", b"deadline_s", "delivered_text_chars", b"delivered_text_chars", "expects_handover", b"expects_handover", "handle", b"handle", "omit_text", b"omit_text", "output_token_ids", b"output_token_ids", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__deadline_s: _TypeAlias = _typing.Literal["deadline_s"]  # noqa: Y015
     _WhichOneofArgType__deadline_s: _TypeAlias = _typing.Literal["_deadline_s", b"_deadline_s"]  # noqa: Y015
@@ -698,6 +702,7 @@ class TransitionStatus(_message.Message):
     VICTIMS_COPIED_AHEAD_FIELD_NUMBER: _builtins.int
     P99_STALL_S_FIELD_NUMBER: _builtins.int
     WAVES_FIELD_NUMBER: _builtins.int
+    LAYERS_S_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     phase: Global___TransitionPhase.ValueType
     why: _builtins.str
@@ -734,6 +739,8 @@ class TransitionStatus(_message.Message):
     """Of all victims, 99 of 100 waited no longer than this."""
     waves: _builtins.int
     """In which the exchange goes, as the KV of some makes room for that of others. Counted by the leader, 0 at others."""
+    layers_s: _builtins.float
+    """Restore: from hearing of it until all layers are here."""
     def __init__(
         self,
         *,
@@ -761,10 +768,11 @@ class TransitionStatus(_message.Message):
         victims_copied_ahead: _builtins.int = ...,
         p99_stall_s: _builtins.float = ...,
         waves: _builtins.int = ...,
+        layers_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_count_after", b"block_count_after", "block_count_before", b"block_count_before", "boundary_wait_s", b"boundary_wait_s", "epoch", b"epoch", "exchange_s", b"exchange_s", "freed_parameter_bytes", b"freed_parameter_bytes", "kv_bytes_copied_ahead", b"kv_bytes_copied_ahead", "kv_bytes_received", b"kv_bytes_received", "kv_bytes_sent", b"kv_bytes_sent", "kv_bytes_to_send", b"kv_bytes_to_send", "max_stall_s", b"max_stall_s", "p99_stall_s", b"p99_stall_s", "parameter_bytes_pulled", b"parameter_bytes_pulled", "parameter_bytes_to_pull", b"parameter_bytes_to_pull", "phase", b"phase", "prepare_s", b"prepare_s", "remap_s", b"remap_s", "repulled_layers", b"repulled_layers", "victim_count", b"victim_count", "victims_copied_ahead", b"victims_copied_ahead", "victims_recomputed", b"victims_recomputed", "victims_waiting", b"victims_waiting", "waves", b"waves", "why", b"why"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_count_after", b"block_count_after", "block_count_before", b"block_count_before", "boundary_wait_s", b"boundary_wait_s", "epoch", b"epoch", "exchange_s", b"exchange_s", "freed_parameter_bytes", b"freed_parameter_bytes", "kv_bytes_copied_ahead", b"kv_bytes_copied_ahead", "kv_bytes_received", b"kv_bytes_received", "kv_bytes_sent", b"kv_bytes_sent", "kv_bytes_to_send", b"kv_bytes_to_send", "layers_s", b"layers_s", "max_stall_s", b"max_stall_s", "p99_stall_s", b"p99_stall_s", "parameter_bytes_pulled", b"parameter_bytes_pulled", "parameter_bytes_to_pull", b"parameter_bytes_to_pull", "phase", b"phase", "prepare_s", b"prepare_s", "remap_s", b"remap_s", "repulled_layers", b"repulled_layers", "victim_count", b"victim_count", "victims_copied_ahead", b"victims_copied_ahead", "victims_recomputed", b"victims_recomputed", "victims_waiting", b"victims_waiting", "waves", b"waves", "why", b"why"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

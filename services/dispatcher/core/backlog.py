@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from ballast.common.errors import InvariantViolation
 from ballast.common.sampling import PriorityClass
-from services.dispatcher.core.events import Request
+from services.dispatcher.core.events import Facts, Request
 from services.dispatcher.core.story import Moment, Recent, Story, What
 from services.dispatcher.policy.freeness import WorkerKey
 
@@ -46,6 +46,29 @@ class Tracked:
     def token_count(self) -> int:
         """Tokens that an attempt begins with."""
         return len(self.request.prompt_token_ids) + len(self.output_token_ids)
+
+    def facts(self, at_s: float) -> Facts:
+        waited_s = at_s - self.queued_at_s if self.worker is None and not self.moving else 0.0
+        first_s = self.first_token_at_s
+        return Facts(
+            prompt_token_count=len(self.request.prompt_token_ids),
+            completion_token_count=len(self.output_token_ids),
+            replay_count=self.replay_count,
+            queue_s=self.queue_s + waited_s,
+            ttft_s=None if first_s is None or self.request.output_token_ids else first_s - self.arrived_at_s,
+            e2e_s=at_s - self.arrived_at_s,
+            caller=self.request.caller,
+            traceparent=self.request.traceparent,
+            priority=self.request.priority,
+            max_token_count=self.request.sampling.max_tokens,
+            arrived_at_s=self.arrived_at_s,
+            worker_id=next((m.worker_id for m in reversed(self.story.moments) if m.worker_id), ""),
+            move_count=self.move_count,
+            recall_count=self.recall_count,
+            longest_gap_s=self.longest_gap_s,
+            longest_gap_token=self.longest_gap_token,
+            story=self.story,
+        )
 
     def note(self, at_s: float, what: What, worker_id: str = "", detail: str = "") -> None:
         self.story.add(Moment(at_s, what, len(self.output_token_ids), worker_id, detail))

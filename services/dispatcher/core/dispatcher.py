@@ -37,7 +37,6 @@ from services.dispatcher.core.events import (
     DrainRequested,
     Ending,
     Event,
-    Facts,
     Fail,
     Finish,
     LayoutChanged,
@@ -47,6 +46,7 @@ from services.dispatcher.core.events import (
     Submitted,
     Tick,
     TimeIsUp,
+    UndrainRequested,
     Withdrawn,
     WorkerConnected,
     WorkerLost,
@@ -63,6 +63,8 @@ _new: _New = tuple.__new__  # pyright: ignore[reportUnknownMemberType, reportUnk
 _MIN_RETRY_S, _MAX_RETRY_S = 0.1, 30.0
 _NO_WORKER_CHECK_S = 0.5
 _MAX_IDLE_MOVES = 16  # without a token in between; more are no progress but a quarrel between workers
+_FRONT = -(1 << 62)  # serials of requests that stand before all that have come here first
+_TAKEN_OVER_FACTOR = 2  # with requests that other dispatchers were serving, so many times as many may wait
 _OUTGROWN_WAIT_S = 1.0  # advice to whoever has outgrown all workers; a drop may make larger groups
 ENDING_OF: dict[type[BallastError], str] = {
     Cancelled: FinishReason.CANCELLED.value,
@@ -90,6 +92,7 @@ class DispatcherCore:
         self.backlog = Backlog()
         self.requests: dict[RequestId, Tracked] = {}  # all that have been accepted and have not ended
         self.draining = False
+        self._for_good = False  # it drains because its process is going to end
         self.endings: Counter[str] = Counter()  # finish reason, or refused -> count
         self.accepted_count = 0
         self.replay_count = 0
@@ -103,6 +106,7 @@ class DispatcherCore:
         self._moves = Moves(limits.move_wait_s, self.fleet)
         self._forsaken = Moves(limits.move_wait_s, self.fleet)  # ended on their way: whoever has them is told
         self._deadlines = Deadlines()
+        self.taken_over_count = 0
         self._next_serial = 1
         self._no_worker_since_s: float | None = None  # None: there is one, or nothing has happened yet
         self._no_worker_check_at_s = math.inf
@@ -146,12 +150,15 @@ class DispatcherCore:
                 return [*self._lose(worker, event.at_s, event.why), *self._dispatch(event.at_s)]
             case LayoutChanged():
                 return self._adopt(event)
-            case DrainRequested():
-                self.draining = True
+            case DrainRequested(for_good=for_good):
+                self.draining, self._for_good = True, self._for_good or for_good
+                return []
+            case UndrainRequested():
+                self.draining = self._for_good
                 return []
             case TimeIsUp():
-                self.draining = True
-                gone = Unavailable(self._id, "is shutting down; the request can be repeated elsewhere")
+                self.draining = self._for_good = True
+                gone = Unavailable(self._id, "is shutting down; the request can be repeated elsewhere", gone=True)
                 return [c for t in list(self.requests.values()) for c in self._fail(t, gone, event.at_s)]
 
     # --------------------------------------------------------------------------------------------- workers
@@ -263,11 +270,10 @@ class DispatcherCore:
         if refusal is not None:
             self.endings["refused"] += 1
             return [Refuse(request.request_id, refusal)]
-        tracked = Tracked(request=request, serial=self._next_serial, arrived_at_s=at_s, queued_at_s=at_s)
-        self._next_serial += 1
+        tracked = self._tracked(request, at_s)
         self._watch_usable(at_s)
         commands: list[Command] = []
-        ahead_count = self.backlog.count_before(request.priority)
+        ahead_count = 0 if request.taken_over else self.backlog.count_before(request.priority)
         self._admit(tracked)
         # Those before it were looked at when something changed last; behind too many it would not be looked at itself.
         if ahead_count < self._placement.rules.scan_count:
@@ -278,7 +284,26 @@ class DispatcherCore:
             self.accepted_count -= 1
             self.endings["refused"] += 1
             commands.append(Refuse(request.request_id, overload))
+        elif request.taken_over or request.output_token_ids:
+            self.taken_over_count += 1
         return commands
+
+    def _tracked(self, request: Request, at_s: float) -> Tracked:
+        """What another dispatcher was serving stands before what has come here, in the order in which it comes."""
+        serial = self._next_serial + (_FRONT if request.taken_over else 0)
+        self._next_serial += 1
+        tracked = Tracked(
+            request=request,
+            serial=serial,
+            arrived_at_s=at_s,
+            queued_at_s=at_s,
+            output_token_ids=list(request.output_token_ids),
+            text_chars=request.text_chars,
+        )
+        if request.output_token_ids:
+            tracked.first_token_at_s = tracked.last_token_at_s = at_s
+            tracked.note(at_s, What.TAKEN_OVER)
+        return tracked
 
     def _admit(self, tracked: Tracked) -> None:
         request = tracked.request
@@ -301,14 +326,14 @@ class DispatcherCore:
         """Why a request that must wait cannot: the bounds hold for what waits, not for what is placed at once."""
         if newcomer.worker is not None or newcomer.request.request_id not in self.requests:
             return None
-        limits = self.limits
+        limits, factor = self.limits, _TAKEN_OVER_FACTOR if newcomer.request.taken_over else 1
         request_count, token_count = len(self.backlog), self.backlog.token_count
-        if request_count > limits.max_queued_request_count:
+        if request_count > limits.max_queued_request_count * factor:
             why = f"{request_count - 1} requests are waiting, the most allowed (--max-num-queued-reqs)"
-        elif token_count > limits.max_queued_token_count:
+        elif token_count > limits.max_queued_token_count * factor:
             why = (
                 f"{token_count - newcomer.token_count} tokens are waiting, with this request's"
-                f" {newcomer.token_count} more than {limits.max_queued_token_count} (--max-num-queued-tokens)"
+                f" {newcomer.token_count} more than {limits.max_queued_token_count * factor} (--max-num-queued-tokens)"
             )
         else:
             return None
@@ -333,7 +358,7 @@ class DispatcherCore:
         self._forsaken.take_overdue(at_s)
         if self._no_worker_since_s is not None:
             latest_s = at_s - self.limits.no_worker_timeout_s
-            if self._no_worker_since_s <= latest_s:
+            if at_s >= self._no_worker_since_s + self.limits.no_worker_timeout_s:  # as the check was timed, to the bit
                 gone = Unavailable("workers", f"none for {at_s - self._no_worker_since_s:.1f} s")
                 self._no_worker_check_at_s = at_s + _NO_WORKER_CHECK_S
                 overdue = [tracked for tracked in self.backlog if tracked.queued_at_s <= latest_s]
@@ -347,7 +372,7 @@ class DispatcherCore:
             commands.append(AbortOnWorker(tracked.worker, tracked.handle))
             if (worker := self.fleet.get(tracked.worker)) is not None:
                 worker.withdraw(tracked)
-        facts = facts_of(tracked, at_s)
+        facts = tracked.facts(at_s)
         self._drop(tracked)
         if moves_to is not None:
             self._forsaken.add(tracked, moves_to, at_s)
@@ -481,7 +506,7 @@ class DispatcherCore:
             case FinishReason.STOP | FinishReason.LENGTH as reason:
                 self._drop(tracked)
                 self.endings[reason.value] += 1
-                return [Finish(request_id, reason, ending.matched_stop, facts_of(tracked, at_s))]
+                return [Finish(request_id, reason, ending.matched_stop, tracked.facts(at_s))]
             case FinishReason.DEADLINE:
                 error: BallastError = DeadlineExceeded("the deadline of the request has passed")
             case FinishReason.ERROR if ending.invalid:
@@ -503,7 +528,7 @@ class DispatcherCore:
                 error = PeerViolation(f"worker {worker.key.worker_id}", "ended a request that nobody cancelled")
         self._drop(tracked)
         self.endings[ENDING_OF.get(type(error), "error")] += 1
-        return [Fail(request_id, error, facts_of(tracked, at_s))]
+        return [Fail(request_id, error, tracked.facts(at_s))]
 
     # --------------------------------------------------------------------------------------------- placing
 
@@ -546,7 +571,7 @@ class DispatcherCore:
                 f"queued {sorted(queued)}, placed {sorted(placed)} and moving {sorted(moving)} are not"
                 f" {sorted(self.requests)}"
             )
-        newcomers = [tracked for tracked in self.backlog if tracked.attempt == 0]
+        newcomers = [tracked for tracked in self.backlog if tracked.attempt == 0 and not tracked.request.taken_over]
         if len(newcomers) > self.limits.max_queued_request_count:
             raise InvariantViolation(f"{len(newcomers)} requests in the backlog")
         if sum(tracked.token_count for tracked in newcomers) > self.limits.max_queued_token_count:
@@ -571,27 +596,3 @@ class DispatcherCore:
         count = len(self.backlog) + self.fleet.placed_count + len(self._moves)
         if count != len(self.requests):
             raise InvariantViolation(f"{count} requests are queued, placed or moving, {len(self.requests)} are here")
-
-
-def facts_of(tracked: Tracked, at_s: float) -> Facts:
-    waited_s = at_s - tracked.queued_at_s if tracked.worker is None and not tracked.moving else 0.0
-    first_s = tracked.first_token_at_s
-    return Facts(
-        prompt_token_count=len(tracked.request.prompt_token_ids),
-        completion_token_count=len(tracked.output_token_ids),
-        replay_count=tracked.replay_count,
-        queue_s=tracked.queue_s + waited_s,
-        ttft_s=None if first_s is None else first_s - tracked.arrived_at_s,
-        e2e_s=at_s - tracked.arrived_at_s,
-        caller=tracked.request.caller,
-        traceparent=tracked.request.traceparent,
-        priority=tracked.request.priority,
-        max_token_count=tracked.request.sampling.max_tokens,
-        arrived_at_s=tracked.arrived_at_s,
-        worker_id=next((m.worker_id for m in reversed(tracked.story.moments) if m.worker_id), ""),
-        move_count=tracked.move_count,
-        recall_count=tracked.recall_count,
-        longest_gap_s=tracked.longest_gap_s,
-        longest_gap_token=tracked.longest_gap_token,
-        story=tracked.story,
-    )

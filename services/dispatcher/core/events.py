@@ -30,6 +30,9 @@ class Request:
     omit_text: bool = False
     caller: str = ""  # who sent it: the name of a token, or the address of a connection
     traceparent: str = ""  # of the trace that it belongs to, as W3C writes it
+    output_token_ids: Sequence[int] = field(default=(), repr=False)  # that its client has from another dispatcher
+    text_chars: int = 0  # of their text, that the client has
+    taken_over: bool = False  # another dispatcher was serving it
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +115,16 @@ class Tick:
 
 @dataclass(frozen=True, slots=True)
 class DrainRequested:
+    """Nothing new from now on. `for_good`: the process is going to end."""
+
+    at_s: float
+    for_good: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class UndrainRequested:
+    """A drain is taken back, unless it was for good."""
+
     at_s: float
 
 
@@ -131,6 +144,7 @@ Event = (
     | StepReceived
     | Tick
     | DrainRequested
+    | UndrainRequested
     | TimeIsUp
 )
 

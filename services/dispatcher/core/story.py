@@ -20,6 +20,7 @@ class What(enum.StrEnum):
     LOST = "lost"  # with its worker, or by an error there: back to the backlog
     SENT_BACK = "sent_back"  # the worker had no room after all
     RECALLED = "recalled"  # it waited on a worker while another one had room
+    TAKEN_OVER = "taken_over"  # its client goes on with it here: another dispatcher has died
 
 
 class Moment(NamedTuple):

@@ -13,7 +13,7 @@ from ballast.common.ids import RequestId
 from ballast.common.sampling import PriorityClass
 from ballast.service.logs import get_logger
 from services.dispatcher.core.backlog import Tracked
-from services.dispatcher.core.dispatcher import ENDING_OF, DispatcherCore, facts_of
+from services.dispatcher.core.dispatcher import ENDING_OF, DispatcherCore
 from services.dispatcher.core.events import Facts, Fail, Finish, Request
 from services.dispatcher.core.story import What
 
@@ -122,7 +122,7 @@ class Chronicle:
             error="",
             at_s=tracked.arrived_at_s,
             was_accepted=True,
-            facts=facts_of(tracked, at_s),
+            facts=tracked.facts(at_s),
         )
 
     def times(self, at_s: float) -> Times:
@@ -133,7 +133,7 @@ class Chronicle:
         for tracked in self._core.requests.values():
             if tracked.first_token_at_s is None:
                 longest_wait_s = max(longest_wait_s, at_s - tracked.arrived_at_s)
-            elif (count := len(tracked.output_token_ids)) > 1:
+            elif (count := len(tracked.output_token_ids)) > 1 and not tracked.request.output_token_ids:
                 tpots.append((at_s - tracked.first_token_at_s) / count)
         tpots.sort()
         return Times(

@@ -11,6 +11,9 @@ from services.dispatcher.core.events import Fail, Finish, Refuse
 ClientEnding = Finish | Fail | Refuse
 
 _MAX_WAVE_S = 0.02
+# A position with 20 alternatives takes 0.2 ms to be made a message of, in which nobody else is served: who has not read
+# for a while gets them in parts.
+_MAX_LOGPROBS = 64
 
 
 class Delivery(NamedTuple):
@@ -72,13 +75,27 @@ class ClientStream:
             self._task.cancel()
 
     async def take(self) -> Delivery:
-        """What is there, as soon as there is anything. After the ending it must not be called again."""
+        """What is there, or the first part of it, as soon as there is anything. After the ending it must not be called
+        again."""
         self._pacer.rest(self)
         if self._has_begun and self.waiting_since_s is not None and self.ending is None:
             self._pacer.add(self)
             await self._wait()
         while self.waiting_since_s is None:
             await self._wait()
+        if len(self._logprobs) > _MAX_LOGPROBS:
+            return self._first_part()
+        return self._everything()
+
+    def _first_part(self) -> Delivery:
+        self._has_begun, self.waiting_since_s = True, self._loop.time()
+        part = slice(0, _MAX_LOGPROBS)
+        delivery = Delivery(self._token_ids[part], "".join(self._texts), self._logprobs[part], None)
+        del self._token_ids[part], self._logprobs[part]
+        self._texts = []
+        return delivery
+
+    def _everything(self) -> Delivery:
         self.waiting_since_s = None
         self._has_begun = True
         delivery = Delivery(self._token_ids, "".join(self._texts), self._logprobs, self.ending)
@@ -89,7 +106,7 @@ class ClientStream:
         """Everything, once the request has ended."""
         while self.ending is None:
             await self._wait()
-        return await self.take()
+        return self._everything()
 
     def close(self) -> None:
         """Nobody reads any more."""

@@ -12,6 +12,7 @@ from ballast.common.ids import RequestId
 from ballast.common.model import ModelInfo
 from ballast.rpc.channel import Dial, open_channel
 from ballast.service.logs import get_logger
+from ballast.service.tasks import Work, keep_up, note_failure
 from services.dispatcher.core.dispatcher import DispatcherCore
 from services.dispatcher.core.events import (
     AbortOnWorker,
@@ -30,6 +31,7 @@ from services.dispatcher.core.events import (
     Submitted,
     Tick,
     TimeIsUp,
+    UndrainRequested,
     Withdrawn,
 )
 from services.dispatcher.policy.freeness import WorkerKey
@@ -71,7 +73,7 @@ class DispatcherShell:
         self._client_stall_timeout_s = client_stall_timeout_s
         self._clients: dict[RequestId, ClientStream] = {}
         self._links: dict[WorkerKey, tuple[WorkerLink, asyncio.Task[None]]] = {}
-        self._tasks = asyncio.TaskGroup()
+        self._tasks = Work()
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at_s = math.inf
         self._idle = asyncio.Event()
@@ -101,9 +103,7 @@ class DispatcherShell:
         """Until cancelled."""
         async with self._tasks:
             try:
-                while True:
-                    await asyncio.sleep(_SWEEP_S)
-                    self._give_up_on_stalled_clients()
+                await keep_up(self._sweep, "stalled clients")
             finally:
                 for _, task in self._links.values():
                     task.cancel()
@@ -122,7 +122,12 @@ class DispatcherShell:
             self._report(broken_core(error))
             return
         for command in commands:
-            self._execute[type(command)](command)
+            try:
+                self._execute[type(command)](command)
+            except InvariantViolation as bug:
+                self._report(bug)
+            except Exception as error:  # noqa: BLE001 - of a library; the commands behind it are carried out all the same
+                note_failure(f"to {type(command).__name__}", error)
         self._arm_timer()
         if not self.core.requests:
             self._idle.set()
@@ -167,9 +172,16 @@ class DispatcherShell:
             self._metrics.invalid_count += 1
         self.chronicle.turned_away(request_id, error, request, self._clock.now_s())
 
-    def drain(self) -> None:
-        self.feed(DrainRequested(self._clock.now_s()))
+    def drain(self, *, for_good: bool = False) -> None:
+        """`for_good`: the process is going to end, so `undrain` does not take it back."""
+        self.feed(DrainRequested(self._clock.now_s(), for_good))
         self.ready_changed.set()
+
+    def undrain(self) -> bool:
+        """Whether requests are taken again."""
+        self.feed(UndrainRequested(self._clock.now_s()))
+        self.ready_changed.set()
+        return not self.core.draining
 
     async def drained(self, timeout_s: float) -> None:
         """Returns when no request is left; what still runs after `timeout_s` is given up."""
@@ -181,6 +193,11 @@ class DispatcherShell:
         except TimeoutError:
             get_logger().warning("giving up requests", count=len(self.core.requests), waited_s=timeout_s)
             self.feed(TimeIsUp(self._clock.now_s()))
+
+    async def _sweep(self) -> None:
+        while True:
+            await asyncio.sleep(_SWEEP_S)
+            self._give_up_on_stalled_clients()
 
     def _give_up_on_stalled_clients(self) -> None:
         latest_s = self._clock.now_s() - self._client_stall_timeout_s
@@ -199,12 +216,12 @@ class DispatcherShell:
             stream.push(command.token_ids, command.text, command.logprobs, self._story[-1].at_s)
 
     def _end(self, command: ClientEnding) -> None:
-        if not isinstance(command, Refuse):
-            self._metrics.observe(command.facts)
-            self.chronicle.ended(command, self._story[-1].at_s)
         stream = self._clients.get(command.request_id)
         if stream is not None:
             stream.end(command, self._story[-1].at_s)
+        if not isinstance(command, Refuse):
+            self._metrics.observe(command.facts)
+            self.chronicle.ended(command, self._story[-1].at_s)
 
     def _place(self, command: Place) -> None:
         self._links[command.worker][0].place(command)
@@ -224,7 +241,7 @@ class DispatcherShell:
             connect_timeout_s=self._connect_timeout_s,
             dial=self._dial,
         )
-        task = self._tasks.create_task(link.run(), name=f"link-{command.worker.worker_id}")
+        task = self._tasks.keep(link.run, "link to a worker")
         self._links[command.worker] = (link, task)
 
     def _disconnect(self, command: Disconnect) -> None:

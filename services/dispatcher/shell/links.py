@@ -6,21 +6,24 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import grpc
 import grpc.aio
 
 from ballast.common.clock import Clock
-from ballast.common.errors import BallastError, PeerViolation, Unavailable
-from ballast.common.ids import DispatcherId, Incarnation
+from ballast.common.errors import BallastError, InvariantViolation, PeerViolation, Unavailable
+from ballast.common.ids import DispatcherId, Incarnation, RequestId
 from ballast.rpc.channel import Dial
-from ballast.rpc.codec import LOAD, MODEL, PRIORITY, SAMPLING, finish_from_proto
-from ballast.rpc.errors import from_rpc_error
+from ballast.rpc.codec import LOAD, MODEL, PRIORITY, SAMPLING
+from ballast.rpc.errors import asking
+from ballast.rpc.mapping import Mapper
 from ballast.service.logs import get_logger
+from ballast.service.otlp import Context
+from ballast.service.tasks import note_failure
 from ballastpb.worker.v1 import worker_pb2 as pb
 from ballastpb.worker.v1 import worker_pb2_grpc
 from services.dispatcher.core.events import Ending, Event, Place, StepReceived, WorkerConnected, WorkerLost
 from services.dispatcher.policy.freeness import WorkerKey
 
+_ENDING = Mapper(Ending, pb.Ending)
 _FIRST_BACKOFF_S, _MAX_BACKOFF_S = 0.05, 2.0
 
 AttachCall = grpc.aio.StreamStreamCall[pb.AttachRequest, pb.AttachResponse]
@@ -85,23 +88,21 @@ class WorkerLink:
         """One stream from Hello to its end; tells why it ended."""
         self._outgoing.clear()
         try:
-            async with self._dial(self._address) as channel:
-                call: AttachCall = worker_pb2_grpc.WorkerServiceStub(channel).Attach()
-                try:
-                    await self._greet(call)
-                    await self._relay(call)
-                finally:
-                    call.cancel()
-        except grpc.RpcError as error:
-            return str(from_rpc_error(error, self._worker.worker_id))
-        except (BallastError, asyncio.InvalidStateError) as error:
+            with asking(self._worker.worker_id):
+                async with self._dial(self._address) as channel:
+                    call: AttachCall = worker_pb2_grpc.WorkerServiceStub(channel).Attach()
+                    try:
+                        await self._greet(call)
+                        await self._relay(call)
+                    finally:
+                        call.cancel()
+        except InvariantViolation:
+            raise
+        except BallastError as error:
             return str(error)
-        except asyncio.CancelledError:
-            # grpc.aio raises it for a cancelled call, too; only a cancelled task shall end.
-            task = asyncio.current_task()
-            if task is None or task.cancelling():
-                raise
-            return "the stream was cancelled"
+        except Exception as error:  # noqa: BLE001 - whatever it is, its requests are better off elsewhere
+            note_failure("link to a worker", error)
+            return f"unexpected {type(error).__name__}"
         return "the worker closed the stream"
 
     async def _greet(self, call: AttachCall) -> None:
@@ -170,7 +171,7 @@ class WorkerLink:
             token_ids,
             texts,
             step.logprobs,
-            [_ending_from_proto(ending) for ending in step.endings] if step.endings else (),
+            [_ENDING.record(ending) for ending in step.endings] if step.endings else (),
             LOAD.record(step.load),
             step.seen_handle,
         )
@@ -190,16 +191,11 @@ def submit_to_proto(place: Place) -> pb.Submit:
         omit_text=request.omit_text,
         delivered_text_chars=place.delivered_text_chars,
         expects_handover=place.expects_handover,
+        traceparent=_span_of(request.request_id, request.traceparent),
     )
 
 
-def _ending_from_proto(message: pb.Ending) -> Ending:
-    return Ending(
-        handle=message.handle,
-        finish_reason=finish_from_proto(message.finish_reason),
-        matched_stop=message.matched_stop,
-        error=message.error,
-        refused=message.refused,
-        invalid=message.invalid,
-        moved_to=message.moved_to,
-    )
+def _span_of(request_id: RequestId, traceparent: str) -> str:
+    """For the worker; empty if nobody records this request."""
+    caller = Context.read(traceparent) if traceparent else None
+    return caller.request(request_id).traceparent if caller is not None and caller.sampled else ""

@@ -55,6 +55,7 @@ class DispatcherMetrics(Collector):
         for name, text, total in (
             ("ballast_replays", "Times a request was started anew because its worker was lost", core.replay_count),
             ("ballast_recalls", "Requests taken back from a full worker for one that had room", core.recall_count),
+            ("ballast_taken_over", "Requests that another dispatcher was serving before", core.taken_over_count),
             ("ballast_relayed_tokens", "Tokens received from workers for clients", core.relayed_token_count),
             ("ballast_stale_messages", "Words of workers about requests that had ended or left them", core.stale_count),
         ):

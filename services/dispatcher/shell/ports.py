@@ -1,8 +1,29 @@
 """What the dispatcher asks of the outside beyond workers and clients."""
 
+from dataclasses import dataclass
 from typing import Protocol
 
 from ballast.common.ids import Epoch, RequestId, WorkerId
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """Of one request on its id.
+
+    Attributes:
+        serial: Another one for each request of this dispatcher.
+        attempt: How often its client has sent it.
+        secret_hash: Of what the client proves by that it is the same one; empty: no other dispatcher may go on with it.
+    """
+
+    request_id: RequestId
+    serial: int
+    attempt: int = 1
+    secret_hash: str = ""
+
+    def follows(self, other: "Claim") -> bool:
+        """Whether it is a later attempt of the same client."""
+        return bool(self.secret_hash) and self.secret_hash == other.secret_hash and self.attempt > other.attempt
 
 
 class RequestClaims(Protocol):
@@ -13,12 +34,24 @@ class RequestClaims(Protocol):
         """Whether the state server answered last time."""
         ...
 
-    async def claim(self, request_id: RequestId, serial: int, ttl_s: float) -> None:
-        """`serial` is another one for each request. Raises AlreadyExists when another dispatcher serves this id."""
+    async def claim(self, claim: Claim, ttl_s: float) -> bool:
+        """
+        Returns:
+            Whether another dispatcher was serving this very request: an earlier attempt with the same secret. If it
+            still does, it is told to stop.
+
+        Raises:
+            AlreadyExists: another dispatcher serves this id, and this is no later attempt of the same client.
+            Cancelled: this client's request was cancelled by its id.
+        """
         ...
 
-    def release(self, request_id: RequestId, serial: int) -> None:
-        """Gives up the claim of that serial; a younger one on the same id stays."""
+    async def cancel(self, claim: Claim) -> None:
+        """No later attempt of its client is served anywhere."""
+        ...
+
+    def release(self, claim: Claim) -> None:
+        """Gives it up; a younger one on the same id stays."""
         ...
 
 

@@ -4,24 +4,13 @@ from dataclasses import dataclass
 from enum import Enum, auto
 
 from ballast.common.ids import DispatcherId, Incarnation, WorkerId
+from ballast.common.instance import Instance
 from ballast.common.layout import Layout, Place
 from ballast.common.load import LoadReport
-from ballast.common.model import ModelInfo
 from services.monitor.policy.demand import Backlog, GroupDemand
 from services.monitor.policy.pressure import Signal
 
 StreamId = int  # one Report stream; numbered by the shell, never reused
-
-
-@dataclass(frozen=True, slots=True)
-class Instance:
-    """One life of one worker, as it announced itself."""
-
-    worker_id: WorkerId
-    incarnation: Incarnation
-    address: str  # host:port of its WorkerService, as others reach it
-    model: ModelInfo
-    data_address: str = ""  # host:port where other members' links to it are made
 
 
 @dataclass(frozen=True, slots=True)

@@ -448,7 +448,7 @@ class PlannerCore:
         if self.conductor.busy or not self.roster.complete:
             return
         for worker_id, since_s in self._odd_since_s.items():
-            if since_s != -math.inf and at_s - since_s >= self.rules.disagree_s:
+            if since_s != -math.inf and at_s >= since_s + self.rules.disagree_s:  # as `_odd_at_s` has it, to the bit
                 self._odd_since_s[worker_id] = -math.inf
                 self._note_lost(worker_id, "it says that it is not what the layout has it for")
         self._replan(at_s)

@@ -139,7 +139,7 @@ class TransitionRecord:
         if ahead := self.total("kv_bytes_copied_ahead"):
             told.append(f", {human_bytes(ahead)} copied ahead")
         if pulled := self.total("parameter_bytes_pulled"):
-            told.append(f", pulled {human_bytes(pulled)} of parameters")
+            told.append(f", pulled {human_bytes(pulled)} of parameters in {self.longest_s('layers_s'):.2f} s")
         told.append(f", longest stall {self.longest_s('max_stall_s'):.2f} s")
         if self.lost:
             told.append(f"; lost on the way: {' '.join(self.lost)}")

@@ -326,7 +326,8 @@ class Coordinator:
         if self.stage is Stage.ABORTING and event.phase in _FORWARD and self._writing is None:
             # The journal has gone back in time, behind a commit: what a member has done counts.
             return self._write(Stage.COMMITTING)
-        if event.phase in (Phase.FAILED, Phase.ABORTED):
+        has_left = event.phase is Phase.DONE and event.why and self.decided  # and is whole again, so soon
+        if event.phase in (Phase.FAILED, Phase.ABORTED) or has_left:
             if self.stage is Stage.PREPARING:
                 return self._abort(f"{event.worker_id}: {event.why}")
             if self.stage in (Stage.COMMITTING, Stage.EXCHANGING):

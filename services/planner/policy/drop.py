@@ -12,7 +12,7 @@ from enum import StrEnum
 from math import inf
 from typing import NamedTuple
 
-from services.planner.policy.cost import WEIGHT_UNIT, StageCost
+from services.planner.policy.cost import WEIGHT_UNIT, factors, weights
 from services.planner.policy.exact import cheapest, evened, is_exact, lower_bound
 from services.planner.policy.greedy import figure6, memory_greedy
 from services.planner.policy.merged import GroupPlan, GroupPlanner, surplus_bytes
@@ -59,8 +59,6 @@ def plan(
     needed_bytes: int,
     method: Method = Method.AUTO,
     *,
-    cost: StageCost | None = None,
-    tolerance: SplitTolerance | None = None,
     count_usable: bool = False,
     most_stages: int | None = None,
 ) -> DropPlan:
@@ -70,7 +68,7 @@ def plan(
     `count_usable`: the need is met by KV that admission can count with, not by freed bytes; where layers do not
     divide evenly over the members, that takes more merges.
     """
-    planning = _Planning(snapshot, needed_bytes, cost or StageCost(), tolerance, most_stages, count_usable=count_usable)
+    planning = _Planning(snapshot, needed_bytes, most_stages, count_usable=count_usable)
     return planning.assembled(planning.choose(method))
 
 
@@ -97,7 +95,7 @@ def plan_shallow(
     )  # that shallow groups could free
     now_bytes = sum(group.block_count for group in groups) * model.block_bytes * model.layer_count
     if needed_bytes - most_bytes <= tolerable_shortfall * (now_bytes + most_bytes):
-        planning = _Planning(snapshot, needed_bytes, StageCost(), None, most_stages=2, count_usable=count_usable)
+        planning = _Planning(snapshot, needed_bytes, most_stages=2, count_usable=count_usable)
         shallow = planning.choose(method)
         usable_bytes = planning.usable_bytes(shallow.partition)
         if shallow.shortfall_bytes <= tolerable_shortfall * (now_bytes + usable_bytes):
@@ -117,42 +115,31 @@ class _Choice(NamedTuple):
 class _Planning:
     """One plan in the making: groupings are chosen by what they are worth, and only the chosen one is worked out."""
 
-    def __init__(
-        self,
-        snapshot: Snapshot,
-        needed_bytes: int,
-        cost: StageCost,
-        tolerance: SplitTolerance | None,
-        most_stages: int | None,
-        *,
-        count_usable: bool,
-    ) -> None:
-        if tolerance is None:
-            tolerance = SplitTolerance(capacity=0.0) if count_usable else SplitTolerance()
+    def __init__(self, snapshot: Snapshot, needed_bytes: int, most_stages: int | None, *, count_usable: bool) -> None:
         self.model = snapshot.model
         self.needed_bytes = max(0, needed_bytes)
         self.counts_usable = count_usable
-        self.splitter = Splitter(self.model, tolerance)
+        self.splitter = Splitter(self.model, SplitTolerance(capacity=0.0) if count_usable else SplitTolerance())
         self._group_plans: dict[tuple[int, ...], GroupPlan] = {}
         self.groups = sorted(snapshot.groups, key=lambda group: group.group_id)
         stages = [len(group.members) for group in self.groups]
         layer_count = self.model.layer_count
         deepest = layer_count if most_stages is None else min(layer_count, max(most_stages, *stages, 1))
-        self.units = Units(stages, cost.weights(self.groups), cost.factors(sum(stages)), deepest)
+        self.units = Units(stages, weights(self.groups), factors(sum(stages)), deepest)
         self.surplus_bytes = [surplus_bytes(group, self.model) for group in self.groups]
         self.is_full_copy = [count == 1 for count in stages]
         self.all_full_copies = all(self.is_full_copy)
-        self.blocks_by_size = self._blocks_by_size(tolerance)
+        self.blocks_by_size = self._blocks_by_size()
         self.planner = GroupPlanner(self.splitter, equal_singles=self.blocks_by_size is not None)
         self.trimmed = self._trims()
         left_bytes = self.needed_bytes - sum(self.surplus_bytes[i] for i in self.trimmed)
         self.most_merges = len(stages) - max(1, -(-sum(stages) // deepest)) if stages else 0
         self.least_merges = min(max(0, -(-left_bytes // self.model.copy_bytes)), self.most_merges)
 
-    def _blocks_by_size(self, tolerance: SplitTolerance) -> list[int] | None:
+    def _blocks_by_size(self) -> list[int] | None:
         """Of equal single instances, which a group's number of stages says it for."""
         budgets = {member.budget_bytes for group in self.groups for member in group.members}
-        if len(budgets) != 1 or not self.all_full_copies or not self.model.is_uniform or tolerance.capacity:
+        if len(budgets) != 1 or not self.all_full_copies or not self.model.is_uniform or not self.counts_usable:
             return None
         return blocks_by_size(self.model, budgets.pop(), min(len(self.groups), self.units.max_stages))
 

@@ -10,14 +10,13 @@ from ballast.common.ids import GroupId, WorkerId
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """What the model takes of a device, equal on all instances. Layers may differ in size and in time."""
+    """What the model takes of a device, equal on all instances. Layers may differ in size, and take the same time."""
 
     layer_parameter_bytes: tuple[int, ...]
     other_parameter_bytes: int  # embedding, head ...: kept by every instance
     block_tokens: int
     block_bytes: int  # of one KV block in one layer
     extent_bytes: int = 1  # memory is dealt out in multiples of this
-    layer_costs_s: tuple[float, ...] = ()  # measured; empty: every layer costs 1
 
     @property
     def layer_count(self) -> int:
@@ -34,13 +33,9 @@ class ModelShape:
         return (0, *accumulate(self.extents))
 
     @cached_property
-    def costs_before_s(self) -> tuple[float, ...]:
-        return (0.0, *accumulate(self.layer_costs_s or (1.0,) * self.layer_count))
-
-    @cached_property
     def is_uniform(self) -> bool:
-        """All layers take the same memory and time."""
-        return len(set(self.extents)) == 1 and len(set(self.layer_costs_s)) <= 1
+        """All layers take the same memory."""
+        return len(set(self.extents)) == 1
 
     @cached_property
     def copy_bytes(self) -> int:
@@ -107,10 +102,6 @@ def _check_model(model: ModelShape) -> None:
     sizes = (*model.layer_parameter_bytes, model.block_tokens, model.block_bytes, model.extent_bytes)
     if not model.layer_parameter_bytes or min(sizes) < 1 or model.other_parameter_bytes < 0:
         raise InvariantViolation(f"a model has layers, and sizes are positive: {model}")
-    if model.layer_costs_s and (len(model.layer_costs_s) != model.layer_count or min(model.layer_costs_s) <= 0.0):
-        raise InvariantViolation(
-            f"{len(model.layer_costs_s)} layer costs for {model.layer_count} layers, or not positive"
-        )
 
 
 def _check_group(model: ModelShape, group: GroupState) -> None:

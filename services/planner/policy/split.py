@@ -4,7 +4,7 @@ A member can only execute what it still holds, so pipelines that merge restrict 
 this order:
 
 1. complete and feasible: every layer once, every member at least one layer, at least one KV block on every stage;
-2. the slowest stage takes at most `balance_tolerance` longer than in the most balanced split;
+2. the longest stage has at most `balance_tolerance` more layers than in the most balanced split;
 3. the smallest KV capacity of a stage, which is what admission counts with, is at most `capacity_tolerance` below the
    largest that 2 allows;
 4. least KV to send (no parameters move: everybody keeps what it has); then the most even times; then the member with
@@ -20,19 +20,23 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import inf, prod
+from math import prod
 from typing import NamedTuple
 
 from services.planner.policy.snapshot import InstanceState, ModelShape
 
 STATE_LIMIT = 256
-_ROUNDING = 1e-9  # sums of layer times are compared with this much room
+_ROUNDING = 1e-9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SplitTolerance:
     balance: float = 0.1
     capacity: float = 0.02
+
+    def longest(self, layer_count: int) -> int:
+        """Layers of a stage where `layer_count` would be the most balanced."""
+        return int(layer_count * (1.0 + self.balance) + _ROUNDING)
 
 
 class Candidate(NamedTuple):
@@ -124,7 +128,7 @@ class Splitter:
             return False
         kinds = tuple(sorted(Counter(_kind(i) for i in instances).items()))
         if kinds not in self._feasible:
-            reach = _reach(kinds, self.model, inf, _least_extents(self.model))
+            reach = _reach(kinds, self.model, self.model.layer_count, _least_extents(self.model))
             self._feasible[kinds] = _completes(kinds, reach, self.model.layer_count)
         return self._feasible[kinds]
 
@@ -144,26 +148,24 @@ def _free_extents(kind: Kind, model: ModelShape) -> int:
 
 def _bounds(kinds: Kinds, model: ModelShape, tolerance: SplitTolerance) -> Reach | None:
     """How far a stage may extend under conditions 1 to 3, or None if there is no split at all."""
-    costs, layer_count, least = model.costs_before_s, model.layer_count, _least_extents(model)
+    layer_count, least = model.layer_count, _least_extents(model)
     if len(kinds) == 1 and kinds[0][0].last_layer - kinds[0][0].first_layer == layer_count and model.is_uniform:
         stages = kinds[0][1]
         size = -(-layer_count // stages)
         per_layer = (_free_extents(kinds[0][0], model) - model.extents_before[size]) // size
         enough = max(least, int(per_layer * (1.0 - tolerance.capacity)))
-        return _reach(kinds, model, costs[size] * (1.0 + tolerance.balance), enough) if per_layer >= least else None
-    if not _completes(kinds, _reach(kinds, model, inf, least), layer_count):
+        return _reach(kinds, model, tolerance.longest(size), enough) if per_layer >= least else None
+    if not _completes(kinds, _reach(kinds, model, layer_count, least), layer_count):
         return None
-    firsts = (0,) if model.is_uniform else range(layer_count)
-    times = sorted({costs[last] - costs[first] for first in firsts for last in range(first + 1, layer_count + 1)})
-    fastest = _first_true(len(times), lambda i: _completes(kinds, _reach(kinds, model, times[i], least), layer_count))
-    slowest_s = times[fastest] * (1.0 + tolerance.balance)
+    shorter = _first_true(layer_count - 1, lambda i: _completes(kinds, _reach(kinds, model, 1 + i, least), layer_count))
+    longest = tolerance.longest(1 + shorter)
     # Extents per layer: the most that every stage can give to each of its layers.
     most = max(kind.budget_bytes for kind, _ in kinds) // model.extent_bytes + 1
     too_many = _first_true(
-        most - least, lambda i: not _completes(kinds, _reach(kinds, model, slowest_s, least + 1 + i), layer_count)
+        most - least, lambda i: not _completes(kinds, _reach(kinds, model, longest, least + 1 + i), layer_count)
     )
     enough = max(least, int((least + too_many) * (1.0 - tolerance.capacity)))
-    return _reach(kinds, model, slowest_s, enough)
+    return _reach(kinds, model, longest, enough)
 
 
 def _first_true(count: int, holds: Callable[[int], bool]) -> int:
@@ -178,10 +180,9 @@ def _first_true(count: int, holds: Callable[[int], bool]) -> int:
     return low
 
 
-def _reach(kinds: Kinds, model: ModelShape, slowest_s: float, extents_per_layer: int) -> Reach:
-    """By kind and first layer: how far a stage may go on layers that it holds, in this time, and leave so much
+def _reach(kinds: Kinds, model: ModelShape, longest: int, extents_per_layer: int) -> Reach:
+    """By kind and first layer: how far a stage may go on layers that it holds, at most so many, and leave so much
     memory for the KV of each of its layers. The first layer itself where there is no such stage."""
-    costs = model.costs_before_s
     needs = [extents + extents_per_layer * layer for layer, extents in enumerate(model.extents_before)]
     reach: Reach = []
     for kind, _ in kinds:
@@ -192,8 +193,7 @@ def _reach(kinds: Kinds, model: ModelShape, slowest_s: float, extents_per_layer:
             if layer not in held:
                 held_end = row[layer] = layer
                 continue
-            in_time = bisect_right(costs, (costs[layer] + slowest_s) * (1.0 + _ROUNDING)) - 1
-            row[layer] = max(layer, min(held_end, in_time, bisect_right(needs, needs[layer] + free) - 1))
+            row[layer] = max(layer, min(held_end, layer + longest, bisect_right(needs, needs[layer] + free) - 1))
         reach.append(row)
     return reach
 
@@ -253,7 +253,7 @@ class _Path(NamedTuple):
     """The best way to some (members used, last layer); compared by its first fields."""
 
     kept_bytes: float  # negative: less is better
-    uneven: float
+    uneven: int
     leader_bytes: float  # negative
     stages: tuple[tuple[int, int, int], ...]  # kind, first layer, last layer
 
@@ -270,16 +270,15 @@ def _cheapest_exchange(
         for c in ordered:
             loads[_kind(c.instance)] += c.kv_bytes_per_layer
         groups = [(kind, loads[kind] / count, count) for kind, count in kinds]
-    path = _best_path(groups, [reach[by_kind[kind]] for kind, _, _ in groups], model)
+    path = _best_path(groups, [reach[by_kind[kind]] for kind, _, _ in groups], model.layer_count)
     return None if path is None else _name_members(ordered, groups, path)
 
 
-def _best_path(groups: Sequence[tuple[Kind, float, int]], reach: Reach, model: ModelShape) -> _Path | None:
-    costs, layer_count = model.costs_before_s, model.layer_count
+def _best_path(groups: Sequence[tuple[Kind, float, int]], reach: Reach, layer_count: int) -> _Path | None:
     counts = tuple(count for _, _, count in groups)
     longest = [max(last - first for first, last in enumerate(row)) for row in reach]
     start = (0,) * len(groups)
-    paths: dict[tuple[int, ...], dict[int, _Path]] = {start: {0: _Path(0.0, 0.0, 0.0, ())}}
+    paths: dict[tuple[int, ...], dict[int, _Path]] = {start: {0: _Path(0.0, 0, 0.0, ())}}
     for chosen in _turns([((kind,), count) for kind, _, count in groups]):
         longer: dict[tuple[int, ...], dict[int, _Path]] = {}
         for used, ends in paths.items():
@@ -296,7 +295,7 @@ def _best_path(groups: Sequence[tuple[Kind, float, int]], reach: Reach, model: M
                 for first, path in ends.items():
                     for last in range(max(first + 1, least_end), min(reach[g][first], last_end) + 1):
                         kept = load * _overlap(first, last, kind)
-                        uneven = path.uneven + (costs[last] - costs[first]) ** 2
+                        uneven = path.uneven + (last - first) ** 2
                         leader = path.leader_bytes if first else -load
                         found = (path.kept_bytes - kept, uneven, leader)
                         if last not in row or found < row[last][:3]:

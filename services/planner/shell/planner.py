@@ -4,12 +4,12 @@ import asyncio
 import contextlib
 import time
 
-from ballast.common.errors import BallastError, Unavailable, broken_core
+from ballast.common.errors import BallastError, InvariantViolation, Unavailable, broken_core
 from ballast.common.ids import Epoch, WorkerId
 from ballast.common.layout import Layout
 from ballast.common.load import LoadReport
 from ballast.service.logs import get_logger
-from ballast.service.tasks import Work
+from ballast.service.tasks import Work, note_failure, unless_it_fails
 from services.planner.core.machine import PlannerCore
 from services.planner.core.messages import (
     AnswerChange,
@@ -42,6 +42,7 @@ from services.planner.core.messages import (
     TransitionMoved,
     WriteJournal,
     WriteLayout,
+    WriteOutcome,
     WriteSettled,
 )
 from services.planner.core.record import TransitionRecord
@@ -103,8 +104,8 @@ class PlannerShell:
         """Until cancelled. A broken invariant, even one found in a timer, is raised from here."""
         async with self._tasks:
             self._bug = asyncio.get_running_loop().create_future()
-            naming = self._tasks.create_task(self._naming.run(), name="name partners")
-            balancing = self._tasks.create_task(self._balancing.run(), name="balance")
+            naming = self._tasks.keep(self._naming.run, "name partners")
+            balancing = self._tasks.keep(self._balancing.run, "balance")
             self.feed(TimerFired(time.monotonic(), self.next_cause("start")))
             try:
                 await self._bug
@@ -178,7 +179,7 @@ class PlannerShell:
             case Publish(layout, cause_id):
                 self._publish(layout, cause_id)
             case FollowMonitor():
-                self._listening = self._tasks.create_task(self._listen(), name="listen to the monitor")
+                self._listening = self._tasks.keep(self._listen, "listen to the monitor")
             case LeaveMonitor():
                 if self._listening is not None:
                     self._listening.cancel()
@@ -248,13 +249,15 @@ class PlannerShell:
     async def _load(self) -> None:
         try:
             stored = await self._store.load()
-        except Unavailable:
+        except Exception as error:  # noqa: BLE001 - the core waits for an answer
+            if not isinstance(error, Unavailable):
+                note_failure("load layout", error)
             self.feed(LoadFailed(time.monotonic(), self.next_cause("load")))
         else:
             self.feed(LayoutLoaded(time.monotonic(), self.next_cause("load"), stored))
 
     async def _write(self, command: WriteLayout) -> None:
-        outcome = await self._store.write(command)
+        outcome = await unless_it_fails(self._store.write(command), WriteOutcome.UNAVAILABLE)
         self._counting.write(outcome)
         notes.note_write(command, outcome)
         self.feed(WriteSettled(time.monotonic(), command.cause_id, command.layout.epoch, command.token, outcome))
@@ -262,12 +265,14 @@ class PlannerShell:
     async def _read_loads(self, cause_id: str) -> None:
         try:
             loads, failure = await self.loads(), ""
-        except BallastError as error:
+        except Exception as error:  # noqa: BLE001 - the core waits for an answer
             loads, failure = {}, str(error)
+            if not isinstance(error, BallastError) or isinstance(error, InvariantViolation):
+                note_failure("read loads", error)
         self.feed(LoadsRead(time.monotonic(), cause_id, loads, failure))
 
     async def _write_journal(self, command: WriteJournal) -> None:
-        outcome = await self._store.write_journal(command)
+        outcome = await unless_it_fails(self._store.write_journal(command), WriteOutcome.UNAVAILABLE)
         notes.note_journal(command, outcome)
         at_s, journal = time.monotonic(), command.journal
         self.feed(JournalSettled(at_s, command.cause_id, journal.epoch, journal.stage, command.token, outcome))

@@ -47,6 +47,7 @@ class Batch:
     # Set by whoever executes it first:
     quiet_s: float = 0.0  # so long there was no work before it
     memory_is_awaited: bool = False  # requests have not been let in
+    failure: str = ""  # why a stage could not run it: without slices from there on
 
 
 @dataclass(frozen=True, slots=True)

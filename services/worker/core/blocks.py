@@ -1,7 +1,12 @@
-"""The block tables of one stage: which KV blocks hold which sequence.
+"""The block tables of one stage, for the whole life of a worker process: which KV blocks hold which sequence.
 
 Every stage of a pipeline keeps a book of its own, fed by the batches that the leader forms. The leader admits and
 preempts by counts (`core.scheduler`), so a book is never asked for more than it has; if it is, that is our bug.
+Sequence ids are unique over the cluster, so the tables outlive every change of group.
+
+Stages take batches in the order in which the leader formed them, and a batch frees before it covers. A block that
+batch k frees was therefore last touched by a batch before k, and whoever gets it does so in batch k or later: no
+stage, however far behind the others, can see it used by two.
 """
 
 import heapq
@@ -9,7 +14,9 @@ from collections.abc import Iterable, Sequence
 from itertools import chain
 
 from ballast.common.errors import InvariantViolation
-from services.worker.core.batch import SequenceId, Slice
+from services.worker.core.batch import Batch, SequenceId
+
+Table = tuple[int, ...]
 
 
 def blocks_for(token_count: int, block_tokens: int) -> int:
@@ -25,7 +32,7 @@ class _Audit:
 
     __slots__ = ("looks_left", "owned", "tables")
 
-    def __init__(self, tables: dict[SequenceId, tuple[int, ...]], owned: set[int]) -> None:
+    def __init__(self, tables: dict[SequenceId, Table], owned: set[int]) -> None:
         self.tables = tables
         self.owned = owned  # by any of them
         self.looks_left = _LOOKS
@@ -45,7 +52,7 @@ class BlockBook:
         self._block_tokens = block_tokens
         self._fresh = 0  # this block and all behind it are free
         self._returned: list[int] = []  # the free ones before it: a heap
-        self._tables: dict[SequenceId, tuple[int, ...]] = {}  # in token order
+        self._tables: dict[SequenceId, Table] = {}  # in token order
         self._split: int | None = None  # divided there
         self._behind: list[int] = []  # divided: the free ones behind the split, a heap; the others are `_returned`
         self._favoured: set[SequenceId] = set()
@@ -69,12 +76,13 @@ class BlockBook:
     def sequence_ids(self) -> Sequence[SequenceId]:
         return tuple(self._tables)
 
-    def table(self, sequence_id: SequenceId) -> tuple[int, ...]:
+    def table(self, sequence_id: SequenceId) -> Table:
         """Empty for a sequence that holds nothing."""
         return self._tables.get(sequence_id, ())
 
-    def cover(self, sequence_id: SequenceId, token_count: int) -> tuple[int, ...]:
-        """The sequence's table, extended until it covers so many tokens.
+    def hold(self, sequence_id: SequenceId, token_count: int) -> Table:
+        """The sequence's table, extended until it covers so many tokens. What it holds already it keeps: a block id
+        means the same place in every layer.
 
         The same tuple object is returned until the table changes: an engine may cache by identity.
         """
@@ -97,19 +105,21 @@ class BlockBook:
         self._note(sequence_id)
         return table
 
-    def cover_all(self, slices: Sequence[Slice]) -> tuple[tuple[int, ...], ...]:
-        """The tables of the slices, each of which covers its slice."""
-        block_tokens, get, cover = self._block_tokens, self._tables.get, self.cover
-        tables: list[tuple[int, ...]] = []
-        for sequence_id, first, token_ids, _ in slices:
+    def apply(self, batch: Batch) -> tuple[Table, ...]:
+        """The tables of the batch's slices, each covering its slice; the same object as long as a table is the same."""
+        for sequence_id in batch.removed:
+            self.release(sequence_id)
+        block_tokens, get, hold = self._block_tokens, self._tables.get, self.hold
+        tables: list[Table] = []
+        for sequence_id, first, token_ids, _ in batch.slices:
             end = first + len(token_ids)
             table = get(sequence_id)
             if table is None or end > len(table) * block_tokens:
-                table = cover(sequence_id, end)
+                table = hold(sequence_id, end)
             tables.append(table)
         return tuple(tables)
 
-    def free(self, sequence_id: SequenceId) -> int:
+    def release(self, sequence_id: SequenceId) -> int:
         """Give back all blocks of a sequence. Returns their number: 0 if it held none."""
         table = self._tables.pop(sequence_id, ())
         self._note(sequence_id)
@@ -137,6 +147,12 @@ class BlockBook:
     def confine(self) -> None:
         """Whoever needs blocks from now on is favoured, and gets none behind the split."""
         self._confined = self._split is not None
+
+    def rejoin(self) -> None:
+        """All layers are about to have as many blocks. Nobody may hold one that some of them do not have."""
+        if self._split is not None and self.used_end > self._split:
+            raise InvariantViolation(f"block {self.used_end - 1} is held, and some layers end at {self._split}")
+        self.undivide()
 
     def undivide(self) -> None:
         self._merge_free()
@@ -178,7 +194,7 @@ class BlockBook:
 
     def next_moves(self, sequence_ids: Iterable[SequenceId], *, evacuate: bool) -> tuple[tuple[int, int], ...]:
         """(from, to): the blocks of these to free ones before the split; with `evacuate` those of all that are not
-        favoured behind it as well. To be copied and confirmed by `move`, again and again until there are none.
+        favoured behind it as well. To be copied and confirmed by `compacted`, again and again until there are none.
         """
         split = self._split
         if split is None:
@@ -209,7 +225,7 @@ class BlockBook:
         table = self._tables.get(sequence_id, ())
         kept = blocks_for(token_count, self._block_tokens)
         if kept == 0:
-            self.free(sequence_id)
+            self.release(sequence_id)
         elif len(table) > kept:
             self._tables[sequence_id] = table[:kept]
             self._note(sequence_id)
@@ -223,9 +239,10 @@ class BlockBook:
             self._fresh += added_block_count
         self._block_count += added_block_count
 
-    def tail_moves(self, block_count: int) -> tuple[tuple[int, int], ...]:
-        """(from, to) for every held block at or behind `block_count`, onto the lowest free ones before it. Not of a
-        divided book.
+    def compaction_plan(self, block_count: int) -> tuple[tuple[int, int], ...]:
+        """(from, to) for every held block at or behind `block_count`, onto the lowest free ones before it: what must be
+        copied before the cache can end there. Valid until the next batch; to be carried out between two batches and
+        confirmed with `compacted`. Not of a divided book.
         """
         tail = sorted(b for table in self._tables.values() for b in table if b >= block_count)
         free = chain((b for b in self._returned if b < block_count), range(self._fresh, block_count))
@@ -234,7 +251,7 @@ class BlockBook:
             raise InvariantViolation(f"{self.used_count} blocks are held, they do not fit into {block_count}")
         return tuple(zip(tail, targets, strict=True))
 
-    def move(self, moves: Sequence[tuple[int, int]]) -> None:
+    def compacted(self, moves: Sequence[tuple[int, int]]) -> None:
         """The content of held blocks has been copied to free ones, which take their places in the tables."""
         if not moves:
             return

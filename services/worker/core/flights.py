@@ -5,10 +5,10 @@ from collections.abc import Callable
 
 from ballast.common.errors import InvariantViolation
 from services.worker.core.batch import Batch, NewSequence, SequenceId, Slice, StepResult
+from services.worker.core.blocks import BlockBook
 from services.worker.core.events import Execute, Removed
 from services.worker.core.scheduler import Plan
 from services.worker.core.sequence import Sequence, SequenceState
-from services.worker.core.stage import StageBook
 
 # A named tuple's own constructor takes twice as long, and there is one for each token.
 _New = Callable[[type[Slice], tuple[object, ...]], Slice]
@@ -41,7 +41,7 @@ class Flights:
     follows a chunk that gives a token before it has landed: the token is what would follow.
     """
 
-    def __init__(self, book: StageBook) -> None:
+    def __init__(self, book: BlockBook) -> None:
         self._book = book
         self._flights: deque[Flight] = deque()
         self._last_step_id = 0

@@ -9,11 +9,11 @@ say in between, the tests of `sim` make sure by comparing whole histories.
 
 from collections.abc import Iterable, Sequence
 
+from services.worker.core.blocks import BlockBook
 from services.worker.core.flights import Flights
 from services.worker.core.residents import Residents
 from services.worker.core.scheduler import Scheduler
 from services.worker.core.sequence import Sequence as Running
-from services.worker.core.stage import StageBook
 
 
 class PlainSteps:
@@ -78,7 +78,7 @@ def take(
     *,
     scheduler: Scheduler,
     flights: Flights,
-    book: StageBook,
+    book: BlockBook,
 ) -> None:
     """The first `count` of these steps have been run. `token_ids`: of each sequence, as many as steps."""
     block_tokens = plain.block_tokens

@@ -132,7 +132,7 @@ class Residents:
         self.end(sequence, at_s, FinishReason.ERROR, error)
 
     def remove(self, sequence: Sequence, at_s: float, reason: FinishReason, why: str = "") -> None:
-        """Without a word. Its blocks are free for the next batch even if it is in flight (see `core.stage`); not yet
+        """Without a word. Its blocks are free for the next batch even if it is in flight (see `core.blocks`); not yet
         if KV is being written into them.
         """
         if sequence.state is not SequenceState.SUSPENDED:

@@ -7,11 +7,11 @@ go. What is left moves together now and then, so that the end can be given back.
 from collections.abc import Iterable
 
 from services.worker.core.batch import SequenceId
-from services.worker.core.stage import StageBook, Table
+from services.worker.core.blocks import BlockBook, Table
 
 
 class RetiredTables:
-    def __init__(self, book: StageBook) -> None:
+    def __init__(self, book: BlockBook) -> None:
         """`book` as it is when the layers are given up; it goes on without this."""
         self._book = book.copy()
 

@@ -17,7 +17,7 @@ from typing import Protocol
 from ballast.common.errors import InvariantViolation
 from ballast.common.ids import WorkerId
 from services.worker.core.batch import SequenceId
-from services.worker.core.stage import StageBook
+from services.worker.core.blocks import BlockBook
 
 
 class Room(Enum):
@@ -81,7 +81,7 @@ class GroupSizes:
         return {stage: known[stage] for stage in wanted} if known.keys() >= set(wanted) else None
 
 
-def lent_count(book: StageBook, home_block_count: int, mine: Container[SequenceId]) -> int:
+def lent_count(book: BlockBook, home_block_count: int, mine: Container[SequenceId]) -> int:
     """Blocks that a worker which leads alone now cannot have yet: those of sequences that others lead, and after a
     restore what the layers that have come back still lack.
     """

@@ -19,7 +19,6 @@ from services.worker.core.batch import SequenceId
 from services.worker.core.blocks import BlockBook, blocks_for
 from services.worker.core.events import BlockCopy
 from services.worker.core.sequence import Sequence, SequenceState
-from services.worker.core.stage import StageBook
 from services.worker.policy.swapping import CopyPace, copy_budget
 
 
@@ -123,7 +122,7 @@ class SwapSpace:
         return self.enabled and 0 < block_count <= self._host.free_count
 
     def leave(self, sequence: Sequence) -> None:
-        table = self._host.cover(sequence.sequence_id, sequence.computed_tokens)
+        table = self._host.hold(sequence.sequence_id, sequence.computed_tokens)
         self._entries[sequence.sequence_id] = _Entry(sequence, len(table))
         self.swapped_total += 1
 
@@ -136,7 +135,7 @@ class SwapSpace:
     def forget(self, sequence: Sequence) -> None:
         """It has ended, or lost its KV. A copy under way does no harm: nobody uses its blocks before the next step."""
         del self._entries[sequence.sequence_id]
-        self._host.free(sequence.sequence_id)
+        self._host.release(sequence.sequence_id)
 
     def settle(self) -> tuple[list[Sequence], list[Sequence]]:
         """Between two steps: who is away now, and who is back. All copies that were ordered have been made."""
@@ -173,7 +172,7 @@ class SwapSpace:
 
     # ---------------------------------------------------------------- block ids
 
-    def block_copies(self, orders: tuple[CopyOrder, ...], book: StageBook) -> tuple[BlockCopy, ...]:
+    def block_copies(self, orders: tuple[CopyOrder, ...], book: BlockBook) -> tuple[BlockCopy, ...]:
         """With the blocks that those who come back get. `book` has freed what the step frees."""
         copies: list[BlockCopy] = []
         for order in orders:

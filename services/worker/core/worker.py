@@ -17,7 +17,7 @@ from ballast.common.errors import InvariantViolation
 from ballast.common.load import LoadReport, MemoryReport
 from ballast.common.sampling import FinishReason
 from services.worker.core.batch import SequenceId, TokenLogprobs
-from services.worker.core.blocks import blocks_for
+from services.worker.core.blocks import BlockBook, blocks_for
 from services.worker.core.events import (
     Aborted,
     BatchWanted,
@@ -51,7 +51,6 @@ from services.worker.core.plain import PlainSteps, foresee, take
 from services.worker.core.residents import Residents, Stream
 from services.worker.core.scheduler import Scheduler
 from services.worker.core.sequence import Sequence, SequenceState
-from services.worker.core.stage import StageBook
 from services.worker.policy.departure import Decoding
 from services.worker.policy.microbatching import Microbatching, by_token_count
 from services.worker.policy.placement import PlacementView
@@ -78,7 +77,7 @@ class WorkerCore:
         limits: WorkerLimits,
         block_count: int,
         *,
-        book: StageBook | None = None,
+        book: BlockBook | None = None,
         first_sequence_id: int = 0,
         microbatching: Microbatching = by_token_count,
     ) -> None:
@@ -88,7 +87,7 @@ class WorkerCore:
         """
         self._limits = limits
         self._keeps_book = book is None
-        self._book = StageBook(block_count, limits.block_tokens) if book is None else book
+        self._book = BlockBook(block_count, limits.block_tokens) if book is None else book
         self._scheduler = Scheduler(limits, block_count, microbatching)
         self._flights = Flights(self._book)
         self._residents = Residents(limits, self._scheduler, self._flights)
@@ -297,7 +296,8 @@ class WorkerCore:
             self._group.moved_total,
         )
 
-    def load(self, at_s: float, memory: MemoryReport) -> LoadReport:
+    def load(self, at_s: float, memory: MemoryReport, newest_epoch: int = 0) -> LoadReport:
+        """`newest_epoch`: of a transition that this worker has heard of."""
         scheduler = self._scheduler
         waiting_count, waiting_block_count = scheduler.waiting_count, scheduler.waiting_block_count
         if swapped_count := len(scheduler.swap):
@@ -318,6 +318,7 @@ class WorkerCore:
             step_age_s=max(0.0, at_s - self._progress_at_s) if self._busy else 0.0,
             draining=self._draining,
             memory=memory,
+            newest_epoch=newest_epoch,
         )
 
     def story(self, sequence_id: SequenceId) -> list[str]:

@@ -44,19 +44,17 @@ class _Known:
         self.logprobs = new.sampling.logprobs is not None
 
 
-class EmulatedRunner:
-    """A `StageEngine`. Engine thread only."""
+class Marks:
+    """What a batch would read and write, as marks in the place of KV and parameters (see `phantom`). Engine thread
+    only.
+    """
 
-    def __init__(self, machine: Machine, memory: DeviceMemory) -> None:
-        self._machine = machine
+    def __init__(self, memory: DeviceMemory) -> None:
         self._memory = memory
-        self._layer_count = machine.model.layer_count
-        self._vocab_size = machine.model.vocab_size
-        self._row_bytes = machine.model.hidden_size * 2
         self._block_tokens = memory.kv.shape.block_tokens
-        self._known: dict[SequenceId, _Known] = {}
+        self.known: dict[SequenceId, _Known] = {}
         self._areas: list[Area] = []
-        for layer in range(self._layer_count):
+        for layer in range(memory.kv.shape.layer_count):
             area = phantom(memory.kv.layer(layer)).area
             area.cell_bytes = memory.kv.shape.block_bytes
             self._areas.append(area)
@@ -64,59 +62,32 @@ class EmulatedRunner:
         self._layers_are_wrong = False
         self.wrong_total = 0  # slices that read what they should not have
 
-    @property
-    def sequence_ids(self) -> tuple[SequenceId, ...]:
-        return tuple(self._known)
-
-    def step(self, batch: Batch, block_tables: Sequence[Sequence[int]]) -> StepResult:
-        """Execute a batch on the whole model."""
-        result = self.run_stage(batch, block_tables, None, first_layer=0, last_layer=self._layer_count)
-        assert isinstance(result, StepResult)
-        return result
-
-    def run_stage(
-        self,
-        batch: Batch,
-        block_tables: Sequence[Sequence[int]],
-        hidden: Activation | None,
-        *,
-        first_layer: int,
-        last_layer: int,
-    ) -> StepResult | Activation:
-        """See `engine.runner.ModelRunner.run_stage`."""
-        began_s = time.perf_counter()
+    def take_in(self, batch: Batch) -> None:
+        """Sequences that leave, and that are new here."""
         for sequence_id in batch.removed:
-            self._known.pop(sequence_id, None)
+            self.known.pop(sequence_id, None)
         for new in batch.added:
-            if new.sequence_id in self._known:
+            if new.sequence_id in self.known:
                 raise InvariantViolation(f"sequence {new.sequence_id} is added twice")
-            self._known[new.sequence_id] = _Known(new)
-        if not batch.slices:
-            return StepResult(batch.step_id, (), (), time.perf_counter() - began_s)
-        if (first_layer == 0) != (hidden is None):
-            raise InvariantViolation(f"layers from {first_layer} on with{'out' if hidden is None else ''} activations")
-        layers = range(first_layer, last_layer)
-        self._memory.kv.guard(max(max(table) for table in block_tables) + 1, layers)
+            self.known[new.sequence_id] = _Known(new)
+
+    def compute(self, batch: Batch, tables: Sequence[Sequence[int]], before: bytes, layers: range) -> bytes:
+        """Returns for which slices something was wrong here or, as `before` says, in the stages before."""
+        self._memory.kv.guard(max(max(table) for table in tables) + 1, layers)
         self._check_layers(layers)
-        wrong = bytearray(hidden.wrong if hidden is not None else len(batch.slices))
-        for i, (part, table) in enumerate(zip(batch.slices, block_tables, strict=True)):
+        wrong = bytearray(before)
+        for i, (part, table) in enumerate(zip(batch.slices, tables, strict=True)):
             wrong[i] |= not self._compute(part, table, layers)
-        is_first, is_last = first_layer == 0, last_layer == self._layer_count
-        seconds = self._machine.execution.stage_s(batch.slices, len(layers), is_first=is_first, is_last=is_last)
-        out = self._sample(batch, wrong, seconds) if is_last else self._hidden(batch, wrong)
-        time.sleep(max(0.0, began_s + seconds - time.perf_counter()))
-        return out
+        return bytes(wrong)
 
     def forget_all(self) -> None:
         """Another leader's batches follow: they bring every sequence anew."""
-        self._known.clear()
+        self.known.clear()
         self._checked_layers = None
-
-    # ------------------------------------------------------------ what is read and written
 
     def _compute(self, part: Slice, table: Sequence[int], layers: range) -> bool:
         """False: the KV before it is not that of this sequence."""
-        known = self._known.get(part.sequence_id)
+        known = self.known.get(part.sequence_id)
         if known is None:
             raise InvariantViolation(f"sequence {part.sequence_id} has not been added")
         first, size = part.first_position, self._block_tokens
@@ -170,19 +141,74 @@ class EmulatedRunner:
         if wrong:
             get_logger().error("layers are not what they should be", layers=wrong)
 
+
+class EmulatedRunner:
+    """A `StageEngine`. Engine thread only."""
+
+    def __init__(self, machine: Machine, memory: DeviceMemory) -> None:
+        self._machine = machine
+        self._layer_count = machine.model.layer_count
+        self._vocab_size = machine.model.vocab_size
+        self._row_bytes = machine.model.hidden_size * 2
+        self._marks = Marks(memory)
+
+    @property
+    def wrong_total(self) -> int:
+        """Slices that read what they should not have."""
+        return self._marks.wrong_total
+
+    @property
+    def sequence_ids(self) -> tuple[SequenceId, ...]:
+        return tuple(self._marks.known)
+
+    def step(self, batch: Batch, block_tables: Sequence[Sequence[int]]) -> StepResult:
+        """Execute a batch on the whole model."""
+        result = self.run_stage(batch, block_tables, None, first_layer=0, last_layer=self._layer_count)
+        assert isinstance(result, StepResult)
+        return result
+
+    def run_stage(
+        self,
+        batch: Batch,
+        block_tables: Sequence[Sequence[int]],
+        hidden: Activation | None,
+        *,
+        first_layer: int,
+        last_layer: int,
+    ) -> StepResult | Activation:
+        """See `engine.runner.ModelRunner.run_stage`."""
+        began_s = time.perf_counter()
+        self._marks.take_in(batch)
+        if not batch.slices:
+            return StepResult(batch.step_id, (), (), time.perf_counter() - began_s)
+        if (first_layer == 0) != (hidden is None):
+            raise InvariantViolation(f"layers from {first_layer} on with{'out' if hidden is None else ''} activations")
+        layers = range(first_layer, last_layer)
+        before = hidden.wrong if hidden is not None else bytes(len(batch.slices))
+        wrong = self._marks.compute(batch, block_tables, before, layers)
+        is_first, is_last = first_layer == 0, last_layer == self._layer_count
+        seconds = self._machine.execution.stage_s(batch.slices, len(layers), is_first=is_first, is_last=is_last)
+        out = self._sample(batch, wrong, seconds) if is_last else self._hidden(batch, wrong)
+        time.sleep(max(0.0, began_s + seconds - time.perf_counter()))
+        return out
+
+    def forget_all(self) -> None:
+        """See `Marks.forget_all`."""
+        self._marks.forget_all()
+
     # ------------------------------------------------------------ what comes out
 
-    def _hidden(self, batch: Batch, wrong: bytearray) -> Activation:
+    def _hidden(self, batch: Batch, wrong: bytes) -> Activation:
         rows = sum(len(part.token_ids) for part in batch.slices)
-        return Activation(rows * self._row_bytes, bytes(wrong))
+        return Activation(rows * self._row_bytes, wrong)
 
-    def _sample(self, batch: Batch, wrong: bytearray, seconds: float) -> StepResult:
+    def _sample(self, batch: Batch, wrong: bytes, seconds: float) -> StepResult:
         tokens: list[int] = []
         logprobs: list[TokenLogprobs | None] = []
         for part, is_wrong in zip(batch.slices, wrong, strict=True):
             if not part.samples:
                 continue
-            known = self._known[part.sequence_id]
+            known = self._marks.known[part.sequence_id]
             token = next_token(known.hash, known.position, self._vocab_size)
             tokens.append(wrong_token(token, self._vocab_size) if is_wrong else token)
             logprobs.append(TokenLogprobs(tokens[-1], 0.0, ()) if known.logprobs else None)

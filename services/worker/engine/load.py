@@ -53,6 +53,7 @@ class Engine:
     attention: AttentionBackend
     sampler: Sampler
     runner: ModelRunner
+    grammars: Grammars | None  # None: there is no tokenizer
 
     @property
     def block_tokens(self) -> int:
@@ -165,7 +166,7 @@ def load_engine(
         block_bytes=memory.kv.shape.block_bytes,
         extent_bytes=extent_bytes,
     )
-    return Engine(info, model_dir, config, memory, model, native, step_threads, attention, sampler, runner)
+    return Engine(info, model_dir, config, memory, model, native, step_threads, attention, sampler, runner, grammars)
 
 
 def _set_threads(threads: int | None, native: Kernels | None) -> int:

@@ -10,6 +10,7 @@ HEADER_BYTES = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransportConfig:
+    port: int = 0  # where peers find this worker, and all that comes from them; 0: any free one
     # Bulk.
     chunk_bytes: int = 512 * 1024  # until the speed of the link and of the stage are known, see `pace`
     least_chunk_bytes: int = 256 * 1024

@@ -200,12 +200,9 @@ class Connection(ABC):
 
         None: it has not come, or the connection has ended; or the peer makes a new one, so that this one is of no use.
         """
-        with self._changed:
-            if not self.is_up:
-                return None
-            link = self._links.setdefault(epoch, Link(self, epoch))
-            link.met = link.met or epoch in self._peer_epochs
-        self.tell(FrameKind.JOIN, epoch)
+        link = self.begin_join(epoch)
+        if link is None:
+            return None
         while not self._await_peer(link, deadline_s):
             if is_given_up():
                 self.give_up("the peer has made a new one")
@@ -214,6 +211,16 @@ class Connection(ABC):
             if time.monotonic() >= deadline_s:
                 self.leave(link)
                 return None
+        return link
+
+    def begin_join(self, epoch: int) -> Link | None:
+        """The half of `join` that does not wait."""
+        with self._changed:
+            if not self.is_up:
+                return None
+            link = self._links.setdefault(epoch, Link(self, epoch))
+            link.met = link.met or epoch in self._peer_epochs
+        self.tell(FrameKind.JOIN, epoch)
         return link
 
     def _await_peer(self, link: Link, deadline_s: float) -> bool:

@@ -74,10 +74,14 @@ class Lobby:
         host: str,
         worker_id: str,
         secret: bytes | None = None,
+        port: int = 0,
     ) -> None:
         self._worker_id = worker_id
         self._secret = secret
-        self._listener = socket.create_server((host, 0))
+        try:
+            self._listener = socket.create_server((host, port))
+        except OSError as error:
+            raise ConfigError("worker.data_port", f"cannot listen on {host}:{port}: {error.strerror}") from error
         self._listener.setblocking(False)
         self.address = f"{host}:{self._listener.getsockname()[1]}"
         self._changed = Condition()

@@ -32,7 +32,9 @@ def open_plane(
     host, pace = resolve_host(advertise_host), StagePace()
     chosen = _transport(transport, host) if isinstance(transport, str) else transport
     opener = _ChannelOpener(worker_id, receiver, config, chosen, pace)
-    return DataPlane(worker_id, opener, host=host, pace=pace, secret=secret, timeout_s=config.connect_timeout_s)
+    return DataPlane(
+        worker_id, opener, host=host, pace=pace, secret=secret, timeout_s=config.connect_timeout_s, port=config.port
+    )
 
 
 def _transport(name: str, host: str) -> Transport:

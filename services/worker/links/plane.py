@@ -59,9 +59,11 @@ class DataPlane:
         pace: StagePace,
         secret: bytes | None = None,
         timeout_s: float = 10.0,
+        port: int = 0,
     ) -> None:
-        """`secret` is the cluster's: links are made only with those who prove that they have it. None: with anybody.
-        `timeout_s` is for a peer to come, unless `connect` is told otherwise.
+        """Peers come to `host` and `port`; 0: any free one. `secret` is the cluster's: links are made only with those
+        who prove that they have it. None: with anybody. `timeout_s` is for a peer to come, unless `connect` is told
+        otherwise.
         """
         self.worker_id = worker_id
         self.incarnation = 0  # of this life, once it is known
@@ -69,7 +71,7 @@ class DataPlane:
         self._opener = opener
         self._secret = secret
         self._timeout_s = timeout_s
-        self._lobby = Lobby(host, worker_id, secret)
+        self._lobby = Lobby(host, worker_id, secret, port)
         self.store_address = self._lobby.address
         self._changed = Condition()  # notified when a connection has been made, or could not be
         self._connections: dict[str, Connection] = {}  # by peer; ended ones until they are replaced

@@ -71,6 +71,7 @@ class KvCache:
             r.bytes[: block_room * shape.block_bytes].view(shape.dtype).view(block_room, *tail) for r in self._ranges
         )
         self._held = [True] * shape.layer_count
+        self._held_layers = tuple(range(shape.layer_count))
         self._retired: list[int] = []
         self._arriving: list[int] = []
 
@@ -92,7 +93,7 @@ class KvCache:
     @property
     def held_layers(self) -> tuple[int, ...]:
         """Layers whose KV is kept here. They alone decide how many blocks there are."""
-        return tuple(i for i, held in enumerate(self._held) if held)
+        return self._held_layers
 
     @property
     def usable_layers(self) -> tuple[int, ...]:
@@ -185,7 +186,7 @@ class KvCache:
         for layer in layers:
             if not self._held[layer]:
                 raise InvariantViolation(f"the KV of layer {layer} is not held; held are {self.held_layers}")
-            self._held[layer] = False
+            self._set_held(layer, held=False)
             self._retired.append(layer)
 
     def move_retired(self, moves: Sequence[tuple[int, int]]) -> None:
@@ -212,7 +213,7 @@ class KvCache:
     def adopt(self) -> int:
         """Layers whose KV was arriving are held from now on. Returns the new `block_count`, of the smallest layer."""
         for layer in self._arriving:
-            self._held[layer] = True
+            self._set_held(layer, held=True)
         self._arriving.clear()
         return self.block_count
 
@@ -235,7 +236,7 @@ class KvCache:
             raise InvariantViolation(f"the KV of layer {layer} is not held; held are {self.held_layers}")
         freed = self._ranges[layer].extent_count
         self._ranges[layer].shrink(freed)
-        self._held[layer] = False
+        self._set_held(layer, held=False)
         return freed
 
     def _extend(self, owner: VirtualRange, extents: int, *, clear: bool) -> None:
@@ -247,6 +248,10 @@ class KvCache:
     def _require_free(self, wanted: int) -> None:
         if wanted > self._pool.free_count:
             raise InvariantViolation(f"the KV cache wants {wanted} extents, {self._pool.free_count} are free")
+
+    def _set_held(self, layer: int, *, held: bool) -> None:
+        self._held[layer] = held
+        self._held_layers = tuple(i for i, there in enumerate(self._held) if there)
 
     def _held_ranges(self) -> Sequence[VirtualRange]:
         return [self._ranges[layer] for layer in self.held_layers]

@@ -74,6 +74,7 @@ class ParameterStore:
         self._layers = [_Part(pool, layer_name(i), specs) for i, specs in enumerate(layers)]
         self._others = {name: _Part(pool, name, specs) for name, specs in others.items()}
         self._held = [True] * len(layers)
+        self._held_layers = tuple(range(len(layers)))
         for part in [*self._layers, *self._others.values()]:
             part.range.grow(part.extent_count)
 
@@ -83,7 +84,7 @@ class ParameterStore:
 
     @property
     def held_layers(self) -> tuple[int, ...]:
-        return tuple(i for i, held in enumerate(self._held) if held)
+        return self._held_layers
 
     def extents_of(self, layer: int) -> int:
         """Extents that dropping this layer sets free, or that restoring it takes."""
@@ -124,7 +125,7 @@ class ParameterStore:
             self._require_held(layer, held=True)
         for layer in chosen:
             self._layers[layer].range.shrink(self._layers[layer].extent_count)
-            self._held[layer] = False
+            self._set_held(layer, held=False)
         return sum(self.extents_of(layer) for layer in chosen)
 
     def restore(self, layer: int) -> Mapping[str, torch.Tensor]:
@@ -134,8 +135,12 @@ class ParameterStore:
         """
         self._require_held(layer, held=False)
         self._layers[layer].range.grow(self._layers[layer].extent_count)
-        self._held[layer] = True
+        self._set_held(layer, held=True)
         return self._layers[layer].tensors
+
+    def _set_held(self, layer: int, *, held: bool) -> None:
+        self._held[layer] = held
+        self._held_layers = tuple(i for i, there in enumerate(self._held) if there)
 
     def _require_held(self, layer: int, *, held: bool) -> None:
         if self._held[layer] != held:

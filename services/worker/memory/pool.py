@@ -49,6 +49,7 @@ class PhysicalPool:
         self._taken = dict.fromkeys(Purpose, 0)  # purpose -> extents
         self._ranges: list[VirtualRange] = []
         self._closed = False
+        self._report: MemoryReport | None = None  # None: something has changed since the last one
 
     @property
     def free_count(self) -> int:
@@ -72,6 +73,7 @@ class PhysicalPool:
         """
         if count > self.free_count:
             raise InvariantViolation(f"{count} extents wanted for {purpose.name}, {self.free_count} are free")
+        self._report = None
         taken: list[ExtentRun] = []
         while count:
             fitting = next((run for run in self._free if run.count >= count), None)
@@ -86,6 +88,7 @@ class PhysicalPool:
 
     def give_back(self, purpose: Purpose, runs: Iterable[ExtentRun]) -> None:
         """Return extents that are no longer mapped anywhere."""
+        self._report = None
         for run in runs:
             if self._owners.count(purpose, run.first, run.end) != run.count:
                 raise InvariantViolation(f"extents {run} come back from {purpose.name}, which does not own them all")
@@ -94,6 +97,13 @@ class PhysicalPool:
             self._insert_free(run)
 
     def report(self) -> MemoryReport:
+        """The same object until something changes: every step asks."""
+        report = self._report
+        if report is None:
+            report = self._report = self._make_report()
+        return report
+
+    def _make_report(self) -> MemoryReport:
         parameter_bytes = self._taken[Purpose.PARAMETERS] * self.extent_bytes
         kv_bytes = self._taken[Purpose.KV] * self.extent_bytes
         return MemoryReport(

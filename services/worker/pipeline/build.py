@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from ballast.common.ids import WorkerId
+from services.worker.core.blocks import BlockBook
 from services.worker.core.limits import WorkerLimits
-from services.worker.core.stage import StageBook
 from services.worker.core.worker import WorkerCore
+from services.worker.pipeline.background import Threads
+from services.worker.pipeline.ground import StageEngine, Surroundings
 from services.worker.pipeline.hub import Hub
+from services.worker.pipeline.links import Links
 from services.worker.pipeline.member import GroupMember
-from services.worker.pipeline.stage_runner import StageEngine
 from services.worker.policy.microbatching import Microbatching, by_token_count
 from services.worker.shell import MemberEvent, WorkerShell
 
@@ -47,9 +50,9 @@ class Instance(Protocol):
 
 def stage_core(
     limits: WorkerLimits, engine: Instance, ordinal: int, microbatching: Microbatching = by_token_count
-) -> tuple[WorkerCore, StageBook]:
+) -> tuple[WorkerCore, BlockBook]:
     """`ordinal` is unique over the cluster: it makes the ids of sequences so."""
-    book = StageBook(engine.block_count, limits.block_tokens)
+    book = BlockBook(engine.block_count, limits.block_tokens)
     core = WorkerCore(
         limits, engine.block_count, book=book, first_sequence_id=ordinal << 32, microbatching=microbatching
     )
@@ -67,7 +70,7 @@ def join(
     *,
     me: WorkerId,
     core: WorkerCore,
-    book: StageBook,
+    book: BlockBook,
     engine: Instance,
     config: TransportConfig,
     advertise_host: str | None,
@@ -98,17 +101,20 @@ def join(
         device = engine.memory.pool.backend.device
         own = TimedRunner(own, costs, layer_count=engine.info.layer_count, device=device)
     member = GroupMember(
-        me=me,
-        layer_count=engine.info.layer_count,
-        core=core,
-        book=book,
-        memory=engine.memory,
-        runner=runner or own,
-        plane=plane,
-        hub=hub,
-        read_layer=engine.read_layer,
+        me,
+        core,
+        book,
+        engine.memory,
+        Surroundings(
+            plane=plane,
+            hub=hub,
+            engine=runner or own,
+            background=Threads(engine.read_layer),
+            now=time.monotonic,
+            post=post,
+            links=Links,
+        ),
         max_running_count=max_running_count,
-        post=post,
     )
     shell.join_group(member)
     return Membership(member, plane)

@@ -1,42 +1,31 @@
 """How many blocks each stage has: a leader admits against the smallest, its followers say what they have."""
 
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from ballast.common.ids import Epoch, WorkerId
 from services.worker.core.events import CapacityChanged
 from services.worker.core.leading import Leading
 from services.worker.core.room import GroupSizes, RoomSizes
-from services.worker.core.stage import StageBook
 from services.worker.links.traffic import TrafficClass
-from services.worker.memory.device import DeviceMemory
 from services.worker.pipeline.events import CapacityTold
-from services.worker.pipeline.links import Links
-from services.worker.pipeline.published import Published
-from services.worker.pipeline.role import Role
+from services.worker.pipeline.ground import Ground
 from services.worker.pipeline.wire import Topic, capacity_to_bytes
 
 
 class Capacities:
     def __init__(
         self,
-        role: Role,
-        links: Links,
-        published: Published,
-        *,
-        book: StageBook,
-        memory: DeviceMemory,
-        tell: Callable[[CapacityChanged], object],
+        ground: Ground,
     ) -> None:
-        """`tell` is how the core hears of it."""
-        self._role = role
-        self._links = links
-        self._published = published
-        self._book = book
-        self._memory = memory
-        self._tell = tell
+        self._role = role = ground.role
+        self._links = ground.links
+        self._published = ground.published
+        self._book = ground.book
+        self._memory = ground.memory
+        self._tell = ground.answers.tell
+        self._now = ground.now
         self._counts: dict[WorkerId, int] = {}  # leader: stage -> blocks
-        self._sizes = GroupSizes(role.me, memory)  # leader
+        self._sizes = GroupSizes(role.me, ground.memory)  # leader
         self._limited_epoch = Epoch(0)  # leader: the restore whose end a stage must know, to be believed what it has
         self._limited: set[WorkerId] = set()  # leader: stages that have not said since what they have
         self._before_block_count = 0  # leader: what the group had then; 0: what it has is all there is
@@ -110,7 +99,7 @@ class Capacities:
         self.tell_core()
 
     def tell_core(self) -> None:
-        now_s = time.monotonic()
+        now_s = self._now()
         if self.leading is not None and self.leading.waiting_ids:
             self._tell(self.leading.capacity(now_s, self._counts))
         else:

@@ -3,22 +3,19 @@
 `core.transition` decides. Each command has its line in `_execute`; what is more than a message is done by the parts.
 """
 
-import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 
 from ballast.common.errors import InvariantViolation
 from ballast.common.ids import Epoch, WorkerId
 from ballast.common.layout import members_of
 from ballast.common.transition import Phase, TransitionKind
 from ballast.service.logs import get_logger
-from ballastpb.worker.v1 import stage_pb2 as pb
 from services.worker.core.batch import SequenceId
 from services.worker.core.events import KvArrived, MicrobatchesJoined, PrefillLimited, RoleChanged
 from services.worker.core.farewell import Farewell, has_last_batch
 from services.worker.core.leading import Decision
 from services.worker.core.plan import Plan, Victim, part_of
 from services.worker.core.regroup import Regroup, Turn
-from services.worker.core.stage import StageBook
 from services.worker.core.transition import Transition
 from services.worker.core.transition_messages import (
     AbortRequested,
@@ -54,10 +51,7 @@ from services.worker.core.transition_messages import (
     TakeUp,
     UndoPreparation,
 )
-from services.worker.core.worker import WorkerCore
 from services.worker.links.traffic import TrafficClass
-from services.worker.memory.device import DeviceMemory
-from services.worker.pipeline.answers import Answers
 from services.worker.pipeline.capacity import Capacities
 from services.worker.pipeline.events import (
     HandoverArrived,
@@ -70,17 +64,14 @@ from services.worker.pipeline.events import (
     WaveArrived,
 )
 from services.worker.pipeline.exchange import KvExchange
+from services.worker.pipeline.ground import Ground
 from services.worker.pipeline.handover import Handover
 from services.worker.pipeline.homecoming import Homecoming
-from services.worker.pipeline.hub import Hub
-from services.worker.pipeline.links import Links
 from services.worker.pipeline.migrations import Migrations
-from services.worker.pipeline.published import Published
 from services.worker.pipeline.restoring import BEFORE_COMMIT, PROMPT_BLOCKS_ALONE, Restoring
-from services.worker.pipeline.role import Role, own_layers
+from services.worker.pipeline.role import own_layers
 from services.worker.pipeline.stage_runner import StageRunner
 from services.worker.pipeline.wire import Topic
-from services.worker.shell import MemberEvent
 
 _AFTER_COMMIT = (Phase.COMMITTING, Phase.EXCHANGING)
 _OVER = (Phase.DONE, Phase.ABORTED, Phase.FAILED)
@@ -90,41 +81,33 @@ _GENTLY_STEPS = 40  # after a restore, until prompts are as usual: more requests
 class TransitionDriver:
     def __init__(
         self,
-        role: Role,
-        links: Links,
-        published: Published,
-        answers: Answers,
+        ground: Ground,
         *,
         stage: StageRunner,
         capacities: Capacities,
-        handover: Handover,
         homecoming: Homecoming,
         restoring: Restoring,
         migrations: Migrations,
-        core: WorkerCore,
-        book: StageBook,
-        memory: DeviceMemory,
-        hub: Hub,
         broken: Callable[[Epoch, WorkerId, str], None],
-        post: Callable[[MemberEvent], None],
     ) -> None:
-        """`core` is only read, `answers` tell it something; `broken` hears that the group is lost with a member."""
-        self._role = role
-        self._links = links
-        self._published = published
-        self._answers = answers
+        """`broken` hears that the group is lost with a member."""
+        self._ground = ground
+        self._role = ground.role
+        self._links = ground.links
+        self._published = ground.published
+        self._answers = ground.answers
         self._stage = stage
         self._capacities = capacities
-        self._handover = handover
+        self._handover = Handover(ground, capacities)
         self._homecoming = homecoming
         self._restoring = restoring
         self._migrations = migrations
-        self._core = core
-        self._book = book
-        self._memory = memory
-        self._hub = hub
+        self._core = ground.core
+        self._book = ground.book
+        self._memory = ground.memory
         self._broken = broken
-        self._post = post
+        self._now = ground.now
+        self._post = ground.post
         self.transition: Transition | None = None  # under way, or the last
         self._received: PlanReceived | None = None
         self._exchange: KvExchange | None = None  # of that transition
@@ -145,7 +128,7 @@ class TransitionDriver:
             return
         if current is not None and current.phase in BEFORE_COMMIT:  # whoever has planned it has forgotten it
             why = f"epoch {plan.epoch} is to be prepared"
-            self.drive(AbortRequested(time.monotonic(), current.epoch, why))
+            self.drive(AbortRequested(self._now(), current.epoch, why))
         if current is not None and current.phase in _AFTER_COMMIT:
             return  # one after the other: the planner asks again
         self._migrations.give_up("the layout changes")
@@ -162,14 +145,9 @@ class TransitionDriver:
         self._exchange = KvExchange(
             transition,
             progress,
-            kv=self._memory.kv,
-            book=self._book,
-            hub=self._hub,
-            link=lambda to: self._links.to(to),
-            ask=self._ask_for_kv,
+            self._ground,
             copied=precopy.copied_blocks,
             stay=lambda sequence_id: self._homecoming.arrange([sequence_id], evacuate=False),
-            post=self._post,
         )
         self._execute(transition.begin())
         self._publish()
@@ -207,11 +185,11 @@ class TransitionDriver:
     def poll(self) -> None:
         """Between two batches."""
         transition = self.transition
-        turn = self.regroup.turn(time.monotonic(), len(self._core.suspended_ids))
+        turn = self.regroup.turn(self._now(), len(self._core.suspended_ids))
         self._waits = turn is Turn.WAIT
         if turn in (Turn.GENTLY, Turn.OVER):
             limit = PROMPT_BLOCKS_ALONE * self._memory.kv.shape.block_tokens if turn is Turn.GENTLY else None
-            self._answers.tell(PrefillLimited(time.monotonic(), limit))
+            self._answers.tell(PrefillLimited(self._now(), limit))
         if turn is Turn.OVER:
             self._links.retire(self._role.epoch)  # see `_release_lost`
         if self.quiescing and transition is not None and transition.phase is Phase.COMMITTING:
@@ -221,14 +199,14 @@ class TransitionDriver:
                 self._farewell.end()
                 # What has ended since the last batch, while the stages still follow this leader: it would stay there.
                 self._capacities.tell_core()
-                self.drive(BoundaryReached(time.monotonic(), transition.epoch))
+                self.drive(BoundaryReached(self._now(), transition.epoch))
         self._restoring.poll(transition)
         if self._releases:
             self._release_lost()
         if self._learning and not self._homecoming.reads_layers:
             self._learning = False
             if transition is not None:
-                self.drive(MemoryReady(time.monotonic(), transition.epoch))
+                self.drive(MemoryReady(self._now(), transition.epoch))
         if transition is not None:
             self._restoring.copy_ahead(transition)
 
@@ -245,7 +223,7 @@ class TransitionDriver:
             self._published.stale_total += 1
             return
         victims = self._handover.came(event)
-        self.drive(HandoverReceived(time.monotonic(), event.epoch, event.source, victims))
+        self.drive(HandoverReceived(self._now(), event.epoch, event.source, victims))
 
     def roster_arrived(self, event: RosterArrived) -> None:
         if not self.is_current(event.epoch):
@@ -262,7 +240,7 @@ class TransitionDriver:
         victims, wave, last = event.victims, event.wave, event.last
         self._handover.pass_wave_on(event.epoch, victims, event.recomputed, wave, last=last)
         self._begin_wave(event.recomputed)
-        self.drive(RosterReceived(time.monotonic(), event.epoch, self._role.leader, victims, wave, last))
+        self.drive(RosterReceived(self._now(), event.epoch, self._role.leader, victims, wave, last))
 
     def _begin_wave(self, recomputed: tuple[SequenceId, ...]) -> None:
         """Blocks that batches before it have freed are taken by KV that comes over links: nothing may touch them."""
@@ -276,7 +254,7 @@ class TransitionDriver:
 
     def piece_sent(self, event: PieceSent) -> None:
         for sequence_id in self._the_exchange().sent(event) if self.is_current(event.epoch) else ():
-            self.drive(KvSent(time.monotonic(), event.epoch, sequence_id, event.to))
+            self.drive(KvSent(self._now(), event.epoch, sequence_id, event.to))
 
     def abandon(self) -> Callable[[], bool]:
         """The group is no more. Returns whether nothing of the KV is being sent any more."""
@@ -301,6 +279,12 @@ class TransitionDriver:
     def under_way(self) -> bool:
         """A transition has begun and is not over."""
         return self.transition is not None and self.transition.phase not in _OVER
+
+    @property
+    def at_rest(self) -> bool:
+        """Nothing waits for a step boundary, for room, or for a moment to pass."""
+        waits = self.quiescing or self._waits or self._learning or self._releases or not self.regroup.is_over
+        return not waits and not self.under_way and self._restoring.at_rest
 
     def is_outside(self, plan: Plan) -> bool:
         """The plan takes this worker for one of no group, and it is a stage of one, or about to be."""
@@ -352,7 +336,7 @@ class TransitionDriver:
                     self.quiescing = True
                     self._published.note_commit()
                     if self._role.stages and self._current().plan.kind is TransitionKind.RESTORE:
-                        self._answers.tell(MicrobatchesJoined(time.monotonic()))
+                        self._answers.tell(MicrobatchesJoined(self._now()))
                         self._farewell.begin(self._core.departed_step_id, len(self._role.stages))
                 case SendEpochEnded(epoch=epoch):
                     self._links.pass_on(Topic.EPOCH_ENDED, epoch)
@@ -415,7 +399,7 @@ class TransitionDriver:
 
     def _fail(self, transition: Transition, why: str) -> None:
         """After the commands that are being carried out."""
-        self._post(Told(transition.epoch, PreparationFailed(time.monotonic(), transition.epoch, why)))
+        self._post(Told(transition.epoch, PreparationFailed(self._now(), transition.epoch, why)))
 
     def _layers_to_come(self, transition: Transition) -> range:
         return own_layers(self._role.me, transition.part.new.members)
@@ -428,7 +412,7 @@ class TransitionDriver:
 
     def _take_up(self) -> None:
         """Between two batches: sequences change hands, memory is moved, and the role is another one."""
-        transition, now_s, role = self._current(), time.monotonic(), self._role
+        transition, now_s, role = self._current(), self._now(), self._role
         self._published.note_commit()
         self.regroup.end()
         new = transition.part.new
@@ -444,10 +428,10 @@ class TransitionDriver:
         transition.own_victims(own)
         progress = self._published.counted
         progress.halted_at_s = now_s if self._ends_with_everybody(transition) else progress.commit_at_s
-        progress.taken_up_at_s = time.monotonic()
+        progress.taken_up_at_s = self._now()
         progress.boundary_wait_s = progress.taken_up_at_s - progress.commit_at_s - progress.remap_s
         get_logger().info("layout taken up", epoch=transition.epoch, **progress.until_taken_up())
-        self.drive(TakenUp(time.monotonic(), transition.epoch))
+        self.drive(TakenUp(self._now(), transition.epoch))
         self._stage.run_early()
 
     @staticmethod
@@ -461,7 +445,7 @@ class TransitionDriver:
         return self._handover.give(transition.part.new.leader.worker_id, now_s)
 
     def _remap(self, transition: Transition) -> None:
-        lost, began_s = self._layers_lost(transition), time.perf_counter()
+        lost, began_s = self._layers_lost(transition), self._now()
         progress = self._published.counted
         progress.freed_parameter_bytes = (
             sum(self._memory.parameters.extents_of(layer) for layer in lost) * self._memory.pool.extent_bytes
@@ -474,13 +458,13 @@ class TransitionDriver:
         if self._memory.kv.retired_layers:
             block_count = self._memory.shrink_retired(self._the_exchange().retire())
         self._grow_book(block_count)
-        progress.remap_s += time.perf_counter() - began_s
+        progress.remap_s += self._now() - began_s
 
     def _grow_book(self, block_count: int) -> None:
         self._book.grow(block_count - self._book.block_count)
 
     def _lead(self, victims: tuple[Victim, ...]) -> None:
-        transition, now_s = self._current(), time.monotonic()
+        transition, now_s = self._current(), self._now()
         decision = self._handover.lead(transition, victims, self._published.counted, now_s)
         self._the_exchange().forget(decision.recomputed)
         self.quiescing = False
@@ -492,7 +476,7 @@ class TransitionDriver:
         self._drive_led(transition, decision, 0)
 
     def _lead_wave(self, wave: int) -> None:
-        transition, now_s = self._current(), time.monotonic()
+        transition, now_s = self._current(), self._now()
         decision = self._handover.lead_on(self._published.counted, now_s)
         self._begin_wave(decision.recomputed)
         self._drive_led(transition, decision, wave)
@@ -500,25 +484,21 @@ class TransitionDriver:
     def _drive_led(self, transition: Transition, decision: Decision, wave: int) -> None:
         """Live only if all who hold KV are stages of the new group, and so come to every roster."""
         admitted, last = decision.wave.admitted, decision.wave.last
-        self.drive(Led(time.monotonic(), transition.epoch, admitted, wave, last))
+        self.drive(Led(self._now(), transition.epoch, admitted, wave, last))
 
     # ------------------------------------------------------------ exchange
 
-    def _ask_for_kv(self, source: WorkerId, first_blocks: Mapping[SequenceId, int]) -> None:
-        body = pb.KvWantedAll(sequence_ids=first_blocks.keys(), first_blocks=first_blocks.values())
-        self._links.send(source, TrafficClass.CONTROL, Topic.KV_WANTED, body.SerializeToString())
-
     def _resume(self, sequence_id: SequenceId) -> None:
-        now_s, progress = time.monotonic(), self._published.counted
+        now_s, progress = self._now(), self._published.counted
         progress.victims_waiting -= 1
         progress.note_stall(now_s - progress.halted_at_s)
         self._answers.tell(KvArrived(now_s, sequence_id))
 
     def _release_sent(self) -> None:
         """What has been sent makes room for the next wave."""
-        progress, began_s = self._published.counted, time.perf_counter()
+        progress, began_s = self._published.counted, self._now()
         self._grow_book(self._memory.shrink_retired(*self._the_exchange().take_moves()))
-        progress.remap_s += time.perf_counter() - began_s
+        progress.remap_s += self._now() - began_s
         self._capacities.tell_leader(self._restoring.withdrawn_epoch)
 
     def _release_lost(self) -> None:
@@ -526,7 +506,7 @@ class TransitionDriver:
         self._releases = not self._restoring.copies_idle
         if self._releases:
             return
-        progress, began_s = self._published.counted, time.perf_counter()
+        progress, began_s = self._published.counted, self._now()
         if not self._role.stages:  # alone: what the group has shared out to others leaves nothing here
             mine = {*self._core.sequence_ids, *self._core.suspended_ids}
             for sequence_id in self._book.sequence_ids:
@@ -534,8 +514,8 @@ class TransitionDriver:
                     self._book.release(sequence_id)
         if self._homecoming.level() is None:
             self._grow_book(self._memory.release_retired())
-        progress.remap_s += time.perf_counter() - began_s
-        progress.exchange_s = time.monotonic() - progress.taken_up_at_s
+        progress.remap_s += self._now() - began_s
+        progress.exchange_s = self._now() - progress.taken_up_at_s
         progress.block_count_after = self._book.block_count
         self._capacities.tell_leader(self._restoring.withdrawn_epoch)
         if self.regroup.is_over:  # else later: ending threads would take time from the first batches

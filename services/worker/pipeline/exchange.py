@@ -27,17 +27,15 @@ from services.worker.core.batch import SequenceId
 from services.worker.core.blocks import blocks_for
 from services.worker.core.plan import Victim, transfers
 from services.worker.core.retired import RetiredTables
-from services.worker.core.stage import StageBook
 from services.worker.core.transition import Transition
 from services.worker.core.transition_messages import ExpectKv, SendKv
 from services.worker.links.traffic import TrafficClass
 from services.worker.links.transfer import Outcome, Transfer
 from services.worker.memory.kv_cache import KvCache
 from services.worker.pipeline.events import KvAsked, PieceSent
-from services.worker.pipeline.hub import Hub
+from services.worker.pipeline.ground import Ground
 from services.worker.pipeline.status import Progress
 from services.worker.pipeline.wire import Topic
-from services.worker.shell import MemberEvent
 
 BEHIND_EXCHANGE = 1 << 40  # rank inside the class KV, behind every sequence that somebody waits for
 
@@ -103,30 +101,23 @@ class KvExchange:
         self,
         transition: Transition,
         progress: Progress,
+        ground: Ground,
         *,
-        kv: KvCache,
-        book: StageBook,
-        hub: Hub,
-        link: Callable[[WorkerId], Link | None],
-        ask: Callable[[WorkerId, Mapping[SequenceId, int]], None],
         copied: Callable[[SequenceId, WorkerId], int],
         stay: Callable[[SequenceId], None],
-        post: Callable[[MemberEvent], None],
     ) -> None:
-        """`ask` tells a holder of which sequences this member's blocks are ready, and from which one on it wants them;
-        `copied` says how many of the first have come from it before the commit; `stay` makes sure that its blocks here
-        are where all layers have KV.
+        """`copied` says how many of a sequence's first blocks have come from a holder before the commit; `stay` makes
+        sure that its blocks here are where all layers have KV.
         """
         self._transition = transition
         self._progress = progress
-        self._kv = kv
-        self._book = book
-        self._hub = hub
-        self._link = link
-        self._ask = ask
+        self._kv = ground.memory.kv
+        self._book = ground.book
+        self._hub = ground.hub
+        self._links = ground.links
         self._copied = copied
         self._stay = stay
-        self._post = post
+        self._post = ground.post
         self._to_send: dict[tuple[SequenceId, WorkerId], list[SendKv]] = {}
         self._asked: dict[tuple[SequenceId, WorkerId], int] = {}  # the first block that is wanted
         self._to_ask: dict[WorkerId, dict[SequenceId, int]] = {}  # with the next `flush`
@@ -170,6 +161,11 @@ class KvExchange:
             self._begin_sending(to, [key for key in to_begin if key[1] == to])
         for to in tuple(self._waiting):
             self._send_waiting(to)
+
+    def _ask(self, source: WorkerId, first_blocks: Mapping[SequenceId, int]) -> None:
+        """Blocks are ready for the KV of these sequences, from those on."""
+        body = pb.KvWantedAll(sequence_ids=first_blocks.keys(), first_blocks=first_blocks.values())
+        self._links.send(source, TrafficClass.CONTROL, Topic.KV_WANTED, body.SerializeToString())
 
     def _pieces(
         self, victim: Victim, table: Sequence[int], first_block: int, first: int, last: int
@@ -229,7 +225,7 @@ class KvExchange:
                 self._to_begin.append(key)
 
     def _begin_sending(self, to: WorkerId, keys: Iterable[tuple[SequenceId, WorkerId]]) -> None:
-        link, together, size_bytes = self._link(to), list[_Piece](), 0
+        link, together, size_bytes = self._links.to(to), list[_Piece](), 0
         if link is None:
             return
         for key in sorted(dict.fromkeys(keys), key=self._tokens):  # the short ones first: most of them go on soonest
@@ -275,7 +271,7 @@ class KvExchange:
 
     def _send_waiting(self, to: WorkerId) -> None:
         """What the link had no room for, as far as it has some now."""
-        waiting, link = self._waiting.pop(to, None), self._link(to)
+        waiting, link = self._waiting.pop(to, None), self._links.to(to)
         while waiting and link is not None and to not in self._waiting:
             self._transfer(link, to, waiting.popleft())
         if waiting and to in self._waiting:
@@ -303,7 +299,7 @@ class KvExchange:
         report = None if error is not None else event.report.result()
         if report is None or report.outcome is not Outcome.DELIVERED:
             why = str(error) if report is None else f"{report.outcome.value}: {report.why}"
-            link = self._link(event.to)
+            link = self._links.to(event.to)
             if link is not None:
                 self._give_up(link, event.sequence_ids, why)
             return []

@@ -1,27 +1,23 @@
 """Sequences that change hands in a transition: who goes where, who has come, and who keeps their KV."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from ballast.common.errors import InvariantViolation
 from ballast.common.ids import Epoch, WorkerId
 from ballast.common.layout import members_of
 from ballastpb.worker.v1 import stage_pb2 as pb
 from services.worker.core.batch import SequenceId
-from services.worker.core.events import Command, Event, HandedOver, HandOver
+from services.worker.core.events import HandedOver, HandOver
 from services.worker.core.leading import Decision, Leading
 from services.worker.core.plan import Victim
 from services.worker.core.room import lent_count
 from services.worker.core.snapshot import SequenceSnapshot
-from services.worker.core.stage import StageBook
 from services.worker.core.transition import Transition
 from services.worker.core.transition_messages import SendRoster
-from services.worker.core.worker import WorkerCore
 from services.worker.links.traffic import TrafficClass
-from services.worker.memory.device import DeviceMemory
 from services.worker.pipeline.capacity import Capacities
 from services.worker.pipeline.events import HandoverArrived
-from services.worker.pipeline.links import Links
-from services.worker.pipeline.role import Role
+from services.worker.pipeline.ground import Ground
 from services.worker.pipeline.status import Progress
 from services.worker.pipeline.wire import Topic, roster_to_bytes, snapshot_to_proto
 
@@ -31,23 +27,16 @@ class Handover:
 
     def __init__(
         self,
-        role: Role,
-        links: Links,
+        ground: Ground,
         capacities: Capacities,
-        *,
-        core: WorkerCore,
-        book: StageBook,
-        memory: DeviceMemory,
-        tell: Callable[[Event], list[Command]],
     ) -> None:
-        """`core` is only read; `tell` tells it something."""
-        self._role = role
-        self._links = links
+        self._role = ground.role
+        self._links = ground.links
         self._capacities = capacities
-        self._core = core
-        self._book = book
-        self._memory = memory
-        self._tell = tell
+        self._core = ground.core
+        self._book = ground.book
+        self._memory = ground.memory
+        self._tell = ground.answers.tell
         self._going: dict[WorkerId, tuple[SequenceSnapshot, ...]] = {}  # by the leader they go to
         self._coming: list[SequenceSnapshot] = []  # new leader: handed over to it
         self._told_counts: dict[WorkerId, int] = {}  # blocks of those who have, perhaps before this worker's take-up

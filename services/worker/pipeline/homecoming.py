@@ -7,9 +7,7 @@ want twice as much, so that room is made last, and for no longer than it takes. 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from ballast.common.errors import InvariantViolation
@@ -17,18 +15,13 @@ from ballast.common.ids import Epoch, WorkerId
 from ballast.service.logs import get_logger
 from services.worker.core.batch import SequenceId
 from services.worker.core.room import Room
-from services.worker.core.stage import StageBook
-from services.worker.memory.device import DeviceMemory
 from services.worker.pipeline.events import LayerArrived, LayerAsked, LayerChecked, Woken
-from services.worker.pipeline.hub import Hub
+from services.worker.pipeline.ground import Background, Ground
 from services.worker.pipeline.layers import LayerPull, LayerServer
 from services.worker.pipeline.status import Progress
-from services.worker.shell import MemberEvent
 
 if TYPE_CHECKING:
     from services.worker.links.connection import Link
-
-_THREADS = 2  # for checksums and the disk
 
 
 class Homecoming:
@@ -38,28 +31,21 @@ class Homecoming:
 
     def __init__(
         self,
-        layer_count: int,
+        ground: Ground,
         *,
-        memory: DeviceMemory,
-        book: StageBook,
-        hub: Hub,
-        ask: Callable[[WorkerId, Epoch, int, bytes], bool],
-        read: Callable[[int], None],
+        background: Background,
         hurried: Callable[[], bool],
-        post: Callable[[MemberEvent], None],
     ) -> None:
-        """`ask` asks a peer for a layer (False: it cannot be reached), `read` fills one from the checkpoint; `hurried`:
-        requests wait for the end of it.
-        """
-        self._layer_count = layer_count
-        self._memory = memory
-        self._book = book
-        self._hub = hub
-        self._ask = ask
-        self._read = read
+        """`hurried`: requests wait for the end of it."""
+        self._layer_count = ground.role.layer_count
+        self._memory = memory = ground.memory
+        self._book = ground.book
+        self._hub = ground.hub
+        self._ask = ground.links.ask_for_layer
         self._hurried = hurried
-        self._post = post
-        self._workers = ThreadPoolExecutor(_THREADS, thread_name_prefix="layers")
+        self._now = ground.now
+        self._post = post = ground.post
+        self._workers = background
         self._server = LayerServer(memory.parameters, self._workers, post)
         self._server.learn_each(memory.parameters.held_layers)
         self._pull: LayerPull | None = None
@@ -115,14 +101,14 @@ class Homecoming:
 
         No more blocks are held than there are beside all layers, and none beyond will be asked for.
         """
-        progress, began_s = self._counted(), time.perf_counter()
+        progress, began_s = self._counted(), self._now()
         self.wants = Room.NONE
         beside = self._memory.beside_block_count
         self._compact(beside)
         missing = [i for i in range(self._layer_count) if i not in self._memory.parameters.held_layers]
         self._memory.make_room_for_layers(missing, used_blocks_end=beside)
         self._book.shrink(beside)
-        progress.remap_s += time.perf_counter() - began_s
+        progress.remap_s += self._now() - began_s
         progress.parameter_bytes_to_pull = sum(
             t.nbytes for layer in missing for t in self._memory.parameters.layer(layer).values()
         )
@@ -133,7 +119,6 @@ class Homecoming:
             parameters=self._memory.parameters,
             hub=self._hub,
             ask=lambda peer, layer: self._ask(peer, self._epoch, layer, self._memory.parameters.layout(layer)),
-            read=self._read,
             server=self._server,
             workers=self._workers,
             hurried=self._hurried,
@@ -146,22 +131,22 @@ class Homecoming:
         """The same once more, for KV of the layers that are back: as much as this member's share of the sequences of so
         many members takes.
         """
-        progress, began_s = self._counted(), time.perf_counter()
+        progress, began_s = self._counted(), self._now()
         self.wants, self._has_kv_room = Room.NONE, True
         wide, self._narrow = self._memory.divided_extents(member_count)
         wide_count = self._memory.blocks_in(wide)
         self._compact(wide_count)
         self._book.shrink(self._memory.make_room_for_kv(wide, used_blocks_end=wide_count))
         self._book.divide(self._memory.blocks_in(self._narrow))
-        progress.remap_s += time.perf_counter() - began_s
-        progress.room_s = time.monotonic() - progress.began_s
+        progress.remap_s += self._now() - began_s
+        progress.room_s = self._now() - progress.began_s
         self._post(Woken())
 
     def map_kv(self) -> None:
         """Of one layer more: mapping holds batches up."""
-        began_s = time.perf_counter()
+        began_s = self._now()
         self._memory.kv.expect(self._without_kv[0], self._narrow)
-        self._counted().remap_s += time.perf_counter() - began_s
+        self._counted().remap_s += self._now() - began_s
         self._post(Woken())
 
     @property
@@ -215,7 +200,7 @@ class Homecoming:
         self.failure = pull.failure
         if pull.finished and not self._has_kv_room and self.wants is not Room.KV:
             self.wants = Room.KV
-            progress.layers_s = time.monotonic() - progress.began_s
+            progress.layers_s = self._now() - progress.began_s
 
     def end(self) -> None:
         """The commit: what is here, stays."""
@@ -240,7 +225,7 @@ class Homecoming:
         return self._memory.release_retired()
 
     def close(self) -> None:
-        self._workers.shutdown(wait=True, cancel_futures=True)
+        self._workers.shutdown()
 
     def _counted(self) -> Progress:
         if self._progress is None:

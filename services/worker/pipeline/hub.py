@@ -70,8 +70,9 @@ if TYPE_CHECKING:
 class Hub:
     """`Receiver` of all links of a worker."""
 
-    def __init__(self, post: Callable[[MemberEvent], None]) -> None:
-        self._post = post
+    def __init__(self, post: Callable[[MemberEvent], None], now: Callable[[], float] = time.monotonic) -> None:
+        self.post = post
+        self._now = now
         self.kv = Destinations()
         self.ahead = Destinations()  # buffers for KV before a commit, keyed (epoch, sequence, source, 0)
         self.layers = Destinations()  # keyed (epoch, layer, source, 0)
@@ -86,64 +87,64 @@ class Hub:
             return bool(self._receiving)
 
     def on_message(self, link: Link, message: Message) -> None:
-        epoch, peer, now_s = Epoch(link.epoch), WorkerId(link.peer_id), time.monotonic()
+        epoch, peer, now_s = Epoch(link.epoch), WorkerId(link.peer_id), self._now()
         match Topic(message.topic):
             case Topic.BATCH:
                 head = message.meta or self._heads.pop(link)
-                self._post(BatchArrived(epoch, batch_from_bytes(head), message.tensor, now_s, message.receive_s))
+                self.post(BatchArrived(epoch, batch_from_bytes(head), message.tensor, now_s, message.receive_s))
             case Topic.BATCH_HEAD:
                 self._heads[link] = _whole(message)
             case Topic.RESULT:
-                self._post(ResultArrived(epoch, result_from_bytes(_whole(message))))
+                self.post(ResultArrived(epoch, result_from_bytes(_whole(message))))
             case Topic.EPOCH_ENDED:
                 ending = Epoch(message.stream)
-                self._post(Told(ending, EpochEnded(now_s, ending, peer)))
+                self.post(Told(ending, EpochEnded(now_s, ending, peer)))
             case Topic.HANDOVER:
                 handover = pb.Handover.FromString(_whole(message))
                 snapshots = tuple(snapshot_from_proto(s) for s in handover.sequences)
                 counts = handover.block_count, handover.final_block_count
-                self._post(HandoverArrived(epoch, peer, snapshots, *counts))
+                self.post(HandoverArrived(epoch, peer, snapshots, *counts))
             case Topic.ROSTER:
                 roster = pb.Roster.FromString(_whole(message))
                 victims = tuple(victim_from_proto(v) for v in roster.victims)
                 event = RosterReceived(now_s, epoch, peer, victims, last=roster.last)
-                self._post(RosterArrived(epoch, peer, event, tuple(roster.recomputed)))
+                self.post(RosterArrived(epoch, peer, event, tuple(roster.recomputed)))
             case Topic.WAVE:
                 roster = pb.Roster.FromString(_whole(message))
                 victims = tuple(victim_from_proto(v) for v in roster.victims)
-                self._post(WaveArrived(epoch, victims, tuple(roster.recomputed), roster.wave, roster.last))
+                self.post(WaveArrived(epoch, victims, tuple(roster.recomputed), roster.wave, roster.last))
             case Topic.WAVE_DONE:
-                self._post(Told(epoch, WaveDone(now_s, epoch, peer, message.stream)))
+                self.post(Told(epoch, WaveDone(now_s, epoch, peer, message.stream)))
             case Topic.KV_WANTED:
                 asked = pb.KvWantedAll.FromString(_whole(message))
-                self._post(KvAsked(epoch, peer, tuple(zip(asked.sequence_ids, asked.first_blocks, strict=True))))
+                self.post(KvAsked(epoch, peer, tuple(zip(asked.sequence_ids, asked.first_blocks, strict=True))))
             case Topic.KV_COMPLETE:
-                self._post(Told(epoch, KvCompleteReceived(now_s, epoch, message.stream, peer)))
+                self.post(Told(epoch, KvCompleteReceived(now_s, epoch, message.stream, peer)))
             case Topic.CAPACITY:
                 withdrawn, block_count, sizes = capacity_from_bytes(message.meta)
-                self._post(CapacityTold(epoch, peer, block_count, sizes, withdrawn))
+                self.post(CapacityTold(epoch, peer, block_count, sizes, withdrawn))
             case Topic.LAYER_WANTED:
-                self._post(LayerAsked(epoch, message.stream, link, bytes(message.meta)))
+                self.post(LayerAsked(epoch, message.stream, link, bytes(message.meta)))
             case Topic.LAYER_REFUSED:
-                self._post(LayerArrived(epoch, message.stream, peer, b"", f"{peer} does not give it{_reason(message)}"))
+                self.post(LayerArrived(epoch, message.stream, peer, b"", f"{peer} does not give it{_reason(message)}"))
             case Topic.ROOM:
-                self._post(RoomGranted(Epoch(message.stream), Room.LAYERS))
+                self.post(RoomGranted(Epoch(message.stream), Room.LAYERS))
             case Topic.KV_ROOM:
-                self._post(RoomGranted(Epoch(message.stream), Room.KV))
+                self.post(RoomGranted(Epoch(message.stream), Room.KV))
             case Topic.LAYERS_BACK:
-                self._post(LayersBack(Epoch(message.stream), peer))
+                self.post(LayersBack(Epoch(message.stream), peer))
             case Topic.ROOM_WITHDRAWN:
-                self._post(RoomWithdrawn(Epoch(message.stream)))
+                self.post(RoomWithdrawn(Epoch(message.stream)))
             case Topic.SHARE:
-                self._post(ShareTold(epoch, tuple(pb.Share.FromString(_whole(message)).sequence_ids)))
+                self.post(ShareTold(epoch, tuple(pb.Share.FromString(_whole(message)).sequence_ids)))
             case Topic.KV_AHEAD_WANTED:
                 wanted = pb.KvWanted.FromString(message.meta)
                 span = Span(wanted.sequence_id, wanted.first_block, wanted.last_block)
-                self._post(KvAheadAsked(epoch, span, link))
+                self.post(KvAheadAsked(epoch, span, link))
             case Topic.MIGRATION:
-                self._post(MigrationTold(peer, migration_from_bytes(_whole(message)), link, now_s))
+                self.post(MigrationTold(peer, migration_from_bytes(_whole(message)), link, now_s))
             case Topic.MIGRATION_END:
-                self._post(self._end_of_migration(link, message, now_s))
+                self.post(self._end_of_migration(link, message, now_s))
             case Topic.KV | Topic.LAYER | Topic.KV_AHEAD | Topic.MIGRATION_KV:
                 raise ValueError(f"{peer} sends {Topic(message.topic).name} as a message")
 
@@ -188,26 +189,26 @@ class Hub:
         if opening.topic == Topic.KV:
             if delivered:
                 for piece in pb.KvPieces.FromString(opening.meta).pieces:
-                    self._post(Told(epoch, KvReceived(time.monotonic(), epoch, piece.sequence_id, peer)))
+                    self.post(Told(epoch, KvReceived(self._now(), epoch, piece.sequence_id, peer)))
             else:
-                self._post(Woken())
+                self.post(Woken())
             return
         if opening.topic == Topic.KV_AHEAD:
-            self._post(_ahead(epoch, peer, opening, "" if delivered else outcome.value))
+            self.post(_ahead(epoch, peer, opening, "" if delivered else outcome.value))
             return
         if opening.topic == Topic.MIGRATION_KV:
             migration_id, span = span_from_bytes(opening.meta)
-            self._post(SpanLanded(migration_id, span if delivered else None))
+            self.post(SpanLanded(migration_id, span if delivered else None))
             return
         wanted = pb.LayerWanted.FromString(opening.meta)
         failure = "" if delivered else f"{peer}: {outcome.value}"
-        self._post(LayerArrived(epoch, wanted.layer, peer, wanted.checksum, failure))
+        self.post(LayerArrived(epoch, wanted.layer, peer, wanted.checksum, failure))
 
     def on_link_end(self, link: Link, ending: LinkEnding) -> None:
         self._heads.pop(link, None)
         if not link.retired:  # broken, or the peer takes part in that epoch no more
             epoch = Epoch(link.epoch)
-            self._post(Told(epoch, PeerLost(time.monotonic(), WorkerId(link.peer_id), ending.why)))
+            self.post(Told(epoch, PeerLost(self._now(), WorkerId(link.peer_id), ending.why)))
 
 
 def _ahead(epoch: Epoch, peer: WorkerId, opening: Opening, failure: str) -> KvAheadArrived:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from threading import Lock
 from typing import TYPE_CHECKING, TypeVarTuple
 
@@ -21,8 +21,8 @@ from services.worker.links.traffic import TrafficClass
 from services.worker.links.transfer import Transfer
 from services.worker.memory.parameters import ParameterStore
 from services.worker.pipeline.events import LayerArrived, LayerChecked, Woken
+from services.worker.pipeline.ground import Background
 from services.worker.pipeline.hub import Hub
-from services.worker.pipeline.unhurried import unhurried
 from services.worker.pipeline.wire import Topic
 from services.worker.shell import MemberEvent
 
@@ -39,9 +39,7 @@ _ROUNDS = 3  # how often every source is tried before giving up
 class LayerServer:
     """Sends layers that this worker holds to peers that ask."""
 
-    def __init__(
-        self, parameters: ParameterStore, workers: ThreadPoolExecutor, post: Callable[[MemberEvent], None]
-    ) -> None:
+    def __init__(self, parameters: ParameterStore, workers: Background, post: Callable[[MemberEvent], None]) -> None:
         self._parameters = parameters
         self._workers = workers
         self._post = post
@@ -75,7 +73,7 @@ class LayerServer:
             self.checksum(layer)
 
     def _learn_unhurried(self, layer: int, cancel_count: int) -> None:
-        self.checksum(layer, unhurried(lambda: self._cancel_count != cancel_count))
+        self.checksum(layer, self._workers.rest(lambda: self._cancel_count != cancel_count))
 
     def known_checksum(self, layer: int) -> bytes | None:
         """What this worker itself has found the layer's to be, in an earlier time when it held it."""
@@ -138,9 +136,8 @@ class LayerPull:
         parameters: ParameterStore,
         hub: Hub,
         ask: Callable[[WorkerId, int], bool],
-        read: Callable[[int], None],
         server: LayerServer,
-        workers: ThreadPoolExecutor,
+        workers: Background,
         hurried: Callable[[], bool],
         post: Callable[[MemberEvent], None],
     ) -> None:
@@ -150,7 +147,6 @@ class LayerPull:
         self._parameters = parameters
         self._hub = hub
         self._ask = ask
-        self._read = read
         self._server = server
         self._workers = workers
         self._hurried = hurried
@@ -187,7 +183,7 @@ class LayerPull:
             source = self._sources[layer].pop(0)
             self._under_way[layer] = source
             if source is None:
-                future = self._workers.submit(self._read, layer)
+                future = self._workers.fill(layer)
                 future.add_done_callback(lambda f, i=layer: self._post(_arrival(self._epoch, i, f)))
                 return
             self._hub.layers.put((self._epoch, layer, source, 0), list(self._parameters.layer(layer).values()))
@@ -208,7 +204,7 @@ class LayerPull:
             self.checked(LayerChecked(event.epoch, event.layer, True))
             return
         # The checkpoint too: it may have been replaced since, or have rotted, and all tokens would be wrong.
-        between = unhurried(lambda: self._cancelled, self._hurried)
+        between = self._workers.rest(lambda: self._cancelled, self._hurried)
         future = self._workers.submit(self._parameters.layer_checksum, event.layer, between)
         future.add_done_callback(lambda f, i=event.layer: self._post(_verdict(self._epoch, i, f, wanted)))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING
@@ -10,31 +9,34 @@ from typing import TYPE_CHECKING
 from ballast.common.errors import BallastError
 from ballast.common.ids import Epoch, WorkerId
 from ballast.service.logs import get_logger
+from services.worker.core.batch import Batch, StepResult
 from services.worker.core.transition_messages import LinksUp, PreparationFailed
 from services.worker.links.traffic import TrafficClass
 from services.worker.pipeline.events import LinkMade, Told, Woken
 from services.worker.pipeline.role import Role
-from services.worker.pipeline.wire import Topic
+from services.worker.pipeline.wire import Topic, batch_to_bytes, failure_to_bytes, result_to_bytes
 from services.worker.shell import MemberEvent
 
 if TYPE_CHECKING:
     import torch
 
     from services.worker.links.connection import Link
-    from services.worker.links.plane import DataPlane
+    from services.worker.links.member_side import Plane
 
 _LINK_TIMEOUT_S = 5.0
 _MEETING_TIMEOUT_S = 1.0  # the other side may not want to
 _SEND_TIMEOUT_S = 5.0
+_HEAD_BYTES = 2048  # longer heads of batches, prompts are in them, go before their hidden states
 _META_BYTES = 2048  # longer bodies of messages without a tensor travel as one of bytes
 
 
 class Links:
     """Where no epoch is named, the link of the layout in force is meant."""
 
-    def __init__(self, plane: DataPlane, role: Role, post: Callable[[MemberEvent], None]) -> None:
+    def __init__(self, plane: Plane, role: Role, now: Callable[[], float], post: Callable[[MemberEvent], None]) -> None:
         self._plane = plane
         self._role = role
+        self._now = now
         self._post = post
         self.missing: set[WorkerId] = set()  # of those asked for last
         self._meeting: set[tuple[WorkerId, Epoch]] = set()  # under way: they share threads with what plans wait for
@@ -85,6 +87,19 @@ class Links:
         if not self._role.is_last:
             self.send(self._role.next_stage, TrafficClass.ACTIVATION, topic, b"", stream=about)
 
+    def pass_batch(self, batch: Batch, hidden_TD: torch.Tensor | None) -> Future[None] | None:
+        """To the next stage."""
+        to, head = self._role.next_stage, batch_to_bytes(batch)
+        if len(head) > _HEAD_BYTES:
+            self.send(to, TrafficClass.ACTIVATION, Topic.BATCH_HEAD, head)
+            head = b""
+        return self.send(to, TrafficClass.ACTIVATION, Topic.BATCH, head, hidden_TD)
+
+    def tell_result(self, result: StepResult | tuple[int, str]) -> None:
+        """To the leader: what a batch has given, or its number and why it could not be run."""
+        body = result_to_bytes(result) if isinstance(result, StepResult) else failure_to_bytes(*result)
+        self.send(self._role.leader, TrafficClass.ACTIVATION, Topic.RESULT, body)
+
     def ask_for_layer(self, peer: WorkerId, epoch: Epoch, layer: int, layout: bytes) -> bool:
         """For a layer whose bytes lie as `layout` says. False: the peer cannot be reached."""
         if self.to(peer, epoch) is None:
@@ -107,7 +122,7 @@ class Links:
             future = self._plane.warm(peer, addresses[peer], epoch, _LINK_TIMEOUT_S, lives.get(peer, 0))
             future.add_done_callback(lambda f, p=peer: self._post(LinkMade(epoch, p, f)))
         if not peers:
-            self._post(Told(epoch, LinksUp(time.monotonic(), epoch)))
+            self._post(Told(epoch, LinksUp(self._now(), epoch)))
 
     def meet(self, peer: WorkerId, address: str, epoch: Epoch) -> None:
         """A link to a worker outside of the group, while that layout lasts. If none comes up, nobody is told."""
@@ -125,7 +140,7 @@ class Links:
 
     def made(self, event: LinkMade) -> LinksUp | PreparationFailed | None:
         """What it means for the transition."""
-        error, now_s = event.link.exception(), time.monotonic()
+        error, now_s = event.link.exception(), self._now()
         if error is not None:
             return PreparationFailed(now_s, event.epoch, f"no link to {event.peer}: {error}")
         get_logger().debug("link is up", peer=event.peer, epoch=event.epoch)

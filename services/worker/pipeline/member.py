@@ -6,8 +6,6 @@ What decides is pure (`core.transition`, `core.worker`); the parts do what they 
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from ballast.common.errors import InvariantViolation
@@ -16,8 +14,8 @@ from ballast.common.layout import Place
 from ballast.common.transition import Phase
 from ballast.service.logs import get_logger
 from services.worker.core.batch import SequenceId
+from services.worker.core.blocks import BlockBook
 from services.worker.core.events import CapacityChanged, Execute, GroupLost, Removed, RoleChanged
-from services.worker.core.stage import StageBook
 from services.worker.core.transition_messages import PeerLost
 from services.worker.core.worker import WorkerCore
 from services.worker.memory.device import DeviceMemory
@@ -52,22 +50,19 @@ from services.worker.pipeline.events import (
     WaveArrived,
     Woken,
 )
-from services.worker.pipeline.handover import Handover
+from services.worker.pipeline.ground import Ground, Surroundings
 from services.worker.pipeline.homecoming import Homecoming
-from services.worker.pipeline.hub import Hub
-from services.worker.pipeline.links import Links
 from services.worker.pipeline.migrations import Migrations
 from services.worker.pipeline.published import Published
 from services.worker.pipeline.rescue import Rescue
 from services.worker.pipeline.restoring import Restoring
 from services.worker.pipeline.role import Role
-from services.worker.pipeline.stage_runner import StageEngine, StageRunner
+from services.worker.pipeline.stage_runner import StageRunner
 from services.worker.pipeline.status import Progress
 from services.worker.shell import MemberEvent, StepOutcome
 
 if TYPE_CHECKING:
     from services.worker.links.connection import Link
-    from services.worker.links.plane import DataPlane
 
 
 class GroupMember:
@@ -75,101 +70,60 @@ class GroupMember:
 
     def __init__(
         self,
-        *,
         me: WorkerId,
-        layer_count: int,
         core: WorkerCore,
-        book: StageBook,
+        book: BlockBook,
         memory: DeviceMemory,
-        runner: StageEngine,
-        plane: DataPlane,
-        hub: Hub,
-        read_layer: Callable[[int], None],
+        surroundings: Surroundings,
+        *,
         max_running_count: int,
-        post: Callable[[MemberEvent], None],
     ) -> None:
-        """`read_layer` fills a layer's parameters from the
-        checkpoint; called on a thread of its own.
-        """
         self.me = me
-        self.published = published = Published()
+        self._now = now = surroundings.now
+        self.published = published = Published(now)
         self._core = core
         self._book = book
         self._memory = memory
-        self._hub = hub
-        self._role = role = Role(me, layer_count)
-        self._links = links = Links(plane, role, post)
+        self._hub = hub = surroundings.hub
+        self._role = role = Role(me, memory.kv.shape.layer_count)
+        self._links = links = surroundings.links(surroundings.plane, role, now, surroundings.post)
         self._answers = answers = Answers(core, self.run)
         self._rescue: Rescue | None = None  # a member of the group is gone
-        self._capacities = capacities = Capacities(role, links, published, book=book, memory=memory, tell=answers.tell)
+        self._is_awake = True  # `poll` may find something to do
+        pace = surroundings.plane.pace
+        ground = Ground(me, core, book, memory, role, links, hub, published, answers, now, surroundings.post)
+        self._capacities = capacities = Capacities(ground)
         self._homecoming = homecoming = Homecoming(
-            layer_count,
-            memory=memory,
-            book=book,
-            hub=hub,
-            ask=links.ask_for_layer,
-            read=read_layer,
-            hurried=lambda: plane.pace.memory_is_awaited,
-            post=post,
+            ground,
+            background=surroundings.background,
+            hurried=lambda: pace.memory_is_awaited,
         )
         self._restoring = restoring = Restoring(
-            role,
-            links,
+            ground,
             capacities,
             homecoming,
-            published,
-            core=core,
-            book=book,
-            memory=memory,
-            hub=hub,
             max_running_count=max_running_count,
             under_way=lambda: self._driver.transition,
             drive=lambda event: self._driver.drive(event),
-            tell=answers.tell,
-            post=post,
         )
         self._stage = stage = StageRunner(
-            role,
-            links,
-            runner,
-            book=book,
-            published=published,
-            pace=plane.pace,
+            ground,
+            surroundings.engine,
+            pace=pace,
             precopy=lambda: restoring.precopy,
             awaits_roster=lambda epoch: self._driver.awaits_roster(epoch),
-            memory_is_awaited=lambda: core.memory_is_awaited,
         )
         self._migrations = migrations = Migrations(
-            role,
-            links,
-            published.migrations,
-            core=core,
-            book=book,
-            kv=memory.kv,
-            hub=hub,
-            synchronise=memory.pool.backend.synchronise,
-            tell=answers.tell,
-            layout_changes=lambda: self._rescue is not None or self._driver.under_way,
-            newest_epoch=lambda: published.newest_epoch,
-            post=post,
+            ground, layout_changes=lambda: self._rescue is not None or self._driver.under_way
         )
         self._driver = TransitionDriver(
-            role,
-            links,
-            published,
-            answers,
+            ground,
             stage=stage,
             capacities=capacities,
-            handover=Handover(role, links, capacities, core=core, book=book, memory=memory, tell=answers.tell),
             homecoming=homecoming,
             restoring=restoring,
             migrations=migrations,
-            core=core,
-            book=book,
-            memory=memory,
-            hub=hub,
             broken=self._break_up,
-            post=post,
         )
 
     # ------------------------------------------------------------ what the shell calls
@@ -181,6 +135,19 @@ class GroupMember:
     @property
     def wakes_at_s(self) -> float | None:
         return self._driver.regroup.wakes_at_s
+
+    @property
+    def memory(self) -> DeviceMemory:
+        return self._memory
+
+    @property
+    def role(self) -> Role:
+        return self._role
+
+    @property
+    def at_rest(self) -> bool:
+        """Nothing has happened since the last `poll`, and nothing is under way that it would have to look at."""
+        return not self._is_awake
 
     @property
     def leads(self) -> bool:
@@ -204,6 +171,7 @@ class GroupMember:
         return self._links.to(peer)
 
     def handle(self, event: MemberEvent) -> list[Answer]:
+        self._is_awake = self._is_awake or not isinstance(event, BatchArrived | ResultArrived)
         driver, restoring = self._driver, self._restoring
         match event:
             case PlanReceived():
@@ -255,11 +223,15 @@ class GroupMember:
     def poll(self) -> list[Answer]:
         if self._role.leads:
             has_work = bool(self._core.in_flight_count) or self._core.has_work
-            self.published.clock.note_work(time.monotonic(), has_work=has_work)
+            self.published.clock.note_work(self._now(), has_work=has_work)
+        if not self._is_awake:
+            return []
         self._driver.poll()
         self._migrations.poll()
-        if self._rescue is not None and self._rescue.poll(time.monotonic(), self._grow_book):
+        if self._rescue is not None and self._rescue.poll(self._now(), self._grow_book):
             self._be_whole(self._rescue)
+        rests = self._rescue is None and self._driver.at_rest and self._migrations.at_rest
+        self._is_awake = not rests
         return self._answers.take()
 
     def run(self, command: Execute | Removed) -> StepOutcome | None:
@@ -268,6 +240,7 @@ class GroupMember:
 
     def withdrawn(self, sequence_id: SequenceId) -> list[Answer]:
         self._migrations.withdrawn(sequence_id)
+        self._is_awake = True
         return self._answers.take()
 
     def check(self) -> None:
@@ -328,7 +301,7 @@ class GroupMember:
     def _break_up(self, epoch: Epoch, peer: WorkerId, why: str) -> None:
         """All requests end, for dispatchers to replay; then the missing layers are taken back."""
         get_logger().error("the group is left", peer=peer, why=why, epoch=epoch)
-        now_s, role = time.monotonic(), self._role
+        now_s, role = self._now(), self._role
         self.published.fail_open(f"{peer}: {why}")
         self._links.retire(Epoch(max(epoch, role.epoch) + 1))
         self._hub.kv.clear()
@@ -356,7 +329,7 @@ class GroupMember:
         self._rescue = None
         self._role.be_whole()
         self._capacities.begin()
-        now_s = time.monotonic()
+        now_s = self._now()
         self._answers.tell(RoleChanged(now_s, leads=True))
         self._answers.tell(CapacityChanged(now_s, self._book.block_count))
         rescue.progress.block_count_after = self._book.block_count

@@ -8,7 +8,6 @@ nothing is left that reads or writes the cache.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -21,8 +20,6 @@ from services.worker.core.batch import SequenceId
 from services.worker.core.departures import Departures
 from services.worker.core.events import (
     Adopted,
-    Command,
-    Event,
     HandedOver,
     HandOver,
     OrphanWithdrawn,
@@ -48,20 +45,13 @@ from services.worker.core.migration_messages import (
     Want,
     Withdrawn,
 )
-from services.worker.core.stage import StageBook
-from services.worker.core.worker import WorkerCore
 from services.worker.links.traffic import TrafficClass
 from services.worker.links.transfer import Outcome, Transfer
-from services.worker.memory.kv_cache import KvCache
 from services.worker.pipeline.events import HandedWithKv, MigrationOrdered, MigrationTold, SpanLanded, SpanSent
 from services.worker.pipeline.exchange import BEHIND_EXCHANGE, kv_pieces
-from services.worker.pipeline.hub import Hub
-from services.worker.pipeline.links import Links
-from services.worker.pipeline.migration_totals import MigrationTotals
-from services.worker.pipeline.role import Role
+from services.worker.pipeline.ground import Ground
 from services.worker.pipeline.wire import Topic, migration_to_bytes, span_to_bytes
 from services.worker.policy.departure import choose_departure
-from services.worker.shell import MemberEvent
 
 if TYPE_CHECKING:
     import torch
@@ -82,33 +72,22 @@ class _Order:
 class Migrations:
     def __init__(
         self,
-        role: Role,
-        links: Links,
-        totals: MigrationTotals,
-        *,
-        core: WorkerCore,
-        book: StageBook,
-        kv: KvCache,
-        hub: Hub,
-        synchronise: Callable[[], None],
-        tell: Callable[[Event], list[Command]],
+        ground: Ground,
         layout_changes: Callable[[], bool],
-        newest_epoch: Callable[[], Epoch],
-        post: Callable[[MemberEvent], None],
     ) -> None:
-        """`core` is only read, `tell` tells it something; `synchronise` waits for the device."""
-        self._role = role
-        self._links = links
-        self._totals = totals
-        self._core = core
-        self._book = book
-        self._kv = kv
-        self._hub = hub
-        self._synchronise = synchronise
-        self._tell = tell
+        self._role = ground.role
+        self._links = ground.links
+        self._totals = ground.published.migrations
+        self._published = ground.published
+        self._core = core = ground.core
+        self._book = ground.book
+        self._kv = kv = ground.memory.kv
+        self._hub = ground.hub
+        self._synchronise = ground.memory.pool.backend.synchronise  # waits for the device
+        self._tell = ground.answers.tell
         self._layout_changes = layout_changes
-        self._newest_epoch = newest_epoch
-        self._post = post
+        self._now = ground.now
+        self._post = ground.post
         block_bytes = kv.shape.layer_count * kv.shape.block_bytes
         self._departures = Departures(kv.shape.block_tokens, max(1, _SPAN_BYTES // block_bytes))
         self._arrivals = Arrivals(kv.shape.block_tokens, lambda blocks, new: core.why_no_room(blocks, new=new))
@@ -122,7 +101,7 @@ class Migrations:
     # ------------------------------------------------------------ what happens
 
     def handle(self, event: MigrationOrdered | MigrationTold | HandedWithKv | SpanLanded | SpanSent) -> None:
-        now_s = time.monotonic()
+        now_s = self._now()
         match event:
             case MigrationOrdered():
                 self._ordered(event)
@@ -137,7 +116,7 @@ class Migrations:
 
     def poll(self) -> None:
         """Between two steps."""
-        now_s = time.monotonic()
+        now_s = self._now()
         self._carry_out(self._arrivals.tick(now_s))
         if self._orders:
             self._begin(now_s)
@@ -150,13 +129,13 @@ class Migrations:
 
     def peer_lost(self, epoch: Epoch, peer: WorkerId, why: str) -> None:
         if peer in self._link and self._link[peer].epoch == epoch:
-            self._carry_out(self._departures.peer_lost(time.monotonic(), peer, why))
+            self._carry_out(self._departures.peer_lost(self._now(), peer, why))
             self._carry_out(self._arrivals.peer_lost(peer))
 
     def give_up(self, why: str) -> None:
         """The layout is about to change."""
         self._orders.clear()
-        self._carry_out(self._departures.give_up_all(time.monotonic(), why))
+        self._carry_out(self._departures.give_up_all(self._now(), why))
         self._carry_out(self._arrivals.give_up_all(why))
         for transfer in self._transfers:
             transfer.cancel()
@@ -165,6 +144,10 @@ class Migrations:
     def idle(self) -> bool:
         """Nothing of the cache is read or written for a migration, and no block is kept for one."""
         return not len(self._arrivals) and all(transfer.done.done() for transfer in self._transfers)
+
+    @property
+    def at_rest(self) -> bool:
+        return not (self._orders or len(self._departures) or len(self._arrivals))
 
     def check(self) -> None:
         self._departures.check()
@@ -182,7 +165,7 @@ class Migrations:
         why = self._why_not()
         leaves = order.source == self._role.me
         peer = order.target if leaves else order.source
-        if order.epoch < self._newest_epoch():
+        if order.epoch < self._published.newest_epoch:
             why = f"epoch {order.epoch} is an old one"
         elif (len(self._departures) or len(self._arrivals)) and self._is_older(peer, order.epoch):
             why = f"some are on their way over the link of epoch {self._link[peer].epoch}"
@@ -252,15 +235,15 @@ class Migrations:
                 case Adopt():
                     self._adopt(command)
                 case DropOrphan(sequence_id=sequence_id):
-                    self._tell(OrphanWithdrawn(time.monotonic(), sequence_id))
+                    self._tell(OrphanWithdrawn(self._now(), sequence_id))
         self._tell_room()
 
     def _tell_room(self) -> None:
         room = (self._arrivals.block_count, self._arrivals.running_count)
         if room != self._told_room:
             self._told_room = room
-            self._tell(RoomExpected(time.monotonic(), *room))
-        now_s = time.monotonic()
+            self._tell(RoomExpected(self._now(), *room))
+        now_s = self._now()
         limit_blocks = self._arrivals.prompt_limit_blocks(now_s)
         if limit_blocks != self._told_limit_blocks:
             self._told_limit_blocks = limit_blocks
@@ -280,7 +263,7 @@ class Migrations:
         pieces = kv_pieces(self._kv, table, span.first_block, span.last_block, 0, layers)
         transfer = self._transfer(command, pieces, BEHIND_EXCHANGE)
         if isinstance(transfer, str):
-            self._carry_out(self._departures.give_up(time.monotonic(), command.migration_id, transfer))
+            self._carry_out(self._departures.give_up(self._now(), command.migration_id, transfer))
         else:
             self._transfers = [t for t in self._transfers if not t.done.done()] + [transfer]
 
@@ -297,7 +280,7 @@ class Migrations:
         return transfer
 
     def _hand_away(self, command: HandAway) -> None:
-        table, span, now_s = self._book.table(command.sequence_id), command.span, time.monotonic()
+        table, span, now_s = self._book.table(command.sequence_id), command.span, self._now()
         link = self._link[command.to]
         if link.retired or not link.is_up:  # nothing is lost while the sequence is here
             self._carry_out(self._departures.give_up(now_s, command.migration_id, "its link has ended"))
@@ -364,7 +347,7 @@ class Migrations:
             self._carry_out(self._arrivals.landed(event.at_s, event.message.migration_id, event.span))
 
     def _adopt(self, command: Adopt) -> None:
-        snapshot, now_s = command.snapshot, time.monotonic()
+        snapshot, now_s = command.snapshot, self._now()
         if self._role.stages or not self._role.leads:
             return  # it has become a member of a group since it gave up: the dispatcher has the request replayed
         self._tell_room()

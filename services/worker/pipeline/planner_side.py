@@ -3,7 +3,8 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
+from typing import Protocol
 
 from ballast.common.errors import InvalidRequest, InvariantViolation, StaleEpoch
 from ballast.common.ids import Epoch, WorkerId
@@ -16,6 +17,7 @@ from services.worker.core.transition_messages import AbortRequested, CommitReque
 from services.worker.pipeline.events import MigrationOrdered, PlanReceived, Told
 from services.worker.pipeline.member import GroupMember
 from services.worker.pipeline.restoring import BEFORE_COMMIT
+from services.worker.pipeline.status import Progress
 from services.worker.shell import MemberEvent
 
 _HOLD_S = 0.05
@@ -24,17 +26,39 @@ _LONGEST_ORDER_S = 60.0  # of migrations
 _FORGOTTEN_S = 15.0  # without a planner's question a plan that is prepared here will not be committed any more
 
 
+class Timer(Protocol):
+    def cancel(self) -> None: ...
+
+
+class Later(Protocol):
+    """Calls back after so many seconds."""
+
+    def __call__(self, delay_s: float, act: Callable[[Epoch], None], epoch: Epoch, /) -> Timer: ...
+
+
+def _on_the_loop(delay_s: float, act: Callable[[Epoch], None], epoch: Epoch, /) -> Timer:
+    return asyncio.get_running_loop().call_later(delay_s, act, epoch)
+
+
 class Transitions:
     """Lives on the event loop; the member does the work on the engine thread."""
 
-    def __init__(self, member: GroupMember, post: Callable[[MemberEvent], None]) -> None:
+    def __init__(
+        self,
+        member: GroupMember,
+        post: Callable[[MemberEvent], None],
+        now: Callable[[], float] = time.monotonic,
+        later: Later = _on_the_loop,
+    ) -> None:
         self._member = member
         self._post = post
+        self._now = now
+        self._later = later
         self._aborted: dict[Epoch, str] = {}  # before this worker had heard of them: a Prepare that comes late is stale
         self._heard_at_s = 0.0  # of a transition, from a planner
         self._published = asyncio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._watchdog: asyncio.TimerHandle | None = None
+        self._watchdog: Timer | None = None
         member.published.on_publish = self._wake
 
     def prepare(self, request: pb.PrepareRequest) -> None:
@@ -45,7 +69,14 @@ class Transitions:
             plan.target.check()
         except InvariantViolation as error:
             raise InvalidRequest("target", error.why) from error
-        newest, self._heard_at_s = self._member.newest_epoch, time.monotonic()
+        self.take(plan, [(s.layer, WorkerId(s.worker_id) or None) for s in request.sources], patient=request.patient)
+
+    def take(self, plan: Plan, sources: Sequence[tuple[int, WorkerId | None]], *, patient: bool) -> None:
+        """A plan that is valid as such. `sources`: (layer, holder) in the order to be tried; None: host copy or disk.
+
+        Raises InvalidRequest or StaleEpoch, as `prepare`.
+        """
+        newest, self._heard_at_s = self._member.newest_epoch, self._now()
         if plan.epoch < newest:
             raise StaleEpoch("layout epoch", plan.epoch, newest)
         if plan.epoch in self._aborted:
@@ -53,28 +84,27 @@ class Transitions:
         if part_of(plan, self._member.me) is None:
             raise InvalidRequest("target", f"{self._member.me} has no part in it")
         addresses = {m.worker_id: m.data_address for g in plan.target.groups for m in g.members}
-        sources: dict[int, tuple[WorkerId, ...]] = {}
-        for source in request.sources:
-            named = (WorkerId(source.worker_id),) if source.worker_id else ()
-            sources[source.layer] = sources.get(source.layer, ()) + named
-        self._post(PlanReceived(plan, addresses, sources, request.patient))
+        holders: dict[int, tuple[WorkerId, ...]] = {}
+        for layer, holder in sources:
+            holders[layer] = holders.get(layer, ()) + ((holder,) if holder else ())
+        self._post(PlanReceived(plan, addresses, holders, patient))
         self._watch(plan.epoch)
 
     def _watch(self, epoch: Epoch) -> None:
         """A plan whose planner has fallen silent is taken back, and a Commit that comes after all is answered so."""
         if self._watchdog is not None:
             self._watchdog.cancel()
-        self._watchdog = asyncio.get_running_loop().call_later(_FORGOTTEN_S, self._take_back_if_silent, epoch)
+        self._watchdog = self._later(_FORGOTTEN_S, self._take_back_if_silent, epoch)
 
     def _take_back_if_silent(self, epoch: Epoch) -> None:
-        phase, silent_s = self._phase(epoch), time.monotonic() - self._heard_at_s
+        phase, silent_s = self._phase(epoch), self._now() - self._heard_at_s
         if phase is not None and phase not in BEFORE_COMMIT:
             return
         if silent_s < _FORGOTTEN_S:
             self._watch(epoch)
             return
         why = f"no planner has asked for it for {silent_s:.0f} s"
-        self._post(Told(epoch, PreparationFailed(time.monotonic(), epoch, why)))
+        self._post(Told(epoch, PreparationFailed(self._now(), epoch, why)))
 
     async def when_prepared(self, epoch: int) -> pb.TransitionStatus:
         """The planner need not come back for what takes a few milliseconds."""
@@ -106,12 +136,12 @@ class Transitions:
                 loop.call_soon_threadsafe(self._published.set)
 
     def commit(self, epoch: int) -> None:
-        self._post(Told(Epoch(epoch), CommitRequested(time.monotonic(), Epoch(epoch))))
+        self._post(Told(Epoch(epoch), CommitRequested(self._now(), Epoch(epoch))))
 
     def abort(self, epoch: int, why: str) -> None:
         if Epoch(epoch) not in self._member.progress:
             self._aborted = {Epoch(epoch): why}
-        self._post(Told(Epoch(epoch), AbortRequested(time.monotonic(), Epoch(epoch), why)))
+        self._post(Told(Epoch(epoch), AbortRequested(self._now(), Epoch(epoch), why)))
 
     def migrate(self, request: pb.MigrateRequest) -> None:
         """Raises InvalidRequest: it makes no sense for this worker."""
@@ -128,7 +158,7 @@ class Transitions:
                 target=WorkerId(target.worker_id),
                 peer_address=peer.data_address,
                 block_budget=request.block_budget,
-                until_s=time.monotonic() + request.within_s,
+                until_s=self._now() + request.within_s,
                 cause_id=request.cause_id,
             )
         )
@@ -141,16 +171,24 @@ class Transitions:
         """What nobody will commit any more. Not if its planner was heard a moment ago: words overtake each other."""
         epoch = self._member.newest_epoch
         waits = self._phase(epoch) in BEFORE_COMMIT and epoch <= settled_epoch
-        if waits and time.monotonic() - self._heard_at_s >= _SILENCE_S:
+        if waits and self._now() - self._heard_at_s >= _SILENCE_S:
             why = f"nobody remembers it: all is decided up to epoch {settled_epoch}"
-            self._post(Told(epoch, AbortRequested(time.monotonic(), epoch, why)))
+            self._post(Told(epoch, AbortRequested(self._now(), epoch, why)))
 
     def status(self, epoch: int) -> pb.TransitionStatus:
         """UNSPECIFIED for an epoch this worker has not heard of."""
-        self._heard_at_s = time.monotonic()
-        progress = self._member.progress.get(Epoch(epoch))
+        phase, why, progress = self.said(Epoch(epoch))
         if progress is not None:
             return STATUS.message(progress)
-        if (why := self._aborted.get(Epoch(epoch))) is not None:
+        if phase is Phase.ABORTED:
             return pb.TransitionStatus(epoch=epoch, phase=pb.TRANSITION_PHASE_ABORTED, why=why)
         return pb.TransitionStatus(epoch=epoch)
+
+    def said(self, epoch: Epoch) -> tuple[Phase, str, Progress | None]:
+        """The answer to a planner: how far the transition is here, and why; NONE for an epoch not heard of."""
+        self._heard_at_s = self._now()
+        progress = self._member.progress.get(epoch)
+        if progress is not None:
+            return progress.phase, progress.why, progress
+        aborted = self._aborted.get(epoch)
+        return (Phase.NONE, "", None) if aborted is None else (Phase.ABORTED, aborted, None)

@@ -20,17 +20,14 @@ from ballastpb.worker.v1 import stage_pb2 as pb
 from services.worker.core.batch import Batch, SequenceId
 from services.worker.core.plan import Plan
 from services.worker.core.precopy import Precopy, Source, Span, sources_of
-from services.worker.core.stage import StageBook
 from services.worker.links.traffic import TrafficClass
 from services.worker.links.transfer import Transfer
-from services.worker.memory.kv_cache import KvCache
 from services.worker.pipeline.events import KvAheadArrived, KvAheadAsked, ShareTold, Woken
 from services.worker.pipeline.exchange import BEHIND_EXCHANGE, kv_pieces
-from services.worker.pipeline.hub import Hub
+from services.worker.pipeline.ground import Ground
 from services.worker.pipeline.status import Progress
 from services.worker.pipeline.wire import Topic
 from services.worker.policy.placement import MemberView, PlacementView, place
-from services.worker.shell import MemberEvent
 
 if TYPE_CHECKING:
     import torch
@@ -58,28 +55,21 @@ class PrecopyRun:
         self,
         where: Place,
         progress: Progress,
-        *,
-        kv: KvCache,
-        book: StageBook,
-        hub: Hub,
-        tell: Callable[[WorkerId, Topic, bytes, int], object],
-        synchronise: Callable[[], None],
+        ground: Ground,
         arrange: Callable[[Collection[SequenceId], bool], None],
-        post: Callable[[MemberEvent], None],
     ) -> None:
-        """`tell` sends a control message over the coming layout's link; `synchronise` waits for the device; `arrange`
-        moves blocks of sequences that stay to where there is room for what comes, and, if so told, those of the others
-        away from there.
+        """`arrange` moves blocks of sequences that stay to where there is room for what comes, and, if so told, those
+        of the others away from there.
         """
         self._where = where
         self._progress = progress
-        self._kv = kv
-        self._book = book
-        self._hub = hub
-        self._tell = tell
-        self._synchronise = synchronise
+        self._kv = kv = ground.memory.kv
+        self._book = book = ground.book
+        self._hub = ground.hub
+        self._links = ground.links
+        self._synchronise = ground.memory.pool.backend.synchronise
         self._arrange = arrange
-        self._post = post
+        self._post = ground.post
         self._sources = {s.worker_id: s for s in sources_of(where.plan, where.me)}
         most_layers = max((s.last_layer - s.first_layer for s in self._sources.values()), default=1)
         max_blocks = max(1, _BUFFER_BYTES // (most_layers * kv.shape.block_bytes))
@@ -115,6 +105,10 @@ class PrecopyRun:
                 self._answer(event)
             case KvAheadArrived():
                 self._land(event)
+
+    def _tell(self, to: WorkerId, topic: Topic, body: bytes, stream: int) -> None:
+        """Over the link of the layout that is to come."""
+        self._links.send(to, TrafficClass.CONTROL, topic, body, stream=stream, epoch=self.epoch)
 
     # ------------------------------------------------------------ who goes where
 

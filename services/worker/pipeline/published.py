@@ -1,6 +1,5 @@
 """What others may read of this worker's part in its group: how far transitions are, and where its stage's time goes."""
 
-import time
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -24,18 +23,15 @@ def _nothing() -> None:
 class Published:
     """Counted and published on the engine thread, read on any."""
 
-    def __init__(self) -> None:
+    def __init__(self, now: Callable[[], float]) -> None:
+        self._now = now
         self.clock = StageClock()
         self.migrations = MigrationTotals()
         self.stale_total = 0  # events of another time, which have changed nothing
+        self.newest_epoch = Epoch(0)  # the highest that this worker has heard of: it takes part in no lower one
         self.progress: dict[Epoch, Progress] = {}  # replaced, never changed
         self.on_publish: Callable[[], None] = _nothing  # called after that, on the engine thread
         self._counted: Progress | None = None
-
-    @property
-    def newest_epoch(self) -> Epoch:
-        """The highest that this worker has heard of: it takes part in no lower one."""
-        return max(self.progress, default=Epoch(0))
 
     @property
     def counted(self) -> Progress:
@@ -46,7 +42,7 @@ class Published:
 
     def begin(self, epoch: Epoch, block_count: int) -> Progress:
         """Nothing is published by that yet."""
-        self._counted = Progress(epoch=epoch, began_s=time.monotonic(), block_count_before=block_count)
+        self._counted = Progress(epoch=epoch, began_s=self._now(), block_count_before=block_count)
         return self._counted
 
     def note(self, event: Event) -> None:
@@ -59,7 +55,7 @@ class Published:
 
     def note_commit(self) -> None:
         progress = self.counted
-        progress.commit_at_s = progress.commit_at_s or time.monotonic()
+        progress.commit_at_s = progress.commit_at_s or self._now()
 
     def publish(self, transition: Transition) -> None:
         self.counted.why = transition.why
@@ -75,11 +71,11 @@ class Published:
     def publish_as(self, epoch: Epoch, phase: Phase) -> None:
         progress = self.counted
         if progress.phase is not phase:
-            self.clock.note_transition(time.monotonic(), epoch, phase.name.lower())
+            self.clock.note_transition(self._now(), epoch, phase.name.lower())
         progress.phase = phase
         if progress.phase is Phase.PREPARED and not progress.prepare_s:
-            progress.prepare_s = time.monotonic() - progress.began_s
+            progress.prepare_s = self._now() - progress.began_s
         published = dict(list(self.progress.items())[-_KEPT_TRANSITIONS:])
         published[epoch] = replace(progress)
-        self.progress = published
+        self.progress, self.newest_epoch = published, max(self.newest_epoch, epoch)
         self.on_publish()

@@ -4,7 +4,6 @@
 what the group hears of it.
 """
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 
 from ballast.common.errors import InvariantViolation
@@ -16,12 +15,9 @@ from services.worker.core.blocks import blocks_for
 from services.worker.core.events import PrefillLimited
 from services.worker.core.plan import Plan
 from services.worker.core.room import Room, RoomKeeper
-from services.worker.core.stage import StageBook
 from services.worker.core.transition import Transition
 from services.worker.core.transition_messages import Event, MemoryReady, PreparationFailed
-from services.worker.core.worker import WorkerCore
 from services.worker.links.traffic import TrafficClass
-from services.worker.memory.device import DeviceMemory
 from services.worker.pipeline.capacity import Capacities
 from services.worker.pipeline.events import (
     KvAheadArrived,
@@ -33,15 +29,11 @@ from services.worker.pipeline.events import (
     ShareTold,
     Woken,
 )
+from services.worker.pipeline.ground import Ground
 from services.worker.pipeline.homecoming import Homecoming
-from services.worker.pipeline.hub import Hub
-from services.worker.pipeline.links import Links
 from services.worker.pipeline.precopy import Place, PrecopyRun
-from services.worker.pipeline.published import Published
-from services.worker.pipeline.role import Role
 from services.worker.pipeline.status import Progress
 from services.worker.pipeline.wire import Topic
-from services.worker.shell import MemberEvent
 
 BEFORE_COMMIT = (Phase.PREPARING, Phase.PREPARED)
 # Of prompts in a batch beside decodes. Layers that come take bandwidth, and time of the processor, from every batch:
@@ -57,37 +49,30 @@ class Restoring:
 
     def __init__(
         self,
-        role: Role,
-        links: Links,
+        ground: Ground,
         capacities: Capacities,
         homecoming: Homecoming,
-        published: Published,
         *,
-        core: WorkerCore,
-        book: StageBook,
-        memory: DeviceMemory,
-        hub: Hub,
         max_running_count: int,
         under_way: Callable[[], Transition | None],
         drive: Callable[[Event], None],
-        tell: Callable[[PrefillLimited], object],
-        post: Callable[[MemberEvent], None],
     ) -> None:
-        """`core` is only read, `tell` is how it hears of something; `drive` tells the transition that is under way."""
-        self._role = role
-        self._links = links
+        """`drive` tells the transition that is under way."""
+        self._ground = ground
+        self._role = ground.role
+        self._links = ground.links
         self._capacities = capacities
         self._homecoming = homecoming
-        self._published = published
-        self._core = core
-        self._book = book
-        self._memory = memory
-        self._hub = hub
+        self._published = ground.published
+        self._core = ground.core
+        self._book = ground.book
+        self._memory = ground.memory
         self._max_running_count = max_running_count
         self._under_way = under_way
         self._drive = drive
-        self._tell = tell
-        self._post = post
+        self._tell = ground.answers.tell
+        self._now = ground.now
+        self._post = ground.post
         self._keeper: RoomKeeper | None = None  # leader: of the restore that is being prepared
         self._granted: dict[Room, Epoch] = {}  # the last restore for which the leader has granted it
         self._withdrawn_epoch = Epoch(0)  # the restore that the leader has given up
@@ -101,6 +86,10 @@ class Restoring:
         return not self.undoing and self.copies_idle
 
     @property
+    def at_rest(self) -> bool:
+        return self.idle and self._keeper is None and self._homecoming.wants is Room.NONE
+
+    @property
     def copies_idle(self) -> bool:
         """Nothing of the cache is read to be copied ahead."""
         return self.precopy is None or self.precopy.idle
@@ -110,22 +99,12 @@ class Restoring:
         return self._withdrawn_epoch
 
     def plan(self, transition: Transition, progress: Progress) -> PrecopyRun:
-        epoch, role = transition.epoch, self._role
+        role = self._role
         narrow = self._capacities.smallest_narrow
         where = Place(role.me, transition.plan, role.leads, narrow, self._max_running_count)
         self._asked_early = []
         self.precopy = PrecopyRun(
-            where,
-            progress,
-            kv=self._memory.kv,
-            book=self._book,
-            hub=self._hub,
-            tell=lambda to, topic, body, i: self._links.send(
-                to, TrafficClass.CONTROL, topic, body, stream=i, epoch=epoch
-            ),
-            synchronise=self._memory.pool.backend.synchronise,
-            arrange=lambda ids, evacuate: self._homecoming.arrange(ids, evacuate=evacuate),
-            post=self._post,
+            where, progress, self._ground, lambda ids, evacuate: self._homecoming.arrange(ids, evacuate=evacuate)
         )
         return self.precopy
 
@@ -171,14 +150,14 @@ class Restoring:
             self._keeper = RoomKeeper(self._capacities.sizes or {}, patient=patient)
 
     def _limit_prefill(self, token_count: int | None) -> None:
-        self._tell(PrefillLimited(time.monotonic(), token_count))
+        self._tell(PrefillLimited(self._now(), token_count))
 
     # ------------------------------------------------------------ room
 
     def _lead(self, transition: Transition) -> None:
         keeper, epoch = self._keeper, transition.epoch
         if transition.phase in BEFORE_COMMIT and (why := self.why_too_long()):
-            self._drive(PreparationFailed(time.monotonic(), epoch, why))
+            self._drive(PreparationFailed(self._now(), epoch, why))
         if keeper is None or transition.phase is not Phase.PREPARING or self._links.missing:
             return
         longest = blocks_for(self._core.longest_token_count + 2, self._memory.kv.shape.block_tokens)
@@ -220,7 +199,7 @@ class Restoring:
         self._pass_on_withdrawal(epoch)
         transition = self._under_way()
         if transition is not None and transition.epoch == epoch:
-            self._drive(PreparationFailed(time.monotonic(), epoch, "the leader has given it up"))
+            self._drive(PreparationFailed(self._now(), epoch, "the leader has given it up"))
         if not self.undoing:  # else it is said then
             self._capacities.tell_leader(self._withdrawn_epoch)
 
@@ -257,7 +236,7 @@ class Restoring:
             self._after_pull(transition)
 
     def _after_pull(self, transition: Transition) -> None:
-        now_s, precopy = time.monotonic(), self.the_precopy()
+        now_s, precopy = self._now(), self.the_precopy()
         if self._homecoming.failure:
             self._drive(PreparationFailed(now_s, transition.epoch, self._homecoming.failure))
         elif self._homecoming.wants is Room.KV:
@@ -289,13 +268,13 @@ class Restoring:
         if isinstance(event, KvAheadAsked) and moves:
             self._asked_early.append(event)
             return
-        self.the_precopy().handle(event, time.monotonic())
+        self.the_precopy().handle(event, self._now())
 
     def copy_ahead(self, transition: Transition) -> None:
         """Between two batches."""
         if self.precopy is None:
             return
-        now_s = time.monotonic()
+        now_s = self._now()
         self.precopy.poll(now_s, self._core.placements)
         if self._asked_early and self.precopy.arranged:
             early, self._asked_early = self._asked_early, []

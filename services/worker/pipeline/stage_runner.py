@@ -2,46 +2,22 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from ballast.common.errors import Unavailable
 from ballast.common.ids import Epoch
 from ballast.service.logs import get_logger
 from services.worker.core.batch import Batch, StepResult
-from services.worker.core.stage import StageBook
 from services.worker.links.pace import StagePace
-from services.worker.links.traffic import TrafficClass
 from services.worker.pipeline.events import BatchArrived, ResultArrived
-from services.worker.pipeline.links import Links
+from services.worker.pipeline.ground import Ground, StageEngine
 from services.worker.pipeline.precopy import PrecopyRun
-from services.worker.pipeline.published import Published
-from services.worker.pipeline.role import Role
-from services.worker.pipeline.wire import Topic, batch_to_bytes, failure_to_bytes, result_to_bytes
 from services.worker.shell import StepOutcome
 
 if TYPE_CHECKING:
     import torch
-
-_HEAD_BYTES = 2048  # longer heads of batches, prompts are in them, go before their hidden states
-
-
-class StageEngine(Protocol):
-    """The part of the engine that runs batches."""
-
-    def run_stage(
-        self,
-        batch: Batch,
-        block_tables: Sequence[Sequence[int]],
-        hidden_TD: torch.Tensor | None,
-        *,
-        first_layer: int,
-        last_layer: int,
-    ) -> StepResult | torch.Tensor: ...
-
-    def forget_all(self) -> None: ...
 
 
 class StageRunner:
@@ -49,29 +25,24 @@ class StageRunner:
 
     def __init__(
         self,
-        role: Role,
-        links: Links,
+        ground: Ground,
         engine: StageEngine,
         *,
-        book: StageBook,
-        published: Published,
         pace: StagePace,
         precopy: Callable[[], PrecopyRun | None],
         awaits_roster: Callable[[Epoch], bool],
-        memory_is_awaited: Callable[[], bool],
     ) -> None:
-        """`precopy` is told of every batch; `awaits_roster`: in that epoch nobody knows yet which blocks are free;
-        `memory_is_awaited`, of a leader: requests have not been let in.
-        """
-        self._role = role
-        self._links = links
+        """`precopy` is told of every batch; `awaits_roster`: in that epoch nobody knows yet which blocks are free."""
+        self._role = ground.role
+        self._links = ground.links
+        self._core = ground.core
         self._engine = engine
-        self._book = book
-        self._published = published
+        self._book = ground.book
+        self._published = ground.published
+        self._now = ground.now
         self._pace = pace
         self._precopy = precopy
         self._awaits_roster = awaits_roster
-        self._memory_is_awaited = memory_is_awaited
         self._early: list[BatchArrived] = []  # batches of a leader that is ahead of this member
 
     @property
@@ -85,9 +56,10 @@ class StageRunner:
         if precopy is not None:
             precopy.begins(batch)
         if role.leads and batch.slices:
-            awaited = self._memory_is_awaited()
-            batch = replace(batch, quiet_s=clock.take_quiet_s(), memory_is_awaited=awaited)
-        began_s = time.monotonic()
+            quiet_s, awaited = clock.take_quiet_s(), self._core.memory_is_awaited
+            if quiet_s or awaited:
+                batch = replace(batch, quiet_s=quiet_s, memory_is_awaited=awaited)
+        began_s = self._now()
         in_pipeline = bool(role.stages and batch.slices)
         if in_pipeline:
             self._pace.memory_is_awaited = batch.memory_is_awaited
@@ -101,7 +73,7 @@ class StageRunner:
             return None
         except (RuntimeError, ValueError, IndexError) as error:
             return self._failed(batch, f"{type(error).__name__}: {error}")
-        ended_s = time.monotonic()
+        ended_s = self._now()
         if in_pipeline:
             self._pace.ran(ended_s - began_s)
         if batch.slices:
@@ -111,33 +83,31 @@ class StageRunner:
         if not role.is_last:
             self._send_on(batch, None if isinstance(out, StepResult) else out)
             return None
+        if batch.failure:
+            self._links.tell_result((batch.step_id, batch.failure))
         if not batch.slices:
             return None
         assert isinstance(out, StepResult)
         if role.leads:
             return StepOutcome(batch.step_id, out)
-        self._tell_leader(result_to_bytes(out))
+        self._links.tell_result(out)
         return None
 
     def _send_on(self, batch: Batch, hidden_TD: torch.Tensor | None) -> None:
-        to, head = self._role.next_stage, batch_to_bytes(batch)
-        if len(head) > _HEAD_BYTES:
-            self._links.send(to, TrafficClass.ACTIVATION, Topic.BATCH_HEAD, head)
-            head = b""
-        began_s, epoch, clock = time.monotonic(), self._role.epoch, self._published.clock
-        sent = self._links.send(to, TrafficClass.ACTIVATION, Topic.BATCH, head, hidden_TD)
+        began_s, epoch, clock = self._now(), self._role.epoch, self._published.clock
+        sent = self._links.pass_batch(batch, hidden_TD)
         if sent is not None and batch.slices:
-            sent.add_done_callback(lambda _: clock.sent(batch, epoch, began_s, time.monotonic()))
+            sent.add_done_callback(lambda _: clock.sent(batch, epoch, began_s, self._now()))
 
     def _failed(self, batch: Batch, why: str) -> StepOutcome | None:
         get_logger().error("stage could not run a batch", step_id=batch.step_id, why=why)
-        if self._role.leads:
-            return StepOutcome(batch.step_id, None, why)
-        self._tell_leader(failure_to_bytes(batch.step_id, why))
+        if self._role.is_last:
+            if self._role.leads:
+                return StepOutcome(batch.step_id, None, why)
+            self._links.tell_result((batch.step_id, why))
+        else:  # those behind compute nothing, and hear what it adds and removes; the last one tells it in its turn
+            self._send_on(replace(batch, slices=(), failure=why), None)
         return None
-
-    def _tell_leader(self, result: bytes) -> None:
-        self._links.send(self._role.leader, TrafficClass.ACTIVATION, Topic.RESULT, result)
 
     def arrived(self, event: BatchArrived) -> None:
         # Its leader has everybody's word but ours has not been carried out yet; or its roster, which comes another

@@ -13,7 +13,6 @@ class Progress(Status):
     began_s: float
     phase: Phase = Phase.PREPARING
     links_s: float = 0.0  # from hearing of the plan
-    layers_s: float = 0.0  # of a restore: until all layers are here
     room_s: float = 0.0  # of a restore: until there is room for copies of the KV
     memory_s: float = 0.0
     commit_at_s: float = 0.0

@@ -83,6 +83,7 @@ def batch_to_bytes(batch: Batch) -> bytes:
         samples=[s.samples for s in slices],
         quiet_s=batch.quiet_s,
         memory_is_awaited=batch.memory_is_awaited,
+        failure=batch.failure,
     ).SerializeToString()
 
 
@@ -96,7 +97,7 @@ def batch_from_bytes(data: bytes) -> Batch:
         at += count
     added = tuple(_new_from_proto(new) for new in message.added)
     removed, awaited = tuple(message.removed), message.memory_is_awaited
-    return Batch(message.step_id, removed, added, tuple(slices), message.quiet_s, awaited)
+    return Batch(message.step_id, removed, added, tuple(slices), message.quiet_s, awaited, message.failure)
 
 
 def result_to_bytes(result: StepResult) -> bytes:

@@ -22,7 +22,7 @@ _PREFILL = 0.25  # of a full microbatch, so much prefill is in it however many d
 # time to the first token from 6.2 to 5.8 s (a model in virtual time; 4 is between, 16 no better).
 _RESERVE = 8
 # Of the average. Less makes microbatches of more equal cost, and more of them: with 0.4 two stages had as few bubbles,
-# and 2 % more to execute (benchmarks.pipeline_bubbles).
+# and 2 % more to execute (benchmarks/results: pipeline bubbles).
 _ATTENTION = 0.8
 _AHEAD = 1  # microbatches in flight beyond one for each stage, while others wait and
 _LEAST = 0.2  # of a microbatch is the most that is due to its being one, and not to what is in it
@@ -33,22 +33,20 @@ _COUNTS_PER_OCTAVE = 16
 _OVERHEAD = 0.1  # a microbatch without decodes is so long that what it costs at least is not more than this part of it
 
 
-def lookahead(
-    model: Callable[[], CostModel | None], otherwise: Microbatching = by_token_count, *, ahead: int = _AHEAD
-) -> Microbatching:
-    """Asks for the cost model each time, as it is fitted anew while the worker runs; without one, `otherwise`."""
+def lookahead(model: Callable[[], CostModel | None]) -> Microbatching:
+    """Asks for the cost model each time, as it is fitted anew while the worker runs; without one, by token count."""
 
     def form(view: PipelineView) -> Share:
         cost = model()
         if cost is not None:
-            return _Former(view, cost, ahead).form()
-        return otherwise(view) if view.in_flight_count < view.stage_count else []
+            return _Former(view, cost).form()
+        return by_token_count(view) if view.in_flight_count < view.stage_count else []
 
-    return Microbatching(form, ahead)
+    return Microbatching(form, _AHEAD)
 
 
 class _Former:
-    def __init__(self, view: PipelineView, cost: CostModel, ahead: int) -> None:
+    def __init__(self, view: PipelineView, cost: CostModel) -> None:
         self._view = view
         self._cost = cost
         self._least_s = cost.shared_s + cost.many_s  # of any batch
@@ -60,7 +58,7 @@ class _Former:
         self._prefill_s = 0.0  # of what is left, and of what is in flight
         for index, candidate in enumerate(view.candidates):
             self._look_at(index, candidate)
-        self._count = view.stage_count + ahead  # of microbatches that circulate
+        self._count = view.stage_count + _AHEAD  # of microbatches that circulate
         if not self._ahead_pays():
             self._count = view.stage_count
 

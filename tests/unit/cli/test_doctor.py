@@ -1,3 +1,4 @@
+import importlib.util
 import socket
 from io import StringIO
 from pathlib import Path
@@ -9,10 +10,11 @@ from ballast.cli import checks
 from ballast.cli.checks import Finding, Verdict
 from ballast.cli.doctor import render
 from ballast.cli.main import main
-from ballast.common.extras import DISTRIBUTION
+from ballast.common.extras import CLUSTER_DISTRIBUTION
 from ballast.model.tiny import make_preset
 
 
+@pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="without torch no worker can run, as doctor says")
 def test_this_machine_is_fit(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     model = make_preset("tiny", tmp_path / "tiny")
     with socket.socket() as probe:
@@ -47,14 +49,17 @@ def test_old_software_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     assert checks.torch_version().verdict is Verdict.FAIL
 
     def requires(distribution: str) -> list[str]:
-        assert distribution == DISTRIBUTION
-        return ["grpcio>=1.72.1", "rich>=13; extra == 'cli'", "torch>=99; extra == 'worker'"]
+        if distribution == CLUSTER_DISTRIBUTION:
+            return ["ballast-serve[cli]==0.1.0", "redis>=1000", "torch>=99; extra == 'worker'"]
+        return ["grpcio>=1.72.1", "rich>=13; extra == 'cli'"]
 
     monkeypatch.setattr("importlib.metadata.requires", requires)
     packages = checks.packages()
     assert packages.verdict is Verdict.FAIL
     assert "grpcio>=1.72.1 (there is 1.60.0)" in packages.text
+    assert "redis>=1000" in packages.text
     assert "torch" not in packages.text
+    assert "ballast" not in packages.text
 
 
 def test_too_little_memory_fails() -> None:

@@ -79,6 +79,19 @@ def test_drain(scripted: ScriptedDispatcher, capsys: pytest.CaptureFixture[str])
     assert capsys.readouterr().out == "worker-0 takes nothing new; 5 requests still running there\n"
 
 
+def test_a_dispatcher_is_drained_and_taken_back(
+    scripted: ScriptedDispatcher, capsys: pytest.CaptureFixture[str]
+) -> None:
+    address = os.environ["BALLAST_ADDRESS"]
+    assert main(["drain", address]) == 0
+    assert scripted.drained
+    assert main(["undrain", address]) == 0
+    assert not scripted.drained
+    assert capsys.readouterr().out.endswith(f"{address} takes requests again\n")
+    assert main(["undrain", "worker-0"]) == 2
+    assert "worker-0: is no dispatcher's HOST:PORT; a worker that drains" in capsys.readouterr().err
+
+
 def test_health(
     scripted: ScriptedDispatcher, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -113,7 +126,7 @@ def test_nobody_there(capsys: pytest.CaptureFixture[str]) -> None:
         (["top", "--interval-s", "0"], "--interval-s: must be between"),
         (["up", "--model", "/no/such/folder"], "/no/such/folder"),
         (["up", "--workers", "-1"], "--workers: must be between 0 and 256, got -1"),
-        (["up", "--port", "70000"], "--port: 70000 is no port"),
+        (["up", "--port", "70000"], "--port: must be between 0 and 65535; got 70000"),
     ],
 )
 def test_what_is_wrong_is_said_in_one_line(

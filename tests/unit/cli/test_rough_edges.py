@@ -4,6 +4,7 @@ import ast
 import asyncio
 import contextlib
 import importlib
+import importlib.util
 import json
 import os
 import re
@@ -147,6 +148,15 @@ def test_a_wrong_address_is_asked_wrongly(command: str, capsys: pytest.CaptureFi
     assert capsys.readouterr().err == "ballast: address: must be host:port, got 'nonsense'\n"
 
 
+@pytest.mark.parametrize("command", ["plan", "drop", "restore", "transitions", "status", "generate"])
+def test_an_address_where_nobody_listens_is_told_in_the_same_words(
+    command: str, nobody: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([command, *(["x"] if command == "generate" else []), "--address", nobody]) == 1
+    want = f"ballast: {nobody}: cannot connect; does a dispatcher run there, without TLS?\n"
+    assert capsys.readouterr().err == want
+
+
 def test_status_adds_up_what_all_dispatchers_say(
     dispatcher: ScriptedDispatcher, nobody: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -220,6 +230,7 @@ def test_drain_health_doctor_and_model_speak_json(
 
     address = os.environ["BALLAST_ADDRESS"]
     assert told("drain", "worker-0") == {"name": "worker-0", "running_request_count": 5}
+    assert told("undrain", address) == {"name": address}
     assert told("health", "dispatcher", address)["healthy"] is True
     sick = told("health", "worker", address, status=1)
     assert (sick["healthy"], bool(sick["why"])) == (False, True)
@@ -227,7 +238,9 @@ def test_drain_health_doctor_and_model_speak_json(
     made = told("model", "make-tiny", "--out", str(tmp_path / "m"))
     assert told("model", "info", str(tmp_path / "m")) == made
     assert made["layer_count"] > 0
-    findings = told("doctor", "--port", address.rpartition(":")[2], "--device-memory-bytes", "64MiB")["findings"]
+    fit = 0 if importlib.util.find_spec("torch") else 1  # without torch no worker can run, as doctor says
+    doctor = ("doctor", "--port", address.rpartition(":")[2], "--device-memory-bytes", "64MiB")
+    findings = [one for one in told(*doctor, status=fit)["findings"] if one["subject"] != "torch"]
     assert {finding["verdict"] for finding in findings} <= {"ok", "warn"}
 
 
@@ -351,7 +364,7 @@ def test_help_lists_every_command_with_what_it_does(capsys: pytest.CaptureFixtur
         assert f"{name} {text}" in shown
 
 
-def test_every_flag_has_help() -> None:
+def test_every_flag_has_help_and_says_what_its_value_is() -> None:
     mute: list[str] = []
 
     def look(parser: Any) -> None:
@@ -359,7 +372,7 @@ def test_every_flag_has_help() -> None:
             if isinstance(action.choices, dict):
                 for inner in action.choices.values():
                     look(inner)
-            elif not action.help:
+            elif not action.help or (action.metavar == "X" and action.type is None):
                 mute.append(f"{parser.prog} {action.option_strings or action.dest}")
 
     look(build_parser("*"))

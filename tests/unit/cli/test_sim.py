@@ -7,6 +7,7 @@ import pytest
 from ballast.bench.records import Outcome
 from ballast.bench.results import BenchResult, read_result
 from ballast.cli.main import main
+from sim.jobs.machines import catalogue_machine, emulated_model
 from tests.support.simulated import burst
 
 MODEL = ("--model", "llama-2-13b", "--cluster", "2xA100-40G")
@@ -68,6 +69,61 @@ def test_a_scenario_says_everything_and_flags_change_it(
     scenario.write_text("description: a burst\nmodle: Llama-2-13B\n")
     assert main(["sim", "--scenario", str(scenario)]) == 2
     assert "modle: unknown setting" in capsys.readouterr().err
+
+
+GPU = """
+memory_bytes: 42949672960
+flops_per_s: 312.0e+12
+memory_bytes_per_s: 1.555e+12
+scale_up_bytes_per_s: 300.0e+9
+nic_bytes_per_s: 25.0e+9
+host_bytes_per_s: 25.0e+9
+gpus_per_host: 8
+"""
+
+
+def test_a_gpu_of_ones_own_is_a_file(trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With the catalogue's figures for an A100 it gives what an A100 does."""
+    own, fast = tmp_path / "own.yaml", tmp_path / "fast.yaml"
+    own.write_text(GPU)
+    fast.write_text(GPU.replace("312.0", "936.0").replace("1.555", "4.665"))
+
+    def p50_tpot_s(cluster: str) -> float:
+        out = tmp_path / "out.json"
+        flags = ("--model", "llama-2-13b", "--cluster", cluster, "--limit", "5", "--policy", "drop", "--json", str(out))
+        assert main(["sim", "--trace", str(trace), *flags]) == 0
+        return read_result(out).policies["drop"].tpot_s.p50 or 0.0
+
+    known, same, less = (p50_tpot_s(f"2x{name}") for name in ("A100-40G", own, fast))
+    assert known == same > less > 0.0
+    capsys.readouterr()
+    find = ("--find-gpus", "--gpu", str(own), "--model", "llama-2-13b", "--slo-ttft-s", "60", "--limit", "5")
+    assert main(["sim", "--trace", str(trace), *find]) == 0
+    assert "With drop 1 own keeps it" in " ".join(capsys.readouterr().out.split())
+    assert catalogue_machine(str(own), "llama-2-13b").name == "1 x own"
+    assert emulated_model(tmp_path / "model", str(own), Path("llama-2-13b")).machine.name == "1 x own"
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (None, "own.yaml: cannot be read: No such file or directory"),
+        ("- a\n- b\n", "own.yaml: must be one GPU's figures, as A800-80G has them"),
+        ("a: [\n", "own.yaml: is not YAML"),
+        (GPU.replace("gpus_per_host: 8\n", ""), "own.yaml: gpus_per_host: Field required"),
+        (GPU.replace("nic_bytes", "nick_bytes"), "own.yaml: nick_bytes_per_s: unknown figure"),
+        (GPU.replace("312.0e+12", "-1"), "own.yaml: flops_per_s: Input should be greater than 0"),
+    ],
+)
+def test_what_is_wrong_with_it_is_told(
+    content: str | None, told: str, trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = tmp_path / "own.yaml"
+    if content is not None:
+        own.write_text(content)
+    flags = ("--trace", str(trace), "--model", "llama-2-13b", "--cluster", f"2x{own}")
+    assert main(["sim", *flags]) == 2
+    assert told in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -212,90 +212,72 @@ def test_an_end_without_finish_reason_is_not_an_answer() -> None:
     tell(story)
 
 
-def test_before_the_first_token_another_dispatcher_takes_over() -> None:
-    async def run() -> None:
-        draining, healthy = ScriptedDispatcher("a"), ScriptedDispatcher("b")
-        async with (
-            serving(draining) as first,
-            serving(healthy) as second,
-            AsyncClient([free_address(), first, second]) as client,
-        ):
-            draining.refuse = [Unavailable("a", "draining")] * 10
-            for _ in range(6):
-                assert (await client.generate("x", request_id="same")).text == "t0 t1 t2 "
-            assert len(healthy.requests) == 6
-            assert {request.request_id for request in (*draining.requests, *healthy.requests)} == {"same"}
-            # What failed a moment ago comes last: it was not asked each time.
-            assert len(draining.requests) < 3
-
-    asyncio.run(run())
+async def test_before_the_first_token_another_dispatcher_takes_over() -> None:
+    draining, healthy = ScriptedDispatcher("a"), ScriptedDispatcher("b")
+    async with (
+        serving(draining) as first,
+        serving(healthy) as second,
+        AsyncClient([free_address(), first, second]) as client,
+    ):
+        draining.refuse = [Unavailable("a", "draining")] * 10
+        for _ in range(6):
+            assert (await client.generate("x", request_id="same")).text == "t0 t1 t2 "
+        assert len(healthy.requests) == 6
+        assert {request.request_id for request in (*draining.requests, *healthy.requests)} == {"same"}
+        # What failed a moment ago comes last: it was not asked each time.
+        assert len(draining.requests) < 3
 
 
-def test_after_the_first_token_nothing_is_repeated() -> None:
-    async def run() -> None:
-        failing, healthy = ScriptedDispatcher("a"), ScriptedDispatcher("b")
-        failing.fail_after = (1, Unavailable("a", "lost"))
-        async with serving(failing) as first, serving(healthy) as second, AsyncClient(f"{first},{second}") as client:
-            stream = client.stream("x")
-            assert (await anext(stream)).text == "t0 "
-            with pytest.raises(Unavailable):
-                await anext(stream)
-            assert healthy.requests == []
-
-    asyncio.run(run())
+async def test_after_the_first_token_nothing_is_repeated() -> None:
+    failing, healthy = ScriptedDispatcher("a"), ScriptedDispatcher("b")
+    failing.fail_after = (1, Unavailable("a", "lost"))
+    async with serving(failing) as first, serving(healthy) as second, AsyncClient(f"{first},{second}") as client:
+        stream = client.stream("x")
+        assert (await anext(stream)).text == "t0 "
+        with pytest.raises(Unavailable):
+            await anext(stream)
+        assert healthy.requests == []
 
 
-def test_a_record_left_by_a_dead_dispatcher_does_not_hide_why() -> None:
-    async def run() -> None:
-        dead, other = ScriptedDispatcher("a"), ScriptedDispatcher("b")
-        dead.refuse, other.refuse = [Unavailable("a", "lost")], [AlreadyExists("r is being served")]
-        async with serving(dead) as first, serving(other) as second, AsyncClient([first, second]) as client:
-            with pytest.raises(Unavailable, match="lost"):
+async def test_a_record_left_by_a_dead_dispatcher_does_not_hide_why() -> None:
+    dead, other = ScriptedDispatcher("a"), ScriptedDispatcher("b")
+    dead.refuse, other.refuse = [Unavailable("a", "lost")], [AlreadyExists("r is being served")]
+    async with serving(dead) as first, serving(other) as second, AsyncClient([first, second]) as client:
+        with pytest.raises(Unavailable, match="lost"):
+            await client.generate("x")
+
+
+async def test_requests_take_turns() -> None:
+    a, b = ScriptedDispatcher("a"), ScriptedDispatcher("b")
+    async with serving(a) as first, serving(b) as second, AsyncClient([first, second]) as client:
+        for _ in range(4):
+            await client.generate("x")
+        assert (len(a.requests), len(b.requests)) == (2, 2)
+        assert await client.drain(second) == 0
+        assert (a.drained, b.drained) == (False, True)
+        assert (await client.status(second)).dispatcher_id == "b"
+        with pytest.raises(InvalidRequest):
+            await client.status("elsewhere:1")
+
+
+async def test_nobody_there() -> None:
+    address = free_address()
+    async with AsyncClient(address) as client:
+        with pytest.raises(Unavailable) as caught:
+            await client.generate("x")
+        assert caught.value.target == address
+        with pytest.raises(Unavailable):
+            await client.cancel("r")
+
+
+async def test_an_address_that_swallows_packets_does_not_hold_the_call() -> None:
+    with socket.socket() as silent:  # accepts connections and never says a word
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        async with AsyncClient(address, connect_timeout_s=0.3) as client:
+            with pytest.raises(Unavailable, match="within"):
                 await client.generate("x")
-
-    asyncio.run(run())
-
-
-def test_requests_take_turns() -> None:
-    async def run() -> None:
-        a, b = ScriptedDispatcher("a"), ScriptedDispatcher("b")
-        async with serving(a) as first, serving(b) as second, AsyncClient([first, second]) as client:
-            for _ in range(4):
-                await client.generate("x")
-            assert (len(a.requests), len(b.requests)) == (2, 2)
-            assert await client.drain(second) == 0
-            assert (a.drained, b.drained) == (False, True)
-            assert (await client.status(second)).dispatcher_id == "b"
-            with pytest.raises(InvalidRequest):
-                await client.status("elsewhere:1")
-
-    asyncio.run(run())
-
-
-def test_nobody_there() -> None:
-    async def run() -> None:
-        address = free_address()
-        async with AsyncClient(address) as client:
-            with pytest.raises(Unavailable) as caught:
-                await client.generate("x")
-            assert caught.value.target == address
-            with pytest.raises(Unavailable):
-                await client.cancel("r")
-
-    asyncio.run(run())
-
-
-def test_an_address_that_swallows_packets_does_not_hold_the_call() -> None:
-    async def run() -> None:
-        with socket.socket() as silent:  # accepts connections and never says a word
-            silent.bind(("127.0.0.1", 0))
-            silent.listen()
-            address = f"127.0.0.1:{silent.getsockname()[1]}"
-            async with AsyncClient(address, connect_timeout_s=0.3) as client:
-                with pytest.raises(Unavailable, match="within"):
-                    await client.generate("x")
-
-    asyncio.run(run())
 
 
 def test_status_model_and_tokens() -> None:

@@ -1,9 +1,14 @@
 """Sampling as people write it: a mapping, a list of stops, one stop; and usage by OpenAI's names."""
 
+import asyncio
+import subprocess
+import sys
+from typing import Any
+
 import pytest
 
 import ballast.client
-from ballast.client import Client, InvalidRequest, Usage
+from ballast.client import AsyncClient, Client, InvalidRequest, SamplingParams, Unavailable, Usage
 from tests.support.scripted_dispatcher import serving_in_thread
 
 
@@ -21,6 +26,18 @@ def test_a_mapping_and_lists_are_taken() -> None:
     assert (answer.usage.prompt_tokens, answer.usage.completion_tokens, answer.usage.total_tokens) == (5, 3, 8)
 
 
+def test_max_tokens_is_a_word_of_its_own_and_beats_what_sampling_says() -> None:
+    with serving_in_thread() as (dispatcher, address), Client(address) as client:
+        client.generate("x", max_tokens=4)
+        client.generate("x", SamplingParams(max_tokens=9, seed=3), max_tokens=5)
+        client.generate("x", {"max_tokens": 9, "seed": 3}, max_tokens=6)
+        list(client.stream("x", max_tokens=7))
+        with pytest.raises(InvalidRequest, match=r"sampling\.max_tokens: must be between 1 and"):
+            client.generate("x", max_tokens=0)
+    assert [request.sampling.max_tokens for request in dispatcher.requests] == [4, 5, 6, 7]
+    assert [request.sampling.seed for request in dispatcher.requests[1:3]] == [3, 3]
+
+
 def test_a_name_that_is_not_known_is_told_with_those_that_are() -> None:
     with (
         Client("127.0.0.1:1") as client,
@@ -33,3 +50,52 @@ def test_the_sdk_exports_its_errors_and_types() -> None:
     assert {"InvalidRequest", "Overloaded", "Unavailable", "BallastError", "ModelInfo"} <= set(ballast.client.__all__)
     assert all(hasattr(ballast.client, name) for name in ballast.client.__all__)
     assert Usage is ballast.client.Usage
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ({"prompt": 5}, "prompt: must be text, got 5"),
+        ({"prompt": "x", "sampling": 5}, "sampling: must be SamplingParams or a mapping, got 5"),
+        ({"prompt": "x", "sampling": {"stop": 5}}, "sampling.stop: must be a list, got 5"),
+        ({"prompt": "x", "sampling": {"stop": [5]}}, "sampling.stop: must be strings, got 5"),
+        ({"prompt": "x", "sampling": {"stop_token_ids": "5"}}, "sampling.stop_token_ids: must be a list, got '5'"),
+        ({"messages": [5]}, "messages[0]: must be a ChatMessage or a mapping, got 5"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "messages[0].content[0]: only parts of type text are supported",
+        ),
+    ],
+)
+def test_what_is_of_the_wrong_kind_is_named(given: dict[str, Any], why: str) -> None:
+    with Client("127.0.0.1:1") as client, pytest.raises(InvalidRequest) as refused:
+        client.generate(**given)
+    assert str(refused.value) == why
+
+
+def test_content_may_come_in_parts_of_text() -> None:
+    parts = [{"type": "text", "text": "Hello, "}, {"type": "text", "text": "ship"}]
+    with serving_in_thread() as (dispatcher, address), Client(address) as client:
+        client.generate(messages=[{"role": "user", "content": parts}])
+    assert dispatcher.requests[0].conversation.messages[0].content == "Hello, ship"
+
+
+def test_a_closed_client_says_so() -> None:
+    async def story() -> None:
+        client = AsyncClient("127.0.0.1:1")
+        await client.close()
+        with pytest.raises(Unavailable, match="client: is closed"):
+            await client.generate("x")
+
+    asyncio.run(story())
+    client = Client("127.0.0.1:1")
+    client.close()
+    with pytest.raises(Unavailable, match="client: is closed"):
+        client.generate("x")
+
+
+def test_the_import_waits_for_nothing_that_only_failures_and_tls_need() -> None:
+    code = "import sys, ballast.client; print(*sorted(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    later = {"google.rpc", "grpc_status", "secrets", "hmac", "ballast.rpc.tls"}
+    assert later & set(done.stdout.split()) == set()

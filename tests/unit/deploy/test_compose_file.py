@@ -23,8 +23,33 @@ def test_ours_scales() -> None:
         spec = OURS[name]
         assert "container_name" not in spec.raw
         assert "hostname" not in spec.raw
-        # A replica needs a host port of its own: a single one collides.
-        assert all(re.match(r"127\.0\.0\.1:\d+-\d+:\d+$", port) for port in spec.published)
+        assert spec.published == ()  # a replica would need a port of its own, and people another address
+
+
+def test_one_port_is_published_and_to_this_machine_only() -> None:
+    everything = read_compose(ROOT / "docker-compose.yml", {}, ("emulated",))
+    assert {name: spec.published for name, spec in everything.items() if spec.published} == {
+        "gateway": ("127.0.0.1:8000:8000",)
+    }
+
+
+def test_nothing_takes_a_machine_over_or_fills_its_disk() -> None:
+    for name, spec in read_compose(ROOT / "docker-compose.yml", {}, ("emulated",)).items():
+        assert float(spec.raw["cpus"]) > 0, name
+        assert spec.raw["mem_limit"].endswith("g"), name
+        assert spec.raw["logging"]["options"].keys() == {"max-size", "max-file"}, name
+        assert spec.raw["restart"] == ("no" if name in ("keys", "model", "machine") else "on-failure:5"), name
+
+
+def test_sources_come_after_everything_that_is_installed_for_them() -> None:
+    stages = re.split(r"^FROM ", (ROOT / "deploy/docker/Dockerfile").read_text(), flags=re.MULTILINE)
+    installing = [stage for stage in stages if "requirements.txt\n" in stage and "pip install" in stage]
+    assert len(installing) == 2
+    assert all("COPY --from=sources" not in stage for stage in installing)
+    assert all("--no-deps" in stage for stage in stages if "COPY --from=sources" in stage)
+    kept = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
+    copied = re.findall(r"^COPY (?!--from)(.*) \S+$", "".join(stages), re.MULTILINE)
+    assert {name.split("/")[0] for names in copied for name in names.split()} <= {name.split("/")[0] for name in kept}
 
 
 def test_every_service_of_ours_that_stays_has_a_health_check() -> None:
@@ -66,8 +91,9 @@ def test_settings_of_ours_exist(name: str) -> None:
     module = __import__(f"services.{name}.config", fromlist=["config"])
     settings = getattr(module, f"{name.capitalize()}Settings")
     prefix = f"BALLAST_{name.upper()}__"
-    assert all(key.startswith(prefix) for key in OURS[name].environment)
-    values = {key.removeprefix(prefix).lower(): value for key, value in OURS[name].environment.items()}
+    own = {key: value for key, value in OURS[name].environment.items() if not key.startswith("HF_")}
+    assert all(key.startswith(prefix) for key in own)
+    values = {key.removeprefix(prefix).lower(): value for key, value in own.items()}
     assert settings.model_validate(values).port == int(values["port"])
 
 

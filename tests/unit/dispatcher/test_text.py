@@ -59,6 +59,41 @@ def test_a_template_cannot_reach_into_python(model: Path) -> None:
         conversation(PromptEncoder(model), ("user", "x"))
 
 
+ENDLESS = {
+    "turns of its loops": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+    "turns of": "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
+    "a repetition": "{{ 'x' * 100000000000 }}",
+    "a text or list": "{% set n = namespace(s='xxxx') %}{% for i in range(60) %}{% set n.s = n.s + n.s %}{% endfor %}",
+    "a text of more": "{% set n = namespace(s='xxxx') %}{% for i in range(60) %}{% set n.s = n.s ~ n.s %}{% endfor %}",
+    "characters of it": "{% for i in range(99999) %}{{ 'x' * 100000 }}{% endfor %}",
+    "a power": "{{ 10 ** 100000000 }}",
+    "recursion": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+}
+
+
+@pytest.mark.parametrize("why", ENDLESS)
+def test_a_template_that_does_not_end_is_ended(model: Path, why: str) -> None:
+    edit(model / "tokenizer_config.json", chat_template=ENDLESS[why])
+    with pytest.raises(InvalidRequest, match=why):
+        conversation(PromptEncoder(model), ("user", "x"))
+
+
+def test_a_template_with_many_turns_is_rendered_all_the_same(model: Path) -> None:
+    template = "{% for i in range(300) %}{% for j in range(300) %}{% if i == j %}x{% endif %}{% endfor %}{% endfor %}"
+    edit(model / "tokenizer_config.json", chat_template=template)
+    encoder = PromptEncoder(model)
+    assert list(conversation(encoder, ("user", "x"))) == list(
+        asyncio.run(encoder.encode_text("x" * 300, add_special_tokens=False))
+    )
+
+
+def test_a_text_that_is_too_long_for_certain_is_refused_untokenized(model: Path) -> None:
+    encoder = PromptEncoder(model)
+    with pytest.raises(InvalidRequest, match="16777216 characters, and the 100 tokens"):
+        asyncio.run(encoder.encode_text("x" * (16 << 20), longest=100))
+    assert asyncio.run(encoder.encode_text("x" * 100, longest=100))
+
+
 def test_without_a_template_conversations_are_refused_and_text_is_served(model: Path) -> None:
     edit(model / "tokenizer_config.json", chat_template=None)
     encoder = PromptEncoder(model)

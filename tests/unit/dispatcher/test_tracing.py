@@ -1,6 +1,12 @@
 """Traces made of what is remembered of requests."""
 
-from ballast.common.ids import RequestId
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from ballast.common.ids import Epoch, GroupId, Incarnation, RequestId, WorkerId
+from ballast.common.layout import Group, Layout, Member
+from ballast.service.otlp import Exporter, transition_context
 from services.dispatcher.core.events import Facts
 from services.dispatcher.core.story import Moment, What
 from services.dispatcher.shell.chronicle import Account
@@ -61,11 +67,49 @@ def test_a_request_without_a_trace_begins_one_and_a_failed_one_says_why() -> Non
 
 
 def test_only_sampled_traces_are_kept_and_no_more_than_a_bound() -> None:
-    tracer = Tracer("http://127.0.0.1:1", "d", Clock(), lambda: 0.0)
+    exporter = Exporter("http://127.0.0.1:1", "dispatcher", "d")
+    tracer = Tracer(exporter, Clock(), lambda: 0.0)
     trace = "00-" + "a" * 32 + "-" + "b" * 16
     tracer.ended(account(f"{trace}-00"))
-    assert tracer.dropped_count == 0
+    assert exporter.dropped_count == 0
     for _ in range(3000):
         tracer.ended(account(f"{trace}-01"))
-    assert tracer.dropped_count == 3000 - 2048
+    assert exporter.dropped_count == 3000 - 2048
     assert spans_of(account("nonsense"), 0.0)[0]["traceId"] != "nonsense"
+
+
+def layout(epoch: int, *layers: tuple[int, int]) -> Layout:
+    members = [
+        Member(WorkerId(name), Incarnation(1), f"{name}:1", first, last)
+        for name, (first, last) in zip("abc", layers, strict=False)
+    ]
+    return Layout(Epoch(epoch), 4, tuple(Group(GroupId(m.worker_id), (m,)) for m in members), "overload")
+
+
+def test_a_request_is_linked_to_the_drops_that_it_has_lived_through_and_to_no_others() -> None:
+    now = [0.0]
+
+    class Moving:
+        def now_s(self) -> float:
+            return now[0]
+
+    made: list[Callable[[], Sequence[Any]]] = []
+
+    class Kept(Exporter):
+        def put(self, make: Callable[[], Sequence[Any]]) -> None:
+            made.append(make)
+
+    tracer = Tracer(Kept("http://127.0.0.1:1", "dispatcher", "d"), Moving(), lambda: 0.0)
+    dropped = layout(3, (0, 2), (2, 4))
+    tracer.layout(layout(1, (0, 4)))
+    now[0] = 0.5
+    tracer.layout(layout(2, (0, 4), (0, 4)))  # somebody came: nothing was dropped
+    now[0] = 3.5
+    tracer.layout(dropped)
+    now[0] = 11.0
+    tracer.layout(layout(4, (0, 4), (0, 4)))  # restored when the request had ended
+    tracer.ended(account())
+    whole = made[0]()[0]
+    context = transition_context(dropped)
+    assert whole["links"] == [{"traceId": context.trace_id, "spanId": context.span_id}]
+    assert context != transition_context(replace(dropped, epoch=Epoch(9)))

@@ -85,162 +85,134 @@ async def echo(call: Call) -> Reply:
     return {"id": call.request_id, "metadata": dict(call.metadata)}
 
 
-def play(story: Any) -> None:
-    async def bounded() -> None:
-        async with asyncio.timeout(20):
-            await story
+async def test_headers_go_on_and_ids_come_back() -> None:
+    parts = Parts()
+    client = Client(headers={"x-request-id": "abc", "authorization": "Bearer t", "traceparent": "00-1", "cookie": "c"})
+    await parts.serve(client, echo)
+    answer = json.loads(client.body)
+    assert answer["metadata"] == {"authorization": "Bearer t", "traceparent": "00-1"}
+    assert answer["id"].startswith("chatcmpl-abc-")
+    assert (b"x-request-id", b"abc") in client.sent[0]["headers"]
+    odd = Client(headers={"x-request-id": "two words\t"})
+    await parts.serve(odd, echo)
+    assert "two" not in json.loads(odd.body)["id"]
+    assert (parts.count(200), parts.in_flight) == (2, 0)
 
-    asyncio.run(bounded())
 
-
-def test_headers_go_on_and_ids_come_back() -> None:
-    async def story() -> None:
-        parts = Parts()
-        client = Client(
-            headers={"x-request-id": "abc", "authorization": "Bearer t", "traceparent": "00-1", "cookie": "c"}
-        )
+async def test_bodies_are_bounded_in_size_and_time() -> None:
+    parts = Parts(body_timeout_s=0.05)
+    pieces = [{"type": "http.request", "body": b" " * 60, "more_body": True} for _ in range(3)]
+    for client, status, code in (
+        (Client(headers={"content-length": "101"}), 413, "body_too_large"),
+        (Client(messages=pieces), 413, "body_too_large"),
+        (Client(messages=[]), 408, "body_timeout"),
+    ):
         await parts.serve(client, echo)
-        answer = json.loads(client.body)
-        assert answer["metadata"] == {"authorization": "Bearer t", "traceparent": "00-1"}
-        assert answer["id"].startswith("chatcmpl-abc-")
-        assert (b"x-request-id", b"abc") in client.sent[0]["headers"]
-        odd = Client(headers={"x-request-id": "two words\t"})
-        await parts.serve(odd, echo)
-        assert "two" not in json.loads(odd.body)["id"]
-        assert (parts.count(200), parts.in_flight) == (2, 0)
-
-    play(story())
+        assert (client.status, client.error["code"]) == (status, code)
+    gone = Client(messages=[{"type": "http.disconnect"}])
+    await parts.serve(gone, echo)
+    assert gone.sent == []
+    assert (parts.count(499), parts.in_flight) == (1, 0)
 
 
-def test_bodies_are_bounded_in_size_and_time() -> None:
-    async def story() -> None:
-        parts = Parts(body_timeout_s=0.05)
-        pieces = [{"type": "http.request", "body": b" " * 60, "more_body": True} for _ in range(3)]
-        for client, status, code in (
-            (Client(headers={"content-length": "101"}), 413, "body_too_large"),
-            (Client(messages=pieces), 413, "body_too_large"),
-            (Client(messages=[]), 408, "body_timeout"),
-        ):
-            await parts.serve(client, echo)
-            assert (client.status, client.error["code"]) == (status, code)
-        gone = Client(messages=[{"type": "http.disconnect"}])
-        await parts.serve(gone, echo)
-        assert gone.sent == []
-        assert (parts.count(499), parts.in_flight) == (1, 0)
+async def test_who_leaves_cancels_and_who_does_not_read_is_given_up() -> None:
+    parts = Parts(client_stall_timeout_s=0.05)
+    ended: list[str] = []
 
-    play(story())
-
-
-def test_who_leaves_cancels_and_who_does_not_read_is_given_up() -> None:
-    async def story() -> None:
-        parts = Parts(client_stall_timeout_s=0.05)
-        ended: list[str] = []
-
-        async def endless(call: Call) -> Reply:
-            async def events() -> AsyncGenerator[bytes, None]:
-                try:
-                    while True:
-                        yield b"data: x\n\n"
-                        await asyncio.sleep(0.001)
-                finally:
-                    ended.append("stream")
-
-            return events()
-
-        async def slow(call: Call) -> Reply:
+    async def endless(call: Call) -> Reply:
+        async def events() -> AsyncGenerator[bytes, None]:
             try:
-                await asyncio.Event().wait()
+                while True:
+                    yield b"data: x\n\n"
+                    await asyncio.sleep(0.001)
             finally:
-                ended.append("answer")
-            raise AssertionError
+                ended.append("stream")
 
-        for act in (endless, slow):
-            leaving = Client()
-            task = asyncio.create_task(parts.serve(leaving, act))
-            await asyncio.sleep(0.02)
-            leaving.leave.set()
-            await task
-        await parts.serve(Client(reads=False), endless)
-        assert ended == ["stream", "answer", "stream"]
-        assert (parts.count(499), parts.in_flight) == (3, 0)
+        return events()
 
-    play(story())
-
-
-def test_a_cancelled_server_is_not_taken_for_a_client_that_left() -> None:
-    async def story() -> None:
-        parts = Parts()
-
-        async def slow(call: Call) -> Reply:
+    async def slow(call: Call) -> Reply:
+        try:
             await asyncio.Event().wait()
-            raise AssertionError
+        finally:
+            ended.append("answer")
+        raise AssertionError
 
-        task = asyncio.create_task(parts.serve(Client(), slow))
+    for act in (endless, slow):
+        leaving = Client()
+        task = asyncio.create_task(parts.serve(leaving, act))
         await asyncio.sleep(0.02)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        assert (parts.count(499), parts.in_flight) == (None, 0)
-
-    play(story())
-
-
-def test_too_many_and_too_late_are_told_when_to_come_again() -> None:
-    async def story() -> None:
-        parts = Parts(max_concurrent_requests=1)
-        release = asyncio.Event()
-
-        async def wait(call: Call) -> Reply:
-            await release.wait()
-            return {}
-
-        first = asyncio.create_task(parts.serve(Client(), wait))
-        await asyncio.sleep(0.01)
-        second = Client()
-        await parts.serve(second, echo)
-        assert (second.status, second.error["code"]) == (503, "overloaded")
-        assert (b"retry-after", b"1") in second.sent[0]["headers"]
-        release.set()
-        await first
-        parts.stopping = True
-        late = Client()
-        await parts.serve(late, echo)
-        assert (late.status, late.error["code"]) == (503, "stopping")
-
-    play(story())
+        leaving.leave.set()
+        await task
+    await parts.serve(Client(reads=False), endless)
+    assert ended == ["stream", "answer", "stream"]
+    assert (parts.count(499), parts.in_flight) == (3, 0)
 
 
-def test_failures_are_told_before_the_first_byte_and_behind_it() -> None:
-    async def story() -> None:
-        parts = Parts()
+async def test_a_cancelled_server_is_not_taken_for_a_client_that_left() -> None:
+    parts = Parts()
 
-        async def overloaded(call: Call) -> Reply:
-            raise Overloaded("full", 2.5)
+    async def slow(call: Call) -> Reply:
+        await asyncio.Event().wait()
+        raise AssertionError
 
-        async def bug(call: Call) -> Reply:
-            raise KeyError("secret")
+    task = asyncio.create_task(parts.serve(Client(), slow))
+    await asyncio.sleep(0.02)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert (parts.count(499), parts.in_flight) == (None, 0)
 
-        async def late(call: Call) -> Reply:
-            async def events() -> AsyncGenerator[bytes, None]:
-                yield b"data: {}\n\n"
-                raise Overloaded("lost", 1.0)
 
-            return events()
+async def test_too_many_and_too_late_are_told_when_to_come_again() -> None:
+    parts = Parts(max_concurrent_requests=1)
+    release = asyncio.Event()
 
-        client = Client()
-        await parts.serve(client, overloaded)
-        headers = dict(client.sent[0]["headers"])
-        assert (client.status, headers[b"retry-after"], headers[b"retry-after-ms"]) == (503, b"3", b"2500")
-        client = Client()
-        await parts.serve(client, bug)
-        assert client.status == 500
-        assert b"secret" not in client.body
-        client = Client()
-        await parts.serve(client, late)
-        assert client.status == 200
-        last = client.body.decode().split("\n\n")[-2]
-        assert json.loads(last.removeprefix("data: "))["error"]["code"] == "overloaded"
-        assert client.sent[-1]["more_body"] is False
-        assert parts.count(503) == 2
+    async def wait(call: Call) -> Reply:
+        await release.wait()
+        return {}
 
-    play(story())
+    first = asyncio.create_task(parts.serve(Client(), wait))
+    await asyncio.sleep(0.01)
+    second = Client()
+    await parts.serve(second, echo)
+    assert (second.status, second.error["code"]) == (503, "overloaded")
+    assert (b"retry-after", b"1") in second.sent[0]["headers"]
+    release.set()
+    await first
+    parts.stopping = True
+    late = Client()
+    await parts.serve(late, echo)
+    assert (late.status, late.error["code"]) == (503, "stopping")
+
+
+async def test_failures_are_told_before_the_first_byte_and_behind_it() -> None:
+    parts = Parts()
+
+    async def overloaded(call: Call) -> Reply:
+        raise Overloaded("full", 2.5)
+
+    async def bug(call: Call) -> Reply:
+        raise KeyError("secret")
+
+    async def late(call: Call) -> Reply:
+        async def events() -> AsyncGenerator[bytes, None]:
+            yield b"data: {}\n\n"
+            raise Overloaded("lost", 1.0)
+
+        return events()
+
+    client = Client()
+    await parts.serve(client, overloaded)
+    headers = dict(client.sent[0]["headers"])
+    assert (client.status, headers[b"retry-after"], headers[b"retry-after-ms"]) == (503, b"3", b"2500")
+    client = Client()
+    await parts.serve(client, bug)
+    assert client.status == 500
+    assert b"secret" not in client.body
+    client = Client()
+    await parts.serve(client, late)
+    assert client.status == 200
+    last = client.body.decode().split("\n\n")[-2]
+    assert json.loads(last.removeprefix("data: "))["error"]["code"] == "overloaded"
+    assert client.sent[-1]["more_body"] is False
+    assert parts.count(503) == 2

@@ -45,20 +45,17 @@ def test_restart_keeps_the_port_and_loses_the_data() -> None:
         assert client.get("key") is None
 
 
-def test_many_start_side_by_side() -> None:
-    async def run() -> None:
-        async with asyncio.TaskGroup() as tasks:
-            servers = [PrivateStateServer() for _ in range(4)]
-            for server in servers:
-                tasks.create_task(server.start_async())
-        try:
-            assert len({server.port for server in servers}) == 4
-            assert all(ping(server.url) for server in servers)
-        finally:
-            for server in servers:
-                server.stop()
-
-    asyncio.run(run())
+async def test_many_start_side_by_side() -> None:
+    async with asyncio.TaskGroup() as tasks:
+        servers = [PrivateStateServer() for _ in range(4)]
+        for server in servers:
+            tasks.create_task(server.start_async())
+    try:
+        assert len({server.port for server in servers}) == 4
+        assert all(ping(server.url) for server in servers)
+    finally:
+        for server in servers:
+            server.stop()
 
 
 def test_a_taken_port_is_named() -> None:
@@ -84,7 +81,7 @@ def test_the_wheel_comes_first_then_redis_url_then_the_path(tmp_path: Path) -> N
         async with state_server_url(environ) as url:
             return url
 
-    assert asyncio.run(url({"REDIS_URL": "redis://elsewhere:1/0", "PATH": ""})).startswith("redis://127.0.0.1:")
+    assert "127.0.0.1:" in asyncio.run(url({"REDIS_URL": "redis://elsewhere:1/0", "PATH": ""}))
 
 
 def test_without_the_wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -366,7 +366,7 @@ def test_a_watcher_hears_the_snapshot_then_what_happens_then_the_end_of_the_lead
     tell(story)
 
 
-def test_a_watcher_hears_of_memory_and_the_status_shows_it() -> None:
+async def test_a_watcher_hears_of_memory_and_the_status_shows_it() -> None:
     """One worker, full, alone; a second, empty, whose group it joins."""
     surroundings = MemorySurroundings()
     members = tuple(
@@ -422,11 +422,8 @@ def test_a_watcher_hears_of_memory_and_the_status_shows_it() -> None:
         assert (relief.used_bytes, relief.undropped_capacity_bytes) == (10 * 16 * 1024, 200 * 16 * 1024)
         watch.cancel()
 
-    async def run() -> None:
-        async with monitor(active=True, surroundings=surroundings) as (shell, stub):
-            await story(shell, stub)
-
-    asyncio.run(run())
+    async with monitor(active=True, surroundings=surroundings) as (shell, stub):
+        await story(shell, stub)
 
 
 def test_advice_to_scale_goes_over_the_wire() -> None:
@@ -435,15 +432,12 @@ def test_advice_to_scale_goes_over_the_wire() -> None:
     assert message.cause_id == "c"
 
 
-def test_words_of_dead_dispatchers_are_deleted() -> None:
+async def test_words_of_dead_dispatchers_are_deleted() -> None:
     surroundings = MemorySurroundings()
     surroundings.backlogs = (BacklogWord(DispatcherId("d"), "1", Backlog(1, 1)),)
 
-    async def run() -> None:
-        async with monitor(active=True, surroundings=surroundings):
-            await soon(lambda: surroundings.forgotten == {"d"})
-
-    asyncio.run(run())
+    async with monitor(active=True, surroundings=surroundings):
+        await soon(lambda: surroundings.forgotten == {"d"})
 
 
 def test_watchers_are_bounded_and_make_room_when_they_leave() -> None:
@@ -462,52 +456,43 @@ def test_watchers_are_bounded_and_make_room_when_they_leave() -> None:
     tell(story)
 
 
-def test_a_slow_watcher_is_sent_away_and_does_not_hold_memory() -> None:
-    async def story() -> None:
-        up = InstanceUp(Instance(WorkerId("w1"), Incarnation(1), "host:1", model_info()), draining=False)
-        watcher = Watcher([], limit=3)
-        assert [watcher.push(up, "c") for _ in range(4)] == [True, True, True, False]
-        with pytest.raises(Overloaded):
-            await watcher.next()
-
-    asyncio.run(story())
+async def test_a_slow_watcher_is_sent_away_and_does_not_hold_memory() -> None:
+    up = InstanceUp(Instance(WorkerId("w1"), Incarnation(1), "host:1", model_info()), draining=False)
+    watcher = Watcher([], limit=3)
+    assert [watcher.push(up, "c") for _ in range(4)] == [True, True, True, False]
+    with pytest.raises(Overloaded):
+        await watcher.next()
 
 
-def test_a_jump_of_the_demand_is_reported_at_once() -> None:
+async def test_a_jump_of_the_demand_is_reported_at_once() -> None:
     """Regular reports come every four seconds here, as late as a lease of five allows."""
 
-    async def story() -> None:
-        loads = [load_report(10)]
-        async with served(active=True) as (shell, address):
-            state = StateServer("redis://127.0.0.1:1")  # never asked, as the address is known
-            reporter = MonitorReporter(
-                worker_id=WorkerId("w0"),
-                incarnation=Incarnation(1),
-                address="127.0.0.1:1",
-                model=model_info(),
-                load=lambda: loads[-1],
-                monitor_address=address,
-                state=state,
-                interval_s=4.0,
-            )
-            running = asyncio.create_task(reporter.run())
-            entries, w0 = shell.core.entries, WorkerId("w0")
-            await soon(lambda: w0 in entries and entries[w0].load is not None)
-            before = loads[-1]
-            slightly_more = dataclasses.replace(before, used_block_count=before.used_block_count + 1)
-            much_more = dataclasses.replace(before, waiting_block_count=before.block_count)
-            assert not slightly_more.has_jumped(before)
-            nothing = dataclasses.replace(before, block_count=0)
-            assert not nothing.has_jumped(nothing)
-            clock = asyncio.get_running_loop().time
-            asked_at_s = clock()
-            for load in (slightly_more, much_more):
-                loads.append(load)
-                reporter.requests_came(load)
-            await soon(lambda: entries[w0].load == much_more)
-            assert clock() - asked_at_s < 3.0
-            reporter.leave()
-            await running
-            await state.close()
-
-    asyncio.run(story())
+    loads = [load_report(10)]
+    async with served(active=True) as (shell, address):
+        state = StateServer("redis://127.0.0.1:1")  # never asked, as the address is known
+        reporter = MonitorReporter(
+            instance=Instance(WorkerId("w0"), Incarnation(1), "127.0.0.1:1", model_info()),
+            load=lambda: loads[-1],
+            monitor_address=address,
+            state=state,
+            interval_s=4.0,
+        )
+        running = asyncio.create_task(reporter.run())
+        entries, w0 = shell.core.entries, WorkerId("w0")
+        await soon(lambda: w0 in entries and entries[w0].load is not None)
+        before = loads[-1]
+        slightly_more = dataclasses.replace(before, used_block_count=before.used_block_count + 1)
+        much_more = dataclasses.replace(before, waiting_block_count=before.block_count)
+        assert not slightly_more.has_jumped(before)
+        nothing = dataclasses.replace(before, block_count=0)
+        assert not nothing.has_jumped(nothing)
+        clock = asyncio.get_running_loop().time
+        asked_at_s = clock()
+        for load in (slightly_more, much_more):
+            loads.append(load)
+            reporter.requests_came(load)
+        await soon(lambda: entries[w0].load == much_more)
+        assert clock() - asked_at_s < 3.0
+        reporter.leave()
+        await running
+        await state.close()

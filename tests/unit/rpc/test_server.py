@@ -15,6 +15,7 @@ from ballast.rpc.channel import is_refused, open_channel
 from ballast.rpc.server import RpcServer, when_done
 from ballastpb.planner.v1 import planner_pb2 as pb
 from ballastpb.planner.v1 import planner_pb2_grpc
+from tests.support.name_server import NameServer
 
 NAME = "ballastpb.planner.v1.PlannerService"
 SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -52,12 +53,18 @@ def serve(story: Callable[[RpcServer, grpc.aio.Channel, Endless], Awaitable[None
     asyncio.run(run())
 
 
-def make(servicer: Endless, port: int) -> RpcServer:
+def make(servicer: Endless, port: int, host: str = "127.0.0.1", connection_age_s: float | None = None) -> RpcServer:
     def register(server: grpc.aio.Server) -> None:
         planner_pb2_grpc.add_PlannerServiceServicer_to_server(servicer, server)
 
     descriptor = pb.DESCRIPTOR.services_by_name["PlannerService"]
-    return RpcServer(host="127.0.0.1", port=port, services=[(descriptor, register)], on_bug=lambda bug: None)
+    return RpcServer(
+        host=host,
+        port=port,
+        services=[(descriptor, register)],
+        on_bug=lambda bug: None,
+        connection_age_s=connection_age_s,
+    )
 
 
 def test_health_says_alive_and_ready_apart_and_watch_delivers_every_change() -> None:
@@ -117,28 +124,64 @@ def test_stopping_ends_what_still_runs() -> None:
     serve(story)
 
 
-def test_a_taken_port_is_a_configuration_error() -> None:
-    async def run() -> None:
-        with socket.socket() as taken:
-            taken.bind(("127.0.0.1", 0))
-            taken.listen()
-            port = taken.getsockname()[1]
-            server = make(Endless(), port)  # pyright: ignore[reportAbstractUsage]
-            with pytest.raises(ConfigError, match=str(port)):
-                await server.start()
-            await server.stop(0)
-
-    asyncio.run(run())
+async def test_a_taken_port_is_a_configuration_error() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        server = make(Endless(), port)  # pyright: ignore[reportAbstractUsage]
+        with pytest.raises(ConfigError, match=str(port)):
+            await server.start()
+        await server.stop(0)
 
 
-def test_only_a_refused_connection_counts_as_refused() -> None:
-    async def run() -> None:
-        with socket.socket() as listening, socket.socket() as free:
-            listening.bind(("127.0.0.1", 0))
-            listening.listen()
-            free.bind(("127.0.0.1", 0))
-            assert not await is_refused(f"127.0.0.1:{listening.getsockname()[1]}")
-            assert await is_refused(f"127.0.0.1:{free.getsockname()[1]}")
-        assert not await is_refused("no.such.host.invalid:1", timeout_s=2.0)
+async def test_only_a_refused_connection_counts_as_refused() -> None:
+    with socket.socket() as listening, socket.socket() as free:
+        listening.bind(("127.0.0.1", 0))
+        listening.listen()
+        free.bind(("127.0.0.1", 0))
+        assert not await is_refused(f"127.0.0.1:{listening.getsockname()[1]}")
+        assert await is_refused(f"127.0.0.1:{free.getsockname()[1]}")
+    assert not await is_refused("no.such.host.invalid:1", timeout_s=2.0)
 
-    asyncio.run(run())
+
+class Named(Endless):
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+
+    async def GetLayout(self, request: pb.GetLayoutRequest, context: Any) -> pb.GetLayoutResponse:
+        return pb.GetLayoutResponse(planner_id=self.name)
+
+
+def test_calls_go_round_all_servers_of_a_name_those_that_came_later_too() -> None:
+    """What runs when a connection has come of age goes on."""
+
+    async def story() -> None:
+        first = make(Named("first"), 0, "127.0.0.2", connection_age_s=1.0)  # pyright: ignore[reportAbstractUsage]
+        port = await first.start()
+        second = make(Named("second"), port, "127.0.0.3", connection_age_s=1.0)  # pyright: ignore[reportAbstractUsage]
+        await second.start()
+        with NameServer(["127.0.0.2"]).running() as names:
+            channel = open_channel(f"dns://127.0.0.1:{names.port}/all.test:{port}", to_all=True)
+            stub = planner_pb2_grpc.PlannerServiceStub(channel)
+
+            async def answered() -> str:
+                return (await stub.GetLayout(pb.GetLayoutRequest(), timeout=10)).planner_id
+
+            assert {await answered() for _ in range(4)} == {"first"}
+            running = stub.WatchLayout(pb.WatchLayoutRequest())
+            await running.read()
+            names.addresses.append("127.0.0.3")
+            seen = set[str]()
+            while seen != {"first", "second"}:
+                seen = {await answered() for _ in range(4)}
+                await asyncio.sleep(0.05)
+            for _ in range(10):
+                assert await running.read() is not grpc.aio.EOF
+            running.cancel()
+            await channel.close()
+        await first.stop(0)
+        await second.stop(0)
+
+    asyncio.run(asyncio.wait_for(story(), 60))

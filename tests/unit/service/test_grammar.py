@@ -71,6 +71,16 @@ def test_what_cannot_be_followed_is_refused(grammars: Grammars, kind: GrammarKin
     assert caught.value.field == f"sampling.grammar.{kind}"
 
 
+def test_tokens_of_an_answer_that_do_not_follow_are_refused(grammars: Grammars) -> None:
+    tokens = walk(grammars, SCHEMA, 1)[:-1]
+    grammars.check(SCHEMA, tokens)
+    grammars.check(SCHEMA, [])
+    for wrong in ([*tokens, tokens[0]], [VOCAB + 39], [*tokens[:1], EOS_ID, *tokens[1:]]):
+        with pytest.raises(InvalidRequest, match="does not follow the grammar") as caught:
+            grammars.check(SCHEMA, wrong)
+        assert caught.value.field == "resumption.token_ids"
+
+
 def test_a_file_that_is_no_tokenizer_is_named(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"tokenizer\.json"):

@@ -64,23 +64,20 @@ def test_the_cluster_s_own_token_is_good_beside_the_file(tmp_path: Path) -> None
     assert TokenBook(tmp_path / "tokens", cluster_token(b"y" * 32)).find(own) is None
 
 
-def test_a_changed_file_is_read_again_and_a_broken_one_changes_nothing(tmp_path: Path) -> None:
+async def test_a_changed_file_is_read_again_and_a_broken_one_changes_nothing(tmp_path: Path) -> None:
     file = tmp_path / "tokens"
     file.write_text(f"alice infer sha256:{digest_of('first')}\n")
 
-    async def story() -> None:
-        book = TokenBook(file)
-        following = asyncio.create_task(book.follow())
-        assert book.find("first")
-        file.write_text(f"alice infer sha256:{digest_of('second')}\n")
-        await soon(lambda: book.find("second") is not None)
-        assert book.find("first") is None
-        file.write_text("nonsense\n")
-        await asyncio.sleep(1.5)
-        assert book.find("second")
-        file.unlink()
-        await asyncio.sleep(1.5)
-        assert book.find("second")
-        following.cancel()
-
-    asyncio.run(story())
+    book = TokenBook(file)
+    following = asyncio.create_task(book.follow())
+    assert book.find("first")
+    file.write_text(f"alice infer sha256:{digest_of('second')}\n")
+    await soon(lambda: book.find("second") is not None)
+    assert book.find("first") is None
+    file.write_text("nonsense\n")
+    await asyncio.sleep(1.5)
+    assert book.find("second")
+    file.unlink()
+    await asyncio.sleep(1.5)
+    assert book.find("second")
+    following.cancel()

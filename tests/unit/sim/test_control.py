@@ -6,11 +6,13 @@ from itertools import pairwise
 import pytest
 
 from ballast.common.ids import Incarnation, WorkerId
-from ballast.common.load import HASTY_REPORT_S
+from ballast.common.load import HASTY_REPORT_S, LoadReport
 from services.monitor.core.messages import Event, Instance, LoadReported
 from sim.clock import Clock
-from sim.control import Delays, MonitorNode, Reporter, StateServer
 from sim.jobs.simulation import WorkerSize, production_rules
+from sim.lines import Lines
+from sim.monitoring import MonitorNode, Reporter
+from sim.state import Delays, StateServer
 from tests.support.reporting_worker import load_report, model_info
 
 DELAYS = Delays(rpc_s=0.001, state_s=0.001)
@@ -20,8 +22,19 @@ WORKER = WorkerId("w0")
 def test_a_jump_of_the_demand_is_reported_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """As the real one does it: within the hasty interval, and not more often than that."""
     clock, loads, heard = Clock(), [load_report(10)], list[tuple[float, int]]()
+
+    class Worker:
+        crashed = paused = False
+
+        def load(self) -> LoadReport:
+            return loads[-1]
+
+    def listens(worker_id: WorkerId, incarnation: Incarnation) -> bool:
+        return True
+
     rules = production_rules(WorkerSize()).monitor
-    monitor = MonitorNode(clock, rules, StateServer(clock, DELAYS), DELAYS, tick_interval_s=1.0, crashed=set())
+    lines, state = Lines(clock), StateServer(clock, DELAYS)
+    monitor = MonitorNode(clock, rules, state, DELAYS, 1.0, listens, lines)
     feed = monitor.feed
 
     def listening(event: Event) -> None:
@@ -32,14 +45,13 @@ def test_a_jump_of_the_demand_is_reported_at_once(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(monitor, "feed", listening)
     reporter = Reporter(
         clock,
-        monitor,
+        lambda: monitor,
         Instance(WORKER, Incarnation(1), "w0:1", model_info()),
-        lambda: loads[-1],
+        Worker(),
         DELAYS,
-        stream_id=1,
+        lines,
         interval_s=4.0,
         first_s=0.0,
-        crashed=set(),
     )
 
     def come(waiting_block_count: int) -> None:

@@ -183,7 +183,8 @@ def test_what_is_made_for_an_event_has_no_cycles(policy: str) -> None:
     gc.collect()
     gc.disable()  # or it would look for itself as soon as the run has ended
     try:
-        event_count = kept.run().event_count
-        assert gc.collect() < event_count / 100
+        run = kept.run()
+        # Parts of a transition know each other, but there are few of them.
+        assert gc.collect() < run.event_count / 100 + 500 * len(run.transitions)
     finally:
         gc.enable()

@@ -48,144 +48,123 @@ def reason(heard: Heard) -> FinishReason | None:
     return heard.ending.finish_reason
 
 
-def test_outputs_come_complete_and_in_order(model: Path) -> None:
-    async def story() -> None:
-        async with running_shell(model, max_running_count=4) as shell:
-            stream = await shell.open_stream()
-            events = [submission(stream, n, prompt=range(5, 6 + n)) for n in range(1, 21)]
-            for event in events:
-                await shell.post(event)
-            heard = await listen(stream, [event.key.handle for event in events])
-            tokenizer = load_tokenizer(model)
-            for event in events:
-                one = heard[event.key.handle]
-                assert len(one.token_ids) == event.sampling.max_tokens
-                assert reason(one) is FinishReason.LENGTH
-                whole: str = tokenizer.decode([*event.prompt_token_ids, *one.token_ids])
-                assert one.text
-                assert one.text.rstrip("\ufffd") in whole
-            await until(lambda: held(shell.load()) == NOTHING_HELD)
-            assert shell.load().generation_tokens_total == sum(range(1, 21))
-            shell.load().memory.check()
-
-    play(story())
-
-
-def test_an_abort_frees_what_the_request_held(model: Path) -> None:
-    async def story() -> None:
-        async with running_shell(model, slow) as shell:
-            stream = await shell.open_stream()
-            event = submission(stream, LONG)
+async def test_outputs_come_complete_and_in_order(model: Path) -> None:
+    async with running_shell(model, max_running_count=4) as shell:
+        stream = await shell.open_stream()
+        events = [submission(stream, n, prompt=range(5, 6 + n)) for n in range(1, 21)]
+        for event in events:
             await shell.post(event)
-            await until(lambda: shell.load().generation_tokens_total >= 3)
-            aborted_at_s = time.monotonic()
-            await shell.post(Aborted(aborted_at_s, event.key))
-            heard = (await listen(stream, [event.key.handle]))[event.key.handle]
-            assert reason(heard) is FinishReason.CANCELLED
-            assert 3 <= len(heard.token_ids) < LONG
-            assert held(shell.load()) == NOTHING_HELD
-            await shell.post(Aborted(time.monotonic(), event.key))  # a second time: nobody minds
-
-    play(story())
-
-
-def test_a_deadline_ends_a_running_and_a_waiting_request(model: Path) -> None:
-    async def story() -> None:
-        async with running_shell(model, slow, max_running_count=1) as shell:
-            stream = await shell.open_stream()
-            due_at_s = time.monotonic() + 0.2
-            events = [submission(stream, LONG, deadline_at_s=due_at_s) for _ in range(2)]
-            for event in events:
-                await shell.post(event)
-            heard = await listen(stream, [event.key.handle for event in events])
-            assert time.monotonic() >= due_at_s
-            running, waiting = (heard[event.key.handle] for event in events)
-            assert reason(running) is reason(waiting) is FinishReason.DEADLINE
-            assert len(running.token_ids) > 0
-            assert waiting.token_ids == []
-            assert held(shell.load()) == NOTHING_HELD
-
-    play(story())
+        heard = await listen(stream, [event.key.handle for event in events])
+        tokenizer = load_tokenizer(model)
+        for event in events:
+            one = heard[event.key.handle]
+            assert len(one.token_ids) == event.sampling.max_tokens
+            assert reason(one) is FinishReason.LENGTH
+            whole: str = tokenizer.decode([*event.prompt_token_ids, *one.token_ids])
+            assert one.text
+            assert one.text.rstrip("\ufffd") in whole
+        await until(lambda: held(shell.load()) == NOTHING_HELD)
+        assert shell.load().generation_tokens_total == sum(range(1, 21))
+        shell.load().memory.check()
 
 
-def test_a_closed_stream_takes_its_requests_along_and_no_others(model: Path) -> None:
-    async def story() -> None:
-        async with running_shell(model, slow) as shell:
-            gone, stays = await shell.open_stream(), await shell.open_stream()
-            await shell.post(submission(gone, LONG))
-            event = submission(stays, 30)
+async def test_an_abort_frees_what_the_request_held(model: Path) -> None:
+    async with running_shell(model, slow) as shell:
+        stream = await shell.open_stream()
+        event = submission(stream, LONG)
+        await shell.post(event)
+        await until(lambda: shell.load().generation_tokens_total >= 3)
+        aborted_at_s = time.monotonic()
+        await shell.post(Aborted(aborted_at_s, event.key))
+        heard = (await listen(stream, [event.key.handle]))[event.key.handle]
+        assert reason(heard) is FinishReason.CANCELLED
+        assert 3 <= len(heard.token_ids) < LONG
+        assert held(shell.load()) == NOTHING_HELD
+        await shell.post(Aborted(time.monotonic(), event.key))  # a second time: nobody minds
+
+
+async def test_a_deadline_ends_a_running_and_a_waiting_request(model: Path) -> None:
+    async with running_shell(model, slow, max_running_count=1) as shell:
+        stream = await shell.open_stream()
+        due_at_s = time.monotonic() + 0.2
+        events = [submission(stream, LONG, deadline_at_s=due_at_s) for _ in range(2)]
+        for event in events:
             await shell.post(event)
-            await until(lambda: shell.load().running_count == 2)
-            shell.close_stream(gone)
-            shell.close_stream(gone)
-            await until(lambda: shell.load().running_count == 1)
-            assert shell.stream_count == 1
-            heard = await listen(stays, [event.key.handle])
-            assert len(heard[event.key.handle].token_ids) == 30
-            await until(lambda: held(shell.load()) == NOTHING_HELD)
-            assert shell.load().generation_tokens_total < LONG
-
-    play(story())
+        heard = await listen(stream, [event.key.handle for event in events])
+        assert time.monotonic() >= due_at_s
+        running, waiting = (heard[event.key.handle] for event in events)
+        assert reason(running) is reason(waiting) is FinishReason.DEADLINE
+        assert len(running.token_ids) > 0
+        assert waiting.token_ids == []
+        assert held(shell.load()) == NOTHING_HELD
 
 
-def test_a_reader_that_falls_too_far_behind_is_dropped(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_closed_stream_takes_its_requests_along_and_no_others(model: Path) -> None:
+    async with running_shell(model, slow) as shell:
+        gone, stays = await shell.open_stream(), await shell.open_stream()
+        await shell.post(submission(gone, LONG))
+        event = submission(stays, 30)
+        await shell.post(event)
+        await until(lambda: shell.load().running_count == 2)
+        shell.close_stream(gone)
+        shell.close_stream(gone)
+        await until(lambda: shell.load().running_count == 1)
+        assert shell.stream_count == 1
+        heard = await listen(stays, [event.key.handle])
+        assert len(heard[event.key.handle].token_ids) == 30
+        await until(lambda: held(shell.load()) == NOTHING_HELD)
+        assert shell.load().generation_tokens_total < LONG
+
+
+async def test_a_reader_that_falls_too_far_behind_is_dropped(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(output_stream, "STREAM_OUTPUTS", 20)
 
-    async def story() -> None:
-        async with running_shell(model, slow) as shell:
-            lazy, busy = await shell.open_stream(), await shell.open_stream()
-            await shell.post(submission(lazy, LONG))
-            event = submission(busy, 60)
-            await shell.post(event)
-            heard = await listen(busy, [event.key.handle])
-            assert len(heard[event.key.handle].token_ids) == 60
-            assert shell.stream_count == 1
-            await until(lambda: held(shell.load()) == NOTHING_HELD)
-            assert lazy.broken.is_set()
-            assert lazy.backlog_count == 0
-            with pytest.raises(Overloaded, match="20 outputs"):
-                await lazy.next()
-
-    play(story())
+    async with running_shell(model, slow) as shell:
+        lazy, busy = await shell.open_stream(), await shell.open_stream()
+        await shell.post(submission(lazy, LONG))
+        event = submission(busy, 60)
+        await shell.post(event)
+        heard = await listen(busy, [event.key.handle])
+        assert len(heard[event.key.handle].token_ids) == 60
+        assert shell.stream_count == 1
+        await until(lambda: held(shell.load()) == NOTHING_HELD)
+        assert lazy.broken.is_set()
+        assert lazy.backlog_count == 0
+        with pytest.raises(Overloaded, match="20 outputs"):
+            await lazy.next()
 
 
-def test_an_idle_reader_gets_no_heap_of_load_reports(model: Path) -> None:
-    async def story() -> None:
-        async with running_shell(model, slow) as shell:
-            idle, busy = await shell.open_stream(), await shell.open_stream()
-            event = submission(busy, 40)
-            await shell.post(event)
-            await listen(busy, [event.key.handle])
-            assert idle.backlog_count == 1
-
-    play(story())
+async def test_an_idle_reader_gets_no_heap_of_load_reports(model: Path) -> None:
+    async with running_shell(model, slow) as shell:
+        idle, busy = await shell.open_stream(), await shell.open_stream()
+        event = submission(busy, 40)
+        await shell.post(event)
+        await listen(busy, [event.key.handle])
+        assert idle.backlog_count == 1
 
 
-def test_a_failed_step_ends_its_batch_and_nothing_else(model: Path) -> None:
+async def test_a_failed_step_ends_its_batch_and_nothing_else(model: Path) -> None:
     def fail_third(step: int) -> None:
         if step == 3:
             raise RuntimeError("the matrix is full")
 
-    async def story() -> None:
-        async with running_shell(model, fail_third, max_running_count=2) as shell:
-            stream = await shell.open_stream()
-            events = [submission(stream, 10) for _ in range(4)]
-            for event in events:
-                await shell.post(event)
-            heard = await listen(stream, [event.key.handle for event in events])
-            *failed, third, fourth = (heard[event.key.handle] for event in events)
-            for one in failed:
-                assert reason(one) is FinishReason.ERROR
-                assert one.ending is not None
-                assert "RuntimeError: the matrix is full" in one.ending.error
-                assert not one.ending.invalid
-            assert reason(third) is reason(fourth) is FinishReason.LENGTH
-            assert third.token_ids == fourth.token_ids
-            assert len(third.token_ids) == 10
-            assert failed[0].token_ids == third.token_ids[: len(failed[0].token_ids)]
-            await until(lambda: held(shell.load()) == NOTHING_HELD)
-
-    play(story())
+    async with running_shell(model, fail_third, max_running_count=2) as shell:
+        stream = await shell.open_stream()
+        events = [submission(stream, 10) for _ in range(4)]
+        for event in events:
+            await shell.post(event)
+        heard = await listen(stream, [event.key.handle for event in events])
+        *failed, third, fourth = (heard[event.key.handle] for event in events)
+        for one in failed:
+            assert reason(one) is FinishReason.ERROR
+            assert one.ending is not None
+            assert "RuntimeError: the matrix is full" in one.ending.error
+            assert not one.ending.invalid
+        assert reason(third) is reason(fourth) is FinishReason.LENGTH
+        assert third.token_ids == fourth.token_ids
+        assert len(third.token_ids) == 10
+        assert failed[0].token_ids == third.token_ids[: len(failed[0].token_ids)]
+        await until(lambda: held(shell.load()) == NOTHING_HELD)
 
 
 def test_steps_that_fail_in_a_row_end_the_shell(model: Path) -> None:
@@ -244,51 +223,42 @@ def test_a_shell_that_cannot_be_closed_says_so(model: Path) -> None:
     assert caught.group_contains(InvariantViolation, match="a block belongs to two")
 
 
-def test_a_drain_finishes_what_is_there_and_refuses_the_rest(model: Path) -> None:
-    async def story() -> None:
-        async with running_shell(model, slow, max_running_count=1) as shell:
-            stream = await shell.open_stream()
-            before = [submission(stream, 20) for _ in range(2)]
-            for event in before:
-                await shell.post(event)
-            await until(lambda: shell.load().running_count == 1)
-            shell.drain()
-            shell.drain()
-            late = submission(stream, 20)
-            await shell.post(late)
-            heard = await listen(stream, [event.key.handle for event in (*before, late)])
-            for event in before:
-                assert len(heard[event.key.handle].token_ids) == 20
-            ending = heard[late.key.handle].ending
-            assert ending is not None
-            assert ending.refused
-            assert "draining" in ending.error
-            await asyncio.wait_for(shell.drained.wait(), 5.0)
-            assert shell.load().draining
-
-    play(story())
+async def test_a_drain_finishes_what_is_there_and_refuses_the_rest(model: Path) -> None:
+    async with running_shell(model, slow, max_running_count=1) as shell:
+        stream = await shell.open_stream()
+        before = [submission(stream, 20) for _ in range(2)]
+        for event in before:
+            await shell.post(event)
+        await until(lambda: shell.load().running_count == 1)
+        shell.drain()
+        shell.drain()
+        late = submission(stream, 20)
+        await shell.post(late)
+        heard = await listen(stream, [event.key.handle for event in (*before, late)])
+        for event in before:
+            assert len(heard[event.key.handle].token_ids) == 20
+        ending = heard[late.key.handle].ending
+        assert ending is not None
+        assert ending.refused
+        assert "draining" in ending.error
+        await asyncio.wait_for(shell.drained.wait(), 5.0)
+        assert shell.load().draining
 
 
-def test_an_idle_worker_is_drained_at_once(model: Path) -> None:
-    async def story() -> None:
-        async with running_shell(model) as shell:
-            shell.drain()
-            await asyncio.wait_for(shell.drained.wait(), 5.0)
-
-    play(story())
+async def test_an_idle_worker_is_drained_at_once(model: Path) -> None:
+    async with running_shell(model) as shell:
+        shell.drain()
+        await asyncio.wait_for(shell.drained.wait(), 5.0)
 
 
-def test_stopping_in_the_middle_of_work_leaves_nothing_behind(model: Path) -> None:
-    async def story() -> None:
-        async with running_shell(model, slow) as shell:
-            stream = await shell.open_stream()
-            for _ in range(12):
-                await shell.post(submission(stream, LONG))
-            await until(lambda: shell.load().running_count == 8)
-        while await stream.next() is not None:
-            pass
-
-    play(story())
+async def test_stopping_in_the_middle_of_work_leaves_nothing_behind(model: Path) -> None:
+    async with running_shell(model, slow) as shell:
+        stream = await shell.open_stream()
+        for _ in range(12):
+            await shell.post(submission(stream, LONG))
+        await until(lambda: shell.load().running_count == 8)
+    while await stream.next() is not None:
+        pass
 
 
 def test_cancelling_the_shell_waits_for_its_thread(model: Path) -> None:
@@ -308,7 +278,7 @@ def test_a_step_that_hangs_does_not_keep_the_worker_from_ending(model: Path, mon
     monkeypatch.setattr(shell_module, "_LAST_STEP_S", 0.2)
 
     async def story() -> None:
-        async with running_shell(model, lambda step: time.sleep(4.0)) as shell:
+        async with running_shell(model, lambda step: time.sleep(2.0)) as shell:
             stream = await shell.open_stream()
             await shell.post(submission(stream, 1))
             await until(lambda: shell.load().step_age_s > 0.05)
@@ -318,114 +288,96 @@ def test_a_step_that_hangs_does_not_keep_the_worker_from_ending(model: Path, mon
     assert caught.group_contains(InvariantViolation, match=r"has not ended within 0\.2 s")
 
 
-def test_a_hanging_step_shows_by_its_age(model: Path) -> None:
-    async def story() -> None:
-        gate = Gate()
-        async with running_shell(model, gate) as shell:
-            assert shell.load().step_age_s == 0.0
-            stream = await shell.open_stream()
-            event = submission(stream, 3)
-            await shell.post(event)
-            await until(gate.entered.is_set)
-            await until(lambda: shell.load().step_age_s > 0.1)
-            first_s = shell.load().step_age_s
-            await until(lambda: shell.load().step_age_s > first_s)
-            gate.open()
-            await listen(stream, [event.key.handle])
-            assert shell.load().step_age_s == 0.0
-
-    play(story())
+async def test_a_hanging_step_shows_by_its_age(model: Path) -> None:
+    gate = Gate()
+    async with running_shell(model, gate) as shell:
+        assert shell.load().step_age_s == 0.0
+        stream = await shell.open_stream()
+        event = submission(stream, 3)
+        await shell.post(event)
+        await until(gate.entered.is_set)
+        await until(lambda: shell.load().step_age_s > 0.1)
+        first_s = shell.load().step_age_s
+        await until(lambda: shell.load().step_age_s > first_s)
+        gate.open()
+        await listen(stream, [event.key.handle])
+        assert shell.load().step_age_s == 0.0
 
 
-def test_a_full_inbox_makes_callers_wait(model: Path) -> None:
-    async def story() -> None:
-        gate = Gate()
-        async with running_shell(model, gate) as shell:
-            stream = await shell.open_stream()
-            event = submission(stream, 3)
-            await shell.post(event)
-            await until(gate.entered.is_set)
-            posted: list[Aborted] = []
-            stale = Aborted(time.monotonic(), SequenceKey(stream.stream_id, 10**9))
+async def test_a_full_inbox_makes_callers_wait(model: Path) -> None:
+    gate = Gate()
+    async with running_shell(model, gate) as shell:
+        stream = await shell.open_stream()
+        event = submission(stream, 3)
+        await shell.post(event)
+        await until(gate.entered.is_set)
+        posted: list[Aborted] = []
+        stale = Aborted(time.monotonic(), SequenceKey(stream.stream_id, 10**9))
 
-            async def keep_posting() -> None:
-                while True:
-                    await shell.post(stale)
-                    posted.append(stale)
-
-            with pytest.raises(TimeoutError):
-                await asyncio.wait_for(keep_posting(), 1.0)
-            assert INBOX_EVENTS - 2 <= len(posted) <= INBOX_EVENTS
-            gate.open()
-            await shell.post(stale)
-            heard = await listen(stream, [event.key.handle])
-            assert len(heard[event.key.handle].token_ids) == 3
-
-    play(story())
-
-
-def test_a_dispatcher_that_gives_up_on_a_full_inbox_leaves_no_stream(model: Path) -> None:
-    async def story() -> None:
-        gate = Gate()
-        async with running_shell(model, gate) as shell:
-            stream = await shell.open_stream()
-            await shell.post(submission(stream, 3))
-            await until(gate.entered.is_set)
-            stale = Aborted(time.monotonic(), SequenceKey(stream.stream_id, 10**9))
-            while not shell._slots.locked():
+        async def keep_posting() -> None:
+            while True:
                 await shell.post(stale)
-            with pytest.raises(TimeoutError):
-                await asyncio.wait_for(shell.open_stream(), 0.1)
-            gate.open()
-            assert shell.stream_count == 1
+                posted.append(stale)
 
-    play(story())
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(keep_posting(), 1.0)
+        assert INBOX_EVENTS - 2 <= len(posted) <= INBOX_EVENTS
+        gate.open()
+        await shell.post(stale)
+        heard = await listen(stream, [event.key.handle])
+        assert len(heard[event.key.handle].token_ids) == 3
 
 
-def test_the_report_says_which_requests_it_counts(model: Path) -> None:
+async def test_a_dispatcher_that_gives_up_on_a_full_inbox_leaves_no_stream(model: Path) -> None:
+    gate = Gate()
+    async with running_shell(model, gate) as shell:
+        stream = await shell.open_stream()
+        await shell.post(submission(stream, 3))
+        await until(gate.entered.is_set)
+        stale = Aborted(time.monotonic(), SequenceKey(stream.stream_id, 10**9))
+        while not shell._slots.locked():
+            await shell.post(stale)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(shell.open_stream(), 0.1)
+        gate.open()
+        assert shell.stream_count == 1
+
+
+async def test_the_report_says_which_requests_it_counts(model: Path) -> None:
     """A request in its prefill has nothing to say yet, and still it is in the load."""
 
-    async def story() -> None:
-        async with running_shell(model, slow, max_batch_tokens=8) as shell:
-            stream = await shell.open_stream()
-            event = submission(stream, 1, prompt=[7] * 250)
-            await shell.post(event)
+    async with running_shell(model, slow, max_batch_tokens=8) as shell:
+        stream = await shell.open_stream()
+        event = submission(stream, 1, prompt=[7] * 250)
+        await shell.post(event)
+        output = await stream.next()
+        while output is not None and output.load.running_count == 0:
+            assert output.seen_handle == 0
             output = await stream.next()
-            while output is not None and output.load.running_count == 0:
-                assert output.seen_handle == 0
-                output = await stream.next()
-            assert output is not None
-            assert output.emit is None
-            assert output.seen_handle == event.key.handle
-
-    play(story())
+        assert output is not None
+        assert output.emit is None
+        assert output.seen_handle == event.key.handle
 
 
-def test_nothing_is_kept_of_requests_that_have_ended(model: Path) -> None:
-    async def story() -> None:
-        async with running_shell(model, max_running_count=2) as shell:
-            stream = await shell.open_stream()
-            events = [submission(stream, 2) for _ in range(30)]
-            for event in events:
-                await shell.post(event)
-            await listen(stream, [event.key.handle for event in events])
-            assert len(shell._texts) <= 2
-
-    play(story())
+async def test_nothing_is_kept_of_requests_that_have_ended(model: Path) -> None:
+    async with running_shell(model, max_running_count=2) as shell:
+        stream = await shell.open_stream()
+        events = [submission(stream, 2) for _ in range(30)]
+        for event in events:
+            await shell.post(event)
+        await listen(stream, [event.key.handle for event in events])
+        assert len(shell._texts) <= 2
 
 
-def test_a_malformed_request_is_answered_on_its_stream(model: Path) -> None:
-    async def story() -> None:
-        async with running_shell(model, undisturbed) as shell:
-            stream = await shell.open_stream()
-            good, bad = submission(stream, 3), submission(stream, 3)
-            await shell.post(good)
-            await shell.post(replace(bad, prompt_token_ids=(10**6,)))
-            heard = await listen(stream, [good.key.handle, bad.key.handle])
-            assert reason(heard[good.key.handle]) is FinishReason.LENGTH
-            ending = heard[bad.key.handle].ending
-            assert ending is not None
-            assert ending.invalid
-            assert "1000000" in ending.error
-
-    play(story())
+async def test_a_malformed_request_is_answered_on_its_stream(model: Path) -> None:
+    async with running_shell(model, undisturbed) as shell:
+        stream = await shell.open_stream()
+        good, bad = submission(stream, 3), submission(stream, 3)
+        await shell.post(good)
+        await shell.post(replace(bad, prompt_token_ids=(10**6,)))
+        heard = await listen(stream, [good.key.handle, bad.key.handle])
+        assert reason(heard[good.key.handle]) is FinishReason.LENGTH
+        ending = heard[bad.key.handle].ending
+        assert ending is not None
+        assert ending.invalid
+        assert "1000000" in ending.error

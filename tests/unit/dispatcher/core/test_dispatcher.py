@@ -23,6 +23,7 @@ from services.dispatcher.core.events import (
     Refuse,
     Tick,
     TimeIsUp,
+    UndrainRequested,
     Withdrawn,
 )
 from services.dispatcher.core.placement import PlacementRules
@@ -515,6 +516,20 @@ def test_draining_refuses_new_requests_and_finishes_old_ones() -> None:
     story.handle(DrainRequested(1.0))
     assert story.submit("new").errors == {"new": "Unavailable"}
     assert finishes(story.finish("a", "old")) == {"old": "length"}
+
+
+def test_a_drain_is_taken_back_unless_the_process_is_going_to_end() -> None:
+    story = Story("a")
+    story.handle(DrainRequested(1.0))
+    story.handle(UndrainRequested(2.0))
+    assert not story.submit("new").errors
+    for last in (DrainRequested(3.0, for_good=True), DrainRequested(3.5), UndrainRequested(4.0)):
+        story.handle(last)
+    assert story.submit("newer").errors == {"newer": "Unavailable"}
+    story = Story("a")
+    story.handle(TimeIsUp(1.0))
+    story.handle(UndrainRequested(2.0))
+    assert story.submit("new").errors == {"new": "Unavailable"}
 
 
 def test_when_time_is_up_everything_ends_with_a_reason() -> None:

@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 
 from ballast.common.errors import InvariantViolation
-from services.planner.policy.cost import StageCost
 from services.planner.policy.drop import EXACT_LIMIT, Method, plan, plan_shallow
 from services.planner.policy.merged import GroupPlanner, group_plan
 from services.planner.policy.snapshot import Snapshot
@@ -159,12 +158,6 @@ def test_any_number_of_identical_groups_is_exact() -> None:
     done = plan(singles(1000, model(8)), 600 * 8_000)
     assert done.method is Method.EXACT
     assert done.is_optimal
-
-
-def test_equal_weights_when_load_does_not_count() -> None:
-    snapshot = singles(4, model(8), used=[40, 0, 40, 0])
-    (pair,) = plan(snapshot, 8_000, cost=StageCost(load_share=0.0)).groups
-    assert {m.worker_id for m in pair.members} == {"w2", "w3"}
 
 
 def test_uneven_layers_leave_less_to_use_than_is_free() -> None:

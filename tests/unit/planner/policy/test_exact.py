@@ -2,9 +2,8 @@ import random
 
 import pytest
 
-from ballast.common.errors import ConfigError
 from services.planner.policy import exact
-from services.planner.policy.cost import StageCost
+from services.planner.policy.cost import factors
 from services.planner.policy.exact import cheapest, evened, improve, lower_bound
 from services.planner.policy.greedy import figure6
 from services.planner.policy.units import Units
@@ -12,7 +11,7 @@ from tests.support.drop_plans import least_cost
 
 
 def units(stages: list[int], weights: list[int], max_stages: int = 100, exponent: float = 1.0) -> Units:
-    return Units(stages, weights, StageCost(exponent=exponent).factors(sum(stages)), max_stages)
+    return Units(stages, weights, [factor**exponent for factor in factors(sum(stages))], max_stages)
 
 
 def test_identical_units_are_spread_evenly() -> None:
@@ -117,10 +116,3 @@ def test_improving_keeps_every_unit_and_never_costs() -> None:
         assert sorted(unit for members in better for unit in members) == list(range(12))
         assert some.cost(better) <= some.cost(start)
         assert all(sum(stages[i] for i in members) <= 9 for members in better)
-
-
-def test_a_concave_cost_is_refused() -> None:
-    with pytest.raises(ConfigError, match="exponent"):
-        StageCost(exponent=0.5)
-    with pytest.raises(ConfigError, match="load_share"):
-        StageCost(load_share=1.5)

@@ -1,13 +1,13 @@
 from collections.abc import Sequence
 
-from services.planner.policy.cost import StageCost
+from services.planner.policy.cost import factors
 from services.planner.policy.greedy import figure6, memory_greedy
 from services.planner.policy.units import Units
 
 
 def units(*stages: int, max_stages: int = 100) -> Units:
     weights = [1000 * s for s in stages]
-    return Units(list(stages), weights, StageCost().factors(sum(stages)), max_stages)
+    return Units(list(stages), weights, factors(sum(stages)), max_stages)
 
 
 def anything(members: Sequence[int]) -> bool:

@@ -40,7 +40,6 @@ def test_what_is_sound_passes() -> None:
             "same id",
         ),
         (Snapshot(model(4, block_bytes=0), ()), "sizes are positive"),
-        (Snapshot(model(4, layer_costs_s=(1.0, 2.0)), ()), "layer costs"),
     ],
 )
 def test_what_is_not_is_named(wrong: Snapshot, why: str) -> None:

@@ -2,7 +2,7 @@ import random
 
 import pytest
 
-from services.planner.policy.cost import StageCost
+from services.planner.policy.cost import factors
 from services.planner.policy.units import Units
 from services.planner.policy.usable import blocks_by_size, cheapest_by_count, even_group_count, useful_sizes
 from tests.support.drop_plans import model, partitions
@@ -20,7 +20,7 @@ def test_every_number_of_groups_is_solved_exactly() -> None:
     for _ in range(20):
         count = rng.randint(1, 7)
         weights = [rng.randint(1, 3000) for _ in range(count)]
-        units = Units([1] * count, weights, StageCost().factors(count), 100)
+        units = Units([1] * count, weights, factors(count), 100)
         sizes = sorted({1, *rng.sample(range(1, 8), 2)}) if rng.random() < 0.7 else [2, 3]
         found = cheapest_by_count(units, sizes)
         for group_count in range(1, count + 1):

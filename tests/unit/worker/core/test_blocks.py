@@ -12,30 +12,30 @@ def test_blocks_for_rounds_up() -> None:
 
 def test_a_table_grows_by_whole_blocks_and_stays_the_same_object_until_then() -> None:
     book = BlockBook(8, 4)
-    table = book.cover(1, 5)
+    table = book.hold(1, 5)
     assert table == (0, 1)
-    assert book.cover(1, 8) is table
-    assert book.cover(1, 9) == (0, 1, 2)
+    assert book.hold(1, 8) is table
+    assert book.hold(1, 9) == (0, 1, 2)
     assert (book.used_count, book.free_count) == (3, 5)
     book.check()
 
 
 def test_the_lowest_free_ids_are_given_first_so_that_the_tail_stays_empty() -> None:
     book = BlockBook(8, 1)
-    book.cover(1, 2)
-    book.cover(2, 3)
-    book.cover(3, 2)
-    assert book.free(2) == 3
-    assert book.cover(3, 4) == (5, 6, 2, 3)
-    assert book.cover(4, 2) == (4, 7)
+    book.hold(1, 2)
+    book.hold(2, 3)
+    book.hold(3, 2)
+    assert book.release(2) == 3
+    assert book.hold(3, 4) == (5, 6, 2, 3)
+    assert book.hold(4, 2) == (4, 7)
     book.check()
 
 
 def test_what_was_freed_is_free_once() -> None:
     book = BlockBook(4, 1)
-    book.cover(1, 3)
-    assert book.free(1) == 3
-    assert book.free(1) == 0
+    book.hold(1, 3)
+    assert book.release(1) == 3
+    assert book.release(1) == 0
     assert book.table(1) == ()
     assert book.free_count == 4
     book.check()
@@ -44,14 +44,14 @@ def test_what_was_freed_is_free_once() -> None:
 def test_more_than_there_is_is_a_bug_of_the_caller() -> None:
     book = BlockBook(2, 4)
     with pytest.raises(InvariantViolation, match="sequence 7 needs 3 more blocks, 2 of 2 are free"):
-        book.cover(7, 9)
+        book.hold(7, 9)
 
 
 def test_growing_appends_ids_at_the_end() -> None:
     book = BlockBook(2, 1)
-    book.cover(1, 2)
+    book.hold(1, 2)
     book.grow(3)
-    assert book.cover(2, 3) == (2, 3, 4)
+    assert book.hold(2, 3) == (2, 3, 4)
     assert book.block_count == 5
     book.check()
 
@@ -78,9 +78,9 @@ def test_check_sees_damage(free: list[int], tables: dict[int, tuple[int, ...]], 
 )
 def test_a_second_check_sees_damage_to_what_has_changed(table: tuple[int, ...], why: str) -> None:
     book = BlockBook(8, 1)
-    book.cover(1, 3)
+    book.hold(1, 3)
     book.check()
-    book.cover(2, 2)
+    book.hold(2, 2)
     book._tables[2] = table
     with pytest.raises(InvariantViolation, match=why):
         book.check()
@@ -89,8 +89,8 @@ def test_a_second_check_sees_damage_to_what_has_changed(table: tuple[int, ...], 
 def test_a_book_that_nobody_checks_remembers_nothing_of_sequences_that_have_left() -> None:
     book = BlockBook(8, 1)
     for sequence_id in range(100):
-        book.cover(sequence_id, 3)
-        book.free(sequence_id)
+        book.hold(sequence_id, 3)
+        book.release(sequence_id)
     assert not book._changed
 
 
@@ -100,12 +100,12 @@ def test_books_balance_after_any_history(history: list[tuple[str, int, int]]) ->
     for action, sequence_id, amount in history:
         if action == "free":
             held = len(book.table(sequence_id))
-            assert book.free(sequence_id) == held
+            assert book.release(sequence_id) == held
         elif action == "grow":
             book.grow(amount)
         elif blocks_for(amount, 3) - len(book.table(sequence_id)) <= book.free_count:
             before = book.table(sequence_id)
-            assert book.cover(sequence_id, amount)[: len(before)] == before
+            assert book.hold(sequence_id, amount)[: len(before)] == before
             assert len(book.table(sequence_id)) == max(len(before), blocks_for(amount, 3))
         book.check()
 
@@ -123,7 +123,7 @@ def test_the_lowest_free_ids_are_given_whatever_has_happened_before(history: lis
             taken = sorted(free)[:missing]
             free.difference_update(taken)
             tables[sequence_id] = (*table, *taken)
-            assert book.cover(sequence_id, amount) == tables[sequence_id]
+            assert book.hold(sequence_id, amount) == tables[sequence_id]
         elif action in ("free", "trim"):
             kept = min(len(table), blocks_for(amount, 3)) if action == "trim" else 0
             free.update(table[kept:])
@@ -131,16 +131,16 @@ def test_the_lowest_free_ids_are_given_whatever_has_happened_before(history: lis
             if action == "trim":
                 book.trim(sequence_id, amount)
             else:
-                book.free(sequence_id)
+                book.release(sequence_id)
         elif action == "grow":
             free.update(range(book.block_count, book.block_count + amount))
             book.grow(amount)
         elif action == "shrink" and book.used_count <= (end := min(amount, book.block_count)):
             held = sorted(b for each in tables.values() for b in each if b >= end)
             moved = dict(zip(held, sorted(free), strict=False))
-            assert book.tail_moves(end) == tuple(moved.items())
+            assert book.compaction_plan(end) == tuple(moved.items())
             free = {*free, *held}.difference(moved.values(), range(end, book.block_count))
-            book.move(book.tail_moves(end))
+            book.compacted(book.compaction_plan(end))
             book.shrink(end)
             tables = {i: tuple(moved.get(b, b) for b in each) for i, each in tables.items()}
         book.check()
@@ -150,20 +150,20 @@ def test_the_lowest_free_ids_are_given_whatever_has_happened_before(history: lis
 
 def test_a_large_book_of_which_little_is_held_is_small() -> None:
     book = BlockBook(10**9, 16)
-    book.cover(1, 1000)
-    book.free(1)
-    assert book.cover(2, 16) == (0,)
+    book.hold(1, 1000)
+    book.release(1)
+    assert book.hold(2, 16) == (0,)
     assert book.free_count == 10**9 - 1
 
 
 def test_trim_gives_back_what_is_beyond() -> None:
     book = BlockBook(10, 4)
-    book.cover(1, 20)
+    book.hold(1, 20)
     book.check()
     book.trim(1, 9)
     book.check()
     assert book.table(1) == (0, 1, 2)
-    assert book.cover(2, 12) == (3, 4, 5)
+    assert book.hold(2, 12) == (3, 4, 5)
     book.trim(2, 12)
     book.trim(1, 0)
     book.check()
@@ -173,33 +173,33 @@ def test_trim_gives_back_what_is_beyond() -> None:
 
 def test_a_divided_book_keeps_those_who_stay_before_the_split_and_the_others_behind_it() -> None:
     book = BlockBook(8, 1)
-    book.cover(1, 2)
-    book.cover(2, 2)
+    book.hold(1, 2)
+    book.hold(2, 2)
     book.divide(4)
     book.favour([2])
     assert book.before_split(1) == 2, "blocks stay where they are"
-    assert book.cover(1, 4) == (0, 1, 4, 5)
-    assert book.cover(2, 3) == (2, 3, 6), "its own kind is used up"
+    assert book.hold(1, 4) == (0, 1, 4, 5)
+    assert book.hold(2, 3) == (2, 3, 6), "its own kind is used up"
     assert book.before_split(2) == 2
     assert (book.used_count, book.free_count) == (7, 1)
     book.check()
     assert book.next_moves([2], evacuate=False) == (), "no room before the split, the others are not to move"
     moves = book.next_moves([2], evacuate=True)
     assert moves == ((0, 7),)
-    book.move(moves)
+    book.compacted(moves)
     moves = book.next_moves([2], evacuate=True)
     assert moves == ((6, 0),)
-    book.move(moves)
-    book.move(book.next_moves([2], evacuate=True))
+    book.compacted(moves)
+    book.compacted(book.next_moves([2], evacuate=True))
     assert book.next_moves([2], evacuate=True) == ()
     assert (book.table(1), book.table(2)) == ((7, 6, 4, 5), (2, 3, 0))
     book.check()
     book.confine()
-    assert book.cover(3, 1) == (1,), "who comes now stays"
+    assert book.hold(3, 1) == (1,), "who comes now stays"
     book.trim(1, 3)
     with pytest.raises(InvariantViolation, match="0 before 4 are free"):
-        book.cover(2, 4)
-    book.free(1)
+        book.hold(2, 4)
+    book.release(1)
     book.undivide()
     book.shrink(4)
     assert (book.used_count, book.free_count) == (4, 0)
@@ -209,18 +209,18 @@ def test_a_divided_book_keeps_those_who_stay_before_the_split_and_the_others_beh
 def test_who_was_to_stay_and_goes_elsewhere_is_not_moved_with_those_who_stay() -> None:
     """Its blocks may be being sent, and there may be no room for both."""
     book = BlockBook(8, 1)
-    book.cover(1, 2)
-    book.cover(2, 2)
-    book.cover(3, 2)
+    book.hold(1, 2)
+    book.hold(2, 2)
+    book.hold(3, 2)
     book.divide(4)
     book.favour([2, 3])
     book.confine()
-    book.free(1)
-    book.cover(2, 3)
+    book.release(1)
+    book.hold(2, 3)
     book.favour([3])
     moves = book.next_moves([3], evacuate=False)
     assert moves == ((4, 1),)
-    book.move(moves)
+    book.compacted(moves)
     assert book.next_moves([3], evacuate=False) == ()
     assert (book.table(2), book.table(3)) == ((2, 3, 0), (1, 5))
     book.check()
@@ -235,14 +235,14 @@ def test_whatever_happens_to_a_divided_book_nobody_loses_a_block(data: st.DataOb
             case "new" if book.free_count:
                 next_id += 1
                 held[next_id] = data.draw(st.integers(1, book.free_count))
-                book.cover(next_id, held[next_id])
+                book.hold(next_id, held[next_id])
             case "grow" if held and book.free_count:
                 one = data.draw(st.sampled_from(sorted(held)))
                 held[one] += data.draw(st.integers(1, book.free_count))
-                book.cover(one, held[one])
+                book.hold(one, held[one])
             case "free" if held:
                 one = data.draw(st.sampled_from(sorted(held)))
-                assert book.free(one) == held.pop(one)
+                assert book.release(one) == held.pop(one)
             case "divide" if book.split is None:
                 book.divide(data.draw(st.integers(0, block_count)))
             case "favour" if held:
@@ -253,7 +253,7 @@ def test_whatever_happens_to_a_divided_book_nobody_loses_a_block(data: st.DataOb
                 if evacuate:
                     book.favour(ids)
                 while moves := book.next_moves(ids, evacuate=evacuate):
-                    book.move(moves)
+                    book.compacted(moves)
             case "undivide":
                 book.undivide()
             case "more":

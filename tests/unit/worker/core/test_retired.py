@@ -2,13 +2,13 @@ import random
 
 import pytest
 
+from services.worker.core.blocks import BlockBook
 from services.worker.core.retired import RetiredTables
-from services.worker.core.stage import StageBook
 
 
-def filled(rng: random.Random, sequences: int) -> StageBook:
+def filled(rng: random.Random, sequences: int) -> BlockBook:
     """Interleaved, with gaps."""
-    book = StageBook(200, 16)
+    book = BlockBook(200, 16)
     tokens = dict.fromkeys(range(sequences), 0)
     for _ in range(120):
         sequence_id = rng.randrange(sequences)
@@ -20,7 +20,7 @@ def filled(rng: random.Random, sequences: int) -> StageBook:
 
 
 def test_the_tables_are_as_they_were_whatever_becomes_of_the_book() -> None:
-    book = StageBook(8, 16)
+    book = BlockBook(8, 16)
     before = book.hold(1, 40)
     retired = RetiredTables(book)
     book.release(1)

@@ -4,8 +4,8 @@ import pytest
 
 from ballast.common.errors import InvariantViolation
 from ballast.common.ids import WorkerId
+from services.worker.core.blocks import BlockBook
 from services.worker.core.room import GroupSizes, Room, RoomKeeper, RoomSizes, lent_count
-from services.worker.core.stage import StageBook
 
 W0, W1 = WorkerId("w0"), WorkerId("w1")
 SIZES = {
@@ -89,7 +89,7 @@ def test_a_leader_knows_the_sizes_of_a_group_when_all_have_told_them() -> None:
 
 
 def test_what_others_hold_and_what_layers_still_lack_is_lent() -> None:
-    book = StageBook(30, 1)
+    book = BlockBook(30, 1)
     book.hold(1, 4)
     book.hold(2, 3)
     assert lent_count(book, 20, {1}) == 3

@@ -108,111 +108,90 @@ def test_messages_come_in_order_and_tensors_as_their_size() -> None:
     assert third.topic == 3
 
 
-def test_a_transfer_brings_the_marks_and_takes_its_time() -> None:
-    async def story() -> None:
-        async with pair(bytes_per_s=40 * BLOCK_BYTES) as both:
-            a, _ = await both.connect()
-            both.seen[1].pieces = [BACKEND.scratch(8 * BLOCK_BYTES)]  # pieces need not match
-            source = blocks(4, first_mark=100)
-            transfer = a.transfer(TrafficClass.KV, source, topic=16, meta=b"what")
-            report = await asyncio.wait_for(asyncio.wrap_future(transfer.done), 10)
-            assert report.outcome is Outcome.DELIVERED
-            assert report.sent_bytes == 8 * BLOCK_BYTES
-            assert report.duration_s >= 0.2
-            assert read_all(both.seen[1].pieces) == read_all(source)
-            assert both.seen[1].outcomes == [Outcome.DELIVERED]
-
-    asyncio.run(story())
+async def test_a_transfer_brings_the_marks_and_takes_its_time() -> None:
+    async with pair(bytes_per_s=40 * BLOCK_BYTES) as both:
+        a, _ = await both.connect()
+        both.seen[1].pieces = [BACKEND.scratch(8 * BLOCK_BYTES)]  # pieces need not match
+        source = blocks(4, first_mark=100)
+        transfer = a.transfer(TrafficClass.KV, source, topic=16, meta=b"what")
+        report = await asyncio.wait_for(asyncio.wrap_future(transfer.done), 10)
+        assert report.outcome is Outcome.DELIVERED
+        assert report.sent_bytes == 8 * BLOCK_BYTES
+        assert report.duration_s >= 0.2
+        assert read_all(both.seen[1].pieces) == read_all(source)
+        assert both.seen[1].outcomes == [Outcome.DELIVERED]
 
 
-def test_kv_overtakes_parameters() -> None:
-    async def story() -> None:
-        async with pair(bytes_per_s=20 * BLOCK_BYTES) as both:
-            a, _ = await both.connect()
-            both.seen[1].pieces = [BACKEND.scratch(8 * BLOCK_BYTES)]
-            slow = a.transfer(TrafficClass.PARAMETERS, blocks(4, 1))
-            urgent = a.transfer(TrafficClass.KV, blocks(4, 1))
-            await asyncio.wait_for(asyncio.wrap_future(urgent.done), 10)
-            assert not slow.done.done()
-
-    asyncio.run(story())
+async def test_kv_overtakes_parameters() -> None:
+    async with pair(bytes_per_s=20 * BLOCK_BYTES) as both:
+        a, _ = await both.connect()
+        both.seen[1].pieces = [BACKEND.scratch(8 * BLOCK_BYTES)]
+        slow = a.transfer(TrafficClass.PARAMETERS, blocks(4, 1))
+        urgent = a.transfer(TrafficClass.KV, blocks(4, 1))
+        await asyncio.wait_for(asyncio.wrap_future(urgent.done), 10)
+        assert not slow.done.done()
 
 
-def test_a_transfer_that_is_refused_and_one_that_is_cancelled() -> None:
-    async def story() -> None:
-        async with pair(bytes_per_s=BLOCK_BYTES) as both:
-            a, _ = await both.connect()
-            refused = await asyncio.wait_for(asyncio.wrap_future(a.transfer(TrafficClass.KV, blocks(1, 1)).done), 10)
-            assert (refused.outcome, refused.why) == (Outcome.REFUSED, "nobody waits for this")
-            both.seen[1].pieces = blocks(4, 1)
-            transfer = a.transfer(TrafficClass.KV, blocks(4, 50))
-            await asyncio.sleep(0.05)
-            transfer.cancel()
-            ended = await asyncio.wait_for(asyncio.wrap_future(transfer.done), 10)
-            assert ended.outcome is Outcome.CANCELLED
-
-    asyncio.run(story())
+async def test_a_transfer_that_is_refused_and_one_that_is_cancelled() -> None:
+    async with pair(bytes_per_s=BLOCK_BYTES) as both:
+        a, _ = await both.connect()
+        refused = await asyncio.wait_for(asyncio.wrap_future(a.transfer(TrafficClass.KV, blocks(1, 1)).done), 10)
+        assert (refused.outcome, refused.why) == (Outcome.REFUSED, "nobody waits for this")
+        both.seen[1].pieces = blocks(4, 1)
+        transfer = a.transfer(TrafficClass.KV, blocks(4, 50))
+        await asyncio.sleep(0.05)
+        transfer.cancel()
+        ended = await asyncio.wait_for(asyncio.wrap_future(transfer.done), 10)
+        assert ended.outcome is Outcome.CANCELLED
 
 
-def test_a_peer_that_retires_its_link_is_told_as_its_end() -> None:
-    async def story() -> None:
-        async with pair() as both:
-            a, b = await both.connect()
-            both.planes[1].retire(2)
-            await both.seen[0].until(1)
-            assert both.seen[0].endings == ["the peer takes part in its epoch no more"]
-            assert b.retired
-            assert not a.is_up
-            with pytest.raises(Unavailable):
-                a.send(TrafficClass.CONTROL, 1)
-            with pytest.raises(StaleEpoch):
-                b.send(TrafficClass.CONTROL, 1)
-            with pytest.raises(StaleEpoch):
-                await asyncio.wrap_future(both.planes[1].warm("a", both.planes[0].store_address, 1, 1.0))
-
-    asyncio.run(story())
+async def test_a_peer_that_retires_its_link_is_told_as_its_end() -> None:
+    async with pair() as both:
+        a, b = await both.connect()
+        both.planes[1].retire(2)
+        await both.seen[0].until(1)
+        assert both.seen[0].endings == ["the peer takes part in its epoch no more"]
+        assert b.retired
+        assert not a.is_up
+        with pytest.raises(Unavailable):
+            a.send(TrafficClass.CONTROL, 1)
+        with pytest.raises(StaleEpoch):
+            b.send(TrafficClass.CONTROL, 1)
+        with pytest.raises(StaleEpoch):
+            await asyncio.wrap_future(both.planes[1].warm("a", both.planes[0].store_address, 1, 1.0))
 
 
-def test_a_broken_link_ends_what_is_under_way() -> None:
-    async def story() -> None:
-        async with pair(bytes_per_s=BLOCK_BYTES) as both:
-            a, b = await both.connect()
-            both.seen[1].pieces = blocks(4, 1)
-            transfer = a.transfer(TrafficClass.KV, blocks(4, 50))
-            await asyncio.sleep(0.05)
-            b.give_up("it could not be said")
-            with pytest.raises(Unavailable):
-                await asyncio.wait_for(asyncio.wrap_future(transfer.done), 10)
-            assert both.seen[1].outcomes == [Outcome.BROKEN]
-            assert both.planes[0].link("b", 1) is None
-
-    asyncio.run(story())
+async def test_a_broken_link_ends_what_is_under_way() -> None:
+    async with pair(bytes_per_s=BLOCK_BYTES) as both:
+        a, b = await both.connect()
+        both.seen[1].pieces = blocks(4, 1)
+        transfer = a.transfer(TrafficClass.KV, blocks(4, 50))
+        await asyncio.sleep(0.05)
+        b.give_up("it could not be said")
+        with pytest.raises(Unavailable):
+            await asyncio.wait_for(asyncio.wrap_future(transfer.done), 10)
+        assert both.seen[1].outcomes == [Outcome.BROKEN]
+        assert both.planes[0].link("b", 1) is None
 
 
-def test_two_epochs_share_a_connection() -> None:
-    async def story() -> None:
-        async with pair() as both:
-            first, _ = await both.connect(1)
-            second, _ = await both.connect(2)
-            assert first.connection is second.connection
-            both.planes[1].retire(2)
-            await both.seen[0].until(1)
-            assert not first.is_up
-            second.send(TrafficClass.CONTROL, 5)
-            await both.seen[1].until(2)
-            assert [message.topic for message in both.seen[1].messages] == [5]
-
-    asyncio.run(story())
+async def test_two_epochs_share_a_connection() -> None:
+    async with pair() as both:
+        first, _ = await both.connect(1)
+        second, _ = await both.connect(2)
+        assert first.connection is second.connection
+        both.planes[1].retire(2)
+        await both.seen[0].until(1)
+        assert not first.is_up
+        second.send(TrafficClass.CONTROL, 5)
+        await both.seen[1].until(2)
+        assert [message.topic for message in both.seen[1].messages] == [5]
 
 
-def test_a_peer_that_does_not_come() -> None:
-    async def story() -> None:
-        async with pair() as both:
-            a, b = both.planes
-            for caller, peer in ((a, b), (b, a)):
-                with pytest.raises(DeadlineExceeded):
-                    await asyncio.wrap_future(caller.warm(peer.worker_id, peer.store_address, 1, 0.1))
-            with pytest.raises(Unavailable):
-                await asyncio.wrap_future(b.warm("a", "127.0.0.1:1", 1, 1.0))
-
-    asyncio.run(story())
+async def test_a_peer_that_does_not_come() -> None:
+    async with pair() as both:
+        a, b = both.planes
+        for caller, peer in ((a, b), (b, a)):
+            with pytest.raises(DeadlineExceeded):
+                await asyncio.wrap_future(caller.warm(peer.worker_id, peer.store_address, 1, 0.1))
+        with pytest.raises(Unavailable):
+            await asyncio.wrap_future(b.warm("a", "127.0.0.1:1", 1, 1.0))

@@ -1,16 +1,24 @@
 """What comes from the disk is what this worker has known, or it is not taken."""
 
 import queue
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
 from ballast.common.ids import Epoch
+from ballast.model.tiny import make_tiny
+from services.worker.engine.load import load_engine
 from services.worker.memory.host import HostBackend
-from services.worker.pipeline.events import LayerArrived, LayerChecked
+from services.worker.pipeline.background import Threads
+from services.worker.pipeline.events import LayerArrived, LayerAsked, LayerChecked
+from services.worker.pipeline.homecoming import Homecoming
 from services.worker.pipeline.layers import LayerPull, LayerServer
+from services.worker.pipeline.wire import Topic
 from services.worker.shell import MemberEvent
+from tests.support.engine import NEEDS_NATIVE
 from tests.unit.worker.memory.models import fill_layer, open_small
 
 
@@ -18,18 +26,19 @@ from tests.unit.worker.memory.models import fill_layer, open_small
 @pytest.mark.parametrize("known", [False, True], ids=["never held", "held before"])
 def test_a_layer_from_the_checkpoint_is_compared_with_what_is_known(changed: bool, known: bool) -> None:
     events: queue.SimpleQueue[MemberEvent] = queue.SimpleQueue()
-    with open_small(HostBackend()) as memory, ThreadPoolExecutor(1) as workers:
+    with open_small(HostBackend()) as memory:
         parameters = memory.parameters
-        server = LayerServer(parameters, workers, events.put)
-        fill_layer(memory, 1)
-        if known:
-            server.checksum(1)
 
         def read(layer: int) -> None:
             fill_layer(memory, layer)
             if changed:
                 parameters.layer(layer)["down"][-1, -1] += 1.0
 
+        workers = Threads(read)
+        server = LayerServer(parameters, workers, events.put)
+        fill_layer(memory, 1)
+        if known:
+            server.checksum(1)
         pull = LayerPull(
             Epoch(3),
             [1],
@@ -37,7 +46,6 @@ def test_a_layer_from_the_checkpoint_is_compared_with_what_is_known(changed: boo
             parameters=parameters,
             hub=cast(Any, None),  # of links to peers, whom nobody asks here
             ask=lambda peer, layer: False,
-            read=read,
             server=server,
             workers=workers,
             hurried=lambda: True,
@@ -53,6 +61,57 @@ def test_a_layer_from_the_checkpoint_is_compared_with_what_is_known(changed: boo
                     pull.checked(event)
                 case _:
                     raise AssertionError(event)
+        workers.shutdown()
     wrong = changed and known
     assert bool(pull.failure) == wrong
     assert (pull.repulled > 0) == wrong
+
+
+class _Sent:
+    """A link that keeps what is sent."""
+
+    peer_id = "w2"
+
+    def __init__(self) -> None:
+        self.refusals: list[str] = []
+        self.layers: queue.SimpleQueue[int] = queue.SimpleQueue()
+
+    def send(self, traffic: object, topic: Topic, *, meta: bytes, stream: int) -> None:
+        assert topic is Topic.LAYER_REFUSED
+        self.refusals.append(meta.decode())
+
+    def transfer(self, traffic: object, pieces: object, *, topic: Topic, meta: bytes, stream: int) -> Any:
+        self.layers.put(stream)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return SimpleNamespace(done=done)
+
+
+@NEEDS_NATIVE
+def test_a_peer_whose_weights_are_packed_otherwise_is_refused_and_told_why(tmp_path: Path) -> None:
+    """Its bytes would be nonsense there; it reads the checkpoint instead."""
+    model = make_tiny("llama", tmp_path / "model", layers=2)
+    with (
+        load_engine(model, device_memory_bytes=16 << 20, kernels="native") as packed,
+        load_engine(model, device_memory_bytes=16 << 20, kernels="torch") as plain,
+    ):
+        parameters = packed.memory.parameters
+        theirs = plain.memory.parameters.layout(1)
+        assert parameters.layout(0) == parameters.layout(1) != theirs
+        workers, link = Threads(lambda layer: None), _Sent()
+        ground = SimpleNamespace(
+            role=SimpleNamespace(layer_count=2),
+            memory=packed.memory,
+            book=None,
+            hub=None,
+            links=SimpleNamespace(ask_for_layer=None),
+            now=lambda: 0.0,
+            post=queue.SimpleQueue[MemberEvent]().put,
+        )
+        home = Homecoming(cast(Any, ground), background=workers, hurried=lambda: True)
+        home.serve(cast(Any, link), LayerAsked(Epoch(3), 1, cast(Any, link), theirs), range(2))
+        assert "--kernels" in link.refusals[0]
+        home.serve(cast(Any, link), LayerAsked(Epoch(3), 1, cast(Any, link), parameters.layout(1)), range(2))
+        assert link.layers.get(timeout=30) == 1
+        assert len(link.refusals) == 1
+        workers.shutdown()

@@ -123,10 +123,24 @@ struct AttendCall {
       i64 tile = token - in_tile, end = least(tile + tile_tokens, last_end);
       i64 slot = 2 * block * call.block_tokens + in_block - in_tile;
       const T* keys = (const T*)call.kv + (slot * call.kv_heads + kv_head) * call.head_dim;
+      if (rows == 1 && end < last_end) fetch_behind(span, end, last_end, kv_head);
       attend_tile(running, span, first, rows, keys, staged, tile, token, end);
       token = end;
     }
     finish(running, span, first, rows, kv_head);
+  }
+
+  // Asks for the keys and values of the tile that begins at `token`: blocks lie anywhere, so that the processor cannot
+  // foresee it. For single rows, which have nothing else to do meanwhile.
+  void fetch_behind(const Span& span, i64 token, i64 last_end, i64 kv_head) const {
+    constexpr i64 line = 64 / sizeof(T);
+    i64 in_block = token % call.block_tokens, stride = call.kv_heads * call.head_dim;
+    i64 slot = 2 * call.spans.blocks[span.first_block + token / call.block_tokens] * call.block_tokens + in_block;
+    const T* keys = (const T*)call.kv + slot * stride + kv_head * call.head_dim;
+    i64 count = least(least(kTileTokens, call.block_tokens - in_block), last_end - token);
+    for (i64 t = 0; t < count; t++, keys += stride)
+      for (i64 d = 0; d < call.head_dim; d += line)
+        __builtin_prefetch(keys + d), __builtin_prefetch(keys + call.block_tokens * stride + d);
   }
 
   INLINE void copy(const T* from, C* to, i64 count, i64 size) {
@@ -188,7 +202,7 @@ struct AttendCall {
         continue;
       }
       V all = scores_of<C>(running.q + i * width, k + p * lanes * stride, stride, from, to, width, scale);
-      score[p] = (numbers >= (Lane)from) & (numbers < (Lane)to) ? all : splat(-(C)__builtin_inf());
+      score[p] = ((numbers >= (Lane)from) & (numbers < (Lane)to)) ? all : splat(-(C)__builtin_inf());
       best = best > score[p] ? best : score[p];
     }
     C highest = max_of<C>(best), before = running.largest[i], shrink = 1;

@@ -29,8 +29,8 @@ struct Products {
   INLINE void run(const T* a, i64 a_stride, const T* b, i64 inputs, V (&c)[ROWS][2]) {
     for (i64 k = 0; k < inputs; k++, b += kPanel) {
       V b0 = load(b), b1 = load(b + lanes);
-      prefetch((const char*)b + 2048);
-      prefetch((const char*)b + 2048 + 64);
+      prefetch((const char*)b + 4096);
+      prefetch((const char*)b + 4096 + 64);
 #pragma GCC unroll 16
       for (int m = 0; m < ROWS; m++) {
         V x = splat(a[m * a_stride + k]);
@@ -53,8 +53,8 @@ struct Products<bf16, ROWS> {
   INLINE void run(const bf16* a, i64 a_stride, const bf16* b, i64 inputs, V (&c)[ROWS][2]) {
     for (i64 k = 0; k < inputs; k += 2, b += 2 * kPanel) {
       Words b0 = raw_load<Words>(b), b1 = raw_load<Words>(b + 2 * lanes);
-      prefetch((const char*)b + 2048);
-      prefetch((const char*)b + 2048 + 64);
+      prefetch((const char*)b + 4096);
+      prefetch((const char*)b + 4096 + 64);
 #if defined(__AVX512BF16__)
 #pragma GCC unroll 16
       for (int m = 0; m < ROWS; m++) {

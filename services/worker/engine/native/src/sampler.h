@@ -14,66 +14,81 @@
 namespace {
 
 constexpr int kWide = Vec<double>::lanes;
-constexpr i64 kBlock = 256;        // tokens whose weights are added up together; whole vectors
-constexpr double kNothing = -50;   // e to that, times any vocabulary, does not move a sum in float64
-constexpr i64 kGroup = 64;          // tokens that are passed over together
-constexpr int kGuesses = 3;
+constexpr i64 kBlock = 256;       // tokens that are passed over, and whose weights are added up, together
+constexpr double kNothing = -50;  // e to that, times any vocabulary, does not move a sum in float64
+constexpr i64 kMany = 64;         // values that are worth whole vectors
 
-INLINE vd widen(const double* p, i64 count) { return load_part(p, count); }
-INLINE vd widen(const float* p, i64 count) {
+INLINE vd widen(const double* p) { return load(p); }
+INLINE vd widen(const float* p) {
   typedef float Half __attribute__((vector_size(VECTOR_BYTES / 2)));
-  Half half = {};
-  if (count >= kWide)
-    half = raw_load<Half>(p);
-  else
-    for (i64 i = 0; i < count; i++) half[i] = p[i];
-  return __builtin_convertvector(half, vd);
+  return __builtin_convertvector(raw_load<Half>(p), vd);
 }
 
-INLINE vd lanes_below(i64 count, vd x, double other) {
-  return lane_numbers<double>() < (int64_t)count ? x : splat(other);
-}
-
-// The largest of a group of logits, of which `count` exist: what tells that none of them matters.
+// The first `count` of a vector's logits; behind them those of impossible tokens.
 template <class T>
-INLINE T group_best(const T* logits, i64 count) {
+INLINE vd widen_part(const T* p, i64 count) {
+  if (count >= kWide) return widen(p);
+  T part[kWide];
+  for (i64 i = 0; i < kWide; i++) part[i] = i < count ? p[i] : -(T)__builtin_inf();
+  return widen(part);
+}
+
+// The largest of up to a block of logits. NaN is passed over.
+template <class T>
+INLINE T largest_of(const T* logits, i64 count) {
+  typedef typename Vec<T>::v V;
   constexpr int lanes = Vec<T>::lanes;
-  typename Vec<T>::v best = splat(-(T)__builtin_inf());
-  if (count >= kGroup) {
-    for (i64 i = 0; i < kGroup; i += lanes) {
-      typename Vec<T>::v x = load(logits + i);
-      best = x > best ? x : best;
+  V best[2] = {splat(-(T)__builtin_inf()), splat(-(T)__builtin_inf())};
+  i64 i = 0;
+  for (; i + 2 * lanes <= count; i += 2 * lanes)
+    for (int j = 0; j < 2; j++) {
+      V x = load(logits + i + j * lanes);
+      best[j] = x > best[j] ? x : best[j];
     }
-    return max_of<T>(best);
-  }
-  T highest = best[0];
-  for (i64 i = 0; i < count; i++) highest = logits[i] > highest ? logits[i] : highest;
+  T highest = max_of<T>(best[0] > best[1] ? best[0] : best[1]);
+  for (; i < count; i++) highest = logits[i] > highest ? logits[i] : highest;
   return highest;
 }
 
-template <class T>
-i64 best_of(const T* logits, i64 size) {
-  T highest = -(T)__builtin_inf();
-  i64 group = 0;
-  for (i64 i = 0; i < size; i += kGroup) {
-    T best = group_best(logits + i, size - i);
-    if (best > highest) highest = best, group = i;
+#if defined(__AVX512F__)
+// 2 to the (j / 16), less what j in the place of an exponent's last bits would add.
+struct Powers {
+  alignas(64) uint64_t bits[16];
+  constexpr Powers() : bits() {
+    for (int j = 0; j < 16; j++)
+      bits[j] = __builtin_bit_cast(uint64_t, __builtin_exp2(j / 16.0)) - ((uint64_t)j << 48);
   }
-  for (i64 i = group; i < size; i++)
-    if (logits[i] == highest) return i;
-  return 0;
-}
+};
+constexpr Powers kPowers;
 
-// The least of the `count` largest values that are at least `floor`: by a heap whose root is the least.
+// e to the x for x in [-700, 0], to about one unit in the last place; anything for others.
+INLINE vd weight_of(vd x) {
+  const vd magic = splat(6755399441055744.0);
+  vd shifted = x * 23.083120654223414 + magic;  // 16 / ln(2)
+  vd n = shifted - magic;
+  vd r = x - n * 0.04332169878489367;  // ln(2) / 16, but for its last 16 bits
+  r = r - n * 1.0291218489310676e-13;
+  vd p = r * (1.0 / 720) + (1.0 / 120 + 8.1e-8);  // and most of what the seventh power would add
+  p = p * r + (1.0 / 24);
+  p = p * r + (1.0 / 6);
+  p = p * r + 0.5;
+  p = p * r + 1.0;
+  p = p * r;
+  __m512i k = (__m512i)shifted;
+  __m512d power = _mm512_permutex2var_pd(_mm512_load_pd(kPowers.bits), k, _mm512_load_pd(kPowers.bits + 8));
+  vd scale = (vd)_mm512_add_epi64((__m512i)power, _mm512_slli_epi64(k, 48));
+  return scale * p + scale;
+}
+#else
+INLINE vd weight_of(vd x) { return exponential(x); }
+#endif
+
+// The least of the `count` largest of at least one value: by a heap whose root is the least.
 template <class T>
-T kth_largest(const T* logits, i64 size, i64 count, T* heap) {
+T kth_largest(const T* values, i64 size, i64 count, T* heap) {
   i64 held = 0;
   for (i64 i = 0; i < size; i++) {
-    if (i % kGroup == 0 && held == count && !(group_best(logits + i, size - i) > heap[0])) {
-      i += kGroup - 1;
-      continue;
-    }
-    T x = logits[i];
+    T x = values[i];
     if (held == count && !(x > heap[0])) continue;
     bool grows = held < count;
     i64 at = grows ? held++ : 0;
@@ -120,7 +135,7 @@ double nucleus_end(double* values, i64 count, double wanted) {
     double pivot = a > b ? (b > c ? b : (a > c ? c : a)) : (a > c ? a : (b > c ? c : b));
     i64 above = 0, below = count, i = 0;
     double mass = 0, equal = 0;
-    if (count > kGroup) {  // many: whole vectors, of what is left only one side
+    if (count > kMany) {  // many: whole vectors, of what is left only one side
       for (i = count; i % kWide; i++) values[i] = 0;
       vd larger = {}, same = {};
       for (i64 at = 0; at < count; at += kWide) {
@@ -161,146 +176,277 @@ double nucleus_end(double* values, i64 count, double wanted) {
   return least_kept;  // by rounding they have a little less than wanted: all are kept
 }
 
+// What choosing from one row needs beside its logits.
+template <class T>
+struct Scratch {
+  T* block_best;    // the largest logit of each block
+  double* sums;     // of the weights of each block
+  double* weights;  // [whole blocks], as is the next; null unless there is a filter
+  double* spare;
+  int32_t* tokens;
+};
+
+#if defined(__AVX512F__)
+// Of as many logits as a vector has: the numbers and values of those that are at least `limit`. Writes whole vectors.
+INLINE i64 keep(const float* p, float limit, i64 first, int32_t* tokens, float* values) {
+  const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+  __m512 x = _mm512_loadu_ps(p);
+  __mmask16 kept = _mm512_cmp_ps_mask(x, _mm512_set1_ps(limit), _CMP_GE_OQ);
+  __m512i numbers = _mm512_add_epi32(lanes, _mm512_set1_epi32((int32_t)first));
+  _mm512_storeu_si512(tokens, _mm512_maskz_compress_epi32(kept, numbers));
+  _mm512_storeu_ps(values, _mm512_maskz_compress_ps(kept, x));
+  return __builtin_popcount(kept);
+}
+INLINE i64 keep(const double* p, double limit, i64 first, int32_t* tokens, double* values) {
+  const __m256i lanes = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+  __m512d x = _mm512_loadu_pd(p);
+  __mmask8 kept = _mm512_cmp_pd_mask(x, _mm512_set1_pd(limit), _CMP_GE_OQ);
+  __m256i numbers = _mm256_add_epi32(lanes, _mm256_set1_epi32((int32_t)first));
+  _mm256_storeu_si256((__m256i*)tokens, _mm256_maskz_compress_epi32(kept, numbers));
+  _mm512_storeu_pd(values, _mm512_maskz_compress_pd(kept, x));
+  return __builtin_popcount(kept);
+}
+#endif
+
+// The numbers and values of the logits in [begin, end) that are at least `limit`, in their order. So many as there are
+// logits up to `end` have room in both.
+template <class T>
+INLINE i64 keep_all(const T* logits, i64 begin, i64 end, T limit, i64 count, int32_t* tokens, T* values) {
+  i64 i = begin;
+#if defined(__AVX512F__)
+  constexpr int lanes = Vec<T>::lanes;
+  for (; i + lanes <= end; i += lanes) count += keep(logits + i, limit, i, tokens + count, values + count);
+#endif
+  for (; i < end; i++) tokens[count] = (int32_t)i, values[count] = logits[i], count += logits[i] >= limit;
+  return count;
+}
+
+// The number of the first logit from `from` on that is `value`; 0: none is.
+template <class T>
+i64 first_of(const T* logits, i64 from, i64 size, T value) {
+  for (i64 i = from; i < size; i++)
+    if (logits[i] == value) return i;
+  return 0;
+}
+
 template <class T>
 struct Row {
   const T* logits;
-  i64 size, padded;  // whole blocks
-  double* weights;   // [padded]
-  double* spare;     // [padded], and room for a vector behind
+  i64 size;
+  double best, sharpness;  // 1 / temperature
+  double lowest;           // lesser logits have no weight
+  Scratch<T> scratch;
 
-  // The weights of tokens whose logit is at least `floor`; of the others, and behind the end, zero. Returns their sum
-  // and those of the weights above each of the guesses.
-  double weigh(double best, double sharpness, double floor, const double* guesses, double* above) const {
-    vd total = {}, parts[kGuesses] = {};
-    double lowest = best + kNothing / sharpness;
-    lowest = floor > lowest ? floor : lowest;
-    for (i64 i = 0; i < padded; i += kWide) {
-      if (i % kGroup == 0 && !((double)group_best(logits + i, size - i) >= lowest)) {
-        __builtin_memset(weights + i, 0, kGroup * sizeof(double));
-        i += kGroup - kWide;
+  i64 blocks() const { return (size + kBlock - 1) / kBlock; }
+
+  INLINE vd weigh(vd x, double sharpness, double best, double lowest) {
+    vd weight = weight_of((x - best) * sharpness);
+    return x >= lowest ? weight : vd{};
+  }
+
+  double weigh_block(i64 first) const {
+    vd sum[2] = {};
+    i64 i = first, end = least(size, first + kBlock);
+    for (; i + 2 * kWide <= end; i += 2 * kWide)
+      for (int j = 0; j < 2; j++) sum[j] += weigh(widen(logits + i + j * kWide), sharpness, best, lowest);
+    for (; i < end; i += kWide) sum[0] += weigh(widen_part(logits + i, end - i), sharpness, best, lowest);
+    return sum_of<double>(sum[0] + sum[1]);
+  }
+
+  // Of all weights; those of the blocks are kept.
+  double total() const {
+    double sum = 0;
+    for (i64 b = 0; b < blocks(); b++) {
+      bool matters = (double)scratch.block_best[b] >= lowest;
+      sum += scratch.sums[b] = matters ? weigh_block(b * kBlock) : 0;
+    }
+    return sum;
+  }
+
+  i64 draw(double uniform) const {
+    double target = uniform * total(), before = 0, weights[kBlock];
+    for (i64 b = 0; b < blocks(); b++) {
+      double sum = scratch.sums[b];
+      if (!(before + sum > target)) {
+        before += sum;
         continue;
       }
-      vd x = widen(logits + i, most(0, size - i));
-      vd weight = exponential((x - best) * sharpness);
-      weight = x >= lowest ? weight : vd{};
-      if (i + kWide > size) weight = lanes_below(size - i, weight, 0);
-      store(weights + i, weight);
-      total += weight;
-      if (guesses)
-        for (int g = 0; g < kGuesses; g++) parts[g] += weight > guesses[g] ? weight : vd{};
+      i64 first = b * kBlock, count = least(kBlock, size - first);
+      for (i64 i = 0; i < count; i += kWide)
+        store(weights + i, weigh(widen_part(logits + first + i, count - i), sharpness, best, lowest));
+      return first + place_of(weights, count, 0, target - before);
     }
-    for (int g = 0; guesses && g < kGuesses; g++) above[g] = sum_of<double>(parts[g]);
-    return sum_of<double>(total);
+    for (i64 i = size - 1; i > 0; i--)
+      if ((double)logits[i] >= lowest) return i;
+    return 0;
   }
 
-  double nucleus(double best, double sharpness, double floor, double share) const {
-    const double guesses[kGuesses] = {1e-2, 3e-4, 3e-6};
-    double above[kGuesses];
-    double wanted = weigh(best, sharpness, floor, guesses, above) * share, limit = 0;
-    for (int g = kGuesses - 1; g >= 0; g--)
-      if (above[g] > wanted * (1 + 1e-9)) limit = guesses[g];
-    i64 count = collect(weights, padded, limit, __builtin_inf(), spare);
-    return nucleus_end(spare, count, wanted);
+  // Where the running sum of the weights that are at least `least_weight` exceeds `wanted`: the last of them if it does
+  // not, as by rounding it may not.
+  static i64 place_of(const double* weights, i64 count, double least_weight, double wanted) {
+    double running = 0;
+    i64 last = 0;
+    for (i64 i = 0; i < count; i++) {
+      if (!(weights[i] >= least_weight) || weights[i] == 0) continue;
+      running += weights[i], last = i;
+      if (running > wanted) break;
+    }
+    return last;
   }
 
-  double block_sum(i64 first, double least_weight) const {
+  // From the smallest set of most probable tokens that has `share` of the weights.
+  //
+  // What is lighter than the V-th part of the rest, (1 - share) of all weights, is outside of it, since all of that
+  // together is less than the rest. So only what is heavier is weighed one by one; first what is near the mean, which
+  // mostly is enough.
+  i64 draw_from_nucleus(double uniform, double share) const {
+    double all = total(), mean = all / (double)size, found = 0;
+    i64 count = (1 - share) * 3 < 1 ? candidates(mean / 3, &found) : 0;
+    if (!(found > share * all * (1 + 1e-9))) count = candidates((1 - share) * mean, &found);
+    if (count == 0) return first_of(logits, 0, size, (T)best);  // there are no weights: infinite logits
+    double* weights = scratch.weights;
+    __builtin_memcpy(scratch.spare, weights, (size_t)count * sizeof(double));
+    double least_weight = nucleus_end(scratch.spare, count, share * all), kept = 0;
+    for (i64 i = count; i % kBlock; i++) weights[i] = 0;
+    for (i64 first = 0; first < count; first += kBlock)
+      kept += scratch.sums[first / kBlock] = block_sum(weights + first, least_weight);
+    double target = uniform * kept, before = 0;
+    for (i64 first = 0; first < count; first += kBlock) {
+      double sum = scratch.sums[first / kBlock];
+      if (before + sum > target)
+        return scratch.tokens[first + place_of(weights + first, kBlock, least_weight, target - before)];
+      before += sum;
+    }
+    return scratch.tokens[place_of(weights, count, least_weight, __builtin_inf())];
+  }
+
+  static double most_of(double a, double b) { return a > b ? a : b; }
+
+  static double block_sum(const double* weights, double least_weight) {
     vd sum = {};
-    for (i64 i = first; i < first + kBlock; i += kWide) {
+    for (i64 i = 0; i < kBlock; i += kWide) {
       vd weight = load(weights + i);
       sum += weight >= least_weight ? weight : vd{};
     }
     return sum_of<double>(sum);
   }
 
-  i64 draw(double least_weight, double uniform) const {
-    double total = 0;
-    for (i64 i = 0; i < padded; i += kBlock) total += spare[i / kBlock] = block_sum(i, least_weight);
-    double target = uniform * total, before = 0;
-    i64 last = size - 1;
-    for (i64 block = 0; block < padded; block += kBlock) {
-      double sum = spare[block / kBlock];
-      if (!(before + sum > target)) {
-        before += sum;
-        continue;
+  // In the order of the vocabulary, the tokens whose logit is at least `limit`; in `spare` these logits.
+  i64 tokens_from(T limit) const {
+    i64 count = 0;
+    for (i64 b = 0; b < blocks(); b++)
+      if (scratch.block_best[b] >= limit) {
+        i64 end = least(size, (b + 1) * kBlock);
+        count = keep_all(logits, b * kBlock, end, limit, count, scratch.tokens, (T*)scratch.spare);
       }
-      double running = before;
-      for (i64 i = block; i < least(size, block + kBlock); i++) {
-        if (!(weights[i] >= least_weight) || weights[i] == 0) continue;
-        running += weights[i], last = i;
-        if (running > target) return i;
-      }
-      return last;  // by rounding the block's tokens have a little less than the block
+    return count;
+  }
+
+  // All tokens with at least that weight, few that have less, and their weights, of which `sum` is the sum.
+  i64 candidates(double least_weight, double* sum) const {
+    double limit = most_of(best + __builtin_log(least_weight) / sharpness, lowest);
+    i64 count = tokens_from((T)(limit - 1e-5 - 1e-6 * __builtin_fabs(limit)));
+    vd total = {};
+    for (i64 i = 0; i < count; i += kWide) {
+      vd weight = weigh(widen_part((const T*)scratch.spare + i, count - i), sharpness, best, lowest);
+      store(scratch.weights + i, weight), total += weight;
     }
-    for (i64 i = size - 1; i >= 0; i--)
-      if (weights[i] > 0 && weights[i] >= least_weight) return i;
-    return last;
+    *sum = sum_of<double>(total);
+    return count;
+  }
+
+  // The least of the `count` best logits: they are among those that are not less than the best of so many blocks.
+  T kth_best(i64 count) const {
+    T* heap = (T*)scratch.weights;
+    if (count > blocks()) return kth_largest(logits, size, count, heap);
+    i64 found = tokens_from(kth_largest(scratch.block_best, blocks(), count, heap));
+    return found ? kth_largest((const T*)scratch.spare, found, count, heap) : -(T)__builtin_inf();
+  }
+
+  // As a logit, and -inf without filters: the least of those that min-p and top-k keep.
+  double floor_of(double temperature, double min_p, i64 top_k) const {
+    double floor = -__builtin_inf();
+    if (min_p > 0) {
+      double least_quotient = best / temperature + __builtin_log(min_p);
+      vd kept = splat(best);
+      for (i64 b = 0; b < blocks(); b++) {
+        if (!((double)scratch.block_best[b] / temperature >= least_quotient)) continue;
+        for (i64 i = b * kBlock, end = least(size, i + kBlock); i < end; i += kWide) {
+          vd x = widen_part(logits + i, end - i);
+          kept = ((x / temperature >= least_quotient) & (x < kept)) ? x : kept;
+        }
+      }
+      floor = -max_of<double>(-kept);
+    }
+    return top_k > 0 && top_k < size ? most_of(floor, (double)kth_best(top_k)) : floor;
   }
 };
 
 template <class T>
-i64 choose(const Sampling& call, i64 r, double* memory) {
+i64 choose(const Sampling& call, i64 r, const Scratch<T>& scratch) {
   const T* logits = (const T*)call.logits + r * call.stride;
-  i64 size = call.vocabulary, padded = round_up(size, kBlock), first_best = best_of(logits, size);
-  double temperature = call.temperatures[r], best = (double)logits[first_best];
-  if (!(temperature > 0)) return first_best;
-  Row<T> row = {logits, size, padded, memory, memory + padded};
-  double floor = -__builtin_inf(), lowest = best / temperature;
-  if (call.min_p[r] > 0) {  // as a logit: the least of those whose quotient is high enough
-    lowest += __builtin_log(call.min_p[r]);
-    vd kept = splat(best);
-    for (i64 i = 0; i < size; i += kWide) {
-      vd x = widen(logits + i, size - i);
-      if (i + kWide > size) x = lanes_below(size - i, x, best);
-      kept = (x / temperature >= lowest) & (x < kept) ? x : kept;
-    }
-    floor = -max_of<double>(-kept);
+  i64 size = call.vocabulary, best_block = 0;
+  for (i64 b = 0; b * kBlock < size; b++) {
+    scratch.block_best[b] = largest_of(logits + b * kBlock, least(kBlock, size - b * kBlock));
+    if (scratch.block_best[b] > scratch.block_best[best_block]) best_block = b;
   }
-  if (call.top_k[r] > 0 && call.top_k[r] < size) {
-    double kth = (double)kth_largest(logits, size, call.top_k[r], (T*)memory);
-    floor = kth > floor ? kth : floor;
-  }
-  double least_weight = 0;
-  if (call.top_p[r] < 1)
-    least_weight = row.nucleus(best, 1 / temperature, floor, call.top_p[r]);
-  else
-    row.weigh(best, 1 / temperature, floor, nullptr, nullptr);
-  return row.draw(least_weight, call.uniforms[r]);
+  double temperature = call.temperatures[r], best = (double)scratch.block_best[best_block];
+  if (!(temperature > 0)) return first_of(logits, best_block * kBlock, size, scratch.block_best[best_block]);
+  Row<T> row = {logits, size, best, 1 / temperature, 0, scratch};
+  row.lowest = Row<T>::most_of(best + kNothing * temperature, row.floor_of(temperature, call.min_p[r], call.top_k[r]));
+  return call.top_p[r] < 1 ? row.draw_from_nucleus(call.uniforms[r], call.top_p[r]) : row.draw(call.uniforms[r]);
+}
+
+template <class T>
+bool filters(const Sampling& call, i64 r) {
+  return call.temperatures[r] > 0 && (call.top_p[r] < 1 || (call.top_k[r] > 0 && call.top_k[r] < call.vocabulary));
 }
 
 template <class T>
 void sample_rows(const Sampling& call) {
-  i64 padded = round_up(call.vocabulary, kBlock);
+  i64 padded = round_up(call.vocabulary, kBlock), blocks = padded / kBlock;
   parallel(call.rows, most(1, (1 << 15) / call.vocabulary), [&](i64 begin, i64 end) {
-    double* memory = nullptr;
-    for (i64 r = begin; r < end; r++) {
-      if (!memory && call.temperatures[r] > 0) memory = (double*)malloc((2 * padded + 64) * sizeof(double));
-      call.chosen[r] = call.temperatures[r] > 0 && !memory ? -1 : choose<T>(call, r, memory);
-    }
+    bool filtered = false;
+    for (i64 r = begin; r < end; r++) filtered |= filters<T>(call, r);
+    size_t each = 2 * sizeof(double) + sizeof(int32_t);
+    char* memory = (char*)malloc((size_t)blocks * 2 * sizeof(double) + (filtered ? (size_t)padded * each : 0));
+    double* sums = (double*)memory;
+    Scratch<T> scratch = {(T*)(sums + blocks), sums, sums + 2 * blocks, sums + 2 * blocks + padded,
+                          (int32_t*)(sums + 2 * blocks + 2 * padded)};
+    for (i64 r = begin; r < end; r++) call.chosen[r] = memory ? choose<T>(call, r, scratch) : -1;
     free(memory);
   });
 }
 
-// The logarithm of the sum of e to the logits, less the best; and the best themselves, equal ones in their order.
 template <class T>
-double log_total(const T* logits, i64 size, double best) {
-  vd total = {};
-  for (i64 i = 0; i < size; i += kWide) {
-    vd weight = exponential(widen(logits + i, size - i) - best);
-    weight = widen(logits + i, size - i) - best > -700.0 ? weight : vd{};
-    total += i + kWide > size ? lanes_below(size - i, weight, 0) : weight;
+T best_of(const T* logits, i64 size) {
+  T best = -(T)__builtin_inf();
+  for (i64 i = 0; i < size; i += kBlock) {
+    T highest = largest_of(logits + i, least(kBlock, size - i));
+    best = highest > best ? highest : best;
   }
-  return __builtin_log(sum_of<double>(total));
+  return best;
 }
 
+// The logarithm of the sum of e to the logits, less the best.
+template <class T>
+double log_total(const T* logits, i64 size, double best) {
+  Row<T> row = {logits, size, best, 1, best + kNothing, {}};
+  double total = 0;
+  for (i64 i = 0; i < size; i += kBlock) total += row.weigh_block(i);
+  return __builtin_log(total);
+}
+
+// `totals`: the best logit and `log_total`. The `count` best tokens and their logits, equal ones in their order.
 template <class T>
 void rank_row(const T* logits, i64 size, i64 count, i64* indices, double* values, double* totals) {
-  i64 first_best = best_of(logits, size);
-  totals[0] = (double)logits[first_best];
+  totals[0] = (double)best_of(logits, size);
   totals[1] = log_total(logits, size, totals[0]);
   i64 held = 0;
   for (i64 i = 0; i < size; i++) {
-    if (i % kGroup == 0 && held == count && !(held && (double)group_best(logits + i, size - i) > values[held - 1])) {
-      i += kGroup - 1;
+    bool full = i % kBlock == 0 && held == count;
+    if (full && !(held && (double)largest_of(logits + i, least(kBlock, size - i)) > values[held - 1])) {
+      i += kBlock - 1;
       continue;
     }
     double x = (double)logits[i];

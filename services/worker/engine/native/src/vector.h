@@ -110,6 +110,21 @@ INLINE typename Vec<C>::i lane_numbers() {
   return r;
 }
 
+#if defined(__clang__)  // which lacks GCC's builtin of this name; for masks that are known when it compiles
+template <class V, class M>
+INLINE V __builtin_shuffle(V a, V b, M mask) {
+  constexpr int lanes = sizeof(V) / sizeof(a[0]);
+  V r;
+  for (int i = 0; i < lanes; i++) r[i] = mask[i] < lanes ? a[mask[i]] : b[mask[i] - lanes];
+  return r;
+}
+
+template <class V, class M>
+INLINE V __builtin_shuffle(V a, M mask) {
+  return __builtin_shuffle(a, a, mask);
+}
+#endif
+
 // Lane masks of `pair_up`, made once per width and step.
 template <class C, int S>
 struct PairMasks {

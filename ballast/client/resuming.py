@@ -1,0 +1,82 @@
+"""What a client keeps of a request to go on with it at another dispatcher (`Resumption` in inference.proto)."""
+
+import asyncio
+import os
+import random
+import time
+
+from ballast.common.errors import BallastError, Overloaded, Unavailable
+from ballastpb.inference.v1 import inference_pb2 as pb
+
+_SECRET_BYTES = 16
+_FIRST_PAUSE_S, _MAX_PAUSE_S = 0.05, 1.0
+_MAX_VAIN = 5  # dispatchers that die one after the other without a token: perhaps it is the request
+
+
+class Progress:
+    """What has come of the answer. `request` is sent again with it, each time as another attempt.
+
+    Draws a seed where there is none: what follows has to be what would have followed.
+    """
+
+    def __init__(self, request: pb.GenerateRequest) -> None:
+        self._request = request
+        if not request.sampling.HasField("seed"):
+            request.sampling.seed = int.from_bytes(os.urandom(8)) >> 1
+        request.resumption.secret = os.urandom(_SECRET_BYTES)
+        self._token_ids: list[int] = []
+        self._text_char_count = 0
+
+    @property
+    def token_count(self) -> int:
+        return len(self._token_ids)
+
+    def add(self, response: pb.GenerateResponse) -> None:
+        self._token_ids += response.token_ids
+        self._text_char_count += len(response.text)
+        if response.prompt_digest:
+            self._request.resumption.prompt_digest = response.prompt_digest
+
+    def next_attempt(self) -> None:
+        """The request is about to be sent."""
+        told = self._request.resumption
+        told.attempt += 1
+        del told.token_ids[:]
+        told.token_ids.extend(self._token_ids)
+        told.text_char_count = self._text_char_count
+
+
+class Patience:
+    """For how long dispatchers are asked, one after the other, to go on with a request that was cut off."""
+
+    def __init__(self, within_s: float) -> None:
+        self._within_s = within_s
+        self._until_s = 0.0
+        self._pause_s = _FIRST_PAUSE_S
+        self._vain_count = 0
+
+    def begin(self) -> None:
+        """It was being served until now."""
+        self._vain_count += 1
+        self._until_s = time.monotonic() + self._within_s
+        self._pause_s = _FIRST_PAUSE_S
+
+    def restore(self) -> None:
+        """A token has come."""
+        self._vain_count = 0
+
+    async def wait(self, why: BallastError, cut: Unavailable) -> None:
+        """Returns when the dispatchers may be asked again.
+
+        Raises:
+            Unavailable: it has taken too long, or too many have died. Tells of the cut and of why nobody goes on.
+        """
+        if self._vain_count > _MAX_VAIN:
+            why_not = f"{self._vain_count} dispatchers have gone, one after the other, without a token between"
+            raise Unavailable(cut.target, f"{cut.why}; the request is given up: {why_not}") from why
+        pause_s = why.retry_after_s if isinstance(why, Overloaded) else self._pause_s
+        if time.monotonic() + pause_s > self._until_s:
+            told = f"{cut.why}, and no dispatcher went on with the request within {self._within_s:g} s: {why}"
+            raise Unavailable(cut.target, told) from why
+        self._pause_s = min(_MAX_PAUSE_S, 2 * self._pause_s)
+        await asyncio.sleep(pause_s * random.uniform(0.75, 1.0))

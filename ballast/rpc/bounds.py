@@ -1,0 +1,122 @@
+"""How much of a server one connection, one token and all large messages together may take at a time.
+
+Whoever wants more is refused with a reason that names the bound; nobody else notices.
+"""
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any, Final, cast
+
+import grpc.aio
+
+from ballast.common.errors import Overloaded
+from ballast.rpc.channel import MAX_MESSAGE_BYTES
+
+_RETRY_S = 1.0
+_ENOUGH: Final = 16_384  # as many calls wait for their handlers at most (`SERVER_OPTIONS`)
+
+
+@dataclass(frozen=True, slots=True)
+class CallBounds:
+    """Attributes:
+    per_connection: Calls of one connection that run at a time.
+    per_caller: Those of one token, over all its connections; 0: no bound.
+    connections: Open at a time; more are closed as they come. 0: no bound.
+    large_bytes: Of requests of more than 64 KiB that are held at a time, all together.
+    message_bytes: Of one request. What is larger is refused by gRPC, in its words.
+    """
+
+    per_connection: int = _ENOUGH
+    per_caller: int = 0
+    connections: int = 0
+    large_bytes: int = 1 << 30
+    message_bytes: int = MAX_MESSAGE_BYTES
+
+    @property
+    def options(self) -> tuple[tuple[str, int], ...]:
+        """Of a gRPC server. Streams are bounded a little later than calls, which are refused with a reason; streams
+        beyond wait at the client."""
+        bounds = {
+            "grpc.max_concurrent_streams": 2 * self.per_connection,
+            "grpc.max_receive_message_length": self.message_bytes,
+            "grpc.max_allowed_incoming_connections": self.connections,
+        }
+        return tuple((name, most) for name, most in bounds.items() if most)
+
+
+# Any: the message types of a call do not matter here.
+_Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class CallBook:
+    """Counts what runs. Lives in the event loop of its server."""
+
+    def __init__(self, bounds: CallBounds) -> None:
+        self.bounds = bounds
+        self.large_bytes = 0  # held now
+        self._of_connection: Counter[str] = Counter()
+        self._of_caller: Counter[str] = Counter()
+
+    @property
+    def call_count(self) -> int:
+        return self._of_connection.total()
+
+    def enter(self, connection: str, caller: str, context: _Context) -> None:
+        """The call counts from now on until it is over. An empty `caller` is nobody in particular.
+
+        Raises:
+            Overloaded: one more would be too many.
+        """
+        bounds = self.bounds
+        if self._of_connection[connection] >= bounds.per_connection:
+            raise Overloaded(
+                f"this connection has {bounds.per_connection} calls under way, the most that one may have"
+                " (max_calls_per_connection)",
+                _RETRY_S,
+            )
+        if caller and bounds.per_caller and self._of_caller[caller] >= bounds.per_caller:
+            raise Overloaded(
+                f"the token {caller} has {bounds.per_caller} calls under way, the most that one may have"
+                " (max_calls_per_token)",
+                _RETRY_S,
+            )
+        self._of_connection[connection] += 1
+        if caller:
+            self._of_caller[caller] += 1
+
+        def leave(_: object) -> None:
+            _take_one(self._of_connection, connection)
+            if caller:
+                _take_one(self._of_caller, caller)
+
+        context.add_done_callback(cast(Any, leave))
+
+    def hold(self, byte_count: int) -> "Held":
+        """Room for a large message, for as long as what is returned lives.
+
+        Raises:
+            Overloaded: there is none.
+        """
+        if self.large_bytes + byte_count > self.bounds.large_bytes:
+            raise Overloaded(
+                f"requests of {self.large_bytes:,} bytes are under way, and {self.bounds.large_bytes:,} may be"
+                " (max_request_bytes)",
+                _RETRY_S,
+            )
+        return Held(self, byte_count)
+
+
+class Held:
+    def __init__(self, book: CallBook, byte_count: int) -> None:
+        self._book = book
+        self._byte_count = byte_count
+        book.large_bytes += byte_count
+
+    def __del__(self) -> None:
+        self._book.large_bytes -= self._byte_count
+
+
+def _take_one(counts: Counter[str], key: str) -> None:
+    counts[key] -= 1
+    if not counts[key]:
+        del counts[key]

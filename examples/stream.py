@@ -1,0 +1,25 @@
+"""An answer as it comes, over the SDK: gRPC, no HTTP in between. `pip install ballast-serve` is all that it needs.
+
+    ballast up                                   # in another terminal
+    python examples/stream.py "Once upon a time"
+
+BALLAST_ADDRESS names other dispatchers than 127.0.0.1:50051; several with commas.
+"""
+
+import sys
+
+from ballast.client import Client, SamplingParams
+
+
+def main(prompt: str) -> None:
+    with Client() as client:
+        for chunk in client.stream(prompt, SamplingParams(seed=7), max_tokens=48):
+            print(chunk.text, end="", flush=True)  # leaving this loop early cancels the request
+            if chunk.usage is not None:
+                usage = chunk.usage
+                print(f"\n{chunk.finish_reason}: {usage.completion_tokens} tokens in {usage.e2e_s:.2f} s", end="")
+                print(f", the first one after {1e3 * usage.ttft_s:.0f} ms")
+
+
+if __name__ == "__main__":
+    main(" ".join(sys.argv[1:]) or "Once upon a time")

@@ -1,0 +1,85 @@
+"""Requests that their clients carry from a dispatcher that has died to another one.
+
+The client has what is needed: the request as it was, with a seed, and the tokens that have come. What is generated
+behind them is what would have been generated (I2), so nothing of prompt or answer is kept anywhere else. What is kept,
+with the claim on the request's id in the state server, is who serves it, its latest attempt and the hash of a secret:
+so nobody but its client takes it over, and of two that think they serve it the earlier one ends.
+"""
+
+import hashlib
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ballast.common.errors import InvalidRequest, NotPossible
+from ballastpb.inference.v1 import inference_pb2 as pb
+
+_SECRET_BYTES = range(16, 65)
+_MAX_ATTEMPTS = 1 << 20
+_HASH_CHARS = 32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resumption:
+    """What a client says about the earlier attempts of its request. `prompt_digest` is 0 if it does not know it."""
+
+    secret_hash: str
+    attempt: int
+    token_ids: Sequence[int]
+    text_char_count: int
+    prompt_digest: int
+
+    def check(self, prompt_token_ids: Sequence[int], max_tokens: int, *, is_reproducible: bool) -> None:
+        """
+        Raises:
+            InvalidRequest: nothing can follow those tokens, or nobody knows what.
+            NotPossible: the prompt is another one now.
+        """
+        count = len(self.token_ids)
+        if count > max_tokens:
+            raise InvalidRequest("resumption.token_ids", f"are {count}, more than max_tokens ({max_tokens})")
+        if count and not is_reproducible:
+            raise InvalidRequest("sampling.seed", "is needed to go on with an answer, as no other tokens may follow")
+        if self.prompt_digest and self.prompt_digest != digest_of(prompt_token_ids):
+            why = "the prompt has other tokens than at the dispatcher that began the answer"
+            raise NotPossible(f"{why} (does the chat template look at the date?); send the request anew")
+
+
+def resumption_from_proto(message: pb.GenerateRequest, *, allowed: bool) -> Resumption | None:
+    """None: the request ends with this dispatcher.
+
+    Raises:
+        InvalidRequest: it makes no sense.
+        NotPossible: an answer has begun elsewhere, and resuming is switched off here.
+    """
+    if not message.HasField("resumption"):
+        return None
+    told = message.resumption
+    if not message.request_id:
+        raise InvalidRequest("request_id", "is needed with a resumption")
+    if len(told.secret) not in _SECRET_BYTES:
+        why = f"has {len(told.secret)} bytes, {_SECRET_BYTES.start} to {_SECRET_BYTES.stop - 1} are allowed"
+        raise InvalidRequest("resumption.secret", why)
+    if not 1 <= told.attempt <= _MAX_ATTEMPTS:
+        raise InvalidRequest("resumption.attempt", f"must be 1 to {_MAX_ATTEMPTS}, got {told.attempt}")
+    if told.attempt == 1 and told.token_ids:
+        raise InvalidRequest("resumption.token_ids", "must be empty in the first attempt")
+    if told.text_char_count < 0 or (told.text_char_count and not told.token_ids):
+        raise InvalidRequest("resumption.text_char_count", f"{told.text_char_count} without tokens or below 0")
+    if not allowed:
+        if told.token_ids:
+            raise NotPossible("resuming is switched off at this dispatcher (--resume false); send the request anew")
+        return None
+    return Resumption(
+        secret_hash=hashlib.sha256(told.secret).hexdigest()[:_HASH_CHARS],
+        attempt=told.attempt,
+        token_ids=list(told.token_ids),
+        text_char_count=told.text_char_count,
+        prompt_digest=told.prompt_digest,
+    )
+
+
+def digest_of(prompt_token_ids: Sequence[int]) -> int:
+    """Never 0."""
+    content = array("i", prompt_token_ids).tobytes()
+    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little") or 1

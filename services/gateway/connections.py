@@ -1,0 +1,63 @@
+"""HTTP connections with bounds: on how many there are, and on the time and the length of a request's head."""
+
+import asyncio
+from typing import Any
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from ballast.rpc.server import room_for_connections
+
+_HEAD_S = 10.0
+_MAX_HEAD_BYTES = 64 << 10
+
+
+class BoundedProtocol(HttpToolsProtocol):
+    """Who connects has some seconds to ask for something, and so has each further request once it has begun."""
+
+    # Any: uvicorn hands in its configuration and state.
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._most = room_for_connections()
+        self._head_timer: asyncio.TimerHandle | None = None
+        self._head_bytes = 0
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if len(self.connections) > self._most:
+            transport.abort()
+            return
+        self._await_head()
+
+    def data_received(self, data: bytes) -> None:
+        if self._head_timer is not None:
+            self._head_bytes += len(data)
+            if self._head_bytes > _MAX_HEAD_BYTES + (64 << 10):  # of which the last piece may be a body
+                self._give_up()
+                return
+        super().data_received(data)
+
+    def on_message_begin(self) -> None:
+        if self._head_timer is None:
+            self._await_head()
+        super().on_message_begin()
+
+    def on_headers_complete(self) -> None:
+        self._head_came()
+        super().on_headers_complete()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._head_came()
+        super().connection_lost(exc)
+
+    def _await_head(self) -> None:
+        self._head_bytes = 0
+        self._head_timer = self.loop.call_later(_HEAD_S, self._give_up)
+
+    def _head_came(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def _give_up(self) -> None:
+        self._head_came()
+        self.transport.abort()

@@ -1,0 +1,69 @@
+"""Transitions as traces: a span for each drop and restore, one inside it for each stage, one for each member's part.
+
+Dispatchers link the requests that have lived through it (`ballast.service.otlp.transition_context`).
+"""
+
+import itertools
+from collections.abc import Callable
+
+from ballast.service.otlp import Context, Exporter, Json, span, transition_context, wall_offset_s
+from services.planner.core.record import TransitionRecord
+from services.planner.core.stages import Stage
+
+
+def spans_of(record: TransitionRecord, offset_s: float) -> list[Json]:
+    """`offset_s`: from the planner's clock to the one on the wall."""
+    journal = record.journal
+    own = transition_context(journal.target)
+    reached = sorted((at_s, stage) for stage, at_s in record.reached_at_s.items())
+    end_s = record.ended_at_s or (reached[-1][0] if reached else record.began_at_s)
+    facts = {
+        "ballast.epoch": journal.epoch,
+        "ballast.asked_by": record.by,
+        "ballast.why": journal.why,
+        "ballast.ending": str(journal.stage),
+        "ballast.summary": record.summary,
+        "ballast.moved_requests": record.victim_count,
+        "ballast.kv_bytes_exchanged": record.total("kv_bytes_sent"),
+        "ballast.freed_parameter_bytes": record.total("freed_parameter_bytes"),
+    }
+
+    def times(begin_s: float, until_s: float) -> tuple[float, float]:
+        return begin_s + offset_s, until_s + offset_s
+
+    failed = "" if journal.stage is Stage.DONE else journal.failure
+    inner = Context(own.trace_id, "")
+    whole = span(str(journal.kind), own, "", times(record.began_at_s, end_s), facts, error=failed)
+    stages = [
+        span(str(stage), inner, own.span_id, times(at_s, until_s), {})
+        for (at_s, stage), (until_s, _) in itertools.pairwise(reached)
+    ]
+    exchanging_s = record.reached_at_s.get(Stage.EXCHANGING)
+    members = [
+        span(
+            f"exchange of {worker_id}",
+            inner,
+            own.span_id,
+            times(exchanging_s, exchanging_s + status.exchange_s),
+            {
+                "ballast.worker_id": worker_id,
+                "ballast.kv_bytes_sent": status.kv_bytes_sent,
+                "ballast.remap_s": status.remap_s,
+                "ballast.max_stall_s": status.max_stall_s,
+                "ballast.moved_requests": status.victim_count,
+            },
+        )
+        for worker_id, status in record.statuses.items()
+        if exchanging_s is not None
+    ]
+    return [whole, *stages, *members]
+
+
+def tracing(exporter: Exporter) -> Callable[[TransitionRecord], None]:
+    """What is to be told of transitions that have ended."""
+
+    def ended(record: TransitionRecord) -> None:
+        offset_s = wall_offset_s()
+        exporter.put(lambda: spans_of(record, offset_s))
+
+    return ended

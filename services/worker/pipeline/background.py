@@ -1,0 +1,31 @@
+"""Threads beside the engine's, for checksums and the disk."""
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeVar, TypeVarTuple
+
+from services.worker.pipeline.unhurried import never, unhurried
+
+_THREADS = 2
+_Given = TypeVarTuple("_Given")
+_Result = TypeVar("_Result")
+
+
+class Threads:
+    """See `ground.Background`."""
+
+    def __init__(self, read_layer: Callable[[int], None]) -> None:
+        self._read_layer = read_layer
+        self._workers = ThreadPoolExecutor(_THREADS, thread_name_prefix="layers")
+
+    def submit(self, job: Callable[[*_Given], _Result], /, *given: *_Given) -> Future[_Result]:
+        return self._workers.submit(job, *given)
+
+    def fill(self, layer: int) -> Future[None]:
+        return self._workers.submit(self._read_layer, layer)
+
+    def rest(self, stopped: Callable[[], bool], hurried: Callable[[], bool] = never) -> Callable[[], None]:
+        return unhurried(stopped, hurried)
+
+    def shutdown(self) -> None:
+        self._workers.shutdown(wait=True, cancel_futures=True)

@@ -1,0 +1,98 @@
+"""What an executor gives a member to live in, and what all parts of a member share.
+
+There are executors for threads and links (a worker) and for virtual time (the simulator, fault campaigns). What a
+member decides does not know which of them it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol, TypeVar, TypeVarTuple
+
+from ballast.common.ids import WorkerId
+from services.worker.core.batch import Batch, StepResult
+from services.worker.core.blocks import BlockBook
+from services.worker.core.worker import WorkerCore
+from services.worker.memory.device import DeviceMemory
+from services.worker.pipeline.unhurried import never
+from services.worker.shell import MemberEvent
+
+if TYPE_CHECKING:
+    import torch
+
+    from services.worker.links.member_side import Plane
+    from services.worker.pipeline.answers import Answers
+    from services.worker.pipeline.hub import Hub
+    from services.worker.pipeline.links import Links
+    from services.worker.pipeline.published import Published
+    from services.worker.pipeline.role import Role
+
+_Given = TypeVarTuple("_Given")
+_Result = TypeVar("_Result")
+Now = Callable[[], float]  # seconds, of a clock that does not jump
+
+
+class StageEngine(Protocol):
+    """The part of the engine that runs batches."""
+
+    def run_stage(
+        self,
+        batch: Batch,
+        block_tables: Sequence[Sequence[int]],
+        hidden_TD: torch.Tensor | None,
+        *,
+        first_layer: int,
+        last_layer: int,
+    ) -> StepResult | torch.Tensor: ...
+
+    def forget_all(self) -> None: ...
+
+
+class Background(Protocol):
+    """Where checksums are taken and layers are read, beside the engine."""
+
+    def submit(self, job: Callable[[*_Given], _Result], /, *given: *_Given) -> Future[_Result]: ...
+
+    def fill(self, layer: int) -> Future[None]:
+        """Its parameters come from the checkpoint. The layer is not executed meanwhile."""
+        ...
+
+    def rest(self, stopped: Callable[[], bool], hurried: Callable[[], bool] = never) -> Callable[[], None] | None:
+        """To be called between two pieces of a job that nobody waits for. See `unhurried`."""
+        ...
+
+    def shutdown(self) -> None:
+        """What has begun ends; nothing else begins."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What an executor gives a member."""
+
+    plane: Plane
+    hub: Hub  # the receiver of its links
+    engine: StageEngine
+    background: Background
+    now: Now
+    post: Callable[[MemberEvent], None]  # to be handled by the engine thread
+    links: Callable[[Plane, Role, Now, Callable[[MemberEvent], None]], Links]
+
+
+@dataclass(frozen=True, slots=True)
+class Ground:
+    """What all parts of a member share."""
+
+    me: WorkerId
+    core: WorkerCore  # only read: `answers` tell it something
+    book: BlockBook
+    memory: DeviceMemory
+    role: Role
+    links: Links
+    hub: Hub
+    published: Published
+    answers: Answers
+    now: Now
+    post: Callable[[MemberEvent], None]

@@ -1,0 +1,162 @@
+"""An engine in virtual time: what it executes takes as long as a model of costs says, and so does what is read beside
+it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Protocol, TypeVar, TypeVarTuple, cast
+
+from ballast.common.errors import InvariantViolation
+from ballast.common.ids import WorkerId
+from services.worker.core.batch import Batch, StepResult
+from services.worker.emulation.phantom import phantom
+from services.worker.emulation.runner import WEIGHTS, Marks, layer_mark
+from services.worker.pipeline.unhurried import never
+from sim.clock import Clock
+from sim.cost import ExecutionModel, Work
+from sim.flight import Flight, flight_of
+from sim.memory import SimMemory
+from sim.network import Bulk, Network
+
+if TYPE_CHECKING:
+    import torch
+
+_NO_TEXTS: dict[int, tuple[str, ...]] = {}
+_NO_LOGPROBS: dict[int, tuple[None, ...]] = {}
+_Given = TypeVarTuple("_Given")
+_Result = TypeVar("_Result")
+
+
+def disk_of(worker_id: WorkerId) -> str:
+    """The network's name of where an instance reads the checkpoint."""
+    return f"disk of {worker_id}"
+
+
+def no_texts(count: int) -> tuple[str, ...]:
+    if count not in _NO_TEXTS:
+        _NO_TEXTS[count] = ("",) * count
+    return _NO_TEXTS[count]
+
+
+def result_of(batch: Batch, execute_s: float = 0.0, copy_s: float = 0.0) -> StepResult:
+    """A token is the number of its place, so that whoever gets it sees gaps."""
+    token_ids = tuple([first + len(ids) for _, first, ids, samples in batch.slices if samples])
+    count = len(token_ids)
+    if count not in _NO_LOGPROBS:
+        _NO_LOGPROBS[count] = (None,) * count
+    return StepResult(batch.step_id, token_ids, _NO_LOGPROBS[count], execute_s, copy_s)
+
+
+class Busy(Protocol):
+    """Whose engine it is."""
+
+    def begin(self, work: Work, token_count: int) -> float:
+        """How long its stage takes for that work, which gives so many tokens."""
+        ...
+
+    def spend(self, seconds: float) -> None:
+        """Its engine is busy for so long."""
+        ...
+
+
+class SimEngine:
+    """A `StageEngine`."""
+
+    def __init__(
+        self, busy: Busy, execution: ExecutionModel, layer_count: int, token_bytes: int, marks: Marks | None = None
+    ) -> None:
+        """`token_bytes` of activations, for each token. With `marks` it is seen at once when a batch reads KV that is
+        not its sequences', or layers that are not what they should be.
+        """
+        self._busy = busy
+        self._execution = execution
+        self._layer_count = layer_count
+        self._token_bytes = token_bytes
+        self._marks = marks
+
+    def run_stage(
+        self,
+        batch: Batch,
+        block_tables: Sequence[Sequence[int]],
+        hidden_TD: torch.Tensor | None,
+        *,
+        first_layer: int,
+        last_layer: int,
+    ) -> StepResult | torch.Tensor:
+        if self._marks is not None:
+            self._look(self._marks, batch, block_tables, range(first_layer, last_layer))
+        if not batch.slices:
+            return StepResult(batch.step_id, (), (), 0.0)
+        flight = cast("Flight | None", hidden_TD)
+        if flight is None:
+            flight = flight_of(batch, self._execution.work(batch), token_bytes=self._token_bytes)
+        seconds = self._busy.begin(flight.work, sum([part.samples for part in batch.slices]))
+        self._busy.spend(seconds)
+        if last_layer < self._layer_count:
+            return cast("torch.Tensor", flight)
+        return result_of(batch, seconds)
+
+    @staticmethod
+    def _look(marks: Marks, batch: Batch, tables: Sequence[Sequence[int]], layers: range) -> None:
+        marks.take_in(batch)
+        if not batch.slices:
+            return
+        wrong = marks.compute(batch, tables, bytes(len(batch.slices)), layers)
+        if any(wrong):
+            part = next(part for part, is_wrong in zip(batch.slices, wrong, strict=True) if is_wrong)
+            what = f"sequence {part.sequence_id} reads KV or layers that are not its own, from {part.first_position} on"
+            raise InvariantViolation(what)
+
+    def forget_all(self) -> None:
+        if self._marks is not None:
+            self._marks.forget_all()
+
+
+class SimBackground:
+    """See `services.worker.pipeline.ground.Background`. What is known of layers when the world begins took no time."""
+
+    def __init__(
+        self, me: WorkerId, memory: SimMemory, clock: Clock, network: Network, checksum_bytes_per_s: float
+    ) -> None:
+        """`checksum_bytes_per_s`: 0: what layers are is known."""
+        self._me = me
+        self._memory = memory
+        self._clock = clock
+        self._network = network
+        self._checksum_bytes_per_s = checksum_bytes_per_s
+        self._label = f"{me} beside".encode()
+
+    def submit(self, job: Callable[[*_Given], _Result], /, *given: *_Given) -> Future[_Result]:
+        """It is over when what it has read of layers has been read."""
+        done: Future[_Result] = Future()
+        done.set_running_or_notify_cancel()
+        read_bytes = self._memory.read_bytes
+        result = job(*given)
+        took_s = 0.0
+        if self._clock.now_s and self._checksum_bytes_per_s:
+            took_s = (self._memory.read_bytes - read_bytes) / self._checksum_bytes_per_s
+        if took_s:
+            self._clock.after(took_s, self._label, lambda: done.set_result(result))
+        else:
+            done.set_result(result)
+        return done
+
+    def fill(self, layer: int) -> Future[None]:
+        done: Future[None] = Future()
+        done.set_running_or_notify_cancel()
+
+        def came() -> None:
+            phantom(weights).write([layer_mark(layer)])
+            done.set_result(None)
+
+        weights = self._memory.parameters.layer(layer)[WEIGHTS]
+        self._network.transfer(disk_of(self._me), self._me, weights.nbytes, Bulk.PARAMETERS, came)
+        return done
+
+    def rest(self, stopped: Callable[[], bool], hurried: Callable[[], bool] = never) -> None:
+        """Nobody waits here for anything that is done at once."""
+
+    def shutdown(self) -> None:
+        """There are no threads."""

@@ -1,0 +1,61 @@
+"""Who hears whom: lines between two processes, each direction for itself, that may be cut or slow for a while.
+
+What is sent over a line that is cut arrives when it is whole again, in its order, as TCP has it; whoever has given the
+connection up by then takes no notice. Processes go by their names: workers, dispatchers, monitors, planners.
+"""
+
+from collections.abc import Callable
+
+from sim.clock import Clock
+
+Act = Callable[[], None]
+_LATE = b"late"
+
+
+class Lines:
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self.troubled = False  # some line is not well, or was not a moment ago
+        self._cut: dict[tuple[str, str], list[Act]] = {}
+        self._late_s: dict[tuple[str, str], float] = {}
+        self._last_s: dict[tuple[str, str], float] = {}  # when the last message over a slow line arrives
+
+    def cut(self, source: str, to: str) -> None:
+        self.troubled = True
+        self._cut.setdefault((source, to), [])
+
+    def mend(self, source: str, to: str) -> None:
+        for act in self._cut.pop((source, to), ()):
+            act()
+
+    def is_cut(self, source: str, to: str) -> bool:
+        return (source, to) in self._cut
+
+    def slow(self, source: str, to: str, late_s: float) -> None:
+        """0: as usual from now on."""
+        self.troubled = True
+        self._late_s[source, to] = late_s
+
+    def holds(self, source: str, to: str, act: Act) -> bool:
+        """Whether what would arrive now does so later. Ask only if some line is `troubled`."""
+        line, now_s = (source, to), self._clock.now_s
+        if (held := self._cut.get(line)) is not None:
+            held.append(act)
+            return True
+        at_s = max(now_s + self._late_s.get(line, 0.0), self._last_s.get(line, 0.0))
+        if at_s <= now_s:
+            return False
+        self._last_s[line] = at_s
+        self._clock.at(at_s, _LATE, lambda: self._arrive(line, act))
+        return True
+
+    def _arrive(self, line: tuple[str, str], act: Act) -> None:
+        if (held := self._cut.get(line)) is not None:
+            held.append(act)
+        else:
+            act()
+
+    def bring(self, source: str, to: str, act: Act) -> None:
+        """It would arrive now."""
+        if not (self.troubled and self.holds(source, to, act)):
+            act()

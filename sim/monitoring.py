@@ -1,0 +1,290 @@
+"""Monitors in virtual time, and the workers' reports to them."""
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Protocol
+
+from ballast.common.ids import DispatcherId, Incarnation, WorkerId
+from ballast.common.layout import Place
+from ballast.common.load import HASTY_REPORT_S, LoadReport
+from services.monitor.core import messages as m
+from services.monitor.core.machine import MonitorCore, MonitorRules
+from services.monitor.policy.demand import Backlog
+from services.monitor.policy.pressure import Signal
+from sim.clock import Clock
+from sim.lines import Lines
+from sim.process import Process
+from sim.state import Candidacy, Delays, StateServer, lead_for_ever
+
+_LOOK_S = 0.2
+LEADERSHIP_TTL_S = 3.0
+
+Hear = Callable[[m.Change | None, str], None]
+Listens = Callable[[WorkerId, Incarnation], bool]
+
+
+class MonitorNode:
+    def __init__(
+        self,
+        clock: Clock,
+        rules: MonitorRules,
+        state: StateServer,
+        delays: Delays,
+        tick_interval_s: float,
+        listens: Listens,
+        lines: Lines,
+        *,
+        name: str = "m0",
+        elected: bool = False,
+    ) -> None:
+        """`listens`: whether that life of a worker is at its address. `elected`: there are others."""
+        self.name = name
+        self.process = Process(name)
+        self.core = MonitorCore(rules)
+        self.signals: list[tuple[float, Signal]] = []
+        self.touched = True  # the core was told something since somebody set it back
+        self._clock = clock
+        self._state = state
+        self._delays = delays
+        self._listens = listens
+        self._lines = lines
+        self._watchers: dict[str, Hear] = {}
+        self._reporters: dict[int, Reporter] = {}
+        self._stream_count = 0
+        self._numbers = 0
+        if elected:
+            Candidacy(clock, state, self.process, "monitor", LEADERSHIP_TTL_S, self._lead)
+        else:
+            self._lead(lead_for_ever(state, "monitor", name))
+        clock.every(tick_interval_s, b"monitor looks around", self._look_around, first_s=delays.state_s)
+        clock.every(tick_interval_s, b"monitor ticks", lambda: self.process.run_due("tick", self._tick))
+
+    def _lead(self, token: int | None) -> None:
+        self.feed(m.LeadershipChanged(self._clock.now_s, "lease", token))
+
+    def _tick(self) -> None:
+        self.feed(m.Ticked(self._clock.now_s, self._cause("tick")))
+
+    def _look_around(self) -> None:
+        if not self._state.is_up or self.process.paused or self.process.crashed:
+            return
+        stored = self._state.stored
+        words = tuple(self._state.backlogs.values())
+        layout = stored.layout if stored is not None else None
+        self.feed(m.SurroundingsRead(self._clock.now_s, self._cause("state"), layout, words))
+
+    def _cause(self, what: str) -> str:
+        self._numbers += 1
+        return f"{what}-{self._numbers}"
+
+    def tell(self, event: Callable[[float], m.Event]) -> None:
+        """What the event is at the instant at which the process hears of it."""
+        self.process.run(lambda: self.feed(event(self._clock.now_s)))
+
+    def feed(self, event: m.Event) -> None:
+        self.touched = True
+        for command in self.core.handle(event):
+            match command:
+                case m.Publish(change, cause_id):
+                    if isinstance(change, m.Raised):
+                        self.signals.append((self._clock.now_s, change.signal))
+                    for told in self._watchers.values():
+                        told(change, cause_id)
+                case m.ForgetBacklogs(dispatcher_ids):
+                    for name in dispatcher_ids:
+                        self._state.backlogs.pop(name, None)
+                case m.CloseStream(stream_id):
+                    if (reporter := self._reporters.pop(stream_id, None)) is not None:
+                        reporter.closed(self, stream_id)
+                case m.ProbeAddress(instance, cause_id):
+                    self._clock.after(
+                        2 * self._delays.rpc_s, b"monitor probes", partial(self._probed, instance, cause_id)
+                    )
+                case m.DismissWatchers():
+                    self._watchers.clear()
+                case _:
+                    pass  # registry: of a monitor that may be lost
+
+    def _probed(self, instance: m.Instance, cause_id: str) -> None:
+        worker_id, life = instance.worker_id, instance.incarnation
+        reached = not self._lines.troubled or not (
+            self._lines.is_cut(self.process.name, worker_id) or self._lines.is_cut(worker_id, self.process.name)
+        )
+        if reached and not self._listens(worker_id, life):
+            self.tell(lambda now_s: m.ConnectionRefused(now_s, cause_id, worker_id, life))
+
+    def open_stream(self, reporter: "Reporter") -> int:
+        self._stream_count += 1
+        self._reporters[self._stream_count] = reporter
+        return self._stream_count
+
+    def follow(self, name: str, told: Hear) -> None:
+        """None: a snapshot begins. For a monitor that does not lead nothing does."""
+        if not self.core.active:
+            return
+        told(None, "snapshot")
+        for change in self.core.snapshot():
+            told(change, "snapshot")
+        self._watchers[name] = told
+
+    def leave(self, name: str) -> None:
+        self._watchers.pop(name, None)
+
+    def tells(self, name: str) -> bool:
+        return not self.process.crashed and name in self._watchers
+
+    def loads(self) -> dict[WorkerId, LoadReport]:
+        return {name: entry.load for name, entry in sorted(self.core.entries.items()) if entry.load is not None}
+
+
+class Reporting(Protocol):
+    """A worker's process."""
+
+    crashed: bool
+    paused: bool
+
+    def load(self) -> LoadReport: ...
+
+
+class Reporter:
+    """A worker's reports to the monitor that leads."""
+
+    def __init__(
+        self,
+        clock: Clock,
+        leader: Callable[[], MonitorNode | None],
+        instance: m.Instance,
+        worker: Reporting,
+        delays: Delays,
+        lines: Lines,
+        *,
+        interval_s: float,
+        first_s: float,
+        place: Callable[[], Place | None] = lambda: None,
+    ) -> None:
+        """`leader`: as somebody finds it who looks in the state server again and again."""
+        self._name = instance.worker_id
+        self._place = place
+        self._instance = instance
+        self._ended = False
+        self._clock = clock
+        self._leader = leader
+        self._worker = worker
+        self._delays = delays
+        self._lines = lines
+        self._monitor: MonitorNode | None = None
+        self._stream_id = 0
+        self._label = f"{instance.worker_id} reports".encode()
+        self._cause = f"report of {instance.worker_id}"
+        self._told: LoadReport | None = None
+        self._told_at_s = -math.inf
+        self._hastens = False
+        clock.after(first_s, self._label, self._come_back)
+        clock.every(interval_s, self._label, self._report, first_s=first_s + delays.rpc_s)
+
+    # ------------------------------------------------------------ streams
+
+    def _say(self, event: Callable[[MonitorNode, int, float], m.Event]) -> None:
+        """Over the stream that is open: it arrives now."""
+        monitor, stream_id = self._monitor, self._stream_id
+        if monitor is not None and stream_id:
+            self._lines.bring(
+                self._name,
+                monitor.process.name,
+                lambda: monitor.tell(lambda now_s: event(monitor, stream_id, now_s)),
+            )
+
+    def closed(self, monitor: MonitorNode, stream_id: int) -> None:
+        """By the monitor: whoever lives announces itself again, over another one."""
+        self._lines.bring(monitor.process.name, self._name, lambda: self._hear_closed(monitor, stream_id))
+
+    def _hear_closed(self, monitor: MonitorNode, stream_id: int) -> None:
+        if stream_id != self._stream_id or monitor is not self._monitor:
+            return
+        self._stream_id = 0
+        self._clock.after(2 * self._delays.rpc_s, self._label, self._come_back)
+
+    def _come_back(self) -> None:
+        if self._worker.crashed:
+            return
+        monitor = self._leader()
+        if self._worker.paused or monitor is None or monitor.process.crashed:
+            self._clock.after(_LOOK_S, self._label, self._come_back)
+            return
+        self._monitor, self._stream_id = monitor, monitor.open_stream(self)
+        place = self._place()
+        self._say(lambda _, stream_id, now_s: m.Announced(now_s, self._cause, stream_id, self._instance, place))
+
+    # ------------------------------------------------------------ reports
+
+    def _report(self) -> None:
+        """It was sent a moment ago, and says what was then."""
+        if self._ended:
+            return
+        if self._worker.crashed:
+            self._ended = True
+            self._say(lambda _, stream_id, now_s: m.StreamEnded(now_s, self._cause, stream_id, said_goodbye=False))
+            return
+        monitor, stream_id = self._monitor, self._stream_id
+        if self._worker.paused or monitor is None or not stream_id or self._has_gone_over():
+            return
+        self._told = load = self._worker.load()
+        place = self._place()
+        self._told_at_s = self._clock.now_s
+        said = partial(self._arrive, monitor, stream_id, load, place)
+        self._clock.after(self._delays.rpc_s, self._label, said)
+
+    def _arrive(self, monitor: MonitorNode, stream_id: int, load: LoadReport, place: Place | None) -> None:
+        def come() -> None:
+            monitor.tell(lambda now_s: m.LoadReported(now_s, self._cause, stream_id, load, place))
+
+        self._lines.bring(self._name, monitor.process.name, come)
+
+    def _has_gone_over(self) -> bool:
+        """To another monitor, which leads now; or has to look for one, as the one that it knew has ended."""
+        monitor, leader = self._monitor, self._leader()
+        if leader is monitor and monitor is not None and not monitor.process.crashed:
+            return False
+        self._say(lambda _, stream_id, now_s: m.StreamEnded(now_s, self._cause, stream_id, said_goodbye=False))
+        self._stream_id = 0
+        self._come_back()
+        return True
+
+    def requests_came(self, load: LoadReport) -> None:
+        """As the real one: where demand jumps, the monitor hears of it at once."""
+        if self._told is None or self._hastens or not load.has_jumped(self._told):
+            return
+        self._hastens = True
+        wait_s = self._told_at_s + HASTY_REPORT_S - self._clock.now_s
+        self._clock.after(max(0.0, wait_s), self._label, self._hasten)
+
+    def _hasten(self) -> None:
+        self._hastens = False
+        self._report()
+
+
+def share_backlog(
+    clock: Clock,
+    state: StateServer,
+    dispatcher_id: DispatcherId,
+    backlog: Callable[[], tuple[int, int]],
+    *,
+    interval_s: float,
+) -> None:
+    """Says for ever how much waits in a dispatcher, and nothing when there is nothing."""
+    serial = 0
+
+    def say() -> None:
+        nonlocal serial
+        request_count, token_count = backlog()
+        serial += 1
+        if not state.is_up:
+            return
+        if request_count:
+            word = m.BacklogWord(dispatcher_id, f"1.{serial}", Backlog(request_count, token_count))
+            state.backlogs[dispatcher_id] = word
+        else:
+            state.backlogs.pop(dispatcher_id, None)
+
+    clock.every(interval_s, f"backlog of {dispatcher_id}".encode(), say)

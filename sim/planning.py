@@ -1,0 +1,321 @@
+"""Planners in virtual time, and what they ask of workers."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Protocol
+
+from ballast.common.errors import InvalidRequest, StaleEpoch
+from ballast.common.ids import Incarnation, WorkerId
+from ballast.common.load import LoadReport
+from ballast.common.transition import Phase
+from ballast.rpc.fencing import PLANNER_TOKEN, Fence
+from services.monitor.core import messages as m
+from services.monitor.policy.pressure import Overload, Relief
+from services.planner.core import messages as p
+from services.planner.core.machine import PlannerCore, PlannerRules
+from services.planner.core.record import TransitionRecord
+from services.planner.core.transition import Journal, MemberSaid
+from services.worker.core import plan as wp
+from services.worker.pipeline.planner_side import Transitions
+from sim.clock import Clock
+from sim.lines import Lines
+from sim.monitoring import LEADERSHIP_TTL_S, MonitorNode
+from sim.process import Process
+from sim.state import Candidacy, Delays, StateServer, lead_for_ever
+
+_CALL_TIMEOUT_S = 2.0
+_LOOK_UP_S = 0.5  # between two looks whether another monitor leads
+
+
+class Peer(Protocol):
+    """An instance, as the planner sees it."""
+
+    incarnation: Incarnation
+    crashed: bool
+    paused: bool
+    transitions: Transitions
+    fence: Fence
+
+
+class PlannerNode:
+    def __init__(
+        self,
+        clock: Clock,
+        rules: PlannerRules,
+        state: StateServer,
+        monitor: Callable[[], MonitorNode | None],
+        members: Mapping[WorkerId, Peer],
+        delays: Delays,
+        lines: Lines,
+        *,
+        name: str = "p0",
+        elected: bool = False,
+    ) -> None:
+        """`monitor` that leads. Members that are stopped answer no call, and hear of it later. `elected`: there are
+        other planners, or may be other monitors.
+        """
+        self.process = Process(name)
+        self.core = PlannerCore(rules)
+        self.records: list[TransitionRecord] = []  # of transitions that have ended
+        self.touched = True  # as the monitor's
+        self.nothing_done: list[tuple[float, p.NothingDone]] = []
+        self.name = name
+        self._clock = clock
+        self._state = state
+        self._monitor = monitor
+        self._members = members
+        self._delays = delays
+        self._lines = lines
+        self._calls: set[tuple[WorkerId, p.Call]] = set()  # one of a kind at a time
+        self._followed: MonitorNode | None = None
+        self._subscription = 0
+        self._token = 0
+        self._timer = 0
+        self._numbers = 0
+        self._candidacy: Candidacy | None = None
+        self.feed(p.TimerFired(clock.now_s, "start"))
+        if elected:
+            self._candidacy = Candidacy(clock, state, self.process, "planner", LEADERSHIP_TTL_S, self._lead)
+            clock.every(_LOOK_UP_S, b"planner looks", lambda: self.process.run_due("look", self._look_for_monitor))
+        else:
+            self._lead(lead_for_ever(state, "planner", name))
+
+    def _lead(self, token: int | None) -> None:
+        if token is not None:
+            self._token = token
+        self.feed(p.LeadershipChanged(self._clock.now_s, "lease", token))
+
+    def feed(self, event: p.Event) -> None:
+        self.touched = True
+        for command in self.core.handle(event):
+            self._execute(command)
+
+    def _execute(self, command: p.Command) -> None:
+        match command:
+            case p.LoadLayout():
+                self._ask_state("load", self._load, self._failed_load)
+            case p.WriteLayout():
+                self._ask_state("write", partial(self._write, command), partial(self._settled, command, None))
+            case p.WriteJournal():
+                self._ask_state("journal", partial(self._note, command), partial(self._noted, command, None))
+            case p.SetTimer(at_s):
+                self._set_timer(at_s)
+            case p.FollowMonitor():
+                self._clock.after(self._delays.rpc_s, b"planner follows", lambda: self.process.run(self._follow))
+            case p.LeaveMonitor():
+                self._leave()
+            case p.ReadLoads(cause_id):
+                self._clock.after(self._delays.rpc_s, b"planner asks loads", partial(self._read_loads, cause_id))
+            case p.CallMember():
+                self._call(command)
+            case p.TransitionMoved(record, _):
+                if record.journal.stage.over:
+                    self.records.append(record)
+            case p.NothingDone():
+                self.nothing_done.append((self._clock.now_s, command))
+            case _:
+                pass  # for watchers and operators, whom nobody plays here
+
+    # ------------------------------------------------------------ state server, time
+
+    def _ask_state(self, what: str, operation: Callable[[], p.Event], failed: Callable[[], p.Event]) -> None:
+        def carry_out() -> Callable[[], None]:
+            answer = operation()
+            return lambda: self.feed(replace(answer, at_s=self._clock.now_s))
+
+        self._state.ask(f"planner {what}", carry_out, lambda: self.feed(failed()), self.process)
+
+    def _load(self) -> p.Event:
+        return p.LayoutLoaded(self._clock.now_s, self._cause("load"), self._state.stored)
+
+    def _failed_load(self) -> p.Event:
+        return p.LoadFailed(self._clock.now_s, self._cause("load"))
+
+    def _write(self, command: p.WriteLayout) -> p.Event:
+        return self._settled(command, self._state.write(command))
+
+    def _settled(self, command: p.WriteLayout, outcome: p.WriteOutcome | None) -> p.Event:
+        given = outcome or p.WriteOutcome.UNAVAILABLE
+        return p.WriteSettled(self._clock.now_s, command.cause_id, command.layout.epoch, command.token, given)
+
+    def _note(self, command: p.WriteJournal) -> p.Event:
+        return self._noted(command, self._state.write_journal(command))
+
+    def _noted(self, command: p.WriteJournal, outcome: p.WriteOutcome | None) -> p.Event:
+        journal, given = command.journal, outcome or p.WriteOutcome.UNAVAILABLE
+        now_s = self._clock.now_s
+        return p.JournalSettled(now_s, command.cause_id, journal.epoch, journal.stage, command.token, given)
+
+    def _set_timer(self, at_s: float) -> None:
+        self._timer += 1
+        number = self._timer
+
+        def fire() -> None:
+            if number == self._timer:
+                self.process.run(ring)
+
+        def ring() -> None:
+            if number == self._timer:
+                self.feed(p.TimerFired(self._clock.now_s, self._cause("timer")))
+
+        self._clock.at(max(at_s, self._clock.now_s), b"planner timer", fire)
+
+    def _cause(self, what: str) -> str:
+        self._numbers += 1
+        return f"{what}-{self._numbers}"
+
+    # ------------------------------------------------------------ monitor
+
+    def _follow(self) -> None:
+        monitor = self._monitor()
+        if monitor is None or not self.core.active or monitor.process.crashed or monitor.process.paused:
+            return
+        self._leave()
+        self._followed = monitor
+        number = self._subscription
+        monitor.follow(self.name, partial(self._hear, monitor, number))
+
+    def _leave(self) -> None:
+        self._subscription += 1
+        if self._followed is not None:
+            self._followed.leave(self.name)
+        self._followed = None
+
+    def _look_for_monitor(self) -> None:
+        """As the real one: a stream that has ended, or that of a monitor that leads no more, is left for another."""
+        followed = self._followed
+        if self.core.active and (followed is None or followed is not self._monitor() or not followed.tells(self.name)):
+            self._follow()
+
+    def _hear(self, monitor: MonitorNode, subscription: int, change: m.Change | None, cause_id: str) -> None:
+        def hear() -> None:
+            event = _translate(change, self._clock.now_s, cause_id)
+            if event is not None and subscription == self._subscription:
+                self.feed(event)
+
+        def arrive() -> None:
+            self._lines.bring(monitor.process.name, self.name, lambda: self.process.run(hear))
+
+        self._clock.after(self._delays.rpc_s, b"planner hears", arrive)
+
+    def _read_loads(self, cause_id: str) -> None:
+        monitor, late = self._monitor(), self._lines
+        reached = monitor is not None and not (monitor.process.crashed or monitor.process.paused)
+        if monitor is None or not reached or late.is_cut(self.name, monitor.process.name):
+            wait_s, loads, why = _CALL_TIMEOUT_S, dict[WorkerId, LoadReport](), "the monitor does not answer"
+        else:
+            wait_s, loads, why = self._delays.rpc_s, monitor.loads(), ""
+
+        def arrive() -> None:
+            self.process.run(lambda: self.feed(p.LoadsRead(self._clock.now_s, cause_id, loads, why)))
+
+        self._clock.after(wait_s, b"planner has loads", arrive)
+
+    # ------------------------------------------------------------ members
+
+    def _call(self, command: p.CallMember) -> None:
+        """The member's engine hears of it at its next step boundary; the answer is how far it is now."""
+        worker_id = command.member.worker_id
+        key = (worker_id, command.call)
+        if key in self._calls:
+            return
+        self._calls.add(key)
+        label = f"planner {command.call.name} {worker_id}".encode()
+        peer, token = self._members[worker_id], self._token
+        asked, over = [False], [False]
+
+        def arrive() -> None:
+            if peer.crashed or peer.incarnation != command.member.incarnation:
+                self._calls.discard(key)
+                return
+            if self._lines.troubled and self._lines.holds(self.name, worker_id, take):
+                self._clock.after(_CALL_TIMEOUT_S, label, give_up)
+                return
+            take()
+
+        def take() -> None:
+            if peer.crashed:
+                return
+            said = self._ask(peer, command, token)
+            asked[0] = True
+            if peer.paused:
+                self._clock.after(_CALL_TIMEOUT_S, label, give_up)
+                return
+            self._clock.after(self._delays.rpc_s, label, lambda: answer(said))
+
+        def answer(said: MemberSaid | None) -> None:
+            def hear() -> None:
+                if over[0]:
+                    return
+                over[0] = True
+                self.process.run(lambda: self._member_said(key, command, said))
+
+            if self._lines.troubled and self._lines.holds(worker_id, self.name, hear):
+                self._clock.after(_CALL_TIMEOUT_S, label, give_up)
+                return
+            hear()
+
+        def give_up() -> None:
+            if not over[0]:
+                over[0] = True
+                self._calls.discard(key)
+
+        self._clock.after(self._delays.rpc_s, label, arrive)
+
+    def _member_said(self, key: tuple[WorkerId, p.Call], command: p.CallMember, said: MemberSaid | None) -> None:
+        self._calls.discard(key)
+        if said is not None:
+            told = replace(said, at_s=self._clock.now_s)
+            self.feed(p.MemberAnswered(self._clock.now_s, command.cause_id, command.journal.epoch, told))
+
+    def _ask(self, peer: Peer, command: p.CallMember, token: int) -> MemberSaid | None:
+        """None: a refusal that is no answer."""
+        worker_id, journal = command.member.worker_id, command.journal
+        epoch, door, now_s = journal.epoch, peer.transitions, self._clock.now_s
+        try:
+            if command.call is not p.Call.POLL:
+                peer.fence.take(token)
+            match command.call:
+                case p.Call.PREPARE:
+                    door.take(_plan_of(journal), command.sources, patient=command.patient)
+                case p.Call.COMMIT:
+                    door.commit(epoch)
+                case p.Call.ABORT:
+                    door.abort(epoch, command.why)
+                case p.Call.POLL:
+                    pass
+        except (InvalidRequest, StaleEpoch) as error:
+            if self._candidacy is not None and isinstance(error, StaleEpoch) and error.what == PLANNER_TOKEN:
+                self._candidacy.floor = max(self._candidacy.floor, error.want)
+                return None
+            return MemberSaid(now_s, worker_id, Phase.FAILED, str(error)) if command.call is p.Call.PREPARE else None
+        phase, why, progress = door.said(epoch)
+        return MemberSaid(now_s, worker_id, phase, why, None if progress is None else replace(progress))
+
+
+def _plan_of(journal: Journal) -> wp.Plan:
+    return wp.Plan(journal.kind, journal.base, journal.target)
+
+
+def _translate(change: m.Change | None, at_s: float, cause_id: str) -> p.MonitorEvent | None:
+    """None for what the planner has no event for."""
+    match change:
+        case None:
+            return p.SnapshotBegan(at_s, cause_id)
+        case m.SnapshotEnd():
+            return p.SnapshotEnded(at_s, cause_id)
+        case m.InstanceUp(i, draining, place):
+            return p.InstanceUp(
+                at_s, cause_id, i.worker_id, i.incarnation, i.address, i.model, draining, i.data_address, place
+            )
+        case m.InstanceLost(worker_id, incarnation, why):
+            return p.InstanceLost(at_s, cause_id, worker_id, incarnation, why)
+        case m.InstanceDraining(worker_id, incarnation):
+            return p.InstanceDraining(at_s, cause_id, worker_id, incarnation)
+        case m.Raised(Overload(required_bytes=required)):
+            return p.OverloadRaised(at_s, cause_id, required)
+        case m.Raised(Relief()):
+            return p.ReliefRaised(at_s, cause_id)
+        case m.Raised():
+            return None

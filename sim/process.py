@@ -1,0 +1,63 @@
+"""A process of the control plane: it may be stopped for a while, or end."""
+
+from collections.abc import Callable
+
+from ballast.common.ids import Epoch
+
+Act = Callable[[], None]
+
+
+class Process:
+    """While it is stopped nothing happens in it; what came, and what was due, happens when it goes on."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.crashed = False
+        self.paused = False
+        self._owed: list[Act] = []
+        self._due: dict[str, Act] = {}
+
+    def run(self, act: Act) -> None:
+        if self.crashed:
+            return
+        if self.paused:
+            self._owed.append(act)
+        else:
+            act()
+
+    def run_due(self, what: str, act: Act) -> None:
+        """As `run`, of something that is done again and again: what was due several times is done once."""
+        if self.paused and not self.crashed:
+            self._due[what] = act
+        else:
+            self.run(act)
+
+    def stop(self) -> None:
+        self.paused = True
+
+    def go_on(self) -> None:
+        if not self.paused:
+            return
+        self.paused = False
+        due, self._due = self._due, {}
+        owed, self._owed = self._owed, []
+        for act in (*due.values(), *owed):
+            self.run(act)
+
+    def crash(self) -> None:
+        self.crashed = True
+        self._owed.clear()
+        self._due.clear()
+
+
+class Timer:
+    def __init__(self, act: Callable[[Epoch], None], epoch: Epoch) -> None:
+        self._act: Callable[[Epoch], None] | None = act
+        self._epoch = epoch
+
+    def cancel(self) -> None:
+        self._act = None
+
+    def ring(self) -> None:
+        if self._act is not None:
+            self._act(self._epoch)

@@ -1,0 +1,152 @@
+"""What the pages show comes out of the commands that they name, and the examples do what they say."""
+
+import functools
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from ballast.model.tiny import make_tiny
+from tests.support.browser import browser_window, find_browser
+from tests.support.cluster import RunningCluster, running_cluster
+from tests.support.pages import ROOT, differs, session, steps
+
+EXAMPLES = ROOT / "examples"
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/first-cluster.md"])
+def test_a_page_shows_what_its_commands_print(page: str) -> None:
+    told = [step for step in steps(ROOT / page) if step.printed is not None]
+    assert len(told) >= 5
+    with session("--port 0") as running:
+        for step in told:
+            assert step.printed is not None
+            why = differs(running.run(step), step.printed)
+            assert not why, f"{page}: {step.source}: {why}\nwritten anew by python -m tests.support.pages {page}"
+
+
+@pytest.mark.parametrize(
+    ("printed", "expected", "same"),
+    [
+        ("took 1.5 s, 3 MiB", "took 900 ms, 20.5 GiB", True),
+        ("a\nb\nc", "...\nb\nc", True),
+        ("a\nb\nc", "...\na\nc", False),
+        ("a\nb", "a", False),
+        ("a", "a\nb", False),
+        ("ready: 2 workers", "ready: 2 wokers", False),
+    ],
+)
+def test_outputs_are_compared_by_their_shape(printed: str, expected: str, same: bool) -> None:
+    assert (not differs(printed, expected)) is same
+
+
+# ---------------------------------------------------------------- examples
+
+
+@pytest.fixture(scope="module")
+def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningCluster]:
+    model = Path(make_tiny("qwen2", tmp_path_factory.mktemp("model") / "tiny", max_len=1024, vocab=700))
+    with running_cluster(model, workers=1, gateways=1) as running:
+        yield running
+
+
+def run(serving: RunningCluster, *command: str, status: int = 0) -> str:
+    environ = {
+        **os.environ,
+        "BALLAST_ADDRESS": serving.cluster.address,
+        "OPENAI_BASE_URL": serving.cluster.http_urls[0],
+    }
+    done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=120)
+    assert done.returncode == status, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def test_every_example_is_run_here_and_says_how() -> None:
+    page = (ROOT / "docs" / "examples.md").read_text()
+    here = Path(__file__).read_text()
+    for file in EXAMPLES.iterdir():
+        if file.suffix in (".py", ".sh", ".yaml"):
+            assert f"examples/{file.name}" in file.read_text()[:800], f"{file.name}: how is it run?"
+            assert f"../examples/{file.name}" in page
+            assert file.name in here
+
+
+def test_stream(serving: RunningCluster) -> None:
+    said = run(serving, sys.executable, "examples/stream.py", "A ship")
+    assert "tokens in" in said
+    assert "the first one after" in said
+
+
+def test_openai_client(serving: RunningCluster) -> None:
+    assert " tokens\n" in run(serving, sys.executable, "examples/openai_client.py")
+
+
+def test_tools_and_schema(serving: RunningCluster) -> None:
+    said = run(serving, sys.executable, "examples/tools_and_schema.py")
+    assert "schema: Ship(name=" in said
+    assert "tool: weather({'days': " in said
+
+
+def test_offline_batch_goes_on_where_it_was_interrupted(serving: RunningCluster, tmp_path: Path) -> None:
+    prompts = [json.loads(line) for line in (EXAMPLES / "prompts.jsonl").read_text().splitlines()]
+    out = tmp_path / "answers.jsonl"
+    command = [sys.executable, "examples/offline_batch.py", "examples/prompts.jsonl", str(out)]
+    assert f"{len(prompts)} answered, 0 failed, 0 were there already" in run(serving, *command)
+    answers = {line["id"]: line["text"] for line in map(json.loads, out.read_text().splitlines())}
+    assert answers.keys() == {line["id"] for line in prompts}
+    out.write_text("".join(out.read_text().splitlines(keepends=True)[:3]))
+    assert f"{len(prompts) - 3} answered, 0 failed, 3 were there already" in run(serving, *command)
+    again = {line["id"]: line["text"] for line in map(json.loads, out.read_text().splitlines())}
+    assert again == answers, "the same seeds give the same answers"
+
+
+def test_curl(serving: RunningCluster) -> None:
+    said = run(serving, "sh", "examples/curl.sh")
+    assert "data: [DONE]" in said
+    assert '"param":"temperature"' in said
+
+
+def test_policies() -> None:
+    command = [sys.executable, "-m", "ballast.cli.main", "sim", "--scenario", "examples/policies.yaml", "--json", "-"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)["policies"]
+    assert list(told) == ["recompute", "swap", "static-pipeline", "drop", "drop:restore=off"]
+    assert told["drop"]["ttft_s"]["p99"] < told["recompute"]["ttft_s"]["p99"]
+
+
+# ---------------------------------------------------------------- the site
+
+
+@pytest.mark.skipif(find_browser() is None, reason="Chromium and chromedriver are not installed")
+@pytest.mark.parametrize("width", [1280, 390])
+def test_the_site_fits_the_screen_and_asks_nobody_else(width: int, tmp_path: Path) -> None:
+    site = tmp_path / "site"
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(site)]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=180)
+    serve = functools.partial(QuietHandler, directory=str(site))
+    with ThreadingHTTPServer(("127.0.0.1", 0), serve) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}/"
+        with browser_window(width) as browser:
+            for page in ("", "first-cluster/", "configure/", "metrics/", "architecture/"):
+                browser.open(url + page)
+                browser.until("document.readyState === 'complete'")
+                asked = browser.run("return performance.getEntriesByType('resource').map(one => one.name)")
+                assert asked
+                assert [one for one in asked if not one.startswith(url)] == []
+                over = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
+                assert browser.run(f"return {over}") <= 0, page
+                assert browser.errors() == []
+        server.shutdown()
+
+
+class QuietHandler(SimpleHTTPRequestHandler):
+    def log_message(self, format: str, *args: object) -> None:
+        pass

@@ -1,0 +1,295 @@
+"""Dispatchers die under their clients' hands, and every stream goes on at another one, token by token."""
+
+import asyncio
+import signal
+import time
+from collections.abc import Coroutine, Sequence
+
+import grpc
+import grpc.aio
+import pytest
+import redis
+
+from ballast.client import AsyncClient, Generation, SamplingParams
+from ballast.common import errors
+from ballast.rpc.errors import from_rpc_error
+from ballastpb.inference.v1 import inference_pb2 as pb
+from tests.support.dispatchers import Arena, Dispatcher, request, until_async
+from tests.support.timed_worker import TimedSettings, scripted_text, scripted_tokens
+
+SECRET = b"sixteen bytes or"
+Prompt = Sequence[int]
+
+
+def client_of(*dispatchers: Dispatcher, resume_s: float = 30.0) -> AsyncClient:
+    return AsyncClient([dispatcher.address for dispatcher in dispatchers], resume_s=resume_s)
+
+
+async def read(client: AsyncClient, prompt: Prompt, max_tokens: int, logprobs: int | None = None) -> tuple[str, int]:
+    """Reads a stream to its end, and compares it; gives its text and how often it was resumed."""
+    sampling = SamplingParams(max_tokens=max_tokens, seed=7, logprobs=logprobs)
+    stream = client.stream(token_ids=prompt, sampling=sampling)
+    chunks = [chunk async for chunk in stream]
+    expected = scripted_tokens(prompt, 7, max_tokens)
+    assert [t for chunk in chunks for t in chunk.token_ids] == expected
+    text = "".join(chunk.text for chunk in chunks)
+    assert text == scripted_text(expected)
+    if logprobs is not None:
+        assert [lp.chosen.token_id for chunk in chunks for lp in chunk.logprobs] == expected
+    assert [chunk.prompt_token_count for chunk in chunks if chunk.prompt_token_count] == [len(prompt)]
+    usage = chunks[-1].usage
+    assert usage is not None
+    assert usage.completion_token_count == max_tokens
+    assert 0.0 < usage.ttft_s < usage.e2e_s
+    return text, stream.resume_count
+
+
+def resumed(
+    answer: Sequence[int] = (), *, attempt: int = 1, secret: bytes = SECRET, max_tokens: int = 4000, name: str = "r"
+) -> pb.GenerateRequest:
+    message = request(request_id=name, max_tokens=max_tokens)
+    message.resumption.secret, message.resumption.attempt = secret, attempt
+    message.resumption.token_ids.extend(answer)
+    message.resumption.text_char_count = len(scripted_text(answer))
+    return message
+
+
+async def rest_of(call: "grpc.aio.UnaryStreamCall[pb.GenerateRequest, pb.GenerateResponse]", why: str) -> list[int]:
+    """Its tokens, up to its end for this reason."""
+    token_ids: list[int] = []
+    try:
+        while isinstance(response := await call.read(), pb.GenerateResponse):
+            token_ids += response.token_ids
+    except grpc.RpcError as error:
+        assert why in str(from_rpc_error(error, ""))  # noqa: PT017 - what came before it is wanted
+        return token_ids
+    raise AssertionError(f"ended without an error after {len(token_ids)} tokens")
+
+
+def kill(dispatcher: Dispatcher) -> None:
+    dispatcher.process.send_signal(signal.SIGKILL)
+
+
+async def test_every_stream_of_a_killed_dispatcher_goes_on() -> None:
+    settings = [TimedSettings(worker_id=f"w{i}") for i in range(2)]
+    async with Arena(*settings, dispatchers=2) as arena, client_of(*arena.dispatchers) as client:
+        prompts = [[1, 2, index] for index in range(40)]
+        reads = [
+            asyncio.create_task(read(client, prompt, 150, logprobs=0 if index % 2 else None))
+            for index, prompt in enumerate(prompts)
+        ]
+        await asyncio.sleep(0.6)
+        kill(arena.dispatchers[0])
+        counts = [count for _, count in await asyncio.gather(*reads)]
+        assert 10 < sum(counts) <= 20
+        assert max(counts) == 1
+        status = await client.status()
+        assert status.dispatcher_id == "d1"
+        assert status.running_request_count == 0
+
+
+async def test_a_stream_waits_for_its_only_dispatcher_to_come_back() -> None:
+    async with Arena(TimedSettings(), flags=["--port", "0"]) as arena, client_of(arena.dispatcher) as client:
+        old = arena.dispatcher
+        going = asyncio.create_task(read(client, [1, 2, 3], 200))
+        await asyncio.sleep(0.5)
+        kill(old)
+        back = Dispatcher(*arena.place, "d0", ["--port", old.address.rpartition(":")[2]])
+        arena.dispatchers.append(back)
+        try:
+            await back.start()
+            assert (await going)[1] == 1
+        finally:
+            await back.stop()
+
+
+async def test_a_dispatcher_that_has_stopped_is_left_and_ends_what_it_had_when_it_goes_on() -> None:
+    async with Arena(TimedSettings(), dispatchers=2) as arena, client_of(*arena.dispatchers) as client:
+        going = [asyncio.create_task(read(client, [1, index], 300)) for index in range(4)]
+        await asyncio.sleep(0.5)
+        arena.dispatcher.process.send_signal(signal.SIGSTOP)
+        began_s = time.monotonic()
+        try:
+            assert sorted([count for _, count in await asyncio.gather(*going)]) == [0, 0, 1, 1]
+            assert time.monotonic() - began_s < 25.0
+        finally:
+            arena.dispatcher.process.send_signal(signal.SIGCONT)
+
+        async def nothing_runs() -> bool:
+            return arena.worker.request_count == 0
+
+        await until_async(nothing_runs, "earlier attempts to have ended at the worker")
+
+
+@pytest.mark.parametrize("collect", [False, True])
+async def test_what_waits_in_a_dispatcher_that_dies_is_not_lost(collect: bool) -> None:
+    async with (
+        Arena(TimedSettings(max_running=1, max_waiting=1), dispatchers=2) as arena,
+        client_of(*arena.dispatchers) as client,
+    ):
+        sampling = SamplingParams(max_tokens=30, seed=7)
+
+        def ask(prompt: Prompt) -> Coroutine[object, object, Generation]:
+            if collect:
+                return client.generate(token_ids=prompt, sampling=sampling)
+            return client.stream(token_ids=prompt, sampling=sampling).collect()
+
+        prompts = [[5, index] for index in range(12)]
+        tasks = [asyncio.create_task(ask(prompt)) for prompt in prompts]
+
+        async def waits() -> bool:
+            return (await arena.dispatcher.status()).backlog_request_count > 2
+
+        await until_async(waits, "requests to wait in the dispatcher")
+        kill(arena.dispatcher)
+        for prompt, answer in zip(prompts, await asyncio.gather(*tasks), strict=True):
+            assert list(answer.token_ids) == scripted_tokens(prompt, 7, 30)
+            assert answer.text == scripted_text(answer.token_ids)
+
+
+async def test_the_state_server_may_be_away_too() -> None:
+    async with Arena(TimedSettings(), dispatchers=2) as arena, client_of(*arena.dispatchers) as client:
+        going = asyncio.create_task(read(client, [1, 2], 200))
+        await asyncio.sleep(0.4)
+        arena.state.stop()
+        await asyncio.sleep(0.2)
+        kill(arena.dispatchers[0])
+        assert (await going)[1] == 1
+
+
+async def test_where_it_is_switched_off_the_client_is_told_what_to_do() -> None:
+    async with (
+        Arena(TimedSettings(), dispatchers=2, flags=["--resume", "false"]) as arena,
+        client_of(*arena.dispatchers) as client,
+    ):
+        going = asyncio.create_task(read(client, [1, 2], 400))
+        await asyncio.sleep(0.4)
+        kill(arena.dispatchers[0])
+        with pytest.raises(errors.Unavailable, match=r"switched off .* \(--resume false\); send the request anew"):
+            await going
+
+
+async def test_a_client_that_does_not_want_it_and_one_that_finds_nobody_are_told() -> None:
+    async with (
+        Arena(TimedSettings(), dispatchers=1) as arena,
+        client_of(arena.dispatcher, resume_s=0.0) as plain,
+        client_of(arena.dispatcher, resume_s=0.5) as hasty,
+    ):
+        going = [asyncio.create_task(read(client, [1, 2], 400)) for client in (plain, hasty)]
+        await asyncio.sleep(0.4)
+        kill(arena.dispatcher)
+        began_s = time.monotonic()
+        with pytest.raises(errors.Unavailable):
+            await going[0]
+        with pytest.raises(errors.Unavailable, match=r"no dispatcher went on with the request within 0\.5 s"):
+            await going[1]
+        assert time.monotonic() - began_s < 5.0
+
+
+async def test_only_its_client_and_only_a_later_attempt_takes_a_request_over() -> None:
+    async with Arena(TimedSettings(), dispatchers=2) as arena:
+        d0, d1 = arena.dispatchers
+        call = d0.stub.Generate(resumed())
+        first = await call.read()
+        assert isinstance(first, pb.GenerateResponse)
+        assert first.prompt_digest
+        begun = list(first.token_ids)
+        for other in (
+            resumed(begun, attempt=2, secret=b"another one's key"),
+            resumed(begun, attempt=2, secret=b""),
+            resumed(attempt=1),
+            request(request_id="r"),
+        ):
+            for dispatcher in (d0, d1):
+                assert (await dispatcher.generate(other)).error is not None
+        # Where the dispatcher of the first attempt lives, it ends it.
+        later = resumed(begun, attempt=2, max_tokens=4000)
+        second = d1.stub.Generate(later)
+        assert isinstance(await second.read(), pb.GenerateResponse)
+        rest = await rest_of(call, "goes on with it at another dispatcher")
+        assert begun + rest == scripted_tokens([1, 2, 3], 7, len(begun) + len(rest))
+        # And at the same one.
+        third = await d1.generate(resumed(begun, attempt=3, max_tokens=30))
+        assert third.error is None
+        assert begun + third.token_ids == scripted_tokens([1, 2, 3], 7, 30)
+        await rest_of(second, "goes on with it over another connection")
+
+        async def nothing_runs() -> bool:
+            return arena.worker.request_count == 0
+
+        await until_async(nothing_runs, "earlier attempts to have ended at the worker")
+
+
+async def test_the_same_attempt_at_several_dispatchers_is_served_by_one() -> None:
+    async with Arena(TimedSettings(), dispatchers=3) as arena:
+        for number in range(10):
+            twins = [
+                dispatcher.generate(resumed(name=f"twin-{number}", max_tokens=40)) for dispatcher in arena.dispatchers
+            ]
+            answers = await asyncio.gather(*twins)
+            served = [answer for answer in answers if answer.error is None]
+            assert [answer.token_ids for answer in served] == [scripted_tokens([1, 2, 3], 7, 40)]
+            refused = [answer for answer in answers if answer.error is not None]
+            assert all(isinstance(answer.error, errors.AlreadyExists) for answer in refused)
+            assert all(not answer.token_ids for answer in refused)
+
+
+async def test_its_client_may_take_its_time_and_nobody_else_takes_the_id() -> None:
+    async with Arena(TimedSettings(), dispatchers=2) as arena:
+        d0, d1 = arena.dispatchers
+        call = d0.stub.Generate(resumed())
+        first = await call.read()
+        assert isinstance(first, pb.GenerateResponse)
+        kill(d0)
+        with redis.Redis.from_url(arena.state.url) as store:  # as if its registration had expired
+            store.delete("ballast:dispatchers:d0")
+        stranger = await d1.generate(resumed(secret=b"another one's key"))
+        assert isinstance(stranger.error, errors.AlreadyExists)
+        answer = await d1.generate(resumed(first.token_ids, attempt=2, max_tokens=50))
+        assert answer.error is None
+        assert [*first.token_ids, *answer.token_ids] == scripted_tokens([1, 2, 3], 7, 50)
+
+
+async def test_a_request_that_was_cancelled_by_its_id_is_not_taken_up_elsewhere() -> None:
+    """Its dispatcher dies as soon as it has answered, before its client has heard."""
+
+    async with Arena(TimedSettings(), dispatchers=2) as arena:
+        d0, d1 = arena.dispatchers
+        call = d0.stub.Generate(resumed())
+        first = await call.read()
+        assert isinstance(first, pb.GenerateResponse)
+        assert (await d0.stub.Cancel(pb.CancelRequest(request_id="r"), timeout=60)).found
+        kill(d0)
+        answer = await d1.generate(resumed(first.token_ids, attempt=2, max_tokens=50))
+        assert isinstance(answer.error, errors.Cancelled)
+        assert not answer.token_ids
+        # The id is free for everybody else, and for another request of its client.
+        other = await d1.generate(resumed(secret=b"another one's key", max_tokens=30))
+        assert other.token_ids == scripted_tokens([1, 2, 3], 7, 30)
+
+
+async def test_what_makes_no_sense_is_refused_by_name() -> None:
+    async with Arena(TimedSettings()) as arena:
+        ask = arena.dispatcher.generate
+        without_seed = resumed([1], attempt=2)
+        without_seed.sampling.ClearField("seed")
+        without_seed.sampling.temperature = 1.0
+        chars = resumed(attempt=2)
+        chars.resumption.text_char_count = 5
+        for message, field in (
+            (resumed(secret=b"short"), "resumption.secret"),
+            (resumed(secret=b"x" * 65), "resumption.secret"),
+            (resumed(attempt=0), "resumption.attempt"),
+            (resumed([1], attempt=1), "resumption.token_ids"),
+            (resumed([1] * 9, attempt=2, max_tokens=8), "resumption.token_ids"),
+            (resumed([1 << 30], attempt=2), "resumption.token_ids[0]"),
+            (resumed(name=""), "request_id"),
+            (chars, "resumption.text_char_count"),
+            (without_seed, "sampling.seed"),
+        ):
+            error = (await ask(message)).error
+            assert isinstance(error, errors.InvalidRequest), (field, error)
+            assert error.field == field
+        other_prompt = resumed([1], attempt=2)
+        other_prompt.resumption.prompt_digest = 5
+        assert isinstance((await ask(other_prompt)).error, errors.NotPossible)

@@ -1,0 +1,59 @@
+"""Dispatchers of a whole cluster are killed: every kind of request goes on, and so does what comes over HTTP."""
+
+import json
+from pathlib import Path
+
+import httpx2 as httpx
+import pytest
+
+from ballast.model.tiny import make_tiny
+from benchmarks.resume import main as resume
+from tests.support.cluster import running_cluster
+
+
+def test_every_kind_of_request_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--kills", "5", "--clients", "4", "--dispatchers", "2", "--max-tokens", "80"]
+    assert resume(arguments) == 0, capsys.readouterr()
+    told = capsys.readouterr().out
+    assert "5 kills of dispatchers" in told
+    assert "0 lost, 0 differing" in told
+
+
+def test_choices_that_are_streamed_over_http_go_on(tmp_path: Path) -> None:
+    """Four choices of one request, at both dispatchers."""
+    model = make_tiny("llama", tmp_path / "tiny", max_len=2048)
+    wanted = {
+        "model": "tiny",
+        "prompt": "a ship",
+        "max_tokens": 160,
+        "seed": 5,
+        "n": 4,
+        "stream": True,
+        "ignore_eos": True,
+    }
+    flags = ("--dtype", "float64")
+    with running_cluster(model, workers=1, dispatchers=2, gateways=1, flags={"worker": flags}) as running:
+        cluster = running.cluster
+
+        async def ask(*, kill: bool) -> list[str]:
+            texts, count = [""] * 4, 0
+            async with (
+                httpx.AsyncClient(base_url=cluster.http_urls[0], timeout=120) as http,
+                http.stream("POST", "/completions", json=wanted) as response,
+            ):
+                async for line in response.aiter_lines():
+                    body = line.removeprefix("data: ")
+                    if not line or body == "[DONE]":
+                        continue
+                    event = json.loads(body)
+                    assert "error" not in event, event
+                    for choice in event["choices"]:
+                        texts[choice["index"]] += choice["text"]
+                    count += 1
+                    if count == 16 and kill:
+                        cluster.kill("dispatcher", 0)
+            return texts
+
+        undisturbed = running.run(ask(kill=False))
+        assert len(set(undisturbed)) > 1
+        assert running.run(ask(kill=True)) == undisturbed

@@ -1,0 +1,63 @@
+"""Whole clusters in which anything breaks while layouts change: no token is wrong or lost, and all are well again.
+
+`make test-clusters CLUSTERS=200000` for many more.
+"""
+
+import os
+import subprocess
+import sys
+from collections import Counter
+
+import pytest
+
+from tests.support.cluster_campaign import story
+from tests.support.cluster_swarm import Kind
+
+SEEDS = 240  # of the gate; 2,000 are seen by `python -m tests.support.cluster_campaign 0 2000 --quiet`
+CHUNK = 80
+LONG_SEEDS = int(os.environ.get("BALLAST_CLUSTER_SEEDS", "2000"))
+LONG_CHUNK = 500
+
+
+def run(first: int, last: int) -> tuple[Counter[str], set[str]]:
+    """What has become of transitions, and which kinds of trouble there were."""
+    ended, kinds = Counter[str](), set[str]()
+    for seed in range(first, last):
+        told = story(seed)
+        ended += told.transitions
+        kinds |= {kind for kind, _ in told.met}
+    return ended, kinds
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("first", range(0, SEEDS, CHUNK))
+def test_a_cluster_is_well_again_after_its_faults(first: int) -> None:
+    ended, kinds = run(first, first + CHUNK)
+    assert min(ended["drop done"], ended["restore done"], ended["restore aborted"]) > 0, ended
+    assert len(kinds) > len(Kind) // 2, f"never came: {set(Kind) - kinds}"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("first", range(SEEDS, SEEDS + LONG_SEEDS, LONG_CHUNK))
+def test_many_more_of_them(first: int) -> None:
+    run(first, min(first + LONG_CHUNK, SEEDS + LONG_SEEDS))
+
+
+def test_a_story_depends_on_its_seed_only() -> None:
+    def traces(hash_seed: str) -> str:
+        command = [sys.executable, "-m", "tests.support.cluster_campaign", "0", "10"]
+        environ = {**os.environ, "PYTHONHASHSEED": hash_seed}
+        return subprocess.run(command, env=environ, capture_output=True, text=True, check=True, timeout=110).stdout
+
+    assert traces("1") == traces("2")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("mutant", ["B1-outside-not-told", "wrong-block"])
+def test_a_fault_that_is_put_back_is_seen(mutant: str) -> None:
+    command = [sys.executable, "-m", "tests.support.mutants", "--seeds", "300", mutant]
+    told = subprocess.run(command, capture_output=True, text=True, check=True, timeout=500).stdout
+    assert "seed" in told
+    assert "not seen" not in told, told

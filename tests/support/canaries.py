@@ -1,0 +1,134 @@
+"""Secrets and words of clients, planted wherever the tests start services, and looked for in all that these have said.
+
+Every state server of a test has a user with a password, which all services get in their URL; tokens, cluster secrets
+and passwords are noted as they are made; a cluster is asked with prompts of its own before it stops. The logs of all
+child processes, at debug level, are kept by a second name until the session ends.
+"""
+
+import asyncio
+import contextlib
+import os
+import tempfile
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import grpc.aio
+import pytest
+
+from ballast.client import AsyncClient
+from ballast.common.errors import BallastError
+from ballast.common.sampling import SamplingParams
+from ballast.local import secrets as cluster_secrets
+from ballast.local.cluster import LocalCluster
+from ballast.local.process import ChildProcess
+from ballast.local.state_server import PrivateStateServer
+from ballast.service import tokens
+
+PROMPT, STOP, PASSWORD = "diarycanary", "stopcanary", "passwordcanary"
+# Token ids that occur nowhere else, in a row.
+IDS: Final = (411, 422, 433)
+_USER: Final = ("--user", "canary", "on", f">{PASSWORD}", "~*", "&*", "+@all")
+_SERVICES: Final = ("MONITOR", "PLANNER", "WORKER", "DISPATCHER", "GATEWAY")
+DEBUG: Final[Mapping[str, str]] = {f"BALLAST_{service}__LOG_LEVEL": "debug" for service in _SERVICES}
+_SECRET_CHARS: Final = 40  # what is shorter are ids
+_OVERLAP: Final = 256  # of two pieces of a file: longer than any secret
+_WORDS: Final = (PROMPT, STOP, PASSWORD, ", ".join(map(str, IDS[:2])))
+
+
+class Canaries:
+    """What must not be seen, and where it is looked for. `folder`: on the same disk as the logs, as a rule."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._made: set[str] = set()  # secrets that were made at random
+        self._log_count = 0
+
+    @contextlib.contextmanager
+    def planted(self) -> Generator[None]:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(ChildProcess, "__init__", self._keeping_logs(ChildProcess.__init__))
+            patch.setattr(PrivateStateServer, "__init__", _with_a_password(PrivateStateServer.__init__))
+            patch.setattr(PrivateStateServer, "url", property(_url))
+            for module, name in (
+                (cluster_secrets.secrets, "token_hex"),
+                (cluster_secrets.secrets, "token_urlsafe"),
+                (tokens, "cluster_token"),
+            ):
+                patch.setattr(module, name, self._noting(getattr(module, name)))
+            yield
+
+    def seen(self) -> list[str]:
+        """Each file that shows a secret, and which one."""
+        secrets = [secret.encode() for secret in (*_WORDS, *self._made)]
+        found: list[str] = []
+        for path in sorted(self._folder.iterdir()):
+            shown = {secret for piece in _pieces(path) for secret in secrets if secret in piece}
+            found += [f"{secret.decode()!r} in {path.name}" for secret in sorted(shown)]
+        return found
+
+    # Any: as the functions that these stand for.
+    def _keeping_logs(self, original: Callable[..., None]) -> Callable[..., None]:
+        def init(child: ChildProcess, name: str, command: Sequence[str], **others: Any) -> None:
+            original(child, name, command, **others)
+            self._log_count += 1
+            with contextlib.suppress(OSError):  # another disk, or the same log again after a restart
+                os.link(child.log_path, self._folder / f"{self._log_count:05}-{name}.log")
+
+        return init
+
+    def _noting(self, original: Callable[..., str]) -> Callable[..., str]:
+        def make(*args: Any) -> str:
+            secret = original(*args)
+            if len(secret) >= _SECRET_CHARS:
+                self._made.add(secret)
+            return secret
+
+        return make
+
+
+def _with_a_password(original: Callable[..., None]) -> Callable[..., None]:
+    def init(server: PrivateStateServer, *, flags: Sequence[str] = (), **others: Any) -> None:
+        own = "--aclfile" in flags or "--user" in flags
+        original(server, flags=flags if own else (*flags, *_USER), **others)
+
+    return init
+
+
+def _url(server: PrivateStateServer) -> str:
+    flags: Sequence[str] = server._flags  # pyright: ignore[reportPrivateUsage]
+    user = f"canary:{PASSWORD}@" if _USER[1] in flags else ""
+    return f"redis://{user}127.0.0.1:{server.port}/0"
+
+
+def _pieces(path: Path) -> Iterable[bytes]:
+    with path.open("rb") as file:
+        before = b""
+        while piece := file.read(1 << 20):
+            yield before + piece
+            before = piece[-_OVERLAP:]
+
+
+async def ask(cluster: LocalCluster) -> None:
+    """Requests of every kind, good and bad, with words that must not be seen again. What they end with is no matter."""
+    sampling = SamplingParams(max_tokens=4, stop=(STOP,), ignore_eos=True)
+    with contextlib.suppress(BallastError, grpc.aio.AioRpcError, TimeoutError):
+        async with asyncio.timeout(3.0), AsyncClient(cluster.address, **cluster.credentials) as client:
+            asked = [
+                client.generate(PROMPT, sampling=sampling, deadline_s=2.0),
+                client.generate(token_ids=IDS, sampling=sampling, deadline_s=2.0),
+                client.generate(PROMPT * 100_000, sampling=sampling, deadline_s=2.0),  # too long
+                client.generate(PROMPT, sampling=SamplingParams(max_tokens=1 << 30, stop=(STOP,)), deadline_s=2.0),
+                client.generate(token_ids=(*IDS, 1 << 30), sampling=sampling, deadline_s=2.0),
+            ]
+            await asyncio.gather(*asked, return_exceptions=True)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def canaries() -> Iterator[None]:
+    with tempfile.TemporaryDirectory(prefix="ballast-canaries-") as folder:
+        found = Canaries(Path(folder))
+        with found.planted():
+            yield
+        seen = found.seen()
+    assert not seen, f"logs show what they must not: {seen[:20]}"

@@ -1,0 +1,245 @@
+"""Whole clusters in virtual time, in which anything breaks while layouts change; then they have to be well again.
+
+Dispatchers, monitors, planners and members of groups are those of the services. KV and layers are marked: a batch that
+reads what is not its sequence's is seen at once. Every seed draws what breaks, most of it aimed at transitions.
+
+    python -m tests.support.cluster_campaign FIRST LAST [--quiet]
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+
+from ballast.common.errors import InvariantViolation
+from ballast.common.ids import Epoch
+from ballast.common.layout import Group, Layout
+from ballast.service.logs import silence
+from services.planner.core import messages as p
+from sim.clients import Arrival
+from sim.clock import Clock
+from sim.memory import Geometry
+from sim.results import Outcome, SimRun
+from sim.world import World, WorldOptions
+from tests.support.cluster_swarm import Kind, Swarm, draw
+from tests.support.simulated import options
+
+_LAYERS = 6
+_WORKER_COUNTS = (2, 2, 3, 3, 4)
+_EXTENT_BYTES = 64 << 20
+_BLOCKS_IN_EXTENT = 2
+_STORY_S = 9.0  # requests come for so long, in two bursts
+_HEALED_WITHIN_S = 60.0
+_LOOK_S = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class Story:
+    """What became of one seed."""
+
+    run: SimRun
+    setting: str  # of the cluster
+    troubles: tuple[str, ...]
+    transitions: Counter[str]
+    met: Counter[tuple[str, str]]  # trouble and the phase that it met
+
+
+class Epochs:
+    """No number stands for two layouts."""
+
+    def __init__(self) -> None:
+        self._groups: dict[Epoch, tuple[Group, ...]] = {}
+
+    def see(self, layout: Layout) -> None:
+        layout.check()
+        if self._groups.setdefault(layout.epoch, layout.groups) != layout.groups:
+            raise InvariantViolation(f"epoch {layout.epoch} is {self._groups[layout.epoch]} and {layout.groups}")
+
+
+def _options(seed: int, rng: random.Random, worker_count: int, *, several: bool) -> WorldOptions:
+    """Workers with six layers, which some 500 tokens fill."""
+    made = options("drop", cluster=f"{worker_count}xA100-40G", check_every=rng.choice((5, 30, 100)), seed=seed)
+    elements = _EXTENT_BYTES // _BLOCKS_IN_EXTENT // (2 * made.rules.worker.block_tokens)
+    model = made.model.model_copy(update={"layer_count": _LAYERS, "kv_elements_per_token_layer": elements})
+    geometry = Geometry(
+        extent_bytes=_EXTENT_BYTES,
+        budget=36 * _LAYERS + 6,
+        layer_count=_LAYERS,
+        layer_parameters=20,
+        other_parameters=6,
+        block_bytes=elements * 2 * made.rules.worker.block_tokens,
+    )
+    rules, limits = made.rules, made.rules.dispatcher.limits
+    patient = replace(limits, replay_limit=50, no_worker_timeout_s=120.0)
+    rules = replace(
+        rules,
+        monitor=replace(rules.monitor, warmup_s=1.5),
+        dispatcher=replace(rules.dispatcher, limits=patient),
+    )
+    return replace(
+        made,
+        model=model,
+        geometry=geometry,
+        rules=rules,
+        marks=True,
+        dispatcher_count=rng.choice((1, 2)),
+        monitor_count=2 if several else 1,
+        planner_count=2 if several else 1,
+    )
+
+
+def _arrivals(rng: random.Random, worker_count: int) -> list[Arrival]:
+    """More than memory holds, twice."""
+    arrivals, at_s = list[Arrival](), 0.0
+    burst_per_s, answer = rng.uniform(9.0, 16.0) * worker_count, rng.choice((20, 30, 50))
+    while at_s < _STORY_S:
+        arrivals.append(Arrival(at_s, rng.randint(5, 120), rng.randint(3, answer)))
+        at_s += rng.expovariate(burst_per_s if 0.3 <= at_s % 5.5 < 2.0 else 3.0)
+    return arrivals
+
+
+def story(seed: int) -> Story:
+    """Raises InvariantViolation or AssertionError if anything is wrong."""
+    with silence():
+        return _story(seed)
+
+
+def _story(seed: int) -> Story:
+    rng = random.Random(seed)
+    worker_count = rng.choice(_WORKER_COUNTS)
+    troubles = draw(rng, worker_count, _STORY_S)
+    several = any(trouble.kind in _OF_CONTROL for trouble in troubles) or rng.random() < 0.1
+    made = _options(seed, rng, worker_count, several=several)
+    world, slowness = World(made, _arrivals(rng, worker_count)), rng.choice((4.0, 7.0, 10.0))
+    world.wires.max_transfers = rng.choice((2, 1024))
+    for instance in world.instances.values():
+        instance.slowness = slowness
+    setting = (
+        f"{worker_count} workers, {made.dispatcher_count} dispatchers, {made.planner_count} planners,"
+        f" {made.monitor_count} monitors, slowness {slowness:g}, {len(world.clients.records)} requests"
+    )
+    swarm, epochs = Swarm(world, rng), Epochs()
+    world.state.watch(epochs.see)
+    swarm.expect(troubles)
+    try:
+        run = world.run()
+        for record in run.records:
+            assert record.outcome is Outcome.FINISHED, f"{record.request_id}: {record.error}"
+        swarm.is_over = True
+        _heal(world)
+    except (InvariantViolation, AssertionError, ValueError, KeyError) as error:
+        error.add_note(
+            f"seed {seed}: {setting}; {'; '.join(swarm.told) or 'no trouble'};"
+            f" at {world.clock.now_s - world.zero_s:.3f} s"
+        )
+        raise
+    return Story(run, setting, tuple(swarm.told), _ended(world), swarm.met)
+
+
+_OF_CONTROL = (
+    *(Kind.STOP_MONITOR, Kind.NEW_MONITOR, Kind.STOP_PLANNER, Kind.NEW_PLANNER),
+    *(Kind.STATE_AWAY, Kind.STATE_SLOW, Kind.STATE_EMPTY, Kind.STATE_BACK),
+)
+
+
+# ---------------------------------------------------------------- well again
+
+
+def _heal(world: World) -> None:
+    """Nothing breaks any more: within a minute every living worker is a whole one and serves alone. Then a drop that is
+    asked for succeeds, and a restore.
+    """
+    _until_well(world)
+    world.check()
+    living = sorted(name for name in world.instances if name not in world.crashed)
+    if len(living) > 1:
+        clock, done = world.clock, _ended(world)["drop done"]
+        numbers = itertools.count()
+
+        def ask_again() -> str:
+            if _ended(world)["drop done"] > done:
+                return ""
+            ask = p.DropRequested(clock.now_s, "end", f"drop {next(numbers)}", worker_ids=tuple(living[:2]), hold_s=5.0)
+            world.planner.feed(ask)
+            return f"no drop is done: {_ended(world)}"
+
+        _until(clock, ask_again)
+        world.planner.feed(p.RestoreRequested(clock.now_s, "end", "restore"))
+        _until_well(world)
+
+
+def _ended(world: World) -> Counter[str]:
+    records = [record for node in world.planners.values() for record in node.records]
+    return Counter(f"{r.journal.kind} {r.journal.stage}" for r in records)
+
+
+def _until_well(world: World) -> None:
+    _until(world.clock, lambda: _why_ill(world))
+
+
+def _until(clock: Clock, why_not: Callable[[], str]) -> None:
+    deadline_s, why = clock.now_s + _HEALED_WITHIN_S, ""
+    while clock.now_s < deadline_s:
+        until_s = clock.now_s + _LOOK_S
+        while clock.now_s < until_s:
+            clock.step()
+        if not (why := why_not()):
+            return
+    raise AssertionError(f"not well again: {why}")
+
+
+def _why_ill(world: World) -> str:
+    living = {name for name in world.instances if name not in world.crashed}
+    stored = world.state.stored
+    groups = stored.layout.groups if stored is not None else ()
+    placed = {m.worker_id for g in groups for m in g.members}
+    stopped = [node.name for node in (*world.monitors.values(), *world.planners.values()) if node.process.paused]
+    if world.silent or stopped or not world.state.is_up:
+        return f"{sorted(world.silent)} and {stopped} are still stopped, the state server is up: {world.state.is_up}"
+    if placed != living or any(len(g.members) > 1 for g in groups):
+        return f"{sorted(living)} live, the layout is {[[m.worker_id for m in g.members] for g in groups]}"
+    if not world.planner.core.active or world.planner.core.conductor.busy:
+        return "the planner is busy"
+    for name in sorted(living):
+        instance = world.instances[name]
+        member, book = instance.member, instance.core
+        if member.role.stages or len(member.memory.parameters.held_layers) != _LAYERS:
+            return f"{name} is {member.place}, holds {member.memory.parameters.held_layers}"
+        if book.sequence_ids or book.suspended_ids or not member.at_rest:
+            last = list(member.progress.values())[-1:]
+            return f"{name} is not at rest: {book.sequence_ids} {book.suspended_ids} {last}"
+    return ""
+
+
+# ---------------------------------------------------------------- many
+
+
+def table(met: Mapping[tuple[str, str], int]) -> str:
+    """How often each kind of trouble met each phase of a transition."""
+    phases = sorted({phase for _, phase in met})
+    lines = ["".join((f"{'':14}", *(f"{phase:>18}" for phase in phases)))]
+    for kind in (str(kind) for kind in Kind):
+        counts = [met.get((kind, phase), 0) for phase in phases]
+        lines.append("".join((f"{kind:14}", *(f"{count:18}" for count in counts))))
+    return "\n".join(lines)
+
+
+def tell(seeds: Iterable[int], *, quiet: bool) -> None:
+    met, ended, count = Counter[tuple[str, str]](), Counter[str](), 0
+    for seed in seeds:
+        told = story(seed)
+        met += told.met
+        ended += told.transitions
+        count += 1
+        if not quiet:
+            print(seed, told.run.trace_hash, told.setting, dict(told.transitions), "; ".join(told.troubles), flush=True)
+    print(table(met))
+    print(f"{count} stories, {met.total()} troubles; {dict(sorted(ended.items()))}")
+
+
+if __name__ == "__main__":
+    tell(range(int(sys.argv[1]), int(sys.argv[2])), quiet="--quiet" in sys.argv)

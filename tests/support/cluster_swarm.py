@@ -1,0 +1,200 @@
+"""What may break in a story of a whole cluster: each seed draws kinds of trouble, and the phases they are aimed at."""
+
+import random
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from ballast.common.ids import WorkerId
+from sim.faults import Fault, FaultKind
+from sim.instance import Instance
+from sim.troubles import Troubles
+from sim.world import World
+
+_AIM_S = 0.005  # between two looks for a transition that something is aimed at
+_NEVER = "any"
+
+
+class Kind(StrEnum):
+    CRASH = "crash"  # a worker's process ends for good
+    RESTART = "restart"  # and comes back in a new life
+    PAUSE = "pause"
+    SLOW = "slow"
+    VANISH = "vanish"  # a worker's machine: it ends, and nobody is told
+    DEAF = "deaf"  # a worker hears nothing of another one
+    APART = "apart"  # two workers hear nothing of each other
+    LATE = "late"  # what one worker says to another comes late
+    RESET = "reset"  # the link of two workers ends
+    UNHEARD = "unheard"  # a process of the control plane, or a dispatcher, hears nothing of a worker
+    UNTOLD = "untold"  # or the other way
+    STOP_MONITOR = "stop monitor"
+    NEW_MONITOR = "new monitor"  # one ends, another is started
+    STOP_PLANNER = "stop planner"
+    NEW_PLANNER = "new planner"
+    STATE_AWAY = "state away"
+    STATE_SLOW = "state slow"
+    STATE_EMPTY = "state empty"
+    STATE_BACK = "state back"  # it is what it was some time ago
+
+
+# Often, as these are what transitions have to bear; the rest now and then.
+_OFTEN = (Kind.CRASH, Kind.RESTART, Kind.PAUSE, Kind.PAUSE, Kind.VANISH, Kind.DEAF, Kind.APART, Kind.RESET)
+_PHASES = ("preparing", "prepared", "committing", "exchanging", "layers", "any")
+_DURATIONS_S = (0.05, 0.3, 1.0, 2.5, 4.0, 7.0, 12.0)
+_DELAYS_S = (0.0, 0.001, 0.01, 0.1, 0.5)
+
+
+@dataclass(frozen=True, slots=True)
+class Trouble:
+    """One of a story's."""
+
+    kind: Kind
+    victim: int  # number of a worker
+    phase: str  # of a transition of the victim's, that it is aimed at
+    at_s: float  # from then on it is looked for
+    delay_s: float  # after the phase has begun
+    duration_s: float
+
+    def __str__(self) -> str:
+        return f"{self.kind} w{self.victim} {self.phase}+{self.delay_s:g} for {self.duration_s:g} s"
+
+
+def draw(rng: random.Random, worker_count: int, last_s: float) -> list[Trouble]:
+    """Between none and four, of a few kinds."""
+    count = rng.choice((0, 1, 1, 2, 2, 2, 3, 4))
+    kinds = [rng.choice(_OFTEN if rng.random() < 0.6 else tuple(Kind)) for _ in range(count)]
+    return [
+        Trouble(
+            kind,
+            rng.randrange(worker_count),
+            rng.choice(_PHASES),
+            rng.uniform(0.0, last_s),
+            rng.choice(_DELAYS_S),
+            rng.choice(_DURATIONS_S),
+        )
+        for kind in kinds
+    ]
+
+
+@dataclass(slots=True)
+class Swarm:
+    """Lets troubles come in a world, and counts in which phase of a transition they came."""
+
+    world: World
+    rng: random.Random
+    told: list[str] = field(default_factory=list[str])
+    met: Counter[tuple[str, str]] = field(default_factory=Counter[tuple[str, str]])
+    is_over: bool = False  # nothing breaks any more
+
+    def expect(self, troubles: Sequence[Trouble]) -> None:
+        acts = Troubles(self.world)
+        if any(trouble.kind is Kind.STATE_BACK for trouble in troubles):
+            self.world.state.remember()
+        for trouble in troubles:
+            self.world.clock.at(self.world.zero_s + trouble.at_s, b"aim", self._aim(trouble, acts))
+
+    def _aim(self, trouble: Trouble, acts: Troubles) -> Callable[[], None]:
+        clock, zero_s = self.world.clock, self.world.zero_s
+
+        def strike() -> None:
+            if self.is_over:
+                return
+            phase = self._phase_of(trouble.victim)
+            if self._strike(trouble, acts):
+                self.met[trouble.kind, phase] += 1
+                self.told.append(f"{trouble} at {clock.now_s - zero_s:.3f} s, {phase}")
+
+        def look() -> None:
+            phases = self._phases(self._instance(trouble.victim))
+            if trouble.phase in phases:
+                clock.after(trouble.delay_s, b"strike", strike)
+            elif not self.is_over:
+                clock.after(_AIM_S, b"aim", look)
+
+        return strike if trouble.phase == _NEVER else look
+
+    # ------------------------------------------------------------ where the victim is
+
+    def _instance(self, number: int) -> Instance:
+        return self.world.instances[WorkerId(f"w{number}")]
+
+    @staticmethod
+    def _phases(instance: Instance) -> set[str]:
+        progress = instance.member.progress.values()
+        phases = {p.phase.name.lower() for p in progress}
+        if any(p.parameter_bytes_to_pull and p.phase.name == "PREPARING" for p in progress):
+            phases.add("layers")
+        return phases
+
+    def _phase_of(self, number: int) -> str:
+        """For the table: of the transition under way, and in what the victim is."""
+        instance = self._instance(number)
+        last = next(reversed(instance.member.progress.values()), None)
+        where = "group" if instance.member.role.stages else "alone"
+        under_way = last is not None and last.phase.name in ("PREPARING", "PREPARED", "COMMITTING", "EXCHANGING")
+        return f"{last.phase.name.lower()} {where}" if last is not None and under_way else f"at rest {where}"
+
+    # ------------------------------------------------------------ what happens
+
+    def _strike(self, trouble: Trouble, acts: Troubles) -> bool:
+        """Whether it could."""
+        world, kind, rng = self.world, trouble.kind, self.rng
+        me, for_s = WorkerId(f"w{trouble.victim}"), trouble.duration_s
+        others = [name for name in world.instances if name != me]
+        other = rng.choice(others)
+        match kind:
+            case Kind.CRASH | Kind.VANISH:
+                if len(world.crashed) + 2 > len(world.instances) or me in world.crashed:
+                    return False
+                if kind is Kind.VANISH:
+                    for name in self._everybody(me):
+                        acts.cut(me, name, max(for_s, 12.0))
+                        acts.cut(name, me, max(for_s, 12.0))
+                world.strike(Fault(at_s=0.0, kind=FaultKind.CRASH, worker=trouble.victim))
+            case Kind.RESTART:
+                if me in world.crashed:
+                    return False
+                world.strike(Fault(at_s=0.0, kind=FaultKind.CRASH, worker=trouble.victim, duration_s=for_s))
+            case Kind.PAUSE:
+                world.strike(Fault(at_s=0.0, kind=FaultKind.PAUSE, worker=trouble.victim, duration_s=for_s))
+            case Kind.SLOW:
+                factor = rng.choice((0.2, 3.0, 20.0))
+                slow = Fault(at_s=0.0, kind=FaultKind.SLOW, worker=trouble.victim, duration_s=for_s, factor=factor)
+                world.strike(slow)
+            case Kind.DEAF:
+                acts.cut(other, me, for_s)
+            case Kind.APART:
+                acts.cut(other, me, for_s)
+                acts.cut(me, other, for_s)
+            case Kind.LATE:
+                acts.slow(me, other, rng.choice((0.01, 0.1, 0.5)), for_s)
+            case Kind.RESET:
+                acts.reset(me, other)
+            case Kind.UNHEARD | Kind.UNTOLD:
+                far = rng.choice([name for name in self._everybody(me) if name not in world.instances])
+                acts.cut(*((me, far) if kind is Kind.UNHEARD else (far, me)), for_s)
+            case Kind.STOP_MONITOR:
+                acts.stop(world.monitor, for_s)
+            case Kind.NEW_MONITOR:
+                acts.replace(world.monitor, for_s)
+            case Kind.STOP_PLANNER:
+                acts.stop(world.planner, for_s)
+            case Kind.NEW_PLANNER:
+                acts.replace(world.planner, for_s)
+            case Kind.STATE_AWAY:
+                world.state.go_away(for_s)
+            case Kind.STATE_SLOW:
+                world.state.slow_s = rng.choice((0.1, 0.5, 2.0))
+                world.clock.after(for_s, b"state is fast", lambda: setattr(world.state, "slow_s", 0.0))
+            case Kind.STATE_EMPTY:
+                world.state.lose_everything()
+            case Kind.STATE_BACK:
+                world.state.go_back(for_s)
+        return True
+
+    def _everybody(self, me: str) -> list[str]:
+        """Whom a worker talks to."""
+        world = self.world
+        dispatchers = [node.name for node in world.dispatchers]
+        return [name for name in (*world.instances, *world.monitors, *world.planners, *dispatchers) if name != me]

@@ -1,0 +1,196 @@
+"""Faults put back into production code, one at a time: which seed of the whole-cluster campaign sees each.
+
+    python -m tests.support.mutants [--seeds N] [NAME ...]
+
+Each is a patch in a process of its own. Today's design has no place for "a half-moved sequence in two books", as a
+worker has one book, whatever groups it is in.
+"""
+
+# Patches replace methods of any signature.
+# pyright: reportUnknownLambdaType=false, reportPrivateUsage=false, reportAttributeAccessIssue=false
+
+import argparse
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from ballast.common.ids import Epoch
+from ballast.rpc.fencing import Fence
+from services.planner.core import transition as planner_transition
+from services.planner.core.machine import PlannerCore
+from services.planner.core.roster import Roster
+from services.planner.core.stages import Stage
+from services.planner.core.transition import Coordinator
+from services.worker.core.farewell import Farewell
+from services.worker.core.precopy import Precopy
+from services.worker.core.transition import Transition
+from services.worker.pipeline.capacity import Capacities
+from services.worker.pipeline.driver import TransitionDriver
+from services.worker.pipeline.exchange import KvExchange
+from services.worker.pipeline.handover import Handover
+from services.worker.pipeline.planner_side import Transitions
+from services.worker.pipeline.restoring import Restoring
+from tests.support.cluster_campaign import story
+
+_TIMEOUT_S = 3600.0
+
+Patch = Callable[[], None]
+
+
+def _instead(owner: Any, name: str, made: Callable[[Any], Any]) -> Patch:
+    """`made` gets what was there."""
+    return lambda: setattr(owner, name, made(getattr(owner, name)))
+
+
+def _never(_: Any) -> Any:
+    return lambda *_args, **_named: False
+
+
+def _nothing(_: Any) -> Any:
+    return lambda *_args, **_named: None
+
+
+def _without_answer(handle: Any) -> Any:
+    """B3: an abort after the commit is not answered, and the planner waits for the answer."""
+
+    def said(self: Coordinator, event: Any) -> Any:
+        forward, planner_transition._FORWARD = planner_transition._FORWARD, ()
+        try:
+            return handle(self, event)
+        finally:
+            planner_transition._FORWARD = forward
+
+    return said
+
+
+def _waits_for_aborts(overdue: Any) -> Any:
+    return lambda self, at_s: {} if self.stage is Stage.ABORTING else overdue(self, at_s)
+
+
+def _todays_roster(written: Any) -> Any:
+    """B4: who was lost and came back while the layout was being written counts as whole."""
+
+    def settled(self: PlannerCore, *args: Any) -> Any:
+        self._in_flight_partial = self._wanted()[1]
+        return written(self, *args)
+
+    return settled
+
+
+def _not_again(transfer: Any) -> Any:
+    """B9: what the link has no room for is never sent."""
+
+    def begin(self: KvExchange, link: Any, to: Any, pieces: Any) -> Any:
+        transfer(self, link, to, pieces)
+        self._waiting.pop(to, None)
+
+    return begin
+
+
+def _if_prepared(grant: Any) -> Any:
+    """A grant that comes before the plan is forgotten."""
+
+    def granted(self: Restoring, epoch: Epoch, room: Any) -> Any:
+        current = self._under_way()
+        if current is not None and current.epoch == epoch:
+            grant(self, epoch, room)
+
+    return granted
+
+
+def _untold(pass_on: Any) -> Any:
+    """The leader gives a restore up, and its followers do not hear of it."""
+
+    def kept(self: Restoring, epoch: Epoch) -> Any:
+        links = self._links.pass_on
+        self._links.pass_on = lambda *_: None
+        try:
+            pass_on(self, epoch)
+        finally:
+            self._links.pass_on = links
+
+    return kept
+
+
+def _whatever_was_seen(told: Any) -> Any:
+    """Capacity is believed from a stage that has not heard of the restore's end."""
+    return lambda self, event: told(self, replace(event, withdrawn=Epoch(1 << 60)))
+
+
+def _any_life(landed: Any) -> Any:
+    """KV that was read of a life of the sequence which has ended counts."""
+    return lambda self, source, span, _step_id: landed(self, source, span, sys.maxsize)
+
+
+def _kept_too(hand_over: Any) -> Any:
+    """Two owners: what is given away is led here as well."""
+
+    def give(self: Handover, event: Any) -> Any:
+        from services.worker.core.events import Adopted
+
+        hand_over(self, event)
+        for snapshots in self._going.values():
+            self._tell(Adopted(event.at_s, snapshots, frozenset(), frozenset(), True, frozenset()))
+
+    return give
+
+
+def _wrong_block(table: Any) -> Any:
+    """The sender takes the blocks in another order than the sequence has them."""
+    return lambda self, command: [*reversed(table(self, command))]
+
+
+MUTANTS: Mapping[str, tuple[Patch, ...]] = {
+    "wrong-block": (_instead(KvExchange, "_table", _wrong_block),),
+    "B1-outside-not-told": (_instead(TransitionDriver, "is_outside", _never),),
+    "B2-back-counts-as-whole": (_instead(Roster, "disagrees", _never),),
+    "B2b-no-deadline": (_instead(Coordinator, "_overdue", lambda _: lambda *_: {}),),
+    "B3-abort-unanswered": (
+        _instead(Coordinator, "_member_said", _without_answer),
+        _instead(Coordinator, "_overdue", _waits_for_aborts),
+    ),
+    "B4-lost-counts-as-whole": (_instead(PlannerCore, "_written", _todays_roster),),
+    "B9-refused-transfer": (_instead(KvExchange, "_transfer", _not_again),),
+    "two-owners": (_instead(Handover, "_hand_over", _kept_too),),
+    "grant-before-prepare": (_instead(Restoring, "room_is_granted", _if_prepared),),
+    "last-batch-overtaken": (_instead(Farewell, "is_over", lambda _: lambda *_args, **_named: True),),
+    "stale-capacity": (_instead(Capacities, "told", _whatever_was_seen),),
+    "ended-life": (_instead(Precopy, "landed", _any_life),),
+    "withdrawal-untold": (_instead(Restoring, "_pass_on_withdrawal", _untold),),
+    "prepared-for-ever": (_instead(Transitions, "_watch", _nothing),),
+    "peer-loss-ignored": (_instead(Transition, "_peer_lost", lambda _: lambda *_: []),),
+    "unfenced": (_instead(Fence, "take", _nothing),),
+}
+
+
+def look_for(name: str, seeds: int) -> str:
+    """In this process, which is of no use for anything else afterwards."""
+    for patch in MUTANTS[name]:
+        patch()
+    for seed in range(seeds):
+        try:
+            story(seed)
+        except Exception as error:  # noqa: BLE001 whatever breaks has been seen
+            return f"seed {seed}: {type(error).__name__}: {str(error).splitlines()[0][:140]}"
+    return f"not seen in {seeds} seeds"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("names", nargs="*", help="all if none is given")
+    parser.add_argument("--seeds", type=int, default=10_000)
+    parser.add_argument("--here", action="store_true", help="in this process: one mutant")
+    args = parser.parse_args()
+    for name in args.names or MUTANTS:
+        if args.here:
+            print(look_for(name, args.seeds), flush=True)
+            continue
+        command = [sys.executable, "-m", "tests.support.mutants", "--here", "--seeds", str(args.seeds), name]
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=_TIMEOUT_S)
+        print(f"{name:26} {done.stdout.strip()}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

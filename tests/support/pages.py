@@ -1,0 +1,167 @@
+"""Pages of the documentation as sessions: commands with what they print, run anew and compared, or put into the page.
+
+A block ```sh is pasted into a shell; a block ```text right behind it is what comes out, or the end of it if its first
+line is `...`. `ballast up` stays running for the blocks that follow. Written anew, in a checkout whose .venv is active:
+
+    python -m tests.support.pages README.md docs/first-cluster.md
+"""
+
+import contextlib
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Generator, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+
+ROOT = Path(__file__).resolve().parents[2]
+_BLOCK = re.compile(r"```(sh|python)\n(.*?)```\n(?:```text\n(.*?)```\n)?", re.DOTALL)
+_READY_WITHIN_S, _COMMAND_WITHIN_S = 180.0, 300.0
+_COLUMNS = "118"
+_ELISION = "..."
+
+# What differs from run to run, and what it becomes. The order matters.
+_SHAPES = (
+    (re.compile(r"\(logs: [^)]*\)"), "(logs: PATH)"),
+    (re.compile(r"\(join: [^)]*\)"), "(join: WHO)"),  # one after the other, or both at once
+    (re.compile(r"\b(sdk|cmpl|chatcmpl|req)-[0-9a-z-]+"), "ID"),
+    (re.compile(r"\d[\d,.]* ?(h|min|s|ms|us)\b( \d+ (min|s)\b)?"), "TIME"),
+    (re.compile(r"[+-]?\d[\d,.]* ?[KMGT]?i?B\b"), "SIZE"),
+    (re.compile(r"\d+(\.\d+)+:\d+|127\.0\.0\.1"), "ADDRESS"),
+    (re.compile(r"[+-]?\d[\d,]*(\.\d+)?(e[+-]\d+)?"), "#"),
+    (re.compile(r"[█▏▎▍▌▋▊▉░]+"), "BAR"),
+    (re.compile(r"[─━═]+"), "-"),
+    (re.compile(r"\s+"), " "),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """Something to paste, and what it prints; None: the page does not say."""
+
+    language: str
+    source: str
+    printed: str | None
+
+
+def steps(page: Path) -> list[Step]:
+    return [Step(*found.groups()) for found in _BLOCK.finditer(page.read_text())]
+
+
+def shape(text: str) -> list[str]:
+    """The lines of an output without what differs from run to run."""
+    lines: list[str] = []
+    for line in text.splitlines():
+        for pattern, name in _SHAPES:
+            line = pattern.sub(name, line)
+        if line.strip():
+            lines.append(line.strip())
+    return lines
+
+
+def differs(printed: str, expected: str) -> str:
+    """Where two outputs are not of one shape; empty: nowhere."""
+    have, want = shape(printed), shape(expected)
+    if want[:1] == [_ELISION]:
+        have, want = have[-(len(want) - 1) :], want[1:]
+    for number, (got, wanted) in enumerate(zip(have, want, strict=False)):
+        if got != wanted:
+            return f"line {number + 1} should be like {wanted!r}, not {got!r}:\n{printed}"
+    return "" if len(have) == len(want) else f"{len(want)} lines were expected:\n{printed}"
+
+
+class Session:
+    """Runs steps one behind the other. What it has started ends with it."""
+
+    def __init__(self, up_flags: str, environ: Mapping[str, str]) -> None:
+        self._up_flags = up_flags
+        self._environ = {**os.environ, "COLUMNS": _COLUMNS, **environ}
+        self._environ["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+        self._up: subprocess.Popen[str] | None = None
+        self._http = "http://127.0.0.1:8000"
+
+    def run(self, step: Step) -> str:
+        """What it prints, standard error too; fails if it fails."""
+        if step.source.startswith("ballast up"):
+            return self._start(step.source)
+        source = step.source.replace("http://127.0.0.1:8000", self._http)
+        command = ["sh", "-ec", source] if step.language == "sh" else [sys.executable, "-c", source]
+        done = subprocess.run(
+            command,
+            cwd=ROOT,
+            env=self._environ,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=_COMMAND_WITHIN_S,
+        )
+        assert done.returncode == 0, f"{step.source}\nended with {done.returncode}:\n{done.stdout}"
+        return done.stdout.rstrip() + "\n"
+
+    def _start(self, source: str) -> str:
+        """What it prints until it is ready."""
+        self.stop()
+        command = f"{source.strip()} {self._up_flags}"
+        self._up = subprocess.Popen(
+            ["sh", "-c", f"exec {command}"],
+            cwd=ROOT,
+            env=self._environ,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        assert self._up.stdout is not None
+        printed = ""
+        for line in self._up.stdout:
+            printed += line
+            if found := re.match(r"ready: .* at (http://[\d.:]+)/v1, gRPC at ([\d.:]+)", line):
+                self._http, self._environ["BALLAST_ADDRESS"] = found[1], found[2]
+                return printed
+        raise AssertionError(f"{command} was never ready:\n{printed}")
+
+    def stop(self) -> None:
+        if self._up is not None:
+            self._up.terminate()
+            self._up.communicate(timeout=_READY_WITHIN_S)
+            self._up = None
+
+
+@contextlib.contextmanager
+def session(up_flags: str = "", environ: Mapping[str, str] = MappingProxyType({})) -> Generator[Session]:
+    """`up_flags`: more of them for `ballast up`, so that it serves elsewhere than the page says."""
+    running = Session(up_flags, environ)
+    try:
+        yield running
+    finally:
+        running.stop()
+
+
+def write(page: Path) -> None:
+    """Puts what its commands print here and now into the page."""
+
+    def told(found: re.Match[str]) -> str:
+        step = Step(*found.groups())
+        if step.printed is None:
+            return found[0]
+        printed = "".join(f"{line.rstrip()}\n" for line in running.run(step).splitlines())
+        if step.printed.startswith(f"{_ELISION}\n"):
+            shown = printed.splitlines(keepends=True)[1 - step.printed.count("\n") :]
+            printed = "".join([f"{_ELISION}\n", *shown])
+        return f"```{step.language}\n{step.source}```\n```text\n{printed}```\n"
+
+    with session() as running:
+        page.write_text(_BLOCK.sub(told, page.read_text()))
+
+
+def links(page: Path) -> Iterator[str]:
+    """Files that a page points to, relative to it."""
+    for target in re.findall(r"\]\(([^)#\s]+)", page.read_text()):
+        if "://" not in target:
+            yield target
+
+
+if __name__ == "__main__":
+    for name in sys.argv[1:]:
+        write(Path(name))

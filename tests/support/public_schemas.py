@@ -1,0 +1,45 @@
+"""A public set of JSON schemas that ships in a package: those of the Kubernetes API (kubernetes-validate).
+
+They were written by others for another purpose: nested up to dozens of levels, some recursive, with patterns, formats,
+unions and free-form maps. What others define in a file beside them is put into each, so that it stands by itself.
+"""
+
+import json
+import re
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+
+# Any: schemas are plain JSON.
+Schema = dict[str, Any]
+_FOLDER = Path(kubernetes_validate.__file__).parent / "kubernetes-json-schema" / "v1.37.0-local-strict"
+_REFERENCE = re.compile(r'"\$ref": "[^"#]*#/\$defs/([^"]+)"')
+MAX_CHARS = 200_000  # a dispatcher takes grammars of up to 256 KiB
+
+
+@cache
+def _definitions() -> dict[str, str]:
+    """Name -> its schema as JSON."""
+    defined = json.loads((_FOLDER / "_definitions.json").read_text())["$defs"]
+    return {name: json.dumps(schema) for name, schema in defined.items()}
+
+
+@cache
+def public_schemas() -> tuple[Schema, ...]:
+    """All that a dispatcher takes by their length, by name of their files."""
+    texts = [_bundled(path) for path in sorted(_FOLDER.glob("*.json")) if not path.name.startswith(("_", "all"))]
+    return tuple(json.loads(text) for text in texts if len(text) <= MAX_CHARS)
+
+
+def _bundled(path: Path) -> str:
+    schema = json.loads(path.read_text())
+    wanted, found = set(_REFERENCE.findall(json.dumps(schema))), dict[str, Any]()
+    while wanted:
+        name = wanted.pop()
+        text = _definitions()[name]
+        found[name] = json.loads(text)
+        wanted |= set(_REFERENCE.findall(text)) - set(found)
+    bundled = json.dumps({**schema, "$defs": found} if found else schema)
+    return _REFERENCE.sub(r'"$ref": "#/$defs/\1"', bundled)

@@ -1,0 +1,152 @@
+"""The manifests: of the form that Kubernetes has, with settings that exist, and doors for whoever has to come in."""
+
+import copy
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+
+import ballast
+from deploy.kubernetes_check import FOLDER
+from deploy.kubernetes_file import of_kind, read_kubernetes, read_manifests
+
+# Any: manifests are plain YAML.
+MANIFESTS: list[dict[str, Any]] = read_manifests(FOLDER)
+PODS = of_kind(MANIFESTS, "Deployment", "StatefulSet")
+SETTINGS = of_kind(MANIFESTS, "ConfigMap")["ballast-settings"]["data"]
+SERVICES = ("dispatcher", "gateway", "monitor", "planner", "worker")
+# Who connects to whom (docs/security.md).
+DOORS = {
+    ("gateway", "dispatcher", 50051),
+    ("worker", "dispatcher", 50051),  # its hook before it stops
+    ("dispatcher", "monitor", 50052),
+    ("planner", "monitor", 50052),
+    ("worker", "monitor", 50052),
+    ("dispatcher", "planner", 50053),
+    ("dispatcher", "worker", 50061),
+    ("planner", "worker", 50061),
+    ("worker", "worker", 50062),
+    *((one, "state", 6379) for one in SERVICES if one != "gateway"),
+}
+
+
+def container(name: str) -> dict[str, Any]:
+    [found] = PODS[name]["spec"]["template"]["spec"]["containers"]
+    return found
+
+
+@pytest.mark.parametrize("manifest", MANIFESTS, ids=lambda one: f"{one['kind']}-{one['metadata']['name']}")
+@pytest.mark.parametrize("version", ["1.30", "1.37"])
+def test_the_schema_of_kubernetes(manifest: dict[str, Any], version: str) -> None:
+    kubernetes_validate.validate(manifest, version, strict=True)
+
+
+def test_the_schema_would_find_a_mistake() -> None:
+    wrong = copy.deepcopy(PODS["worker"])
+    wrong["spec"]["template"]["spec"]["containers"][0]["readinessProbe"]["grpc"]["prt"] = 1
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(wrong, "1.30", strict=True)
+
+
+def test_every_setting_exists() -> None:
+    for name, spec in read_kubernetes(MANIFESTS, SETTINGS).items():
+        if name == "state":
+            continue
+        module = __import__(f"services.{name}.config", fromlist=["config"])
+        settings = getattr(module, f"{name.capitalize()}Settings")
+        prefix = f"BALLAST_{name.upper()}__"
+        values = {key.removeprefix(prefix).lower(): v for key, v in spec.environment.items() if key.startswith(prefix)}
+        settings.model_validate(values)
+        assert {key.split("__")[0] for key in SETTINGS} <= {f"BALLAST_{one.upper()}" for one in SERVICES}
+
+
+def test_pods_are_asked_by_grpc_and_say_where_they_are() -> None:
+    for name in set(SERVICES) - {"gateway"}:
+        pod = container(name)
+        assert all("grpc" in pod[probe] for probe in ("startupProbe", "livenessProbe", "readinessProbe")), name
+        assert "service" not in pod["livenessProbe"]["grpc"], "alive is not ready"
+        told = {one["name"]: one for one in pod["env"]}
+        assert told["POD_IP"]["valueFrom"]["fieldRef"]["fieldPath"] == "status.podIP"
+        assert told[f"BALLAST_{name.upper()}__ADVERTISE_HOST"]["value"] == "$(POD_IP)"
+
+
+def test_pods_end_without_losing_what_runs() -> None:
+    for name in SERVICES:
+        pod = PODS[name]["spec"]["template"]["spec"]
+        assert "preStop" in container(name)["lifecycle"], name
+        told = {one["name"]: one.get("value") for one in container(name)["env"]}
+        timeout_s = float(told.get(f"BALLAST_{name.upper()}__SHUTDOWN_TIMEOUT_S") or 30)
+        assert pod["terminationGracePeriodSeconds"] > timeout_s + 20, name
+        budget = of_kind(MANIFESTS, "PodDisruptionBudget")[name]["spec"]
+        assert budget["maxUnavailable"] == 1
+        assert budget["selector"]["matchLabels"] == PODS[name]["spec"]["selector"]["matchLabels"]
+    assert "drain" in container("worker")["lifecycle"]["preStop"]["exec"]["command"][2]
+
+
+def test_dispatchers_are_reached_by_a_name_for_all_of_them() -> None:
+    services = of_kind(MANIFESTS, "Service")
+    assert services["dispatcher"]["spec"]["clusterIP"] == "None"
+    assert {"name": "BALLAST_GATEWAY__DISPATCHERS", "value": "dispatcher:50051"} in container("gateway")["env"]
+    for name, service in services.items():
+        assert service["spec"]["selector"] == PODS[name]["spec"]["selector"]["matchLabels"]
+        listening = {port["containerPort"] for port in container(name)["ports"]}
+        assert {port["targetPort"] for port in service["spec"]["ports"]} <= listening
+
+
+def test_only_those_who_have_to_come_in_can() -> None:
+    policies = of_kind(MANIFESTS, "NetworkPolicy")
+    everything = policies.pop("nothing-by-default")["spec"]
+    assert "ingress" not in everything
+    for workload in PODS.values():
+        assert everything["podSelector"]["matchLabels"].items() <= (
+            workload["spec"]["template"]["metadata"]["labels"].items()
+        )
+    doors = set[tuple[str, str, int]]()
+    open_to_all = set[tuple[str, int]]()
+    for name, policy in policies.items():
+        assert policy["spec"]["podSelector"]["matchLabels"] == {"app": name}
+        for rule in policy["spec"]["ingress"]:
+            [port] = [one["port"] for one in rule["ports"]]
+            assert port in {one["containerPort"] for one in container(name)["ports"]}
+            if "from" not in rule:
+                open_to_all.add((name, port))
+            for one in rule.get("from", ()):
+                labels = one.get("podSelector", {}).get("matchLabels", {})
+                if "app" in labels:
+                    doors.add((labels["app"], name, port))
+    assert doors == DOORS
+    assert open_to_all == {("gateway", 8000)}
+
+
+def test_workers_are_scaled_by_what_the_monitor_wants() -> None:
+    scaled = yaml.safe_load((FOLDER / "autoscaling.yaml").read_text())
+    [trigger] = scaled["spec"]["triggers"]
+    source = Path(__file__).resolve().parents[3] / "services" / "monitor"
+    metric = trigger["metadata"]["query"].removeprefix("max(").removesuffix(")")
+    assert any(f'"{metric}"' in path.read_text() for path in source.rglob("*.py"))
+    assert (trigger["metricType"], trigger["metadata"]["threshold"]) == ("AverageValue", "1")
+    target = scaled["spec"]["scaleTargetRef"]
+    assert (PODS[target["name"]]["kind"], target["name"]) == (target["kind"], "worker")
+    assert scaled["spec"]["minReplicaCount"] >= 2, "alone nobody can drop anything"
+
+
+def test_images_are_of_this_version() -> None:
+    for name in SERVICES:
+        assert container(name)["image"].endswith(f":{ballast.__version__}")
+
+
+@pytest.mark.skipif(shutil.which("kubectl") is None, reason="no kubectl here")
+def test_kustomize_builds_what_we_read() -> None:
+    command = ["kubectl", "kustomize", str(FOLDER)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    built = [one for one in yaml.safe_load_all(done.stdout) if one]
+    assert specs(built) == specs(MANIFESTS)
+
+
+def specs(manifests: list[dict[str, Any]]) -> dict[str, Any]:
+    return {f"{one['kind']} {one['metadata']['name']}": one.get("spec") for one in manifests}

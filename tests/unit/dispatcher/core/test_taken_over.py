@@ -1,0 +1,62 @@
+"""Requests that another dispatcher was serving, when their clients go on with them here."""
+
+from ballast.common.sampling import FinishReason, PriorityClass
+from services.dispatcher.core.dispatcher import Limits
+from services.dispatcher.core.events import Deliver, Ending, Finish, Place
+from services.dispatcher.core.story import What
+from tests.support.dispatcher_core import Story, load
+
+FULL_QUEUE = load(used_block_count=64, running_count=8, waiting_count=2, waiting_block_count=2)
+
+
+def test_it_goes_on_behind_what_its_client_has() -> None:
+    story = Story("a")
+    [place] = story.submit("r", answer=[5, 6, 7], max_tokens=5, taken_over=True).of(Place)
+    assert (place.output_token_ids, place.delivered_text_chars, place.attempt) == ((5, 6, 7), 3, 1)
+    assert not place.expects_handover
+    answer = story.step("a", {"r": [8, 9]}, endings=[Ending(story.handle_of("r"), FinishReason.LENGTH)])
+    [delivered] = answer.of(Deliver)
+    assert list(delivered.token_ids) == [8, 9]
+    [finish] = answer.of(Finish)
+    assert finish.facts.completion_token_count == 5
+    assert finish.facts.ttft_s is None  # which nobody here can know
+    assert [moment.what for moment in finish.facts.story.moments][:2] == [What.TAKEN_OVER, What.PLACED]
+    assert story.core.taken_over_count == 1
+
+
+def test_a_worker_that_is_lost_afterwards_costs_no_token_either() -> None:
+    story = Story("a", "b")
+    [first] = story.submit("r", answer=[5, 6], taken_over=True).of(Place)
+    story.step(first.worker.worker_id, {"r": [7]}, texts=["x"])
+    [second] = story.lose(first.worker.worker_id).of(Place)
+    assert (second.output_token_ids, second.delivered_text_chars, second.attempt) == ((5, 6, 7), 3, 2)
+
+
+def test_it_stands_before_those_that_have_come_here_first_but_not_before_a_better_class() -> None:
+    story = Story("a")
+    for index in range(8):
+        story.submit(f"running{index}")
+    story.step("a", report=FULL_QUEUE)
+    story.submit("new")
+    story.submit("was served", answer=[1], taken_over=True)
+    story.submit("was served later", answer=[1], taken_over=True)
+    story.submit("urgent", priority=PriorityClass.INTERACTIVE)
+    story.submit("unproven", answer=[1])  # the state server knows nothing of it
+    answer = story.step("a")
+    expected = ["urgent", "was served", "was served later", "new", "unproven"]
+    assert [name for name, _ in answer.places] == expected
+
+
+def test_the_requests_of_a_dead_dispatcher_have_as_much_room_again() -> None:
+    story = Story("a", limits=Limits(max_queued_request_count=2))
+    for index in range(8):
+        story.submit(f"running{index}")
+    story.step("a", report=FULL_QUEUE)
+    for name in ("1", "2"):
+        assert story.submit(name).errors == {}
+    assert story.submit("3").errors == {"3": "Overloaded"}
+    assert story.submit("4", answer=[1]).errors == {"4": "Overloaded"}
+    for name in ("5", "6"):
+        assert story.submit(name, answer=[1], taken_over=True).errors == {}
+    assert story.submit("7", answer=[1], taken_over=True).errors == {"7": "Overloaded"}
+    assert story.core.taken_over_count == 2

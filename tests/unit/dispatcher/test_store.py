@@ -1,0 +1,37 @@
+"""What dispatchers hear over the state server, whoever says it."""
+
+import asyncio
+
+import redis.asyncio
+
+from ballast.common.ids import DispatcherId, Incarnation, RequestId
+from ballast.local.state_server import PrivateStateServer
+from ballast.service.state import StateServer
+from services.dispatcher.shell.links import Identity
+from services.dispatcher.store import DispatcherStore
+
+
+def test_words_that_make_no_sense_are_passed_over() -> None:
+    heard: list[tuple[RequestId, int]] = []
+
+    async def story() -> None:
+        async with PrivateStateServer() as server, asyncio.timeout(60):
+            state = StateServer(server.url)
+            store = DispatcherStore(state, Identity(DispatcherId("d"), Incarnation(3)))
+            listening = asyncio.create_task(store.listen(lambda request_id, serial: heard.append((request_id, serial))))
+            stranger = redis.asyncio.from_url(server.url)  # pyright: ignore[reportUnknownMemberType]
+            channel = "ballast:dispatchers:taken:d/3"
+            try:
+                while not heard:  # until the subscription has begun
+                    for word in (f"{'9' * 5000} r", " r", "7", "\u0667 r", "7 r", b"\xff\xfe r"):
+                        await stranger.publish(channel, word)
+                    await asyncio.sleep(0.05)
+                assert not listening.done()
+            finally:
+                listening.cancel()
+                await asyncio.wait([listening])
+                await stranger.aclose()
+                await state.close()
+
+    asyncio.run(story())
+    assert set(heard) == {(RequestId("r"), 7)}

@@ -1,0 +1,14 @@
+"""What the whole suite is held to can fail: a secret in a log is found, also where two pieces of a file meet."""
+
+from pathlib import Path
+
+from tests.support.canaries import PASSWORD, Canaries
+
+
+def test_a_secret_in_a_log_is_found(tmp_path: Path) -> None:
+    canaries = Canaries(tmp_path)
+    (tmp_path / "good.log").write_text("nothing\n" * 200_000)
+    assert canaries.seen() == []
+    for name, before in (("first.log", 10), ("second.log", (1 << 20) - 5)):
+        (tmp_path / name).write_text("x" * before + PASSWORD + "x" * 100)
+    assert canaries.seen() == [f"'{PASSWORD}' in first.log", f"'{PASSWORD}' in second.log"]

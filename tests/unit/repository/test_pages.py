@@ -1,0 +1,125 @@
+"""Pages: written by their programs, built without a warning, and true where a program can tell."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from ballast.service.settings import Settings, leaf_fields, load_settings
+from services.dispatcher.config import DispatcherSettings
+from services.gateway.config import GatewaySettings
+from services.monitor.config import MonitorSettings
+from services.planner.config import PlannerSettings
+from services.worker.config import WorkerSettings
+from tests.support.pages import ROOT, links
+
+DOCS = ROOT / "docs"
+PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS.glob("*.md")])
+SERVICES: tuple[type[Settings], ...] = (
+    DispatcherSettings,
+    GatewaySettings,
+    MonitorSettings,
+    PlannerSettings,
+    WorkerSettings,
+)
+
+
+def test_generated_pages_are_up_to_date(tmp_path: Path) -> None:
+    # In a process of its own: what other tests have imported adds metrics.
+    subprocess.run([sys.executable, str(DOCS / "generate.py"), str(tmp_path)], check=True, timeout=120)
+    for name in ("configure.md", "metrics.md"):
+        assert (DOCS / name).read_text() == (tmp_path / name).read_text(), "run `make pages`"
+
+
+def test_every_setting_is_on_the_page() -> None:
+    page = (DOCS / "configure.md").read_text()
+    for settings in SERVICES:
+        section = page.partition(f"## {settings.service.capitalize()}\n")[2].partition("\n## ")[0]
+        shared = page.partition("\n## Gateway")[0]
+        for path, field in leaf_fields(settings):
+            flag = f"`--{path.replace('_', '-')}`"
+            assert flag in section or flag in shared, flag
+            assert field.description, flag
+
+
+@pytest.mark.parametrize("page", ["configure.md", "operate.md"])
+def test_configurations_on_pages_are_understood(page: str, tmp_path: Path) -> None:
+    texts = re.findall(r"```yaml\n(.*?)```", (DOCS / page).read_text(), re.DOTALL)
+    assert texts
+    for text in texts:
+        file = tmp_path / "cluster.yaml"
+        file.write_text(text)
+        for settings in SERVICES:
+            if settings.service in yaml.safe_load(text):
+                load_settings(settings, ["--config", str(file)], {})
+
+
+def test_the_readme_is_short_and_begins_with_the_picture() -> None:
+    lines = (ROOT / "README.md").read_text().splitlines()
+    assert len(lines) <= 120
+    assert re.match(r"!\[.+\]\(docs/pictures/.+\.png\)", lines[2])
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    assert [target for target in links(page) if not (page.parent / target).exists()] == []
+
+
+def test_the_site_builds_without_a_warning_and_asks_nobody_else(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=180)
+    assert done.returncode == 0, done.stderr
+    page = (tmp_path / "site" / "index.html").read_text()
+    assert "How many GPUs" in page
+    for file in (tmp_path / "site").rglob("*.html"):
+        fetched = re.findall(
+            r"<(?:script|img|link rel=\"(?:stylesheet|icon|preconnect)\")[^>]*(?:src|href)=\"([^\"]+)", file.read_text()
+        )
+        assert [url for url in fetched if "//" in url] == [], file
+
+
+def test_messages_on_the_troubleshooting_page_are_said_somewhere() -> None:
+    sources = "\n".join(
+        path.read_text() for folder in ("ballast", "services") for path in (ROOT / folder).rglob("*.py")
+    )
+    told = [row.split("|")[1] for row in (DOCS / "troubleshoot.md").read_text().splitlines() if row.startswith("| `")]
+    for message in [quoted for cell in told for quoted in re.findall(r"`([^`]+)`", cell)]:
+        parts = [part.strip() for part in re.split(r"\.\.\.|\b[A-Z]\b|127\.0\.0\.1:\d+|rich: pip.*", message)]
+        missing = [part for part in parts if part and part not in sources]
+        assert not missing, message
+
+
+def test_the_changelog_is_short_enough_to_be_read() -> None:
+    for version in (ROOT / "CHANGELOG.md").read_text().split("\n## ")[1:]:
+        entries = [re.split(r"\n\n|\n#", entry)[0] for entry in version.split("\n- ")[1:]]
+        assert len(version.split()) <= 1500, "change an entry of what has not been released yet, instead of adding one"
+        assert [entry for entry in entries if len(entry.split()) > 60] == []
+
+
+def test_the_architecture_page_is_short_and_its_paths_are_there() -> None:
+    page = (DOCS / "architecture.md").read_text()
+    assert len(page.splitlines()) <= 260
+    sources = {path.name for folder in ("services", "sim", "ballast") for path in (ROOT / folder).rglob("*.py")}
+    for name in re.findall(r"`([\w.{},/-]+)`", page):
+        if name.endswith(".py") and "/" not in name:
+            assert name in sources, name
+        elif "/" in name and name not in ("core/", "policy/", "shell/"):
+            before, _, rest = name.partition("{")
+            middle, _, after = rest.partition("}")
+            for one in middle.split(","):
+                assert (ROOT / f"{before}{one}{after}").exists(), name
+    parts = page.partition("### Parts of a member")[2].partition("\n## ")[0]
+    named = re.findall(r"`(\w+\.py)`", parts)
+    assert len(named) > 15
+    assert [name for name in named if not (ROOT / "services/worker/pipeline" / name).exists()] == []
+
+
+def test_files_that_the_architecture_page_sends_to_are_there() -> None:
+    page = (DOCS / "architecture.md").read_text()
+    table = page.partition("## Where do I change ...?")[2].partition("\n\nA file name")[0]
+    named = [name for name in re.findall(r"`([^`]+)`", table) if "/" in name]
+    assert len(named) > 15
+    assert [name for name in named if not (ROOT / name).exists()] == [], "docs/architecture.md: Where do I change ...?"

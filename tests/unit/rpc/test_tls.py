@@ -1,0 +1,18 @@
+"""Handshakes that come to nothing are told from those that calls follow."""
+
+from ballast.rpc.tls import Handshakes
+
+
+def test_connections_without_a_call_count_after_a_while_and_others_never() -> None:
+    now_s = 100.0
+    handshakes = Handshakes(lambda: now_s)
+    for _ in range(5):
+        handshakes.begins()
+    for connection in ("ipv4:1.2.3.4:5", "ipv4:1.2.3.4:6", "ipv4:1.2.3.4:5"):
+        handshakes.has_call(connection)
+    assert handshakes.failed_count == 0
+    now_s += 60.0
+    assert handshakes.failed_count == 3
+    handshakes.has_call("ipv4:1.2.3.4:7")  # late, or in the clear
+    handshakes.begins()
+    assert handshakes.failed_count == 3
