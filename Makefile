@@ -16,7 +16,7 @@ PYTEST := $(BIN)/pytest -q -m "not slow and not gpu"
 SPREAD := -n $(PROCESSES) --dist loadgroup
 export PYTHONUNBUFFERED = 1
 
-.PHONY: setup kernels demo up test test-sanitized test-transitions test-clusters test-exactness check check-static check-tests fmt bench reproduce proto compose-check kubernetes-check install-check gpu-check docs pages clean
+.PHONY: setup kernels demo up test test-again test-sanitized test-transitions test-clusters test-exactness check check-static check-tests fmt bench reproduce proto compose-check kubernetes-check install-check gpu-check docs pages clean
 
 setup: $(VENV)/.ready kernels  ## install everything into .venv, and compile the kernels
 
@@ -47,8 +47,11 @@ check-tests: setup
 	$(PYTEST) $(SPREAD) tests/property tests/unit
 
 test: setup  ## all tests: integration and golden ones too
-	$(PYTEST) $(SPREAD) $(addprefix --ignore=,$(ALONE) $(TESTED)) tests
-	$(PYTEST) $(ALONE)
+	status=0; $(PYTEST) $(SPREAD) $(addprefix --ignore=,$(ALONE) $(TESTED)) tests || status=$$?; \
+		$(PYTEST) $(ALONE) || status=$$?; exit $$status
+
+test-again: setup  ## the tests that have just failed, one by one: at most three
+	$(PY) -m tests.support.again
 
 SANITIZED := out/libballast_kernels_sanitized.so
 test-sanitized: setup  ## the kernels' tests on a build that AddressSanitizer and UBSan watch
