@@ -44,7 +44,7 @@ from ballastpb.worker.v1 import worker_pb2
 _FILES = {"dispatcher": (inference_pb2, planner_pb2), "planner": (planner_pb2,), "monitor": (monitor_pb2,)}
 _FILES["worker"] = (worker_pb2,)
 _ON_PURPOSE = {"Drain", "DrainWorker"}  # whatever is in the message, it ends somebody's service
-_CONCURRENT = 16
+_TELL_EVERY_S = 10.0
 _CALL_S = 1.0
 _RAW_SHARE = 0.02  # of messages, raw bytes for a port
 _PROMPT, _SAMPLING = (5, 6, 7), SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
@@ -168,18 +168,19 @@ class Fuzz:
         ]
         self._processes = {process.id: psutil.Process(process.pid) for process in everyone}
 
-    async def run(self, messages: int) -> Report:
-        """Raises nothing for what services do; looks at them afterwards."""
+    async def run(self, messages: int, concurrent: int = 16) -> Report:
+        """Sends so many, `concurrent` at a time. Raises nothing for what services do; looks at them afterwards."""
         report, before = self.report, self._memory()
         async with AsyncClient(self._cluster.address) as client:
             expected = (await client.generate(token_ids=_PROMPT, sampling=_SAMPLING)).token_ids
-            honest = asyncio.create_task(self._be_honest(client))
+            beside = [asyncio.create_task(each) for each in (self._be_honest(client), self._tell_progress(messages))]
             async with contextlib.AsyncExitStack() as stack:
                 addresses = {target.address for target in self._targets}
                 channels = {a: await stack.enter_async_context(open_channel(a)) for a in addresses}
-                await asyncio.gather(*(self._send(messages, channels) for _ in range(_CONCURRENT)))
-            honest.cancel()
-            await asyncio.wait((honest,))
+                await asyncio.gather(*(self._send(messages, channels) for _ in range(concurrent)))
+            for task in beside:
+                task.cancel()
+            await asyncio.wait(beside)
             await asyncio.sleep(1.0)  # who ends does so by now
             crash = self._cluster.crash()
             if crash is not None:
@@ -228,6 +229,15 @@ class Fuzz:
                 self.report.waits_s.append(time.monotonic() - began_s)
             await asyncio.sleep(0.1)
 
+    async def _tell_progress(self, messages: int) -> None:
+        began_s = time.monotonic()
+        while True:
+            await asyncio.sleep(_TELL_EVERY_S)
+            rate = self.report.messages / (time.monotonic() - began_s)
+            left_min = (messages - self.report.messages) / rate / 60 if rate else float("inf")
+            text = f"{self.report.messages:,} of {messages:,} messages, {rate:.0f}/s, {left_min:.0f} min left"
+            print(text, file=sys.stderr, flush=True)
+
     def _memory(self) -> dict[str, float]:
         found: dict[str, float] = {}
         for name, process in self._processes.items():
@@ -275,7 +285,7 @@ async def link_addresses(cluster: LocalCluster) -> list[str]:
     return [row.instance.data_address for row in status.instances if row.instance.data_address]
 
 
-async def fuzz_own_cluster(messages: int, seed: int, log_dir: Path) -> Report:
+async def fuzz_own_cluster(messages: int, seed: int, log_dir: Path, concurrent: int = 16) -> Report:
     """A cluster of two workers, one of each other service, and so many messages."""
     with tempfile.TemporaryDirectory() as folder:
         model, metrics = make_tiny("llama", Path(folder) / "tiny", max_len=1024), free_port()
@@ -284,17 +294,18 @@ async def fuzz_own_cluster(messages: int, seed: int, log_dir: Path) -> Report:
             model, workers=2, device_memory_bytes=16 << 20, log_dir=log_dir, flags=flags
         ) as cluster:
             ports = [f"127.0.0.1:{metrics}", *await link_addresses(cluster)]
-            return await Fuzz(cluster, seed, ports).run(messages)
+            return await Fuzz(cluster, seed, ports).run(messages, concurrent)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--messages", type=int, default=100_000)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--concurrent", type=int, default=16, help="calls at a time")
     parser.add_argument("--log-dir", type=Path, default=Path("out/fuzz"))
     args = parser.parse_args()
     began_s = time.monotonic()
-    report = asyncio.run(fuzz_own_cluster(args.messages, args.seed, args.log_dir))
+    report = asyncio.run(fuzz_own_cluster(args.messages, args.seed, args.log_dir, args.concurrent))
     waits = sorted(report.waits_s) or [0.0]
     print(
         json.dumps(
