@@ -31,7 +31,6 @@ async def test_streams_tokens_text_and_usage_in_order() -> None:
         assert answer.text == scripted_text(expected)
         assert [lp.chosen.token_id for r in answer.responses for lp in r.logprobs] == expected
         assert [r.finish_reason for r in answer.responses[:-1]] == [0] * (len(answer.responses) - 1)
-        assert len(answer.responses) > 5
         assert answer.last.finish_reason == cluster_pb2.FINISH_REASON_LENGTH
         usage = answer.last.usage
         assert (usage.prompt_token_count, usage.completion_token_count, usage.seed) == (3, 20, 7)

@@ -110,7 +110,11 @@ def test_chat_says_what_the_sdk_says(running: RunningCluster, ai: OpenAI) -> Non
     assert chunks[-1].usage == answer.usage
     assert all(chunk.usage is None for chunk in chunks[:-1])
     assert len({chunk.id for chunk in chunks}) == 1
-    assert len(chunks) > 10
+    # How many tokens come in one piece is a matter of time; not so many.
+    long = ai.chat.completions.create(
+        model=MODEL, messages=MESSAGES, max_tokens=900, stream=True, extra_body={"ignore_eos": True}
+    )
+    assert len([chunk for chunk in long if chunk.choices[0].delta.content]) > 1
 
 
 def test_completions_say_what_the_sdk_says(running: RunningCluster, ai: OpenAI) -> None:

@@ -356,6 +356,15 @@ class Cluster:
 
         await until(lambda: all(undone(name) for name in members))
 
+    async def goes_on(self, answers: Sequence[Answer]) -> None:
+        """Until each has a token more than now, or all that it is to have: a fast machine may have been done before."""
+        counts = [len(answer.token_ids) for answer in answers]
+
+        def more(answer: Answer, count: int) -> bool:
+            return len(answer.token_ids) > count or len(answer.token_ids) == answer.sampling.max_tokens
+
+        await until(lambda: all(more(a, n) for a, n in zip(answers, counts, strict=True)))
+
     async def until(self, members: Sequence[WorkerId], epoch: Epoch, phase: Phase) -> None:
         give_up_at_s = time.monotonic() + 90.0
         while True:
