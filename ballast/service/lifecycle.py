@@ -18,7 +18,7 @@ import uvloop
 
 from ballast.common.errors import ConfigError, InvariantViolation
 from ballast.rpc.failures import CallFailure
-from ballast.service.logs import frames, get_logger
+from ballast.service.logs import frames, get_logger, raised_at
 from ballast.service.metrics import CALL_FAILURES, INVARIANT_VIOLATIONS
 from ballast.service.redact import redact
 
@@ -33,7 +33,7 @@ class Lifecycle:
     def __init__(self) -> None:
         self.stopping = asyncio.Event()  # set by SIGTERM, SIGINT or a bug: drain, then return
         self.bug: InvariantViolation | None = None
-        self._logged: set[tuple[str, str, str]] = set()  # causes of failed calls that the log has
+        self._logged: set[tuple[str, str, tuple[str, int]]] = set()  # causes of failed calls that the log has
 
     def stop(self) -> None:
         self.stopping.set()
@@ -48,7 +48,7 @@ class Lifecycle:
     def report_failure(self, failure: CallFailure) -> None:
         """Counts a call that failed unforeseen, and logs it if its cause is new. The service goes on."""
         CALL_FAILURES.labels(failure.method, failure.cause).inc()
-        key = (failure.method, failure.cause, "".join(frames(failure.error)[-1:]))
+        key = (failure.method, failure.cause, raised_at(failure.error))
         if key in self._logged or len(self._logged) >= _MAX_CAUSES:
             return
         self._logged.add(key)

@@ -10,7 +10,7 @@ from typing import Any, Final, Self, TypeVar, cast
 
 from ballast.common.errors import ConfigError, InvariantViolation
 from ballast.rpc.errors import is_cancelled
-from ballast.service.logs import frames, get_logger
+from ballast.service.logs import frames, get_logger, raised_at
 from ballast.service.metrics import TASK_FAILURES
 
 _FIRST_BACK_OFF_S: Final = 0.1
@@ -20,7 +20,7 @@ _MAX_CAUSES: Final = 256  # told apart in the log; beyond that failures are only
 T = TypeVar("T")
 Loop = Callable[[], Coroutine[Any, Any, None]]
 
-_logged: set[tuple[str, str, str]] = set()
+_logged: set[tuple[str, str, tuple[str, int]]] = set()
 
 
 async def keep_up(run: Loop, name: str) -> None:
@@ -77,12 +77,12 @@ def note_failure(task: str, error: BaseException) -> None:
     """
     if _may_end_it(error):
         raise error
-    cause, at = type(error).__name__, frames(error)
+    cause = type(error).__name__
     TASK_FAILURES.labels(task, cause).inc()
-    key = (task, cause, "".join(at[-1:]))
+    key = (task, cause, raised_at(error))
     if key not in _logged and len(_logged) < _MAX_CAUSES:
         _logged.add(key)
-        get_logger().error("task failed, the service goes on", task=task, cause=cause, at=at)
+        get_logger().error("task failed, the service goes on", task=task, cause=cause, at=frames(error))
 
 
 class Work(asyncio.TaskGroup):

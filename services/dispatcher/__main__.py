@@ -217,6 +217,7 @@ async def _serve(
             await store.unregister()
     finally:
         await server.stop(0.0)
+        shell.chronicle.write_the_rest()
 
 
 def _tracing(

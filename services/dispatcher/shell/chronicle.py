@@ -1,8 +1,12 @@
 """What is remembered and told of requests: one line in the log for each, and the story of the last ones.
 
+A line takes 0.1 ms, and a thousand requests may end at once when their client vanishes: lines are written a few in each
+turn of the event loop, and others are served in between.
+
 Never a word of a prompt or an answer: counts, times, names of workers, and errors of ours.
 """
 
+import asyncio
 import math
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
@@ -20,6 +24,8 @@ from services.dispatcher.core.story import What
 WINDOW_S = 10.0
 _RECENT_COUNT = 4096
 _MAX_ID_CHARS = 128
+_LINES_OF_A_TURN = 16
+_MAX_UNWRITTEN = 8192  # lines; whoever ends requests faster than that writes them itself
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +62,8 @@ class Chronicle:
         self.tell: Callable[[Account], None] | None = None  # of those that were accepted, at their end
         self._ended: OrderedDict[RequestId, Account] = OrderedDict()
         self._tpots: deque[tuple[float, float]] = deque(maxlen=_RECENT_COUNT)  # (when, s)
+        self._unwritten: deque[Account] = deque()
+        self._to_write = asyncio.Event()
 
     def opened(self, request_id: RequestId, at_s: float) -> None:
         """Accepted; if nobody could take it, why is noted."""
@@ -109,7 +117,28 @@ class Chronicle:
             if len(self._ended) > self._keep_count:
                 self._ended.popitem(last=False)
         if self._log_each:
-            _log(account)
+            self._unwritten.append(account)
+            self._to_write.set()
+            if len(self._unwritten) > _MAX_UNWRITTEN:
+                _log(self._unwritten.popleft())
+
+    async def write_lines(self) -> None:
+        """Into the log, until cancelled."""
+        while True:
+            await self._to_write.wait()
+            self._write(_LINES_OF_A_TURN)
+            if self._unwritten:
+                await asyncio.sleep(0)
+            else:
+                self._to_write.clear()
+
+    def write_the_rest(self) -> None:
+        """Before the process ends."""
+        self._write(len(self._unwritten))
+
+    def _write(self, most: int) -> None:
+        for _ in range(min(most, len(self._unwritten))):
+            _log(self._unwritten.popleft())
 
     def find(self, request_id: RequestId, at_s: float) -> Account | None:
         tracked = self._core.requests.get(request_id)

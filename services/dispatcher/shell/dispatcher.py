@@ -102,9 +102,11 @@ class DispatcherShell:
     async def run(self) -> None:
         """Until cancelled."""
         async with self._tasks:
+            writing = self._tasks.keep(self.chronicle.write_lines, "log of requests")
             try:
                 await keep_up(self._sweep, "stalled clients")
             finally:
+                writing.cancel()
                 for _, task in self._links.values():
                     task.cancel()
                 if self._timer is not None:

@@ -1,6 +1,10 @@
 """What the dispatcher remembers and tells of requests: the core notes, the chronicle keeps and counts."""
 
+import asyncio
+import itertools
+
 import pytest
+import structlog.testing
 
 from ballast.common.errors import InvalidRequest
 from ballast.common.ids import RequestId
@@ -143,3 +147,32 @@ def test_a_wrong_request_is_counted_under_a_bounded_id() -> None:
     account = chronicle.find(RequestId("x" * 128), 0.0)
     assert account is not None
     assert account.state == "invalid"
+
+
+async def test_lines_of_many_endings_at_once_are_written_a_few_in_each_turn_of_the_loop() -> None:
+    story = Story("a")
+    chronicle = Chronicle(story.core, keep_count=3, log_each=True)
+    wrong = InvalidRequest("prompt", "is empty")
+    with structlog.testing.capture_logs() as lines:
+        for number in range(100):
+            chronicle.turned_away(RequestId(f"r{number}"), wrong, None, 0.0)
+        assert not lines, "who ends a request does not wait for its line"
+        writing = asyncio.create_task(chronicle.write_lines())
+        counts = [0]
+        while counts[-1] < 90:
+            await asyncio.sleep(0)
+            counts.append(len(lines))
+        writing.cancel()
+        assert max(after - before for before, after in itertools.pairwise(counts)) <= 16
+        chronicle.write_the_rest()
+    assert [line["request_id"] for line in lines] == [f"r{number}" for number in range(100)]
+
+
+def test_lines_that_nobody_writes_are_bounded() -> None:
+    chronicle = Chronicle(Story("a").core, keep_count=3, log_each=True)
+    with structlog.testing.capture_logs() as lines:
+        for number in range(9000):
+            chronicle.turned_away(RequestId(f"r{number}"), InvalidRequest("prompt", "is empty"), None, 0.0)
+        assert 0 < len(lines) < 9000
+        chronicle.write_the_rest()
+    assert len(lines) == 9000
