@@ -1,6 +1,7 @@
 """A restore of real workers under load: what is copied ahead does not travel again, and only a rest is left to do."""
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from tests.support.group import Sizes, alone, layout, running_group
 from tests.support.shells import until
 
 LAYERS, NAMES = 4, ["w0", "w1"]
+ROOMY = Sizes(memory_bytes=12 << 20, step_s=0.002)
 PROMPTS = [[3 + i, 9, 4 + 2 * i, 7] * 20 for i in range(6)]  # five whole blocks each
 
 
@@ -26,7 +28,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 async def test_only_the_rest_of_the_last_blocks_travels_at_the_commit(model_dir: Path) -> None:
-    async with running_group(model_dir, NAMES, Sizes(memory_bytes=12 << 20)) as cluster:
+    async with running_group(model_dir, NAMES, ROOMY) as cluster:
         await cluster.change(TransitionKind.DROP, layout(2, [[("w0", 0, 2), ("w1", 2, 4)]], LAYERS))
         sampling = SamplingParams(temperature=0.0, max_tokens=800, ignore_eos=True)
         answers = [await cluster.dispatcher.submit("w0", prompt, sampling) for prompt in PROMPTS]
@@ -56,7 +58,7 @@ async def test_only_the_rest_of_the_last_blocks_travels_at_the_commit(model_dir:
 
 
 async def test_a_restore_that_is_given_up_forgets_what_was_copied(model_dir: Path) -> None:
-    async with running_group(model_dir, NAMES, Sizes(memory_bytes=12 << 20)) as cluster:
+    async with running_group(model_dir, NAMES, ROOMY) as cluster:
         await cluster.change(TransitionKind.DROP, layout(2, [[("w0", 0, 2), ("w1", 2, 4)]], LAYERS))
         sampling = SamplingParams(temperature=0.0, max_tokens=800, ignore_eos=True)
         answers = [await cluster.dispatcher.submit("w0", prompt, sampling) for prompt in PROMPTS]
@@ -83,7 +85,7 @@ async def test_nothing_is_copied_from_a_member_whose_blocks_are_still_to_move(mo
     names = ["w0", "w1", "w2"]
     pipeline = [[("w0", 0, 1), ("w1", 1, 2), ("w2", 2, 4)]]
 
-    async with running_group(model_dir, names, Sizes(memory_bytes=12 << 20)) as cluster:
+    async with running_group(model_dir, names, ROOMY) as cluster:
         sampling = SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True)
         undisturbed = [await cluster.dispatcher.submit("w0", prompt, sampling) for prompt in PROMPTS]
         for answer in undisturbed:
@@ -128,7 +130,7 @@ async def test_nothing_is_copied_from_a_member_whose_blocks_are_still_to_move(mo
 async def test_all_members_know_whether_requests_wait(model_dir: Path) -> None:
     """The layers of a restore hurry while they do."""
 
-    async with running_group(model_dir, NAMES, Sizes(memory_bytes=12 << 20, max_running_count=2)) as cluster:
+    async with running_group(model_dir, NAMES, replace(ROOMY, max_running_count=2)) as cluster:
         await cluster.change(TransitionKind.DROP, layout(2, [[("w0", 0, 2), ("w1", 2, 4)]], LAYERS))
         paces = [worker.membership.plane.pace for worker in cluster.workers.values()]
         assert not any(pace.memory_is_awaited for pace in paces)
@@ -147,7 +149,7 @@ async def test_all_members_know_whether_requests_wait(model_dir: Path) -> None:
 async def test_a_patient_restore_has_its_layers_early_and_makes_room_for_kv_when_there_is_some(model_dir: Path) -> None:
     """Until then the group has all that its members had before the drop, and no token is another one."""
 
-    async with running_group(model_dir, NAMES, Sizes(memory_bytes=4 << 20)) as cluster:
+    async with running_group(model_dir, NAMES, Sizes(memory_bytes=4 << 20, step_s=0.002)) as cluster:
         w0, w1 = (cluster.workers[name] for name in NAMES)
         home, everything = w0.book.block_count, tuple(range(LAYERS))
         sampling = SamplingParams(temperature=0.0, max_tokens=700, ignore_eos=True)

@@ -18,7 +18,7 @@ from ballast.model.tokenizer import write_tokenizer
 from ballast.rpc.errors import from_rpc_error
 from ballastpb.cluster.v1 import cluster_pb2
 from ballastpb.inference.v1 import inference_pb2 as pb
-from tests.support.dispatchers import Arena, Dispatcher, request, until, until_async
+from tests.support.dispatchers import Answer, Arena, Dispatcher, request, until, until_async
 from tests.support.timed_worker import TimedSettings, TimedWorker, scripted_text, scripted_tokens
 
 
@@ -123,14 +123,15 @@ async def test_a_client_that_goes_away_frees_its_kv_at_once() -> None:
 async def test_a_deadline_ends_the_request_on_both_sides() -> None:
     async with Arena(TimedSettings(step_s=0.01)) as arena:
         begin_s = time.monotonic()
-        answer = await arena.dispatcher.generate(request(max_tokens=5000), timeout_s=0.5)
+        answer = await arena.dispatcher.generate(request(max_tokens=5000), timeout_s=1.0)
         assert isinstance(answer.error, errors.DeadlineExceeded)
-        assert 0.3 < time.monotonic() - begin_s < 25.0, "all tokens would take 50 s"
+        assert 0.8 < time.monotonic() - begin_s < 40.0, "all tokens would take 50 s"
         assert answer.token_ids == scripted_tokens([1, 2, 3], 7, len(answer.token_ids))
         await until(lambda: arena.worker.request_count == 0, "the worker to forget it")
 
         async def counted() -> bool:
-            return dict((await arena.dispatcher.status()).requests_total) == {"deadline": 1}
+            # On a busy machine the client's own clock may call it off a moment earlier.
+            return dict((await arena.dispatcher.status()).requests_total) in ({"deadline": 1}, {"cancelled": 1})
 
         await until_async(counted, "the deadline to be counted")
 
@@ -138,9 +139,12 @@ async def test_a_deadline_ends_the_request_on_both_sides() -> None:
 async def test_a_killed_worker_costs_no_token() -> None:
     async with Arena(TimedSettings(worker_id="w0"), TimedSettings(worker_id="w1")) as arena:
         prompts = [[1, 2, index] for index in range(40)]
-        calls = [asyncio.create_task(arena.dispatcher.generate(request(p, max_tokens=150))) for p in prompts]
-        await until(lambda: arena.workers[1].used_blocks > 0 and arena.workers[0].used_blocks > 0, "both to run")
-        await asyncio.sleep(0.2)
+        heard = [Answer() for _ in prompts]
+        calls = [
+            asyncio.create_task(arena.dispatcher.generate(request(p, max_tokens=150), answer=one))
+            for p, one in zip(prompts, heard, strict=True)
+        ]
+        await until(lambda: all(len(one.token_ids) > 3 for one in heard), "all to run")
         doomed = arena.workers[0].request_count  # those that have ended already are not replayed
         await arena.workers[0].stop()
         answers = await asyncio.gather(*calls)
@@ -330,11 +334,11 @@ async def test_an_unreachable_state_server_is_waited_for(tmp_path: Path) -> None
         state.restart()
         await dispatcher.start()
         state.stop()
-        await dispatcher.process.stop(10)
+        await dispatcher.process.stop(60)
         assert dispatcher.process.returncode == 0
         again = Dispatcher(tmp_path, tmp_path, state.url, "d", [])
         await until(lambda: "waiting for the state server" in again.process.log(), "a word about waiting")
-        await again.process.stop(10)
+        await again.process.stop(60)
         assert again.process.returncode == 0
         await dispatcher.channel.close()
 

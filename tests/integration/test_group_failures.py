@@ -1,6 +1,7 @@
 """What goes wrong around a transition, and that no token changes by it."""
 
 import asyncio
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -16,15 +17,17 @@ from ballast.common.transition import Phase, TransitionKind
 from ballast.model.tiny import make_tiny
 from services.worker.core.batch import Batch
 from services.worker.links.config import TransportConfig
+from services.worker.pipeline.events import KvAsked
 from services.worker.pipeline.exchange import kv_bytes
-from tests.support.group import Answer, Cluster, Sizes, alone, layout, running_group
+from services.worker.shell import MemberEvent
+from tests.support.group import Answer, Cluster, GroupWorker, Sizes, alone, layout, running_group
 from tests.support.shells import until
 
 LAYERS = 6
 PROMPTS = [tuple((7 * i + j) % 490 + 5 for j in range(10 + 9 * i)) for i in range(6)]
-SLOW = Sizes(memory_bytes=10 << 19, transport=TransportConfig(rate_bytes_per_s=1e6))
-CRAWLING = Sizes(memory_bytes=10 << 19, transport=TransportConfig(rate_bytes_per_s=3e5, chunk_bytes=4096))
-ROOMY = Sizes(memory_bytes=12 << 19)
+SLOW = Sizes(memory_bytes=10 << 19, transport=TransportConfig(rate_bytes_per_s=1e6), step_s=0.005)
+CRAWLING = replace(SLOW, transport=TransportConfig(rate_bytes_per_s=2e5))
+ROOMY = Sizes(memory_bytes=12 << 19, step_s=0.005)
 
 
 @pytest.fixture(scope="module")
@@ -69,6 +72,33 @@ async def tokens_flow(answers: list[Answer], count: int) -> None:
 
 
 PAIR = [[("w0", 0, 2), ("w1", 2, 6)]]
+
+
+def hold_exchange(cluster: Cluster) -> Callable[[], None]:
+    """KV that is asked for after a commit travels only when what this returns is called."""
+    held, lock, over = list[tuple[str, KvAsked]](), threading.Lock(), threading.Event()
+
+    def hold(name: str, worker: GroupWorker) -> None:
+        handle = worker.member.handle
+
+        def listening(event: MemberEvent) -> Any:
+            with lock:
+                if isinstance(event, KvAsked) and not over.is_set():
+                    held.append((name, event))
+                    return []
+            return handle(event)
+
+        worker.member.handle = listening
+
+    def let_go() -> None:
+        with lock:
+            over.set()
+        for name, event in held:
+            cluster.post(name, event)
+
+    for name, worker in cluster.workers.items():
+        hold(name, worker)
+    return let_go
 
 
 def kill(cluster: Cluster, name: str, peers: list[str]) -> None:
@@ -123,11 +153,12 @@ def test_first_tokens_come_while_kv_is_exchanged(
     model_dir: Path, expected: Callable[[int], list[tuple[int, ...]]]
 ) -> None:
     async def run() -> list[tuple[int, ...]]:
-        async with running_group(model_dir, ["w0", "w1"], CRAWLING) as cluster:
+        async with running_group(model_dir, ["w0", "w1"], ROOMY) as cluster:
             answers = await ask(cluster, ["w0", "w1"])
             await tokens_flow(answers, 3)
             target = layout(2, PAIR, LAYERS)
             members = await cluster.prepare(TransitionKind.DROP, target)
+            let_go = hold_exchange(cluster)
             cluster.commit(members, target)
             await cluster.until(members, target.epoch, Phase.EXCHANGING)
             new = await cluster.dispatcher.submit("w0", (9, 8, 7), sampling(20))
@@ -135,6 +166,7 @@ def test_first_tokens_come_while_kv_is_exchanged(
             progress = cluster.workers["w0"].progress(target.epoch)
             assert progress is not None
             assert progress.phase is Phase.EXCHANGING
+            let_go()
             await cluster.dispatcher.end(new)
             await cluster.done(members, target.epoch)
             return await whole(cluster, answers)
@@ -200,11 +232,12 @@ def test_a_plan_that_counts_a_member_in_no_group_makes_it_leave_its_own(
     """
 
     async def run() -> list[tuple[int, ...]]:
-        async with running_group(model_dir, ["w0", "w1"], SLOW if committed else ROOMY) as cluster:
+        async with running_group(model_dir, ["w0", "w1"], ROOMY) as cluster:
             answers = await ask(cluster, ["w0", "w1"])
             await tokens_flow(answers, 3)
             target = layout(2, PAIR, LAYERS)
             members = await cluster.prepare(TransitionKind.DROP, target)
+            let_go = hold_exchange(cluster) if committed else None
             cluster.commit(members, target)
             if committed:
                 await cluster.until(members, target.epoch, Phase.EXCHANGING)
@@ -212,6 +245,8 @@ def test_a_plan_that_counts_a_member_in_no_group_makes_it_leave_its_own(
                 await cluster.done(members, target.epoch)
             cluster.in_force = Layout(Epoch(3), LAYERS, (), "without those who are lost")
             await until(lambda: _are_whole(cluster, alone(4, ["w0", "w1"], LAYERS)))
+            if let_go is not None:
+                let_go()  # what is asked of an epoch that is over is nobody's
             cluster.in_force = alone(4, ["w0", "w1"], LAYERS)
             tokens = await whole(cluster, answers)
             for worker in cluster.workers.values():
@@ -250,11 +285,12 @@ def test_kv_waits_for_room_among_the_transfers_of_a_link(
 
 def test_a_member_lost_during_the_exchange(model_dir: Path, expected: Callable[[int], list[tuple[int, ...]]]) -> None:
     async def run() -> list[tuple[int, ...]]:
-        async with running_group(model_dir, ["w0", "w1"], SLOW) as cluster:
+        async with running_group(model_dir, ["w0", "w1"], ROOMY) as cluster:
             answers = await ask(cluster, ["w0", "w1"])
             await tokens_flow(answers, 3)
             target = layout(2, PAIR, LAYERS)
             members = await cluster.prepare(TransitionKind.DROP, target)
+            hold_exchange(cluster)
             cluster.commit(members, target)
             await cluster.until(members, target.epoch, Phase.EXCHANGING)
             kill(cluster, "w1", ["w0"])
@@ -306,7 +342,7 @@ def test_a_restore_is_aborted_while_layers_come(
     model_dir: Path, expected: Callable[[int], list[tuple[int, ...]]]
 ) -> None:
     async def run() -> list[tuple[int, ...]]:
-        async with running_group(model_dir, ["w0", "w1"], SLOW) as cluster:
+        async with running_group(model_dir, ["w0", "w1"], CRAWLING) as cluster:
             await cluster.change(TransitionKind.DROP, layout(2, PAIR, LAYERS))
             blocks = {n: w.book.block_count for n, w in cluster.workers.items()}
             reports = {n: w.engine.memory_report() for n, w in cluster.workers.items()}
@@ -352,7 +388,7 @@ def test_a_stage_that_cannot_run_a_batch_ends_the_requests_in_it_and_nothing_els
     failed: list[Batch] = []
 
     async def run() -> list[tuple[int, ...]]:
-        async with running_group(model_dir, ["w0", "w1", "w2"], ROOMY) as cluster:
+        async with running_group(model_dir, ["w0", "w1", "w2"], replace(ROOMY, step_s=0.0)) as cluster:
             await cluster.change(TransitionKind.DROP, layout(2, [[("w0", 0, 2), ("w1", 2, 4), ("w2", 4, 6)]], LAYERS))
             middle = cluster.workers[stage].member._stage._engine
             inner = middle.run_stage

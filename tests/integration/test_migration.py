@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,12 +20,15 @@ HISTORIES = int(os.environ.get("BALLAST_MIGRATION_HISTORIES", "6"))
 FIRST_SEED = int(os.environ.get("BALLAST_MIGRATION_FIRST_SEED", "0"))
 LAYERS, NAMES = 4, ["w0", "w1"]
 PROMPTS = [[3 + i, 9, 4 + 2 * i, 7] * 20 for i in range(6)]  # five whole blocks each
-LONG = SamplingParams(temperature=0.0, max_tokens=800, ignore_eos=True)
+# They end when the test is through with them: the links that it is about may take seconds, or be starved as long.
+LONG = SamplingParams(temperature=0.0, max_tokens=3000, ignore_eos=True)
+ROOMY = Sizes(memory_bytes=24 << 20, step_s=0.002)
+CRAWLING = TransportConfig(rate_bytes_per_s=40e3, chunk_bytes=8192, least_chunk_bytes=8192)
 
 
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny("llama", tmp_path_factory.mktemp("model") / "tiny", layers=LAYERS, max_len=1024)
+    return make_tiny("llama", tmp_path_factory.mktemp("model") / "tiny", layers=LAYERS, max_len=4096)
 
 
 @pytest.mark.timeout(300)
@@ -33,7 +37,9 @@ def test_no_token_changes_however_often_requests_move(tmp_path: Path) -> None:
     wishes = make_wishes(100, 3)
     expected = asyncio.run(undisturbed(model_dir, wishes))
     tally = Tally()
-    for seed in range(FIRST_SEED, FIRST_SEED + HISTORIES):
+    for seed in range(FIRST_SEED, FIRST_SEED + 4 * HISTORIES):
+        if seed >= FIRST_SEED + HISTORIES and _has_seen_what_it_is_about(tally):
+            break
         try:
             history = History(seed, model_dir, wishes, expected, 50, layouts_change=False)
             tally.add(asyncio.run(history.run()))
@@ -41,11 +47,15 @@ def test_no_token_changes_however_often_requests_move(tmp_path: Path) -> None:
             error.add_note(f"seed {seed}: BALLAST_MIGRATION_FIRST_SEED={seed} BALLAST_MIGRATION_HISTORIES=1")
             raise
     print(f"\n{tally}")
+    assert _has_seen_what_it_is_about(tally)
     if HISTORIES >= 6:
         assert tally.whole > tally.requests * 0.5
-        assert tally.migrated > 20
-        assert tally.not_migrated > 0
         assert tally.migrated_anew * 4 < tally.migrated
+
+
+def _has_seen_what_it_is_about(tally: Tally) -> bool:
+    """How many migrations a history has depends on the machine's speed: so until there were enough."""
+    return HISTORIES < 6 or (tally.migrated > 20 and tally.not_migrated > 0)
 
 
 def _moved(cluster: Cluster, name: str = "w0") -> int:
@@ -59,7 +69,7 @@ async def test_requests_go_on_at_the_target_without_computing_anything_anew(
     if message_bytes is not None:
         monkeypatch.setattr(channel_connection, "PACKED_BELOW_BYTES", message_bytes)
 
-    async with running_group(model_dir, NAMES, Sizes(memory_bytes=12 << 20)) as cluster:
+    async with running_group(model_dir, NAMES, ROOMY) as cluster:
         answers = [await cluster.dispatcher.submit("w0", prompt, LONG) for prompt in PROMPTS]
         await until(lambda: all(len(answer.token_ids) >= 20 for answer in answers))
         cluster.migrate("w0", "w1", within_s=60.0)
@@ -94,8 +104,8 @@ async def _end(cluster: Cluster, answers: list[Answer]) -> None:
 
 
 async def test_a_target_that_is_full_refuses_before_anything_moves(model_dir: Path) -> None:
-    busy = Sizes(memory_bytes=12 << 20, max_running_count=1)
-    async with running_group(model_dir, NAMES, Sizes(memory_bytes=12 << 20), w1=busy) as cluster:
+    busy = replace(ROOMY, max_running_count=1)
+    async with running_group(model_dir, NAMES, ROOMY, w1=busy) as cluster:
         answers = await _at_w0(cluster, PROMPTS[:1])
         totals = cluster.workers["w0"].member.published.migrations
         others = [await cluster.dispatcher.submit("w1", PROMPTS[1], LONG)]
@@ -109,7 +119,7 @@ async def test_a_target_that_is_full_refuses_before_anything_moves(model_dir: Pa
 
 
 async def test_what_was_withdrawn_on_its_way_is_free_on_both_sides(model_dir: Path) -> None:
-    slow = Sizes(memory_bytes=12 << 20, transport=TransportConfig(rate_bytes_per_s=100e3))
+    slow = replace(ROOMY, transport=CRAWLING)
     async with running_group(model_dir, NAMES, slow) as cluster:
         answers = await _at_w0(cluster, PROMPTS[:3])
         cluster.migrate("w0", "w1", within_s=20.0)
@@ -120,7 +130,7 @@ async def test_what_was_withdrawn_on_its_way_is_free_on_both_sides(model_dir: Pa
 
 
 async def test_a_link_that_breaks_leaves_requests_where_they_are(model_dir: Path) -> None:
-    slow = Sizes(memory_bytes=12 << 20, transport=TransportConfig(rate_bytes_per_s=100e3))
+    slow = replace(ROOMY, transport=CRAWLING)
     async with running_group(model_dir, NAMES, slow) as cluster:
         answers = await _at_w0(cluster, PROMPTS[:3])
         cluster.migrate("w0", "w1", within_s=20.0)
@@ -135,7 +145,7 @@ async def test_a_link_that_breaks_leaves_requests_where_they_are(model_dir: Path
 
 
 async def test_a_change_of_the_layout_goes_before(model_dir: Path) -> None:
-    slow = Sizes(memory_bytes=12 << 20, transport=TransportConfig(rate_bytes_per_s=300e3))
+    slow = replace(ROOMY, transport=TransportConfig(rate_bytes_per_s=300e3))
     async with running_group(model_dir, NAMES, slow) as cluster:
         answers = await _at_w0(cluster, PROMPTS[:3])
         cluster.migrate("w0", "w1", within_s=20.0)

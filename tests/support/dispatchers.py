@@ -85,8 +85,11 @@ class Dispatcher:
     async def status(self) -> pb.GetStatusResponse:
         return await self.stub.GetStatus(pb.GetStatusRequest(), timeout=60)
 
-    async def generate(self, request: pb.GenerateRequest, timeout_s: float | None = 60.0) -> Answer:
-        answer = Answer()
+    async def generate(
+        self, request: pb.GenerateRequest, timeout_s: float | None = 60.0, answer: Answer | None = None
+    ) -> Answer:
+        """`answer` takes what comes, for who wants to look at it meanwhile."""
+        answer = Answer() if answer is None else answer
         try:
             async for response in self.stub.Generate(request, timeout=timeout_s):
                 answer.responses.append(response)

@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator, Coroutine, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
+from typing import Any, cast
 
 from ballast.common.errors import Unavailable
 from ballast.common.ids import Epoch, GroupId, Incarnation, RequestId, WorkerId
@@ -85,7 +86,22 @@ class Sizes:
     orphan_timeout_s: float = 10.0
     swap_block_count: int = 0
     cost: CostModel | None = None  # with one, pipelines form their microbatches by it
+    step_s: float = 0.0  # the least that a step takes: no machine is so fast that requests end before a test acts
     transport: TransportConfig = field(default_factory=TransportConfig)
+
+
+class Paced:
+    """A model runner whose steps take at least so long. Any: whatever it has else."""
+
+    def __init__(self, runner: Any, step_s: float) -> None:
+        self._runner, self._step_s = runner, step_s
+
+    def run_stage(self, *arguments: Any, **layers: Any) -> Any:
+        time.sleep(self._step_s)
+        return self._runner.run_stage(*arguments, **layers)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._runner, name)
 
 
 class GroupWorker:
@@ -123,6 +139,7 @@ class GroupWorker:
             config=sizes.transport,
             advertise_host="127.0.0.1",
             max_running_count=limits.max_running_count,
+            runner=cast(Any, Paced(self.engine.runner, sizes.step_s)) if sizes.step_s else None,
         )
 
     @property
