@@ -13,7 +13,7 @@ from pathlib import Path
 from ballast.cli.arguments import Commands
 from ballast.cli.up import secured
 from ballast.common.errors import ConfigError
-from ballast.local.chaos import Chaos, ChaosReport, ChaosRules
+from ballast.local.chaos import Chaos, ChaosReport, ChaosRules, percentile
 from ballast.local.cluster import LocalCluster
 from ballast.local.faults import Proxies
 from ballast.local.ports import free_ports
@@ -164,11 +164,14 @@ async def _fronts(opened: contextlib.AsyncExitStack, ports: Sequence[int]) -> di
 
 def _print(report: ChaosReport) -> None:
     if report.recoveries:
-        print(f"{'fault':<38} {'times':>5}  {'whole again after':>17}")
-        print(f"{'':<38} {'':>5}  {'p50':>8} {'p99':>8}")
+        print(f"{'fault':<38} {'times':>5}  {'a request waited':>17}  {'whole again after':>17}")
+        print(f"{'':<38} {'':>5}  {'p50':>8} {'p99':>8}  {'p50':>8} {'p99':>8}")
     for name, recovery in sorted(report.recoveries.items()):
-        p50, p99 = recovery.percentile(0.5), recovery.percentile(0.99)
-        print(f"{name:<38} {recovery.count:>5}  {p50:>6.1f} s {p99:>6.1f} s")
+        shown = [
+            percentile(times_s, share) for times_s in (recovery.waits_s, recovery.times_s) for share in (0.5, 0.99)
+        ]
+        waited, whole = (f"{p50:>6.1f} s {p99:>6.1f} s" for p50, p99 in (shown[:2], shown[2:]))
+        print(f"{name:<38} {len(recovery.times_s):>5}  {waited}  {whole}")
     cut_off = f", {report.cut_off_count} cut off with dispatcher and state server" if report.cut_off_count else ""
     print(
         f"{report.request_count} requests, {report.lost_count} lost{cut_off}, {report.differing_count} answers of"

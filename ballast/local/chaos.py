@@ -31,6 +31,7 @@ _LONG_S = 5.0  # to be whole again; a longer time is told
 _LONGEST_WAIT_S = 20.0  # of a request
 _PROMPT_COUNT = 8
 _LAYOUT_CHANGE_S = 6.0  # between two drops or restores by hand
+_NOTED_S = 0.1  # without a token; less is no wait
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,14 +49,33 @@ class ChaosRules:
 
 @dataclass(slots=True)
 class Recovery:
-    """How long the cluster took to be whole again after faults of a kind. Seconds."""
+    """Of the faults of a kind, in seconds.
 
-    count: int = 0
+    Attributes:
+        times_s: How long the cluster took to be whole again, new processes included.
+        waits_s: For each fault the longest time that any request was without a token, of those times that overlap it,
+            from its begin until the cluster was whole. Others may have been broken as well at that time.
+    """
+
     times_s: list[float] = field(default_factory=list[float])
+    spans_s: list[tuple[float, float]] = field(default_factory=list[tuple[float, float]])
+    waits_s: list[float] = field(default_factory=list[float])
 
-    def percentile(self, share: float) -> float:
-        ordered = sorted(self.times_s)
-        return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0
+    def add(self, began_s: float, healed_s: float, whole_s: float) -> None:
+        self.times_s.append(whole_s - healed_s)
+        self.spans_s.append((began_s, whole_s))
+
+    def compare(self, waits: Sequence[tuple[float, float]]) -> None:
+        """With what requests waited, each from one time to another."""
+        self.waits_s = [
+            max((to_s - from_s for from_s, to_s in waits if from_s < whole_s and to_s > began_s), default=0.0)
+            for began_s, whole_s in self.spans_s
+        ]
+
+
+def percentile(times_s: Sequence[float], share: float) -> float:
+    ordered = sorted(times_s)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0
 
 
 @dataclass(slots=True)
@@ -113,6 +133,7 @@ class Chaos:
         self._prompts = [[3 + (5 * i + 7 * j) % 200 for j in range(6 + 5 * i)] for i in range(_PROMPT_COUNT)]
         self._expected: list[tuple[int, ...]] = []
         self._known_addresses: dict[str, str] = {}
+        self._waits: list[tuple[float, float]] = []  # of requests without a token: from when to when
         self.report = ChaosReport()
 
     async def run(self) -> ChaosReport:
@@ -129,6 +150,8 @@ class Chaos:
             keeping.cancel()
             await asyncio.gather(keeping, return_exceptions=True)
         self.report.ended_by_itself = self._ended_by_themselves()
+        for recovery in self.report.recoveries.values():
+            recovery.compare(self._waits)
         return self.report
 
     # ------------------------------------------------------------ load
@@ -171,11 +194,13 @@ class Chaos:
         """A client of its own for each request, as different users have."""
         report, began_s, tokens = self.report, time.monotonic(), list[int]()
         report.request_count += 1
+        last_s = began_s
         try:
             async with self._client(overload_retries=3) as client:
                 stream = client.stream(token_ids=self._prompts[i], sampling=self._sampling(i), deadline_s=60.0)
                 async for chunk in stream:
                     tokens += chunk.token_ids
+                    last_s = self._note_wait(last_s)
         except BallastError as error:
             broken = self._breaker
             # A stream goes on at another dispatcher by what the state server knows of it, if that is there.
@@ -184,11 +209,19 @@ class Chaos:
             else:
                 report.failures[type(error).__name__] += 1
                 self._say(f"    a request failed: {type(error).__name__}: {error}")
+        self._note_wait(last_s)
         report.token_count += len(tokens)
         right = tuple(tokens) == self._expected[i]
         report.right_count += right
         report.differing_count += tuple(tokens) != self._expected[i][: len(tokens)]
         report.slowest_s = max(report.slowest_s, time.monotonic() - began_s)
+
+    def _note_wait(self, since_s: float) -> float:
+        """Returns now."""
+        now_s = time.monotonic()
+        if now_s - since_s > _NOTED_S:
+            self._waits.append((since_s, now_s))
+        return now_s
 
     # ------------------------------------------------------------ faults
 
@@ -212,6 +245,7 @@ class Chaos:
                 changing.cancel()
 
     async def _suffer(self, fault: Fault) -> None:
+        began_s = time.monotonic()
         begun = await fault.begin()
         if begun is None:
             return
@@ -226,9 +260,8 @@ class Chaos:
         finally:
             self._active.discard(key)
         recovery = self.report.recoveries.setdefault(fault.name, Recovery())
-        recovery.count += 1
         why = await self._why_not_placed(within_s=BACK_WITHIN_S)
-        recovery.times_s.append(time.monotonic() - healed_s)
+        recovery.add(began_s, healed_s, time.monotonic())
         if recovery.times_s[-1] > _LONG_S:
             self._say(f"    {recovery.times_s[-1]:.1f} s after '{what}': {why or 'whole again'}")
 

@@ -1,0 +1,18 @@
+"""What chaos says of a fault: how long any request was without a token, and when the cluster was whole again."""
+
+from ballast.local.chaos import Recovery, percentile
+
+
+def test_a_fault_answers_for_the_longest_wait_that_overlaps_it() -> None:
+    recovery = Recovery()
+    recovery.add(began_s=10.0, healed_s=12.0, whole_s=15.0)
+    recovery.add(began_s=30.0, healed_s=30.0, whole_s=31.0)
+    recovery.compare([(1.0, 9.5), (9.0, 10.5), (14.5, 17.0), (16.0, 29.0)])
+    assert recovery.waits_s == [2.5, 0.0], "a wait may begin before the fault, or end when all is whole"
+    assert recovery.times_s == [3.0, 1.0], "counted from when what was broken went on"
+
+
+def test_percentiles_are_times_that_occurred() -> None:
+    assert percentile([], 0.99) == 0.0
+    assert percentile([3.0, 1.0, 2.0], 0.5) == 2.0
+    assert percentile([3.0, 1.0, 2.0], 0.99) == 3.0
