@@ -18,7 +18,7 @@ import tempfile
 import time
 import urllib.request
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ballast.client import AsyncClient, Generation, SamplingParams
@@ -180,7 +180,9 @@ async def check_service(run: ComposeRun) -> None:
         address = dispatcher.address(50051)
         async with AsyncClient(address) as client:
             texts = [await client.generate(p, sampling, deadline_s=_ANSWER_WITHIN_S) for p in _PROMPTS]
-            chunks = [chunk async for chunk in client.stream(_PROMPTS[0], sampling, deadline_s=_ANSWER_WITHIN_S)]
+            # So many tokens that they do not all come in one piece, however late this process reads.
+            many = replace(sampling, max_tokens=200)
+            chunks = [chunk async for chunk in client.stream(_PROMPTS[0], many, deadline_s=_ANSWER_WITHIN_S)]
             await _wait_workers(client, len(run.of("worker")) + len(run.of("emulated-worker")))
         if any(len(answer.token_ids) != sampling.max_tokens for answer in texts) or len(chunks) < 2:
             raise Unavailable(dispatcher.name, "an answer is incomplete, or its tokens did not stream")
@@ -201,7 +203,12 @@ async def check_gateway(run: ComposeRun) -> None:
         answer = json.loads(await asyncio.to_thread(_read, request))
         if answer["usage"]["completion_tokens"] != 4:
             raise Unavailable(gateway.name, f"an answer is incomplete: {answer}")
-    shares = [dispatcher.child.log().count('"request_id": "cmpl-') for dispatcher in dispatchers]
+    give_up_at_s = time.monotonic() + _ANSWER_WITHIN_S
+    while True:  # a dispatcher writes of a request when its client has the answer already
+        shares = [dispatcher.child.log().count('"request_id": "cmpl-') for dispatcher in dispatchers]
+        if sum(shares) == 4 * len(dispatchers) or time.monotonic() > give_up_at_s:
+            break
+        await asyncio.sleep(_POLL_S)
     if not all(shares):
         raise Unavailable(gateway.name, f"its requests went to dispatchers so: {shares}")
     print(f"  {gateway.name:<14} requests by dispatcher: {', '.join(map(str, shares))}")

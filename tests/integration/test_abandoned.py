@@ -34,9 +34,19 @@ async def until_free(worker: "worker_pb2_grpc.WorkerServiceAsyncStub", began_s: 
         await asyncio.sleep(0.001)
 
 
+async def word_there_and_back_s(client: AsyncClient) -> float:
+    """What asking takes on this machine now, through the same processes but a worker."""
+    took_s: list[float] = []
+    for _ in range(15):
+        began_s = time.monotonic()
+        await client.tokenize("x")
+        took_s.append(time.monotonic() - began_s)
+    return statistics.median(took_s)
+
+
 @pytest.mark.parametrize("way", ["abandon", "cancel"])
 def test_blocks_are_free_within_a_step_and_50_ms(running: RunningCluster, way: str) -> None:
-    async def story() -> list[float]:
+    async def story() -> tuple[float, float]:
         took_s: list[float] = []
         address = running.cluster.processes["worker"][0].address
         async with AsyncClient(running.cluster.address) as client, open_channel(address) as channel:
@@ -53,13 +63,15 @@ def test_blocks_are_free_within_a_step_and_50_ms(running: RunningCluster, way: s
                     await stream.aclose()
                 took_s.append(await until_free(worker, began_s))
                 await stream.aclose()
-        return took_s
+            return statistics.median(took_s), await word_there_and_back_s(client)
 
-    # A step of this model takes a few milliseconds. The median is judged, and of several the best one: others may keep
-    # the machine busy for a while, and a fault of ours would show every time.
-    medians_s: list[float] = []
+    # A step of this model takes a few milliseconds. The median is judged, and of several the best one, and what words
+    # between processes take meanwhile is allowed for: others may keep the machine busy, and a fault of ours would show
+    # every time, by the seconds that such a request takes.
+    found: list[tuple[float, float]] = []
     for _ in range(ATTEMPTS):
-        medians_s.append(statistics.median(running.run(story())))
-        if medians_s[-1] < 0.05 + 0.02:
+        found.append(running.run(story()))
+        freed_s, word_s = found[-1]
+        if freed_s < 0.05 + 0.02 + 4 * word_s:
             return
-    raise AssertionError(f"medians of {medians_s} s")
+    raise AssertionError(f"medians until the blocks were free, and of a word there and back: {found} s")

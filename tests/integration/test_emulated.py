@@ -5,7 +5,7 @@ import itertools
 import random
 from pathlib import Path
 
-from ballast.client import AsyncClient, SamplingParams
+from ballast.client import AsyncClient, ClusterStatus, SamplingParams
 from ballast.rpc.channel import open_channel
 from ballastpb.planner.v1 import planner_pb2 as pb
 from ballastpb.planner.v1 import planner_pb2_grpc
@@ -33,7 +33,7 @@ def anonymous_kib(pid: int) -> int:
 
 
 async def ended(stub: "planner_pb2_grpc.PlannerServiceAsyncStub", epoch: int) -> pb.Transition:
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(120):
         while True:
             listed = (await stub.ListTransitions(pb.ListTransitionsRequest(), timeout=60)).transitions
             found = [one for one in listed if one.epoch == epoch and one.phase in ("done", "aborted")]
@@ -102,7 +102,7 @@ def test_migrations_of_what_is_not_there(tmp_path: Path) -> None:
 
             async with (
                 AsyncClient(running.cluster.address) as client,
-                asyncio.timeout(60),
+                asyncio.timeout(180),
                 asyncio.TaskGroup() as tasks,
             ):
                 for _ in range(5):
@@ -119,9 +119,11 @@ def test_several_workers_in_a_process_are_workers_of_their_own(tmp_path: Path) -
 
         async def story() -> None:
             async with AsyncClient(",".join(running.cluster.addresses)) as client:
-                status = await client.status()
-                ids = {member.worker_id for group in status.groups for member in group.members}
-                assert ids == {"worker-0.0", "worker-0.1", "worker-1"}
+
+                def ids(status: ClusterStatus) -> set[str]:
+                    return {member.worker_id for group in status.groups for member in group.members}
+
+                await until(client, lambda now: ids(now) == {"worker-0.0", "worker-0.1", "worker-1"})
                 assert all(await asyncio.gather(*(ask(client, seed) for seed in range(12))))
 
         running.run(story())

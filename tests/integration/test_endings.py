@@ -161,6 +161,6 @@ def test_a_killed_client_frees_its_blocks(running: RunningCluster, tmp_path: Pat
         child.kill()
         await child.wait()
         async with AsyncClient(running.cluster.address) as client:
-            await until(client, idle, within_s=30.0)
+            await until(client, idle)
 
     running.run(story())

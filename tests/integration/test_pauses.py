@@ -29,4 +29,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 )
 def test_a_pause_freezes_nothing(case: Case, model: Path, tmp_path: Path) -> None:
     found = asyncio.run(run_case(case, model, tmp_path))
-    assert not found.why_not(), "\n".join([found.why_not(), *found.story])
+    # What is right on a machine with nothing else to do, `benchmarks.pauses` asks for.
+    why = found.why_not(recovery_s=60.0, limit_s=60.0)
+    assert not why, "\n".join([why, *found.story])
