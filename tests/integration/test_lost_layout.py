@@ -113,7 +113,7 @@ def test_a_state_server_that_goes_back_before_a_commit_freezes_nothing(tmp_path:
                 planner = await cluster.start_planner()
                 async with open_channel(planner.address) as channel:
                     stub = planner_pb2_grpc.PlannerServiceStub(channel)
-                    for number in range(100):  # until it has found out what there is
+                    for number in range(300):  # until it has found out what there is
                         try:
                             await stub.Restore(pb.RestoreRequest(request_id=f"restore {number}"), timeout=60)
                         except grpc.aio.AioRpcError:

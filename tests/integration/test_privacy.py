@@ -15,7 +15,7 @@ from ballast.model.tiny import make_tiny
 from ballast.rpc.channel import open_channel
 from ballastpb.cluster.v1 import cluster_pb2
 from ballastpb.inference.v1 import inference_pb2, inference_pb2_grpc
-from tests.support.cluster import running_cluster
+from tests.support.cluster import running_cluster, until
 
 PROMPT, STOP, PASSWORD = "diarycanary", "stopcanary", "passwordcanary"
 # Token ids that occur nowhere else, in a row: 411, 422, 433.
@@ -50,9 +50,9 @@ async def ask(cluster: LocalCluster) -> None:
 async def lose_a_worker(cluster: LocalCluster) -> None:
     """While it answers."""
     async with AsyncClient(cluster.address) as client:
-        sampling = SamplingParams(max_tokens=400, stop=(STOP,), ignore_eos=True)
+        sampling = SamplingParams(max_tokens=3000, stop=(STOP,), ignore_eos=True)
         answers = [asyncio.ensure_future(client.generate(PROMPT, sampling=sampling)) for _ in range(4)]
-        await asyncio.sleep(0.3)
+        await until(client, lambda now: now.running_request_count == len(answers))
         cluster.kill("worker", 0)
         await asyncio.gather(*answers)
 

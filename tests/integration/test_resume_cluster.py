@@ -36,7 +36,7 @@ def test_choices_that_are_streamed_over_http_go_on(tmp_path: Path) -> None:
         cluster = running.cluster
 
         async def ask(*, kill: bool) -> list[str]:
-            texts, count = [""] * 4, 0
+            texts, killed = [""] * 4, False
             async with (
                 httpx.AsyncClient(base_url=cluster.http_urls[0], timeout=120) as http,
                 http.stream("POST", "/completions", json=wanted) as response,
@@ -49,9 +49,10 @@ def test_choices_that_are_streamed_over_http_go_on(tmp_path: Path) -> None:
                     assert "error" not in event, event
                     for choice in event["choices"]:
                         texts[choice["index"]] += choice["text"]
-                    count += 1
-                    if count == 16 and kill:
+                    if kill and not killed and all(texts):
                         cluster.kill("dispatcher", 0)
+                        killed = True
+            assert killed is kill
             return texts
 
         undisturbed = running.run(ask(kill=False))

@@ -45,7 +45,8 @@ from tests.support.attached import Attached, hello, status_of, until_idle
 from tests.support.shells import running_shell, slow
 
 WORKER, INCARNATION = WorkerId("w1"), Incarnation(41)
-LONG = 240
+MAX_LEN = 1024
+LONG = 900  # tokens: more than four seconds
 SMALL_WINDOW = (
     ("grpc.http2.bdp_probe", 0),
     ("grpc.http2.lookahead_bytes", 4096),
@@ -56,7 +57,7 @@ MODEL = ModelInfo(
     architecture="qwen3",
     layer_count=2,
     vocab_size=512,
-    max_model_len=256,
+    max_model_len=MAX_LEN,
     dtype="float32",
     parameter_count=1,
     kv_bytes_per_token=1,
@@ -66,7 +67,7 @@ MODEL = ModelInfo(
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny("qwen3", tmp_path_factory.mktemp("model") / "qwen3", layers=2, max_len=256)
+    return make_tiny("qwen3", tmp_path_factory.mktemp("model") / "qwen3", layers=2, max_len=MAX_LEN)
 
 
 @dataclass(frozen=True)
@@ -142,11 +143,11 @@ def served(model: Path) -> AbstractAsyncContextManager[Served]:
 
 async def test_a_request_from_hello_to_its_ending(served: Served) -> None:
     attached = await Attached.open(served.channel)
-    await attached.submit(1, 20, logprobs=2)
+    await attached.submit(1, 100, logprobs=2)
     await attached.submit(2, 10)
     one, two = await attached.ended(1, 2)
     assert one.reason is two.reason is FinishReason.LENGTH
-    assert (len(one.token_ids), len(two.token_ids)) == (20, 10)
+    assert (len(one.token_ids), len(two.token_ids)) == (100, 10)
     assert one.token_ids[:10] == two.token_ids
     assert [(lp.chosen.token_id, len(lp.top)) for lp in one.logprobs] == [(t, 2) for t in one.token_ids]
     assert all(lp.top[0].token_id == lp.chosen.token_id for lp in one.logprobs)
@@ -214,7 +215,7 @@ def broken_submits() -> dict[str, pb.Submit]:
         "token id 600 is not in the vocabulary": {"prompt_token_ids": [600]},
         "token id -3 is not in the vocabulary": {"prompt_token_ids": [-3]},
         "must not be negative": {"prompt_token_ids": [-3], "output_token_ids": [4]},
-        "leave no room for an answer": {"prompt_token_ids": [5] * 256},
+        "leave no room for an answer": {"prompt_token_ids": [5] * MAX_LEN},
         "delivered_text_chars": {"delivered_text_chars": -1},
     }
     return {why: pb.Submit(handle=i, **(fine | change)) for i, (why, change) in enumerate(changes.items(), 1)}
@@ -299,13 +300,13 @@ async def test_a_dispatcher_that_does_not_read_is_dropped(
 
 async def test_drain_refuses_what_is_new(served: Served) -> None:
     attached = await Attached.open(served.channel)
-    await attached.submit(1, 40)
+    await attached.submit(1, 300)
     await attached.started(1)
     answer = await attached.stub.Drain(pb.DrainRequest())
     assert answer.running_request_count == 1
     await attached.submit(2, 40)
     old, new = await attached.ended(1, 2)
-    assert len(old.token_ids) == 40
+    assert len(old.token_ids) == 300
     assert new.ending is not None
     assert new.ending.refused
     assert new.reason is None

@@ -21,7 +21,7 @@ from ballastpb.monitor.v1 import monitor_pb2, monitor_pb2_grpc
 from ballastpb.planner.v1 import planner_pb2, planner_pb2_grpc
 
 ENVIRON = {
-    "BALLAST_MONITOR__LEASE_S": "4",
+    "BALLAST_MONITOR__LEASE_S": "6",
     "BALLAST_MONITOR__WARMUP_S": "1.5",
     "BALLAST_MONITOR__LEADERSHIP_TTL_S": "2",
     "BALLAST_MONITOR__TICK_INTERVAL_S": "0.05",
