@@ -12,11 +12,10 @@ from services.worker.emulation.phantom import PhantomBackend, dtype, phantom
 from services.worker.emulation.runner import WEIGHTS, layer_mark
 from services.worker.memory.backend import MemoryBackend
 from services.worker.memory.device import DeviceMemory
+from services.worker.memory.extent_size import choose_extent_bytes
 from services.worker.memory.kv_cache import KvShape
 from services.worker.memory.parameters import TensorSpec
 
-_EXTENTS_PER_LAYER = 16
-_MAX_EXTENT_COUNT = 16384
 _GRANULARITY_BYTES = 2 << 20
 
 
@@ -36,13 +35,14 @@ class Geometry:
     def choose(
         *, budget_bytes: int, layer_count: int, layer_parameter_bytes: int, other_parameter_bytes: int, block_bytes: int
     ) -> Geometry:
-        """A sixteenth of a layer, in whole pages of the device; not so many that mapping them takes long.
+        """As a worker chooses them, on a device with large pages.
 
         Raises:
             ConfigError: parameters and a block for each layer do not fit.
         """
-        wanted = max(-(-layer_parameter_bytes // _EXTENTS_PER_LAYER), -(-budget_bytes // _MAX_EXTENT_COUNT))
-        extent_bytes = -(-wanted // _GRANULARITY_BYTES) * _GRANULARITY_BYTES
+        extent_bytes = choose_extent_bytes(
+            _GRANULARITY_BYTES, budget_bytes, [layer_parameter_bytes] * layer_count, other_parameter_bytes
+        )
         found = Geometry(
             extent_bytes,
             budget_bytes // extent_bytes,

@@ -9,14 +9,10 @@ from ballast.common.errors import ConfigError
 from ballast.common.load import MemoryReport
 from ballast.common.restoring import divided_extents
 from services.worker.memory.backend import MemoryBackend
+from services.worker.memory.extent_size import choose_extent_bytes
 from services.worker.memory.kv_cache import KvCache, KvShape
 from services.worker.memory.parameters import ParameterStore, PartLayout, PartSpec, lay_out, layer_name
 from services.worker.memory.pool import PhysicalPool
-
-_EXTENTS_PER_LAYER = 16  # how finely a dropped layer can be dealt out to the others
-_MIN_EXTENT_BYTES = 16 << 10
-_LARGE_EXTENT_BYTES = 2 << 20  # from here on a multiple of it: the host moves whole page tables then
-_MAX_EXTENT_COUNT = 16384  # far below vm.max_map_count even if no two neighbours lie side by side
 
 
 class DeviceMemory:
@@ -51,7 +47,12 @@ class DeviceMemory:
             layouts = [lay_out(layer_name(i), specs) for i, specs in enumerate(layers)]
             end_layouts = [lay_out(name, specs) for name, specs in others.items()]
             if extent_bytes is None:
-                extent_bytes = choose_extent_bytes(backend.granularity_bytes, budget_bytes, layouts)
+                extent_bytes = choose_extent_bytes(
+                    backend.granularity_bytes,
+                    budget_bytes,
+                    [layout.size_bytes for layout in layouts],
+                    sum(layout.size_bytes for layout in end_layouts),
+                )
             _require_room(budget_bytes, extent_bytes, [*layouts, *end_layouts], kv_shape)
             pool = PhysicalPool(backend, budget_bytes, extent_bytes)
             undo.callback(pool.close)
@@ -177,14 +178,6 @@ class DeviceMemory:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-def choose_extent_bytes(granularity_bytes: int, budget_bytes: int, layers: Sequence[PartLayout]) -> int:
-    """A sixteenth of the largest layer, so that rounding wastes little and a drop moves few pieces."""
-    layer_bytes = max((layout.size_bytes for layout in layers), default=0)
-    wanted = max(-(-layer_bytes // _EXTENTS_PER_LAYER), -(-budget_bytes // _MAX_EXTENT_COUNT), _MIN_EXTENT_BYTES)
-    step_bytes = granularity_bytes if wanted < _LARGE_EXTENT_BYTES else max(granularity_bytes, _LARGE_EXTENT_BYTES)
-    return -(-wanted // step_bytes) * step_bytes
 
 
 def _require_room(budget_bytes: int, extent_bytes: int, parts: Sequence[PartLayout], kv_shape: KvShape) -> None:

@@ -55,7 +55,8 @@ def test_a_sweep_changes_one_thing() -> None:
 
 
 def test_a_slower_network_makes_a_drop_slower_and_no_other_policy() -> None:
-    apart = SCENARIO.model_copy(update={"cluster": "2x1xA100-40G"})  # within a server KV takes another way
+    # Within a server KV takes another way.
+    apart = SCENARIO.model_copy(update={"cluster": "2x1xA100-40G", "rate_scale": 1.6})
     points = sweep(apart, "network", (10.0, 200.0), None)
     plain = [point.ttft_p99_s for point in points if point.policy == "recompute"]
     drop = [point.ttft_p99_s or 0.0 for point in points if point.policy == "drop"]

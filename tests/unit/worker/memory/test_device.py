@@ -6,10 +6,10 @@ import torch
 
 from ballast.common.errors import ConfigError
 from services.worker.memory.cuda import CudaBackend
-from services.worker.memory.device import DeviceMemory, choose_extent_bytes
+from services.worker.memory.device import DeviceMemory
+from services.worker.memory.extent_size import choose_extent_bytes
 from services.worker.memory.host import HostBackend
 from services.worker.memory.kv_cache import KvShape
-from services.worker.memory.parameters import TensorSpec, lay_out
 from tests.unit.worker.memory.models import (
     BUDGET_BYTES,
     EXTENT_BYTES,
@@ -132,18 +132,21 @@ def test_a_gpu_with_too_little_memory_is_left_clean() -> None:
 
 
 @pytest.mark.parametrize(
-    ("granularity_bytes", "budget_bytes", "layer_bytes", "expected"),
+    ("granularity_bytes", "budget_bytes", "layer_bytes", "layer_count", "expected"),
     [
-        (4096, 8 << 20, 50_000, 16 << 10),  # a toy model
-        (4096, 256 << 20, 12 << 20, 768 << 10),
-        (4096, 64 << 30, 1 << 20, 4 << 20),  # a large budget is not cut into crumbs
-        (2 << 20, 80 << 30, 436 << 20, 28 << 20),  # rounded up to what a GPU can map
-        (2 << 20, 1 << 30, 100, 2 << 20),
+        (4096, 8 << 20, 50_000, 4, 16 << 10),  # a toy model
+        (4096, 256 << 20, 12 << 20, 4, 512 << 10),  # about a sixteenth of a layer; this leaves most KV
+        (4096, 64 << 20, 12 << 20, 4, 256 << 10),  # of a layer's KV, of which there is little
+        (4096, 64 << 30, 1 << 20, 4, 4 << 20),  # a large budget is not cut into crumbs
+        (2 << 20, 80 << 30, 436 << 20, 32, 20 << 20),  # whole pages of a GPU
+        (2 << 20, 37 << 30, 551 << 20, 48, 8 << 20),  # 14B on 40 GB: a sixteenth of the parameters would be 34 MiB
+        (2 << 20, 1 << 30, 100, 1, 2 << 20),
     ],
 )
-def test_the_extent_suits_the_model(granularity_bytes: int, budget_bytes: int, layer_bytes: int, expected: int) -> None:
-    layer = lay_out("layers.0", {"w": TensorSpec((layer_bytes // 2,), torch.bfloat16)})
-    assert choose_extent_bytes(granularity_bytes, budget_bytes, [layer]) == expected
+def test_the_extent_suits_the_model(
+    granularity_bytes: int, budget_bytes: int, layer_bytes: int, layer_count: int, expected: int
+) -> None:
+    assert choose_extent_bytes(granularity_bytes, budget_bytes, [layer_bytes] * layer_count) == expected
 
 
 def test_an_extent_size_of_the_operators_choice_must_be_mappable() -> None:
