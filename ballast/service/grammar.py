@@ -3,8 +3,10 @@
 The state of a grammar follows from the tokens alone, so that a replay or a move goes on where the sequence was.
 """
 
+import threading
+from collections import OrderedDict
 from collections.abc import Sequence
-from functools import lru_cache
+from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,14 +19,15 @@ from ballast.service.one_of import narrowed
 if TYPE_CHECKING:  # exists in the type stubs only
     from llguidance._lib import JsonCompileOptions
 
+MOST_KEPT = 256  # compiled: most requests of an application share a few
 _SILENT = 0
-_COMPILED = 256  # grammars that are kept: most requests of an application share a few
 # Between two tokens of JSON. Without a bound a model may write nothing but blanks to the end of its length.
 _JSON_DEFAULTS: "JsonCompileOptions" = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{0,20}"}
 
 
 class Grammars:
-    """Compiles grammars for one vocabulary.
+    """Compiles grammars for one vocabulary, each once: who asks for one that is being compiled waits for it. Safe for
+    use from any thread.
 
     Args:
         tokenizer_file: tokenizer.json of the model.
@@ -43,7 +46,8 @@ class Grammars:
             self._tokenizer = LLTokenizer(str(tokenizer_file), n_vocab=vocab_size, eos_token=eos)
         except (ValueError, RuntimeError, OSError) as error:
             raise ConfigError(str(tokenizer_file), f"is not a valid tokenizer: {error}") from error
-        self._compile = lru_cache(maxsize=_COMPILED)(self._compiled)
+        self._lock = threading.Lock()
+        self._kept: OrderedDict[Grammar, Future[LLMatcher]] = OrderedDict()  # the one that was asked for last is last
 
     def check(self, grammar: Grammar, token_ids: Sequence[int] = ()) -> None:
         """Raises InvalidRequest, with what llguidance says, for a grammar that cannot be followed, or that these
@@ -60,6 +64,26 @@ class Grammars:
         if token_ids:
             matcher.consume_tokens(list(token_ids))
         return matcher
+
+    def _compile(self, grammar: Grammar) -> LLMatcher:
+        with self._lock:
+            found = self._kept.get(grammar)
+            ours: Future[LLMatcher] = found or Future()
+            self._kept[grammar] = ours
+            self._kept.move_to_end(grammar)
+            if len(self._kept) > MOST_KEPT:
+                self._kept.popitem(last=False)
+        if found is not None:
+            return found.result()
+        try:
+            ours.set_result(self._compiled(grammar))
+        except BaseException as error:
+            with self._lock:
+                if self._kept.get(grammar) is ours:
+                    del self._kept[grammar]
+            ours.set_exception(error)
+            raise
+        return ours.result()
 
     def _compiled(self, grammar: Grammar) -> LLMatcher:
         matcher = LLMatcher(self._tokenizer, _text(grammar), log_level=_SILENT)

@@ -37,6 +37,7 @@ from services.worker.engine.model_config import read_model_config
 from services.worker.links.config import TransportConfig
 from services.worker.metrics import LinkCollector, export
 from services.worker.pipeline.build import Instance, join, stage_core
+from services.worker.pipeline.events import GrammarComes
 from services.worker.pipeline.planner_side import Transitions
 from services.worker.policy.lookahead import lookahead
 from services.worker.policy.microbatching import by_token_count
@@ -263,6 +264,7 @@ class WorkerProcess:
             costs=kit.costs,
             open_plane=None if (opened := kit.open_plane) is None else functools.partial(opened, worker_id, host),
             secret=self._security.secret,
+            compile_grammar=kit.compile_grammar,
         )
         published = self._membership.member.published
         export(self._shell.load, registry, lambda: published.clock.times, published.migrations)
@@ -331,6 +333,12 @@ class WorkerProcess:
             except Unavailable as error:
                 logs.get_logger().warning("lost the state server again", why=error.why)
 
+    def _grammar_comes(self, grammar: Grammar) -> None:
+        """In a thread: who follows it compiles it, and this leader checks it meanwhile."""
+        self._shell.post_member(GrammarComes(grammar))
+        assert self._compile_grammar is not None
+        self._compile_grammar(grammar)
+
     def _make_server(self, worker_id: WorkerId, incarnation: Incarnation, exporter: Exporter | None) -> RpcServer:
         servicer = WorkerServicer(
             shell=self._shell,
@@ -339,7 +347,7 @@ class WorkerProcess:
             model=self._engine.info,
             max_waiting_count=self._settings.max_num_queued_reqs,
             detokenizer=self._detokenizer,
-            compile_grammar=self._compile_grammar,
+            compile_grammar=self._grammar_comes if self._compile_grammar is not None else None,
             transitions=Transitions(self._membership.member, self._shell.post_member),
             clock=self._membership.member.published.clock,
             spans=RequestSpans(exporter, worker_id),

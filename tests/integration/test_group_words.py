@@ -1,6 +1,8 @@
 """What the members of a group tell each other may come late, in another order, at any length, or not at all."""
 
 import asyncio
+import json
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -8,15 +10,16 @@ from pathlib import Path
 import pytest
 
 from ballast.common.ids import Epoch, WorkerId
-from ballast.common.sampling import SamplingParams
+from ballast.common.sampling import Grammar, GrammarKind, SamplingParams
 from ballast.common.transition import Phase, TransitionKind
 from ballast.model.tiny import make_tiny
+from ballast.service.grammar import Grammars
 from ballastpb.worker.v1 import worker_pb2 as pb
 from services.worker.core.room import RoomSizes
 from services.worker.core.transition_messages import AbortRequested
 from services.worker.links.connection import Link
 from services.worker.links.ports import Message
-from services.worker.pipeline.events import CapacityTold, Told
+from services.worker.pipeline.events import CapacityTold, GrammarComes, Told
 from services.worker.pipeline.planner_side import Transitions
 from services.worker.pipeline.wire import Topic
 from tests.support.group import Answer, Cluster, GroupWorker, Sizes, alone, layout, running_group
@@ -139,6 +142,36 @@ async def test_long_prompts_and_many_logprobs_reach_every_stage(model_dir: Path)
         answers = await ask(cluster, "w0", lengths, sampling)
         tokens = await whole(cluster, answers)
         assert list(zip(tokens, [len(a.logprobs) for a in answers], strict=True)) == expected
+
+
+async def test_a_grammar_is_compiled_beside_the_engine_that_follows_it(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The leader tells of it when a request with it comes, before it takes the request in. It may be long."""
+    values = [f"{i:04} " + "x" * 30 for i in range(2000)]
+    grammar = Grammar(GrammarKind.JSON_SCHEMA, json.dumps({"enum": values}))
+    sampling = SamplingParams(temperature=1.0, seed=1, max_tokens=60, grammar=grammar)
+    compiled: list[tuple[Grammars, str]] = []
+    compile_it = Grammars._compiled
+
+    def seen(grammars: Grammars, grammar: Grammar) -> object:
+        compiled.append((grammars, threading.current_thread().name))
+        return compile_it(grammars, grammar)
+
+    expected = await alone_says(model_dir, Sizes(), [20], sampling)
+    monkeypatch.setattr(Grammars, "_compiled", seen)
+    async with running_group(model_dir, ["w0", "w1", "w2"], Sizes()) as cluster:
+        await cluster.change(TransitionKind.DROP, layout(2, [[("w0", 0, 2), ("w1", 2, 4), ("w2", 4, 6)]], LAYERS))
+        for _ in range(3):
+            cluster.workers["w0"].shell.post_member(GrammarComes(grammar))
+        await until(lambda: bool(compiled))
+        answers = await ask(cluster, "w0", [20], sampling)
+        tokens = await whole(cluster, answers)
+        assert list(zip(tokens, [len(a.logprobs) for a in answers], strict=True)) == expected
+        last = cluster.workers["w2"].engine.grammars
+    [(where, thread)] = compiled
+    assert where is last
+    assert thread.startswith("layers")
 
 
 async def test_a_member_that_closes_its_links_in_order_is_lost_to_the_group(model_dir: Path) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from ballast.common.ids import WorkerId
+from ballast.common.sampling import Grammar
 from services.worker.core.blocks import BlockBook
 from services.worker.core.limits import WorkerLimits
 from services.worker.core.worker import WorkerCore
@@ -80,8 +81,10 @@ def join(
     open_plane: Callable[[Hub, bytes | None], DataPlane] | None = None,
     transport: str = "auto",
     secret: bytes | None = None,
+    compile_grammar: Callable[[Grammar], None] | None = None,
 ) -> Membership:
     """Opens the data plane. The shell closes it when its engine thread ends. `costs` is told what stages take.
+    `compile_grammar`: for the engine, and it remembers it; None: it follows none.
     `runner` executes instead of the engine's own, and `open_plane` opens another data plane. `secret`: see
     `links.plane.DataPlane`.
     """
@@ -113,6 +116,7 @@ def join(
             now=time.monotonic,
             post=post,
             links=Links,
+            compile_grammar=compile_grammar,
         ),
         max_running_count=max_running_count,
     )

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ballast.common.ids import Epoch, WorkerId
+from ballast.common.sampling import Grammar
 from services.worker.core.batch import Batch, SequenceId, StepResult
 from services.worker.core.migration_messages import Handed, MigrationId
 from services.worker.core.migration_messages import Message as MigrationMessage
@@ -63,6 +64,13 @@ class BatchArrived(MemberEvent):
 class ResultArrived(MemberEvent):
     epoch: Epoch
     result: StepResult | tuple[int, str]
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarComes(MemberEvent):
+    """A request with it will be taken in, by this leader or by that of this last stage."""
+
+    grammar: Grammar
 
 
 @dataclass(frozen=True, slots=True)

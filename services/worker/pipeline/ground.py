@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TypeVar, TypeVarTuple
 
 from ballast.common.ids import WorkerId
+from ballast.common.sampling import Grammar
 from services.worker.core.batch import Batch, StepResult
 from services.worker.core.blocks import BlockBook
 from services.worker.core.worker import WorkerCore
@@ -79,6 +80,7 @@ class Surroundings:
     now: Now
     post: Callable[[MemberEvent], None]  # to be handled by the engine thread
     links: Callable[[Plane, Role, Now, Callable[[MemberEvent], None]], Links]
+    compile_grammar: Callable[[Grammar], None] | None = None  # None: the engine follows none
 
 
 @dataclass(frozen=True, slots=True)

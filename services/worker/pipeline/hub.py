@@ -28,6 +28,7 @@ from services.worker.pipeline.destinations import Destinations, ExpectedSpans
 from services.worker.pipeline.events import (
     BatchArrived,
     CapacityTold,
+    GrammarComes,
     HandedWithKv,
     HandoverArrived,
     KvAheadArrived,
@@ -51,6 +52,7 @@ from services.worker.pipeline.wire import (
     Topic,
     batch_from_bytes,
     capacity_from_bytes,
+    grammar_from_bytes,
     migration_from_bytes,
     result_from_bytes,
     snapshot_from_proto,
@@ -96,6 +98,8 @@ class Hub:
                 self._heads[link] = _whole(message)
             case Topic.RESULT:
                 self.post(ResultArrived(epoch, result_from_bytes(_whole(message))))
+            case Topic.GRAMMAR:
+                self.post(GrammarComes(grammar_from_bytes(_whole(message))))
             case Topic.EPOCH_ENDED:
                 ending = Epoch(message.stream)
                 self.post(Told(ending, EpochEnded(now_s, ending, peer)))

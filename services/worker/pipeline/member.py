@@ -25,6 +25,7 @@ from services.worker.pipeline.driver import TransitionDriver
 from services.worker.pipeline.events import (
     BatchArrived,
     CapacityTold,
+    GrammarComes,
     HandedWithKv,
     HandoverArrived,
     KvAheadArrived,
@@ -50,6 +51,7 @@ from services.worker.pipeline.events import (
     WaveArrived,
     Woken,
 )
+from services.worker.pipeline.grammars import GrammarsAhead
 from services.worker.pipeline.ground import Ground, Surroundings
 from services.worker.pipeline.homecoming import Homecoming
 from services.worker.pipeline.migrations import Migrations
@@ -88,6 +90,8 @@ class GroupMember:
         self._role = role = Role(me, memory.kv.shape.layer_count)
         self._links = links = surroundings.links(surroundings.plane, role, now, surroundings.post)
         self._answers = answers = Answers(core, self.run)
+        compile_grammar, background = surroundings.compile_grammar, surroundings.background
+        self._grammars = None if compile_grammar is None else GrammarsAhead(role, links, background, compile_grammar)
         self._rescue: Rescue | None = None  # a member of the group is gone
         self._is_awake = True  # `poll` may find something to do
         pace = surroundings.plane.pace
@@ -185,6 +189,9 @@ class GroupMember:
             case ResultArrived():
                 if (outcome := self._stage.outcome(event)) is not None:
                     self._answers.add(outcome)
+            case GrammarComes(grammar=grammar):
+                if self._grammars is not None:
+                    self._grammars.comes(grammar)
             case HandoverArrived():
                 driver.handover_arrived(event)
             case RosterArrived():

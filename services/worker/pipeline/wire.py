@@ -3,6 +3,7 @@
 from enum import IntEnum
 
 from ballast.common.ids import Epoch, RequestId, WorkerId
+from ballast.common.sampling import Grammar, SamplingParams
 from ballast.rpc.codec import PRIORITY, SAMPLING, finish_from_proto, finish_to_proto
 from ballastpb.cluster.v1 import cluster_pb2
 from ballastpb.worker.v1 import stage_pb2 as pb
@@ -51,6 +52,7 @@ class Topic(IntEnum):
     MIGRATION_END = 27  # the last span of a migration, its bytes and then those of its MIGRATION; the stream: how many
     KV_ROOM = 28  # no payload
     LAYERS_BACK = 29  # no payload; to the leader: all of them
+    GRAMMAR = 30  # to the last stage: a request with it comes; SamplingParams with nothing else
 
 
 def capacity_to_bytes(withdrawn: Epoch, block_count: int, sizes: RoomSizes) -> bytes:
@@ -98,6 +100,18 @@ def batch_from_bytes(data: bytes) -> Batch:
     added = tuple(_new_from_proto(new) for new in message.added)
     removed, awaited = tuple(message.removed), message.memory_is_awaited
     return Batch(message.step_id, removed, added, tuple(slices), message.quiet_s, awaited, message.failure)
+
+
+def grammar_to_bytes(grammar: Grammar) -> bytes:
+    return SAMPLING.message(SamplingParams(grammar=grammar)).SerializeToString()
+
+
+def grammar_from_bytes(data: bytes) -> Grammar:
+    """Raises ValueError for what has none."""
+    grammar = SAMPLING.record(cluster_pb2.SamplingParams.FromString(data)).grammar
+    if grammar is None:
+        raise ValueError("a grammar that says nothing")
+    return grammar
 
 
 def result_to_bytes(result: StepResult) -> bytes:

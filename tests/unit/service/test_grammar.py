@@ -1,6 +1,8 @@
 """A grammar's state follows from the tokens, and what cannot be followed is refused with words."""
 
 import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +11,7 @@ import pytest
 from ballast.common.errors import ConfigError, InvalidRequest
 from ballast.common.sampling import Grammar, GrammarKind
 from ballast.model.tokenizer import EOS_ID, TURN_END_ID, train_tokenizer
-from ballast.service.grammar import Grammars
+from ballast.service.grammar import MOST_KEPT, Grammars
 
 VOCAB = 600
 SCHEMA = Grammar(
@@ -85,3 +87,53 @@ def test_a_file_that_is_no_tokenizer_is_named(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"tokenizer\.json"):
         Grammars(tmp_path / "tokenizer.json")
+
+
+def test_who_asks_for_a_grammar_that_is_being_compiled_waits_for_it(
+    tokenizer_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grammar, grammars = Grammar(GrammarKind.REGEX, "(ab|cd){2,7}"), Grammars(tokenizer_file, VOCAB)
+    compile_it = grammars._compiled
+    begun, may_end, count = threading.Event(), threading.Event(), list[int]()
+
+    def slowly(grammar: Grammar) -> object:
+        count.append(1)
+        begun.set()
+        assert may_end.wait(30.0)
+        return compile_it(grammar)
+
+    monkeypatch.setattr(grammars, "_compiled", slowly)
+    with ThreadPoolExecutor(2) as threads:
+        ahead = threads.submit(grammars.check, grammar)
+        assert begun.wait(30.0)
+        following = threads.submit(grammars.start, grammar, ())
+        may_end.set()
+        ahead.result(30.0)
+        assert not following.result(30.0).is_error()
+    assert len(count) == 1
+
+
+def test_a_grammar_that_cannot_be_compiled_is_refused_each_time(grammars: Grammars) -> None:
+    for _ in range(2):
+        with pytest.raises(InvalidRequest):
+            grammars.check(Grammar(GrammarKind.REGEX, "(ab"))
+
+
+def test_grammars_that_nobody_asks_for_any_more_are_forgotten(
+    tokenizer_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grammars, compiled = Grammars(tokenizer_file, VOCAB), list[str]()
+    compile_it = grammars._compiled
+
+    def seen(grammar: Grammar) -> object:
+        compiled.append(grammar.text)
+        return compile_it(grammar)
+
+    monkeypatch.setattr(grammars, "_compiled", seen)
+    for number in range(MOST_KEPT + 1):
+        grammars.check(Grammar(GrammarKind.REGEX, f"a{number}"))
+        grammars.check(Grammar(GrammarKind.REGEX, "a0"))
+    assert len(compiled) == MOST_KEPT + 1, "the one that is asked for again and again stays"
+    grammars.check(Grammar(GrammarKind.REGEX, "a1"))
+    assert compiled[-1] == "a1"
+    assert len(compiled) == MOST_KEPT + 2
