@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import random
+import uuid
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,11 @@ import pytest
 from openai import AsyncOpenAI, OpenAI
 from pydantic import BaseModel, Field
 
+from ballast.client import AsyncClient
 from ballast.model.tiny import make_tiny
 from ballast.rpc.channel import open_channel
 from ballastpb.planner.v1 import planner_pb2, planner_pb2_grpc
-from tests.support.cluster import RunningCluster, running_cluster
+from tests.support.cluster import RunningCluster, running_cluster, until
 from tests.support.public_schemas import public_schemas
 from tests.support.schemas import random_schema
 
@@ -98,7 +100,7 @@ def test_every_answer_validates_through_drops_restores_and_the_loss_of_a_worker(
                 await order(running, change)
             assert await again == calm
             again = asyncio.create_task(all_of_them(ai))
-            await asyncio.sleep(0.5)
+            await under_way(running, again)
             running.cluster.kill("worker")
             assert await again == calm
 
@@ -183,7 +185,7 @@ def test_answers_to_a_public_set_of_schemas_validate_through_drops_and_replays(r
                 await order(running, change)
             assert await again == calm
             again = asyncio.create_task(all_of_them())
-            await asyncio.sleep(0.5)
+            await under_way(running, again)
             running.cluster.kill("worker")
             assert await again == calm
 
@@ -191,23 +193,33 @@ def test_answers_to_a_public_set_of_schemas_validate_through_drops_and_replays(r
     running.run(replace_the_lost_one(running))
 
 
+async def under_way(running: RunningCluster, asked: asyncio.Task[list[str]]) -> None:
+    """Until workers have something to do; or all is over, where this process is that late."""
+    async with AsyncClient(running.cluster.address) as client:
+        await until(client, lambda now: now.running_request_count > 0 or asked.done())
+
+
 async def order(running: RunningCluster, change: str) -> None:
     """A drop or a restore, and its end."""
     async with open_channel(running.cluster.address) as channel:
         planner = planner_pb2_grpc.PlannerServiceStub(channel)
+        request_id = uuid.uuid4().hex  # the same one again would be answered with what it has done already
         if change == "Drop":
-            request = planner_pb2.DropRequest(worker_ids=["worker-0", "worker-1"], request_id="drop")
-            epoch = (await planner.Drop(request, timeout=20)).epoch
+            names = [worker.id for worker in running.cluster.processes["worker"]]
+            request = planner_pb2.DropRequest(worker_ids=names, request_id=request_id)
+            epoch = (await planner.Drop(request, timeout=60)).epoch
         else:
-            epoch = (await planner.Restore(planner_pb2.RestoreRequest(request_id="restore"), timeout=20)).epoch
+            epoch = (await planner.Restore(planner_pb2.RestoreRequest(request_id=request_id), timeout=60)).epoch
         while True:
-            listed = await planner.ListTransitions(planner_pb2.ListTransitionsRequest(), timeout=20)
+            listed = await planner.ListTransitions(planner_pb2.ListTransitionsRequest(), timeout=60)
             if any(one.epoch == epoch and one.phase == "done" for one in listed.transitions):
                 return
             await asyncio.sleep(0.05)
 
 
 async def replace_the_lost_one(running: RunningCluster) -> None:
+    workers = running.cluster.processes["worker"]
+    workers[:] = [worker for worker in workers if worker.child.returncode is None]
     await running.cluster.start_worker(["--dtype", "float64"])
 
 

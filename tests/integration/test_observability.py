@@ -25,14 +25,16 @@ from ballast.client import AsyncClient, ClusterStatus, RequestStory, SamplingPar
 from ballast.common.errors import InvalidRequest, NotFound
 from ballast.local.cluster import LocalCluster
 from ballast.local.ports import free_port
-from ballast.model.tiny import make_preset
+from ballast.model.tiny import make_preset, make_tiny
 from ballast.rpc.channel import open_channel
 from ballastpb.planner.v1 import planner_pb2, planner_pb2_grpc
 from deploy.observability.boards import BOARDS, FOLDER, queries, text
 from deploy.observability.traced_drop import attributes, collecting, flags_for, moved_request, to_jaeger
 from tests.support.cluster import RunningCluster, running_cluster, until
+from tests.support.waiting import soon
 
 ALERTS = FOLDER / "alerts.yml"
+TRACED = 1500  # tokens: they outlast the preparation of a drop
 _WORDS = re.compile(r'"[^"]*"|\b(?:by|without)\s*\(([^)]*)\)|\[[^\]]*\]')
 _SELECTOR = re.compile(r"\b((?:ballast|process|vllm:)_?[a-z0-9_]+)(?:\{([^}]*)\})?")
 _MATCHER = re.compile(r'(\w+)(=~|=)"([^"]*)"')
@@ -79,15 +81,27 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningCluster]
 async def send_load(cluster: LocalCluster) -> None:
     """Requests before, through and after a drop and a restore."""
     sampling = SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True)
-    async with AsyncClient(cluster.address) as client, open_channel(cluster.address) as channel:
+    over = asyncio.Event()
+    async with (
+        AsyncClient(cluster.address) as client,
+        open_channel(cluster.address) as channel,
+        asyncio.TaskGroup() as tasks,
+    ):
+
+        async def again_and_again() -> None:
+            while not over.is_set():
+                await client.generate("A ship", sampling)
+
+        for _ in range(24):
+            tasks.create_task(again_and_again())
+        await until(client, lambda status: status.running_request_count > 0)
         planner = planner_pb2_grpc.PlannerServiceStub(channel)
-        requests = [asyncio.create_task(client.generate("A ship", sampling)) for _ in range(24)]
         drop = planner_pb2.DropRequest(worker_ids=["worker-0", "worker-1"], request_id="drop")
-        await planner.Drop(drop, timeout=30)
+        await planner.Drop(drop, timeout=60)
         await _ended(planner, 1)
-        await planner.Restore(planner_pb2.RestoreRequest(request_id="restore"), timeout=30)
+        await planner.Restore(planner_pb2.RestoreRequest(request_id="restore"), timeout=60)
         await _ended(planner, 2)
-        await asyncio.gather(*requests)
+        over.set()
     [base] = cluster.http_urls
     body = json.dumps({"model": "tiny", "prompt": "A ship", "max_tokens": 4, "stream": True}).encode()
     request = urllib.request.Request(f"{base}/completions", body, {"Content-Type": "application/json"})
@@ -264,7 +278,9 @@ def test_a_request_is_told_of_in_the_log_and_by_its_id_and_never_a_word_of_it(lo
             with pytest.raises(NotFound, match="nobody: neither"):
                 await client.describe_request("nobody")
             assert (await client.describe_request("wrong")).state == "invalid"
-            log = (loaded.cluster.log_dir / "dispatcher-0.log").read_text()
+            path = loaded.cluster.log_dir / "dispatcher-0.log"
+            await soon(lambda: "request_id=told" in path.read_text())  # written when the client has its answer already
+            log = path.read_text()
             assert not [word for word in (*words, "Zanzibar") if word in log]
             [line] = [line for line in log.splitlines() if "request_id=told" in line]
             assert {"ending=length", "output_tokens=12", "moves=0", "replays=0"} <= set(line.split()), line
@@ -282,12 +298,12 @@ def complete(spans: list[dict[str, Any]]) -> bool:
 
 
 def test_a_trace_of_a_request_shows_where_it_was_through_a_drop(tmp_path: Path) -> None:
-    model = make_preset("tiny", tmp_path / "tiny")
+    model = make_tiny("llama", tmp_path / "tiny", max_len=4096)
     parent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
     async def story(cluster: LocalCluster) -> None:
         [base] = cluster.http_urls
-        body = {"model": "tiny", "prompt": "A ship", "max_tokens": 400, "temperature": 0, "ignore_eos": True}
+        body = {"model": "tiny", "prompt": "A ship", "max_tokens": TRACED, "temperature": 0, "ignore_eos": True}
         request = urllib.request.Request(f"{base}/completions", json.dumps(body).encode())
         request.add_header("Content-Type", "application/json")
         request.add_header("traceparent", parent)
@@ -296,15 +312,15 @@ def test_a_trace_of_a_request_shows_where_it_was_through_a_drop(tmp_path: Path) 
             await until(client, lambda status: all(g.load and g.load.running_count >= 2 for g in status.groups))
             planner = planner_pb2_grpc.PlannerServiceStub(channel)
             drop = planner_pb2.DropRequest(worker_ids=["worker-0", "worker-1"], request_id="drop")
-            await planner.Drop(drop, timeout=30)
+            await planner.Drop(drop, timeout=60)
             await asyncio.gather(*asked)
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(60):
                 while not complete(collector.spans()):  # noqa: ASYNC110 -- filled by a thread
                     await asyncio.sleep(0.05)
 
     with collecting() as collector:
         flags = flags_for(collector)
-        with running_cluster(model, workers=2, gateways=1, device_memory_bytes=8 << 20, flags=flags) as running:
+        with running_cluster(model, workers=2, gateways=1, device_memory_bytes=32 << 20, flags=flags) as running:
             running.run(story(running.cluster))
     every = collector.spans()
     roots = [one for one in every if one["name"] == "request" and one["traceId"] == parent.split("-")[1]]
@@ -327,7 +343,7 @@ def test_a_trace_of_a_request_shows_where_it_was_through_a_drop(tmp_path: Path) 
         assert before["endTimeUnixNano"] == after["startTimeUnixNano"]
     resumed = next(event for event in moved["events"] if event["name"] == "resumed")
     assert "worker-0+worker-1" in attributes(resumed)["ballast.detail"]
-    assert attributes(moved)["gen_ai.usage.output_tokens"] == "400"
+    assert attributes(moved)["gen_ai.usage.output_tokens"] == str(TRACED)
     workers_told_their_part(inner, moved)
     the_planner_told_of_the_drop(every, moved)
 
@@ -341,7 +357,7 @@ def workers_told_their_part(inner: list[dict[str, Any]], moved: dict[str, Any]) 
     assert [span["name"] for span in worked] == ["prefill", "decode", "resume", "decode", *returned]
     assert len({span["instance"] for span in worked}) == 2
     assert attributes(worked[1])["ballast.moved_to"] == worked[2]["instance"]
-    assert sum(int(attributes(span)["ballast.tokens"]) for span in worked if span["name"] == "decode") == 400
+    assert sum(int(attributes(span)["ballast.tokens"]) for span in worked if span["name"] == "decode") == TRACED
     slack_ns = 50_000_000  # clocks of one machine, read one behind the other
     for span in worked:
         assert int(span["startTimeUnixNano"]) >= int(moved["startTimeUnixNano"]) - slack_ns
