@@ -29,7 +29,7 @@ class LoadReport:
 
     block_tokens: int
     block_count: int  # KV blocks in all
-    used_block_count: int  # held by running requests
+    used_block_count: int  # not free: held by requests, or, for moments after a restore, by KV that is still moving
     waiting_block_count: int  # needed by the prompts of accepted requests that do not run yet, head of line included
     running_count: int
     waiting_count: int

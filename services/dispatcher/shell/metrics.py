@@ -15,7 +15,7 @@ _WORKER_GAUGES = (
     ("ballast_worker_placed_requests", "Requests that this dispatcher has on the worker"),
     ("ballast_worker_running_requests", "Requests that run on the worker, those of other dispatchers too"),
     ("ballast_worker_waiting_requests", "Requests that wait at the worker, those of other dispatchers too"),
-    ("ballast_worker_kv_usage_fraction", "Share of the worker's KV blocks that running requests hold, 0 to 1"),
+    ("ballast_worker_kv_usage_fraction", "Share of the worker's KV blocks that are not free, 0 to 1"),
 )
 
 
