@@ -158,7 +158,7 @@ async def test_a_patient_restore_has_its_layers_early_and_makes_room_for_kv_when
         await cluster.change(TransitionKind.DROP, layout(2, [[("w0", 0, 2), ("w1", 2, 4)]], LAYERS))
         dropped = w0.book.block_count
         answer, *others = [await cluster.dispatcher.submit("w0", prompt, sampling) for prompt in PROMPTS]
-        await until(lambda: w0.core.wanted_block_count > 1.4 * home)
+        await until(lambda: w0.core.lane.wanted_block_count > 1.4 * home)
         cluster.patient = True
         target = alone(3, NAMES, LAYERS)
         members = cluster.ask_to_prepare(TransitionKind.RESTORE, target)

@@ -424,15 +424,16 @@ class Cluster:
 
 
 def _left(worker: GroupWorker) -> str:
-    ids, member, scheduler = worker.book.sequence_ids, worker.member, worker.core._scheduler
+    ids, member, lane = worker.book.sequence_ids, worker.member, worker.core.lane
+    scheduler = lane.scheduler
     driver, restoring, home = member._driver, member._restoring, member._homecoming
     transition = driver.transition
     open_ = transition and (transition.phase, transition._is)
     return (
         f"{open_} undoing {restoring.undoing} learning {driver._learning} quiescing {driver.quiescing} wants"
         f" {home.wants} granted {restoring._granted} links missing {member._links.missing} pulls"
-        f" {home._pull and home._pull._under_way}, suspended {worker.core.suspended_ids}, in flight"
-        f" {worker.core.in_flight_count}, settled {worker.core.settled}, not told {worker.core._flights.to_remove};"
+        f" {home._pull and home._pull._under_way}, suspended {lane.suspended_ids}, in flight"
+        f" {lane.in_flight_count}, settled {lane.settled}, not told {lane.flights.to_remove};"
         f" of {scheduler.block_count} blocks {scheduler.lent_block_count} lent, {scheduler.expected_block_count}"
         f" expected, {scheduler.reserved_block_count} reserved, {len(scheduler.swap)} swapped; "
         f"leads {worker.member.leads}, blocks of {[(i >> 32, i & 0xFFFFFFFF) for i in ids]}, live"

@@ -48,21 +48,17 @@ def plan_restore(
     *,
     usage_limit: float = 0.85,
     room_limit: float = 0.9,
-    backlog_blocks: int = 0,
-    unavailable: Collection[WorkerId] = frozenset(),
     only: Collection[GroupId] | None = None,
-    max_groups: int | None = None,
 ) -> RestorePlan:
     """Dissolve pipelines, the least used first, while demand stays within `usage_limit` of what is left.
 
     Both must hold: a group's own demand against the KV of its members with full copies (its requests stay with
-    them), and all demand with the dispatchers' backlog against all capacity, since a pipeline that stays is relief
-    for the others. And a group has to fit into `room_limit` of the room that there is while KV is copied (see
-    `ballast.common.restoring`): whoever finds none then waits or is preempted. `unavailable` workers are no sources.
-    `only`: those that an operator named.
+    them), and all demand against all capacity, since a pipeline that stays is relief for the others. And a group has
+    to fit into `room_limit` of the room that there is while KV is copied (see `ballast.common.restoring`): whoever
+    finds none then waits or is preempted. `only`: those that an operator named.
     """
     model = snapshot.model
-    choice = _Choice(snapshot, usage_limit, room_limit, backlog_blocks, max_groups)
+    choice = _Choice(snapshot, usage_limit, room_limit)
     kept: list[tuple[GroupId, str]] = []
     chosen: list[tuple[GroupState, tuple[int, ...]]] = []
     pipelines = [g for g in snapshot.groups if len(g.members) > 1 and (only is None or g.group_id in only)]
@@ -74,7 +70,7 @@ def plan_restore(
             chosen.append((group, blocks[group.group_id]))
         else:
             kept.append((group.group_id, why_not))
-    sources = _Sources(snapshot, unavailable)
+    sources = _Sources(snapshot)
     pulls = sources.assign([group for group, _ in chosen])
     dissolutions = [
         Dissolution(group.group_id, tuple(m.worker_id for m in group.members), counts, tuple(pulls[group.group_id]))
@@ -90,19 +86,11 @@ def _full_copy_blocks(group: GroupState, model: ModelShape) -> tuple[int, ...]:
 class _Choice:
     """Capacity as it will be with the groups dissolved that were taken so far."""
 
-    def __init__(
-        self,
-        snapshot: Snapshot,
-        usage_limit: float,
-        room_limit: float,
-        backlog_blocks: int,
-        max_groups: int | None,
-    ) -> None:
+    def __init__(self, snapshot: Snapshot, usage_limit: float, room_limit: float) -> None:
         self.usage_limit = usage_limit
         self.room_limit = room_limit
-        self.demand_blocks = backlog_blocks + sum(group.load_blocks for group in snapshot.groups)
+        self.demand_blocks = sum(group.load_blocks for group in snapshot.groups)
         self.capacity_blocks = sum(group.block_count for group in snapshot.groups)
-        self.left = len(snapshot.groups) if max_groups is None else max_groups
 
     def refusal(self, group: GroupState, blocks: Sequence[int]) -> str | None:
         percent = f"{self.usage_limit:.0%}"
@@ -119,21 +107,20 @@ class _Choice:
         after_blocks = self.capacity_blocks - group.block_count + sum(blocks)
         if self.demand_blocks > self.usage_limit * after_blocks:
             return f"all demand, {self.demand_blocks} blocks, would exceed {percent} of {after_blocks} left"
-        return "enough groups are being restored" if self.left < 1 else None
+        return None
 
     def take(self, group: GroupState, blocks: Sequence[int]) -> None:
         self.capacity_blocks += sum(blocks) - group.block_count
-        self.left -= 1
 
 
 class _Sources:
     """Who holds which layer, and how much each was asked for."""
 
-    def __init__(self, snapshot: Snapshot, unavailable: Collection[WorkerId]) -> None:
+    def __init__(self, snapshot: Snapshot) -> None:
         self.model = snapshot.model
         self.asked_bytes: dict[WorkerId, int] = {}
         self.holders: list[list[WorkerId]] = [[] for _ in range(snapshot.model.layer_count)]
-        members = [m for g in snapshot.groups for m in g.members if m.worker_id not in unavailable]
+        members = [m for g in snapshot.groups for m in g.members]
         for member in sorted(members, key=lambda m: m.worker_id):
             self.asked_bytes[member.worker_id] = 0
             for layer in member.held_layers:

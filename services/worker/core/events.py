@@ -250,17 +250,8 @@ class GroupLost:
     at_s: float
 
 
-Event = (
-    StreamOpened
-    | StreamClosed
-    | Submitted
-    | Aborted
-    | BatchWanted
-    | StepDone
-    | StepFailed
-    | Tick
-    | DrainRequested
-    | BlocksAdded
+LaneEvent = (
+    BlocksAdded
     | CapacityChanged
     | AdmissionLimited
     | PrefillLimited
@@ -270,9 +261,22 @@ Event = (
     | KvAdmitted
     | KvArrived
     | KvLost
+    | RoomExpected
+)  # what happens to a group, and not to a worker
+
+Event = (
+    LaneEvent
+    | StreamOpened
+    | StreamClosed
+    | Submitted
+    | Aborted
+    | BatchWanted
+    | StepDone
+    | StepFailed
+    | Tick
+    | DrainRequested
     | HandOver
     | Adopted
-    | RoomExpected
     | OrphanWithdrawn
     | GroupLost
 )

@@ -1,14 +1,173 @@
-"""Sequences as they are told to their next leader, and back; and whether a request is the one that was told about."""
+"""Sequences that change their leader: those that go, those that come, and requests that are here before theirs."""
 
+from collections.abc import Callable
+
+from ballast.common.errors import InvariantViolation
+from ballast.common.ids import WorkerId
 from ballast.common.sampling import PriorityClass
-from services.worker.core.events import Submitted
+from services.worker.core.batch import SequenceId
+from services.worker.core.events import Adopted, HandedOver, HandOver, OrphanWithdrawn, Submitted
 from services.worker.core.intake import with_seed
+from services.worker.core.lane import Lane
 from services.worker.core.limits import WorkerLimits
+from services.worker.core.residents import Residents
 from services.worker.core.sequence import NOBODY, Sequence, SequenceState, Unsent
 from services.worker.core.snapshot import SequenceSnapshot
 from services.worker.core.stop import StopRule, StopText
 
+ANOTHER_LEADS = "another worker leads this group"
 _CLASSES = tuple(PriorityClass)  # in order of rank
+
+
+class Handovers:
+    def __init__(self, limits: WorkerLimits, residents: Residents) -> None:
+        self._limits = limits
+        self._residents = residents
+        self.stale_total = 0
+        self.adopted_total = 0
+        self.moved_total = 0
+
+    # ---------------------------------------------------------------- going
+
+    def hand_over(self, lane: Lane, event: HandOver) -> HandedOver:
+        lane.hand_over(event.at_s, None if isinstance(event.to, str) else event.to)
+        target = _target(event)
+        packed: dict[WorkerId, list[SequenceSnapshot]] = {}
+        for sequence in self._all(lane):
+            to = target(sequence.sequence_id)
+            if to is None:
+                continue
+            suspended = sequence.sequence_id in lane.scheduler.suspended
+            packed.setdefault(to, []).append(pack(sequence, event.at_s, suspended=suspended))
+            if suspended and sequence.state is SequenceState.ENDED:
+                lane.give_away(sequence)
+            self._move_out(sequence, to, event.at_s)
+            if event.frees:
+                lane.flights.forget(sequence)
+        if isinstance(event.to, str):
+            for sequence in self._residents.held.sequences:
+                self._move_out(sequence, event.to, event.at_s)
+        return HandedOver(tuple((to, tuple(snapshots)) for to, snapshots in sorted(packed.items())))
+
+    def _all(self, lane: Lane) -> list[Sequence]:
+        """Whatever there is to hand over: also what has ended and either holds blocks or has not been told."""
+        untold = [s for s in self._residents.orphans.sequences if s.state is SequenceState.ENDED]
+        found = {s.sequence_id: s for s in (*lane.sequences, *untold)}
+        return [found[sequence_id] for sequence_id in sorted(found)]
+
+    def _move_out(self, sequence: Sequence, to: WorkerId, at_s: float) -> None:
+        if sequence.state is not SequenceState.ENDED and sequence.unsent is None:
+            self._residents.outbox.moved(sequence.key, to)
+            self._residents.remember_moved(sequence)
+        self._residents.move_out(sequence, at_s, f"moved to {to}")
+        self.moved_total += 1
+
+    # ---------------------------------------------------------------- coming
+
+    def adopt(self, lane: Lane, event: Adopted) -> None:
+        lane.flights.demand_none("sequences are adopted")
+        if not lane.leads:
+            raise InvariantViolation("a follower is handed sequences over")
+        for snapshot in event.snapshots:
+            self._adopt(lane, snapshot, event)
+        lane.make_room(event.at_s)
+        if event.last:
+            for sequence in self._residents.held.sequences:
+                self._give_up(lane, sequence, event.at_s)
+        lane.scheduler.admit(event.at_s)
+
+    def _adopt(self, lane: Lane, snapshot: SequenceSnapshot, event: Adopted) -> None:
+        sequence_id, at_s = snapshot.sequence_id, event.at_s
+        if sequence_id in self._residents.live or sequence_id in lane.scheduler.suspended:
+            self.stale_total += 1
+            return
+        self.adopted_total += 1
+        sequence = unpack(snapshot, at_s, self._limits)
+        suspended = sequence_id in event.suspended_ids and sequence.computed_tokens > 0
+        waits = suspended and sequence_id in event.waiting_ids
+        if suspended and sequence.state is SequenceState.ENDED:
+            lane.enter(sequence, at_s, suspended=True, waits=waits)
+        elif sequence.state is SequenceState.ENDED or sequence_id in event.lost_ids:
+            lane.flights.forget(sequence)
+            sequence.computed_tokens = 0
+        if sequence.unsent is None:
+            return
+        if other := self._residents.orphans.get(sequence.request_id):
+            self._residents.drop_orphan(other, at_s, "the request was handed over twice")
+        if sequence.state is SequenceState.ENDED:
+            self._residents.orphans.add(sequence, at_s)
+        else:
+            self._residents.enter(sequence, at_s)
+            self._residents.place(sequence, lane, at_s, suspended=suspended, waits=waits)
+        if forsaken := self._residents.forsaken.get(sequence.request_id):
+            self._residents.forsaken.discard(forsaken)
+            self._residents.drop_orphan(sequence, at_s, "it was ended before it came")
+        elif held := self._residents.held.get(sequence.request_id):
+            self._meet(lane, sequence, held, at_s)
+
+    def _meet(self, lane: Lane, orphan: Sequence, held: Sequence, at_s: float) -> None:
+        claim = self._residents.claims[held.sequence_id]
+        if why := disagreement(orphan, claim):
+            self._residents.drop_orphan(orphan, at_s, why)
+            self._give_up(lane, held, at_s)
+        else:
+            self._residents.move_out(held, at_s, f"is {orphan.name}")
+            self._residents.attach(orphan, claim)
+
+    def withdraw(self, event: OrphanWithdrawn) -> None:
+        orphan = next((s for s in self._residents.orphans.sequences if s.sequence_id == event.sequence_id), None)
+        if orphan is None:
+            self.stale_total += 1
+        else:
+            self._residents.drop_orphan(orphan, event.at_s, "its client has gone")
+
+    def claim(self, event: Submitted) -> bool:
+        """Whether the request was an orphan here and is its dispatcher's again."""
+        orphan = self._residents.orphans.get(event.request_id)
+        if orphan is None:
+            return False
+        if why := disagreement(orphan, event):
+            self._residents.drop_orphan(orphan, event.at_s, why)
+            return False
+        self._residents.attach(orphan, event)
+        return True
+
+    # ---------------------------------------------------------------- requests that come before their sequence
+
+    def may_hold(self, event: Submitted) -> bool:
+        return event.expects_handover and len(self._residents.held) < self._limits.max_held_count
+
+    def hold(self, lane: Lane, sequence: Sequence, event: Submitted) -> None:
+        """`lane`: for one of the same request that is held already."""
+        if earlier := self._residents.held.get(sequence.request_id):
+            self._give_up(lane, earlier, event.at_s)
+        sequence.move(SequenceState.HELD, event.at_s, "it is to be handed over")
+        sequence.may_overfill = True
+        self._residents.hold(sequence, event)
+
+    def expire(self, lane: Lane, at_s: float) -> None:
+        """Who has been held for too long goes into `lane`."""
+        for sequence in self._residents.held.pop_due(at_s):
+            self._give_up(lane, sequence, at_s)
+
+    def _give_up(self, lane: Lane, sequence: Sequence, at_s: float) -> None:
+        """Nobody hands it over: it is an ordinary resumption."""
+        self._residents.unhold(sequence)
+        if not lane.leads:
+            self._residents.move_out(sequence, at_s, "refused")
+            self._residents.turn_away(sequence.key, ANOTHER_LEADS, invalid=False)
+            return
+        sequence.move(SequenceState.WAITING, at_s, "nobody has handed it over")
+        self._residents.place(sequence, lane, at_s)
+        if lane.scheduler.too_big(sequence):
+            self._residents.end_too_big(sequence, at_s)
+        else:
+            lane.scheduler.admit(at_s)
+
+
+def _target(event: HandOver) -> Callable[[SequenceId], WorkerId | None]:
+    to = event.to
+    return (lambda _: to) if isinstance(to, str) else to.get
 
 
 def pack(sequence: Sequence, at_s: float, *, suspended: bool) -> SequenceSnapshot:

@@ -1,6 +1,6 @@
 """What the leader of a new group tells its core about victims: who keeps the KV, who waits for room, who starts over.
 
-`core.waves` decides; here is what it means for the core, in the order in which the core has to hear it. The core is
+`core.waves` decides; here is what it means for the core, in the order in which the core has to hear it. Its lane is
 only read.
 """
 
@@ -20,10 +20,10 @@ from services.worker.core.events import (
     KvLost,
     KvTravels,
 )
+from services.worker.core.lane import Lane
 from services.worker.core.plan import Part, Plan, Victim, transfers
 from services.worker.core.snapshot import SequenceSnapshot
-from services.worker.core.waves import Standing, Wave, Waves, may_wait, standing_of
-from services.worker.core.worker import WorkerCore
+from services.worker.core.waves import Wave, Waves, may_wait, standing_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +37,12 @@ class Decision:
 class Leading:
     """Of one transition: `lead`, then `lead_on` whenever all members are through with a wave."""
 
-    def __init__(self, me: WorkerId, plan: Plan, part: Part, core: WorkerCore, block_tokens: int) -> None:
+    def __init__(self, me: WorkerId, plan: Plan, part: Part, lane: Lane, block_tokens: int) -> None:
         self._me = me
         self._plan = plan
         self._members = members_of(part.new)
         self._may_wait = may_wait(plan, part)
-        self._core = core
+        self._lane = lane
         self._block_tokens = block_tokens
         self._waves = Waves(self._members, ())
         self._in_the_end = 0  # blocks of the smallest stage
@@ -63,12 +63,18 @@ class Leading:
         """All members are ready. `counts`: blocks of each stage, now and when nothing is left to be sent;
         `lent_blocks` of a lone worker are of sequences that others lead now.
         """
-        alive = self._core.kv_tokens  # own ones may have ended since they were counted
+        alive = self._lane.kv_tokens  # own ones may have ended since they were counted
         gone_ids = {v.sequence_id for v in victims if v.old_leader == self._me} - alive.keys()
         present = [v for v in victims if v.sequence_id not in gone_ids]
         self._in_the_end = min((counts_in_the_end if self._may_wait else counts).values())
-        arrived = {snapshot.sequence_id: snapshot for snapshot in coming}
-        standings = [self._standing(victim, arrived.get(victim.sequence_id), now_s) for victim in present]
+        weights = {
+            **self._lane.weights(),
+            **{snapshot.sequence_id: self._weight(snapshot, now_s) for snapshot in coming},
+        }
+        standings = [
+            standing_of(self._plan, victim, self._members, *weights[victim.sequence_id], self._block_tokens)
+            for victim in present
+        ]
         self._waves = Waves(self._members, standings)
         wave = self._waves.first(counts, self._in_the_end, lent_blocks)
         waiting, lost_ids = self._waves.waiting_ids, {v.sequence_id for v in wave.lost}
@@ -86,8 +92,8 @@ class Leading:
 
     def lead_on(self, now_s: float, counts: Mapping[WorkerId, int]) -> Decision:
         """The room of the waves so far has been given back; nothing travels."""
-        gone = self._waves.waiting_ids - set(self._core.sequence_ids)
-        wave = self._waves.next(counts, self._core.reserved_block_count, gone)
+        gone = self._waves.waiting_ids - set(self._lane.sequence_ids)
+        wave = self._waves.next(counts, self._lane.reserved_block_count, gone)
         lost_ids = sorted(v.sequence_id for v in wave.lost)
         events: list[Event] = [
             *(KvLost(now_s, sequence_id) for sequence_id in lost_ids),
@@ -104,11 +110,7 @@ class Leading:
         before = self._in_the_end if self._waves.waiting_ids else 0
         return CapacityChanged(now_s, smallest, held_blocks + lent_blocks, before)
 
-    def _standing(self, victim: Victim, snapshot: SequenceSnapshot | None, now_s: float) -> Standing:
-        if snapshot is None:
-            rank, arrival_s, need_blocks = self._core.weight(victim.sequence_id)
-        else:
-            rank, arrival_s = snapshot.priority.rank, now_s - snapshot.age_s
-            token_count = len(snapshot.prompt_token_ids) + len(snapshot.output_token_ids)
-            need_blocks = blocks_for(token_count, self._block_tokens)
-        return standing_of(self._plan, victim, self._members, rank, arrival_s, need_blocks, self._block_tokens)
+    def _weight(self, snapshot: SequenceSnapshot, now_s: float) -> tuple[int, float, int]:
+        """See `Lane.weights`."""
+        token_count = len(snapshot.prompt_token_ids) + len(snapshot.output_token_ids)
+        return snapshot.priority.rank, now_s - snapshot.age_s, blocks_for(token_count, self._block_tokens)

@@ -9,15 +9,12 @@ say in between, the tests of `sim` make sure by comparing whole histories.
 
 from collections.abc import Iterable, Sequence
 
-from services.worker.core.blocks import BlockBook
-from services.worker.core.flights import Flights
-from services.worker.core.residents import Residents
-from services.worker.core.scheduler import Scheduler
+from services.worker.core.lane import Lane
 from services.worker.core.sequence import Sequence as Running
 
 
 class PlainSteps:
-    """Of a worker as it is between two steps; good until it is told anything else."""
+    """Of a lane as it is between two steps; good until its worker is told anything else."""
 
     __slots__ = ("_early", "_growth", "block_tokens", "context_tokens", "limit", "sequences")
 
@@ -39,9 +36,10 @@ class PlainSteps:
         return block_count
 
 
-def foresee(scheduler: Scheduler, flights: Flights, residents: Residents) -> PlainSteps | None:
+def foresee(lane: Lane) -> PlainSteps | None:
     """None: the next step may be another one."""
-    if not scheduler.decides_nothing or len(flights) or flights.to_remove or residents.waits:
+    scheduler, flights = lane.scheduler, lane.flights
+    if not scheduler.decides_nothing or len(flights) or flights.to_remove:
         return None
     block_tokens = scheduler.block_tokens
     limit = scheduler.ceiling_tokens
@@ -71,19 +69,11 @@ def foresee(scheduler: Scheduler, flights: Flights, residents: Residents) -> Pla
     return PlainSteps(tuple(scheduler.running), limit, block_tokens, growth, early)
 
 
-def take(
-    plain: PlainSteps,
-    token_ids: Iterable[Sequence[int]],
-    count: int,
-    *,
-    scheduler: Scheduler,
-    flights: Flights,
-    book: BlockBook,
-) -> None:
+def take(plain: PlainSteps, token_ids: Iterable[Sequence[int]], count: int, lane: Lane) -> None:
     """The first `count` of these steps have been run. `token_ids`: of each sequence, as many as steps."""
-    block_tokens = plain.block_tokens
+    block_tokens, scheduler, book = plain.block_tokens, lane.scheduler, lane.book
     taken: list[tuple[int, int, Running]] = []  # step, place in the batch: the order in which blocks are taken
-    step_id = flights.pass_over(count)
+    step_id = lane.flights.pass_over(count)
     for place, (sequence, new_ids) in enumerate(zip(plain.sequences, token_ids, strict=True)):
         before = sequence.token_count
         sequence.output_token_ids.extend(new_ids)

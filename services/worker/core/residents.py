@@ -11,10 +11,9 @@ from ballast.common.sampling import FinishReason
 from services.worker.core.batch import SequenceId
 from services.worker.core.deadlines import Deadlines
 from services.worker.core.events import SequenceKey, Submitted
-from services.worker.core.flights import Flights
+from services.worker.core.lane import Lane
 from services.worker.core.limits import WorkerLimits
 from services.worker.core.outbox import Outbox
-from services.worker.core.scheduler import Scheduler
 from services.worker.core.sequence import Sequence, SequenceState, Unsent
 from services.worker.core.waits import Waits
 
@@ -30,12 +29,11 @@ class Stream:
 
 
 class Residents:
-    def __init__(self, limits: WorkerLimits, scheduler: Scheduler, flights: Flights) -> None:
+    def __init__(self, limits: WorkerLimits) -> None:
         self._limits = limits
-        self._scheduler = scheduler
-        self._flights = flights
         self.streams: dict[int, Stream] = {}  # stream id -> what came over it
         self.live: dict[SequenceId, Sequence] = {}
+        self.lanes: dict[SequenceId, Lane] = {}  # that each of these is in, unless it is held
         self.orphans = Waits(limits.orphan_timeout_s)  # for their dispatchers; those that have ended, too
         self.held = Waits(limits.orphan_timeout_s)  # for their sequence to be handed over
         self.forsaken = Waits(limits.orphan_timeout_s)  # held, and ended before their sequence has come
@@ -62,13 +60,20 @@ class Residents:
     # ---------------------------------------------------------------- coming
 
     def enter(self, sequence: Sequence, at_s: float) -> None:
-        """Of a stream, or an orphan. In a line it is not yet."""
+        """Of a stream, or an orphan. In a lane it is not yet."""
         self.live[sequence.sequence_id] = sequence
         if sequence.unsent is None:
             self.streams[sequence.key.stream_id].live[sequence.key.handle] = sequence
         else:
             self.orphans.add(sequence, at_s)
         self.watch(sequence)
+
+    def place(
+        self, sequence: Sequence, lane: Lane, at_s: float, *, suspended: bool = False, waits: bool = False
+    ) -> None:
+        """Into the lane that is to run it."""
+        self.lanes[sequence.sequence_id] = lane
+        lane.enter(sequence, at_s, suspended=suspended, waits=waits)
 
     def watch(self, sequence: Sequence) -> None:
         """Its deadline is new."""
@@ -125,31 +130,25 @@ class Residents:
 
     def end_too_big(self, sequence: Sequence, at_s: float) -> None:
         """Not the request's fault: it may have begun in a larger group, and there may be another one."""
+        block_count = self.lanes[sequence.sequence_id].scheduler.block_count
         error = (
             f"{sequence.token_count} tokens do not fit into the KV cache of this worker"
-            f" ({self._scheduler.block_count} blocks of {self._limits.block_tokens} tokens), even alone"
+            f" ({block_count} blocks of {self._limits.block_tokens} tokens), even alone"
         )
         self.end(sequence, at_s, FinishReason.ERROR, error)
 
     def remove(self, sequence: Sequence, at_s: float, reason: FinishReason, why: str = "") -> None:
-        """Without a word. Its blocks are free for the next batch even if it is in flight (see `core.blocks`); not yet
-        if KV is being written into them.
-        """
-        if sequence.state is not SequenceState.SUSPENDED:
-            if sequence.state is not SequenceState.HELD:
-                self._scheduler.release(sequence)
-            self._flights.forget(sequence)
+        """Without a word."""
+        if (lane := self.lanes.pop(sequence.sequence_id, None)) is not None:
+            lane.end(sequence)
         self._leave(sequence, at_s, f"{reason.value} {why}".rstrip())
         self.endings_total[reason] += 1
 
     def move_out(self, sequence: Sequence, at_s: float, why: str) -> None:
-        """Somebody else has it now, with all that it holds."""
-        if sequence.state is SequenceState.ENDED:
-            if sequence.sequence_id in self._scheduler.suspended:
-                self._scheduler.let_go(sequence)
-        else:
-            if sequence.state is not SequenceState.HELD:
-                self._scheduler.release(sequence)
+        """Somebody else has it now."""
+        if sequence.state is not SequenceState.ENDED:
+            if (lane := self.lanes.pop(sequence.sequence_id, None)) is not None:
+                lane.give_away(sequence)
             self._leave(sequence, at_s, why)
         self.orphans.discard(sequence)
 
@@ -190,16 +189,12 @@ class Residents:
         del self.streams[stream_id]
 
     def abandon(self, at_s: float) -> None:
-        """The group is lost: nobody is left, and nothing that anybody would have to be told."""
-        self._scheduler.admission_limit = None
-        for sequence in list(self._scheduler.suspended.values()):
-            self._scheduler.let_go(sequence)
+        """The group is lost, and with it all streams: nobody is left to be told."""
         for sequence in list(self.live.values()):
             self.remove(sequence, at_s, FinishReason.CANCELLED, "the group is lost")
         for orphan in self.orphans.sequences:
             self.orphans.discard(orphan)
         self.streams.clear()
-        self._flights.abandon()
 
     def expire(self, at_s: float) -> None:
         for sequence_id in self._deadlines.pop_due(at_s):
@@ -216,6 +211,8 @@ class Residents:
         """Raise InvariantViolation unless every live sequence is known where it has to be, and nothing else is."""
         for sequence_id, sequence in self.live.items():
             self._check_live(sequence_id, sequence)
+            if (sequence_id in self.lanes) == (sequence.state is SequenceState.HELD):
+                raise InvariantViolation(f"{sequence.name} is held and in a lane, or neither", sequence.story())
         streamed = sum(len(stream.live) for stream in self.streams.values())
         orphaned = sum(s.state is not SequenceState.ENDED for s in self.orphans.sequences)
         if len(self.live) != streamed + orphaned:

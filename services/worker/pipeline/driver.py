@@ -102,7 +102,7 @@ class TransitionDriver:
         self._homecoming = homecoming
         self._restoring = restoring
         self._migrations = migrations
-        self._core = ground.core
+        self._lane = ground.lane
         self._book = ground.book
         self._memory = ground.memory
         self._broken = broken
@@ -178,14 +178,14 @@ class TransitionDriver:
 
     @property
     def may_form(self) -> bool:
-        if self._farewell.may_form(self._core.in_flight_count):
+        if self._farewell.may_form(self._lane.in_flight_count):
             return True
         return not (self.quiescing or self._waits)
 
     def poll(self) -> None:
         """Between two batches."""
         transition = self.transition
-        turn = self.regroup.turn(self._now(), len(self._core.suspended_ids))
+        turn = self.regroup.turn(self._now(), len(self._lane.suspended_ids))
         self._waits = turn is Turn.WAIT
         if turn in (Turn.GENTLY, Turn.OVER):
             limit = PROMPT_BLOCKS_ALONE * self._memory.kv.shape.block_tokens if turn is Turn.GENTLY else None
@@ -193,9 +193,9 @@ class TransitionDriver:
         if turn is Turn.OVER:
             self._links.retire(self._role.epoch)  # see `_release_lost`
         if self.quiescing and transition is not None and transition.phase is Phase.COMMITTING:
-            core = self._core
-            over = self._farewell.is_over(core.landed_step_id, core.in_flight_count, has_work=core.has_work)
-            if over and not core.suspended_ids and transition.led_before:
+            lane = self._lane
+            over = self._farewell.is_over(lane.landed_step_id, lane.in_flight_count, has_work=lane.has_work)
+            if over and not lane.suspended_ids and transition.led_before:
                 self._farewell.end()
                 # What has ended since the last batch, while the stages still follow this leader: it would stay there.
                 self._capacities.tell_core()
@@ -337,7 +337,7 @@ class TransitionDriver:
                     self._published.note_commit()
                     if self._role.stages and self._current().plan.kind is TransitionKind.RESTORE:
                         self._answers.tell(MicrobatchesJoined(self._now()))
-                        self._farewell.begin(self._core.departed_step_id, len(self._role.stages))
+                        self._farewell.begin(self._lane.departed_step_id, len(self._role.stages))
                 case SendEpochEnded(epoch=epoch):
                     self._links.pass_on(Topic.EPOCH_ENDED, epoch)
                 case TakeUp():
@@ -508,7 +508,7 @@ class TransitionDriver:
             return
         progress, began_s = self._published.counted, self._now()
         if not self._role.stages:  # alone: what the group has shared out to others leaves nothing here
-            mine = {*self._core.sequence_ids, *self._core.suspended_ids}
+            mine = {s.sequence_id for s in self._lane.sequences}
             for sequence_id in self._book.sequence_ids:
                 if sequence_id not in mine:
                     self._book.release(sequence_id)

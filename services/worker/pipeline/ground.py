@@ -15,6 +15,7 @@ from ballast.common.ids import WorkerId
 from ballast.common.sampling import Grammar
 from services.worker.core.batch import Batch, StepResult
 from services.worker.core.blocks import BlockBook
+from services.worker.core.lane import Lane
 from services.worker.core.worker import WorkerCore
 from services.worker.memory.device import DeviceMemory
 from services.worker.pipeline.unhurried import never
@@ -88,7 +89,8 @@ class Ground:
     """What all parts of a member share."""
 
     me: WorkerId
-    core: WorkerCore  # only read: `answers` tell it something
+    core: WorkerCore  # only read, and so is
+    lane: Lane  # of its group: `answers` tell it something
     book: BlockBook
     memory: DeviceMemory
     role: Role

@@ -33,7 +33,7 @@ class Handover:
         self._role = ground.role
         self._links = ground.links
         self._capacities = capacities
-        self._core = ground.core
+        self._lane = ground.lane
         self._book = ground.book
         self._memory = ground.memory
         self._tell = ground.answers.tell
@@ -73,7 +73,7 @@ class Handover:
                 self._going |= dict(command.snapshots)
 
     def _own_victims(self) -> tuple[Victim, ...]:
-        return tuple(Victim(i, count, self._role.me) for i, count in sorted(self._core.kv_tokens.items()))
+        return tuple(Victim(i, count, self._role.me) for i, count in sorted(self._lane.kv_tokens.items()))
 
     def send(self, epoch: Epoch, to: WorkerId) -> None:
         body = pb.Handover(
@@ -102,10 +102,10 @@ class Handover:
         members = members_of(transition.part.new)
         self._capacities.add({peer: count for peer, count in self._told_counts.items() if peer in members})
         in_the_end = {peer: count for peer, count in self._final_counts.items() if peer in members}
-        mine = {*self._core.sequence_ids, *(snapshot.sequence_id for snapshot in self._coming)}
+        mine = {*self._lane.sequence_ids, *(snapshot.sequence_id for snapshot in self._coming)}
         lent = 0 if self._role.stages else lent_count(self._book, self._memory.home_block_count, mine)
         size = self._memory.kv.shape.block_tokens
-        leading = self._leading = Leading(self._role.me, transition.plan, transition.part, self._core, size)
+        leading = self._leading = Leading(self._role.me, transition.plan, transition.part, self._lane, size)
         decision = leading.lead(now_s, victims, self._coming, self._capacities.counts, in_the_end, lent)
         self._capacities.leading = leading
         progress.victim_count = progress.victims_waiting = decision.victim_count

@@ -83,7 +83,7 @@ class GroupMember:
         self.me = me
         self._now = now = surroundings.now
         self.published = published = Published(now)
-        self._core = core
+        self._lane = core.lane
         self._book = book
         self._memory = memory
         self._hub = hub = surroundings.hub
@@ -95,7 +95,7 @@ class GroupMember:
         self._rescue: Rescue | None = None  # a member of the group is gone
         self._is_awake = True  # `poll` may find something to do
         pace = surroundings.plane.pace
-        ground = Ground(me, core, book, memory, role, links, hub, published, answers, now, surroundings.post)
+        ground = Ground(me, core, core.lane, book, memory, role, links, hub, published, answers, now, surroundings.post)
         self._capacities = capacities = Capacities(ground)
         self._homecoming = homecoming = Homecoming(
             ground,
@@ -229,7 +229,7 @@ class GroupMember:
 
     def poll(self) -> list[Answer]:
         if self._role.leads:
-            has_work = bool(self._core.in_flight_count) or self._core.has_work
+            has_work = bool(self._lane.in_flight_count) or self._lane.has_work
             self.published.clock.note_work(self._now(), has_work=has_work)
         if not self._is_awake:
             return []

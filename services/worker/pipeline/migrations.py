@@ -80,6 +80,7 @@ class Migrations:
         self._totals = ground.published.migrations
         self._published = ground.published
         self._core = core = ground.core
+        self._lane = ground.lane
         self._book = ground.book
         self._kv = kv = ground.memory.kv
         self._hub = ground.hub
@@ -189,7 +190,7 @@ class Migrations:
 
     def _begin_some(self, to: WorkerId, order: _Order, now_s: float) -> None:
         while self._departures.may_begin:
-            chosen = choose_departure(self._core.decoding(), order.blocks_left, self._departures.leaving)
+            chosen = choose_departure(self._lane.decoding(), order.blocks_left, self._departures.leaving)
             if chosen is None:
                 return
             order.blocks_left -= chosen.block_count

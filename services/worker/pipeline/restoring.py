@@ -64,7 +64,7 @@ class Restoring:
         self._capacities = capacities
         self._homecoming = homecoming
         self._published = ground.published
-        self._core = ground.core
+        self._lane = ground.lane
         self._book = ground.book
         self._memory = ground.memory
         self._max_running_count = max_running_count
@@ -131,7 +131,7 @@ class Restoring:
 
         A batch in flight may still add a token to it, and the next batch wants room for one more.
         """
-        longest = self._core.longest_token_count
+        longest = self._lane.longest_token_count
         home = self._capacities.smallest_home * self._memory.kv.shape.block_tokens
         if longest + 2 <= home:
             return ""
@@ -160,12 +160,12 @@ class Restoring:
             self._drive(PreparationFailed(self._now(), epoch, why))
         if keeper is None or transition.phase is not Phase.PREPARING or self._links.missing:
             return
-        longest = blocks_for(self._core.longest_token_count + 2, self._memory.kv.shape.block_tokens)
-        block_count = keeper.seek(self._core.wanted_block_count, longest)
+        longest = blocks_for(self._lane.longest_token_count + 2, self._memory.kv.shape.block_tokens)
+        block_count = keeper.seek(self._lane.wanted_block_count, longest)
         if block_count is not None:
             self._capacities.limit(epoch, block_count)
             self._limit_prefill(max(1, int(_PROMPT_BLOCKS * self._memory.kv.shape.block_tokens)))
-        if keeper.sought is not Room.NONE and self._core.settled:  # nobody holds or will take a block beyond the limit
+        if keeper.sought is not Room.NONE and self._lane.settled:  # nobody holds or will take a block beyond the limit
             self.room_is_granted(epoch, keeper.grant())
 
     def layers_are_back(self, event: LayersBack) -> None:
@@ -180,7 +180,7 @@ class Restoring:
             get_logger().info(
                 "layers are back; KV is copied when what is wanted fits",
                 epoch=event.epoch,
-                wanted_blocks=self._core.wanted_block_count,
+                wanted_blocks=self._lane.wanted_block_count,
                 room_blocks=self._keeper.room_blocks,
             )
             self._limit_prefill(None)
@@ -275,7 +275,7 @@ class Restoring:
         if self.precopy is None:
             return
         now_s = self._now()
-        self.precopy.poll(now_s, self._core.placements)
+        self.precopy.poll(now_s, self._lane.placements)
         if self._asked_early and self.precopy.arranged:
             early, self._asked_early = self._asked_early, []
             for event in early:
@@ -285,7 +285,7 @@ class Restoring:
 
     def destinations(self) -> Mapping[SequenceId, WorkerId]:
         """Leader: who is going to lead which sequence."""
-        return self.the_precopy().destinations(self._core.placements())
+        return self.the_precopy().destinations(self._lane.placements())
 
     # ------------------------------------------------------------ its end
 

@@ -54,10 +54,6 @@ class StageClock:
         self._spans: deque[Span] = deque(maxlen=SPANS)
         self._send_lock = Lock()
 
-    def keep(self, count: int) -> None:
-        """So many of the latest spans from now on, for a measurement that is longer than the usual window."""
-        self._spans = deque(self._spans, maxlen=count)
-
     # ------------------------------------------------------------ leader
 
     def note_work(self, at_s: float, *, has_work: bool) -> None:
@@ -108,7 +104,7 @@ class StageClock:
         return StageTimes(self._busy_s, self._idle_s, self._network_s, self._send_s, self._steps)
 
     def spans(self) -> list[Span]:
-        """The latest, at most SPANS unless `keep` was called, in the order of their ends."""
+        """The latest, at most SPANS, in the order of their ends."""
         return list(self._spans)
 
 

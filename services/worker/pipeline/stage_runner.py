@@ -35,7 +35,7 @@ class StageRunner:
         """`precopy` is told of every batch; `awaits_roster`: in that epoch nobody knows yet which blocks are free."""
         self._role = ground.role
         self._links = ground.links
-        self._core = ground.core
+        self._lane = ground.lane
         self._engine = engine
         self._book = ground.book
         self._published = ground.published
@@ -56,7 +56,7 @@ class StageRunner:
         if precopy is not None:
             precopy.begins(batch)
         if role.leads and batch.slices:
-            quiet_s, awaited = clock.take_quiet_s(), self._core.memory_is_awaited
+            quiet_s, awaited = clock.take_quiet_s(), self._lane.memory_is_awaited
             if quiet_s or awaited:
                 batch = replace(batch, quiet_s=quiet_s, memory_is_awaited=awaited)
         began_s = self._now()

@@ -126,7 +126,7 @@ def test_a_smaller_group_preempts_the_latest_and_says_when_it_has_settled() -> N
     commands = leader.feed(CapacityChanged(leader.at_s, 5))
     assert [c.batch.removed for c in commands if isinstance(c, Removed)] == [((1 << 32) + 4, (1 << 32) + 3)]
     assert reserved(leader) == 4
-    assert leader.core.settled
+    assert leader.core.lane.settled
 
 
 def test_in_flight_nobody_is_preempted() -> None:
@@ -135,11 +135,11 @@ def test_in_flight_nobody_is_preempted() -> None:
         leader.submit(f"r{number}", (1, 2, 3, 4))
     flying = leader.batch()
     leader.feed(CapacityChanged(leader.at_s, 5))
-    assert not leader.core.settled
+    assert not leader.core.lane.settled
     leader.done(flying)
     assert reserved(leader) == 4
     leader.feed(CapacityChanged(leader.at_s, 5))  # tells the stages
-    assert leader.core.settled
+    assert leader.core.lane.settled
 
 
 def test_lent_blocks_are_not_given_to_anybody_and_harm_nobody() -> None:
@@ -169,7 +169,7 @@ def test_who_needs_what_may_come_back_soon_waits_for_it() -> None:
     while leader.core.has_work:
         leader.step()
     assert leader.heard(key)[2] is None
-    assert leader.core.longest_token_count > 16
+    assert leader.core.lane.longest_token_count > 16
     leader.feed(CapacityChanged(leader.at_s, 8))
     assert leader.step()
     assert leader.heard(key)[2] is None
@@ -296,8 +296,8 @@ def test_a_suspended_sequence_is_left_out_and_goes_on_where_it_was() -> None:
     (sequence_id,) = leader.core.sequence_ids
     leader.feed(KvTravels(leader.at_s, frozenset({sequence_id})))
     assert not leader.core.has_work
-    assert leader.core.suspended_ids == (sequence_id,)
-    assert leader.core.kv_tokens == {sequence_id: 3}
+    assert leader.core.lane.suspended_ids == (sequence_id,)
+    assert leader.core.lane.kv_tokens == {sequence_id: 3}
     leader.feed(KvArrived(leader.at_s, sequence_id))
     execute = leader.batch()
     assert execute is not None
@@ -359,7 +359,7 @@ def test_who_waits_for_room_holds_none_of_it_until_it_is_admitted() -> None:
     leader = Leader(12, stages=2, block_tokens=4, max_running_count=4)
     for name in ("first", "second"):
         leader.submit(name, (1, 2, 3, 4, 5, 6, 7), sampling=greedy(9))
-    while len(leader.core.kv_tokens) < 2:
+    while len(leader.core.lane.kv_tokens) < 2:
         leader.step()
     ids = leader.core.sequence_ids
     before = reserved(leader)

@@ -20,7 +20,7 @@ def swapping(block_count: int = 12, host: int = 40, per_step: int = 1, **changes
 
 
 def space(driver: Driver) -> SwapSpace:
-    return driver.core._scheduler.swap
+    return driver.core.lane.scheduler.swap
 
 
 def submit(driver: Driver, *lengths: tuple[int, int]) -> list[tuple[SequenceKey, tuple[int, ...]]]:

@@ -1,0 +1,387 @@
+"""A group as its leader sees it: which sequences run, which batches are under way, which blocks its own stage has.
+
+A lone worker leads a group of one. A lane knows sequences by counts and batches, and nobody who waits for their tokens:
+who owns a sequence has it `enter`, gives out its tokens when a batch has landed, and takes it out again (`end`,
+`give_away`).
+"""
+
+from collections.abc import Callable, Container
+from dataclasses import replace
+
+from ballast.common.errors import InvariantViolation
+from services.worker.core.batch import SequenceId, StepResult
+from services.worker.core.blocks import BlockBook, blocks_for
+from services.worker.core.events import (
+    AdmissionLimited,
+    BlocksAdded,
+    CapacityChanged,
+    Execute,
+    KvAdmitted,
+    KvArrived,
+    KvLost,
+    KvTravels,
+    LaneEvent,
+    MicrobatchesJoined,
+    PrefillLimited,
+    Removed,
+    RoleChanged,
+    RoomExpected,
+)
+from services.worker.core.flights import Flight, Flights
+from services.worker.core.limits import WorkerLimits
+from services.worker.core.scheduler import Scheduler
+from services.worker.core.sequence import Sequence, SequenceState
+from services.worker.policy.departure import Decoding
+from services.worker.policy.microbatching import Microbatching, by_token_count
+from services.worker.policy.placement import PlacementView
+
+
+class Lane:
+    def __init__(
+        self,
+        limits: WorkerLimits,
+        block_count: int,
+        outgrown: Callable[[Sequence, float], None],
+        *,
+        book: BlockBook | None = None,
+        microbatching: Microbatching = by_token_count,
+    ) -> None:
+        """`block_count`: of the smallest stage. `book`: the tables of this worker's own stage, which outlive its being
+        a leader; without one, the lane is a lone worker's and keeps its own. `microbatching` forms the batches of a
+        group of several stages. `outgrown` is called with each sequence that has outgrown the whole cache, and the
+        instant: it ends it.
+        """
+        self._limits = limits
+        self._keeps_book = book is None
+        self._outgrown = outgrown
+        self.book = BlockBook(block_count, limits.block_tokens) if book is None else book
+        self.scheduler = Scheduler(limits, block_count, microbatching)
+        self.flights = Flights(self.book)
+        self.leads = True
+        self.stale_total = 0
+
+    # ---------------------------------------------------------------- what others may look at
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a batch may be asked for. While others are in flight there may yet be none to give."""
+        scheduler, flights = self.scheduler, self.flights
+        return len(flights) < scheduler.max_in_flight_count and scheduler.has_ready(flights.landed_step_id)
+
+    @property
+    def is_busy(self) -> bool:
+        """A step runs, or one could."""
+        flights = self.flights
+        return bool(flights) or self.scheduler.has_ready(flights.landed_step_id)
+
+    @property
+    def is_occupied(self) -> bool:
+        """By KV on its way, or by a batch; by what else it has, its owner knows."""
+        return bool(self.scheduler.suspended or self.flights)
+
+    @property
+    def in_flight_count(self) -> int:
+        return len(self.flights)
+
+    @property
+    def landed_step_id(self) -> int:
+        """Of the last batch that has."""
+        return self.flights.landed_step_id
+
+    @property
+    def departed_step_id(self) -> int:
+        """Of the last batch that is in flight, or has landed."""
+        return self.flights.departed_step_id
+
+    @property
+    def settled(self) -> bool:
+        """Whether all that is held is within the group's capacity, and the stages know of all that is not."""
+        return self.scheduler.settled and not self.flights.to_remove
+
+    @property
+    def sequences(self) -> list[Sequence]:
+        """All that are in it. Some may have ended: those whose KV is on its way."""
+        scheduler = self.scheduler
+        return [*scheduler.running, *scheduler.waiting, *scheduler.suspended.values(), *scheduler.swap.sequences]
+
+    @property
+    def sequence_ids(self) -> tuple[SequenceId, ...]:
+        """Of all that are in it and alive."""
+        return tuple(s.sequence_id for s in self.sequences if s.state is not SequenceState.ENDED)
+
+    @property
+    def suspended_ids(self) -> tuple[SequenceId, ...]:
+        """Of those whose KV is on its way; some may have ended meanwhile."""
+        return tuple(self.scheduler.suspended)
+
+    @property
+    def _with_kv(self) -> list[Sequence]:
+        """Sequences whose KV is on the stages, or on its way to them."""
+        scheduler = self.scheduler
+        return [s for s in (*scheduler.running, *scheduler.suspended.values()) if s.computed_tokens]
+
+    @property
+    def kv_tokens(self) -> dict[SequenceId, int]:
+        """Of each sequence with KV on the stages, for how many of its tokens: what has to travel when layers move."""
+        return {s.sequence_id: s.computed_tokens for s in self._with_kv}
+
+    def weights(self) -> dict[SequenceId, tuple[int, float, int]]:
+        """Rank of its class, instant of its arrival and the blocks that it needs, of each sequence with KV."""
+        size = self._limits.block_tokens
+        return {
+            s.sequence_id: (s.rank, s.arrival[0], max(s.reserved_block_count, blocks_for(s.token_count, size)))
+            for s in self._with_kv
+        }
+
+    def decoding(self) -> tuple[Decoding, ...]:
+        """The sequences that are past their prompts and could go on elsewhere: those of dispatchers, no orphans."""
+        return tuple(
+            Decoding(s.sequence_id, s.rank, s.token_count, s.reserved_block_count)
+            for s in self.scheduler.running
+            if s.unsent is None and s.token_count - s.computed_tokens == 1 and s.output_token_ids
+        )
+
+    def placements(self) -> tuple[PlacementView, ...]:
+        """What `policy.placement.place` needs to know of all that waits, runs or is suspended."""
+        scheduler = self.scheduler
+        running = (*scheduler.running, *scheduler.suspended.values())
+        return (
+            *(PlacementView(s.sequence_id, s.reserved_block_count, True) for s in running),
+            *(PlacementView(s.sequence_id, scheduler.need(s), False) for s in scheduler.waiting),
+        )
+
+    def why_no_room(self, block_count: int, *, new: bool) -> str:
+        """Why a sequence of another leader that takes so many blocks more cannot come, or (not `new`) not go on coming;
+        empty: it can.
+        """
+        if block_count > self.book.free_count and self.flights.to_remove:  # who has left holds its blocks until then
+            return f"{self.book.free_count} blocks are free before the next batch, {block_count} are needed"
+        return self.scheduler.why_no_room(block_count, new=new)
+
+    @property
+    def reserved_block_count(self) -> int:
+        """Of all that has room on every stage."""
+        return self.scheduler.reserved_block_count
+
+    @property
+    def wanted_block_count(self) -> int:
+        """By all that runs, waits or is suspended."""
+        return self.scheduler.reserved_block_count + self.scheduler.waiting_block_count
+
+    @property
+    def longest_token_count(self) -> int:
+        """Of the sequences that run, wait or are suspended."""
+        return self.scheduler.longest_token_count
+
+    @property
+    def memory_is_awaited(self) -> bool:
+        """Requests have not been let in. Some may wait for a place in a batch, which more memory does not give them."""
+        return self.scheduler.waiting_count > 0
+
+    # ---------------------------------------------------------------- steps
+
+    def demand_place(self) -> None:
+        """A batch may be formed."""
+        if len(self.flights) >= self.scheduler.max_in_flight_count:
+            self.flights.demand_none("a batch is wanted")
+
+    def form(self, at_s: float) -> Execute | Removed | None:
+        flights, scheduler = self.flights, self.scheduler
+        for sequence in scheduler.stranded():
+            self._outgrown(sequence, at_s)
+        plan = scheduler.plan(at_s, flights.landed_step_id, len(flights))
+        for sequence in plan.preempted:
+            flights.forget(sequence)
+        for sequence_id in plan.swaps.left:
+            self.book.release(sequence_id)
+        formed = flights.depart(plan) if plan.decodes or plan.chunks else None
+        if not plan.swaps.copies:
+            return formed
+        formed = formed or flights.tell_removed()
+        return replace(formed, copies=scheduler.swap.block_copies(plan.swaps.copies, self.book))
+
+    def land(self, result: StepResult, text_count: int) -> Flight:
+        """Of the oldest batch in flight. `shed` is due when its tokens have been given out."""
+        flight = self.flights.land(result.step_id)
+        flight.check_result(result, text_count)
+        self.scheduler.swap.measured(result.execute_s, result.copy_s)
+        return flight
+
+    def shed(self, at_s: float) -> None:
+        """What there is has become less: preempt what is too much, as far as it is not in flight."""
+        if not self.scheduler.settled:
+            for sequence in self.scheduler.shed(at_s, self.flights.landed_step_id):
+                self.flights.forget(sequence)
+
+    # ---------------------------------------------------------------- coming and going
+
+    def enter(self, sequence: Sequence, at_s: float, *, suspended: bool = False, waits: bool = False) -> None:
+        """In the line; with KV, which another leader has told of, among those that run or are suspended (and wait)."""
+        if sequence.computed_tokens:
+            self.scheduler.adopt(sequence, at_s, suspended=suspended, waits=waits)
+        else:
+            self.scheduler.enqueue(sequence)
+
+    def make_room(self, at_s: float) -> None:
+        """For those that have been adopted: who is too big ends, who is too much is preempted."""
+        self._end_outgrown(at_s)
+        self.shed(at_s)
+
+    def end(self, sequence: Sequence) -> None:
+        """Its blocks are free for the next batch even if it is in flight (see `core.blocks`); not yet if KV is being
+        written into them: then it stays until that is over. Its state has not changed yet.
+        """
+        if sequence.state is not SequenceState.SUSPENDED:
+            self.scheduler.release(sequence)
+            self.flights.forget(sequence)
+
+    def give_away(self, sequence: Sequence) -> None:
+        """Somebody else has it now, with all that it holds. Its state has not changed yet."""
+        self.scheduler.release(sequence)
+
+    def hand_over(self, at_s: float, who: Container[SequenceId] | None) -> None:
+        """All, or those named, are about to be given away: what of their KV is in host memory is of no use."""
+        self.flights.demand_none("sequences are handed over")
+        self._forget_swapped(at_s, who)
+
+    def abandon(self) -> None:
+        """The group is lost, and all its sequences have ended: nobody is left that would have to be told."""
+        self.scheduler.admission_limit = None
+        for sequence in list(self.scheduler.suspended.values()):
+            self.scheduler.let_go(sequence)
+        self.flights.abandon()
+
+    # ---------------------------------------------------------------- what happens to the group
+
+    def handle(self, event: LaneEvent) -> None:
+        match event:
+            case RoleChanged():
+                self._change_role(event)
+            case CapacityChanged():
+                self._resize(event)
+            case BlocksAdded():
+                self.scheduler.resize(self.scheduler.block_count + event.block_count, 0)
+                self.book.grow(event.block_count)
+            case AdmissionLimited():
+                self.scheduler.admission_limit = event.block_count
+            case PrefillLimited():
+                self.scheduler.limit_prefill(event.token_count)
+            case MicrobatchesJoined():
+                self.scheduler.joined = True
+            case RoomExpected():
+                self.scheduler.expected_block_count = event.block_count
+                self.scheduler.expected_count = event.running_count
+            case KvTravels():
+                self._suspend(event)
+            case KvAdmitted():
+                self._admit_kv(event)
+            case KvArrived():
+                self._kv_arrived(event)
+            case KvLost():
+                self._kv_lost(event)
+
+    def _change_role(self, event: RoleChanged) -> None:
+        scheduler = self.scheduler
+        self.flights.demand_none("the role is changed")
+        if event.stage_count < 1:
+            raise InvariantViolation(f"a group of {event.stage_count} stages")
+        busy_count = scheduler.running_count + scheduler.waiting_count
+        if not event.leads and busy_count:
+            raise InvariantViolation(f"a follower has {busy_count} sequences that were not handed over")
+        self._forget_swapped(event.at_s)
+        self.leads = event.leads
+        if not event.leads:
+            scheduler.resize(scheduler.block_count, 0)
+        scheduler.stage_count = event.stage_count
+        scheduler.limit_prefill(None)
+        scheduler.joined = False
+        for sequence in self.sequences:
+            sequence.in_engine = False  # the stages of the new group have yet to hear of it
+        self.shed(event.at_s)
+
+    def _resize(self, event: CapacityChanged) -> None:
+        if event.block_count < self.scheduler.block_count:
+            self._forget_swapped(event.at_s)
+        self.scheduler.resize(event.block_count, event.lent_block_count, event.before_block_count)
+        self.make_room(event.at_s)
+
+    def _forget_swapped(self, at_s: float, who: Container[SequenceId] | None = None) -> None:
+        for sequence in self.scheduler.forget_swapped(at_s, "its KV is of no use to the new group", who):
+            self.flights.forget(sequence)
+
+    def _end_outgrown(self, at_s: float) -> None:
+        scheduler = self.scheduler
+        for sequence in [s for s in (*scheduler.running, *scheduler.waiting) if scheduler.too_big(s)]:
+            self._outgrown(sequence, at_s)
+
+    # ---------------------------------------------------------------- KV on its way
+
+    def _suspend(self, event: KvTravels) -> None:
+        self.flights.demand_none("KV begins to travel")
+        for sequence in [s for s in self.scheduler.running if s.sequence_id in event.sequence_ids]:
+            if sequence.computed_tokens:
+                self.scheduler.suspend(sequence, event.at_s, waits=sequence.sequence_id in event.waiting_ids)
+
+    def _admit_kv(self, event: KvAdmitted) -> None:
+        for sequence_id in sorted(event.sequence_ids):
+            sequence = self.scheduler.suspended.get(sequence_id)
+            if sequence is None:
+                self.stale_total += 1
+            else:
+                self.scheduler.take_blocks(sequence, event.at_s)
+
+    def _kv_arrived(self, event: KvArrived) -> None:
+        sequence = self.scheduler.suspended.get(event.sequence_id)
+        if sequence is None:
+            self.stale_total += 1
+        elif sequence.state is SequenceState.ENDED:
+            self._let_go(sequence)
+        else:
+            self.scheduler.resume(sequence, event.at_s)
+            self.make_room(event.at_s)
+
+    def _kv_lost(self, event: KvLost) -> None:
+        running = (s for s in self.scheduler.running if s.sequence_id == event.sequence_id)
+        sequence = self.scheduler.suspended.get(event.sequence_id) or next(running, None)
+        if sequence is None:
+            self.stale_total += 1
+        elif sequence.state is SequenceState.ENDED:
+            self._let_go(sequence)
+        else:
+            if self.flights.in_flight(sequence):
+                raise InvariantViolation(f"{sequence.name} loses its KV while it is in flight", sequence.story())
+            self.scheduler.lose(sequence, event.at_s)
+            self.flights.forget(sequence)
+            self._end_outgrown(event.at_s)
+
+    def _let_go(self, sequence: Sequence) -> None:
+        self.scheduler.let_go(sequence)
+        self.flights.forget(sequence)
+
+    # ---------------------------------------------------------------- inspector
+
+    def check(self) -> None:
+        """Raise InvariantViolation unless counts, tables and batches agree."""
+        scheduler = self.scheduler
+        scheduler.check(self.flights.landed_step_id)
+        self.book.check()
+        self.flights.check()
+        holders = {s.sequence_id: s for s in (*scheduler.running, *scheduler.suspended.values())}
+        returning = scheduler.swap.sequences  # and leaving, and away with blocks that the next batch frees
+        if self._keeps_book:
+            self._check_holders({*holders, *(s.sequence_id for s in returning), *self.flights.to_remove})
+        for sequence_id, sequence in holders.items():
+            if sequence_id not in scheduler.without_blocks:
+                self._check_tables(sequence)
+
+    def _check_holders(self, may_hold: set[SequenceId]) -> None:
+        for sequence_id in self.book.sequence_ids:
+            if sequence_id not in may_hold:
+                raise InvariantViolation(f"sequence {sequence_id} holds blocks and does not run")
+
+    def _check_tables(self, sequence: Sequence) -> None:
+        table_count = len(self.book.table(sequence.sequence_id))
+        if table_count > sequence.reserved_block_count:
+            raise InvariantViolation(f"{sequence.name} holds {table_count} blocks", sequence.story())
+        if blocks_for(sequence.computed_tokens, self._limits.block_tokens) > table_count:
+            raise InvariantViolation(f"{sequence.name} has KV in no block", sequence.story())
