@@ -71,7 +71,7 @@ CASES = (
 
 @dataclass
 class Waits:
-    """Of the well-behaved client, in seconds."""
+    """Waits of the well-behaved client, in seconds."""
 
     asked_s: list[float] = field(default_factory=list[float])  # something small
     tokens_s: list[float] = field(default_factory=list[float])  # a whole short answer
@@ -84,7 +84,7 @@ class Waits:
 
 @dataclass
 class Crowd:
-    there: int = 0  # of those that wanted to come
+    there: int = 0  # how many came, of all that wanted to
     answers: list[str] = field(default_factory=list[str])
 
 
@@ -93,7 +93,7 @@ class Outcome:
     case: Case
     before: Waits
     during: Waits
-    there: int = 0  # of those that wanted to come
+    there: int = 0  # how many came, of all that wanted to
     answers: list[str] = field(default_factory=list[str])
     peak_mib: float = 0.0  # of the dispatcher, more than before
     back_s: float | None = None  # until everything was as before; None: never
@@ -235,7 +235,7 @@ def _busy(status: ClusterStatus) -> list[str]:
 
 
 async def every_port(cluster: LocalCluster) -> list[str]:
-    """Of services, links and metrics."""
+    """Addresses of services, links and metrics."""
     services = [process.address for processes in cluster.processes.values() for process in processes]
     return [*services, *cluster.metrics_targets.values(), *await link_addresses(cluster)]
 

@@ -84,7 +84,7 @@ async def _read(call: _Call) -> None:
 
 
 def _flood(address: str, data: bytes, count: int) -> None:
-    """In threads: gRPC's own do the sending. The answers come as they come."""
+    """Threads of gRPC's own do the sending. The answers come as they come."""
     options = (("grpc.max_send_message_length", -1),)
     with grpc.insecure_channel(address, options=options) as channel:
         tokenize = cast(Any, channel.unary_unary)(_TOKENIZE)

@@ -41,7 +41,7 @@ _LOAD = ("--demand", "0.5", "--peak", "1.7")
 
 @dataclass(frozen=True)
 class Command:
-    """Of `ballast bench overload`."""
+    """A command line of `ballast bench overload`."""
 
     workers: int
     span_s: int

@@ -105,10 +105,10 @@ _CALIBRATED_WITHIN = 0.01  # of both means
 
 @dataclass(frozen=True, slots=True)
 class Overheads:
-    """Of the real path, beyond what the engine takes alone on the machine."""
+    """What the real path takes beyond what the engine takes alone on the machine."""
 
     step_s: float  # of lone requests
-    request_s: float  # of the first token; of those as well
+    request_s: float  # of the first token; of lone requests as well
     sequence_s: float = 0.0  # of a step, for each sequence but the first
     hop_s: float = 0.0  # of a message between stages, beyond the link's latency
     contention: Contention | None = None
@@ -219,7 +219,7 @@ def told(seen: Seen, known: Overheads, machine: Machine, profile: CostProfile, b
 
 
 def slowed(machine: Machine, known: Overheads) -> Machine:
-    """As it is while it serves."""
+    """The machine as it is while it serves."""
     measured = machine.execution
     assert isinstance(measured, Measured)
 
@@ -353,7 +353,7 @@ def drops(result: PolicyResult) -> int:
 
 
 def differences(results: Mapping[str, PolicyResult], system: str) -> dict[str, float]:
-    """Of that system against the real one: TTFT and TPOT, mean and p99, as shares of the real figure."""
+    """Differences of that system from the real one: TTFT and TPOT, mean and p99, as shares of the real figure."""
 
     def share(of: Summary, real: Summary, figure: str) -> float:
         here, there = getattr(of, figure), getattr(real, figure)

@@ -108,8 +108,8 @@ async def probe_pipeline(cluster: LocalCluster, background: float) -> tuple[Leve
 async def _levels(
     client: AsyncClient, cluster: LocalCluster, counts: Sequence[tuple[int, int]], background: float
 ) -> tuple[float, tuple[Level, ...]]:
-    """Of so many requests that take so many steps; in turn, as a machine is not equally fast for long. And the seconds
-    until a first token, of the first level.
+    """Seconds until a first token at the first level, and all levels: so many requests that take so many steps each.
+    They are measured in turn, as a machine is not equally fast for long.
     """
     made: list[list[tuple[float, float]]] = [[] for _ in counts]
     served_s = [0.0 for _ in counts]
@@ -126,7 +126,7 @@ async def _levels(
 
 
 def tokens_of(count: int) -> int:
-    """Of an answer, of so many requests at a time."""
+    """Tokens of an answer, with so many requests at a time."""
     return LONE_TOKENS if count == 1 else TOKENS
 
 
@@ -166,7 +166,7 @@ class Spent:
         self._began_s = time.perf_counter()
 
     def served_s(self) -> tuple[float, float]:
-        """Of everything but the engines, the client in this process included; and the time that has passed."""
+        """Processor seconds of all but the engines, this process (the client) included; and the seconds passed."""
         total_s = time.process_time() - self._own_s
         for pid, service in self._pids.items():
             before, now = self._before[pid], _of_threads(pid)

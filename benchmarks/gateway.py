@@ -91,7 +91,7 @@ class GatewayBench:
         await self.inner.__aexit__()
 
     def cpu_s(self) -> float:
-        """Of all gateways."""
+        """Processor seconds of all gateways."""
         total = 0.0
         for child in self._children:
             tree = psutil.Process(child.pid)

@@ -46,7 +46,7 @@ _TELL_S = 10.0
 
 @dataclass(slots=True)
 class Seen:
-    """Of one request."""
+    """What was seen of one request."""
 
     arrival: Arrival
     first_s: float | None = None  # after its arrival

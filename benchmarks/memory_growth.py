@@ -38,7 +38,7 @@ class Growth:
     resident_bytes: dict[str, list[int]]
 
     def per_request_bytes(self, service: str) -> float:
-        """In the second half of the rounds."""
+        """Bytes by which the service grows for each request, in the second half of the rounds."""
         sizes = self.resident_bytes[service]
         middle = len(sizes) // 2
         return (sizes[-1] - sizes[middle]) / (self.requests * (len(sizes) - 1 - middle))

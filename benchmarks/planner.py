@@ -72,7 +72,7 @@ def needed_bytes(count: int, share: float) -> int:
 
 
 def least_ms(do: Callable[[], _Result], runs: int) -> tuple[float, _Result]:
-    """Of processor time, and what came of it."""
+    """The least milliseconds of processor time of all runs, and what came of the last one."""
     best_ms, done = float("inf"), do()
     for _ in range(runs):
         begin_s = time.process_time()

@@ -49,7 +49,7 @@ class Line:
 
 
 def lines_of(results: Mapping[str, BenchResult]) -> list[Line]:
-    """Of the workloads that have been simulated."""
+    """Lines of the workloads that have been simulated."""
     return [Line(claim, claim.measure(results[claim.workload])) for claim in CLAIMS if claim.workload in results]
 
 
@@ -120,7 +120,7 @@ def _gain(rival: str, ours: str = _OURS) -> Callable[[BenchResult], float | None
 
 
 def _change(of: Callable[[PolicyResult], float | None], new: str, old: str) -> Callable[[BenchResult], float | None]:
-    """In percent: above 0 when the new one is larger."""
+    """The change in percent: above 0 when the new one is larger."""
 
     def measure(result: BenchResult) -> float | None:
         ratio = _over(result, old, new, of)
@@ -140,7 +140,7 @@ def _less(of: Callable[[PolicyResult], float | None], new: str, old: str) -> Cal
 
 
 def _violations(result: BenchResult) -> float | None:
-    """By how many percentage points fewer requests violate the SLO, on average over scales and rivals."""
+    """Percentage points by which fewer requests violate the SLO, on average over scales and rivals."""
     ours = result.policies.get(_OURS)
     rivals = [policy for name, policy in result.policies.items() if not name.startswith(_OURS)]
     if ours is None or not rivals:

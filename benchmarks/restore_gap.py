@@ -115,7 +115,7 @@ class Load:
         return sum(max(0.0, min(b, end_s) - max(a, begin_s)) for a, b in spans) / (end_s - begin_s)
 
     async def outlive(self, at_s: float) -> None:
-        """Until the requests that ran at that time have ended, or for a while."""
+        """Waits until the requests that ran at that time have ended, or for a while."""
         ran = [came for came in self.token_at_s if came and came[0][0] < at_s <= came[-1][0]]
         give_up_s = time.monotonic() + _LONGEST_REQUEST_S
         counts: list[int] = []
@@ -135,11 +135,11 @@ class Load:
         return found
 
     def stretches(self, begin_s: float, end_s: float) -> list[float]:
-        """For each gap that ends in the window: how many times the request's median gap outside of it."""
+        """Each gap that ends in the window, as a multiple of the request's median gap outside of it."""
         return [gap.times for gap in self.gaps(begin_s, end_s)]
 
     def at_rest(self, begin_s: float, end_s: float, window_s: float) -> "list[Stretches]":
-        """Of each window of that length that finds room between these, the last ones first."""
+        """Stretches of each window of that length that finds room between these, the last ones first."""
         count = int((end_s - begin_s) / window_s)
         starts = [end_s - (i + 1) * window_s for i in range(count)]
         return [Stretches.of(self.stretches(at_s, at_s + window_s)) for at_s in starts]

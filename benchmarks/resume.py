@@ -53,8 +53,8 @@ class Found:
     request_count: int = 0
     token_count: int = 0
     resumed_count: int = 0  # of streams, each time that it happened
-    gaps_s: list[float] = field(default_factory=list[float])  # of those that had a token
-    waits_s: list[float] = field(default_factory=list[float])  # of those that had none: since they were sent
+    gaps_s: list[float] = field(default_factory=list[float])  # of streams that had a token
+    waits_s: list[float] = field(default_factory=list[float])  # of streams that had none: since they were sent
     kinds: Counter[str] = field(default_factory=Counter[str])  # of what was resumed
     lost: Counter[str] = field(default_factory=Counter[str])
     differing: Counter[str] = field(default_factory=Counter[str])
@@ -210,7 +210,7 @@ def joined(chunks: Sequence[GenerationChunk]) -> Generation:
 
 
 def difference(answer: Generation, expected: Generation) -> str:
-    """In what they differ; empty: in nothing."""
+    """The first thing in which they differ; empty: none."""
     if answer.token_ids != expected.token_ids:
         same = itertools.takewhile(
             lambda pair: pair[0] == pair[1], zip(answer.token_ids, expected.token_ids, strict=False)

@@ -27,7 +27,7 @@ _SCRIPTS = ("cmdstat_evalsha", "cmdstat_eval")
 
 
 class Meter:
-    """Of the state server, since it was made or last read."""
+    """Time and commands of the state server, since this was made or last read."""
 
     def __init__(self, url: str) -> None:
         self._store = redis.Redis.from_url(url)

@@ -188,7 +188,7 @@ def calls_per_event(size: int, each: int) -> float:
 
 
 def event_us_after(size: int, each: int, other_mib: int) -> tuple[float, int]:
-    """Of events before which so much other data was read; and KiB of memory for each instance after the run."""
+    """Microseconds of an event before which so much other data was read; and KiB for each instance after the run."""
     world = World(_options(size), poisson(size * each, size * RATE_PER_S))
     other, run, spent_ns = np.zeros(other_mib << 17), world.clock.run, list[int]()
     numbers = itertools.count()

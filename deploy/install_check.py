@@ -118,7 +118,7 @@ def import_s(environment: Environment) -> float:
 
 
 def check_tests(environment: Environment, folder: Path) -> str:
-    """Of SDK and command, copied away from the sources. Returns pytest's last line."""
+    """Tests of SDK and command, copied away from the sources. Returns pytest's last line."""
     for name in ("tests", "docs", "examples"):
         if (_ROOT / name).is_dir():
             shutil.copytree(_ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))

@@ -106,7 +106,7 @@ def _probe(probe: Manifest) -> Iterator[str]:
 
 
 def _with_dependencies(spec: ServiceSpec, specs: Mapping[str, ServiceSpec]) -> ServiceSpec:
-    """Behind those that its environment names, whose ports have to be known first. Nobody waits in Kubernetes."""
+    """The service behind those its environment names, whose ports must be known first. In Kubernetes none waits."""
     text = " ".join(spec.environment.values())
     named = {other: STARTED for other in specs if other != spec.name and re.search(rf"\b{other}:\d", text)}
     return replace(spec, depends_on=named)

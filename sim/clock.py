@@ -38,7 +38,7 @@ class Clock:
         self.at(self.now_s + delay_s, label, act)
 
     def every(self, interval_s: float, label: bytes, act: Act, *, first_s: float = 0.0) -> None:
-        """For ever, beginning `first_s` from now."""
+        """`act` is called for ever, for the first time `first_s` from now."""
 
         def step() -> None:
             act()

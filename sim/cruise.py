@@ -69,7 +69,7 @@ class Share:
         self.seen_handle = 0
 
     def token_ids(self, first: int, count: int) -> list[int]:
-        """Of so many steps from the first-th on (counted from 1), handle by handle."""
+        """Token ids of `count` steps from the `first`-th on (counted from 1), handle by handle."""
         ids: list[int] = []
         for place in self.places:
             ids += places(place + first - 1, count)
@@ -77,7 +77,7 @@ class Share:
 
 
 class Cruise:
-    """Of one instance, until something comes up."""
+    """Steps of one instance in which nothing is decided, until something comes up."""
 
     __slots__ = ("_report", "landed", "pace", "plain", "shares", "used_block_count")
 
@@ -96,7 +96,7 @@ class Cruise:
             share.places.append(sequence.token_count)
 
     def token_ids(self) -> list[Sequence[int]]:
-        """Of each sequence, of the steps that have landed: a token is the number of its place."""
+        """Token ids of each sequence, of the steps that have landed: a token is the number of its place."""
         return [places(s.token_count, self.landed) for s in self.plain.sequences]
 
     def load(self) -> LoadReport:

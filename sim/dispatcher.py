@@ -23,7 +23,7 @@ from sim.lines import Lines
 from sim.state import Delays
 from sim.streams import Output
 
-_PLAIN_ENDINGS = (FinishReason.STOP, FinishReason.LENGTH)  # after which nobody looks for another place
+_PLAIN_ENDINGS = (FinishReason.STOP, FinishReason.LENGTH)  # after which no other place is looked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class _Link:
         self.open = True
         # Heard of a cruise, and not told to the core yet:
         self.share: Share | None = None
-        self.waits = False  # somebody on the worker, throughout the cruise
+        self.waits = False  # a request on the worker, throughout the cruise
         self.first = self.last = 0  # steps
         self.used = 0  # blocks, in the last one
         self.reported = True  # the core knows the load after it
@@ -110,8 +110,8 @@ class DispatcherNode:
         self._deliver = deliver
         self._deliver_steps = deliver_steps
         self._behind: dict[_Link, None] = {}  # have tokens of cruises that the core does not know of
-        self._unreported: dict[_Link, None] = {}  # of those: have a load that it does not know of
-        self._unheard: dict[_Link, None] = {}  # of those: have a cruise of which it knows no step
+        self._unreported: dict[_Link, None] = {}  # links of `_behind` with a load that it does not know of
+        self._unheard: dict[_Link, None] = {}  # links of `_behind` with a cruise of which it knows no step
         self._end = end
         self._links: dict[WorkerKey, _Link] = {}
         self._timer_at_s = math.inf
@@ -177,7 +177,7 @@ class DispatcherNode:
 
     def _report_loads_for(self, request: d.Request) -> None:
         """Those between which it decides: in the course of a cruise less and less is free, and nothing else changes, so
-        whoever is not the freest of his shape before the core hears of it will not be so afterwards.
+        one that is not the freest of its shape before the core hears of it will not be so afterwards.
         """
         if not len(self.core.backlog):
             for link in list(self._unheard):
@@ -211,7 +211,7 @@ class DispatcherNode:
             self._unheard.pop(link, None)
 
     def _catch_up_with(self, link: _Link) -> None:
-        """As one message, with all the tokens since."""
+        """The core hears in one message what it does not know of the cruise yet, with all the tokens."""
         share, instants_s = link.share, link.instants_s
         assert share is not None, "it is behind"
         link.share, link.instants_s = None, array("d")
@@ -327,16 +327,16 @@ class DispatcherNode:
         self._reach(link, self._labels["place"], arrive)
 
     def told(self, link: _Link, output: Output) -> None:
-        """By the worker's side, when its turn has ended."""
+        """The worker's side calls this when its turn has ended."""
         self._clock.after(self._delays.rpc_s, self._labels["hears"], partial(self._hear, link, output))
 
     def told_step(self, link: _Link, share: Share, step: int, used_block_count: int) -> None:
-        """By the worker's side, of a cruise."""
+        """The worker's side calls this for a step of a cruise."""
         act = partial(self._hear_step, link, share, step, used_block_count)
         self._clock.after(self._delays.rpc_s, self._labels["hears"], act)
 
     def _hear_step(self, link: _Link, share: Share, step: int, used_block_count: int) -> None:
-        """Who waits, here or on that worker, may have found a place by it; otherwise nobody looks at it now."""
+        """A request that waits, here or on that worker, may have found a place by it; else the core hears later."""
         if not link.open:
             return
         if link.share is not share:

@@ -52,7 +52,7 @@ class ModelSpec(_Entry):
 
     @property
     def parameter_bytes(self) -> int:
-        """Of one instance."""
+        """Bytes of the parameters of one instance."""
         return self.instance_parameter_bytes or self.parameter_count * ELEMENT_BYTES
 
     @property
@@ -131,7 +131,7 @@ def find_model(name: str) -> ModelSpec:
 
 
 def find_gpu(name: str, what: str) -> Gpu:
-    """By its name in the catalogue, or by a file of one's own (`is_gpu_file`).
+    """The GPU of that name in the catalogue, or of a file of one's own (`is_gpu_file`).
 
     Raises:
         ConfigError: of `what` (a flag, a field), naming those that are known; or of the file.

@@ -124,7 +124,7 @@ class Instance:
         self.slowness = 1.0  # everything that is executed takes so many times as long
         self.touched = True  # something has happened here since somebody set it back
         self.busy_s = 0.0  # executing batches
-        self.pipelined_busy_s = 0.0  # of those, as a stage of several
+        self.pipelined_busy_s = 0.0  # executing batches as a stage of several
         self.pipelined_s = 0.0  # leader: stages times the time in which its pipeline had something in flight
         self._clock = clock
         self._execution = execution
@@ -207,7 +207,7 @@ class Instance:
         return self._report if self._cruise is None else self._cruise.load()
 
     def now(self) -> float:
-        """As the engine sees it."""
+        """The instant as the engine sees it."""
         return self._clock.now_s + self.ahead_s
 
     def spend(self, seconds: float) -> None:
@@ -306,7 +306,7 @@ class Instance:
         return True
 
     def _be_busy(self, at_least_s: float = 0.0) -> Turns:
-        """For as long as what has been done takes; then what follows from it leaves."""
+        """The engine is busy for as long as what has been done takes; then what follows from it leaves."""
         acts, self._acts = self._acts, []
         seconds, self.ahead_s = max(self.ahead_s, at_least_s), 0.0
         yield seconds
@@ -423,11 +423,11 @@ class Instance:
         return self.core.load(self._clock.now_s, member.memory.report(), member.newest_epoch)
 
     def _token_count(self, batch: Batch) -> int:
-        """Of new ones; nobody asks where no processors are shared."""
+        """New tokens that the batch gives; 0 where no processors are shared, as they do not matter there."""
         return 0 if self._processors is None else sum([part.samples for part in batch.slices])
 
     def begin(self, work: Work, token_count: int) -> float:
-        """Of a batch that gives so many tokens."""
+        """Seconds that a batch takes that begins now and gives so many tokens."""
         role = self.member.role
         is_last = role.is_last
         seconds = self._busy(work.on(len(role.layers), is_last=is_last), token_count if is_last else 0)

@@ -98,7 +98,7 @@ class SimPlane:
             act()
 
     def take_in(self, act: Callable[[], None]) -> None:
-        """By a thread of this process, once it runs."""
+        """A thread of this process does `act`, once the process runs."""
         if self._stopped is None:
             act()
         else:
@@ -107,7 +107,7 @@ class SimPlane:
     # ------------------------------------------------------------ the line to another process
 
     def hears_nothing(self, peer_id: str) -> None:
-        """For so long that the connection is given up."""
+        """Nothing has come from the peer for so long that the connection is given up."""
         connection = self._connections.get(peer_id)
         if connection is not None and connection.is_up:
             self.take_in(lambda: connection.give_up("nothing has come for long"))
@@ -364,7 +364,7 @@ class SimConnection(Connection):
             self._bring(lambda: self._taken(number))
 
     def _taken(self, number: int) -> None:
-        """By the other process."""
+        """The other process takes the transfer in."""
         if (outgoing := self._outgoing.get(number)) is not None and self.other.is_up:
             outcome, why = self.other._arrived(number, outgoing.pieces)
             self._after_latency(lambda: self.other._bring(lambda: self._settle(number, outcome, why)))
@@ -483,7 +483,7 @@ class SimConnection(Connection):
 
 
 class _LongMeta:
-    """In the place of a tensor of bytes."""
+    """A message's meta in the place of a tensor of bytes."""
 
     def __init__(self, data: bytes) -> None:
         self.data = data

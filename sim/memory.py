@@ -35,7 +35,7 @@ class Geometry:
     def choose(
         *, budget_bytes: int, layer_count: int, layer_parameter_bytes: int, other_parameter_bytes: int, block_bytes: int
     ) -> Geometry:
-        """As a worker chooses them, on a device with large pages.
+        """The geometry that a worker chooses on a device with large pages.
 
         Raises:
             ConfigError: parameters and a block for each layer do not fit.
@@ -63,12 +63,12 @@ class Geometry:
 
     @property
     def parameters(self) -> int:
-        """Of a whole copy."""
+        """Extents of a whole copy of the parameters."""
         return self.layer_parameters * self.layer_count + self.other_parameters
 
     @property
     def home_kv(self) -> int:
-        """Of each layer's KV while all layers are held."""
+        """Extents of each layer's KV while all layers are held."""
         return (self.budget - self.parameters) // self.layer_count
 
     def blocks_in(self, extents: int) -> int:

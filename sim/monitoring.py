@@ -196,7 +196,7 @@ class Reporter:
             )
 
     def closed(self, monitor: MonitorNode, stream_id: int) -> None:
-        """By the monitor: whoever lives announces itself again, over another one."""
+        """The monitor has closed the stream: a worker that lives announces itself again, over another one."""
         self._lines.bring(monitor.process.name, self._name, lambda: self._hear_closed(monitor, stream_id))
 
     def _hear_closed(self, monitor: MonitorNode, stream_id: int) -> None:
@@ -252,7 +252,7 @@ class Reporter:
         return True
 
     def requests_came(self, load: LoadReport) -> None:
-        """As the real one: where demand jumps, the monitor hears of it at once."""
+        """The monitor hears of a jump of the demand at once, as from a real worker."""
         if self._told is None or self._hastens or not load.has_jumped(self._told):
             return
         self._hastens = True

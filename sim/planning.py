@@ -183,7 +183,7 @@ class PlannerNode:
         self._followed = None
 
     def _look_for_monitor(self) -> None:
-        """As the real one: a stream that has ended, or that of a monitor that leads no more, is left for another."""
+        """A stream that has ended, or of a monitor that leads no more, is left for another, as by a real planner."""
         followed = self._followed
         if self.core.active and (followed is None or followed is not self._monitor() or not followed.tells(self.name)):
             self._follow()

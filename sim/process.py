@@ -26,7 +26,7 @@ class Process:
             act()
 
     def run_due(self, what: str, act: Act) -> None:
-        """As `run`, of something that is done again and again: what was due several times is done once."""
+        """`run` for something that is done again and again: what was due several times is done once."""
         if self.paused and not self.crashed:
             self._due[what] = act
         else:

@@ -30,8 +30,8 @@ class Processors:
         self._busy: dict[WorkerId, tuple[float, float]] = {}  # engine -> until when, and how many processors it takes
 
     def slowdown(self, engine: WorkerId, now_s: float, seconds: float, token_count: int) -> float:
-        """Of a step that begins now, would take so long alone and gives so many tokens. What goes on beside it when it
-        begins is taken to go on until it ends: all of them last about as long.
+        """How many times as long as alone a step takes that begins now and gives so many tokens; `seconds`: alone. What
+        goes on beside it when it begins is taken to go on until it ends: all of them last about as long.
         """
         costs = self._contention
         served_s = costs.step_s + costs.token_s * token_count

@@ -88,7 +88,7 @@ class _Shape:
         return value
 
     def layer_parameters(self) -> int:
-        """Of one layer, without experts that are chosen among."""
+        """Parameters of one layer, without experts that are chosen among."""
         queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
         attention = self.hidden * (2 * queries + 2 * keys)
         if self.architecture in _BIASED:
@@ -101,7 +101,7 @@ class _Shape:
         return attention + mlp + 2 * self.hidden
 
     def expert_parameters(self) -> int:
-        """Of one expert of a layer."""
+        """Parameters of one expert of a layer."""
         if not self.experts:
             return 0
         return 3 * self.hidden * self.number("moe_intermediate_size", self.number("intermediate_size"))

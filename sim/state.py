@@ -25,7 +25,7 @@ _REMEMBERED_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Delays:
-    """Of one call between services, and of one to the state server."""
+    """Delays of one call between services, and of one to the state server."""
 
     rpc_s: float
     state_s: float
@@ -176,7 +176,7 @@ class StateServer:
         return self.contents.acquire(name, holder, ttl_s, self.now_s, above)
 
     def leader(self, name: str) -> str | None:
-        """As somebody finds it who looks again and again: the last one while nobody leads, or nobody answers."""
+        """The leader as somebody finds it who looks again and again: the last one while there is none, or no answer."""
         lease = self.contents.leases.get(name)
         if self.is_up and lease is not None and lease.until_s > self.now_s:
             self._leaders[name] = lease.holder
@@ -213,7 +213,7 @@ class StateServer:
         self.backlogs.clear()
 
     def go_back(self, by_s: float) -> None:
-        """As after a restart from a snapshot that is so old."""
+        """The contents are as after a restart from a snapshot that is so old."""
         then_s = self._clock.now_s - by_s
         older = [contents for at_s, contents in self._past or () if at_s <= then_s]
         if older:

@@ -21,7 +21,7 @@ class Listener(Protocol):
     def hear(self, output: Output) -> None: ...
 
     def hear_step(self, share: Share, step: int, used_block_count: int) -> None:
-        """Of a cruise: its `step`-th one, after which so many blocks are in use."""
+        """News of a cruise: its `step`-th step, after which so many blocks are in use."""
         ...
 
     def lost(self, why: str) -> None:

@@ -72,7 +72,7 @@ class WorldOptions:
     marks: bool = False  # KV and layers are marked, and what batches read is looked at
     cruises: bool = True  # steps in which nothing is decided are taken together: the same run in less time
     faults: Sequence[Fault] = ()
-    stop_after_s: float | None = None  # of the trace's time: whoever is there then stays open
+    stop_after_s: float | None = None  # of the trace's time: a request that is there then stays open
 
 
 class World:
@@ -182,7 +182,7 @@ class World:
         return not instance.crashed and instance.incarnation == incarnation
 
     def _later(self, delay_s: float, act: Callable[[Epoch], None], epoch: Epoch, /) -> Timer:
-        """For what workers do when no planner asks any more. Where nothing breaks, that never is."""
+        """A timer for what workers do when no planner asks any more. Where nothing breaks, that never happens."""
         timer = Timer(act, epoch)
         if self._elects or self.options.marks:
             self.clock.after(delay_s, b"watchdog", timer.ring)
@@ -322,7 +322,7 @@ class World:
     # ------------------------------------------------------------ running
 
     def run(self, progress: Callable[[int, float], None] | None = None) -> SimRun:
-        """Until every request has ended. `progress` is told now and then: requests ended, instant of the trace."""
+        """The run until each request is over. `progress` is told now and then: requests ended, instant of the trace."""
         with _no_collector(), silence():
             return self._run(progress)
 
@@ -365,7 +365,7 @@ class World:
         self._check_touched()
 
     def _check_touched(self) -> None:
-        """Who was told nothing since the last look cannot have changed, and is left out."""
+        """A service that was told nothing since the last look cannot have changed, and is left out."""
         for instance in self.instances.values():
             if instance.touched:
                 instance.touched = False

@@ -29,7 +29,7 @@ class Panel:
 
 
 def _quantiles(metric: str) -> dict[str, str]:
-    """Of a histogram over all dispatchers: median and the slow ends."""
+    """Quantiles of a histogram over all dispatchers: median and the slow ends."""
     rates = f"sum by (le) (rate({metric}_bucket{{{_MODEL}}}[$__rate_interval]))"
     return {name: f"histogram_quantile({q}, {rates})" for name, q in (("p50", 0.5), ("p90", 0.9), ("p99", 0.99))}
 

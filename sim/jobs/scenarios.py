@@ -55,7 +55,7 @@ def job_of(scenario: Scenario, *, check_every: int = 0) -> SimJob:
 
 
 def model_of(text: str, gpu: Gpu) -> ModelSpec:
-    """Of the catalogue; or of any config.json: in a folder, or of org/name[@revision] at a hub.
+    """A model of the catalogue; or of any config.json: in a folder, or of org/name[@revision] at a hub.
 
     Raises:
         ConfigError: none of these, or it cannot be counted.

@@ -81,7 +81,7 @@ class SimJob:
     timings: Timings = field(default_factory=timings)
     check_every: int = 0
     faults: Sequence[Fault] = ()
-    stop_after_s: float | None = None  # of the trace's time: whoever is there then stays open
+    stop_after_s: float | None = None  # of the trace's time: a request that is there then stays open
     time_scale: float = 1.0
     length_scale: float = 1.0
     limit: int | None = None
@@ -141,7 +141,7 @@ def production_rules(worker: WorkerSize) -> ClusterRules:
 
 
 def _monitor_rules(settings: MonitorSettings, report_interval_s: float) -> MonitorRules:
-    """Of each instance no more samples are kept than decide: the others are for people."""
+    """The monitor's rules. Of each instance no more samples are kept than decide: the others are for people."""
     window_s = settings.pressure.trend_window_s
     return MonitorRules(
         lease_s=settings.lease_s,
@@ -325,7 +325,7 @@ def _policy_results(runs: Mapping[str, SimRun]) -> dict[str, PolicyResult]:
 
 
 def replay_run(run: SimRun) -> ReplayRun:
-    """As if it had been measured."""
+    """The run as if it had been measured."""
     records = [
         RequestRecord(
             index=r.index,

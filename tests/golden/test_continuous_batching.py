@@ -93,7 +93,7 @@ def near_ties(model_dir: Path, dtype: str, answers: list[Answer]) -> int:
 
 @torch.inference_mode()
 def _reference_logits(model_dir: Path, dtype: str, answers: list[Answer]) -> list[torch.Tensor]:
-    """For each answer the logits before each of its tokens. Padding on the right is seen by no token of interest."""
+    """Logits of each answer before each of its tokens. Padding on the right is seen by no token of interest."""
     ids = [[*answer.prompt, *answer.token_ids[:-1]] for answer in answers]
     width = max(map(len, ids))
     logits = reference_model(model_dir, dtype)(torch.tensor([row + [0] * (width - len(row)) for row in ids])).logits

@@ -48,7 +48,7 @@ async def test_only_the_rest_of_the_last_blocks_travels_at_the_commit(model_dir:
             assert 0.0 < progress.p99_stall_s <= progress.max_stall_s
         spans = cluster.workers["w0"].member.published.clock.spans()
         steps = [span for span in spans if span.kind == "run" and span.epoch == 2 and span.token_count]
-        assert steps[-1].token_count == len(PROMPTS)  # nobody waits for a batch that it is not in
+        assert steps[-1].token_count == len(PROMPTS)  # no sequence waits for a batch that it is not in
         assert sorted(w.book.used_count > 0 for w in cluster.workers.values()) == [True, True]
         for answer in answers:
             await cluster.dispatcher.cancel(answer)
@@ -147,7 +147,7 @@ async def test_all_members_know_whether_requests_wait(model_dir: Path) -> None:
 
 
 async def test_a_patient_restore_has_its_layers_early_and_makes_room_for_kv_when_there_is_some(model_dir: Path) -> None:
-    """Until then the group has all that its members had before the drop, and no token is another one."""
+    """The group has until then all that its members had before the drop, and no token is another one."""
 
     async with running_group(model_dir, NAMES, Sizes(memory_bytes=4 << 20, step_s=0.002)) as cluster:
         w0, w1 = (cluster.workers[name] for name in NAMES)

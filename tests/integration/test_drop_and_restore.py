@@ -68,7 +68,7 @@ async def load(client: AsyncClient, expected: list[tuple[int, ...]]) -> AsyncGen
 
 
 def _has_kv(now: ClusterStatus) -> bool:
-    """Of all requests, more than the prompts take: one that is only on its way to a worker is nobody's victim."""
+    """Whether all requests hold more than the prompts take: one that is only on its way to a worker is no victim."""
     return sum(group.load.used_block_count for group in now.groups if group.load is not None) >= 30
 
 

@@ -67,7 +67,7 @@ class Guarded:
         return lines[0]["text"] if lines else ""
 
     def status(self, group_count: int) -> ClusterStatus:
-        """As soon as there are so many groups."""
+        """The status as soon as there are so many groups."""
 
         async def story() -> ClusterStatus:
             async with AsyncClient(self.running.cluster.address, **self.running.cluster.credentials) as client:

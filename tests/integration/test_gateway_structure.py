@@ -194,7 +194,7 @@ def test_answers_to_a_public_set_of_schemas_validate_through_drops_and_replays(r
 
 
 async def under_way(running: RunningCluster, asked: asyncio.Task[list[str]]) -> None:
-    """Until workers have something to do; or all is over, where this process is that late."""
+    """Waits until workers have something to do; or all is over, where this process is that late."""
     async with AsyncClient(running.cluster.address) as client:
         await until(client, lambda now: now.running_request_count > 0 or asked.done())
 

@@ -31,7 +31,7 @@ Known = tuple[Path, list[Wish], list[Expected]]
 
 @pytest.fixture(scope="module")
 def known(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Known]:
-    """By number of layers: a checkpoint, requests, and what an undisturbed worker answers."""
+    """What is known by number of layers: a checkpoint, requests, and what an undisturbed worker answers."""
 
     @functools.cache
     def get(layers: int) -> Known:

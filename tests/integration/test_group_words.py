@@ -92,7 +92,7 @@ async def test_what_a_stage_had_before_a_restore_is_not_counted_on_when_it_is_gi
 
 
 async def test_a_batch_that_overtakes_the_roster_waits_for_it(model_dir: Path) -> None:
-    """The roster comes from the leader, batches from the stage before. Whom it recomputes, a batch may hold again."""
+    """The roster comes from the leader, batches from the stage before. What it recomputes, a batch may hold again."""
     lengths = [150, 130, 110, 90, 70, 50, 30, 10]
     sizes = Sizes(memory_bytes=9 << 19, max_batch_tokens=256)
     expected = await alone_says(model_dir, Sizes(memory_bytes=16 << 20, max_batch_tokens=256), lengths, greedy(60))
@@ -175,7 +175,7 @@ async def test_a_grammar_is_compiled_beside_the_engine_that_follows_it(
 
 
 async def test_a_member_that_closes_its_links_in_order_is_lost_to_the_group(model_dir: Path) -> None:
-    """As one does whose engine has failed, or that is told to end. The others must not wait for it for ever."""
+    """A member does so whose engine has failed, or that is told to end. The others must not wait for it for ever."""
 
     async with running_group(model_dir, ["w0", "w1", "w2"], Sizes(memory_bytes=10 << 19)) as cluster:
         await cluster.change(TransitionKind.DROP, layout(2, [[("w0", 0, 2), ("w1", 2, 4), ("w2", 4, 6)]], LAYERS))

@@ -111,7 +111,7 @@ def draining(status: ClusterStatus) -> set[str]:
 
 
 async def prompt_tokens(cluster: LocalCluster) -> dict[str, int]:
-    """As the workers say themselves: what a dispatcher knows of them may be of a moment ago."""
+    """Prompt tokens as the workers tell them: what a dispatcher knows of them may be of a moment ago."""
     found: dict[str, int] = {}
     for worker in cluster.processes["worker"]:
         async with open_channel(worker.address) as channel:

@@ -85,7 +85,7 @@ def test_nothing_is_made_up_about_workers_that_are_alone(tmp_path: Path) -> None
 
 
 def test_a_state_server_that_goes_back_before_a_commit_freezes_nothing(tmp_path: Path) -> None:
-    """As after a fail-over to a replica that lags, with a planner that knows only what it finds there."""
+    """This is like a fail-over to a replica that lags, with a planner that knows only what it finds there."""
     model = make_tiny("llama", tmp_path / "tiny", max_len=256)
     flags = {"worker": ["--dtype", "float64"], "planner": ["--overload-policy", "recompute"]}
     with running_cluster(model, workers=3, device_memory_bytes=8 << 20, flags=flags) as running:

@@ -93,7 +93,7 @@ def test_a_burst_is_an_overload_and_a_moderate_load_is_none(running: RunningClus
 
 
 async def first_overload(running: RunningCluster, listening: asyncio.Event) -> monitor_pb2.Overload:
-    """As the planner hears it. Sets `listening` once it would."""
+    """The first overload as the planner hears it. Sets `listening` once one would be heard."""
     async with open_channel(running.cluster.processes["monitor"][0].address) as channel:
         watch = monitor_pb2_grpc.MonitorServiceStub(channel).WatchEvents(monitor_pb2.WatchEventsRequest())
         async with asyncio.timeout(60):

@@ -23,7 +23,7 @@ class GroupArena:
         publish_groups(self.arena.state.url, self.epoch, [[m.member() for m in group] for group in groups])
 
     async def adopted(self) -> None:
-        """Until every dispatcher knows the last layout."""
+        """Waits until every dispatcher knows the last layout."""
 
         async def all_know() -> bool:
             statuses = [await dispatcher.status() for dispatcher in self.arena.dispatchers]

@@ -118,7 +118,7 @@ async def _ended(planner: "planner_pb2_grpc.PlannerServiceAsyncStub", count: int
 
 
 def samples_of(cluster: LocalCluster) -> list[Sample]:
-    """Of all services, with the two labels that Prometheus adds."""
+    """Samples of all services, with the two labels that Prometheus adds."""
     found: list[Sample] = []
     targets = {**cluster.metrics_targets, **{p.id: p.address for p in cluster.processes["gateway"]}}
     for name, address in targets.items():
@@ -200,7 +200,7 @@ class Prometheus:
             return json.load(answer)["data"]
 
     def values(self, query: str) -> list[float]:
-        """Of every series that the query gives now."""
+        """Values of every series that the query gives now."""
         answer = self.ask("query", query=query)
         assert isinstance(answer, dict)
         return [float(series["value"][1]) for series in answer["result"]]
@@ -365,7 +365,7 @@ def workers_told_their_part(inner: list[dict[str, Any]], moved: dict[str, Any]) 
 
 
 def the_planner_told_of_the_drop(every: list[dict[str, Any]], moved: dict[str, Any]) -> None:
-    """In a trace of its own, to which the request's is linked."""
+    """The drop is in a trace of its own, to which the request's is linked."""
     link = moved["links"][0]
     drop = {span["name"]: span for span in every if span["traceId"] == link["traceId"]}
     assert drop["drop"]["spanId"] == link["spanId"]

@@ -45,7 +45,7 @@ def test_a_model_that_is_off_by_a_third_still_helps() -> None:
 
 
 def test_batches_that_cost_much_whatever_is_in_them_share_the_prompts_with_the_decodes() -> None:
-    """As on a GPU, where a batch of a few decodes takes a fifth of a full one: all parameters are read."""
+    """GPUs are like this: a batch of a few decodes takes a fifth of a full one, as all parameters are read."""
     gpu = CostModel(attention_s=9.5e-9, token_s=1.4e-4, chunk_s=1.84e-2, shared_s=1.84e-2, prefix_s=1.4e-7)
     for stages in (2, 4):
         wanted = requests(stages, 60 * stages, 1200, 200)

@@ -23,7 +23,7 @@ def judge(seed: int) -> None:
 
 
 def test_what_stays_after_a_restore_lies_where_all_layers_have_kv() -> None:
-    """In this one a sequence that starts over was in the way of one that stayed when blocks were arranged."""
+    """This one has a sequence that starts over and was in the way of one that stayed when blocks were arranged."""
     judge(20)
 
 

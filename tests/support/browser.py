@@ -41,7 +41,7 @@ class Browser:
         self._ask("POST", "url", url=url)
 
     def resize(self, width: int, height: int) -> None:
-        """Of the page itself, as a phone or a desktop has it."""
+        """The page itself gets this size, as on a phone or a desktop."""
         params = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
         self._ask("POST", "goog/cdp/execute", cmd="Emulation.setDeviceMetricsOverride", params=params)
 
@@ -50,7 +50,7 @@ class Browser:
         return self._ask("POST", "execute/sync", script=script, args=list(args))
 
     def click(self, selector: str) -> None:
-        """As a person would: what is hidden, disabled or covered cannot be clicked."""
+        """A click like a person's: what is hidden, disabled or covered cannot be clicked."""
         found = self._ask("POST", "element", using="css selector", value=selector)
         self._ask("POST", f"element/{found[_ELEMENT]}/click")
 
@@ -75,7 +75,7 @@ class Browser:
         return [entry["message"] for entry in self._ask("POST", "se/log", type="browser") if entry["level"] == "SEVERE"]
 
     def screenshot(self, path: Path) -> None:
-        """Of the whole page, beyond the window too."""
+        """A picture of the whole page, beyond the window too."""
         height = self.run("return document.documentElement.scrollHeight")
         width = self.run("return document.documentElement.clientWidth")
         self.resize(width, height)

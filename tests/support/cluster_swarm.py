@@ -128,7 +128,7 @@ class Swarm:
         return phases
 
     def _phase_of(self, number: int) -> str:
-        """For the table: of the transition under way, and in what the victim is."""
+        """The phase of the transition under way, and what the victim is in: for the table."""
         instance = self._instance(number)
         last = next(reversed(instance.member.progress.values()), None)
         where = "group" if instance.member.role.stages else "alone"

@@ -149,7 +149,7 @@ class Arena:
         publish_layout(self.state.url, self.epoch, members or [worker.member() for worker in self.workers])
 
     async def connected(self, *workers: TimedWorker) -> None:
-        """Until every dispatcher has a stream to each of them and is ready."""
+        """Waits until every dispatcher has a stream to each of them and is ready."""
         wanted = {(w.settings.worker_id, w.settings.incarnation) for w in workers}
 
         async def all_there() -> bool:

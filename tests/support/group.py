@@ -233,7 +233,7 @@ class Dispatcher:
             await self.cancel(answer)
 
     def _text_of(self, answer: Answer) -> str:
-        """As a worker's servicer makes it of the tokens."""
+        """The answer's text as a worker's servicer makes it of the tokens."""
         new = NewSequence(0, answer.prompt, (), answer.sampling)
         return "".join(map(self._detokenizer(new).push, answer.token_ids))
 
@@ -361,7 +361,7 @@ class Cluster:
         return {name: progress for name, progress in found.items() if progress is not None}
 
     async def abort(self, members: Sequence[WorkerId], epoch: Epoch) -> None:
-        """Until all that have heard of the plan have undone it."""
+        """Aborts, and waits until all that have heard of the plan have undone it."""
         stale = {n: self.workers[n].member.published.stale_total for n in members}
         for name in members:
             self.post(name, Told(epoch, AbortRequested(time.monotonic(), epoch, "test")))
@@ -375,7 +375,7 @@ class Cluster:
         await until(lambda: all(undone(name) for name in members))
 
     async def goes_on(self, answers: Sequence[Answer]) -> None:
-        """Until each has a token more than now, or all that it is to have: a fast machine may have been done before."""
+        """Waits until each has a new token, or all that it is to have: a fast machine may have been done before."""
         counts = [len(answer.token_ids) for answer in answers]
 
         def more(answer: Answer, count: int) -> bool:
@@ -414,7 +414,7 @@ class Cluster:
         return {name: _left(worker) for name, worker in self.workers.items()}
 
     async def quiet(self) -> None:
-        """Until no worker holds a block; within the time that orphans wait for their dispatchers."""
+        """Waits until no worker holds a block; within the time that orphans wait for their dispatchers."""
         try:
             await until(lambda: not any(w.book.used_count or w.core.orphan_count for w in self.workers.values()))
         except AssertionError as error:

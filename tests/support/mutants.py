@@ -166,7 +166,7 @@ MUTANTS: Mapping[str, tuple[Patch, ...]] = {
 
 
 def look_for(name: str, seeds: int) -> str:
-    """In this process, which is of no use for anything else afterwards."""
+    """The first error that the mutant causes, in this process: it is of no use for anything else afterwards."""
     for patch in MUTANTS[name]:
         patch()
     for seed in range(seeds):

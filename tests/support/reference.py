@@ -46,7 +46,7 @@ def reference_greedy(model_dir: Path, prompt: Sequence[int], count: int, dtype: 
 def reference_greedy_batch(
     model_dir: Path, prompts: Sequence[Sequence[int]], counts: Sequence[int], dtype: str = "float32"
 ) -> list[Reference]:
-    """As `reference_greedy`, for many prompts, aligned with them."""
+    """What `reference_greedy` gives for many prompts, aligned with them."""
     model = reference_model(model_dir, dtype)
     order = sorted(range(len(prompts)), key=lambda i: (len(prompts[i]), counts[i]))
     found: dict[int, Reference] = {}

@@ -215,7 +215,7 @@ class TimedWorker(worker_pb2_grpc.WorkerServiceServicer):
         self.waiting.append(sequence)
 
     def tell_cancelled(self, stream: TimedStream, submit: pb.Submit) -> None:
-        """As workers do: who has asked for a request back goes on with it when it hears of the end."""
+        """The end is told as by workers: the dispatcher that has asked for the request back goes on with it then."""
         ending = pb.Ending(handle=submit.handle, finish_reason=cluster_pb2.FINISH_REASON_CANCELLED)
         step = pb.StepOutput(endings=[ending], load=self.load(), seen_handle=stream.seen_handle)
         stream.messages.put_nowait(pb.AttachResponse(step=step))

@@ -355,7 +355,7 @@ class World:
                     worker.broken = True
 
     def release(self, worker: SimWorker, needed: Collection[int]) -> None:
-        """Of the layers that this worker has given up, only KV of sequences `needed` is kept."""
+        """Layers that this worker has given up keep only KV of sequences `needed`."""
         member = next(m for m in self.group(worker).members if m.worker_id == worker.name)
         kept = set(range(member.first_layer, member.last_layer))
         for sequence, layers in worker.kv.items():
@@ -410,7 +410,7 @@ class World:
         self.local(worker, self.rng.uniform(0, 0.02), wm.TakenUp(self.now_s, plan.epoch))
 
     def assigned(self, plan: wp.Plan, worker: SimWorker, sequence: int) -> WorkerId:
-        """Of the new leaders that its old group's members go to, one."""
+        """One of the new leaders that its old group's members go to."""
         old = group_of(plan.base, worker.name)
         assert old is not None
         groups = [group_of(plan.target, m.worker_id) for m in old.members]
@@ -541,7 +541,7 @@ def _another(world: World, rng: random.Random) -> tuple[TransitionKind, list[lis
 
 
 def _judge(world: World) -> None:
-    """Nobody waits any more, every sequence has one leader, and none is gone."""
+    """No worker waits any more, every sequence has one leader, and none is gone."""
     assert world.journal is not None
     for worker in world.workers.values():
         assert not worker.waiting, f"{worker.name} still waits for {worker.waiting}"

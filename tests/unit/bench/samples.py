@@ -51,7 +51,7 @@ def sample(at_s: float, demand_mib: float, epoch: int = 0, *, merged: bool = Fal
 
 
 def drop_and_restore(at_s: float, duration_s: float, epoch: int) -> list[TimedTransition]:
-    """As a planner tells them: the drop begins at `at_s`, the restore `duration_s` later."""
+    """Transitions as a planner tells them: the drop begins at `at_s`, the restore `duration_s` later."""
 
     def told(kind: str, epoch: int) -> PlannerTransition:
         return PlannerTransition(
@@ -156,7 +156,7 @@ CONTESTANTS: dict[str, tuple[str, dict[str, str], float]] = {
 
 
 def late_run(policy: str, extra_s: float, seed: int) -> ReplayRun:
-    """As `bursty_run`, but those who arrive in the burst wait longer or (`drop`) hardly at all."""
+    """A run like `bursty_run`, but requests of the burst wait longer or (`drop`) hardly at all."""
     run = dropped_run() if policy == "drop" else bursty_run()
     rng = random.Random(seed)
     for made in run.records:

@@ -68,7 +68,7 @@ class ScriptedPlanner(planner_pb2_grpc.PlannerServiceServicer):
 
 @contextlib.contextmanager
 def serving_planner() -> Generator[tuple[ScriptedPlanner, str]]:
-    """In a loop of its own: the servicers' types are those of grpc.aio."""
+    """A planner in a loop of its own: the servicers' types are those of grpc.aio."""
     planner = ScriptedPlanner()  # pyright: ignore[reportAbstractUsage]
     loop, ready = asyncio.new_event_loop(), threading.Event()
     told: list[str] = []
@@ -286,7 +286,7 @@ def test_a_bug_is_one_line_and_a_file(
 
 
 def test_errors_name_this_distribution_and_no_other_ones() -> None:
-    """On the package index `ballast` is somebody else's."""
+    """The name `ballast` is somebody else's on the package index."""
     wrong = re.compile(r"pip install[^\n]*['\" ]ballast(\[|'|\"| |$)")
     for folder in ("ballast", "services", "sim", "benchmarks", "docs"):
         for path in [*(ROOT / folder).rglob("*.py"), *(ROOT / folder).rglob("*.md")]:
@@ -346,7 +346,7 @@ def test_doctor_knows_the_ports_of_ballast_itself(dispatcher: ScriptedDispatcher
 
 @pytest.mark.parametrize("flag", ["--version", "--help"])
 def test_version_and_help_need_no_command(flag: str) -> None:
-    """By what is imported: times say nothing on a busy machine."""
+    """What is imported shows it: times say nothing on a busy machine."""
     code = (
         "import sys\nfrom ballast.cli.main import main\n"
         f"try: main(['{flag}'])\nexcept SystemExit: pass\n"

@@ -26,7 +26,7 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def mutated(data: bytes, rng: random.Random) -> bytes:
-    """As JSON with odd values, or as bytes."""
+    """The file with something odd or missing in its JSON, or with noise in its bytes."""
     if rng.random() < 0.5:
         return noisy(data, rng)
     content = json.loads(data)

@@ -112,7 +112,7 @@ def test_after_the_highest_claim_there_is_room_for_changes() -> None:
 
 
 class Monitor(monitor_pb2_grpc.MonitorServiceServicer):
-    """Of another version: passes on what should have been refused."""
+    """A monitor of another version: passes on what should have been refused."""
 
     async def WatchEvents(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, request: pb.WatchEventsRequest, context: Any

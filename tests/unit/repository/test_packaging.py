@@ -101,7 +101,7 @@ def project(name: str = DISTRIBUTION) -> dict[str, Any]:
 
 
 def every_requirement() -> list[str]:
-    """Of both distributions and all their extras, but what is for GPUs."""
+    """Requirements of both distributions and all their extras, but what is for GPUs."""
     found: list[str] = []
     for name in FOLDERS:
         extras: dict[str, list[str]] = project(name)["optional-dependencies"]
@@ -149,7 +149,7 @@ def test_floors_are_those_of_the_generated_code() -> None:
 
 
 def test_what_the_sdk_imports_is_what_it_declares() -> None:
-    """In a process whose only third parties are those of the SDK: the others cannot be imported."""
+    """The process has no third parties but those of the SDK: the others cannot be imported."""
     program = (
         "import sys\n"
         "class Only:\n"

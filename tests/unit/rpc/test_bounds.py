@@ -186,7 +186,7 @@ def test_beyond_the_bound_connections_are_closed_and_those_there_are_served() ->
 
 
 def _is_closed(connection: socket.socket) -> bool:
-    """By the other side."""
+    """Whether the other side has closed it."""
     connection.settimeout(0.05)
     try:
         while True:

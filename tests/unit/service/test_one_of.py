@@ -73,7 +73,7 @@ def test_what_is_allowed_validates(grammars: Grammars, branches: list[list[str]]
 
 
 def test_most_of_the_public_set_can_be_followed(grammars: Grammars) -> None:
-    """Of those whose `oneOf` overlaps, as an IntOrString that may be null does."""
+    """The schemas are those whose `oneOf` overlaps, as an IntOrString that may be null does."""
     overlapping = [schema for schema in public_schemas() if narrowed(json.dumps(schema)) != json.dumps(schema)]
     assert len(overlapping) > 150
     for schema in overlapping[::20]:

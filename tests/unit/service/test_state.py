@@ -79,7 +79,7 @@ def test_a_lease_has_one_holder_and_its_token_grows_with_each_new_one() -> None:
 
 
 def test_a_lease_is_made_anew_above_a_token_that_others_have_seen() -> None:
-    """As after a state server that came back empty and with an earlier clock."""
+    """The state server is like one that came back empty and with an earlier clock."""
 
     async def story(server: PrivateStateServer, state: StateServer) -> None:
         first = await state.acquire_lease("x", "a", 10.0, "host:1")
@@ -233,7 +233,7 @@ async def test_a_fixed_address_is_never_looked_up() -> None:
 
 
 async def test_a_cancellation_that_the_client_library_swallows_is_not_lost() -> None:
-    """As asyncio.wait_for does before Python 3.12 if what it waits for ends in the same moment."""
+    """asyncio.wait_for does so before Python 3.12 if what it waits for ends in the same moment."""
 
     async def swallow() -> str:
         try:
@@ -269,7 +269,7 @@ async def test_a_cancellation_that_the_client_library_swallows_is_not_lost() -> 
 
 
 def test_connections_that_are_cut_raise_nothing_but_unavailable() -> None:
-    """On the event loop of services, which has an error of its own for a write to what was reset a moment ago."""
+    """The event loop of services has an error of its own for a write to what was reset a moment ago."""
 
     async def story() -> None:
         async with PrivateStateServer() as server, Proxy(f"127.0.0.1:{server.port}") as front, asyncio.timeout(60):

@@ -94,7 +94,7 @@ def test_a_loop_that_fails_begins_anew_and_is_counted(error: Exception) -> None:
 
 
 def test_a_call_that_was_cancelled_does_not_end_who_waited_for_it() -> None:
-    """As gRPC tells it: the task itself has not been told to end."""
+    """The cancellation is as gRPC tells it: the task itself has not been told to end."""
     begun: list[bool] = []
 
     async def story() -> None:

@@ -20,7 +20,7 @@ WORKER = WorkerId("w0")
 
 
 def test_a_jump_of_the_demand_is_reported_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the real one does it: within the hasty interval, and not more often than that."""
+    """The report comes like a real worker's: within the hasty interval, and not more often than that."""
     clock, loads, heard = Clock(), [load_report(10)], list[tuple[float, int]]()
 
     class Worker:

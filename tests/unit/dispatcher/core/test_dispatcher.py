@@ -261,7 +261,7 @@ def test_an_engine_error_is_tried_elsewhere_unless_the_request_is_at_fault() -> 
 
 
 def outgrown(story: Story) -> Ending:
-    """Of request r, after 1,100 tokens of prompt and 30 of its answer."""
+    """The ending of request r, after 1,100 tokens of prompt and 30 of its answer."""
     return Ending(story.handle_of("r"), FinishReason.ERROR, error="1130 tokens do not fit")
 
 
@@ -287,7 +287,7 @@ def test_a_request_that_has_outgrown_all_workers_ends_as_exhausted() -> None:
 
 
 def test_a_failing_step_is_replayed_so_often_and_its_neighbours_go_on() -> None:
-    """Nobody knows which request of a batch made its step fail: all are replayed, and whoever fails always ends."""
+    """Which request of a batch made its step fail is not known: all are replayed, and one that always fails ends."""
     story = Story("a")
     story.submit("bad")
     story.submit("good")

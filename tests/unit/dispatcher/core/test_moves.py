@@ -281,7 +281,7 @@ def test_the_backlog_goes_where_a_drop_has_made_room_in_proportion_to_it() -> No
 
 
 def burst_after_a_drop(growth_tokens: int) -> Counter[str]:
-    """Of 120 requests of two blocks each: to a group of two with 240 blocks, and to one instance with 80."""
+    """Places of 120 requests of two blocks each: in a group of two with 240 blocks, and on one instance with 80."""
     story = Story("a", "b", "c", routing=RoutingRules(growth_tokens=growth_tokens))
     story.merge("ab", "c")
     story.step("a", report=load(block_count=240, max_running_count=200))

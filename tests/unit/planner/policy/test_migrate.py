@@ -13,7 +13,7 @@ DRAINS_ONLY = replace(RULES, balances=False)
 
 
 def load(used: int, running: int = 4, *, waiting: int = 0, draining: bool = False) -> LoadReport:
-    """Of 100 blocks of 16 tokens."""
+    """Load of a worker with 100 blocks of 16 tokens."""
     return replace(
         load_report(100),
         block_count=100,

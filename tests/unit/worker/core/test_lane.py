@@ -15,7 +15,7 @@ _LIMITS = limits(block_tokens=4)
 
 
 class Owner:
-    """Of sequences in one lane."""
+    """The owner of sequences in one lane."""
 
     def __init__(self, block_count: int) -> None:
         self.ended: list[SequenceId] = []
@@ -45,7 +45,7 @@ class Owner:
         return sequence
 
     def step(self) -> list[SequenceId]:
-        """Who took part."""
+        """Sequences that took part."""
         self.lane.demand_place()
         formed = self.lane.form(0.0)
         self.lane.check()

@@ -8,7 +8,7 @@ from services.worker.core.blocks import BlockBook
 
 
 def batch(*slices: tuple[int, int, int], removed: tuple[int, ...] = ()) -> Batch:
-    """Of (sequence id, first position, tokens)."""
+    """A batch of slices, each (sequence id, first position, tokens)."""
     return Batch(1, removed, (), tuple(Slice(s, first, (7,) * count, False) for s, first, count in slices))
 
 

@@ -1,4 +1,4 @@
-"""Who takes blocks when, on stages that are only counts: every victim gets its KV or starts over, and no stage ever
+"""Which victim takes blocks when, on stages that are only counts: each gets its KV or starts over, and no stage ever
 holds more than it has.
 """
 
@@ -16,7 +16,7 @@ A, B, C = WorkerId("a"), WorkerId("b"), WorkerId("c")
 
 
 def standing(sequence_id: int, home: WorkerId, blocks: int, *, rank: int = 0, arrival_s: float = 0.0) -> Standing:
-    """Of a sequence that has run on one worker; the token that comes next needs no block."""
+    """Standing of a sequence that has run on one worker; the token that comes next needs no block."""
     victim = Victim(sequence_id, blocks * 16 - 1, home)
     return Standing(victim, rank, (arrival_s, sequence_id), blocks, blocks, frozenset({home}))
 

@@ -77,7 +77,7 @@ class Recorder:
             self.changed.notify_all()
 
     def wait(self, what: str, count: int, timeout_s: float = 60.0) -> None:
-        """Until so many of `what` have come."""
+        """Waits until so many of `what` have come."""
         with self.changed:
             if not self.changed.wait_for(lambda: len(getattr(self, what)) >= count, timeout=timeout_s):
                 raise TimeoutError(f"{len(getattr(self, what))} of {count} {what} after {timeout_s} s")

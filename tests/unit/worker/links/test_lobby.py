@@ -83,7 +83,7 @@ def test_a_key_that_is_never_set_costs_the_deadline(lobby: Lobby) -> None:
 
 
 def test_after_the_deadline_there_is_nothing_to_be_had(lobby: Lobby) -> None:
-    """Who comes too late must not go on: the other side has given it up."""
+    """A side that comes too late must not go on: the other one has given it up."""
     with ThreadPoolExecutor(1) as pool:
         calling = pool.submit(call, HIGH, lobby.address, soon())
         host = PairStore(lobby.meet(LOW, soon()).connection)
@@ -115,7 +115,7 @@ def is_hung_up_on(stranger: socket.socket) -> bool:
 
 
 def park(connection: socket.socket, line: bytes) -> None:
-    """As a caller that nobody waits for yet."""
+    """The connection is that of a caller that is not expected yet."""
     connection.sendall(line)
     read_line(connection, soon())
     connection.sendall(proof_line(""))

@@ -57,7 +57,7 @@ def test_neighbours_mapped_one_by_one_are_one_mapping_to_the_kernel(backend: Hos
 
 
 def resident_bytes(address: int) -> int:
-    """Of the kernel's mapping that begins at `address`."""
+    """Resident bytes of the kernel's mapping that begins at `address`."""
     smaps = Path("/proc/self/smaps").read_text(encoding="utf-8")
     entry = smaps[smaps.index(f"{address:x}-") :]
     line = next(line for line in entry.splitlines() if line.startswith("Rss:"))
@@ -83,7 +83,7 @@ def test_mapped_memory_is_resident_before_it_is_touched(
 
 
 def fastest_move_s(*, tables_move: bool) -> float:
-    """Of 64 MiB that are resident, from one range to another."""
+    """Seconds of the fastest move of 64 MiB that are resident, from one range to another."""
     backend = HostBackend()
     extent_bytes, everything = 8 << 20, ExtentRun(0, 8)
     backend.create(extent_bytes, everything.count)
@@ -126,7 +126,7 @@ def test_a_move_the_kernel_refuses_loses_nothing(backend: HostBackend, monkeypat
 
 
 def refuse_move(backend: HostBackend, source: int, target: int, count: int) -> bool:
-    """As the kernel does: the target is gone."""
+    """A refusal like the kernel's: the target is gone."""
     backend.release(target, count * backend.granularity_bytes)
     return False
 

@@ -115,7 +115,7 @@ def test_a_short_prompt_gets_on_among_decodes_while_others_wait() -> None:
 
 
 def test_a_prompt_gets_on_where_batches_have_less_room_than_the_smallest_piece() -> None:
-    """As while a restore is prepared."""
+    """Batches have so little room while a restore is prepared."""
     crowd = [decode(100) for _ in range(20)]
     share = FORM(view(2, [*crowd, prompt(100)], tokens=10 + 8))
     assert [index for index, _ in share[:-1]] == [*range(10)]

@@ -143,7 +143,7 @@ steps_st = st.lists(st.tuples(chunks_st, st.floats(1e-4, 5.0)), min_size=1, max_
 def test_whatever_is_executed_it_is_never_worse_than_the_profile(
     steps: list[tuple[list[Chunk], float]], has_profile: bool
 ) -> None:
-    """On the steps kept, which are all of them as long as no size has too many, right after a fit."""
+    """This holds on the steps kept, which are all of them as long as no size has too many, right after a fit."""
     online = entered(PROFILE if has_profile else None)
     seen: list[tuple[list[Chunk], float]] = []
     sizes: dict[int, int] = {}
