@@ -1,4 +1,4 @@
-"""On what a figure was measured: processor, versions, commit."""
+"""What a figure was measured on: processor, versions, commit."""
 
 import os
 import platform

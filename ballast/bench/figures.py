@@ -47,7 +47,7 @@ class Drawn:
 
     @property
     def name(self) -> str:
-        """Of a file, without suffix."""
+        """Name of a file, without suffix."""
         return f"{self.workload}-{self.kind}"
 
 
@@ -163,7 +163,7 @@ def _ttft_range(workload: WorkloadStudy) -> tuple[float, float]:
 
 
 def _degrees(workload: WorkloadStudy) -> dict[int, Contestant]:
-    """By pipeline degree: `recompute` with all parameters is 1."""
+    """Contestants by pipeline degree: `recompute` with all parameters is 1."""
     found: dict[int, Contestant] = {}
     for c in workload.contestants:
         facts = c.runs[0].comparison
@@ -321,7 +321,7 @@ def _summary(what: str, field: str) -> Callable[[PolicyResult], float | None]:
 
 
 def ablation_steps(workload: WorkloadStudy) -> list[Contestant]:
-    """In their order, if all of them were run."""
+    """The steps of the ablation in their order, if all of them were run; else none."""
     by_label = {c.label: c for c in workload.contestants}
     labels = [spec.label for spec in parse_policies(",".join(ABLATION))]
     return [by_label[label] for label in labels] if all(label in by_label for label in labels) else []

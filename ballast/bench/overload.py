@@ -315,7 +315,7 @@ def _settings(arguments: Arguments, plan: WorkloadPlan) -> dict[str, str | int |
 
 
 async def _wait_at_rest(address: str, degree: int) -> int:
-    """Until nothing runs for a moment, and groups are as the policy begins: of `degree`, and what is left over alone.
+    """Waits until nothing runs for a moment, and groups are as the policy begins: of `degree`, what is left over alone.
 
     Returns the tokens that they have room for. A moment, since what ended just now may have been an overload.
     """

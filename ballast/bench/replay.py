@@ -63,7 +63,7 @@ class Progress:
 
     @property
     def eta_s(self) -> float:
-        """Until the last arrival; after that, from the rate at which requests have ended so far."""
+        """Seconds until the last arrival; after that, from the rate at which requests have ended so far."""
         left_s = self.span_s - self.elapsed_s
         if left_s > 0 or not self.ended_count:
             return max(left_s, 0.0)

@@ -39,7 +39,7 @@ COLUMNS = (
 
 
 def rows_of(workload: WorkloadStudy) -> list[tuple[str, ...]]:
-    """For each contestant, under `COLUMNS`, medians over repetitions, with the range where there are several."""
+    """A row for each contestant, under `COLUMNS`: medians over repetitions, with the range where there are several."""
     return [_row(workload, c) for c in workload.contestants]
 
 

@@ -154,7 +154,7 @@ class TraceInfo(_Strict):
 
     @staticmethod
     def of(trace: Trace, *, time_scale: float, length_scale: float, limit: int | None) -> "TraceInfo":
-        """Of a trace that has been scaled by these factors."""
+        """Facts of a trace that has been scaled by these factors."""
         return TraceInfo(
             source=trace.source,
             format=trace.format,

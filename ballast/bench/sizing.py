@@ -20,7 +20,7 @@ _HOPELESS = 20.0  # times the mean demand that is looked for: the machine is far
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
-    """Of the cluster, in tokens of KV over all layers."""
+    """Memory of the cluster; tokens are of KV over all layers."""
 
     device_memory_bytes: int  # of each worker
     undropped_tokens: int
@@ -58,7 +58,7 @@ def length_scale_to(trace: Trace, mean_tokens: float) -> float:
 
 
 def length_scales_to(trace: Trace, mean_tokens: float, answer_share: float | None) -> tuple[float, float | None]:
-    """Of prompts and of answers, each at most 1: the mean request has `mean_tokens`, that share of them in its answer.
+    """Scales of prompts and of answers, at most 1: the mean request has `mean_tokens`, that share in its answer.
 
     With None both are shortened alike, and the second is None.
     """
@@ -153,8 +153,8 @@ class Speed:
 
 
 def forecast_shared(requests: Sequence[TraceRequest], speed: Speed, hopeless_tokens: float = math.inf) -> Forecast:
-    """As `forecast`, but the more requests run, the slower each of them gets on. Until the last arrival, or until the
-    demand is hopeless.
+    """The same as `forecast`, but the more requests run, the slower each of them gets on. It ends with the last
+    arrival, or when the demand is hopeless.
     """
     demand: list[float] = []
     running: list[tuple[TraceRequest, float]] = []  # with the tokens of its answer
@@ -174,7 +174,7 @@ def forecast_shared(requests: Sequence[TraceRequest], speed: Speed, hopeless_tok
 
 
 def rate_for(trace: Trace, speed: Speed, limit: Forecast, seed: int) -> float:
-    """By how much to multiply the rate of arrivals, so that the KV demand reaches one of both limits."""
+    """The factor for the rate of arrivals with which the KV demand reaches one of both limits."""
     low, high = 1e-3, 1.0
     while high < 1e3 and not _exceeds(trace, high, speed, limit, seed):
         low, high = high, high * 2

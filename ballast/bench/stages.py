@@ -15,7 +15,7 @@ StageSeconds = dict[str, tuple[float, float]]  # worker -> busy, idle though the
 
 
 async def stage_seconds(client: AsyncClient) -> StageSeconds | None:
-    """Of all workers; None if one of them does not say."""
+    """Busy and idle seconds of all workers; None if one of them does not say."""
     try:
         workers = (await client.status()).workers
         told = await asyncio.gather(*(_ask(worker.address) for worker in workers))

@@ -54,7 +54,7 @@ class Contestant:
 
     @property
     def first(self) -> PolicyResult:
-        """Of the first repetition: what figures over time show."""
+        """Result of the first repetition: what figures over time show."""
         return self.results[0]
 
     def spread(self, figure: Callable[[PolicyResult], float | None]) -> Spread:

@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def make(folder: Path, *, days: int, hosts: list[str], workers: list[str], renew: bool = False) -> list[Path]:
-    """As `ballast.local.certificates.make_certificates`; dispatchers also have the names of this machine."""
+    """Calls `ballast.local.certificates.make_certificates`; dispatchers also have the names of this machine."""
     try:
         from ballast.local.certificates import make_certificates
     except ImportError as error:

@@ -27,7 +27,7 @@ class DemandHistory:
         }
 
     def table(self, status: ClusterStatus) -> Table:
-        """For the status that was added last."""
+        """The table for the status that was added last."""
         table = plain_table("KV demand")
         table.add_column("last looks", no_wrap=True, min_width=_CELLS)
         table.add_column("now", justify="right", no_wrap=True)

@@ -1,4 +1,4 @@
-"""By which right a client calls, and how it knows whom it talks to: a token, TLS, for operators a certificate."""
+"""The right by which a client calls, and how it knows whom it talks to: a token, TLS, for operators a certificate."""
 
 import os
 from dataclasses import dataclass
@@ -57,7 +57,7 @@ class Access:
 
     @property
     def how(self) -> str:
-        """Of a connection that fails: what the other side must do, too."""
+        """What to say of a connection that fails: what the other side must do, too."""
         if self.ca_file is not None:
             return f"with TLS and a certificate of {self.ca_file} for this address"
         return "with TLS and a certificate for this address" if self.tls else "without TLS"

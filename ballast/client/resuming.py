@@ -47,7 +47,7 @@ class Progress:
 
 
 class Patience:
-    """For how long dispatchers are asked, one after the other, to go on with a request that was cut off."""
+    """How long dispatchers are asked, one after the other, to go on with a request that was cut off."""
 
     def __init__(self, within_s: float) -> None:
         self._within_s = within_s

@@ -39,7 +39,7 @@ Metadata = Mapping[str, str]
 
 
 def to_pairs(metadata: Metadata | None) -> tuple[tuple[str, str], ...] | None:
-    """As gRPC wants it."""
+    """Metadata as gRPC wants it."""
     return None if metadata is None else tuple((name.lower(), value) for name, value in metadata.items())
 
 

@@ -16,5 +16,5 @@ Epoch = NewType("Epoch", int)
 
 
 def copy_id(worker_id: str, number: int) -> WorkerId:
-    """Of one of several workers in a process."""
+    """Id of one of several workers in a process."""
     return WorkerId(f"{worker_id}.{number}")

@@ -10,7 +10,7 @@ _SHARE_SLACK = Fraction(6, 5)  # sequences differ in size, so shares do
 
 
 def _narrow_part(member_count: int) -> Fraction:
-    """Of the blocks of a member's own layers, how many its other layers need for its share of the sequences."""
+    """Share of the blocks of a member's own layers that its other layers need for its share of the sequences."""
     return min(Fraction(1), _SHARE_SLACK / member_count)
 
 

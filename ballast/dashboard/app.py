@@ -81,7 +81,7 @@ class Dashboard:
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncGenerator[None]:
-        """For as long as the page is served. An app that is mounted into another one does not do this by itself."""
+        """Follows clusters while the page is served. An app mounted into another one does not do this by itself."""
         following = asyncio.create_task(self.follow(), name="follow clusters")
         try:
             yield

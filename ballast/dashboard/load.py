@@ -29,7 +29,7 @@ _FIRST_TOKEN_ID: Final = 16  # below are special tokens, as a rule
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Of one request, in tokens."""
+    """Lengths of one request, in tokens."""
 
     prompt: int
     output: int
@@ -37,7 +37,7 @@ class Shape:
 
 @dataclass(slots=True)
 class BurstResult:
-    """Of one burst on one cluster, as far as it has come. Times are the dispatchers' own."""
+    """The result of one burst on one cluster, as far as it has come. Times are the dispatchers' own."""
 
     sent_count: int
     began_at_s: float
@@ -120,7 +120,7 @@ class Load:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _sizes(self) -> tuple[Shape, int, int]:
-        """Of a request, the KV memory in tokens, and the vocabulary: what suits the smallest of the clusters."""
+        """Shape of a request, the KV memory in tokens, and the vocabulary: what suits the smallest of the clusters."""
         infos = [await cluster.client.model_info() for cluster in self._clusters]
         capacities = [await _capacity_tokens(cluster) for cluster in self._clusters]
         smallest, worker_count = min(capacities)

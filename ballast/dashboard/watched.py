@@ -191,7 +191,7 @@ class Watched:
         }
 
     async def _statuses(self) -> list[ClusterStatus]:
-        """Of all dispatchers that answer; raises what the first one said if none does."""
+        """What all dispatchers that answer say; raises what the first one said if none does."""
         answers = await asyncio.gather(
             *(self.client.status(address) for address in self.client.addresses), return_exceptions=True
         )

@@ -49,7 +49,7 @@ class ChaosRules:
 
 @dataclass(slots=True)
 class Recovery:
-    """Of the faults of a kind, in seconds.
+    """Times of the faults of a kind, in seconds.
 
     Attributes:
         times_s: How long the cluster took to be whole again, new processes included.
@@ -158,7 +158,7 @@ class Chaos:
 
     @property
     def _addresses(self) -> list[str]:
-        """Of dispatchers. One that is being started again will be where it was."""
+        """Addresses of dispatchers. One that is being started again will be where it was."""
         self._known_addresses |= {p.id: p.address for p in self._cluster.processes["dispatcher"] if p.address}
         return list(self._known_addresses.values())
 
@@ -329,7 +329,7 @@ class Chaos:
         return ""
 
     async def _carry_out(self, drop: Sequence[str] | None) -> None:
-        """Until it has succeeded. A restore of what is whole already is refused, which is as good."""
+        """Tries until it has succeeded. A restore of what is whole already is refused, which is as good."""
         while True:
             with contextlib.suppress(BallastError):
                 try:

@@ -173,18 +173,18 @@ class LocalCluster:
 
     @property
     def addresses(self) -> list[str]:
-        """Of the dispatchers, those killed included."""
+        """Addresses of the dispatchers, those killed included."""
         return [process.address for process in self.processes["dispatcher"]]
 
     @property
     def http_urls(self) -> list[str]:
-        """Of the gateways, those killed included: what an OpenAI client takes as its base URL."""
+        """URLs of the gateways, those killed included: what an OpenAI client takes as its base URL."""
         scheme = "http" if self._secure is None else "https"
         return [f"{scheme}://{process.address}/v1" for process in self.processes["gateway"]]
 
     @property
     def access(self) -> Access:
-        """By which the cluster's own processes operate it; `AsyncClient(cluster.address, **cluster.credentials)`."""
+        """The rights by which its own processes operate it; `AsyncClient(cluster.address, **cluster.credentials)`."""
         return Access(**self.credentials, tls_dir=None if self._secure is None else self._secure / "operator")
 
     @property

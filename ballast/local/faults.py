@@ -101,7 +101,7 @@ class Breaker:
             self._wedged.pop().go_on()
 
     async def _swallow(self, way: Way) -> tuple[str, float, Heal]:
-        """For everybody, without a connection being cut: packets are lost one way."""
+        """All packets are lost one way, for every process, without a connection being cut."""
         way.swallows = True
         self._note_state()
 

@@ -37,7 +37,7 @@ class KeeperEvent:
 
 @dataclass(slots=True)
 class _Record:
-    """Of one program, over the lives of its process."""
+    """What is known of one program, over the lives of its process."""
 
     started_at_s: float
     failed_count: int = 0
@@ -58,7 +58,7 @@ class Keeper:
         self._counts: dict[str, int] = {}  # address -> replays of this life
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Runs until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(keep_up(self._keep_count, "count replays"))
             tasks.create_task(keep_up(self._keep_state_server, "keep the state server"))
@@ -91,7 +91,7 @@ class Keeper:
         self._say(text)
 
     async def _revive(self, child: ChildProcess) -> None:
-        """Until it serves again, or for good."""
+        """Starts it again until it serves, or gives it up for good."""
         name, ended_at_s = child.name, time.monotonic()
         self._cluster.keep_logs = True
         before = self._count_before(ended_at_s - _COUNT_INTERVAL_S)

@@ -87,7 +87,7 @@ class ChildProcess:
 
     @property
     def how_it_ended(self) -> str:
-        """In a few words, as in "worker-1 was killed by SIGKILL"."""
+        """How it ended, in a few words, as in "worker-1 was killed by SIGKILL"."""
         code = self.returncode
         return f"was killed by {signal.Signals(-code).name}" if code and code < 0 else f"ended with status {code}"
 

@@ -98,7 +98,7 @@ class Proxy:
 
 
 async def _either(*ways: Awaitable[None]) -> None:
-    """Until one of them has ended: half-open connections are of no use to anybody here."""
+    """Runs until one of them has ended: half-open connections are of no use to anybody here."""
     tasks = [asyncio.ensure_future(way) for way in ways]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

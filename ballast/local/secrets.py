@@ -33,7 +33,7 @@ def make_secrets(folder: Path) -> None:
 
 
 def write_file(path: Path, data: bytes, *, secret: bool = False) -> None:
-    """In one piece: who reads meanwhile sees the old file or the new one. `secret`: for its owner only."""
+    """Writes in one piece: a reader meanwhile sees the old file or the new one. `secret`: for its owner only."""
     beside = path.with_name(f".{path.name}.new")
     with os.fdopen(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600 if secret else 0o644), "wb") as file:
         file.write(data)

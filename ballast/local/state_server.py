@@ -70,7 +70,7 @@ async def state_server_url(environ: Mapping[str, str] = os.environ) -> AsyncGene
 async def state_server(
     environ: Mapping[str, str] = os.environ, users: Path | None = None
 ) -> AsyncGenerator[tuple[str, "PrivateStateServer | None"], None]:
-    """As `state_server_url`, with the server itself if it is a private one.
+    """The same as `state_server_url`, with the server itself if it is a private one.
 
     `users`: absolute path of the file of its users (ACL), for a private one.
     """
@@ -127,7 +127,7 @@ class PrivateStateServer:
         return self._running().pid
 
     def send_signal(self, number: signal.Signals) -> None:
-        """For fault tests: SIGKILL loses its data, SIGSTOP makes it silent."""
+        """Signals the server, for fault tests: SIGKILL loses its data, SIGSTOP makes it silent."""
         self._running().send_signal(number)
 
     def start(self) -> None:

@@ -34,8 +34,8 @@ class CallBounds:
 
     @property
     def options(self) -> tuple[tuple[str, int], ...]:
-        """Of a gRPC server. Streams are bounded a little later than calls, which are refused with a reason; streams
-        beyond wait at the client."""
+        """Options of a gRPC server. Streams are bounded a little later than calls, which are refused with a reason;
+        streams beyond wait at the client."""
         bounds = {
             "grpc.max_concurrent_streams": 2 * self.per_connection,
             "grpc.max_receive_message_length": self.message_bytes,

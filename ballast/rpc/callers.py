@@ -29,7 +29,7 @@ _caller: ContextVar[Caller] = ContextVar("caller", default=ANYBODY)
 
 
 def caller() -> Caller:
-    """Of the call that this task handles."""
+    """The caller of the call that this task handles."""
     return _caller.get()
 
 

@@ -68,7 +68,7 @@ ROUND_ROBIN: Sequence[tuple[str, str | int]] = (
 
 
 def connection_age(seconds: float) -> Sequence[tuple[str, int]]:
-    """Of a server: its clients connect anew after that time and then resolve its name again. Calls that run go on."""
+    """Server options: clients connect anew after that time and then resolve its name again. Calls that run go on."""
     return (("grpc.max_connection_age_ms", int(seconds * 1000)),)
 
 

@@ -52,7 +52,7 @@ class CallFailure:
 
 
 def log_failure(failure: CallFailure) -> None:
-    """For owners without metrics."""
+    """Logs a failure, for owners without metrics."""
     _log.error("%s failed: %s", failure.method, failure.cause, exc_info=failure.error if failure.is_ours else None)
 
 

@@ -39,7 +39,7 @@ class Fence:
         self.take(_token_of(context))
 
     def take(self, token: int) -> None:
-        """Of an order. Raises StaleEpoch as `admit`."""
+        """Takes in the token of an order. Raises StaleEpoch as `admit`."""
         if token < self.highest:
             raise StaleEpoch(PLANNER_TOKEN, token, self.highest)
         self.highest = token

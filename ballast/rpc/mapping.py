@@ -105,7 +105,7 @@ class Mapper(Generic[R, M]):
 
     # Any: values of fields, each of its own type.
     def inner_record(self, message: M, **given: Any) -> R:
-        """Of a message within another one, whose mapper says the rest of the path."""
+        """The record of a message within another one, whose mapper says the rest of the path."""
         if self._check is not None:
             self._check(message)
         return self._record(message, given)
@@ -128,7 +128,7 @@ class Mapper(Generic[R, M]):
 
 
 def _writer(fields: "Sequence[_Field]", make: _Convert) -> Callable[[Any, Mapping[str, Any]], Any]:
-    """As if written by hand: there is a message for each step of each engine."""
+    """A function as if written by hand: there is a message for each step of each engine."""
     known: dict[str, Any] = {"make": make} | {f"to_{f.name}": f.to for f in fields}
     parts = [f"{f.name}=r.{f.name}" if f.to is None else f"{f.name}=to_{f.name}(r.{f.name})" for f in fields]
     return eval(f"lambda r, given: make({', '.join([*parts, '**given'])})", known)
@@ -147,7 +147,7 @@ _SPECIAL: dict[tuple[Any, str], tuple[_Convert, _Convert]] = {}
 def map_specially(
     record_type: type[R], message_type: type[M], to_message: Callable[[R], M], to_record: Callable[[M], R]
 ) -> None:
-    """For two types that do not have the same form: wherever one stands in a mapped record, these convert it."""
+    """Two types that do not have the same form: wherever one stands in a mapped record, these convert it."""
     descriptor = cast(Descriptor, message_type.DESCRIPTOR)
     _SPECIAL[record_type, descriptor.full_name] = (to_message, to_record)
 

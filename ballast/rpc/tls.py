@@ -68,7 +68,7 @@ class Handshakes:
 
     def __init__(self, now_s: Callable[[], float] = time.monotonic) -> None:
         self._now_s = now_s
-        self._begun_s = deque[float]()  # of those without a call so far
+        self._begun_s = deque[float]()  # handshakes without a call so far
         self._known = OrderedDict[str, None]()  # connections with calls
         self._failed_count = 0
         self._lock = Lock()  # handshakes begin in gRPC's threads
@@ -135,7 +135,7 @@ class _Renewal:
 
 
 def trusting(ca_file: Path | None) -> grpc.ChannelCredentials:
-    """Of a client without a certificate. None: the CAs that gRPC comes with."""
+    """Credentials of a client without a certificate. None: the CAs that gRPC comes with."""
     return grpc.ssl_channel_credentials(None if ca_file is None else _read(ca_file))
 
 

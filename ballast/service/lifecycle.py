@@ -80,7 +80,7 @@ def run_service(main: Callable[[Lifecycle], Awaitable[None]]) -> None:
 
 
 def _open_all_files() -> None:
-    """As many as we are allowed: what a shell starts with, 1,024 as a rule, is meant for programs that use select."""
+    """Raises the limit: what a shell starts with, 1,024 as a rule, is meant for programs that use select."""
     now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     if most != resource.RLIM_INFINITY and now < most:
         with contextlib.suppress(OSError, ValueError):

@@ -152,7 +152,7 @@ class Exporter:
         self._queue.append(make)
 
     async def run(self) -> None:
-        """Until cancelled; what is left then is sent."""
+        """Runs until cancelled; what is left then is sent."""
         try:
             while True:
                 await asyncio.sleep(_EVERY_S)

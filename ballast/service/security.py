@@ -154,11 +154,11 @@ class Security:
         return self._tls.server_credentials(asks_clients=self._role is not Role.DISPATCHER)
 
     def admit_peers(self) -> Admit | None:
-        """By their certificates. None: nobody is asked."""
+        """The check of peers by their certificates. None: no peer is asked for one."""
         return None if self._tls is None else admit_peer
 
     def tokens(self, file: Path | None) -> TokenBook | None:
-        """Of clients; the cluster's own token is good beside those of the file."""
+        """Tokens of clients; the cluster's own token is good beside those of the file."""
         return None if file is None else TokenBook(file, None if self.secret is None else cluster_token(self.secret))
 
     def ensure_guarded(self, hosts: Iterable[str | None], *, tokens: bool = True, links: bool = False) -> None:

@@ -141,7 +141,7 @@ class StateServer:
 
     @property
     def redis(self) -> aioredis.Redis:
-        """For stores. Await its commands through `run`."""
+        """The client that stores use. Await its commands through `run`."""
         return self._redis
 
     async def run(self, operation: Awaitable[T]) -> T:

@@ -49,7 +49,7 @@ def cluster_token(secret: bytes) -> str:
 
 
 def read_tokens(path: Path) -> dict[str, Token]:
-    """By name.
+    """The tokens of a file, by name.
 
     Raises:
         ConfigError: names the line that is wrong.
@@ -83,7 +83,7 @@ def _parse(line: str) -> Token | None:
 
 
 def write_tokens(path: Path, tokens: Iterable[Token]) -> None:
-    """In one piece: who reads meanwhile sees the old file or the new one. Readable by its owner only."""
+    """Writes in one piece: a reader meanwhile sees the old file or the new one. Readable by its owner only."""
     body = "".join(f"{token.name} {token.role} {_HASH}{token.digest}\n" for token in tokens)
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -113,7 +113,7 @@ class TokenBook:
         return self._by_digest.get(digest_of(token))
 
     async def follow(self) -> None:
-        """For ever. A file that has become unreadable leaves the tokens as they were, and is complained about once."""
+        """Runs for ever. A file that becomes unreadable leaves the tokens as they were, which is said once."""
         while True:
             await asyncio.sleep(_LOOK_S)
             stamp = await asyncio.to_thread(self._stamp_now)

@@ -69,7 +69,7 @@ class PlannerClient:
     async def watch_layout(
         self, request: planner_pb2.WatchLayoutRequest
     ) -> AsyncGenerator[planner_pb2.WatchLayoutResponse, None]:
-        """Until the planner ends the stream. Raises as `ask`."""
+        """Layouts until the planner ends the stream. Raises as `ask`."""
         async with self._stub() as planner:
             async for response in planner.WatchLayout(request):
                 yield response

@@ -63,7 +63,7 @@ class ServingBounds:
 
 @dataclass(eq=False, slots=True)
 class _Service:
-    """Of one request, here. `stream`: once it has been submitted. `claiming`: on the way to the state server."""
+    """One request, here. `stream`: once it has been submitted. `claiming`: on the way to the state server."""
 
     request: Request
     resumption: Resumption | None
@@ -374,7 +374,7 @@ class DispatcherServicer(inference_pb2_grpc.InferenceServiceServicer):
             raise InvalidRequest(f"{field}[{at}]", f"{token_id} is outside the vocabulary [0, {vocab_size})")
 
     def _longest_prompt(self) -> int:
-        """In tokens."""
+        """Length of the longest prompt that is taken, in tokens."""
         model = self._shell.model
         return _MAX_PROMPT_TOKENS if model is None else min(_MAX_PROMPT_TOKENS, model.max_model_len - 1)
 

@@ -100,7 +100,7 @@ def _ticks(*, short: bool) -> Callable[[], str]:
 
 
 def _sources(model: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """Of each template by its name. A file of its own goes before the entry in tokenizer_config.json."""
+    """Source of each template by its name. A file of its own goes before the entry in tokenizer_config.json."""
     path = model / "chat_template.jinja"
     if path.is_file():
         try:

@@ -92,7 +92,7 @@ async def main(life: Lifecycle) -> None:
 
 
 def page_access(security: Security, settings: GatewaySettings) -> Access:
-    """By which the page asks dispatchers, whoever looks at it."""
+    """The rights by which the page asks dispatchers, whoever looks at it."""
     return Access(
         token=None if security.secret is None else cluster_token(security.secret),
         ca_file=None if settings.tls_dir is None else settings.tls_dir / CA,

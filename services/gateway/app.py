@@ -151,7 +151,7 @@ class Door:
                 self._tell(traced, route, request_id, answer.status, took_s)
 
     def _trace(self, kind: str, headers: Mapping[str, str]) -> "_Traced | None":
-        """In the trace that the client has begun, or a new one."""
+        """A span in the trace that the client has begun, or in a new one."""
         if self._exporter is None or kind not in _TRACED:
             return None
         parent = Context.read(headers.get("traceparent", "")) or Context.new()
@@ -275,7 +275,7 @@ class Answer:
         await self._write(b"", more=False)
 
     async def send_failure(self, failure: Failure) -> None:
-        """As the whole answer, or as the last event of one that has begun."""
+        """Sends it as the whole answer, or as the last event of one that has begun."""
         if self._has_begun:
             self.status = failure.status
             await self._write(event(failure.body()), more=False)

@@ -40,11 +40,11 @@ class ServedModel:
 
     @property
     def name(self) -> str:
-        """As answers call it; empty while it is not known."""
+        """The name that answers give it; empty while it is not known."""
         return self._known.name if self._known is not None else ""
 
     async def get(self, metadata: Metadata | None) -> Served:
-        """As it was known lately.
+        """The model as it was known lately.
 
         Raises:
             BallastError: it has never been known, and nobody says it.
@@ -62,7 +62,7 @@ class ServedModel:
             return self._known
 
     async def ask(self, metadata: Metadata | None) -> Served:
-        """As dispatchers say now."""
+        """The model as dispatchers describe it now."""
         info = await self._client.model_info(metadata=metadata)
         template = await self._client.chat_template(metadata=metadata)
         self._known = Served(self._names[0] if self._names else info.name, info, template)

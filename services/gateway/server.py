@@ -47,7 +47,7 @@ class HttpServer:
         await self._server.startup(sockets=[self._socket])
 
     async def serve(self, stopping: asyncio.Event) -> None:
-        """Until `stopping` is set and running requests have ended, or their time is up."""
+        """Serves until `stopping` is set and running requests have ended, or their time is up."""
         ticking = asyncio.create_task(self._server.main_loop(), name="uvicorn")
         stop = asyncio.create_task(stopping.wait(), name="stopping")
         try:

@@ -165,7 +165,7 @@ async def _next_unless_closed(
 
 
 def _host_of(context: _Context) -> str:
-    """Of whoever has not said its name: "ipv4:10.0.0.7:41234" without the port, which changes with each connection."""
+    """Address of a caller without a name: "ipv4:10.0.0.7:41234" less the port, which changes with each connection."""
     return context.peer().rpartition(":")[0]
 
 

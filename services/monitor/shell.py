@@ -226,7 +226,7 @@ class MonitorShell:
         self._groups_shown_at_s = -math.inf
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Runs until cancelled."""
         async with self._tasks:
             self._tasks.keep(self._write_registry, "registry")
             self._tasks.keep(self._look_around, "surroundings")
@@ -256,7 +256,7 @@ class MonitorShell:
 
     @property
     def layout_epoch(self) -> int:
-        """Of the layout in force, as far as this monitor knows it."""
+        """Epoch of the layout in force, as far as this monitor knows it."""
         layout = self.core.groups.layout
         return layout.epoch if layout is not None else 0
 

@@ -70,7 +70,7 @@ class Kit:
     engine: LoadedEngine
     cost: Callable[[], CostModel | None]  # of the stage that is executed: microbatches are formed by it
     costs: OnlineCost | None = None  # which is told what steps take
-    copier: BlockCopier | None = None  # for who gives way, if KV is swapped
+    copier: BlockCopier | None = None  # for what gives way, if KV is swapped
     compile_grammar: Callable[[Grammar], None] | None = None  # ahead of the engine, which would stand still meanwhile
     open_plane: Callable[[WorkerId, str, Hub, bytes | None], DataPlane] | None = (
         None  # another one than tensors travel over
@@ -170,7 +170,7 @@ def load_costs(settings: WorkerSettings, engine: Engine) -> OnlineCost:
 
 
 def link_bandwidth(settings: WorkerSettings) -> float | None:
-    """Of a link's bulk, as the profile has measured it; None: to be found out."""
+    """Bandwidth of a link for bulk, as the profile has measured it; None: to be found out."""
     if settings.cost_profile is None:
         return None
     from services.worker.cost_profile import read_profile  # NumPy comes with it
@@ -196,7 +196,7 @@ def limits_of(settings: WorkerSettings, engine: LoadedEngine) -> WorkerLimits:
 
 
 def swap_block_count(settings: WorkerSettings, engine: Instance) -> int:
-    """Blocks of all layers that the host keeps for those who give way.
+    """Blocks of all layers that the host keeps for those that give way.
 
     Raises:
         ConfigError: none fits.
@@ -334,7 +334,7 @@ class WorkerProcess:
                 logs.get_logger().warning("lost the state server again", why=error.why)
 
     def _grammar_comes(self, grammar: Grammar) -> None:
-        """In a thread: who follows it compiles it, and this leader checks it meanwhile."""
+        """Runs in a thread: the stage that follows the grammar compiles it, and this leader checks it meanwhile."""
         self._shell.post_member(GrammarComes(grammar))
         assert self._compile_grammar is not None
         self._compile_grammar(grammar)

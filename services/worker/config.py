@@ -84,7 +84,7 @@ class WorkerSettings(ServiceSettings):
     kernels: Literal["auto", "native", "torch"] = "auto"
     """The compiled kernels (native) or torch's; auto: the compiled ones wherever they can be used."""
     seed: int = 0
-    """Of the engine's own choices."""
+    """Seed of the engine's own choices."""
 
     # What it knows of its own speed when it becomes a stage of a pipeline.
     cost_profile: Path | None = None

@@ -86,7 +86,7 @@ class Costs(_Strict):
 
 
 class Errors(_Strict):
-    """Of |predicted / measured - 1|, on batches that the fit has not seen."""
+    """Errors |predicted / measured - 1|, on batches that the fit has not seen."""
 
     count: int
     mean: float

@@ -102,7 +102,7 @@ class StageCollector(Collector):
 
 
 class MigrationCollector(Collector):
-    """Of the requests that have left this worker while they ran."""
+    """Metrics of the requests that have left this worker while they ran."""
 
     def __init__(self, totals: MigrationTotals) -> None:
         self._totals = totals

@@ -44,7 +44,7 @@ class OutputStream:
         return self.seen_handle > self._told_handle
 
     def put(self, emit: Emit | None, load: LoadReport, now_s: float) -> None:
-        """For the dispatcher to read; ignored once the stream is closed. Closes it at the bound."""
+        """Queues it for the dispatcher to read; ignored once the stream is closed. Closes it at the bound."""
         if self._closed is not None:
             return
         if len(self._outputs) >= STREAM_OUTPUTS:

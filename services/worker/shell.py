@@ -83,7 +83,7 @@ class Member(Protocol):
 
     @property
     def newest_epoch(self) -> int:
-        """Of a transition that this worker has heard of."""
+        """The newest epoch of a transition that this worker has heard of."""
         ...
 
     @property
@@ -495,7 +495,7 @@ class WorkerShell:
 
 
 def _name_thread(name: str) -> None:
-    """For `top -H`, debuggers and `ballast chaos`; Python tells the system no names before 3.14."""
+    """Names this thread for `top -H`, debuggers and `ballast chaos`; Python tells the system no names before 3.14."""
     with contextlib.suppress(OSError):  # not Linux
         Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_text(name)
 

@@ -132,7 +132,7 @@ class Fleet:
         self._former: set[WorkerKey] = set()  # those that lead no more
 
     def __iter__(self) -> Iterator[Worker]:
-        """In order of id."""
+        """Workers in order of id."""
         return iter(sorted(self._workers.values(), key=_key_of))
 
     def get(self, key: WorkerKey) -> Worker | None:
@@ -155,7 +155,7 @@ class Fleet:
 
     @property
     def usable(self) -> list[Worker]:
-        """In order of id."""
+        """Usable workers in order of id."""
         return [worker for worker in self if worker.usable]
 
     @property

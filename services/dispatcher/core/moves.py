@@ -1,7 +1,7 @@
 """Requests that have left one worker for another and wait for the stream to it.
 
 The layout that makes the other a leader, and the stream to it, may come a moment after the word that the request has
-gone there. That moment is bounded: whoever waits longer goes on from the backlog like a request whose worker was lost.
+gone there. That moment is bounded: what waits longer goes on from the backlog like a request whose worker was lost.
 """
 
 from collections.abc import Callable
@@ -22,7 +22,7 @@ class _Waiting:
 
 
 class Moves:
-    """In order of arrival; all wait equally long."""
+    """Requests in order of arrival; all wait equally long."""
 
     def __init__(self, wait_s: float, fleet: Fleet) -> None:
         self._wait_s = wait_s
@@ -37,7 +37,7 @@ class Moves:
         return [waiting.tracked for waiting in self._waiting.values()]
 
     def next_s(self) -> float:
-        """When somebody has waited long enough; infinite for nobody."""
+        """When a request has waited long enough; infinite if there is none."""
         return next((waiting.until_s for waiting in self._waiting.values()), float("inf"))
 
     def add(self, tracked: Tracked, worker_id: WorkerId, at_s: float) -> None:
@@ -54,7 +54,7 @@ class Moves:
         tracked.moving = False
 
     def take_arrivals(self, worker_id: WorkerId) -> list[Tracked]:
-        """There is a stream to `worker_id` in the life that the layout names: who has waited for it."""
+        """There is a stream to `worker_id` in the life that the layout names: the requests that waited for it."""
         return self._take(lambda w: w.worker_id == worker_id)
 
     def take_overdue(self, at_s: float) -> list[Tracked]:

@@ -23,7 +23,7 @@ class PlacementRules:
     large_patience_s: float = 2.0  # so long a large request lets others overtake it
     refused_hold_s: float = 0.05  # so long a worker that refused is not asked again
     scan_count: int = 64  # requests that are looked at when the first ones do not fit
-    recall_after_s: float = 0.1  # who waits on a worker for longer is asked back if another one has room; inf: never
+    recall_after_s: float = 0.1  # what waits on a worker for longer is asked back if another one has room; inf: never
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class Placement:
 
     def __init__(self, backlog: Backlog, fleet: Fleet, rules: PlacementRules, routing: RoutingRules) -> None:
         self.drain_rate = DrainRate()
-        self.retry_at_s = math.inf  # a hold or somebody's patience ends then
+        self.retry_at_s = math.inf  # a hold or a request's patience ends then
         self.rules = rules
         self._routing = routing
         self._backlog = backlog
@@ -93,7 +93,7 @@ class Placement:
         return AbortOnWorker(worker.key, tracked.handle)
 
     def contenders(self, request: Request, at_s: float) -> list[WorkerKey]:
-        """Of each shape the worker that would run a newcomer at once before the others do."""
+        """The worker of each shape that would run a newcomer at once before the others do."""
         self._look_around(at_s)
         growth_tokens = min(request.sampling.max_tokens, self._routing.growth_tokens)
         return self._ranking.contenders(Need(tokens=len(request.prompt_token_ids) + 1, growth_tokens=growth_tokens))

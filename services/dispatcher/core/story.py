@@ -33,7 +33,7 @@ class Moment(NamedTuple):
 
 
 class Story:
-    """Of one request."""
+    """The moments of one request."""
 
     __slots__ = ("left_out_count", "moments")
 

@@ -35,7 +35,7 @@ class _Shape:
 
     def __init__(self) -> None:
         self.runs: list[_Place] = []  # a request of one block could run at once
-        self.free_block_counts: list[int] = []  # of those, ascending
+        self.free_block_counts: list[int] = []  # of the workers in `runs`, ascending
         self.queues: list[_Place] = []  # a request may wait there
 
 
@@ -51,7 +51,7 @@ class _Entry(NamedTuple):
 
 
 class Ranking:
-    """Of the workers that could take any request at all; the others are not kept."""
+    """The workers that could take any request at all, in order; the others are not kept."""
 
     def __init__(self, rules: RoutingRules) -> None:
         self._rules = rules
@@ -100,7 +100,7 @@ class Ranking:
             del self._shapes[view.block_count, view.block_tokens]
 
     def choose(self, need: Need, *, may_queue_large: bool) -> WorkerKey | None:
-        """As `freeness.choose` among all views."""
+        """The same choice as `freeness.choose` among all views."""
         if (at_once := self.at_once(need)) is not None:
             return at_once
         best: _Place | None = None
@@ -121,7 +121,7 @@ class Ranking:
         return min(found, key=lambda worker: place_of(self._entries[worker].view, self._rules))
 
     def contenders(self, need: Need) -> list[WorkerKey]:
-        """Of each shape the first of those that would run it at once: `at_once` decides between these."""
+        """The first worker of each shape that would run it at once: `at_once` decides between these."""
         return [
             place.worker
             for (block_count, block_tokens), shape in self._shapes.items()

@@ -30,7 +30,7 @@ _MAX_UNWRITTEN = 8192  # lines; whoever ends requests faster than that writes th
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Account:
-    """Of one request, as it stands or stood at its end. `was_accepted` is False of one that was turned away."""
+    """Facts of one request, as it stands or stood at its end. `was_accepted` is False of one that was turned away."""
 
     request_id: RequestId
     state: str
@@ -42,7 +42,7 @@ class Account:
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """Of the last `WINDOW_S` seconds; quantiles are 0 where nothing was measured."""
+    """Times of the last `WINDOW_S` seconds; quantiles are 0 where nothing was measured."""
 
     first_token_count: int
     ttft_p50_s: float
@@ -59,7 +59,7 @@ class Chronicle:
         self._core = core
         self._keep_count = keep_count
         self._log_each = log_each
-        self.tell: Callable[[Account], None] | None = None  # of those that were accepted, at their end
+        self.tell: Callable[[Account], None] | None = None  # called for accepted requests, at their end
         self._ended: OrderedDict[RequestId, Account] = OrderedDict()
         self._tpots: deque[tuple[float, float]] = deque(maxlen=_RECENT_COUNT)  # (when, s)
         self._unwritten: deque[Account] = deque()

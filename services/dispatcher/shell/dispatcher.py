@@ -100,7 +100,7 @@ class DispatcherShell:
         return not self.core.draining and any(worker.connected for worker in self.core.fleet)
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Runs until cancelled."""
         async with self._tasks:
             writing = self._tasks.keep(self.chronicle.write_lines, "log of requests")
             try:

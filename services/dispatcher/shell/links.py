@@ -196,6 +196,6 @@ def submit_to_proto(place: Place) -> pb.Submit:
 
 
 def _span_of(request_id: RequestId, traceparent: str) -> str:
-    """For the worker; empty if nobody records this request."""
+    """The span that the worker gets as its parent; empty if this request is not recorded."""
     caller = Context.read(traceparent) if traceparent else None
     return caller.request(request_id).traceparent if caller is not None and caller.sampled else ""

@@ -8,7 +8,7 @@ from ballast.common.ids import Epoch, RequestId, WorkerId
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """Of one request on its id.
+    """The claim of one request on its id.
 
     Attributes:
         serial: Another one for each request of this dispatcher.

@@ -60,7 +60,7 @@ class Tracer:
             self._changes.append(Change(self._clock.now_s(), transition_context(layout), frozenset(changed)))
 
     def ended(self, account: Account) -> None:
-        """Of a request that was accepted and has ended just now."""
+        """A request that was accepted has ended just now."""
         context = Context.read(account.facts.traceparent)
         if context is not None and not context.sampled:
             return  # whoever began the trace does not want it recorded

@@ -77,7 +77,7 @@ class ChatWriter:
         }
 
     def chunk(self, index: int, chunk: GenerationChunk) -> bytes:
-        """As events; empty if there is nothing to say yet."""
+        """The chunk as events; empty if there is nothing to say yet."""
         parts: list[bytes] = []
         if index not in self._begun:
             self._begun.add(index)

@@ -49,7 +49,7 @@ class CompletionWriter:
         return {**self._head.begin(_KIND), "choices": choices, "usage": self._usage([g.usage for g in generations])}
 
     def chunk(self, index: int, chunk: GenerationChunk) -> bytes:
-        """As events; empty if there is nothing to say yet."""
+        """The chunk as events; empty if there is nothing to say yet."""
         text = self._echoes[index] + chunk.text
         self._echoes[index] = ""
         if self._is_plain and chunk.finish_reason is None:

@@ -122,7 +122,7 @@ class ResponsesWriter:
         return self._response()
 
     def chunk(self, index: int, chunk: GenerationChunk) -> bytes:
-        """As events; empty if there is nothing to say yet."""
+        """The chunk as events; empty if there is nothing to say yet."""
         events: list[bytes] = []
         if self._sequence_number == 0:
             events = [self._event(f"response.{kind}", response=self._response()) for kind in ("created", "in_progress")]

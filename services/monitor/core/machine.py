@@ -59,7 +59,7 @@ LEAST_LOOK_S = 0.02  # between two looks at the demand of all, however it jumps
 
 
 def sample_count(trend_window_s: float, tick_interval_s: float) -> int:
-    """As many as there can be within the window of the trend."""
+    """The most samples that there can be within the window of the trend."""
     return math.ceil(trend_window_s * (1 / tick_interval_s + 1 / LEAST_LOOK_S)) + 2
 
 

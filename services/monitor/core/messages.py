@@ -15,7 +15,7 @@ StreamId = int  # one Report stream; numbered by the shell, never reused
 
 @dataclass(frozen=True, slots=True)
 class WholeMemory:
-    """Of an instance that holds all layers."""
+    """Memory of an instance that holds all layers."""
 
     parameter_bytes: int
     kv_bytes: int  # of KV over all layers: block slots, not device memory

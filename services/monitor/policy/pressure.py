@@ -173,7 +173,7 @@ class Pressure:
         return max(sample.capacity_bytes, sample.undropped_bytes) if self._relieving else sample.capacity_bytes
 
     def _lately(self, of: Callable[[ClusterDemand], int]) -> int:
-        """By how much it has grown in the last `overload_lead_s`: a burst that is steeper than any trend is sure of."""
+        """How much it has grown in the last `overload_lead_s`: a burst can be steeper than any trend is sure of."""
         newest = self.history[-1]
         since_s = newest.at_s - self.rules.overload_lead_s
         oldest = next(s for s in self.history if s.at_s >= since_s)

@@ -83,7 +83,7 @@ class Ground:
 
 @dataclass(slots=True)
 class _Request:
-    """By hand; kept so that a repetition is answered alike."""
+    """A request by hand; kept so that a repetition is answered alike."""
 
     what: tuple[object, ...]
     epoch: Epoch | None = None
@@ -130,7 +130,7 @@ class Conductor:
         return self._own_at_s
 
     def held_s(self, at_s: float) -> float:
-        """For how long the planner still leaves dropped parameters away, as an operator wants it."""
+        """Seconds for which the planner still leaves dropped parameters away, as an operator wants it."""
         return max(0.0, self._held_until_s - at_s)
 
     def records(self) -> list[TransitionRecord]:

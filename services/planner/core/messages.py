@@ -133,7 +133,7 @@ class ReliefRaised:
 
 @dataclass(frozen=True, slots=True)
 class DropRequested:
-    """By hand."""
+    """An operator asks for a drop."""
 
     at_s: float
     cause_id: str
@@ -146,7 +146,7 @@ class DropRequested:
 
 @dataclass(frozen=True, slots=True)
 class RestoreRequested:
-    """By hand: all pipelines, whatever the load."""
+    """An operator asks for all pipelines to be restored, whatever the load."""
 
     at_s: float
     cause_id: str

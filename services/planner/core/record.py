@@ -55,7 +55,7 @@ class TransitionRecord:
 
     @property
     def waves(self) -> int:
-        """In which the exchange went."""
+        """The number of waves in which the exchange went."""
         return max((status.waves for status in self.statuses.values()), default=0)
 
     @property
@@ -68,7 +68,7 @@ class TransitionRecord:
 
     @property
     def changed_groups(self) -> tuple[Group, ...]:
-        """As they are afterwards."""
+        """The groups that the transition changes, as they are afterwards."""
         before = set(self.journal.base.groups)
         return tuple(group for group in self.journal.target.groups if group not in before)
 

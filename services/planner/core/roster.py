@@ -182,7 +182,7 @@ def _is_whole(place: Place | None, worker_id: WorkerId, layer_count: int) -> boo
 
 
 def _is_there(known: Known, group: Group, worker_id: WorkerId) -> bool:
-    """In the life that the layout means."""
+    """Whether it is in the group, in the life that the layout means."""
     return any((m.worker_id, m.incarnation) == (worker_id, known.placeable.incarnation) for m in group.members)
 
 

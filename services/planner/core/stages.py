@@ -13,7 +13,7 @@ from ballast.common.transition import TransitionKind
 
 
 class Stage(StrEnum):
-    """As journaled."""
+    """The stage of a transition, as journaled."""
 
     PREPARING = "preparing"
     COMMITTING = "committing"

@@ -140,7 +140,7 @@ class Coordinator:
             raise InvariantViolation(f"epoch {journal.epoch} changes nothing")
         self._said: dict[WorkerId, Phase] = dict.fromkeys(self.members, Phase.NONE)
         self._lost: dict[WorkerId, str] = {}
-        self.given_up: set[WorkerId] = set()  # of those: they may live, and nobody knows what they hold
+        self.given_up: set[WorkerId] = set()  # lost ones that may live; what they hold is not known
         self._began_s = at_s
         self._entered_s = at_s  # the stage
         self._progress_s = at_s  # when a member told of something new
@@ -174,7 +174,7 @@ class Coordinator:
 
     @classmethod
     def resume(cls, journal: Journal, at_s: float, rules: CoordinatorRules) -> tuple["Coordinator", list[Command]]:
-        """For a new leader: a transition that was not committed is taken back, one that was is completed."""
+        """A new leader goes on: a transition that was not committed is taken back, one that was is completed."""
         coordinator = cls(journal, at_s, rules)
         if journal.stage is Stage.PREPARING:
             return coordinator, coordinator._write(Stage.ABORTING, "the planner changed before the decision")

@@ -137,7 +137,7 @@ class _Planning:
         self.least_merges = min(max(0, -(-left_bytes // self.model.copy_bytes)), self.most_merges)
 
     def _blocks_by_size(self) -> list[int] | None:
-        """Of equal single instances, which a group's number of stages says it for."""
+        """Blocks of groups by their size, where that says it: of equal single instances; else None."""
         budgets = {member.budget_bytes for group in self.groups for member in group.members}
         if len(budgets) != 1 or not self.all_full_copies or not self.model.is_uniform or not self.counts_usable:
             return None
@@ -182,7 +182,7 @@ class _Planning:
         return self._with_merges(method, len(self.groups) - group_count)
 
     def _usable_groups(self, blocks: list[int], wanted: int) -> Partition:
-        """For each number of groups the cheapest; of these the cheapest with enough blocks, else the most blocks."""
+        """The cheapest of each number of groups; of these the cheapest with enough blocks, else the most blocks."""
         found = [p for p in cheapest_by_count(self.units, useful_sizes(blocks)) if p is not None]
 
         def demerits(partition: Partition) -> tuple[int, float]:

@@ -53,7 +53,7 @@ def lower_bound(units: Units, group_count: int) -> float:
 
 
 def evened(units: Units, group_count: int) -> Partition | None:
-    """As many units in each group as in the others, the heaviest in the smaller groups: O(N log N).
+    """Groups with as many units in each as in the others, the heaviest in the smaller groups: O(N log N).
 
     The optimum for units of equal size and weight; otherwise a good plan for more units than `cheapest` can take.
     """

@@ -45,7 +45,7 @@ class _Instance:
 
     @property
     def freeness(self) -> float:
-        """In tokens for each running request."""
+        """Free tokens for each running request."""
         if self.drains:
             return -math.inf
         return self.free_blocks * self.load.block_tokens / max(1, self.load.running_count)

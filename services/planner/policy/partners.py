@@ -6,7 +6,7 @@ from ballast.common.layout import Layout, Member
 
 
 def likely_partners(layout: Layout, most: int) -> list[tuple[Member, Sequence[Member]]]:
-    """For each member up to `most` others: of its own group, then those that are nearest in the layout.
+    """Up to `most` others for each member: of its own group, then those that are nearest in the layout.
 
     Whom a plan merges depends on the loads of its moment. In a cluster of up to `most` + 1 instances everybody is
     named; in a larger one neighbours are a guess, and the link to who was not named is made while a plan is prepared.

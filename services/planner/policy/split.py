@@ -142,7 +142,7 @@ def _least_extents(model: ModelShape) -> int:
 
 
 def _free_extents(kind: Kind, model: ModelShape) -> int:
-    """For layers and their KV."""
+    """Extents that a stage has for layers and their KV."""
     return kind.budget_bytes // model.extent_bytes - -(-model.other_parameter_bytes // model.extent_bytes)
 
 
@@ -181,7 +181,7 @@ def _first_true(count: int, holds: Callable[[int], bool]) -> int:
 
 
 def _reach(kinds: Kinds, model: ModelShape, longest: int, extents_per_layer: int) -> Reach:
-    """By kind and first layer: how far a stage may go on layers that it holds, at most so many, and leave so much
+    """How far a stage may go on layers that it holds, by kind and first layer: at most so many, and leaving so much
     memory for the KV of each of its layers. The first layer itself where there is no such stage."""
     needs = [extents + extents_per_layer * layer for layer, extents in enumerate(model.extents_before)]
     reach: Reach = []
@@ -222,7 +222,7 @@ def _bits(bits: int, layer_count: int) -> list[int]:
 
 
 def _turns(kinds: Sequence[tuple[tuple[object, ...], int]]) -> list[Sequence[int]]:
-    """For each stage, which kinds may stand there: any, or, where that is too much to try, in order of held layers."""
+    """The kinds that may stand at each stage: any, or, where that is too much to try, in order of held layers."""
     stages = sum(count for _, count in kinds)
     if prod(count + 1 for _, count in kinds) <= STATE_LIMIT:
         return [range(len(kinds))] * stages

@@ -28,7 +28,7 @@ def useful_sizes(blocks: list[int]) -> list[int]:
 
 
 def even_group_count(blocks: list[int], count: int, wanted: int) -> int:
-    """As many groups of even sizes as have so many blocks, of `count` instances; if none have, those with the most.
+    """The largest number of groups of even sizes, of `count` instances, with so many blocks; if none has, the best.
 
     Groups of sizes n and n + 1 have blocks linear in their number, so that looking at each n is enough.
     """

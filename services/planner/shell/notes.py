@@ -83,7 +83,7 @@ def note_nothing(what: str, why: str, shortfall_bytes: int, cause_id: str) -> No
 
 
 def describe(layout: Layout) -> str:
-    """For example "w1[0:8] | w2[0:4]+w3[4:8] draining"."""
+    """The layout on one line, for example "w1[0:8] | w2[0:4]+w3[4:8] draining"."""
 
     def stage(worker_id: str, first: int, last: int, draining: bool) -> str:
         return f"{worker_id}[{first}:{last}]" + (" draining" if draining else "")

@@ -101,7 +101,7 @@ class PlannerShell:
         self._bug: asyncio.Future[None] | None = None
 
     async def run(self) -> None:
-        """Until cancelled. A broken invariant, even one found in a timer, is raised from here."""
+        """Runs until cancelled. A broken invariant, even one found in a timer, is raised from here."""
         async with self._tasks:
             self._bug = asyncio.get_running_loop().create_future()
             naming = self._tasks.keep(self._naming.run, "name partners")

@@ -93,12 +93,13 @@ class Arrivals:
 
     @property
     def running_count(self) -> int:
-        """Of those that are going to run here."""
+        """How many sequences are going to run here."""
         return sum(arrival.phase is not Phase.ENDING for arrival in self._open.values())
 
     def prompt_limit_blocks(self, at_s: float) -> int | None:
-        """Of prompts in a batch, None: as many as ever. A sequence that is handed over stands still until the step that
-        runs here has ended, and for the one that it takes part in: none is to be longer than a step without prompts.
+        """The most blocks of prompts in a batch; None: as many as ever. A sequence that is handed over stands still
+        until the step that runs here has ended, and for the one that it takes part in: none is to be longer than a
+        step without prompts.
         """
         limit: int | None = None
         for arrival in self._open.values():
@@ -263,7 +264,7 @@ class Arrivals:
         return commands
 
     def give_up_all(self, why: str) -> list[TargetCommand]:
-        """The layout changes. Who was handed over is still waited for."""
+        """The layout changes. What was handed over is still waited for."""
         commands: list[TargetCommand] = []
         for arrival in [a for a in self._open.values() if a.phase is Phase.COPYING]:
             commands += [Say(arrival.source, Off(arrival.migration_id, why)), *self._stop(arrival)]

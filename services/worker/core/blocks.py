@@ -56,7 +56,7 @@ class BlockBook:
         self._split: int | None = None  # divided there
         self._behind: list[int] = []  # divided: the free ones behind the split, a heap; the others are `_returned`
         self._favoured: set[SequenceId] = set()
-        self._confined = False  # divided: everybody gets blocks before the split only
+        self._confined = False  # divided: all get blocks before the split only
         self._audit: _Audit | None = None  # of the last check; None: the next one looks at everything
         self._changed: dict[SequenceId, None] = {}  # tables that are others than at the last check
 
@@ -138,18 +138,18 @@ class BlockBook:
         return self._split
 
     def divide(self, split: int) -> None:
-        """Nobody is favoured yet. Blocks stay where they are: see `next_moves`."""
+        """No sequence is favoured yet. Blocks stay where they are: see `next_moves`."""
         self._merge_free()
         free = [*self._returned, *range(self._fresh, self._block_count)]
         self._split, self._favoured, self._fresh = split, set(), self._block_count
         self._share_out(free)
 
     def confine(self) -> None:
-        """Whoever needs blocks from now on is favoured, and gets none behind the split."""
+        """What needs blocks from now on is favoured, and gets none behind the split."""
         self._confined = self._split is not None
 
     def rejoin(self) -> None:
-        """All layers are about to have as many blocks. Nobody may hold one that some of them do not have."""
+        """All layers are about to have as many blocks. None may be held that some of them do not have."""
         if self._split is not None and self.used_end > self._split:
             raise InvariantViolation(f"block {self.used_end - 1} is held, and some layers end at {self._split}")
         self.undivide()
@@ -217,7 +217,7 @@ class BlockBook:
 
     @property
     def used_end(self) -> int:
-        """Behind the last block that is held."""
+        """The first block behind the last one that is held."""
         return max((max(table) for table in self._tables.values() if table), default=-1) + 1
 
     def trim(self, sequence_id: SequenceId, token_count: int) -> None:
@@ -321,7 +321,7 @@ class BlockBook:
 
     def _blame(self) -> None:
         """Names the block that is in two places, in none or not there at all: slow."""
-        owner: dict[int, str] = {}  # block id -> who holds it
+        owner: dict[int, str] = {}  # block id -> what holds it
         for block_id in (*self._returned, *self._behind, *range(self._fresh, self._block_count)):
             self._claim(owner, block_id, "the free list")
         for sequence_id, table in self._tables.items():

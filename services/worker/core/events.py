@@ -119,13 +119,13 @@ class CapacityChanged:
     """The smallest stage of the group has so many blocks now, or is about to.
 
     Less than are reserved: the latest of the lowest class are preempted, those in flight as soon as they land. The
-    blocks may be taken away once the core is `settled`. Who does not fit into `block_count` even alone ends with ERROR.
+    blocks may be taken away once the core is `settled`. What does not fit in `block_count` even alone ends with ERROR.
     """
 
     at_s: float
     block_count: int
-    lent_block_count: int = 0  # of those, held for KV that is not the leader's (leaving, not adopted yet), or waits
-    before_block_count: int = 0  # not 0: there may be so many again soon, and who needs them waits instead of ending
+    lent_block_count: int = 0  # part of them: held for KV not the leader's (leaving, not adopted yet), or waiting
+    before_block_count: int = 0  # not 0: there may be so many again soon, and what needs them waits instead of ending
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +146,7 @@ class PrefillLimited:
 
 @dataclass(frozen=True, slots=True)
 class MicrobatchesJoined:
-    """Until RoleChanged, a batch of a pipeline has all that decodes and is in no other one, and no prompts."""
+    """A batch of a pipeline has all that decodes, is in no other one, and has no prompts, until RoleChanged."""
 
     at_s: float
 
@@ -165,12 +165,12 @@ class RoleChanged:
 @dataclass(frozen=True, slots=True)
 class KvTravels:
     """Layers of these sequences have moved to another member, and their KV follows. They are left out of batches until
-    KvArrived or KvLost is told for each. Told while nothing is in flight; who has no KV is not affected.
+    KvArrived or KvLost is told for each. Told while nothing is in flight; what has no KV is not affected.
     """
 
     at_s: float
     sequence_ids: frozenset[SequenceId]
-    waiting_ids: frozenset[SequenceId] = frozenset()  # of those: no room on all stages yet, KvAdmitted says when
+    waiting_ids: frozenset[SequenceId] = frozenset()  # the ones without room on all stages yet: KvAdmitted says when
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,7 +220,7 @@ class Adopted:
     snapshots: tuple[SequenceSnapshot, ...]
     suspended_ids: frozenset[SequenceId] = frozenset()  # their KV is on its way: KvArrived or KvLost will follow
     lost_ids: frozenset[SequenceId] = frozenset()  # their KV will not come: computed again
-    last: bool = False  # no other handover is coming: who still waits for one need not
+    last: bool = False  # no other handover is coming: what still waits for one need not
     waiting_ids: frozenset[SequenceId] = frozenset()  # suspended, no room on all stages yet: KvAdmitted says when
 
 

@@ -1,9 +1,9 @@
 """The last batches of a pipeline that is about to be dissolved (pure).
 
-Several microbatches are in flight when the commit comes. Whoever is in the first of them would wait for the others to
+Several microbatches are in flight when the commit comes. A sequence in the first of them would wait for the others to
 land, with the prompts that are in them, then for the change, and then for the first step of its new leader: all in one
 gap. So the pipeline goes on without prompts until what was formed before the commit has landed. Then it drains; and a
-pipeline of two stages forms one batch more, of everybody, which makes of that gap two shorter ones. With more stages
+pipeline of two stages forms one batch more, of all sequences, which makes that gap two shorter ones. With more stages
 that batch would be the longest gap itself where its time goes with its tokens.
 """
 
@@ -16,11 +16,11 @@ class _Turn(Enum):
     NONE = auto()
     CALM = auto()  # no prompts any more
     DRAIN = auto()
-    LAST = auto()  # the batch of everybody may be formed, or has been
+    LAST = auto()  # the batch of all sequences may be formed, or has been
 
 
 def has_last_batch(stage_count: int) -> bool:
-    """Of everybody."""
+    """Whether the pipeline forms one batch more at its end, of all that decode."""
     return stage_count == _STAGES
 
 

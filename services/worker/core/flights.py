@@ -53,7 +53,7 @@ class Flights:
 
     @property
     def departed_step_id(self) -> int:
-        """Of the last batch that is in flight, or has landed. What only tells the stages to forget does not land."""
+        """Step of the last batch in flight, or that has landed. What only tells the stages to forget does not land."""
         return self._flights[-1].step_id if self._flights else self.landed_step_id
 
     def in_flight(self, sequence: Sequence) -> bool:
@@ -134,7 +134,7 @@ class Flights:
         return removed
 
     def check(self) -> None:
-        """Raise InvariantViolation unless what flies of a sequence hangs together and nobody of them was preempted."""
+        """Raise InvariantViolation unless what flies of a sequence hangs together and none of them was preempted."""
         ends: dict[SequenceId, tuple[int, bool]] = {}
         for flight in self._flights:
             for sequence, end, samples in flight.shares:

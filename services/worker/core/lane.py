@@ -76,7 +76,7 @@ class Lane:
 
     @property
     def is_occupied(self) -> bool:
-        """By KV on its way, or by a batch; by what else it has, its owner knows."""
+        """Whether KV is on its way, or a batch in flight; of what else it has, its owner knows."""
         return bool(self.scheduler.suspended or self.flights)
 
     @property
@@ -85,12 +85,12 @@ class Lane:
 
     @property
     def landed_step_id(self) -> int:
-        """Of the last batch that has."""
+        """Step of the last batch that has landed."""
         return self.flights.landed_step_id
 
     @property
     def departed_step_id(self) -> int:
-        """Of the last batch that is in flight, or has landed."""
+        """Step of the last batch that is in flight, or has landed."""
         return self.flights.departed_step_id
 
     @property
@@ -106,12 +106,12 @@ class Lane:
 
     @property
     def sequence_ids(self) -> tuple[SequenceId, ...]:
-        """Of all that are in it and alive."""
+        """Ids of all sequences that are in it and alive."""
         return tuple(s.sequence_id for s in self.sequences if s.state is not SequenceState.ENDED)
 
     @property
     def suspended_ids(self) -> tuple[SequenceId, ...]:
-        """Of those whose KV is on its way; some may have ended meanwhile."""
+        """Ids of the sequences whose KV is on its way; some may have ended meanwhile."""
         return tuple(self.scheduler.suspended)
 
     @property
@@ -122,7 +122,7 @@ class Lane:
 
     @property
     def kv_tokens(self) -> dict[SequenceId, int]:
-        """Of each sequence with KV on the stages, for how many of its tokens: what has to travel when layers move."""
+        """How many tokens of each sequence have KV on the stages: what has to travel when layers move."""
         return {s.sequence_id: s.computed_tokens for s in self._with_kv}
 
     def weights(self) -> dict[SequenceId, tuple[int, float, int]]:
@@ -154,23 +154,23 @@ class Lane:
         """Why a sequence of another leader that takes so many blocks more cannot come, or (not `new`) not go on coming;
         empty: it can.
         """
-        if block_count > self.book.free_count and self.flights.to_remove:  # who has left holds its blocks until then
+        if block_count > self.book.free_count and self.flights.to_remove:  # what has left holds its blocks until then
             return f"{self.book.free_count} blocks are free before the next batch, {block_count} are needed"
         return self.scheduler.why_no_room(block_count, new=new)
 
     @property
     def reserved_block_count(self) -> int:
-        """Of all that has room on every stage."""
+        """Blocks reserved by all that has room on every stage."""
         return self.scheduler.reserved_block_count
 
     @property
     def wanted_block_count(self) -> int:
-        """By all that runs, waits or is suspended."""
+        """Blocks wanted by all that runs, waits or is suspended."""
         return self.scheduler.reserved_block_count + self.scheduler.waiting_block_count
 
     @property
     def longest_token_count(self) -> int:
-        """Of the sequences that run, wait or are suspended."""
+        """Tokens of the longest sequence that runs, waits or is suspended."""
         return self.scheduler.longest_token_count
 
     @property
@@ -201,7 +201,7 @@ class Lane:
         return replace(formed, copies=scheduler.swap.block_copies(plan.swaps.copies, self.book))
 
     def land(self, result: StepResult, text_count: int) -> Flight:
-        """Of the oldest batch in flight. `shed` is due when its tokens have been given out."""
+        """The oldest batch in flight lands. `shed` is due when its tokens have been given out."""
         flight = self.flights.land(result.step_id)
         flight.check_result(result, text_count)
         self.scheduler.swap.measured(result.execute_s, result.copy_s)
@@ -216,14 +216,16 @@ class Lane:
     # ---------------------------------------------------------------- coming and going
 
     def enter(self, sequence: Sequence, at_s: float, *, suspended: bool = False, waits: bool = False) -> None:
-        """In the line; with KV, which another leader has told of, among those that run or are suspended (and wait)."""
+        """It comes into the line; one with KV, which another leader has told of, among those that run or are suspended
+        (and wait).
+        """
         if sequence.computed_tokens:
             self.scheduler.adopt(sequence, at_s, suspended=suspended, waits=waits)
         else:
             self.scheduler.enqueue(sequence)
 
     def make_room(self, at_s: float) -> None:
-        """For those that have been adopted: who is too big ends, who is too much is preempted."""
+        """Makes room for sequences that have been adopted: what is too big ends, what is too much is preempted."""
         self._end_outgrown(at_s)
         self.shed(at_s)
 

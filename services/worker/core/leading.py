@@ -1,4 +1,4 @@
-"""What the leader of a new group tells its core about victims: who keeps the KV, who waits for room, who starts over.
+"""What the leader of a new group tells its core about victims: which keep KV, which wait for room, which start over.
 
 `core.waves` decides; here is what it means for the core, in the order in which the core has to hear it. Its lane is
 only read.
@@ -30,12 +30,12 @@ from services.worker.core.waves import Wave, Waves, may_wait, standing_of
 class Decision:
     wave: Wave
     events: tuple[Event, ...]  # for the core
-    recomputed: tuple[SequenceId, ...]  # nobody needs KV of these any more: those who start over, and who has ended
+    recomputed: tuple[SequenceId, ...]  # KV of these is needed no more: those that start over, and that have ended
     victim_count: int
 
 
 class Leading:
-    """Of one transition: `lead`, then `lead_on` whenever all members are through with a wave."""
+    """The leader's part in one transition: `lead`, then `lead_on` whenever all members are through with a wave."""
 
     def __init__(self, me: WorkerId, plan: Plan, part: Part, lane: Lane, block_tokens: int) -> None:
         self._me = me
@@ -105,7 +105,7 @@ class Leading:
         return Decision(wave, tuple(events), tuple(lost_ids), 0)
 
     def capacity(self, now_s: float, counts: Mapping[WorkerId, int], lent_blocks: int = 0) -> CapacityChanged:
-        """What there is, less what those who wait hold on some stages."""
+        """What there is, less what those that wait hold on some stages."""
         smallest, held_blocks = self._waves.lent_blocks(counts)
         before = self._in_the_end if self._waves.waiting_ids else 0
         return CapacityChanged(now_s, smallest, held_blocks + lent_blocks, before)

@@ -14,7 +14,7 @@ from services.worker.core.sequence import Sequence as Running
 
 
 class PlainSteps:
-    """Of a lane as it is between two steps; good until its worker is told anything else."""
+    """Steps of a lane as it is between two of them; good until its worker is told anything else."""
 
     __slots__ = ("_early", "_growth", "block_tokens", "context_tokens", "limit", "sequences")
 
@@ -26,7 +26,7 @@ class PlainSteps:
         self.block_tokens = block_tokens
         self.context_tokens = sum([s.token_count for s in sequences])  # that the first step reads, its own included
         self._growth = growth  # step number, modulo the tokens of a block -> blocks reserved before it
-        self._early = early  # numbers of steps before which somebody does not need one yet, once for each
+        self._early = early  # numbers of steps before which a sequence does not need one yet, once for each
 
     def growth(self, step: int) -> int:
         """Blocks that are reserved before this step (counted from 0)."""

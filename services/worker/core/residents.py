@@ -54,13 +54,13 @@ class Residents:
 
     @property
     def waits(self) -> bool:
-        """Whether somebody is awaited here who may not come in time."""
+        """Whether something is awaited here that may not come in time."""
         return bool(self.orphans or self.held or self.forsaken)
 
     # ---------------------------------------------------------------- coming
 
     def enter(self, sequence: Sequence, at_s: float) -> None:
-        """Of a stream, or an orphan. In a lane it is not yet."""
+        """A sequence of a stream, or an orphan, comes. In a lane it is not yet."""
         self.live[sequence.sequence_id] = sequence
         if sequence.unsent is None:
             self.streams[sequence.key.stream_id].live[sequence.key.handle] = sequence

@@ -17,7 +17,7 @@ class RetiredTables:
 
     @property
     def used_end(self) -> int:
-        """Behind the last block that is needed."""
+        """The first block behind the last one that is needed."""
         return self._book.used_end
 
     def table(self, sequence_id: SequenceId) -> Table:

@@ -70,13 +70,13 @@ class Scheduler:
         self.reserved_block_count = 0
         self.running: list[Sequence] = []  # in order of service
         self.suspended: dict[SequenceId, Sequence] = {}  # those that have ended meanwhile are still among them
-        self.without_blocks: set[SequenceId] = set()  # of those: have no reservation yet
+        self.without_blocks: set[SequenceId] = set()  # suspended ones that have no reservation yet
         self._waiting: tuple[OrderedDict[SequenceId, Sequence], ...] = tuple(OrderedDict() for _ in PriorityClass)
         self.waiting_count = 0
         self.waiting_tokens = 0
         self.waiting_block_count = 0
         self.preemptions_total = 0
-        self._awaited_block_count = 0  # of those that are leaving, by sequences that skip a step
+        self._awaited_block_count = 0  # blocks about to be free, for which sequences skip a step
         self.swap = SwapSpace(limits.swap_block_count, limits.block_tokens, limits.swap_blocks_per_step)
 
     @property
@@ -100,12 +100,12 @@ class Scheduler:
 
     @property
     def ceiling_tokens(self) -> int:
-        """Of the longest sequence that the whole cache can hold, or will be able to."""
+        """Tokens of the longest sequence that the whole cache can hold, or will be able to."""
         return self._ceiling_block_count * self._block_tokens
 
     @property
     def decides_nothing(self) -> bool:
-        """Whether the next plan lets nobody in and puts nobody off, if no block is lacking: everything runs on."""
+        """Whether the next plan lets nothing in and puts nothing off, if no block is lacking: everything runs on."""
         if self.stage_count > 1 or not self.running or self.suspended or self.swap.enabled:
             return False
         head = self._head()
@@ -118,7 +118,7 @@ class Scheduler:
 
     @property
     def waiting(self) -> list[Sequence]:
-        """In order of service."""
+        """Sequences that wait, in order of service."""
         return [s for line in self._waiting for s in line.values()]
 
     @property
@@ -128,7 +128,7 @@ class Scheduler:
 
     def resize(self, block_count: int, lent_block_count: int, before_block_count: int = 0) -> None:
         """What waits may need a block more or less than counted before, so its needs are counted anew. Of what there
-        was before there may be that much again soon: who needs it waits, and is not too big.
+        was before there may be that much again soon: what needs it waits, and is not too big.
         """
         self._ceiling_block_count = max(block_count, before_block_count)
         self.block_count = block_count
@@ -148,7 +148,7 @@ class Scheduler:
     # ---------------------------------------------------------------- waiting
 
     def enqueue(self, sequence: Sequence) -> None:
-        """In its class by arrival: newcomers at the end, who gave way at the head, others in between."""
+        """It goes to its class by arrival: a newcomer to the end, one that gave way to the head, others in between."""
         line = self._waiting[sequence.rank]
         line[sequence.sequence_id] = sequence
         self._count_waiting(sequence, 1)
@@ -160,7 +160,7 @@ class Scheduler:
                     line.move_to_end(other.sequence_id)
 
     def admit(self, at_s: float) -> None:
-        """Let the head of the line in while it fits. Nobody overtakes it: it would starve."""
+        """Let the head of the line in while it fits. Nothing overtakes it: it would starve."""
         if not self.waiting_count and not len(self.swap):
             return
         while (sequence := self._head()) is not None:
@@ -271,7 +271,7 @@ class Scheduler:
 
     @property
     def longest_token_count(self) -> int:
-        """Of all that run, wait or are suspended."""
+        """Tokens of the longest sequence that runs, waits or is suspended."""
         return max((s.token_count for s in (*self.running, *self.suspended.values(), *self.waiting)), default=0)
 
     def plan(self, at_s: float, landed_step_id: int, in_flight_count: int) -> Plan:
@@ -284,7 +284,7 @@ class Scheduler:
                 preempted += self._make_room(sequence, at_s, landed_step_id)
         if self.swap.enabled and self.stage_count == 1:
             self._leave_ahead(at_s)
-        # Whoever just gave way does not fit: it needs at least what it had, and a part of that is taken.
+        # What just gave way does not fit: it needs at least what it had, and a part of that is taken.
         self.admit(at_s)
         if self.stage_count > 1 and self.joined:
             return self._joined_batch(landed_step_id, preempted)
@@ -350,7 +350,7 @@ class Scheduler:
         return plan
 
     def _take_along(self, plan: Plan, landed_step_id: int) -> None:
-        """A transition is prepared, and batches take longer than usual. Those few who would be put off to the next
+        """A transition is prepared, and batches take longer than usual. Those few that would be put off to the next
         microbatch, so that all are alike, would wait half a trip through the pipeline on top of it.
         """
         taken = {s.sequence_id for s in plan.decodes}
@@ -364,7 +364,7 @@ class Scheduler:
         self._limited_tokens = 0
 
     def _most_prompt_tokens(self, decode_count: int, prompt_tokens: int) -> int:
-        """Of prompts in a batch, while so many sequences decode and so many tokens of prompts are to be computed."""
+        """The most tokens of prompts in a batch, while so many sequences decode and so many such tokens wait."""
         limit = self.prefill_limit
         if limit is None or not decode_count:
             return self._limits.max_batch_tokens
@@ -405,7 +405,7 @@ class Scheduler:
         return victims
 
     def _victim(self) -> Sequence:
-        """Of those that run."""
+        """The sequence, of all that run, that gives way first."""
         views = [VictimView(s.rank, s.arrival, s.reserved_block_count, s.computed_tokens) for s in self.running]
         return self.running[choose_victim(views)]
 
@@ -431,7 +431,7 @@ class Scheduler:
         return tuple(s.sequence_id for s in left)
 
     def _leave_ahead(self, at_s: float) -> None:
-        """Who will have to give way within the time that copying its KV takes leaves now, and nobody has to wait."""
+        """What will have to give way within the time that copying its KV takes leaves now, and nothing has to wait."""
         while len(self.running) > 1:
             victim = self._victim()
             steps = -(-victim.reserved_block_count // self.swap.budget_blocks)

@@ -1,11 +1,11 @@
 """Sequences whose KV is in host memory, or on its way there or back.
 
-Who gives way when the cache is full leaves the running set and keeps its blocks until they have been copied, some with
+What gives way when the cache is full leaves the running set and keeps its blocks until they have been copied, some with
 each step (`policy.swapping`); then they are free, and it waits in the line with its place by arrival. When it fits
 again it gets new blocks, and runs on when its KV is back in them: no token is computed twice. A step copies blocks of
 sequences that it does not compute, so both may happen at the same time.
 
-Only a worker that leads nobody else swaps: a stage of a pipeline computes its victims anew. Whoever is in here when the
+Only a worker that leads nobody else swaps: a stage of a pipeline computes its victims anew. What is in here when the
 group changes loses what was copied.
 
 The device's block ids are the stage book's, the host's are kept here.
@@ -61,7 +61,7 @@ NOTHING = SwapOrders()
 
 
 class SwapSpace:
-    """By counts, as the scheduler. `block_count` 0: there is none, nobody swaps."""
+    """The space on the host, in counts, as in the scheduler. `block_count` 0: there is none, no sequence swaps."""
 
     def __init__(self, block_count: int, block_tokens: int, fixed_blocks: int) -> None:
         self.enabled = block_count > 0
@@ -82,7 +82,7 @@ class SwapSpace:
 
     @property
     def used_block_count(self) -> int:
-        """On the host."""
+        """Blocks in use on the host."""
         return self._host.used_count
 
     @property
@@ -95,7 +95,7 @@ class SwapSpace:
 
     @property
     def leaving_block_count(self) -> int:
-        """On the device, soon to be free."""
+        """Blocks on the device, soon to be free."""
         return sum(s.reserved_block_count for s in self._in(Phase.LEAVING))
 
     @property
@@ -133,12 +133,12 @@ class SwapSpace:
         entry.phase, entry.copied_count = Phase.RETURNING, 0
 
     def forget(self, sequence: Sequence) -> None:
-        """It has ended, or lost its KV. A copy under way does no harm: nobody uses its blocks before the next step."""
+        """It has ended, or lost its KV. A copy under way does no harm: nothing uses its blocks before the next step."""
         del self._entries[sequence.sequence_id]
         self._host.release(sequence.sequence_id)
 
     def settle(self) -> tuple[list[Sequence], list[Sequence]]:
-        """Between two steps: who is away now, and who is back. All copies that were ordered have been made."""
+        """Between two steps: which are away now, and which are back. All copies that were ordered have been made."""
         complete = [entry for entry in self._entries.values() if entry.copied_count == entry.block_count]
         left = [entry for entry in complete if entry.phase is Phase.LEAVING]
         back = [entry.sequence for entry in complete if entry.phase is Phase.RETURNING]
@@ -149,7 +149,7 @@ class SwapSpace:
         return [entry.sequence for entry in left], back
 
     def order(self, *, busy: bool) -> tuple[CopyOrder, ...]:
-        """Copies for the step that is formed: those who leave first, since others wait for their blocks. A step that
+        """Copies for the step that is formed: those that leave first, since others wait for their blocks. A step that
         computes nothing has nothing to hide them behind, and copies all there is.
         """
         budget = self.budget_blocks if busy else sum(entry.block_count for entry in self._entries.values())
@@ -173,7 +173,7 @@ class SwapSpace:
     # ---------------------------------------------------------------- block ids
 
     def block_copies(self, orders: tuple[CopyOrder, ...], book: BlockBook) -> tuple[BlockCopy, ...]:
-        """With the blocks that those who come back get. `book` has freed what the step frees."""
+        """Copies with the blocks that returning sequences get. `book` has freed what the step frees."""
         copies: list[BlockCopy] = []
         for order in orders:
             device = book.table(order.sequence_id) if order.out else book.hold(order.sequence_id, order.token_count)

@@ -289,7 +289,7 @@ class Transition:
         return self._complete(sequence_id) + self._maybe_done()
 
     def _complete(self, sequence_id: SequenceId) -> list[Command]:
-        """As far as this stage is concerned the victim may go on."""
+        """The victim may go on, as far as this stage is concerned."""
         leader = self.part.new.leader.worker_id
         if leader != self.me:
             return [SendKvComplete(self.epoch, sequence_id, leader)]

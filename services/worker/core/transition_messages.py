@@ -232,7 +232,7 @@ class SendHandover:
 
 @dataclass(frozen=True, slots=True)
 class Lead:
-    """All members are ready: adopt the victims, see who has room, form batches. Answered with Led."""
+    """All members are ready: adopt the victims, see which have room, form batches. Answered with Led."""
 
     epoch: Epoch
     victims: tuple[Victim, ...]
@@ -240,7 +240,7 @@ class Lead:
 
 @dataclass(frozen=True, slots=True)
 class LeadWave:
-    """All members are through with the wave before: see who of those that wait has room now. Answered with Led."""
+    """All members are through with the wave before: see which of those that wait have room now. Answered with Led."""
 
     epoch: Epoch
     wave: int
@@ -248,8 +248,8 @@ class LeadWave:
 
 @dataclass(frozen=True, slots=True)
 class SendRoster:
-    """Of wave 0 at once. Of a later one in order with the batches, which go from stage to stage: its victims take
-    blocks that batches before it have freed.
+    """The roster of wave 0 goes at once. That of a later one goes in order with the batches, which go from stage to
+    stage: its victims take blocks that batches before it have freed.
     """
 
     epoch: Epoch
@@ -305,7 +305,7 @@ class ReleaseSent:
 
 @dataclass(frozen=True, slots=True)
 class SendWaveDone:
-    """Behind what ReleaseSent has told the leader."""
+    """This worker is through with a wave; sent behind what ReleaseSent has told the leader."""
 
     epoch: Epoch
     wave: int

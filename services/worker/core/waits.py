@@ -1,4 +1,4 @@
-"""Sequences that wait for somebody for a limited time."""
+"""Sequences that wait for something for a limited time."""
 
 from collections import deque
 
@@ -7,7 +7,7 @@ from services.worker.core.sequence import Sequence
 
 
 class Waits:
-    """By request, at most one each. Everyone waits equally long, so the first to come is the first to give up."""
+    """Sequences by request, at most one each. All wait equally long, so the first to come is the first to give up."""
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
@@ -31,7 +31,7 @@ class Waits:
         return self._by_request.get(request_id)
 
     def add(self, sequence: Sequence, at_s: float) -> None:
-        """In the place of another one of the same request, if there is one: the caller has dealt with that."""
+        """It takes the place of another one of the same request, if there is one: the caller has dealt with that."""
         self._by_request[sequence.request_id] = sequence
         self._queue.append((at_s + self._timeout_s, sequence))
         if len(self._queue) > 2 * len(self._by_request) + 64:

@@ -58,7 +58,7 @@ def may_wait(plan: Plan, part: Part) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Wave:
-    """Of those that waited: who takes blocks now, and who is computed anew. `last`: nobody waits after it."""
+    """Some that waited: which ones take blocks now, and which are computed anew. `last`: none waits after it."""
 
     admitted: tuple[Victim, ...]
     lost: tuple[Victim, ...]
@@ -77,7 +77,7 @@ class Waves:
         return frozenset(standing.victim.sequence_id for standing in self._waiting)
 
     def lent_blocks(self, counts: Mapping[WorkerId, int]) -> tuple[int, int]:
-        """The blocks of the smallest stage, and how many of those the group lacks because of who waits."""
+        """The blocks of the smallest stage, and how many of those the group lacks because of what waits."""
         held = self._held()
         smallest = min(counts[stage] for stage in self._stages)
         return smallest, smallest - min(counts[stage] - held[stage] for stage in self._stages)
@@ -146,7 +146,7 @@ class Waves:
         return found
 
     def check(self, counts: Mapping[WorkerId, int]) -> None:
-        """Raise InvariantViolation if those who wait hold more than there is."""
+        """Raise InvariantViolation if those that wait hold more than there is."""
         for stage, held_blocks in self._held().items():
             if held_blocks > counts[stage]:
                 raise InvariantViolation(f"{stage}: {held_blocks} of {counts[stage]} blocks are held by who waits")

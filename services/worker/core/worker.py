@@ -154,7 +154,7 @@ class WorkerCore:
 
     @property
     def lane(self) -> Lane:
-        """Of the group that this worker is in. Newcomers enter it, and an event about a group is about this one."""
+        """The lane of this worker's group. Newcomers enter it, and an event about a group is about this one."""
         return self._lanes[-1]
 
     @property
@@ -189,7 +189,7 @@ class WorkerCore:
 
     @property
     def sequence_ids(self) -> tuple[SequenceId, ...]:
-        """Of all sequences that are alive here."""
+        """Ids of all sequences that are alive here."""
         return tuple(self._residents.live)
 
     @property
@@ -198,7 +198,7 @@ class WorkerCore:
         return len(self._residents.orphans)
 
     def running_kv_tokens(self, sequence_id: SequenceId) -> int | None:
-        """Of a sequence that runs: how many of its tokens have KV."""
+        """How many tokens of a sequence that runs have KV; None: it does not run here."""
         sequence = self._residents.live.get(sequence_id)
         if sequence is None or sequence.state is not SequenceState.RUNNING:
             return None

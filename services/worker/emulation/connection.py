@@ -86,7 +86,7 @@ class _Sending:
 
 
 class _LongMeta:
-    """In the place of a tensor of bytes."""
+    """A stand-in for a tensor of bytes."""
 
     def __init__(self, data: bytes) -> None:
         self.data = data
@@ -170,12 +170,12 @@ class EmulatedConnection(Connection):
         self._call(self._send, (frame, Future[None]()))
 
     def cancel(self, number: int) -> bool:
-        """For `Transfer.cancel`."""
+        """See `Transfer.cancel`."""
         self._call(self._cancel, number)
         return number in self._sendings
 
     def reprioritise(self, number: int, traffic: TrafficClass, rank: int) -> bool:
-        """For `Transfer`: an emulated card leaves transfers in the order that they came with."""
+        """Always False: an emulated card leaves transfers in the order that they came with."""
         return False
 
     def end_transfers(self, epoch: int, why: str) -> None:
@@ -221,7 +221,7 @@ class EmulatedConnection(Connection):
     # ------------------------------------------------------------ event loop: out
 
     def _send(self, what: tuple[Frame, Future[None]]) -> None:
-        """In order, each after the time that the one before and its own bytes take."""
+        """Sends in order, each frame after the time that the one before and its own bytes take."""
         frame, done = what
         now_s = self._loop.time()
         self._free_at_s = max(now_s, self._free_at_s) + self._card.message_s(frame.size_bytes)

@@ -28,7 +28,7 @@ _SIZES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "uint8": 1}
 
 @dataclass(frozen=True, slots=True)
 class Dtype:
-    """In the place of a torch.dtype."""
+    """A stand-in for a torch.dtype."""
 
     name: str
     itemsize: int

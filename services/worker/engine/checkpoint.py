@@ -66,7 +66,7 @@ class Checkpoint:
                 )
 
     def _copy(self, source: Source, parameter: Parameter, memory: torch.Tensor) -> None:
-        """In bands, so that what is converted beside the memory stays small."""
+        """Copies in bands, so that what is converted beside the memory stays small."""
         path = self._places.get(source.tensor)
         if path is None:
             raise ConfigError(f"{self._model_dir}: {source.tensor}", "the checkpoint has no such tensor")

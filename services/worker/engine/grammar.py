@@ -27,7 +27,7 @@ class GrammarState:
             raise InvariantViolation(f"sequence {new.sequence_id}: {error}") from error
 
     def restrict(self, logits_V: torch.Tensor) -> None:
-        """In place. Where the grammar has come to its end only tokens that end the sequence are left."""
+        """Changes them in place. Where the grammar has come to its end only tokens that end the sequence are left."""
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         allowed_V = np.unpackbits(bits, bitorder="little", count=len(logits_V)).view(np.bool_)
         logits_V.masked_fill_(torch.from_numpy(~allowed_V).to(logits_V.device), -math.inf)

@@ -43,7 +43,7 @@ class _Layer:
 
 @dataclass(frozen=True, slots=True)
 class _Buffers:
-    """As many rows as the largest step so far had."""
+    """Memory for as many rows as the largest step so far had."""
 
     qkv: torch.Tensor
     attended: torch.Tensor
@@ -188,7 +188,7 @@ def _fused_rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.
 
 
 def _reference_rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """As the reference rounds: in float32 whatever the dtype, float64 included, back to it before the weight."""
+    """RMS norm rounded as by the reference: in float32 even for float64, back to the dtype before the weight."""
     wide = x.float()
     normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     return weight * normed.to(x.dtype)

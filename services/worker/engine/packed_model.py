@@ -23,7 +23,7 @@ from services.worker.memory.parameters import ParameterStore
 
 @dataclass(frozen=True, slots=True)
 class _Buffers:
-    """As many rows as the largest step so far had."""
+    """Memory for as many rows as the largest step so far had."""
 
     normed: torch.Tensor
     qkv: torch.Tensor
@@ -32,7 +32,7 @@ class _Buffers:
 
 
 class PackedModel:
-    """As `Model`: layers can be executed in ranges; one step at a time."""
+    """The counterpart of `Model`: layers can be executed in ranges; one step at a time."""
 
     def __init__(
         self, config: ModelConfig, parameters: ParameterStore, kv: KvCache, kernels: Kernels, *, max_model_len: int

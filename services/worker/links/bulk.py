@@ -263,9 +263,9 @@ class BulkSender:
                     pass
 
     def _share_of(self, traffic: TrafficClass, now_s: float) -> float:
-        """Of the time, for chunks of that class. For parameters nobody waits, and moving them takes time from batches;
-        unless requests wait until there is as much memory again as without a restore. Not on a link that is made slow:
-        that leaves the processor alone as it is.
+        """Share of the time for chunks of that class. Less than all for parameters, for which nothing waits and whose
+        moving takes time from batches; unless requests wait until there is as much memory again as without a restore.
+        Not on a link that is made slow: that leaves the processor alone as it is.
         """
         if self._wire is not None or traffic is not TrafficClass.PARAMETERS or self._pace.memory_is_awaited:
             return 1.0

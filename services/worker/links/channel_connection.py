@@ -211,7 +211,7 @@ class ChannelConnection(Connection):
             self._receiver.on_link_end(link, LinkEnding(LinkState.BROKEN, why))
 
     def _finish(self) -> None:
-        """On the last thread to end."""
+        """Runs on the last thread to end."""
         with self._changed:
             if self._state is not LinkState.BROKEN:
                 self._state = LinkState.CLOSED

@@ -79,7 +79,7 @@ class Link:
 
     @property
     def counts(self) -> TrafficCounts:
-        """Of the whole connection."""
+        """Traffic of the whole connection."""
         return self.connection.counts
 
     @property
@@ -168,7 +168,7 @@ class Connection(ABC):
         self._receiver = receiver
         self._changed = Condition()  # notified when the state changes, or an epoch's
         self._state = LinkState.UP
-        self._links: dict[int, Link] = {}  # by epoch; of those that this side takes part in
+        self._links: dict[int, Link] = {}  # by epoch that this side takes part in
         self._peer_epochs: set[int] = set()  # that the peer takes part in
         self._idle_since_s = time.monotonic()
 
@@ -224,7 +224,7 @@ class Connection(ABC):
         return link
 
     def _await_peer(self, link: Link, deadline_s: float) -> bool:
-        """For a moment, or until the end."""
+        """Waits a moment for the peer, or until the end. Returns whether it has come."""
         with self._changed:
             self._changed.wait_for(
                 lambda: link.met or self._state in (LinkState.CLOSED, LinkState.BROKEN),
@@ -285,7 +285,7 @@ class Connection(ABC):
             self._receiver.on_link_end(link, ending)
 
     def _take_links(self) -> list[Link]:
-        """Of a connection that ends: those whose receivers must be told. Called with the lock."""
+        """Takes the links of a connection that ends; gives those whose receivers must be told. Called with the lock."""
         shared = [link for _, link in sorted(self._links.items()) if link.met]
         for link in self._links.values():
             link.ended = self._state

@@ -178,5 +178,5 @@ def read_exactly(connection: socket.socket, size: int, deadline_s: float) -> byt
 
 
 def left_s(deadline_s: float) -> float:
-    """For a socket, to which zero would mean not to wait at all."""
+    """Seconds left, never zero: to a socket that would mean not to wait at all."""
     return max(deadline_s - time.monotonic(), 0.001)

@@ -13,7 +13,7 @@ class Plane(Protocol):
 
     @property
     def pace(self) -> StagePace:
-        """For the engine to tell what the stage does."""
+        """Where the engine tells what the stage does."""
         ...
 
     def link(self, peer_id: str, epoch: int) -> Link | None:

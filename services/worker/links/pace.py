@@ -57,7 +57,7 @@ class ChunkSize:
 
     @property
     def rate_bytes_per_s(self) -> float | None:
-        """Of bulk that has nothing to wait for: the best of some measurements, as what else runs only adds time."""
+        """Rate of bulk that waits for nothing: the best of some measurements, as what else runs only adds time."""
         return max(self._rates, default=None)
 
     def moved(self, size_bytes: int, took_s: float) -> None:
@@ -70,7 +70,7 @@ class ChunkSize:
             self._chunks, self._bytes, self._seconds = 0, 0, 0.0
 
     def bytes_for(self, stage_s: float | None) -> int:
-        """Of one chunk."""
+        """Bytes of one chunk."""
         rate = self.rate_bytes_per_s
         if stage_s is None or rate is None:
             return self._start_bytes

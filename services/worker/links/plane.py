@@ -158,7 +158,7 @@ class DataPlane:
                     link.retire()
 
     def facts(self) -> list[ConnectionFacts]:
-        """Of every connection, ended ones included until they are replaced."""
+        """Facts of every connection, ended ones included until they are replaced."""
         with self._changed:
             connections = sorted(self._connections.items())
         return [connection.facts() for _, connection in connections]

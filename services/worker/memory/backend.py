@@ -79,7 +79,7 @@ class MemoryBackend(Protocol):
         ...
 
     def raw(self, address: int, size_bytes: int) -> torch.Tensor:
-        """As `tensor`, of bytes."""
+        """Memory as from `tensor`, of bytes."""
         ...
 
     def scratch(self, size_bytes: int) -> torch.Tensor:

@@ -76,7 +76,7 @@ class DeviceMemory:
         return self._grow_kv()
 
     def shrink_retired(self, block_count: int, moves: Sequence[tuple[int, int]] = ()) -> int:
-        """Of layers given up only so many blocks are needed any more, once those in `moves` (from, to) lie in front;
+        """Layers given up need only so many blocks any more, once those in `moves` (from, to) lie in front;
         nothing reads them at this moment. Returns the number of blocks of the layers that are kept.
         """
         self.kv.move_retired(moves)
@@ -132,7 +132,7 @@ class DeviceMemory:
         return self.kv.block_count
 
     def divided_extents(self, member_count: int) -> tuple[int, int]:
-        """Of each layer with KV, and of each without, while a group of so many is dissolved and KV is copied."""
+        """Extents of a layer with KV, and of one without, while a group of so many is dissolved and KV is copied."""
         return divided_extents(self._home_extents, self.kv.shape.layer_count, len(self.kv.held_layers), member_count)
 
     def blocks_in(self, extents: int) -> int:

@@ -194,7 +194,7 @@ class KvCache:
         self._copy(moves, self._retired)
 
     def shrink_retired(self, block_count: int) -> int:
-        """Of retired layers only the first `block_count` blocks are needed. Returns how many extents became free."""
+        """Retired layers keep only their first `block_count` blocks. Returns how many extents became free."""
         kept, freed = self.extents_for_blocks(block_count), 0
         for layer in self._retired:
             surplus = max(0, self._ranges[layer].extent_count - kept)

@@ -112,7 +112,7 @@ class ParameterStore:
         return self._layers[layer].checksum(between)
 
     def part_checksum(self, name: str) -> bytes:
-        """As `layer_checksum`, for a part that is no layer."""
+        """The same as `layer_checksum`, for a part that is no layer."""
         return self._others[name].checksum()
 
     def drop(self, layers: Iterable[int]) -> int:

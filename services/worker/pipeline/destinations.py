@@ -45,8 +45,8 @@ class _Expected:
 
 
 class ExpectedSpans:
-    """Of migrations: a span may be shorter than there is room for, so its memory is looked up when it comes. Safe for
-    use from any thread.
+    """Spans of migrations: one may be shorter than there is room for, so its memory is looked up when it comes. Safe
+    for use from any thread.
     """
 
     def __init__(self) -> None:

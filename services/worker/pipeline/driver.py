@@ -228,7 +228,7 @@ class TransitionDriver:
     def roster_arrived(self, event: RosterArrived) -> None:
         if not self.is_current(event.epoch):
             return
-        for sequence_id in event.recomputed:  # their blocks are needed for those who keep their KV
+        for sequence_id in event.recomputed:  # their blocks are needed for those that keep their KV
             self._book.release(sequence_id)
         self._the_exchange().forget(event.recomputed)
         self.drive(event.event)
@@ -303,7 +303,7 @@ class TransitionDriver:
 
     @property
     def epoch_in_force(self) -> Epoch:
-        """Of the group that this worker is in, or is on its way into."""
+        """Epoch of the group that this worker is in, or is on its way into."""
         transition = self.transition
         if transition is not None and transition.phase in _AFTER_COMMIT:
             return transition.epoch
@@ -436,7 +436,7 @@ class TransitionDriver:
 
     @staticmethod
     def _ends_with_everybody(transition: Transition) -> bool:
-        """The last batch of the old group had all who decode."""
+        """The last batch of the old group had all that decode."""
         return transition.plan.kind is TransitionKind.RESTORE and has_last_batch(len(members_of(transition.part.old)))
 
     def _hand_over(self, transition: Transition, now_s: float) -> tuple[Victim, ...]:

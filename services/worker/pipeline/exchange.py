@@ -44,8 +44,8 @@ if TYPE_CHECKING:
 
     from services.worker.links.connection import Link
 
-_TOGETHER_BYTES = 1 << 20  # of a transfer that has pieces of several sequences: a longer one holds up who is complete
-_TOGETHER = 32  # of those; they are named in its head
+_TOGETHER_BYTES = 1 << 20  # of a transfer that has pieces of several sequences: a longer one holds up what is complete
+_TOGETHER = 32  # pieces in such a transfer; they are named in its head
 
 
 def kv_pieces(
@@ -69,7 +69,7 @@ def kv_pieces(
 
 
 def kv_bytes(kv: KvCache, computed_tokens: int, layer_count: int, first_block: int = 0) -> int:
-    """Of whole blocks, from the sequence's `first_block` on."""
+    """Bytes of whole blocks, from the sequence's `first_block` on."""
     return (blocks_for(computed_tokens, kv.shape.block_tokens) - first_block) * kv.shape.block_bytes * layer_count
 
 

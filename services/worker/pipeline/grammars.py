@@ -27,7 +27,7 @@ _MOST_WAITING = 32
 
 
 class GrammarsAhead:
-    """Of one member. `compile_grammar` remembers what it has compiled."""
+    """Grammars that one member compiles ahead. `compile_grammar` remembers what it has compiled."""
 
     def __init__(
         self, role: Role, links: Links, background: Background, compile_grammar: Callable[[Grammar], None]

@@ -143,7 +143,7 @@ class Homecoming:
         self._post(Woken())
 
     def map_kv(self) -> None:
-        """Of one layer more: mapping holds batches up."""
+        """Maps the KV of one layer more: mapping holds batches up."""
         began_s = self._now()
         self._memory.kv.expect(self._without_kv[0], self._narrow)
         self._counted().remap_s += self._now() - began_s
@@ -155,7 +155,7 @@ class Homecoming:
         return [layer for layer in range(self._layer_count) if layer not in usable]
 
     def arrange(self, sequence_ids: Collection[SequenceId], *, evacuate: bool) -> None:
-        """These stay here: their blocks move to where all layers have KV, and nobody else's, since after the commit one
+        """These stay here: their blocks move to where all layers have KV, and no others, since after the commit one
         that was to stay may be on its way elsewhere. With `evacuate` those of all that do not stay, which nothing
         reads, move away from there.
         """

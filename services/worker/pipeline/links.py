@@ -38,7 +38,7 @@ class Links:
         self._role = role
         self._now = now
         self._post = post
-        self.missing: set[WorkerId] = set()  # of those asked for last
+        self.missing: set[WorkerId] = set()  # peers asked for last whose links are not up yet
         self._meeting: set[tuple[WorkerId, Epoch]] = set()  # under way: they share threads with what plans wait for
 
     def to(self, peer: WorkerId, epoch: Epoch | None = None) -> Link | None:
@@ -72,7 +72,7 @@ class Links:
         tensor: torch.Tensor | None = None,
         stream: int = 0,
     ) -> Future[None] | None:
-        """As `send`; for an answer to what has come over a link that this side may not have been told of yet."""
+        """Sends as `send` does, in answer to what has come over a link that this side may not have been told of yet."""
         try:
             if tensor is None and len(meta) > _META_BYTES:
                 tensor, meta = link.as_tensor(meta), b""
@@ -101,7 +101,7 @@ class Links:
         self.send(self._role.leader, TrafficClass.ACTIVATION, Topic.RESULT, body)
 
     def ask_for_layer(self, peer: WorkerId, epoch: Epoch, layer: int, layout: bytes) -> bool:
-        """For a layer whose bytes lie as `layout` says. False: the peer cannot be reached."""
+        """Asks for a layer whose bytes lie as `layout` says. False: the peer cannot be reached."""
         if self.to(peer, epoch) is None:
             return False
         self.send(peer, TrafficClass.CONTROL, Topic.LAYER_WANTED, layout, stream=layer, epoch=epoch)

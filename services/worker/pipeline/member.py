@@ -171,7 +171,7 @@ class GroupMember:
         return self.published.progress
 
     def link_to(self, peer: WorkerId) -> Link | None:
-        """In the layout in force."""
+        """The link in the layout in force."""
         return self._links.to(peer)
 
     def handle(self, event: MemberEvent) -> list[Answer]:

@@ -12,7 +12,7 @@ DOWNTIME_BOUNDS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 class MigrationTotals:
     moved: int = 0
     not_moved: int = 0
-    recomputed: int = 0  # of those moved: their KV did not come, or nobody knows
+    recomputed: int = 0  # part of `moved`: their KV did not come, or that is not known
     blocks: int = 0
     downtime_s: float = 0.0  # of all
     max_downtime_s: float = 0.0

@@ -129,7 +129,7 @@ class Transitions:
         return Phase.ABORTED if epoch in self._aborted else None if progress is None else progress.phase
 
     def _wake(self) -> None:
-        """On the engine thread."""
+        """Called on the engine thread."""
         loop = self._loop
         if loop is not None:
             with contextlib.suppress(RuntimeError):  # closed: the process is going down

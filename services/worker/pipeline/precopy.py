@@ -49,7 +49,7 @@ class Place:
 
 
 class PrecopyRun:
-    """Of one restore: `begins` and `ran` from the start, `ready` when the layers are here, `end` at the commit."""
+    """One restore: `begins` and `ran` from the start, `ready` when the layers are here, `end` at the commit."""
 
     def __init__(
         self,
@@ -110,7 +110,7 @@ class PrecopyRun:
         """Over the link of the layout that is to come."""
         self._links.send(to, TrafficClass.CONTROL, topic, body, stream=stream, epoch=self.epoch)
 
-    # ------------------------------------------------------------ who goes where
+    # ------------------------------------------------------------ what goes where
 
     def ready(self, now_s: float) -> None:
         """All layers are here, and there is room for their KV."""
@@ -151,7 +151,7 @@ class PrecopyRun:
         return place(placements, views, self._chosen)
 
     def _choose(self, placements: Sequence[PlacementView], now_s: float) -> None:
-        """Who has come since the last time is given to somebody too."""
+        """What has come since the last time is given to a leader too."""
         running = [view for view in placements if view.running]
         if self._has_told and all(view.sequence_id in self._chosen for view in running):
             return

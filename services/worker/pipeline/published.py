@@ -35,7 +35,7 @@ class Published:
 
     @property
     def counted(self) -> Progress:
-        """Of the latest transition, while it is being counted."""
+        """Progress of the latest transition, while it is being counted."""
         if self._counted is None:
             raise InvariantViolation("no transition has begun")
         return self._counted

@@ -33,7 +33,7 @@ class StageTimes:
 
     busy_s: float
     idle_s: float
-    network_s: float  # of those: while the batch that ended the idleness was coming in
+    network_s: float  # part of `idle_s`: while the batch that ended the idleness was coming in
     send_s: float  # activations between their handing over to the link and the memory they leave
     steps: int
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class StageRunner:
-    """Of a leader as well, whose batches come from its own core: see `run`."""
+    """The stage of one member, a leader as well, whose batches come from its own core: see `run`."""
 
     def __init__(
         self,

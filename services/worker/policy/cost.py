@@ -61,7 +61,7 @@ class CostModel:
         return self.chunk_s - self.shared_s + self.prefix_s * prefix_tokens
 
     def scaled(self, factor: float) -> "CostModel":
-        """Of a stage that has `factor` times the layers of this one."""
+        """The costs of a stage that has `factor` times the layers of this one."""
         return CostModel(
             self.attention_s * factor,
             self.token_s * factor,
@@ -73,7 +73,7 @@ class CostModel:
         )
 
     def plus(self, other: "CostModel") -> "CostModel":
-        """Of a stage that does both with the same batch."""
+        """The costs of a stage that does both with the same batch."""
         return CostModel(
             self.attention_s + other.attention_s,
             self.token_s + other.token_s,

@@ -57,7 +57,7 @@ class StageCosts:
 
 @dataclass(frozen=True, slots=True)
 class ErrorSummary:
-    """Of |predicted / measured - 1|."""
+    """Errors |predicted / measured - 1| of several batches."""
 
     count: int
     mean: float
@@ -80,7 +80,7 @@ def terms_of(chunks: Iterable[Chunk]) -> tuple[float, float, float, float, float
 
 
 def cost_of(coefficients: Sequence[float] | Floats) -> CostModel:
-    """Of what multiplies `terms_of`."""
+    """The model with these coefficients, which multiply `terms_of`."""
     attention, token, sequence, batch, prefix, many, beyond = (float(value) for value in coefficients)
     return CostModel(attention, token, sequence + batch, batch, prefix, many, beyond)
 

@@ -79,7 +79,7 @@ class Kernels:
         return name.decode()
 
     def choose_isa(self, name: str) -> None:
-        """For the whole process, while nothing is computed. For tests."""
+        """Sets the instruction set for the whole process, while nothing is computed. Meant for tests."""
         self._functions["choose_isa"](self.isas.index(name))
 
     @property

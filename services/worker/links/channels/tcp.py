@@ -90,7 +90,7 @@ class TcpChannel:
         return sending
 
     def push(self, sending: _Sending, timeout_s: float) -> None:
-        """Until it has gone, and all before it."""
+        """Sends until this has gone, and all before it."""
         deadline_s = time.monotonic() + timeout_s
         poll: select.poll | None = None
         while True:
@@ -109,7 +109,7 @@ class TcpChannel:
             poll.poll(left_s * 1000 + 1)
 
     def _flush(self) -> None:
-        """As much as the socket takes. Called with the lock."""
+        """Sends as much as the socket takes. Called with the lock."""
         try:
             while self._unsent:
                 parts = self._unsent[0].parts
@@ -150,7 +150,7 @@ class TcpChannel:
         self._read_payloads(last, time.monotonic() + timeout_s)
 
     def _read_payloads(self, last: _Payload | None, deadline_s: float) -> None:
-        """In the order in which they come, up to the last one that is wanted, or all."""
+        """Reads payloads in the order in which they come, up to the last one that is wanted, or all."""
         while self._payloads and not (last is not None and last.has_come):
             payload = self._payloads.popleft()
             self._read(payload.buffer, deadline_s)
