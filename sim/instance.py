@@ -231,6 +231,9 @@ class Instance:
     def check(self) -> None:
         self.core.check()
         self.member.check()
+        place, me = self.member.place, (self.worker_id, self.incarnation)
+        if place is not None and me not in {(m.worker_id, m.incarnation) for m in place.group.members}:
+            raise InvariantViolation(f"{me} is no member of the group that it says it is in: {place.group}")
 
     # ------------------------------------------------------------ the engine
 

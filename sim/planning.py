@@ -6,7 +6,7 @@ from functools import partial
 from typing import Protocol
 
 from ballast.common.errors import InvalidRequest, StaleEpoch
-from ballast.common.ids import Incarnation, WorkerId
+from ballast.common.ids import WorkerId
 from ballast.common.load import LoadReport
 from ballast.common.transition import Phase
 from ballast.rpc.fencing import PLANNER_TOKEN, Fence
@@ -31,7 +31,6 @@ _LOOK_UP_S = 0.5  # between two looks whether another monitor leads
 class Peer(Protocol):
     """An instance, as the planner sees it."""
 
-    incarnation: Incarnation
     crashed: bool
     paused: bool
     transitions: Transitions
@@ -226,7 +225,7 @@ class PlannerNode:
         asked, over = [False], [False]
 
         def arrive() -> None:
-            if peer.crashed or peer.incarnation != command.member.incarnation:
+            if peer.crashed:
                 self._calls.discard(key)
                 return
             if self._lines.troubled and self._lines.holds(self.name, worker_id, take):

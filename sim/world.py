@@ -242,7 +242,7 @@ class World:
             links=SimLinks,
         )
         member = GroupMember(worker_id, core, book, memory, surroundings, max_running_count=rules.max_running_count)
-        transitions = Transitions(member, instance.post, lambda: self.clock.now_s, self._later)
+        transitions = Transitions(member, incarnation, instance.post, lambda: self.clock.now_s, self._later)
         instance.join(member, transitions, plane.crash)
         self._lives.append(instance)
         self.planes[worker_id] = plane

@@ -348,7 +348,7 @@ class WorkerProcess:
             max_waiting_count=self._settings.max_num_queued_reqs,
             detokenizer=self._detokenizer,
             compile_grammar=self._grammar_comes if self._compile_grammar is not None else None,
-            transitions=Transitions(self._membership.member, self._shell.post_member),
+            transitions=Transitions(self._membership.member, incarnation, self._shell.post_member),
             clock=self._membership.member.published.clock,
             spans=RequestSpans(exporter, worker_id),
         )

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ballast.common.ids import Epoch, WorkerId
+from ballast.common.ids import Epoch, Incarnation, WorkerId
 from ballast.common.sampling import Grammar, GrammarKind, SamplingParams
 from ballast.common.transition import Phase, TransitionKind
 from ballast.model.tiny import make_tiny
@@ -249,7 +249,7 @@ async def test_a_plan_that_nobody_remembers_is_taken_back(model_dir: Path, monke
 
     async with running_group(model_dir, ["w0", "w1"], Sizes(memory_bytes=10 << 19)) as cluster:
         await cluster.prepare(TransitionKind.DROP, layout(5, PAIR, LAYERS))
-        told = [Transitions(w.member, w.shell.post_member) for w in cluster.workers.values()]
+        told = [Transitions(w.member, Incarnation(1), w.shell.post_member) for w in cluster.workers.values()]
 
         async def phases_after(settled_epoch: int) -> set[int]:
             for one in told:

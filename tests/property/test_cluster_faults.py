@@ -13,9 +13,9 @@ import pytest
 from tests.support.cluster_campaign import story
 from tests.support.cluster_swarm import Kind
 
-SEEDS = 240  # of the gate; 2,000 are seen by `python -m tests.support.cluster_campaign 0 2000 --quiet`
-CHUNK = 80
-LONG_SEEDS = int(os.environ.get("BALLAST_CLUSTER_SEEDS", "2000"))
+SEEDS = 2000  # of the gate
+CHUNK = 125
+LONG_SEEDS = int(os.environ.get("BALLAST_CLUSTER_SEEDS", "8000"))
 LONG_CHUNK = 500
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
 from ballast.common.errors import InvalidRequest, InvariantViolation, StaleEpoch
-from ballast.common.ids import Epoch, WorkerId
+from ballast.common.ids import Epoch, Incarnation, WorkerId
 from ballast.common.transition import Phase
 from ballast.rpc.codec import LAYOUT
 from ballast.rpc.transition import KIND, STATUS
@@ -46,11 +46,13 @@ class Transitions:
     def __init__(
         self,
         member: GroupMember,
+        incarnation: Incarnation,
         post: Callable[[MemberEvent], None],
         now: Callable[[], float] = time.monotonic,
         later: Later = _on_the_loop,
     ) -> None:
         self._member = member
+        self._incarnation = incarnation
         self._post = post
         self._now = now
         self._later = later
@@ -81,8 +83,13 @@ class Transitions:
             raise StaleEpoch("layout epoch", plan.epoch, newest)
         if plan.epoch in self._aborted:
             return
-        if part_of(plan, self._member.me) is None:
-            raise InvalidRequest("target", f"{self._member.me} has no part in it")
+        me = self._member.me
+        part = part_of(plan, me)
+        if part is None:
+            raise InvalidRequest("target", f"{me} has no part in it")
+        life = next(m.incarnation for m in part.new.members if m.worker_id == me)
+        if life != self._incarnation:  # its earlier process at the same address: this one would say that it is that one
+            raise StaleEpoch("worker incarnation", life, self._incarnation)
         addresses = {m.worker_id: m.data_address for g in plan.target.groups for m in g.members}
         holders: dict[int, tuple[WorkerId, ...]] = {}
         for layer, holder in sources:

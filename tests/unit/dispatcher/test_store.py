@@ -1,13 +1,19 @@
 """What dispatchers hear over the state server, whoever says it."""
 
 import asyncio
+from collections.abc import Awaitable
+from dataclasses import replace
+from typing import Any, cast
 
+import pytest
 import redis.asyncio
 
+from ballast.common.errors import AlreadyExists
 from ballast.common.ids import DispatcherId, Incarnation, RequestId
 from ballast.local.state_server import PrivateStateServer
 from ballast.service.state import StateServer
 from services.dispatcher.shell.links import Identity
+from services.dispatcher.shell.ports import Claim
 from services.dispatcher.store import DispatcherStore
 
 
@@ -35,3 +41,23 @@ def test_words_that_make_no_sense_are_passed_over() -> None:
 
     asyncio.run(story())
     assert set(heard) == {(RequestId("r"), 7)}
+
+
+async def test_a_claim_whose_answer_was_lost_may_be_asked_for_again() -> None:
+    """A connection that is cut after the script has run makes redis-py run it once more."""
+    async with PrivateStateServer() as server, asyncio.timeout(60):
+        state = StateServer(server.url)
+        mine, other = (DispatcherStore(state, Identity(DispatcherId(name), Incarnation(3))) for name in ("d", "e"))
+        try:
+            await state.run(
+                cast(Awaitable[Any], state.redis.ping())
+            )  # before it has answered once nobody asks it for claims
+            claim = Claim(RequestId("r"), serial=5, secret_hash="hash")
+            assert not await mine.claim(claim, 30.0)
+            assert not await mine.claim(claim, 30.0)
+            with pytest.raises(AlreadyExists):
+                await other.claim(claim, 30.0)
+            with pytest.raises(AlreadyExists):
+                await mine.claim(replace(claim, serial=6), 30.0)
+        finally:
+            await state.close()
