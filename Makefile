@@ -47,9 +47,12 @@ check-tests: setup
 	$(PYTEST) $(SPREAD) tests/property tests/unit
 
 test: setup  ## all tests: integration and golden ones too
-	status=0; $(PYTEST) $(SPREAD) $(addprefix --ignore=,$(ALONE) $(TESTED)) tests || status=$$?; \
-		$(PYTEST) $(ALONE) || status=$$?; exit $$status
+	shared=0; $(PYTEST) $(SPREAD) $(addprefix --ignore=,$(ALONE) $(TESTED)) tests || shared=$$?; \
+		alone=0; $(PYTEST) $(ALONE) || alone=$$?; \
+		if [ $$shared -gt 1 ] || [ $$alone -gt 1 ]; then rm -rf .pytest_cache; fi; \
+		exit $$((shared + alone))
 
+# After a run that did not come to its end no failures are known, and nothing is run again.
 test-again: setup  ## the tests that have just failed, one by one: at most three
 	$(PY) -m tests.support.again
 
