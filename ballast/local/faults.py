@@ -219,21 +219,24 @@ class Breaker:
     def _note_state(self) -> None:
         self.state_broken_s.append(time.monotonic())
 
-    async def _kill_state_server(self) -> tuple[str, float, Heal]:
+    async def _kill_state_server(self) -> tuple[str, float, Heal] | None:
+        server = self._cluster.state_server
+        if server is None or not server.is_running:
+            return None
         self._note_state()
-        assert self._cluster.state_server is not None
-        self._cluster.state_server.send_signal(signal.SIGKILL)
+        server.send_signal(signal.SIGKILL)
         return "the state server is killed, and forgets everything", 0.0, _nothing
 
-    async def _stop_state_server(self) -> tuple[str, float, Heal]:
-        self._note_state()
+    async def _stop_state_server(self) -> tuple[str, float, Heal] | None:
         server = self._cluster.state_server
-        assert server is not None
+        if server is None or not server.is_running:
+            return None
+        self._note_state()
         pid = server.pid
         server.send_signal(signal.SIGSTOP)
 
         async def go_on() -> None:
-            if server.pid == pid:
+            if server.is_running and server.pid == pid:
                 server.send_signal(signal.SIGCONT)
 
         return "the state server is stopped", self._rng.choice(_OUTAGES_S), go_on

@@ -1,11 +1,12 @@
 """Keeps a local cluster alive: what dies is started again, and each such event is told in one line.
 
 A process that ends by itself comes back at once, then after longer and longer pauses; one that does not stay up for a
-few seconds several times in a row is given up, and the cluster goes on without it.
+few seconds several times in a row is given up, and the cluster goes on without it. The state server is never given up.
 """
 
 import asyncio
 import contextlib
+import itertools
 import signal
 import time
 from collections import deque
@@ -16,6 +17,7 @@ from ballast.client import AsyncClient
 from ballast.common.errors import BallastError
 from ballast.local.cluster import LocalCluster, ServiceProcess
 from ballast.local.process import ChildProcess
+from ballast.local.state_server import PrivateStateServer
 from ballast.service.tasks import keep_up
 
 _POLL_S = 0.05
@@ -125,23 +127,25 @@ class Keeper:
         return f"{child.name} {_ended(child)}"
 
     async def _keep_state_server(self) -> None:
-        """What it knew is lost with it; the services bring it back."""
-        server, failed_count = self._cluster.state_server, 0
-        while server is not None and failed_count < len(_PAUSES_S):
+        server = self._cluster.state_server
+        while server is not None:
             await asyncio.sleep(_POLL_S)
-            if not server.has_ended:
-                continue
-            began_at_s = time.monotonic()
-            self._tell("the state server has ended")
-            await asyncio.sleep(_PAUSES_S[failed_count])
+            if not server.is_running:
+                await self._revive_state_server(server)
+
+    async def _revive_state_server(self, server: PrivateStateServer) -> None:
+        """What it knew is lost with it; the services bring it back. It has no substitute, so it is never given up."""
+        began_at_s = time.monotonic()
+        self._tell("the state server has ended")
+        for pause_s in itertools.chain(_PAUSES_S, itertools.repeat(_PAUSES_S[-1])):
+            await asyncio.sleep(pause_s)
             try:
                 await server.restart_async()
-            except BallastError as error:
-                failed_count += 1
+            except (BallastError, OSError) as error:
                 self._tell(f"the state server did not come up again: {error}")
             else:
-                failed_count = 0
                 self._tell(f"the state server is back, empty, after {time.monotonic() - began_at_s:.1f} s")
+                return
 
     async def _comes_up(self, processes: list[ServiceProcess]) -> bool:
         child, give_up_at_s = processes[0].child, time.monotonic() + _START_TIMEOUT_S

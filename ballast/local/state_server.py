@@ -164,8 +164,9 @@ class PrivateStateServer:
         await self.start_async()
 
     @property
-    def has_ended(self) -> bool:
-        return self._process is not None and self._process.returncode is not None
+    def is_running(self) -> bool:
+        """Whether there is a process: one that starts included, one that has ended or could not be started not."""
+        return self._process is not None and self._process.returncode is None
 
     def __enter__(self) -> Self:
         self.start()

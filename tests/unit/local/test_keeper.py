@@ -1,0 +1,60 @@
+"""A state server that dies again and again, as a keeper and a breaker meet it."""
+
+import asyncio
+import contextlib
+import random
+import signal
+from collections.abc import AsyncGenerator
+from pathlib import Path
+
+from ballast.local.cluster import LocalCluster
+from ballast.local.faults import Breaker, Proxies
+from ballast.local.keeper import Keeper
+from ballast.local.state_server import PrivateStateServer
+from tests.support.shells import until
+
+
+@contextlib.asynccontextmanager
+async def lone_state_server(folder: Path) -> AsyncGenerator[tuple[LocalCluster, PrivateStateServer]]:
+    """A cluster of nothing else."""
+    async with LocalCluster(folder, workers=0, dispatchers=0, monitors=0, planners=0) as cluster:
+        assert cluster.state_server is not None
+        yield cluster, cluster.state_server
+
+
+async def test_a_state_server_that_is_killed_while_it_starts_is_started_once_more(tmp_path: Path) -> None:
+    async with lone_state_server(tmp_path) as (cluster, server):
+        told = list[str]()
+        keeping = asyncio.create_task(Keeper(cluster, told.append).run())
+        first = server.pid
+        server.send_signal(signal.SIGKILL)
+        while not server.is_running or server.pid == first:  # noqa: ASYNC110 - before it is asked a second time
+            await asyncio.sleep(0)
+        server.send_signal(signal.SIGKILL)
+        await until(lambda: any("is back" in line for line in told))
+        keeping.cancel()
+        await asyncio.wait([keeping])
+        assert [line.split(",")[0].split(":")[0] for line in told] == [
+            "the state server has ended",
+            "the state server did not come up again",
+            "the state server is back",
+        ]
+        assert server.is_running
+
+
+async def test_a_state_server_that_does_not_run_cannot_be_broken(tmp_path: Path) -> None:
+    async with lone_state_server(tmp_path) as (cluster, server):
+        breaker = Breaker(cluster, random.Random(0), print, Proxies())
+        faults = {fault.name: fault for fault in breaker.faults()}
+        stopped = await faults["stop the state server"].begin()
+        assert stopped is not None
+        server.send_signal(signal.SIGKILL)
+        await until(lambda: not server.is_running)
+        for name in ("kill the state server", "stop the state server"):
+            assert await faults[name].begin() is None, "it has ended"
+        server.stop()
+        for name in ("kill the state server", "stop the state server"):
+            assert await faults[name].begin() is None, "there is none, as between two attempts to start it"
+        _, _, go_on = stopped
+        await go_on()
+        assert not server.is_running
