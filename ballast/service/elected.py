@@ -4,12 +4,9 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from ballast.common.errors import Unavailable
-from ballast.common.ids import Incarnation
 from ballast.rpc.server import RpcServer
 from ballast.service.leadership import Floor, Leadership
 from ballast.service.lifecycle import say_ready
-from ballast.service.logs import get_logger
 from ballast.service.state import StateServer
 from ballast.service.tasks import keep_up
 
@@ -57,7 +54,7 @@ async def _serve(
     on_change: Callable[[int | None], None],
     floor: Floor,
 ) -> None:
-    incarnation = await _take_incarnation(candidate, state)
+    incarnation = await state.take_incarnation("replica", candidate.service)
     leadership = Leadership(
         state,
         name=candidate.service,
@@ -83,15 +80,6 @@ async def _serve(
 
 async def _run(work: Callable[[], Awaitable[None]]) -> None:
     await work()
-
-
-async def _take_incarnation(candidate: Candidate, state: StateServer) -> Incarnation:
-    while True:
-        await state.wait_ready()
-        try:
-            return await state.next_incarnation("replica", candidate.service)
-        except Unavailable as error:
-            get_logger().warning("state server went away again", why=error.why)
 
 
 async def _report_readiness(leadership: Leadership, state: StateServer, server: RpcServer) -> None:

@@ -163,12 +163,12 @@ class StateServer:
         _unless_cancelled(cancelled_before)
         return result
 
-    async def wait_ready(self) -> None:
-        """Returns once the server answers; says every few seconds that it is being waited for."""
+    async def take_incarnation(self, kind: str, name: str) -> Incarnation:
+        """`next_incarnation`, once the server gives one; says every few seconds that it is being waited for."""
         log, waited_s = get_logger(), 0.0
         while True:
             try:
-                await self.run(self._redis.ping())  # pyright: ignore[reportUnknownMemberType]
+                incarnation = await self.next_incarnation(kind, name)
             except Unavailable as error:
                 if waited_s % 5.0 == 0.0:
                     log.warning("waiting for the state server", url=self.url, waited_s=waited_s, why=error.why)
@@ -177,7 +177,7 @@ class StateServer:
             else:
                 if waited_s:
                     log.info("state server is there", url=self.url, waited_s=waited_s)
-                return
+                return incarnation
 
     async def next_incarnation(self, kind: str, name: str) -> Incarnation:
         """A number that grows with every start of the process called `name`, over restarts of this server too."""

@@ -12,8 +12,7 @@ from typing import Any, TypeVar
 
 import grpc.aio
 
-from ballast.common.errors import Unavailable
-from ballast.common.ids import DispatcherId, Incarnation
+from ballast.common.ids import DispatcherId
 from ballast.common.layout import Layout
 from ballast.rpc.bounds import CallBounds
 from ballast.rpc.callers import Admit
@@ -80,20 +79,13 @@ async def main(life: Lifecycle) -> None:
         vllm_names=settings.metrics_vllm_names,
     )
     try:
-        incarnation = await _unless_stopped(life, _first_incarnation(state, dispatcher_id))
+        incarnation = await _unless_stopped(life, state.take_incarnation(_NAME, dispatcher_id))
         if incarnation is not None:
             doors = Doors(security, tokens)
             await _serve(life, settings, Identity(dispatcher_id, incarnation), encoder, state, doors, metrics)
     finally:
         await state.close()
         metrics.close()
-
-
-async def _first_incarnation(state: StateServer, dispatcher_id: DispatcherId) -> Incarnation:
-    while True:
-        await state.wait_ready()
-        with contextlib.suppress(Unavailable):  # gone again in between
-            return await state.next_incarnation(_NAME, dispatcher_id)
 
 
 async def _unless_stopped(life: Lifecycle, waiting: Coroutine[Any, Any, T]) -> T | None:

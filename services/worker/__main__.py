@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Protocol, cast
 import grpc.aio
 from prometheus_client import CollectorRegistry
 
-from ballast.common.errors import ConfigError, Unavailable
+from ballast.common.errors import ConfigError
 from ballast.common.ids import Incarnation, WorkerId, copy_id
 from ballast.common.instance import Instance as Announcement
 from ballast.common.sampling import Grammar
@@ -317,21 +317,13 @@ class WorkerProcess:
     async def _register(self, worker_id: WorkerId) -> Incarnation | None:
         """The number of this life, once the state server gives one; None if told to stop before."""
         stopping = asyncio.ensure_future(self._life.stopping.wait())
-        taking = asyncio.ensure_future(self._take_incarnation(worker_id))
+        taking = asyncio.ensure_future(self._state.take_incarnation("worker", worker_id))
         try:
             await asyncio.wait((stopping, taking), return_when=asyncio.FIRST_COMPLETED)
             return taking.result() if taking.done() else None
         finally:
             stopping.cancel()
             taking.cancel()
-
-    async def _take_incarnation(self, worker_id: WorkerId) -> Incarnation:
-        while True:
-            await self._state.wait_ready()
-            try:
-                return await self._state.next_incarnation("worker", worker_id)
-            except Unavailable as error:
-                logs.get_logger().warning("lost the state server again", why=error.why)
 
     def _grammar_comes(self, grammar: Grammar) -> None:
         """Runs in a thread: the stage that follows the grammar compiles it, and this leader checks it meanwhile."""

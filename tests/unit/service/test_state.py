@@ -119,8 +119,7 @@ def test_numbers_grow_over_the_loss_of_the_state_server() -> None:
         before = [await state.next_incarnation("worker", "w1") for _ in range(3)]
         token = await state.acquire_lease("x", "a", 10.0, "host:1")
         server.restart()
-        await state.wait_ready()
-        after = await state.next_incarnation("worker", "w1")
+        after = await state.take_incarnation("worker", "w1")
         assert sorted({*before, after}) == [*before, after]
         again = await state.acquire_lease("x", "a", 10.0, "host:1")
         assert token is not None
@@ -137,13 +136,32 @@ def test_an_operation_without_an_answer_is_unavailable_and_works_again_later() -
         with pytest.raises(Unavailable, match="state server"):
             await state.next_incarnation("worker", "w1")
         assert not state.reachable
-        waiting = asyncio.create_task(state.wait_ready())
+        waiting = asyncio.create_task(state.take_incarnation("worker", "w1"))
         await asyncio.sleep(0.3)
         assert not waiting.done()
         server.restart()
-        await waiting
+        assert await waiting > 0
         assert state.reachable
-        assert await state.next_incarnation("worker", "w1") > 0
+
+    tell(story)
+
+
+def test_who_starts_while_nothing_can_be_written_asks_now_and_then() -> None:
+    async def story(server: PrivateStateServer, state: StateServer) -> None:
+        async def allow_writing(needed_replica_count: int) -> None:
+            await state.redis.config_set("min-replicas-to-write", needed_replica_count)  # pyright: ignore[reportUnknownMemberType]
+
+        async def command_count() -> int:
+            return (await state.redis.info("stats"))["total_commands_processed"]  # pyright: ignore[reportUnknownMemberType]
+
+        await allow_writing(1)
+        before = await command_count()
+        waiting = asyncio.create_task(state.take_incarnation("worker", "w1"))
+        await asyncio.sleep(0.3)
+        assert not waiting.done()
+        assert await command_count() - before < 20
+        await allow_writing(0)
+        assert await waiting > 0
 
     tell(story)
 
