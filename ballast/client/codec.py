@@ -67,7 +67,7 @@ def checked_sampling(sampling: Sampling | None, max_tokens: int | None = None) -
     if sampling is None:
         return SamplingParams(**given)
     if isinstance(sampling, SamplingParams):
-        return dataclasses.replace(sampling, **given)
+        return dataclasses.replace(sampling, **given) if given else sampling
     if not isinstance(sampling, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance] -- people write anything
         raise InvalidRequest("sampling", f"must be SamplingParams or a mapping, got {sampling!r}")
     known = {field.name for field in dataclasses.fields(SamplingParams)}
@@ -147,6 +147,13 @@ _STORY = Mapper(RequestStory, pb.DescribeRequestResponse)
 
 
 def chunk_from_proto(response: pb.GenerateResponse) -> GenerationChunk:
+    if not response.finish_reason and not response.logprobs:  # almost all: nothing that needs more than a copy
+        return GenerationChunk(
+            request_id=response.request_id,
+            text=response.text,
+            token_ids=tuple(response.token_ids),
+            prompt_token_count=response.prompt_token_count,
+        )
     return _CHUNK.record(response, matched_stop=response.matched_stop or None)
 
 

@@ -54,22 +54,26 @@ class Endpoint:
         if self._channel is None or self._stub is None:
             self._channel = self._access.open(self.address)
             self._stub = inference_pb2_grpc.InferenceServiceStub(self._access.bearing(self._channel))
-        state = self._channel.get_state(try_to_connect=True)
-        self.unreached = True
+        if self._channel.get_state(try_to_connect=True) is not grpc.ChannelConnectivity.READY:
+            self.unreached = True
+            await self._reach(self._channel, timeout_s, patiently=patiently)
+        self.unreached = False
+        return self._stub
+
+    async def _reach(self, channel: grpc.aio.Channel, timeout_s: float, *, patiently: bool) -> None:
         in_vain = Unavailable(self.address, f"cannot connect; does a dispatcher run there, {self._access.how}?")
+        state = channel.get_state(try_to_connect=True)
         try:
             async with asyncio.timeout(min(timeout_s, _PATIENT_S) if patiently else timeout_s):
                 while state is not grpc.ChannelConnectivity.READY:
                     if state in _VAIN and not patiently:
                         raise in_vain
-                    await self._channel.wait_for_state_change(state)
-                    state = self._channel.get_state(try_to_connect=True)
+                    await channel.wait_for_state_change(state)
+                    state = channel.get_state(try_to_connect=True)
         except TimeoutError as error:
             if patiently:
                 raise in_vain from error
             raise Unavailable(self.address, f"no connection within {timeout_s:g} s") from error
-        self.unreached = False
-        return self._stub
 
     async def close(self) -> None:
         self._closed = True

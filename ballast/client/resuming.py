@@ -5,6 +5,7 @@ import os
 import random
 import time
 
+from ballast.client.types import GenerationChunk
 from ballast.common.errors import BallastError, Overloaded, Unavailable
 from ballastpb.inference.v1 import inference_pb2 as pb
 
@@ -31,11 +32,12 @@ class Progress:
     def token_count(self) -> int:
         return len(self._token_ids)
 
-    def add(self, response: pb.GenerateResponse) -> None:
-        self._token_ids += response.token_ids
-        self._text_char_count += len(response.text)
-        if response.prompt_digest:
-            self._request.resumption.prompt_digest = response.prompt_digest
+    def add(self, chunk: GenerationChunk, prompt_digest: int) -> None:
+        """`prompt_digest`: in the first response of each dispatcher, else 0."""
+        self._token_ids += chunk.token_ids
+        self._text_char_count += len(chunk.text)
+        if prompt_digest:
+            self._request.resumption.prompt_digest = prompt_digest
 
     def next_attempt(self) -> None:
         """The request is about to be sent."""

@@ -2,7 +2,7 @@
 
 import asyncio
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from ballast.common.errors import Overloaded
 
@@ -18,7 +18,6 @@ class OverloadRetry:
 
     attempts_left: int
     max_wait_s: float
-    _random: random.Random = field(default_factory=random.Random)
 
     async def wait(self, error: Overloaded, time_left_s: float | None) -> None:
         """Returns when the request may be sent again.
@@ -26,7 +25,7 @@ class OverloadRetry:
         Raises:
             Overloaded: the error itself, when there is no attempt left or the wait would be too long.
         """
-        wait_s = error.retry_after_s * (1.0 + _JITTER_FRACTION * self._random.random())
+        wait_s = error.retry_after_s * (1.0 + _JITTER_FRACTION * random.random())
         allowed_s = self.max_wait_s if time_left_s is None else min(self.max_wait_s, time_left_s)
         if self.attempts_left < 1 or wait_s > allowed_s:
             raise error

@@ -102,8 +102,8 @@ class GenerationStream(AsyncIterator[GenerationChunk]):
         if response is None:
             self._closed = True
             raise StopAsyncIteration
-        self._note(response)
         chunk = chunk_from_proto(response)
+        self._note(chunk, response.prompt_digest)
         self._finished = chunk.finish_reason is not None
         return chunk if chunk.usage is None or not self.resume_count else replace(chunk, usage=self._seen(chunk.usage))
 
@@ -176,12 +176,12 @@ class GenerationStream(AsyncIterator[GenerationChunk]):
                 self.resume_count += 1
                 return response
 
-    def _note(self, response: pb.GenerateResponse) -> None:
+    def _note(self, chunk: GenerationChunk, prompt_digest: int) -> None:
         if self._first_s is None:
             self._first_s = time.monotonic()
         if self._progress is not None:
-            self._progress.add(response)
-            if response.token_ids:
+            self._progress.add(chunk, prompt_digest)
+            if chunk.token_ids:
                 self._patience.restore()
 
     def _seen(self, usage: Usage) -> Usage:

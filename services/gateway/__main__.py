@@ -69,7 +69,6 @@ async def main(life: Lifecycle) -> None:
                 max_concurrent_requests=settings.max_concurrent_requests,
                 max_body_bytes=settings.max_body_bytes,
                 body_timeout_s=settings.body_timeout_s,
-                client_stall_timeout_s=settings.client_stall_timeout_s,
             ),
             is_stopping=life.stopping.is_set,
             exporter=exporter,
@@ -84,6 +83,7 @@ async def main(life: Lifecycle) -> None:
             host=settings.host,
             port=settings.port,
             shutdown_timeout_s=settings.shutdown_timeout_s,
+            client_stall_timeout_s=settings.client_stall_timeout_s,
             tls_dir=settings.tls_dir,
         )
         await server.start()

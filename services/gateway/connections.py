@@ -1,4 +1,5 @@
-"""HTTP connections with bounds: on how many there are, and on the time and the length of a request's head."""
+"""HTTP connections with bounds: on how many there are, on the time and the length of a request's head, and on how long
+a client reads nothing."""
 
 import asyncio
 from typing import Any
@@ -15,8 +16,10 @@ class BoundedProtocol(HttpToolsProtocol):
     """Who connects has some seconds to ask for something, and so has each further request once it has begun."""
 
     # Any: uvicorn hands in its configuration and state.
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, client_stall_timeout_s: float, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self._client_stall_timeout_s = client_stall_timeout_s
+        self._stall_timer: asyncio.TimerHandle | None = None
         self._most = room_for_connections()
         self._head_timer: asyncio.TimerHandle | None = None
         self._head_bytes = 0
@@ -47,7 +50,17 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._head_came()
+        self._reads_again()
         super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        if self._stall_timer is None:
+            self._stall_timer = self.loop.call_later(self._client_stall_timeout_s, self._give_up)
+
+    def resume_writing(self) -> None:
+        self._reads_again()
+        super().resume_writing()
 
     def _await_head(self) -> None:
         self._head_bytes = 0
@@ -57,6 +70,11 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._head_timer is not None:
             self._head_timer.cancel()
             self._head_timer = None
+
+    def _reads_again(self) -> None:
+        if self._stall_timer is not None:
+            self._stall_timer.cancel()
+            self._stall_timer = None
 
     def _give_up(self) -> None:
         self._head_came()

@@ -4,14 +4,14 @@ import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Protocol, cast
 
 from ballast import __version__
 from ballast.client import AsyncClient, Generation, GenerationChunk
 from ballast.common.errors import BallastError, DeadlineExceeded, Unavailable
 from ballast.common.sampling import SamplingParams
 from services.gateway.errors import invalid
-from services.gateway.generation import Ask, Caller, Generator, with_first
+from services.gateway.generation import Ask, Caller, Generator, Numbered, first_of
 from services.gateway.models import Served, ServedModel, unknown_model
 from services.gateway.openai.chat import ChatWriter, Head, Wishes
 from services.gateway.openai.completion import CompletionWriter
@@ -172,7 +172,8 @@ class Endpoints:
             fit_max_tokens=fit_max_tokens,
         )
         if request.stream:
-            return _events(await with_first(self._generator.stream(asks, caller)), writer)
+            chunks = self._generator.stream(asks, caller)
+            return _events(await first_of(chunks), chunks, writer)
         return writer.complete(await self._generator.collect(asks, caller))
 
     def _for_each_choice(self, sampling: SamplingParams, count: int, prompt_count: int = 1) -> list[SamplingParams]:
@@ -254,8 +255,11 @@ class Endpoints:
         return {"version": __version__}
 
 
-async def _events(chunks: AsyncGenerator[tuple[int, GenerationChunk], None], writer: Writer) -> Events:
+async def _events(first: Numbered, chunks: AsyncGenerator[Numbered, None], writer: Writer) -> Events:
     async with aclosing(chunks):
+        events = writer.chunk(*first)
+        if events:
+            yield events
         async for index, chunk in chunks:
             events = writer.chunk(index, chunk)
             if events:
@@ -300,11 +304,9 @@ def _prompts(request: CompletionRequest) -> list[str] | list[list[int]]:
         return [prompt]
     if not prompt:
         raise invalid("prompt", "must not be empty")
-    texts = [each for each in prompt if isinstance(each, str)]
-    if texts:
-        return texts
-    ids = [each for each in prompt if isinstance(each, int)]
-    return [ids] if ids else [each for each in prompt if isinstance(each, list)]
+    if isinstance(prompt[0], int):
+        return [cast(list[int], prompt)]
+    return cast(list[str] | list[list[int]], prompt)
 
 
 def _model_card(name: str, served: Served) -> dict[str, object]:

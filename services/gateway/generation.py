@@ -2,13 +2,14 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import aclosing
 from dataclasses import dataclass, field
 
 from ballast.client import AsyncClient, Generation, GenerationChunk, GenerationStream
 from ballast.client.codec import Messages
 from ballast.common.sampling import PriorityClass, SamplingParams
 from services.gateway.metrics import GatewayMetrics
+
+Numbered = tuple[int, GenerationChunk]  # with the number of its choice
 
 _UNREAD_CHUNKS = 4  # of each choice: what is not read stays at the dispatcher, which merges it
 
@@ -64,17 +65,17 @@ class Generator:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    def stream(self, asks: Sequence[Ask], caller: Caller) -> AsyncGenerator[tuple[int, GenerationChunk], None]:
+    def stream(self, asks: Sequence[Ask], caller: Caller) -> AsyncGenerator[Numbered, None]:
         """Chunks with the number of their choice. Close it, and what still runs is cancelled."""
         return self._one(asks[0], caller) if len(asks) == 1 else self._many(asks, caller)
 
-    async def _one(self, ask: Ask, caller: Caller) -> AsyncGenerator[tuple[int, GenerationChunk], None]:
+    async def _one(self, ask: Ask, caller: Caller) -> AsyncGenerator[Numbered, None]:
         with self._gauge.track_inprogress():
             async with self._begin(ask, caller, 0) as stream:
                 async for chunk in stream:
                     yield 0, chunk
 
-    async def _many(self, asks: Sequence[Ask], caller: Caller) -> AsyncGenerator[tuple[int, GenerationChunk], None]:
+    async def _many(self, asks: Sequence[Ask], caller: Caller) -> AsyncGenerator[Numbered, None]:
         queue: asyncio.Queue[tuple[int, GenerationChunk | Exception | None]]
         queue = asyncio.Queue(maxsize=_UNREAD_CHUNKS * len(asks))
 
@@ -137,20 +138,10 @@ def _request_id(caller: Caller, index: int) -> str:
     return f"{caller.request_id}-{index}" if index else caller.request_id
 
 
-async def with_first(
-    chunks: AsyncGenerator[tuple[int, GenerationChunk], None],
-) -> AsyncGenerator[tuple[int, GenerationChunk], None]:
-    """The same chunks, once the first has come: what fails before that is raised here, not in the stream."""
+async def first_of(chunks: AsyncGenerator[Numbered, None]) -> Numbered:
+    """The first chunk: what fails before it is raised here, not in the stream."""
     try:
-        first = await anext(chunks)
+        return await anext(chunks)
     except BaseException:
         await chunks.aclose()
         raise
-
-    async def all_of_them() -> AsyncGenerator[tuple[int, GenerationChunk], None]:
-        async with aclosing(chunks):
-            yield first
-            async for item in chunks:
-                yield item
-
-    return all_of_them()

@@ -2,7 +2,9 @@
 
 import asyncio
 import socket
+from functools import partial
 from pathlib import Path
+from typing import cast
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -18,13 +20,21 @@ class HttpServer:
     """One listening port."""
 
     def __init__(
-        self, app: ASGIApp, *, host: str, port: int, shutdown_timeout_s: float, tls_dir: Path | None = None
+        self,
+        app: ASGIApp,
+        *,
+        host: str,
+        port: int,
+        shutdown_timeout_s: float,
+        client_stall_timeout_s: float,
+        tls_dir: Path | None = None,
     ) -> None:
         self._socket = _listen(host, port)
         self.port: int = self._socket.getsockname()[1]
         config = uvicorn.Config(
             app,
-            http=BoundedProtocol,
+            interface="asgi3",
+            http=cast(type[asyncio.Protocol], partial(BoundedProtocol, client_stall_timeout_s=client_stall_timeout_s)),
             ws="none",
             loop="none",
             lifespan="off",

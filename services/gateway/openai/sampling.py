@@ -46,9 +46,10 @@ def sampling_of(
 
 def for_each_choice(sampling: SamplingParams, count: int) -> list[SamplingParams]:
     """With a seed given each choice gets the next one: they differ, and come again with the same seed."""
-    if sampling.seed is None:
+    seed = sampling.seed
+    if seed is None:
         return [sampling] * count
-    return [replace(sampling, seed=(sampling.seed + i + 2**63) % 2**64 - 2**63) for i in range(count)]
+    return [sampling, *(replace(sampling, seed=(seed + i + 2**63) % 2**64 - 2**63) for i in range(1, count))]
 
 
 def priority_of(request: GenerationRequest) -> PriorityClass:
