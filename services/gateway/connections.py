@@ -23,6 +23,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._most = room_for_connections()
         self._head_timer: asyncio.TimerHandle | None = None
         self._head_bytes = 0
+        self._is_in_head = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -38,13 +39,15 @@ class BoundedProtocol(HttpToolsProtocol):
                 self._give_up()
                 return
         super().data_received(data)
+        if self._is_in_head and self._head_timer is None:  # most heads come in one piece, and need no timer
+            self._await_head()
 
     def on_message_begin(self) -> None:
-        if self._head_timer is None:
-            self._await_head()
+        self._is_in_head = True
         super().on_message_begin()
 
     def on_headers_complete(self) -> None:
+        self._is_in_head = False
         self._head_came()
         super().on_headers_complete()
 

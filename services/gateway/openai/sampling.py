@@ -28,8 +28,8 @@ def sampling_of(
     request: GenerationRequest, *, max_tokens: int, logprobs: int | None, grammar: Grammar | None
 ) -> SamplingParams:
     """Raises InvalidRequest or Failure for what is out of range."""
-    values: dict[str, Any] = {name: getattr(request, name) for name in _SAME_NAME}  # Any: of several types
-    given = {name: value for name, value in values.items() if value is not None}
+    values = vars(request)
+    given: dict[str, Any] = {name: values[name] for name in _SAME_NAME if values[name] is not None}  # Any: all types
     if given.get("top_k") == -1:  # vLLM's word for off
         given["top_k"] = 0
     stop = (request.stop,) if isinstance(request.stop, str) else tuple(request.stop or ())
