@@ -83,19 +83,19 @@ def measure(device: str, parameter_bytes: int, extents_per_layer: int, rounds: i
         target = torch.zeros_like(source)
         blocks_before = kv.block_count
         parameters.drop(dropped)
-        blocks_after = kv.grow(per_layer)
+        blocks_after = kv.window.grow(per_layer)
         added = [kv.layer(i)[blocks_before:blocks_after] for i in range(LAYERS)]
-        kv.shrink(per_layer, used_blocks_end=blocks_before)
+        kv.window.shrink(per_layer, used_blocks_end=blocks_before)
         times: list[tuple[float, ...]] = []
         for _ in range(rounds):
             restore_s = timed_s(backend, lambda: [parameters.restore(layer) for layer in dropped])
             for layer in dropped:
                 parameters.layer(layer)["weight"].fill_(1)
             drop_s = timed_s(backend, lambda: parameters.drop(dropped))
-            grow_s = timed_s(backend, lambda: kv.grow(per_layer, clear=False))
+            grow_s = timed_s(backend, lambda: kv.window.grow(per_layer, clear=False))
             clear_s = timed_s(backend, lambda: [view.zero_() for view in added])
             copy_s = timed_s(backend, lambda: target.copy_(source))
-            kv.shrink(per_layer, used_blocks_end=blocks_before)
+            kv.window.shrink(per_layer, used_blocks_end=blocks_before)
             times.append((drop_s, grow_s, clear_s, restore_s, copy_s))
         memory.check()
         medians = [statistics.median(column) for column in zip(*times, strict=True)]

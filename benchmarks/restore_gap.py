@@ -48,7 +48,7 @@ _AFTERWARDS_S = 0.5  # dispatchers follow the requests, and clients hear of them
 class During(StrEnum):
     """What of a restore a gap has met."""
 
-    LAYERS_COME = "layers come"  # and KV is copied ahead
+    LAYERS_COME = "layers come"
     CHANGE = "change"  # from the decision until all KV has been exchanged
     AFTERWARDS = "afterwards"
 
@@ -189,8 +189,6 @@ class Cycle:
     exchange_s: float
     remap_s: float
     victims: int
-    victims_copied_ahead: int
-    ahead_bytes: int
     delta_bytes: int
     pulled_bytes: int
     began_s: float  # of the machine's monotonic clock, as are these
@@ -282,8 +280,6 @@ async def cycle(load: Load, planner: Planner, settle_s: float) -> Cycle:
         exchange_s=told.exchange_s,
         remap_s=told.remap_s,
         victims=told.victim_count,
-        victims_copied_ahead=told.victims_copied_ahead,
-        ahead_bytes=told.kv_bytes_copied_ahead,
         delta_bytes=told.kv_bytes_exchanged,
         pulled_bytes=told.parameter_bytes_pulled,
         began_s=begin_s,
@@ -304,8 +300,7 @@ def say(number: int, one: Cycle) -> None:
         for stretches in windows:
             print(f"  as long, {name:<8} at rest  {stretches}")
     print(
-        f"  {one.victims} victims, {one.victims_copied_ahead} needed the rest only; copied ahead"
-        f" {one.ahead_bytes / 1e6:.2f} MB, at the boundary {one.delta_bytes / 1e6:.2f} MB; downtime max"
+        f"  {one.victims} victims; KV sent {one.delta_bytes / 1e6:.2f} MB; downtime max"
         f" {one.max_stall_s * ms:.0f} ms, p99 {one.p99_stall_s * ms:.0f} ms; pulled {one.pulled_bytes / 1e6:.1f} MB"
     )
     gaps = ", ".join(

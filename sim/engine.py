@@ -52,8 +52,8 @@ def result_of(batch: Batch, execute_s: float = 0.0, copy_s: float = 0.0) -> Step
 class Busy(Protocol):
     """Whose engine it is."""
 
-    def begin(self, work: Work, token_count: int) -> float:
-        """How long its stage takes for that work, which gives so many tokens."""
+    def begin(self, work: Work, token_count: int, layer_count: int, *, is_last: bool = True) -> float:
+        """How long its stage of so many layers takes for that work, which gives so many tokens in the last ones."""
         ...
 
     def spend(self, seconds: float) -> None:
@@ -92,9 +92,10 @@ class SimEngine:
         flight = cast("Flight | None", hidden_TD)
         if flight is None:
             flight = flight_of(batch, self._execution.work(batch), token_bytes=self._token_bytes)
-        seconds = self._busy.begin(flight.work, sum([part.samples for part in batch.slices]))
+        is_last, token_count = last_layer == self._layer_count, sum([part.samples for part in batch.slices])
+        seconds = self._busy.begin(flight.work, token_count, last_layer - first_layer, is_last=is_last)
         self._busy.spend(seconds)
-        if last_layer < self._layer_count:
+        if not is_last:
             return cast("torch.Tensor", flight)
         return result_of(batch, seconds)
 

@@ -332,8 +332,8 @@ class Instance:
             batch = formed.batch
             if core.in_flight_count == 1:
                 self._flying_since_s = self._clock.now_s
-            if not (member.role.stages or self._through_member):
-                seconds = self.begin(self._execution.work(batch), self._token_count(batch))
+            if not (member.role.stages or formed.leaving or self._through_member):
+                seconds = self.begin(self._execution.work(batch), self._token_count(batch), len(member.role.layers))
                 yield max(seconds, copy_s)
                 self._feed(StepDone(self._clock.now_s, result_of(batch, seconds, copy_s), self._texts(batch)))
                 return
@@ -429,12 +429,10 @@ class Instance:
         """New tokens that the batch gives; 0 where no processors are shared, as they do not matter there."""
         return 0 if self._processors is None else sum([part.samples for part in batch.slices])
 
-    def begin(self, work: Work, token_count: int) -> float:
-        """Seconds that a batch takes that begins now and gives so many tokens."""
-        role = self.member.role
-        is_last = role.is_last
-        seconds = self._busy(work.on(len(role.layers), is_last=is_last), token_count if is_last else 0)
-        if role.stages:
+    def begin(self, work: Work, token_count: int, layer_count: int, *, is_last: bool = True) -> float:
+        """Seconds that a batch takes in so many layers that begins now and, in the last ones, gives so many tokens."""
+        seconds = self._busy(work.on(layer_count, is_last=is_last), token_count if is_last else 0)
+        if layer_count < self.member.role.layer_count:
             self.pipelined_busy_s += seconds
         return seconds
 
@@ -473,8 +471,8 @@ class Instance:
             event = StepDone(now_s, result, no_texts(len(result.token_ids)))
         for command in self.core.handle(event):
             self._note(command)
-        if self.core.in_flight_count == 0:
-            self.pipelined_s += (now_s - self._flying_since_s) * len(self.member.role.stages)
+        self.pipelined_s += (now_s - self._flying_since_s) * self.member.led_stage_count
+        self._flying_since_s = now_s
 
     # ------------------------------------------------------------ news for dispatchers
 

@@ -127,25 +127,29 @@ class SimMemory(DeviceMemory):
         memory.backend, memory.remap_s, memory.takes_s = backend, remap_s, takes_s
         for layer in range(geometry.layer_count):
             phantom(memory.parameters.layer(layer)[WEIGHTS]).write([layer_mark(layer)])
-            phantom(memory.kv.layer(layer)).area.cell_bytes = geometry.block_bytes
+            phantom(memory.kv.layer(layer)).area.divide(geometry.block_bytes, memory.kv.windows[1].first_block)
         return memory
 
     def drop_layers(self, layers: Sequence[int]) -> int:
         self.takes_s(self.remap_s)
         return super().drop_layers(layers)
 
-    def make_room_for_layers(self, layers: Sequence[int], *, used_blocks_end: int) -> int:
+    def make_room_for_layers(self, layers: Sequence[int], *, block_count: int) -> int:
         self.takes_s(self.remap_s)
-        return super().make_room_for_layers(layers, used_blocks_end=used_blocks_end)
-
-    def make_room_for_kv(self, extents_per_layer: int, *, used_blocks_end: int) -> int:
-        self.takes_s(self.remap_s)
-        return super().make_room_for_kv(extents_per_layer, used_blocks_end=used_blocks_end)
+        return super().make_room_for_layers(layers, block_count=block_count)
 
     def release_retired(self) -> int:
         self.takes_s(self.remap_s)
         return super().release_retired()
 
-    def level_kv(self) -> int:
+    def open_window(self) -> int:
         self.takes_s(self.remap_s)
-        return super().level_kv()
+        return super().open_window()
+
+    def shrink_leaving(self, block_count: int) -> int:
+        self.takes_s(self.remap_s)
+        return super().shrink_leaving(block_count)
+
+    def close_leaving(self) -> int:
+        self.takes_s(self.remap_s)
+        return super().close_leaving()

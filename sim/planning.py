@@ -277,7 +277,7 @@ class PlannerNode:
                 peer.fence.take(token)
             match command.call:
                 case p.Call.PREPARE:
-                    door.take(_plan_of(journal), command.sources, patient=command.patient)
+                    door.take(_plan_of(journal), command.sources)
                 case p.Call.COMMIT:
                     door.commit(epoch)
                 case p.Call.ABORT:

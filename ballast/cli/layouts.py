@@ -133,7 +133,7 @@ def render_transitions(answer: pb.ListTransitionsResponse, *, verbose: bool) -> 
             f"{human_duration(one.age_s)} ago",
             duration(took_s),
             human_bytes(parameters, signed=True) if parameters else "-",
-            human_bytes(one.kv_bytes_exchanged + one.kv_bytes_copied_ahead),
+            human_bytes(one.kv_bytes_exchanged),
             str(one.victim_count),
             duration(one.max_stall_s),
             one.reason,

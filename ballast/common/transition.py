@@ -50,6 +50,4 @@ class Status:
     max_stall_s: float = 0.0  # longest time that a victim has waited for its KV
     p99_stall_s: float = 0.0
     repulled_layers: int = 0  # their checksum was wrong
-    kv_bytes_copied_ahead: int = 0  # before the commit of a restore; not among those received
-    victims_copied_ahead: int = 0  # they lacked only the rest of their KV at the commit
     waves: int = 0  # of victims, as room for their KV was made by sending the KV of those before

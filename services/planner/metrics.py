@@ -46,12 +46,9 @@ _PHASES = Histogram(
 _FREED = Counter(
     "ballast_freed_parameter_bytes_total", "Parameter memory that drops have turned into KV cache", registry=REGISTRY
 )
-_AHEAD = Counter(
-    "ballast_copied_ahead_kv_bytes_total", "KV copied to another member before a restore took effect", registry=REGISTRY
-)
 _EXCHANGED = Counter(
     "ballast_exchanged_kv_bytes_total",
-    "KV sent to another member when a drop or restore took effect",
+    "KV sent to another member when a drop took effect, or after a restore",
     registry=REGISTRY,
 )
 _PULLED = Counter(
@@ -148,7 +145,6 @@ class PlannerMetrics:
         recomputed = record.total("victims_recomputed")
         _FREED.inc(record.total("freed_parameter_bytes"))
         _EXCHANGED.inc(record.total("kv_bytes_sent"))
-        _AHEAD.inc(record.total("kv_bytes_copied_ahead"))
         _PULLED.inc(record.total("parameter_bytes_pulled"))
         _VICTIMS.labels("recomputed").inc(recomputed)
         _VICTIMS.labels("kept").inc(max(0, record.victim_count - recomputed))

@@ -318,5 +318,4 @@ def _prepare_request(command: CallMember) -> worker_pb2.PrepareRequest:
         target=codec.LAYOUT.message(journal.target),
         sources=[worker_pb2.LayerSource(layer=layer, worker_id=holder or "") for layer, holder in command.sources],
         cause_id=command.cause_id,
-        patient=command.patient,
     )

@@ -161,8 +161,6 @@ def _record_to_proto(record: TransitionRecord, now_s: float) -> pb.Transition:
         victims_recomputed=record.total("victims_recomputed"),
         max_stall_s=record.longest_s("max_stall_s"),
         p99_stall_s=record.longest_s("p99_stall_s"),
-        kv_bytes_copied_ahead=record.total("kv_bytes_copied_ahead"),
-        victims_copied_ahead=record.total("victims_copied_ahead"),
         waves=record.waves,
         layers_s=record.longest_s("layers_s"),
     )

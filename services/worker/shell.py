@@ -332,10 +332,10 @@ class WorkerShell:
         self._starved = False
         while self._may_step:
             self._busy_since_s = self._busy_since_s or time.monotonic()
-            if not self._step(commands):
+            formed, landed = self._step(commands)
+            if not formed:
                 self._starved = self._core.in_flight_count > 0  # until one of those comes back
-                break
-            if self._core.in_flight_count == 0:
+            if landed or not formed:
                 break  # alone: what has come in meanwhile is looked at after each step
         busy = self._core.has_work or self._core.in_flight_count
         self._busy_since_s = time.monotonic() if busy else None
@@ -433,9 +433,9 @@ class WorkerShell:
         except (RuntimeError, ValueError, IndexError) as error:
             return StepOutcome(command.batch.step_id, None, f"{type(error).__name__}: {error}")
 
-    def _step(self, commands: list[Command]) -> bool:
-        """Forms a batch and runs it. False if there was none to form."""
-        formed = False
+    def _step(self, commands: list[Command]) -> tuple[bool, bool]:
+        """Forms a batch and runs it: whether there was one to form, and whether it has come back already."""
+        formed = landed = False
         for command in self._feed(BatchWanted(time.monotonic())):
             if not isinstance(command, Execute):
                 commands.append(command)
@@ -445,8 +445,9 @@ class WorkerShell:
             self._in_flight[command.batch.step_id] = command.batch
             outcome = self._run(command)
             if outcome is not None:
+                landed = True
                 commands.extend(self._on_outcome(outcome))
-        return formed
+        return formed, landed
 
     def _on_outcome(self, outcome: StepOutcome) -> list[Command]:
         batch = self._in_flight.pop(outcome.step_id)

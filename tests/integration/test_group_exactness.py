@@ -87,7 +87,7 @@ def _check_that_it_has_seen_what_it_is_about(tally: Tally) -> None:
     assert tally.whole > tally.requests * 0.5
     assert tally.unprepared <= 1 + (tally.drops + tally.restores) // 20
     assert min(tally.drops, tally.restores, tally.aborts, tally.victims, tally.moved, tally.exchanged_bytes) > 0
-    assert min(tally.ahead_bytes, tally.ahead_victims) > 0
+    assert tally.by_tokens > 0
 
 
 def _descriptors() -> int:

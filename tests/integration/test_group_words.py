@@ -76,9 +76,7 @@ async def test_what_a_stage_had_before_a_restore_is_not_counted_on_when_it_is_gi
         await cluster.prepare(TransitionKind.RESTORE, alone(3, ["w0", "w1"], LAYERS))
         home = w1.book.block_count
         assert blocks_of(w0) == home < before
-        cluster.post(
-            "w0", CapacityTold(Epoch(2), WorkerId("w1"), before, RoomSizes(before, home, home, home), Epoch(0))
-        )
+        cluster.post("w0", CapacityTold(Epoch(2), WorkerId("w1"), before, RoomSizes(home, home), Epoch(0)))
         cluster.post("w0", Told(Epoch(3), AbortRequested(time.monotonic(), Epoch(3), "test")))
         most = home
         while w1.book.block_count == home or blocks_of(w0) != before:

@@ -1,18 +1,24 @@
-"""Any history of drops, restores, growth and shrinking leaves the books right and every byte where it belongs."""
+"""Any history of drops, restores and windows leaves the books right and every byte where it belongs."""
 
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import hypothesis.strategies as st
+import pytest
 import torch
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from ballast.common.errors import InvariantViolation
 from services.worker.memory.backend import MemoryBackend
 from services.worker.memory.cuda import CudaBackend
 from services.worker.memory.device import DeviceMemory
 from services.worker.memory.host import HostBackend
-from tests.unit.worker.memory.models import EXTENT_BYTES, KV_SHAPE, LAYERS, OTHERS, fill_layer, open_small
+from services.worker.memory.kv_cache import KvWindow
+from tests.unit.worker.memory.models import LAYERS, OTHERS, fill_layer, open_small
 from tests.unit.worker.memory.simulated_driver import SimulatedDriver
+
+Values = dict[int, float]  # block -> value that it is filled with
 
 
 class MemoryMachine(RuleBasedStateMachine):
@@ -30,74 +36,135 @@ class MemoryMachine(RuleBasedStateMachine):
                 tensor.fill_(0.25)
         self.part_checksums = {name: self.memory.parameters.part_checksum(name) for name in OTHERS}
         self.addresses = [self.memory.kv.layer(i).data_ptr() for i in range(LAYERS)]
-        self.used_blocks: dict[int, float] = {}  # block -> value it is filled with in every layer held
+        self.used: Values = {}  # in every layer that the window in force holds
+        self.used_leaving: Values = {}
+        self.used_retired: dict[int, Values] = {}  # layer -> what it had when it was given up
         self.next_value = 1.0
 
     def make_backend(self) -> MemoryBackend:
         return HostBackend()
 
-    @rule(layers=st.sets(st.integers(0, LAYERS - 1), min_size=1))
-    def drop_parameters(self, layers: set[int]) -> None:
-        held = [layer for layer in layers if layer in self.memory.parameters.held_layers]
-        freed = self.memory.pool.free_count
-        freed += self.memory.parameters.drop(held)
-        assert self.memory.pool.free_count == freed
+    @property
+    def missing(self) -> list[int]:
+        return [layer for layer in range(LAYERS) if layer not in self.memory.parameters.held_layers]
 
-    @rule(layer=st.integers(0, LAYERS - 1))
-    def restore_parameters(self, layer: int) -> None:
-        parameters = self.memory.parameters
-        if layer in parameters.held_layers or parameters.extents_of(layer) > self.memory.pool.free_count:
+    # ------------------------------------------------------------ drops
+
+    @precondition(lambda self: self.memory.leaving is None and not self.missing)
+    @rule(layers=st.sets(st.integers(0, LAYERS - 1), min_size=1, max_size=LAYERS - 1))
+    def drop_layers(self, layers: set[int]) -> None:
+        memory, kv = self.memory, self.memory.kv
+        given_up = [layer for layer in sorted(layers) if layer in kv.held_layers]
+        if len(given_up) == len(kv.held_layers):
             return
-        parameters.restore(layer)
-        fill_layer(self.memory, layer)
+        before, expected = kv.block_count, memory.blocks_after_drop(given_up)
+        retired_before = kv.retired_layers
+        for layer in given_up:
+            self.used_retired[layer] = dict(self.used)
+        blocks = memory.drop_layers(given_up)
+        assert before <= blocks == kv.block_count <= expected
+        if not retired_before and not self.used_retired:
+            assert memory.release_retired() == expected
 
-    @rule(extents=st.integers(0, 3))
-    def grow_kv(self, extents: int) -> None:
-        if extents * len(self.memory.kv.held_layers) <= self.memory.pool.free_count:
-            assert self.memory.kv.grow(extents) == self.memory.kv.block_count
-
-    @rule(extents=st.integers(0, 3))
-    def shrink_kv(self, extents: int) -> None:
-        kv = self.memory.kv
-        used_end = max(self.used_blocks, default=-1) + 1
-        smallest_bytes = min((r for r in self.mapped_bytes()), default=0)
-        if (smallest_bytes - extents * EXTENT_BYTES) // KV_SHAPE.block_bytes >= used_end and smallest_bytes >= (
-            extents * EXTENT_BYTES
-        ):
-            kv.shrink(extents, used_blocks_end=used_end)
-
-    @precondition(lambda self: len(self.memory.kv.held_layers) > 1)
-    @rule(layer=st.integers(0, LAYERS - 1))
-    def drop_kv(self, layer: int) -> None:
-        if layer in self.memory.kv.held_layers:
-            self.memory.kv.drop(layer)
-
-    @rule(layer=st.integers(0, LAYERS - 1))
-    def restore_kv(self, layer: int) -> None:
-        kv = self.memory.kv
-        if layer in kv.held_layers or kv.extents_for_blocks(kv.block_count) > self.memory.pool.free_count:
-            return
-        blocks = kv.block_count
-        kv.expect(layer, kv.extents_for_blocks(blocks))
-        assert layer not in kv.held_layers
-        assert kv.adopt() == blocks
-        for block, value in self.used_blocks.items():
-            kv.layer(layer)[block].fill_(value)
-
-    @precondition(lambda self: self.memory.kv.block_count > 0)
+    @precondition(lambda self: self.memory.kv.retired_layers)
     @rule(data=st.data())
-    def write_block(self, data: Any) -> None:  # hypothesis names the type of `data()` in private only
-        block = data.draw(st.integers(0, self.memory.kv.block_count - 1))
-        self.memory.kv.guard(block + 1, self.memory.kv.held_layers)
-        self.used_blocks[block] = self.next_value
-        for layer in self.memory.kv.held_layers:
+    def shrink_retired(self, data: Any) -> None:  # hypothesis names the type of `data()` in private only
+        """Every layer given up has the same blocks, as far as it has any."""
+        ends = {block for values in self.used_retired.values() for block in values}
+        target = data.draw(st.integers(0, max(ends, default=-1) + 1))
+        moves = self.compaction(ends, target, self.memory.kv.window)
+        before = self.memory.kv.block_count
+        assert self.memory.shrink_retired(target, moves) >= before
+        self.used_retired = {layer: moved(values, moves, target) for layer, values in self.used_retired.items()}
+
+    @rule()
+    def release_retired(self) -> None:
+        before = self.memory.kv.block_count
+        assert self.memory.release_retired() >= before
+        assert not self.memory.kv.retired_layers
+        self.used_retired.clear()
+
+    # ------------------------------------------------------------ restores
+
+    @precondition(lambda self: self.memory.leaving is None and not self.memory.kv.retired_layers)
+    @rule(data=st.data())
+    def make_room(self, data: Any) -> None:
+        """What is said to be the most leaves room for all parameters, and for another window."""
+        memory = self.memory
+        most = memory.leaving_block_count
+        assert min(1, memory.kv.block_count) <= most <= memory.kv.block_count
+        target = most if data.draw(st.booleans()) else data.draw(st.integers(0, most))
+        moves = self.compaction(self.used, target, memory.kv.window)
+        memory.move(moves)
+        self.used = moved(self.used, moves, memory.kv.window.first_block + target)
+        missing = self.missing
+        layers = missing if data.draw(st.booleans()) else missing[: data.draw(st.integers(0, len(missing)))]
+        assert target <= memory.make_room_for_layers(layers, block_count=target) <= most
+        for layer in layers:
+            fill_layer(memory, layer)
+        if not self.missing:
+            assert memory.pool.free_count >= LAYERS
+
+    @rule()
+    def open_window(self) -> None:
+        memory = self.memory
+        free_count, window = memory.pool.free_count, memory.kv.window
+        if memory.leaving is not None or self.missing or free_count < LAYERS:
+            with pytest.raises(InvariantViolation, match="a window"):
+                memory.open_window()
+            assert memory.kv.window is window
+            return
+        blocks, held = window.block_count, window.held_layers
+        assert memory.open_window() == memory.kv.block_count == memory.blocks_in(free_count // LAYERS)
+        assert memory.leaving is window
+        assert (window.block_count, window.held_layers) == (blocks, held)
+        assert memory.kv.held_layers == tuple(range(LAYERS))
+        self.used, self.used_leaving = {}, self.used
+
+    @precondition(lambda self: self.memory.leaving is not None)
+    @rule(data=st.data())
+    def shrink_leaving(self, data: Any) -> None:
+        leaving = self.leaving
+        target = data.draw(st.integers(0, leaving.block_count))
+        moves = self.compaction(self.used_leaving, target, leaving)
+        self.memory.move_leaving(moves)
+        self.used_leaving = moved(self.used_leaving, moves, leaving.first_block + target)
+        before = self.memory.kv.block_count
+        assert self.memory.shrink_leaving(target) >= before
+        assert leaving.block_count >= target
+        assert leaving.extents_per_layer == leaving.extents_for_blocks(target) or leaving.block_count == target
+
+    @precondition(lambda self: self.memory.leaving is not None)
+    @rule()
+    def close_leaving(self) -> None:
+        leaving = self.leaving
+        assert self.memory.close_leaving() == self.memory.home_block_count
+        assert (leaving.held_layers, leaving.extent_count) == ((), 0)
+        self.used_leaving.clear()
+        self.used_retired.clear()
+
+    # ------------------------------------------------------------ use
+
+    @rule(data=st.data(), leaving=st.booleans())
+    def write_block(self, data: Any, leaving: bool) -> None:
+        window = self.memory.leaving if leaving else self.memory.kv.window
+        if window is None or not window.block_count:
+            return
+        block = window.first_block + data.draw(st.integers(0, window.block_count - 1))
+        self.memory.kv.guard(block + 1, window.held_layers)
+        with pytest.raises(InvariantViolation, match="is used, there are"):
+            self.memory.kv.guard(window.first_block + window.block_count + 1, window.held_layers)
+        (self.used_leaving if leaving else self.used)[block] = self.next_value
+        for layer in window.held_layers:
             self.memory.kv.layer(layer)[block].fill_(self.next_value)
         self.next_value += 1.0
 
-    @precondition(lambda self: self.used_blocks)
+    @precondition(lambda self: self.used)
     @rule(data=st.data())
     def free_block(self, data: Any) -> None:
-        del self.used_blocks[data.draw(st.sampled_from(sorted(self.used_blocks)))]
+        del self.used[data.draw(st.sampled_from(sorted(self.used)))]
+
+    # ------------------------------------------------------------ what always holds
 
     @invariant()
     def the_books_balance(self) -> None:
@@ -105,11 +172,12 @@ class MemoryMachine(RuleBasedStateMachine):
 
     @invariant()
     def every_block_holds_what_was_written(self) -> None:
-        blocks = torch.tensor(sorted(self.used_blocks), dtype=torch.int64)
-        expected = [self.used_blocks[int(block)] for block in blocks]
-        for layer in self.memory.kv.held_layers:
-            found = self.memory.kv.layer(layer).index_select(0, blocks).flatten(1)
-            assert found.amin(1).tolist() == found.amax(1).tolist() == expected if expected else True
+        kv = self.memory.kv
+        self.require(kv.held_layers, self.used)
+        if self.memory.leaving is not None:
+            self.require(self.memory.leaving.held_layers, self.used_leaving)
+        for layer, values in self.used_retired.items():
+            self.require([layer], values)
 
     @invariant()
     def every_parameter_is_right(self) -> None:
@@ -123,11 +191,32 @@ class MemoryMachine(RuleBasedStateMachine):
     def nothing_has_moved(self) -> None:
         assert [self.memory.kv.layer(i).data_ptr() for i in range(LAYERS)] == self.addresses
 
-    def mapped_bytes(self) -> list[int]:
-        return [self.memory.kv._ranges[layer].mapped_bytes for layer in self.memory.kv.held_layers]
+    def require(self, layers: Iterable[int], values: Values) -> None:
+        blocks = torch.tensor(sorted(values), dtype=torch.int64)
+        expected = [values[int(block)] for block in blocks]
+        for layer in layers if expected else ():
+            found = self.memory.kv.layer(layer).index_select(0, blocks).flatten(1)
+            assert found.amin(1).tolist() == found.amax(1).tolist() == expected
+
+    def compaction(self, used: Collection[int], target: int, window: KvWindow) -> list[tuple[int, int]]:
+        """Moves to below so many blocks of a window; blocks for which there is no room are not moved."""
+        room = range(window.first_block, window.first_block + target)
+        free = [block for block in room if block not in used]
+        return list(zip([block for block in sorted(used) if block not in room], free, strict=False))
+
+    @property
+    def leaving(self) -> KvWindow:
+        assert self.memory.leaving is not None
+        return self.memory.leaving
 
     def teardown(self) -> None:
         self.memory.close()
+
+
+def moved(values: Values, moves: Sequence[tuple[int, int]], end: int) -> Values:
+    """What lies below `end` afterwards."""
+    where = dict(moves)
+    return {where.get(block, block): value for block, value in values.items() if where.get(block, block) < end}
 
 
 class SimulatedGpuMachine(MemoryMachine):

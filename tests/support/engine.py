@@ -41,9 +41,9 @@ class Job:
 class BlockPool:
     """Hands out blocks in random order, so that a paging mistake shows."""
 
-    def __init__(self, block_count: int, block_tokens: int, seed: int = 0) -> None:
+    def __init__(self, block_count: int, block_tokens: int, seed: int = 0, first_block: int = 0) -> None:
         self._block_tokens = block_tokens
-        self._free = list(range(block_count))
+        self._free = list(range(first_block, first_block + block_count))
         random.Random(seed).shuffle(self._free)
 
     def take(self, tokens: int) -> tuple[int, ...]:
@@ -58,7 +58,7 @@ class BlockPool:
 
 def generate(engine: Engine, jobs: Sequence[Job], *, at_once: int = 32, chunk_tokens: int = 512, seed: int = 0) -> None:
     """Run the jobs to their ends; `chosen` and `logprobs` of each are filled. New ones start as others end."""
-    pool = BlockPool(engine.block_count, engine.block_tokens, seed)
+    pool = BlockPool(engine.block_count, engine.block_tokens, seed, engine.memory.kv.window.first_block)
     waiting = list(reversed(jobs))
     running: dict[SequenceId, tuple[Job, tuple[int, ...]]] = {}
     done_tokens: dict[SequenceId, int] = {}  # sequence -> tokens with KV

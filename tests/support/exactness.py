@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
+from unittest import mock
 
 import torch
 
@@ -18,8 +19,7 @@ from ballast.common.layout import Group, Layout
 from ballast.common.sampling import FinishReason, SamplingParams
 from ballast.common.transition import Phase, TransitionKind
 from services.worker.core.batch import Batch, TokenLogprobs
-from services.worker.core.precopy import Span
-from services.worker.core.room import Room, RoomSizes
+from services.worker.core.room import RoomSizes
 from services.worker.core.transition_messages import (
     AbortRequested,
     CommitRequested,
@@ -37,14 +37,11 @@ from services.worker.pipeline.events import (
     BatchArrived,
     CapacityTold,
     HandoverArrived,
-    KvAheadArrived,
     KvAsked,
-    LayersBack,
     ResultArrived,
     RoomGranted,
     RoomWithdrawn,
     RosterArrived,
-    ShareTold,
     Told,
     WaveArrived,
 )
@@ -123,10 +120,9 @@ class Tally:
     unprepared: int = 0
     victims: int = 0
     recomputed: int = 0
+    by_tokens: int = 0  # of them, from pipelines that dissolved
     later_waves: int = 0  # of victims, as there was no room for all at once
     exchanged_bytes: int = 0
-    ahead_bytes: int = 0  # copied before a commit
-    ahead_victims: int = 0  # that lacked only the rest of their KV
     moved: int = 0
     migrated: int = 0  # by live migrations
     not_migrated: int = 0  # begun, and given up
@@ -180,9 +176,15 @@ class History:
         self._chosen = [eligible[rng.randrange(len(eligible))] for _ in range(request_count)]
         self._asked: list[tuple[int, Answer]] = []
         self._all_asked = False
+        self._restores: set[int] = set()
+        self._leaves_within_s = random.Random(f"patience {seed}").choice([0.0, 0.05, 10.0])
         self.tally = Tally()
 
     async def run(self) -> Tally:
+        with mock.patch("services.worker.pipeline.leaving.LEAVES_WITHIN_S", self._leaves_within_s):
+            return await self._run()
+
+    async def _run(self) -> Tally:
         async with running_group(self._model_dir, self._names, self._sizes) as cluster:
             pristine = _checksums(cluster)
             if self._seed % 4 == 3:
@@ -260,7 +262,6 @@ class History:
             await asyncio.sleep(rng.choice([0.0, 0.02, 0.1]) * rng.random())
             epoch += 1
             kind, target = self._next_layout(cluster, epoch)
-            cluster.patient = rng.random() < 0.5
             if rng.random() < 0.25:
                 members = cluster.ask_to_prepare(kind, target)
                 await asyncio.sleep(rng.choice([0.0, 0.01, 0.1]) * rng.random())
@@ -289,6 +290,7 @@ class History:
                 self.tally.drops += 1
             else:
                 self.tally.restores += 1
+                self._restores.add(epoch)
             if rng.random() < 0.6:  # else the next plan comes while KV is on its way
                 await cluster.done(members, target.epoch)
         await _all_done(cluster)
@@ -352,18 +354,17 @@ class History:
                 if progress := worker.progress(epoch):
                     self.tally.victims += progress.victim_count
                     self.tally.recomputed += progress.victims_recomputed
+                    self.tally.by_tokens += progress.victims_recomputed if epoch in self._restores else 0
                     self.tally.later_waves += max(0, progress.waves - 1)
                     self.tally.exchanged_bytes += progress.kv_bytes_sent
-                    self.tally.ahead_bytes += progress.kv_bytes_copied_ahead
-                    self.tally.ahead_victims += progress.victims_copied_ahead
 
     def _compare(self) -> None:
         for index, answer in self._asked:
             self.tally.requests += 1
-            self.tally.whole += _compare(self._expected[index], answer)
+            self.tally.whole += compare(self._expected[index], answer)
 
 
-def _compare(expected: Expected, answer: Answer) -> bool:
+def compare(expected: Expected, answer: Answer) -> bool:
     """Whether it has come to its end."""
     cut = answer.finish_reason in (FinishReason.CANCELLED, FinishReason.DEADLINE)
     count = len(answer.token_ids) if cut else len(expected.token_ids)
@@ -436,6 +437,7 @@ def _check_at_rest(cluster: Cluster, pristine: Sequence[bytes]) -> None:
                 set(parameters.held_layers) == set(kv.held_layers) == set(range(member.first_layer, member.last_layer))
             )
             assert not kv.retired_layers
+            assert worker.engine.memory.leaving is None
             assert worker.book.block_count == kv.block_count
             assert not worker.core.sequence_ids
             assert not worker.engine.runner.sequence_ids
@@ -466,28 +468,25 @@ def _delay(cluster: Cluster, seed: int) -> None:
 def _stale(rng: random.Random, cluster: Cluster, name: str) -> list[MemberEvent]:
     """Messages of an epoch that is over, and of one that nobody knows. They must change nothing (I5)."""
     worker = cluster.workers[name]
-    own = int(worker.member._role.epoch)
+    own, leaving = int(worker.member._role.epoch), worker.member._driver.leaving
     peer = WorkerId(rng.choice(sorted(set(cluster.workers) - {name})))
     ids = worker.book.sequence_ids
     some_id = rng.choice(ids) if ids else 1
     hidden = torch.zeros(1, 64, dtype=torch.float64)
     found: list[MemberEvent] = []
     for epoch in (Epoch(max(0, own - 1)), Epoch(own - 2 if own > 2 else 0)):
-        if epoch == own:
+        if epoch == own or (leaving is not None and epoch == leaving.role.epoch):
             continue
         found += [
             BatchArrived(epoch, Batch(1 << 30, (some_id,), (), ()), hidden),
             ResultArrived(epoch, (1, "from another time")),
-            CapacityTold(epoch, peer, 1, RoomSizes(1, 1, 1, 1), epoch),
+            CapacityTold(epoch, peer, 1, RoomSizes(1, 1), epoch),
             HandoverArrived(epoch, peer, (), 1, 1),
             RosterArrived(epoch, peer, RosterReceived(0.0, epoch, peer, ()), (some_id,)),
             WaveArrived(epoch, (), (some_id,), 1, rng.random() < 0.5),
             Told(epoch, WaveDone(0.0, epoch, peer, 0)),
-            KvAsked(epoch, peer, ((some_id, 0),)),
-            ShareTold(epoch, (some_id,)),
-            KvAheadArrived(epoch, peer, Span(some_id, 0, 1), 1 << 30),
-            RoomGranted(epoch, rng.choice((Room.LAYERS, Room.KV))),
-            LayersBack(epoch, peer),
+            KvAsked(epoch, peer, (some_id,)),
+            RoomGranted(epoch, 1),
             RoomWithdrawn(epoch),
             Told(epoch, CommitRequested(0.0, epoch)),
             Told(epoch, AbortRequested(0.0, epoch, "late")),

@@ -16,6 +16,7 @@ from ballast.common.layout import Group, Layout, Member
 from ballast.common.sampling import FinishReason, SamplingParams
 from ballast.common.transition import Phase, TransitionKind
 from services.worker.core.batch import NewSequence, TokenLogprobs
+from services.worker.core.blocks import BlockBook
 from services.worker.core.events import Aborted, Emit, Ending, SequenceKey, Submitted
 from services.worker.core.limits import WorkerLimits
 from services.worker.core.plan import Plan
@@ -122,7 +123,7 @@ class GroupWorker:
             swap_blocks_per_step=2,
         )
         microbatching = lookahead(lambda: sizes.cost)
-        self.core, self.book = stage_core(limits, self.engine, ordinal, microbatching)
+        self.core, book = stage_core(limits, self.engine, ordinal, microbatching)
         self.shell = WorkerShell(
             core=self.core,
             engine=self.engine,
@@ -134,7 +135,7 @@ class GroupWorker:
             self.shell,
             me=self.name,
             core=self.core,
-            book=self.book,
+            book=book,
             engine=self.engine,
             config=sizes.transport,
             advertise_host="127.0.0.1",
@@ -146,6 +147,11 @@ class GroupWorker:
     @property
     def member(self) -> GroupMember:
         return self.membership.member
+
+    @property
+    def book(self) -> BlockBook:
+        """Of the group in force."""
+        return self.member._ground.book
 
     def progress(self, epoch: int) -> Progress | None:
         return self.member.progress.get(Epoch(epoch))
@@ -307,7 +313,6 @@ class Cluster:
     def __init__(self, workers: dict[str, GroupWorker], layer_count: int) -> None:
         self.workers = workers
         self.layer_count = layer_count
-        self.patient = False  # of restores that are prepared from now on
         self.in_force = alone(1, sorted(workers), layer_count)
         self.dispatcher = Dispatcher(workers)
 
@@ -332,7 +337,7 @@ class Cluster:
                 for layer in range(self.layer_count)
                 if layer not in own
             }
-            self.post(name, PlanReceived(plan, addresses, sources, self.patient))
+            self.post(name, PlanReceived(plan, addresses, sources))
         return members
 
     async def prepare(self, kind: TransitionKind, target: Layout) -> Sequence[WorkerId]:
@@ -414,13 +419,17 @@ class Cluster:
         return {name: _left(worker) for name, worker in self.workers.items()}
 
     async def quiet(self) -> None:
-        """Waits until no worker holds a block; within the time that orphans wait for their dispatchers."""
+        """Waits until no worker holds a block, and no group dissolves; orphans may wait for their dispatchers."""
         try:
-            await until(lambda: not any(w.book.used_count or w.core.orphan_count for w in self.workers.values()))
+            await until(lambda: not any(_occupied(worker) for worker in self.workers.values()))
         except AssertionError as error:
             for name, worker in self.workers.items():
                 error.add_note(f"{name}: {_left(worker)}")
             raise
+
+
+def _occupied(worker: GroupWorker) -> bool:
+    return bool(worker.book.used_count or worker.core.orphan_count or worker.member._driver.leaving)
 
 
 def _left(worker: GroupWorker) -> str:
@@ -430,10 +439,10 @@ def _left(worker: GroupWorker) -> str:
     transition = driver.transition
     open_ = transition and (transition.phase, transition._is)
     return (
-        f"{open_} undoing {restoring.undoing} learning {driver._learning} quiescing {driver.quiescing} wants"
-        f" {home.wants} granted {restoring._granted} links missing {member._links.missing} pulls"
-        f" {home._pull and home._pull._under_way}, suspended {lane.suspended_ids}, in flight"
-        f" {lane.in_flight_count}, settled {lane.settled}, not told {lane.flights.to_remove};"
+        f"{open_} undoing {restoring.undoing} leaving {driver.leaving is not None} learning {driver._learning}"
+        f" quiescing {driver.quiescing} wants {home.wants_room} granted {restoring._granted} links missing"
+        f" {member._links.missing} pulls {home._pull and home._pull._under_way}, suspended {lane.suspended_ids}"
+        f", in flight {lane.in_flight_count}, settled {lane.settled}, not told {lane.flights.to_remove};"
         f" of {scheduler.block_count} blocks {scheduler.lent_block_count} lent, {scheduler.expected_block_count}"
         f" expected, {scheduler.reserved_block_count} reserved, {len(scheduler.swap)} swapped; "
         f"leads {worker.member.leads}, blocks of {[(i >> 32, i & 0xFFFFFFFF) for i in ids]}, live"

@@ -2,8 +2,7 @@
 
     python -m tests.support.mutants [--seeds N] [NAME ...]
 
-Each is a patch in a process of its own. Today's design has no place for "a half-moved sequence in two books", as a
-worker has one book, whatever groups it is in.
+Each is a patch in a process of its own.
 """
 
 # Patches replace methods of any signature.
@@ -23,8 +22,6 @@ from services.planner.core.machine import PlannerCore
 from services.planner.core.roster import Roster
 from services.planner.core.stages import Stage
 from services.planner.core.transition import Coordinator
-from services.worker.core.farewell import Farewell
-from services.worker.core.precopy import Precopy
 from services.worker.core.transition import Transition
 from services.worker.pipeline.capacity import Capacities
 from services.worker.pipeline.driver import TransitionDriver
@@ -119,11 +116,6 @@ def _whatever_was_seen(told: Any) -> Any:
     return lambda self, event: told(self, replace(event, withdrawn=Epoch(1 << 60)))
 
 
-def _any_life(landed: Any) -> Any:
-    """KV that was read of a life of the sequence which has ended counts."""
-    return lambda self, source, span, _step_id: landed(self, source, span, sys.maxsize)
-
-
 def _kept_too(hand_over: Any) -> Any:
     """Two owners: what is given away is led here as well."""
 
@@ -155,9 +147,7 @@ MUTANTS: Mapping[str, tuple[Patch, ...]] = {
     "B9-refused-transfer": (_instead(KvExchange, "_transfer", _not_again),),
     "two-owners": (_instead(Handover, "_hand_over", _kept_too),),
     "grant-before-prepare": (_instead(Restoring, "room_is_granted", _if_prepared),),
-    "last-batch-overtaken": (_instead(Farewell, "is_over", lambda _: lambda *_args, **_named: True),),
     "stale-capacity": (_instead(Capacities, "told", _whatever_was_seen),),
-    "ended-life": (_instead(Precopy, "landed", _any_life),),
     "withdrawal-untold": (_instead(Restoring, "_pass_on_withdrawal", _untold),),
     "prepared-for-ever": (_instead(Transitions, "_watch", _nothing),),
     "peer-loss-ignored": (_instead(Transition, "_peer_lost", lambda _: lambda *_: []),),

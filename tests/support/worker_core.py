@@ -16,7 +16,7 @@ from services.worker.core.batch import NewSequence, Slice, StepResult, TokenLogp
 from services.worker.core.events import (
     BatchWanted,
     BlockCopy,
-    BlocksAdded,
+    CapacityChanged,
     Command,
     Drained,
     Emit,
@@ -301,7 +301,8 @@ class Driver:
         return execute
 
     def add_blocks(self, block_count: int) -> None:
-        self.feed(BlocksAdded(self.at_s, block_count))
+        self.core.lane.book.grow(block_count)
+        self.feed(CapacityChanged(self.at_s, self.core.lane.book.block_count))
 
     def run_to_end(self, max_steps: int = 5_000) -> int:
         """Step until nothing is left. Returns the number of steps."""

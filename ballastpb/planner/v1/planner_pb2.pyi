@@ -332,8 +332,6 @@ class Transition(_message.Message):
     VICTIM_COUNT_FIELD_NUMBER: _builtins.int
     VICTIMS_RECOMPUTED_FIELD_NUMBER: _builtins.int
     MAX_STALL_S_FIELD_NUMBER: _builtins.int
-    KV_BYTES_COPIED_AHEAD_FIELD_NUMBER: _builtins.int
-    VICTIMS_COPIED_AHEAD_FIELD_NUMBER: _builtins.int
     P99_STALL_S_FIELD_NUMBER: _builtins.int
     WAVES_FIELD_NUMBER: _builtins.int
     LAYERS_S_FIELD_NUMBER: _builtins.int
@@ -356,11 +354,6 @@ class Transition(_message.Message):
     victim_count: _builtins.int
     victims_recomputed: _builtins.int
     max_stall_s: _builtins.float
-    kv_bytes_copied_ahead: _builtins.int
-    """Restore: KV that was copied while its requests were decoding (not among kv_bytes_exchanged), and the victims that
-    only the rest of theirs was missing of.
-    """
-    victims_copied_ahead: _builtins.int
     p99_stall_s: _builtins.float
     waves: _builtins.int
     """In which the exchange went, at the member with the most of them."""
@@ -385,15 +378,13 @@ class Transition(_message.Message):
         victim_count: _builtins.int = ...,
         victims_recomputed: _builtins.int = ...,
         max_stall_s: _builtins.float = ...,
-        kv_bytes_copied_ahead: _builtins.int = ...,
-        victims_copied_ahead: _builtins.int = ...,
         p99_stall_s: _builtins.float = ...,
         waves: _builtins.int = ...,
         layers_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_s", b"age_s", "commit_s", b"commit_s", "epoch", b"epoch", "exchange_s", b"exchange_s", "freed_parameter_bytes", b"freed_parameter_bytes", "kind", b"kind", "kv_bytes_copied_ahead", b"kv_bytes_copied_ahead", "kv_bytes_exchanged", b"kv_bytes_exchanged", "layers_s", b"layers_s", "max_stall_s", b"max_stall_s", "p99_stall_s", b"p99_stall_s", "parameter_bytes_pulled", b"parameter_bytes_pulled", "phase", b"phase", "prepare_s", b"prepare_s", "reason", b"reason", "remap_s", b"remap_s", "summary", b"summary", "victim_count", b"victim_count", "victims_copied_ahead", b"victims_copied_ahead", "victims_recomputed", b"victims_recomputed", "waves", b"waves"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_s", b"age_s", "commit_s", b"commit_s", "epoch", b"epoch", "exchange_s", b"exchange_s", "freed_parameter_bytes", b"freed_parameter_bytes", "kind", b"kind", "kv_bytes_exchanged", b"kv_bytes_exchanged", "layers_s", b"layers_s", "max_stall_s", b"max_stall_s", "p99_stall_s", b"p99_stall_s", "parameter_bytes_pulled", b"parameter_bytes_pulled", "phase", b"phase", "prepare_s", b"prepare_s", "reason", b"reason", "remap_s", b"remap_s", "summary", b"summary", "victim_count", b"victim_count", "victims_recomputed", b"victims_recomputed", "waves", b"waves"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -272,10 +272,13 @@ class Handover(_message.Message):
     SEQUENCES_FIELD_NUMBER: _builtins.int
     BLOCK_COUNT_FIELD_NUMBER: _builtins.int
     FINAL_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
+    MORE_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     block_count: _builtins.int
     """Blocks of this member's stage in the coming group; and when all KV of layers given up has been sent."""
     final_block_count: _builtins.int
+    more: _builtins.bool
+    """Another one follows: sequences of a group that dissolves go one by one."""
     @_builtins.property
     def sequences(self) -> _containers.RepeatedCompositeFieldContainer[Global___SequenceState]: ...
     def __init__(
@@ -285,10 +288,11 @@ class Handover(_message.Message):
         sequences: _abc.Iterable[Global___SequenceState] | None = ...,
         block_count: _builtins.int = ...,
         final_block_count: _builtins.int = ...,
+        more: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_count", b"block_count", "epoch", b"epoch", "final_block_count", b"final_block_count", "sequences", b"sequences"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_count", b"block_count", "epoch", b"epoch", "final_block_count", b"final_block_count", "more", b"more", "sequences", b"sequences"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -361,88 +365,26 @@ class Roster(_message.Message):
 Global___Roster: _TypeAlias = Roster  # noqa: Y015
 
 @_typing.final
-class KvWanted(_message.Message):
-    """From a stage to a holder of KV: the blocks are ready, send."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    EPOCH_FIELD_NUMBER: _builtins.int
-    SEQUENCE_ID_FIELD_NUMBER: _builtins.int
-    FIRST_BLOCK_FIELD_NUMBER: _builtins.int
-    LAST_BLOCK_FIELD_NUMBER: _builtins.int
-    epoch: _builtins.int
-    sequence_id: _builtins.int
-    first_block: _builtins.int
-    """Blocks of the sequence, counted in its own order: what comes before is here already. Before a commit, when the
-    sequence is still being written, also where to end.
-    """
-    last_block: _builtins.int
-    def __init__(
-        self,
-        *,
-        epoch: _builtins.int = ...,
-        sequence_id: _builtins.int = ...,
-        first_block: _builtins.int = ...,
-        last_block: _builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "first_block", b"first_block", "last_block", b"last_block", "sequence_id", b"sequence_id"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___KvWanted: _TypeAlias = KvWanted  # noqa: Y015
-
-@_typing.final
 class KvWantedAll(_message.Message):
     """After a commit, of all victims whose blocks are ready. Both lists are aligned."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     SEQUENCE_IDS_FIELD_NUMBER: _builtins.int
-    FIRST_BLOCKS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def sequence_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
-    @_builtins.property
-    def first_blocks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(
         self,
         *,
         sequence_ids: _abc.Iterable[_builtins.int] | None = ...,
-        first_blocks: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_blocks", b"first_blocks", "sequence_ids", b"sequence_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["sequence_ids", b"sequence_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___KvWantedAll: _TypeAlias = KvWantedAll  # noqa: Y015
-
-@_typing.final
-class Share(_message.Message):
-    """Before a restore's commit, from the leader to a member: it is going to take these sequences, and may have their KV."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    EPOCH_FIELD_NUMBER: _builtins.int
-    SEQUENCE_IDS_FIELD_NUMBER: _builtins.int
-    epoch: _builtins.int
-    @_builtins.property
-    def sequence_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
-    def __init__(
-        self,
-        *,
-        epoch: _builtins.int = ...,
-        sequence_ids: _abc.Iterable[_builtins.int] | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "sequence_ids", b"sequence_ids"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___Share: _TypeAlias = Share  # noqa: Y015
 
 @_typing.final
 class KvComplete(_message.Message):
@@ -476,36 +418,52 @@ class Capacity(_message.Message):
 
     EPOCH_FIELD_NUMBER: _builtins.int
     BLOCK_COUNT_FIELD_NUMBER: _builtins.int
-    BESIDE_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
-    WIDE_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
-    NARROW_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
+    LEAVING_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
     HOME_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     block_count: _builtins.int
-    beside_block_count: _builtins.int
-    """In a restore: when all parameters are here, and KV of the layers that are executed here; while KV is copied, in
-    these and in the other layers; and in the end.
-    """
-    wide_block_count: _builtins.int
-    narrow_block_count: _builtins.int
+    leaving_block_count: _builtins.int
+    """In a restore: that the group may have on this stage when all parameters are here; and this worker alone in the end."""
     home_block_count: _builtins.int
     def __init__(
         self,
         *,
         epoch: _builtins.int = ...,
         block_count: _builtins.int = ...,
-        beside_block_count: _builtins.int = ...,
-        wide_block_count: _builtins.int = ...,
-        narrow_block_count: _builtins.int = ...,
+        leaving_block_count: _builtins.int = ...,
         home_block_count: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["beside_block_count", b"beside_block_count", "block_count", b"block_count", "epoch", b"epoch", "home_block_count", b"home_block_count", "narrow_block_count", b"narrow_block_count", "wide_block_count", b"wide_block_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_count", b"block_count", "epoch", b"epoch", "home_block_count", b"home_block_count", "leaving_block_count", b"leaving_block_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Capacity: _TypeAlias = Capacity  # noqa: Y015
+
+@_typing.final
+class Room(_message.Message):
+    """From the leader down the pipeline, in order with batches: the group holds no block beyond, and will take none."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EPOCH_FIELD_NUMBER: _builtins.int
+    BLOCK_COUNT_FIELD_NUMBER: _builtins.int
+    epoch: _builtins.int
+    block_count: _builtins.int
+    def __init__(
+        self,
+        *,
+        epoch: _builtins.int = ...,
+        block_count: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_count", b"block_count", "epoch", b"epoch"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Room: _TypeAlias = Room  # noqa: Y015
 
 @_typing.final
 class KvPiece(_message.Message):
@@ -517,17 +475,10 @@ class KvPiece(_message.Message):
     SEQUENCE_ID_FIELD_NUMBER: _builtins.int
     FIRST_LAYER_FIELD_NUMBER: _builtins.int
     LAST_LAYER_FIELD_NUMBER: _builtins.int
-    FIRST_BLOCK_FIELD_NUMBER: _builtins.int
-    LAST_BLOCK_FIELD_NUMBER: _builtins.int
-    STEP_ID_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     sequence_id: _builtins.int
     first_layer: _builtins.int
     last_layer: _builtins.int
-    first_block: _builtins.int
-    """Before a commit: which blocks of the sequence, and the last batch that the sender had run when it began to read."""
-    last_block: _builtins.int
-    step_id: _builtins.int
     def __init__(
         self,
         *,
@@ -535,13 +486,10 @@ class KvPiece(_message.Message):
         sequence_id: _builtins.int = ...,
         first_layer: _builtins.int = ...,
         last_layer: _builtins.int = ...,
-        first_block: _builtins.int = ...,
-        last_block: _builtins.int = ...,
-        step_id: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "first_block", b"first_block", "first_layer", b"first_layer", "last_block", b"last_block", "last_layer", b"last_layer", "sequence_id", b"sequence_id", "step_id", b"step_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "first_layer", b"first_layer", "last_layer", b"last_layer", "sequence_id", b"sequence_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

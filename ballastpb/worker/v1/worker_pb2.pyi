@@ -499,13 +499,8 @@ class PrepareRequest(_message.Message):
     TARGET_FIELD_NUMBER: _builtins.int
     SOURCES_FIELD_NUMBER: _builtins.int
     CAUSE_ID_FIELD_NUMBER: _builtins.int
-    PATIENT_FIELD_NUMBER: _builtins.int
     kind: Global___TransitionKind.ValueType
     cause_id: _builtins.str
-    patient: _builtins.bool
-    """Of a restore: parameters come at once, and room for copies of the KV is made when what the group wants fits into
-    it. Otherwise that is made at once too, and who finds none in it waits or is preempted.
-    """
     @_builtins.property
     def base(self) -> _cluster_pb2.Layout:
         """The layout that is in force, and the one to come. Groups that do not change stand in both."""
@@ -524,11 +519,10 @@ class PrepareRequest(_message.Message):
         target: _cluster_pb2.Layout | None = ...,
         sources: _abc.Iterable[Global___LayerSource] | None = ...,
         cause_id: _builtins.str = ...,
-        patient: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "target", b"target"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "cause_id", b"cause_id", "kind", b"kind", "patient", b"patient", "sources", b"sources", "target", b"target"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "cause_id", b"cause_id", "kind", b"kind", "sources", b"sources", "target", b"target"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -698,8 +692,6 @@ class TransitionStatus(_message.Message):
     EXCHANGE_S_FIELD_NUMBER: _builtins.int
     MAX_STALL_S_FIELD_NUMBER: _builtins.int
     REPULLED_LAYERS_FIELD_NUMBER: _builtins.int
-    KV_BYTES_COPIED_AHEAD_FIELD_NUMBER: _builtins.int
-    VICTIMS_COPIED_AHEAD_FIELD_NUMBER: _builtins.int
     P99_STALL_S_FIELD_NUMBER: _builtins.int
     WAVES_FIELD_NUMBER: _builtins.int
     LAYERS_S_FIELD_NUMBER: _builtins.int
@@ -730,11 +722,6 @@ class TransitionStatus(_message.Message):
     """Longest time that a victim has waited for its KV."""
     repulled_layers: _builtins.int
     """Layers pulled twice because their checksum was wrong."""
-    kv_bytes_copied_ahead: _builtins.int
-    """Restore: KV that came while its sequences were decoding, not among kv_bytes_received; and victims of which only
-    the rest was missing at the commit.
-    """
-    victims_copied_ahead: _builtins.int
     p99_stall_s: _builtins.float
     """Of all victims, 99 of 100 waited no longer than this."""
     waves: _builtins.int
@@ -764,15 +751,13 @@ class TransitionStatus(_message.Message):
         exchange_s: _builtins.float = ...,
         max_stall_s: _builtins.float = ...,
         repulled_layers: _builtins.int = ...,
-        kv_bytes_copied_ahead: _builtins.int = ...,
-        victims_copied_ahead: _builtins.int = ...,
         p99_stall_s: _builtins.float = ...,
         waves: _builtins.int = ...,
         layers_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_count_after", b"block_count_after", "block_count_before", b"block_count_before", "boundary_wait_s", b"boundary_wait_s", "epoch", b"epoch", "exchange_s", b"exchange_s", "freed_parameter_bytes", b"freed_parameter_bytes", "kv_bytes_copied_ahead", b"kv_bytes_copied_ahead", "kv_bytes_received", b"kv_bytes_received", "kv_bytes_sent", b"kv_bytes_sent", "kv_bytes_to_send", b"kv_bytes_to_send", "layers_s", b"layers_s", "max_stall_s", b"max_stall_s", "p99_stall_s", b"p99_stall_s", "parameter_bytes_pulled", b"parameter_bytes_pulled", "parameter_bytes_to_pull", b"parameter_bytes_to_pull", "phase", b"phase", "prepare_s", b"prepare_s", "remap_s", b"remap_s", "repulled_layers", b"repulled_layers", "victim_count", b"victim_count", "victims_copied_ahead", b"victims_copied_ahead", "victims_recomputed", b"victims_recomputed", "victims_waiting", b"victims_waiting", "waves", b"waves", "why", b"why"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_count_after", b"block_count_after", "block_count_before", b"block_count_before", "boundary_wait_s", b"boundary_wait_s", "epoch", b"epoch", "exchange_s", b"exchange_s", "freed_parameter_bytes", b"freed_parameter_bytes", "kv_bytes_received", b"kv_bytes_received", "kv_bytes_sent", b"kv_bytes_sent", "kv_bytes_to_send", b"kv_bytes_to_send", "layers_s", b"layers_s", "max_stall_s", b"max_stall_s", "p99_stall_s", b"p99_stall_s", "parameter_bytes_pulled", b"parameter_bytes_pulled", "parameter_bytes_to_pull", b"parameter_bytes_to_pull", "phase", b"phase", "prepare_s", b"prepare_s", "remap_s", b"remap_s", "repulled_layers", b"repulled_layers", "victim_count", b"victim_count", "victims_recomputed", b"victims_recomputed", "victims_waiting", b"victims_waiting", "waves", b"waves", "why", b"why"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -193,7 +193,7 @@ class Conductor:
 
     @property
     def _only_waits(self) -> bool:
-        """A restore of the planner's own is being prepared, which may take until demand has fallen."""
+        """A restore of the planner's own is being prepared: what others want comes first."""
         return self.coordinator is not None and self._patient and self.coordinator.stage is Stage.PREPARING
 
     def dissolve_draining(self, layout: Layout, at_s: float, cause_id: str) -> list[Command]:
@@ -379,7 +379,7 @@ class Conductor:
         assert self.coordinator is not None
         journal = self.coordinator.journal
         member = next(m for g in journal.target.groups for m in g.members if m.worker_id == worker_id)
-        return CallMember(call, member, journal, cause_id, sources, why, self._patient)
+        return CallMember(call, member, journal, cause_id, sources, why)
 
     def _ended(self, step: Ended, at_s: float, cause_id: str) -> list[Command]:
         assert self.coordinator is not None

@@ -259,7 +259,6 @@ class CallMember:
     cause_id: str
     sources: Sources = ()
     why: str = ""
-    patient: bool = False  # of a restore: the room that it wants is made when demand allows
 
 
 @dataclass(frozen=True, slots=True)

@@ -136,8 +136,6 @@ class TransitionRecord:
         told.append(f", {human_bytes(exchanged)} of KV exchanged in {took_s:.2f} s")
         if self.waves > 1:
             told.append(f", in {self.waves} waves")
-        if ahead := self.total("kv_bytes_copied_ahead"):
-            told.append(f", {human_bytes(ahead)} copied ahead")
         if pulled := self.total("parameter_bytes_pulled"):
             told.append(f", pulled {human_bytes(pulled)} of parameters in {self.longest_s('layers_s'):.2f} s")
         told.append(f", longest stall {self.longest_s('max_stall_s'):.2f} s")

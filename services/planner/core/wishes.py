@@ -1,6 +1,6 @@
 """Changes that somebody wants, and what becomes of them: a target layout, or the reason why not (pure)."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import inf
 
@@ -25,7 +25,7 @@ from services.planner.core.survey import (
 from services.planner.core.transition import changed_members
 from services.planner.policy.drop import DropPlan, Method, plan, plan_shallow
 from services.planner.policy.explain import explain, explain_restore
-from services.planner.policy.restore import RestorePlan, plan_restore
+from services.planner.policy.restore import RESTORE_USAGE_LIMIT, RestorePlan, plan_restore
 from services.planner.policy.snapshot import ModelShape, Snapshot
 
 
@@ -147,10 +147,7 @@ def _drop(
 
 
 def _restore(wish: RestoreWish, base: Layout, snapshot: Snapshot, epoch: Epoch) -> Granted | Denied:
-    if wish.whatever_the_load:
-        found = plan_restore(snapshot, usage_limit=inf, room_limit=inf, only=wish.only)
-    else:
-        found = _plan_ahead(snapshot, wish.only)
+    found = plan_restore(snapshot, usage_limit=inf if wish.whatever_the_load else RESTORE_USAGE_LIMIT, only=wish.only)
     lines = tuple(explain_restore(found))
     chosen = [dissolution.group_id for dissolution in found.dissolutions]
     if not chosen:
@@ -158,14 +155,6 @@ def _restore(wish: RestoreWish, base: Layout, snapshot: Snapshot, epoch: Epoch) 
     target = dissolved(base, chosen, epoch, f"{wish.by}: restore")
     patient = not wish.whatever_the_load
     return Granted(TransitionKind.RESTORE, target, snapshot.model, lines, sources=_sources(found), patient=patient)
-
-
-def _plan_ahead(snapshot: Snapshot, only: Collection[GroupId] | None) -> RestorePlan:
-    """Groups whose KV can be copied at once, or else those for which demand has to fall a little while layers come:
-    one that waits for that would hold the others up.
-    """
-    found = plan_restore(snapshot, only=only)
-    return found if found.dissolutions else plan_restore(snapshot, room_limit=inf, only=only)
 
 
 def _sources(found: RestorePlan) -> dict[WorkerId, Sources]:

@@ -4,10 +4,10 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from ballast.common.ids import GroupId, WorkerId
-from ballast.common.restoring import room_while_copying
 from services.planner.policy.snapshot import GroupState, ModelShape, Snapshot
 
 SOURCE_CHOICES = 8  # holders looked at for each layer to pull
+RESTORE_USAGE_LIMIT = 0.85  # of the KV that is left, at most: demand may come back
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,19 +46,17 @@ class RestorePlan:
 def plan_restore(
     snapshot: Snapshot,
     *,
-    usage_limit: float = 0.85,
-    room_limit: float = 0.9,
+    usage_limit: float = RESTORE_USAGE_LIMIT,
     only: Collection[GroupId] | None = None,
 ) -> RestorePlan:
     """Dissolve pipelines, the least used first, while demand stays within `usage_limit` of what is left.
 
     Both must hold: a group's own demand against the KV of its members with full copies (its requests stay with
-    them), and all demand against all capacity, since a pipeline that stays is relief for the others. And a group has
-    to fit into `room_limit` of the room that there is while KV is copied (see `ballast.common.restoring`): whoever
-    finds none then waits or is preempted. `only`: those that an operator named.
+    them), and all demand against all capacity, since a pipeline that stays is relief for the others. `only`: those that
+    an operator named.
     """
     model = snapshot.model
-    choice = _Choice(snapshot, usage_limit, room_limit)
+    choice = _Choice(snapshot, usage_limit)
     kept: list[tuple[GroupId, str]] = []
     chosen: list[tuple[GroupState, tuple[int, ...]]] = []
     pipelines = [g for g in snapshot.groups if len(g.members) > 1 and (only is None or g.group_id in only)]
@@ -86,9 +84,8 @@ def _full_copy_blocks(group: GroupState, model: ModelShape) -> tuple[int, ...]:
 class _Choice:
     """Capacity as it will be with the groups dissolved that were taken so far."""
 
-    def __init__(self, snapshot: Snapshot, usage_limit: float, room_limit: float) -> None:
+    def __init__(self, snapshot: Snapshot, usage_limit: float) -> None:
         self.usage_limit = usage_limit
-        self.room_limit = room_limit
         self.demand_blocks = sum(group.load_blocks for group in snapshot.groups)
         self.capacity_blocks = sum(group.block_count for group in snapshot.groups)
 
@@ -98,12 +95,6 @@ class _Choice:
             return "a member's memory does not hold a full copy and KV"
         if group.load_blocks > self.usage_limit * sum(blocks):
             return f"its demand of {group.load_blocks} blocks exceeds {percent} of {sum(blocks)} un-dropped ones"
-        room = int(room_while_copying(len(group.members)) * min(blocks))
-        if group.load_blocks > self.room_limit * room:
-            return (
-                f"its demand of {group.load_blocks} blocks exceeds {self.room_limit:.0%} of the {room} that it has room"
-                " for while KV is copied"
-            )
         after_blocks = self.capacity_blocks - group.block_count + sum(blocks)
         if self.demand_blocks > self.usage_limit * after_blocks:
             return f"all demand, {self.demand_blocks} blocks, would exceed {percent} of {after_blocks} left"

@@ -43,34 +43,30 @@ class BlockBook:
     be given back with few moves. One heap operation per block freed, or taken once more; what was never taken is only
     counted, so a book is as large as what has been held at once.
 
-    A divided book (`divide`) hands out the blocks before the split to sequences that are favoured and those behind it
-    to the others, and the other kind only where its own is used up.
+    Ids begin at `first_block`: a worker that is a stage of two groups has a book for each, over blocks of their own.
     """
 
-    def __init__(self, block_count: int, block_tokens: int) -> None:
-        self._block_count = block_count
+    def __init__(self, block_count: int, block_tokens: int, first_block: int = 0) -> None:
+        self._first = first_block
+        self._end = first_block + block_count
         self._block_tokens = block_tokens
-        self._fresh = 0  # this block and all behind it are free
+        self._fresh = first_block  # this block and all behind it are free
         self._returned: list[int] = []  # the free ones before it: a heap
         self._tables: dict[SequenceId, Table] = {}  # in token order
-        self._split: int | None = None  # divided there
-        self._behind: list[int] = []  # divided: the free ones behind the split, a heap; the others are `_returned`
-        self._favoured: set[SequenceId] = set()
-        self._confined = False  # divided: all get blocks before the split only
         self._audit: _Audit | None = None  # of the last check; None: the next one looks at everything
         self._changed: dict[SequenceId, None] = {}  # tables that are others than at the last check
 
     @property
     def block_count(self) -> int:
-        return self._block_count
+        return self._end - self._first
 
     @property
     def free_count(self) -> int:
-        return len(self._returned) + len(self._behind) + self._block_count - self._fresh
+        return len(self._returned) + self._end - self._fresh
 
     @property
     def used_count(self) -> int:
-        return self._fresh - len(self._returned) - len(self._behind)
+        return self._fresh - self._first - len(self._returned)
 
     @property
     def sequence_ids(self) -> Sequence[SequenceId]:
@@ -92,15 +88,12 @@ class BlockBook:
             return table
         if missing > self.free_count:
             raise InvariantViolation(
-                f"sequence {sequence_id} needs {missing} more blocks, {self.free_count} of {self._block_count} are free"
+                f"sequence {sequence_id} needs {missing} more blocks, {self.free_count} of {self.block_count} are free"
             )
-        if self._split is None:
-            returned, fresh = self._returned, self._fresh
-            again = [heapq.heappop(returned) for _ in range(min(missing, len(returned)))]
-            self._fresh = fresh + missing - len(again)
-            table = (*table, *again, *range(fresh, self._fresh))
-        else:
-            table = (*table, *self._take_divided(sequence_id, missing, self._split))
+        returned, fresh = self._returned, self._fresh
+        again = [heapq.heappop(returned) for _ in range(min(missing, len(returned)))]
+        self._fresh = fresh + missing - len(again)
+        table = (*table, *again, *range(fresh, self._fresh))
         self._tables[sequence_id] = table
         self._note(sequence_id)
         return table
@@ -127,98 +120,21 @@ class BlockBook:
         return len(table)
 
     def _give_back(self, block_ids: Iterable[int]) -> None:
-        returned, split = self._returned, self._split
+        returned = self._returned
         for block_id in block_ids:
-            heapq.heappush(returned if split is None or block_id < split else self._behind, block_id)
-
-    # ------------------------------------------------------------ divided
-
-    @property
-    def split(self) -> int | None:
-        return self._split
-
-    def divide(self, split: int) -> None:
-        """No sequence is favoured yet. Blocks stay where they are: see `next_moves`."""
-        self._merge_free()
-        free = [*self._returned, *range(self._fresh, self._block_count)]
-        self._split, self._favoured, self._fresh = split, set(), self._block_count
-        self._share_out(free)
-
-    def confine(self) -> None:
-        """What needs blocks from now on is favoured, and gets none behind the split."""
-        self._confined = self._split is not None
-
-    def rejoin(self) -> None:
-        """All layers are about to have as many blocks. None may be held that some of them do not have."""
-        if self._split is not None and self.used_end > self._split:
-            raise InvariantViolation(f"block {self.used_end - 1} is held, and some layers end at {self._split}")
-        self.undivide()
-
-    def undivide(self) -> None:
-        self._merge_free()
-        self._split, self._confined = None, False
-        self._favoured.clear()
-
-    def _merge_free(self) -> None:
-        self._audit = None
-        self._returned += self._behind
-        self._behind = []
-        heapq.heapify(self._returned)
-
-    def _share_out(self, free: Iterable[int]) -> None:
-        """Free blocks before the split and behind it."""
-        self._returned, self._behind = [], []
-        for block_id in free:
-            (self._returned if self._split is None or block_id < self._split else self._behind).append(block_id)
-        heapq.heapify(self._returned)
-        heapq.heapify(self._behind)
-
-    def favour(self, sequence_ids: Iterable[SequenceId]) -> None:
-        self._favoured.update(sequence_ids)
-
-    def before_split(self, sequence_id: SequenceId) -> int:
-        """So many of its first blocks lie there; all, if the book is not divided."""
-        table, split = self.table(sequence_id), self._split
-        if split is None or not table or max(table) < split:
-            return len(table)
-        return next(i for i, block_id in enumerate(table) if block_id >= split)
-
-    def _take_divided(self, sequence_id: SequenceId, count: int, split: int) -> list[int]:
-        if self._confined and count > len(self._returned):
-            raise InvariantViolation(
-                f"sequence {sequence_id} needs {count} more blocks, {len(self._returned)} before {split} are free"
-            )
-        stays = self._confined or sequence_id in self._favoured
-        own, other = (self._returned, self._behind) if stays else (self._behind, self._returned)
-        return [heapq.heappop(own or other) for _ in range(count)]
-
-    def next_moves(self, sequence_ids: Iterable[SequenceId], *, evacuate: bool) -> tuple[tuple[int, int], ...]:
-        """(from, to): the blocks of these to free ones before the split; with `evacuate` those of all that are not
-        favoured behind it as well. To be copied and confirmed by `compacted`, again and again until there are none.
-        """
-        split = self._split
-        if split is None:
-            return ()
-        stay = [self.table(i) for i in sequence_ids]
-        leave = [table for i, table in self._tables.items() if evacuate and i not in self._favoured]
-        inwards = (block_id for table in stay for block_id in table if block_id >= split)
-        outwards = (block_id for table in leave for block_id in table if block_id < split)
-        inside, outside = sorted(self._returned), sorted(self._behind)
-        return (*zip(inwards, inside, strict=False), *zip(outwards, outside, strict=False))
+            heapq.heappush(returned, block_id)
 
     def copy(self) -> "BlockBook":
-        """Another book that says the same, and is not divided."""
-        other = BlockBook(0, self._block_tokens)
-        other._block_count = self._block_count
-        other._fresh, other._returned = self._fresh, [*self._returned, *self._behind]
-        heapq.heapify(other._returned)
+        """Another book that says the same."""
+        other = BlockBook(self.block_count, self._block_tokens, self._first)
+        other._fresh, other._returned = self._fresh, self._returned.copy()
         other._tables = self._tables.copy()
         return other
 
     @property
     def used_end(self) -> int:
-        """The first block behind the last one that is held."""
-        return max((max(table) for table in self._tables.values() if table), default=-1) + 1
+        """So many blocks at the book's begin have all that are held among them."""
+        return max((max(table) + 1 - self._first for table in self._tables.values() if table), default=0)
 
     def trim(self, sequence_id: SequenceId, token_count: int) -> None:
         """Give back the blocks of a sequence beyond those that so many tokens take."""
@@ -234,18 +150,16 @@ class BlockBook:
     def grow(self, added_block_count: int) -> None:
         """The cache got so many more blocks, at its end."""
         self._audit = None
-        if self._split is not None:
-            self._give_back(range(self._block_count, self._block_count + added_block_count))
-            self._fresh += added_block_count
-        self._block_count += added_block_count
+        self._end += added_block_count
 
     def compaction_plan(self, block_count: int) -> tuple[tuple[int, int], ...]:
-        """(from, to) for every held block at or behind `block_count`, onto the lowest free ones before it: what must be
-        copied before the cache can end there. Valid until the next batch; to be carried out between two batches and
-        confirmed with `compacted`. Not of a divided book.
+        """(from, to) for every held block behind the first `block_count`, onto the lowest free ones of those: what must
+        be copied before the cache can end there. Valid until the next batch; to be carried out between two batches and
+        confirmed with `compacted`.
         """
-        tail = sorted(b for table in self._tables.values() for b in table if b >= block_count)
-        free = chain((b for b in self._returned if b < block_count), range(self._fresh, block_count))
+        end = self._first + block_count
+        tail = sorted(b for table in self._tables.values() for b in table if b >= end)
+        free = chain((b for b in self._returned if b < end), range(self._fresh, end))
         targets = heapq.nsmallest(len(tail), free)
         if len(targets) < len(tail):
             raise InvariantViolation(f"{self.used_count} blocks are held, they do not fit into {block_count}")
@@ -259,24 +173,26 @@ class BlockBook:
         self._audit = None
         held = {b for table in self._tables.values() for b in table}
         fresh = max(self._fresh, max(moved.values()) + 1)
-        free = {*self._returned, *self._behind, *range(self._fresh, min(fresh, self._block_count))}
+        free = {*self._returned, *range(self._fresh, min(fresh, self._end))}
         if len(moved) != len(moves) or not held.issuperset(moved) or not free.issuperset(moved.values()):
             raise InvariantViolation(f"moves of blocks that are not held, or to blocks that are not free: {moves}")
         for sequence_id, table in self._tables.items():
             if not moved.keys().isdisjoint(table):
                 self._tables[sequence_id] = tuple(moved.get(b, b) for b in table)
         self._fresh = fresh
-        self._share_out([*(free - set(moved.values())), *moved])
+        self._returned = [*(free - set(moved.values())), *moved]
+        heapq.heapify(self._returned)
 
     def shrink(self, block_count: int) -> None:
         """The cache ends earlier now. The blocks cut off must be free."""
-        kept = [b for b in self._returned if b < block_count]
+        end = self._first + block_count
+        kept = [b for b in self._returned if b < end]
         self._audit = None
-        if len(self._returned) - len(kept) != max(0, self._fresh - block_count):
-            raise InvariantViolation(f"of the blocks from {block_count} to {self._block_count} some are held")
+        if len(self._returned) - len(kept) != max(0, self._fresh - end):
+            raise InvariantViolation(f"some of the blocks from {end} to {self._end} are held")
         heapq.heapify(kept)
-        self._fresh, self._returned = min(self._fresh, block_count), kept
-        self._block_count = block_count
+        self._fresh, self._returned = min(self._fresh, end), kept
+        self._end = end
 
     def check(self) -> None:
         """Raise InvariantViolation unless every block is either free or in exactly one table (I3).
@@ -298,10 +214,10 @@ class BlockBook:
             self._changed[sequence_id] = None
 
     def _check_all(self) -> None:
-        claimed = [*self._returned, *self._behind, *range(self._fresh, self._block_count)]
+        claimed = [*self._returned, *range(self._fresh, self._end)]
         for table in self._tables.values():
             claimed += table
-        if len(claimed) != self._block_count or set(claimed) != set(range(self._block_count)):
+        if len(claimed) != self.block_count or set(claimed) != set(range(self._first, self._end)):
             self._blame()
 
     def _check_changed(self, audit: "_Audit") -> None:
@@ -314,25 +230,25 @@ class BlockBook:
                 audit.tables[sequence_id] = table
                 owned.update(table)
                 claimed_count += len(table)
-        outside = any(b >= self._block_count for i in self._changed for b in self._tables.get(i, ()))
-        if outside or claimed_count != len(owned) or claimed_count + self.free_count != self._block_count:
+        outside = any(not self._first <= b < self._end for i in self._changed for b in self._tables.get(i, ()))
+        if outside or claimed_count != len(owned) or claimed_count + self.free_count != self.block_count:
             self._blame()
             raise InvariantViolation("blocks have changed hands, and no table says so")
 
     def _blame(self) -> None:
         """Names the block that is in two places, in none or not there at all: slow."""
         owner: dict[int, str] = {}  # block id -> what holds it
-        for block_id in (*self._returned, *self._behind, *range(self._fresh, self._block_count)):
+        for block_id in (*self._returned, *range(self._fresh, self._end)):
             self._claim(owner, block_id, "the free list")
         for sequence_id, table in self._tables.items():
             for block_id in table:
                 self._claim(owner, block_id, f"sequence {sequence_id}")
-        if len(owner) != self._block_count:
-            raise InvariantViolation(f"{self._block_count - len(owner)} of {self._block_count} blocks are lost")
+        if len(owner) != self.block_count:
+            raise InvariantViolation(f"{self.block_count - len(owner)} of {self.block_count} blocks are lost")
 
     def _claim(self, owner: dict[int, str], block_id: int, who: str) -> None:
-        if not 0 <= block_id < self._block_count:
-            raise InvariantViolation(f"{who} holds block {block_id}, there are only {self._block_count}")
+        if not self._first <= block_id < self._end:
+            raise InvariantViolation(f"{who} holds block {block_id}, there are {self._first} to {self._end - 1}")
         if block_id in owner:
             raise InvariantViolation(f"block {block_id} belongs to {owner[block_id]} and to {who}")
         owner[block_id] = who

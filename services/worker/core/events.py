@@ -11,6 +11,7 @@ from ballast.common.ids import RequestId, WorkerId
 from ballast.common.record import record
 from ballast.common.sampling import FinishReason, PriorityClass, SamplingParams
 from services.worker.core.batch import Batch, SequenceId, StepResult, TokenLogprobs
+from services.worker.core.blocks import BlockBook
 from services.worker.core.snapshot import SequenceSnapshot
 
 
@@ -107,14 +108,6 @@ class DrainRequested:
 
 
 @dataclass(frozen=True, slots=True)
-class BlocksAdded:
-    """The KV cache of a lone worker has grown at its end. Told between two steps. See CapacityChanged for a group."""
-
-    at_s: float
-    block_count: int  # so many more
-
-
-@dataclass(frozen=True, slots=True)
 class CapacityChanged:
     """The smallest stage of the group has so many blocks now, or is about to.
 
@@ -142,13 +135,6 @@ class PrefillLimited:
 
     at_s: float
     token_count: int | None
-
-
-@dataclass(frozen=True, slots=True)
-class MicrobatchesJoined:
-    """A batch of a pipeline has all that decodes, is in no other one, and has no prompts, until RoleChanged."""
-
-    at_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,11 +187,12 @@ class KvLost:
 
 @dataclass(frozen=True, slots=True)
 class HandOver:
-    """Give sequences to other leaders. Told while nothing is in flight. Answered with HandedOver."""
+    """Give sequences to other leaders. None of them is in flight. Answered with HandedOver."""
 
     at_s: float
     to: WorkerId | Mapping[SequenceId, WorkerId]  # all there is to one, or those named; the others stay
     frees: bool = False  # their KV is not needed here any more: the stages are told to forget them
+    by_tokens: bool = False  # nor anywhere: they are computed anew where they go
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,6 +209,7 @@ class Adopted:
     lost_ids: frozenset[SequenceId] = frozenset()  # their KV will not come: computed again
     last: bool = False  # no other handover is coming: what still waits for one need not
     waiting_ids: frozenset[SequenceId] = frozenset()  # suspended, no room on all stages yet: KvAdmitted says when
+    by_tokens: bool = False  # they are known here by other ids: a stage of the group before may know them yet
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,6 +230,56 @@ class OrphanWithdrawn:
 
 
 @dataclass(frozen=True, slots=True)
+class LaneOpened:
+    """This worker leads itself from now on, with blocks of its own in `book`: what comes, comes there. The lane that it
+    has led before, if it has led one, is leaving: what is in it goes on until it ends, is handed over or moves over.
+    """
+
+    at_s: float
+    book: BlockBook
+
+
+@dataclass(frozen=True, slots=True)
+class OfLeaving:
+    """Something happens to the lane that is leaving."""
+
+    at_s: float
+    event: CapacityChanged | HandOver
+
+
+@dataclass(frozen=True, slots=True)
+class LeavingStopped:
+    """No batch of the lane that is leaving is formed any more."""
+
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class MovedOver:
+    """Sequences of the lane that is leaving go on in the other one, computed anew. None of them is in flight. What is
+    among `suspended_ids` keeps its KV and waits for room: KvAdmitted or KvLost is told for it.
+    """
+
+    at_s: float
+    sequence_ids: frozenset[SequenceId]
+    suspended_ids: frozenset[SequenceId] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class LaneClosed:
+    """Nothing is in the lane that is leaving."""
+
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class FlightsLost:
+    """A stage of the lane that is leaving is gone: what was in flight never lands, and no stage is told anything."""
+
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class GroupLost:
     """A member of the group is gone, and with it KV and batches. Every sequence ends without a word and every stream
     is closed: dispatchers replay. Answered with StreamsLost.
@@ -251,11 +289,9 @@ class GroupLost:
 
 
 LaneEvent = (
-    BlocksAdded
-    | CapacityChanged
+    CapacityChanged
     | AdmissionLimited
     | PrefillLimited
-    | MicrobatchesJoined
     | RoleChanged
     | KvTravels
     | KvAdmitted
@@ -278,6 +314,12 @@ Event = (
     | HandOver
     | Adopted
     | OrphanWithdrawn
+    | LaneOpened
+    | OfLeaving
+    | LeavingStopped
+    | MovedOver
+    | FlightsLost
+    | LaneClosed
     | GroupLost
 )
 
@@ -307,6 +349,7 @@ class Execute:
     ]  # the leader's own stage's, aligned with batch.slices; same object while unchanged
     text_wanted: tuple[bool, ...]  # aligned with batch.added: whether StepDone must bring the sequence's text
     copies: tuple[BlockCopy, ...] = ()  # at the same time; the batch touches none of these blocks
+    leaving: bool = False  # of the lane that is leaving
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,6 +358,7 @@ class Removed:
 
     batch: Batch
     copies: tuple[BlockCopy, ...] = ()  # of a lone worker that has nothing to compute meanwhile
+    leaving: bool = False  # of the lane that is leaving
 
 
 @dataclass(frozen=True, slots=True)

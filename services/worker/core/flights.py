@@ -34,6 +34,19 @@ class Flight:
             )
 
 
+class Steps:
+    """Numbers the batches of a worker, whatever lane they are of."""
+
+    __slots__ = ("last",)
+
+    def __init__(self) -> None:
+        self.last = 0
+
+    def next(self) -> int:
+        self.last += 1
+        return self.last
+
+
 class Flights:
     """Batches land in the order in which they depart. A sequence is in flight if its last batch has not landed.
 
@@ -41,10 +54,10 @@ class Flights:
     follows a chunk that gives a token before it has landed: the token is what would follow.
     """
 
-    def __init__(self, book: BlockBook) -> None:
+    def __init__(self, book: BlockBook, steps: Steps) -> None:
         self._book = book
+        self._steps = steps
         self._flights: deque[Flight] = deque()
-        self._last_step_id = 0
         self.landed_step_id = 0
         self.to_remove: list[SequenceId] = []  # the next batch tells the stages
 
@@ -52,9 +65,9 @@ class Flights:
         return len(self._flights)
 
     @property
-    def departed_step_id(self) -> int:
-        """Step of the last batch in flight, or that has landed. What only tells the stages to forget does not land."""
-        return self._flights[-1].step_id if self._flights else self.landed_step_id
+    def next_landing(self) -> int | None:
+        """Step of the oldest batch in flight."""
+        return self._flights[0].step_id if self._flights else None
 
     def in_flight(self, sequence: Sequence) -> bool:
         return sequence.step_id > self.landed_step_id
@@ -66,7 +79,7 @@ class Flights:
             self.to_remove.append(sequence.sequence_id)
 
     def depart(self, plan: Plan) -> Execute:
-        step_id = self._next_step_id()
+        step_id = self._steps.next()
         flight = Flight(step_id)
         slices: list[Slice] = []
         added: list[Sequence] = []
@@ -96,7 +109,7 @@ class Flights:
 
     def tell_removed(self) -> Removed:
         """A batch for what the stages are to forget, when no other one is going to come soon."""
-        batch = Batch(self._next_step_id(), self._take_removed(), (), ())
+        batch = Batch(self._steps.next(), self._take_removed(), (), ())
         self._book.apply(batch)
         return Removed(batch)
 
@@ -110,23 +123,19 @@ class Flights:
     def pass_over(self, count: int) -> int:
         """So many batches have departed and landed, one after the other. Returns the last one's number."""
         self.demand_none("steps are passed over")
-        self._last_step_id += count
-        self.landed_step_id = self._last_step_id
-        return self._last_step_id
+        self._steps.last += count
+        self.landed_step_id = self._steps.last
+        return self.landed_step_id
 
     def abandon(self) -> None:
         """None of them lands, and no stage is left to be told anything."""
         self._flights.clear()
-        self.landed_step_id = self._last_step_id
+        self.landed_step_id = self._steps.last
         self.to_remove.clear()
 
     def demand_none(self, why: str) -> None:
         if self._flights:
             raise InvariantViolation(f"{why} while step {self._flights[0].step_id} runs")
-
-    def _next_step_id(self) -> int:
-        self._last_step_id += 1
-        return self._last_step_id
 
     def _take_removed(self) -> tuple[SequenceId, ...]:
         removed = tuple(self.to_remove)

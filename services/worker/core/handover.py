@@ -1,12 +1,13 @@
 """Sequences that change their leader: those that go, those that come, and requests that are here before theirs."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from ballast.common.errors import InvariantViolation
 from ballast.common.ids import WorkerId
 from ballast.common.sampling import PriorityClass
 from services.worker.core.batch import SequenceId
-from services.worker.core.events import Adopted, HandedOver, HandOver, OrphanWithdrawn, Submitted
+from services.worker.core.events import Adopted, HandedOver, HandOver, MovedOver, OrphanWithdrawn, Submitted
 from services.worker.core.intake import with_seed
 from services.worker.core.lane import Lane
 from services.worker.core.limits import WorkerLimits
@@ -20,8 +21,9 @@ _CLASSES = tuple(PriorityClass)  # in order of rank
 
 
 class Handovers:
-    def __init__(self, limits: WorkerLimits, residents: Residents) -> None:
+    def __init__(self, limits: WorkerLimits, residents: Residents, new_id: Callable[[], SequenceId]) -> None:
         self._limits = limits
+        self._new_id = new_id
         self._residents = residents
         self.stale_total = 0
         self.adopted_total = 0
@@ -37,6 +39,8 @@ class Handovers:
             to = target(sequence.sequence_id)
             if to is None:
                 continue
+            if event.by_tokens:
+                lane.give_up(sequence, event.at_s, f"goes to {to}")
             suspended = sequence.sequence_id in lane.scheduler.suspended
             packed.setdefault(to, []).append(pack(sequence, event.at_s, suspended=suspended))
             if suspended and sequence.state is SequenceState.ENDED:
@@ -62,14 +66,27 @@ class Handovers:
         self._residents.move_out(sequence, at_s, f"moved to {to}")
         self.moved_total += 1
 
+    def move_over(self, source: Lane, target: Lane, event: MovedOver) -> None:
+        """From one lane of this worker to the other."""
+        for sequence in [s for s in source.sequences if s.sequence_id in event.sequence_ids]:
+            suspended = sequence.sequence_id in event.suspended_ids
+            if not suspended:
+                source.give_up(sequence, event.at_s, "its group dissolves")
+            source.give_away(sequence)
+            sequence.step_id, sequence.in_engine = 0, False  # those of the other lane
+            self._residents.place(sequence, target, event.at_s, suspended=suspended, waits=suspended)
+        target.make_room(event.at_s)
+        target.scheduler.admit(event.at_s)
+
     # ---------------------------------------------------------------- coming
 
     def adopt(self, lane: Lane, event: Adopted) -> None:
-        lane.flights.demand_none("sequences are adopted")
+        if not event.by_tokens:
+            lane.flights.demand_none("sequences are adopted")
         if not lane.leads:
             raise InvariantViolation("a follower is handed sequences over")
         for snapshot in event.snapshots:
-            self._adopt(lane, snapshot, event)
+            self._adopt(lane, replace(snapshot, sequence_id=self._new_id()) if event.by_tokens else snapshot, event)
         lane.make_room(event.at_s)
         if event.last:
             for sequence in self._residents.held.sequences:

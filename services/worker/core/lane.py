@@ -13,7 +13,6 @@ from services.worker.core.batch import SequenceId, StepResult
 from services.worker.core.blocks import BlockBook, blocks_for
 from services.worker.core.events import (
     AdmissionLimited,
-    BlocksAdded,
     CapacityChanged,
     Execute,
     KvAdmitted,
@@ -21,13 +20,12 @@ from services.worker.core.events import (
     KvLost,
     KvTravels,
     LaneEvent,
-    MicrobatchesJoined,
     PrefillLimited,
     Removed,
     RoleChanged,
     RoomExpected,
 )
-from services.worker.core.flights import Flight, Flights
+from services.worker.core.flights import Flight, Flights, Steps
 from services.worker.core.limits import WorkerLimits
 from services.worker.core.scheduler import Scheduler
 from services.worker.core.sequence import Sequence, SequenceState
@@ -44,20 +42,22 @@ class Lane:
         outgrown: Callable[[Sequence, float], None],
         *,
         book: BlockBook | None = None,
+        steps: Steps | None = None,
         microbatching: Microbatching = by_token_count,
     ) -> None:
         """`block_count`: of the smallest stage. `book`: the tables of this worker's own stage, which outlive its being
         a leader; without one, the lane is a lone worker's and keeps its own. `microbatching` forms the batches of a
         group of several stages. `outgrown` is called with each sequence that has outgrown the whole cache, and the
-        instant: it ends it.
+        instant: it ends it. `steps` numbers batches; a worker's lanes share it.
         """
         self._limits = limits
         self._keeps_book = book is None
         self._outgrown = outgrown
         self.book = BlockBook(block_count, limits.block_tokens) if book is None else book
         self.scheduler = Scheduler(limits, block_count, microbatching)
-        self.flights = Flights(self.book)
+        self.flights = Flights(self.book, Steps() if steps is None else steps)
         self.leads = True
+        self.stopped = False  # no batch is formed any more
         self.stale_total = 0
 
     # ---------------------------------------------------------------- what others may look at
@@ -66,6 +66,8 @@ class Lane:
     def has_work(self) -> bool:
         """Whether a batch may be asked for. While others are in flight there may yet be none to give."""
         scheduler, flights = self.scheduler, self.flights
+        if self.stopped:
+            return False
         return len(flights) < scheduler.max_in_flight_count and scheduler.has_ready(flights.landed_step_id)
 
     @property
@@ -87,11 +89,6 @@ class Lane:
     def landed_step_id(self) -> int:
         """Step of the last batch that has landed."""
         return self.flights.landed_step_id
-
-    @property
-    def departed_step_id(self) -> int:
-        """Step of the last batch that is in flight, or has landed."""
-        return self.flights.departed_step_id
 
     @property
     def settled(self) -> bool:
@@ -162,6 +159,10 @@ class Lane:
     def reserved_block_count(self) -> int:
         """Blocks reserved by all that has room on every stage."""
         return self.scheduler.reserved_block_count
+
+    @property
+    def free_block_count(self) -> int:
+        return self.scheduler.free_block_count
 
     @property
     def wanted_block_count(self) -> int:
@@ -243,8 +244,34 @@ class Lane:
 
     def hand_over(self, at_s: float, who: Container[SequenceId] | None) -> None:
         """All, or those named, are about to be given away: what of their KV is in host memory is of no use."""
-        self.flights.demand_none("sequences are handed over")
+        if who is None:
+            self.flights.demand_none("all sequences are handed over")
         self._forget_swapped(at_s, who)
+
+    def lose_flights(self) -> None:
+        """No batch in flight lands, and no stage is left to be told anything."""
+        self.flights.abandon()
+        for sequence in self.scheduler.running:
+            sequence.on_stages = sequence.in_engine = False
+
+    def may_leave(self, *, running: bool) -> list[Sequence]:
+        """The sequences that wait, and with `running` those of which nothing is in flight."""
+        found = self.scheduler.waiting
+        if running:
+            found += [s for s in self.scheduler.running if not self.flights.in_flight(s)]
+        return found
+
+    def need(self, sequence: Sequence) -> int:
+        """Blocks that it holds, or would need."""
+        return max(sequence.reserved_block_count, self.scheduler.need(sequence))
+
+    def give_up(self, sequence: Sequence, at_s: float, why: str) -> None:
+        """It is about to go on elsewhere, by its tokens: here it waits, with nothing computed."""
+        if sequence.state is SequenceState.RUNNING:
+            if self.flights.in_flight(sequence):
+                raise InvariantViolation(f"{sequence.name} is given up while it is in flight", sequence.story())
+            self.scheduler.start_over(sequence, at_s, why)
+            self.flights.forget(sequence)
 
     def abandon(self) -> None:
         """The group is lost, and all its sequences have ended: nobody is left that would have to be told."""
@@ -261,15 +288,10 @@ class Lane:
                 self._change_role(event)
             case CapacityChanged():
                 self._resize(event)
-            case BlocksAdded():
-                self.scheduler.resize(self.scheduler.block_count + event.block_count, 0)
-                self.book.grow(event.block_count)
             case AdmissionLimited():
                 self.scheduler.admission_limit = event.block_count
             case PrefillLimited():
                 self.scheduler.limit_prefill(event.token_count)
-            case MicrobatchesJoined():
-                self.scheduler.joined = True
             case RoomExpected():
                 self.scheduler.expected_block_count = event.block_count
                 self.scheduler.expected_count = event.running_count
@@ -296,7 +318,6 @@ class Lane:
             scheduler.resize(scheduler.block_count, 0)
         scheduler.stage_count = event.stage_count
         scheduler.limit_prefill(None)
-        scheduler.joined = False
         for sequence in self.sequences:
             sequence.in_engine = False  # the stages of the new group have yet to hear of it
         self.shed(event.at_s)

@@ -58,11 +58,8 @@ class Leading:
         coming: Sequence[SequenceSnapshot],
         counts: Mapping[WorkerId, int],
         counts_in_the_end: Mapping[WorkerId, int],
-        lent_blocks: int,
     ) -> Decision:
-        """All members are ready. `counts`: blocks of each stage, now and when nothing is left to be sent;
-        `lent_blocks` of a lone worker are of sequences that others lead now.
-        """
+        """All members are ready. `counts`: blocks of each stage, now and when nothing is left to be sent."""
         alive = self._lane.kv_tokens  # own ones may have ended since they were counted
         gone_ids = {v.sequence_id for v in victims if v.old_leader == self._me} - alive.keys()
         present = [v for v in victims if v.sequence_id not in gone_ids]
@@ -76,7 +73,7 @@ class Leading:
             for victim in present
         ]
         self._waves = Waves(self._members, standings)
-        wave = self._waves.first(counts, self._in_the_end, lent_blocks)
+        wave = self._waves.first(counts, self._in_the_end)
         waiting, lost_ids = self._waves.waiting_ids, {v.sequence_id for v in wave.lost}
         kept = [v for v in present if v.sequence_id not in lost_ids]
         moving = frozenset(v.sequence_id for v in kept if transfers(self._plan, v, self._me)) | waiting
@@ -84,7 +81,7 @@ class Leading:
         events: list[Event] = [
             AdmissionLimited(now_s, None if wave.last else 0),
             KvTravels(now_s, own, waiting & own),
-            self.capacity(now_s, counts, lent_blocks),
+            self.capacity(now_s, counts),
             *(KvLost(now_s, sequence_id) for sequence_id in sorted(own & lost_ids)),
             Adopted(now_s, tuple(coming), moving - own, frozenset(lost_ids - own), True, waiting - own),
         ]
@@ -104,11 +101,11 @@ class Leading:
             events.append(AdmissionLimited(now_s, None))
         return Decision(wave, tuple(events), tuple(lost_ids), 0)
 
-    def capacity(self, now_s: float, counts: Mapping[WorkerId, int], lent_blocks: int = 0) -> CapacityChanged:
+    def capacity(self, now_s: float, counts: Mapping[WorkerId, int]) -> CapacityChanged:
         """What there is, less what those that wait hold on some stages."""
         smallest, held_blocks = self._waves.lent_blocks(counts)
         before = self._in_the_end if self._waves.waiting_ids else 0
-        return CapacityChanged(now_s, smallest, held_blocks + lent_blocks, before)
+        return CapacityChanged(now_s, smallest, held_blocks, before)
 
     def _weight(self, snapshot: SequenceSnapshot, now_s: float) -> tuple[int, float, int]:
         """See `Lane.weights`."""

@@ -29,7 +29,7 @@ PHASES: Mapping[Phase, PhaseRow] = MappingProxyType(
     {
         Phase.PREPARING: PhaseRow(
             drop="links come up; checksums of the layers to be given up are taken",
-            restore="links come up; the leader grants room, layers come and are verified, KV is copied ahead",
+            restore="links come up; the leader limits the group, layers come into what that frees and are verified",
             next=MappingProxyType(
                 {
                     Phase.PREPARED: "links are up and memory is ready",
@@ -41,7 +41,7 @@ PHASES: Mapping[Phase, PhaseRow] = MappingProxyType(
         ),
         Phase.PREPARED: PhaseRow(
             drop="serves on as before",
-            restore="serves on as before; KV is copied ahead",
+            restore="serves on as before",
             next=MappingProxyType(
                 {
                     Phase.COMMITTING: "Commit",
@@ -53,7 +53,7 @@ PHASES: Mapping[Phase, PhaseRow] = MappingProxyType(
         ),
         Phase.COMMITTING: PhaseRow(
             drop="no batch is formed; the last ones come back",
-            restore="no batch is formed; the last ones come back",
+            restore="at once: KV of its own in the memory that is free; the group goes on beside that",
             next=MappingProxyType(
                 {
                     Phase.EXCHANGING: "between two batches: memory is remapped, the role is another one",
@@ -64,14 +64,19 @@ PHASES: Mapping[Phase, PhaseRow] = MappingProxyType(
         ),
         Phase.EXCHANGING: PhaseRow(
             drop="the group serves new requests; KV of victims travels, in waves as there is room",
-            restore="each member serves alone; what was not copied ahead travels",
-            next=MappingProxyType({Phase.DONE: "all KV has come and gone", Phase.FAILED: _LEFT}),
+            restore="each member serves alone; what is left in the group ends, or goes to a member with its KV",
+            next=MappingProxyType(
+                {
+                    Phase.DONE: "a drop: all KV has come and gone; a restore: the group has ended, or lost a member",
+                    Phase.FAILED: _LEFT,
+                }
+            ),
             deadline="the planner's: a plan without this worker's group follows",
         ),
         Phase.DONE: PhaseRow("at rest", "at rest", MappingProxyType({}), "-"),
         Phase.FAILED: PhaseRow(
             drop="before the commit: undone. After it: requests are replayed elsewhere, missing layers are read",
-            restore="before the commit: layers go again. After it: as in a drop",
+            restore="before the commit: layers go again",
             next=MappingProxyType({Phase.ABORTED: "Abort"}),
             deadline="30 s for transfers to end, else the process ends; then reading the checkpoint",
         ),

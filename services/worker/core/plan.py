@@ -52,23 +52,25 @@ class Part:
     handovers_from: tuple[WorkerId, ...]  # if it is a new leader: whose word it waits for
     rosters_from: tuple[WorkerId, ...]  # new leaders whose victims' KV it holds or gets, itself included
     roster_to: tuple[WorkerId, ...]  # if it is a new leader: everybody concerned, itself excepted
+    dissolves: bool  # members become whole workers at once, and the old group comes to its end beside them
 
 
 def part_of(plan: Plan, me: WorkerId) -> Part | None:
     """None if nothing changes for this worker, or it is not in the coming layout."""
-    new = group_of(plan.target, me)
-    if new is None or group_of(plan.base, me) == new:
+    old, new = group_of(plan.base, me), group_of(plan.target, me)
+    if new is None or old == new:
         return None
     concerned = [g for g in plan.target.groups if me in participants(plan.base, g)]
     leads = new.leader.worker_id == me
     return Part(
-        old=group_of(plan.base, me),
+        old=old,
         new=new,
         peers=tuple(sorted(peers_of(plan.base, plan.target, me))),
         handovers_to=tuple(g.leader.worker_id for g in concerned if g.leader.worker_id != me),
         handovers_from=tuple(sorted(participants(plan.base, new) - {me})) if leads else (),
         rosters_from=tuple(g.leader.worker_id for g in concerned),
         roster_to=tuple(sorted(participants(plan.base, new) - {me})) if leads else (),
+        dissolves=plan.kind is TransitionKind.RESTORE and old is not None and len(new.members) == 1,
     )
 
 

@@ -61,12 +61,11 @@ class Scheduler:
         self.lent_block_count = 0
         self.expected_block_count = 0  # for sequences that come from other leaders, and
         self.expected_count = 0  # so many of these
-        self._ceiling_block_count = block_count
+        self.ceiling_block_count = block_count  # that there are, or may be soon
         self.admission_limit: int | None = None  # blocks; nothing new above it
         self.prefill_limit: int | None = None  # tokens of prompts in a batch that has decodes
         self._limited_tokens = 0  # the most of prompts that were to be computed since there were none, while limited
         self.stage_count = 1
-        self.joined = False  # a pipeline's batches have all that is ready to decode, and nothing else
         self.reserved_block_count = 0
         self.running: list[Sequence] = []  # in order of service
         self.suspended: dict[SequenceId, Sequence] = {}  # those that have ended meanwhile are still among them
@@ -101,7 +100,7 @@ class Scheduler:
     @property
     def ceiling_tokens(self) -> int:
         """Tokens of the longest sequence that the whole cache can hold, or will be able to."""
-        return self._ceiling_block_count * self._block_tokens
+        return self.ceiling_block_count * self._block_tokens
 
     @property
     def decides_nothing(self) -> bool:
@@ -130,7 +129,7 @@ class Scheduler:
         """What waits may need a block more or less than counted before, so its needs are counted anew. Of what there
         was before there may be that much again soon: what needs it waits, and is not too big.
         """
-        self._ceiling_block_count = max(block_count, before_block_count)
+        self.ceiling_block_count = max(block_count, before_block_count)
         self.block_count = block_count
         self.lent_block_count = lent_block_count
         self.waiting_block_count = sum(self.need(s) for s in self.waiting)
@@ -286,8 +285,6 @@ class Scheduler:
             self._leave_ahead(at_s)
         # What just gave way does not fit: it needs at least what it had, and a part of that is taken.
         self.admit(at_s)
-        if self.stage_count > 1 and self.joined:
-            return self._joined_batch(landed_step_id, preempted)
         if self.stage_count > 1:
             return self._next_microbatch(landed_step_id, in_flight_count, preempted)
         ready = self.running
@@ -302,9 +299,6 @@ class Scheduler:
         chunks = self._chunks(len(decodes), prefills, budget)
         swaps = SwapOrders(left, self.swap.order(busy=bool(decodes or chunks))) if len(self.swap) or left else NOTHING
         return Plan(decodes, chunks, preempted, swaps)
-
-    def _joined_batch(self, landed_step_id: int, preempted: list[Sequence]) -> Plan:
-        return Plan(self._ready_decodes(landed_step_id)[: self._limits.max_batch_tokens], [], preempted)
 
     def _ready_decodes(self, landed_step_id: int) -> list[Sequence]:
         ready = [s for s in self.running if s.step_id <= landed_step_id and s.token_count <= s.reserved_tokens]
@@ -458,9 +452,8 @@ class Scheduler:
         return lost
 
     def _preempt(self, victim: Sequence, at_s: float, why: str) -> None:
-        self.running.remove(victim)
         self.preemptions_total += 1
-        self._recompute(victim, at_s, f"preempted, {why}")
+        self.start_over(victim, at_s, f"preempted, {why}")
 
     def _recompute(self, sequence: Sequence, at_s: float, why: str) -> None:
         self._reserve(sequence, -sequence.reserved_block_count)
@@ -469,6 +462,11 @@ class Scheduler:
         sequence.may_overfill = True
         sequence.move(SequenceState.WAITING, at_s, why)
         self.enqueue(sequence)
+
+    def start_over(self, sequence: Sequence, at_s: float, why: str) -> None:
+        """A running sequence, of which nothing is in flight, waits again, with nothing computed."""
+        self.running.remove(sequence)
+        self._recompute(sequence, at_s, why)
 
     # ---------------------------------------------------------------- KV on its way
 

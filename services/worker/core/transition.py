@@ -3,10 +3,12 @@
 Rule 1: everything that decides about a transition is here; the shell connects links, moves memory and KV, and reports.
 Rule 2: every message may come twice, late or never. An event that does not fit the phase changes nothing.
 
-A drop, a merge of pipelines and a restore are the same thing here.
+A drop and a merge of pipelines are the same thing: they exchange KV at a boundary. In a restore each member is a whole
+worker from the commit on, and the old group comes to its end beside that; the KV of what is left in it then is
+exchanged likewise.
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 from ballast.common.errors import InvariantViolation
@@ -19,12 +21,15 @@ from services.worker.core.transition_messages import (
     AbortRequested,
     BoundaryReached,
     Broken,
+    CloseSeat,
     Command,
     CommitRequested,
     ConnectLinks,
+    Empty,
     EpochEnded,
     Event,
     ExpectKv,
+    GroupEnded,
     HandoverReceived,
     KvCompleteReceived,
     KvReceived,
@@ -65,6 +70,8 @@ class _Progress:
     boundary: bool = False  # own batches, if it led
     epoch_ended: bool = False  # word of the old leader, if it followed
     taken_up: bool = False
+    closed_seat: bool = False  # of the group that dissolves
+    lost: set[WorkerId] = field(default_factory=set)  # members of that group, since the commit
     handovers: dict[WorkerId, tuple[Victim, ...]] = field(default_factory=dict)  # sender -> its victims
     waves: dict[WorkerId, int] = field(default_factory=dict)  # new leader -> its waves that have been handled
     closed: set[WorkerId] = field(default_factory=set)  # new leaders whose last wave is among them
@@ -96,6 +103,11 @@ class Transition:
     @property
     def epoch(self) -> Epoch:
         return self.plan.epoch
+
+    @property
+    def lost(self) -> Collection[WorkerId]:
+        """Members of the group that dissolves, since the commit."""
+        return self._is.lost
 
     @property
     def leads(self) -> bool:
@@ -136,9 +148,11 @@ class Transition:
                 return self._commit()
             case BoundaryReached():
                 return self._boundary()
+            case GroupEnded():
+                return self._empty()
             case EpochEnded():
                 self._is.epoch_ended = True
-                return self._maybe_take_up()
+                return self._maybe_close() if self.part.dissolves else self._maybe_take_up()
             case TakenUp():
                 return self._taken_up()
             case HandoverReceived(source=source, victims=victims):
@@ -190,6 +204,9 @@ class Transition:
         if self.phase is not Phase.PREPARED:
             return []
         self.phase = Phase.COMMITTING
+        if self.part.dissolves:
+            self._is.taken_up = True
+            return [TakeUp(self.plan)]
         if self.led_before:
             return [Quiesce(self.epoch)]
         return self._maybe_take_up()
@@ -216,8 +233,34 @@ class Transition:
         if self.phase is not Phase.COMMITTING:
             return []
         self.phase = Phase.EXCHANGING
+        if self.part.dissolves:
+            return self._maybe_close()
         commands: list[Command] = [SendHandover(self.epoch, to) for to in self.part.handovers_to]
         return commands + self._maybe_lead()
+
+    # ------------------------------------------------------------ the end of a group that dissolves
+
+    def _empty(self) -> list[Command]:
+        """The leader that was: nothing is left."""
+        is_ = self._is
+        if self.phase is not Phase.EXCHANGING or not self.part.dissolves or is_.epoch_ended:
+            return []
+        is_.epoch_ended = True
+        followers = tuple(w for w in members_of(self.part.old) if w != self.me)
+        told: list[Command] = [SendEpochEnded(self.epoch, followers)]
+        return told + self._maybe_close()
+
+    def _maybe_close(self) -> list[Command]:
+        """Its leader's word may come before this member's commit."""
+        is_ = self._is
+        if self.phase is not Phase.EXCHANGING or is_.closed_seat or not (is_.epoch_ended or is_.lost):
+            return []
+        if is_.lost and self.led_before and not is_.epoch_ended:
+            return [Empty(self.epoch)]
+        is_.closed_seat = True
+        commands: list[Command] = [CloseSeat(self.epoch)]
+        commands += [SendHandover(self.epoch, to) for to in self.part.handovers_to if to not in is_.lost]
+        return commands + self._maybe_lead() + self._maybe_done()
 
     def own_victims(self, victims: Iterable[Victim]) -> None:
         """The sequences this worker led and goes on leading; told before TakenUp."""
@@ -227,7 +270,9 @@ class Transition:
         is_ = self._is
         if self.phase is not Phase.EXCHANGING or not self.leads or is_.led:
             return []
-        if set(self.part.handovers_from) - set(is_.handovers):
+        if self.part.dissolves and not is_.closed_seat:
+            return []
+        if set(self.part.handovers_from) - set(is_.handovers) - is_.lost:
             return []
         is_.led = True
         victims = is_.own_victims + tuple(v for sender in sorted(is_.handovers) for v in is_.handovers[sender])
@@ -253,7 +298,7 @@ class Transition:
         is_ = self._is
         if wave != is_.waves.get(source, 0) or source in is_.closed or source not in self.part.rosters_from:
             return []
-        if self.phase is Phase.FAILED:
+        if self.phase is Phase.FAILED or source in is_.lost:
             return []  # a member was lost; what the others still say of it comes to nothing
         if self.phase is not Phase.EXCHANGING:
             raise InvariantViolation(f"{self.me} got a roster of epoch {self.epoch} while {self.phase}")
@@ -309,9 +354,11 @@ class Transition:
     def _maybe_done(self) -> list[Command]:
         is_ = self._is
         open_ = is_.outgoing or is_.incoming or is_.stages_missing or (self.leads and not is_.led)
-        if self.phase is not Phase.EXCHANGING or open_ or set(self.part.rosters_from) - is_.waves.keys():
+        open_ = open_ or (self.part.dissolves and not is_.closed_seat)
+        rosters = set(self.part.rosters_from) - is_.lost
+        if self.phase is not Phase.EXCHANGING or open_ or rosters - is_.waves.keys():
             return []
-        if set(self.part.rosters_from) - is_.closed:
+        if rosters - is_.closed:
             return self._leave_wave()
         self.phase = Phase.DONE
         return [ReleaseLost(self.plan)]
@@ -339,11 +386,20 @@ class Transition:
 
     # ------------------------------------------------------------ failure
 
+    def _waits_for_kv_of(self, peer: WorkerId) -> bool:
+        """Some of a victim's KV is to come from there, and may be being written into its blocks."""
+        return any(peer in sources for sources in self._is.incoming.values())
+
     def _peer_lost(self, peer: WorkerId, why: str) -> list[Command]:
         if peer not in self.part.peers:
             return []
         if self.phase in (Phase.PREPARING, Phase.PREPARED):
             return self._fail(f"{peer}: {why}")
+        if self.phase is Phase.EXCHANGING and self.part.dissolves and not self._waits_for_kv_of(peer):
+            is_ = self._is
+            is_.lost.add(peer)
+            is_.outgoing = {(sequence_id, to) for sequence_id, to in is_.outgoing if to != peer}
+            return self._maybe_close() + self._maybe_lead() + self._maybe_done()
         if self.phase in (Phase.COMMITTING, Phase.EXCHANGING):
             self.phase, self.why = Phase.FAILED, f"{peer}: {why}"
             return [Broken(peer, why)]
@@ -354,9 +410,10 @@ class Transition:
         is_ = self._is
         if self.phase is Phase.DONE and (is_.outgoing or is_.incoming or is_.stages_missing):
             raise InvariantViolation(f"{self.me}: epoch {self.epoch} is done with KV still on its way")
-        if self.phase is Phase.DONE and set(self.part.rosters_from) - is_.closed:
+        if self.phase is Phase.DONE and set(self.part.rosters_from) - is_.closed - is_.lost:
             raise InvariantViolation(f"{self.me}: epoch {self.epoch} is done and victims wait")
-        if is_.taken_up and not (is_.boundary if self.led_before else is_.epoch_ended or self.part.old is None):
+        ended = is_.boundary if self.led_before else is_.epoch_ended or self.part.old is None
+        if is_.taken_up and not (ended or self.part.dissolves):
             raise InvariantViolation(f"{self.me}: epoch {self.epoch} was taken up inside a step")
         if self.phase in (Phase.PREPARING, Phase.ABORTED) and is_.taken_up:
             raise InvariantViolation(f"{self.me}: epoch {self.epoch} is {self.phase} after it was taken up")

@@ -38,7 +38,7 @@ class LinksUp:
 
 @dataclass(frozen=True, slots=True)
 class MemoryReady:
-    """Drop: the plan fits. Restore: the missing layers are here and verified, and the KV has made room for them."""
+    """Drop: the plan fits. Restore: the missing layers are here and verified."""
 
     at_s: float
     epoch: Epoch
@@ -54,6 +54,14 @@ class PreparationFailed:
 @dataclass(frozen=True, slots=True)
 class BoundaryReached:
     """No batch of the old layout that this worker leads is under way any more."""
+
+    at_s: float
+    epoch: Epoch
+
+
+@dataclass(frozen=True, slots=True)
+class GroupEnded:
+    """No batch of the group that dissolves is in flight, and this worker has handed over what was left in it."""
 
     at_s: float
     epoch: Epoch
@@ -110,7 +118,7 @@ class PeerLost:
 
 @dataclass(frozen=True, slots=True)
 class EpochEnded:
-    """From the leader that was: every batch of the old layout has come by."""
+    """From the leader that was: every batch of the old group has come by."""
 
     at_s: float
     epoch: Epoch
@@ -167,6 +175,7 @@ Event = (
     | MemoryReady
     | PreparationFailed
     | BoundaryReached
+    | GroupEnded
     | TakenUp
     | Led
     | KvSent
@@ -204,7 +213,7 @@ class UndoPreparation:
 
 @dataclass(frozen=True, slots=True)
 class Quiesce:
-    """Form no batch any more; answered with BoundaryReached. For a worker that leads."""
+    """Form no batch any more; answered with BoundaryReached. For a worker that leads, in a drop."""
 
     epoch: Epoch
 
@@ -220,6 +229,22 @@ class TakeUp:
     """Move memory, change role; an old leader hands its sequences over. Answered with TakenUp."""
 
     plan: Plan
+
+
+@dataclass(frozen=True, slots=True)
+class Empty:
+    """A stage of the group that dissolves is gone: what is in it goes elsewhere now, by its tokens. Answered with
+    GroupEnded. For the worker that has led it.
+    """
+
+    epoch: Epoch
+
+
+@dataclass(frozen=True, slots=True)
+class CloseSeat:
+    """The group that dissolves has come to its end here. Its blocks are read until ReleaseLost."""
+
+    epoch: Epoch
 
 
 @dataclass(frozen=True, slots=True)
@@ -334,6 +359,8 @@ Command = (
     | Quiesce
     | SendEpochEnded
     | TakeUp
+    | Empty
+    | CloseSeat
     | SendHandover
     | Lead
     | LeadWave

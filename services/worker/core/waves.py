@@ -82,13 +82,13 @@ class Waves:
         smallest = min(counts[stage] for stage in self._stages)
         return smallest, smallest - min(counts[stage] - held[stage] for stage in self._stages)
 
-    def first(self, counts: Mapping[WorkerId, int], in_the_end: int, lent_blocks: int = 0) -> Wave:
+    def first(self, counts: Mapping[WorkerId, int], in_the_end: int) -> Wave:
         """`counts`: blocks of each stage; `in_the_end`: of the smallest, when all that is to be sent has been sent. A
-        wave can be a second one only where that is more than `counts` say. `lent_blocks` cannot be had on any stage.
+        wave can be a second one only where that is more than `counts` say.
         """
         kept: list[Standing] = []
         lost: list[Victim] = []
-        left = max(in_the_end, min(counts.values())) - lent_blocks
+        left = max(in_the_end, min(counts.values()))
         for standing in self._waiting:
             if standing.need_blocks <= left:
                 left -= standing.need_blocks
@@ -96,7 +96,7 @@ class Waves:
             else:
                 lost.append(standing.victim)
         self._waiting = kept
-        admitted = self._admit(self._room(counts, lent_blocks))
+        admitted = self._admit(self._room(counts, 0))
         if in_the_end <= min(counts.values()) and self._waiting:
             raise InvariantViolation(f"{len(self._waiting)} victims would fit in the end and do not fit now")
         return Wave(admitted, tuple(lost), not self._waiting)

@@ -1,7 +1,8 @@
 """The deciding half of a worker: requests in, batches and tokens out.
 
 Owns every sequence from its submission to its one ending, or until another leader takes it over. What runs when is
-decided in the lane of its group (`core.lane`), of which there is one today. Knows no clock, no thread, no tensor.
+decided in the lane of its group (`core.lane`). While a group dissolves there are two: the one in force, where what
+comes comes to, and the leaving one. Knows no clock, no thread, no tensor.
 Whoever drives it calls `handle` from one thread, asks for a batch when the first stage is free, and reports the steps
 in their order.
 
@@ -12,7 +13,7 @@ ERROR and not with LENGTH: a cut answer must not look complete, and a larger gro
 import sys
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Items
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ballast.common.errors import InvariantViolation
 from ballast.common.load import LoadReport, MemoryReport
@@ -29,9 +30,15 @@ from services.worker.core.events import (
     DrainRequested,
     Event,
     Execute,
+    FlightsLost,
     GroupLost,
     HandedOver,
     HandOver,
+    LaneClosed,
+    LaneOpened,
+    LeavingStopped,
+    MovedOver,
+    OfLeaving,
     OrphanWithdrawn,
     Removed,
     RoleChanged,
@@ -44,6 +51,7 @@ from services.worker.core.events import (
     Tick,
     WithdrawnTooLate,
 )
+from services.worker.core.flights import Steps
 from services.worker.core.handover import ANOTHER_LEADS, Handovers, stop_rule
 from services.worker.core.intake import fault_of, with_seed
 from services.worker.core.lane import Lane
@@ -82,8 +90,12 @@ class WorkerCore:
         """`block_count`, `book` and `microbatching`: see `core.lane`. Ids follow on `first_sequence_id`."""
         self._limits = limits
         self._residents = residents = Residents(limits)
-        self._handovers = Handovers(limits, residents)
-        self._lanes = [Lane(limits, block_count, residents.end_too_big, book=book, microbatching=microbatching)]
+        self._handovers = Handovers(limits, residents, self._new_sequence_id)
+        self._microbatching = microbatching
+        self._steps = Steps()
+        self._lanes = [self._new_lane(block_count, book)]  # the leaving one, if any; the one in force
+        self._last_formed: Lane | None = None
+        self._preemptions_total = self._stale_lanes_total = 0  # of lanes that have been closed
         self._outbox = residents.outbox
         self._first_sequence_id = self._last_sequence_id = first_sequence_id
         self._draining = False
@@ -102,14 +114,16 @@ class WorkerCore:
         if not self._is_busy:
             self._progress_at_s = event.at_s
         lane = self.lane
+        if isinstance(event, OfLeaving):
+            event, lane = event.event, self._leaving()
         execute: Execute | Removed | None = None
         handed_over: HandedOver | None = None
         lost = isinstance(event, GroupLost)
         match event:
             case BatchWanted():
-                execute = self._form(lane, event.at_s)
+                execute = self._form(event.at_s)
             case StepDone():
-                self._step_done(lane, event)
+                self._step_done(self._lane_of(event.result.step_id), event)
             case Submitted():
                 self._submit(lane, event)
             case Aborted():
@@ -121,23 +135,38 @@ class WorkerCore:
             case StreamClosed():
                 self._close(event)
             case StepFailed():
-                self._step_failed(lane, event)
+                self._step_failed(self._lane_of(event.step_id), event)
             case DrainRequested():
                 self._draining = True
             case GroupLost():
                 self._residents.abandon(event.at_s)
-                lane.abandon()
+                for each in self._lanes:
+                    each.abandon()
+                self._close_leaving()
             case HandOver():
                 handed_over = self._handovers.hand_over(lane, event)
             case Adopted():
                 self._handovers.adopt(lane, event)
             case OrphanWithdrawn():
                 self._handovers.withdraw(event)
+            case LaneOpened():
+                self._open(event)
+            case LeavingStopped():
+                self._leaving().stopped = True
+            case MovedOver():
+                self._handovers.move_over(self._leaving(), lane, event)
+            case FlightsLost():
+                self._leaving().lose_flights()
+            case LaneClosed():
+                self._close_leaving()
             case _:
                 lane.handle(event)
         commands: list[Command] = [*self._outbox.take(self._seen_handle)]
-        if lane.flights.to_remove and (not self._is_busy or isinstance(event, _TELLS_REMOVED)):
-            commands.append(lane.flights.tell_removed())
+        tells = isinstance(event, _TELLS_REMOVED)
+        for each in self._lanes:
+            if each.flights.to_remove and (tells or not each.is_busy):
+                removed = each.flights.tell_removed()
+                commands.append(removed if each is self._lanes[-1] else replace(removed, leaving=True))
         if handed_over is not None:
             commands.append(handed_over)
         if self._withdrawn_too_late is not None:
@@ -156,6 +185,42 @@ class WorkerCore:
     def lane(self) -> Lane:
         """The lane of this worker's group. Newcomers enter it, and an event about a group is about this one."""
         return self._lanes[-1]
+
+    def _new_lane(self, block_count: int, book: BlockBook | None) -> Lane:
+        end, forms = self._residents.end_too_big, self._microbatching
+        return Lane(self._limits, block_count, end, book=book, steps=self._steps, microbatching=forms)
+
+    @property
+    def leaving(self) -> Lane | None:
+        """The lane of the group that this worker has led, while what is in it comes to its end."""
+        return self._lanes[0] if len(self._lanes) > 1 else None
+
+    def _leaving(self) -> Lane:
+        lane = self.leaving
+        if lane is None:
+            raise InvariantViolation("no lane is leaving")
+        return lane
+
+    def _lane_of(self, step_id: int) -> Lane:
+        return next((lane for lane in self._lanes if lane.flights.next_landing == step_id), self.lane)
+
+    def _open(self, event: LaneOpened) -> None:
+        before, lane = self.lane, self._new_lane(event.book.block_count, event.book)
+        if len(self._lanes) > 1:
+            raise InvariantViolation("a lane is opened while another one is leaving")
+        self._lanes.append(lane)
+        if not before.leads:
+            self._close_leaving()
+
+    def _close_leaving(self) -> None:
+        """The counts of a lane that is no more go on."""
+        if (lane := self.leaving) is None:
+            return
+        if lane.sequences or lane.flights or lane.flights.to_remove:
+            raise InvariantViolation(f"a lane is closed with {len(lane.sequences)} sequences in it")
+        self._preemptions_total += lane.scheduler.preemptions_total
+        self._stale_lanes_total += lane.stale_total
+        del self._lanes[0]
 
     @property
     def _is_busy(self) -> bool:
@@ -224,12 +289,15 @@ class WorkerCore:
     def totals(self) -> Totals:
         return Totals(
             self._steps_total,
-            sum(lane.scheduler.preemptions_total for lane in self._lanes),
+            self._preemptions_total + sum(lane.scheduler.preemptions_total for lane in self._lanes),
             self._prompt_tokens_total,
             self._generation_tokens_total,
             dict(self._residents.endings_total),
             self._residents.refused_total,
-            self._stale_events_total + self._handovers.stale_total + sum(lane.stale_total for lane in self._lanes),
+            self._stale_events_total
+            + self._handovers.stale_total
+            + self._stale_lanes_total
+            + sum(lane.stale_total for lane in self._lanes),
             self._handovers.adopted_total,
             self._handovers.moved_total,
         )
@@ -237,7 +305,8 @@ class WorkerCore:
     def load(self, at_s: float, memory: MemoryReport, newest_epoch: int = 0) -> LoadReport:
         """`newest_epoch`: of a transition that this worker has heard of."""
         block_count = free_block_count = waiting_block_count = 0
-        running_count = waiting_count = max_running_count = preemptions_total = 0
+        running_count = waiting_count = max_running_count = 0
+        preemptions_total = self._preemptions_total
         for lane in self._lanes:
             scheduler = lane.scheduler
             waiting_count += scheduler.waiting_count
@@ -245,10 +314,14 @@ class WorkerCore:
             if swapped_count := len(scheduler.swap):
                 waiting_count += swapped_count - scheduler.swap.returning_count
                 waiting_block_count += sum(scheduler.need(s) for s in scheduler.swap.away)
-            block_count += scheduler.block_count
-            free_block_count += scheduler.free_block_count
+            if lane is self._lanes[-1]:
+                # What a group that dissolves beside it still has counts as used, as it is going to be this one's.
+                block_count = scheduler.block_count if scheduler.stage_count > 1 else scheduler.ceiling_block_count
+                free_block_count = scheduler.free_block_count
+                max_running_count += scheduler.max_running_count
+            else:
+                max_running_count += scheduler.running_count
             running_count += scheduler.running_count
-            max_running_count += scheduler.max_running_count
             preemptions_total += scheduler.preemptions_total
         return LoadReport(
             block_tokens=self._limits.block_tokens,
@@ -285,12 +358,16 @@ class WorkerCore:
             return
         may_hold = self._handovers.may_hold(event)
         # What is held may run in a larger group than this one is now.
-        if fault := fault_of(event, self._limits, sys.maxsize if may_hold else lane.scheduler.block_count):
+        if fault := fault_of(event, self._limits, sys.maxsize if may_hold else lane.scheduler.ceiling_block_count):
             self._residents.turn_away(event.key, fault, invalid=True)
         elif not may_hold and (refusal := self._refusal(lane, event)):
             self._residents.turn_away(event.key, refusal, invalid=False)
         else:
             self._accept(lane, event, may_hold)
+
+    def _new_sequence_id(self) -> SequenceId:
+        self._last_sequence_id += 1
+        return self._last_sequence_id
 
     def _seen_handle(self, stream_id: int) -> int:
         return self._residents.streams[stream_id].seen_handle
@@ -312,9 +389,8 @@ class WorkerCore:
         return ""
 
     def _accept(self, lane: Lane, event: Submitted, hold: bool) -> None:
-        self._last_sequence_id += 1
         rule = stop_rule(event, self._limits, (event.output_text, event.delivered_text_chars, 0))
-        sequence = Sequence(self._last_sequence_id, event, rule)
+        sequence = Sequence(self._new_sequence_id(), event, rule)
         sequence.sampling = with_seed(event.sampling)
         sequence.note(event.at_s, f"submitted: {sequence.token_count} tokens, class {event.priority.value}")
         self._residents.enter(sequence, event.at_s)
@@ -352,10 +428,17 @@ class WorkerCore:
 
     # ---------------------------------------------------------------- steps
 
-    def _form(self, lane: Lane, at_s: float) -> Execute | Removed | None:
-        lane.demand_place()
+    def _form(self, at_s: float) -> Execute | Removed | None:
+        """The lanes take turns."""
         self._expire(at_s)
-        return lane.form(at_s)
+        if len(self._lanes) == 1:
+            self.lane.demand_place()
+            return self.lane.form(at_s)
+        for lane in sorted(self._lanes, key=lambda each: each is self._last_formed):
+            if lane.has_work and (formed := lane.form(at_s)) is not None:
+                self._last_formed = lane
+                return replace(formed, leaving=lane is not self._lanes[-1])
+        return None
 
     def _step_done(self, lane: Lane, event: StepDone) -> None:
         result, texts = event.result, event.texts
@@ -418,7 +501,7 @@ class WorkerCore:
 
     def plain_steps(self) -> PlainSteps | None:
         """The steps that follow if nothing is told meanwhile and that only give tokens. None: there is none."""
-        return None if self._residents.waits else foresee(self.lane)
+        return None if self._residents.waits or len(self._lanes) > 1 else foresee(self.lane)
 
     def take_plain_steps(self, plain: PlainSteps, token_ids: Iterable[Items[int]], count: int, at_s: float) -> None:
         """The first `count` of them have been run, the last at `at_s`, and their tokens (as many for each sequence)
@@ -453,5 +536,5 @@ class WorkerCore:
 
 
 # Events after which the stages must know what was removed, though no batch may follow for a while.
-_TELLS_REMOVED = (CapacityChanged, HandOver, RoleChanged)
+_TELLS_REMOVED = (CapacityChanged, HandOver, MovedOver, RoleChanged)
 _DRAINS = "this worker is draining"

@@ -7,6 +7,7 @@ is unmapped; so whoever reads a block that was never copied, or another one's, f
 from __future__ import annotations
 
 import math
+import sys
 import time
 from array import array
 from bisect import bisect_right
@@ -45,47 +46,77 @@ _BYTE = Dtype("uint8", 1)
 
 
 class Area:
-    """A reserved range. With `cell_bytes` it is an array of such cells; without, a cell is what a tensor begins at."""
+    """A reserved range. With `cell_bytes` it is two arrays of such cells, the second of which begins at the cell
+    `second`, far behind the end of the first; without, a cell is what a tensor begins at.
+    """
 
     def __init__(self, cell_bytes: int = 0) -> None:
         self.cell_bytes = cell_bytes
-        self._cells = array(_MARK)
+        self._second = sys.maxsize
+        self._low = array(_MARK)
+        self._high = array(_MARK)
         self._starts: dict[int, int] = {}
+
+    def divide(self, cell_bytes: int, second: int) -> None:
+        """What the cells are, before the first has been written."""
+        self.cell_bytes, self._second = cell_bytes, second
 
     def read(self, offset: int, size: int) -> list[int]:
         if not self.cell_bytes:
             return [self._starts.get(offset, NOTHING)]
         first, last = offset // self.cell_bytes, (offset + size) // self.cell_bytes
-        there = self._cells[first:last].tolist()
+        cells, at = self._place(first)
+        there = cells[at : at + last - first].tolist()
         return there + [NOTHING] * (last - first - len(there))
 
     def write(self, offset: int, marks: Sequence[int]) -> None:
         if not self.cell_bytes:
             [self._starts[offset]] = marks
             return
-        first = offset // self.cell_bytes
-        self._reach(first + len(marks))
-        self._cells[first : first + len(marks)] = array(_MARK, marks)
+        cells, at = self._place(offset // self.cell_bytes)
+        _reach(cells, at + len(marks))
+        cells[at : at + len(marks)] = array(_MARK, marks)
 
     def cell(self, index: int) -> int:
-        return self._cells[index] if index < len(self._cells) else NOTHING
+        cells = self._low
+        if index >= self._second:
+            index -= self._second
+            cells = self._high
+        return cells[index] if index < len(cells) else NOTHING
 
     def set_cell(self, index: int, mark: int) -> None:
+        cells = self._low
+        if index >= self._second:
+            index -= self._second
+            cells = self._high
         try:
-            self._cells[index] = mark
+            cells[index] = mark
         except IndexError:
-            self._reach(index + 1)
-            self._cells[index] = mark
+            _reach(cells, index + 1)
+            cells[index] = mark
 
-    def forget_from(self, offset: int) -> None:
+    def forget(self, offset: int, size: int) -> None:
         if self.cell_bytes:
-            del self._cells[offset // self.cell_bytes :]
+            cells, at = self._place(offset // self.cell_bytes)
+            end = min(len(cells), at - offset // self.cell_bytes - (-(offset + size) // self.cell_bytes))
+            if end == len(cells):
+                del cells[at:]
+            else:
+                cells[at:end] = array(_MARK, bytes(4 * (end - at)))
         else:
-            self._starts = {start: mark for start, mark in self._starts.items() if start < offset}
+            self._starts = {at: mark for at, mark in self._starts.items() if not offset <= at < offset + size}
 
-    def _reach(self, count: int) -> None:
-        if count > len(self._cells):
-            self._cells.extend(array(_MARK, bytes(4 * (count - len(self._cells)))))
+    def forget_all(self) -> None:
+        del self._low[:], self._high[:]
+        self._starts.clear()
+
+    def _place(self, index: int) -> tuple[array[int], int]:
+        return (self._low, index) if index < self._second else (self._high, index - self._second)
+
+
+def _reach(cells: array[int], count: int) -> None:
+    if count > len(cells):
+        cells.extend(array(_MARK, bytes(4 * (count - len(cells)))))
 
 
 class Phantom:
@@ -189,7 +220,7 @@ class PhantomBackend:
 
     def release(self, address: int, size_bytes: int) -> None:
         area, _ = self._at(address)
-        area.forget_from(0)
+        area.forget_all()
 
     def map(self, address: int, run: ExtentRun) -> None:
         """Fresh memory carries no mark."""
@@ -198,7 +229,7 @@ class PhantomBackend:
 
     def unmap(self, address: int, runs: Sequence[ExtentRun]) -> None:
         area, offset = self._at(address)
-        area.forget_from(offset)
+        area.forget(offset, sum(run.count for run in runs) * self._extent_bytes)
 
     def tensor(self, address: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         area, offset = self._at(address)

@@ -56,9 +56,10 @@ class Marks:
         self._areas: list[Area] = []
         for layer in range(memory.kv.shape.layer_count):
             area = phantom(memory.kv.layer(layer)).area
-            area.cell_bytes = memory.kv.shape.block_bytes
+            area.divide(memory.kv.shape.block_bytes, memory.kv.windows[1].first_block)
             self._areas.append(area)
-        self._checked_layers: range | None = None
+        self._checked_layers: set[int] = set()
+        self._wrong_layers: set[int] = set()
         self._layers_are_wrong = False
         self.wrong_total = 0  # slices that read what they should not have
 
@@ -83,7 +84,8 @@ class Marks:
     def forget_all(self) -> None:
         """Another leader's batches follow: they bring every sequence anew."""
         self.known.clear()
-        self._checked_layers = None
+        self._checked_layers.clear()
+        self._wrong_layers.clear()
 
     def _compute(self, part: Slice, table: Sequence[int], layers: range) -> bool:
         """False: the KV before it is not that of this sequence."""
@@ -132,14 +134,15 @@ class Marks:
 
     def _check_layers(self, layers: range) -> None:
         """Each layer's parameters are its own. Once in a layout: nobody writes into them meanwhile."""
-        if layers == self._checked_layers:
-            return
-        self._checked_layers = layers
-        parameters = self._memory.parameters
-        wrong = [i for i in layers if phantom(parameters.layer(i)[WEIGHTS]).read() != [layer_mark(i)]]
-        self._layers_are_wrong = bool(wrong)
-        if wrong:
-            get_logger().error("layers are not what they should be", layers=wrong)
+        if not self._checked_layers.issuperset(layers):
+            parameters = self._memory.parameters
+            fresh = [i for i in layers if i not in self._checked_layers]
+            wrong = [i for i in fresh if phantom(parameters.layer(i)[WEIGHTS]).read() != [layer_mark(i)]]
+            self._checked_layers.update(fresh)
+            self._wrong_layers.update(wrong)
+            if wrong:
+                get_logger().error("layers are not what they should be", layers=wrong)
+        self._layers_are_wrong = not self._wrong_layers.isdisjoint(layers)
 
 
 class EmulatedRunner:

@@ -5,14 +5,15 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Self
 
-from ballast.common.errors import ConfigError
+from ballast.common.errors import ConfigError, InvariantViolation
 from ballast.common.load import MemoryReport
-from ballast.common.restoring import divided_extents
 from services.worker.memory.backend import MemoryBackend
 from services.worker.memory.extent_size import choose_extent_bytes
-from services.worker.memory.kv_cache import KvCache, KvShape
+from services.worker.memory.kv_cache import KvCache, KvShape, KvWindow
 from services.worker.memory.parameters import ParameterStore, PartLayout, PartSpec, lay_out, layer_name
-from services.worker.memory.pool import PhysicalPool
+from services.worker.memory.pool import PhysicalPool, Purpose
+
+_LEAST_SHARE = 8  # the other window has at least this part of what a layer's KV has at home
 
 
 class DeviceMemory:
@@ -22,7 +23,8 @@ class DeviceMemory:
         self.pool = pool
         self.parameters = parameters
         self.kv = kv
-        self._home_extents = 0  # of each layer's KV while all layers are held
+        self.leaving: KvWindow | None = None  # the other window, while it holds the KV of a group that is dissolved
+        self._home_extents = 0  # of each layer's KV while all layers are held and one window is all there is
 
     @classmethod
     def open(
@@ -57,7 +59,7 @@ class DeviceMemory:
             pool = PhysicalPool(backend, budget_bytes, extent_bytes)
             undo.callback(pool.close)
             memory = cls(pool, ParameterStore(pool, layers, others), KvCache(pool, kv_shape))
-            memory.kv.grow(pool.free_count // kv_shape.layer_count, clear=False)
+            memory._grow_kv()
             memory._home_extents = memory.kv.extents_per_layer
             undo.pop_all()
             return memory
@@ -72,29 +74,27 @@ class DeviceMemory:
         number of blocks.
         """
         self.parameters.drop(layers)
-        self.kv.retire([layer for layer in layers if layer in self.kv.held_layers])
+        self.kv.window.retire([layer for layer in layers if layer in self.kv.held_layers])
         return self._grow_kv()
 
     def shrink_retired(self, block_count: int, moves: Sequence[tuple[int, int]] = ()) -> int:
         """Layers given up need only so many blocks any more, once those in `moves` (from, to) lie in front;
         nothing reads them at this moment. Returns the number of blocks of the layers that are kept.
         """
-        self.kv.move_retired(moves)
+        self.kv.window.move_retired(moves)
         self.pool.backend.synchronise()
-        self.kv.shrink_retired(block_count)
+        self.kv.window.shrink_retired(block_count)
         return self._grow_kv()
 
     def release_retired(self) -> int:
-        """Nobody needs the KV of layers given up any more, or copied ahead: it follows the parameters. Returns the
-        number of blocks.
-        """
-        for layer in (*self.kv.retired_layers, *self.kv.arriving_layers):
-            self.kv.drop(layer)
+        """Nobody needs the KV of layers given up any more: it follows the parameters. Returns the number of blocks."""
+        for layer in self.kv.retired_layers:
+            self.kv.window.drop(layer)
         return self._grow_kv()
 
     def _grow_kv(self) -> int:
         extents_per_layer = self.pool.free_count // max(1, len(self.kv.held_layers))
-        return self.kv.grow(extents_per_layer, clear=False)
+        return self.kv.window.grow(extents_per_layer, clear=False)
 
     def blocks_after_drop(self, layers: Sequence[int]) -> int:
         """Blocks that there will be once these layers and their KV have been given up."""
@@ -102,63 +102,89 @@ class DeviceMemory:
         freed = sum(self.parameters.extents_of(layer) for layer in layers)
         freed += len([layer for layer in layers if layer in self.kv.held_layers]) * self.kv.extents_per_layer
         more = (self.pool.free_count + freed) // max(1, len(kept))
-        return (self.kv.extents_per_layer + more) * self.pool.extent_bytes // self.kv.shape.block_bytes
-
-    @property
-    def home_block_count(self) -> int:
-        """Blocks that there are when all layers are held."""
-        return self.blocks_in(self._home_extents)
-
-    @property
-    def beside_block_count(self) -> int:
-        """Blocks that there are when all parameters are here, and KV of those layers only that have it now."""
-        return self.blocks_in(self._beside_extents)
-
-    @property
-    def _beside_extents(self) -> int:
-        held_count = len(self.kv.held_layers)
-        missing = [i for i in range(self.kv.shape.layer_count) if i not in self.parameters.held_layers]
-        left = self.pool.free_count - sum(self.parameters.extents_of(layer) for layer in missing)
-        return min(self.kv.extents_per_layer, self.kv.extents_per_layer + left // max(1, held_count))
-
-    def make_room_for_layers(self, layers: Sequence[int], *, used_blocks_end: int) -> int:
-        """Shrink the KV as far as the parameters of missing layers want it, and map their ranges, to be filled.
-
-        All blocks from `beside_block_count` on have been moved down before. Returns the number of blocks.
-        """
-        self._shrink_kv(self._beside_extents, used_blocks_end)
-        for layer in layers:
-            self.parameters.restore(layer)
-        return self.kv.block_count
-
-    def divided_extents(self, member_count: int) -> tuple[int, int]:
-        """Extents of a layer with KV, and of one without, while a group of so many is dissolved and KV is copied."""
-        return divided_extents(self._home_extents, self.kv.shape.layer_count, len(self.kv.held_layers), member_count)
+        return self.blocks_in(self.kv.extents_per_layer + more)
 
     def blocks_in(self, extents: int) -> int:
         return extents * self.pool.extent_bytes // self.kv.shape.block_bytes
 
-    def make_room_for_kv(self, extents_per_layer: int, *, used_blocks_end: int) -> int:
-        """Shrink the KV of the layers that have any, so that those that are back can have some.
+    @property
+    def home_block_count(self) -> int:
+        """Blocks of a window while all layers are held and it is the only one; the same for both windows."""
+        return self.blocks_in(self._home_extents)
 
-        All blocks behind have been moved down before. Returns the number of blocks.
+    @property
+    def leaving_block_count(self) -> int:
+        """Blocks that the window in force may have at most so that all parameters can be back, and every layer can have
+        a little room in the other window.
         """
-        self._shrink_kv(extents_per_layer, used_blocks_end)
+        layer_count, held_count = self.kv.shape.layer_count, max(1, len(self.kv.held_layers))
+        own, one_block = self.kv.extents_per_layer, self.kv.extents_for_blocks(1)
+        least = layer_count * max(one_block, self._home_extents // _LEAST_SHARE)
+        missing = [i for i in range(layer_count) if i not in self.parameters.held_layers]
+        wanted = least + sum(self.parameters.extents_of(layer) for layer in missing)
+        at_home = (self._home_extents * layer_count - least) // held_count
+        left = own + (self.pool.free_count - wanted) // held_count
+        return self.blocks_in(min(own, max(one_block, min(at_home, left))))
+
+    def make_room_for_layers(self, layers: Sequence[int], *, block_count: int) -> int:
+        """Keep so many blocks of KV, and map the parameters of these layers, to be filled.
+
+        All blocks behind have been moved away before. Returns the number of blocks.
+        """
+        self.pool.backend.synchronise()
+        self.kv.window.keep(block_count)
+        for layer in layers:
+            self.parameters.restore(layer)
         return self.kv.block_count
 
-    def level_kv(self) -> int:
-        """All layers are executed here, and have as much KV. No block from `home_block_count` on is in use. Returns the
-        number of blocks.
-        """
-        self.pool.backend.synchronise()
-        self.kv.adopt()
-        return self.kv.level(self._home_extents)
+    def move(self, moves: Sequence[tuple[int, int]]) -> None:
+        """Copy blocks (from, to) in every layer that the window in force holds."""
+        self.kv.window.move(moves)
 
-    def _shrink_kv(self, extents_per_layer: int, used_blocks_end: int) -> None:
+    # ------------------------------------------------------------ two groups at a time
+
+    def open_window(self) -> int:
+        """The window in force becomes the leaving one, as it is. The other one, with all layers, is in force from now
+        on, in the extents that are free. Returns its number of blocks.
+        """
+        least = self.kv.extents_for_blocks(1) * self.kv.shape.layer_count
+        if self.leaving is not None:
+            raise InvariantViolation("a window is opened, and another one has not been closed yet")
+        if len(self.parameters.held_layers) < self.parameters.layer_count:
+            raise InvariantViolation(f"a window is opened with the layers {self.parameters.held_layers} only")
+        if self.pool.free_count < least:
+            raise InvariantViolation(f"a window of {least} extents or more is opened, {self.pool.free_count} are free")
         self.pool.backend.synchronise()
-        surplus = self.kv.extents_per_layer - extents_per_layer
-        if surplus > 0:
-            self.kv.shrink(surplus, used_blocks_end=used_blocks_end)
+        self.leaving = self.kv.window
+        self.kv.window = self.kv.other_window
+        self.kv.window.hold_all()
+        return self._grow_kv()
+
+    def move_leaving(self, moves: Sequence[tuple[int, int]]) -> None:
+        """Copy blocks (from, to) in every layer that the leaving window holds."""
+        self._require_leaving().move(moves)
+
+    def shrink_leaving(self, block_count: int) -> int:
+        """The leaving window keeps so many blocks, behind which none is in use; the one in force gets what that sets
+        free. Returns the number of blocks in force.
+        """
+        leaving = self._require_leaving()
+        self.pool.backend.synchronise()
+        leaving.keep(block_count)
+        return self._grow_kv()
+
+    def close_leaving(self) -> int:
+        """Nobody needs the leaving window any more. Returns the number of blocks in force."""
+        leaving = self._require_leaving()
+        self.pool.backend.synchronise()
+        leaving.drop_all()
+        self.leaving = None
+        return self._grow_kv()
+
+    def _require_leaving(self) -> KvWindow:
+        if self.leaving is None:
+            raise InvariantViolation("there is no leaving window")
+        return self.leaving
 
     def report(self) -> MemoryReport:
         return self.pool.report()
@@ -166,6 +192,19 @@ class DeviceMemory:
     def check(self) -> None:
         """Raise InvariantViolation unless every byte of the budget is accounted for once (I3)."""
         self.pool.check()
+        parameters = self.parameters.extent_count
+        by_window = [window.extent_count for window in self.kv.windows]
+        free_count = self.pool.extent_count - parameters - sum(by_window)
+        if (self.pool.taken_count(Purpose.PARAMETERS), self.pool.free_count) != (parameters, free_count):
+            raise InvariantViolation(
+                f"{self.pool.extent_count} extents, {parameters} of parameters, {by_window} of KV,"
+                f" {self.pool.free_count} free"
+            )
+        for window in self.kv.windows:
+            window.check()
+        other = self.kv.other_window
+        if self.leaving not in (None, other) or (self.leaving is None and (other.held_layers or other.retired_layers)):
+            raise InvariantViolation("a window holds layers and is neither in force nor leaving")
 
     def close(self) -> None:
         """Return everything to the system. No tensor of this memory may be touched afterwards. Idempotent."""

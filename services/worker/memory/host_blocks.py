@@ -46,7 +46,7 @@ class HostBlocks:
         if self._under_way is not None:
             raise InvariantViolation("copies are started before those of the last step have been waited for")
         for copy in copies:
-            self._kv.guard(max(copy.device_blocks) + 1, self._kv.usable_layers)
+            self._kv.guard(max(copy.device_blocks) + 1, self._kv.held_layers)
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._kv.layer(0).device))
         self._under_way = self._thread.submit(self._copy, tuple(copies))
@@ -76,7 +76,7 @@ class HostBlocks:
 
     def _copy_all(self, copies: tuple[BlockCopy, ...]) -> None:
         for copy in copies:
-            for layer in self._kv.usable_layers:
+            for layer in self._kv.held_layers:
                 device_B2TKH, host_B2TKH = self._kv.layer(layer), self._layers_B2TKH[layer]
                 for device_block, host_block in zip(copy.device_blocks, copy.host_blocks, strict=True):
                     if copy.out:

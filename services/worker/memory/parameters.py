@@ -86,6 +86,11 @@ class ParameterStore:
     def held_layers(self) -> tuple[int, ...]:
         return self._held_layers
 
+    @property
+    def extent_count(self) -> int:
+        """Extents mapped for all parts."""
+        return sum(part.range.extent_count for part in (*self._layers, *self._others.values()))
+
     def extents_of(self, layer: int) -> int:
         """Extents that dropping this layer sets free, or that restoring it takes."""
         return self._layers[layer].extent_count

@@ -48,6 +48,7 @@ class PhysicalPool:
         self._free: list[ExtentRun] = [ExtentRun(0, self.extent_count)]  # ascending, never adjacent
         self._taken = dict.fromkeys(Purpose, 0)  # purpose -> extents
         self._ranges: list[VirtualRange] = []
+        self._reserved: list[tuple[int, int]] = []  # address, size: released as a whole
         self._closed = False
         self._report: MemoryReport | None = None  # None: something has changed since the last one
 
@@ -55,14 +56,27 @@ class PhysicalPool:
     def free_count(self) -> int:
         return self.extent_count - sum(self._taken.values())
 
+    def taken_count(self, purpose: Purpose) -> int:
+        return self._taken[purpose]
+
     def extents_for(self, size_bytes: int) -> int:
         """How many extents hold so many bytes."""
         return -(-size_bytes // self.extent_bytes)
 
     def reserve(self, name: str, purpose: Purpose, extent_count: int) -> VirtualRange:
         """A new range with room for `extent_count` extents, nothing mapped yet. It lives as long as the pool."""
-        made = VirtualRange(self, name, purpose, extent_count)
-        self._ranges.append(made)
+        [made] = self.reserve_windows(name, purpose, extent_count, count=1)
+        return made
+
+    def reserve_windows(
+        self, name: str, purpose: Purpose, extent_count: int, count: int = 2
+    ) -> tuple[VirtualRange, ...]:
+        """Ranges of the same size, one directly behind the other, so that one tensor may lie over all of them."""
+        size_bytes = max(1, extent_count) * self.extent_bytes
+        address = self.backend.reserve(count * size_bytes)
+        self._reserved.append((address, count * size_bytes))
+        made = tuple(VirtualRange(self, name, purpose, address + i * size_bytes, size_bytes) for i in range(count))
+        self._ranges += made
         return made
 
     def take(self, purpose: Purpose, count: int) -> list[ExtentRun]:
@@ -144,6 +158,8 @@ class PhysicalPool:
         self._closed = True
         for owner in self._ranges:
             owner.release()
+        for address, size_bytes in self._reserved:
+            self.backend.release(address, size_bytes)
         self.backend.close()
 
     def _cut(self, source: ExtentRun, count: int) -> None:
@@ -179,19 +195,19 @@ class PhysicalPool:
 
 
 class VirtualRange:
-    """An address range reserved once. Extents come and go at its tail; the base address and the tensor stay.
+    """An address range that the pool reserves once. Extents come and go at its tail; base address and tensor stay.
 
     Only the first `mapped_bytes` of the tensor may be touched. Views, slices and index_select of those are fine;
     reading past them, and that includes `repr` or `clone` of the whole, ends the process with SIGSEGV.
     """
 
-    def __init__(self, pool: PhysicalPool, name: str, purpose: Purpose, extent_count: int) -> None:
+    def __init__(self, pool: PhysicalPool, name: str, purpose: Purpose, address: int, reserved_bytes: int) -> None:
         self._pool = pool
         self.name = name
         self.purpose = purpose
-        self.reserved_bytes = max(1, extent_count) * pool.extent_bytes
-        self.address = pool.backend.reserve(self.reserved_bytes)
-        self.bytes = pool.backend.raw(self.address, self.reserved_bytes)
+        self.address = address
+        self.reserved_bytes = reserved_bytes
+        self.bytes = pool.backend.raw(address, reserved_bytes)
         self._runs: list[ExtentRun] = []  # in address order from the base on
         self._count = 0
 
@@ -258,11 +274,10 @@ class VirtualRange:
         return self._pool.backend.contents(self.bytes[offset_bytes : offset_bytes + size_bytes])
 
     def release(self) -> None:
-        """Called by the pool when it closes."""
+        """Called by the pool when it closes, before it releases the addresses."""
         if self._count:
             self._pool.backend.unmap(self.address, self._runs)
             self._runs, self._count = [], 0
-        self._pool.backend.release(self.address, self.reserved_bytes)
 
     def _append(self, run: ExtentRun) -> None:
         if self._runs and self._runs[-1].end == run.first:

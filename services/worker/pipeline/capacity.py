@@ -20,7 +20,7 @@ class Capacities:
         self._role = role = ground.role
         self._links = ground.links
         self._published = ground.published
-        self._book = ground.book
+        self._ground = ground
         self._memory = ground.memory
         self._tell = ground.answers.tell
         self._now = ground.now
@@ -28,12 +28,12 @@ class Capacities:
         self._sizes = GroupSizes(role.me, ground.memory)  # leader
         self._limited_epoch = Epoch(0)  # leader: the restore whose end a stage must know, to be believed what it has
         self._limited: set[WorkerId] = set()  # leader: stages that have not said since what they have
-        self._before_block_count = 0  # leader: what the group had then; 0: what it has is all there is
+        self._before_block_count = 0  # leader: what the group had then, or will have; 0: what it has is all there is
         self.leading: Leading | None = None  # leader: of the drop that made this group, as long as victims wait
 
     @property
     def smallest(self) -> int:
-        return min(self._counts.values(), default=self._book.block_count)
+        return min(self._counts.values(), default=self._ground.book.block_count)
 
     @property
     def counts(self) -> Mapping[WorkerId, int]:
@@ -47,7 +47,7 @@ class Capacities:
 
     @property
     def own_sizes(self) -> RoomSizes:
-        return RoomSizes.of(self._memory, max(1, len(self._role.stages)))
+        return RoomSizes.of(self._memory)
 
     @property
     def smallest_home(self) -> int:
@@ -55,21 +55,28 @@ class Capacities:
         return min(size.home for size in (self.sizes or {self._role.me: self.own_sizes}).values())
 
     @property
-    def smallest_narrow(self) -> int:
-        """What every member has for the sequences that it is going to lead, while KV is copied."""
-        return min(size.narrow for size in (self.sizes or {self._role.me: self.own_sizes}).values())
+    def smallest_leaving(self) -> int:
+        """What the group may have while it dissolves."""
+        return min(size.leaving for size in (self.sizes or {self._role.me: self.own_sizes}).values())
 
     # ------------------------------------------------------------ what is known
 
     def begin(self) -> None:
-        """A new role: nobody has said anything yet, and there is no restore of this group. If this is the end of one,
-        there will be as many blocks as at home: see `core.room.lent_count`.
-        """
-        ending = self._book.split is not None
-        self._counts = {self._role.me: self._memory.home_block_count if ending else self._book.block_count}
+        """A new role: nobody has said anything yet, and there is no restore of this group."""
+        self._counts = {self._role.me: self._ground.book.block_count}
         self._limited_epoch, self._limited, self._before_block_count = Epoch(0), set(), 0
         self._sizes.clear()
         self.leading = None
+
+    def comes_home(self) -> None:
+        """Alone, while the group before gives its memory back."""
+        self._before_block_count = self._memory.home_block_count
+        self.tell_core()
+
+    def grown(self) -> None:
+        """Alone: there is more."""
+        self._counts = {self._role.me: self._ground.book.block_count}
+        self.tell_core()
 
     def add(self, counts: Mapping[WorkerId, int]) -> None:
         self._counts |= counts
@@ -107,7 +114,7 @@ class Capacities:
 
     def tell_leader(self, withdrawn: Epoch) -> None:
         """What this member has. `withdrawn` is the newest restore that it knows to be given up."""
-        role, block_count = self._role, self._book.block_count
+        role, block_count = self._role, self._ground.book.block_count
         if role.leads:
             self.told(CapacityTold(role.epoch, role.me, block_count, self.own_sizes, withdrawn))
         else:

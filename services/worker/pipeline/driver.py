@@ -3,30 +3,32 @@
 `core.transition` decides. Each command has its line in `_execute`; what is more than a message is done by the parts.
 """
 
+import copy
 from collections.abc import Callable, Iterable
 
 from ballast.common.errors import InvariantViolation
 from ballast.common.ids import Epoch, WorkerId
-from ballast.common.layout import members_of
 from ballast.common.transition import Phase, TransitionKind
 from ballast.service.logs import get_logger
 from services.worker.core.batch import SequenceId
-from services.worker.core.events import KvArrived, MicrobatchesJoined, PrefillLimited, RoleChanged
-from services.worker.core.farewell import Farewell, has_last_batch
+from services.worker.core.blocks import BlockBook
+from services.worker.core.events import KvArrived, LaneOpened, RoleChanged
 from services.worker.core.leading import Decision
 from services.worker.core.plan import Plan, Victim, part_of
-from services.worker.core.regroup import Regroup, Turn
 from services.worker.core.transition import Transition
 from services.worker.core.transition_messages import (
     AbortRequested,
     BoundaryReached,
     Broken,
+    CloseSeat,
     Command,
     CommitRequested,
     ConnectLinks,
+    Empty,
     EpochEnded,
     Event,
     ExpectKv,
+    GroupEnded,
     HandoverReceived,
     KvReceived,
     KvSent,
@@ -34,6 +36,7 @@ from services.worker.core.transition_messages import (
     LeadWave,
     Led,
     MemoryReady,
+    PeerLost,
     PreparationFailed,
     PrepareMemory,
     Quiesce,
@@ -67,15 +70,16 @@ from services.worker.pipeline.exchange import KvExchange
 from services.worker.pipeline.ground import Ground
 from services.worker.pipeline.handover import Handover
 from services.worker.pipeline.homecoming import Homecoming
+from services.worker.pipeline.leaving import Leaving
 from services.worker.pipeline.migrations import Migrations
-from services.worker.pipeline.restoring import BEFORE_COMMIT, PROMPT_BLOCKS_ALONE, Restoring
-from services.worker.pipeline.role import own_layers
+from services.worker.pipeline.restoring import BEFORE_COMMIT, Restoring
+from services.worker.pipeline.role import Role, own_layers
 from services.worker.pipeline.stage_runner import StageRunner
 from services.worker.pipeline.wire import Topic
+from services.worker.policy.placement import MemberView
 
 _AFTER_COMMIT = (Phase.COMMITTING, Phase.EXCHANGING)
 _OVER = (Phase.DONE, Phase.ABORTED, Phase.FAILED)
-_GENTLY_STEPS = 40  # after a restore, until prompts are as usual: more requests run than before the drop
 
 
 class TransitionDriver:
@@ -89,8 +93,12 @@ class TransitionDriver:
         restoring: Restoring,
         migrations: Migrations,
         broken: Callable[[Epoch, WorkerId, str], None],
+        second: Callable[[Ground, Role], tuple[Ground, StageRunner]],
+        max_running_count: int,
     ) -> None:
-        """`broken` hears that the group is lost with a member."""
+        """`broken` hears that the group is lost with a member. `second` makes the ground and the stage of a group that
+        goes on in this role, beside the one in force.
+        """
         self._ground = ground
         self._role = ground.role
         self._links = ground.links
@@ -102,21 +110,18 @@ class TransitionDriver:
         self._homecoming = homecoming
         self._restoring = restoring
         self._migrations = migrations
-        self._lane = ground.lane
-        self._book = ground.book
         self._memory = ground.memory
         self._broken = broken
+        self._second = second
+        self._max_running_count = max_running_count
         self._now = ground.now
         self._post = ground.post
         self.transition: Transition | None = None  # under way, or the last
         self._received: PlanReceived | None = None
         self._exchange: KvExchange | None = None  # of that transition
+        self.leaving: Leaving | None = None  # the group before, which dissolves
         self.quiescing = False  # no batches are formed
-        self._farewell = Farewell()
-        self.regroup = Regroup()
-        self._waits = False  # for the first batch after a restore
         self._learning = False  # a drop is prepared: checksums are taken of what is to be given up
-        self._releases = False  # all has been exchanged, and memory is not what it will be yet
 
     # ------------------------------------------------------------ what it is told
 
@@ -132,23 +137,17 @@ class TransitionDriver:
         if current is not None and current.phase in _AFTER_COMMIT:
             return  # one after the other: the planner asks again
         self._migrations.give_up("the layout changes")
-        if self._releases or not (self._restoring.idle and self._migrations.idle):
+        if not (self._restoring.idle and self._migrations.idle):
             return  # what is read or written for it must not be unmapped
         if plan.kind is TransitionKind.RESTORE and not self._restoring.may_begin:
             return
+        self._links.retire(self._role.epoch)
         self._learning = False
         transition = self.transition = Transition(self._role.me, plan)
         self._received = event
-        progress = self._published.begin(plan.epoch, self._book.block_count)
+        progress = self._published.begin(plan.epoch, self._ground.book.block_count)
         self._handover.begin()
-        precopy = self._restoring.plan(transition, progress)
-        self._exchange = KvExchange(
-            transition,
-            progress,
-            self._ground,
-            copied=precopy.copied_blocks,
-            stay=lambda sequence_id: self._homecoming.arrange([sequence_id], evacuate=False),
-        )
+        self._exchange = KvExchange(transition, progress, self._ground)
         self._execute(transition.begin())
         self._publish()
 
@@ -159,7 +158,7 @@ class TransitionDriver:
             return
         match event:
             case EpochEnded():
-                self._links.pass_on(Topic.EPOCH_ENDED, epoch)
+                self._pass_end_on(epoch)
             case CommitRequested() if transition.phase is Phase.PREPARED:
                 self._published.note_commit()
             case KvReceived(sequence_id=sequence_id, source=source):
@@ -178,37 +177,29 @@ class TransitionDriver:
 
     @property
     def may_form(self) -> bool:
-        if self._farewell.may_form(self._lane.in_flight_count):
-            return True
-        return not (self.quiescing or self._waits)
+        return not self.quiescing
 
     def poll(self) -> None:
         """Between two batches."""
-        transition = self.transition
-        turn = self.regroup.turn(self._now(), len(self._lane.suspended_ids))
-        self._waits = turn is Turn.WAIT
-        if turn in (Turn.GENTLY, Turn.OVER):
-            limit = PROMPT_BLOCKS_ALONE * self._memory.kv.shape.block_tokens if turn is Turn.GENTLY else None
-            self._answers.tell(PrefillLimited(self._now(), limit))
-        if turn is Turn.OVER:
-            self._links.retire(self._role.epoch)  # see `_release_lost`
-        if self.quiescing and transition is not None and transition.phase is Phase.COMMITTING:
-            lane = self._lane
-            over = self._farewell.is_over(lane.landed_step_id, lane.in_flight_count, has_work=lane.has_work)
-            if over and not lane.suspended_ids and transition.led_before:
-                self._farewell.end()
-                # What has ended since the last batch, while the stages still follow this leader: it would stay there.
-                self._capacities.tell_core()
-                self.drive(BoundaryReached(self._now(), transition.epoch))
+        transition, lane = self.transition, self._ground.lane
+        if (
+            self.quiescing
+            and transition is not None
+            and transition.phase is Phase.COMMITTING
+            and transition.led_before
+            and not (lane.in_flight_count or lane.suspended_ids)
+        ):
+            # What has ended since the last batch, while the stages still follow this leader: it would stay there.
+            self._capacities.tell_core()
+            self.drive(BoundaryReached(self._now(), transition.epoch))
         self._restoring.poll(transition)
-        if self._releases:
-            self._release_lost()
+        if self.leaving is not None and self.leaving.poll():
+            self._current().own_victims(self.leaving.own_victims)
+            self.drive(GroupEnded(self._now(), self.leaving.epoch))
         if self._learning and not self._homecoming.reads_layers:
             self._learning = False
             if transition is not None:
                 self.drive(MemoryReady(self._now(), transition.epoch))
-        if transition is not None:
-            self._restoring.copy_ahead(transition)
 
     def link_made(self, event: LinkMade) -> None:
         if not self.is_current(event.epoch):  # of a plan that was given up: the links of this one may be missing yet
@@ -222,6 +213,11 @@ class TransitionDriver:
         if transition is None or transition.epoch != event.epoch or self._handover.has_come_from(event.source):
             self._published.stale_total += 1
             return
+        if event.more:
+            self._handover.some_came(event)
+            if transition.phase is Phase.EXCHANGING:
+                self._handover.adopt_by_tokens(self._now())
+            return
         victims = self._handover.came(event)
         self.drive(HandoverReceived(self._now(), event.epoch, event.source, victims))
 
@@ -229,7 +225,7 @@ class TransitionDriver:
         if not self.is_current(event.epoch):
             return
         for sequence_id in event.recomputed:  # their blocks are needed for those that keep their KV
-            self._book.release(sequence_id)
+            self._ground.book.release(sequence_id)
         self._the_exchange().forget(event.recomputed)
         self.drive(event.event)
         self._stage.run_early()
@@ -258,14 +254,19 @@ class TransitionDriver:
 
     def abandon(self) -> Callable[[], bool]:
         """The group is no more. Returns whether nothing of the KV is being sent any more."""
-        exchange, precopy = self._exchange, self._restoring.precopy
+        exchange = self._exchange
         self._restoring.abandon()
         self._handover.begin()
-        self.transition, self._exchange = None, None
-        self.quiescing = self._learning = self._waits = self._releases = False
-        self._farewell.end()
-        self.regroup.end()
-        return lambda: (exchange is None or exchange.idle) and (precopy is None or precopy.idle)
+        self.transition, self._exchange, self.leaving = None, None, None
+        self.quiescing = self._learning = False
+        return lambda: exchange is None or exchange.idle
+
+    def end_leaving(self, why: str) -> None:
+        """Whatever the other members of the group that dissolves do: here it ends now."""
+        transition = self._current()
+        for peer in transition.part.peers:
+            self.drive(PeerLost(self._now(), peer, why))
+        self._links.retire(Epoch(transition.epoch + 1))  # and so the others hear of it
 
     # ------------------------------------------------------------ what others ask
 
@@ -283,8 +284,7 @@ class TransitionDriver:
     @property
     def at_rest(self) -> bool:
         """Nothing waits for a step boundary, for room, or for a moment to pass."""
-        waits = self.quiescing or self._waits or self._learning or self._releases or not self.regroup.is_over
-        return not waits and not self.under_way and self._restoring.at_rest
+        return not (self.quiescing or self._learning) and not self.under_way and self._restoring.at_rest
 
     def is_outside(self, plan: Plan) -> bool:
         """The plan takes this worker for one of no group, and it is a stage of one, or about to be."""
@@ -298,7 +298,7 @@ class TransitionDriver:
         """The plan makes this worker a whole one that serves alone, which it is by now, perhaps with requests."""
         part = part_of(plan, self._role.me)
         alone = part is not None and part.old is None and len(part.new.members) == 1
-        at_rest = not self.under_way and not self._releases and self._restoring.idle
+        at_rest = not self.under_way and self._restoring.idle
         return alone and at_rest and not self._role.stages and len(self._role.layers) == self._role.layer_count
 
     @property
@@ -318,6 +318,8 @@ class TransitionDriver:
             self.transition.check()
         if self._exchange is not None:
             self._exchange.check()
+        if self.leaving is not None:
+            self.leaving.check()
 
     # ------------------------------------------------------------ commands
 
@@ -335,13 +337,17 @@ class TransitionDriver:
                 case Quiesce():
                     self.quiescing = True
                     self._published.note_commit()
-                    if self._role.stages and self._current().plan.kind is TransitionKind.RESTORE:
-                        self._answers.tell(MicrobatchesJoined(self._now()))
-                        self._farewell.begin(self._lane.departed_step_id, len(self._role.stages))
                 case SendEpochEnded(epoch=epoch):
-                    self._links.pass_on(Topic.EPOCH_ENDED, epoch)
+                    self._pass_end_on(epoch)
+                case TakeUp() if self._current().part.dissolves:
+                    self._dissolve()
                 case TakeUp():
                     self._take_up()
+                case Empty(epoch=epoch):
+                    self._the_leaving().empty(self._current().lost)
+                    self.drive(GroupEnded(self._now(), epoch))
+                case CloseSeat():
+                    self._the_leaving().close()
                 case SendHandover(epoch=epoch, to=to):
                     self._handover.send(epoch, to)
                 case Lead(victims=victims):
@@ -380,8 +386,7 @@ class TransitionDriver:
             if why := self._restoring.why_too_long():
                 self._fail(transition, why)
             else:
-                received = self._plan_received()
-                self._restoring.begin(transition.epoch, received.sources, patient=received.patient)
+                self._restoring.begin(transition.epoch, self._plan_received().sources)
         elif lacking := set(self._layers_to_come(transition)) - set(self._memory.parameters.held_layers):
             self._fail(transition, f"{self._role.me} does not hold layers {sorted(lacking)}, which it is to execute")
         else:
@@ -392,7 +397,7 @@ class TransitionDriver:
 
     def _why_unfit(self, transition: Transition) -> str:
         """Why this worker cannot take part, whatever memory there is."""
-        if transition.plan.kind is TransitionKind.RESTORE and (why := self._restoring.why_not(transition.epoch)):
+        if transition.plan.kind is TransitionKind.RESTORE and (why := self._restoring.why_not(transition)):
             return why
         base = transition.part.old
         return "" if base is None else self._role.why_not_as_in(base)
@@ -414,10 +419,8 @@ class TransitionDriver:
         """Between two batches: sequences change hands, memory is moved, and the role is another one."""
         transition, now_s, role = self._current(), self._now(), self._role
         self._published.note_commit()
-        self.regroup.end()
         new = transition.part.new
-        own = self._hand_over(transition, now_s) if transition.led_before else ()
-        self._restoring.commit()
+        own = self._handover.give(new.leader.worker_id, now_s) if transition.led_before else ()
         self._stage.forget_all()
         self._remap(transition)
         role.take_up(transition.epoch, new)
@@ -427,22 +430,57 @@ class TransitionDriver:
         self.quiescing = role.leads  # a leader forms batches once all members are ready
         transition.own_victims(own)
         progress = self._published.counted
-        progress.halted_at_s = now_s if self._ends_with_everybody(transition) else progress.commit_at_s
+        progress.halted_at_s = progress.commit_at_s
         progress.taken_up_at_s = self._now()
         progress.boundary_wait_s = progress.taken_up_at_s - progress.commit_at_s - progress.remap_s
         get_logger().info("layout taken up", epoch=transition.epoch, **progress.until_taken_up())
         self.drive(TakenUp(self._now(), transition.epoch))
         self._stage.run_early()
 
-    @staticmethod
-    def _ends_with_everybody(transition: Transition) -> bool:
-        """The last batch of the old group had all that decode."""
-        return transition.plan.kind is TransitionKind.RESTORE and has_last_batch(len(members_of(transition.part.old)))
+    def _dissolve(self) -> None:
+        """Between two batches: this worker serves alone, and the group before goes on beside that."""
+        transition, now_s, role, ground = self._current(), self._now(), self._role, self._ground
+        progress = self._published.counted
+        self._published.note_commit()
+        self._restoring.commit()
+        if role.leads:
+            progress.victim_count = progress.victims_waiting = len(ground.lane.sequence_ids)
+        home_blocks = self._capacities.smallest_home
+        heirs = [MemberView(stage.worker_id, home_blocks, self._max_running_count) for stage in role.stages]
+        old_ground, stage = self._second(ground, copy.copy(role))
+        self.leaving = Leaving(
+            old_ground,
+            stage,
+            self._handover,
+            progress,
+            epoch=transition.epoch,
+            heirs=heirs,
+            grown=self._has_grown,
+        )
+        block_count = self._memory.open_window()
+        ground.book = BlockBook(block_count, self._memory.kv.shape.block_tokens, self._memory.kv.window.first_block)
+        progress.remap_s += self._now() - now_s
+        self._answers.tell(LaneOpened(now_s, ground.book))
+        role.take_up(transition.epoch, transition.part.new)
+        self._published.clock.begin_layout()
+        self._capacities.begin()
+        self._capacities.comes_home()
+        progress.halted_at_s = progress.taken_up_at_s = self._now()
+        progress.boundary_wait_s = max(0.0, progress.taken_up_at_s - progress.commit_at_s - progress.remap_s)
+        get_logger().info("layout taken up", epoch=transition.epoch, **progress.until_taken_up())
+        self._handover.adopt_by_tokens(now_s)
+        self.drive(TakenUp(self._now(), transition.epoch))
 
-    def _hand_over(self, transition: Transition, now_s: float) -> tuple[Victim, ...]:
-        if transition.plan.kind is TransitionKind.RESTORE:
-            return self._handover.deal_out(self._restoring.destinations(), now_s)
-        return self._handover.give(transition.part.new.leader.worker_id, now_s)
+    def _has_grown(self, block_count: int) -> None:
+        self._ground.grow_book(block_count)
+        self._capacities.grown()
+
+    def _pass_end_on(self, epoch: Epoch) -> None:
+        """Down the pipeline, behind its last batch."""
+        if self.leaving is not None:
+            self.leaving.pass_end_on()
+        else:
+            self._links.pass_on(Topic.EPOCH_ENDED, epoch)
 
     def _remap(self, transition: Transition) -> None:
         lost, began_s = self._layers_lost(transition), self._now()
@@ -450,29 +488,25 @@ class TransitionDriver:
         progress.freed_parameter_bytes = (
             sum(self._memory.parameters.extents_of(layer) for layer in lost) * self._memory.pool.extent_bytes
         )
-        if self._book.split is not None:  # the end of a restore: layers get their KV when all has been sent
-            self._handover.note_final(self._memory.home_block_count)
-            return
         self._handover.note_final(self._memory.blocks_after_drop(lost))
         block_count = self._memory.drop_layers(lost)
         if self._memory.kv.retired_layers:
             block_count = self._memory.shrink_retired(self._the_exchange().retire())
-        self._grow_book(block_count)
+        self._ground.grow_book(block_count)
         progress.remap_s += self._now() - began_s
-
-    def _grow_book(self, block_count: int) -> None:
-        self._book.grow(block_count - self._book.block_count)
 
     def _lead(self, victims: tuple[Victim, ...]) -> None:
         transition, now_s = self._current(), self._now()
+        if transition.part.dissolves:
+            kept = self._handover.lead_alone(victims, now_s, complete=not transition.lost)
+            progress = self._published.counted
+            progress.halted_at_s, progress.victims_waiting = now_s, len(kept)
+            progress.victims_recomputed += len(victims) - len(kept)
+            self.drive(Led(now_s, transition.epoch, kept))
+            return
         decision = self._handover.lead(transition, victims, self._published.counted, now_s)
         self._the_exchange().forget(decision.recomputed)
         self.quiescing = False
-        if transition.plan.kind is TransitionKind.RESTORE and not self._role.stages:
-            self._answers.tell(PrefillLimited(now_s, 0))
-            usual_s = len(members_of(transition.part.old)) * self._stage.usual_s
-            self.regroup.begin(now_s, usual_s, _GENTLY_STEPS * usual_s)
-            self._waits = True
         self._drive_led(transition, decision, 0)
 
     def _lead_wave(self, wave: int) -> None:
@@ -497,29 +531,22 @@ class TransitionDriver:
     def _release_sent(self) -> None:
         """What has been sent makes room for the next wave."""
         progress, began_s = self._published.counted, self._now()
-        self._grow_book(self._memory.shrink_retired(*self._the_exchange().take_moves()))
+        self._ground.grow_book(self._memory.shrink_retired(*self._the_exchange().take_moves()))
         progress.remap_s += self._now() - began_s
         self._capacities.tell_leader(self._restoring.withdrawn_epoch)
 
     def _release_lost(self) -> None:
-        """What was copied ahead may still be being read where memory is about to go: see `poll`."""
-        self._releases = not self._restoring.copies_idle
-        if self._releases:
-            return
         progress, began_s = self._published.counted, self._now()
-        if not self._role.stages:  # alone: what the group has shared out to others leaves nothing here
-            mine = {s.sequence_id for s in self._lane.sequences}
-            for sequence_id in self._book.sequence_ids:
-                if sequence_id not in mine:
-                    self._book.release(sequence_id)
-        if self._homecoming.level() is None:
-            self._grow_book(self._memory.release_retired())
-        progress.remap_s += self._now() - began_s
-        progress.exchange_s = self._now() - progress.taken_up_at_s
-        progress.block_count_after = self._book.block_count
-        self._capacities.tell_leader(self._restoring.withdrawn_epoch)
-        if self.regroup.is_over:  # else later: ending threads would take time from the first batches
+        if self.leaving is not None:
+            self.leaving.release()
+            self.leaving = None
+        else:
+            self._ground.grow_book(self._memory.release_retired())
+            progress.remap_s += self._now() - began_s
             self._links.retire(self._role.epoch)
+        progress.exchange_s = self._now() - progress.taken_up_at_s
+        progress.block_count_after = self._ground.book.block_count
+        self._capacities.tell_leader(self._restoring.withdrawn_epoch)
 
     # ------------------------------------------------------------ what there must be
 
@@ -532,6 +559,11 @@ class TransitionDriver:
         if self.transition is None:
             raise InvariantViolation("no transition is under way")
         return self.transition
+
+    def _the_leaving(self) -> Leaving:
+        if self.leaving is None:
+            raise InvariantViolation("no group is dissolving here")
+        return self.leaving
 
     def _plan_received(self) -> PlanReceived:
         if self._received is None:

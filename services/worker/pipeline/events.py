@@ -13,8 +13,7 @@ from services.worker.core.migration_messages import Handed, MigrationId
 from services.worker.core.migration_messages import Message as MigrationMessage
 from services.worker.core.migration_messages import Span as MigrationSpan
 from services.worker.core.plan import Plan, Victim
-from services.worker.core.precopy import Span
-from services.worker.core.room import Room, RoomSizes
+from services.worker.core.room import RoomSizes
 from services.worker.core.snapshot import SequenceSnapshot
 from services.worker.core.transition_messages import Event as TransitionEvent
 from services.worker.links.transfer import TransferReport
@@ -35,7 +34,6 @@ class PlanReceived(MemberEvent):
     plan: Plan
     data_addresses: dict[WorkerId, str]  # where each member's links meet
     sources: dict[int, tuple[WorkerId, ...]]  # missing layer -> peers that hold it, in the order to be asked
-    patient: bool = False  # of a restore: room for KV is made when what the group wants fits into it
 
     @property
     def lives(self) -> dict[WorkerId, int]:
@@ -80,6 +78,7 @@ class HandoverArrived(MemberEvent):
     snapshots: tuple[SequenceSnapshot, ...]
     block_count: int
     final_block_count: int  # when all KV of layers given up has been sent
+    more: bool = False  # another one follows
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,33 +106,7 @@ class KvAsked(MemberEvent):
 
     epoch: Epoch
     peer: WorkerId
-    first_blocks: tuple[tuple[SequenceId, int], ...]  # what comes before that block is there already
-
-
-@dataclass(frozen=True, slots=True)
-class ShareTold(MemberEvent):
-    """From the leader, before a restore's commit: what this member is going to take."""
-
-    epoch: Epoch
     sequence_ids: tuple[SequenceId, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class KvAheadAsked(MemberEvent):
-    """A peer wants some of a sequence's KV before the commit."""
-
-    epoch: Epoch
-    span: Span
-    link: Link  # it may have come before this side's word that the link is up
-
-
-@dataclass(frozen=True, slots=True)
-class KvAheadArrived(MemberEvent):
-    epoch: Epoch
-    source: WorkerId
-    span: Span
-    step_id: int  # the last batch that the source had come to when it began to read
-    failure: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,18 +166,10 @@ class LayerChecked(MemberEvent):
 
 @dataclass(frozen=True, slots=True)
 class RoomGranted(MemberEvent):
-    """From the leader, behind the last batch that could need them: the blocks beyond its `RoomSizes` are free."""
+    """From the leader of a group that dissolves, or is about to: no block beyond is held, and none will be taken."""
 
-    epoch: Epoch
-    room: Room
-
-
-@dataclass(frozen=True, slots=True)
-class LayersBack(MemberEvent):
-    """To the leader: all parameters are here."""
-
-    epoch: Epoch
-    source: WorkerId
+    epoch: Epoch  # of the restore
+    block_count: int
 
 
 @dataclass(frozen=True, slots=True)

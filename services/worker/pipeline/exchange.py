@@ -1,12 +1,10 @@
 """KV on its way between members: which pieces of memory a victim's KV is, and who waits for what.
 
-The receiver asks (KvWanted) once its blocks are ready, so a transfer never finds its destination missing. It names
-the first block that it lacks: what has been copied before the commit does not travel again. Both sides name the pieces
-layer by layer and block by block in the order of the sequence; ids of neighbours are merged, and runs need not match
-on the two sides.
+The receiver asks (KvWantedAll) once its blocks are ready, so a transfer never finds its destination missing. Both sides
+name the pieces layer by layer and block by block in the order of the sequence; ids of neighbours are merged, and runs
+need not match on the two sides.
 
 What is known at one moment is said at once (`flush`): one question to each source, and small pieces in one transfer.
-After a restore little is left of each sequence, and the time goes into messages, not into bytes.
 
 Layers given up have tables of their own from then on (`core.retired`): what of them has not been sent moves together
 when a wave is through.
@@ -15,7 +13,7 @@ when a wave is through.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -68,9 +66,9 @@ def kv_pieces(
     return pieces
 
 
-def kv_bytes(kv: KvCache, computed_tokens: int, layer_count: int, first_block: int = 0) -> int:
-    """Bytes of whole blocks, from the sequence's `first_block` on."""
-    return (blocks_for(computed_tokens, kv.shape.block_tokens) - first_block) * kv.shape.block_bytes * layer_count
+def kv_bytes(kv: KvCache, computed_tokens: int, layer_count: int) -> int:
+    """Bytes of whole blocks."""
+    return blocks_for(computed_tokens, kv.shape.block_tokens) * kv.shape.block_bytes * layer_count
 
 
 def _runs(blocks: Sequence[int]) -> list[tuple[int, int]]:
@@ -102,25 +100,19 @@ class KvExchange:
         transition: Transition,
         progress: Progress,
         ground: Ground,
-        *,
-        copied: Callable[[SequenceId, WorkerId], int],
-        stay: Callable[[SequenceId], None],
     ) -> None:
-        """`copied` says how many of a sequence's first blocks have come from a holder before the commit; `stay` makes
-        sure that its blocks here are where all layers have KV.
-        """
         self._transition = transition
         self._progress = progress
         self._kv = ground.memory.kv
-        self._book = ground.book
+        self._ground = ground
+        self._book = ground.book  # of the layout before; the other one of a restore is in force when KV is expected
+        self._memory = ground.memory
         self._hub = ground.hub
         self._links = ground.links
-        self._copied = copied
-        self._stay = stay
         self._post = ground.post
         self._to_send: dict[tuple[SequenceId, WorkerId], list[SendKv]] = {}
-        self._asked: dict[tuple[SequenceId, WorkerId], int] = {}  # the first block that is wanted
-        self._to_ask: dict[WorkerId, dict[SequenceId, int]] = {}  # with the next `flush`
+        self._asked: set[tuple[SequenceId, WorkerId]] = set()
+        self._to_ask: dict[WorkerId, list[SequenceId]] = {}  # with the next `flush`
         self._to_begin: list[tuple[SequenceId, WorkerId]] = []  # likewise; they are to be sent and have been asked for
         self._unsent: dict[tuple[SequenceId, WorkerId], int] = {}  # pieces under way
         self._transfers: list[Transfer] = []
@@ -132,46 +124,43 @@ class KvExchange:
     def expect(self, command: ExpectKv) -> None:
         """Blocks first, then the question for the KV: a transfer never finds its destination missing."""
         transition, victim = self._transition, command.victim
-        self._stay(victim.sequence_id)
-        table = self._book.hold(victim.sequence_id, victim.computed_tokens)
-        if self._book.before_split(victim.sequence_id) < len(table):  # the alternative is SIGSEGV in a transfer
-            raise InvariantViolation(f"sequence {victim.sequence_id} stays, and has blocks that not all layers have")
+        book = self._ground.book
+        table = book.hold(victim.sequence_id, victim.computed_tokens)
+        if book is not self._book:  # this stage's own layers have it in the other window
+            count = blocks_for(victim.computed_tokens, self._kv.shape.block_tokens)
+            before = self._book.table(victim.sequence_id)[:count]
+            self._memory.move_leaving(tuple(zip(before, table, strict=True)))
         leader = transition.part.new.leader.worker_id
         for source, to, first, last in transfers(transition.plan, victim, leader):
             if to != transition.me:
                 continue
-            copied = self._copied(victim.sequence_id, source)
-            pieces = self._pieces(victim, table, copied, first, last)
+            pieces = self._pieces(victim, table, first, last)
             self._hub.kv.put((command.epoch, victim.sequence_id, source, first), pieces)
             key = (victim.sequence_id, source)
             self._pieces_due[key] = self._pieces_due.get(key, 0) + 1
-            self._progress.kv_bytes_received += kv_bytes(self._kv, victim.computed_tokens, last - first, copied)
-        wanted = {source: self._copied(victim.sequence_id, source) for source in command.sources}
-        self._progress.victims_copied_ahead += bool(wanted) and all(wanted.values())
-        for source, first_block in wanted.items():
-            self._to_ask.setdefault(source, {})[victim.sequence_id] = first_block
+            self._progress.kv_bytes_received += kv_bytes(self._kv, victim.computed_tokens, last - first)
+        for source in command.sources:
+            self._to_ask.setdefault(source, []).append(victim.sequence_id)
 
     def flush(self) -> None:
         """Asks for what has been expected, and sends what has been asked for, since the last time."""
         to_ask, self._to_ask = self._to_ask, {}
-        for source, first_blocks in to_ask.items():
-            self._ask(source, first_blocks)
+        for source, sequence_ids in to_ask.items():
+            self._ask(source, sequence_ids)
         to_begin, self._to_begin = self._to_begin, []
         for to in dict.fromkeys(to for _, to in to_begin):
             self._begin_sending(to, [key for key in to_begin if key[1] == to])
         for to in tuple(self._waiting):
             self._send_waiting(to)
 
-    def _ask(self, source: WorkerId, first_blocks: Mapping[SequenceId, int]) -> None:
-        """Blocks are ready for the KV of these sequences, from those on."""
-        body = pb.KvWantedAll(sequence_ids=first_blocks.keys(), first_blocks=first_blocks.values())
+    def _ask(self, source: WorkerId, sequence_ids: Sequence[SequenceId]) -> None:
+        """Blocks are ready for the KV of these sequences."""
+        body = pb.KvWantedAll(sequence_ids=sequence_ids)
         self._links.send(source, TrafficClass.CONTROL, Topic.KV_WANTED, body.SerializeToString())
 
-    def _pieces(
-        self, victim: Victim, table: Sequence[int], first_block: int, first: int, last: int
-    ) -> list[torch.Tensor]:
+    def _pieces(self, victim: Victim, table: Sequence[int], first: int, last: int) -> list[torch.Tensor]:
         end_block = blocks_for(victim.computed_tokens, self._kv.shape.block_tokens)
-        return kv_pieces(self._kv, table, first_block, end_block, first, last)
+        return kv_pieces(self._kv, table, 0, end_block, first, last)
 
     def is_last_piece(self, sequence_id: SequenceId, source: WorkerId) -> bool:
         key = (sequence_id, source)
@@ -218,9 +207,9 @@ class KvExchange:
 
     def asked(self, event: KvAsked) -> None:
         """A peer has its blocks ready."""
-        for sequence_id, first_block in event.first_blocks:
+        for sequence_id in event.sequence_ids:
             key = (sequence_id, event.peer)
-            self._asked[key] = first_block
+            self._asked.add(key)
             if key in self._to_send:
                 self._to_begin.append(key)
 
@@ -232,7 +221,7 @@ class KvExchange:
             commands = self._to_send.pop(key, [])
             self._unsent[key] = len(commands)
             for command in commands:
-                piece = self._piece(command, self._asked[key])
+                piece = self._piece(command)
                 if together and (size_bytes + piece.size_bytes > _TOGETHER_BYTES or len(together) == _TOGETHER):
                     self._transfer(link, to, together)
                     together, size_bytes = [], 0
@@ -244,10 +233,9 @@ class KvExchange:
     def _tokens(self, key: tuple[SequenceId, WorkerId]) -> int:
         return max((command.victim.computed_tokens for command in self._to_send.get(key, ())), default=0)
 
-    def _piece(self, command: SendKv, first_block: int) -> _Piece:
+    def _piece(self, command: SendKv) -> _Piece:
         victim, first, last = command.victim, command.first_layer, command.last_layer
-        tensors = self._pieces(victim, self._table(command), first_block, first, last)
-        self._progress.kv_bytes_to_send -= first_block * self._kv.shape.block_bytes * (last - first)
+        tensors = self._pieces(victim, self._table(command), first, last)
         name = pb.KvPiece(epoch=command.epoch, sequence_id=victim.sequence_id, first_layer=first, last_layer=last)
         size_bytes = sum(tensor.nbytes for tensor in tensors)
         return _Piece(victim.sequence_id, victim.computed_tokens, name, tensors, size_bytes)

@@ -84,14 +84,13 @@ class Surroundings:
     compile_grammar: Callable[[Grammar], None] | None = None  # None: the engine follows none
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Ground:
     """What all parts of a member share."""
 
     me: WorkerId
-    core: WorkerCore  # only read, and so is
-    lane: Lane  # of its group: `answers` tell it something
-    book: BlockBook
+    core: WorkerCore  # only read: `answers` tell it something
+    book: BlockBook  # of the group in force; another one from the commit of a restore on
     memory: DeviceMemory
     role: Role
     links: Links
@@ -100,3 +99,13 @@ class Ground:
     answers: Answers
     now: Now
     post: Callable[[MemberEvent], None]
+    leaving: bool = False  # of the group that dissolves, if this worker has led it; not of the one in force
+
+    @property
+    def lane(self) -> Lane:
+        """Only read."""
+        leaving = self.core.leaving if self.leaving else None
+        return self.core.lane if leaving is None else leaving
+
+    def grow_book(self, block_count: int) -> None:
+        self.book.grow(block_count - self.book.block_count)

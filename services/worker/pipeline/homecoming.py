@@ -1,21 +1,17 @@
-"""Taking all layers back: the KV makes room for them, they come, and it makes room once more, for copies of theirs.
+"""Taking all layers back: the KV makes room for them, and they come.
 
-The other direction of a drop, prepared while the group goes on serving. Parameters alone want no more than the drop has
-given: the KV that all members had before it fits beside them, if each goes on with its own layers. Copies of the KV
-want twice as much, so that room is made last, and for no longer than it takes. Engine thread only.
+The other direction of a drop, prepared while the group goes on serving. Engine thread only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from ballast.common.errors import InvariantViolation
 from ballast.common.ids import Epoch, WorkerId
 from ballast.service.logs import get_logger
-from services.worker.core.batch import SequenceId
-from services.worker.core.room import Room
-from services.worker.pipeline.events import LayerArrived, LayerAsked, LayerChecked, Woken
+from services.worker.pipeline.events import LayerArrived, LayerAsked, LayerChecked
 from services.worker.pipeline.ground import Background, Ground
 from services.worker.pipeline.layers import LayerPull, LayerServer
 from services.worker.pipeline.status import Progress
@@ -25,9 +21,7 @@ if TYPE_CHECKING:
 
 
 class Homecoming:
-    """One restore at a time: `begin`, `make_room_for_layers` once the leader grants it, `handle` until they are here,
-    `make_room_for_kv` likewise, `map_kv` until `complete`; or `undo`.
-    """
+    """One restore at a time: `begin`, `make_room` once the leader grants it, `handle` until `complete`; or `undo`."""
 
     def __init__(
         self,
@@ -39,7 +33,7 @@ class Homecoming:
         """`hurried`: requests wait for the end of it."""
         self._layer_count = ground.role.layer_count
         self._memory = memory = ground.memory
-        self._book = ground.book
+        self._ground = ground
         self._hub = ground.hub
         self._ask = ground.links.ask_for_layer
         self._hurried = hurried
@@ -52,20 +46,13 @@ class Homecoming:
         self._epoch = Epoch(0)
         self._sources: Mapping[int, Sequence[WorkerId]] = {}
         self._progress: Progress | None = None
-        self._has_kv_room = False
-        self._narrow = 0  # extents of each layer whose KV is coming
-        self.wants = Room.NONE
+        self.wants_room = False
         self.failure = ""
 
     @property
-    def maps_kv(self) -> bool:
-        """`map_kv` is to be called."""
-        return self._has_kv_room and not self.complete
-
-    @property
     def complete(self) -> bool:
-        """All layers are here, and there is room for their KV."""
-        return self._has_kv_room and not self._without_kv
+        """All layers are here."""
+        return self._pull is not None and self._pull.finished
 
     def serve(self, link: Link, event: LayerAsked, executed: range) -> None:
         """A peer wants a layer: one that is executed here, as others may be held and not be filled yet."""
@@ -94,20 +81,17 @@ class Homecoming:
 
     def begin(self, epoch: Epoch, sources: Mapping[int, Sequence[WorkerId]], progress: Progress) -> None:
         self._epoch, self._sources, self._progress = epoch, sources, progress
-        self.wants, self._has_kv_room, self.failure = Room.LAYERS, False, ""
+        self.wants_room, self.failure = True, ""
 
-    def make_room_for_layers(self) -> None:
-        """Blocks in the tail move down, the tail goes, and the missing layers get memory again: asks for them.
-
-        No more blocks are held than there are beside all layers, and none beyond will be asked for.
+    def make_room(self, block_count: int) -> None:
+        """The KV keeps so many blocks, and the missing layers get memory again: asks for them. No more blocks are held,
+        and none beyond will be asked for.
         """
         progress, began_s = self._counted(), self._now()
-        self.wants = Room.NONE
-        beside = self._memory.beside_block_count
-        self._compact(beside)
+        self.wants_room = False
+        self.shrink(block_count)
         missing = [i for i in range(self._layer_count) if i not in self._memory.parameters.held_layers]
-        self._memory.make_room_for_layers(missing, used_blocks_end=beside)
-        self._book.shrink(beside)
+        self._memory.make_room_for_layers(missing, block_count=self._ground.book.block_count)
         progress.remap_s += self._now() - began_s
         progress.parameter_bytes_to_pull = sum(
             t.nbytes for layer in missing for t in self._memory.parameters.layer(layer).values()
@@ -127,60 +111,14 @@ class Homecoming:
         self._pull.go_on()
         self._settle(self._pull)
 
-    def make_room_for_kv(self, member_count: int) -> None:
-        """The same once more, for KV of the layers that are back: as much as this member's share of the sequences of so
-        many members takes.
-        """
-        progress, began_s = self._counted(), self._now()
-        self.wants, self._has_kv_room = Room.NONE, True
-        wide, self._narrow = self._memory.divided_extents(member_count)
-        wide_count = self._memory.blocks_in(wide)
-        self._compact(wide_count)
-        self._book.shrink(self._memory.make_room_for_kv(wide, used_blocks_end=wide_count))
-        self._book.divide(self._memory.blocks_in(self._narrow))
-        progress.remap_s += self._now() - began_s
-        progress.room_s = self._now() - progress.began_s
-        self._post(Woken())
-
-    def map_kv(self) -> None:
-        """Maps the KV of one layer more: mapping holds batches up."""
-        began_s = self._now()
-        self._memory.kv.expect(self._without_kv[0], self._narrow)
-        self._counted().remap_s += self._now() - began_s
-        self._post(Woken())
-
-    @property
-    def _without_kv(self) -> list[int]:
-        usable = self._memory.kv.usable_layers
-        return [layer for layer in range(self._layer_count) if layer not in usable]
-
-    def arrange(self, sequence_ids: Collection[SequenceId], *, evacuate: bool) -> None:
-        """These stay here: their blocks move to where all layers have KV, and no others, since after the commit one
-        that was to stay may be on its way elsewhere. With `evacuate` those of all that do not stay, which nothing
-        reads, move away from there.
-        """
-        if self._book.split is None:
-            return
-        self._book.favour(sequence_ids)
-        while moves := self._book.next_moves(sequence_ids, evacuate=evacuate):
-            self._memory.kv.move(moves)
-            self._book.compacted(moves)
-
-    def level(self) -> int | None:
-        """The exchange is over: all layers get as many blocks as at home. Returns how many; None: there was none."""
-        if self._book.split is None:
-            return None
-        self._book.rejoin()
-        block_count = self._memory.level_kv()
-        self._book.shrink(block_count)
-        return block_count
-
-    def _compact(self, block_count: int) -> None:
-        moves = self._book.compaction_plan(block_count)
-        if not moves:
-            return
-        self._memory.kv.move(moves)
-        self._book.compacted(moves)
+    def shrink(self, block_count: int) -> None:
+        """The book ends there: blocks behind move down."""
+        book = self._ground.book
+        if block_count < book.block_count:
+            if moves := book.compaction_plan(block_count):
+                self._memory.move(moves)
+                book.compacted(moves)
+            book.shrink(block_count)
 
     def handle(self, event: LayerArrived | LayerChecked) -> bool:
         """False: it was about another restore, or one that has been given up."""
@@ -198,20 +136,19 @@ class Homecoming:
         progress = self._counted()
         progress.parameter_bytes_pulled, progress.repulled_layers = pull.pulled_bytes, pull.repulled
         self.failure = pull.failure
-        if pull.finished and not self._has_kv_room and self.wants is not Room.KV:
-            self.wants = Room.KV
+        if pull.finished:
             progress.layers_s = self._now() - progress.began_s
 
     def end(self) -> None:
         """The commit: what is here, stays."""
-        self.wants, self._has_kv_room, self._pull = Room.NONE, False, None
+        self.wants_room, self._pull = False, None
 
     def undo(self, kept: range) -> int | None:
         """Gives up all but the layers `kept` again. None: something still writes into them; ask again later.
 
         Returns the number of blocks there are now.
         """
-        self.wants = Room.NONE
+        self.wants_room = False
         self._server.cancel()
         if self._pull is not None:
             self._pull.cancel()
@@ -219,8 +156,9 @@ class Homecoming:
                 return None
         if not self._server.idle:
             return None
-        self._pull, self._has_kv_room = None, False
-        self._book.undivide()
+        self._pull = None
+        if self._memory.leaving is not None:
+            self._memory.close_leaving()
         self._memory.drop_layers([i for i in self._memory.parameters.held_layers if i not in kept])
         return self._memory.release_retired()
 

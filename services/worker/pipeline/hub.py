@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING
 from ballast.common.ids import Epoch, WorkerId
 from ballastpb.worker.v1 import stage_pb2 as pb
 from services.worker.core.migration_messages import Handed
-from services.worker.core.precopy import Span
-from services.worker.core.room import Room
 from services.worker.core.transition_messages import (
     EpochEnded,
     KvCompleteReceived,
@@ -31,18 +29,14 @@ from services.worker.pipeline.events import (
     GrammarComes,
     HandedWithKv,
     HandoverArrived,
-    KvAheadArrived,
-    KvAheadAsked,
     KvAsked,
     LayerArrived,
     LayerAsked,
-    LayersBack,
     MigrationTold,
     ResultArrived,
     RoomGranted,
     RoomWithdrawn,
     RosterArrived,
-    ShareTold,
     SpanLanded,
     Told,
     WaveArrived,
@@ -55,6 +49,7 @@ from services.worker.pipeline.wire import (
     grammar_from_bytes,
     migration_from_bytes,
     result_from_bytes,
+    room_from_bytes,
     snapshot_from_proto,
     span_from_bytes,
     victim_from_proto,
@@ -76,7 +71,6 @@ class Hub:
         self.post = post
         self._now = now
         self.kv = Destinations()
-        self.ahead = Destinations()  # buffers for KV before a commit, keyed (epoch, sequence, source, 0)
         self.layers = Destinations()  # keyed (epoch, layer, source, 0)
         self.spans = ExpectedSpans()  # of sequences that come by migrations
         self._receiving: set[tuple[Link, int]] = set()  # transfers that write into this worker's memory
@@ -107,7 +101,7 @@ class Hub:
                 handover = pb.Handover.FromString(_whole(message))
                 snapshots = tuple(snapshot_from_proto(s) for s in handover.sequences)
                 counts = handover.block_count, handover.final_block_count
-                self.post(HandoverArrived(epoch, peer, snapshots, *counts))
+                self.post(HandoverArrived(epoch, peer, snapshots, *counts, handover.more))
             case Topic.ROSTER:
                 roster = pb.Roster.FromString(_whole(message))
                 victims = tuple(victim_from_proto(v) for v in roster.victims)
@@ -121,7 +115,7 @@ class Hub:
                 self.post(Told(epoch, WaveDone(now_s, epoch, peer, message.stream)))
             case Topic.KV_WANTED:
                 asked = pb.KvWantedAll.FromString(_whole(message))
-                self.post(KvAsked(epoch, peer, tuple(zip(asked.sequence_ids, asked.first_blocks, strict=True))))
+                self.post(KvAsked(epoch, peer, tuple(asked.sequence_ids)))
             case Topic.KV_COMPLETE:
                 self.post(Told(epoch, KvCompleteReceived(now_s, epoch, message.stream, peer)))
             case Topic.CAPACITY:
@@ -132,24 +126,14 @@ class Hub:
             case Topic.LAYER_REFUSED:
                 self.post(LayerArrived(epoch, message.stream, peer, b"", f"{peer} does not give it{_reason(message)}"))
             case Topic.ROOM:
-                self.post(RoomGranted(Epoch(message.stream), Room.LAYERS))
-            case Topic.KV_ROOM:
-                self.post(RoomGranted(Epoch(message.stream), Room.KV))
-            case Topic.LAYERS_BACK:
-                self.post(LayersBack(Epoch(message.stream), peer))
+                self.post(RoomGranted(*room_from_bytes(message.meta)))
             case Topic.ROOM_WITHDRAWN:
                 self.post(RoomWithdrawn(Epoch(message.stream)))
-            case Topic.SHARE:
-                self.post(ShareTold(epoch, tuple(pb.Share.FromString(_whole(message)).sequence_ids)))
-            case Topic.KV_AHEAD_WANTED:
-                wanted = pb.KvWanted.FromString(message.meta)
-                span = Span(wanted.sequence_id, wanted.first_block, wanted.last_block)
-                self.post(KvAheadAsked(epoch, span, link))
             case Topic.MIGRATION:
                 self.post(MigrationTold(peer, migration_from_bytes(_whole(message)), link, now_s))
             case Topic.MIGRATION_END:
                 self.post(self._end_of_migration(link, message, now_s))
-            case Topic.KV | Topic.LAYER | Topic.KV_AHEAD | Topic.MIGRATION_KV:
+            case Topic.KV | Topic.LAYER | Topic.MIGRATION_KV:
                 raise ValueError(f"{peer} sends {Topic(message.topic).name} as a message")
 
     def _end_of_migration(self, link: Link, message: Message, at_s: float) -> HandedWithKv:
@@ -172,9 +156,6 @@ class Hub:
             named = pb.KvPieces.FromString(opening.meta).pieces
             found = [self.kv.take((epoch, piece.sequence_id, peer, piece.first_layer)) for piece in named]
             pieces = None if None in found else [tensor for part in found for tensor in part or ()]
-        elif opening.topic == Topic.KV_AHEAD:
-            pieces = self.ahead.take((epoch, pb.KvPiece.FromString(opening.meta).sequence_id, peer, 0))
-            pieces = pieces and [pieces[0][: opening.total_bytes]]  # there may be less than was asked for
         elif opening.topic == Topic.MIGRATION_KV:
             pieces = self.spans.take(peer, *span_from_bytes(opening.meta))
         else:
@@ -197,9 +178,6 @@ class Hub:
             else:
                 self.post(Woken())
             return
-        if opening.topic == Topic.KV_AHEAD:
-            self.post(_ahead(epoch, peer, opening, "" if delivered else outcome.value))
-            return
         if opening.topic == Topic.MIGRATION_KV:
             migration_id, span = span_from_bytes(opening.meta)
             self.post(SpanLanded(migration_id, span if delivered else None))
@@ -213,12 +191,6 @@ class Hub:
         if not link.retired:  # broken, or the peer takes part in that epoch no more
             epoch = Epoch(link.epoch)
             self.post(Told(epoch, PeerLost(self._now(), WorkerId(link.peer_id), ending.why)))
-
-
-def _ahead(epoch: Epoch, peer: WorkerId, opening: Opening, failure: str) -> KvAheadArrived:
-    piece = pb.KvPiece.FromString(opening.meta)
-    span = Span(piece.sequence_id, piece.first_block, piece.last_block)
-    return KvAheadArrived(epoch, peer, span, piece.step_id, failure)
 
 
 def _reason(message: Message) -> str:

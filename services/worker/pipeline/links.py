@@ -87,6 +87,11 @@ class Links:
         if not self._role.is_last:
             self.send(self._role.next_stage, TrafficClass.ACTIVATION, topic, b"", stream=about)
 
+    def pass_down(self, topic: Topic, body: bytes) -> None:
+        """`pass_on` of something that says more than which epoch it is about."""
+        if not self._role.is_last:
+            self.send(self._role.next_stage, TrafficClass.ACTIVATION, topic, body)
+
     def pass_batch(self, batch: Batch, hidden_TD: torch.Tensor | None) -> Future[None] | None:
         """To the next stage."""
         to, head = self._role.next_stage, batch_to_bytes(batch)

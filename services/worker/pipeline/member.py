@@ -6,6 +6,7 @@ What decides is pure (`core.transition`, `core.worker`); the parts do what they 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ballast.common.errors import InvariantViolation
@@ -15,7 +16,7 @@ from ballast.common.transition import Phase
 from ballast.service.logs import get_logger
 from services.worker.core.batch import SequenceId
 from services.worker.core.blocks import BlockBook
-from services.worker.core.events import CapacityChanged, Execute, GroupLost, Removed, RoleChanged
+from services.worker.core.events import Execute, GroupLost, LaneOpened, Removed, RoleChanged
 from services.worker.core.transition_messages import PeerLost
 from services.worker.core.worker import WorkerCore
 from services.worker.memory.device import DeviceMemory
@@ -28,13 +29,10 @@ from services.worker.pipeline.events import (
     GrammarComes,
     HandedWithKv,
     HandoverArrived,
-    KvAheadArrived,
-    KvAheadAsked,
     KvAsked,
     LayerArrived,
     LayerAsked,
     LayerChecked,
-    LayersBack,
     LinkMade,
     MigrationOrdered,
     MigrationTold,
@@ -44,7 +42,6 @@ from services.worker.pipeline.events import (
     RoomGranted,
     RoomWithdrawn,
     RosterArrived,
-    ShareTold,
     SpanLanded,
     SpanSent,
     Told,
@@ -83,8 +80,6 @@ class GroupMember:
         self.me = me
         self._now = now = surroundings.now
         self.published = published = Published(now)
-        self._lane = core.lane
-        self._book = book
         self._memory = memory
         self._hub = hub = surroundings.hub
         self._role = role = Role(me, memory.kv.shape.layer_count)
@@ -95,7 +90,9 @@ class GroupMember:
         self._rescue: Rescue | None = None  # a member of the group is gone
         self._is_awake = True  # `poll` may find something to do
         pace = surroundings.plane.pace
-        ground = Ground(me, core, core.lane, book, memory, role, links, hub, published, answers, now, surroundings.post)
+        self._ground = ground = Ground(
+            me, core, book, memory, role, links, hub, published, answers, now, surroundings.post
+        )
         self._capacities = capacities = Capacities(ground)
         self._homecoming = homecoming = Homecoming(
             ground,
@@ -106,7 +103,6 @@ class GroupMember:
             ground,
             capacities,
             homecoming,
-            max_running_count=max_running_count,
             under_way=lambda: self._driver.transition,
             drive=lambda event: self._driver.drive(event),
         )
@@ -114,9 +110,14 @@ class GroupMember:
             ground,
             surroundings.engine,
             pace=pace,
-            precopy=lambda: restoring.precopy,
             awaits_roster=lambda epoch: self._driver.awaits_roster(epoch),
         )
+
+        def second(ground: Ground, role: Role) -> tuple[Ground, StageRunner]:
+            links = surroundings.links(surroundings.plane, role, now, surroundings.post)
+            ground = replace(ground, role=role, links=links, leaving=True)
+            return ground, StageRunner(ground, surroundings.engine, pace=pace, awaits_roster=lambda _: False)
+
         self._migrations = migrations = Migrations(
             ground, layout_changes=lambda: self._rescue is not None or self._driver.under_way
         )
@@ -128,6 +129,8 @@ class GroupMember:
             restoring=restoring,
             migrations=migrations,
             broken=self._break_up,
+            second=second,
+            max_running_count=max_running_count,
         )
 
     # ------------------------------------------------------------ what the shell calls
@@ -138,7 +141,8 @@ class GroupMember:
 
     @property
     def wakes_at_s(self) -> float | None:
-        return self._driver.regroup.wakes_at_s
+        leaving = self._driver.leaving
+        return None if leaving is None else leaving.wakes_at_s
 
     @property
     def memory(self) -> DeviceMemory:
@@ -152,6 +156,13 @@ class GroupMember:
     def at_rest(self) -> bool:
         """Nothing has happened since the last `poll`, and nothing is under way that it would have to look at."""
         return not self._is_awake
+
+    @property
+    def led_stage_count(self) -> int:
+        """Stages of the pipeline that this worker leads, one that dissolves included; 0: of none."""
+        leaving = self._driver.leaving
+        role = self._role if leaving is None else leaving.role
+        return len(role.stages) if role.leads else 0
 
     @property
     def leads(self) -> bool:
@@ -185,9 +196,9 @@ class GroupMember:
             case Told(epoch=epoch, event=told):
                 driver.told(epoch, told)
             case BatchArrived():
-                self._stage.arrived(event)
+                self._stage_of(event.epoch).arrived(event)
             case ResultArrived():
-                if (outcome := self._stage.outcome(event)) is not None:
+                if (outcome := self._stage_of(event.epoch).outcome(event)) is not None:
                     self._answers.add(outcome)
             case GrammarComes(grammar=grammar):
                 if self._grammars is not None:
@@ -206,19 +217,17 @@ class GroupMember:
                 driver.link_made(event)
             case CapacityTold():
                 self._capacity_told(event)
-            case RoomGranted(epoch=epoch, room=room):
-                restoring.room_is_granted(epoch, room)
-            case LayersBack():
-                restoring.layers_are_back(event)
+            case RoomGranted(epoch=epoch, block_count=block_count):
+                if driver.leaving is not None and driver.leaving.epoch == epoch:
+                    driver.leaving.limited(block_count)
+                else:
+                    restoring.room_is_granted(epoch, block_count)
             case RoomWithdrawn(epoch=epoch):
                 restoring.room_is_withdrawn(epoch)
             case LayerAsked():
                 restoring.layer_asked(event)
             case LayerArrived() | LayerChecked():
                 restoring.layer_news(event)
-            case ShareTold() | KvAheadAsked() | KvAheadArrived():
-                if driver.is_current(event.epoch):
-                    restoring.ahead(event)
             case MigrationOrdered() | MigrationTold() | HandedWithKv() | SpanLanded() | SpanSent():
                 self._migrations.handle(event)
             case Woken():
@@ -229,13 +238,14 @@ class GroupMember:
 
     def poll(self) -> list[Answer]:
         if self._role.leads:
-            has_work = bool(self._lane.in_flight_count) or self._lane.has_work
+            lane = self._ground.lane
+            has_work = bool(lane.in_flight_count) or lane.has_work
             self.published.clock.note_work(self._now(), has_work=has_work)
         if not self._is_awake:
             return []
         self._driver.poll()
         self._migrations.poll()
-        if self._rescue is not None and self._rescue.poll(self._now(), self._grow_book):
+        if self._rescue is not None and self._rescue.poll(self._now(), self._ground.grow_book):
             self._be_whole(self._rescue)
         rests = self._rescue is None and self._driver.at_rest and self._migrations.at_rest
         self._is_awake = not rests
@@ -243,7 +253,15 @@ class GroupMember:
 
     def run(self, command: Execute | Removed) -> StepOutcome | None:
         tables = command.block_tables if isinstance(command, Execute) else ()
-        return self._stage.run(command.batch, tables, None)
+        leaving = self._driver.leaving
+        stage = leaving.stage if command.leaving and leaving is not None else self._stage
+        return stage.run(command.batch, tables, None)
+
+    def _stage_of(self, epoch: Epoch) -> StageRunner:
+        """Of the group in force, or of the one that dissolves, as long as that computes."""
+        leaving = self._driver.leaving
+        computes = leaving is not None and not leaving.closed and leaving.role.epoch == epoch
+        return leaving.stage if leaving is not None and computes else self._stage
 
     def withdrawn(self, sequence_id: SequenceId) -> list[Answer]:
         self._migrations.withdrawn(sequence_id)
@@ -251,13 +269,13 @@ class GroupMember:
         return self._answers.take()
 
     def check(self) -> None:
-        self._book.check()
+        self._ground.book.check()
+        self._memory.check()
         self._migrations.check()
         self._driver.check()
-        self._restoring.check()
-        if self._book.block_count > self._memory.kv.block_count:
+        if self._ground.book.block_count > self._memory.kv.block_count:
             raise InvariantViolation(
-                f"{self._book.block_count} blocks in the book, {self._memory.kv.block_count} mapped"
+                f"{self._ground.book.block_count} blocks in the book, {self._memory.kv.block_count} mapped"
             )
 
     def close(self) -> None:
@@ -273,11 +291,14 @@ class GroupMember:
         epoch = event.plan.epoch
         if epoch > self.published.newest_epoch and self._driver.is_outside(event.plan):
             why = f"the planner counts on the group no more: epoch {epoch} begins without it"
+            if self._driver.leaving is not None:
+                self._driver.end_leaving(why)  # and this worker is whole: the planner asks again
+                return
             self._break_up(self._driver.epoch_in_force, self.me, why)
         elif epoch > self.published.newest_epoch and self._driver.is_already(event.plan):
             self._role.take_up(epoch, event.plan.target_of(self.me))
-            progress = self.published.begin(epoch, self._book.block_count)
-            progress.block_count_after = self._book.block_count
+            progress = self.published.begin(epoch, self._ground.book.block_count)
+            progress.block_count_after = self._ground.book.block_count
             self.published.publish_as(epoch, Phase.DONE)
         else:
             self._driver.receive(event)
@@ -287,9 +308,6 @@ class GroupMember:
             self._capacities.told(event)
         else:
             self.published.stale_total += 1
-
-    def _grow_book(self, block_count: int) -> None:
-        self._book.grow(block_count - self._book.block_count)
 
     # ------------------------------------------------------------ a member of the group is gone
 
@@ -316,8 +334,8 @@ class GroupMember:
         role.leave_group()
         self._answers.tell(GroupLost(now_s))
         self._answers.tell(RoleChanged(now_s, leads=False))
-        for sequence_id in self._book.sequence_ids:
-            self._book.release(sequence_id)
+        for sequence_id in self._ground.book.sequence_ids:
+            self._ground.book.release(sequence_id)
         self._stage.abandon()
         progress = self.published.counted
         progress.why = f"{peer}: {why}"
@@ -335,9 +353,11 @@ class GroupMember:
         """Every layer is here again: this worker leads itself."""
         self._rescue = None
         self._role.be_whole()
+        self._memory.open_window()
+        block_count, kv = self._memory.close_leaving(), self._memory.kv
+        book = BlockBook(block_count, kv.shape.block_tokens, kv.window.first_block)
+        self._ground.book = book
+        self._answers.tell(LaneOpened(self._now(), book))
         self._capacities.begin()
-        now_s = self._now()
-        self._answers.tell(RoleChanged(now_s, leads=True))
-        self._answers.tell(CapacityChanged(now_s, self._book.block_count))
-        rescue.progress.block_count_after = self._book.block_count
+        rescue.progress.block_count_after = book.block_count
         self.published.publish_as(rescue.epoch, Phase.DONE)

@@ -1,9 +1,9 @@
 """Live migrations of single sequences, to and from this worker. Engine thread only.
 
 `core.departures` and `core.arrivals` decide. KV goes from the blocks of one worker straight into those of the other,
-which are taken before: unlike those of `precopy`, they are nobody else's whatever becomes of the sequence. Only workers
-that lead alone take part, and none of whose layout changes: `give_up` ends what can be ended, and `idle` says when
-nothing is left that reads or writes the cache.
+which are taken before: they are nobody else's whatever becomes of the sequence. Only workers that lead alone take part,
+and none of whose layout changes: `give_up` ends what can be ended, and `idle` says when nothing is left that reads or
+writes the cache.
 """
 
 from __future__ import annotations
@@ -80,8 +80,7 @@ class Migrations:
         self._totals = ground.published.migrations
         self._published = ground.published
         self._core = core = ground.core
-        self._lane = ground.lane
-        self._book = ground.book
+        self._ground = ground
         self._kv = kv = ground.memory.kv
         self._hub = ground.hub
         self._synchronise = ground.memory.pool.backend.synchronise  # waits for the device
@@ -190,7 +189,7 @@ class Migrations:
 
     def _begin_some(self, to: WorkerId, order: _Order, now_s: float) -> None:
         while self._departures.may_begin:
-            chosen = choose_departure(self._lane.decoding(), order.blocks_left, self._departures.leaving)
+            chosen = choose_departure(self._ground.lane.decoding(), order.blocks_left, self._departures.leaving)
             if chosen is None:
                 return
             order.blocks_left -= chosen.block_count
@@ -232,7 +231,7 @@ class Migrations:
                     if self._hub.spans.forget(migration_id):
                         self._carry_out(self._arrivals.quiet(migration_id))
                 case Release(sequence_id=sequence_id):
-                    self._book.release(sequence_id)
+                    self._ground.book.release(sequence_id)
                 case Adopt():
                     self._adopt(command)
                 case DropOrphan(sequence_id=sequence_id):
@@ -258,7 +257,7 @@ class Migrations:
     # ------------------------------------------------------------ as the source
 
     def _send_span(self, command: SendSpan) -> None:
-        table = self._book.table(command.sequence_id)
+        table = self._ground.book.table(command.sequence_id)
         span, layers = command.span, self._kv.shape.layer_count
         self._synchronise()
         pieces = kv_pieces(self._kv, table, span.first_block, span.last_block, 0, layers)
@@ -281,7 +280,7 @@ class Migrations:
         return transfer
 
     def _hand_away(self, command: HandAway) -> None:
-        table, span, now_s = self._book.table(command.sequence_id), command.span, self._now()
+        table, span, now_s = self._ground.book.table(command.sequence_id), command.span, self._now()
         link = self._link[command.to]
         if link.retired or not link.is_up:  # nothing is lost while the sequence is here
             self._carry_out(self._departures.give_up(now_s, command.migration_id, "its link has ended"))
@@ -333,7 +332,7 @@ class Migrations:
 
     def _expect(self, command: Expect) -> None:
         block_tokens, layers, kv = self._kv.shape.block_tokens, self._kv.shape.layer_count, self._kv
-        table = self._book.hold(command.sequence_id, command.last_block * block_tokens)
+        table = self._ground.book.hold(command.sequence_id, command.last_block * block_tokens)
 
         def pieces(first_block: int, last_block: int) -> list[torch.Tensor]:
             return kv_pieces(kv, table, first_block, last_block, 0, layers)
@@ -352,7 +351,7 @@ class Migrations:
         if self._role.stages or not self._role.leads:
             return  # it has become a member of a group since it gave up: the dispatcher has the request replayed
         self._tell_room()
-        self._book.trim(snapshot.sequence_id, command.kv_tokens)
+        self._ground.book.trim(snapshot.sequence_id, command.kv_tokens)
         lost = frozenset[SequenceId]() if command.kv_tokens else frozenset({snapshot.sequence_id})
         self._tell(Adopted(now_s, (snapshot,), lost_ids=lost))
 

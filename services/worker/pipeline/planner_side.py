@@ -71,9 +71,9 @@ class Transitions:
             plan.target.check()
         except InvariantViolation as error:
             raise InvalidRequest("target", error.why) from error
-        self.take(plan, [(s.layer, WorkerId(s.worker_id) or None) for s in request.sources], patient=request.patient)
+        self.take(plan, [(s.layer, WorkerId(s.worker_id) or None) for s in request.sources])
 
-    def take(self, plan: Plan, sources: Sequence[tuple[int, WorkerId | None]], *, patient: bool) -> None:
+    def take(self, plan: Plan, sources: Sequence[tuple[int, WorkerId | None]]) -> None:
         """A plan that is valid as such. `sources`: (layer, holder) in the order to be tried; None: host copy or disk.
 
         Raises InvalidRequest or StaleEpoch, as `prepare`.
@@ -94,7 +94,7 @@ class Transitions:
         holders: dict[int, tuple[WorkerId, ...]] = {}
         for layer, holder in sources:
             holders[layer] = holders.get(layer, ()) + ((holder,) if holder else ())
-        self._post(PlanReceived(plan, addresses, holders, patient))
+        self._post(PlanReceived(plan, addresses, holders))
         self._watch(plan.epoch)
 
     def _watch(self, epoch: Epoch) -> None:

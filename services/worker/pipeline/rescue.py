@@ -1,8 +1,8 @@
 """A member of the group is gone: what is left of it becomes a whole worker of its own again.
 
 Its requests have ended without a word, and dispatchers replay them. First everything that reads or writes this
-worker's memory must have ended, then the KV shrinks to its size at home and the missing layers come from the
-checkpoint, on the layers' threads. Engine thread only; `poll` never waits.
+worker's memory must have ended, then the KV goes, and the missing layers come from the checkpoint, on the layers'
+threads. Engine thread only; `poll` never waits.
 """
 
 from collections.abc import Callable
@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 from ballast.common.errors import InvariantViolation
 from ballast.common.ids import Epoch
-from services.worker.core.room import Room
 from services.worker.pipeline.homecoming import Homecoming
 from services.worker.pipeline.status import Progress
 
@@ -38,14 +37,7 @@ class Rescue:
             grow(block_count)
             self.under_way = True
             self.homecoming.begin(self.epoch, {}, self.progress)
-            self.homecoming.make_room_for_layers()
+            self.homecoming.make_room(0)
         if self.homecoming.failure:
             raise InvariantViolation(f"a layer cannot be read from the checkpoint: {self.homecoming.failure}")
-        if self.homecoming.wants is Room.KV:
-            self.homecoming.make_room_for_kv(1)
-        elif self.homecoming.maps_kv:
-            self.homecoming.map_kv()
-        if self.homecoming.complete:
-            self.homecoming.level()
-            return True
-        return False
+        return self.homecoming.complete

@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING
 from ballast.common.errors import Unavailable
 from ballast.common.ids import Epoch
 from ballast.service.logs import get_logger
-from services.worker.core.batch import Batch, StepResult
+from services.worker.core.batch import Batch, SequenceId, StepResult
 from services.worker.links.pace import StagePace
 from services.worker.pipeline.events import BatchArrived, ResultArrived
 from services.worker.pipeline.ground import Ground, StageEngine
-from services.worker.pipeline.precopy import PrecopyRun
 from services.worker.shell import StepOutcome
 
 if TYPE_CHECKING:
@@ -29,34 +28,24 @@ class StageRunner:
         engine: StageEngine,
         *,
         pace: StagePace,
-        precopy: Callable[[], PrecopyRun | None],
         awaits_roster: Callable[[Epoch], bool],
     ) -> None:
-        """`precopy` is told of every batch; `awaits_roster`: in that epoch nobody knows yet which blocks are free."""
+        """`awaits_roster`: in that epoch nobody knows yet which blocks are free."""
+        self._ground = ground
         self._role = ground.role
         self._links = ground.links
-        self._lane = ground.lane
         self._engine = engine
-        self._book = ground.book
         self._published = ground.published
         self._now = ground.now
         self._pace = pace
-        self._precopy = precopy
         self._awaits_roster = awaits_roster
         self._early: list[BatchArrived] = []  # batches of a leader that is ahead of this member
 
-    @property
-    def usual_s(self) -> float:
-        """What this stage has lately taken for a batch; 0 if it was never one."""
-        return self._pace.stage_s or 0.0
-
     def run(self, batch: Batch, tables: Sequence[Sequence[int]], hidden_TD: torch.Tensor | None) -> StepOutcome | None:
         """This member's layers of a batch. None: it has gone on, or there is nothing to tell."""
-        role, clock, precopy = self._role, self._published.clock, self._precopy()
-        if precopy is not None:
-            precopy.begins(batch)
+        role, clock = self._role, self._published.clock
         if role.leads and batch.slices:
-            quiet_s, awaited = clock.take_quiet_s(), self._lane.memory_is_awaited
+            quiet_s, awaited = clock.take_quiet_s(), self._ground.lane.memory_is_awaited
             if quiet_s or awaited:
                 batch = replace(batch, quiet_s=quiet_s, memory_is_awaited=awaited)
         began_s = self._now()
@@ -78,8 +67,6 @@ class StageRunner:
             self._pace.ran(ended_s - began_s)
         if batch.slices:
             clock.ran(batch, role.epoch, began_s, ended_s)
-        if precopy is not None:
-            precopy.ran(batch)
         if not role.is_last:
             self._send_on(batch, None if isinstance(out, StepResult) else out)
             return None
@@ -119,7 +106,7 @@ class StageRunner:
             self._published.stale_total += 1
             return
         self._published.clock.received(event.batch, event.epoch, event.arrived_s, event.receive_s)
-        outcome = self.run(event.batch, self._book.apply(event.batch), event.hidden_TD)
+        outcome = self.run(event.batch, self._ground.book.apply(event.batch), event.hidden_TD)
         assert outcome is None
 
     def run_early(self) -> None:
@@ -137,6 +124,12 @@ class StageRunner:
             return StepOutcome(event.result.step_id, event.result)
         step_id, why = event.result
         return StepOutcome(step_id, None, why)
+
+    def forget(self, sequence_ids: Sequence[SequenceId]) -> None:
+        """The engine keeps nothing of these."""
+        if sequence_ids:
+            batch, layers = Batch(0, tuple(sequence_ids), (), ()), self._role.layers
+            self._engine.run_stage(batch, (), None, first_layer=layers.start, last_layer=layers.stop)
 
     def forget_all(self) -> None:
         """What the engine keeps of sequences: their places change."""

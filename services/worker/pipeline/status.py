@@ -13,7 +13,6 @@ class Progress(Status):
     began_s: float
     phase: Phase = Phase.PREPARING
     links_s: float = 0.0  # from hearing of the plan
-    room_s: float = 0.0  # of a restore: until there is room for copies of the KV
     memory_s: float = 0.0
     commit_at_s: float = 0.0
     halted_at_s: float = 0.0  # since then victims get no tokens, or have got the last one at the latest
@@ -26,7 +25,6 @@ class Progress(Status):
         return {
             "links_s": round(self.links_s, 4),
             "layers_s": round(self.layers_s, 4),
-            "room_s": round(self.room_s, 4),
             "memory_s": round(self.memory_s, 4),
             "prepare_s": round(self.prepare_s, 4),
             "commit_awaited_s": round(waited_s, 4),

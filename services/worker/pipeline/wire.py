@@ -36,22 +36,17 @@ class Topic(IntEnum):
     KV_COMPLETE = 7
     CAPACITY = 8
     LAYER_WANTED = 9
-    ROOM = 10  # for layers; no payload
+    ROOM = 10  # of a group that is about to dissolve, or does
     LAYER_REFUSED = 11  # payload: why, or nothing
-    SHARE = 12
-    KV_AHEAD_WANTED = 13
     ROOM_WITHDRAWN = 14  # no payload
     BATCH_HEAD = 15  # a StageBatch that is too long to stand beside hidden states: they follow in a BATCH
     KV = 16  # transfers
     LAYER = 17
-    KV_AHEAD = 18
     MIGRATION = 19  # a message
     MIGRATION_KV = 20  # a transfer
     WAVE = 21  # a Roster that goes from stage to stage, in order with batches
     WAVE_DONE = 22  # no payload; the stream is the wave
     MIGRATION_END = 27  # the last span of a migration, its bytes and then those of its MIGRATION; the stream: how many
-    KV_ROOM = 28  # no payload
-    LAYERS_BACK = 29  # no payload; to the leader: all of them
     GRAMMAR = 30  # to the last stage: a request with it comes; SamplingParams with nothing else
 
 
@@ -59,17 +54,23 @@ def capacity_to_bytes(withdrawn: Epoch, block_count: int, sizes: RoomSizes) -> b
     return pb.Capacity(
         epoch=withdrawn,
         block_count=block_count,
-        beside_block_count=sizes.beside,
-        wide_block_count=sizes.wide,
-        narrow_block_count=sizes.narrow,
+        leaving_block_count=sizes.leaving,
         home_block_count=sizes.home,
     ).SerializeToString()
 
 
 def capacity_from_bytes(data: bytes) -> tuple[Epoch, int, RoomSizes]:
     told = pb.Capacity.FromString(data)
-    sizes = RoomSizes(told.beside_block_count, told.wide_block_count, told.narrow_block_count, told.home_block_count)
-    return Epoch(told.epoch), told.block_count, sizes
+    return Epoch(told.epoch), told.block_count, RoomSizes(told.leaving_block_count, told.home_block_count)
+
+
+def room_to_bytes(epoch: Epoch, block_count: int) -> bytes:
+    return pb.Room(epoch=epoch, block_count=block_count).SerializeToString()
+
+
+def room_from_bytes(data: bytes) -> tuple[Epoch, int]:
+    told = pb.Room.FromString(data)
+    return Epoch(told.epoch), told.block_count
 
 
 def batch_to_bytes(batch: Batch) -> bytes:

@@ -33,11 +33,11 @@ def remap_s_per_gb(engine: Engine) -> float | None:
 
     def drop() -> None:
         memory.parameters.drop(dropped)
-        memory.kv.grow(per_layer, clear=False)
+        memory.kv.window.grow(per_layer, clear=False)
 
     for _ in range(_ROUNDS):
         times_s.append(_timed_s(engine, drop))
-        memory.kv.shrink(per_layer, used_blocks_end=kept_end)
+        memory.kv.window.shrink(per_layer, used_blocks_end=kept_end)
         for layer in dropped:
             for tensor in memory.parameters.restore(layer).values():
                 tensor.zero_()  # as a load fills them: what is remapped next time is in use

@@ -483,8 +483,6 @@ def waiting_for_demand() -> Planner:
     planner.load = replace(LOAD, block_count=96, used_block_count=40)
     planner.tell(ReliefRaised(planner.now_s, "r1"))
     assert planner.journal[-1] is Stage.PREPARING
-    prepares = [c for c in planner.said if isinstance(c, CallMember) and c.call is Call.PREPARE]
-    assert [c.patient for c in prepares[-2:]] == [True, True]
     return planner
 
 
@@ -494,8 +492,6 @@ def test_a_restore_that_waits_for_demand_gives_way_to_an_operator() -> None:
     assert planner.journal[-1] is Stage.ABORTING
     planner.answer(Phase.ABORTED, "w0", "w1")
     assert planner.journal[-1] is Stage.PREPARING
-    prepares = [c for c in planner.said if isinstance(c, CallMember) and c.call is Call.PREPARE]
-    assert [c.patient for c in prepares[-2:]] == [False, False], "an operator does not wait for demand"
     planner.tell(RestoreRequested(planner.now_s, "c", "x2"))
     refusals = [c.refusal for c in planner.told(RefuseChange) if isinstance(c, RefuseChange)]
     assert refusals == [ChangeRefusal.BUSY], "one of an operator's gives way to nobody"

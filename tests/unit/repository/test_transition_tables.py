@@ -13,8 +13,8 @@ from services.planner.core.stages import STAGES, CoordinatorRules, Stage
 from services.worker.core import phases
 from services.worker.core import transition as member
 from services.worker.core.phases import PHASES
+from tests.support.cluster_campaign import story
 from tests.support.transition_page import page
-from tests.support.transition_sim import story
 
 _ROOT = Path(__file__).parents[3]
 

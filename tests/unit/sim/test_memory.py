@@ -22,6 +22,9 @@ def test_a_memory_has_what_its_geometry_says_and_takes_time_to_change() -> None:
     assert memory.drop_layers([0, 1]) > before
     assert memory.release_retired() > 2 * before
     assert spent == [0.25, 0.25]
+    memory.make_room_for_layers([0, 1], block_count=memory.leaving_block_count)
+    assert memory.open_window() < memory.shrink_leaving(1) < memory.close_leaving() == before
+    assert spent == [0.25] * 6
     memory.check()
 
 

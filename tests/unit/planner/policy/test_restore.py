@@ -75,15 +75,6 @@ def test_all_demand_must_fit_and_what_waits_counts() -> None:
     assert "all demand, 128 blocks" in restore.kept[0][1]
 
 
-def test_a_large_pipeline_has_to_fit_into_what_there_is_while_kv_is_copied() -> None:
-    quiet, busy = dropped(4, 3, [23, 23, 23, 23]), dropped(4, 3, [24, 24, 24, 24])  # of 200 blocks un-dropped
-    assert len(quiet.groups) == len(busy.groups) == 1
-    assert plan_restore(quiet).kept == ()
-    ((_, why),) = plan_restore(busy).kept
-    assert "96 blocks exceeds 90% of the 105 that it has room for" in why
-    assert plan_restore(busy, room_limit=2.0).kept == ()
-
-
 def test_an_operator_names_groups() -> None:
     snapshot = dropped(4, 2)
     _, second = (g.group_id for g in snapshot.groups)

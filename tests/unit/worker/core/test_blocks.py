@@ -62,7 +62,7 @@ def test_growing_appends_ids_at_the_end() -> None:
         ([0, 1, 2, 3], {1: (0,)}, "block 0 belongs to the free list and to sequence 1"),
         ([1, 2], {1: (0,)}, "1 of 4 blocks are lost"),
         ([2, 3], {1: (0, 1), 2: (0,)}, "block 0 belongs to sequence 1 and to sequence 2"),
-        ([1, 2, 3, 4], {1: (0,)}, "the free list holds block 4, there are only 4"),
+        ([1, 2, 3, 4], {1: (0,)}, "the free list holds block 4, there are 0 to 3"),
     ],
 )
 def test_check_sees_damage(free: list[int], tables: dict[int, tuple[int, ...]], why: str) -> None:
@@ -74,7 +74,7 @@ def test_check_sees_damage(free: list[int], tables: dict[int, tuple[int, ...]], 
 
 @pytest.mark.parametrize(
     ("table", "why"),
-    [((0, 1), "block 0 belongs to"), ((3, 9), "holds block 9, there are only 8"), ((3,), "1 of 8 blocks are lost")],
+    [((0, 1), "block 0 belongs to"), ((3, 9), "holds block 9, there are 0 to 7"), ((3,), "1 of 8 blocks are lost")],
 )
 def test_a_second_check_sees_damage_to_what_has_changed(table: tuple[int, ...], why: str) -> None:
     book = BlockBook(8, 1)
@@ -171,67 +171,12 @@ def test_trim_gives_back_what_is_beyond() -> None:
     assert book.free_count == 7
 
 
-def test_a_divided_book_keeps_those_who_stay_before_the_split_and_the_others_behind_it() -> None:
-    book = BlockBook(8, 1)
-    book.hold(1, 2)
-    book.hold(2, 2)
-    book.divide(4)
-    book.favour([2])
-    assert book.before_split(1) == 2, "blocks stay where they are"
-    assert book.hold(1, 4) == (0, 1, 4, 5)
-    assert book.hold(2, 3) == (2, 3, 6), "its own kind is used up"
-    assert book.before_split(2) == 2
-    assert (book.used_count, book.free_count) == (7, 1)
-    book.check()
-    assert book.next_moves([2], evacuate=False) == (), "no room before the split, the others are not to move"
-    moves = book.next_moves([2], evacuate=True)
-    assert moves == ((0, 7),)
-    book.compacted(moves)
-    moves = book.next_moves([2], evacuate=True)
-    assert moves == ((6, 0),)
-    book.compacted(moves)
-    book.compacted(book.next_moves([2], evacuate=True))
-    assert book.next_moves([2], evacuate=True) == ()
-    assert (book.table(1), book.table(2)) == ((7, 6, 4, 5), (2, 3, 0))
-    book.check()
-    book.confine()
-    assert book.hold(3, 1) == (1,), "who comes now stays"
-    book.trim(1, 3)
-    with pytest.raises(InvariantViolation, match="0 before 4 are free"):
-        book.hold(2, 4)
-    book.release(1)
-    book.undivide()
-    book.shrink(4)
-    assert (book.used_count, book.free_count) == (4, 0)
-    book.check()
-
-
-def test_who_was_to_stay_and_goes_elsewhere_is_not_moved_with_those_who_stay() -> None:
-    """Its blocks may be being sent, and there may be no room for both."""
-    book = BlockBook(8, 1)
-    book.hold(1, 2)
-    book.hold(2, 2)
-    book.hold(3, 2)
-    book.divide(4)
-    book.favour([2, 3])
-    book.confine()
-    book.release(1)
-    book.hold(2, 3)
-    book.favour([3])
-    moves = book.next_moves([3], evacuate=False)
-    assert moves == ((4, 1),)
-    book.compacted(moves)
-    assert book.next_moves([3], evacuate=False) == ()
-    assert (book.table(2), book.table(3)) == ((2, 3, 0), (1, 5))
-    book.check()
-
-
 @given(st.data())
-def test_whatever_happens_to_a_divided_book_nobody_loses_a_block(data: st.DataObject) -> None:
-    block_count, next_id = data.draw(st.integers(1, 24)), 0
-    book, held = BlockBook(block_count, 1), dict[int, int]()
+def test_whatever_happens_nobody_loses_a_block(data: st.DataObject) -> None:
+    block_count, first, next_id = data.draw(st.integers(1, 24)), data.draw(st.sampled_from([0, 1000])), 0
+    book, held = BlockBook(block_count, 1, first), dict[int, int]()
     for _ in range(data.draw(st.integers(0, 30))):
-        match data.draw(st.sampled_from(["new", "grow", "free", "divide", "favour", "move", "undivide", "more"])):
+        match data.draw(st.sampled_from(["new", "grow", "free", "less", "more"])):
             case "new" if book.free_count:
                 next_id += 1
                 held[next_id] = data.draw(st.integers(1, book.free_count))
@@ -243,19 +188,11 @@ def test_whatever_happens_to_a_divided_book_nobody_loses_a_block(data: st.DataOb
             case "free" if held:
                 one = data.draw(st.sampled_from(sorted(held)))
                 assert book.release(one) == held.pop(one)
-            case "divide" if book.split is None:
-                book.divide(data.draw(st.integers(0, block_count)))
-            case "favour" if held:
-                book.favour([data.draw(st.sampled_from(sorted(held)))])
-            case "move":
-                ids = data.draw(st.lists(st.sampled_from(sorted(held)), unique=True)) if held else []
-                evacuate = data.draw(st.booleans())
-                if evacuate:
-                    book.favour(ids)
-                while moves := book.next_moves(ids, evacuate=evacuate):
-                    book.compacted(moves)
-            case "undivide":
-                book.undivide()
+            case "less":
+                block_count = data.draw(st.integers(book.used_count, block_count))
+                book.compacted(book.compaction_plan(block_count))
+                book.shrink(block_count)
+                assert book.used_end <= block_count == book.block_count
             case "more":
                 book.grow(1)
                 block_count += 1
@@ -263,4 +200,5 @@ def test_whatever_happens_to_a_divided_book_nobody_loses_a_block(data: st.DataOb
                 pass
         book.check()
         assert {i: len(book.table(i)) for i in held} == held
+        assert all(first <= block < first + block_count for i in held for block in book.table(i))
         assert book.free_count == block_count - sum(held.values())

@@ -15,7 +15,6 @@ from services.worker.core.events import (
     KvArrived,
     KvLost,
     KvTravels,
-    MicrobatchesJoined,
     PrefillLimited,
     Removed,
     RoleChanged,
@@ -259,31 +258,6 @@ def test_a_few_are_not_put_off_for_balance_while_a_transition_is_prepared() -> N
     assert len(_step(leader)) == 3  # so many are worth it
     put_in = 0
     assert leader.batch() is None
-
-
-# ---------------------------------------------------------------- the last batch of a pipeline
-
-
-def test_joined_microbatches_are_one_of_all_that_decodes() -> None:
-    leader = Leader(64, stages=2, max_running_count=4, max_batch_tokens=16)
-    for number in range(5):
-        leader.submit(f"r{number}")
-    while any(len(share) < 2 or max(share.values()) > 1 for share in (_step(leader), _step(leader))):
-        pass  # prompts
-    leader.submit("new", tuple(range(1, 9)))
-    leader.feed(MicrobatchesJoined(leader.at_s))
-    assert _step(leader) == dict.fromkeys(range(1, 6), 1)
-    leader.feed(RoleChanged(leader.at_s, leads=True, stage_count=2))
-    assert 1 <= len(_step(leader)) < 6
-
-
-def test_joined_microbatches_are_none_where_nobody_decodes() -> None:
-    leader = Leader(64, stages=2)
-    leader.submit("a", tuple(range(1, 9)))
-    leader.feed(MicrobatchesJoined(leader.at_s))
-    assert leader.batch() is None
-    assert leader.core.has_work
-    assert not leader.core.in_flight_count
 
 
 # ---------------------------------------------------------------- KV on its way

@@ -104,9 +104,52 @@ def test_what_a_drop_takes_away_is_gone(engine: EmulatedEngine) -> None:
     assert report.parameter_bytes + report.kv_bytes + report.free_bytes == report.budget_bytes
 
 
+def test_two_groups_at_a_time_have_marks_of_their_own(engine: EmulatedEngine) -> None:
+    """The old group's KV stays as it is while the new one writes into blocks of its own, and goes without it."""
+    memory = engine.memory
+    memory.drop_layers([2, 3])
+    memory.release_retired()
+    memory.make_room_for_layers([2, 3], block_count=memory.leaving_block_count)
+    for layer in (2, 3):
+        engine.read_layer(layer)
+    old = [phantom(memory.kv.layer(layer)).area for layer in (0, 1)]
+    batch = Batch(1, (), (new(),), (Slice(1, 0, PROMPT, False),))
+    engine.runner.run_stage(batch, [TABLE], None, first_layer=0, last_layer=2)
+    before = [area.cell(TABLE[0]) for area in old]
+    assert all(before)
+    memory.open_window()
+    first = memory.kv.window.first_block
+    table = tuple(first + block for block in TABLE)
+    other = NewSequence(2, PROMPT[::-1], (), SamplingParams(seed=1))
+    engine.step(Batch(2, (), (other,), (Slice(2, 0, PROMPT[::-1], True),)), [table])
+    assert [area.cell(TABLE[0]) for area in old] == before
+    there = [area.cell(table[0]) for area in old]
+    assert there != before
+    memory.shrink_leaving(0)
+    memory.close_leaving()
+    assert not any(area.cell(TABLE[0]) for area in old)
+    assert [area.cell(table[0]) for area in old] == there
+    assert engine.runner.wrong_total == 0
+    engine.check()
+
+
+def test_a_layer_is_looked_at_again_by_another_group_only(engine: EmulatedEngine) -> None:
+    step(engine, 1, 0, PROMPT, added=True)
+    phantom(engine.memory.parameters.layer(2)[WEIGHTS]).write([1])
+    chunk = Batch(2, (), (NewSequence(2, PROMPT, (), SamplingParams(seed=1)),), (Slice(2, 0, PROMPT, False),))
+    engine.runner.run_stage(chunk, [(11, 12, 13)], None, first_layer=0, last_layer=3)
+    assert decode(engine, 1) == ANSWER[1:2]
+    assert engine.runner.wrong_total == 0
+    engine.runner.forget_all()
+    engine.runner.run_stage(chunk, [(11, 12, 13)], None, first_layer=0, last_layer=2)
+    assert engine.runner.wrong_total == 0
+    engine.runner.run_stage(Batch(3, (), (), chunk.slices), [(11, 12, 13)], None, first_layer=0, last_layer=3)
+    assert engine.runner.wrong_total == 1
+
+
 def test_compaction_takes_contents_along(engine: EmulatedEngine) -> None:
     step(engine, 1, 0, PROMPT, added=True)
-    engine.memory.kv.move([(TABLE[0], 20), (TABLE[1], 21), (TABLE[2], 22)])
+    engine.memory.move([(TABLE[0], 20), (TABLE[1], 21), (TABLE[2], 22)])
     engine.runner.forget_all()
     batch = Batch(2, (), (new((ANSWER[0],)),), (Slice(1, len(PROMPT), (ANSWER[0],), True),))
     assert engine.step(batch, [(20, 21, 22, 23)]).token_ids == (ANSWER[1],)

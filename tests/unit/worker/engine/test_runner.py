@@ -4,12 +4,13 @@ import random
 from pathlib import Path
 
 import pytest
+import torch
 
 from ballast.common.errors import InvariantViolation
 from ballast.common.sampling import SamplingParams
 from services.worker.core.batch import Batch, NewSequence, Slice
 from services.worker.engine.load import Engine, load_engine
-from tests.support.engine import GREEDY, Job, generate
+from tests.support.engine import GREEDY, KERNELS, Job, generate
 
 
 def engine_of(model_dir: Path) -> Engine:
@@ -100,3 +101,21 @@ def test_a_block_that_does_not_exist_is_a_bug_and_no_crash(model_dir: Path) -> N
         engine.step(
             Batch(0, (), (NewSequence(1, (5,), (), GREEDY),), (Slice(1, 0, (5,), True),)), [(engine.block_count,)]
         )
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_blocks_of_the_other_window_are_as_good(model_dir: Path, kernels: str) -> None:
+    """As a stage of two groups: the old one's KV stays in front while the new one's is computed far behind it."""
+    with load_engine(model_dir, dtype="float32", device_memory_bytes=16 << 20, kernels=kernels) as engine:
+        memory = engine.memory
+        first, second, third = (sampled_jobs(8) for _ in range(3))
+        generate(engine, first, chunk_tokens=9)
+        memory.make_room_for_layers([], block_count=memory.leaving_block_count)
+        memory.open_window()
+        kept = [memory.kv.layer(layer)[: memory.kv.windows[0].block_count].clone() for layer in range(2)]
+        generate(engine, second, at_once=2, chunk_tokens=9)
+        assert all(torch.equal(memory.kv.layer(layer)[: len(kept[layer])], kept[layer]) for layer in range(2))
+        memory.close_leaving()
+        generate(engine, third, chunk_tokens=9)
+        assert [job.chosen for job in third] == [job.chosen for job in second] == [job.chosen for job in first]
+        engine.check()

@@ -28,14 +28,14 @@ BUDGET_BYTES = (
 ) * EXTENT_BYTES + REMAINDER_BYTES
 
 
-def open_small(backend: MemoryBackend, budget_bytes: int = BUDGET_BYTES) -> DeviceMemory:
+def open_small(backend: MemoryBackend, budget_bytes: int = BUDGET_BYTES, kv_shape: KvShape = KV_SHAPE) -> DeviceMemory:
     """Four layers of four extents, two more parts, three KV extents per layer, one extent and a rest free."""
     return DeviceMemory.open(
         backend,
         budget_bytes=budget_bytes,
         layers=[LAYER_SPEC] * LAYERS,
         others=OTHERS,
-        kv_shape=KV_SHAPE,
+        kv_shape=kv_shape,
         extent_bytes=EXTENT_BYTES,
     )
 

@@ -1,10 +1,11 @@
+import dataclasses
 import gc
 from pathlib import Path
 
 import pytest
 import torch
 
-from ballast.common.errors import ConfigError
+from ballast.common.errors import ConfigError, InvariantViolation
 from services.worker.memory.cuda import CudaBackend
 from services.worker.memory.device import DeviceMemory
 from services.worker.memory.extent_size import choose_extent_bytes
@@ -64,7 +65,7 @@ def test_nothing_is_left_behind_by_use_or_by_failure() -> None:
     def use() -> None:
         with open_small(HostBackend()) as memory:
             memory.parameters.drop([1, 2])
-            memory.kv.grow(2)
+            memory.kv.window.grow(2)
             memory.kv.layer(0)[: memory.kv.block_count].fill_(1)
             memory.close()
         with pytest.raises(ConfigError):
@@ -90,11 +91,11 @@ def test_the_same_story_on_the_gpu_backend() -> None:
         checksum, blocks = memory.parameters.layer_checksum(1), memory.kv.block_count
         memory.kv.layer(3)[:blocks].fill_(4.0)
         memory.parameters.drop([0, 2])
-        grown = memory.kv.grow(2)
+        grown = memory.kv.window.grow(2)
         memory.check()
         assert memory.kv.layer(3)[:blocks].unique().tolist() == [4.0]
         assert not memory.kv.layer(3)[blocks:grown].any()
-        memory.kv.shrink(2, used_blocks_end=blocks)
+        memory.kv.window.shrink(2, used_blocks_end=blocks)
         memory.parameters.restore(2)
         memory.parameters.restore(0)
         memory.check()
@@ -122,6 +123,98 @@ def test_layers_given_up_go_block_by_block() -> None:
         after = memory.shrink_retired(0)
         assert memory.release_retired() == after > dropped
         memory.check()
+
+
+def restored(memory: DeviceMemory) -> None:
+    """A stage of the first two layers has all parameters again, and of KV as much as it may keep."""
+    memory.drop_layers([2, 3])
+    memory.release_retired()
+    memory.make_room_for_layers([2, 3], block_count=memory.leaving_block_count)
+
+
+def test_the_kv_of_two_groups_lies_side_by_side_until_that_of_the_old_one_has_gone() -> None:
+    with open_small(HostBackend()) as memory:
+        kv, home = memory.kv, memory.home_block_count
+        restored(memory)
+        old = kv.window
+        for layer in (0, 1):
+            for block in range(kv.block_count):
+                kv.layer(layer)[block].fill_(float(block))
+        opened = memory.open_window()
+        assert memory.leaving is old
+        assert (kv.held_layers, old.held_layers) == ((0, 1, 2, 3), (0, 1))
+        second = kv.window.first_block
+        assert second == kv.windows[1].first_block
+        kv.layer(3)[second + opened - 1].fill_(-1.0)
+        memory.move_leaving([(9, 1), (8, 0)])
+        kept = memory.shrink_leaving(3)
+        memory.check()
+        assert home > kept > opened
+        assert [kv.layer(1)[block].unique().tolist() for block in range(3)] == [[8.0], [9.0], [2.0]]
+        assert kv.layer(3)[second + opened - 1].unique().tolist() == [-1.0]
+        assert memory.close_leaving() == kv.block_count == home
+        assert memory.leaving is None
+        assert old.extent_count == 0
+        memory.check()
+
+
+def test_the_next_restore_goes_to_the_first_window_again() -> None:
+    with open_small(HostBackend()) as memory:
+        for at in (1, 0, 1):
+            restored(memory)
+            memory.open_window()
+            assert memory.kv.window is memory.kv.windows[at]
+            assert memory.close_leaving() == memory.home_block_count
+            memory.check()
+
+
+def test_a_member_may_give_all_of_its_kv_back() -> None:
+    with open_small(HostBackend()) as memory:
+        memory.drop_layers([0])
+        memory.release_retired()
+        assert memory.make_room_for_layers([0], block_count=0) == 0
+        assert memory.open_window() == memory.home_block_count
+        assert memory.shrink_leaving(0) == memory.close_leaving() == memory.home_block_count
+        memory.check()
+
+
+def test_what_a_stage_may_keep_leaves_every_layer_a_little_room_in_the_other_window() -> None:
+    shape = dataclasses.replace(KV_SHAPE, head_dim=32)  # eight blocks in an extent
+    with open_small(HostBackend(), BUDGET_BYTES + 13 * LAYERS * EXTENT_BYTES, kv_shape=shape) as memory:
+        assert memory.kv.extents_per_layer == 16
+        memory.drop_layers([1, 2, 3])
+        memory.release_retired()
+        assert memory.kv.extents_per_layer == 16 * LAYERS + 3 * EXTENTS_PER_LAYER + 1
+        assert memory.leaving_block_count == memory.blocks_in(16 * LAYERS - 2 * LAYERS)
+        memory.make_room_for_layers([1, 2, 3], block_count=memory.leaving_block_count)
+        assert memory.open_window() == memory.blocks_in(2)
+
+
+def test_a_window_is_opened_when_all_is_there_for_it() -> None:
+    with open_small(HostBackend()) as memory:
+        with pytest.raises(InvariantViolation, match="4 extents or more is opened, 1 are free"):
+            memory.open_window()
+        for act in (memory.close_leaving, lambda: memory.shrink_leaving(0), lambda: memory.move_leaving([])):
+            with pytest.raises(InvariantViolation, match="no leaving window"):
+                act()
+        memory.drop_layers([3])
+        with pytest.raises(InvariantViolation, match=r"with the layers \(0, 1, 2\) only"):
+            memory.open_window()
+        memory.release_retired()
+        memory.make_room_for_layers([3], block_count=0)
+        memory.open_window()
+        with pytest.raises(InvariantViolation, match="has not been closed"):
+            memory.open_window()
+        memory.check()
+
+
+def test_check_finds_a_window_that_nobody_uses() -> None:
+    with open_small(HostBackend()) as memory:
+        memory.make_room_for_layers([], block_count=0)
+        memory.open_window()
+        memory.leaving = None
+        with pytest.raises(InvariantViolation, match="neither in force nor leaving"):
+            memory.check()
 
 
 def test_a_gpu_with_too_little_memory_is_left_clean() -> None:

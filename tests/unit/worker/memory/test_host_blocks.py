@@ -38,25 +38,41 @@ def test_blocks_come_back_as_they_left_in_every_layer_that_is_held() -> None:
         host.close()
 
 
-def test_after_a_restore_a_sequence_takes_along_its_kv_of_layers_that_are_arriving() -> None:
-    """It runs on them from the commit on, and they are held when the exchange is over: it may be swapped in between."""
+def test_only_layers_that_are_held_are_copied() -> None:
     with memory() as device:
         kv, host = device.kv, HostBlocks(device.kv, 1)
-        kv.drop(0)
-        kv.expect(0, 1)
+        kv.window.drop(0)
         before = []
-        for layer in range(3):
+        for layer in (1, 2):
             kv.layer(layer)[0] = torch.randn(2, 4, 2, 8)
             before.append(kv.layer(layer)[0].clone())
         host.start([BlockCopy(True, (0,), (0,))])
         host.finish()
-        for layer in range(3):
+        for layer in (1, 2):
             kv.layer(layer)[:2] = -1.0
-        kv.adopt()
         host.start([BlockCopy(False, (1,), (0,))])
         host.finish()
+        for layer in (1, 2):
+            assert torch.equal(kv.layer(layer)[1], before[layer - 1])
+        host.close()
+
+
+def test_blocks_of_either_window_that_is_in_force() -> None:
+    with memory() as device:
+        kv, host = device.kv, HostBlocks(device.kv, 2)
+        device.make_room_for_layers([], block_count=1)
+        kept = [torch.randn(2, 4, 2, 8) for _ in range(3)]
         for layer in range(3):
-            assert torch.equal(kv.layer(layer)[1], before[layer])
+            kv.layer(layer)[0] = kept[layer]
+        host.start([BlockCopy(True, (0,), (1,))])
+        host.finish()
+        device.open_window()
+        device.close_leaving()
+        block = kv.window.first_block + 3
+        host.start([BlockCopy(False, (block,), (1,))])
+        host.finish()
+        for layer in range(3):
+            assert torch.equal(kv.layer(layer)[block], kept[layer])
         host.close()
 
 

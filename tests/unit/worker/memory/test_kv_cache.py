@@ -34,11 +34,14 @@ def test_the_geometry_says_what_is_mapped(memory: DeviceMemory) -> None:
     assert memory.kv.block_count == BLOCKS == 32
 
 
-def test_a_layer_is_one_contiguous_tensor_with_room_for_the_whole_budget(memory: DeviceMemory) -> None:
+def test_a_layer_is_one_contiguous_tensor_with_room_for_the_whole_budget_twice(memory: DeviceMemory) -> None:
     kv = memory.kv.layer(1)
     assert tuple(kv.shape[1:]) == (2, 4, 2, 24)
     assert kv.is_contiguous()
-    assert kv.shape[0] == memory.pool.extent_count * EXTENT_BYTES // KV_SHAPE.block_bytes
+    second = memory.kv.windows[1].first_block
+    assert second >= memory.pool.extent_count * EXTENT_BYTES // KV_SHAPE.block_bytes
+    assert second * KV_SHAPE.block_bytes % EXTENT_BYTES == 0
+    assert kv.shape[0] == 2 * second
     assert memory.kv.layer(1) is kv
 
 
@@ -64,7 +67,7 @@ def test_growth_gives_clean_blocks_and_keeps_the_old_ones(memory: DeviceMemory) 
     for tensor in memory.parameters.layer(0).values():
         tensor.fill_(float("nan"))
     memory.parameters.drop([0, 1])
-    grown = memory.kv.grow(2)
+    grown = memory.kv.window.grow(2)
     assert grown == memory.kv.block_count == (KV_EXTENTS_PER_LAYER + 2) * EXTENT_BYTES // KV_SHAPE.block_bytes
     for layer in range(LAYERS):
         assert memory.kv.layer(layer)[:BLOCKS].unique().tolist() == [3.0]
@@ -77,9 +80,9 @@ def test_a_block_across_the_seam_of_two_extents_is_whole(memory: DeviceMemory) -
     per_extent = EXTENT_BYTES // KV_SHAPE.block_bytes
     kv = memory.kv.layer(0)
     kv[:BLOCKS].fill_(1.0)
-    left = memory.kv.shrink(2, used_blocks_end=per_extent)
+    left = memory.kv.window.shrink(2, used_blocks_end=per_extent)
     assert left == per_extent
-    grown = memory.kv.grow(1)
+    grown = memory.kv.window.grow(1)
     assert grown == 2 * EXTENT_BYTES // KV_SHAPE.block_bytes
     kv[per_extent].fill_(2.0)
     assert kv[per_extent].unique().tolist() == [2.0]
@@ -88,68 +91,56 @@ def test_a_block_across_the_seam_of_two_extents_is_whole(memory: DeviceMemory) -
 
 def test_shrinking_below_a_block_in_use_is_refused(memory: DeviceMemory) -> None:
     with pytest.raises(InvariantViolation, match="1 extents less per layer leave 21 blocks, those below 22 are in use"):
-        memory.kv.shrink(1, used_blocks_end=22)
+        memory.kv.window.shrink(1, used_blocks_end=22)
     assert memory.kv.block_count == BLOCKS
     with pytest.raises(InvariantViolation, match="leave 0 blocks"):
-        memory.kv.shrink(KV_EXTENTS_PER_LAYER + 1, used_blocks_end=0)
+        memory.kv.window.shrink(KV_EXTENTS_PER_LAYER + 1, used_blocks_end=0)
     memory.check()
-    assert memory.kv.shrink(1, used_blocks_end=21) == 21
+    assert memory.kv.window.shrink(1, used_blocks_end=21) == 21
 
 
 def test_growth_beyond_the_free_extents_is_refused_and_changes_nothing(memory: DeviceMemory) -> None:
     assert memory.pool.free_count == 1
     with pytest.raises(InvariantViolation, match="wants 4 extents, 1 are free"):
-        memory.kv.grow(1)
+        memory.kv.window.grow(1)
     assert memory.kv.block_count == BLOCKS
     memory.check()
 
 
 def test_dropping_the_kv_of_lost_layers_lets_the_kept_ones_grow(memory: DeviceMemory) -> None:
     memory.parameters.drop([2, 3])
-    assert memory.kv.drop(2) == memory.kv.drop(3) == KV_EXTENTS_PER_LAYER
+    assert memory.kv.window.drop(2) == memory.kv.window.drop(3) == KV_EXTENTS_PER_LAYER
     memory.check()
     assert memory.kv.held_layers == (0, 1)
     assert memory.kv.geometry.kv_bytes_per_token == 2 * 2 * 2 * 24 * 4
     extents = (2 * EXTENTS_PER_LAYER + 2 * KV_EXTENTS_PER_LAYER) // 2
-    assert memory.kv.grow(extents) == (KV_EXTENTS_PER_LAYER + extents) * EXTENT_BYTES // KV_SHAPE.block_bytes
-    memory.check()
-    memory.kv.shrink(extents, used_blocks_end=0)
-    for layer in (2, 3):
-        memory.kv.expect(layer, KV_EXTENTS_PER_LAYER)
-    assert memory.kv.arriving_layers == (2, 3)
-    assert memory.kv.held_layers == (0, 1)
-    assert memory.kv.usable_layers == (0, 1, 2, 3)
-    assert memory.kv.adopt() == BLOCKS
-    assert memory.kv.held_layers == (0, 1, 2, 3)
+    assert memory.kv.window.grow(extents) == (KV_EXTENTS_PER_LAYER + extents) * EXTENT_BYTES // KV_SHAPE.block_bytes
     memory.check()
 
 
-def test_the_kv_of_a_layer_is_dropped_once_and_expected_once(memory: DeviceMemory) -> None:
-    memory.kv.drop(1)
+def test_the_kv_of_a_layer_is_dropped_once(memory: DeviceMemory) -> None:
+    memory.kv.window.drop(1)
     with pytest.raises(InvariantViolation, match="not held"):
-        memory.kv.drop(1)
-    memory.kv.expect(1, 1)
-    with pytest.raises(InvariantViolation, match="mapped already"):
-        memory.kv.expect(1, 1)
-    few = EXTENT_BYTES // KV_SHAPE.block_bytes
-    memory.kv.guard(few, range(4))
+        memory.kv.window.drop(1)
     memory.kv.guard(BLOCKS, (0, 2, 3))
-    with pytest.raises(InvariantViolation, match=f"block {few} is used, there are {few}"):
-        memory.kv.guard(few + 1, range(4))
+    with pytest.raises(InvariantViolation, match="block 0 is used, there are 0"):
+        memory.kv.guard(1, range(4))
     memory.check()
 
 
-def test_layers_that_have_come_get_as_much_as_the_others_in_the_end(memory: DeviceMemory) -> None:
-    for layer in (2, 3):
-        memory.kv.drop(layer)
-    memory.kv.grow(2)
-    for layer in (2, 3):
-        memory.kv.expect(layer, KV_EXTENTS_PER_LAYER - 2)
-    wide = memory.kv.block_count
-    assert wide > BLOCKS, "those that are still coming do not count"
-    assert memory.kv.adopt() < BLOCKS
-    assert memory.kv.level(KV_EXTENTS_PER_LAYER) == BLOCKS
-    memory.check()
+def test_the_guard_knows_the_window_by_the_block(memory: DeviceMemory) -> None:
+    memory.kv.window.shrink(2, used_blocks_end=0)
+    left = memory.kv.block_count
+    extents = memory.pool.free_count // LAYERS
+    memory.open_window()
+    second = memory.kv.windows[1].first_block
+    assert memory.kv.block_count == extents * EXTENT_BYTES // KV_SHAPE.block_bytes > left
+    memory.kv.guard(left, range(4))
+    memory.kv.guard(second + memory.kv.block_count, range(4))
+    with pytest.raises(InvariantViolation, match=f"block {left} is used, there are {left} from block 0 on"):
+        memory.kv.guard(left + 1, range(4))
+    with pytest.raises(InvariantViolation, match=f"there are {memory.kv.block_count} from block {second} on"):
+        memory.kv.guard(second + memory.kv.block_count + 1, range(4))
 
 
 @pytest.mark.parametrize("field", ["layer_count", "block_tokens", "kv_heads", "head_dim"])

@@ -81,13 +81,13 @@ def test_dropped_layers_become_kv_and_come_back_equal(memory: DeviceMemory) -> N
 
     assert memory.parameters.drop([2, 3]) == 2 * EXTENTS_PER_LAYER
     memory.check()
-    grown = memory.kv.grow(2)
+    grown = memory.kv.window.grow(2)
     memory.check()
     kv[blocks:grown].fill_(8.0)  # a view from before the move writes to the memory that has moved
     assert memory.kv.layer(0) is kv
     assert kv[blocks - 1 : blocks + 1].amax(dim=(1, 2, 3, 4)).tolist() == [0.5, 8.0]
 
-    memory.kv.shrink(2, used_blocks_end=blocks)
+    memory.kv.window.shrink(2, used_blocks_end=blocks)
     for layer in (3, 2):
         memory.parameters.restore(layer)
         memory.check()
@@ -105,10 +105,10 @@ def test_what_an_extent_held_before_does_not_enter_the_checksum(memory: DeviceMe
     fill_layer(memory, 1)
     before = memory.parameters.layer_checksum(1)
     memory.parameters.drop([1])
-    memory.kv.grow(1)
+    memory.kv.window.grow(1)
     for layer in range(LAYERS):
         memory.kv.layer(layer)[: memory.kv.block_count].fill_(-1.0)
-    memory.kv.shrink(1, used_blocks_end=0)
+    memory.kv.window.shrink(1, used_blocks_end=0)
     memory.parameters.restore(1)
     fill_layer(memory, 1)
     assert memory.parameters.layer_checksum(1) == before
@@ -135,7 +135,7 @@ def test_a_layer_named_twice_is_dropped_once(memory: DeviceMemory) -> None:
 
 def test_a_restore_without_room_is_refused_and_changes_nothing(memory: DeviceMemory) -> None:
     memory.parameters.drop([0])
-    memory.kv.grow(1)
+    memory.kv.window.grow(1)
     with pytest.raises(InvariantViolation, match="4 extents wanted for PARAMETERS, 1 are free"):
         memory.parameters.restore(0)
     memory.check()

@@ -1,6 +1,7 @@
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 from ballast.common.errors import ConfigError, InvariantViolation
 from services.worker.memory.backend import ExtentRun
@@ -158,6 +159,29 @@ def test_growth_that_fails_halfway_leaves_everything_as_it_was() -> None:
     pool.check()
     driver.maps_until_failure = None
     other.grow(8)
+    pool.check()
+    pool.close()
+    driver.require_empty()
+
+
+def test_windows_lie_one_behind_the_other_and_are_reserved_and_released_together() -> None:
+    driver = SimulatedDriver()
+    pool = PhysicalPool(CudaBackend(driver), COUNT * EXTENT_BYTES, EXTENT_BYTES)
+    one, other = pool.reserve_windows("kv", Purpose.KV, COUNT)
+    assert other.address == one.address + COUNT * EXTENT_BYTES
+    assert driver.reservations == {one.address: 2 * COUNT * EXTENT_BYTES}
+    one.grow(COUNT // 2)
+    other.grow(COUNT // 2)
+    both = pool.backend.tensor(one.address, (2, COUNT * EXTENT_BYTES), torch.uint8)
+    one.bytes[: one.mapped_bytes].fill_(1)
+    other.bytes[: other.mapped_bytes].fill_(2)
+    assert both[0, : one.mapped_bytes].unique().tolist() == [1]
+    one.shrink(COUNT // 2)
+    assert both[1, : other.mapped_bytes].unique().tolist() == [2]
+    other.grow(COUNT // 2)
+    assert both[1, other.mapped_bytes - 1] == 1, "an extent takes its contents along"
+    with pytest.raises(InvariantViolation, match="exceed"):
+        other.map_tail([ExtentRun(0, 1)])
     pool.check()
     pool.close()
     driver.require_empty()

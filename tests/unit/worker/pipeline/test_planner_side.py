@@ -31,8 +31,8 @@ def test_a_plan_for_the_process_that_was_here_before_is_refused() -> None:
     assert (worker_id, instance.incarnation) == (ME, 1)
     layer_count = instance.member.role.layer_count
     with pytest.raises(StaleEpoch, match="worker incarnation: message carries 7, current is 1"):
-        instance.transitions.take(whole_again(layer_count, 7), (), patient=False)
+        instance.transitions.take(whole_again(layer_count, 7), ())
     assert instance.transitions.said(Epoch(5))[2] is None
-    instance.transitions.take(whole_again(layer_count, 1), (), patient=False)
+    instance.transitions.take(whole_again(layer_count, 1), ())
     assert instance.transitions.said(Epoch(5))[2] is not None
     instance.check()

@@ -1,0 +1,172 @@
+"""A group that dissolves, as one of its members: it goes on beside the member's own until nothing is left in it.
+
+Nothing comes into it any more. What waits in it goes at once to one of the members, by its tokens; what runs goes on
+until it ends, or for `policy.leaving.LEAVES_WITHIN_S`, and then goes to a member with its KV. Meanwhile the leader
+limits the group to what it still needs, and each stage gives the rest of its memory to its own blocks. Engine thread
+only.
+"""
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+
+from ballast.common.ids import Epoch, WorkerId
+from services.worker.core.batch import SequenceId
+from services.worker.core.events import (
+    CapacityChanged,
+    FlightsLost,
+    LaneClosed,
+    LeavingStopped,
+    MovedOver,
+    OfLeaving,
+)
+from services.worker.core.plan import Victim
+from services.worker.core.sequence import Sequence as Request
+from services.worker.core.sequence import SequenceState
+from services.worker.pipeline.ground import Ground
+from services.worker.pipeline.handover import Handover
+from services.worker.pipeline.stage_runner import StageRunner
+from services.worker.pipeline.status import Progress
+from services.worker.pipeline.wire import Topic, room_to_bytes
+from services.worker.policy.leaving import LEAVES_WITHIN_S, tightened
+from services.worker.policy.placement import MemberView, PlacementView, place
+
+
+class Leaving:
+    def __init__(
+        self,
+        ground: Ground,
+        stage: StageRunner,
+        handover: Handover,
+        progress: Progress,
+        *,
+        epoch: Epoch,
+        heirs: Sequence[MemberView],
+        grown: Callable[[int], None],
+    ) -> None:
+        """`ground` and `stage` of the group that dissolves, with the restore of that epoch. `heirs`: its members, with
+        what each has room for. `grown` is told how many blocks this worker's own group has.
+        """
+        self._ground = ground
+        self.role = ground.role
+        self.stage = stage
+        self._handover = handover
+        self._progress = progress
+        self.epoch = epoch
+        self._heirs = {heir.worker_id: heir for heir in heirs}
+        self._grown = grown
+        self.closed = False
+        self.own_victims: tuple[Victim, ...] = ()  # leader, at its end: what stays here, with its KV
+        self._first_blocks = self._limit = ground.book.block_count
+        self._ends_at_s = ground.now() + LEAVES_WITHIN_S
+
+    @property
+    def wakes_at_s(self) -> float | None:
+        """When `poll` wants to be called although nothing has happened. What is in flight then wakes it in landing."""
+        waits = self.role.leads and not self.closed and self._ground.now() < self._ends_at_s
+        return self._ends_at_s if waits else None
+
+    def poll(self) -> bool:
+        """Between two batches. True at its leader, once: no batch is in flight, and what was left is handed over."""
+        if not self.role.leads or self.closed:
+            return False
+        lane, now_s = self._ground.lane, self._ground.now()
+        self._send_away(lane.may_leave(running=False), now_s)
+        self._progress.victims_waiting = len(lane.sequences)
+        if lane.sequences and now_s < self._ends_at_s:
+            self._tighten(now_s)
+            return False
+        if lane.sequences and not lane.stopped:
+            self._ground.answers.tell(LeavingStopped(now_s))
+        if lane.flights:
+            return False
+        if lane.sequences:
+            self._hand_over(lane.may_leave(running=True), now_s)
+        return not lane.flights.to_remove
+
+    def empty(self, lost: Collection[WorkerId]) -> None:
+        """Its leader: those members are gone, and nothing can be computed in it any more."""
+        now_s = self._ground.now()
+        self._heirs = {worker_id: heir for worker_id, heir in self._heirs.items() if worker_id not in lost}
+        self._ground.answers.tell(FlightsLost(now_s))
+        self._send_away(self._ground.lane.may_leave(running=True), now_s)
+
+    def _hand_over(self, requests: Sequence[Request], now_s: float) -> None:
+        """With their KV."""
+        placed, me = self._place(requests), self.role.me
+        mine = [r for r in requests if placed[r.sequence_id] == me or r.unsent is not None]
+        self.own_victims = tuple(Victim(r.sequence_id, r.computed_tokens, me) for r in mine if r.computed_tokens)
+        if mine:
+            ids = frozenset(r.sequence_id for r in mine)
+            self._ground.answers.tell(MovedOver(now_s, ids, frozenset(v.sequence_id for v in self.own_victims)))
+        stay = {r.sequence_id for r in mine}
+        self._handover.give_leaving({i: to for i, to in placed.items() if i not in stay}, now_s)
+
+    def _place(self, requests: Iterable[Request]) -> dict[SequenceId, WorkerId]:
+        """Where each goes: to the member with most room left of those that a member has at home."""
+        views = [
+            PlacementView(r.sequence_id, max(1, self._ground.lane.need(r)), r.state is SequenceState.RUNNING)
+            for r in requests
+        ]
+        placed = place(views, list(self._heirs.values()))
+        for view in views:
+            heir = self._heirs[placed[view.sequence_id]]
+            left_blocks, left_count = heir.block_count - view.block_count, heir.running_count - view.running
+            self._heirs[heir.worker_id] = MemberView(heir.worker_id, left_blocks, left_count)
+        return placed
+
+    def _send_away(self, requests: Sequence[Request], now_s: float) -> None:
+        """By their tokens."""
+        if not requests:
+            return
+        placed, me = self._place(requests), self.role.me
+        stay = {r.sequence_id for r in requests if r.unsent is not None}  # its dispatcher asks for it here
+        going = {i: to for i, to in placed.items() if to != me and i not in stay}
+        self._progress.victims_recomputed += len(placed)
+        if len(going) < len(placed):
+            self._ground.answers.tell(MovedOver(now_s, frozenset(placed) - going.keys()))
+        if going:
+            self._handover.send_away(self.epoch, going, now_s)
+
+    # ------------------------------------------------------------ its room
+
+    def _tighten(self, now_s: float) -> None:
+        lane = self._ground.lane
+        running_count, block_tokens = lane.scheduler.running_count, lane.scheduler.block_tokens
+        limit = tightened(self._limit, self._first_blocks, lane.reserved_block_count, running_count, block_tokens)
+        if limit < self._limit and lane.settled:
+            change = CapacityChanged(now_s, limit, before_block_count=self._first_blocks)
+            self._ground.answers.tell(OfLeaving(now_s, change))
+            self.limited(limit)
+
+    def limited(self, block_count: int) -> None:
+        """The group holds no block beyond, and will take none: told down the pipeline, behind its batches."""
+        ground, book = self._ground, self._ground.book
+        ground.links.pass_down(Topic.ROOM, room_to_bytes(self.epoch, block_count))
+        self._limit = min(self._limit, block_count)
+        if block_count < book.block_count:
+            began_s = ground.now()
+            if moves := book.compaction_plan(block_count):
+                ground.memory.move_leaving(moves)
+                book.compacted(moves)
+            book.shrink(block_count)
+            self._grown(ground.memory.shrink_leaving(block_count))
+            self._progress.remap_s += ground.now() - began_s
+
+    # ------------------------------------------------------------ its end
+
+    def pass_end_on(self) -> None:
+        self._ground.links.pass_on(Topic.EPOCH_ENDED, self.epoch)
+
+    def close(self) -> None:
+        """It computes nothing any more. Its blocks are read until `release`."""
+        self.closed = True
+        self.stage.forget(self._ground.book.sequence_ids)
+        if self.role.leads:
+            self._ground.answers.tell(LaneClosed(self._ground.now()))
+
+    def release(self) -> None:
+        began_s = self._ground.now()
+        self._grown(self._ground.memory.close_leaving())
+        self._progress.remap_s += self._ground.now() - began_s
+
+    def check(self) -> None:
+        self._ground.book.check()

@@ -1,0 +1,175 @@
+"""A member's part in a restore: it serves alone from the commit on, and its group comes to its end beside that."""
+
+from ballast.common.ids import Epoch, GroupId, Incarnation, WorkerId
+from ballast.common.layout import Group, Layout, Member
+from ballast.common.transition import Phase, TransitionKind
+from services.worker.core.plan import Plan, Victim
+from services.worker.core.transition import Transition
+from services.worker.core.transition_messages import (
+    Broken,
+    CloseSeat,
+    Command,
+    CommitRequested,
+    ConnectLinks,
+    Empty,
+    EpochEnded,
+    ExpectKv,
+    GroupEnded,
+    HandoverReceived,
+    KvReceived,
+    Lead,
+    Led,
+    LinksUp,
+    MemoryReady,
+    PeerLost,
+    ReleaseLost,
+    Resume,
+    RosterReceived,
+    SendEpochEnded,
+    SendHandover,
+    SendRoster,
+    TakenUp,
+    TakeUp,
+)
+
+LAYERS, OLD, NEW = 6, Epoch(2), Epoch(3)
+W0, W1, W2 = NAMES = tuple(WorkerId(f"w{i}") for i in range(3))
+
+
+def member(name: WorkerId, first: int, last: int) -> Member:
+    return Member(name, Incarnation(1), "", first, last)
+
+
+PIPELINE = Group(GroupId("w0"), tuple(member(name, 2 * i, 2 * i + 2) for i, name in enumerate(NAMES)))
+WHOLE = tuple(Group(GroupId(name), (member(name, 0, LAYERS),)) for name in NAMES)
+PLAN = Plan(TransitionKind.RESTORE, Layout(OLD, LAYERS, (PIPELINE,), ""), Layout(NEW, LAYERS, WHOLE, ""))
+
+
+def prepared(me: WorkerId) -> Transition:
+    transition = Transition(me, PLAN)
+    others = tuple(name for name in NAMES if name != me)
+    assert transition.begin()[0] == ConnectLinks(NEW, others)
+    assert transition.handle(LinksUp(0.0, NEW)) + transition.handle(MemoryReady(0.0, NEW)) == []
+    assert transition.phase is Phase.PREPARED
+    return transition
+
+
+def committed(me: WorkerId) -> Transition:
+    transition = prepared(me)
+    assert transition.handle(CommitRequested(0.0, NEW)) == [TakeUp(PLAN)]
+    assert transition.handle(TakenUp(0.0, NEW)) == []
+    assert transition.phase is Phase.EXCHANGING
+    transition.check()
+    return transition
+
+
+def is_done_when_led(transition: Transition, others: tuple[WorkerId, ...] = ()) -> bool:
+    """No KV is to be exchanged: the answer to Lead and the words of the others who are left end it."""
+    commands = transition.handle(Led(0.0, NEW, ()))
+    assert commands[0] == SendRoster(NEW, (), tuple(name for name in NAMES if name != transition.me), 0, True)
+    for other in others:
+        assert transition.phase is Phase.EXCHANGING
+        commands += transition.handle(RosterReceived(0.0, NEW, other, ()))
+    transition.check()
+    return commands[1:] == [ReleaseLost(PLAN)] and transition.phase is Phase.DONE
+
+
+def ends(me: WorkerId, *lost: WorkerId) -> list[Command]:
+    return [CloseSeat(NEW), *(SendHandover(NEW, to) for to in NAMES if to != me and to not in lost)]
+
+
+def test_a_leader_ends_the_group_when_nothing_runs_in_it() -> None:
+    transition = committed(W0)
+    assert transition.handle(GroupEnded(0.0, NEW)) == [SendEpochEnded(NEW, (W1, W2)), *ends(W0)]
+    assert transition.handle(GroupEnded(0.0, NEW)) == []
+    assert transition.handle(HandoverReceived(0.0, NEW, W1, ())) == []
+    assert transition.handle(HandoverReceived(0.0, NEW, W2, ())) == [Lead(NEW, ())]
+    assert is_done_when_led(transition, (W1, W2))
+
+
+def test_a_follower_is_done_when_the_group_has_ended_and_all_have_said_so() -> None:
+    transition = committed(W1)
+    assert transition.handle(EpochEnded(0.0, NEW, W0)) == ends(W1)
+    assert transition.handle(EpochEnded(0.0, NEW, W0)) == []
+    assert transition.handle(HandoverReceived(0.0, NEW, W0, ())) == []
+    assert transition.handle(HandoverReceived(0.0, NEW, W2, ())) == [Lead(NEW, ())]
+    assert is_done_when_led(transition, (W0, W2))
+
+
+def test_nothing_is_led_before_the_group_has_ended_here() -> None:
+    """The engine may still know the sequences that come."""
+    transition = committed(W2)
+    for other in (W0, W1):
+        assert transition.handle(HandoverReceived(0.0, NEW, other, ())) == []
+    assert transition.handle(EpochEnded(0.0, NEW, W0)) == [*ends(W2), Lead(NEW, ())]
+    assert is_done_when_led(transition, (W0, W1))
+
+
+def test_the_group_may_have_ended_before_a_follower_hears_of_the_commit() -> None:
+    transition = prepared(W1)
+    assert transition.handle(EpochEnded(0.0, NEW, W0)) == []
+    for other in (W0, W2):
+        assert transition.handle(HandoverReceived(0.0, NEW, other, ())) == []
+    assert transition.phase is Phase.PREPARED
+    assert transition.handle(CommitRequested(0.0, NEW)) == [TakeUp(PLAN)]
+    assert transition.handle(TakenUp(0.0, NEW)) == [*ends(W1), Lead(NEW, ())]
+    assert is_done_when_led(transition, (W0, W2))
+
+
+def test_kv_of_what_is_left_is_exchanged() -> None:
+    """Of a victim that goes to the middle one: from the others, each its layers."""
+    transition, victim = committed(W1), Victim(7, 20, W0)
+    transition.handle(EpochEnded(0.0, NEW, W0))
+    transition.handle(HandoverReceived(0.0, NEW, W2, ()))
+    assert transition.handle(HandoverReceived(0.0, NEW, W0, (victim,))) == [Lead(NEW, (victim,))]
+    said = transition.handle(Led(0.0, NEW, (victim,)))
+    assert said[1:] == [ExpectKv(NEW, victim, (W0, W2))]
+    for other in (W0, W2):
+        transition.handle(RosterReceived(0.0, NEW, other, ()))
+    assert transition.handle(KvReceived(0.0, NEW, 7, W0)) == []
+    assert transition.handle(KvReceived(0.0, NEW, 7, W2)) == [Resume(NEW, 7), ReleaseLost(PLAN)]
+    assert transition.phase is Phase.DONE
+
+
+def test_a_leader_that_loses_a_follower_empties_the_group_for_those_who_are_left() -> None:
+    transition = committed(W0)
+    assert transition.handle(PeerLost(0.0, W1, "gone")) == [Empty(NEW)]
+    assert transition.lost == {W1}
+    assert transition.handle(GroupEnded(0.0, NEW))[1:] == ends(W0, W1)
+    assert transition.handle(HandoverReceived(0.0, NEW, W2, ())) == [Lead(NEW, ())]
+    assert is_done_when_led(transition, (W2,))
+
+
+def test_followers_without_their_leader_serve_on() -> None:
+    transition = committed(W1)
+    assert transition.handle(PeerLost(0.0, W0, "gone")) == ends(W1, W0)
+    assert transition.handle(HandoverReceived(0.0, NEW, W2, ())) == [Lead(NEW, ())]
+    assert is_done_when_led(transition, (W2,))
+    assert transition.handle(PeerLost(0.0, W2, "gone, too")) == []
+
+
+def test_a_member_may_be_lost_after_the_end_as_long_as_no_kv_is_to_come_from_it() -> None:
+    transition, victim = committed(W1), Victim(7, 20, W0)
+    transition.handle(EpochEnded(0.0, NEW, W0))
+    assert transition.handle(HandoverReceived(0.0, NEW, W0, (victim,))) == []
+    assert transition.handle(PeerLost(0.0, W2, "gone")) == [Lead(NEW, (victim,))]
+    assert transition.lost == {W2}, "so nothing keeps its KV"
+    assert is_done_when_led(transition, (W0,))
+
+
+def test_a_member_from_which_kv_is_to_come_takes_the_others_along() -> None:
+    transition, victim = committed(W1), Victim(7, 20, W0)
+    transition.handle(EpochEnded(0.0, NEW, W0))
+    transition.handle(HandoverReceived(0.0, NEW, W2, ()))
+    transition.handle(HandoverReceived(0.0, NEW, W0, (victim,)))
+    transition.handle(Led(0.0, NEW, (victim,)))
+    assert transition.handle(PeerLost(0.0, W2, "gone")) == [Broken(W2, "gone")]
+    assert transition.phase is Phase.FAILED
+
+
+def test_before_the_commit_a_lost_member_is_a_restore_that_fails() -> None:
+    transition = prepared(W0)
+    said: list[Command] = transition.handle(PeerLost(0.0, W2, "gone"))
+    assert [type(command).__name__ for command in said] == ["UndoPreparation"]
+    assert transition.phase is Phase.FAILED
+    assert transition.handle(CommitRequested(0.0, NEW)) == []

@@ -1,0 +1,251 @@
+"""A worker that serves alone while the group that it was a stage of comes to its end."""
+
+import pytest
+
+from ballast.common.errors import InvariantViolation
+from services.worker.core.batch import SequenceId
+from services.worker.core.blocks import BlockBook
+from services.worker.core.events import (
+    Adopted,
+    CapacityChanged,
+    Command,
+    Ending,
+    FlightsLost,
+    GroupLost,
+    HandedOver,
+    HandOver,
+    LaneClosed,
+    LaneOpened,
+    MovedOver,
+    OfLeaving,
+    Removed,
+    RoleChanged,
+    StreamsLost,
+)
+from services.worker.core.snapshot import SequenceSnapshot
+from tests.support.leader import W2, Leader
+from tests.support.worker_core import MEMORY
+
+OWN_BLOCKS, FIRST_BLOCK = 16, 100
+
+
+def open_lane(leader: Leader) -> None:
+    leader.feed(LaneOpened(leader.at_s, BlockBook(OWN_BLOCKS, 4, FIRST_BLOCK)))
+
+
+def dissolving(*names: str, steps: int = 2, block_count: int = 32, stages: int = 2) -> Leader:
+    """The leader of a pipeline in which these have had so many steps. Ids of sequences begin with 1."""
+    leader = Leader(block_count, stages=stages, ordinal=0)
+    for name in names:
+        leader.submit(name)
+    for _ in range(steps * len(names)):
+        leader.step()
+    open_lane(leader)
+    return leader
+
+
+def snapshots_of(commands: list[Command]) -> list[SequenceSnapshot]:
+    (handed_over,) = [c for c in commands if isinstance(c, HandedOver)]
+    return [s for _, snapshots in handed_over.snapshots for s in snapshots]
+
+
+def removed_of(commands: list[Command]) -> list[tuple[tuple[SequenceId, ...], bool]]:
+    """What is told of it, and whether to the stages of the lane that is leaving."""
+    return [(c.batch.removed, c.leaving) for c in commands if isinstance(c, Removed)]
+
+
+def ending_of(leader: Leader, prompt: tuple[int, ...]) -> Ending:
+    found = ending(leader, leader.submit("one", prompt).handle)
+    assert found is not None
+    return found
+
+
+def ending(leader: Leader, handle: int) -> Ending | None:
+    return next((e for emit in leader.emits for e in emit.endings if e.handle == handle), None)
+
+
+def test_who_comes_runs_in_the_own_lane_and_the_lanes_take_turns() -> None:
+    leader = dissolving("old")
+    new = leader.submit("new")
+    formed = [leader.batch() for _ in range(2)]
+    assert [(e.leaving, e.block_tables[0][0] >= FIRST_BLOCK) for e in formed if e] == [(True, False), (False, True)]
+    assert leader.batch() is None
+    for execute in formed:
+        leader.done(execute)
+    assert [len(leader.heard(key)[0]) for key in (new._replace(handle=1), new)] == [3, 1]
+    turns = list[bool]()
+    for _ in range(6):
+        execute = leader.batch()
+        assert execute is not None
+        turns.append(execute.leaving)
+        leader.done(execute)
+    assert turns == [True, False] * 3
+
+
+def test_a_result_is_of_the_lane_that_has_sent_the_batch_whichever_lands_first() -> None:
+    leader = dissolving("old")
+    old, new = leader.submit("new")._replace(handle=1), leader.submit("too")._replace(handle=2)
+    of_pipeline, own = leader.batch(), leader.batch()
+    leader.done(own, token=9)
+    assert leader.core.leaving is not None
+    assert leader.core.leaving.in_flight_count == 1
+    leader.done(of_pipeline, token=8)
+    assert (leader.heard(old)[0][-1], leader.heard(new)[0]) == (8, [9])
+
+
+def test_a_follower_has_one_lane_its_own() -> None:
+    leader = Leader(stages=2)
+    leader.feed(RoleChanged(leader.at_s, leads=False))
+    open_lane(leader)
+    assert leader.core.leaving is None
+    key = leader.submit("new")
+    assert leader.step()
+    assert leader.heard(key)[0] == [5]
+    with pytest.raises(InvariantViolation, match="no lane is leaving"):
+        leader.core.handle(FlightsLost(leader.at_s))
+
+
+def test_who_needs_what_the_pipeline_gives_back_soon_waits_for_it() -> None:
+    leader = Leader(stages=2)
+    leader.feed(LaneOpened(leader.at_s, BlockBook(2, 4, FIRST_BLOCK)))
+    assert ending_of(leader, tuple(range(1, 20))).invalid
+    leader.feed(CapacityChanged(leader.at_s, 2, before_block_count=OWN_BLOCKS))
+    key = leader.submit("large", tuple(range(1, 20)))
+    assert leader.batch() is None
+    assert leader.core.load(leader.at_s, MEMORY).waiting_count == 1
+    leader.core.lane.book.grow(OWN_BLOCKS - 2)
+    leader.feed(CapacityChanged(leader.at_s, OWN_BLOCKS))
+    while not leader.heard(key)[0]:
+        assert leader.step()
+
+
+def test_load_is_what_there_is_for_who_comes() -> None:
+    leader = dissolving("old", "other")
+    home_blocks, place_count = 2 * OWN_BLOCKS, leader.core.lane.scheduler.max_running_count
+    leader.feed(CapacityChanged(leader.at_s, OWN_BLOCKS, before_block_count=home_blocks))
+    load = leader.core.load(leader.at_s, MEMORY)
+    assert (load.block_count, load.used_block_count) == (home_blocks, OWN_BLOCKS), "the pipeline has the other half"
+    assert (load.running_count, load.max_running_count) == (2, place_count + 2)
+    leader.submit("new")
+    after = leader.core.load(leader.at_s, MEMORY)
+    assert (after.block_count, after.used_block_count, after.running_count) == (home_blocks, OWN_BLOCKS + 1, 3)
+
+
+def test_who_moves_over_is_computed_anew_and_goes_on_where_it_was() -> None:
+    leader = dissolving("old")
+    commands = leader.feed(MovedOver(leader.at_s, frozenset({1})))
+    assert removed_of(commands) == [((1,), True)]
+    leader.feed(LaneClosed(leader.at_s))
+    execute = leader.batch()
+    assert execute is not None
+    assert not execute.leaving
+    (part,) = execute.batch.slices
+    assert (part.sequence_id, part.first_position, part.token_ids) == (1, 0, (1, 2, 3, 5, 5))
+    leader.done(execute, token=7)
+    assert leader.heard(leader.submit("other")._replace(handle=1))[0] == [5, 5, 7]
+
+
+def test_nobody_moves_over_while_it_is_in_flight() -> None:
+    leader = dissolving("old")
+    leader.batch()
+    with pytest.raises(InvariantViolation, match="given up while it is in flight"):
+        leader.core.handle(MovedOver(leader.at_s, frozenset({1})))
+
+
+def test_who_is_handed_over_by_its_tokens_leaves_no_kv_behind_and_the_others_stay() -> None:
+    leader = dissolving("old", "other")
+    leader.submit("new")
+    event = HandOver(leader.at_s, {1: W2, 3: W2}, by_tokens=True)
+    commands = leader.feed(OfLeaving(leader.at_s, event))
+    (snapshot,) = snapshots_of(commands)
+    assert (snapshot.sequence_id, snapshot.computed_tokens, snapshot.output_token_ids) == (1, 0, (5, 5, 5))
+    assert removed_of(commands) == [((1,), True)]
+    assert ending(leader, 1) == Ending(1, None, moved_to=W2)
+    assert leader.core.sequence_ids == (2, 3)
+
+    heir = dissolving("own")
+    heir.feed(Adopted(heir.at_s, (snapshot,), by_tokens=True))
+    assert heir.core.sequence_ids == (1, 2), "it has a number of its own there"
+    assert heir.core.lane.sequence_ids == (2,)
+
+
+def test_what_comes_by_its_tokens_may_come_while_batches_are_in_flight() -> None:
+    leader = dissolving("old")
+    (snapshot,) = snapshots_of(leader.feed(OfLeaving(0.0, HandOver(0.0, {1: W2}, by_tokens=True))))
+    heir = dissolving("own")
+    heir.submit("new")
+    flying = [heir.batch(), heir.batch()]
+    heir.feed(Adopted(heir.at_s, (snapshot,), by_tokens=True))
+    for execute in flying:
+        heir.done(execute)
+    assert [heir.batch(), heir.batch()].count(None) == 0
+    with pytest.raises(InvariantViolation, match="sequences are adopted while step"):
+        heir.core.handle(Adopted(heir.at_s, ()))
+
+
+def test_the_leaving_lane_has_less_room_and_who_gives_way_waits_in_it() -> None:
+    leader = dissolving("old", "other")
+    leader.feed(OfLeaving(leader.at_s, CapacityChanged(leader.at_s, 2, before_block_count=32)))
+    lane = leader.core.leaving
+    assert lane is not None
+    assert lane.settled
+    assert [s.sequence_id for s in lane.may_leave(running=False)] == [2]
+    assert [s.sequence_id for s in lane.may_leave(running=True)] == [2, 1]
+    assert leader.core.lane.scheduler.block_count == OWN_BLOCKS
+
+
+def test_who_is_in_flight_may_not_leave_yet() -> None:
+    leader = dissolving("old", "other")
+    execute = leader.batch()
+    assert execute is not None
+    flying = {part.sequence_id for part in execute.batch.slices}
+    lane = leader.core.leaving
+    assert lane is not None
+    assert {s.sequence_id for s in lane.may_leave(running=True)} == {1, 2} - flying
+
+
+def test_flights_that_are_lost_never_land_and_all_goes_on() -> None:
+    leader = dissolving("old", "other")
+    leader.batch()
+    assert leader.core.in_flight_count == 1
+    leader.feed(FlightsLost(leader.at_s))
+    assert leader.core.in_flight_count == 0
+    commands = leader.feed(MovedOver(leader.at_s, frozenset({1, 2})))
+    assert removed_of(commands) == [], "no stage is left to be told"
+    leader.feed(LaneClosed(leader.at_s))
+    assert leader.core.leaving is None
+    assert sorted(leader.step()) == [1, 2]
+
+
+def test_a_lane_is_closed_when_nothing_is_in_it_and_its_counts_go_on() -> None:
+    leader = dissolving("old", "other")
+    with pytest.raises(InvariantViolation, match="a lane is closed with 2 sequences"):
+        leader.core.handle(LaneClosed(leader.at_s))
+    with pytest.raises(InvariantViolation, match="opened while another one is leaving"):
+        leader.core.handle(LaneOpened(leader.at_s, BlockBook(4, 4)))
+
+
+def test_what_a_lane_has_counted_outlives_it() -> None:
+    leader = dissolving("old", "other")
+    leader.feed(OfLeaving(leader.at_s, CapacityChanged(leader.at_s, 2, before_block_count=32)))
+    before = leader.core.totals.preemptions
+    assert before == 1
+    leader.feed(MovedOver(leader.at_s, frozenset({1, 2})))
+    leader.feed(LaneClosed(leader.at_s))
+    assert leader.core.leaving is None
+    assert leader.core.totals.preemptions >= before
+    assert leader.core.load(leader.at_s, MEMORY).preemptions_total == leader.core.totals.preemptions
+
+
+def test_nothing_is_foreseen_while_two_lanes_take_turns() -> None:
+    leader = dissolving("old", stages=1)
+    assert leader.core.plain_steps() is None
+
+
+def test_a_group_that_is_lost_takes_both_lanes_with_it() -> None:
+    leader = dissolving("old")
+    leader.submit("new")
+    leader.batch()
+    assert isinstance(leader.feed(GroupLost(leader.at_s))[-1], StreamsLost)
+    assert leader.core.sequence_ids == ()
+    assert leader.core.leaving is None
