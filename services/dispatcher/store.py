@@ -56,8 +56,8 @@ _MAX_RELEASES = 1 << 16  # beyond that the claims expire by themselves
 # KEYS: claim, prefixes of registrations, of those of lately, and of channels. ARGV: owner, TTL in s, serial, attempt,
 # hash of the secret or '-', request id. Gives 0 if somebody else serves the request. Else the claim is ours now: 1 if
 # it was free, this very one (asked again, since the answer was lost) or an earlier one of our own (the request has
-# ended), or whoever holds it is not there any more in the life that took it; 2 if it was another dispatcher's, who is
-# told, and this is a later attempt of the same client; 3 if that client's request has been cancelled.
+# ended), or whoever holds it is not there any more in the life that took it; 2 if it was another dispatcher's, which
+# is told, and this is a later attempt of the same client; 3 if that client's request has been cancelled.
 _CLAIM = """
 local held = redis.call('GET', KEYS[1]) or ''
 if ARGV[5] ~= '-' and held == 'cancelled ' .. ARGV[5] then return 3 end

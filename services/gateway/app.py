@@ -85,8 +85,9 @@ def build_app(
 
 
 class _App(Starlette):
-    """Straight to the door by the method and the whole path; all else goes the long way, through Starlette's layers,
-    each of which costs something for every event of a stream."""
+    """An application that finds the door by the method and the whole path. All else goes the long way, through
+    Starlette's layers, each of which costs something for every event of a stream.
+    """
 
     # Any: what Starlette takes.
     def __init__(self, direct: Mapping[tuple[str, str], ASGIApp], **kwargs: Any) -> None:

@@ -349,3 +349,21 @@ async def test_the_next_drop_finds_whole_members(model_dir: Path, expected: list
             assert answer.finish_reason is FinishReason.LENGTH
             assert compare(expected[PROMPTS.index(answer.prompt)], answer)
         await cluster.quiet()
+
+
+async def test_a_member_with_room_for_one_extent_at_home_is_restored(model_dir: Path) -> None:
+    """There is no room for two groups: the pipeline gives all of its own up, and what runs in it is computed anew."""
+    wishes = [Wish((3 + i, 9, 4, 7), replace(LONG, max_tokens=20)) for i in range(3)]
+    expected = await undisturbed(model_dir, wishes)
+    async with running_group(model_dir, NAMES, Sizes(memory_bytes=2_115_000, step_s=0.01)) as cluster:
+        memory = cluster.workers["w0"].engine.memory
+        assert memory.kv.extents_per_layer == 1
+        await cluster.change(TransitionKind.DROP, layout(2, PAIR, LAYERS))
+        assert memory.leaving_block_count == 0
+        answers = await ask(cluster, wishes)
+        await tokens_flow(answers, 2)
+        done = await cluster.change(TransitionKind.RESTORE, alone(3, NAMES, LAYERS))
+        assert done["w0"].victims_recomputed > 0
+        assert are_at_home(cluster)
+        await are_exact(cluster, answers, expected)
+        await cluster.quiet()

@@ -103,7 +103,7 @@ class Conductor:
     _wished_at_s: float = 0.0
     _loads: Loads | None = None  # for the wish
     _sources: dict[WorkerId, Sources] = field(default_factory=dict[WorkerId, Sources])
-    _patient: bool = False  # the transition waits for demand to fall, if need be
+    _gives_way: bool = False  # the transition, while it is prepared, to what others want
     _requests: OrderedDict[str, _Request] = field(default_factory=OrderedDict[str, _Request])
     _own_at_s: float = 0.0  # no transition of the planner's own will before
     _held_until_s: float = 0.0  # until then only an operator brings parameters back
@@ -179,7 +179,7 @@ class Conductor:
                 why = f"request id {event.request_id!r} was given for another change"
                 return [RefuseChange(event.request_id, ChangeRefusal.ID_REUSED, why)]
             return [] if earlier.epoch is None else [AnswerChange(event.request_id, earlier.epoch, earlier.lines)]
-        if self._wish is not None or (self.busy and not self._only_waits):
+        if self._wish is not None or (self.busy and not self._may_give_way):
             return [RefuseChange(event.request_id, ChangeRefusal.BUSY, self._why_busy())]
         if isinstance(wish, RestoreWish) and self.rules.policy is OverloadPolicy.STATIC_PIPELINE:
             why = "pipelines are for good: the policy is static-pipeline"
@@ -192,9 +192,9 @@ class Conductor:
         return given_up + self._take(wish, event.at_s)
 
     @property
-    def _only_waits(self) -> bool:
+    def _may_give_way(self) -> bool:
         """A restore of the planner's own is being prepared: what others want comes first."""
-        return self.coordinator is not None and self._patient and self.coordinator.stage is Stage.PREPARING
+        return self.coordinator is not None and self._gives_way and self.coordinator.stage is Stage.PREPARING
 
     def dissolve_draining(self, layout: Layout, at_s: float, cause_id: str) -> list[Command]:
         """A member that is to leave takes its group apart first."""
@@ -267,7 +267,7 @@ class Conductor:
         journal = Journal(granted.kind, ground.layout, granted.target, Stage.PREPARING, granted.target.reason)
         self.coordinator = Coordinator(journal, at_s, self.rules.coordinator)
         self.record = TransitionRecord(journal, at_s, wish.by, wish.request_id, granted.shape)
-        self._sources, self._patient = dict(granted.sources), granted.patient
+        self._sources, self._gives_way = dict(granted.sources), granted.gives_way
         stay = set(granted.target.groups)
         gone = [g for g in ground.layout.groups if g not in stay]
         if granted.kind is TransitionKind.RESTORE:
@@ -311,8 +311,8 @@ class Conductor:
         return commands
 
     def give_way(self, layout: Layout, at_s: float, cause_id: str, *, changes: bool) -> list[Command]:
-        """What may wait for demand to fall holds up nothing else: neither other changes, nor who is to leave."""
-        if not self._only_waits or not (changes or _draining(layout)):
+        """A restore of its own holds up nothing else: neither other changes, nor a member that is to leave."""
+        if not self._may_give_way or not (changes or _draining(layout)):
             return []
         return self._steps(AbortWanted(at_s, "the layout has to change"), at_s, cause_id)
 

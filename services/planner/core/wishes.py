@@ -59,7 +59,7 @@ class Granted:
     lines: tuple[str, ...]
     shortfall_bytes: int = 0
     sources: Mapping[WorkerId, Sources] = field(default_factory=dict[WorkerId, Sources])
-    patient: bool = False
+    gives_way: bool = False  # while it is prepared, to what others want
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,8 +153,8 @@ def _restore(wish: RestoreWish, base: Layout, snapshot: Snapshot, epoch: Epoch) 
     if not chosen:
         return Denied("; ".join(lines))
     target = dissolved(base, chosen, epoch, f"{wish.by}: restore")
-    patient = not wish.whatever_the_load
-    return Granted(TransitionKind.RESTORE, target, snapshot.model, lines, sources=_sources(found), patient=patient)
+    gives_way = not wish.whatever_the_load
+    return Granted(TransitionKind.RESTORE, target, snapshot.model, lines, sources=_sources(found), gives_way=gives_way)
 
 
 def _sources(found: RestorePlan) -> dict[WorkerId, Sources]:

@@ -231,8 +231,8 @@ class OrphanWithdrawn:
 
 @dataclass(frozen=True, slots=True)
 class LaneOpened:
-    """This worker leads itself from now on, with blocks of its own in `book`: what comes, comes there. The lane that it
-    has led before, if it has led one, is leaving: what is in it goes on until it ends, is handed over or moves over.
+    """This worker leads itself from now on, with blocks of its own in `book`, and new requests come there. The lane
+    that it has led before, if it has led one, is leaving: what is in it ends, is handed over or moves over.
     """
 
     at_s: float

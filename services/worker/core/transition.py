@@ -149,7 +149,7 @@ class Transition:
             case BoundaryReached():
                 return self._boundary()
             case GroupEnded():
-                return self._empty()
+                return self._group_ended()
             case EpochEnded():
                 self._is.epoch_ended = True
                 return self._maybe_close() if self.part.dissolves else self._maybe_take_up()
@@ -240,8 +240,8 @@ class Transition:
 
     # ------------------------------------------------------------ the end of a group that dissolves
 
-    def _empty(self) -> list[Command]:
-        """The leader that was: nothing is left."""
+    def _group_ended(self) -> list[Command]:
+        """The leader that was has nothing left in it."""
         is_ = self._is
         if self.phase is not Phase.EXCHANGING or not self.part.dissolves or is_.epoch_ended:
             return []

@@ -1,8 +1,8 @@
 """The deciding half of a worker: requests in, batches and tokens out.
 
 Owns every sequence from its submission to its one ending, or until another leader takes it over. What runs when is
-decided in the lane of its group (`core.lane`). While a group dissolves there are two: the one in force, where what
-comes comes to, and the leaving one. Knows no clock, no thread, no tensor.
+decided in the lane of its group (`core.lane`). While a group dissolves there are two: the one in force, into which new
+requests come, and the leaving one. Knows no clock, no thread, no tensor.
 Whoever drives it calls `handle` from one thread, asks for a batch when the first stage is free, and reports the steps
 in their order.
 

@@ -115,7 +115,7 @@ class DeviceMemory:
     @property
     def leaving_block_count(self) -> int:
         """Blocks that the window in force may have at most so that all parameters can be back, and every layer can have
-        a little room in the other window.
+        a little room in the other window. 0: where a layer has room for one block at home, or hardly more, not both.
         """
         layer_count, held_count = self.kv.shape.layer_count, max(1, len(self.kv.held_layers))
         own, one_block = self.kv.extents_per_layer, self.kv.extents_for_blocks(1)
@@ -124,7 +124,8 @@ class DeviceMemory:
         wanted = least + sum(self.parameters.extents_of(layer) for layer in missing)
         at_home = (self._home_extents * layer_count - least) // held_count
         left = own + (self.pool.free_count - wanted) // held_count
-        return self.blocks_in(min(own, max(one_block, min(at_home, left))))
+        extents = min(own, at_home, left)
+        return self.blocks_in(extents) if extents >= one_block else 0
 
     def make_room_for_layers(self, layers: Sequence[int], *, block_count: int) -> int:
         """Keep so many blocks of KV, and map the parameters of these layers, to be filled.
@@ -174,7 +175,7 @@ class DeviceMemory:
         return self._grow_kv()
 
     def close_leaving(self) -> int:
-        """Nobody needs the leaving window any more. Returns the number of blocks in force."""
+        """The leaving window gives everything back: nobody needs it any more. Returns the number of blocks in force."""
         leaving = self._require_leaving()
         self.pool.backend.synchronise()
         leaving.drop_all()

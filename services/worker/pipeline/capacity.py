@@ -56,7 +56,7 @@ class Capacities:
 
     @property
     def smallest_leaving(self) -> int:
-        """What the group may have while it dissolves."""
+        """Blocks that the group may have while it dissolves."""
         return min(size.leaving for size in (self.sizes or {self._role.me: self.own_sizes}).values())
 
     # ------------------------------------------------------------ what is known

@@ -89,7 +89,7 @@ class Handover:
     # ------------------------------------------------------------ as the leader to come
 
     def give_leaving(self, going: Mapping[SequenceId, WorkerId], now_s: float) -> None:
-        """What is left of a group that dissolves goes to its new leaders, with its KV."""
+        """The sequences that are left in a group that dissolves go to their new leaders, with their KV."""
         if going:
             self._hand_over(OfLeaving(now_s, HandOver(now_s, going)))
 
@@ -120,7 +120,7 @@ class Handover:
         return tuple(sorted(kept, key=lambda victim: victim.sequence_id))
 
     def adopt_by_tokens(self, now_s: float) -> None:
-        """What has come of a group that dissolves, and is computed anew."""
+        """Takes in the sequences that have come of a group that dissolves: they are computed anew."""
         coming, self._by_tokens = tuple(self._by_tokens), []
         if coming:
             self._tell(Adopted(now_s, coming, by_tokens=True))

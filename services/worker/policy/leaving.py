@@ -1,8 +1,8 @@
 """How a group that dissolves gives its memory to the members' own sequences, and when what is left in it goes."""
 
-LEAVES_WITHIN_S = 10.0  # from the commit on; what then still runs in the group is computed anew in a member
+LEAVES_WITHIN_S = 10.0  # from the commit on; what then still runs in the group goes to a member with its KV
 _STEPS = 8  # in which the group gives up its blocks: each makes every stage move some
-_AHEAD_TOKENS = 256  # kept for each sequence that runs, to grow into: who finds no room is computed anew elsewhere
+_AHEAD_TOKENS = 256  # kept for each sequence that runs, to grow into: one that finds no room is computed anew
 
 
 def tightened(limit_blocks: int, first_blocks: int, reserved_blocks: int, running_count: int, block_tokens: int) -> int:

@@ -474,8 +474,8 @@ def test_a_restore_by_hand_asks_nobody_about_load() -> None:
     assert "restored after 41 s" in planner.core.conductor.records()[0].summary
 
 
-def waiting_for_demand() -> Planner:
-    """A restore of its own is being prepared: more is wanted than fits while KV is copied, and not much more."""
+def restoring_by_itself() -> Planner:
+    """A restore of its own is being prepared."""
     planner = Planner()
     planner.start("w0", "w1")
     planner.drop("w0", "w1")
@@ -486,8 +486,8 @@ def waiting_for_demand() -> Planner:
     return planner
 
 
-def test_a_restore_that_waits_for_demand_gives_way_to_an_operator() -> None:
-    planner = waiting_for_demand()
+def test_a_restore_of_its_own_gives_way_to_an_operator() -> None:
+    planner = restoring_by_itself()
     planner.tell(RestoreRequested(planner.now_s, "c", "x1"))
     assert planner.journal[-1] is Stage.ABORTING
     planner.answer(Phase.ABORTED, "w0", "w1")
@@ -500,7 +500,7 @@ def test_a_restore_that_waits_for_demand_gives_way_to_an_operator() -> None:
 
 
 def test_it_gives_way_to_who_is_to_leave_and_to_who_comes() -> None:
-    planner = waiting_for_demand()
+    planner = restoring_by_itself()
     planner.tell(InstanceDraining(planner.now_s, "c", WorkerId("w1"), Incarnation(1)))
     planner.wait(3.0)
     assert Stage.ABORTING in planner.journal[-2:]
@@ -509,7 +509,7 @@ def test_it_gives_way_to_who_is_to_leave_and_to_who_comes() -> None:
     assert planner.core.conductor.record is not None
     assert planner.core.conductor.record.by == "drain"
 
-    planner = waiting_for_demand()
+    planner = restoring_by_itself()
     planner.up("w2")
     planner.wait(3.0)
     planner.answer(Phase.ABORTED, "w0", "w1")
