@@ -4,8 +4,9 @@ Importable without triton and without a device; constructing `CudaAttention` say
 """
 
 import importlib
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -14,10 +15,24 @@ from ballast.common.errors import ConfigError
 from ballast.common.extras import lacking
 from services.worker.engine.packing import PackedStep
 
-_TILE_QUERIES = 64  # rows of a chunk's tile times query heads per KV head
 _MIN_DOT = 16  # the least that a matrix product on tensor cores takes
-_TILE_TOKENS = 64
-_DTYPES = (torch.float32, torch.bfloat16)
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class Tiling(NamedTuple):
+    """The shapes of a tile: what fits into registers and shared memory of sm_80 and sm_90."""
+
+    decode_tokens: int  # of the context at a time, in a step of decodes alone
+    chunk_queries: int  # rows of a chunk's tile times query heads per KV head
+    chunk_tokens: int
+
+
+def tiling(dtype: torch.dtype, head_dim: int) -> Tiling:
+    if dtype == torch.float32:
+        return Tiling(32, 32 if head_dim <= 128 else 16, 32)
+    if head_dim <= 64:
+        return Tiling(32, 64, 64)
+    return Tiling(64, 64, 64) if head_dim <= 128 else Tiling(32, 32, 32)
 
 
 class CudaAttention:
@@ -31,7 +46,7 @@ class CudaAttention:
             ConfigError: triton is not installed, or the dtype is not one that the kernel computes in.
         """
         if dtype not in _DTYPES:
-            raise ConfigError("dtype", f"{dtype} runs on the cpu device only, use float32 or bfloat16 on cuda")
+            raise ConfigError("dtype", f"{dtype} runs on the cpu device only, use float32, bfloat16 or float16 on cuda")
         try:
             kernels = importlib.import_module("services.worker.engine.paged_kernel")
         except ImportError as error:
@@ -40,30 +55,45 @@ class CudaAttention:
         self._groups = head_count // kv_head_count
         self._kv_head_count = kv_head_count
         self._head_dim = head_dim
-        self._precision = "ieee" if dtype == torch.float32 else "tf32"
+        self._dtype = dtype
+        self._tiling = tiling(dtype, head_dim)
         self._device = device
 
     def prepare(self, step: PackedStep) -> "CudaAttentionStep":
-        tiles, rows_per_tile = self._tiles(step)
         tables = _tables(step)
         k_rows = step.slots_T // step.block_tokens * step.block_tokens + step.slots_T
         return CudaAttentionStep(
             kernel=self._kernel,
-            tiles=torch.from_numpy(tiles).to(self._device),
+            tiles=torch.from_numpy(self._tiles(step)).to(self._device),
             tables=torch.from_numpy(tables).to(self._device),
             k_rows_T=torch.from_numpy(k_rows).to(self._device),
             v_rows_T=torch.from_numpy(k_rows + step.block_tokens).to(self._device),
-            block_tokens=step.block_tokens,
-            kv_head_count=self._kv_head_count,
-            groups=self._groups,
-            head_dim=self._head_dim,
-            tile_queries=max(_MIN_DOT, _power_of_two(rows_per_tile * self._groups)),
-            precision=self._precision,
+            constants=self.constants(step.block_tokens, with_chunks=bool(step.chunks)),
         )
 
-    def _tiles(self, step: PackedStep) -> tuple[np.ndarray, int]:
-        """[tiles, 4] as the kernel wants them, and the most rows that one has."""
-        rows_per_tile = max(1, _TILE_QUERIES // self._groups) if step.chunks else 1
+    def constants(self, block_tokens: int, *, with_chunks: bool) -> Mapping[str, Any]:
+        """What the kernel is compiled for. There are these two variants and no other: nothing else is specialised on
+        that changes from step to step.
+        """
+        rows = self._rows_per_tile if with_chunks else 1
+        return {
+            "KV_HEADS": self._kv_head_count,
+            "GROUPS": self._groups,
+            "HEAD_DIM": self._head_dim,
+            "HEAD_PAD": max(_MIN_DOT, _power_of_two(self._head_dim)),
+            "BLOCK_TOKENS": block_tokens,
+            "TILE_QUERIES": max(_MIN_DOT, _power_of_two(rows * self._groups)),
+            "TILE_TOKENS": self._tiling.chunk_tokens if with_chunks else self._tiling.decode_tokens,
+            "PRECISION": "ieee" if self._dtype == torch.float32 else "tf32",
+        }
+
+    @property
+    def _rows_per_tile(self) -> int:
+        return max(1, self._tiling.chunk_queries // self._groups)
+
+    def _tiles(self, step: PackedStep) -> np.ndarray:
+        """[tiles, 4] as the kernel wants them."""
+        rows_per_tile = self._rows_per_tile
         decodes = np.arange(step.decode_count)
         parts = [np.stack([decodes, decodes, np.ones_like(decodes), step.decode_contexts_S - 1], 1)]
         for at, chunk in enumerate(step.chunks):
@@ -71,7 +101,7 @@ class CudaAttention:
             table = np.full_like(starts, step.decode_count + at)
             rows = np.minimum(rows_per_tile, chunk.row_count - starts)
             parts.append(np.stack([table, chunk.first_row + starts, rows, chunk.first_position + starts], 1))
-        return np.concatenate(parts).astype(np.int32), rows_per_tile
+        return np.concatenate(parts).astype(np.int32)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,12 +111,7 @@ class CudaAttentionStep:
     tables: torch.Tensor
     k_rows_T: torch.Tensor
     v_rows_T: torch.Tensor
-    block_tokens: int
-    kv_head_count: int
-    groups: int
-    head_dim: int
-    tile_queries: int
-    precision: str
+    constants: Mapping[str, Any]
 
     def run(
         self,
@@ -96,10 +121,11 @@ class CudaAttentionStep:
         v_TKH: torch.Tensor,
         out_TNH: torch.Tensor,
     ) -> None:
-        token_rows = kv_B2TKH.view(-1, self.kv_head_count * self.head_dim)
+        kv_head_count, head_dim = k_TKH.shape[1:]
+        token_rows = kv_B2TKH.view(-1, kv_head_count * head_dim)
         token_rows.index_copy_(0, self.k_rows_T, k_TKH.flatten(1))
         token_rows.index_copy_(0, self.v_rows_T, v_TKH.flatten(1))
-        self.kernel[(self.tiles.shape[0], self.kv_head_count)](
+        self.kernel[(self.tiles.shape[0], kv_head_count)](
             out_TNH,
             q_TNH,
             kv_B2TKH,
@@ -107,15 +133,8 @@ class CudaAttentionStep:
             self.tiles,
             q_TNH.stride(0),
             self.tables.shape[1],
-            self.head_dim**-0.5,
-            KV_HEADS=self.kv_head_count,
-            GROUPS=self.groups,
-            HEAD_DIM=self.head_dim,
-            HEAD_PAD=max(_MIN_DOT, _power_of_two(self.head_dim)),
-            BLOCK_TOKENS=self.block_tokens,
-            TILE_QUERIES=self.tile_queries,
-            TILE_TOKENS=_TILE_TOKENS,
-            PRECISION=self.precision,
+            head_dim**-0.5,
+            **self.constants,
         )
 
 

@@ -12,7 +12,8 @@ import triton.language as tl
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
-@triton.jit
+# Every value of a specialised argument may cost a compilation in the middle of a step.
+@triton.jit(do_not_specialize=["table_width"])
 def paged_attention(
     out_ptr,  # [T, N, H], contiguous
     q_ptr,  # [T, N, H], rows q_row_stride apart

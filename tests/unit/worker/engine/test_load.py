@@ -7,10 +7,11 @@ from safetensors.torch import load_file, save_file
 
 from ballast.common.errors import ConfigError
 from ballast.model.tiny import make_tiny
+from services.worker.core.batch import Slice
 from services.worker.engine.load import Engine, load_engine
 from services.worker.engine.native import library
 from services.worker.engine.parameters import end_parameters, layer_parameters
-from tests.support.engine import KERNELS
+from tests.support.engine import KERNELS, forward
 
 MEMORY_BYTES = 8 << 20
 SHARD_1, SHARD_2 = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
@@ -177,3 +178,14 @@ def test_a_damaged_index_is_named(model_dir: Path, weight_map: object) -> None:
 )
 def test_options_that_cannot_be_had_are_named(model_dir: Path, options: dict[str, object], message: str) -> None:
     assert message in refused(model_dir, **options)
+
+
+def test_float16_computes_what_float32_does(model_dir: Path) -> None:
+    prompt = tuple(range(3, 43))
+    logits: list[torch.Tensor] = []
+    for dtype in ("float32", "float16"):
+        with load(model_dir, dtype=dtype) as engine:
+            assert engine.info.dtype == dtype
+            blocks = range(-(-len(prompt) // engine.block_tokens))
+            logits += forward(engine, [Slice(0, 0, prompt, True)], [tuple(blocks)])
+    assert (logits[1].float() - logits[0]).std() < 5e-3 * logits[0].std()
