@@ -59,6 +59,9 @@ class End:
         self.ages_s: list[float] = []
         self._destination = torch.zeros(PIECE_BYTES, dtype=torch.uint8)
 
+    def device_of(self, topic: int) -> str:
+        return "cpu"
+
     def on_message(self, link: Link, message: Message) -> None:
         if message.topic == STAMPED:
             self.ages_s.append(time.monotonic() - float(message.meta))

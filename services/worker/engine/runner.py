@@ -104,6 +104,8 @@ class ModelRunner:
         device = self._kv.layer(0).device
         if hidden_TD is None:
             hidden_TD = self._model.embed(torch.from_numpy(packed.token_ids_T).to(device))
+        elif hidden_TD.is_cuda:  # brought on another stream, whose memory it is
+            hidden_TD.record_stream(torch.cuda.current_stream(device))
         return self._model.run_layers(
             hidden_TD,
             torch.from_numpy(packed.positions_T).to(device),

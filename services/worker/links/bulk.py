@@ -11,6 +11,7 @@ import torch
 
 from ballast.common.errors import InvalidRequest, InvariantViolation, Overloaded, Unavailable
 from services.worker.links.config import TransportConfig
+from services.worker.links.copies import Mark
 from services.worker.links.frame import Header
 from services.worker.links.frame_kinds import FrameKind
 from services.worker.links.gate import SharedWire, UrgentGate
@@ -39,6 +40,7 @@ class _Outgoing:
     pieces: Pieces
     queued_at_s: float
     done: Future[TransferReport]
+    computed: Mark | None = None  # to wait for before the pieces are read
     opened: bool = False
     sent_bytes: int = 0
     in_flight: int = 0  # frames of it that may still be read from memory
@@ -136,6 +138,7 @@ class BulkSender:
             outgoing = _Outgoing(
                 self._peer, epoch, number, traffic, topic, stream, meta, source, time.monotonic(), done
             )
+            outgoing.computed = self._writer.mark(source)
             self._state.transfers[number] = outgoing
             if source.total_bytes:
                 if not len(self._schedule):
@@ -342,11 +345,10 @@ class BulkSender:
         with self._reading:
             if self._state.broken:  # its owner has been told and may have unmapped the memory
                 return None
-            payload = outgoing.pieces.view(offset, size)
-            if payload is None:
-                payload = torch.empty(size, dtype=torch.uint8, device=outgoing.pieces.device)
-                outgoing.pieces.gather(offset, payload)
-                self._counts.copied_bytes += size
+            if outgoing.computed is not None:
+                outgoing.computed.wait()
+            payload, copied = self._writer.gathered(outgoing.pieces, offset, size)
+            self._counts.copied_bytes += size * copied
             header = Header(
                 kind=FrameKind.CHUNK,
                 traffic=outgoing.traffic,

@@ -11,6 +11,7 @@ import torch
 from services.worker.links.bulk import BulkSender
 from services.worker.links.config import TransportConfig
 from services.worker.links.connection import Connection, Link, Receiver
+from services.worker.links.copies import HOST, Copies
 from services.worker.links.frame import Header
 from services.worker.links.frame_kinds import FrameKind
 from services.worker.links.gate import SharedWire, UrgentGate
@@ -38,9 +39,11 @@ class ChannelConnection(Connection):
         receiver: Receiver,
         dispose: Callable[[Callable[[], None]], None],
         pace: StagePace,
+        copies: Copies,
     ) -> None:
         super().__init__(peer, receiver)
         self._config = config
+        self._copies = copies
         self._dispose = dispose
         self._channels: Channels | None = channels
         self._ended = Event()
@@ -60,8 +63,9 @@ class ChannelConnection(Connection):
         config, counts, gate, terms = self._config, self.counts, self._gate, peer.terms
         rate = config.rate_bytes_per_s
         wire = None if rate is None else SharedWire(rate, urgent_first=config.urgent_first)
-        urgent_out = FrameWriter(channels.urgent, terms.urgent_frame_bytes)
-        bulk_out = FrameWriter(channels.bulk, terms.bulk_frame_bytes)
+        copies = self._copies
+        urgent_out = FrameWriter(channels.urgent, terms.urgent_frame_bytes, copies)
+        bulk_out = FrameWriter(channels.bulk, terms.bulk_frame_bytes, copies)
         max_message = min(config.max_message_bytes, terms.max_message_bytes)
         max_transfer = min(config.max_transfer_bytes, terms.max_transfer_bytes)
         quiet = self.close_if_idle
@@ -69,6 +73,7 @@ class ChannelConnection(Connection):
         self._bulk = BulkSender(self.peer_id, config, bulk_out, max_transfer, gate, counts, wire, pace)
         urgent_handlers = UrgentHandlers(
             link_of=self._link_of,
+            device_of=self._receiver.device_of,
             on_message=self._receiver.on_message,
             on_answer=self._bulk.acknowledged,
             on_join=self.peer_joined,
@@ -82,8 +87,8 @@ class ChannelConnection(Connection):
             answer=self._answer,
             on_close=self.begin_close,
         )
-        self._urgent_in = UrgentReceiver(self.peer_id, config, channels.urgent, counts, urgent_handlers)
-        self._bulk_in = BulkReceiver(self.peer_id, config, channels.bulk, counts, bulk_handlers)
+        self._urgent_in = UrgentReceiver(self.peer_id, config, channels.urgent, copies, counts, urgent_handlers)
+        self._bulk_in = BulkReceiver(self.peer_id, config, channels.bulk, copies, counts, bulk_handlers)
 
     def _link_of(self, header: Header) -> Link | None:
         return self.link_of(header.epoch)
@@ -124,12 +129,16 @@ class ChannelConnection(Connection):
     def pack(self, pieces: Sequence[torch.Tensor], end: bytes) -> torch.Tensor:
         body = self.as_tensor(end)
         parts = Pieces([*pieces, body], "pieces")
-        whole = body.new_empty(parts.total_bytes)
-        parts.gather(0, whole)
+        whole = self._copies.empty(parts.total_bytes, HOST)
+        if (mark := self._copies.mark()) is not None:
+            mark.wait()
+        with self._copies.copying():
+            parts.gather(0, whole)
         return whole
 
     def unpack(self, packed: torch.Tensor, pieces: Sequence[torch.Tensor]) -> None:
-        Pieces(pieces, "pieces").scatter(0, packed)
+        with self._copies.copying():
+            Pieces(pieces, "pieces").scatter(0, packed)
 
     @contextmanager
     def urgent(self) -> Generator[None]:

@@ -37,6 +37,10 @@ class Receiver(Protocol):
     and must not wait for anything of the link; sending is fine. An exception breaks the connection.
     """
 
+    def device_of(self, topic: int) -> torch.device | str:
+        """Where messages of that topic shall lie when they are delivered: on the host what is read there."""
+        ...
+
     def on_message(self, link: Link, message: Message) -> None: ...
 
     def on_opening(self, link: Link, opening: Opening) -> Sequence[torch.Tensor] | Refusal:

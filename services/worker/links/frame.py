@@ -25,6 +25,7 @@ assert _LAYOUT.size == HEADER_BYTES
 
 _INLINE = 1
 _MORE = 2
+_ON_DEVICE = 4
 
 _DTYPES = (
     torch.uint8,
@@ -59,6 +60,7 @@ class Header:
     shape: tuple[int, ...] = ()  # MESSAGE
     inline: bool = False  # the payload stands in the frame behind the meta
     more: bool = False  # another frame follows, whatever the receiver does
+    on_device: bool = False  # the payload comes from a device's memory into that of the peer's, not from host to host
 
     def pack(self) -> bytes:
         if self.kind is FrameKind.MESSAGE:
@@ -70,7 +72,7 @@ class Header:
             VERSION,
             self.kind,
             self.traffic,
-            _INLINE * self.inline | _MORE * self.more,
+            _INLINE * self.inline | _MORE * self.more | _ON_DEVICE * self.on_device,
             _DTYPE_CODES[self.dtype],
             len(self.shape),
             self.epoch,
@@ -114,6 +116,7 @@ def unpack(data: bytes, peer: str) -> Header:
         shape=(first, second)[:ndim] if is_message else (),
         inline=bool(flags & _INLINE),
         more=bool(flags & _MORE),
+        on_device=bool(flags & _ON_DEVICE),
     )
     _check_shape(header, peer)
     return header

@@ -1,13 +1,16 @@
 """One direction of one channel: frames out, frames in."""
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
 
 from ballast.common.errors import PeerViolation
 from services.worker.links.config import HEADER_BYTES
+from services.worker.links.copies import HOST, Copies, Mark, carried_on
 from services.worker.links.frame import Header, unpack
+from services.worker.links.pieces import Pieces
 from services.worker.links.ports import Channel, Pending
 
 _SEQUENCE_MODULUS = 1 << 32
@@ -16,8 +19,9 @@ _SEQUENCE_MODULUS = 1 << 32
 class FrameWriter:
     """Posts frames in order. Used by one thread at a time."""
 
-    def __init__(self, channel: Channel, max_frame_bytes: int) -> None:
+    def __init__(self, channel: Channel, max_frame_bytes: int, copies: Copies) -> None:
         self._channel = channel
+        self._copies = copies
         self._max_frame_bytes = max_frame_bytes
         self._sequence = 0
 
@@ -25,11 +29,19 @@ class FrameWriter:
         return self._max_frame_bytes - HEADER_BYTES
 
     def post(self, header: Header, meta: bytes = b"", payload: torch.Tensor | None = None) -> list[Pending]:
-        """Post a frame and its payload (flat bytes), which is copied into the frame if the peer's receive has room."""
+        """Post a frame and its payload (flat bytes), which is copied into the frame if the peer's receive has room.
+
+        The payload lies where `fetch` or `gathered` have brought it.
+        """
         payload_bytes = 0 if payload is None else payload.numel()
         inline = 0 < payload_bytes <= self._max_frame_bytes - HEADER_BYTES - len(meta)
         sized = replace(
-            header, sequence=self._sequence, meta_bytes=len(meta), payload_bytes=payload_bytes, inline=inline
+            header,
+            sequence=self._sequence,
+            meta_bytes=len(meta),
+            payload_bytes=payload_bytes,
+            inline=inline,
+            on_device=payload is not None and payload.device != HOST and not inline,
         )
         self._sequence = (self._sequence + 1) % _SEQUENCE_MODULUS
         head = sized.pack() + meta
@@ -41,7 +53,37 @@ class FrameWriter:
             whole[: len(head)].copy_(frame)
             whole[len(head) :].copy_(payload)
             return [self._channel.send_frame(whole)]
-        return [self._channel.send_frame(frame), self._channel.send_payload(payload.to(self._channel.device))]
+        return [self._channel.send_frame(frame), self._channel.send_payload(payload)]
+
+    def is_ready(self, payload: torch.Tensor) -> bool:
+        """It can be posted as it is, whichever thread looks."""
+        return payload.device == HOST
+
+    def fetch(self, payload: torch.Tensor, then: Callable[[torch.Tensor | None], None]) -> None:
+        """Bring it to where it can be posted, once it is computed. `then` is told from another thread, or at once;
+        None: it failed.
+        """
+        self._copies.fetch(payload, self._carried(payload.device, payload.numel()), then)
+
+    def mark(self, pieces: Pieces) -> Mark | None:
+        """What must be done before the pieces are what the calling thread takes them for."""
+        return None if pieces.device == HOST else self._copies.mark()
+
+    def gathered(self, pieces: Pieces, offset: int, size: int) -> tuple[torch.Tensor, bool]:
+        """That range of the pieces to be posted, and whether it is a copy. Blocks while it is copied."""
+        carried = self._carried(pieces.device, size)
+        view = pieces.view(offset, size)
+        if view is not None and view.device == carried:
+            return view, False
+        payload = self._copies.empty(size, carried)
+        with self._copies.copying():
+            pieces.gather(offset, payload)
+        return payload, True
+
+    def _carried(self, lies_on: torch.device, size: int) -> torch.device:
+        """What may go within its frame goes from the host."""
+        is_small = size <= self._max_frame_bytes - HEADER_BYTES
+        return HOST if is_small else carried_on(lies_on, self._channel.device)
 
 
 @dataclass(frozen=True, slots=True)

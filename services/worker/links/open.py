@@ -3,10 +3,14 @@
 import socket
 from collections.abc import Sequence
 
+import torch
+
 from ballast.common.errors import ConfigError
 from services.worker.links.channel_connection import ChannelConnection
 from services.worker.links.config import TransportConfig
 from services.worker.links.connection import Receiver
+from services.worker.links.copies import HOST, Copies
+from services.worker.links.cuda_copies import copies_for
 from services.worker.links.frame import VERSION
 from services.worker.links.handshake import Hello, Terms
 from services.worker.links.lobby import resolve_host
@@ -23,15 +27,16 @@ def open_plane(
     advertise_host: str | None = None,
     transport: Transport | str = "auto",
     secret: bytes | None = None,
+    device: torch.device = HOST,
 ) -> DataPlane:
-    """See `DataPlane`. `transport`: one, or the name of one.
+    """See `DataPlane`. `transport`: one, or the name of one. `device`: where the tensors are that links move.
 
     Raises:
         ConfigError: there is no such transport or host.
     """
     host, pace = resolve_host(advertise_host), StagePace()
     chosen = _transport(transport, host) if isinstance(transport, str) else transport
-    opener = _ChannelOpener(worker_id, receiver, config, chosen, pace)
+    opener = _ChannelOpener(worker_id, receiver, config, chosen, pace, copies_for(device))
     return DataPlane(
         worker_id, opener, host=host, pace=pace, secret=secret, timeout_s=config.connect_timeout_s, port=config.port
     )
@@ -53,12 +58,19 @@ def _transport(name: str, host: str) -> Transport:
 
 class _ChannelOpener:
     def __init__(
-        self, worker_id: str, receiver: Receiver, config: TransportConfig, transport: Transport, pace: StagePace
+        self,
+        worker_id: str,
+        receiver: Receiver,
+        config: TransportConfig,
+        transport: Transport,
+        pace: StagePace,
+        copies: Copies,
     ) -> None:
         self._receiver = receiver
         self._config = config
         self._transport = transport
         self._pace = pace
+        self._copies = copies
         self._reaper = Reaper(f"links-reaper-{worker_id}")
 
     @property
@@ -79,7 +91,9 @@ class _ChannelOpener:
     def open(self, peer: Hello, sockets: Sequence[socket.socket], *, is_host: bool, name: str) -> ChannelConnection:
         channels = self._transport.open(sockets, name, 0 if is_host else 1, self._config.open_timeout_s)
         try:
-            return ChannelConnection(peer, channels, self._config, self._receiver, self._reaper.submit, self._pace)
+            return ChannelConnection(
+                peer, channels, self._config, self._receiver, self._reaper.submit, self._pace, self._copies
+            )
         except BaseException:
             for channel in (channels.urgent, channels.bulk):
                 channel.abort()

@@ -49,14 +49,14 @@ class Pieces:
         return self._pieces[index][start : start + size]
 
     def gather(self, offset: int, target: torch.Tensor) -> None:
-        """Copy the bytes from `offset` on into all of `target`."""
+        """Copy the bytes from `offset` on into all of `target`. Between devices it is over when the stream says so."""
         for piece, at in self._runs(offset, target.numel()):
-            target[at : at + piece.numel()].copy_(piece)
+            target[at : at + piece.numel()].copy_(piece, non_blocking=True)
 
     def scatter(self, offset: int, source: torch.Tensor) -> None:
-        """Copy all of `source` to where the bytes from `offset` on lie."""
+        """Copy all of `source` to where the bytes from `offset` on lie, as `gather` does."""
         for piece, at in self._runs(offset, source.numel()):
-            piece.copy_(source[at : at + piece.numel()])
+            piece.copy_(source[at : at + piece.numel()], non_blocking=True)
 
     def _runs(self, offset: int, size: int) -> list[tuple[torch.Tensor, int]]:
         """The contiguous runs of a range, each with its distance from the range's start."""

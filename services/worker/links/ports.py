@@ -49,7 +49,10 @@ class ConnectionFacts:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """An urgent message. The tensor has the dtype and shape it was sent with and belongs to whoever gets it."""
+    """An urgent message. The tensor has the dtype and shape it was sent with and belongs to whoever gets it.
+
+    It lies on the device on which the receiver wants that topic, whatever it was sent from and came through.
+    """
 
     traffic: TrafficClass
     topic: int
@@ -90,11 +93,14 @@ class Channel(Protocol):
 
     Posting is safe from several threads and does not wait for the peer. Receives are waited for by one thread. A frame
     may be shorter than the receive that was posted for it, a payload may not.
+
+    A payload goes from one device's memory into the other's, or from host to host, as its frame says. Frames are always
+    on the host.
     """
 
     @property
-    def device(self) -> str | torch.device:
-        """Where payloads must lie to be sent or received in place. Frames are always on the host."""
+    def device(self) -> torch.device:
+        """Whose memory it moves, beside the host's; the host: nothing else."""
         ...
 
     def send_frame(self, frame: torch.Tensor) -> Pending: ...

@@ -10,6 +10,7 @@ import torch
 from ballast.common.errors import InvalidRequest, PeerViolation
 from services.worker.links.config import TransportConfig
 from services.worker.links.connection import Link
+from services.worker.links.copies import HOST, Copies
 from services.worker.links.frame import Header
 from services.worker.links.frame_kinds import FrameKind
 from services.worker.links.lane import Frame, FrameReader
@@ -22,6 +23,7 @@ from services.worker.links.transfer import Opening, Outcome, Refusal
 @dataclass(frozen=True, slots=True)
 class UrgentHandlers:
     link_of: Callable[[Header], Link | None]  # None: this worker takes no part in that epoch
+    device_of: Callable[[int], torch.device | str]  # where the tensors of a topic are wanted
     on_message: Callable[[Link, Message], None]
     on_answer: Callable[[int, Outcome, str], None]  # to one of our transfers
     on_join: Callable[[int], None]
@@ -33,11 +35,18 @@ class UrgentReceiver:
     """`run` is the body of one thread. It ends with the peer's CLOSE or an exception."""
 
     def __init__(
-        self, peer: str, config: TransportConfig, channel: Channel, counts: TrafficCounts, handlers: UrgentHandlers
+        self,
+        peer: str,
+        config: TransportConfig,
+        channel: Channel,
+        copies: Copies,
+        counts: TrafficCounts,
+        handlers: UrgentHandlers,
     ) -> None:
         self._peer = peer
         self._config = config
         self._channel = channel
+        self._copies = copies
         self._counts = counts
         self._handlers = handlers
         frame_bytes = config.frame_bytes(urgent=True)
@@ -74,7 +83,7 @@ class UrgentReceiver:
         if not header.traffic.is_urgent or header.payload_bytes > self._config.max_message_bytes:
             raise PeerViolation(self._peer, f"message of class {header.traffic.name} with {header.payload_bytes} bytes")
         began_s = time.monotonic()
-        payload = torch.empty(header.payload_bytes, dtype=torch.uint8, device=self._channel.device)
+        payload = self._copies.empty(header.payload_bytes, _arrives_on(header, self._channel, self._peer))
         if frame.inline is not None:
             payload.copy_(frame.inline)
         elif header.payload_bytes:
@@ -85,10 +94,30 @@ class UrgentReceiver:
         counted = self._counts.received[header.traffic]
         counted.messages += 1
         counted.total_bytes += header.payload_bytes + header.meta_bytes
-        tensor = payload.view(header.dtype).view(header.shape) if header.shape else None
+        tensor = None
+        if header.shape:
+            tensor = self._where_wanted(header.topic, payload).view(header.dtype).view(header.shape)
         took_s = time.monotonic() - began_s
         message = Message(header.traffic, header.topic, header.stream, frame.meta, tensor, took_s)
         self._handlers.on_message(link, message)
+
+    def _where_wanted(self, topic: int, payload: torch.Tensor) -> torch.Tensor:
+        device = torch.device(self._handlers.device_of(topic))
+        if payload.device == device:
+            return payload
+        there = self._copies.empty(payload.numel(), device)
+        with self._copies.copying():
+            there.copy_(payload, non_blocking=True)
+        return there
+
+
+def _arrives_on(header: Header, channel: Channel, peer: str) -> torch.device:
+    """The memory that a channel brings a payload into."""
+    if not header.on_device:
+        return HOST
+    if channel.device == HOST:
+        raise PeerViolation(peer, "a payload from device to device, where payloads go from host to host")
+    return channel.device
 
 
 @dataclass(slots=True)
@@ -122,11 +151,18 @@ class BulkReceiver:
     """`run` is the body of one thread; `abandon` ends what it left unfinished."""
 
     def __init__(
-        self, peer: str, config: TransportConfig, channel: Channel, counts: TrafficCounts, handlers: BulkHandlers
+        self,
+        peer: str,
+        config: TransportConfig,
+        channel: Channel,
+        copies: Copies,
+        counts: TrafficCounts,
+        handlers: BulkHandlers,
     ) -> None:
         self._peer = peer
         self._config = config
         self._channel = channel
+        self._copies = copies
         self._counts = counts
         self._handlers = handlers
         frame_bytes = config.frame_bytes(urgent=False)
@@ -209,14 +245,13 @@ class BulkReceiver:
         if frame.inline is not None:
             self._place(incoming, header.offset_bytes, frame.inline, in_place=False)
             return
-        view = None
+        device, view = _arrives_on(header, self._channel, self._peer), None
         if incoming.pieces is not None:
             view = incoming.pieces.view(header.offset_bytes, header.payload_bytes)
-        payload = view
-        if payload is None:
-            payload = torch.empty(header.payload_bytes, dtype=torch.uint8, device=self._channel.device)
+        in_place = view is not None and view.device == device
+        payload = view if view is not None and in_place else self._copies.empty(header.payload_bytes, device)
         pending = self._channel.post_payload(payload)
-        self._arriving.append(_Arriving(pending, incoming, header.offset_bytes, payload, view is not None))
+        self._arriving.append(_Arriving(pending, incoming, header.offset_bytes, payload, in_place))
 
     def _check_chunk(self, header: Header, incoming: _Incoming) -> None:
         end = header.offset_bytes + header.payload_bytes
@@ -239,7 +274,8 @@ class BulkReceiver:
             self._counts.discarded_bytes += size
         else:
             if not in_place:
-                incoming.pieces.scatter(offset, payload)
+                with self._copies.copying():
+                    incoming.pieces.scatter(offset, payload)
                 self._counts.copied_bytes += size
             self._counts.received[incoming.opening.traffic].total_bytes += size
         incoming.received_bytes += size

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from threading import Condition
 
 import torch
@@ -32,6 +33,8 @@ class _Outgoing:
     size_bytes: int = field(compare=False)
     queued_at_s: float = field(compare=False)
     done: Future[None] = field(compare=False)
+    is_ready: bool = field(compare=False, default=True)  # its payload lies where it can be posted
+    failure: str = field(compare=False, default="")  # why it never will
     pending: list[Pending] = field(compare=False, default_factory=list[Pending])
 
 
@@ -178,9 +181,20 @@ class UrgentSender:
         if self._wire is not None:  # which lets no bulk go before it
             self._wire.urgent_comes()
         self._unsent_bytes += size_bytes
+        if payload is not None and not self._writer.is_ready(payload):
+            outgoing.is_ready = False
+            self._writer.fetch(payload, partial(self._fetched, outgoing))
         self._post_ready()
         self._changed.notify_all()
         return done
+
+    def _fetched(self, outgoing: _Outgoing, payload: torch.Tensor | None) -> None:
+        """Any thread. It keeps its place in the line: what is behind it in its class has waited."""
+        with self._changed:
+            outgoing.payload, outgoing.is_ready = payload, True
+            outgoing.failure = "" if payload is not None else "its tensor could not be read from the device"
+            self._post_ready()
+            self._changed.notify_all()
 
     def _post_ready(self) -> None:
         while len(self._in_flight) < self._config.urgent_window and not self._broken:
@@ -189,6 +203,8 @@ class UrgentSender:
                 return
             self._in_flight.append(outgoing)
             try:
+                if outgoing.failure:
+                    raise ChannelBroken(outgoing.failure)
                 outgoing.pending = self._writer.post(outgoing.header, outgoing.meta, outgoing.payload)
             except ChannelBroken as error:
                 outgoing.pending = [Broken(str(error))]  # for the thread to find; the caller learns it from the future
@@ -201,9 +217,9 @@ class UrgentSender:
     def _next_to_post(self) -> _Outgoing | None:
         """The next in line; over an emulated wire once it has crossed it."""
         if self._wire is None:
-            return heapq.heappop(self._queue) if self._queue else None
+            return heapq.heappop(self._queue) if self._has_ready else None
         if self._crossing is None:
-            if not self._queue:
+            if not self._has_ready:
                 return None
             first = self._queue[0]
             crossed_at_s = self._wire.take_urgent(first.size_bytes, first.queued_at_s)
@@ -217,13 +233,17 @@ class UrgentSender:
         return outgoing
 
     @property
+    def _has_ready(self) -> bool:
+        return bool(self._queue) and self._queue[0].is_ready
+
+    @property
     def _waiting_count(self) -> int:
         """Accepted and not posted."""
         return len(self._queue) + (self._crossing is not None)
 
     def _until_next_s(self) -> float:
         """How long to wait for something to do, if nothing is handed over."""
-        if self._wire is None or not self._waiting_count:
+        if self._wire is None or not (self._crossing or self._has_ready):
             return self._config.keepalive_s
         at_s = self._wire.free_at_s if self._crossing is None else self._crossing[1]
         return min(max(at_s - time.monotonic(), 0), self._config.keepalive_s)

@@ -21,6 +21,8 @@ from services.worker.policy.microbatching import Microbatching, by_token_count
 from services.worker.shell import MemberEvent, WorkerShell
 
 if TYPE_CHECKING:
+    import torch
+
     from ballast.common.model import ModelInfo
     from services.worker.engine.runner import ModelRunner
     from services.worker.links.config import TransportConfig
@@ -92,10 +94,12 @@ def join(
     def post(event: MemberEvent) -> None:
         shell.post_member(event)
 
-    hub = Hub(post)
     if open_plane is None:
-        plane = _real_plane(me, hub, config, advertise_host, transport, secret)
+        device = engine.memory.pool.backend.device
+        hub = Hub(post, device=device)
+        plane = _real_plane(me, hub, config, advertise_host, transport, secret, device)
     else:
+        hub = Hub(post)
         plane = open_plane(hub, secret)
     own = engine.runner
     if costs is not None:
@@ -131,7 +135,8 @@ def _real_plane(
     advertise_host: str | None,
     transport: str,
     secret: bytes | None,
+    device: torch.device,
 ) -> DataPlane:
     from services.worker.links.open import open_plane
 
-    return open_plane(me, hub, config, advertise_host, transport, secret)
+    return open_plane(me, hub, config, advertise_host, transport, secret, device)

@@ -67,9 +67,16 @@ if TYPE_CHECKING:
 class Hub:
     """`Receiver` of all links of a worker."""
 
-    def __init__(self, post: Callable[[MemberEvent], None], now: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        post: Callable[[MemberEvent], None],
+        now: Callable[[], float] = time.monotonic,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        """`device`: where hidden states are computed with."""
         self.post = post
         self._now = now
+        self._device = device
         self.kv = Destinations()
         self.layers = Destinations()  # keyed (epoch, layer, source, 0)
         self.spans = ExpectedSpans()  # of sequences that come by migrations
@@ -81,6 +88,10 @@ class Hub:
     def receives(self) -> bool:
         with self._lock:
             return bool(self._receiving)
+
+    def device_of(self, topic: int) -> torch.device | str:
+        """Only hidden states are computed with. What others bring is read here, or goes on to where it belongs."""
+        return self._device if topic == Topic.BATCH else "cpu"
 
     def on_message(self, link: Link, message: Message) -> None:
         epoch, peer, now_s = Epoch(link.epoch), WorkerId(link.peer_id), self._now()

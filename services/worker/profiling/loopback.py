@@ -87,6 +87,9 @@ class _Ends:
         self._echoes = echoes
         self._destination = torch.zeros(_BULK_BYTES if echoes else 0, dtype=torch.uint8)
 
+    def device_of(self, topic: int) -> str:
+        return "cpu"
+
     def on_message(self, link: Link, message: Message) -> None:
         if self._echoes:
             link.send(message.traffic, message.topic, tensor=message.tensor)

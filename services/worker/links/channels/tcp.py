@@ -59,7 +59,7 @@ class TcpChannel:
 
     def __init__(self, connection: socket.socket) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self.device = "cpu"
+        self.device = torch.device("cpu")
         self._out = connection
         self._out.setblocking(False)
         self._in = connection.dup()  # with a timeout of its own

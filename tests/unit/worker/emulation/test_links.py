@@ -33,6 +33,9 @@ class Seen:
         self.pieces: list[torch.Tensor] | None = None
         self.news = asyncio.Event()
 
+    def device_of(self, topic: int) -> str:
+        return "cpu"
+
     def on_message(self, link: Link, message: Message) -> None:
         self.messages.append(message)
         self.news.set()

@@ -47,6 +47,9 @@ class Recorder:
         self.changed = Condition()
         self._destinations: dict[tuple[str, int], list[torch.Tensor]] = {}
 
+    def device_of(self, topic: int) -> torch.device | str:
+        return "cpu"
+
     def on_message(self, link: Link, message: Message) -> None:
         if message.topic == ECHO:
             link.send(message.traffic, 0, meta=message.meta, tensor=message.tensor, stream=message.stream)
