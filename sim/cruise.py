@@ -54,6 +54,7 @@ class Pace:
             draining=before.draining,
             memory=before.memory,
             newest_epoch=before.newest_epoch,
+            kept_block_count=before.kept_block_count,
         )
 
 

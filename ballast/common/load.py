@@ -42,6 +42,7 @@ class LoadReport:
     draining: bool
     memory: MemoryReport
     newest_epoch: int = 0  # of a transition that the instance has heard of; it takes part in no lower one
+    kept_block_count: int = 0  # of those that are free, so many are for no newcomer while anything runs
 
     @property
     def kv_usage_fraction(self) -> float:

@@ -92,6 +92,7 @@ def _check_load(report: pb.LoadReport) -> None:
         report.prompt_tokens_total,
         report.generation_tokens_total,
         report.newest_epoch,
+        report.kept_block_count,
     )
     if min(counts) < 0:
         raise InvalidRequest("load", f"counts must not be negative, and a block has tokens: {report}")

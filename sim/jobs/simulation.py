@@ -166,8 +166,12 @@ def simulate(job: SimJob, created_unix_s: float, progress: Progress | None = Non
     runs: dict[str, SimRun] = {}
     for name, rules in ruled.items():
         told = None if progress is None else partial(progress, name)
-        runs[name] = World(_options(job, rules), arrivals_of(job.trace)).run(told)
+        runs[name] = world_of(job, rules).run(told)
     return _result(job, runs, created_unix_s)
+
+
+def world_of(job: SimJob, rules: ClusterRules) -> World:
+    return World(_options(job, rules), arrivals_of(job.trace))
 
 
 def arrivals_of(trace: Trace) -> list[Arrival]:

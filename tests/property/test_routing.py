@@ -21,6 +21,7 @@ views = st.builds(
     max_running_count=st.integers(1, 6),
     max_waiting_count=st.integers(0, 4),
     draining=st.sampled_from((False, False, False, True)),
+    kept_block_count=st.integers(0, 6),
     instance_count=st.sampled_from((1, 1, 2, 4)),
 )
 needs = st.builds(Need, tokens=st.integers(1, 700), growth_tokens=st.integers(0, 128))

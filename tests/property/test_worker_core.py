@@ -4,8 +4,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from ballast.common.load import MemoryReport
 from ballast.common.sampling import FinishReason, PriorityClass, SamplingParams
+from services.dispatcher.policy.freeness import runs_at_once
 from services.worker.core.events import Aborted, DrainRequested, Emit, SequenceKey, StreamClosed, Tick
+from tests.support.dispatcher_core import view_of
 from tests.support.worker_core import VOCAB_SIZE, Driver, certain_chars, greedy, limits, piece, undisturbed
 
 STREAM_IDS = st.integers(1, 3)
@@ -24,6 +27,7 @@ TOKEN_IDS = st.integers(0, VOCAB_SIZE - 1)
 PROMPTS = st.lists(TOKEN_IDS, min_size=1, max_size=8).map(tuple) | st.lists(TOKEN_IDS, min_size=1, max_size=40).map(
     tuple
 )
+NO_MEMORY = MemoryReport(budget_bytes=0, parameter_bytes=0, kv_bytes=0, free_bytes=0)
 ENDS_OF_OTHERS = (FinishReason.CANCELLED, FinishReason.DEADLINE, FinishReason.ERROR)
 
 
@@ -195,6 +199,18 @@ class WorkerMachine(RuleBasedStateMachine):
     def nothing_wrong_was_sent(self) -> None:
         for key, prompt in self.prompts.items():
             self._judge(key, prompt)
+
+    @invariant()
+    def routing_knows_what_would_be_let_in(self) -> None:
+        """A dispatcher that goes by the load report sends no request where it waits, nor past where it runs."""
+        if not hasattr(self, "driver") or self.draining:
+            return
+        core = self.driver.core
+        view = view_of(core.load(self.driver.at_s, NO_MEMORY))
+        if view.waiting_count or not view.running_count:
+            return
+        for block_count in (1, max(1, view.free_block_count), max(1, view.free_block_count + 1)):
+            assert runs_at_once(view, block_count) == (not core.lane.scheduler.why_no_room(block_count, new=True))
 
     def _judge(self, key: SequenceKey, prompt: tuple[int, ...]) -> None:
         received = self.driver.received[key]

@@ -26,8 +26,9 @@ from services.dispatcher.core.events import (
     WorkerConnected,
     WorkerLost,
 )
+from services.dispatcher.core.fleet import Worker
 from services.dispatcher.core.placement import PlacementRules
-from services.dispatcher.policy.freeness import RoutingRules, WorkerKey
+from services.dispatcher.policy.freeness import RoutingRules, WorkerKey, WorkerView
 
 BLOCK_TOKENS = 16
 MODEL = ModelInfo(
@@ -68,6 +69,12 @@ def load(**changes: int | bool) -> LoadReport:
         memory=MemoryReport(budget_bytes=0, parameter_bytes=0, kv_bytes=0, free_bytes=0),
     )
     return replace(idle, **changes)
+
+
+def view_of(load: LoadReport) -> WorkerView:
+    """What routing sees of a worker that says this and has been given nothing since."""
+    worker = Worker(key=key("w"), address="", group_id="", connected=True, load=load, max_waiting_count=8)
+    return worker.view()
 
 
 FULL = load(used_block_count=64, running_count=8)

@@ -59,6 +59,7 @@ class Worker:
             block_tokens=load.block_tokens,
             block_count=load.block_count,
             used_block_count=load.used_block_count,
+            kept_block_count=load.kept_block_count,
             waiting_block_count=load.waiting_block_count,
             unseen_block_count=self.unseen_block_count,
             running_count=load.running_count,

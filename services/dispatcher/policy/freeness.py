@@ -1,7 +1,8 @@
 """Where the next request goes: Llumnix-style freeness over what the workers say and what they cannot know yet.
 
 Virtual usage of a worker counts, beside the blocks its running requests hold, what its waiting requests will need
-(head of line included) and what this dispatcher has placed there since the worker's last report. A request goes to the
+(head of line included) and what this dispatcher has placed there since the worker's last report; and what the worker
+keeps back from newcomers while anything runs, as a request that is placed on that waits there. A request goes to the
 freest worker of those where it can run at once, else into one of the few places of a worker's own queue, else it stays
 in the backlog, where it can still be moved.
 
@@ -47,11 +48,14 @@ class WorkerView:
     max_waiting_count: int
     draining: bool
     instance_count: int = 1  # of the group that it leads
+    kept_block_count: int = 0  # that no newcomer gets there while it has another request
 
     @property
     def free_block_count(self) -> int:
-        """Total minus virtual usage; negative when more is waiting than fits."""
-        return self.block_count - self.used_block_count - self.waiting_block_count - self.unseen_block_count
+        """Those that a newcomer would get: total minus virtual usage; negative when more is waiting than fits."""
+        taken_block_count = self.used_block_count + self.waiting_block_count + self.unseen_block_count
+        kept_block_count = self.kept_block_count if self.running_count or self.waiting_count or self.unseen_count else 0
+        return self.block_count - taken_block_count - kept_block_count
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

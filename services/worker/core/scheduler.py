@@ -29,7 +29,7 @@ from services.worker.core.blocks import blocks_for
 from services.worker.core.limits import WorkerLimits
 from services.worker.core.sequence import Sequence, SequenceState
 from services.worker.core.swapping import NOTHING, SwapOrders, SwapSpace
-from services.worker.policy.admission import AdmissionView, admits
+from services.worker.policy.admission import AdmissionView, admits, reserved
 from services.worker.policy.batching import PrefillView, chunk_prefills
 from services.worker.policy.microbatching import Candidate, Microbatching, PipelineView, by_token_count
 from services.worker.policy.preemption import VictimView, choose_victim
@@ -81,6 +81,17 @@ class Scheduler:
     @property
     def free_block_count(self) -> int:
         return self.block_count - self.lent_block_count - self.expected_block_count - self.reserved_block_count
+
+    @property
+    def kept_block_count(self) -> int:
+        """Of the free blocks those that no newcomer gets while anything runs."""
+        limited = self._limited_block_count
+        return self.block_count - limited + reserved(limited, self._limits.admission_reserve_fraction)
+
+    @property
+    def _limited_block_count(self) -> int:
+        """Blocks within which newcomers are let in."""
+        return self.block_count if self.admission_limit is None else min(self.block_count, self.admission_limit)
 
     @property
     def max_running_count(self) -> int:
@@ -186,9 +197,7 @@ class Scheduler:
         )
 
     def _admits(self, need_block_count: int) -> bool:
-        block_count = self.block_count
-        if self.admission_limit is not None:
-            block_count = min(block_count, self.admission_limit)
+        block_count = self._limited_block_count
         view = AdmissionView(
             block_count,
             block_count - self.block_count + self.free_block_count,

@@ -304,7 +304,7 @@ class WorkerCore:
 
     def load(self, at_s: float, memory: MemoryReport, newest_epoch: int = 0) -> LoadReport:
         """`newest_epoch`: of a transition that this worker has heard of."""
-        block_count = free_block_count = waiting_block_count = 0
+        block_count = free_block_count = kept_block_count = waiting_block_count = 0
         running_count = waiting_count = max_running_count = 0
         preemptions_total = self._preemptions_total
         for lane in self._lanes:
@@ -318,6 +318,7 @@ class WorkerCore:
                 # What a group that dissolves beside it still has counts as used, as it is going to be this one's.
                 block_count = scheduler.block_count if scheduler.stage_count > 1 else scheduler.ceiling_block_count
                 free_block_count = scheduler.free_block_count
+                kept_block_count = scheduler.kept_block_count
                 max_running_count += scheduler.max_running_count
             else:
                 max_running_count += scheduler.running_count
@@ -339,6 +340,7 @@ class WorkerCore:
             draining=self._draining,
             memory=memory,
             newest_epoch=newest_epoch,
+            kept_block_count=kept_block_count,
         )
 
     def story(self, sequence_id: SequenceId) -> list[str]:

@@ -22,5 +22,10 @@ def admits(view: AdmissionView, need_block_count: int, reserve_fraction: float) 
     """
     if view.running_count >= view.max_running_count:
         return False
-    reserve_block_count = math.ceil(view.block_count * reserve_fraction) if view.running_count else 0
-    return need_block_count + reserve_block_count <= view.free_block_count
+    kept_block_count = reserved(view.block_count, reserve_fraction) if view.running_count else 0
+    return need_block_count + kept_block_count <= view.free_block_count
+
+
+def reserved(block_count: int, reserve_fraction: float) -> int:
+    """Blocks that are for no newcomer while anything runs. Whoever places requests here has to know of them."""
+    return math.ceil(block_count * reserve_fraction)

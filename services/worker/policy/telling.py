@@ -27,9 +27,10 @@ def is_due(
     return silent_s >= INTERVAL_S * stream_count and (changed or used_change * _USED_SHARE >= report.block_count)
 
 
-def _routing(report: LoadReport) -> tuple[int, int, int, int, int, bool]:
+def _routing(report: LoadReport) -> tuple[int, int, int, int, int, int, bool]:
     return (
         report.block_count,
+        report.kept_block_count,
         report.waiting_block_count,
         report.running_count,
         report.waiting_count,

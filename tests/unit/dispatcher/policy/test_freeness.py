@@ -4,7 +4,15 @@ import math
 
 import pytest
 
-from services.dispatcher.policy.freeness import Need, RoutingRules, WorkerView, choose, freeness, has_place
+from services.dispatcher.policy.freeness import (
+    Need,
+    RoutingRules,
+    WorkerView,
+    choose,
+    freeness,
+    has_place,
+    runs_at_once,
+)
 from tests.support.dispatcher_core import key
 
 RULES = RoutingRules(growth_tokens=0)
@@ -40,6 +48,13 @@ def test_freeness_is_what_is_left_for_each_running_request() -> None:
 
 def test_waiting_demand_counts_like_used_blocks_and_may_make_freeness_negative() -> None:
     assert freeness(view(used_block_count=90, waiting_block_count=40, running_count=3)) == -10.0
+
+
+def test_what_a_worker_keeps_back_is_for_no_newcomer_unless_it_is_idle() -> None:
+    assert chosen([view(kept_block_count=5)], tokens=100 * 16) == "a"
+    assert runs_at_once(view(kept_block_count=5, used_block_count=90, running_count=1), 5)
+    assert not runs_at_once(view(kept_block_count=5, used_block_count=90, running_count=1), 6)
+    assert not runs_at_once(view(kept_block_count=5, unseen_block_count=90, unseen_count=1), 6)
 
 
 def test_a_draining_worker_is_least_free() -> None:
