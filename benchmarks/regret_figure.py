@@ -1,0 +1,47 @@
+"""Each policy's P99 TTFT in each cell, over the best of all: one line for a policy, cells sorted by it."""
+
+# pyright: reportUnknownMemberType=false
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import matplotlib as mpl
+from matplotlib.figure import Figure
+
+from ballast.bench.style import RC, styles
+from benchmarks.regret_rules import Row
+
+
+def draw(rows: Sequence[Row], policies: Sequence[str], path: Path) -> None:
+    """Cells from top to bottom, in the order of the grid; a mark for each policy, the further right the worse."""
+    looks = styles([(name, name.split(":")[0]) for name in policies])
+    with mpl.rc_context(RC):
+        figure = Figure(figsize=(8.0, 1.9 + 0.24 * len(rows)), layout="constrained")
+        waits, paces = figure.subplots(1, 2, sharey=True, width_ratios=(1.7, 1.0))
+        for name in policies:
+            have = [(row, at) for at, row in enumerate(rows) if name in row.policies]
+            look = looks[name]
+            style = {"color": look.colour, "marker": look.mark, "linestyle": "none", "markersize": 6, "alpha": 0.85}
+            at = [at for _, at in have]
+            waits.plot([_over(row, name, policies) for row, _ in have], at, label=name, **style)
+            paces.plot([_pace(row, name) for row, _ in have], at, **style)
+        waits.set_yticks(range(len(rows)), [f"{row.cell}{' *' if row.memory_is_short else ''}" for row in rows])
+        waits.invert_yaxis()
+        waits.set_xscale("log")
+        waits.set_xticks([1, 10, 100], ["1", "10", "100"])
+        waits.axvline(1.1, color="0.5", linewidth=0.8)
+        paces.axvline(1.1, color="0.5", linewidth=0.8)
+        waits.set_xlabel("P99 TTFT over the best policy's\n(waits below the target are equal)")
+        paces.set_xlabel("P50 time per token\nover the least")
+        figure.legend(loc="outside upper center", ncols=3)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, dpi=130)
+
+
+def _over(row: Row, name: str, policies: Sequence[str]) -> float:
+    best_s = min(row.policies[other].ttft_p99_s for other in policies if other in row.policies)
+    return max(row.policies[name].ttft_p99_s, row.target_s) / max(best_s, row.target_s)
+
+
+def _pace(row: Row, name: str) -> float:
+    return row.policies[name].tpot_p50_s / min(judged.tpot_p50_s for judged in row.policies.values())

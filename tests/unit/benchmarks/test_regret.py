@@ -1,0 +1,124 @@
+"""The rules that judge policies over a grid, on runs made up, and the grid's draws."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.regret_cells import CELLS, KINDS, trace_of
+from benchmarks.regret_rules import Row, is_saturated, row_of, summary, table
+
+
+def run(policy: str, p99_s: float, tpot_ms: float = 40.0, draw: int = 0, **others: Any) -> dict[str, Any]:
+    figures: dict[str, Any] = {
+        "policy": policy,
+        "draw": draw,
+        "failed": None,
+        "prompt_share": 0.2,
+        "ttft_p50_s": 0.2,
+        "ttft_p99_s": p99_s,
+        "tpot_p50_s": tpot_ms / 1e3,
+        "tokens_per_s": 1000.0,
+        "preemptions": 0,
+        "mean_demand": 0.5,
+        "peak_demand": 0.9,
+    }
+    return figures | others
+
+
+def row(*runs: dict[str, Any], calm_s: float = 0.1) -> Row:
+    found = row_of("cell", runs, run("calm", calm_s, ttft_p50_s=calm_s))
+    assert found is not None
+    return found
+
+
+def test_waits_below_a_second_are_equal() -> None:
+    found = row(run("recompute", 0.3), run("drop", 0.9))
+    assert found.ttft_regret("drop") == 1.0
+    assert found.gain("drop") == pytest.approx(3.0)
+    assert not found.faults("drop")
+
+
+def test_so_are_waits_below_five_times_the_calm_median() -> None:
+    assert row(run("recompute", 1.1), run("drop", 4.0), calm_s=0.8).ttft_regret("drop") == 1.0
+    assert row(run("recompute", 1.1), run("drop", 6.0), calm_s=0.8).ttft_regret("drop") == pytest.approx(1.5)
+
+
+def test_a_saturated_cell_is_judged_by_the_median_of_its_draws() -> None:
+    draws = [run("recompute", wait, draw=d) for d, wait in enumerate((20.0, 30.0, 40.0))]
+    ours = [run("drop", wait, draw=d) for d, wait in enumerate((90.0, 34.0, 36.0))]
+    found = row(*draws, *ours)
+    assert found.saturated
+    assert found.ttft_regret("drop") == pytest.approx(1.2)
+    assert not found.faults("drop")
+
+
+def test_draws_of_a_cell_that_is_not_saturated_do_not_count() -> None:
+    found = row(run("recompute", 5.0), run("drop", 4.0), run("drop", 400.0, draw=1))
+    assert found.policies["drop"].ttft_p99_s == 4.0
+
+
+def test_whether_a_cell_is_saturated_is_not_for_the_judged_policy_to_say() -> None:
+    assert is_saturated([run("recompute", 12.0), run("drop", 0.5)])
+    assert not is_saturated([run("recompute", 12.0), run("static-pipeline", 2.0)])
+
+
+def test_every_rule_names_what_is_missed() -> None:
+    plain = run("recompute", 0.5, tpot_ms=40.0)
+    ours = run("drop", 3.0, tpot_ms=60.0, tokens_per_s=900.0)
+    assert row(plain, ours).faults("drop") == [
+        "P99 TTFT 3.00 x",
+        "TPOT 1.50 x",
+        "TPOT 1.50 x recompute's",
+        "throughput 0.90 x",
+    ]
+
+
+def test_the_price_per_token_is_asked_only_where_another_has_the_shorter_waits() -> None:
+    found = row(run("recompute", 50.0, tpot_ms=40.0), run("drop", 2.0, tpot_ms=80.0))
+    assert found.tpot_regret("drop") == 1.0
+    assert found.tpot_over_plain("drop") is None
+
+
+def test_memory_is_short_where_computing_is_not() -> None:
+    ours = run("drop", 1.0)
+    assert row(run("recompute", 1.0, peak_demand=1.2), ours).memory_is_short
+    assert row(run("recompute", 1.0, preemptions=3), ours).memory_is_short
+    assert not row(run("recompute", 1.0, peak_demand=0.9), ours).memory_is_short
+    assert not row(run("recompute", 1.0, peak_demand=1.2, prompt_share=0.8), ours).memory_is_short
+
+
+def test_a_run_that_broke_is_said_and_not_counted() -> None:
+    broke = {"policy": "drop", "draw": 1, "failed": "block 559", "prompt_share": 0.2}
+    found = row(run("recompute", 20.0), run("drop", 21.0), broke)
+    assert found.faults("drop") == ["1 broken"]
+
+
+def test_text_has_every_cell_and_each_policys_worst() -> None:
+    rows = [row(run("recompute", 8.0), run("drop", 2.0)), row(run("recompute", 0.5), run("drop", 4.0))]
+    assert table(rows, ["recompute", "drop"], "drop").count("| cell (") == 3
+    told = "\n".join(summary(rows, ["recompute", "drop"], "drop"))
+    assert "1 of 2 cells; not in cell" in told
+    assert "recompute: 4.00 (cell)" in told
+    assert "drop: 4.00 (cell)" in told
+
+
+def test_draws_differ_in_lengths_alone(tmp_path: Path) -> None:
+    lines = ["arrival_s,input_tokens,output_tokens", *(f"{i / 4},{100 + i},{50 + i}" for i in range(2000))]
+    think, chat = CELLS["think-14b-40g-x1.2"], CELLS["chat-13b-40g-x1.4"]
+    for cell in (think, chat):
+        (tmp_path / f"{cell.trace}.csv").write_text("\n".join(lines))
+        first, again, other = (trace_of(cell, tmp_path, draw) for draw in (0, 0, 1))
+        assert first == again
+        assert [r.arrival_s for r in first.requests] == [r.arrival_s for r in other.requests]
+        assert [r.output_tokens for r in first.requests] != [r.output_tokens for r in other.requests]
+        window = [r for r in range(2000) if cell.from_s <= r / 4 < cell.until_s][:: KINDS[cell.kind].every]
+        assert len(first.requests) == round(len(window) * cell.rate)
+        assert max(r.input_tokens for r in first.requests) <= KINDS[cell.kind].most_input
+
+
+def test_the_grid_is_of_five_kinds_and_three_machines() -> None:
+    assert len(CELLS) >= 24
+    assert {cell.kind for cell in CELLS.values()} == set(KINDS)
+    for kind in KINDS:
+        assert len({cell.machine for cell in CELLS.values() if cell.kind == kind}) >= 3
