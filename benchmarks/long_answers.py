@@ -11,7 +11,6 @@ Prints P99 TTFT, P50 and P99 TPOT, and tokens for each second until the last arr
 """
 
 import argparse
-import math
 import random
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,6 +19,7 @@ import numpy as np
 
 from ballast.bench.traces import Trace, read_trace
 from ballast.bench.upscale import upscaled
+from benchmarks.regret_cells import long_answer
 from sim.hardware import find_cluster, find_model
 from sim.jobs.simulation import SimJob, specs_of, world_of
 from sim.results import Outcome, SimRun
@@ -35,7 +35,7 @@ def long_answers(trace: Trace, draw: int) -> Trace:
         replace(
             request,
             input_tokens=min(request.input_tokens, _MOST_INPUT_TOKENS),
-            output_tokens=int(min(12_000, max(50, rng.lognormvariate(math.log(1_700), 0.9)))),
+            output_tokens=long_answer(rng),
         )
         for request in trace.requests[::_EVERY]
     )
