@@ -14,6 +14,7 @@ import torch
 from ballast.common.errors import ConfigError
 from ballast.common.extras import lacking
 from services.worker.engine.packing import PackedStep
+from services.worker.engine.upload import upload
 
 _MIN_DOT = 16  # the least that a matrix product on tensor cores takes
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -60,14 +61,16 @@ class CudaAttention:
         self._device = device
 
     def prepare(self, step: PackedStep) -> "CudaAttentionStep":
-        tables = _tables(step)
         k_rows = step.slots_T // step.block_tokens * step.block_tokens + step.slots_T
+        tiles, tables, k_rows_T, v_rows_T = upload(
+            [self._tiles(step), _tables(step), k_rows, k_rows + step.block_tokens], self._device
+        )
         return CudaAttentionStep(
             kernel=self._kernel,
-            tiles=torch.from_numpy(self._tiles(step)).to(self._device),
-            tables=torch.from_numpy(tables).to(self._device),
-            k_rows_T=torch.from_numpy(k_rows).to(self._device),
-            v_rows_T=torch.from_numpy(k_rows + step.block_tokens).to(self._device),
+            tiles=tiles,
+            tables=tables,
+            k_rows_T=k_rows_T,
+            v_rows_T=v_rows_T,
             constants=self.constants(step.block_tokens, with_chunks=bool(step.chunks)),
         )
 

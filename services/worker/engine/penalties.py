@@ -51,4 +51,4 @@ class Bias:
 
 def forbid(logits_V: torch.Tensor, token_ids: tuple[int, ...]) -> None:
     """Make these tokens impossible, in place."""
-    logits_V[list(token_ids)] = -math.inf
+    logits_V.index_fill_(0, torch.tensor(token_ids, device=logits_V.device), -math.inf)

@@ -6,12 +6,13 @@ from collections.abc import Sequence
 import torch
 
 from services.worker.core.batch import Batch, SequenceId, StepResult
-from services.worker.engine.attention import AttentionBackend, AttentionStep
+from services.worker.engine.attention import AttentionBackend
 from services.worker.engine.model import Model
 from services.worker.engine.model_config import ModelConfig
 from services.worker.engine.packed_model import PackedModel
-from services.worker.engine.packing import PackedStep, Packer
+from services.worker.engine.packing import Packer
 from services.worker.engine.sampler import Sampler, SampleRow
+from services.worker.engine.upload import upload
 from services.worker.memory.kv_cache import KvCache
 
 
@@ -77,12 +78,24 @@ class ModelRunner:
         packed = self._packer.pack(batch.slices, block_tables)
         self._kv.guard(packed.blocks_end, range(first_layer, last_layer))
         with torch.inference_mode():
-            hidden_TD = self._forward(packed, hidden_TD, self._attention.prepare(packed), first_layer, last_layer)
+            token_ids_T, positions_T, sample_rows_R = upload(
+                [packed.token_ids_T, packed.positions_T, packed.sample_rows], self._kv.layer(0).device
+            )
+            if hidden_TD is None:
+                hidden_TD = self._model.embed(token_ids_T)
+            elif hidden_TD.is_cuda:  # brought on another stream, whose memory it is
+                hidden_TD.record_stream(torch.cuda.current_stream(hidden_TD.device))
+            hidden_TD = self._model.run_layers(
+                hidden_TD.to(positions_T.device),  # a link gives them where it has received them
+                positions_T,
+                self._attention.prepare(packed),
+                first_layer=first_layer,
+                last_layer=last_layer,
+            )
             if not samples:
                 return hidden_TD
             rows = [SampleRow(s.sequence_id, s.first_position + len(s.token_ids)) for s in batch.slices if s.samples]
-            sample_rows = torch.from_numpy(packed.sample_rows).to(hidden_TD.device)
-            logits_RV = self._model.logits(hidden_TD.index_select(0, sample_rows))
+            logits_RV = self._model.logits(hidden_TD.index_select(0, sample_rows_R))
             sampled = self._sampler.sample(rows, logits_RV) if rows else None
         token_ids, logprobs = (sampled.token_ids, sampled.logprobs) if sampled else ((), ())
         return StepResult(batch.step_id, token_ids, logprobs, time.perf_counter() - started_s)
@@ -92,24 +105,3 @@ class ModelRunner:
         for sequence_id in self._sampler.sequence_ids:
             self._sampler.remove(sequence_id)
         self._packer.forget_all()
-
-    def _forward(
-        self,
-        packed: PackedStep,
-        hidden_TD: torch.Tensor | None,
-        attention: AttentionStep,
-        first_layer: int,
-        last_layer: int,
-    ) -> torch.Tensor:
-        device = self._kv.layer(0).device
-        if hidden_TD is None:
-            hidden_TD = self._model.embed(torch.from_numpy(packed.token_ids_T).to(device))
-        elif hidden_TD.is_cuda:  # brought on another stream, whose memory it is
-            hidden_TD.record_stream(torch.cuda.current_stream(device))
-        return self._model.run_layers(
-            hidden_TD,
-            torch.from_numpy(packed.positions_T).to(device),
-            attention,
-            first_layer=first_layer,
-            last_layer=last_layer,
-        )

@@ -173,7 +173,8 @@ class Sampler:
         if drawn:
             seeds = np.array([sequences[i].seed for i in drawn], np.int64)
             positions = np.array([rows[i].position for i in drawn], np.int64)
-            chosen = draw(logits_RV[drawn].double(), [sequences[i].sampling for i in drawn], uniforms(seeds, positions))
+            drawn_RV = logits_RV.index_select(0, torch.tensor(drawn, device=logits_RV.device)).double()
+            chosen = draw(drawn_RV, [sequences[i].sampling for i in drawn], uniforms(seeds, positions))
             for i, token_id in zip(drawn, chosen, strict=True):
                 token_ids[i] = token_id
         return token_ids

@@ -1,0 +1,204 @@
+"""Runs stages on a device that does not exist and on which mixing devices is an error. A program, to be started alone:
+it gives torch another device for the rest of the process.
+
+Nothing is computed (`FakeTensorMode`): tensors have shapes, types and devices. The device is no CUDA device, since a
+build of torch without CUDA refuses to slice tensors on one.
+"""
+
+import itertools
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+from ballast.common.sampling import SamplingParams
+from ballast.model.tiny import make_tiny
+from services.worker.core.batch import Batch, NewSequence, Slice, StepResult
+from services.worker.engine.attention_cuda import CudaAttention
+from services.worker.engine.model import Model
+from services.worker.engine.model_config import read_model_config
+from services.worker.engine.parameters import end_parameters, layer_parameters, part_specs
+from services.worker.engine.runner import ModelRunner
+from services.worker.engine.sampler import Sampler
+from services.worker.memory.backend import ExtentRun
+from services.worker.memory.device import DeviceMemory
+from services.worker.memory.kv_cache import KvShape
+from services.worker.memory.tensors import TensorOperations
+
+_setup_privateuseone_for_python_backend("fakegpu")
+
+DEVICE = torch.device("fakegpu", 0)
+LAYERS = 4
+ROLES = {"alone": (0, LAYERS), "first": (0, 2), "middle": (1, 3), "last": (2, LAYERS)}
+BATCHES = {
+    "decodes": ((7, 1), (20, 1), (0, 1)),
+    "chunks": ((0, 5), (16, 37)),
+    "mixed": ((7, 1), (0, 12), (30, 1), (9, 6)),
+}
+SAMPLINGS = (
+    SamplingParams(temperature=0.0),
+    SamplingParams(temperature=0.8, top_p=0.9, top_k=20, min_p=0.05, seed=1),
+    SamplingParams(temperature=0.0, repetition_penalty=1.2, presence_penalty=0.5, frequency_penalty=0.1, logprobs=3),
+    SamplingParams(temperature=1.0, min_tokens=8, logit_bias={5: 1.0}, seed=2, logprobs=1),
+)
+
+
+class FakeBackend(TensorOperations):
+    """A `MemoryBackend` whose addresses hold nothing."""
+
+    device = DEVICE
+    granularity_bytes = 2 << 20
+
+    def __init__(self) -> None:
+        self._end = 1 << 40
+
+    def create(self, extent_bytes: int, count: int) -> None: ...
+
+    def reserve(self, size_bytes: int) -> int:
+        address, self._end = self._end, self._end + size_bytes
+        return address
+
+    def release(self, address: int, size_bytes: int) -> None: ...
+
+    def map(self, address: int, run: ExtentRun) -> None: ...
+
+    def unmap(self, address: int, runs: Sequence[ExtentRun]) -> None: ...
+
+    def tensor(self, address: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(tuple(shape), dtype=dtype, device=DEVICE)
+
+    def synchronise(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class FakeKernel:
+    """In the place of the Triton kernel: requires of its arguments what that one relies on."""
+
+    launches = 0
+
+    def __getitem__(self, grid: tuple[int, int]) -> Callable[..., None]:
+        def launch(
+            out: torch.Tensor,
+            q: torch.Tensor,
+            kv: torch.Tensor,
+            tables: torch.Tensor,
+            tiles: torch.Tensor,
+            q_row_stride: int,
+            table_width: int,
+            scale: float,
+            **constants: Any,
+        ) -> None:
+            del scale
+            for name, tensor in (("out", out), ("q", q), ("kv", kv), ("tables", tables), ("tiles", tiles)):
+                assert tensor.device == DEVICE, f"{name} is on {tensor.device}"
+            assert tables.dtype == tiles.dtype == torch.int32
+            assert out.dtype == q.dtype == kv.dtype
+            assert out.is_contiguous()
+            assert kv.is_contiguous()
+            assert q.stride() == (q_row_stride, constants["HEAD_DIM"], 1)
+            assert (tables.shape[1], tiles.shape[0]) == (table_width, grid[0])
+            self.launches += 1
+
+        return launch
+
+
+def pretend_values() -> None:
+    """What is read back from the device is zeros, and conditions on it hold."""
+
+    def zeros(tensor: torch.Tensor) -> Any:
+        def of(shape: Sequence[int]) -> Any:
+            return [of(shape[1:]) for _ in range(shape[0])] if shape else 0
+
+        return of(tensor.shape)
+
+    real_tensor, real_from_numpy = torch.tensor, torch.from_numpy  # which make real ones, whatever the device
+
+    def tensor(data: Any, *, dtype: torch.dtype | None = None, device: torch.device | None = None) -> torch.Tensor:
+        real = real_tensor(data, dtype=dtype)
+        return torch.empty(real.shape, dtype=real.dtype, device=device)
+
+    def from_numpy(array: np.ndarray) -> torch.Tensor:
+        real = real_from_numpy(array)
+        return torch.empty(real.shape, dtype=real.dtype)
+
+    torch.tensor, torch.from_numpy = tensor, from_numpy
+    values: tuple[tuple[str, Callable[[FakeTensor], Any]], ...] = (
+        ("tolist", zeros),
+        ("__bool__", lambda _: True),
+        ("__int__", lambda _: 0),
+        ("__float__", lambda _: 0.0),
+    )
+    for name, value in values:
+        setattr(FakeTensor, name, value)
+
+
+def steps() -> Iterator[tuple[str, str, Batch, list[tuple[int, ...]]]]:
+    for role, batch in itertools.product(ROLES, BATCHES):
+        shares = BATCHES[batch]
+        slices = tuple(Slice(i, before, (7,) * count, i != 1) for i, (before, count) in enumerate(shares))
+        tables = [tuple(range(-(-(before + count) // 16))) for before, count in shares]
+        added = tuple(NewSequence(i, (1,) * (before + 1), (), SAMPLINGS[i]) for i, (before, _) in enumerate(shares))
+        yield role, batch, Batch(0, (), added, slices), tables
+
+
+def run(model_dir: Path, dtype: torch.dtype) -> None:
+    config = read_model_config(model_dir)
+    shape = KvShape(
+        layer_count=LAYERS, block_tokens=16, kv_heads=config.kv_head_count, head_dim=config.head_dim, dtype=dtype
+    )
+    memory = DeviceMemory.open(
+        FakeBackend(),
+        budget_bytes=256 << 20,
+        layers=[part_specs(layer_parameters(config, i), dtype) for i in range(LAYERS)],
+        others={name: part_specs(part, dtype) for name, part in end_parameters(config).items()},
+        kv_shape=shape,
+    )
+    model = Model(config, memory.parameters, memory.kv, max_model_len=config.max_position)
+    attention = CudaAttention(config.head_count, config.kv_head_count, config.head_dim, dtype, DEVICE)
+    attention._kernel = kernel = FakeKernel()
+    sampler = Sampler(config.vocab_size, config.eos_token_ids, DEVICE)
+    runner = ModelRunner(config, model, attention, sampler, memory.kv)
+    for role, name, batch, tables in steps():
+        first, last = ROLES[role]
+        rows = sum(len(part.token_ids) for part in batch.slices)
+        # A link that carries host memory gives hidden states on the CPU.
+        hidden = None if first == 0 else torch.empty(rows, config.hidden_size, dtype=dtype)
+        before = kernel.launches
+        try:
+            out = runner.run_stage(batch, tables, hidden, first_layer=first, last_layer=last)
+        except Exception as error:
+            error.add_note(f"{model_dir.name}, {dtype}, stage {role}, {name}")
+            raise
+        assert kernel.launches - before == last - first
+        if last == LAYERS:
+            assert isinstance(out, StepResult)
+            assert len(out.token_ids) == sum(part.samples for part in batch.slices)
+        else:
+            assert isinstance(out, torch.Tensor)
+            assert (out.device, tuple(out.shape)) == (DEVICE, (rows, config.hidden_size))
+        runner.forget_all()
+    memory.drop_layers([2, 3])
+    memory.move([(1, 0)])
+    memory.shrink_retired(2, [(5, 1)])
+    memory.release_retired()
+    memory.make_room_for_layers([2, 3], block_count=memory.leaving_block_count)
+    memory.check()
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        models = [make_tiny(arch, Path(folder) / arch, seed=7, layers=LAYERS) for arch in ("llama", "qwen2", "qwen3")]
+        pretend_values()
+        for model_dir, dtype in zip(models, (torch.bfloat16, torch.float32, torch.float16), strict=True):
+            with FakeTensorMode(allow_non_fake_inputs=True):
+                run(model_dir, dtype)
+
+
+if __name__ == "__main__":
+    main()
