@@ -39,10 +39,21 @@ class Arrival(NamedTuple):
 
 class Clients:
     def __init__(
-        self, clock: Clock, arrivals: Sequence[Arrival], zero_s: float, deadline_s: float, *, distinct: bool = False
+        self,
+        clock: Clock,
+        arrivals: Sequence[Arrival],
+        zero_s: float,
+        deadline_s: float,
+        *,
+        max_model_len: int,
+        distinct: bool = False,
     ) -> None:
-        """`zero_s`: of the clock, when the trace begins. `distinct`: no two prompts are alike."""
+        """`zero_s`: of the clock, when the trace begins. `distinct`: no two prompts are alike.
+
+        They ask for as long an answer as the model gives: how long it will be is known where it is made.
+        """
         self._distinct = distinct
+        self._max_model_len = max_model_len
         self._clock = clock
         self._zero_s = zero_s
         self._deadline_s = deadline_s
@@ -74,7 +85,7 @@ class Clients:
         request = Request(
             request_id=request_id,
             prompt_token_ids=_prompt(record.input_tokens, record.index % _DISTINCT if self._distinct else 0),
-            sampling=_sampling(record.wanted_tokens),
+            sampling=_sampling(max(1, self._max_model_len - record.input_tokens)),
             priority=PriorityClass.DEFAULT,
             deadline_at_s=self._clock.now_s + self._deadline_s,
             omit_text=True,
@@ -86,6 +97,11 @@ class Clients:
         """Whoever is there stays open."""
         self.stopped = True
         self._clock.halt()
+
+    def as_sampled(self, request: Request) -> SamplingParams:
+        """How the request is carried out: its answer ends by itself at the length that the trace has."""
+        record = self._by_id.get(request.request_id)
+        return _sampling(1 if record is None else record.wanted_tokens)  # None: it has ended, and its abort follows
 
     def deliver(self, command: Deliver, at_s: float) -> None:
         record = self._by_id[command[0]]

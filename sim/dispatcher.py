@@ -10,7 +10,7 @@ from ballast.common.errors import InvariantViolation
 from ballast.common.ids import DispatcherId, WorkerId
 from ballast.common.layout import Layout
 from ballast.common.model import ModelInfo
-from ballast.common.sampling import FinishReason
+from ballast.common.sampling import FinishReason, SamplingParams
 from services.dispatcher.core import events as d
 from services.dispatcher.core.dispatcher import DispatcherCore, Limits
 from services.dispatcher.core.placement import PlacementRules
@@ -95,9 +95,10 @@ class DispatcherNode:
         deliver: Deliver,
         deliver_steps: DeliverSteps,
         end: End,
+        as_sampled: Callable[[d.Request], SamplingParams],
     ) -> None:
         """`deliver`, `deliver_steps` and `end` are the clients': new tokens of a request, those of some requests at
-        some instants, and how one has ended.
+        some instants, and how one has ended. `as_sampled`: what its answer comes to, which is only known where it is made.
         """
         self.core = DispatcherCore(dispatcher_id, rules.limits, rules.placement, rules.routing)
         self._instances = instances
@@ -113,6 +114,7 @@ class DispatcherNode:
         self._unreported: dict[_Link, None] = {}  # links of `_behind` with a load that it does not know of
         self._unheard: dict[_Link, None] = {}  # links of `_behind` with a cruise of which it knows no step
         self._end = end
+        self._as_sampled = as_sampled
         self._links: dict[WorkerKey, _Link] = {}
         self._timer_at_s = math.inf
         self.touched = True  # the core was told something since somebody set it back, other than
@@ -164,6 +166,8 @@ class DispatcherNode:
                 link = self._links[key]
                 if link in self._behind:
                     self._catch_up_with(link)
+                if endings and self.core.learns_at(self._clock.now_s):
+                    self.catch_up()
                 moves = any(e.finish_reason not in _PLAIN_ENDINGS or e.refused or e.moved_to for e in endings)
                 if moves or load.waiting_count or len(self.core.backlog):
                     self._report_loads()
@@ -306,7 +310,7 @@ class DispatcherNode:
                 request_id=request.request_id,
                 attempt=command.attempt,
                 prompt_token_ids=tuple(request.prompt_token_ids),
-                sampling=request.sampling,
+                sampling=self._as_sampled(request),
                 output_token_ids=tuple(command.output_token_ids),
                 priority=request.priority,
                 deadline_at_s=now_s + command.deadline_s,

@@ -120,7 +120,14 @@ class World:
         for _ in range(options.planner_count):
             self.add_planner()
         self.zero_s = rules.monitor.warmup_s + _SETTLE_S
-        self.clients = Clients(self.clock, arrivals, self.zero_s, options.deadline_s, distinct=options.marks)
+        self.clients = Clients(
+            self.clock,
+            arrivals,
+            self.zero_s,
+            options.deadline_s,
+            max_model_len=options.model.max_model_len,
+            distinct=options.marks,
+        )
         self.dispatchers = [self._add_dispatcher(number) for number in range(options.dispatcher_count)]
         self.samples: list[Sample] = []
         self.clock.every(_SAMPLE_INTERVAL_S, b"sample", self._sample, first_s=self.zero_s)
@@ -275,6 +282,7 @@ class World:
             deliver=self.clients.deliver,
             deliver_steps=self.clients.deliver_steps,
             end=self.clients.end,
+            as_sampled=self.clients.as_sampled,
         )
         self.state.watch(node.adopt)
         share_backlog(self.clock, self.state, dispatcher_id, node.backlog, interval_s=rules.backlog_interval_s)

@@ -63,7 +63,7 @@ class DispatcherSettings(ServiceSettings):
     recall_after_s: float = Field(0.1, ge=0)
     """Seconds that a request waits at a full worker before it is taken back for one that has room."""
     growth_tokens: int = Field(64, ge=0)
-    """Tokens of its own growth that a request should find room for."""
+    """Tokens of an answer before any is known: what it is going to grow by is learnt, for each class of requests."""
     replay_limit: int = Field(3, ge=0)
     """How often a request is started anew after its worker was lost."""
     resume: bool = True

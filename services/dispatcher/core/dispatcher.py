@@ -52,6 +52,7 @@ from services.dispatcher.core.events import (
     WorkerLost,
 )
 from services.dispatcher.core.fleet import Fleet, Worker
+from services.dispatcher.core.growth import Growth
 from services.dispatcher.core.moves import Moves
 from services.dispatcher.core.placement import Placement, PlacementRules
 from services.dispatcher.core.story import Recent, What
@@ -102,7 +103,8 @@ class DispatcherCore:
         self.relayed_token_count = 0
         self.move_counts: Counter[str] = Counter()  # at_once, waited or replayed -> requests that were handed over
         self._id = dispatcher_id
-        self._placement = Placement(self.backlog, self.fleet, placement, routing)
+        self._growth = Growth(routing.growth_tokens)
+        self._placement = Placement(self.backlog, self.fleet, placement, routing, self._growth)
         self._moves = Moves(limits.move_wait_s, self.fleet)
         self._forsaken = Moves(limits.move_wait_s, self.fleet)  # ended on their way: whoever has them is told
         self._deadlines = Deadlines()
@@ -394,7 +396,9 @@ class DispatcherCore:
         worker.take_off(place.handle)
         return [place, AbortOnWorker(worker.key, place.handle)]
 
-    def _drop(self, tracked: Tracked) -> None:
+    def _drop(self, tracked: Tracked, *, ended: bool = False) -> None:
+        """`ended`: its answer has come to its end."""
+        self._growth.leave(tracked, ended=ended)
         if tracked.moving:
             self._moves.remove(tracked)
         elif tracked.worker is None:
@@ -428,6 +432,8 @@ class DispatcherCore:
                     commands += self._forsake(withdrawn, WorkerId(ending.moved_to), event.at_s)
             else:
                 commands += self._end(worker, tracked, ending, event.at_s)
+        if event.endings and self._growth.is_due(event.at_s):
+            self._growth.look(self.requests.values(), event.at_s)
         was_usable = worker.usable
         worker.report(event.load, event.seen_handle)
         self.fleet.remember(event.load)
@@ -504,7 +510,7 @@ class DispatcherCore:
             return []
         match ending.finish_reason:
             case FinishReason.STOP | FinishReason.LENGTH as reason:
-                self._drop(tracked)
+                self._drop(tracked, ended=True)
                 self.endings[reason.value] += 1
                 return [Finish(request_id, reason, ending.matched_stop, tracked.facts(at_s))]
             case FinishReason.DEADLINE:
@@ -545,6 +551,10 @@ class DispatcherCore:
             commands += self._fail(tracked, error, at_s)
         return commands
 
+    def learns_at(self, at_s: float) -> bool:
+        """Whether an ending makes it look at how far all answers are."""
+        return self._growth.is_due(at_s)
+
     def contenders(self, request: Request, at_s: float) -> list[WorkerKey]:
         """One of these gets the request if it comes now and nobody waits; nobody does if there are none.
 
@@ -562,6 +572,7 @@ class DispatcherCore:
         self._moves.check()
         self._forsaken.check()
         self._placement.check()
+        self._growth.check(self.requests.values())
         moving = {tracked.request.request_id: tracked for tracked in self._moves.tracked}
         queued = {tracked.request.request_id: tracked for tracked in self.backlog}
         placed = {t.request.request_id: t for worker in self.fleet for t in worker.placed.values()}

@@ -8,6 +8,7 @@ from ballast.common.errors import InvariantViolation
 from services.dispatcher.core.backlog import Backlog, DrainRate, Tracked
 from services.dispatcher.core.events import AbortOnWorker, Place, Request
 from services.dispatcher.core.fleet import Fleet, Worker
+from services.dispatcher.core.growth import Growth
 from services.dispatcher.core.recall import candidate
 from services.dispatcher.core.story import What
 from services.dispatcher.policy.freeness import Need, RoutingRules, WorkerKey, has_place
@@ -35,11 +36,14 @@ class Outcome:
 class Placement:
     """Moves requests from the backlog to workers and counts them there."""
 
-    def __init__(self, backlog: Backlog, fleet: Fleet, rules: PlacementRules, routing: RoutingRules) -> None:
+    def __init__(
+        self, backlog: Backlog, fleet: Fleet, rules: PlacementRules, routing: RoutingRules, growth: Growth
+    ) -> None:
         self.drain_rate = DrainRate()
         self.retry_at_s = math.inf  # a hold or a request's patience ends then
         self.rules = rules
         self._routing = routing
+        self._growth = growth
         self._backlog = backlog
         self._fleet = fleet
         self._ranking = Ranking(routing)
@@ -81,7 +85,7 @@ class Placement:
 
     def recall(self, worker: Worker, at_s: float) -> AbortOnWorker | None:
         """Asks for one back that waits there and would run elsewhere at once."""
-        tracked = candidate(worker, at_s - self.rules.recall_after_s)
+        tracked = candidate(worker, at_s, self.rules.recall_after_s)
         if tracked is None:
             return None
         self._look_around(at_s)
@@ -95,7 +99,7 @@ class Placement:
     def contenders(self, request: Request, at_s: float) -> list[WorkerKey]:
         """The worker of each shape that would run a newcomer at once before the others do."""
         self._look_around(at_s)
-        growth_tokens = min(request.sampling.max_tokens, self._routing.growth_tokens)
+        growth_tokens = min(request.sampling.max_tokens, self._growth.tokens(request.priority))
         return self._ranking.contenders(Need(tokens=len(request.prompt_token_ids) + 1, growth_tokens=growth_tokens))
 
     def hold(self, worker: Worker, at_s: float) -> None:
@@ -133,7 +137,8 @@ class Placement:
 
     def _need(self, tracked: Tracked) -> Need:
         left_tokens = tracked.request.sampling.max_tokens - len(tracked.output_token_ids)
-        return Need(tokens=tracked.token_count + 1, growth_tokens=min(left_tokens, self._routing.growth_tokens))
+        growth_tokens = min(left_tokens, self._growth.tokens(tracked.request.priority))
+        return Need(tokens=tracked.token_count + 1, growth_tokens=growth_tokens)
 
     def _place(self, tracked: Tracked, key: WorkerKey, at_s: float) -> Place:
         self._backlog.remove(tracked)

@@ -11,12 +11,15 @@ from itertools import islice
 from services.dispatcher.core.backlog import Tracked
 from services.dispatcher.core.fleet import Worker
 
-_MOST_RECALLS = 3  # of one request
+_MOST_PATIENCE = 8.0  # times that of the first recall
 
 
-def candidate(worker: Worker, placed_until_s: float) -> Tracked | None:
-    """The newest request that may be waiting there, of those placed until then. Workers let requests in by order of
-    arrival, so of those without a token the newest ones wait.
+def candidate(worker: Worker, at_s: float, after_s: float) -> Tracked | None:
+    """The newest request that may have been waiting there for longer than `after_s`. Workers let requests in by order
+    of arrival, so of those without a token the newest ones wait.
+
+    Each recall doubles the patience, up to a bound: what seemed to have room twice and had none is not sent to and fro
+    with every report, and does not wait for good either.
 
     One with stop strings stays: what the worker has held back of its text is told with the ending.
     """
@@ -26,8 +29,7 @@ def candidate(worker: Worker, placed_until_s: float) -> Tracked | None:
     for handle, tracked in newest_first:
         if handle in worker.unseen or tracked.first_token_at_s is not None or tracked.request.sampling.stop:
             continue
-        if tracked.recalled or tracked.recall_count >= _MOST_RECALLS:
-            continue
-        if tracked.placed_at_s <= placed_until_s:
+        patience = min(2.0**tracked.recall_count, _MOST_PATIENCE)
+        if not tracked.recalled and at_s >= tracked.placed_at_s + after_s * patience:
             return tracked
     return None

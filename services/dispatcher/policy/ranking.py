@@ -118,10 +118,13 @@ class Ranking:
         found = self.contenders(need)
         if len(found) < 2:
             return found[0] if found else None
-        return min(found, key=lambda worker: place_of(self._entries[worker].view, self._rules))
+        return min(found, key=lambda worker: place_of(self._entries[worker].view, need))
 
     def contenders(self, need: Need) -> list[WorkerKey]:
         """The first worker of each shape that would run it at once: `at_once` decides between these."""
+        return self._contenders(need) or self._contenders(need.now)
+
+    def _contenders(self, need: Need) -> list[WorkerKey]:
         return [
             place.worker
             for (block_count, block_tokens), shape in self._shapes.items()

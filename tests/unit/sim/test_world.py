@@ -133,7 +133,7 @@ def test_a_request_ends_at_its_deadline_and_only_then() -> None:
 
 
 def test_a_token_out_of_place_is_noticed() -> None:
-    clients = Clients(Clock(), [Arrival(0.0, 100, 5)], 0.0, 10.0)
+    clients = Clients(Clock(), [Arrival(0.0, 100, 5)], 0.0, 10.0, max_model_len=4096)
     taken: list[Request] = []
     clients.begin([taken.append])
     clients._clock.step()

@@ -490,6 +490,22 @@ def test_who_waits_on_a_worker_is_asked_back_when_another_one_has_room() -> None
     assert story.core.recall_count == 1
 
 
+def test_who_waits_is_asked_back_as_often_as_another_one_has_room_with_ever_more_patience() -> None:
+    """The other one is full each time that the request gets there."""
+    story = waiting_on_a()
+    asked_at_s: list[float] = []
+    begun_s, there, other = 0.0, "a", "b"
+    for _ in range(8):
+        story.step(other, report=load())
+        while not story.step(there, report=crowded()).of(AbortOnWorker):
+            story.now_s += 0.05
+        asked_at_s.append(story.now_s - begun_s)
+        ending = Ending(story.handle_of("late"), FinishReason.CANCELLED)
+        assert story.step(there, endings=[ending], report=FULL).places == [("late", other)]
+        begun_s, there, other = story.now_s, other, there
+    assert asked_at_s == pytest.approx([0.1, 0.2, 0.4, 0.8, 0.8, 0.8, 0.8, 0.8], abs=0.06)
+
+
 def test_who_was_asked_back_and_has_ended_meanwhile_is_not_begun_again() -> None:
     story = waiting_on_a()
     story.now_s = 0.2

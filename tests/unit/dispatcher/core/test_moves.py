@@ -286,7 +286,7 @@ def burst_after_a_drop(growth_tokens: int) -> Counter[str]:
     story.merge("ab", "c")
     story.step("a", report=load(block_count=240, max_running_count=200))
     story.step("c", report=load(block_count=80, max_running_count=100))
-    return Counter(w for i in range(120) for _, w in story.submit(f"r{i}", prompt=31).places)
+    return Counter(w for i in range(120) for _, w in story.submit(f"r{i}", prompt=31, max_tokens=10_000).places)
 
 
 def test_a_burst_after_a_drop_spreads_in_proportion_to_capacity_where_requests_grow_into_all_of_it() -> None:

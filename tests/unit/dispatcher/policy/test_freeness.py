@@ -73,7 +73,7 @@ def test_a_group_with_much_memory_does_not_draw_all_the_load() -> None:
 
     def went_to(single: WorkerView, pair_running: int) -> str:
         pair = view("p", block_count=1000, running_count=pair_running, max_running_count=64, instance_count=2)
-        found = choose([single, pair], Need(tokens=16, growth_tokens=0), rules, may_queue_large=False)
+        found = choose([single, pair], Need(tokens=16, growth_tokens=64), rules, may_queue_large=False)
         assert found is not None
         return found.worker.worker_id
 
@@ -102,10 +102,11 @@ def test_a_full_worker_takes_only_a_short_queue() -> None:
     assert not has_place(view("a", **full, waiting_count=2), RULES)
 
 
-def test_room_to_grow_is_asked_for_but_not_beyond_what_the_worker_has() -> None:
-    nearly_full = view("a", used_block_count=99, waiting_count=2)
-    assert chosen([nearly_full], tokens=16, growth=0) == "a"
-    assert chosen([nearly_full], tokens=16, growth=16) is None
+def test_room_to_grow_is_looked_for_and_nobody_waits_for_it() -> None:
+    nearly_full, has_room = view("a", used_block_count=99), view("b", used_block_count=98, running_count=4)
+    assert chosen([nearly_full, has_room], tokens=16, growth=0) == "a"
+    assert chosen([nearly_full, has_room], tokens=16, growth=16) == "b"
+    assert chosen([nearly_full, has_room], tokens=16, growth=1000) == "a", "nobody has so much"
     assert chosen([view("a")], tokens=1600, growth=1000) == "a"
 
 

@@ -1,0 +1,90 @@
+"""What an answer is going to grow by, learnt from those before it."""
+
+import random
+
+import pytest
+
+from ballast.common.sampling import FinishReason, PriorityClass
+from services.dispatcher.core.backlog import Tracked
+from services.dispatcher.core.events import Ending
+from services.dispatcher.core.growth import Growth
+from services.dispatcher.policy.freeness import RoutingRules
+from tests.support.dispatcher_core import Story, load, request
+
+DEFAULT, BATCH = PriorityClass.DEFAULT, PriorityClass.BATCH
+
+
+class Answers:
+    """Ten answers run at a time and get a token every tenth of a second each; who ends is followed by another."""
+
+    def __init__(self, prior_tokens: int) -> None:
+        self.growth = Growth(prior_tokens)
+        self.at_s = 0.0
+        self._lives: list[tuple[Tracked, int]] = []
+        self._random = random.Random(1)
+
+    def run(self, mean_tokens: float, seconds: float) -> None:
+        until_s = self.at_s + seconds
+        while self.at_s < until_s:
+            self.at_s += 0.1
+            while len(self._lives) < 10:
+                length = 1 + int(self._random.expovariate(1 / mean_tokens))
+                self._lives.append((tracked(), length))
+            for live in list(self._lives):
+                live[0].output_token_ids.append(1)
+                if len(live[0].output_token_ids) >= live[1]:
+                    self._lives.remove(live)
+                    self.growth.leave(live[0], ended=True)
+            if self.growth.is_due(self.at_s):
+                self.growth.look([one for one, _ in self._lives], self.at_s)
+                self.growth.check([one for one, _ in self._lives])
+
+
+def tracked(priority: PriorityClass = DEFAULT) -> Tracked:
+    return Tracked(request=request("r", priority=priority), serial=1, arrived_at_s=0.0, queued_at_s=0.0)
+
+
+def test_it_begins_with_the_prior_and_comes_to_the_mean_of_the_answers() -> None:
+    answers = Answers(prior_tokens=64)
+    assert answers.growth.tokens(DEFAULT) == 64
+    answers.run(mean_tokens=300, seconds=600)
+    assert answers.growth.tokens(DEFAULT) == pytest.approx(300, rel=0.2)
+    assert answers.growth.tokens(BATCH) == 64, "another class"
+
+
+def test_answers_that_run_count_before_any_has_ended_at_its_length() -> None:
+    """Of long answers the short ones end first: alone they would say that all are short."""
+    growth, lives = Growth(64), [tracked() for _ in range(20)]
+    for one in lives:
+        one.output_token_ids += [1] * 500
+    growth.leave(lives.pop(), ended=True)
+    growth.look(lives, 10.0)
+    assert growth.tokens(DEFAULT) == pytest.approx((4 * 64 + 20 * 500) / 5, rel=0.01)
+
+
+def test_what_is_long_ago_is_forgotten() -> None:
+    answers = Answers(prior_tokens=64)
+    answers.run(mean_tokens=400, seconds=2_000)
+    answers.run(mean_tokens=40, seconds=2_000)
+    assert answers.growth.tokens(DEFAULT) < 60
+
+
+def test_an_answer_that_was_cut_short_is_no_end() -> None:
+    growth, one = Growth(64), tracked()
+    one.output_token_ids += [1] * 400
+    growth.leave(one, ended=False)
+    growth.look([], 10.0)
+    assert growth.tokens(DEFAULT) == pytest.approx((4 * 64 + 400) / 4, rel=0.01)
+
+
+def test_newcomers_are_placed_where_they_can_grow_as_the_answers_before_them_did() -> None:
+    """Worker a has the fewest requests and room for 64 tokens, b has room for 640."""
+    for ended_tokens, expected in ((1, "a"), (2_000, "b")):
+        story = Story("a", "b", routing=RoutingRules(growth_tokens=16))
+        story.submit("before", max_tokens=4_000)
+        story.now_s = 10.0
+        ending = Ending(story.handle_of("before"), FinishReason.STOP)
+        story.step("a", {"before": [1] * ended_tokens}, endings=[ending])
+        story.step("a", report=load(used_block_count=59, running_count=1))
+        story.step("b", report=load(used_block_count=23, running_count=9, max_running_count=16))
+        assert story.submit("next", max_tokens=4_000).places == [("next", expected)]
