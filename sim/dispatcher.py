@@ -98,7 +98,7 @@ class DispatcherNode:
         as_sampled: Callable[[d.Request], SamplingParams],
     ) -> None:
         """`deliver`, `deliver_steps` and `end` are the clients': new tokens of a request, those of some requests at
-        some instants, and how one has ended. `as_sampled`: what its answer comes to, which is only known where it is made.
+        some instants, and how one has ended. `as_sampled`: what an answer comes to, known only where it is made.
         """
         self.core = DispatcherCore(dispatcher_id, rules.limits, rules.placement, rules.routing)
         self._instances = instances
