@@ -90,11 +90,12 @@ def load(settings: WorkerSettings) -> Kit:
         return _emulated(settings)
     # Here and not above: torch comes with them, and takes longer than all else.
     from services.worker.engine.load import load_engine
+    from services.worker.links.open import device_bytes
     from services.worker.memory.host_blocks import HostBlocks
 
     engine = load_engine(
         settings.model,
-        device_memory_bytes=int(settings.device_memory_bytes),
+        device_memory_bytes=int(settings.device_memory_bytes) - device_bytes(settings.transport, settings.device),
         dtype=settings.dtype,
         block_tokens=settings.block_size,
         max_model_len=settings.max_model_len,

@@ -19,6 +19,8 @@ from services.worker.links.plane import DataPlane
 from services.worker.links.ports import Transport
 from services.worker.links.reaper import Reaper
 
+_MOST_LINKS = 8  # to other members of a group, and to those that sequences move from and to
+
 
 def open_plane(
     worker_id: str,
@@ -35,25 +37,45 @@ def open_plane(
         ConfigError: there is no such transport or host.
     """
     host, pace = resolve_host(advertise_host), StagePace()
-    chosen = _transport(transport, host) if isinstance(transport, str) else transport
+    chosen = _transport(transport, host, device) if isinstance(transport, str) else transport
     opener = _ChannelOpener(worker_id, receiver, config, chosen, pace, copies_for(device))
     return DataPlane(
         worker_id, opener, host=host, pace=pace, secret=secret, timeout_s=config.connect_timeout_s, port=config.port
     )
 
 
-def _transport(name: str, host: str) -> Transport:
-    match name:
-        case "auto" | "tcp":
+def carrier_of(name: str, device_type: str) -> str:
+    """The one place that decides what carries links: by where the memory is, if nobody has said it."""
+    if name != "auto":
+        return name
+    return "nccl" if device_type == "cuda" and torch.distributed.is_nccl_available() else "tcp"
+
+
+def device_bytes(name: str, device_type: str) -> int:
+    """What links take of the device's memory at most, about: to be left out of what parameters and KV may have."""
+    if carrier_of(name, device_type) != "nccl":
+        return 0
+    from services.worker.links.channels.nccl import COMMUNICATOR_BYTES
+
+    return _MOST_LINKS * COMMUNICATOR_BYTES
+
+
+def _transport(name: str, host: str, device: torch.device) -> Transport:
+    match carrier_of(name, device.type):
+        case "tcp":
             from services.worker.links.channels.tcp import TcpTransport
 
             return TcpTransport()
+        case "nccl":
+            from services.worker.links.channels.nccl import NcclTransport
+
+            return NcclTransport(device)
         case "gloo":
             from services.worker.links.channels.gloo import GlooTransport
 
             return GlooTransport(host)
         case _:
-            raise ConfigError("worker.transport", f"must be auto, tcp or gloo, got {name!r}")
+            raise ConfigError("worker.transport", f"must be auto, tcp, gloo or nccl, got {name!r}")
 
 
 class _ChannelOpener:

@@ -1,60 +1,126 @@
-"""Channels for GPUs: frames over TCP, payloads over NCCL.
+"""Channels for GPUs: frames and what lies on the host over TCP, what lies on the device over NCCL.
 
-A receive that NCCL has been given occupies the device until its message comes, blocks whatever follows on the same
-communicator, and keeps every device-wide synchronisation waiting, the one before unmapping memory included. So only
-payloads go over NCCL, and their receives are posted when the frame in front has arrived; and each direction has a
-communicator of its own, as otherwise a receive would stand in the way of a send.
+A pair of workers has one communicator, made when the link is: making one takes up to a second, and each takes memory of
+the device. See `turns` for how two lanes share it. A receive that NCCL has been given occupies the device until its
+message comes, and keeps every device-wide synchronisation waiting, the one before unmapping memory included: so only
+payloads go over NCCL, and both sides are ready before either is asked for.
+
+torch watches over communicators in a way that ends the process when a peer dies. That is switched off; links have
+timeouts of their own, and break.
 """
 
+from __future__ import annotations
+
+import os
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
-from typing import cast
+from typing import Protocol, cast
 
 import torch
 from torch.distributed import PrefixStore, Store, Work
 
 from ballast.common.errors import ConfigError
-from services.worker.links.channels.gloo import Group
 from services.worker.links.channels.tcp import TcpChannel
+from services.worker.links.channels.turns import Lane, Turns
+from services.worker.links.copies import HOST
 from services.worker.links.ports import ChannelBroken, Channels, Pending
 from services.worker.links.store import PairStore
 
-_POLL_S = 0.00005
+COMMUNICATOR_BYTES = 64 << 20  # of device memory, about, with so few blocks; not measured
+_MOST_CTAS = 4  # blocks of the device that a communicator may take from what is computed: two fill a 400 Gb/s link
+
+# What torch does when a collective fails or is late: tear the process down, after a while or at once.
+UNWATCHED = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    "TORCH_NCCL_PROPAGATE_ERROR": "0",
+    "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
+}
+_EVER = timedelta(hours=1)  # links have timeouts of their own
 
 
-class NcclPending:
-    def __init__(self, work: Work) -> None:
-        self._work = work
+class Group(Protocol):
+    """The part of ProcessGroupNCCL that is used here; torch's stubs leave it out."""
 
-    def wait(self, timeout_s: float) -> None:
-        # Work.wait() only makes the current stream wait; whether the bytes are there is asked for.
-        deadline_s = time.monotonic() + timeout_s
-        try:
-            while not self._work.is_completed():
-                if time.monotonic() > deadline_s:
-                    raise ChannelBroken(f"payload not complete after {timeout_s} s")
-                time.sleep(_POLL_S)
-        except RuntimeError as error:
-            raise ChannelBroken(str(error)) from error
+    def eager_connect_single_device(self, device: torch.device) -> None: ...
+
+    def _start_coalescing(self) -> None: ...
+
+    def send(self, tensors: Sequence[torch.Tensor], dst: int, tag: int) -> Work: ...
+
+    def recv(self, tensors: Sequence[torch.Tensor], src: int, tag: int) -> Work: ...
+
+    def _end_coalescing(self) -> Work: ...
+
+    def abort(self) -> None: ...
+
+    def shutdown(self) -> None: ...
+
+
+class Stream(Protocol):
+    """The stream that a communicator's payloads are handed over on."""
+
+    def current(self) -> AbstractContextManager[object]: ...
+
+    def finish(self, work: Work) -> None:
+        """Blocks until the device is through with it, whether it has gone well or not."""
+        ...
+
+
+class NcclMover:
+    """A communicator. See `turns.Mover`."""
+
+    def __init__(self, group: Group, stream: Stream, rank: int) -> None:
+        self._group = group
+        self._stream = stream
+        self._peer = 1 - rank
+
+    def move(self, out: torch.Tensor | None, into: torch.Tensor | None) -> None:
+        with self._stream.current():
+            self._group._start_coalescing()
+            if out is not None:
+                self._group.send([out], self._peer, 0)
+            if into is not None:
+                self._group.recv([into], self._peer, 0)
+            work = self._group._end_coalescing()
+            self._stream.finish(work)
+            work.wait(_EVER)  # does not wait any more, but raises: to be completed is not to have gone well
+
+    def abort(self) -> None:
+        self._group.abort()
+
+    def destroy(self) -> None:
+        self._group.shutdown()
+
+
+class CudaStream:
+    """A stream of its own, so that a payload waits for no kernels. Links see to it that it has been computed."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)
+
+    def current(self) -> AbstractContextManager[object]:
+        return torch.cuda.stream(self._stream)
+
+    def finish(self, work: Work) -> None:
+        work.synchronize()  # makes the stream wait, not this thread
+        event = torch.cuda.Event(blocking=True)
+        event.record(self._stream)
+        event.synchronize()  # which sleeps in the driver, without the interpreter
 
 
 class NcclChannel:
-    def __init__(self, frames: TcpChannel, store: Store, rank: int, device: torch.device, timeout_s: float) -> None:
-        from torch.distributed import ProcessGroupNCCL  # not part of a build for machines without GPUs
+    """One lane. See `links.ports.Channel`."""
 
+    def __init__(self, frames: TcpChannel, turns: Turns, lane: Lane, device: torch.device) -> None:
         self.device = device
         self._frames = frames
-        self._peer = 1 - rank
-
-        def communicator(direction: str) -> Group:
-            options = ProcessGroupNCCL.Options()
-            options._timeout = timedelta(seconds=timeout_s)
-            return cast(Group, ProcessGroupNCCL(PrefixStore(direction, store), rank, 2, options))
-
-        upwards, downwards = communicator("up"), communicator("down")
-        self._out, self._in = (upwards, downwards) if rank == 0 else (downwards, upwards)
+        self._turns = turns
+        self._lane = lane
 
     def send_frame(self, frame: torch.Tensor) -> Pending:
         return self._frames.send_frame(frame)
@@ -62,47 +128,74 @@ class NcclChannel:
     def post_frame(self, buffer: torch.Tensor) -> Pending:
         return self._frames.post_frame(buffer)
 
-    def send_payload(self, payload: torch.Tensor) -> NcclPending:
-        return NcclPending(self._out.send([payload], self._peer, 0))
+    def send_payload(self, payload: torch.Tensor) -> Pending:
+        if payload.device == HOST:
+            return self._frames.send_payload(payload)
+        return self._turns.send(self._lane, payload)
 
-    def post_payload(self, buffer: torch.Tensor) -> NcclPending:
-        return NcclPending(self._in.recv([buffer], self._peer, 0))
+    def post_payload(self, buffer: torch.Tensor) -> Pending:
+        if buffer.device == HOST:
+            return self._frames.post_payload(buffer)
+        return self._turns.receive(self._lane, buffer)
 
     def abort(self) -> None:
         self._frames.abort()
-        self._out.abort()
-        self._in.abort()
+        self._turns.abort()
 
     def destroy(self) -> None:
         self._frames.destroy()
-        self._out.shutdown()
-        self._in.shutdown()
+        self._turns.destroy()
 
 
 class NcclTransport:
-    name = "nccl"
-    lanes = ("store", "urgent", "bulk")
+    """Of one GPU. `make_group` and `make_stream` are NCCL's and CUDA's, but for tests."""
 
-    def __init__(self, device: torch.device) -> None:
-        if not torch.distributed.is_nccl_available():
+    name = "nccl"
+    lanes = ("store", "turns", "urgent", "bulk")
+
+    def __init__(
+        self,
+        device: torch.device,
+        make_group: Callable[[Store, int, float], Group] | None = None,
+        make_stream: Callable[[torch.device], Stream] = CudaStream,
+    ) -> None:
+        if make_group is None and device.type != "cuda":
+            raise ConfigError("worker.transport", f"nccl moves memory of GPUs, not of {device}; use tcp or gloo")
+        if make_group is None and not torch.distributed.is_nccl_available():
             raise ConfigError("worker.transport", "this build of torch has no NCCL; use tcp or gloo")
         self._device = device
+        self._make_group = make_group or _nccl_group
+        self._make_stream = make_stream
+        os.environ.update(UNWATCHED)  # read when a group is made
 
     def open(self, sockets: Sequence[socket.socket], name: str, rank: int, within_s: float) -> Channels:
-        store = PairStore(sockets[0])  # which NCCL asks again when it first sends
-        opened: list[NcclChannel] = []
+        store_socket, turns_socket, *lanes = sockets
+        store = PairStore(store_socket)
+        group: Group | None = None
         try:
             with store.expiring(time.monotonic() + within_s):
-                for lane, connection in zip(self.lanes[1:], sockets[1:], strict=True):
-                    prefix = PrefixStore(f"{name}/{lane}", store)
-                    opened.append(NcclChannel(TcpChannel(connection), prefix, rank, self._device, 2 * within_s))
+                group = self._make_group(PrefixStore(name, store), rank, 2 * within_s)
+                group.eager_connect_single_device(self._device)
         except (RuntimeError, OSError) as error:
-            for channel in opened:
-                channel.abort()
-                channel.destroy()
+            if group is not None:
+                group.abort()
             store.close()
             raise ChannelBroken(f"{name}: {error}") from error
-        return Channels(opened[0], opened[1], store.close)
+        turns = Turns(turns_socket, NcclMover(group, self._make_stream(self._device), rank), rank, name)
+        urgent, bulk = (
+            NcclChannel(TcpChannel(connection), turns, lane, self._device)
+            for lane, connection in zip(Lane, lanes, strict=True)
+        )
+        return Channels(urgent, bulk, store.close)
 
     def close(self) -> None:
         """Nothing is shared."""
+
+
+def _nccl_group(store: Store, rank: int, timeout_s: float) -> Group:
+    from torch.distributed import ProcessGroupNCCL  # not part of a build for machines without GPUs
+
+    options = ProcessGroupNCCL.Options()
+    options._timeout = timedelta(seconds=timeout_s)
+    options.config.max_ctas = _MOST_CTAS
+    return cast(Group, ProcessGroupNCCL(store, rank, 2, options))

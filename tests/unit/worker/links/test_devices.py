@@ -14,7 +14,7 @@ from services.worker.links import open as module
 from services.worker.links.config import TransportConfig
 from services.worker.links.connection import Link
 from services.worker.links.copies import HOST, HostCopies
-from services.worker.links.open import open_plane
+from services.worker.links.open import carrier_of, device_bytes, open_plane
 from services.worker.links.traffic import TrafficClass
 from services.worker.links.transfer import Opening, Outcome, Refusal
 from services.worker.pipeline.hub import Hub
@@ -192,3 +192,21 @@ def test_a_transfer_waits_until_its_bytes_are_computed(
 def test_only_hidden_states_are_wanted_on_the_device() -> None:
     hub = Hub(lambda event: None, device=DEVICE)
     assert [topic for topic in Topic if hub.device_of(topic) == DEVICE] == [Topic.BATCH]
+
+
+@pytest.mark.parametrize(
+    ("said", "device", "has_nccl", "carrier"),
+    [
+        ("auto", "cpu", True, "tcp"),
+        ("auto", "cuda", True, "nccl"),
+        ("auto", "cuda", False, "tcp"),
+        ("gloo", "cuda", True, "gloo"),
+        ("nccl", "cuda", True, "nccl"),
+    ],
+)
+def test_links_are_carried_by_what_suits_the_memory(
+    said: str, device: str, has_nccl: bool, carrier: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: has_nccl)
+    assert carrier_of(said, device) == carrier
+    assert bool(device_bytes(said, device)) == (carrier == "nccl")

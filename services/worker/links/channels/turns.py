@@ -1,0 +1,230 @@
+"""Payloads of two lanes, both ways, in one order that both sides know.
+
+A communicator does one thing after another, and both sides must ask for the same: two that send first wait for ever.
+So the side of rank 0 decides. It learns over a socket what the other has posted, and says for each turn whose payloads
+go: at most one each way, of one lane. While an urgent one is known of, no bulk goes; so an urgent payload waits for the
+turn under way, which is a chunk at most.
+
+All of it is one thread's, which alone calls the mover. What waits for a payload waits for that thread's word, so no
+failure counts as delivered; an abort is that word for everything, at once.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+from collections import deque
+from contextlib import suppress
+from enum import IntEnum
+from threading import Condition, Thread
+from typing import Protocol
+
+import torch
+
+from ballast.service.logs import get_logger
+from services.worker.links.ports import ChannelBroken
+
+_ABORT_S = 10.0  # for the mover to come back
+
+# A word is a byte. To rank 0: what has been posted. From it: whose turn it is.
+_RECEIVES, _BULK = 1, 2
+_DOWN, _UP = 1, 4  # payloads of rank 0, of rank 1
+
+
+class Lane(IntEnum):
+    """The smaller goes first."""
+
+    URGENT = 0
+    BULK = 1
+
+
+class Mover(Protocol):
+    """Moves at most one payload each way at a time. One thread calls it, but for `abort`."""
+
+    def move(self, out: torch.Tensor | None, into: torch.Tensor | None) -> None:
+        """Returns when both are where they belong, and both sides have asked for the same.
+
+        Raises:
+            Exception: something is not. After `abort` it may do either.
+        """
+        ...
+
+    def abort(self) -> None:
+        """`move` comes back soon; when it has, nothing touches the tensors. Any thread."""
+        ...
+
+    def destroy(self) -> None: ...
+
+
+class Posted:
+    """A payload until it has gone or come."""
+
+    def __init__(self, turns: Turns, tensor: torch.Tensor) -> None:
+        self._turns = turns
+        self.tensor: torch.Tensor | None = tensor
+        self.is_done = False
+
+    def wait(self, timeout_s: float) -> None:
+        self._turns.wait(self, timeout_s)
+
+
+class Turns:
+    """What two lanes share: `rank` 0 decides. Takes the socket over."""
+
+    def __init__(self, connection: socket.socket, mover: Mover, rank: int, name: str) -> None:
+        self._connection = connection
+        self._connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        with suppress(OSError):  # it is no TCP
+            self._connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._connection.setblocking(True)
+        self._mover = mover
+        self._decides = rank == 0
+        self._changed = Condition()
+        self._why = ""  # nothing moves any more
+        self._moves = False  # the mover is at work
+        self._out: dict[Lane, deque[Posted]] = {lane: deque() for lane in Lane}
+        self._into: dict[Lane, deque[Posted]] = {lane: deque() for lane in Lane}
+        self._theirs: dict[tuple[Lane, bool], int] = {
+            (lane, receives): 0 for lane in Lane for receives in (True, False)
+        }
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK)
+        self._left = 2  # lanes that have not been destroyed
+        self._thread = Thread(target=self._run, name=f"link-turns-{name}", daemon=True)
+        self._thread.start()
+
+    # ------------------------------------------------------------ for the lanes
+
+    def send(self, lane: Lane, payload: torch.Tensor) -> Posted:
+        return self._post(lane, payload, receives=False)
+
+    def receive(self, lane: Lane, buffer: torch.Tensor) -> Posted:
+        return self._post(lane, buffer, receives=True)
+
+    def wait(self, posted: Posted, timeout_s: float) -> None:
+        with self._changed:
+            if not self._changed.wait_for(lambda: posted.is_done or self._why, timeout_s):
+                raise ChannelBroken(f"a payload has not moved for {timeout_s} s")
+            if not posted.is_done:
+                raise ChannelBroken(self._why)
+
+    def abort(self) -> None:
+        """Safe from any thread but the mover's. When it has returned, nothing touches what was posted."""
+        self._end("aborted")
+        self._mover.abort()
+        with self._changed:
+            if not self._changed.wait_for(lambda: not self._moves, _ABORT_S):
+                get_logger().error("a communicator does not end", thread=self._thread.name)
+
+    def destroy(self) -> None:
+        """Once for each lane, after `abort`."""
+        self._left -= 1
+        if self._left:
+            return
+        self._thread.join(_ABORT_S)
+        self._mover.destroy()
+        self._connection.close()
+        os.close(self._wake)
+
+    def _post(self, lane: Lane, tensor: torch.Tensor, *, receives: bool) -> Posted:
+        posted = Posted(self, tensor)
+        with self._changed:
+            if self._why:
+                raise ChannelBroken(self._why)
+            (self._into if receives else self._out)[lane].append(posted)
+            if self._decides:
+                os.eventfd_write(self._wake, 1)
+                return posted
+            try:
+                self._connection.send(bytes([_RECEIVES * receives | _BULK * (lane is Lane.BULK)]))
+            except OSError as error:
+                raise ChannelBroken(f"the connection has ended: {error}") from error
+        return posted
+
+    def _end(self, why: str) -> None:
+        with self._changed:
+            self._why = self._why or why
+            for waiting in (*self._out.values(), *self._into.values()):
+                waiting.clear()
+            self._changed.notify_all()
+        with suppress(OSError):  # it has ended before
+            self._connection.shutdown(socket.SHUT_RDWR)
+
+    # ------------------------------------------------------------ the thread
+
+    def _run(self) -> None:
+        try:
+            while not self._why:
+                turn = self._decide() if self._decides else self._told()
+                if turn is not None:
+                    self._take(*turn)
+        except Exception as error:  # noqa: BLE001 whatever it is, the lanes must hear of it
+            self._end(f"{type(error).__name__}: {error}")
+
+    def _decide(self) -> tuple[Lane, bool, bool] | None:
+        """The next turn, when there is one: the lane, and whether rank 0 sends and whether rank 1 does."""
+        with self._changed:
+            lane = Lane.URGENT if self._knows_of(Lane.URGENT) else Lane.BULK
+            down = bool(self._out[lane]) and self._theirs[lane, True] > 0
+            up = bool(self._into[lane]) and self._theirs[lane, False] > 0
+            if down or up:
+                self._theirs[lane, True] -= down
+                self._theirs[lane, False] -= up
+                self._connection.send(bytes([_DOWN * down | _UP * up | _BULK * (lane is Lane.BULK)]))
+                return lane, down, up
+        self._listen()
+        return None
+
+    def _knows_of(self, lane: Lane) -> bool:
+        return bool(self._out[lane] or self._into[lane] or self._theirs[lane, True] or self._theirs[lane, False])
+
+    def _listen(self) -> None:
+        """For what either side posts. What has come meanwhile is known before the next turn is decided."""
+        poll = select.poll()
+        poll.register(self._connection, select.POLLIN)
+        poll.register(self._wake, select.POLLIN)
+        for ready, _ in poll.poll():
+            if ready == self._wake:
+                os.eventfd_read(self._wake)
+            else:
+                self._hear()
+
+    def _hear(self) -> None:
+        for word in self._read(256):
+            lane = Lane.BULK if word & _BULK else Lane.URGENT
+            self._theirs[lane, bool(word & _RECEIVES)] += 1
+
+    def _told(self) -> tuple[Lane, bool, bool]:
+        word = self._read(1)[0]
+        return Lane.BULK if word & _BULK else Lane.URGENT, bool(word & _DOWN), bool(word & _UP)
+
+    def _read(self, size: int) -> bytes:
+        words = self._connection.recv(size)
+        if not words:
+            raise ChannelBroken("the peer has ended the connection")
+        return words
+
+    def _take(self, lane: Lane, down: bool, up: bool) -> None:
+        sends, receives = (down, up) if self._decides else (up, down)
+        with self._changed:
+            if self._why:
+                return
+            try:
+                out = self._out[lane].popleft() if sends else None
+                into = self._into[lane].popleft() if receives else None
+            except IndexError:
+                raise ChannelBroken("the peer gives a turn to what nobody has posted") from None
+            self._moves = True
+        try:
+            self._mover.move(None if out is None else out.tensor, None if into is None else into.tensor)
+            is_done = True
+        except Exception as error:  # noqa: BLE001 as above; what is raised may be anything that a device's driver says
+            is_done = False
+            self._end(f"{type(error).__name__}: {error}")
+        with self._changed:
+            self._moves = False
+            for posted in (out, into):
+                if posted is not None:
+                    posted.tensor = None
+                    posted.is_done = is_done and not self._why  # an aborted one comes back as if it were done
+            self._changed.notify_all()
