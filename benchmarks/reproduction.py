@@ -231,7 +231,7 @@ def _p99_tpot(policy: PolicyResult) -> float | None:
     return policy.tpot_s.p99
 
 
-_RIVALS = ((_PLAIN, "vLLM"), ("swap", "InferCept"), (_STATIC, "vLLM with pipelines"))
+_RIVALS = ((_PLAIN, "vLLM"), ("swap", "InferCept"), (_STATIC, "vLLM with pipelines"), ("migrate", "Llumnix"))
 _SMALL = ("burstgpt-14b", "sharegpt-14b", "longbench-14b")
 _BARE, _COORDINATED, _WHOLE = "dynamic drop", "coordinated exchange", "lookahead"
 _STAYS = "drop:restore=off"

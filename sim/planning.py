@@ -1,21 +1,26 @@
 """Planners in virtual time, and what they ask of workers."""
 
+import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Protocol
 
 from ballast.common.errors import InvalidRequest, StaleEpoch
-from ballast.common.ids import WorkerId
+from ballast.common.ids import Epoch, WorkerId
+from ballast.common.layout import Layout, Member
 from ballast.common.load import LoadReport
 from ballast.common.transition import Phase
 from ballast.rpc.fencing import PLANNER_TOKEN, Fence
+from ballastpb.worker.v1 import worker_pb2 as pb
 from services.monitor.core import messages as m
 from services.monitor.policy.pressure import Overload, Relief
 from services.planner.core import messages as p
 from services.planner.core.machine import PlannerCore, PlannerRules
 from services.planner.core.record import TransitionRecord
 from services.planner.core.transition import Journal, MemberSaid
+from services.planner.policy.migrate import MigrationRules, Move, migrations
+from services.planner.shell.balancing import INTERVAL_S, WITHIN_S
 from services.worker.core import plan as wp
 from services.worker.pipeline.planner_side import Transitions
 from sim.clock import Clock
@@ -48,12 +53,14 @@ class PlannerNode:
         delays: Delays,
         lines: Lines,
         *,
+        migrations: MigrationRules,
         name: str = "p0",
         elected: bool = False,
     ) -> None:
         """`monitor` that leads. Members that are stopped answer no call, and hear of it later. `elected`: there are
         other planners, or may be other monitors.
         """
+        self._migrations = migrations
         self.process = Process(name)
         self.core = PlannerCore(rules)
         self.records: list[TransitionRecord] = []  # of transitions that have ended
@@ -79,6 +86,8 @@ class PlannerNode:
             clock.every(_LOOK_UP_S, b"planner looks", lambda: self.process.run_due("look", self._look_for_monitor))
         else:
             self._lead(lead_for_ever(state, "planner", name))
+        if migrations.balances:
+            clock.every(INTERVAL_S, b"planner balances", lambda: self.process.run_due("balance", self._balance))
 
     def _lead(self, token: int | None) -> None:
         if token is not None:
@@ -199,6 +208,10 @@ class PlannerNode:
         self._clock.after(self._delays.rpc_s, b"planner hears", arrive)
 
     def _read_loads(self, cause_id: str) -> None:
+        self._ask_loads(lambda loads, why: self.feed(p.LoadsRead(self._clock.now_s, cause_id, loads, why)))
+
+    def _ask_loads(self, hear: Callable[[Mapping[WorkerId, LoadReport], str], None]) -> None:
+        """`hear` gets what the leading monitor says, or why it says nothing."""
         monitor, late = self._monitor(), self._lines
         reached = monitor is not None and not (monitor.process.crashed or monitor.process.paused)
         if monitor is None or not reached or late.is_cut(self.name, monitor.process.name):
@@ -207,9 +220,52 @@ class PlannerNode:
             wait_s, loads, why = self._delays.rpc_s, monitor.loads(), ""
 
         def arrive() -> None:
-            self.process.run(lambda: self.feed(p.LoadsRead(self._clock.now_s, cause_id, loads, why)))
+            self.process.run(lambda: hear(loads, why))
 
         self._clock.after(wait_s, b"planner has loads", arrive)
+
+    # ------------------------------------------------------------ migrations
+
+    def _at_rest(self) -> Layout | None:
+        return self.core.layout if self.core.active and not self.core.conductor.busy else None
+
+    def _balance(self) -> None:
+        """A round of `services.planner.shell.balancing`."""
+        layout = self._at_rest()
+        if layout is None:
+            return
+
+        def order(loads: Mapping[WorkerId, LoadReport], why: str) -> None:
+            if not why and self._at_rest() == layout:
+                for move in migrations(layout, loads, self._migrations):
+                    self._order(layout.epoch, move)
+
+        self._clock.after(self._delays.rpc_s, b"planner asks loads", lambda: self._ask_loads(order))
+
+    def _order(self, epoch: Epoch, move: Move) -> None:
+        """Both hear of it. What is ordered and not heard is ordered anew in the next round."""
+        request = pb.MigrateRequest(
+            epoch=epoch,
+            source=_party(move.source),
+            target=_party(move.target),
+            block_budget=move.block_budget,
+            within_s=WITHIN_S,
+            cause_id=self._cause("migrate"),
+        )
+        token = self._token
+        for member in (move.target, move.source):
+            self._clock.after(self._delays.rpc_s, b"planner orders", partial(self._tell_order, member, request, token))
+
+    def _tell_order(self, member: Member, request: pb.MigrateRequest, token: int) -> None:
+        peer = self._members[member.worker_id]
+
+        def take() -> None:
+            if not peer.crashed:
+                with contextlib.suppress(StaleEpoch):
+                    peer.fence.take(token)
+                    peer.transitions.migrate(request)
+
+        self._lines.bring(self.name, member.worker_id, take)
 
     # ------------------------------------------------------------ members
 
@@ -318,3 +374,9 @@ def _translate(change: m.Change | None, at_s: float, cause_id: str) -> p.Monitor
             return p.ReliefRaised(at_s, cause_id)
         case m.Raised():
             return None
+
+
+def _party(member: Member) -> pb.MigrationParty:
+    return pb.MigrationParty(
+        worker_id=member.worker_id, incarnation=member.incarnation, data_address=member.data_address
+    )

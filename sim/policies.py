@@ -1,7 +1,4 @@
-"""What the cluster does when KV runs out, by name. Each policy is a change of the rules of the production code.
-
-Another policy (migrate) is another entry here, once what it needs is there.
-"""
+"""What the cluster does when KV runs out, by name. Each policy is a change of the rules of the production code."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -14,7 +11,6 @@ Policy = Callable[[ClusterRules], ClusterRules]
 
 # InferCept keeps all that is swapped out; servers with such GPUs have far more memory than this for each.
 DEFAULT_SWAP_BYTES = 64 << 30
-_COMING = ("migrate",)
 
 
 def _with(rules: ClusterRules, policy: OverloadPolicy) -> ClusterRules:
@@ -29,6 +25,9 @@ def _swapping(rules: WorkerRules) -> WorkerRules:
 POLICIES: Mapping[str, Policy] = {
     "drop": lambda rules: _with(rules, OverloadPolicy.DROP),
     "swap": lambda rules: _with(replace(rules, worker=_swapping(rules.worker)), OverloadPolicy.SWAP),
+    "migrate": lambda rules: replace(
+        _with(rules, OverloadPolicy.MIGRATE), migrations=replace(rules.migrations, balances=True)
+    ),
     "recompute": lambda rules: _with(rules, OverloadPolicy.RECOMPUTE),
     "static-pipeline": lambda rules: _with(rules, OverloadPolicy.STATIC_PIPELINE),
 }
@@ -41,6 +40,5 @@ def find_policy(name: str) -> Policy:
     """
     found = POLICIES.get(name)
     if found is None:
-        soon = ", which is not simulated yet" if name in _COMING else ""
-        raise ConfigError("policy", f"{name!r}{soon}; known are {', '.join(POLICIES)}")
+        raise ConfigError("policy", f"{name!r}; known are {', '.join(POLICIES)}")
     return found

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 from services.monitor.core.machine import MonitorRules
 from services.planner.core.machine import PlannerRules
+from services.planner.policy.migrate import MigrationRules
 from sim.dispatcher import DispatcherRules
 
 
@@ -29,6 +30,7 @@ class ClusterRules:
     planner: PlannerRules
     dispatcher: DispatcherRules
     worker: WorkerRules
+    migrations: MigrationRules
     monitor_tick_s: float
     backlog_interval_s: float = field(default=0.2)  # as dispatchers tell of theirs
     coordinated: bool = True  # what pipelines send overtakes bulk data; else it waits for all that is ahead of it

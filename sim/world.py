@@ -176,6 +176,7 @@ class World:
             self._peers,
             self._delays,
             self.lines,
+            migrations=self.options.rules.migrations,
             name=name,
             elected=self._elects,
         )

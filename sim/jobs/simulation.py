@@ -36,6 +36,7 @@ from services.planner.core.conductor import ConductorRules
 from services.planner.core.machine import PlannerRules
 from services.planner.core.record import TransitionRecord
 from services.planner.core.stages import CoordinatorRules
+from services.planner.policy.migrate import MigrationRules
 from services.worker.config import WorkerSettings
 from sim.clients import Arrival
 from sim.dispatcher import DispatcherRules
@@ -135,6 +136,11 @@ def production_rules(worker: WorkerSize) -> ClusterRules:
             admission_reserve_fraction=defaults["admission_reserve_fraction"].default,
             report_interval_s=defaults["report_interval_s"].default,
             lookahead=worker.lookahead,
+        ),
+        migrations=MigrationRules(
+            balances=False,
+            below_tokens=planner.migrate_below_tokens,
+            above_tokens=planner.migrate_above_tokens,
         ),
         monitor_tick_s=monitor.tick_interval_s,
     )
@@ -237,6 +243,10 @@ def with_knobs(spec: PolicySpec, rules: ClusterRules) -> ClusterRules:
                 )
             case "microbatching":
                 worker = replace(worker, lookahead=_switch(setting, "lookahead", "token-count"))
+            case "migrate-below":
+                rules = replace(rules, migrations=replace(rules.migrations, below_tokens=_number(setting)))
+            case "migrate-above":
+                rules = replace(rules, migrations=replace(rules.migrations, above_tokens=_number(setting)))
             case "degree":
                 transitions = replace(transitions, pipeline_degree=int(_number(setting)))
             case "restore":

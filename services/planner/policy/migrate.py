@@ -44,6 +44,11 @@ class _Instance:
         return load.block_count - load.used_block_count - load.waiting_block_count
 
     @property
+    def room_blocks(self) -> int:
+        """What a newcomer gets: what admission keeps for the growth of those that run is not for him."""
+        return self.free_blocks - (self.load.kept_block_count if self.load.running_count else 0)
+
+    @property
     def freeness(self) -> float:
         """Free tokens for each running request."""
         if self.drains:
@@ -76,14 +81,14 @@ def _gives(instance: _Instance, rules: MigrationRules) -> bool:
 
 def _takes(instance: _Instance, rules: MigrationRules) -> bool:
     load = instance.load
-    has_room = load.running_count < load.max_running_count and instance.free_blocks > 0
+    has_room = load.running_count < load.max_running_count and instance.room_blocks > 0
     return has_room and instance.freeness > rules.above_tokens
 
 
 def _paired(sources: Sequence[_Instance], targets: Sequence[_Instance]) -> list[Move]:
     moves: list[Move] = []
     for source, target in zip(sources, (t for t in targets if t not in sources), strict=False):
-        budget = target.free_blocks if source.drains else (target.free_blocks - source.free_blocks) // 2
-        if (budget := min(budget, target.free_blocks)) > 0:
+        budget = target.room_blocks if source.drains else (target.free_blocks - source.free_blocks) // 2
+        if (budget := min(budget, target.room_blocks)) > 0:
             moves.append(Move(source.member, target.member, budget))
     return moves

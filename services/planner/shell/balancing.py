@@ -15,8 +15,8 @@ from ballast.service.logs import get_logger
 from services.planner.policy.migrate import MigrationRules, Move, migrations
 from services.planner.shell.ports import Counting, MembersPort
 
-_INTERVAL_S = 0.25
-_WITHIN_S = 2 * _INTERVAL_S  # an order's time: the next one takes its place before
+INTERVAL_S = 0.25
+WITHIN_S = 2 * INTERVAL_S  # an order's time: the next one takes its place before
 _TIMEOUT_S = 2.0
 
 
@@ -41,7 +41,7 @@ class Balancing:
 
     async def run(self) -> None:
         while True:
-            await asyncio.sleep(_INTERVAL_S)
+            await asyncio.sleep(INTERVAL_S)
             layout = self._at_rest()
             if layout is not None and self._is_wanted(layout):
                 await self._round(layout)
@@ -64,7 +64,7 @@ class Balancing:
         cause_id = self._next_cause("migrate")
         names = {"source": move.source.worker_id, "target": move.target.worker_id, "cause_id": cause_id}
         try:
-            await self._members.migrate(layout.epoch, move, _WITHIN_S, cause_id, _TIMEOUT_S)
+            await self._members.migrate(layout.epoch, move, WITHIN_S, cause_id, _TIMEOUT_S)
         except BallastError as error:
             get_logger().info("migrations not ordered", why=str(error), **names)
         else:

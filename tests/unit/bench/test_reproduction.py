@@ -79,7 +79,8 @@ def test_knobs_of_policies_change_the_rules() -> None:
         ("recompute:watermark=much", "watermark must be a number"),
         ("swap:swap-space=lots", "swap-space must be a number of bytes"),
         ("recompute:degree=2", "has no knob 'degree'"),
-        ("migrate", "known are"),
+        ("migrate:migrate-below=few", "migrate-below must be a number"),
+        ("evict", "known are"),
     ],
 )
 def test_knobs_that_make_no_sense_are_told(word: str, told: str) -> None:

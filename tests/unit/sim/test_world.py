@@ -2,6 +2,7 @@
 
 import gc
 import os
+import random
 import subprocess
 import sys
 from collections.abc import Iterable, Sequence
@@ -94,7 +95,7 @@ def test_checking_changes_nothing_and_a_seed_does(runs: dict[str, SimRun]) -> No
     assert World(options(check_every=0, seed=7), burst()).run().trace_hash != runs["drop"].trace_hash
 
 
-@pytest.mark.parametrize("policy", ["drop", "recompute", "static-pipeline"])
+@pytest.mark.parametrize("policy", ["drop", "recompute", "migrate", "static-pipeline"])
 @pytest.mark.parametrize("stop_after_s", [None, 5.0])
 def test_steps_taken_together_tell_the_same_story(policy: str, stop_after_s: float | None) -> None:
     made = replace(options(policy, check_every=0), stop_after_s=stop_after_s)
@@ -165,6 +166,21 @@ def test_no_float_that_decides_is_added_by_a_rule_that_python_has_changed(monkey
     for policy in ("drop", "static-pipeline"):
         world(policy, check_every=0).run()
     assert files == set()
+
+
+def test_requests_move_to_instances_with_more_room_and_fewer_are_computed_anew() -> None:
+    preempted = {"recompute": 0, "migrate": 0}
+    for seed in (3, 5):
+        rng = random.Random(seed)
+        trace = [Arrival(0.25 * n, 600, min(2500, int(rng.lognormvariate(5.5, 1.2)) + 2)) for n in range(60)]
+        for policy in preempted:
+            made = world(policy, trace, check_every=10)
+            run = made.run()
+            assert all(record.outcome is Outcome.FINISHED for record in run.records)
+            moved = sum(instance.member.published.migrations.moved for instance in made.instances.values())
+            assert bool(moved) == (policy == "migrate")
+            preempted[policy] += run.samples[-1].preemptions_total
+    assert preempted["migrate"] < preempted["recompute"]
 
 
 def test_a_cruise_ends_where_no_block_is_left() -> None:

@@ -54,6 +54,14 @@ def test_a_request_that_waits_for_memory_in_pieces_makes_its_instance_look_full(
     assert moves({"w1": load(80), "w2": load(50, running=2)}) == []
 
 
+def test_what_a_target_keeps_for_its_own_is_no_room() -> None:
+    full = load(98)
+    assert moves({"w1": full, "w2": replace(load(60), kept_block_count=5)}) == [("w1", "w2", 19)]
+    assert moves({"w1": full, "w2": replace(load(60), kept_block_count=25)}) == [("w1", "w2", 15)]
+    assert moves({"w1": full, "w2": replace(load(60), kept_block_count=40)}) == []
+    assert moves({"w1": full, "w2": replace(load(0, running=0), kept_block_count=40)}) == [("w1", "w2", 49)]
+
+
 def test_a_single_request_gains_nothing_by_moving() -> None:
     assert moves({"w1": load(99, running=1), "w2": load(0, running=0)}) == []
     assert moves({"w1": load(99, running=1, waiting=10), "w2": load(0, running=0)}) == [("w1", "w2", 54)]
