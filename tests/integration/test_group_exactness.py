@@ -14,6 +14,9 @@ from pathlib import Path
 import pytest
 
 from ballast.model.tiny import make_tiny
+from services.worker.memory.backend import MemoryBackend
+from services.worker.memory.host import HostBackend
+from tests.support import fake_driver
 from tests.support.exactness import Expected, History, Tally, Wish, make_wishes, undisturbed
 
 HISTORIES = int(os.environ.get("BALLAST_EXACTNESS_HISTORIES", "42"))
@@ -25,6 +28,8 @@ CROWDED_BYTES = {4: 10 << 19, 5: 12 << 19, 7: 16 << 19}  # by layers: more KV th
 CROWDED = 5  # one history of so many is crowded
 WAVES_FIRST_SEED = 100_002  # crowded ones, far from all others: in half of them a drop has no room for all KV at once
 WAVES_HISTORIES = 20
+
+OVER_A_DRIVER = (3, 4)
 
 Known = tuple[Path, list[Wish], list[Expected]]
 
@@ -66,14 +71,27 @@ def test_no_token_changes_where_victims_wait_for_room(known: Callable[[int], Kno
     assert any(_run(seed, known).later_waves for seed in seeds)
 
 
-def _run(seed: int, known: Callable[[int], Known]) -> Tally:
+def test_no_token_changes_over_the_calls_of_the_cuda_driver(known: Callable[[int], Known]) -> None:
+    """Whole drops, aborts and restores over `memory.cuda`, the real bindings and a driver whose memory is the CPU's."""
+    driver = fake_driver.load()
+    driver.set_granularity(16 << 10)
+    driver.fail_at(None)
+    tally = Tally()
+    for seed in OVER_A_DRIVER:
+        tally.add(_run(seed, known, fake_driver.open_fake))
+        assert driver.violation == ""
+        assert driver.counts == (0, 0, 0, 0)
+    assert min(tally.drops, tally.restores, tally.aborts) > 0
+
+
+def _run(seed: int, known: Callable[[int], Known], backend: Callable[[], MemoryBackend] = HostBackend) -> Tally:
     model_dir, wishes, expected = known(LAYERS[seed % len(LAYERS)])
     gc.collect()
     gc.disable()  # what was opened is to be closed, and not left to the collector
     try:
         threads, descriptors = set(threading.enumerate()), _descriptors()
         crowded_bytes = CROWDED_BYTES[LAYERS[seed % len(LAYERS)]] if seed % CROWDED == 2 else 0
-        history = History(seed, model_dir, wishes, expected, REQUESTS, crowded_bytes=crowded_bytes)
+        history = History(seed, model_dir, wishes, expected, REQUESTS, crowded_bytes=crowded_bytes, backend=backend)
         asyncio.run(history.run())
         assert set(threading.enumerate()) <= threads
         assert _descriptors() <= descriptors  # fewer: what a test before has left is closed by now

@@ -33,6 +33,8 @@ from services.worker.core.transition_messages import (
 from services.worker.links.config import TransportConfig
 from services.worker.links.connection import Link
 from services.worker.links.ports import Message
+from services.worker.memory.backend import MemoryBackend
+from services.worker.memory.host import HostBackend
 from services.worker.pipeline.events import (
     BatchArrived,
     CapacityTold,
@@ -147,6 +149,7 @@ class History:
         *,
         crowded_bytes: int = 0,
         layouts_change: bool = True,
+        backend: Callable[[], MemoryBackend] = HostBackend,
     ) -> None:
         """With `crowded_bytes` two workers have so much memory, and long requests for all of it come at once: a
         drop has no room for all KV at the same time then.
@@ -168,6 +171,7 @@ class History:
             swap_block_count=64 if seed % 4 == 1 else 0,
             cost=random.Random(f"microbatching {seed}").choice(_COSTS),
             transport=TransportConfig(rate_bytes_per_s=rate),
+            backend=backend,
         )
         if self._crowded:
             self._names = self._names[:2]

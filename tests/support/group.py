@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import functools
 import time
-from collections.abc import AsyncGenerator, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
@@ -23,6 +23,8 @@ from services.worker.core.plan import Plan
 from services.worker.core.transition_messages import AbortRequested, CommitRequested
 from services.worker.engine.load import Engine, load_engine
 from services.worker.links.config import TransportConfig
+from services.worker.memory.backend import MemoryBackend
+from services.worker.memory.host import HostBackend
 from services.worker.memory.host_blocks import HostBlocks
 from services.worker.output_stream import OutputStream
 from services.worker.pipeline.build import Membership, join, stage_core
@@ -87,6 +89,7 @@ class Sizes:
     orphan_timeout_s: float = 10.0
     swap_block_count: int = 0
     cost: CostModel | None = None  # with one, pipelines form their microbatches by it
+    backend: Callable[[], MemoryBackend] = HostBackend
     step_s: float = 0.0  # the least that a step takes: no machine is so fast that requests end before a test acts
     transport: TransportConfig = field(default_factory=TransportConfig)
 
@@ -108,7 +111,9 @@ class Paced:
 class GroupWorker:
     def __init__(self, name: str, model_dir: Path, ordinal: int, sizes: Sizes) -> None:
         self.name = WorkerId(name)
-        self.engine: Engine = load_engine(model_dir, device_memory_bytes=sizes.memory_bytes, dtype="float64")
+        self.engine: Engine = load_engine(
+            model_dir, device_memory_bytes=sizes.memory_bytes, dtype="float64", backend=sizes.backend()
+        )
         info = self.engine.info
         limits = WorkerLimits(
             block_tokens=self.engine.block_tokens,

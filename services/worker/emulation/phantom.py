@@ -222,10 +222,10 @@ class PhantomBackend:
         area, _ = self._at(address)
         area.forget_all()
 
-    def map(self, address: int, run: ExtentRun) -> None:
+    def map(self, address: int, runs: Sequence[ExtentRun]) -> None:
         """Fresh memory carries no mark."""
         if self.takes_time:
-            time.sleep(run.count * self._extent_bytes * self._remap_s_per_byte)
+            time.sleep(sum(run.count for run in runs) * self._extent_bytes * self._remap_s_per_byte)
 
     def unmap(self, address: int, runs: Sequence[ExtentRun]) -> None:
         area, offset = self._at(address)

@@ -105,12 +105,14 @@ def load_engine(
     name: str | None = None,
     threads: int | None = 1,
     kernels: str = "auto",
+    backend: MemoryBackend | None = None,
 ) -> Engine:
     """Load a checkpoint into one device's memory.
 
     `dtype` "auto" is the checkpoint's own. `max_model_len` None is the longest that the model allows. `threads` is
     with how many one step is computed, in this whole process (None: as it is). `kernels`: "native" are the compiled
-    ones, "torch" those of torch, and "auto" the compiled ones wherever they can be used.
+    ones, "torch" those of torch, and "auto" the compiled ones wherever they can be used. `backend`: memory of that
+    device which is to be had in another way than usual.
 
     Raises:
         ConfigError: the checkpoint cannot be served as asked, or the device has not the memory.
@@ -123,7 +125,7 @@ def load_engine(
     packed = native is not None
     longest = _max_model_len(max_model_len, config)
     memory = DeviceMemory.open(
-        _backend(device),
+        backend or _backend(device),
         budget_bytes=device_memory_bytes,
         layers=[part_specs(layer_parameters(config, i, packed=packed), run_dtype) for i in range(config.layer_count)],
         others={name: part_specs(part, run_dtype) for name, part in end_parameters(config, packed=packed).items()},

@@ -60,10 +60,10 @@ class MemoryBackend(Protocol):
         """Give a reserved range back. Nothing may be mapped in it any more."""
         ...
 
-    def map(self, address: int, run: ExtentRun) -> None:
-        """Make a run of extents readable and writable from `address` on, for this device and all its peers.
+    def map(self, address: int, runs: Sequence[ExtentRun]) -> None:
+        """Make extents readable and writable for this device, `runs` one after the other from `address` on.
 
-        Either the whole run is mapped or an error is raised and none of it is.
+        Either all of them are mapped or an error is raised and none is.
         """
         ...
 

@@ -7,6 +7,8 @@ does not wait for kernels, so it is preceded by a synchronisation.
 """
 
 import importlib
+import itertools
+import threading
 from collections.abc import Sequence
 from types import ModuleType
 from typing import Any, Protocol, Self
@@ -43,10 +45,12 @@ class VmmDriver(Protocol):
     def map(self, address: int, size_bytes: int, handle: Handle) -> None: ...
 
     def allow_access(self, address: int, size_bytes: int) -> None:
-        """Let the device and its peers read and write `size_bytes` from `address`; may span several mappings."""
+        """Let the device read and write `size_bytes` from `address`; may span several mappings."""
         ...
 
-    def unmap(self, address: int, size_bytes: int) -> None: ...
+    def unmap(self, address: int, size_bytes: int) -> None:
+        """May span several mappings, each of them whole."""
+        ...
 
     def synchronise(self) -> None: ...
 
@@ -102,22 +106,24 @@ class CudaBackend(TensorOperations):
     def release(self, address: int, size_bytes: int) -> None:
         self._driver.free_address(address, size_bytes)
 
-    def map(self, address: int, run: ExtentRun) -> None:
-        if not 0 <= run.first <= run.end <= len(self._handles):
-            raise InvariantViolation(f"{run} is mapped, {len(self._handles)} extents exist")
-        done = 0
+    def map(self, address: int, runs: Sequence[ExtentRun]) -> None:
+        for run in runs:
+            if not 0 <= run.first <= run.end <= len(self._handles):
+                raise InvariantViolation(f"{run} is mapped, {len(self._handles)} extents exist")
+        end = address
         try:
-            for handle in self._handles[run.first : run.end]:
-                self._driver.map(address + done * self._extent_bytes, self._extent_bytes, handle)
-                done += 1
-            self._driver.allow_access(address, run.count * self._extent_bytes)
+            for handle in itertools.chain.from_iterable(self._handles[run.first : run.end] for run in runs):
+                self._driver.map(end, self._extent_bytes, handle)
+                end += self._extent_bytes
+            self._driver.allow_access(address, end - address)
         except CudaError:
-            self._unmap_each(address, done)
+            if end > address:
+                self._driver.unmap(address, end - address)
             raise
 
     def unmap(self, address: int, runs: Sequence[ExtentRun]) -> None:
         self._driver.synchronise()
-        self._unmap_each(address, sum(run.count for run in runs))
+        self._driver.unmap(address, sum(run.count for run in runs) * self._extent_bytes)
 
     def tensor(self, address: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         size_bytes = torch.Size(shape).numel() * dtype.itemsize
@@ -133,17 +139,13 @@ class CudaBackend(TensorOperations):
         while self._handles:
             self._driver.release(self._handles.pop())
 
-    def _unmap_each(self, address: int, count: int) -> None:
-        for at in range(count):
-            self._driver.unmap(address + at * self._extent_bytes, self._extent_bytes)
-
     def _clear(self) -> None:
         """Fresh memory of a GPU holds what was there before; the contract says zeros."""
         everything = ExtentRun(0, len(self._handles))
         size_bytes = everything.count * self._extent_bytes
         address = self.reserve(size_bytes)
         try:
-            self.map(address, everything)
+            self.map(address, [everything])
             self.tensor(address, (size_bytes,), torch.uint8).zero_()
             self.unmap(address, [everything])
         finally:
@@ -157,21 +159,29 @@ def _too_little(device: torch.device, wanted_bytes: int, available_bytes: int) -
 
 
 class BindingsDriver:
-    """`VmmDriver` through `cuda.bindings.driver`. None of its calls needs a current context on the calling thread."""
+    """`VmmDriver` through `cuda.bindings.driver`.
 
-    def __init__(self, cuda: ModuleType, index: int, peers: Sequence[int]) -> None:
+    The calls need the device's context on the calling thread, whichever that is. Access is for this device alone: a
+    grant concerns this process' kernels on other devices, of which there are none, and costs for each of them.
+    """
+
+    def __init__(self, cuda: ModuleType, index: int) -> None:
         self._cuda = cuda
         self._device = torch.device("cuda", index)
+        self._thread = threading.local()  # `entered`: the context is current there
+        # torch has made it and keeps it as long as the process lives, as this does.
+        self._context = self._checked("cuDevicePrimaryCtxRetain", self._checked("cuDeviceGet", index))
         if not self._attribute(index, "VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED"):
             raise ConfigError(f"device cuda:{index}", "has no virtual memory management, which remapping needs")
         self._properties = self._make_properties(index)
-        self._access = [self._make_access(each) for each in (index, *peers)]
+        self._access = [self._make_access(index)]
         size = cuda.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_RECOMMENDED
         self._granularity_bytes = int(self._call("cuMemGetAllocationGranularity", self._properties, size))
+        self._make_shareable(index)
 
     @classmethod
     def open(cls, index: int) -> Self:
-        """Bind to the GPU with this ordinal, and let every GPU that can reach it use its memory.
+        """Bind to the GPU with this ordinal.
 
         Raises:
             ConfigError: no such GPU, no driver, no bindings, or a GPU without virtual memory management.
@@ -187,8 +197,7 @@ class BindingsDriver:
         except ImportError as error:
             raise lacking(where, "cuda-bindings", "cuda") from error
         torch.zeros(1, device=torch.device("cuda", index))  # torch creates the primary context and keeps it
-        peers = [i for i in range(device_count) if i != index and torch.cuda.can_device_access_peer(i, index)]
-        return cls(cuda, index, peers)
+        return cls(cuda, index)
 
     @property
     def device(self) -> torch.device:
@@ -246,7 +255,28 @@ class BindingsDriver:
         attribute = getattr(self._cuda.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
         return int(self._call("cuDeviceGetAttribute", attribute, self._call("cuDeviceGet", index)))
 
+    def _make_shareable(self, index: int) -> None:
+        """Extents that another process, or UCX for it, may open one day: that is decided when they are created. Where
+        it is not allowed, they stay this process' own.
+        """
+        if not self._attribute(index, "HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED"):
+            return
+        kinds = self._cuda.CUmemAllocationHandleType
+        self._properties.requestedHandleTypes = kinds.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+        try:
+            self.release(self.create(self._granularity_bytes))
+        except CudaError as error:
+            if error.out_of_memory:
+                raise
+            self._properties.requestedHandleTypes = kinds.CU_MEM_HANDLE_TYPE_NONE
+
     def _call(self, name: str, *arguments: Any) -> Any:
+        if not getattr(self._thread, "entered", False):
+            self._checked("cuCtxSetCurrent", self._context)
+            self._thread.entered = True
+        return self._checked(name, *arguments)
+
+    def _checked(self, name: str, *arguments: Any) -> Any:
         code, *values = getattr(self._cuda, name)(*arguments)
         if code != self._cuda.CUresult.CUDA_SUCCESS:
             raise CudaError(name, repr(code))

@@ -156,10 +156,15 @@ class DeviceMemory:
         if self.pool.free_count < least:
             raise InvariantViolation(f"a window of {least} extents or more is opened, {self.pool.free_count} are free")
         self.pool.backend.synchronise()
-        self.leaving = self.kv.window
-        self.kv.window = self.kv.other_window
-        self.kv.window.hold_all()
-        return self._grow_kv()
+        opened = self.kv.other_window
+        opened.hold_all()
+        try:
+            opened.grow(self.pool.free_count // self.kv.shape.layer_count, clear=False)
+        except BaseException:
+            opened.drop_all()
+            raise
+        self.leaving, self.kv.window = self.kv.window, opened
+        return opened.block_count
 
     def move_leaving(self, moves: Sequence[tuple[int, int]]) -> None:
         """Copy blocks (from, to) in every layer that the leaving window holds."""

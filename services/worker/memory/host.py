@@ -97,22 +97,24 @@ class HostBackend(TensorOperations):
         if _libc.munmap(address, size_bytes) != 0:
             raise _os_failure("munmap", size_bytes)
 
-    def map(self, address: int, run: ExtentRun) -> None:
+    def map(self, address: int, runs: Sequence[ExtentRun]) -> None:
         if self._fd is None:
             raise InvariantViolation("extents are mapped before they were created or after they were closed")
         try:
             at = address
-            for parked, extents in itertools.groupby(range(run.first, run.end), self._parked.__getitem__):
-                first, *others = extents
-                part = ExtentRun(first, 1 + len(others))
-                if not (parked and self._move_tables(self._parking_of(part), at, part.count)):
-                    self._map_afresh(self._fd, at, part, _MAP_POPULATE)
-                at += part.count * self._extent_bytes
+            for run in runs:
+                for parked, extents in itertools.groupby(range(run.first, run.end), self._parked.__getitem__):
+                    first, *others = extents
+                    part = ExtentRun(first, 1 + len(others))
+                    if not (parked and self._move_tables(self._parking_of(part), at, part.count)):
+                        self._map_afresh(self._fd, at, part, _MAP_POPULATE)
+                    at += part.count * self._extent_bytes
         except BaseException:
-            self._reserve_again(address, run.count)
+            self._reserve_again(address, sum(run.count for run in runs))
             raise
         finally:
-            self._parked[run.first : run.end] = bytes(run.count)
+            for run in runs:
+                self._parked[run.first : run.end] = bytes(run.count)
 
     def unmap(self, address: int, runs: Sequence[ExtentRun]) -> None:
         at = address

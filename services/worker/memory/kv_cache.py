@@ -123,11 +123,18 @@ class KvWindow:
         wanted = extents_per_layer * len(self._held_layers)
         if wanted > self._pool.free_count:
             raise InvariantViolation(f"the KV cache wants {wanted} extents, {self._pool.free_count} are free")
-        for owner in self._held_ranges():
-            before = owner.mapped_bytes
-            owner.grow(extents_per_layer)
-            if clear:
-                owner.bytes[before : owner.mapped_bytes].zero_()
+        grown: list[VirtualRange] = []
+        try:
+            for owner in self._held_ranges():
+                before = owner.mapped_bytes
+                owner.grow(extents_per_layer)
+                grown.append(owner)
+                if clear:
+                    owner.bytes[before : owner.mapped_bytes].zero_()
+        except BaseException:
+            for owner in grown:
+                owner.shrink(extents_per_layer)
+            raise
         return self.block_count
 
     def shrink(self, extents_per_layer: int, *, used_blocks_end: int) -> int:
@@ -141,8 +148,15 @@ class KvWindow:
                 f"{extents_per_layer} extents less per layer leave {self._blocks_in(max(0, left))} blocks,"
                 f" those below {used_blocks_end} are in use"
             )
-        for owner in self._held_ranges():
-            owner.shrink(extents_per_layer)
+        shrunk: list[VirtualRange] = []
+        try:
+            for owner in self._held_ranges():
+                owner.shrink(extents_per_layer)
+                shrunk.append(owner)
+        except BaseException:
+            for owner in shrunk:  # nothing was in use there
+                owner.grow(extents_per_layer)
+            raise
         return self.block_count
 
     def keep(self, block_count: int) -> int:
@@ -167,12 +181,11 @@ class KvWindow:
 
     def drop(self, layer: int) -> int:
         """Free the KV of a layer that is not executed here. Returns how many extents became free."""
-        if layer in self._retired:
-            self._retired.remove(layer)
-        else:
-            self._let_go(layer)
+        if layer not in self._retired:
+            self.retire([layer])
         freed = self._ranges[layer].extent_count
         self._ranges[layer].shrink(freed)
+        self._retired.remove(layer)
         return freed
 
     def drop_all(self) -> None:

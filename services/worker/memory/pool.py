@@ -243,17 +243,8 @@ class VirtualRange:
             raise InvariantViolation(
                 f"{self.name}: {added} more extents exceed the {self.reserved_bytes} bytes reserved"
             )
-        done: list[ExtentRun] = []
-        tail_address = self.address + self.mapped_bytes
-        try:
-            for run in runs:
-                offset_bytes = sum(each.count for each in done) * self._pool.extent_bytes
-                self._pool.backend.map(tail_address + offset_bytes, run)
-                done.append(run)
-        except BaseException:
-            if done:
-                self._pool.backend.unmap(tail_address, done)
-            raise
+        if added:
+            self._pool.backend.map(self.address + self.mapped_bytes, runs)
         for run in runs:
             self._append(run)
         self._count += added

@@ -24,7 +24,7 @@ class Range:
         self._mapped = [-1] * ROOM  # slot -> extent
 
     def map(self, slot: int, run: ExtentRun) -> None:
-        self._backend.map(self.address + slot * self.extent_bytes, run)
+        self._backend.map(self.address + slot * self.extent_bytes, [run])
         self._mapped[slot : slot + run.count] = range(run.first, run.end)
 
     def unmap(self, slot: int, count: int) -> None:

@@ -92,8 +92,11 @@ class SimulatedDriver:
 
     def unmap(self, address: int, size_bytes: int) -> None:
         self._require(not self.kernels_run, "a kernel may still use the memory")
-        self._require(self.mappings.get(address, (0,))[0] == size_bytes, "not one whole mapping")
-        del self.mappings[address]
+        at = address
+        while at < address + size_bytes:
+            self._require(at in self.mappings, "not whole mappings")
+            at += self.mappings.pop(at)[0]
+        self._require(at == address + size_bytes, "not whole mappings")
         self._mmap(address, size_bytes, 0, _RESERVED | _FIXED, -1, 0)
 
     def synchronise(self) -> None:

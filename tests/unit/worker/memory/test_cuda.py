@@ -132,7 +132,7 @@ class RecordedBindings(ModuleType):
         self.calls: list[tuple[str, tuple[Any, ...]]] = []
 
     def __getattr__(self, name: str) -> Any:
-        if not name.startswith(("cuMem", "cuDevice")):
+        if not name.startswith(("cuMem", "cuDevice", "cuCtx")):
             return getattr(self._real, name)
 
         def call(*arguments: Any) -> tuple[Any, ...]:
@@ -147,6 +147,7 @@ def bindings(**answers: tuple[Any, ...]) -> RecordedBindings:
     return RecordedBindings(
         {
             "cuDeviceGet": (0, 0),
+            "cuDevicePrimaryCtxRetain": (0, "context"),
             "cuDeviceGetAttribute": (0, 1),
             "cuMemGetAllocationGranularity": (0, 2 << 20),
             "cuMemCreate": (0, "handle"),
@@ -156,19 +157,19 @@ def bindings(**answers: tuple[Any, ...]) -> RecordedBindings:
     )
 
 
-def test_the_driver_gives_access_to_the_device_and_every_peer() -> None:
+def test_the_driver_gives_access_to_its_device_alone() -> None:
     cuda = bindings()
-    driver = BindingsDriver(cuda, 1, peers=[0, 2])
+    driver = BindingsDriver(cuda, 1)
     driver.allow_access(1 << 40, 4 << 20)
     name, (address, size_bytes, access, count) = cuda.calls[-1]
-    assert (name, address, size_bytes, count) == ("cuMemSetAccess", 1 << 40, 4 << 20, 3)
-    assert [each.location.id for each in access] == [1, 0, 2]
+    assert (name, address, size_bytes, count) == ("cuMemSetAccess", 1 << 40, 4 << 20, 1)
+    assert [each.location.id for each in access] == [1]
     assert {each.flags for each in access} == {cuda.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE}
 
 
 def test_the_driver_asks_for_memory_pinned_on_its_device() -> None:
     cuda = bindings()
-    driver = BindingsDriver(cuda, 3, peers=[])
+    driver = BindingsDriver(cuda, 3)
     assert driver.granularity_bytes == 2 << 20
     assert driver.create(2 << 20) == "handle"
     _, (size_bytes, properties, _) = cuda.calls[-1]
@@ -177,23 +178,16 @@ def test_the_driver_asks_for_memory_pinned_on_its_device() -> None:
     assert properties.location.type == cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
 
 
-def test_a_failed_driver_call_names_the_call_and_the_code() -> None:
-    driver = BindingsDriver(bindings(cuMemCreate=(2, None)), 0, peers=[])
-    with pytest.raises(CudaError, match=r"cuMemCreate: .*OUT_OF_MEMORY") as caught:
-        driver.create(2 << 20)
-    assert caught.value.out_of_memory
-
-
 def test_a_gpu_without_virtual_memory_management_is_refused() -> None:
     with pytest.raises(ConfigError, match="no virtual memory management"):
-        BindingsDriver(bindings(cuDeviceGetAttribute=(0, 0)), 0, peers=[])
+        BindingsDriver(bindings(cuDeviceGetAttribute=(0, 0)), 0)
 
 
 def test_the_bindings_have_every_call_that_is_made() -> None:
     pytest.importorskip("cuda.bindings.driver")
     real = importlib.import_module("cuda.bindings.driver")
     cuda = bindings()
-    driver = BindingsDriver(cuda, 0, peers=[])
+    driver = BindingsDriver(cuda, 0)
     address = driver.reserve_address(2 << 20)
     driver.map(address, 2 << 20, driver.create(2 << 20))
     driver.allow_access(address, 2 << 20)

@@ -89,12 +89,12 @@ def fastest_move_s(*, tables_move: bool) -> float:
     backend.create(extent_bytes, everything.count)
     backend._tables_move = backend._tables_move and tables_move
     source, target = (backend.reserve(everything.count * extent_bytes) for _ in range(2))
-    backend.map(source, everything)
+    backend.map(source, [everything])
     times_s: list[float] = []
     for _ in range(10):
         begin_s = time.perf_counter()
         backend.unmap(source, [everything])
-        backend.map(target, everything)
+        backend.map(target, [everything])
         times_s.append(time.perf_counter() - begin_s)
         source, target = target, source
     for address in (source, target):
@@ -139,7 +139,7 @@ def test_a_range_too_large_for_the_address_space_is_refused_with_a_hint(backend:
 def test_a_tensor_covers_far_more_than_the_machine_has(backend: HostBackend) -> None:
     size_bytes = 1 << 42
     address = backend.reserve(size_bytes)
-    backend.map(address + size_bytes - backend.granularity_bytes, ExtentRun(0, 1))
+    backend.map(address + size_bytes - backend.granularity_bytes, [ExtentRun(0, 1)])
     tensor = backend.tensor(address, (size_bytes // 2,), torch.bfloat16)
     tensor[-3:] = 1.5
     assert tensor[-4:].tolist() == [0.0, 1.5, 1.5, 1.5]

@@ -1,0 +1,178 @@
+"""The CUDA backend over the driver's real bindings and a driver that enforces its rules, without a GPU.
+
+BALLAST_DRIVER_HISTORIES says how many random operations a run makes.
+"""
+
+import contextlib
+import importlib
+import os
+import random
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from ballast.common.errors import ConfigError
+from services.worker.memory.cuda import BindingsDriver, CudaBackend, CudaError
+from services.worker.memory.device import DeviceMemory
+from tests.support.fake_driver import FakeDriver, OnTheCpu, load, open_fake
+from tests.unit.worker.memory.contract import BackendContract
+from tests.unit.worker.memory.models import EXTENT_BYTES, LAYERS, fill_layer, open_small
+
+OPERATIONS = int(os.environ.get("BALLAST_DRIVER_HISTORIES", "500"))
+EPISODE = 25  # operations between opening and closing a memory
+
+
+@pytest.fixture
+def driver() -> Iterator[FakeDriver]:
+    driver = load()
+    driver.set_granularity(EXTENT_BYTES)
+    driver.fail_at(None)
+    yield driver
+    driver.fail_at(None)
+    assert driver.violation == ""
+    assert driver.counts == (0, 0, 0, 0)
+
+
+@pytest.mark.usefixtures("driver")
+class TestCudaBackendOverTheBindings(BackendContract):
+    @pytest.fixture
+    def backend(self) -> Iterator[CudaBackend]:
+        made = open_fake()
+        yield made
+        made.close()
+
+
+def test_any_thread_may_call(driver: FakeDriver) -> None:
+    """The driver wants a current context on each: one that has never run anything on the device has none."""
+    memory = open_small(open_fake())
+    thread = threading.Thread(target=memory.drop_layers, args=([1, 2],))
+    thread.start()
+    thread.join()
+    assert memory.parameters.held_layers == (0, 3)
+    memory.close()
+
+
+def test_extents_are_made_to_be_shared_and_to_be_the_devices_own_where_that_is_refused(driver: FakeDriver) -> None:
+    cuda = importlib.import_module("cuda.bindings.driver")
+    kinds = cuda.CUmemAllocationHandleType
+    made = OnTheCpu(cuda, 0)
+    assert made._properties.requestedHandleTypes == kinds.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+
+    class Refuses(OnTheCpu):
+        def create(self, size_bytes: int) -> object:
+            if self._properties.requestedHandleTypes != kinds.CU_MEM_HANDLE_TYPE_NONE:
+                raise CudaError("cuMemCreate", "CUDA_ERROR_NOT_PERMITTED")
+            return super().create(size_bytes)
+
+    backend = CudaBackend(Refuses(cuda, 0))
+    backend.create(EXTENT_BYTES, 4)
+    backend.close()
+
+
+def test_a_layer_is_dropped_and_restored_in_a_few_calls(driver: FakeDriver) -> None:
+    """One call takes a range away, and one gives access to it, however many extents it has."""
+    memory = open_small(open_fake())
+    driver.fail_at(None, unmaps=True)
+    memory.parameters.drop([1])
+    assert driver.calls == 1
+    extents = memory.parameters.extents_of(1)
+    driver.fail_at(None)
+    memory.parameters.restore(1)
+    assert driver.calls == extents + 1
+    memory.close()
+
+
+def test_memory_that_cannot_be_had_is_given_back(driver: FakeDriver) -> None:
+    """Whichever call is refused while a memory is opened."""
+    driver.fail_at(None)
+    open_small(open_fake()).close()
+    for call in range(driver.calls):
+        backend = open_fake()
+        driver.fail_at(call)
+        memory: DeviceMemory | None = None
+        with contextlib.suppress(ConfigError, CudaError):
+            memory = open_small(backend)
+        driver.fail_at(None)
+        if memory is not None:
+            memory.check()
+            memory.close()
+        backend.close()
+        assert driver.violation == ""
+        assert driver.counts == (0, 0, 0, 0), f"call {call} was refused"
+
+
+# ------------------------------------------------------------ drops, restores, aborts, refusals
+
+
+def possible(memory: DeviceMemory, rng: random.Random) -> Callable[[], object]:
+    """Something that may be done to a memory in its state."""
+    held, kv_held = memory.parameters.held_layers, memory.kv.held_layers
+    missing = [layer for layer in range(LAYERS) if layer not in held]
+    choices: list[Callable[[], object]] = []
+    if memory.kv.retired_layers:
+        choices += [memory.release_retired, lambda: memory.shrink_retired(rng.randrange(3))]
+    if memory.leaving is not None:
+        leaving = memory.leaving
+        choices += [memory.close_leaving, lambda: memory.shrink_leaving(rng.randint(0, leaving.block_count))]
+    both = [layer for layer in held if layer in kv_held]
+    if memory.leaving is None and len(both) > 1:
+        dropped = rng.sample(both, rng.randint(1, len(both) - 1))
+        choices += [lambda: memory.drop_layers(dropped)]
+    if memory.leaving is None and missing and not memory.kv.retired_layers:
+        least = memory.leaving_block_count
+        choices += [lambda: memory.make_room_for_layers(missing, block_count=least)] * 2
+    if memory.leaving is None and not missing and memory.pool.free_count >= LAYERS:
+        choices += [memory.open_window]
+    return rng.choice(choices) if choices else memory.release_retired
+
+
+def test_random_drops_and_restores_with_calls_that_are_refused(driver: FakeDriver) -> None:
+    rng, refused, done = random.Random(7), 0, 0
+    while done < OPERATIONS:
+        memory = open_small(open_fake())
+        checksums = [_fill(memory, layer) for layer in range(LAYERS)]
+        for _ in range(EPISODE):
+            held_before = set(memory.parameters.held_layers)
+            driver.fail_at(rng.randrange(12) if rng.random() < 0.5 else None, unmaps=True)
+            try:
+                possible(memory, rng)()
+            except CudaError:
+                refused += 1
+            driver.fail_at(None)
+            done += 1
+            assert driver.violation == ""
+            memory.check()
+            _compare_books(memory, driver)
+            for layer in memory.parameters.held_layers:
+                if layer not in held_before:
+                    fill_layer(memory, layer)
+                assert memory.parameters.layer_checksum(layer) == checksums[layer]
+        memory.close()
+        assert driver.counts == (0, 0, 0, 0)
+    assert refused > OPERATIONS // 20
+
+
+def _fill(memory: DeviceMemory, layer: int) -> bytes:
+    fill_layer(memory, layer)
+    return memory.parameters.layer_checksum(layer)
+
+
+def _compare_books(memory: DeviceMemory, driver: FakeDriver) -> None:
+    """The driver has mapped what the books say, and given access to all of it."""
+    extents = memory.parameters.extent_count + sum(window.extent_count for window in memory.kv.windows)
+    assert driver.counts.mappings == extents == memory.pool.extent_count - memory.pool.free_count
+    assert driver.counts.handles == memory.pool.extent_count
+    assert driver.counts.inaccessible == 0
+    for window in memory.kv.windows:
+        for layer in (*window.held_layers, *window.retired_layers):
+            blocks = window.blocks_of([layer])
+            memory.kv.layer(layer)[window.first_block : window.first_block + blocks].fill_(0.5)  # a fault, were it not
+
+
+def test_the_bindings_say_which_call_was_refused(driver: FakeDriver) -> None:
+    made: BindingsDriver = OnTheCpu(importlib.import_module("cuda.bindings.driver"), 0)
+    driver.fail_at(0)
+    with pytest.raises(CudaError, match=r"cuMemCreate: .*OUT_OF_MEMORY") as caught:
+        made.create(EXTENT_BYTES)
+    assert caught.value.out_of_memory
