@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, cast
@@ -98,15 +99,19 @@ def load_parameters(
 ) -> None:
     """Fill every parameter of the store from the checkpoint, packed for `kernels` if there are any.
 
+    The checksums of layers are taken meanwhile, of each while the next one is read: no drop waits for them later.
     Errors as in `Checkpoint.fill`.
     """
     packed = kernels is not None
-    with Checkpoint(model_dir, kernels) as checkpoint:
+    with Checkpoint(model_dir, kernels) as checkpoint, ThreadPoolExecutor(1, thread_name_prefix="checksums") as thread:
         checkpoint.require_only(config)
         for part, parameters in end_parameters(config, packed=packed).items():
             checkpoint.fill(parameters, store.part(part))
+        checksums: list[Future[bytes]] = []
         for layer in range(config.layer_count):
             checkpoint.fill(layer_parameters(config, layer, packed=packed), store.layer(layer))
+            checksums.append(thread.submit(store.layer_checksum, layer))
+        store.loaded_checksums.update((layer, checksum.result()) for layer, checksum in enumerate(checksums))
 
 
 def _all_parameters(config: ModelConfig) -> list[Parameter]:

@@ -75,6 +75,7 @@ class ParameterStore:
         self._others = {name: _Part(pool, name, specs) for name, specs in others.items()}
         self._held = [True] * len(layers)
         self._held_layers = tuple(range(len(layers)))
+        self.loaded_checksums: dict[int, bytes] = {}  # layer -> of what a loader has put there, which never changes
         for part in [*self._layers, *self._others.values()]:
             part.range.grow(part.extent_count)
 

@@ -43,7 +43,7 @@ class LayerServer:
         self._parameters = parameters
         self._workers = workers
         self._post = post
-        self._checksums: dict[int, bytes] = {}  # layer -> of its contents, which are always the same
+        self._checksums = dict(parameters.loaded_checksums)  # layer -> of its contents, which are always the same
         self._hashing = Lock()  # whoever has it may read a layer that the others are waiting for
         self._jobs: list[Future[None]] = []  # they read layers
         self._cancel_count = 0
@@ -64,8 +64,12 @@ class LayerServer:
             self._start(self._learn, unknown)
 
     def learn_each(self, layers: Sequence[int]) -> None:
-        """Before anybody asks, one by one: a drop does not wait for what is known, and `cancel` ends the rest."""
+        """Before anybody asks, one by one: a drop does not wait for what is known, and `cancel` ends the rest. A loader
+        has told those of all that it has read.
+        """
         for layer in layers:
+            if layer in self._checksums:
+                continue
             self._start(self._learn_unhurried, layer, self._cancel_count)
 
     def _learn(self, layers: Sequence[int]) -> None:

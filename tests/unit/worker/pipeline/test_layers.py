@@ -115,3 +115,17 @@ def test_a_peer_whose_weights_are_packed_otherwise_is_refused_and_told_why(tmp_p
         assert link.layers.get(timeout=30) == 1
         assert len(link.refusals) == 1
         workers.shutdown()
+
+
+def test_a_drop_never_waits_for_checksums_of_what_was_loaded(tmp_path: Path) -> None:
+    """SHA-256 of gigabytes takes seconds: they are taken while the checkpoint is read."""
+    model_dir = make_tiny("llama", tmp_path / "model", layers=3, vocab=320)
+    with load_engine(model_dir, device_memory_bytes=8 << 20) as engine:
+        parameters = engine.memory.parameters
+        started: list[object] = []
+        workers = SimpleNamespace(submit=lambda *given: started.append(given))
+        server = LayerServer(parameters, cast(Any, workers), lambda _: None)
+        server.learn([0, 2])
+        server.learn_each([0, 1, 2])
+        assert started == []
+        assert [server.known_checksum(i) for i in range(3)] == [parameters.layer_checksum(i) for i in range(3)]
