@@ -12,6 +12,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import sysconfig
 import time
 from dataclasses import dataclass
 from enum import StrEnum
@@ -164,6 +165,20 @@ def gpu_in_torch() -> Finding:
     if cuda == "none" and shutil.which("nvidia-smi") is not None:
         return _warn("GPU in torch", "this is the CPU build", "install a CUDA build of torch to use the GPU")
     return _ok("GPU in torch", "no device: workers run on the CPU")
+
+
+def kernel_compiler() -> Finding:
+    """Whether Triton can build what launches its kernels, which it does in C the first time."""
+    triton = installed_version("triton")
+    if triton is None or shutil.which("nvidia-smi") is None:
+        return _ok("kernels for GPUs", "none are needed: workers run on the CPU")
+    found = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+    if found is None or shutil.which(found) is None:
+        return _fail("kernels for GPUs", "no C compiler: the first step fails", "install gcc and libc6-dev, or set CC")
+    header = Path(sysconfig.get_path("include")) / "Python.h"
+    if not header.is_file():
+        return _fail("kernels for GPUs", f"{header} is not there: the first step fails", "install python3-dev")
+    return _ok("kernels for GPUs", f"triton {triton}, {found}")
 
 
 def state_server() -> Finding:

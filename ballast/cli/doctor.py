@@ -40,6 +40,7 @@ def run(args: argparse.Namespace) -> int:
         checks.torch_version(),
         checks.gpu_driver(),
         checks.gpu_in_torch(),
+        checks.kernel_compiler(),
         checks.state_server(),
         checks.ports(args.port, args.dispatchers),
         checks.cores(args.workers),

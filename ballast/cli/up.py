@@ -40,7 +40,7 @@ TOKENS, OPERATOR_TOKEN = "tokens", "operator.token"
 # Flags that are handed on as they are: flag -> the service it is for.
 _WORKER_FLAGS = {
     "--dtype": "auto, float32, bfloat16, float16 or float64",
-    "--device": "cpu or cuda",
+    "--device": "cpu (default), cuda (a GPU for each worker) or cuda:N",
     "--max-model-len": "longest prompt and answer together, in tokens",
     "--max-num-seqs": "requests that run at once in a worker",
     "--max-num-batched-tokens": "tokens of one engine step",
@@ -282,7 +282,9 @@ class _Up:
 
     def _service_flags(self, policy: str | None = None) -> dict[Service, list[str]]:
         def given(flags: dict[str, str]) -> list[str]:
-            values = ((flag, getattr(self._args, flag[2:].replace("-", "_"))) for flag in flags)
+            # Workers find a GPU each: `cuda` alone is the first one.
+            dealt = vars(self._args) | ({"device": "cuda:auto"} if self._args.device == "cuda" else {})
+            values = ((flag, dealt[flag[2:].replace("-", "_")]) for flag in flags)
             return [part for flag, value in values if value is not None for part in (flag, str(value))]
 
         chosen = given(_POLICY_FLAG) if policy is None else ["--overload-policy", policy]

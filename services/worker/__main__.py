@@ -46,6 +46,7 @@ from services.worker.servicer import WorkerServicer
 from services.worker.shell import BlockCopier, WorkerShell
 from services.worker.shell import Engine as ShellEngine
 from services.worker.spans import RequestSpans
+from services.worker.store import Gpu, claimed_device
 from services.worker.text import load_tokenizer, primed_detokenizer
 
 if TYPE_CHECKING:
@@ -75,6 +76,7 @@ class Kit:
     open_plane: Callable[[WorkerId, str, Hub, bytes | None], DataPlane] | None = (
         None  # another one than tensors travel over
     )
+    device: str = "emulated"
 
 
 class LoadedEngine(Instance, ShellEngine, Protocol):
@@ -91,6 +93,7 @@ def load(settings: WorkerSettings) -> Kit:
     # Here and not above: torch comes with them, and takes longer than all else.
     from services.worker.engine.load import load_engine
     from services.worker.links.open import device_bytes
+    from services.worker.memory.gpus import describe
     from services.worker.memory.host_blocks import HostBlocks
 
     engine = load_engine(
@@ -113,7 +116,8 @@ def load(settings: WorkerSettings) -> Kit:
         engine.close()
         raise
     compile_grammar = engine.grammars.check if engine.grammars is not None else None
-    return Kit(engine, costs.current, costs, copier, compile_grammar)
+    device = describe(engine.memory.pool.backend.device)
+    return Kit(engine, costs.current, costs, copier, compile_grammar, device=device)
 
 
 def _emulated(settings: WorkerSettings) -> Kit:
@@ -238,6 +242,7 @@ class WorkerProcess:
         self._settings = settings
         self._security = security
         self._engine = engine = kit.engine
+        self._device = kit.device
         self._compile_grammar = kit.compile_grammar
         self._state = state
         self._detokenizer = functools.partial(primed_detokenizer, load_tokenizer(settings.model))
@@ -338,6 +343,7 @@ class WorkerProcess:
             worker_id=worker_id,
             incarnation=incarnation,
             model=self._engine.info,
+            device=self._device,
             max_waiting_count=self._settings.max_num_queued_reqs,
             detokenizer=self._detokenizer,
             compile_grammar=self._grammar_comes if self._compile_grammar is not None else None,
@@ -437,9 +443,17 @@ async def serve(
     shown: Exposition,
 ) -> None:
     """One worker from its loading to its end."""
-    kit = await asyncio.to_thread(load, settings)  # takes long for large models; signals are heard meanwhile
-    shown.model_name = lambda: kit.engine.info.name
-    await WorkerProcess(life, settings, security, kit, state, worker_id, registry).run(worker_id)
+    async with claimed_device(settings.device, _gpus, state, worker_id) as device:
+        settings = settings.model_copy(update={"device": device})
+        kit = await asyncio.to_thread(load, settings)  # takes long for large models; signals are heard meanwhile
+        shown.model_name = lambda: kit.engine.info.name
+        await WorkerProcess(life, settings, security, kit, state, worker_id, registry).run(worker_id)
+
+
+def _gpus() -> list[Gpu]:
+    from services.worker.memory.gpus import gpu_uuids  # torch comes with it
+
+    return [Gpu(f"cuda:{index}", uuid) for index, uuid in enumerate(gpu_uuids())]
 
 
 if __name__ == "__main__":

@@ -42,8 +42,8 @@ class WorkerSettings(ServiceSettings):
     """Name of the model for clients. Default: the folder's, or org/name."""
     dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = "auto"
     """Number format of parameters and KV; auto: the checkpoint's own."""
-    device: Literal["cpu", "cuda"] = "cpu"
-    """Where to compute."""
+    device: str = Field("cpu", pattern=r"^(cpu|cuda(:(\d+|auto))?)$")
+    """Where to compute: cpu, cuda (the first GPU), cuda:N, or cuda:auto, the first that no other worker has claimed."""
     device_memory_bytes: ByteSize = Field(ByteSize(1 << 30), gt=0)
     """Memory for parameters and KV cache together: 512MiB, 16GiB."""
     block_size: int = Field(16, ge=1, le=1024)

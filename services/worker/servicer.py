@@ -70,6 +70,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         detokenizer: Callable[[NewSequence], Detokenizing],
         transitions: TransitionPort,
         clock: StageClock,
+        device: str = "cpu",
         compile_grammar: Callable[[Grammar], None] | None = None,
         spans: RequestSpans | None = None,
     ) -> None:
@@ -77,6 +78,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         self._spans = spans or RequestSpans(None, worker_id)
         self._transitions = transitions
         self._clock = clock
+        self._device = device
         self._shell = shell
         self._worker_id = worker_id
         self._incarnation = incarnation
@@ -120,6 +122,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             model=MODEL.message(self._model),
             load=LOAD.message(self._shell.load()),
             dispatcher_count=self._shell.stream_count,
+            device=self._device,
         )
 
     async def Drain(self, request: pb.DrainRequest, context: Context) -> pb.DrainResponse:

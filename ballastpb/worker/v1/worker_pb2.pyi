@@ -405,10 +405,13 @@ class GetStatusResponse(_message.Message):
     MODEL_FIELD_NUMBER: _builtins.int
     LOAD_FIELD_NUMBER: _builtins.int
     DISPATCHER_COUNT_FIELD_NUMBER: _builtins.int
+    DEVICE_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     incarnation: _builtins.int
     version: _builtins.str
     dispatcher_count: _builtins.int
+    device: _builtins.str
+    """Where it computes: cpu, emulated, or a GPU's ordinal in its process and its UUID."""
     @_builtins.property
     def model(self) -> _cluster_pb2.ModelInfo: ...
     @_builtins.property
@@ -422,10 +425,11 @@ class GetStatusResponse(_message.Message):
         model: _cluster_pb2.ModelInfo | None = ...,
         load: _cluster_pb2.LoadReport | None = ...,
         dispatcher_count: _builtins.int = ...,
+        device: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load", "model", b"model"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dispatcher_count", b"dispatcher_count", "incarnation", b"incarnation", "load", b"load", "model", b"model", "version", b"version", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "dispatcher_count", b"dispatcher_count", "incarnation", b"incarnation", "load", b"load", "model", b"model", "version", b"version", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -28,6 +28,7 @@ from services.worker.engine.sampler import Sampler
 from services.worker.memory.backend import MemoryBackend
 from services.worker.memory.cuda import open_cuda
 from services.worker.memory.device import DeviceMemory
+from services.worker.memory.gpus import gpu_index
 from services.worker.memory.host import HostBackend
 from services.worker.memory.kv_cache import KvShape
 
@@ -212,11 +213,8 @@ def _max_model_len(wanted: int | None, config: ModelConfig) -> int:
 
 
 def _backend(device: str) -> MemoryBackend:
-    if device == "cpu":
-        return HostBackend()
-    if device == "cuda":
-        return open_cuda(0)
-    raise ConfigError("device", f"{device!r} is not supported; use cpu or cuda")
+    index = gpu_index(device)
+    return HostBackend() if index is None else open_cuda(index)
 
 
 def _attention(device: torch.device, config: ModelConfig, dtype: torch.dtype) -> AttentionBackend:

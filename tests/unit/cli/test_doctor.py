@@ -95,3 +95,16 @@ def test_remedies_stand_under_their_finding() -> None:
         ["FAIL", "ports", "taken:", "1"],
         ["choose", "another"],
     ]
+
+
+def test_a_gpu_worker_needs_a_compiler_for_what_launches_its_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    there = {"nvidia-smi": "/usr/bin/nvidia-smi"}
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr(checks.shutil, "which", there.get)
+    monkeypatch.setattr(checks, "installed_version", lambda name: "3.7.1")  # pyright: ignore[reportUnknownLambdaType]
+    finding = checks.kernel_compiler()
+    assert (finding.verdict, "install gcc" in finding.remedy) == (Verdict.FAIL, True)
+    there["gcc"] = there["/usr/bin/gcc"] = "/usr/bin/gcc"
+    assert "/usr/bin/gcc" in checks.kernel_compiler().text or "Python.h" in checks.kernel_compiler().text
+    del there["nvidia-smi"]
+    assert checks.kernel_compiler().verdict is Verdict.OK

@@ -182,3 +182,11 @@ def test_circles_and_strangers_are_refused() -> None:
 def test_what_the_reader_does_not_understand_is_named(tmp_path: Path, text: str, where: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(where)):
         read_compose(written(tmp_path, text), {})
+
+
+def test_the_image_for_gpus_has_what_triton_builds_its_launchers_with() -> None:
+    _, stage = (ROOT / "deploy/docker/Dockerfile").read_text().split("FROM worker AS worker-cuda\n")
+    assert re.search(r"apt-get install .*\bgcc\b.*\blibc6-dev\b", stage)
+    cache = re.findall(r"TRITON_CACHE_DIR=(\S+)", stage)
+    assert f"VOLUME {cache[0]}" in stage  # not below /tmp, which compose mounts noexec
+    assert stage.index("USER ballast") > stage.index("apt-get")

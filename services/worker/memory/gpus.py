@@ -1,0 +1,37 @@
+"""The GPUs that torch sees."""
+
+import re
+
+import torch
+
+from ballast.common.errors import ConfigError
+
+_CUDA = re.compile(r"cuda(?::(\d+))?")
+
+
+def gpu_uuids() -> list[str]:
+    """In the order of their ordinals. Slow the first time."""
+    return [_uuid(index) for index in range(torch.cuda.device_count())]
+
+
+def gpu_index(device: str) -> int | None:
+    """The ordinal in cuda, cuda:0, cuda:1 ...; None: not a GPU.
+
+    Raises:
+        ConfigError: it is no device at all.
+    """
+    if device == "cpu":
+        return None
+    found = _CUDA.fullmatch(device)
+    if found is None:
+        raise ConfigError("device", f"{device!r} is not supported; use cpu, cuda or cuda:N")
+    return int(found[1] or 0)
+
+
+def describe(device: torch.device) -> str:
+    """cpu, or the ordinal of a GPU and what it is called everywhere else."""
+    return device.type if device.type != "cuda" else f"{device} {_uuid(device.index)}"
+
+
+def _uuid(index: int) -> str:
+    return f"GPU-{torch.cuda.get_device_properties(index).uuid}"

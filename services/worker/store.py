@@ -1,0 +1,84 @@
+"""A GPU of this machine that no other worker has: a lease in the state server, renewed while the worker lives."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Callable, Sequence
+from typing import NamedTuple, Protocol
+
+from ballast.common.errors import ConfigError, Unavailable
+from ballast.common.ids import WorkerId
+from ballast.service.logs import get_logger
+
+ANY_GPU = "cuda:auto"
+_TTL_S = 15.0
+_RENEW_S = 5.0
+_RETRY_S = 0.5
+
+
+class Gpu(NamedTuple):
+    device: str  # cuda:0 ...
+    uuid: str
+
+
+class Leases(Protocol):
+    """What of the state server is needed here."""
+
+    async def acquire_lease(self, name: str, holder: str, ttl_s: float, address: str) -> int | None: ...
+
+    async def release_lease(self, name: str, holder: str) -> None: ...
+
+
+@contextlib.asynccontextmanager
+async def claimed_device(
+    wanted: str, gpus: Callable[[], Sequence[Gpu]], leases: Leases, worker_id: WorkerId
+) -> AsyncGenerator[str]:
+    """The device that is wanted, or for `cuda:auto` the first that is free, which is this worker's until the end.
+
+    A worker that is started again under its name finds its GPU as it left it. `gpus` is slow and called in a thread.
+
+    Raises:
+        ConfigError: there is no GPU, or others have them all.
+    """
+    if wanted != ANY_GPU:
+        yield wanted
+        return
+    there = await asyncio.to_thread(gpus)
+    gpu = await _first_free(there, leases, worker_id)
+    if gpu is None:
+        why = f"{len(there)} GPUs are here, other workers have them all" if there else "torch sees no GPU here"
+        raise ConfigError("worker.device", why)
+    get_logger().info("GPU claimed", device=gpu.device, uuid=gpu.uuid)
+    renewing = asyncio.create_task(_renew(gpu, leases, worker_id), name="GPU lease")
+    try:
+        yield gpu.device
+    finally:
+        renewing.cancel()
+        await asyncio.wait([renewing])
+        with contextlib.suppress(Unavailable):  # it runs out
+            await leases.release_lease(_lease(gpu), worker_id)
+
+
+async def _first_free(there: Sequence[Gpu], leases: Leases, worker_id: WorkerId) -> Gpu | None:
+    for gpu in there:
+        while True:
+            try:
+                got = await leases.acquire_lease(_lease(gpu), worker_id, _TTL_S, "")
+                break
+            except Unavailable as error:
+                get_logger().warning("state server does not answer: no GPU can be claimed", why=error.why)
+                await asyncio.sleep(_RETRY_S)
+        if got is not None:
+            return gpu
+    return None
+
+
+async def _renew(gpu: Gpu, leases: Leases, worker_id: WorkerId) -> None:
+    while True:
+        await asyncio.sleep(_RENEW_S)
+        with contextlib.suppress(Unavailable):
+            if await leases.acquire_lease(_lease(gpu), worker_id, _TTL_S, "") is None:
+                get_logger().error("another worker has claimed this one's GPU", device=gpu.device, uuid=gpu.uuid)
+
+
+def _lease(gpu: Gpu) -> str:
+    return f"gpu:{gpu.uuid}"

@@ -1,0 +1,60 @@
+import contextlib
+
+import pytest
+
+from ballast.common.errors import ConfigError, Unavailable
+from ballast.common.ids import WorkerId
+from services.worker.store import Gpu, claimed_device
+
+GPUS = [Gpu("cuda:0", "GPU-a"), Gpu("cuda:1", "GPU-b")]
+
+
+class Leases:
+    def __init__(self) -> None:
+        self.holders: dict[str, str] = {}
+        self.silent = 0  # calls that are not answered yet
+
+    async def acquire_lease(self, name: str, holder: str, ttl_s: float, address: str) -> int | None:
+        if self.silent:
+            self.silent -= 1
+            raise Unavailable("state server", "no answer")
+        return 1 if self.holders.setdefault(name, holder) == holder else None
+
+    async def release_lease(self, name: str, holder: str) -> None:
+        assert self.holders.pop(name) == holder
+
+
+async def test_each_worker_gets_a_gpu_of_its_own_and_one_too_many_is_told() -> None:
+    leases = Leases()
+    async with contextlib.AsyncExitStack() as stack:
+        claims = [claimed_device("cuda:auto", lambda: GPUS, leases, WorkerId(f"w{i}")) for i in range(3)]
+        assert [await stack.enter_async_context(claim) for claim in claims[:2]] == ["cuda:0", "cuda:1"]
+        with pytest.raises(ConfigError, match="2 GPUs are here, other workers have them all"):
+            await stack.enter_async_context(claims[2])
+    assert leases.holders == {}
+
+
+async def test_a_worker_that_is_started_again_before_its_lease_ran_out_finds_its_gpu() -> None:
+    leases = Leases()
+    leases.holders = {"gpu:GPU-a": "w0", "gpu:GPU-b": "w1"}
+    async with claimed_device("cuda:auto", lambda: GPUS, leases, WorkerId("w1")) as device:
+        assert device == "cuda:1"
+
+
+async def test_a_gpu_is_given_back_at_the_end_also_of_a_failed_load() -> None:
+    leases = Leases()
+    leases.silent = 1
+    with contextlib.suppress(RuntimeError):
+        async with claimed_device("cuda:auto", lambda: GPUS, leases, WorkerId("w0")) as device:
+            assert (device, leases.holders) == ("cuda:0", {"gpu:GPU-a": "w0"})
+            raise RuntimeError("no memory")
+    assert leases.holders == {}
+
+
+async def test_a_named_device_is_claimed_from_nobody() -> None:
+    for device in ("cpu", "cuda", "cuda:3"):
+        async with claimed_device(device, list, Leases(), WorkerId("w0")) as given:
+            assert given == device
+    with pytest.raises(ConfigError, match="torch sees no GPU"):
+        async with claimed_device("cuda:auto", list, Leases(), WorkerId("w0")):
+            pass
