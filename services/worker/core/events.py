@@ -131,10 +131,13 @@ class AdmissionLimited:
 
 @dataclass(frozen=True, slots=True)
 class PrefillLimited:
-    """Beside decodes at most so many tokens of prompts in a batch. None, or RoleChanged: as many as fit."""
+    """Beside decodes at most so many tokens of prompts in a batch, or (`always`) in any: another group decodes on the
+    same devices. None, or RoleChanged: as many as fit.
+    """
 
     at_s: float
     token_count: int | None
+    always: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -291,7 +291,7 @@ class Lane:
             case AdmissionLimited():
                 self.scheduler.admission_limit = event.block_count
             case PrefillLimited():
-                self.scheduler.limit_prefill(event.token_count)
+                self.scheduler.limit_prefill(event.token_count, always=event.always)
             case RoomExpected():
                 self.scheduler.expected_block_count = event.block_count
                 self.scheduler.expected_count = event.running_count

@@ -64,6 +64,7 @@ class Scheduler:
         self.ceiling_block_count = block_count  # that there are, or may be soon
         self.admission_limit: int | None = None  # blocks; nothing new above it
         self.prefill_limit: int | None = None  # tokens of prompts in a batch that has decodes
+        self._limits_always = False  # in others too
         self._limited_tokens = 0  # the most of prompts that were to be computed since there were none, while limited
         self.stage_count = 1
         self.reserved_block_count = 0
@@ -362,14 +363,14 @@ class Scheduler:
         if len(left) <= min(room, max(1, int(len(plan.decodes) * _FEW))):
             plan.decodes.extend(left)
 
-    def limit_prefill(self, token_count: int | None) -> None:
-        self.prefill_limit = token_count
+    def limit_prefill(self, token_count: int | None, *, always: bool = False) -> None:
+        self.prefill_limit, self._limits_always = token_count, always
         self._limited_tokens = 0
 
     def _most_prompt_tokens(self, decode_count: int, prompt_tokens: int) -> int:
         """The most tokens of prompts in a batch, while so many sequences decode and so many such tokens wait."""
         limit = self.prefill_limit
-        if limit is None or not decode_count:
+        if limit is None or not (decode_count or self._limits_always):
             return self._limits.max_batch_tokens
         if not limit:
             return 0

@@ -348,6 +348,7 @@ class TransitionDriver:
                     self.drive(GroupEnded(self._now(), epoch))
                 case CloseSeat():
                     self._the_leaving().close()
+                    self._restoring.lift_limit()
                 case SendHandover(epoch=epoch, to=to):
                     self._handover.send(epoch, to)
                 case Lead(victims=victims):
@@ -461,6 +462,7 @@ class TransitionDriver:
         ground.book = BlockBook(block_count, self._memory.kv.shape.block_tokens, self._memory.kv.window.first_block)
         progress.remap_s += self._now() - now_s
         self._answers.tell(LaneOpened(now_s, ground.book))
+        self._restoring.limit_prompts(beside=True)
         role.take_up(transition.epoch, transition.part.new)
         self._published.clock.begin_layout()
         self._capacities.begin()

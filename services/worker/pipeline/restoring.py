@@ -105,8 +105,15 @@ class Restoring:
         self._homecoming.begin(epoch, sources, self._published.counted)
         self._leads, self._limit = self._role.leads, None
 
-    def _limit_prefill(self, token_count: int | None) -> None:
-        self._tell(PrefillLimited(self._now(), token_count))
+    def limit_prompts(self, *, beside: bool = False) -> None:
+        """Until `commit` or the end of this restore. `beside`: of this worker's own requests, while the group that
+        dissolves computes on the same devices.
+        """
+        token_count = max(1, int(_PROMPT_BLOCKS * self._memory.kv.shape.block_tokens))
+        self._tell(PrefillLimited(self._now(), token_count, always=beside))
+
+    def lift_limit(self) -> None:
+        self._tell(PrefillLimited(self._now(), None))
 
     # ------------------------------------------------------------ room
 
@@ -119,7 +126,7 @@ class Restoring:
         if self._limit is None:
             self._limit = self._capacities.smallest_leaving
             self._capacities.limit(epoch, self._limit)
-            self._limit_prefill(max(1, int(_PROMPT_BLOCKS * self._memory.kv.shape.block_tokens)))
+            self.limit_prompts()
         if self._ground.lane.settled:  # nobody holds or will take a block beyond the limit
             self._leads = False
             self.room_is_granted(epoch, self._limit)
@@ -196,7 +203,7 @@ class Restoring:
         self.undoing = plan.kind is TransitionKind.RESTORE
         if self.undoing and self._role.leads:
             self._pass_on_withdrawal(plan.epoch)
-            self._limit_prefill(None)
+            self.lift_limit()
 
     def _undo(self) -> None:
         """The burst is back: layers are given up again, once nothing writes into them any more."""

@@ -240,6 +240,16 @@ def test_prompts_have_the_batch_for_themselves_where_nobody_decodes() -> None:
     assert _step(leader) == {1: 1, 2: 20}
 
 
+def test_prompts_are_limited_in_every_batch_while_another_group_decodes_beside() -> None:
+    leader = Leader(64, block_tokens=4, max_batch_tokens=32)
+    leader.feed(PrefillLimited(leader.at_s, 3, always=True))
+    leader.submit("a", tuple(range(1, 13)))
+    assert [_step(leader) for _ in range(4)] == [{1: 3}] * 4
+    leader.feed(PrefillLimited(leader.at_s, None))
+    leader.submit("b", tuple(range(1, 21)))
+    assert _step(leader) == {1: 1, 2: 20}
+
+
 def test_a_few_are_not_put_off_for_balance_while_a_transition_is_prepared() -> None:
     def form(view: PipelineView) -> Share:
         ready = [i for i, c in enumerate(view.candidates) if c.step_id <= view.landed_step_id]
