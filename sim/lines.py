@@ -16,6 +16,7 @@ class Lines:
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self.troubled = False  # some line is not well, or was not a moment ago
+        self.forgets = False  # a call that its caller has given up does not arrive any more
         self._cut: dict[tuple[str, str], list[Act]] = {}
         self._late_s: dict[tuple[str, str], float] = {}
         self._last_s: dict[tuple[str, str], float] = {}  # when the last message over a slow line arrives
@@ -27,6 +28,11 @@ class Lines:
     def mend(self, source: str, to: str) -> None:
         for act in self._cut.pop((source, to), ()):
             act()
+
+    @property
+    def whole(self) -> bool:
+        """Nothing is cut, and nothing late."""
+        return not (self._cut or any(self._late_s.values()))
 
     def is_cut(self, source: str, to: str) -> bool:
         return (source, to) in self._cut

@@ -290,7 +290,7 @@ class PlannerNode:
             take()
 
         def take() -> None:
-            if peer.crashed:
+            if peer.crashed or (over[0] and self._lines.forgets):
                 return
             said = self._ask(peer, command, token)
             asked[0] = True

@@ -126,6 +126,7 @@ class StateServer:
         self.is_up = True
         self.slow_s = 0.0  # each operation takes so much longer
         self._watchers: list[Callable[[Layout], None]] = []
+        self.on_journal: Callable[[Journal], None] = lambda _: None  # hears of each that has been written, at once
         self._leaders: dict[str, str] = {}  # as whoever looked last has found them
         self._past: list[tuple[float, Contents]] | None = None
 
@@ -168,8 +169,11 @@ class StateServer:
 
     def write_journal(self, command: WriteJournal) -> WriteOutcome:
         outcome = self.contents.write_journal(command, self.now_s)
-        if outcome is WriteOutcome.WRITTEN and command.journal.stage is Stage.COMMITTING:
-            self._tell(command.journal.target)
+        if outcome is WriteOutcome.WRITTEN:
+            self._take_snapshot()
+            self.on_journal(command.journal)
+            if command.journal.stage is Stage.COMMITTING:
+                self._tell(command.journal.target)
         return outcome
 
     def acquire(self, name: str, holder: str, ttl_s: float, above: int = 0) -> int | None:

@@ -55,7 +55,7 @@ def test_a_story_depends_on_its_seed_only() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("mutant", ["B1-outside-not-told", "wrong-block"])
+@pytest.mark.parametrize("mutant", ["B1-outside-not-told", "B9-refused-transfer", "withdrawal-untold", "wrong-block"])
 def test_a_fault_that_is_put_back_is_seen(mutant: str) -> None:
     command = [sys.executable, "-m", "tests.support.mutants", "--seeds", "300", mutant]
     told = subprocess.run(command, capture_output=True, text=True, check=True, timeout=500).stdout

@@ -20,11 +20,13 @@ from ballast.common.ids import Epoch
 from ballast.common.layout import Group, Layout
 from ballast.service.logs import silence
 from services.planner.core import messages as p
+from services.planner.core.stages import Stage
 from sim.clients import Arrival
 from sim.clock import Clock
 from sim.memory import Geometry
 from sim.results import Outcome, SimRun
 from sim.world import World, WorldOptions
+from tests.support.agreement import Agreement
 from tests.support.cluster_swarm import Kind, Swarm, draw
 from tests.support.simulated import options
 
@@ -34,7 +36,10 @@ _EXTENT_BYTES = 64 << 20
 _BLOCKS_IN_EXTENT = 2
 _STORY_S = 9.0  # requests come for so long, in two bursts
 _HEALED_WITHIN_S = 60.0
+_PATIENCE_S = 150.0  # the longest is over by then
+_LONGEST_S = {Stage.COMMITTING: 25.0, Stage.EXCHANGING: 40.0, Stage.ABORTING: 20.0}  # of a trouble, and some more
 _LOOK_S = 0.25
+_GLANCE_S = 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +85,10 @@ def _options(seed: int, rng: random.Random, worker_count: int, *, several: bool)
         monitor=replace(rules.monitor, warmup_s=1.5),
         dispatcher=replace(rules.dispatcher, limits=patient),
     )
+    link_fraction = made.timings.link_fraction * rng.choice((1.0, 1.0, 0.2, 0.02))
     return replace(
         made,
+        timings=made.timings.model_copy(update={"link_fraction": link_fraction}),
         model=model,
         geometry=geometry,
         rules=rules,
@@ -89,6 +96,7 @@ def _options(seed: int, rng: random.Random, worker_count: int, *, several: bool)
         dispatcher_count=rng.choice((1, 2)),
         monitor_count=2 if several else 1,
         planner_count=2 if several else 1,
+        stop_after_s=_PATIENCE_S,
     )
 
 
@@ -115,22 +123,25 @@ def _story(seed: int) -> Story:
     several = any(trouble.kind in _OF_CONTROL for trouble in troubles) or rng.random() < 0.1
     made = _options(seed, rng, worker_count, several=several)
     world, slowness = World(made, _arrivals(rng, worker_count)), rng.choice((4.0, 7.0, 10.0))
-    world.wires.max_transfers = rng.choice((2, 1024))
+    world.wires.max_transfers, world.lines.forgets = rng.choice((2, 1024)), rng.random() < 0.5
     for instance in world.instances.values():
         instance.slowness = slowness
     setting = (
         f"{worker_count} workers, {made.dispatcher_count} dispatchers, {made.planner_count} planners,"
         f" {made.monitor_count} monitors, slowness {slowness:g}, {len(world.clients.records)} requests"
     )
-    swarm, epochs = Swarm(world, rng), Epochs()
+    swarm, epochs = Swarm(world, rng, _STORY_S, is_hasty=rng.random() < 0.25), Epochs()
     world.state.watch(epochs.see)
+    agreement = Agreement(world)
+    world.clock.every(_GLANCE_S, b"look", agreement.look)
     swarm.expect(troubles)
     try:
         run = world.run()
         for record in run.records:
-            assert record.outcome is Outcome.FINISHED, f"{record.request_id}: {record.error}"
+            assert record.outcome is Outcome.FINISHED, f"{record.request_id} is {record.outcome}: {record.error}"
         swarm.is_over = True
         _heal(world)
+        _check_stages(world)
     except (InvariantViolation, AssertionError, ValueError, KeyError) as error:
         error.add_note(
             f"seed {seed}: {setting}; {'; '.join(swarm.told) or 'no trouble'};"
@@ -142,7 +153,7 @@ def _story(seed: int) -> Story:
 
 _OF_CONTROL = (
     *(Kind.STOP_MONITOR, Kind.NEW_MONITOR, Kind.STOP_PLANNER, Kind.NEW_PLANNER),
-    *(Kind.STATE_AWAY, Kind.STATE_SLOW, Kind.STATE_EMPTY, Kind.STATE_BACK),
+    *(Kind.STATE_AWAY, Kind.STATE_SLOW, Kind.STATE_EMPTY, Kind.STATE_BACK, Kind.FAILOVER),
 )
 
 
@@ -170,6 +181,14 @@ def _heal(world: World) -> None:
         _until(clock, ask_again)
         world.planner.feed(p.RestoreRequested(clock.now_s, "end", "restore"))
         _until_well(world)
+
+
+def _check_stages(world: World) -> None:
+    """What is in the way passes, and is told: no transition waits for what never comes, until a deadline ends it."""
+    for record in (record for node in world.planners.values() for record in node.records):
+        for stage, longest_s in _LONGEST_S.items():
+            took_s = record.seconds_in(stage)
+            assert took_s < longest_s, f"epoch {record.epoch} ({record.journal.kind}): {stage} for {took_s:.1f} s"
 
 
 def _ended(world: World) -> Counter[str]:

@@ -7,13 +7,21 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from ballast.common.ids import WorkerId
+from ballast.common.transition import TransitionKind
+from services.planner.core import messages as p
+from services.planner.core.stages import Stage
+from services.planner.core.transition import Journal, changed_members
 from sim.faults import Fault, FaultKind
 from sim.instance import Instance
+from sim.planning import PlannerNode
 from sim.troubles import Troubles
 from sim.world import World
 
 _AIM_S = 0.005  # between two looks for a transition that something is aimed at
+_NEAR_S = 0.0005  # while one is under way
+_NEAR = {"prepared", "committing"}
 _NEVER = "any"
+_HASTE_S = 0.001
 
 
 class Kind(StrEnum):
@@ -28,6 +36,8 @@ class Kind(StrEnum):
     RESET = "reset"  # the link of two workers ends
     UNHEARD = "unheard"  # a process of the control plane, or a dispatcher, hears nothing of a worker
     UNTOLD = "untold"  # or the other way
+    ISOLATED = "isolated"  # workers alone hear a worker, and it hears nobody else
+    DEMAND = "demand"  # the planner hears of an overload: what is being restored stays away
     STOP_MONITOR = "stop monitor"
     NEW_MONITOR = "new monitor"  # one ends, another is started
     STOP_PLANNER = "stop planner"
@@ -36,11 +46,17 @@ class Kind(StrEnum):
     STATE_SLOW = "state slow"
     STATE_EMPTY = "state empty"
     STATE_BACK = "state back"  # it is what it was some time ago
+    FAILOVER = "failover"  # likewise, and the planners end with it
 
 
+# As they are journaled: nobody has been told of it yet.
+_STAGES = {"planned": Stage.PREPARING, "decided": Stage.COMMITTING, "over": Stage.DONE}
 # Often, as these are what transitions have to bear; the rest now and then.
-_OFTEN = (Kind.CRASH, Kind.RESTART, Kind.PAUSE, Kind.PAUSE, Kind.VANISH, Kind.DEAF, Kind.APART, Kind.RESET)
-_PHASES = ("preparing", "prepared", "committing", "exchanging", "layers", "any")
+_OFTEN = (
+    *(Kind.CRASH, Kind.RESTART, Kind.PAUSE, Kind.PAUSE, Kind.VANISH, Kind.DEAF, Kind.APART, Kind.RESET),
+    *(Kind.LATE, Kind.ISOLATED, Kind.DEMAND, Kind.FAILOVER),
+)
+_PHASES = ("preparing", "prepared", "committing", "exchanging", "layers", "any", *_STAGES)
 _DURATIONS_S = (0.05, 0.3, 1.0, 2.5, 4.0, 7.0, 12.0)
 _DELAYS_S = (0.0, 0.001, 0.01, 0.1, 0.5)
 
@@ -62,14 +78,14 @@ class Trouble:
 
 def draw(rng: random.Random, worker_count: int, last_s: float) -> list[Trouble]:
     """Between none and four, of a few kinds."""
-    count = rng.choice((0, 1, 1, 2, 2, 2, 3, 4))
+    count = rng.choice((0, 1, 2, 2, 2, 3, 3, 4))
     kinds = [rng.choice(_OFTEN if rng.random() < 0.6 else tuple(Kind)) for _ in range(count)]
     return [
         Trouble(
             kind,
             rng.randrange(worker_count),
             rng.choice(_PHASES),
-            rng.uniform(0.0, last_s),
+            rng.uniform(0.0, 0.7 * last_s),
             rng.choice(_DELAYS_S),
             rng.choice(_DURATIONS_S),
         )
@@ -83,16 +99,31 @@ class Swarm:
 
     world: World
     rng: random.Random
+    last_s: float  # until then somebody may ask for drops
+    is_hasty: bool  # an operator asks for a restore when a drop is over, and the other way
     told: list[str] = field(default_factory=list[str])
     met: Counter[tuple[str, str]] = field(default_factory=Counter[tuple[str, str]])
     is_over: bool = False  # nothing breaks any more
+    _aimed: list[tuple[Trouble, Callable[[], None]]] = field(default_factory=list[tuple[Trouble, Callable[[], None]]])
 
     def expect(self, troubles: Sequence[Trouble]) -> None:
         acts = Troubles(self.world)
-        if any(trouble.kind is Kind.STATE_BACK for trouble in troubles):
+        if any(trouble.kind in (Kind.STATE_BACK, Kind.FAILOVER) for trouble in troubles):
             self.world.state.remember()
         for trouble in troubles:
             self.world.clock.at(self.world.zero_s + trouble.at_s, b"aim", self._aim(trouble, acts))
+        self.world.state.on_journal = self._journaled
+
+    def _journaled(self, journal: Journal) -> None:
+        members, aimed = changed_members(journal.base, journal.target), self._aimed
+        self._aimed = []
+        if self.is_hasty and not self.is_over and journal.stage is Stage.DONE:
+            self.world.clock.after(_HASTE_S, b"operator", lambda: self._ask(journal.kind))
+        for trouble, strike in aimed:
+            if _STAGES[trouble.phase] is journal.stage and f"w{trouble.victim}" in members:
+                self.world.clock.after(trouble.delay_s, b"strike", strike)
+            else:
+                self._aimed.append((trouble, strike))
 
     def _aim(self, trouble: Trouble, acts: Troubles) -> Callable[[], None]:
         clock, zero_s = self.world.clock, self.world.zero_s
@@ -110,8 +141,10 @@ class Swarm:
             if trouble.phase in phases:
                 clock.after(trouble.delay_s, b"strike", strike)
             elif not self.is_over:
-                clock.after(_AIM_S, b"aim", look)
+                clock.after(_NEAR_S if phases & _NEAR else _AIM_S, b"aim", look)
 
+        if trouble.phase in _STAGES:
+            return lambda: self._aimed.append((trouble, strike))
         return strike if trouble.phase == _NEVER else look
 
     # ------------------------------------------------------------ where the victim is
@@ -168,16 +201,26 @@ class Swarm:
                 acts.cut(other, me, for_s)
                 acts.cut(me, other, for_s)
             case Kind.LATE:
-                acts.slow(me, other, rng.choice((0.01, 0.1, 0.5)), for_s)
+                acts.slow(me, other, rng.choice((0.01, 0.1, 0.5, 2.0)), for_s)
             case Kind.RESET:
                 acts.reset(me, other)
             case Kind.UNHEARD | Kind.UNTOLD:
                 far = rng.choice([name for name in self._everybody(me) if name not in world.instances])
                 acts.cut(*((me, far) if kind is Kind.UNHEARD else (far, me)), for_s)
+            case Kind.ISOLATED:
+                for far in self._everybody(me):
+                    if far not in world.instances:
+                        acts.cut(me, far, for_s)
+                        acts.cut(far, me, for_s)
             case Kind.STOP_MONITOR:
                 acts.stop(world.monitor, for_s)
             case Kind.NEW_MONITOR:
                 acts.replace(world.monitor, for_s)
+            case Kind.DEMAND | Kind.STOP_PLANNER | Kind.NEW_PLANNER if not self._planners:
+                return False
+            case Kind.DEMAND:
+                raised = p.OverloadRaised(world.clock.now_s, "demand", 1)
+                world.planner.process.run(lambda: world.planner.feed(raised))
             case Kind.STOP_PLANNER:
                 acts.stop(world.planner, for_s)
             case Kind.NEW_PLANNER:
@@ -191,7 +234,29 @@ class Swarm:
                 world.state.lose_everything()
             case Kind.STATE_BACK:
                 world.state.go_back(for_s)
+            case Kind.FAILOVER:
+                world.state.go_back(for_s)
+                for node in self._planners:
+                    acts.replace(node, rng.choice((0.01, 0.5, 2.0)))
         return True
+
+    @property
+    def _planners(self) -> list[PlannerNode]:
+        """That live."""
+        return [node for node in self.world.planners.values() if not node.process.crashed]
+
+    def _ask(self, ended: TransitionKind) -> None:
+        """An operator wants the opposite of what has ended."""
+        world = self.world
+        if self.is_over or not self._planners or world.planner.process.paused:
+            return
+        planner = world.planner
+        now_s, name = world.clock.now_s, f"hasty {world.clock.now_s}"
+        if ended is TransitionKind.DROP:
+            planner.feed(p.RestoreRequested(now_s, "operator", name))
+        elif now_s < world.zero_s + self.last_s:
+            living = tuple(sorted(worker for worker in world.instances if worker not in world.crashed))
+            planner.feed(p.DropRequested(now_s, "operator", name, worker_ids=living[:2]))
 
     def _everybody(self, me: str) -> list[str]:
         """Whom a worker talks to."""

@@ -12,18 +12,15 @@ import argparse
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any
 
 from ballast.common.ids import Epoch
 from ballast.rpc.fencing import Fence
 from services.planner.core import transition as planner_transition
-from services.planner.core.machine import PlannerCore
 from services.planner.core.roster import Roster
 from services.planner.core.stages import Stage
 from services.planner.core.transition import Coordinator
 from services.worker.core.transition import Transition
-from services.worker.pipeline.capacity import Capacities
 from services.worker.pipeline.driver import TransitionDriver
 from services.worker.pipeline.exchange import KvExchange
 from services.worker.pipeline.handover import Handover
@@ -66,16 +63,6 @@ def _waits_for_aborts(overdue: Any) -> Any:
     return lambda self, at_s: {} if self.stage is Stage.ABORTING else overdue(self, at_s)
 
 
-def _todays_roster(written: Any) -> Any:
-    """B4: who was lost and came back while the layout was being written counts as whole."""
-
-    def settled(self: PlannerCore, *args: Any) -> Any:
-        self._in_flight_partial = self._wanted()[1]
-        return written(self, *args)
-
-    return settled
-
-
 def _not_again(transfer: Any) -> Any:
     """B9: what the link has no room for is never sent."""
 
@@ -84,17 +71,6 @@ def _not_again(transfer: Any) -> Any:
         self._waiting.pop(to, None)
 
     return begin
-
-
-def _if_prepared(grant: Any) -> Any:
-    """A grant that comes before the plan is forgotten."""
-
-    def granted(self: Restoring, epoch: Epoch, room: Any) -> Any:
-        current = self._under_way()
-        if current is not None and current.epoch == epoch:
-            grant(self, epoch, room)
-
-    return granted
 
 
 def _untold(pass_on: Any) -> Any:
@@ -109,11 +85,6 @@ def _untold(pass_on: Any) -> Any:
             self._links.pass_on = links
 
     return kept
-
-
-def _whatever_was_seen(told: Any) -> Any:
-    """Capacity is believed from a stage that has not heard of the restore's end."""
-    return lambda self, event: told(self, replace(event, withdrawn=Epoch(1 << 60)))
 
 
 def _kept_too(hand_over: Any) -> Any:
@@ -143,11 +114,8 @@ MUTANTS: Mapping[str, tuple[Patch, ...]] = {
         _instead(Coordinator, "_member_said", _without_answer),
         _instead(Coordinator, "_overdue", _waits_for_aborts),
     ),
-    "B4-lost-counts-as-whole": (_instead(PlannerCore, "_written", _todays_roster),),
     "B9-refused-transfer": (_instead(KvExchange, "_transfer", _not_again),),
     "two-owners": (_instead(Handover, "_hand_over", _kept_too),),
-    "grant-before-prepare": (_instead(Restoring, "room_is_granted", _if_prepared),),
-    "stale-capacity": (_instead(Capacities, "told", _whatever_was_seen),),
     "withdrawal-untold": (_instead(Restoring, "_pass_on_withdrawal", _untold),),
     "prepared-for-ever": (_instead(Transitions, "_watch", _nothing),),
     "peer-loss-ignored": (_instead(Transition, "_peer_lost", lambda _: lambda *_: []),),

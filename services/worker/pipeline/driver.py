@@ -122,6 +122,7 @@ class TransitionDriver:
         self.leaving: Leaving | None = None  # the group before, which dissolves
         self.quiescing = False  # no batches are formed
         self._learning = False  # a drop is prepared: checksums are taken of what is to be given up
+        self._early: list[RosterArrived] = []  # of those who have the commit of a restore before this worker
 
     # ------------------------------------------------------------ what it is told
 
@@ -147,6 +148,7 @@ class TransitionDriver:
         self._received = event
         progress = self._published.begin(plan.epoch, self._ground.book.block_count)
         self._handover.begin()
+        self._early = []
         self._exchange = KvExchange(transition, progress, self._ground)
         self._execute(transition.begin())
         self._publish()
@@ -223,6 +225,9 @@ class TransitionDriver:
 
     def roster_arrived(self, event: RosterArrived) -> None:
         if not self.is_current(event.epoch):
+            return
+        if self._current().phase in BEFORE_COMMIT:
+            self._early.append(event)
             return
         for sequence_id in event.recomputed:  # their blocks are needed for those that keep their KV
             self._ground.book.release(sequence_id)
@@ -472,6 +477,9 @@ class TransitionDriver:
         get_logger().info("layout taken up", epoch=transition.epoch, **progress.until_taken_up())
         self._handover.adopt_by_tokens(now_s)
         self.drive(TakenUp(self._now(), transition.epoch))
+        early, self._early = self._early, []
+        for roster in early:
+            self.roster_arrived(roster)
 
     def _has_grown(self, block_count: int) -> None:
         self._ground.grow_book(block_count)
