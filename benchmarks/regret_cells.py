@@ -26,16 +26,15 @@ import numpy as np
 from ballast.bench.traces import Trace, TraceRequest, read_trace
 from ballast.bench.upscale import upscaled
 from ballast.common.errors import InvariantViolation
-from sim.cost import Roofline
 from sim.hardware import find_cluster, find_model
-from sim.jobs.simulation import SimJob, specs_of, world_of
+from sim.jobs.settled import prompt_share
+from sim.jobs.simulation import SimJob, specs_of, stranded_fraction, world_of
 from sim.results import Outcome, SimRun
 
 CALM = "calm"  # in place of a policy: every eighth request, with recompute
 _THINNED = 8
 _TICK_S = 3.0
 _NEIGHBOURS = 20
-_PEAK_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +189,10 @@ def run_cell(name: str, traces: Path, policy: str, draw: int) -> Mapping[str, An
         found |= figures_of(world_of(job, rules).run())
     except InvariantViolation as error:
         found["failed"] = str(error)
-    return found | {"prompt_share": prompt_share(job), "took_s": time.process_time() - began_s}
+    return found | {
+        "prompt_share": prompt_share(job.model, job.cluster, job.timings, job.trace),
+        "took_s": time.process_time() - began_s,
+    }
 
 
 def figures_of(run: SimRun) -> dict[str, Any]:
@@ -223,21 +225,10 @@ def figures_of(run: SimRun) -> dict[str, Any]:
         "drops": done.count("drop"),
         "restores": done.count("restore"),
         "merged_share": fmean(any(g > 1 for g in s.group_sizes) for s in samples) if samples else 0.0,
+        "stranded": stranded_fraction(run.samples),
         "bubbles": run.bubble_fraction,
     }
 
 
 def _quantile(values: list[float], q: float) -> float | None:
     return float(np.quantile(values, q)) if values else None
-
-
-def prompt_share(job: SimJob) -> float:
-    """Share of all engines' time that the prompts of the densest half minute take."""
-    costs, layers = Roofline(job.model, job.cluster, job.timings).costs, job.model.layer_count
-    instances = job.cluster.gpu_count // job.model.gpus_per_instance
-    at_s = np.array([r.arrival_s for r in job.trace.requests])
-    sizes = np.array([r.input_tokens for r in job.trace.requests], dtype=float)
-    each_s = sizes * (costs.token_s + costs.collective_token_s + sizes / 2 * costs.pair_s) * layers
-    total_s = np.concatenate([[0.0], np.cumsum(each_s)])
-    until = np.searchsorted(at_s, at_s + _PEAK_S, "left")
-    return float(np.max(total_s[until] - total_s[:-1])) / (_PEAK_S * instances)

@@ -40,6 +40,7 @@ class Sample:
     running_count: int
     waiting_count: int
     preemptions_total: int
+    stranded_count: int  # they wait where it is full, at the sample before too, while another has room for them
     epoch: int
     epoch_reason: str
     group_sizes: tuple[int, ...]

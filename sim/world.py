@@ -13,6 +13,7 @@ from functools import partial
 
 from ballast.common.errors import ConfigError, InvariantViolation
 from ballast.common.ids import DispatcherId, Epoch, Incarnation, WorkerId
+from ballast.common.load import LoadReport
 from ballast.common.model import ModelInfo
 from ballast.service.logs import silence
 from services.monitor.core.messages import Instance as Announcement
@@ -130,6 +131,7 @@ class World:
         )
         self.dispatchers = [self._add_dispatcher(number) for number in range(options.dispatcher_count)]
         self.samples: list[Sample] = []
+        self._full: dict[WorkerId, int] = {}  # where requests wait in vain -> how many, at the last sample
         self.clock.every(_SAMPLE_INTERVAL_S, b"sample", self._sample, first_s=self.zero_s)
         for fault in options.faults:
             fault.check(count)
@@ -409,11 +411,23 @@ class World:
                 running_count=sum(report.running_count for report in reports),
                 waiting_count=waiting + sum(report.waiting_count for report in reports),
                 preemptions_total=sum(report.preemptions_total for report in reports),
+                stranded_count=self._stranded([] if layout is None else [g.leader.worker_id for g in layout.groups]),
                 epoch=layout.epoch if layout is not None else 0,
                 epoch_reason=layout.reason if layout is not None else "",
                 group_sizes=tuple(len(group.members) for group in layout.groups) if layout is not None else (),
             )
         )
+
+    def _stranded(self, leaders: Sequence[WorkerId]) -> int:
+        """Requests that wait on a full instance, at the last sample too, while another one has room for them."""
+        before, self._full = self._full, {}
+        loads = {name: self.instances[name].load() for name in leaders}
+        room = max((_room(load) for load in loads.values() if not load.waiting_count), default=0)
+        for name, load in loads.items():
+            each = -(-load.waiting_block_count // load.waiting_count) if load.waiting_count else 0
+            if each and _room(load) < each <= room:
+                self._full[name] = load.waiting_count
+        return sum(min(count, before.get(name, 0)) for name, count in self._full.items())
 
     def _result(self) -> SimRun:
         clients = self.clients
@@ -452,6 +466,14 @@ def _no_collector() -> Generator[None]:
     finally:
         if was_on:
             gc.enable()
+
+
+def _room(load: LoadReport) -> int:
+    """Blocks that the next newcomer may have."""
+    if load.running_count >= load.max_running_count:
+        return 0
+    kept = load.kept_block_count if load.running_count else 0
+    return load.block_count - load.used_block_count - kept
 
 
 def instance_count(model: ModelSpec, cluster: Cluster) -> int:

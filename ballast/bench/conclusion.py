@@ -2,20 +2,18 @@
 
 import math
 
-from ballast.bench.records import Outcome
 from ballast.bench.results import BenchResult, PolicyResult
+from ballast.bench.shortage import in_words, is_memory_short, shortage
+from ballast.bench.slo import LENIENT, Slo
 from ballast.common.units import counted, duration, human_bytes, share
 
 _PLAIN = "recompute"
-_LONG_WAIT = 5.0  # p99 of the time to the first token, of its median
 _ALIKE = 1.1  # two figures within this factor are called equal
-_GOOD_TTFT_S = 2.0  # a first token later than this is late
-_BEARABLE_SHARE = 0.9  # of requests in time; below it with both policies a cluster is too small
 _BEARABLE_TPOT = 1.25  # times as long per token; more is a price to be named
 
 
-def conclude(result: BenchResult) -> str:
-    """Words for what the figures say; no figure that is not in the result."""
+def conclude(result: BenchResult, slo: Slo = LENIENT) -> str:
+    """Words for what the figures say; no figure that is not in the result. The verdict is by the goal."""
     drop = result.policies.get("drop")
     others = {name: policy for name, policy in result.policies.items() if name != "drop"}
     sentences = [_demand(result)]
@@ -24,7 +22,7 @@ def conclude(result: BenchResult) -> str:
     if drop is not None and others:
         plain = _plain(result)
         sentences += [_latency(drop, name, others[name]) for name in (plain, *(n for n in others if n != plain))]
-        sentences += [_price(drop, plain, others[plain]), _advice(result, drop, others[plain])]
+        sentences += [_price(drop, plain, others[plain]), _advice(result, drop, plain, slo)]
     return " ".join(sentence for sentence in sentences if sentence)
 
 
@@ -90,46 +88,37 @@ def _price(drop: PolicyResult, name: str, other: PolicyResult) -> str:
     return f"Compared with {name} the median time per output token changes by {change:+.0%} to {duration(ours)}."
 
 
-def _advice(result: BenchResult, drop: PolicyResult, other: PolicyResult) -> str:
-    """More memory that does not shorten the wait says that something else is short, and there is only one other."""
-    ours, theirs = drop.ttft_s.p99 or 0.0, other.ttft_s.p99 or 0.0
-    if not any(t.kind == "drop" for t in drop.transitions):
-        return f"This cluster has enough memory for this trace.{_waits_for_computing(result, other)}"
-    if max(_met(drop), _met(other)) < _BEARABLE_SHARE:
-        return _too_small(result, drop, other)
-    if theirs > ours * _ALIKE:
-        return _worth(drop, other)
-    if ours > theirs * _ALIKE:
-        return (
-            "What is short here is computing and not memory: with more KV cache the requests do not wait less, and a"
-            " pipeline wastes a part of the GPUs' time. More GPUs help, dropping parameters does not."
-        )
-    return "Dropping parameters neither helps nor harms here."
+def _advice(result: BenchResult, drop: PolicyResult, name: str, slo: Slo) -> str:
+    """One verdict by the goal, and what is short where it is not kept."""
+    other = result.policies[name]
+    ours, theirs = slo.met_share(drop), slo.met_share(other)
+    keeps, other_keeps = ours >= slo.share, theirs >= slo.share
+    dropped = any(t.kind == "drop" for t in drop.transitions)
+    goal = f"The goal is that {slo}: {share(ours)} do with drop, {share(theirs)} with {name}."
+    short = in_words(result, shortage(result, "drop"))
+    if not dropped and (keeps or not is_memory_short(other)):
+        enough = "This cluster has enough memory for this trace."
+        return enough if keeps else " ".join([goal, enough, short, _size(result, drop, other)])
+    if not (keeps or other_keeps):
+        small = "This cluster is too small for this trace, whatever the policy."
+        return " ".join([goal, small, short, _size(result, drop, other)])
+    if other_keeps and not keeps:
+        return " ".join([goal, "Dropping parameters is not worth it here.", short])
+    better, worse = (drop.ttft_s.p99 or 0.0), (other.ttft_s.p99 or 0.0)
+    if not other_keeps or worse > better * _ALIKE:
+        return f"{goal} {_worth(drop, other)}"
+    if better > worse * _ALIKE:
+        return f"{goal} Dropping parameters gains nothing here: the goal is kept without it, and sooner."
+    return f"{goal} Dropping parameters neither helps nor harms here."
 
 
-def _met(policy: PolicyResult) -> float:
-    """Share of all requests that finished and got their first token in good time."""
-    waits = [
-        request.first_token_s is not None
-        and request.outcome is Outcome.FINISHED
-        and request.first_token_s - request.planned_s <= _GOOD_TTFT_S
-        for request in policy.requests
-    ]
-    return sum(waits) / len(waits) if waits else 1.0
-
-
-def _too_small(result: BenchResult, drop: PolicyResult, other: PolicyResult) -> str:
-    """The size is what would do the same work while the trace lasts, computing at the pace of the quicker run."""
-    told = (
-        f"This cluster is too small for this trace, whatever the policy: {share(_met(drop))} of the requests get their"
-        f" first token within {duration(_GOOD_TTFT_S)} with drop, {share(_met(other))} without."
-    )
-    gpus = result.config.cluster.get("gpu_count")
-    span_s = result.trace.span_s
+def _size(result: BenchResult, drop: PolicyResult, other: PolicyResult) -> str:
+    """How many would do the same work while the trace lasts, computing at the pace of the quicker run."""
+    gpus, span_s = result.config.cluster.get("gpu_count"), result.trace.span_s
     if not isinstance(gpus, int) or span_s <= 0.0:
-        return told
+        return ""
     least = math.ceil(gpus * max(1.0, min(drop.duration_s, other.duration_s) / span_s))
-    return f"{told} It takes about {max(least, gpus + 1)} GPUs or more; `ballast sim --find-gpus` tells how many."
+    return f"It takes about {max(least, gpus + 1)} GPUs or more; `ballast sim --find-gpus` tells how many."
 
 
 def _worth(drop: PolicyResult, other: PolicyResult) -> str:
@@ -140,15 +129,3 @@ def _worth(drop: PolicyResult, other: PolicyResult) -> str:
             f" {ours / theirs:.1f} times as long ({duration(ours)} instead of {duration(theirs)})."
         )
     return "Dropping parameters is worth it here."
-
-
-def _waits_for_computing(result: BenchResult, other: PolicyResult) -> str:
-    """What else makes requests wait that much longer at some times than at others."""
-    p50, p99 = other.ttft_s.p50, other.ttft_s.p99
-    busy = result.config.cluster.get(f"{_plain(result)}.busy_fraction")
-    if not p50 or not p99 or p99 < _LONG_WAIT * p50 or not isinstance(busy, float):
-        return ""
-    return (
-        f" Requests wait for computing: at the worst times {p99 / p50:.0f} times as long as the median for the first"
-        f" token, with GPUs that compute {busy:.0%} of the time. More or faster GPUs shorten that."
-    )

@@ -13,6 +13,7 @@ from rich.text import Text
 from ballast.bench.conclusion import conclude
 from ballast.bench.progress import open_console
 from ballast.bench.results import STANDARD_OUTPUT, write_result
+from ballast.bench.slo import LENIENT
 from ballast.bench.style import require_matplotlib
 from ballast.bench.table import render
 from ballast.cli import whatif
@@ -96,15 +97,13 @@ def run(args: argparse.Namespace) -> int:
         with _Display(console, None) as display:
             whatif.run(args, scenario, console, display)
         return 0
-    if slo is not None:
-        raise ConfigError("--slo-ttft-s", "belongs to --find-gpus or --sweep")
     job = job_of(scenario, check_every=args.check_every)
     with _Display(console, len(job.trace.requests)) as display:
         result = simulate(job, time.time(), display)
     if args.json is not None:
         write_result(args.json, result)
     console.print(render(result))
-    console.print(Text("\n" + conclude(result)))
+    console.print(Text("\n" + conclude(result, slo or LENIENT)))
     if args.plot is not None:
         from ballast.bench.plot import plot_result
 

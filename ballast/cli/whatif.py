@@ -13,11 +13,12 @@ from rich.console import Console
 from rich.table import Table
 
 from ballast.bench.results import STANDARD_OUTPUT
+from ballast.bench.slo import Slo
 from ballast.common.errors import ConfigError
 from ballast.common.extras import lacking
 from ballast.common.units import duration
 from sim.jobs.simulation import Progress
-from sim.jobs.whatif import Point, Sizing, Slo, find_gpus, in_words, parse_sweep, sweep
+from sim.jobs.whatif import Point, Sizing, find_gpus, in_words, parse_sweep, sweep
 from sim.scenario import Scenario
 
 

@@ -42,9 +42,10 @@ from sim.clients import Arrival
 from sim.dispatcher import DispatcherRules
 from sim.faults import Fault
 from sim.hardware import Cluster, ModelSpec, Timings, timings
+from sim.jobs.settled import prompt_share, reading_is_short
 from sim.policies import DEFAULT_SWAP_BYTES, find_policy
 from sim.results import Outcome as SimOutcome
-from sim.results import SimRun
+from sim.results import Sample, SimRun
 from sim.rules import ClusterRules, WorkerRules
 from sim.world import World, WorldOptions, instance_count
 
@@ -316,12 +317,21 @@ def _settings(job: SimJob, runs: Mapping[str, SimRun]) -> dict[str, str | int | 
         "max_num_batched_tokens": job.worker.max_batch_tokens,
         "microbatching": "lookahead" if job.worker.lookahead else "token-count",
     }
+    settings["prompt_share"] = prompt_share(job.model, cluster, job.timings, job.trace)
+    settings["reading_is_short"] = reading_is_short(job.model, cluster, job.timings, job.trace)
     for name, run in runs.items():
+        settings[f"{name}.stranded_fraction"] = stranded_fraction(run.samples)
         settings[f"{name}.trace_hash"] = run.trace_hash
         settings[f"{name}.event_count"] = run.event_count
         settings[f"{name}.step_count"] = run.step_count
         settings[f"{name}.busy_fraction"] = run.busy_fraction
     return settings
+
+
+def stranded_fraction(samples: Sequence[Sample]) -> float:
+    """Share of the waiting that is done where it is full while another instance has room."""
+    waiting = sum(sample.waiting_count for sample in samples)
+    return sum(sample.stranded_count for sample in samples) / waiting if waiting else 0.0
 
 
 def _policy_results(runs: Mapping[str, SimRun]) -> dict[str, PolicyResult]:

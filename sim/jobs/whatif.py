@@ -7,10 +7,10 @@ GPUs never do worse: it doubles their number until that share is reached and the
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ballast.bench.records import Outcome
-from ballast.bench.results import PolicyResult, RequestResult
+from ballast.bench.results import PolicyResult
+from ballast.bench.slo import Slo
 from ballast.common.errors import ConfigError
-from ballast.common.units import counted, duration
+from ballast.common.units import counted
 from sim.hardware import find_cluster
 from sim.jobs.scenarios import job_of
 from sim.jobs.simulation import Progress, SimJob, simulate
@@ -18,30 +18,6 @@ from sim.scenario import Scenario
 
 _OURS = "drop"
 _PATIENCE_S = 60.0  # after the last arrival, for those who are still there
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Slo:
-    ttft_s: float
-    tpot_s: float | None = None  # of each request, on average; None: whatever it is
-    share: float = 0.99  # of all requests
-
-    def __post_init__(self) -> None:
-        for name, value in (("--slo-ttft-s", self.ttft_s), ("--slo-tpot-s", self.tpot_s)):
-            if value is not None and value <= 0.0:
-                raise ConfigError(name, f"must be above 0, got {value:g}")
-        if not 0.0 < self.share <= 1.0:
-            raise ConfigError("--slo-share", f"must be above 0 and at most 1, got {self.share:g}")
-
-    def met_by(self, request: RequestResult) -> bool:
-        if request.outcome is not Outcome.FINISHED or request.first_token_s is None:
-            return False
-        slow = self.tpot_s is not None and request.tpot_s is not None and request.tpot_s > self.tpot_s
-        return not slow and request.first_token_s - request.planned_s <= self.ttft_s
-
-    def __str__(self) -> str:
-        tokens = "" if self.tpot_s is None else f" and each further one within {duration(self.tpot_s)}"
-        return f"{100 * self.share:.4g} % of the requests get their first token within {duration(self.ttft_s)}{tokens}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +35,7 @@ class Point:
 
     @staticmethod
     def of(condition: str, name: str, gpu_count: int, result: PolicyResult, slo: Slo | None) -> "Point":
-        share = None
-        if slo is not None and result.requests:
-            share = sum(map(slo.met_by, result.requests)) / len(result.requests)
+        share = slo.met_share(result) if slo is not None and result.requests else None
         drops = sum(t.kind == "drop" and t.phase == "done" for t in result.transitions)
         return Point(condition, name, gpu_count, share, result.ttft_s.p50, result.ttft_s.p99, result.tpot_s.p50, drops)
 

@@ -5,6 +5,7 @@ import pytest
 from ballast.bench.conclusion import conclude
 from ballast.bench.records import Outcome
 from ballast.bench.results import BenchResult, PolicyResult, Transition
+from ballast.bench.slo import Slo
 from tests.unit.bench.samples import bench_result, bursty_run
 
 
@@ -64,10 +65,66 @@ def test_a_drop_that_helps(template: BenchResult) -> None:
 
 
 def test_a_drop_that_harms(template: BenchResult) -> None:
+    """With more KV cache the requests do not wait less, and a pipeline wastes a part of the GPUs' time."""
     base = next(iter(template.policies.values()))
-    text = told(template, policy(base, p99_s=5.0, dropped=True), policy(base, p99_s=2.0, dropped=False))
+    config = template.config.model_copy(update={"cluster": {"prompt_share": 0.93}})
+    drop = policy(base, p99_s=5.0, dropped=True, late=0.3)
+    text = told(template.model_copy(update={"config": config}), drop, policy(base, p99_s=2.0, dropped=False))
     assert "2.5 times worse" in text
-    assert "computing and not memory" in text
+    assert "not worth it here. What is short is computing: prompts take 93% of the GPUs' time" in text
+
+
+def test_a_goal_that_both_keep(template: BenchResult) -> None:
+    base = next(iter(template.policies.values()))
+    other = policy(base, p99_s=1.0, dropped=False)
+    assert told(template, policy(base, p99_s=1.5, dropped=True), other).endswith("without it, and sooner.")
+    assert told(template, policy(base, p99_s=1.05, dropped=True), other).endswith("neither helps nor harms here.")
+
+
+def test_the_goal_is_the_users(template: BenchResult) -> None:
+    base = next(iter(template.policies.values()))
+    policies = {
+        "recompute": policy(base, p99_s=5.0, dropped=False, late=0.05),
+        "drop": policy(base, p99_s=1.0, dropped=True),
+    }
+    result = template.model_copy(update={"policies": policies})
+    strict = conclude(result, Slo(ttft_s=0.5))
+    assert "The goal is that 99 % of the requests get their first token within 500.0 ms: 100.0% do" in strict
+    assert "100.0% do with drop, 95.0% with recompute. Dropping parameters is worth it here." in strict
+    assert "too small" in conclude(result, Slo(ttft_s=0.01))
+
+
+@pytest.mark.parametrize(
+    ("cluster", "series", "short"),
+    [
+        ({}, {}, "What is short is memory."),
+        ({"prompt_share": 0.9}, {}, "What is short is computing: prompts take 90%"),
+        ({"prompt_share": 0.5, "reading_is_short": True}, {}, "What is short is the reading of KV"),
+        ({"drop.stranded_fraction": 0.8, "prompt_share": 0.9}, {}, "Ballast's own fault"),
+        ({"recompute.stranded_fraction": 0.8}, {}, "What is short is memory."),
+        (
+            {"max_num_seqs": 64, "reading_is_short": True},
+            {"running_count": [126] * 21, "kv_used_bytes": [60] * 21},
+            "they may (--max-num-seqs 64) while memory is free",
+        ),
+        ({"max_num_seqs": 64}, {"running_count": [126] * 21, "kv_used_bytes": [95] * 21}, "What is short is memory."),
+        ({"max_num_seqs": 64}, {"running_count": [90] * 21, "kv_used_bytes": [60] * 21}, "What is short is memory."),
+    ],
+)
+def test_what_is_short(
+    template: BenchResult, cluster: dict[str, object], series: dict[str, list[int]], short: str
+) -> None:
+    """Of a cluster that is too small."""
+    base = next(iter(template.policies.values()))
+    drop = policy(base, p99_s=50.0, dropped=True, late=0.5)
+    columns = {"waiting_count": [5] * 21, "group_sizes": [[1, 2]] * 21, **series}
+    drop = drop.model_copy(update={"series": drop.series.model_copy(update=columns)})
+    config = template.config.model_copy(update={"cluster": {"gpu_count": 3, **cluster}})
+    other = policy(base, p99_s=60.0, dropped=False, late=0.6)
+    text = told(template.model_copy(update={"config": config}), drop, other)
+    assert "too small for this trace, whatever the policy. " in text
+    assert short in text
+    assert "It takes about 4 GPUs or more" in text
 
 
 def test_a_drop_that_helps_at_a_price_names_it(template: BenchResult) -> None:
@@ -122,10 +179,9 @@ def test_a_single_policy_is_not_compared(template: BenchResult) -> None:
 
 def test_enough_memory_and_requests_that_wait_all_the_same(template: BenchResult) -> None:
     base = next(iter(template.policies.values()))
-    slow = policy(base, p99_s=15.0, dropped=False, demand=0.8)
-    slow = slow.model_copy(update={"ttft_s": slow.ttft_s.model_copy(update={"p50": 0.5})})
-    config = template.config.model_copy(update={"cluster": {"recompute.busy_fraction": 0.93}})
+    slow = policy(base, p99_s=15.0, dropped=False, demand=0.8, late=0.4)
+    config = template.config.model_copy(update={"cluster": {"prompt_share": 0.97, "gpu_count": 8}})
     text = told(template.model_copy(update={"config": config}), slow, slow)
     assert "The median time per output token is that with recompute, 50.0 ms." in text
-    assert "wait for computing: at the worst times 30 times as long as the median" in text
-    assert "compute 93% of the time" in text
+    assert "This cluster has enough memory for this trace. What is short is computing: prompts take 97%" in text
+    assert "It takes about 9 GPUs or more" in text

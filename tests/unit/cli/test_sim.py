@@ -136,8 +136,8 @@ def test_what_is_wrong_with_it_is_told(
         (("--model", "qwen2.5-72b", "--cluster", "2xA800"), "one instance of Qwen2.5-72B takes 4"),
         (("--model", "llama-2-13b", "--cluster", "2x4090"), "no room for a KV cache; use larger GPUs"),
         (
-            (*MODEL, "--policy", "migrate"),
-            "'migrate', which is not simulated yet; known are drop, swap, recompute, static-pipeline",
+            (*MODEL, "--policy", "evict"),
+            "'evict'; known are drop, swap, migrate, recompute, static-pipeline",
         ),
         ((*MODEL, "--policy", ","), "--policy: names none"),
         ((*MODEL, "--rate-scale", "0"), "--rate-scale: Input should be greater than 0"),

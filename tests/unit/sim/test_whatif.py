@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from ballast.bench.slo import Slo
 from ballast.cli.main import main
 from ballast.common.errors import ConfigError
-from sim.jobs.whatif import Slo, find_gpus, in_words, parse_sweep, sweep
+from sim.jobs.whatif import find_gpus, in_words, parse_sweep, sweep
 from sim.scenario import make_scenario
 
 SCENARIO = make_scenario(

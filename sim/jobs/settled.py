@@ -1,0 +1,123 @@
+"""Where an instance settles under a steady load: a closed form around the roofline, without a simulation.
+
+Requests stay for as long as their answers take, and hold on average their prompt and half of their answer. A token
+takes what a step takes: its parameters and all KV are read, and the share of the time that prompts take is not there
+for it. So demand grows faster than the rate, and from some rate on there is no end to it.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+import numpy as np
+
+from ballast.bench.traces import Trace, TraceRequest
+from services.worker.policy.roofline import RooflineCosts
+from sim.cost import Roofline
+from sim.hardware import Cluster, ModelSpec, Timings
+
+_ROUNDS = 4000
+_ENDLESS = 50.0  # times the capacity
+PEAK_S = 30.0
+_BURST_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Of one instance, steadily."""
+
+    rate_per_s: float
+    input_tokens: float
+    output_tokens: float
+    product: float  # mean of input times output
+    square: float  # mean of the squares of outputs
+
+    @staticmethod
+    def of(requests: Sequence[TraceRequest], rate_per_s: float) -> "Load":
+        return Load(
+            rate_per_s,
+            fmean(r.input_tokens for r in requests),
+            fmean(r.output_tokens for r in requests),
+            fmean(r.input_tokens * r.output_tokens for r in requests),
+            fmean(r.output_tokens**2 for r in requests),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    prompt_share: float  # of the time
+    demand_tokens: float  # KV, if memory had no end; infinite: there is no such state
+    token_s: float
+    capacity_tokens: float
+
+    @property
+    def demand(self) -> float:
+        """In parts of the memory that there is."""
+        return self.demand_tokens / self.capacity_tokens
+
+
+def capacity_tokens(model: ModelSpec, cluster: Cluster, timings: Timings) -> float:
+    """Tokens of KV beside the parameters of one instance."""
+    budget = cluster.gpu.memory_bytes * timings.memory_fraction * model.gpus_per_instance
+    return (budget - model.parameter_bytes) / model.kv_bytes_per_token
+
+
+def settled(model: ModelSpec, cluster: Cluster, timings: Timings, load: Load) -> Settled:
+    costs, layers = Roofline(model, cluster, timings).costs, model.layer_count
+    capacity = capacity_tokens(model, cluster, timings)
+    prompts = load.rate_per_s * _prompt_s(costs, layers, load.input_tokens)
+    if prompts >= 1.0:
+        return Settled(prompts, math.inf, math.inf, capacity)
+    demand, token_s = 0.0, 0.0
+    for _ in range(_ROUNDS):
+        running = load.rate_per_s * load.output_tokens * token_s if token_s else 1.0
+        layer_s = max(costs.dense_s, running * costs.token_s) + costs.collective_s + demand * costs.context_s
+        token_s = (costs.stage_s + running * costs.sequence_s + layers * layer_s + costs.head_s) / (1.0 - prompts)
+        wanted = load.rate_per_s * token_s * (load.product + load.square / 2)
+        if wanted > _ENDLESS * capacity:
+            return Settled(prompts, math.inf, math.inf, capacity)
+        demand = (demand + wanted) / 2
+    return Settled(prompts, demand, token_s, capacity)
+
+
+def _prompt_s(costs: RooflineCosts, layers: int, tokens: float) -> float:
+    return tokens * (costs.token_s + costs.collective_token_s + tokens / 2 * costs.pair_s) * layers
+
+
+def carried_by_pairs(parameter_share: float) -> float:
+    """Times the load that an instance carries by itself: with half of the parameters gone there is more KV memory, and
+    twice the bandwidth for it, but each pair reads a whole copy of the parameters. `parameter_share`: of the memory.
+    """
+    room = (1 - parameter_share / 2) / (1 - parameter_share)
+    return room / (1 + parameter_share / 2)
+
+
+def prompt_share(model: ModelSpec, cluster: Cluster, timings: Timings, trace: Trace) -> float:
+    """Share of all engines' time that the prompts of the densest half minute take."""
+    if not trace.requests:
+        return 0.0
+    costs, instances = Roofline(model, cluster, timings).costs, cluster.gpu_count // model.gpus_per_instance
+    at_s = np.array([r.arrival_s for r in trace.requests])
+    each_s = [_prompt_s(costs, model.layer_count, r.input_tokens) for r in trace.requests]
+    total_s = np.concatenate([[0.0], np.cumsum(each_s)])
+    until = np.searchsorted(at_s, at_s + PEAK_S, "left")
+    return float(np.max(total_s[until] - total_s[:-1])) / (PEAK_S * instances)
+
+
+def reading_is_short(model: ModelSpec, cluster: Cluster, timings: Timings, trace: Trace) -> bool:
+    """Whether the densest time, as long as a request stays, has no end even if memory had none, though prompts alone
+    leave time.
+    """
+    instances, whole = cluster.gpu_count // model.gpus_per_instance, trace.requests
+    if not whole or trace.span_s <= _BURST_S:
+        return False
+    calm = settled(model, cluster, timings, Load.of(whole, len(whole) / trace.span_s / instances))
+    stay_s = calm.token_s * fmean(r.output_tokens for r in whole)
+    window_s = min(trace.span_s, max(_BURST_S, stay_s))
+    at_s = np.array([r.arrival_s for r in whole])
+    counts = np.searchsorted(at_s, at_s + window_s, "left") - np.arange(len(whole))
+    first = int(np.argmax(counts))
+    dense = whole[first : first + int(counts[first])]
+    at_worst = settled(model, cluster, timings, Load.of(dense, len(dense) / window_s / instances))
+    return math.isinf(at_worst.demand_tokens) and at_worst.prompt_share < 1.0

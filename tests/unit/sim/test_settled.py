@@ -1,0 +1,64 @@
+"""The closed form: what pairs carry, and where a steady load settles, beside a simulation."""
+
+import math
+
+import pytest
+
+from ballast.bench.traces import Trace, TraceRequest
+from sim.hardware import find_cluster, find_model, timings
+from sim.jobs.settled import Load, capacity_tokens, carried_by_pairs, prompt_share, reading_is_short, settled
+from sim.jobs.simulation import SimJob, simulate
+
+MODEL, CLUSTER = find_model("Qwen2.5-14B"), find_cluster("2xA100-40G")
+
+
+def steady(rate_per_s: float, span_s: float, prompt: int = 600, answer: int = 400) -> Trace:
+    """Alike, for two instances."""
+    count = int(2 * rate_per_s * span_s)
+    requests = tuple(TraceRequest(i * span_s / count, prompt, answer) for i in range(count))
+    return Trace(source="test", format="generated", requests=requests)
+
+
+def load(rate_per_s: float, prompt: int = 600, answer: int = 400) -> Load:
+    return Load.of((TraceRequest(0.0, prompt, answer),), rate_per_s)
+
+
+def test_a_simulation_settles_where_the_closed_form_says() -> None:
+    at = settled(MODEL, CLUSTER, timings(), load(1.5))
+    trace = steady(1.5, 60.0)
+    job = SimJob(trace=trace, model=MODEL, cluster=CLUSTER, policies=("recompute",))
+    ran = simulate(job, 0.0).policies["recompute"]
+    assert ran.tpot_s.p50 == pytest.approx(at.token_s, rel=0.1)
+    used = [used for at_s, used in zip(ran.series.at_s, ran.series.kv_used_bytes, strict=True) if 30 < at_s < 60]
+    tokens = sum(used) / len(used) / MODEL.kv_bytes_per_token / 2
+    assert tokens == pytest.approx(at.demand_tokens, rel=0.2)
+    assert ran.series.kv_capacity_bytes[0] == pytest.approx(
+        2 * MODEL.kv_bytes_per_token * capacity_tokens(MODEL, CLUSTER, timings()), rel=0.03
+    )
+
+
+def test_demand_grows_faster_than_the_rate_until_there_is_no_end_to_it() -> None:
+    demands = [settled(MODEL, CLUSTER, timings(), load(rate)).demand for rate in (0.5, 1.0, 2.0)]
+    assert demands[1] > 2 * demands[0]
+    assert demands[2] > 2 * demands[1]
+    assert math.isinf(settled(MODEL, CLUSTER, timings(), load(4.9, 800, 1000)).demand)
+
+
+@pytest.mark.parametrize(("share", "carried"), [(0.2, 1.02), (0.4, 1.11), (0.6, 1.35), (0.8, 2.14)])
+def test_pairs_carry_more_the_larger_the_parameters(share: float, carried: float) -> None:
+    assert carried_by_pairs(share) == pytest.approx(carried, abs=0.005)
+
+
+def test_the_share_of_prompts_is_of_the_densest_half_minute() -> None:
+    calm = prompt_share(MODEL, CLUSTER, timings(), steady(1.0, 120.0))
+    assert calm == pytest.approx(settled(MODEL, CLUSTER, timings(), load(1.0)).prompt_share, rel=0.05)
+    crowd = [TraceRequest(120.0 + 0.1 * i, 600, 4) for i in range(300)]
+    mixed = Trace(source="test", format="generated", requests=(*steady(1.0, 120.0).requests, *crowd))
+    assert prompt_share(MODEL, CLUSTER, timings(), mixed) == pytest.approx(5 * calm, rel=0.05)
+    assert prompt_share(MODEL, CLUSTER, timings(), Trace(source="", format="generated", requests=())) == 0.0
+
+
+def test_reading_is_short_where_long_contexts_come_faster_than_they_end() -> None:
+    machine = find_cluster("2xH200")
+    assert not reading_is_short(MODEL, machine, timings(), steady(1.0, 200.0))
+    assert reading_is_short(MODEL, machine, timings(), steady(1.5, 400.0, 2000, 4000))
