@@ -41,6 +41,7 @@ TOKENS, OPERATOR_TOKEN = "tokens", "operator.token"
 _WORKER_FLAGS = {
     "--dtype": "auto, float32, bfloat16, float16 or float64",
     "--device": "cpu (default), cuda (a GPU for each worker) or cuda:N",
+    "--gpu-memory-utilization": "share of each GPU, where --device-memory-bytes says nothing (default: 0.9)",
     "--max-model-len": "longest prompt and answer together, in tokens",
     "--max-num-seqs": "requests that run at once in a worker",
     "--max-num-batched-tokens": "tokens of one engine step",

@@ -92,13 +92,16 @@ def load(settings: WorkerSettings) -> Kit:
         return _emulated(settings)
     # Here and not above: torch comes with them, and takes longer than all else.
     from services.worker.engine.load import load_engine
+    from services.worker.engine.rehearsal import Largest
     from services.worker.links.open import device_bytes
     from services.worker.memory.gpus import describe
     from services.worker.memory.host_blocks import HostBlocks
 
+    by_share = settings.device != "cpu" and "device_memory_bytes" not in settings.model_fields_set
+    links_bytes = device_bytes(settings.transport, settings.device.partition(":")[0])
     engine = load_engine(
         settings.model,
-        device_memory_bytes=int(settings.device_memory_bytes) - device_bytes(settings.transport, settings.device),
+        device_memory_bytes=None if by_share else int(settings.device_memory_bytes) - links_bytes,
         dtype=settings.dtype,
         block_tokens=settings.block_size,
         max_model_len=settings.max_model_len,
@@ -106,6 +109,9 @@ def load(settings: WorkerSettings) -> Kit:
         name=settings.served_model_name,
         threads=settings.threads,
         kernels=settings.kernels,
+        gpu_memory_utilization=settings.gpu_memory_utilization,
+        largest=Largest(settings.max_num_batched_tokens, settings.max_num_seqs),
+        links_bytes=links_bytes,
     )
     gc.freeze()  # torch alone makes so many objects that a full collection holds up a step
     try:

@@ -46,6 +46,8 @@ class WorkerSettings(ServiceSettings):
     """Where to compute: cpu, cuda (the first GPU), cuda:N, or cuda:auto, the first that no other worker has claimed."""
     device_memory_bytes: ByteSize = Field(ByteSize(1 << 30), gt=0)
     """Memory for parameters and KV cache together: 512MiB, 16GiB."""
+    gpu_memory_utilization: float = Field(0.9, gt=0, le=1)
+    """Share of a GPU's memory for everything, where --device-memory-bytes does not say what parameters and KV get."""
     block_size: int = Field(16, ge=1, le=1024)
     """Tokens of one KV block."""
     max_model_len: int | None = Field(None, ge=2)

@@ -1,6 +1,6 @@
 """Builds an engine from a checkpoint folder."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -23,6 +23,7 @@ from services.worker.engine.native.library import Kernels, choose_kernels
 from services.worker.engine.packed_attention import PagedAttention
 from services.worker.engine.packed_model import PackedModel
 from services.worker.engine.parameters import end_parameters, layer_parameters, parameter_count, part_specs
+from services.worker.engine.rehearsal import CudaMeter, Largest, Meter, blocks_needed, fitting_budget, rehearse
 from services.worker.engine.runner import ModelRunner
 from services.worker.engine.sampler import Sampler
 from services.worker.memory.backend import MemoryBackend
@@ -31,6 +32,7 @@ from services.worker.memory.device import DeviceMemory
 from services.worker.memory.gpus import gpu_index
 from services.worker.memory.host import HostBackend
 from services.worker.memory.kv_cache import KvShape
+from services.worker.memory.parameters import PartSpec, lay_out
 
 DTYPES = {
     "float64": torch.float64,
@@ -98,7 +100,7 @@ class Engine:
 def load_engine(
     model_dir: Path,
     *,
-    device_memory_bytes: int,
+    device_memory_bytes: int | None,
     dtype: str = "auto",
     block_tokens: int = DEFAULT_BLOCK_TOKENS,
     max_model_len: int | None = None,
@@ -107,6 +109,9 @@ def load_engine(
     threads: int | None = 1,
     kernels: str = "auto",
     backend: MemoryBackend | None = None,
+    gpu_memory_utilization: float = 0.9,
+    largest: Largest | None = None,
+    links_bytes: int = 0,
 ) -> Engine:
     """Load a checkpoint into one device's memory.
 
@@ -114,6 +119,10 @@ def load_engine(
     with how many one step is computed, in this whole process (None: as it is). `kernels`: "native" are the compiled
     ones, "torch" those of torch, and "auto" the compiled ones wherever they can be used. `backend`: memory of that
     device which is to be had in another way than usual.
+
+    On a GPU the `largest` steps are run before the parameters are loaded: what they need is not dealt out. Without
+    `device_memory_bytes` parameters and KV get what they, and links with `links_bytes`, leave of
+    `gpu_memory_utilization`.
 
     Raises:
         ConfigError: the checkpoint cannot be served as asked, or the device has not the memory.
@@ -125,9 +134,7 @@ def load_engine(
     step_threads = _set_threads(threads, native)
     packed = native is not None
     longest = _max_model_len(max_model_len, config)
-    memory = DeviceMemory.open(
-        backend or _backend(device),
-        budget_bytes=device_memory_bytes,
+    needs = MemoryNeeds(
         layers=[part_specs(layer_parameters(config, i, packed=packed), run_dtype) for i in range(config.layer_count)],
         others={name: part_specs(part, run_dtype) for name, part in end_parameters(config, packed=packed).items()},
         kv_shape=KvShape(
@@ -138,18 +145,20 @@ def load_engine(
             dtype=run_dtype,
         ),
     )
+    index = gpu_index(device)
+    if index is not None and backend is None:
+        meter, beside_bytes = CudaMeter(index), 0
+        if largest is not None:
+            beside_bytes = beside(open_cuda(index), meter, needs, config, longest, largest)
+        if device_memory_bytes is None:
+            device_memory_bytes = fitting_budget(meter, gpu_memory_utilization, beside_bytes + links_bytes)
+    if device_memory_bytes is None:
+        raise ConfigError("device_memory_bytes", f"has to be said for device {device}")
+    memory = needs.open(backend or _backend(device), device_memory_bytes)
     try:
         load_parameters(model_dir, config, memory.parameters, native)
-        torch_device = memory.kv.layer(0).device
-        if native is not None:
-            model = PackedModel(config, memory.parameters, memory.kv, native, max_model_len=longest)
-            attention = PagedAttention(native)
-        else:
-            model = Model(config, memory.parameters, memory.kv, max_model_len=longest)
-            attention = _attention(torch_device, config, run_dtype)
         grammars = _grammars(model_dir, config)
-        sampler = Sampler(config.vocab_size, config.eos_token_ids, torch_device, grammars, native)
-        runner = ModelRunner(config, model, attention, sampler, memory.kv)
+        model, attention, sampler, runner = _assemble(config, memory, native, longest, grammars)
     except BaseException:
         memory.close()
         raise
@@ -171,6 +180,68 @@ def load_engine(
         extent_bytes=extent_bytes,
     )
     return Engine(info, model_dir, config, memory, model, native, step_threads, attention, sampler, runner, grammars)
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryNeeds:
+    """What a model has in a device's memory."""
+
+    layers: Sequence[PartSpec]
+    others: Mapping[str, PartSpec]
+    kv_shape: KvShape
+
+    def open(self, backend: MemoryBackend, budget_bytes: int) -> DeviceMemory:
+        return DeviceMemory.open(
+            backend, budget_bytes=budget_bytes, layers=self.layers, others=self.others, kv_shape=self.kv_shape
+        )
+
+    def least_bytes(self, granularity_bytes: int, block_count: int) -> int:
+        """For all parameters and so many blocks, with what is lost to whole extents."""
+        layers = [lay_out(f"layers.{i}", specs).size_bytes for i, specs in enumerate(self.layers)]
+        others = [lay_out(name, specs).size_bytes for name, specs in self.others.items()]
+        kv_bytes = self.kv_shape.layer_count * block_count * self.kv_shape.block_bytes
+        lost_bytes = (2 * len(layers) + len(others)) * (max(layers) // 8 + 2 * granularity_bytes)
+        return sum(layers) + sum(others) + kv_bytes + lost_bytes
+
+
+def beside(
+    backend: MemoryBackend, meter: Meter, needs: MemoryNeeds, config: ModelConfig, longest: int, largest: Largest
+) -> int:
+    """What the largest steps take beside parameters and KV: activations, the sampler's tables, and what libraries and
+    compiled kernels keep. torch's allocator keeps it for them. The backend is closed afterwards.
+
+    Raises:
+        ConfigError: the device has not the memory for parameters and one such step.
+    """
+    block_tokens = needs.kv_shape.block_tokens
+    block_count = blocks_needed(largest, block_tokens, longest)
+    with needs.open(backend, needs.least_bytes(backend.granularity_bytes, block_count)) as memory:
+        free_bytes = meter.free_bytes()
+        for part in (*range(len(needs.layers)), *needs.others):
+            tensors = memory.parameters.layer(part) if isinstance(part, int) else memory.parameters.part(part)
+            for tensor in tensors.values():
+                tensor.zero_()
+        try:
+            *_, runner = _assemble(config, memory, None, longest, None)
+            rehearse(runner, largest, block_tokens, longest)
+        except torch.OutOfMemoryError as error:
+            why = f"a step of {largest.tokens} tokens does not fit beside the parameters: {error}"
+            raise ConfigError("max_num_batched_tokens", why) from error
+        return max(0, free_bytes - meter.free_bytes())
+
+
+def _assemble(
+    config: ModelConfig, memory: DeviceMemory, native: Kernels | None, longest: int, grammars: Grammars | None
+) -> tuple[Model | PackedModel, AttentionBackend, Sampler, ModelRunner]:
+    dtype, device = memory.kv.shape.dtype, memory.pool.backend.device
+    if native is not None:
+        model = PackedModel(config, memory.parameters, memory.kv, native, max_model_len=longest)
+        attention = PagedAttention(native)
+    else:
+        model = Model(config, memory.parameters, memory.kv, max_model_len=longest)
+        attention = _attention(device, config, dtype)
+    sampler = Sampler(config.vocab_size, config.eos_token_ids, device, grammars, native)
+    return model, attention, sampler, ModelRunner(config, model, attention, sampler, memory.kv)
 
 
 def _set_threads(threads: int | None, native: Kernels | None) -> int:
