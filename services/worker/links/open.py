@@ -36,9 +36,9 @@ def open_plane(
     Raises:
         ConfigError: there is no such transport or host.
     """
-    host, pace = resolve_host(advertise_host), StagePace()
-    chosen = _transport(transport, host, device) if isinstance(transport, str) else transport
-    opener = _ChannelOpener(worker_id, receiver, config, chosen, pace, copies_for(device))
+    host, pace, copies = resolve_host(advertise_host), StagePace(), copies_for(device)
+    chosen = _transport(transport, host, device, copies) if isinstance(transport, str) else transport
+    opener = _ChannelOpener(worker_id, receiver, config, chosen, pace, copies)
     return DataPlane(
         worker_id, opener, host=host, pace=pace, secret=secret, timeout_s=config.connect_timeout_s, port=config.port
     )
@@ -51,16 +51,21 @@ def carrier_of(name: str, device_type: str) -> str:
     return "nccl" if device_type == "cuda" and torch.distributed.is_nccl_available() else "tcp"
 
 
-def device_bytes(name: str, device_type: str) -> int:
-    """What links take of the device's memory at most, about: to be left out of what parameters and KV may have."""
-    if carrier_of(name, device_type) != "nccl":
+def device_bytes(name: str, device: str) -> int:
+    """What links take of the device's memory at most, about: to be left out of what parameters and KV may have.
+    `device` as it is said to a worker: cpu, cuda, cuda:1, cuda:auto.
+    """
+    device_type = device.partition(":")[0]
+    carrier = carrier_of(name, device_type)
+    if device_type == "cpu" or carrier not in ("nccl", "nixl"):
         return 0
     from services.worker.links.channels.nccl import COMMUNICATOR_BYTES
+    from services.worker.links.channels.nixl import SLAB_BYTES
 
-    return _MOST_LINKS * COMMUNICATOR_BYTES
+    return _MOST_LINKS * (COMMUNICATOR_BYTES if carrier == "nccl" else SLAB_BYTES)
 
 
-def _transport(name: str, host: str, device: torch.device) -> Transport:
+def _transport(name: str, host: str, device: torch.device, copies: Copies) -> Transport:
     match carrier_of(name, device.type):
         case "tcp":
             from services.worker.links.channels.tcp import TcpTransport
@@ -70,12 +75,16 @@ def _transport(name: str, host: str, device: torch.device) -> Transport:
             from services.worker.links.channels.nccl import NcclTransport
 
             return NcclTransport(device)
+        case "nixl":
+            from services.worker.links.channels.nixl import NixlTransport
+
+            return NixlTransport(device, copies)
         case "gloo":
             from services.worker.links.channels.gloo import GlooTransport
 
             return GlooTransport(host)
         case _:
-            raise ConfigError("worker.transport", f"must be auto, tcp, gloo or nccl, got {name!r}")
+            raise ConfigError("worker.transport", f"must be auto, tcp, gloo, nccl or nixl, got {name!r}")
 
 
 class _ChannelOpener:
