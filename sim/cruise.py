@@ -55,6 +55,8 @@ class Pace:
             memory=before.memory,
             newest_epoch=before.newest_epoch,
             kept_block_count=before.kept_block_count,
+            prompt_token_count=before.prompt_token_count,
+            max_prompt_token_count=before.max_prompt_token_count,
         )
 
 

@@ -93,6 +93,8 @@ def _check_load(report: pb.LoadReport) -> None:
         report.generation_tokens_total,
         report.newest_epoch,
         report.kept_block_count,
+        report.prompt_token_count,
+        report.max_prompt_token_count,
     )
     if min(counts) < 0:
         raise InvalidRequest("load", f"counts must not be negative, and a block has tokens: {report}")

@@ -209,8 +209,17 @@ class WorkerMachine(RuleBasedStateMachine):
         view = view_of(core.load(self.driver.at_s, NO_MEMORY))
         if view.waiting_count or not view.running_count:
             return
+        scheduler = core.lane.scheduler
+        prompts_fit = scheduler.prompt_tokens < scheduler.max_prompt_tokens
         for block_count in (1, max(1, view.free_block_count), max(1, view.free_block_count + 1)):
-            assert runs_at_once(view, block_count) == (not core.lane.scheduler.why_no_room(block_count, new=True))
+            let_in = prompts_fit and not scheduler.why_no_room(block_count, new=True)
+            assert runs_at_once(view, block_count) == let_in, view
+
+    @invariant()
+    def no_more_prompts_are_let_in_than_are_computed_soon(self) -> None:
+        if hasattr(self, "driver") and not self.driver.limits.swap_block_count:
+            scheduler = self.driver.core.lane.scheduler
+            assert scheduler.prompt_tokens < scheduler.max_prompt_tokens + self.driver.limits.max_batch_tokens
 
     def _judge(self, key: SequenceKey, prompt: tuple[int, ...]) -> None:
         received = self.driver.received[key]

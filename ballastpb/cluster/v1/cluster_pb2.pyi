@@ -245,6 +245,8 @@ class LoadReport(_message.Message):
     MEMORY_FIELD_NUMBER: _builtins.int
     NEWEST_EPOCH_FIELD_NUMBER: _builtins.int
     KEPT_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    MAX_PROMPT_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     block_tokens: _builtins.int
     block_count: _builtins.int
     used_block_count: _builtins.int
@@ -263,6 +265,10 @@ class LoadReport(_message.Message):
     """The highest epoch of a transition that the instance has heard of: it takes part in no lower one."""
     kept_block_count: _builtins.int
     """Of the blocks that are free, so many are for no newcomer while anything runs."""
+    prompt_token_count: _builtins.int
+    """Of prompts that run or wait, tokens that no batch has taken yet; a long prompt counts as one full batch."""
+    max_prompt_token_count: _builtins.int
+    """From so many on nobody is let in. 0: however many."""
     @_builtins.property
     def memory(self) -> Global___MemoryReport: ...
     def __init__(
@@ -284,10 +290,12 @@ class LoadReport(_message.Message):
         memory: Global___MemoryReport | None = ...,
         newest_epoch: _builtins.int = ...,
         kept_block_count: _builtins.int = ...,
+        prompt_token_count: _builtins.int = ...,
+        max_prompt_token_count: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["memory", b"memory"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_count", b"block_count", "block_tokens", b"block_tokens", "draining", b"draining", "generation_tokens_total", b"generation_tokens_total", "kept_block_count", b"kept_block_count", "max_running_count", b"max_running_count", "memory", b"memory", "newest_epoch", b"newest_epoch", "preemptions_total", b"preemptions_total", "prompt_tokens_total", b"prompt_tokens_total", "running_count", b"running_count", "step_age_s", b"step_age_s", "steps_total", b"steps_total", "used_block_count", b"used_block_count", "waiting_block_count", b"waiting_block_count", "waiting_count", b"waiting_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_count", b"block_count", "block_tokens", b"block_tokens", "draining", b"draining", "generation_tokens_total", b"generation_tokens_total", "kept_block_count", b"kept_block_count", "max_prompt_token_count", b"max_prompt_token_count", "max_running_count", b"max_running_count", "memory", b"memory", "newest_epoch", b"newest_epoch", "preemptions_total", b"preemptions_total", "prompt_token_count", b"prompt_token_count", "prompt_tokens_total", b"prompt_tokens_total", "running_count", b"running_count", "step_age_s", b"step_age_s", "steps_total", b"steps_total", "used_block_count", b"used_block_count", "waiting_block_count", b"waiting_block_count", "waiting_count", b"waiting_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

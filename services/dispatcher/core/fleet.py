@@ -60,6 +60,8 @@ class Worker:
             block_count=load.block_count,
             used_block_count=load.used_block_count,
             kept_block_count=load.kept_block_count,
+            prompt_token_count=load.prompt_token_count + self.unseen_block_count * load.block_tokens,
+            max_prompt_token_count=load.max_prompt_token_count,
             waiting_block_count=load.waiting_block_count,
             unseen_block_count=self.unseen_block_count,
             running_count=load.running_count,

@@ -50,6 +50,8 @@ class WorkerView:
     draining: bool
     instance_count: int = 1  # of the group that it leads
     kept_block_count: int = 0  # that no newcomer gets there while it has another request
+    prompt_token_count: int = 0  # of prompts there that are still to be computed
+    max_prompt_token_count: int = 0  # from so many on a newcomer waits there; 0: however many
 
     @property
     def free_block_count(self) -> int:
@@ -147,6 +149,7 @@ def runs_at_once(view: WorkerView, block_count: int) -> bool:
         not view.draining
         and view.running_count + coming < view.max_running_count
         and coming < max(1, view.max_waiting_count)
+        and (not view.max_prompt_token_count or view.prompt_token_count < view.max_prompt_token_count)
         and block_count <= view.free_block_count
     )
 

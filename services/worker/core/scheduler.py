@@ -29,7 +29,7 @@ from services.worker.core.blocks import blocks_for
 from services.worker.core.limits import WorkerLimits
 from services.worker.core.sequence import Sequence, SequenceState
 from services.worker.core.swapping import NOTHING, SwapOrders, SwapSpace
-from services.worker.policy.admission import AdmissionView, admits, reserved
+from services.worker.policy.admission import AdmissionView, admits, most_prompt_tokens, reserved
 from services.worker.policy.batching import PrefillView, chunk_prefills
 from services.worker.policy.microbatching import Candidate, Microbatching, PipelineView, by_token_count
 from services.worker.policy.preemption import VictimView, choose_victim
@@ -95,6 +95,19 @@ class Scheduler:
         return self.block_count if self.admission_limit is None else min(self.block_count, self.admission_limit)
 
     @property
+    def prompt_tokens(self) -> int:
+        """Tokens of prompts that run which are in no batch yet. A long one counts as a full batch: the next one may
+        come in beside it.
+        """
+        most = self._limits.max_batch_tokens
+        left = [s.token_count - max(s.computed_tokens, s.departed_tokens) for s in self.running]
+        return sum([min(count, most) for count in left if count > 1])
+
+    @property
+    def max_prompt_tokens(self) -> int:
+        return most_prompt_tokens(self._limits.max_batch_tokens, self.stage_count)
+
+    @property
     def max_running_count(self) -> int:
         """Each of the microbatches in flight may be a full one."""
         return self._limits.max_running_count * self.stage_count
@@ -120,7 +133,7 @@ class Scheduler:
         if self.stage_count > 1 or not self.running or self.suspended or self.swap.enabled:
             return False
         head = self._head()
-        return self.settled and not (head is not None and self._admits(self.need(head)))
+        return self.settled and not (head is not None and self._lets_in(head))
 
     @property
     def running_count(self) -> int:
@@ -154,7 +167,7 @@ class Scheduler:
             if sequence.step_id <= landed_step_id or sequence.departed_tokens < sequence.token_count:
                 return True
         head = self._head()
-        return self.swap.has_copies or (head is not None and self._admits(self.need(head)))
+        return self.swap.has_copies or (head is not None and self._lets_in(head))
 
     # ---------------------------------------------------------------- waiting
 
@@ -175,9 +188,9 @@ class Scheduler:
         if not self.waiting_count and not len(self.swap):
             return
         while (sequence := self._head()) is not None:
-            need = self.need(sequence)
-            if not self._admits(need):
+            if not self._lets_in(sequence):
                 return
+            need = self.need(sequence)
             if sequence.state is SequenceState.SWAPPED:
                 self._reserve(sequence, need)
                 self.swap.come_back(sequence)
@@ -196,6 +209,12 @@ class Scheduler:
             f"{self.free_block_count} of {self.block_count} blocks are free, {block_count} are needed;"
             f" {self.running_count} of {self.max_running_count} sequences run"
         )
+
+    def _lets_in(self, sequence: Sequence) -> bool:
+        """There is room for it, and its tokens would be computed soon. One whose KV comes back has few."""
+        if not self._admits(self.need(sequence)):
+            return False
+        return sequence.state is SequenceState.SWAPPED or self.prompt_tokens < self.max_prompt_tokens
 
     def _admits(self, need_block_count: int) -> bool:
         block_count = self._limited_block_count
@@ -467,7 +486,7 @@ class Scheduler:
 
     def _recompute(self, sequence: Sequence, at_s: float, why: str) -> None:
         self._reserve(sequence, -sequence.reserved_block_count)
-        sequence.computed_tokens = 0
+        sequence.computed_tokens = sequence.departed_tokens = 0
         sequence.preemption_count += 1
         sequence.may_overfill = True
         sequence.move(SequenceState.WAITING, at_s, why)

@@ -305,7 +305,7 @@ class WorkerCore:
     def load(self, at_s: float, memory: MemoryReport, newest_epoch: int = 0) -> LoadReport:
         """`newest_epoch`: of a transition that this worker has heard of."""
         block_count = free_block_count = kept_block_count = waiting_block_count = 0
-        running_count = waiting_count = max_running_count = 0
+        running_count = waiting_count = max_running_count = prompt_token_count = max_prompt_token_count = 0
         preemptions_total = self._preemptions_total
         for lane in self._lanes:
             scheduler = lane.scheduler
@@ -319,6 +319,8 @@ class WorkerCore:
                 block_count = scheduler.block_count if scheduler.stage_count > 1 else scheduler.ceiling_block_count
                 free_block_count = scheduler.free_block_count
                 kept_block_count = scheduler.kept_block_count
+                prompt_token_count = scheduler.prompt_tokens + scheduler.waiting_tokens
+                max_prompt_token_count = scheduler.max_prompt_tokens
                 max_running_count += scheduler.max_running_count
             else:
                 max_running_count += scheduler.running_count
@@ -341,6 +343,8 @@ class WorkerCore:
             memory=memory,
             newest_epoch=newest_epoch,
             kept_block_count=kept_block_count,
+            prompt_token_count=prompt_token_count,
+            max_prompt_token_count=max_prompt_token_count,
         )
 
     def story(self, sequence_id: SequenceId) -> list[str]:

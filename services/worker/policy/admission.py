@@ -3,6 +3,8 @@
 import math
 from dataclasses import dataclass
 
+PROMPT_STEPS = 2  # full batches, in each stage
+
 
 @dataclass(frozen=True, slots=True)
 class AdmissionView:
@@ -24,6 +26,13 @@ def admits(view: AdmissionView, need_block_count: int, reserve_fraction: float) 
         return False
     kept_block_count = reserved(view.block_count, reserve_fraction) if view.running_count else 0
     return need_block_count + kept_block_count <= view.free_block_count
+
+
+def most_prompt_tokens(max_batch_tokens: int, stage_count: int) -> int:
+    """So many tokens of prompts may have been let in and be in no batch yet. Less would leave batches unfilled until
+    the next requests come; more would be computed much later, and might be somewhere else before.
+    """
+    return PROMPT_STEPS * max_batch_tokens * stage_count
 
 
 def reserved(block_count: int, reserve_fraction: float) -> int:

@@ -27,7 +27,7 @@ def is_due(
     return silent_s >= INTERVAL_S * stream_count and (changed or used_change * _USED_SHARE >= report.block_count)
 
 
-def _routing(report: LoadReport) -> tuple[int, int, int, int, int, int, bool]:
+def _routing(report: LoadReport) -> tuple[int, int, int, int, int, int, bool, bool]:
     return (
         report.block_count,
         report.kept_block_count,
@@ -35,5 +35,6 @@ def _routing(report: LoadReport) -> tuple[int, int, int, int, int, int, bool]:
         report.running_count,
         report.waiting_count,
         report.max_running_count,
+        report.prompt_token_count < report.max_prompt_token_count,
         report.draining,
     )

@@ -57,6 +57,13 @@ def test_what_a_worker_keeps_back_is_for_no_newcomer_unless_it_is_idle() -> None
     assert not runs_at_once(view(kept_block_count=5, unseen_block_count=90, unseen_count=1), 6)
 
 
+def test_where_as_many_prompts_wait_to_be_computed_as_soon_can_a_newcomer_does_not_run_at_once() -> None:
+    almost, full = (view("a", running_count=2, max_prompt_token_count=9, prompt_token_count=n) for n in (8, 9))
+    assert runs_at_once(almost, 1)
+    assert not runs_at_once(full, 1)
+    assert chosen([full, view("b", used_block_count=98)]) == "b"
+
+
 def test_a_draining_worker_is_least_free() -> None:
     assert freeness(view(draining=True)) == -math.inf
     assert not has_place(view(draining=True), RULES)

@@ -80,6 +80,25 @@ def test_a_long_prompt_holds_up_neither_decodes_nor_short_prompts() -> None:
     assert slices(made.step()) == [(1, 4, 1, True), (3, 3, 1, True), (2, 4, 6, False)]
 
 
+def test_prompts_are_let_in_as_batches_are_full_of_them_and_the_others_stay_movable() -> None:
+    made = driver(max_batch_tokens=8, max_running_count=8, block_count=200)
+    for _ in range(8):
+        made.submit(prompt(8), greedy(1))
+    load = made.core.load(made.at_s, MEMORY)
+    assert (load.running_count, load.waiting_count) == (2, 6), "two batches"
+    assert (load.prompt_token_count, load.max_prompt_token_count) == (64, 16)
+    batches = [slices(made.step()) for _ in range(8)]
+    assert [sum(count for _, _, count, _ in batch) for batch in batches] == [8] * 8, "each batch is full"
+    assert made.step() is None
+
+
+def test_beside_a_long_prompt_another_one_is_let_in() -> None:
+    made = driver(max_batch_tokens=8, max_running_count=8, block_count=200)
+    made.submit(prompt(48), greedy(1))
+    made.submit(prompt(4), greedy(1))
+    assert slices(made.step()) == [(1, 0, 4, False), (2, 0, 4, True)]
+
+
 def test_the_most_important_class_is_admitted_first() -> None:
     made = driver(max_running_count=1, max_batch_tokens=16)
     blocking = made.submit(prompt(2), greedy(1))
