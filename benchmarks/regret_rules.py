@@ -19,6 +19,7 @@ MOST_TTFT, MOST_TTFT_SATURATED = 1.10, 1.25
 MOST_TPOT_PLAIN, MOST_TPOT_BEST = 1.10, 1.25
 LEAST_THROUGHPUT = 0.97
 COMPUTING_SHARE = 0.70
+BRIM, MOST_AT_THE_BRIM = (0.95, 1.15), 1.05  # peak demand with recompute, in parts of the memory
 GAIN, GREAT_GAIN = 0.8, 0.5
 _FIGURES = ("ttft_p50_s", "ttft_p99_s", "tpot_p50_s", "tokens_per_s", "preemptions", "mean_demand", "peak_demand")
 
@@ -55,6 +56,21 @@ class Row:
         if plain is None:
             return False
         return self.prompt_share < COMPUTING_SHARE and (plain.preemptions > 0 or plain.peak_demand > 1.0)
+
+    @property
+    def is_at_the_brim(self) -> bool:
+        """With recompute memory is just full, or nearly."""
+        plain = self.policies.get(PLAIN)
+        return plain is not None and BRIM[0] <= plain.peak_demand <= BRIM[1]
+
+    def over_plain(self, policy: str) -> dict[str, float]:
+        """Each figure in parts of recompute's, as it is."""
+        ours, plain = self.policies[policy], self.policies[PLAIN]
+        return {
+            "P50 TTFT": ours.ttft_p50_s / plain.ttft_p50_s,
+            "P99 TTFT": ours.ttft_p99_s / plain.ttft_p99_s,
+            "P50 TPOT": ours.tpot_p50_s / plain.tpot_p50_s,
+        }
 
     @property
     def most_ttft(self) -> float:
@@ -189,6 +205,12 @@ def summary(rows: Sequence[Row], policies: Sequence[str], ours: str) -> list[str
         ),
         _rule("tokens/s at least 0.97 x the best", mine, lambda r: r.throughput(ours) >= LEAST_THROUGHPUT),
     ]
+    if brim := [row for row in mine if row.is_at_the_brim and ours != PLAIN]:
+        worst = max(((ratio, what, r.cell) for r in brim for what, ratio in r.over_plain(ours).items()))
+        lines.append(
+            f"memory just full ({BRIM[0]:.0%} to {BRIM[1]:.0%}) in {len(brim)} cells: at most {worst[0]:.2f} x"
+            f" recompute's (goal {MOST_AT_THE_BRIM}), {worst[1]} in {worst[2]}"
+        )
     if short := [row for row in mine if row.memory_is_short]:
         gains = [row.gain(ours) for row in short]
         great = sum(gain <= GREAT_GAIN for gain in gains)

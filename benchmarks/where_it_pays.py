@@ -5,8 +5,8 @@
 
 Qwen2.5-14B on four machines as fast as an A100-80G, whose memory alone differs: parameters are 80, 60, 40 and 20 % of
 it. Prompts of 800 tokens, answers with the mean named (lognormal, sigma 0.8). Half of a load, then a burst of it for
-2.5 times as long as a request stays (40 to 200 s), in which demand with endless memory would settle at 125 % of the
-memory, or prompts take 85 % of the time, whichever is less: so what is short is short by about as much in each cell.
+2.5 times as long as a request stays by itself (40 to 160 s), in which demand would reach 125 % of the memory if that
+had no end, or prompts take 85 % of the time, whichever is less: what is short is short by about as much in each cell.
 Beside each share stands what pairs carry by the closed form (`sim/jobs/settled.py`).
 
 Each run leaves its figures in --out, and is not made again; `where-it-pays.png` is drawn from what is there.
@@ -20,7 +20,7 @@ import random
 import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +29,8 @@ from ballast.common.errors import InvariantViolation
 from benchmarks.regret_cells import figures_of
 from benchmarks.where_it_pays_figure import Spot, draw
 from sim.hardware import Cluster, find_cluster, find_model, timings
-from sim.jobs.settled import Load, Settled, settled
-from sim.jobs.simulation import SimJob, specs_of, world_of
+from sim.jobs.settled import Load, Settled, peak_demand, settled
+from sim.jobs.simulation import SimJob, WorkerSize, specs_of, world_of
 
 SHARES = (0.8, 0.6, 0.4, 0.2)
 ANSWERS = (100, 300, 1000, 3000)
@@ -40,6 +40,8 @@ FIGURE = Path("docs/evaluation/where-it-pays.png")
 _MODEL, _MACHINE, _COUNT = "Qwen2.5-14B", "A100-80G", 4
 _PROMPT, _PROMPT_SIGMA, _SIGMA = 800, 0.6, 0.8
 _OVER, _MOST_PROMPTS = 1.25, 0.85
+_ALONE = 1e-4  # requests a second: hardly ever two at once
+_SIZE = WorkerSize(max_running_count=1024)  # places are not what is short
 _LONGEST_PROMPT, _LONGEST_ANSWER = 8000, 16_000
 
 
@@ -63,21 +65,23 @@ def burst_of(share: float, answer: int) -> Burst:
     model, cluster = find_model(_MODEL), cluster_of(share)
     square = answer * answer * math.exp(_SIGMA**2)
 
-    def at(rate_per_s: float) -> Settled:
-        return settled(model, cluster, timings(), Load(rate_per_s, _PROMPT, answer, _PROMPT * answer, square))
+    def at(rate_per_s: float) -> tuple[Load, Settled]:
+        load = Load(rate_per_s, _PROMPT, answer, _PROMPT * answer, square)
+        return load, settled(model, cluster, timings(), load)
 
-    low, high = 1e-4, 40.0
-    for _ in range(40):
+    _, alone = at(_ALONE)
+    stay_s = answer * alone.token_s
+    before_s, for_s = min(100.0, max(30.0, stay_s)), min(160.0, max(40.0, 2.5 * stay_s))
+    low, high = _ALONE, 40.0
+    for _ in range(30):
         middle = (low + high) / 2
-        found = at(middle)
-        if found.demand < _OVER and found.prompt_share < _MOST_PROMPTS:
-            low = middle
-        else:
-            high = middle
-    found = at(low)
-    stay_s = answer * found.token_s
-    lasts_s = min(200.0, max(40.0, 2.5 * stay_s))
-    return Burst(low, found.demand, found.prompt_share, min(100.0, max(30.0, stay_s)), lasts_s)
+        load, there = at(middle)
+        phases = ((before_s, replace(load, rate_per_s=middle / 2)), (for_s, load))
+        over = there.prompt_share > _MOST_PROMPTS or peak_demand(model, cluster, timings(), phases) > _OVER
+        low, high = (low, middle) if over else (middle, high)
+    load, there = at(low)
+    phases = ((before_s, replace(load, rate_per_s=low / 2)), (for_s, load))
+    return Burst(low, peak_demand(model, cluster, timings(), phases), there.prompt_share, before_s, for_s)
 
 
 def trace_of(burst: Burst, answer: int, seed: int) -> Trace:
@@ -103,7 +107,7 @@ def carry_out(share: float, answer: int, policy: str, seed: int) -> Mapping[str,
     burst = burst_of(share, answer)
     model = find_model(_MODEL)
     trace = trace_of(burst, answer, seed).scaled(max_total_tokens=model.max_model_len)
-    job = SimJob(trace=trace, model=model, cluster=cluster_of(share), policies=(policy,), seed=seed)
+    job = SimJob(trace=trace, model=model, cluster=cluster_of(share), policies=(policy,), seed=seed, worker=_SIZE)
     [(_, rules)] = specs_of(job)
     told = {"share": share, "answer": answer, "policy": policy, "demand": burst.demand, "prompts": burst.prompt_share}
     try:
@@ -118,11 +122,14 @@ def spots(runs: Mapping[tuple[float, int, str], Mapping[str, Any]]) -> list[Spot
     for share in SHARES:
         for answer in ANSWERS:
             mine = {policy: runs.get((share, answer, policy)) for policy in (*STATICS, OURS)}
-            waits = {name: run["ttft_p99_s"] for name, run in mine.items() if run is not None and run["failed"] is None}
+            waits: dict[str, float] = {
+                name: run["ttft_p99_s"] for name, run in mine.items() if run is not None and run["failed"] is None
+            }
             if len(waits) == len(mine):
-                best_s = min(waits[name] for name in STATICS)
-                prompts = runs[share, answer, OURS]["prompts"]
-                found.append(Spot(share, answer, waits[OURS], waits[PLAIN], best_s, prompts))
+                best = min(STATICS, key=lambda name: waits[name])
+                ours, static = runs[share, answer, OURS], runs[share, answer, best]
+                pace = ours["tpot_p50_s"] / static["tpot_p50_s"]
+                found.append(Spot(share, answer, waits[OURS], waits[PLAIN], waits[best], pace, ours["prompts"]))
     return found
 
 

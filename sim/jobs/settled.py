@@ -21,6 +21,8 @@ _ROUNDS = 4000
 _ENDLESS = 50.0  # times the capacity
 PEAK_S = 30.0
 _BURST_S = 60.0
+_STEP_S = 0.5
+_LEAST_SHARE = 0.01  # of the time, for answers
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +85,25 @@ def settled(model: ModelSpec, cluster: Cluster, timings: Timings, load: Load) ->
 
 def _prompt_s(costs: RooflineCosts, layers: int, tokens: float) -> float:
     return tokens * (costs.token_s + costs.collective_token_s + tokens / 2 * costs.pair_s) * layers
+
+
+def peak_demand(model: ModelSpec, cluster: Cluster, timings: Timings, phases: Sequence[tuple[float, Load]]) -> float:
+    """The most KV that is wanted in the course of phases (seconds, load), in parts of the memory, if it had no end."""
+    costs, layers = Roofline(model, cluster, timings).costs, model.layer_count
+    capacity = capacity_tokens(model, cluster, timings)
+    running = held = most = 0.0
+    for seconds, load in phases:
+        prompts = load.rate_per_s * _prompt_s(costs, layers, load.input_tokens)
+        kept = (load.product + load.square / 2) / (load.input_tokens + load.output_tokens)  # of answers, while KV stays
+        for _ in range(int(seconds / _STEP_S)):
+            layer_s = max(costs.dense_s, running * costs.token_s) + costs.collective_s + held * costs.context_s
+            step_s = costs.stage_s + running * costs.sequence_s + layers * layer_s + costs.head_s
+            tokens = _STEP_S * max(_LEAST_SHARE, 1.0 - prompts) / step_s  # of each request
+            came = _STEP_S * load.rate_per_s
+            held += came * load.input_tokens + running * tokens - held * min(1.0, tokens / kept)
+            running += came - running * min(1.0, tokens / load.output_tokens)
+            most = max(most, held)
+    return most / capacity
 
 
 def carried_by_pairs(parameter_share: float) -> float:

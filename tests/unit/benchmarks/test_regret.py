@@ -88,6 +88,15 @@ def test_memory_is_short_where_computing_is_not() -> None:
     assert not row(run("recompute", 1.0, peak_demand=1.2, prompt_share=0.8), ours).memory_is_short
 
 
+def test_where_memory_is_just_full_nothing_may_be_worse_than_with_recompute() -> None:
+    rows = [
+        row(run("recompute", 0.5, peak_demand=1.01), run("drop", 0.6)),
+        row(run("recompute", 0.5, peak_demand=1.5), run("drop", 0.9)),
+    ]
+    told = "\n".join(summary(rows, ["recompute", "drop"], "drop"))
+    assert "memory just full (95% to 115%) in 1 cells: at most 1.20 x recompute's (goal 1.05), P99 TTFT in cell" in told
+
+
 def test_a_run_that_broke_is_said_and_not_counted() -> None:
     broke = {"policy": "drop", "draw": 1, "failed": "block 559", "prompt_share": 0.2}
     found = row(run("recompute", 20.0), run("drop", 21.0), broke)

@@ -6,7 +6,15 @@ import pytest
 
 from ballast.bench.traces import Trace, TraceRequest
 from sim.hardware import find_cluster, find_model, timings
-from sim.jobs.settled import Load, capacity_tokens, carried_by_pairs, prompt_share, reading_is_short, settled
+from sim.jobs.settled import (
+    Load,
+    capacity_tokens,
+    carried_by_pairs,
+    peak_demand,
+    prompt_share,
+    reading_is_short,
+    settled,
+)
 from sim.jobs.simulation import SimJob, simulate
 
 MODEL, CLUSTER = find_model("Qwen2.5-14B"), find_cluster("2xA100-40G")
@@ -42,6 +50,18 @@ def test_demand_grows_faster_than_the_rate_until_there_is_no_end_to_it() -> None
     assert demands[1] > 2 * demands[0]
     assert demands[2] > 2 * demands[1]
     assert math.isinf(settled(MODEL, CLUSTER, timings(), load(4.9, 800, 1000)).demand)
+
+
+def test_a_simulated_burst_wants_as_much_as_the_closed_form_says() -> None:
+    """Within a third: all answers of the trace have the same length, and those of the closed form end like a decay."""
+    machine = find_cluster("2xA100-80G")
+    calm, burst = steady(1.0, 30.0), steady(3.0, 30.0)
+    later = [TraceRequest(30.0 + r.arrival_s, r.input_tokens, r.output_tokens) for r in burst.requests]
+    trace = Trace(source="test", format="generated", requests=(*calm.requests, *later))
+    series = simulate(SimJob(trace=trace, model=MODEL, cluster=machine, policies=("recompute",)), 0.0)
+    used = series.policies["recompute"].series
+    wanted = peak_demand(MODEL, machine, timings(), [(30.0, load(1.0)), (30.0, load(3.0))])
+    assert max(used.kv_used_bytes) / used.kv_capacity_bytes[0] == pytest.approx(wanted, rel=0.33)
 
 
 @pytest.mark.parametrize(("share", "carried"), [(0.2, 1.02), (0.4, 1.11), (0.6, 1.35), (0.8, 2.14)])
