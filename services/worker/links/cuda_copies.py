@@ -34,7 +34,8 @@ class CudaCopies:
         self._device = device
         self._of_thread = threading.local()
         self._fetched = SimpleQueue[tuple[CudaMark, torch.Tensor, Callable[[torch.Tensor | None], None]]]()
-        threading.Thread(target=self._tell, name=f"links-fetch-{device}", daemon=True).start()
+        self._starting = threading.Lock()
+        self._teller: threading.Thread | None = None
 
     def empty(self, size_bytes: int, device: torch.device) -> torch.Tensor:
         return torch.empty(size_bytes, dtype=torch.uint8, device=device, pin_memory=device == HOST)
@@ -58,6 +59,10 @@ class CudaCopies:
                 computed.event.wait(self._stream())
                 there.copy_(payload, non_blocking=True)
                 computed = self.mark()
+        with self._starting:
+            if self._teller is None:
+                self._teller = threading.Thread(target=self._tell, name=f"links-fetch-{self._device}", daemon=True)
+                self._teller.start()
         self._fetched.put((computed, there, then))
 
     def _stream(self) -> torch.cuda.Stream:

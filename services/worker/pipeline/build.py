@@ -98,7 +98,11 @@ def join(
         device = engine.memory.pool.backend.device
         hub = Hub(post, device=device)
         plane = _real_plane(me, hub, config, advertise_host, transport, secret, device)
+        from services.worker.links.cuda_copies import copies_for  # torch comes with it
+
+        threads = Threads(engine.read_layer, copies_for(device).copying)
     else:
+        threads = Threads(engine.read_layer)
         hub = Hub(post)
         plane = open_plane(hub, secret)
     own = engine.runner
@@ -116,7 +120,7 @@ def join(
             plane=plane,
             hub=hub,
             engine=runner or own,
-            background=Threads(engine.read_layer),
+            background=threads,
             now=time.monotonic,
             post=post,
             links=Links,

@@ -1,0 +1,162 @@
+"""The order in which copies and kernels go to a GPU, with a driver that notes it and does each when its turn comes."""
+
+import threading
+import time
+from collections.abc import Generator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from typing import ClassVar
+
+import pytest
+import torch
+
+from services.worker.links.copies import HOST, HostCopies
+from services.worker.links.cuda_copies import CudaCopies, copies_for
+
+GPU = torch.device("cuda", 0)
+
+
+class Stream:
+    def __init__(self, device: torch.device) -> None:
+        self.waits_for = list[Event]()
+
+
+class Event:
+    """Comes when the test says so. Who sleeps until then does not ask again and again."""
+
+    made: ClassVar[list["Event"]] = []
+
+    def __init__(self, *, blocking: bool) -> None:
+        assert blocking, "a wait for it would spin"
+        self._come = threading.Event()
+        self.failed = False
+        Event.made.append(self)
+
+    def record(self, stream: Stream) -> None:
+        self.on = stream
+
+    def wait(self, stream: Stream) -> None:
+        stream.waits_for.append(self)
+
+    def synchronize(self) -> None:
+        assert self._come.wait(20.0)
+        if self.failed:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    def come(self, *, failed: bool = False) -> None:
+        self.failed = failed
+        self._come.set()
+
+
+class Driver:
+    def __init__(self) -> None:
+        self.engine = Stream(GPU)
+        self._current = threading.local()
+
+    def current_stream(self, device: torch.device) -> Stream:
+        return getattr(self._current, "stream", self.engine)
+
+    @contextmanager
+    def stream(self, stream: Stream) -> Generator[None]:
+        before = self.current_stream(GPU)
+        self._current.stream = stream
+        yield
+        self._current.stream = before
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
+    driver = Driver()
+    Event.made = []
+    for name, value in (("Stream", Stream), ("Event", Event)):
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(torch.cuda, "stream", driver.stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", driver.current_stream)
+
+    def empty(self: CudaCopies, size_bytes: int, device: torch.device) -> torch.Tensor:
+        return torch.empty(size_bytes, dtype=torch.uint8)
+
+    monkeypatch.setattr(CudaCopies, "empty", empty)
+    return driver
+
+
+def test_what_is_sent_is_copied_behind_what_computes_it_and_told_when_it_is_there(driver: Driver) -> None:
+    copies, told = CudaCopies(GPU), Future[torch.Tensor | None]()
+    payload = torch.arange(9, dtype=torch.uint8, device="meta")
+    streams = list[Stream]()
+
+    class There(torch.Tensor):
+        def copy_(self, *_: object, **__: object) -> torch.Tensor:
+            streams.append(driver.current_stream(GPU))
+            return self
+
+    copies.empty = lambda size_bytes, device: torch.empty(size_bytes, dtype=torch.uint8).as_subclass(There)  # type: ignore[method-assign]
+    copies.fetch(payload, HOST, told.set_result)
+    computed, copied = Event.made
+    assert computed.on is driver.engine
+    assert streams == [copied.on]
+    assert copied.on is not driver.engine
+    assert copied.on.waits_for == [computed]
+    computed.come()
+    with pytest.raises(TimeoutError):
+        told.result(0.05)
+    copied.come()
+    assert isinstance(told.result(20), There)
+
+
+def test_what_goes_from_the_device_itself_is_told_when_it_is_computed(driver: Driver) -> None:
+    copies, told = CudaCopies(GPU), Future[torch.Tensor | None]()
+    payload = torch.arange(9, dtype=torch.uint8)
+    copies.fetch(payload, HOST, told.set_result)  # it lies there already
+    [computed] = Event.made
+    with pytest.raises(TimeoutError):
+        told.result(0.05)
+    computed.come()
+    assert told.result(20) is payload
+
+
+def test_what_cannot_be_computed_is_told_and_the_next_one_is_told_too(driver: Driver) -> None:
+    copies, told = CudaCopies(GPU), [Future[torch.Tensor | None](), Future[torch.Tensor | None]()]
+    for future in told:
+        copies.fetch(torch.zeros(1, dtype=torch.uint8), HOST, future.set_result)
+    Event.made[0].come(failed=True)
+    Event.made[1].come()
+    assert told[0].result(20) is None
+    assert told[1].result(20) is not None
+
+
+def test_copies_wait_for_no_kernel_and_are_over_at_the_end_even_if_one_fails(driver: Driver) -> None:
+    copies, streams = CudaCopies(GPU), list[Stream]()
+
+    def copy() -> None:
+        with copies.copying():
+            streams.append(driver.current_stream(GPU))
+            raise ValueError("the second of two copies")
+
+    def fails() -> None:
+        with pytest.raises(ValueError, match="the second"):
+            copy()
+
+    threads = [threading.Thread(target=fails) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    deadline_s = time.monotonic() + 20
+    while len(Event.made) < 2 and time.monotonic() < deadline_s:
+        time.sleep(0.002)
+    threads[0].join(0.05)
+    assert all(thread.is_alive() for thread in threads), "it has come back while the first copy may write"
+    for event in Event.made:
+        event.come()
+    for thread in threads:
+        thread.join(20)
+    assert not any(thread.is_alive() for thread in threads)
+    assert len({id(stream) for stream in streams}) == 2, "one thread's copies wait for another's"
+    assert all(event.on is not driver.engine for event in Event.made)
+    assert not any(stream.waits_for for stream in streams)
+
+
+def test_on_the_host_there_is_nothing_to_wait_for() -> None:
+    copies = copies_for(HOST)
+    assert isinstance(copies, HostCopies)
+    assert copies.mark() is None
+    assert isinstance(copies_for(GPU), CudaCopies)
