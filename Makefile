@@ -103,8 +103,8 @@ PYTHONS ?= python3.11 python3.12 python3.13
 install-check: setup  ## install the wheels into empty environments, on every Python: size, import, tests, ballast up
 	$(PY) -m deploy.install_check --pythons $(PYTHONS)
 
-gpu-check: setup  ## memory and golden tests on a CUDA device
-	$(BIN)/pytest -q -m gpu tests
+gpu-check: setup  ## the first hour with a GPU: what works there and what it costs, on one page
+	$(PY) -m benchmarks.gpu_check
 
 clean:
 	rm -rf $(VENV) out

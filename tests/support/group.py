@@ -24,7 +24,6 @@ from services.worker.core.transition_messages import AbortRequested, CommitReque
 from services.worker.engine.load import Engine, load_engine
 from services.worker.links.config import TransportConfig
 from services.worker.memory.backend import MemoryBackend
-from services.worker.memory.host import HostBackend
 from services.worker.memory.host_blocks import HostBlocks
 from services.worker.output_stream import OutputStream
 from services.worker.pipeline.build import Membership, join, stage_core
@@ -79,6 +78,21 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where workers compute, and what moves their tensors."""
+
+    device: str = "cpu"
+    dtype: str = "float64"
+    backend: Callable[[], MemoryBackend] | None = None  # None: the device's own
+    transport: str = "auto"
+    memory_factor: int = 1  # of all sizes: extents of a GPU are not smaller than 2 MiB
+
+
+# Two workers on one GPU: NCCL refuses that, and links go through the host.
+ONE_GPU = Place(device="cuda", dtype="float32", transport="tcp", memory_factor=8)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
     """What the workers of a cluster have. `transport` may differ from worker to worker."""
 
@@ -89,7 +103,7 @@ class Sizes:
     orphan_timeout_s: float = 10.0
     swap_block_count: int = 0
     cost: CostModel | None = None  # with one, pipelines form their microbatches by it
-    backend: Callable[[], MemoryBackend] = HostBackend
+    place: Place = Place()
     step_s: float = 0.0  # the least that a step takes: no machine is so fast that requests end before a test acts
     transport: TransportConfig = field(default_factory=TransportConfig)
 
@@ -111,8 +125,13 @@ class Paced:
 class GroupWorker:
     def __init__(self, name: str, model_dir: Path, ordinal: int, sizes: Sizes) -> None:
         self.name = WorkerId(name)
+        place = sizes.place
         self.engine: Engine = load_engine(
-            model_dir, device_memory_bytes=sizes.memory_bytes, dtype="float64", backend=sizes.backend()
+            model_dir,
+            device_memory_bytes=sizes.memory_bytes * place.memory_factor,
+            dtype=place.dtype,
+            device=place.device,
+            backend=None if place.backend is None else place.backend(),
         )
         info = self.engine.info
         limits = WorkerLimits(
@@ -143,6 +162,7 @@ class GroupWorker:
             book=book,
             engine=self.engine,
             config=sizes.transport,
+            transport=place.transport,
             advertise_host="127.0.0.1",
             max_running_count=limits.max_running_count,
             compile_grammar=self.engine.grammars.check if self.engine.grammars is not None else None,

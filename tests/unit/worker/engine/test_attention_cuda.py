@@ -40,7 +40,7 @@ def test_float64_is_refused() -> None:
     ],
 )
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(8, 2, 64), (6, 6, 80), (32, 8, 128), (7, 1, 16)])
-@pytest.mark.parametrize(("dtype", "atol"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
+@pytest.mark.parametrize(("dtype", "atol"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2), (torch.float16, 2e-3)])
 @pytest.mark.parametrize("block_tokens", [4, 16])
 def test_kernel_equals_cpu(
     shares: list[tuple[int, int]],
@@ -77,11 +77,12 @@ def test_kernel_equals_cpu(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("arch", ["llama", "llama3", "mistral", "qwen2", "qwen3"])
-def test_greedy_tokens_on_the_device_equal_transformers(tmp_path: Path, arch: str) -> None:
+@pytest.mark.parametrize(("dtype", "near_tie"), [("float32", 10 * NEAR_TIE), ("bfloat16", 0.1)])
+def test_greedy_tokens_on_the_device_equal_transformers(tmp_path: Path, arch: str, dtype: str, near_tie: float) -> None:
     model_dir = make_tiny(arch, tmp_path / "model", seed=7, layers=3)
     prompts = [tuple(range(3, 3 + length)) for length in (1, 2, 15, 16, 17, 64, 200, 400)]
     references = reference_greedy_batch(model_dir, prompts, [16] * len(prompts))
-    with load_engine(model_dir, dtype="float32", device_memory_bytes=256 << 20, device="cuda") as engine:
+    with load_engine(model_dir, dtype=dtype, device_memory_bytes=256 << 20, device="cuda") as engine:
         jobs = [
             Job(i, prompt, 16, forced=reference.token_ids)
             for i, (prompt, reference) in enumerate(zip(prompts, references, strict=True))
@@ -89,4 +90,4 @@ def test_greedy_tokens_on_the_device_equal_transformers(tmp_path: Path, arch: st
         generate(engine, jobs, chunk_tokens=64)
     for job, reference in zip(jobs, references, strict=True):
         for token, wanted, gap in zip(job.chosen, reference.token_ids, reference.gaps, strict=True):
-            assert token == wanted or gap < 10 * NEAR_TIE
+            assert token == wanted or gap < near_tie

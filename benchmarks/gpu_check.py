@@ -1,0 +1,187 @@
+"""The first hour with a GPU: what of Ballast works there, and what its calls cost, on one page.
+
+python -m benchmarks.gpu_check [--out out/gpu_check.md] [--only NAME ...]
+
+Tests are those marked `gpu`. Ends with 1 if a part failed, with 2 where there is no GPU.
+"""
+
+import argparse
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+
+from services.worker.memory.cuda import BindingsDriver
+from services.worker.memory.gpus import gpu_uuids
+
+_EXTENTS, _ROUNDS = 64, 20
+_COPY_BYTES = 256 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Tests that together prove one thing."""
+
+    name: str
+    proves: str
+    tests: tuple[str, ...]
+
+
+PARTS = (
+    Part(
+        "memory",
+        "extents are mapped, taken away and mapped elsewhere under tensors and captured graphs that stay valid",
+        ("tests/unit/worker/memory/test_cuda.py",),
+    ),
+    Part(
+        "kernel",
+        "attention in float32, bfloat16 and float16 gives what the CPU gives",
+        ("tests/unit/worker/engine/test_attention_cuda.py::test_kernel_equals_cpu",),
+    ),
+    Part(
+        "golden",
+        "greedy tokens of five architectures are those of transformers",
+        ("tests/unit/worker/engine/test_attention_cuda.py::test_greedy_tokens_on_the_device_equal_transformers",),
+    ),
+    Part(
+        "group",
+        "drops, exchanges, aborts, restores, migrations and swaps of workers that share the GPU change no token",
+        ("tests/integration/test_group_exactness.py::test_no_token_changes_on_a_gpu",),
+    ),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    part: Part
+    passed: bool
+    took_s: float
+    said: str  # the last line of pytest's
+
+
+def command(part: Part, *extra: str) -> list[str]:
+    return [sys.executable, "-m", "pytest", "-q", "-n0", "-m", "gpu", *extra, *part.tests]
+
+
+def prove(part: Part) -> Verdict:
+    began_s = time.monotonic()
+    done = subprocess.run(command(part), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    lines = done.stdout.strip().splitlines()
+    if done.returncode:
+        print(done.stdout)
+    passed = done.returncode == 0 and "passed" in lines[-1] and "skipped" not in lines[-1]
+    return Verdict(part, passed, time.monotonic() - began_s, lines[-1] if lines else "nothing")
+
+
+# ------------------------------------------------------------ what things cost
+
+
+def median_us(act: Callable[[], object]) -> float:
+    times_s: list[float] = []
+    for _ in range(_ROUNDS):
+        began_s = time.perf_counter()
+        act()
+        times_s.append(time.perf_counter() - began_s)
+    return statistics.median(times_s) * 1e6
+
+
+def memory_calls(driver: BindingsDriver) -> Iterator[tuple[str, float]]:
+    """Microseconds for each extent of the least size, 64 of them in a row."""
+    size_bytes = driver.granularity_bytes
+    whole_bytes = _EXTENTS * size_bytes
+    handles = [driver.create(size_bytes) for _ in range(_EXTENTS)]
+    address = driver.reserve_address(whole_bytes)
+    times: dict[str, list[float]] = {"map": [], "access": [], "unmap": []}
+
+    def timed(name: str, act: Callable[[], object]) -> None:
+        began_s = time.perf_counter()
+        act()
+        times[name].append((time.perf_counter() - began_s) * 1e6 / _EXTENTS)
+
+    def map_all() -> None:
+        for at, handle in enumerate(handles):
+            driver.map(address + at * size_bytes, size_bytes, handle)
+
+    for _ in range(_ROUNDS):
+        timed("map", map_all)
+        timed("access", lambda: driver.allow_access(address, whole_bytes))
+        timed("unmap", lambda: driver.unmap(address, whole_bytes))
+    driver.free_address(address, whole_bytes)
+    for handle in handles:
+        driver.release(handle)
+    for name, values in times.items():
+        yield f"{name}, for each of {_EXTENTS} extents of {size_bytes >> 20} MiB", statistics.median(values)
+    yield "waiting for a device that does nothing", median_us(driver.synchronise)
+
+
+def copies(device: torch.device) -> Iterator[tuple[str, float]]:
+    """GB/s."""
+    there = torch.empty(_COPY_BYTES, dtype=torch.uint8, device=device)
+    other = torch.empty_like(there)
+    for kind in ("pinned", "pageable"):
+        here = torch.empty(_COPY_BYTES, dtype=torch.uint8, pin_memory=kind == "pinned")
+        for name, target, source in (("to the device", there, here), ("from the device", here, there)):
+
+            def copy(target: torch.Tensor = target, source: torch.Tensor = source) -> None:
+                target.copy_(source)
+                torch.cuda.synchronize(device)
+
+            yield f"{name}, {kind} memory", _COPY_BYTES / median_us(copy) / 1e3
+
+    def inside() -> None:
+        other.copy_(there)
+        torch.cuda.synchronize(device)
+
+    yield "inside the device", _COPY_BYTES / median_us(inside) / 1e3
+
+
+# ------------------------------------------------------------ one page
+
+
+def page(
+    header: Sequence[str],
+    verdicts: Sequence[Verdict],
+    costs: Sequence[tuple[str, float]],
+    rates: Sequence[tuple[str, float]],
+) -> str:
+    lines = ["# What works on this GPU", "", *header, "", "| part | | seconds | what it proves |", "|---|---|---|---|"]
+    for one in verdicts:
+        word = "proven" if one.passed else "**FAILED**"
+        lines.append(f"| {one.part.name} | {word} | {one.took_s:.0f} | {one.part.proves} ({one.said.strip('= ')}) |")
+    lines += ["", "| memory call | us |", "|---|---|", *(f"| {name} | {us:.1f} |" for name, us in costs)]
+    lines += ["", "| copy | GB/s |", "|---|---|", *(f"| {name} | {rate:.1f} |" for name, rate in rates)]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, default=Path("out/gpu_check.md"))
+    parser.add_argument("--only", nargs="*", choices=[part.name for part in PARTS])
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("torch sees no GPU: nothing of the GPU path is proven here (`ballast doctor` says what is missing)")
+        return 2
+    uuids = gpu_uuids()
+    header = [
+        f"- {len(uuids)} x {torch.cuda.get_device_name(0)}, the first is {uuids[0]}; CUDA {torch.version.cuda}",
+        f"- torch {torch.__version__}, triton {version('triton')}, cuda-bindings {version('cuda-bindings')},"
+        f" Python {platform.python_version()}",
+    ]
+    costs, rates = list(memory_calls(BindingsDriver.open(0))), list(copies(torch.device("cuda", 0)))
+    verdicts = [prove(part) for part in PARTS if arguments.only is None or part.name in arguments.only]
+    text = page(header, verdicts, costs, rates)
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    arguments.out.write_text(text)
+    print(text)
+    return int(not all(one.passed for one in verdicts))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,34 @@
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from benchmarks.gpu_check import PARTS, Part, Verdict, command, memory_calls, page
+from tests.support.fake_driver import OnTheCpu, load
+
+ROOT = Path(__file__).parents[3]
+
+
+def test_every_part_has_tests_for_gpus() -> None:
+    everything = Part("all", "", tuple(test for part in PARTS for test in part.tests))
+    listed = subprocess.run(command(everything, "--collect-only"), capture_output=True, text=True, check=True, cwd=ROOT)
+    for test in everything.tests:
+        assert test in listed.stdout
+
+
+def test_memory_calls_are_made_and_undone() -> None:
+    driver = load()
+    driver.set_granularity(16 << 10)
+    driver.fail_at(None)
+    cuda = pytest.importorskip("cuda.bindings.driver")
+    names = [name for name, _ in memory_calls(OnTheCpu(cuda, 0))]
+    assert [name.split(",")[0] for name in names[:3]] == ["map", "access", "unmap"]
+    assert (driver.counts, driver.violation) == ((0, 0, 0, 0), "")
+
+
+def test_a_page_says_what_failed() -> None:
+    verdicts = [Verdict(PARTS[0], True, 3.0, "9 passed"), Verdict(PARTS[1], False, 1.0, "1 failed")]
+    text = page(["- a GPU"], verdicts, [("map", 1.5)], [("inside the device", 900.0)])
+    assert "| memory | proven | 3 |" in text
+    assert "| kernel | **FAILED** | 1 |" in text
+    assert "| map | 1.5 |" in text
