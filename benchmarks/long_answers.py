@@ -12,17 +12,15 @@ Prints P99 TTFT, P50 and P99 TPOT, and tokens for each second until the last arr
 
 import argparse
 import random
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-
-import numpy as np
 
 from ballast.bench.traces import Trace, read_trace
 from ballast.bench.upscale import upscaled
-from benchmarks.regret_cells import long_answer
+from benchmarks.regret_cells import figures_of, long_answer
 from sim.hardware import find_cluster, find_model
 from sim.jobs.simulation import SimJob, specs_of, world_of
-from sim.results import Outcome, SimRun
+from sim.results import SimRun
 
 DRAWS = (1, 2, 3, 4, 5, 6)
 _EVERY, _MOST_INPUT_TOKENS, _RATE_SCALE = 6, 3_000, 2.0
@@ -48,44 +46,14 @@ def job_of(trace: Trace, draw: int, policies: tuple[str, ...]) -> SimJob:
     return SimJob(trace=scaled, model=model, cluster=find_cluster("8xA100-40G"), policies=policies)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Figures:
-    """What a run comes to. Times in seconds."""
-
-    ttft_p50_s: float
-    ttft_p99_s: float
-    tpot_p50_s: float
-    tpot_p99_s: float
-    tokens_per_s: float  # until the last arrival: after it one straggler decides
-    preemption_count: int
-    unfinished_count: int
-    drop_count: int
-
-    @staticmethod
-    def of(run: SimRun) -> "Figures":
-        answered = [r for r in run.records if r.token_times_s]
-        ttfts_s = [r.token_times_s[0] - r.arrival_s for r in answered]
-        several = [r.token_times_s for r in answered if len(r.token_times_s) > 1]
-        tpots_s = [(times_s[-1] - times_s[0]) / (len(times_s) - 1) for times_s in several]
-        last_s = max(r.arrival_s for r in run.records)
-        early_count = sum(at_s <= last_s for r in answered for at_s in r.token_times_s)
-        return Figures(
-            ttft_p50_s=float(np.quantile(ttfts_s, 0.5)),
-            ttft_p99_s=float(np.quantile(ttfts_s, 0.99)),
-            tpot_p50_s=float(np.quantile(tpots_s, 0.5)),
-            tpot_p99_s=float(np.quantile(tpots_s, 0.99)),
-            tokens_per_s=early_count / last_s,
-            preemption_count=run.samples[-1].preemptions_total,
-            unfinished_count=sum(r.outcome is not Outcome.FINISHED for r in run.records),
-            drop_count=sum(t.journal.kind.value == "drop" and t.journal.stage.value == "done" for t in run.transitions),
-        )
-
-    def __str__(self) -> str:
-        return (
-            f"TTFT {self.ttft_p50_s:6.2f} / {self.ttft_p99_s:6.2f} s, TPOT {1e3 * self.tpot_p50_s:5.1f} /"
-            f" {1e3 * self.tpot_p99_s:6.1f} ms (P50 / P99), {self.tokens_per_s:6.0f} tokens/s,"
-            f" {self.preemption_count} preempted, {self.drop_count} drops, {self.unfinished_count} unfinished"
-        )
+def told(run: SimRun) -> str:
+    found = figures_of(run)
+    return (
+        f"TTFT {found['ttft_p50_s']:6.2f} / {found['ttft_p99_s']:6.2f} s, TPOT {1e3 * found['tpot_p50_s']:5.1f} /"
+        f" {1e3 * found['tpot_p99_s']:6.1f} ms (P50 / P99), {found['tokens_per_s']:6.0f} tokens/s,"
+        f" {found['preemptions']} preempted, {found['drops']} drops, {found['unserved']} unfinished,"
+        f" {found['stranded']:.0%} of the waiting where it was full beside another's room"
+    )
 
 
 def main() -> None:
@@ -98,7 +66,7 @@ def main() -> None:
     for draw in map(int, args.draws.split(",")):
         job = job_of(trace, draw, tuple(args.policies.split(",")))
         for spec, rules in specs_of(job):
-            print(f"draw {draw}  {spec.label:16} {Figures.of(world_of(job, rules).run())}", flush=True)
+            print(f"draw {draw}  {spec.label:16} {told(world_of(job, rules).run())}", flush=True)
 
 
 if __name__ == "__main__":
