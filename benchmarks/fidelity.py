@@ -42,6 +42,7 @@ from ballast.bench.session import ReplayJob, replay_on
 from ballast.bench.style import BLUE, GREEN, ORANGE, RC
 from ballast.bench.traces import Trace, TraceRequest
 from ballast.cli.profile import measure
+from ballast.common.cost import Chunk, CostModel
 from ballast.common.errors import ConfigError
 from ballast.local.cluster import LocalCluster
 from ballast.model.tiny import make_preset
@@ -61,7 +62,6 @@ from services.worker.core.batch import Batch
 from services.worker.cost_profile import CostProfile, read_profile
 from services.worker.emulation.engine import EmulatedEngine, emulate
 from services.worker.emulation.machine import Machine, Measured, write_machine
-from services.worker.policy.cost import Chunk, CostModel
 from services.worker.policy.roofline import Work
 from sim.clients import Arrival
 from sim.hardware import Cluster, Gpu, ModelSpec, timings

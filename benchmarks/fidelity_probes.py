@@ -19,8 +19,8 @@ from statistics import fmean, median
 import numpy as np
 
 from ballast.client import AsyncClient, SamplingParams
+from ballast.common.cost import Chunk, CostModel
 from ballast.local.cluster import LocalCluster
-from services.worker.policy.cost import Chunk, CostModel
 from sim.processors import Contention
 
 PROMPT_TOKENS = 64

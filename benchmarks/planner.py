@@ -37,7 +37,7 @@ MODEL = ModelShape(
 )
 BUDGET_BYTES = 24 << 30
 NEEDS = (0.1, 0.3, 0.6, 0.9)
-TOLERABLE_SHORTFALL = ConductorRules().tolerable_shortfall
+TOLERABLE_SHORTFALL = ConductorRules().planning.tolerable_shortfall
 
 _Result = TypeVar("_Result")
 

@@ -10,8 +10,8 @@ from typing import Protocol
 
 import numpy as np
 
+from ballast.common.cost import Chunk, CostModel
 from services.worker.core.batch import Batch, Slice
-from services.worker.policy.cost import Chunk, CostModel
 from services.worker.policy.cost_fit import cost_of, relative_fit, terms_of
 from services.worker.policy.roofline import RooflineCosts, Work
 from sim.hardware import ELEMENT_BYTES, Cluster, ModelSpec, Timings

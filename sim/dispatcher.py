@@ -11,6 +11,7 @@ from ballast.common.ids import DispatcherId, WorkerId
 from ballast.common.layout import Layout
 from ballast.common.model import ModelInfo
 from ballast.common.sampling import FinishReason, SamplingParams
+from ballast.common.traffic import Traffic
 from services.dispatcher.core import events as d
 from services.dispatcher.core.dispatcher import DispatcherCore, Limits
 from services.dispatcher.core.placement import PlacementRules
@@ -127,8 +128,8 @@ class DispatcherNode:
     def adopt(self, layout: Layout) -> None:
         self.feed(d.LayoutChanged(self._clock.now_s, layout))
 
-    def backlog(self) -> tuple[int, int]:
-        return len(self.core.backlog), self.core.backlog.token_count
+    def traffic(self) -> Traffic:
+        return self.core.traffic(self._clock.now_s)
 
     # ------------------------------------------------------------ events and commands
 

@@ -8,10 +8,11 @@ from typing import Protocol
 from ballast.common.ids import DispatcherId, Incarnation, WorkerId
 from ballast.common.layout import Place
 from ballast.common.load import HASTY_REPORT_S, LoadReport
+from ballast.common.traffic import Pace, Traffic
 from services.monitor.core import messages as m
 from services.monitor.core.machine import MonitorCore, MonitorRules
-from services.monitor.policy.demand import Backlog
 from services.monitor.policy.pressure import Signal
+from services.planner.core.messages import ClusterLoad
 from sim.clock import Clock
 from sim.lines import Lines
 from sim.process import Process
@@ -134,8 +135,9 @@ class MonitorNode:
     def tells(self, name: str) -> bool:
         return not self.process.crashed and name in self._watchers
 
-    def loads(self) -> dict[WorkerId, LoadReport]:
-        return {name: entry.load for name, entry in sorted(self.core.entries.items()) if entry.load is not None}
+    def load(self) -> ClusterLoad:
+        workers = {name: entry.load for name, entry in sorted(self.core.entries.items()) if entry.load is not None}
+        return ClusterLoad(workers, self.core.traffic(self._clock.now_s), self.core.pace())
 
 
 class Reporting(Protocol):
@@ -162,10 +164,11 @@ class Reporter:
         interval_s: float,
         first_s: float,
         place: Callable[[], Place | None] = lambda: None,
+        pace: Pace | None = None,
     ) -> None:
         """`leader`: as somebody finds it who looks in the state server again and again."""
         self._name = instance.worker_id
-        self._place = place
+        self._place, self._pace = place, pace
         self._instance = instance
         self._ended = False
         self._clock = clock
@@ -237,7 +240,7 @@ class Reporter:
 
     def _arrive(self, monitor: MonitorNode, stream_id: int, load: LoadReport, place: Place | None) -> None:
         def come() -> None:
-            monitor.tell(lambda now_s: m.LoadReported(now_s, self._cause, stream_id, load, place))
+            monitor.tell(lambda now_s: m.LoadReported(now_s, self._cause, stream_id, load, place, self._pace))
 
         self._lines.bring(self._name, monitor.process.name, come)
 
@@ -264,26 +267,25 @@ class Reporter:
         self._report()
 
 
-def share_backlog(
+def share_traffic(
     clock: Clock,
     state: StateServer,
     dispatcher_id: DispatcherId,
-    backlog: Callable[[], tuple[int, int]],
+    traffic: Callable[[], Traffic],
     *,
     interval_s: float,
 ) -> None:
-    """Says for ever how much waits in a dispatcher, and nothing when there is nothing."""
+    """Says for ever what waits in a dispatcher and what has come, and nothing when there is nothing."""
     serial = 0
 
     def say() -> None:
         nonlocal serial
-        request_count, token_count = backlog()
+        now = traffic()
         serial += 1
         if not state.is_up:
             return
-        if request_count:
-            word = m.BacklogWord(dispatcher_id, f"1.{serial}", Backlog(request_count, token_count))
-            state.backlogs[dispatcher_id] = word
+        if not now.is_idle:
+            state.backlogs[dispatcher_id] = m.BacklogWord(dispatcher_id, f"1.{serial}", now)
         else:
             state.backlogs.pop(dispatcher_id, None)
 

@@ -9,7 +9,6 @@ from typing import Protocol
 from ballast.common.errors import InvalidRequest, StaleEpoch
 from ballast.common.ids import Epoch, WorkerId
 from ballast.common.layout import Layout, Member
-from ballast.common.load import LoadReport
 from ballast.common.transition import Phase
 from ballast.rpc.fencing import PLANNER_TOKEN, Fence
 from ballastpb.worker.v1 import worker_pb2 as pb
@@ -208,19 +207,19 @@ class PlannerNode:
         self._clock.after(self._delays.rpc_s, b"planner hears", arrive)
 
     def _read_loads(self, cause_id: str) -> None:
-        self._ask_loads(lambda loads, why: self.feed(p.LoadsRead(self._clock.now_s, cause_id, loads, why)))
+        self._ask_loads(lambda load, why: self.feed(p.LoadsRead(self._clock.now_s, cause_id, load, why)))
 
-    def _ask_loads(self, hear: Callable[[Mapping[WorkerId, LoadReport], str], None]) -> None:
+    def _ask_loads(self, hear: Callable[[p.ClusterLoad, str], None]) -> None:
         """`hear` gets what the leading monitor says, or why it says nothing."""
         monitor, late = self._monitor(), self._lines
         reached = monitor is not None and not (monitor.process.crashed or monitor.process.paused)
         if monitor is None or not reached or late.is_cut(self.name, monitor.process.name):
-            wait_s, loads, why = _CALL_TIMEOUT_S, dict[WorkerId, LoadReport](), "the monitor does not answer"
+            wait_s, load, why = _CALL_TIMEOUT_S, p.ClusterLoad({}), "the monitor does not answer"
         else:
-            wait_s, loads, why = self._delays.rpc_s, monitor.loads(), ""
+            wait_s, load, why = self._delays.rpc_s, monitor.load(), ""
 
         def arrive() -> None:
-            self.process.run(lambda: hear(loads, why))
+            self.process.run(lambda: hear(load, why))
 
         self._clock.after(wait_s, b"planner has loads", arrive)
 
@@ -235,9 +234,9 @@ class PlannerNode:
         if layout is None:
             return
 
-        def order(loads: Mapping[WorkerId, LoadReport], why: str) -> None:
+        def order(load: p.ClusterLoad, why: str) -> None:
             if not why and self._at_rest() == layout:
-                for move in migrations(layout, loads, self._migrations):
+                for move in migrations(layout, load.workers, self._migrations):
                     self._order(layout.epoch, move)
 
         self._clock.after(self._delays.rpc_s, b"planner asks loads", lambda: self._ask_loads(order))

@@ -15,6 +15,7 @@ from ballast.common.errors import ConfigError, InvariantViolation
 from ballast.common.ids import DispatcherId, Epoch, Incarnation, WorkerId
 from ballast.common.load import LoadReport
 from ballast.common.model import ModelInfo
+from ballast.common.traffic import Pace
 from ballast.service.logs import silence
 from services.monitor.core.messages import Instance as Announcement
 from services.worker.core.blocks import BlockBook
@@ -38,7 +39,7 @@ from sim.instance import Instance
 from sim.lines import Lines
 from sim.links import SimLinks, SimPlane, Wires
 from sim.memory import Geometry, SimMemory
-from sim.monitoring import MonitorNode, Reporter, share_backlog
+from sim.monitoring import MonitorNode, Reporter, share_traffic
 from sim.network import Endpoint, Network
 from sim.pages import HugePages
 from sim.planning import Peer, PlannerNode
@@ -104,6 +105,7 @@ class World:
         self.model_info = _model_info(options, self.geometry)
         self.execution = options.execution or Roofline(options.model, options.cluster, timings)
         cost = fitted(self.execution, options.model.layer_count)
+        self._pace = Pace(cost, options.model.layer_count, rules.worker.max_batch_tokens)
         self._microbatching = lookahead(lambda: cost) if rules.worker.lookahead else by_token_count
         self.state = StateServer(self.clock, delays)
         self._delays = delays
@@ -268,6 +270,7 @@ class World:
             interval_s=rules.report_interval_s,
             first_s=first_s,
             place=lambda: member.place,
+            pace=self._pace,
         )
         instance.tell_of_requests(reporter.requests_came)
 
@@ -288,7 +291,7 @@ class World:
             as_sampled=self.clients.as_sampled,
         )
         self.state.watch(node.adopt)
-        share_backlog(self.clock, self.state, dispatcher_id, node.backlog, interval_s=rules.backlog_interval_s)
+        share_traffic(self.clock, self.state, dispatcher_id, node.traffic, interval_s=rules.backlog_interval_s)
         return node
 
     def strike(self, fault: Fault) -> None:
@@ -401,7 +404,7 @@ class World:
         demand = self.monitor.core.cluster_demand(now_s)
         layout = self.monitor.core.groups.layout
         reports = [instance.load() for instance in self.instances.values()]
-        waiting = sum(node.backlog()[0] for node in self.dispatchers)
+        waiting = sum(len(node.core.backlog) for node in self.dispatchers)
         self.samples.append(
             Sample(
                 at_s=now_s - self.zero_s,

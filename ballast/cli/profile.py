@@ -18,9 +18,9 @@ from rich.table import Table
 
 from ballast.cli.arguments import Commands, add_json
 from ballast.common.arguments import output_file
+from ballast.common.cost import KNEE_TOKENS
 from ballast.common.errors import ConfigError, Unavailable
 from services.worker.cost_profile import CostProfile, Costs, read_profile
-from services.worker.policy.cost import KNEE_TOKENS
 from services.worker.policy.cost_fit import Form
 
 _ENDS_WITHIN_S = 10.0

@@ -8,6 +8,7 @@ from ballast.common.layout import Group, Layout, Member, Place
 from ballast.common.load import LoadReport, MemoryReport
 from ballast.common.model import ModelInfo
 from ballast.common.sampling import FinishReason, Grammar, GrammarKind, PriorityClass, SamplingParams
+from ballast.common.traffic import Pace, Traffic
 from ballast.rpc import border
 from ballast.rpc.mapping import EnumMapper, Mapper, map_specially
 from ballastpb.cluster.v1 import cluster_pb2 as pb
@@ -120,12 +121,40 @@ def _check_model(message: pb.ModelInfo) -> None:
         raise InvalidRequest("model.layer_parameter_bytes", why)
 
 
+def _check_pace(message: pb.Pace) -> None:
+    cost = message.cost
+    border.within("pace.layer_count", message.layer_count, 1, border.MAX_LAYERS)
+    border.within("pace.max_batch_tokens", message.max_batch_tokens, 1, border.MAX_BYTES)
+    terms = (cost.attention_s, cost.token_s, cost.chunk_s, cost.prefix_s, cost.many_s, cost.beyond_s, cost.shared_s)
+    if not all(0.0 <= seconds <= border.MAX_SECONDS for seconds in terms):
+        raise InvalidRequest("pace.cost", f"must be numbers of seconds, got {terms}")
+
+
+def _check_traffic(message: pb.Traffic) -> None:
+    border.none_negative(
+        "traffic",
+        (
+            message.queued_count,
+            message.queued_tokens,
+            message.recent_count,
+            message.minute_count,
+            message.minute_tokens,
+            message.ended_count,
+            message.ended_tokens,
+        ),
+    )
+    if not all(0.0 <= value <= border.MAX_SECONDS for value in (message.calm_per_s, message.known_s)):
+        raise InvalidRequest("traffic", f"rates are not negative: {message}")
+
+
 MEMBER = Mapper(Member, pb.Member, check=_check_member)
 GROUP = Mapper(Group, pb.Group, check=_check_group)
 PLACE = Mapper(Place, pb.Place, check=_check_place)
 LAYOUT = Mapper(Layout, pb.Layout, check=_check_layout)
 MEMORY = Mapper(MemoryReport, pb.MemoryReport, check=_check_memory)
 LOAD = Mapper(LoadReport, pb.LoadReport, check=_check_load)
+PACE = Mapper(Pace, pb.Pace, check=_check_pace)
+TRAFFIC = Mapper(Traffic, pb.Traffic, check=_check_traffic)
 MODEL = Mapper(ModelInfo, pb.ModelInfo, check=_check_model)
 
 

@@ -14,6 +14,7 @@ import grpc.aio
 
 from ballast.common.ids import DispatcherId
 from ballast.common.layout import Layout
+from ballast.common.traffic import Traffic
 from ballast.rpc.bounds import CallBounds
 from ballast.rpc.callers import Admit
 from ballast.rpc.channel import Dial
@@ -183,8 +184,8 @@ async def _serve(
         shell.feed(LayoutChanged(clock.now_s(), layout))
         shell.ready_changed.set()
 
-    def backlog() -> tuple[int, int]:
-        return len(shell.core.backlog), shell.core.backlog.token_count
+    def traffic() -> Traffic:
+        return shell.core.traffic(clock.now_s())
 
     try:
         async with _running(
@@ -192,7 +193,7 @@ async def _serve(
             keep_up(lambda: store.watch_layout(settings.layout_poll_s, on_layout), "layout"),
             keep_up(lambda: store.listen(servicer.taken), "announcements"),
             keep_up(lambda: store.register(address), "registration"),
-            keep_up(lambda: store.share_backlog(backlog), "backlog"),
+            keep_up(lambda: store.share_traffic(traffic), "traffic"),
             keep_up(store.run_releases, "releases"),
             keep_up(planner.follow, "find planner"),
             keep_up(doors.follow_tokens, "tokens"),

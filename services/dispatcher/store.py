@@ -30,6 +30,7 @@ from google.protobuf.message import DecodeError
 from ballast.common.errors import AlreadyExists, BallastError, Cancelled, Unavailable
 from ballast.common.ids import RequestId
 from ballast.common.layout import Layout
+from ballast.common.traffic import Traffic, write_traffic
 from ballast.rpc.codec import LAYOUT
 from ballast.service.logs import get_logger
 from ballast.service.state import KEY_PREFIX, StateServer
@@ -195,15 +196,15 @@ class DispatcherStore:
         except Unavailable:
             get_logger().warning("registration is left to expire")
 
-    async def share_backlog(self, backlog: Callable[[], tuple[int, int]]) -> None:
-        """Says for ever how many requests wait here and how many tokens they have; nothing when there are none."""
+    async def share_traffic(self, traffic: Callable[[], Traffic]) -> None:
+        """Says for ever what waits here and what has come lately; nothing while nobody wants anything."""
         told, serial = False, 0
         while True:
-            request_count, token_count = backlog()
+            now = traffic()
             serial += 1
-            word = f"{self._identity.incarnation}.{serial} {request_count} {token_count}"
+            word = f"{self._identity.incarnation}.{serial} {write_traffic(now)}"
             try:
-                if request_count:
+                if not now.is_idle:
                     await self._state.run(self._state.redis.hset(_BACKLOGS, self._identity.dispatcher_id, word))
                     told = True
                 elif told:

@@ -94,9 +94,10 @@ class MonitorServicer(monitor_pb2_grpc.MonitorServiceServicer):
                 self._shell.feed(Announced(at_s, cause_id, stream.stream_id, instance, place))
             case "load" if instance is not None:
                 load = codec.LOAD.record(request.load)
+                pace = codec.PACE.record(request.pace) if request.HasField("pace") else None
                 self._check_load(load, instance)
                 self._check_place(place, instance)
-                self._shell.feed(LoadReported(at_s, cause_id, stream.stream_id, load, place))
+                self._shell.feed(LoadReported(at_s, cause_id, stream.stream_id, load, place, pace))
             case other:
                 raise InvalidRequest("message", f"expected Announce first, then LoadReports; got {other}")
         return instance
@@ -133,6 +134,7 @@ class MonitorServicer(monitor_pb2_grpc.MonitorServiceServicer):
     ) -> pb.GetClusterStatusResponse:
         rows = await self._shell.rows()
         demand = self._shell.cluster_demand()
+        pace = self._shell.core.pace()
         return pb.GetClusterStatusResponse(
             monitor_id=self._shell.monitor_id,
             active=self._shell.core.active,
@@ -141,6 +143,8 @@ class MonitorServicer(monitor_pb2_grpc.MonitorServiceServicer):
             demand_bytes=_int64(demand.wanted_bytes),
             capacity_bytes=_int64(demand.capacity_bytes),
             undropped_capacity_bytes=_int64(demand.undropped_bytes),
+            traffic=codec.TRAFFIC.message(self._shell.traffic()),
+            pace=None if pace is None else codec.PACE.message(pace),
         )
 
 

@@ -16,6 +16,7 @@ from ballast.common.errors import BallastError, NotActive, Overloaded, StaleEpoc
 from ballast.common.ids import DispatcherId, WorkerId
 from ballast.common.layout import Layout
 from ballast.common.load import LoadReport
+from ballast.common.traffic import Traffic
 from ballast.service.logs import get_logger
 from ballast.service.metrics import REGISTRY
 from ballast.service.tasks import Work
@@ -293,6 +294,9 @@ class MonitorShell:
 
     def group_demands(self) -> tuple[GroupDemand, ...]:
         return self.core.group_demands(time.monotonic())
+
+    def traffic(self) -> Traffic:
+        return self.core.traffic(time.monotonic())
 
     def cluster_demand(self) -> ClusterDemand:
         return self.core.cluster_demand(time.monotonic())

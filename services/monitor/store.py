@@ -22,12 +22,12 @@ from ballast.common.instance import Instance
 from ballast.common.layout import Layout
 from ballast.common.load import LoadReport
 from ballast.common.model import ModelInfo
+from ballast.common.traffic import read_traffic
 from ballast.rpc.codec import LAYOUT
 from ballast.service.logs import get_logger
 from ballast.service.state import KEY_PREFIX, StateServer
 from ballastpb.cluster.v1 import cluster_pb2
 from services.monitor.core.messages import BacklogWord, WholeMemory
-from services.monitor.policy.demand import Backlog
 from services.monitor.shell import Row
 
 _LAYOUT = f"{KEY_PREFIX}layout"
@@ -154,8 +154,8 @@ def _layout_from(body: str | None) -> Layout | None:
 
 def _word_from(dispatcher_id: str, text: str) -> BacklogWord | None:
     try:
-        serial, request_count, token_count = text.split(" ")
-        return BacklogWord(DispatcherId(dispatcher_id), serial, Backlog(int(request_count), int(token_count)))
+        serial, numbers = text.split(" ", 1)
+        return BacklogWord(DispatcherId(dispatcher_id), serial, read_traffic(numbers))
     except ValueError:
         get_logger().warning("backlog of another version left out", dispatcher=dispatcher_id, word=text[:100])
         return None

@@ -22,6 +22,7 @@ from services.planner.config import PlannerSettings
 from services.planner.core.conductor import ConductorRules
 from services.planner.core.machine import PlannerCore, PlannerRules
 from services.planner.core.stages import CoordinatorRules
+from services.planner.core.wishes import Planning
 from services.planner.metrics import PlannerMetrics
 from services.planner.peers import Members, MonitorEvents
 from services.planner.policy.migrate import MigrationRules
@@ -103,7 +104,7 @@ def build_shell(
             policy=settings.overload_policy,
             pipeline_degree=settings.pipeline_degree,
             restores=settings.restore,
-            tolerable_shortfall=settings.tolerable_shortfall_fraction,
+            planning=Planning(compares=settings.compare, tolerable_shortfall=settings.tolerable_shortfall_fraction),
             coordinator=CoordinatorRules(
                 prepare_timeout_s=settings.prepare_timeout_s, restore_prepare_timeout_s=settings.restore_timeout_s
             ),

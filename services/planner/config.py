@@ -44,6 +44,9 @@ class PlannerSettings(ServiceSettings):
     """Instances of one pipeline, with static-pipeline."""
     restore: bool = True
     """With drop: whether parameters come back when demand has fallen; off is for comparisons."""
+    compare: bool = True
+    """With drop: whether an overload leads to what is predicted to be the best, which may be to drop nothing. Off, and
+    where workers do not know yet what steps take, so much is dropped as is lacking."""
     tolerable_shortfall_fraction: float = Field(default=0.65, ge=0)
     """With drop: groups become deeper than pairs only where pairs leave more than this share of the wanted KV unmet.
     The need that the monitor tells has its margin: 0.65 is a demand of 1.25 times what there is."""

@@ -39,6 +39,7 @@ from ballastpb.worker.v1 import worker_pb2, worker_pb2_grpc
 from services.planner.core.messages import (
     Call,
     CallMember,
+    ClusterLoad,
     InstanceDraining,
     InstanceLost,
     InstanceUp,
@@ -88,7 +89,7 @@ class MonitorEvents:
             await asyncio.sleep(back_off_s)
             back_off_s = min(2 * back_off_s, _LONGEST_BACK_OFF_S)
 
-    async def loads(self, timeout_s: float) -> dict[WorkerId, LoadReport]:
+    async def load(self, timeout_s: float) -> ClusterLoad:
         """How loaded everybody is, as the active monitor knows it.
 
         Raises:
@@ -110,7 +111,8 @@ class MonitorEvents:
                     loads[WorkerId(border.name("instance.worker_id", worker_id))] = codec.LOAD.record(row.load)
             except InvalidRequest as error:
                 self._refusals.note(worker_id, error)
-        return loads
+        pace = codec.PACE.record(answer.pace) if answer.HasField("pace") else None
+        return ClusterLoad(loads, codec.TRAFFIC.record(answer.traffic), pace)
 
     async def _listen(self, target: str) -> AsyncGenerator[MonitorEvent, None]:
         """Ends when the stream ends or another monitor takes over; raises when the stream fails."""

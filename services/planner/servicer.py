@@ -69,9 +69,9 @@ class PlannerServicer(planner_pb2_grpc.PlannerServiceServicer):
         core = self._shell.core
         if not core.active:
             raise NotActive(self._shell.planner_id)
-        loads = await self._shell.loads()
+        load = await self._shell.load()
         try:
-            told = explain_now(core.layout, core.layout_model, loads, required, method)
+            told = explain_now(core.layout, core.layout_model, load, required, method)
         except NoSurvey as reason:
             raise NotPossible(str(reason)) from reason
         return pb.ExplainPlanResponse(

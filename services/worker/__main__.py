@@ -19,6 +19,7 @@ from ballast.common.errors import ConfigError
 from ballast.common.ids import Incarnation, WorkerId, copy_id
 from ballast.common.instance import Instance as Announcement
 from ballast.common.sampling import Grammar
+from ballast.common.traffic import Pace
 from ballast.rpc.server import RpcServer, ensure_free
 from ballast.service import logs
 from ballast.service.lifecycle import Lifecycle, advertised_address, run_service, say_ready
@@ -50,10 +51,10 @@ from services.worker.store import Gpu, claimed_device
 from services.worker.text import load_tokenizer, primed_detokenizer
 
 if TYPE_CHECKING:
+    from ballast.common.cost import CostModel
     from services.worker.engine.load import Engine
     from services.worker.links.plane import DataPlane
     from services.worker.pipeline.hub import Hub
-    from services.worker.policy.cost import CostModel
     from services.worker.policy.online_cost import OnlineCost
 
 _READINESS_INTERVAL_S = 0.5
@@ -249,7 +250,7 @@ class WorkerProcess:
         self._security = security
         self._engine = engine = kit.engine
         self._device = kit.device
-        self._compile_grammar = kit.compile_grammar
+        self._compile_grammar, self._cost = kit.compile_grammar, kit.cost
         self._state = state
         self._detokenizer = functools.partial(primed_detokenizer, load_tokenizer(settings.model))
         # Unique but for one chance in 2^31 per pair: the ids of sequences that meet in a group begin with it.
@@ -283,6 +284,12 @@ class WorkerProcess:
         plane = self._membership.plane
         registry.register(LinkCollector(lambda: getattr(plane, "refused", {})))  # an emulated one refuses nobody
 
+    def _pace(self) -> Pace | None:
+        """What steps take here; None: too little has been executed."""
+        cost = self._cost()
+        layer_count = self._membership.member.role.layer_count
+        return None if cost is None else Pace(cost, layer_count, self._settings.max_num_batched_tokens)
+
     async def run(self, worker_id: WorkerId) -> None:
         incarnation = await self._register(worker_id)
         if incarnation is None:
@@ -301,6 +308,7 @@ class WorkerProcess:
             ),
             load=self._shell.load,
             place=lambda: self._membership.member.place,
+            pace=self._pace,
             monitor_address=self._settings.monitor_address,
             state=self._state,
             interval_s=self._settings.report_interval_s,

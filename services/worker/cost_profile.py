@@ -9,8 +9,8 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from ballast.common.cost import CostModel
 from ballast.common.errors import ConfigError
-from services.worker.policy.cost import CostModel
 from services.worker.policy.cost_fit import ErrorSummary, Form, StageCosts
 
 VERSION = 1

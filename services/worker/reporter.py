@@ -10,6 +10,7 @@ from ballast.common.errors import BallastError, DeadlineExceeded, NotActive, Sta
 from ballast.common.instance import Instance
 from ballast.common.layout import Place
 from ballast.common.load import HASTY_REPORT_S, LoadReport
+from ballast.common.traffic import Pace
 from ballast.rpc import codec
 from ballast.rpc.announce import INSTANCE
 from ballast.rpc.channel import Dial, open_channel
@@ -41,6 +42,7 @@ class MonitorReporter:
     Args:
         load: Called before each report, on the event loop; must be quick.
         place: The same for the part that it has in the layout; None: it serves alone.
+        pace: The same for what its steps take; None: nobody knows yet.
         monitor_address: host:port; None: whoever holds the lease in the state server, followed when it changes.
     """
 
@@ -50,6 +52,7 @@ class MonitorReporter:
         instance: Instance,
         load: Callable[[], LoadReport],
         place: Callable[[], Place | None] = alone,
+        pace: Callable[[], Pace | None] = lambda: None,
         monitor_address: str | None,
         state: StateServer,
         interval_s: float = 0.2,
@@ -58,7 +61,7 @@ class MonitorReporter:
         self._dial = dial
         self._announce = INSTANCE.message(instance)
         self._load = load
-        self._place = place
+        self._place, self._pace = place, pace
         self._monitor = LeaderAddress(state, "monitor", monitor_address)
         self._interval_s = interval_s
         self._told: LoadReport | None = None  # over the stream that is open
@@ -139,7 +142,9 @@ class MonitorReporter:
     def _report(
         self, announce: pb.Announce | None = None, load: cluster_pb2.LoadReport | None = None
     ) -> pb.ReportRequest:
-        return pb.ReportRequest(announce=announce, load=load, place=codec.place_to_proto(self._place()))
+        pace = self._pace()
+        told = None if pace is None else codec.PACE.message(pace)
+        return pb.ReportRequest(announce=announce, load=load, place=codec.place_to_proto(self._place()), pace=told)
 
     async def _exchange(self, call: _Call, request: pb.ReportRequest, target: str) -> pb.ReportResponse:
         try:

@@ -36,6 +36,7 @@ from services.planner.core.conductor import ConductorRules
 from services.planner.core.machine import PlannerRules
 from services.planner.core.record import TransitionRecord
 from services.planner.core.stages import CoordinatorRules
+from services.planner.core.wishes import Planning
 from services.planner.policy.migrate import MigrationRules
 from services.worker.config import WorkerSettings
 from sim.clients import Arrival
@@ -105,7 +106,7 @@ def production_rules(worker: WorkerSize) -> ClusterRules:
             transitions=ConductorRules(
                 pipeline_degree=planner.pipeline_degree,
                 restores=planner.restore,
-                tolerable_shortfall=planner.tolerable_shortfall_fraction,
+                planning=Planning(compares=planner.compare, tolerable_shortfall=planner.tolerable_shortfall_fraction),
                 coordinator=CoordinatorRules(
                     prepare_timeout_s=planner.prepare_timeout_s, restore_prepare_timeout_s=planner.restore_timeout_s
                 ),

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from ballast.cli.main import main
+from ballast.common.cost import Chunk
 from ballast.model.tiny import make_tiny
 from services.worker.cost_profile import read_profile
-from services.worker.policy.cost import Chunk
 from services.worker.policy.cost_fit import Form, StageShape
 
 FAST = ["--rounds", "1", "--max-num-batched-tokens", "64", "--max-num-seqs", "8"]

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from services.worker.policy.cost import CostModel
+from ballast.common.cost import CostModel
 from services.worker.policy.lookahead import lookahead
 from services.worker.policy.microbatching import by_token_count
 from tests.support.virtual_pipeline import COST, PLENTY, Outcome, Pipeline

@@ -6,9 +6,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from ballast.common.ids import DispatcherId, Epoch, GroupId, Incarnation, WorkerId
 from ballast.common.layout import Group, Layout, Member
+from ballast.common.traffic import Traffic
 from services.monitor.core import messages as m
 from services.monitor.core.machine import MonitorCore, MonitorRules
-from services.monitor.policy.demand import Backlog
 from services.planner.core import messages as p
 from services.planner.core.machine import PlannerCore, PlannerRules
 from tests.support.pressure import RULES
@@ -108,7 +108,9 @@ class MonitorMachine(RuleBasedStateMachine):
 
     @rule(layout=st.sampled_from([None, *LAYOUTS]), serial=st.integers(0, 3), waiting=st.integers(0, 5))
     def look_around(self, layout: Layout | None, serial: int, waiting: int) -> None:
-        word = m.BacklogWord(DispatcherId("d"), str(serial), Backlog(waiting, 1000 * waiting))
+        word = m.BacklogWord(
+            DispatcherId("d"), str(serial), Traffic(queued_count=waiting, queued_tokens=1000 * waiting)
+        )
         self.tell(m.SurroundingsRead(self.now_s, "c", layout, (word,) if waiting else ()))
 
     @invariant()

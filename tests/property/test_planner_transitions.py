@@ -205,7 +205,7 @@ class TransitionMachine(RuleBasedStateMachine):
     def read_loads(self, fails: bool) -> None:
         self.reads.pop(0)
         loads = {} if fails else {w: LOAD for w in self.lives if w not in self.dead}
-        self.tell(p.LoadsRead(self.now_s, "c", loads, "no monitor" if not loads else ""))
+        self.tell(p.LoadsRead(self.now_s, "c", p.ClusterLoad(loads), "no monitor" if not loads else ""))
 
     @precondition(lambda self: self.core.conductor.coordinator is not None)
     @rule(worker_id=WORKERS, what=st.sampled_from(["goes on"] * 8 + ["says", "fails"]))

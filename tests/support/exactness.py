@@ -14,6 +14,7 @@ from unittest import mock
 
 import torch
 
+from ballast.common.cost import CostModel
 from ballast.common.ids import Epoch, WorkerId
 from ballast.common.layout import Group, Layout
 from ballast.common.sampling import FinishReason, SamplingParams
@@ -45,7 +46,6 @@ from services.worker.pipeline.events import (
     Told,
     WaveArrived,
 )
-from services.worker.policy.cost import CostModel
 from services.worker.shell import MemberEvent
 from tests.support.group import Answer, Cluster, Place, Sizes, Unprepared, layout, running_group
 from tests.support.shells import until

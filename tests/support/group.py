@@ -10,6 +10,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any, cast
 
+from ballast.common.cost import CostModel
 from ballast.common.errors import Unavailable
 from ballast.common.ids import Epoch, GroupId, Incarnation, RequestId, WorkerId
 from ballast.common.layout import Group, Layout, Member
@@ -30,7 +31,6 @@ from services.worker.pipeline.build import Membership, join, stage_core
 from services.worker.pipeline.events import MigrationOrdered, PlanReceived, Told
 from services.worker.pipeline.member import GroupMember
 from services.worker.pipeline.status import Progress
-from services.worker.policy.cost import CostModel
 from services.worker.policy.lookahead import lookahead
 from services.worker.shell import MemberEvent, WorkerShell
 from services.worker.text import load_tokenizer, primed_detokenizer

@@ -6,10 +6,10 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 
+from ballast.common.cost import CostModel
 from ballast.common.ids import RequestId
 from ballast.common.sampling import PriorityClass
 from services.worker.core.events import AdmissionLimited, PrefillLimited
-from services.worker.policy.cost import CostModel
 from services.worker.policy.lookahead import lookahead
 from services.worker.policy.microbatching import by_token_count
 from tests.support.pipeline_parts import LAYERS, Group, Request

@@ -11,6 +11,7 @@ from services.planner.core.machine import PlannerCore, PlannerRules
 from services.planner.core.messages import (
     Call,
     CallMember,
+    ClusterLoad,
     Command,
     DropRequested,
     Event,
@@ -98,7 +99,7 @@ class Planner:
             case ReadLoads():
                 loads = {WorkerId(w): self.load for w in self.lives if self.load is not None}
                 failure = "" if loads else "no monitor"
-                self.events.append(LoadsRead(self.now_s, "c", loads, failure))
+                self.events.append(LoadsRead(self.now_s, "c", ClusterLoad(loads), failure))
             case _:
                 pass
 

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from ballast.common.cost import Chunk, CostModel
 from ballast.common.ids import RequestId
 from ballast.common.load import MemoryReport
 from ballast.common.sampling import SamplingParams
@@ -24,7 +25,6 @@ from services.worker.core.events import (
 )
 from services.worker.core.limits import WorkerLimits
 from services.worker.core.worker import WorkerCore
-from services.worker.policy.cost import Chunk, CostModel
 from services.worker.policy.microbatching import Microbatching
 
 # Of all layers of no model in particular: a full batch of 512 tokens without attention takes 51 ms, attention to 4,000

@@ -302,9 +302,125 @@ class LoadReport(_message.Message):
 Global___LoadReport: _TypeAlias = LoadReport  # noqa: Y015
 
 @_typing.final
-class ModelInfo(_message.Message):
-    """What a worker serves. Equal on all workers of a cluster."""
+class CostModel(_message.Message):
+    """What a worker serves. Equal on all workers of a cluster.
+    What a batch costs an instance, as it has learnt from its own steps. Seconds; see ballast.common.cost.
+    """
 
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ATTENTION_S_FIELD_NUMBER: _builtins.int
+    TOKEN_S_FIELD_NUMBER: _builtins.int
+    CHUNK_S_FIELD_NUMBER: _builtins.int
+    SHARED_S_FIELD_NUMBER: _builtins.int
+    PREFIX_S_FIELD_NUMBER: _builtins.int
+    MANY_S_FIELD_NUMBER: _builtins.int
+    BEYOND_S_FIELD_NUMBER: _builtins.int
+    attention_s: _builtins.float
+    token_s: _builtins.float
+    chunk_s: _builtins.float
+    shared_s: _builtins.float
+    prefix_s: _builtins.float
+    many_s: _builtins.float
+    beyond_s: _builtins.float
+    def __init__(
+        self,
+        *,
+        attention_s: _builtins.float = ...,
+        token_s: _builtins.float = ...,
+        chunk_s: _builtins.float = ...,
+        shared_s: _builtins.float = ...,
+        prefix_s: _builtins.float = ...,
+        many_s: _builtins.float = ...,
+        beyond_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attention_s", b"attention_s", "beyond_s", b"beyond_s", "chunk_s", b"chunk_s", "many_s", b"many_s", "prefix_s", b"prefix_s", "shared_s", b"shared_s", "token_s", b"token_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CostModel: _TypeAlias = CostModel  # noqa: Y015
+
+@_typing.final
+class Pace(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    COST_FIELD_NUMBER: _builtins.int
+    LAYER_COUNT_FIELD_NUMBER: _builtins.int
+    MAX_BATCH_TOKENS_FIELD_NUMBER: _builtins.int
+    layer_count: _builtins.int
+    """Which the instance executes."""
+    max_batch_tokens: _builtins.int
+    @_builtins.property
+    def cost(self) -> Global___CostModel: ...
+    def __init__(
+        self,
+        *,
+        cost: Global___CostModel | None = ...,
+        layer_count: _builtins.int = ...,
+        max_batch_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cost", b"cost"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cost", b"cost", "layer_count", b"layer_count", "max_batch_tokens", b"max_batch_tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Pace: _TypeAlias = Pace  # noqa: Y015
+
+@_typing.final
+class Traffic(_message.Message):
+    """What clients have asked of dispatchers lately."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    QUEUED_COUNT_FIELD_NUMBER: _builtins.int
+    QUEUED_TOKENS_FIELD_NUMBER: _builtins.int
+    RECENT_COUNT_FIELD_NUMBER: _builtins.int
+    MINUTE_COUNT_FIELD_NUMBER: _builtins.int
+    MINUTE_TOKENS_FIELD_NUMBER: _builtins.int
+    CALM_PER_S_FIELD_NUMBER: _builtins.int
+    ENDED_COUNT_FIELD_NUMBER: _builtins.int
+    ENDED_TOKENS_FIELD_NUMBER: _builtins.int
+    KNOWN_S_FIELD_NUMBER: _builtins.int
+    queued_count: _builtins.int
+    queued_tokens: _builtins.int
+    recent_count: _builtins.int
+    """Requests that came in the last ten seconds."""
+    minute_count: _builtins.int
+    """Requests that came in the last minute, and their prompt tokens."""
+    minute_tokens: _builtins.int
+    calm_per_s: _builtins.float
+    """Requests: the median of spans of ten seconds in the last five minutes."""
+    ended_count: _builtins.int
+    """Answers that ended in the last five minutes, and their tokens."""
+    ended_tokens: _builtins.int
+    known_s: _builtins.float
+    """For so long it has been counted, at most five minutes."""
+    def __init__(
+        self,
+        *,
+        queued_count: _builtins.int = ...,
+        queued_tokens: _builtins.int = ...,
+        recent_count: _builtins.int = ...,
+        minute_count: _builtins.int = ...,
+        minute_tokens: _builtins.int = ...,
+        calm_per_s: _builtins.float = ...,
+        ended_count: _builtins.int = ...,
+        ended_tokens: _builtins.int = ...,
+        known_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["calm_per_s", b"calm_per_s", "ended_count", b"ended_count", "ended_tokens", b"ended_tokens", "known_s", b"known_s", "minute_count", b"minute_count", "minute_tokens", b"minute_tokens", "queued_count", b"queued_count", "queued_tokens", b"queued_tokens", "recent_count", b"recent_count"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Traffic: _TypeAlias = Traffic  # noqa: Y015
+
+@_typing.final
+class ModelInfo(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     NAME_FIELD_NUMBER: _builtins.int

@@ -60,6 +60,7 @@ class ReportRequest(_message.Message):
     ANNOUNCE_FIELD_NUMBER: _builtins.int
     LOAD_FIELD_NUMBER: _builtins.int
     PLACE_FIELD_NUMBER: _builtins.int
+    PACE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def announce(self) -> Global___Announce: ...
     @_builtins.property
@@ -68,16 +69,21 @@ class ReportRequest(_message.Message):
     def place(self) -> _cluster_pb2.Place:
         """Beside either. Absent: it has taken part in no transition, so it serves alone, with all layers."""
 
+    @_builtins.property
+    def pace(self) -> _cluster_pb2.Pace:
+        """Beside a load. Absent: too little has been executed to know."""
+
     def __init__(
         self,
         *,
         announce: Global___Announce | None = ...,
         load: _cluster_pb2.LoadReport | None = ...,
         place: _cluster_pb2.Place | None = ...,
+        pace: _cluster_pb2.Pace | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["announce", b"announce", "load", b"load", "message", b"message", "place", b"place"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["announce", b"announce", "load", b"load", "message", b"message", "pace", b"pace", "place", b"place"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["announce", b"announce", "load", b"load", "message", b"message", "place", b"place"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["announce", b"announce", "load", b"load", "message", b"message", "pace", b"pace", "place", b"place"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["announce", "load"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
@@ -436,6 +442,8 @@ class GetClusterStatusResponse(_message.Message):
     DEMAND_BYTES_FIELD_NUMBER: _builtins.int
     CAPACITY_BYTES_FIELD_NUMBER: _builtins.int
     UNDROPPED_CAPACITY_BYTES_FIELD_NUMBER: _builtins.int
+    TRAFFIC_FIELD_NUMBER: _builtins.int
+    PACE_FIELD_NUMBER: _builtins.int
     monitor_id: _builtins.str
     active: _builtins.bool
     demand_bytes: _builtins.int
@@ -449,6 +457,14 @@ class GetClusterStatusResponse(_message.Message):
     def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___GroupDemand]:
         """Groups that serve, by their leaders' reports. Only the active monitor knows them."""
 
+    @_builtins.property
+    def traffic(self) -> _cluster_pb2.Traffic:
+        """Of all dispatchers together."""
+
+    @_builtins.property
+    def pace(self) -> _cluster_pb2.Pace:
+        """Of an instance with as many layers as any. Absent: none knows."""
+
     def __init__(
         self,
         *,
@@ -459,10 +475,12 @@ class GetClusterStatusResponse(_message.Message):
         demand_bytes: _builtins.int = ...,
         capacity_bytes: _builtins.int = ...,
         undropped_capacity_bytes: _builtins.int = ...,
+        traffic: _cluster_pb2.Traffic | None = ...,
+        pace: _cluster_pb2.Pace | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["pace", b"pace", "traffic", b"traffic"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["active", b"active", "capacity_bytes", b"capacity_bytes", "demand_bytes", b"demand_bytes", "groups", b"groups", "instances", b"instances", "monitor_id", b"monitor_id", "undropped_capacity_bytes", b"undropped_capacity_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["active", b"active", "capacity_bytes", b"capacity_bytes", "demand_bytes", b"demand_bytes", "groups", b"groups", "instances", b"instances", "monitor_id", b"monitor_id", "pace", b"pace", "traffic", b"traffic", "undropped_capacity_bytes", b"undropped_capacity_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -26,6 +26,7 @@ from ballast.common.errors import (
 )
 from ballast.common.ids import DispatcherId, RequestId, WorkerId
 from ballast.common.sampling import FinishReason
+from ballast.common.traffic import Traffic
 from services.dispatcher.core.backlog import Backlog, Tracked
 from services.dispatcher.core.deadlines import Deadlines
 from services.dispatcher.core.events import (
@@ -56,6 +57,7 @@ from services.dispatcher.core.growth import Growth
 from services.dispatcher.core.moves import Moves
 from services.dispatcher.core.placement import Placement, PlacementRules
 from services.dispatcher.core.story import Recent, What
+from services.dispatcher.core.traffic import TrafficCounter
 from services.dispatcher.policy.freeness import RoutingRules, WorkerKey
 
 # A named tuple's own constructor takes twice as long, and there is one for each token.
@@ -100,6 +102,7 @@ class DispatcherCore:
         self.recall_count = 0  # requests that waited on a worker and went where there was room
         self.stale_count = 0
         self.recent = Recent()
+        self._traffic = TrafficCounter()
         self.relayed_token_count = 0
         self.move_counts: Counter[str] = Counter()  # at_once, waited or replayed -> requests that were handed over
         self._id = dispatcher_id
@@ -121,6 +124,10 @@ class DispatcherCore:
         if len(self._forsaken):
             due_s = min(due_s, self._forsaken.next_s())
         return min(due_s, self._placement.retry_at_s, self._no_worker_check_at_s)
+
+    def traffic(self, at_s: float) -> Traffic:
+        """What has come lately, how long answers were, and what waits here."""
+        return self._traffic.read(at_s, len(self.backlog), self.backlog.token_count)
 
     @property
     def moving_count(self) -> int:
@@ -311,6 +318,7 @@ class DispatcherCore:
         request = tracked.request
         self.accepted_count += 1
         self.requests[request.request_id] = tracked
+        self._traffic.arrived(tracked.arrived_at_s, tracked.token_count)
         self._deadlines.add(request.deadline_at_s, tracked.serial, request.request_id)
         self.backlog.add(tracked)
 
@@ -512,6 +520,7 @@ class DispatcherCore:
             case FinishReason.STOP | FinishReason.LENGTH as reason:
                 self._drop(tracked, ended=True)
                 self.endings[reason.value] += 1
+                self._traffic.ended(at_s, len(tracked.output_token_ids))
                 return [Finish(request_id, reason, ending.matched_stop, tracked.facts(at_s))]
             case FinishReason.DEADLINE:
                 error: BallastError = DeadlineExceeded("the deadline of the request has passed")
@@ -573,6 +582,7 @@ class DispatcherCore:
         self._forsaken.check()
         self._placement.check()
         self._growth.check(self.requests.values())
+        self._traffic.check()
         moving = {tracked.request.request_id: tracked for tracked in self._moves.tracked}
         queued = {tracked.request.request_id: tracked for tracked in self.backlog}
         placed = {t.request.request_id: t for worker in self.fleet for t in worker.placed.values()}

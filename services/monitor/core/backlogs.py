@@ -6,10 +6,11 @@ Clocks of two machines are never compared: a word is fresh while its serial numb
 from dataclasses import dataclass, field
 
 from ballast.common.ids import DispatcherId
+from ballast.common.traffic import Traffic, sum_traffic
 from services.monitor.core.messages import BacklogWord
 from services.monitor.policy.demand import Backlog
 
-_NOTHING = Backlog(0, 0)
+_NOTHING = Traffic()
 
 
 @dataclass(slots=True)
@@ -27,9 +28,14 @@ class Backlogs:
             unchanged = before is not None and before[0].serial == word.serial
             self._words[word.dispatcher_id] = (word, before[1] if before is not None and unchanged else at_s)
 
+    def traffic(self, at_s: float) -> Traffic:
+        """Of all dispatchers that are there."""
+        fresh = [word.traffic for word, since_s in self._words.values() if at_s - since_s <= self.lease_s]
+        return sum_traffic(fresh) if fresh else _NOTHING
+
     def total(self, at_s: float) -> Backlog:
-        fresh = [word.backlog for word, since_s in self._words.values() if at_s - since_s <= self.lease_s]
-        return Backlog(sum(b.request_count for b in fresh), sum(b.token_count for b in fresh)) if fresh else _NOTHING
+        traffic = self.traffic(at_s)
+        return Backlog(traffic.queued_count, traffic.queued_tokens)
 
     def known(self, at_s: float) -> bool:
         """Whether the state server has been read lately: without it an empty backlog is no news."""

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from ballast.common.layout import Place
 from ballast.common.load import LoadReport
+from ballast.common.traffic import Pace
 from services.monitor.core.messages import Instance, StreamId, WholeMemory
 from services.monitor.policy.demand import capacity_bytes
 
@@ -28,9 +29,10 @@ class Entry:
     stuck: bool = False  # its engine's step does not end: told to watchers as lost
     place: Place | None = None  # as it said last
     whole: WholeMemory | None = None
+    pace: Pace | None = None
 
-    def take(self, at_s: float, load: LoadReport, place: Place | None) -> None:
-        self.heard_at_s, self.load, self.place = at_s, load, place
+    def take(self, at_s: float, load: LoadReport, place: Place | None, pace: Pace | None) -> None:
+        self.heard_at_s, self.load, self.place, self.pace = at_s, load, place, pace
         self.history.append(LoadSample(at_s, load))
         kv_bytes = capacity_bytes(load, self.instance.model.kv_bytes_per_token)
         self.learn(WholeMemory(load.memory.parameter_bytes, kv_bytes))

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from ballast.common.errors import InvariantViolation
 from ballast.common.ids import Incarnation, WorkerId
 from ballast.common.load import LoadReport
+from ballast.common.traffic import Pace, Traffic
 from services.monitor.core.backlogs import Backlogs
 from services.monitor.core.entry import Entry
 from services.monitor.core.groups import Groups
@@ -174,7 +175,7 @@ class MonitorCore:
             return []
         entry = self.entries[worker_id]
         before, place = entry.load, entry.place
-        entry.take(event.at_s, event.load, event.place)
+        entry.take(event.at_s, event.load, event.place, event.pace)
         commands = self._look_at_step(event, entry) + self._look_at_jump(event, before)
         if event.place != place:  # who plans goes by what instances say of themselves
             commands.append(Publish(InstanceUp(entry.instance, entry.draining, event.place), event.cause_id))
@@ -287,6 +288,15 @@ class MonitorCore:
     def cluster_demand(self, at_s: float) -> ClusterDemand:
         loads, complete = self.groups.loads(self.entries)
         return sum_demand(at_s, loads, self._backlog_bytes(at_s), complete=complete and self._backlogs.known(at_s))
+
+    def traffic(self, at_s: float) -> Traffic:
+        """What clients want of all dispatchers that are there."""
+        return self._backlogs.traffic(at_s)
+
+    def pace(self) -> Pace | None:
+        """How fast an instance is: one with as many layers as any that knows."""
+        known = [(-entry.pace.layer_count, name, entry.pace) for name, entry in self.entries.items() if entry.pace]
+        return min(known, key=lambda one: one[:2])[2] if known else None
 
     def group_demands(self, at_s: float) -> tuple[GroupDemand, ...]:
         rules = self.rules.pressure

@@ -7,7 +7,8 @@ from ballast.common.ids import DispatcherId, Incarnation, WorkerId
 from ballast.common.instance import Instance
 from ballast.common.layout import Layout, Place
 from ballast.common.load import LoadReport
-from services.monitor.policy.demand import Backlog, GroupDemand
+from ballast.common.traffic import Pace, Traffic
+from services.monitor.policy.demand import GroupDemand
 from services.monitor.policy.pressure import Signal
 
 StreamId = int  # one Report stream; numbered by the shell, never reused
@@ -23,11 +24,11 @@ class WholeMemory:
 
 @dataclass(frozen=True, slots=True)
 class BacklogWord:
-    """What one dispatcher says about its backlog."""
+    """What one dispatcher says about what waits there, and what has come lately."""
 
     dispatcher_id: DispatcherId
     serial: str  # differs from word to word
-    backlog: Backlog
+    traffic: Traffic
 
 
 # ---------------------------------------------------------------- events
@@ -49,6 +50,7 @@ class LoadReported:
     stream_id: StreamId
     load: LoadReport
     place: Place | None = None
+    pace: Pace | None = None  # None: it does not know
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ from services.planner.core.messages import (
     CallMember,
     ChangeRefusal,
     ChangeRequest,
+    ClusterLoad,
     Command,
     DropRequested,
     LoadsRead,
@@ -35,7 +36,7 @@ from services.planner.core.messages import (
 )
 from services.planner.core.record import TransitionRecord
 from services.planner.core.stages import CoordinatorRules, Stage
-from services.planner.core.survey import Loads, pipelined
+from services.planner.core.survey import pipelined
 from services.planner.core.transition import (
     AbortWanted,
     Coordinator,
@@ -53,7 +54,7 @@ from services.planner.core.transition import (
 )
 from services.planner.core.transition import Command as Step
 from services.planner.core.transition import Event as StepEvent
-from services.planner.core.wishes import Denied, DropWish, Granted, RestoreWish, Wish, complete, decide
+from services.planner.core.wishes import Denied, DropWish, Granted, Planning, RestoreWish, Wish, complete, decide
 
 _STAGES = tuple(Stage)
 _KEPT_RECORDS = 32
@@ -65,7 +66,7 @@ class ConductorRules:
     policy: OverloadPolicy = OverloadPolicy.DROP  # unless `drop`, overloads are only counted
     pipeline_degree: int = 2  # instances that static pipelines are made of
     restores: bool = True  # when demand has fallen
-    tolerable_shortfall: float = 0.65  # of an overload's need, in parts of the KV with pairs: for less no deeper groups
+    planning: Planning = field(default_factory=Planning)
     coordinator: CoordinatorRules = field(default_factory=CoordinatorRules)
     wish_timeout_s: float = 5.0  # a change that cannot begin by then is given up
     retry_s: float = 2.0  # after a transition that the planner itself wanted has failed
@@ -101,7 +102,7 @@ class Conductor:
     failed: tuple[WorkerId, ...] = ()  # of the transition that ended last, for the core to take up
     _wish: Wish | None = None
     _wished_at_s: float = 0.0
-    _loads: Loads | None = None  # for the wish
+    _load: ClusterLoad | None = None  # for the wish
     _sources: dict[WorkerId, Sources] = field(default_factory=dict[WorkerId, Sources])
     _gives_way: bool = False  # the transition, while it is prepared, to what others want
     _requests: OrderedDict[str, _Request] = field(default_factory=OrderedDict[str, _Request])
@@ -205,7 +206,7 @@ class Conductor:
         return self._take(RestoreWish("drain", cause_id, only=groups, whatever_the_load=True), at_s)
 
     def _take(self, wish: Wish, at_s: float) -> list[Command]:
-        self._wish, self._wished_at_s, self._loads = wish, at_s, None
+        self._wish, self._wished_at_s, self._load = wish, at_s, None
         return [ReadLoads(wish.cause_id)]
 
     def _why_busy(self) -> str:
@@ -218,24 +219,24 @@ class Conductor:
             return []
         if event.failure:
             return self._deny(ChangeRefusal.NO_LOADS, Denied(event.failure))
-        self._loads = event.loads
+        self._load = event.load
         return []
 
     # ------------------------------------------------------------ begin
 
     @property
     def wants_to_begin(self) -> bool:
-        return not self.busy and self._wish is not None and self._loads is not None
+        return not self.busy and self._wish is not None and self._load is not None
 
     def begin(self, ground: Ground, at_s: float, cause_id: str) -> list[Command]:
         """The layout is at rest: carries out what is wished, if that can be."""
-        wish, loads = self._wish, self._loads
-        if wish is None or loads is None:
+        wish, load = self._wish, self._load
+        if wish is None or load is None:
             return []
-        granted = decide(wish, ground.layout, ground.model, loads, ground.epoch, self.rules.tolerable_shortfall)
+        granted = decide(wish, ground.layout, ground.model, load, ground.epoch, self.rules.planning)
         if isinstance(granted, Denied):
             return self._deny(ChangeRefusal.NOT_POSSIBLE, granted)
-        self._wish = self._loads = None
+        self._wish = self._load = None
         told: list[Command] = []
         if granted.shortfall_bytes:
             why = "the plan frees less than is needed"
@@ -276,7 +277,7 @@ class Conductor:
         return self._carry_out(self.coordinator.begin(), at_s, wish.cause_id)
 
     def _deny(self, refusal: ChangeRefusal, denied: Denied) -> list[Command]:
-        wish, self._wish, self._loads = self._wish, None, None
+        wish, self._wish, self._load = self._wish, None, None
         if wish is None:
             raise InvariantViolation("nobody wished for what is denied")
         if wish.request_id:
@@ -437,7 +438,7 @@ class Conductor:
         return [RefuseChange(request_id, ChangeRefusal.STANDBY, "") for request_id in waiting]
 
     def _give_up(self) -> None:
-        self.coordinator = self.record = self.to_write = self._wish = self._loads = None
+        self.coordinator = self.record = self.to_write = self._wish = self._load = None
 
     @staticmethod
     def _latest(one: Journal | None, other: Journal | None) -> Journal | None:

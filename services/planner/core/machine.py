@@ -163,7 +163,7 @@ class PlannerCore:
                     return [RefuseChange(event.request_id, ChangeRefusal.STANDBY, "")]
                 return self.conductor.requested(event)
             case LoadsRead():
-                heard_of = (load.newest_epoch for load in event.loads.values())
+                heard_of = (load.newest_epoch for load in event.load.workers.values())
                 self._used_epoch = max(self._used_epoch, *heard_of, 0)
                 return self.conductor.loads_read(event)
             case MemberAnswered():

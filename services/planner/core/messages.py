@@ -8,11 +8,24 @@ from ballast.common.ids import Epoch, Incarnation, WorkerId
 from ballast.common.layout import Layout, Member, Place
 from ballast.common.load import LoadReport
 from ballast.common.model import ModelInfo
+from ballast.common.traffic import Pace, Traffic
 from services.planner.core.record import TransitionRecord
 from services.planner.core.stages import Stage
 from services.planner.core.transition import Journal, MemberSaid
 from services.planner.policy.drop import Method
 from services.planner.policy.replicate import Partial
+
+_QUIET = Traffic()
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterLoad:
+    """How loaded everybody is, what clients want, and how fast instances are: what plans are made from."""
+
+    workers: Mapping[WorkerId, LoadReport]
+    traffic: Traffic = _QUIET
+    pace: Pace | None = None  # of an instance with as many layers as any; None: nobody knows
+
 
 Sources = tuple[tuple[int, WorkerId | None], ...]  # (layer, holder) in the order to be tried; None: host copy or disk
 
@@ -159,8 +172,8 @@ class LoadsRead:
 
     at_s: float
     cause_id: str
-    loads: Mapping[WorkerId, LoadReport]
-    failure: str = ""  # why there are none
+    load: ClusterLoad
+    failure: str = ""  # why there is none
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from ballast.common.layout import Layout, Member
 from ballast.common.model import ModelInfo
 from ballast.common.transition import TransitionKind
 from ballast.common.units import human_bytes
-from services.planner.core.messages import Sources
+from services.planner.core.messages import ClusterLoad, Sources
 from services.planner.core.survey import (
     Loads,
     NoSurvey,
@@ -23,10 +23,19 @@ from services.planner.core.survey import (
     survey,
 )
 from services.planner.core.transition import changed_members
-from services.planner.policy.drop import DropPlan, Method, plan, plan_shallow
+from services.planner.policy.compare import Comparison, Running, compare
+from services.planner.policy.drop import DropPlan, Method, plan, plan_of, plan_shallow
 from services.planner.policy.explain import explain, explain_restore
 from services.planner.policy.restore import RESTORE_USAGE_LIMIT, RestorePlan, plan_restore
 from services.planner.policy.snapshot import ModelShape, Snapshot
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Planning:
+    """How an overload is met."""
+
+    compares: bool = True  # predictions, "nothing" among them; without them, or where nobody knows, by need
+    tolerable_shortfall: float = 0.65  # by need: see `plan_shallow`
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,16 +90,16 @@ def decide(
     wish: Wish,
     base: Layout,
     model: ModelInfo | None,
-    loads: Loads,
+    load: ClusterLoad,
     epoch: Epoch,
-    tolerable_shortfall: float = 0.0,
+    planning: Planning | None = None,
 ) -> Granted | Denied:
-    """`tolerable_shortfall`: see `plan_shallow`; operators get what they ask for."""
+    """`planning`: how an overload is met; operators get what they ask for."""
     try:
         return (
-            _drop(wish, base, model, loads, epoch, tolerable_shortfall)
+            _drop(wish, base, model, load, epoch, planning or Planning(compares=False, tolerable_shortfall=0.0))
             if isinstance(wish, DropWish)
-            else _restore(wish, base, survey(base, model, loads, draining=True), epoch)
+            else _restore(wish, base, survey(base, model, load.workers, draining=True), epoch)
         )
     except NoSurvey as reason:
         return Denied(str(reason))
@@ -104,17 +113,20 @@ def complete(base: Layout, members: tuple[Member, ...], epoch: Epoch, why: str) 
 
 
 def explain_now(
-    base: Layout, model: ModelInfo | None, loads: Loads, required_bytes: int | None, method: Method
+    base: Layout, model: ModelInfo | None, load: ClusterLoad, required_bytes: int | None, method: Method
 ) -> Explained:
-    """
+    """What `ballast drop` would do now; first what is predicted of the layouts that an overload would choose from.
+
     Raises:
         NoSurvey: too little is known.
     """
-    snapshot = survey(base, model, loads)
+    snapshot = survey(base, model, load.workers)
     needed = demand_bytes(snapshot) if required_bytes is None else required_bytes
     found = _plan(snapshot, needed, method)
+    compared = _compared(snapshot, load)
+    told = () if compared is None else ("an overload now would choose from (as predicted):", *compared.lines())
     target = dropped(base, found, Epoch(base.epoch + 1), "explained") if found.groups else base
-    lines = tuple(explain(found, snapshot.model))
+    lines = (*told, *explain(found, snapshot.model))
     return Explained(lines, found.needed_bytes, found.freed_bytes, found.shortfall_bytes, target)
 
 
@@ -122,10 +134,11 @@ def _drop(
     wish: DropWish,
     base: Layout,
     model: ModelInfo | None,
-    loads: Loads,
+    load: ClusterLoad,
     epoch: Epoch,
-    tolerable_shortfall: float,
+    planning: Planning,
 ) -> Granted | Denied:
+    loads = load.workers
     if wish.worker_ids:
         target = merged_by_hand(base, wish.worker_ids, epoch, f"{wish.by}: {'+'.join(wish.worker_ids)}")
         return Granted(TransitionKind.DROP, target, _shape(model, loads), (f"merged: {' '.join(wish.worker_ids)}",))
@@ -135,15 +148,37 @@ def _drop(
         needed = demand_bytes(snapshot)
         if not needed:
             return Denied("demand fits into the KV memory there is: nothing lacks; say how much, or which workers")
-    tolerable = 0.0 if wish.request_id else tolerable_shortfall
-    found = _plan(snapshot, needed, wish.method, tolerable)
-    lines = tuple(explain(found, snapshot.model))
+    compared = None if wish.request_id or not planning.compares else _compared(snapshot, load)
+    why = f"{wish.by}: {human_bytes(needed)} of KV needed"
+    if compared is None:
+        tolerable = 0.0 if wish.request_id else planning.tolerable_shortfall
+        found = _plan(snapshot, needed, wish.method, tolerable)
+        lines = tuple(explain(found, snapshot.model))
+    elif not compared.chosen.merges:
+        return Denied("; ".join(("nothing that could be dropped is better", *compared.lines())))
+    else:
+        found = plan_of(snapshot, compared.chosen.merges, needed)
+        lines = (*compared.lines(), *explain(found, snapshot.model))
+        why = f"{why}; predicted {compared.chosen.told()} ({compared.candidates[0].told()})"
     if not found.groups:
         return Denied("no groups are left that could be merged and are worth it", found.shortfall_bytes)
-    target = dropped(base, found, epoch, f"{wish.by}: {human_bytes(needed)} of KV needed")
+    target = dropped(base, found, epoch, why)
     if not changed_members(base, target):
         return Denied("nothing would change", found.shortfall_bytes)
     return Granted(TransitionKind.DROP, target, snapshot.model, lines, found.shortfall_bytes)
+
+
+def _compared(snapshot: Snapshot, load: ClusterLoad) -> Comparison | None:
+    """None: nobody knows how fast instances are, or what clients want."""
+    if load.pace is None or not load.traffic.known_s:
+        return None
+    led = {group.group_id: load.workers[group.members[0].worker_id] for group in snapshot.groups}
+    running = Running(
+        counts={group_id: report.running_count for group_id, report in led.items()},
+        max_running_count=max(1, min(report.max_running_count for report in led.values())),
+        waiting_count=sum(report.waiting_count for report in led.values()),
+    )
+    return compare(snapshot, running, load.traffic, load.pace)
 
 
 def _restore(wish: RestoreWish, base: Layout, snapshot: Snapshot, epoch: Epoch) -> Granted | Denied:

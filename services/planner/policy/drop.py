@@ -12,6 +12,7 @@ from enum import StrEnum
 from math import inf
 from typing import NamedTuple
 
+from ballast.common.ids import GroupId
 from services.planner.policy.cost import WEIGHT_UNIT, factors, weights
 from services.planner.policy.exact import cheapest, evened, is_exact, lower_bound
 from services.planner.policy.greedy import figure6, memory_greedy
@@ -33,6 +34,7 @@ class Method(StrEnum):
     EVEN = "even"
     MEMORY_GREEDY = "memory-greedy"
     USABLE = "usable"  # of plans with `count_usable`
+    COMPARED = "compared"  # what is predicted of layouts: `services.planner.policy.compare`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,6 +103,16 @@ def plan_shallow(
         if shallow.shortfall_bytes <= tolerable_shortfall * (now_bytes + usable_bytes):
             return planning.assembled(shallow)
     return plan(snapshot, needed_bytes, method, count_usable=count_usable)
+
+
+def plan_of(snapshot: Snapshot, merges: Sequence[Sequence[GroupId]], needed_bytes: int) -> DropPlan:
+    """The plan that makes one group of each of these, and leaves all others as they are."""
+    planning = _Planning(snapshot, needed_bytes, None, count_usable=True)
+    index = {group.group_id: i for i, group in enumerate(planning.groups)}
+    merged = {group_id for merge in merges for group_id in merge}
+    partition = [[index[group_id] for group_id in merge] for merge in merges]
+    partition += [[i] for i, group in enumerate(planning.groups) if group.group_id not in merged]
+    return planning.assembled(planning.judged(partition, Method.COMPARED))
 
 
 class _Choice(NamedTuple):
@@ -177,7 +189,7 @@ class _Planning:
         block_bytes = self.model.block_bytes * self.model.layer_count
         wanted = sum(group.block_count for group in self.groups) + -(-self.needed_bytes // block_bytes)
         if method is Method.USABLE or len(self.groups) <= EXACT_LIMIT:
-            return self._judged(self._usable_groups(blocks, wanted), Method.USABLE)
+            return self.judged(self._usable_groups(blocks, wanted), Method.USABLE)
         group_count = even_group_count(blocks, len(self.groups), wanted)
         return self._with_merges(method, len(self.groups) - group_count)
 
@@ -194,10 +206,10 @@ class _Planning:
     def _with_merges(self, method: Method, merge_count: int) -> _Choice:
         if merge_count == 0 or not self.groups:
             found_by = Method.EXACT if method is Method.AUTO else method
-            return self._judged([[i] for i in range(len(self.groups))], found_by)
-        return self._judged(*self._group(method, merge_count))
+            return self.judged([[i] for i in range(len(self.groups))], found_by)
+        return self.judged(*self._group(method, merge_count))
 
-    def _judged(self, partition: Partition, method: Method) -> _Choice:
+    def judged(self, partition: Partition, method: Method) -> _Choice:
         got_bytes = self.usable_bytes(partition) if self.counts_usable else self._freed_bytes(partition)
         return _Choice(max(0, self.needed_bytes - got_bytes), self.units.cost(partition), partition, method)
 

@@ -5,13 +5,12 @@ what they have begun, and the next round starts from what instances report then.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 
 from ballast.common.errors import BallastError
-from ballast.common.ids import WorkerId
 from ballast.common.layout import Layout
-from ballast.common.load import LoadReport
 from ballast.service.logs import get_logger
+from services.planner.core.messages import ClusterLoad
 from services.planner.policy.migrate import MigrationRules, Move, migrations
 from services.planner.shell.ports import Counting, MembersPort
 
@@ -28,7 +27,7 @@ class Balancing:
         counting: Counting,
         *,
         at_rest: Callable[[], Layout | None],
-        loads: Callable[[], Awaitable[Mapping[WorkerId, LoadReport]]],
+        load: Callable[[], Awaitable[ClusterLoad]],
         next_cause: Callable[[str], str],
     ) -> None:
         """`at_rest`: the layout; None while it is about to change or another planner leads."""
@@ -36,7 +35,7 @@ class Balancing:
         self._rules = rules
         self._counting = counting
         self._at_rest = at_rest
-        self._loads = loads
+        self._load = load
         self._next_cause = next_cause
 
     async def run(self) -> None:
@@ -52,12 +51,12 @@ class Balancing:
 
     async def _round(self, layout: Layout) -> None:
         try:
-            loads = await self._loads()
+            load = await self._load()
         except BallastError as error:
             get_logger().debug("nothing is migrated: loads are not known", why=str(error))
             return
         if self._at_rest() == layout:
-            moves = migrations(layout, loads, self._rules)
+            moves = migrations(layout, load.workers, self._rules)
             await asyncio.gather(*(self._order(layout, move) for move in moves))
 
     async def _order(self, layout: Layout, move: Move) -> None:

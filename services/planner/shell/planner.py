@@ -7,7 +7,6 @@ import time
 from ballast.common.errors import BallastError, InvariantViolation, Unavailable, broken_core
 from ballast.common.ids import Epoch, WorkerId
 from ballast.common.layout import Layout
-from ballast.common.load import LoadReport
 from ballast.service.logs import get_logger
 from ballast.service.tasks import Work, note_failure, unless_it_fails
 from services.planner.core.machine import PlannerCore
@@ -18,6 +17,7 @@ from services.planner.core.messages import (
     Call,
     CallMember,
     ChangeRequest,
+    ClusterLoad,
     Command,
     DrainRequested,
     Event,
@@ -91,7 +91,7 @@ class PlannerShell:
             migrations,
             counting,
             at_rest=self._layout_at_rest,
-            loads=self.loads,
+            load=self.load,
             next_cause=self.next_cause,
         )
         self._tasks = Work()
@@ -164,9 +164,9 @@ class PlannerShell:
         )
         return await self._changes.wait(event.request_id, lambda: self.feed(event), timeout_s, late)
 
-    async def loads(self) -> dict[WorkerId, LoadReport]:
+    async def load(self) -> ClusterLoad:
         """Raises BallastError: the monitor does not answer."""
-        return await self._monitor.loads(_LOADS_TIMEOUT_S)
+        return await self._monitor.load(_LOADS_TIMEOUT_S)
 
     # ------------------------------------------------------------ commands
 
@@ -264,12 +264,12 @@ class PlannerShell:
 
     async def _read_loads(self, cause_id: str) -> None:
         try:
-            loads, failure = await self.loads(), ""
+            load, failure = await self.load(), ""
         except Exception as error:  # noqa: BLE001 - the core waits for an answer
-            loads, failure = {}, str(error)
+            load, failure = ClusterLoad({}), str(error)
             if not isinstance(error, BallastError) or isinstance(error, InvariantViolation):
                 note_failure("read loads", error)
-        self.feed(LoadsRead(time.monotonic(), cause_id, loads, failure))
+        self.feed(LoadsRead(time.monotonic(), cause_id, load, failure))
 
     async def _write_journal(self, command: WriteJournal) -> None:
         outcome = await unless_it_fails(self._store.write_journal(command), WriteOutcome.UNAVAILABLE)

@@ -5,9 +5,9 @@ from typing import Protocol
 
 from ballast.common.ids import Epoch, Incarnation, WorkerId
 from ballast.common.layout import Layout, Member
-from ballast.common.load import LoadReport
 from services.planner.core.messages import (
     CallMember,
+    ClusterLoad,
     MonitorEvent,
     StoredLayout,
     WriteJournal,
@@ -32,7 +32,7 @@ class LayoutStore(Protocol):
 class MonitorPort(Protocol):
     def events(self) -> AsyncGenerator[MonitorEvent, None]: ...
 
-    async def loads(self, timeout_s: float) -> dict[WorkerId, LoadReport]: ...
+    async def load(self, timeout_s: float) -> ClusterLoad: ...
 
 
 class MembersPort(Protocol):

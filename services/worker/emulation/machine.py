@@ -10,8 +10,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from ballast.common.cost import Chunk, CostModel
 from ballast.common.errors import ConfigError
-from services.worker.policy.cost import Chunk, CostModel
 from services.worker.policy.roofline import Part, RooflineCosts
 
 VERSION = 1

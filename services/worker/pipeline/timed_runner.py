@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from ballast.common.cost import Chunk
 from services.worker.core.batch import Batch, StepResult
-from services.worker.policy.cost import Chunk
 from services.worker.policy.cost_fit import StageShape
 from services.worker.policy.online_cost import OnlineCost
 

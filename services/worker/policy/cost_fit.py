@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from services.worker.policy.cost import KNEE_TOKENS, Chunk, CostModel
+from ballast.common.cost import KNEE_TOKENS, Chunk, CostModel
 from services.worker.policy.least_squares import Floats, non_negative_least_squares
 
 _LAYER_TERMS = 7

@@ -11,7 +11,7 @@ so the KV of the one is there when the next one comes, and a lone prompt keeps a
 import math
 from collections.abc import Callable
 
-from services.worker.policy.cost import CostModel
+from ballast.common.cost import CostModel
 from services.worker.policy.microbatching import Candidate, Microbatching, PipelineView, Share, by_token_count
 from services.worker.policy.splitting import Work, added_s, cut
 

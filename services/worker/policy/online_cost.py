@@ -9,8 +9,8 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from ballast.common.cost import Chunk, CostModel
 from ballast.common.errors import InvariantViolation
-from services.worker.policy.cost import Chunk, CostModel
 from services.worker.policy.cost_fit import StageCosts, StageShape, coefficients_of, cost_of, relative_fit, terms_of
 from services.worker.policy.least_squares import Floats
 

@@ -3,7 +3,7 @@
 import math
 from typing import NamedTuple
 
-from services.worker.policy.cost import CostModel
+from ballast.common.cost import CostModel
 
 
 class Work(NamedTuple):

@@ -5,7 +5,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from services.worker.policy.cost import Chunk
+from ballast.common.cost import Chunk
 
 Batch = tuple[Chunk, ...]
 _LEAST_CHUNK = 8

@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from ballast.common.cost import Chunk
 from ballast.common.sampling import SamplingParams
 from services.worker.core.batch import Batch, NewSequence, Slice
 from services.worker.core.blocks import blocks_for
 from services.worker.engine.load import Engine
-from services.worker.policy.cost import Chunk
 from services.worker.policy.cost_fit import StageShape
 
 _GREEDY = SamplingParams(temperature=0.0)

@@ -4,10 +4,10 @@ from dataclasses import fields, replace
 
 import pytest
 
+from ballast.common.cost import CostModel
 from benchmarks.fidelity import Overheads, slowed
 from benchmarks.fidelity_probes import Level, Seen, at_times, contention, fitted, predicted
 from services.worker.emulation.machine import Measured
-from services.worker.policy.cost import CostModel
 from sim.processors import Contention
 from tests.unit.worker.emulation.machines import small_machine
 

@@ -7,6 +7,7 @@ import pytest
 from ballast.common.ids import DispatcherId, Epoch, GroupId, Incarnation, WorkerId
 from ballast.common.layout import Group, Layout, Member
 from ballast.common.load import LoadReport, MemoryReport
+from ballast.common.traffic import Traffic
 from services.monitor.core.machine import LEAST_LOOK_S, MonitorCore, MonitorRules
 from services.monitor.core.messages import (
     Announced,
@@ -24,7 +25,6 @@ from services.monitor.core.messages import (
     Ticked,
     WholeMemory,
 )
-from services.monitor.policy.demand import Backlog
 from services.monitor.policy.pressure import Overload, Relief
 from tests.support.pressure import RULES, W0, W1
 from tests.support.reporting_worker import load_report, model_info
@@ -173,13 +173,16 @@ def test_who_is_outside_the_layout_or_drains_neither_wants_nor_has() -> None:
 
 def test_backlogs_are_demand_while_their_dispatcher_lives() -> None:
     cluster = Cluster(ALONE, w0=load(50), w1=load(50))
-    cluster.backlogs = (BacklogWord(D, "1.1", Backlog(10, 1600)), BacklogWord(DispatcherId("e"), "1.1", Backlog(1, 7)))
+    cluster.backlogs = (
+        BacklogWord(D, "1.1", Traffic(queued_count=10, queued_tokens=1600)),
+        BacklogWord(DispatcherId("e"), "1.1", Traffic(queued_count=1, queued_tokens=7)),
+    )
     cluster.pass_time(0.4)
     expected = 1600 + 10 * 9 + 7 + 9
     assert cluster.core.cluster_demand(cluster.now_s).wanted_bytes == 100 * BLOCK_BYTES + expected * 1024
     cluster.pass_time(1.4)
     assert cluster.core.cluster_demand(cluster.now_s).wanted_bytes == 100 * BLOCK_BYTES, "says the same for too long"
-    cluster.backlogs = (BacklogWord(D, "1.9", Backlog(10, 1600)),)
+    cluster.backlogs = (BacklogWord(D, "1.9", Traffic(queued_count=10, queued_tokens=1600)),)
     cluster.pass_time(0.2)
     assert cluster.core.cluster_demand(cluster.now_s).wanted_bytes == 100 * BLOCK_BYTES + 1690 * 1024
     assert not any(isinstance(c, ForgetBacklogs) for c in cluster.last)
@@ -190,7 +193,7 @@ def test_backlogs_are_demand_while_their_dispatcher_lives() -> None:
 def test_a_backlog_that_fits_nowhere_is_an_overload_with_its_cause_and_groups() -> None:
     cluster = Cluster(ALONE, w0=load(90), w1=load(85))
     assert cluster.pass_time(4.0) == []
-    cluster.backlogs = (BacklogWord(D, "1.1", Backlog(40, 4000)),)
+    cluster.backlogs = (BacklogWord(D, "1.1", Traffic(queued_count=40, queued_tokens=4000)),)
     raised = cluster.pass_time(0.2)
     assert len(raised) == 1
     signal = raised[0].signal

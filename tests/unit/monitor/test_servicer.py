@@ -14,6 +14,7 @@ import pytest
 from ballast.common.errors import BallastError, InvalidRequest, NotActive, Overloaded, StaleEpoch, Unavailable
 from ballast.common.ids import DispatcherId, Epoch, GroupId, Incarnation, WorkerId
 from ballast.common.layout import Group, Layout, Member
+from ballast.common.traffic import Traffic
 from ballast.rpc import border, codec
 from ballast.rpc.channel import open_channel
 from ballast.rpc.errors import from_rpc_error
@@ -26,7 +27,6 @@ from ballastpb.monitor.v1 import monitor_pb2 as pb
 from ballastpb.monitor.v1 import monitor_pb2_grpc
 from services.monitor.core.machine import MonitorCore, MonitorRules
 from services.monitor.core.messages import BacklogWord, Instance, InstanceUp, Raised
-from services.monitor.policy.demand import Backlog
 from services.monitor.policy.pressure import ScaleAdvice
 from services.monitor.servicer import MonitorServicer, _change_to_proto
 from services.monitor.shell import MonitorShell, Row, Watcher
@@ -434,7 +434,7 @@ def test_advice_to_scale_goes_over_the_wire() -> None:
 
 async def test_words_of_dead_dispatchers_are_deleted() -> None:
     surroundings = MemorySurroundings()
-    surroundings.backlogs = (BacklogWord(DispatcherId("d"), "1", Backlog(1, 1)),)
+    surroundings.backlogs = (BacklogWord(DispatcherId("d"), "1", Traffic(queued_count=1, queued_tokens=1)),)
 
     async with monitor(active=True, surroundings=surroundings):
         await soon(lambda: surroundings.forgotten == {"d"})

@@ -6,13 +6,13 @@ from collections.abc import Awaitable, Callable
 
 from ballast.common.ids import DispatcherId, Epoch, GroupId, Incarnation, WorkerId
 from ballast.common.layout import Group, Layout, Member
+from ballast.common.traffic import Traffic
 from ballast.local.state_server import PrivateStateServer
 from ballast.rpc import codec
 from ballast.service.state import KEY_PREFIX, StateServer
 from services.dispatcher.shell.links import Identity
 from services.dispatcher.store import DispatcherStore
 from services.monitor.core.messages import BacklogWord, Instance, WholeMemory
-from services.monitor.policy.demand import Backlog
 from services.monitor.shell import Row
 from services.monitor.store import RedisRegistry, RedisSurroundings
 from tests.support.reporting_worker import load_report, model_info
@@ -64,22 +64,25 @@ async def test_a_dispatcher_says_what_waits_and_falls_silent_when_nothing_does()
         state = StateServer(server.url)
         surroundings = RedisSurroundings(state)
         dispatcher = DispatcherStore(state, Identity(DispatcherId("d 1"), Incarnation(7)))
-        waiting = (3, 170)
-        sharing = asyncio.create_task(dispatcher.share_backlog(lambda: waiting))
+        waiting = Traffic(queued_count=3, queued_tokens=170, recent_count=5, calm_per_s=0.25, known_s=33.5)
+        sharing = asyncio.create_task(dispatcher.share_traffic(lambda: waiting))
 
         async def heard() -> tuple[BacklogWord, ...]:
             return (await surroundings.read())[1]
 
         first = await _until(heard, lambda words: bool(words))
-        assert [(w.dispatcher_id, w.backlog) for w in first] == [("d 1", Backlog(3, 170))]
+        assert [(w.dispatcher_id, w.traffic) for w in first] == [("d 1", waiting)]
         later = await _until(heard, lambda words: words != first)
-        assert later[0].backlog == first[0].backlog, "only the serial has changed"
-        waiting = (0, 0)
+        assert later[0].traffic == first[0].traffic, "only the serial has changed"
+        waiting = Traffic()
         await _until(heard, lambda words: not words)
         sharing.cancel()
-        strange = state.redis.hset(f"{KEY_PREFIX}backlogs", mapping={"old": "3 4", "x": "1 2 three", "ok": "9 1 2"})
+        strange = state.redis.hset(
+            f"{KEY_PREFIX}backlogs",
+            mapping={"old": "3 1 2", "x": "1 2 three", "y": f"1 {'-1 ' * 9}", "ok": "9 1 2 0 0 0 0 0 0 0"},
+        )
         await state.run(strange)
-        assert await heard() == (BacklogWord(DispatcherId("ok"), "9", Backlog(1, 2)),)
+        assert await heard() == (BacklogWord(DispatcherId("ok"), "9", Traffic(queued_count=1, queued_tokens=2)),)
         await surroundings.forget((DispatcherId("ok"), DispatcherId("old")))
         assert await heard() == ()
         await state.close()

@@ -149,7 +149,7 @@ async def test_the_rest_of_what_a_monitor_says_is_heard_all_the_same() -> None:
     heard: list[MonitorEvent] = []
     try:
         async with asyncio.timeout(30):
-            assert list(await events.loads(10)) == ["w1"]
+            assert list((await events.load(10)).workers) == ["w1"]
             async for event in events.events():
                 heard.append(event)
                 if isinstance(event, SnapshotEnded):

@@ -4,9 +4,9 @@ from itertools import pairwise
 
 import pytest
 
+from ballast.common.cost import Chunk, CostModel
 from ballast.common.errors import ConfigError
 from services.worker.core.batch import Batch, Slice
-from services.worker.policy.cost import Chunk, CostModel
 from sim.clock import Clock
 from sim.cost import Profiled, Roofline, fitted
 from sim.hardware import ELEMENT_BYTES, find_cluster, find_model, gpus, models, timings

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from ballast.common.cost import CostModel
 from ballast.common.errors import ConfigError
 from services.worker.cost_profile import (
     Copies,
@@ -21,7 +22,6 @@ from services.worker.cost_profile import (
     read_profile,
     write_profile,
 )
-from services.worker.policy.cost import CostModel
 from services.worker.policy.cost_fit import ErrorSummary, Form, StageCosts
 
 KEY = ProfileKey(

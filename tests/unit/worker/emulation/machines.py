@@ -1,8 +1,8 @@
 """A machine on which nothing takes long."""
 
+from ballast.common.cost import CostModel
 from services.worker.emulation.engine import EmulatedEngine, emulate
 from services.worker.emulation.machine import Machine, Measured, Outline
-from services.worker.policy.cost import CostModel
 
 FREE = CostModel(0.0, 0.0, 0.0, 0.0)
 BLOCK_TOKENS = 4

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from services.worker.policy.cost import Chunk, CostModel
+from ballast.common.cost import Chunk, CostModel
 from services.worker.policy.cost_fit import (
     Form,
     Sample,

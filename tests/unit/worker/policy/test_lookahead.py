@@ -3,8 +3,8 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ballast.common.cost import Chunk, CostModel
 from services.worker.engine.kernels import padded_rows
-from services.worker.policy.cost import Chunk, CostModel
 from services.worker.policy.lookahead import MIN_CHUNK_TOKENS, lookahead
 from services.worker.policy.microbatching import Candidate, PipelineView, Share, by_token_count
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.worker.policy.cost import Chunk, CostModel
+from ballast.common.cost import Chunk, CostModel
 from services.worker.policy.cost_fit import StageCosts, StageShape
 from services.worker.policy.online_cost import STEPS_PER_SIZE, OnlineCost
 

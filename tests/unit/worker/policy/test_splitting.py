@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.worker.policy.cost import Chunk, CostModel
+from ballast.common.cost import Chunk, CostModel
 from services.worker.policy.splitting import Work, added_s, cut, tokens_within
 
 

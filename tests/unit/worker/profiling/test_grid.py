@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from services.worker.policy.cost import Chunk
+from ballast.common.cost import Chunk
 from services.worker.policy.cost_fit import has_prefix
 from services.worker.profiling.grid import Batch, Limits, grid, held_out
 

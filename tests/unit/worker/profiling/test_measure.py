@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from ballast.common.cost import Chunk
 from ballast.common.errors import ConfigError
 from ballast.model.tiny import make_tiny
 from ballast.service.settings import build
@@ -13,7 +14,6 @@ from services.worker.config import WorkerSettings
 from services.worker.core.batch import Batch
 from services.worker.cost_profile import Costs, read_profile, write_profile
 from services.worker.engine.load import Engine, load_engine
-from services.worker.policy.cost import Chunk
 from services.worker.policy.cost_fit import Form, StageShape
 from services.worker.profiling.build import key_of
 from services.worker.profiling.measure import Measured, Options, limits_of, measure

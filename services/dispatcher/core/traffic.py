@@ -1,0 +1,85 @@
+"""How many requests come to this dispatcher, and how long answers are: counted, for the planner to look ahead by."""
+
+from collections import deque
+from dataclasses import dataclass
+
+from ballast.common.errors import InvariantViolation
+from ballast.common.traffic import MINUTE_S, RECENT_S, WINDOW_S, Traffic
+
+_BIN_S = 2.0
+_BINS_PER_SPAN = int(RECENT_S / _BIN_S)
+
+
+@dataclass(slots=True)
+class _Bin:
+    index: int  # of _BIN_S each, since time began
+    arrived_count: int = 0
+    arrived_tokens: int = 0
+    ended_count: int = 0
+    ended_tokens: int = 0
+
+
+class TrafficCounter:
+    """Bounded: bins of two seconds over WINDOW_S, none where nothing has happened."""
+
+    def __init__(self) -> None:
+        self._bins = deque[_Bin]()
+        self._since_s: float | None = None  # of the first request ever
+
+    def arrived(self, at_s: float, token_count: int) -> None:
+        if self._since_s is None:
+            self._since_s = at_s
+        here = self._bin(at_s)
+        here.arrived_count += 1
+        here.arrived_tokens += token_count
+
+    def ended(self, at_s: float, token_count: int) -> None:
+        """An answer of so many tokens came to its own end."""
+        here = self._bin(at_s)
+        here.ended_count += 1
+        here.ended_tokens += token_count
+
+    def _bin(self, at_s: float) -> _Bin:
+        index = int(at_s // _BIN_S)
+        if not self._bins or self._bins[-1].index < index:
+            self._bins.append(_Bin(index))
+            while self._bins[0].index <= index - int(WINDOW_S / _BIN_S):
+                self._bins.popleft()
+        return self._bins[-1]
+
+    def read(self, at_s: float, queued_count: int, queued_tokens: int) -> Traffic:
+        """What has been counted until now; the rest of the record is what waits here."""
+        newest = int(at_s // _BIN_S)
+        known_s = 0.0 if self._since_s is None else min(WINDOW_S, at_s - self._since_s)
+        spans = [0] * max(1, int(known_s / RECENT_S))
+        recent = minute = minute_tokens = ended = ended_tokens = 0
+        for one in self._bins:
+            age = newest - one.index
+            if age * _BIN_S >= WINDOW_S:
+                continue
+            if age // _BINS_PER_SPAN < len(spans):
+                spans[age // _BINS_PER_SPAN] += one.arrived_count
+            if age < _BINS_PER_SPAN:
+                recent += one.arrived_count
+            if age * _BIN_S < MINUTE_S:
+                minute += one.arrived_count
+                minute_tokens += one.arrived_tokens
+            ended += one.ended_count
+            ended_tokens += one.ended_tokens
+        return Traffic(
+            queued_count=queued_count,
+            queued_tokens=queued_tokens,
+            recent_count=recent,
+            minute_count=minute,
+            minute_tokens=minute_tokens,
+            calm_per_s=sorted(spans)[len(spans) // 2] / RECENT_S,
+            ended_count=ended,
+            ended_tokens=ended_tokens,
+            known_s=known_s,
+        )
+
+    def check(self) -> None:
+        """Raise InvariantViolation unless bins are in order, few, and count something."""
+        indices = [one.index for one in self._bins]
+        if indices != sorted(set(indices)) or len(indices) > WINDOW_S / _BIN_S:
+            raise InvariantViolation(f"bins of traffic are out of order, or too many: {indices}")

@@ -1,0 +1,59 @@
+import pytest
+
+from ballast.common.traffic import Traffic, read_traffic, sum_traffic, write_traffic
+from services.dispatcher.core.traffic import TrafficCounter
+
+
+def counted(arrivals: list[float], at_s: float) -> Traffic:
+    counter = TrafficCounter()
+    for arrived_at_s in arrivals:
+        counter.arrived(arrived_at_s, 100)
+        counter.check()
+    return counter.read(at_s, 3, 40)
+
+
+def test_a_steady_rate() -> None:
+    found = counted([float(second) for second in range(400)], 399.9)
+    assert (found.recent_count, found.minute_count, found.minute_tokens) == (10, 60, 6000)
+    assert found.calm_per_s == 1.0
+    assert found.known_s == 300.0
+    assert (found.queued_count, found.queued_tokens) == (3, 40)
+
+
+def test_a_burst_does_not_change_what_is_calm() -> None:
+    steady = [float(second) for second in range(300)]
+    burst = [290.0 + i / 20 for i in range(200)]
+    found = counted(sorted(steady + burst), 299.9)
+    assert found.recent_count == 210
+    assert found.calm_per_s == 1.0
+
+
+def test_what_is_long_ago_is_forgotten() -> None:
+    counter = TrafficCounter()
+    counter.arrived(0.0, 10)
+    counter.ended(1.0, 500)
+    assert counter.read(2.0, 0, 0).ended_tokens == 500
+    assert counter.read(299.0, 0, 0).ended_count == 1
+    late = counter.read(400.0, 0, 0)
+    assert (late.ended_count, late.minute_count, late.calm_per_s) == (0, 0, 0.0)
+    assert late.is_idle
+
+
+def test_dispatchers_add_up() -> None:
+    one, other = counted([1.0, 2.0], 12.0), counted([3.0], 12.0)
+    both = sum_traffic([one, other])
+    assert both.minute_count == 3
+    assert both.queued_count == 6
+    assert both.known_s == 11.0
+    assert sum_traffic([]) == Traffic()
+
+
+def test_a_word_is_read_as_it_was_written() -> None:
+    traffic = counted([1.0, 2.5, 11.25], 12.5)
+    assert read_traffic(write_traffic(traffic)) == traffic
+
+
+@pytest.mark.parametrize("text", ["", "1 2", "1 2 3 4 5 6 7 8 nine", "-1 0 0 0 0 0 0 0 0", "0 0 0 0 0 nan 0 0 0"])
+def test_a_strange_word_is_refused(text: str) -> None:
+    with pytest.raises(ValueError):  # noqa: PT011 - int() and unpacking say it in their own words
+        read_traffic(text)

@@ -1,0 +1,162 @@
+"""Whether dropping is better than nothing, on a machine like an A100 with 40 GB and a model of 14B parameters."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from ballast.common.cost import CostModel
+from ballast.common.ids import GroupId, WorkerId
+from ballast.common.traffic import Pace, Traffic
+from services.planner.policy.compare import Running, Targets, compare
+from services.planner.policy.drop import plan_of
+from services.planner.policy.outlook import Future, Kind, Machine, bubbles, look_ahead, token_s
+from services.planner.policy.snapshot import GroupState, InstanceState, ModelShape, Snapshot
+
+LAYERS = 48
+SHAPE = ModelShape(
+    layer_parameter_bytes=(560 << 20,) * LAYERS,
+    other_parameter_bytes=3 << 30,
+    block_tokens=64,
+    block_bytes=256 << 10,
+    extent_bytes=16 << 20,
+)
+BUDGET_BYTES = 38 << 30
+COST = CostModel(
+    attention_s=8e-9, token_s=0.0, chunk_s=0.028, shared_s=0.028, prefix_s=1.8e-7, many_s=0.0, beyond_s=1.6e-4
+)
+PACE = Pace(COST, LAYERS, 2048)
+MACHINE = Machine(pace=PACE, layer_count=LAYERS, max_running_count=256)
+BLOCKS = SHAPE.block_count(BUDGET_BYTES, 0, LAYERS)
+
+
+def alone(names: Sequence[str], used: int, waiting: int = 0) -> Snapshot:
+    layers = tuple(range(LAYERS))
+    groups = (
+        GroupState(
+            GroupId(name), (InstanceState(WorkerId(name), BUDGET_BYTES, 0, LAYERS, layers),), BLOCKS, used, waiting
+        )
+        for name in names
+    )
+    return Snapshot(SHAPE, tuple(groups))
+
+
+def running(snapshot: Snapshot, each: int, waiting: int = 0) -> Running:
+    return Running({group.group_id: each for group in snapshot.groups}, 256, waiting)
+
+
+def kind(stages: int, count: int, blocks: int, requests: float, used: float) -> Kind:
+    tokens = SHAPE.block_tokens
+    return Kind(
+        stages=stages,
+        group_count=count,
+        capacity_tokens=count * blocks * tokens,
+        running_count=requests,
+        used_tokens=used * tokens,
+    )
+
+
+EIGHT = [f"w{i}" for i in range(8)]
+# Each of a hundred answers is a few thousand tokens long; prompts are short. And the reverse.
+LONG = Traffic(
+    queued_count=30,
+    queued_tokens=15_000,
+    recent_count=40,
+    minute_count=160,
+    minute_tokens=80_000,
+    calm_per_s=1.0,
+    ended_count=100,
+    ended_tokens=170_000,
+    known_s=300.0,
+)
+CODE = replace(
+    LONG, recent_count=300, minute_count=1500, minute_tokens=3_000_000, ended_count=4000, ended_tokens=52_000
+)
+
+
+def test_where_memory_is_short_groups_are_merged() -> None:
+    snapshot = alone(EIGHT, BLOCKS - 5)
+    found = compare(snapshot, running(snapshot, 24, 4), LONG, PACE)
+    assert len(found.chosen.merges) >= 2
+    nothing = found.candidates[0]
+    assert nothing.merges == ()
+    assert found.chosen.prediction.ttft_p99_s < nothing.prediction.ttft_p99_s / 2
+
+
+def test_where_prompts_fill_the_steps_nothing_is() -> None:
+    snapshot = alone(EIGHT, BLOCKS // 2)
+    found = compare(snapshot, running(snapshot, 10), CODE, PACE)
+    assert found.chosen.merges == ()
+    assert "nothing" in found.lines()[0]
+
+
+def test_where_nobody_waits_nothing_is() -> None:
+    snapshot = alone(EIGHT, BLOCKS // 4)
+    calm = replace(LONG, queued_count=0, queued_tokens=0, recent_count=10, minute_count=60, minute_tokens=30_000)
+    found = compare(snapshot, running(snapshot, 5), calm, PACE)
+    assert found.chosen.name == "nothing"
+    assert found.chosen.prediction.ttft_p99_s < 1.0
+    assert found.chosen.prediction.tpot_s == pytest.approx(0.03, rel=0.3)
+
+
+def test_what_is_chosen_is_what_is_planned() -> None:
+    snapshot = alone(EIGHT, BLOCKS - 5)
+    chosen = compare(snapshot, running(snapshot, 24, 4), LONG, PACE).chosen
+    plan = plan_of(snapshot, chosen.merges, 1)
+    assert sorted(tuple(sorted(g.group_id for g in group.merged)) for group in plan.groups) == sorted(
+        tuple(sorted(merge)) for merge in chosen.merges
+    )
+    named = [group_id for merge in chosen.merges for group_id in merge]
+    assert len(set(named)) == len(named)
+
+
+def test_a_target_that_is_met_is_not_bettered() -> None:
+    snapshot = alone(EIGHT, BLOCKS - 5)
+    load = running(snapshot, 24, 4)
+    assert compare(snapshot, load, LONG, PACE, Targets(ttft_s=1000.0)).chosen.merges == ()
+
+
+def test_an_empty_cluster_makes_no_trouble() -> None:
+    snapshot = alone(["w0", "w1"], 0)
+    found = compare(snapshot, running(snapshot, 0), Traffic(known_s=1.0), PACE)
+    assert found.chosen.name == "nothing"
+
+
+def test_more_memory_never_makes_waits_longer() -> None:
+    future = Future(
+        rate_per_s=4.0,
+        lasts_s=60.0,
+        calm_per_s=1.0,
+        prompt_tokens=500.0,
+        answer_tokens=1700.0,
+        waiting_count=20.0,
+        waiting_tokens=10_000.0,
+    )
+    waits = [
+        look_ahead(MACHINE, [kind(1, 8, blocks, 160.0, 160 * 20)], future, 60.0).ttft_p99_s
+        for blocks in (420, 500, 700, 1400, 2800)
+    ]
+    assert waits == sorted(waits, reverse=True)
+    assert waits[0] > 10 * max(waits[-1], 0.1)
+
+
+def test_a_long_prompt_takes_its_time() -> None:
+    future = Future(
+        rate_per_s=0.0,
+        lasts_s=2.0,
+        calm_per_s=0.0,
+        prompt_tokens=20_000.0,
+        answer_tokens=100.0,
+        waiting_count=1.0,
+        waiting_tokens=20_000.0,
+    )
+    found = look_ahead(MACHINE, [kind(1, 1, 10 * BLOCKS, 0.0, 0.0)], future, 30.0)
+    alone_s = 20_000 / 2048 * token_s(MACHINE, 1, 0.0, 0.0, 2048.0, 10_000.0)
+    assert found.ttft_p99_s == pytest.approx(alone_s, rel=0.25)
+
+
+def test_bubbles_grow_with_the_stages() -> None:
+    shares = [bubbles(stages) for stages in range(1, 12)]
+    assert shares == sorted(shares)
+    assert shares[0] == 0.0
+    assert shares[-1] < 0.3
