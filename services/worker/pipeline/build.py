@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from services.worker.pipeline.ground import StageEngine, Surroundings
 from services.worker.pipeline.hub import Hub
 from services.worker.pipeline.links import Links
 from services.worker.pipeline.member import GroupMember
+from services.worker.pipeline.stage_watch import watch_for
 from services.worker.policy.microbatching import Microbatching, by_token_count
 from services.worker.shell import MemberEvent, WorkerShell
 
@@ -94,6 +96,7 @@ def join(
     def post(event: MemberEvent) -> None:
         shell.post_member(event)
 
+    device: torch.device | None = None  # an emulated one is none of torch's
     if open_plane is None:
         device = engine.memory.pool.backend.device
         hub = Hub(post, device=device)
@@ -109,8 +112,8 @@ def join(
     if costs is not None:
         from services.worker.pipeline.timed_runner import TimedRunner  # NumPy comes with it
 
-        device = engine.memory.pool.backend.device
-        own = TimedRunner(own, costs, layer_count=engine.info.layer_count, device=device)
+        watch = watch_for(engine.memory.pool.backend.device, time.perf_counter)
+        own = TimedRunner(own, costs, layer_count=engine.info.layer_count, watch=watch)
     member = GroupMember(
         me,
         core,
@@ -125,6 +128,7 @@ def join(
             post=post,
             links=Links,
             compile_grammar=compile_grammar,
+            watch=None if device is None else functools.partial(watch_for, device, time.monotonic),
         ),
         max_running_count=max_running_count,
     )

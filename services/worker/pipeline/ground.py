@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from services.worker.pipeline.links import Links
     from services.worker.pipeline.published import Published
     from services.worker.pipeline.role import Role
+    from services.worker.pipeline.stage_watch import StageWatch
 
 _Given = TypeVarTuple("_Given")
 _Result = TypeVar("_Result")
@@ -82,6 +83,7 @@ class Surroundings:
     post: Callable[[MemberEvent], None]  # to be handled by the engine thread
     links: Callable[[Plane, Role, Now, Callable[[MemberEvent], None]], Links]
     compile_grammar: Callable[[Grammar], None] | None = None  # None: the engine follows none
+    watch: Callable[[], StageWatch] | None = None  # makes one; None: what the engine has run is over
 
 
 @dataclass(slots=True)

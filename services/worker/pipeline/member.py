@@ -7,6 +7,7 @@ What decides is pure (`core.transition`, `core.worker`); the parts do what they 
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from ballast.common.errors import InvariantViolation
@@ -57,6 +58,7 @@ from services.worker.pipeline.rescue import Rescue
 from services.worker.pipeline.restoring import Restoring
 from services.worker.pipeline.role import Role
 from services.worker.pipeline.stage_runner import StageRunner
+from services.worker.pipeline.stage_watch import HostWatch
 from services.worker.pipeline.status import Progress
 from services.worker.shell import MemberEvent, StepOutcome
 
@@ -106,17 +108,21 @@ class GroupMember:
             under_way=lambda: self._driver.transition,
             drive=lambda event: self._driver.drive(event),
         )
+        watch = surroundings.watch or partial(HostWatch, now)
         self._stage = stage = StageRunner(
             ground,
             surroundings.engine,
             pace=pace,
+            watch=watch(),
             awaits_roster=lambda epoch: self._driver.awaits_roster(epoch),
         )
 
         def second(ground: Ground, role: Role) -> tuple[Ground, StageRunner]:
             links = surroundings.links(surroundings.plane, role, now, surroundings.post)
             ground = replace(ground, role=role, links=links, leaving=True)
-            return ground, StageRunner(ground, surroundings.engine, pace=pace, awaits_roster=lambda _: False)
+            return ground, StageRunner(
+                ground, surroundings.engine, pace=pace, watch=watch(), awaits_roster=lambda _: False
+            )
 
         self._migrations = migrations = Migrations(
             ground, layout_changes=lambda: self._rescue is not None or self._driver.under_way

@@ -13,6 +13,7 @@ from services.worker.core.batch import Batch, SequenceId, StepResult
 from services.worker.links.pace import StagePace
 from services.worker.pipeline.events import BatchArrived, ResultArrived
 from services.worker.pipeline.ground import Ground, StageEngine
+from services.worker.pipeline.stage_watch import StageWatch
 from services.worker.shell import StepOutcome
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ class StageRunner:
         engine: StageEngine,
         *,
         pace: StagePace,
+        watch: StageWatch,
         awaits_roster: Callable[[Epoch], bool],
     ) -> None:
         """`awaits_roster`: in that epoch nobody knows yet which blocks are free."""
@@ -38,6 +40,7 @@ class StageRunner:
         self._published = ground.published
         self._now = ground.now
         self._pace = pace
+        self._watch = watch
         self._awaits_roster = awaits_roster
         self._early: list[BatchArrived] = []  # batches of a leader that is ahead of this member
 
@@ -48,7 +51,7 @@ class StageRunner:
             quiet_s, awaited = clock.take_quiet_s(), self._ground.lane.memory_is_awaited
             if quiet_s or awaited:
                 batch = replace(batch, quiet_s=quiet_s, memory_is_awaited=awaited)
-        began_s = self._now()
+        began_s = self._watch.begin()
         in_pipeline = bool(role.stages and batch.slices)
         if in_pipeline:
             self._pace.memory_is_awaited = batch.memory_is_awaited
@@ -62,11 +65,15 @@ class StageRunner:
             return None
         except (RuntimeError, ValueError, IndexError) as error:
             return self._failed(batch, f"{type(error).__name__}: {error}")
-        ended_s = self._now()
-        if in_pipeline:
-            self._pace.ran(ended_s - began_s)
-        if batch.slices:
-            clock.ran(batch, role.epoch, began_s, ended_s)
+        epoch = role.epoch
+
+        def ran(began_s: float, ended_s: float) -> None:
+            if in_pipeline:
+                self._pace.ran(ended_s - began_s)
+            if batch.slices and self._role.epoch == epoch:
+                clock.ran(batch, epoch, began_s, ended_s)
+
+        self._watch.end(ran)
         if not role.is_last:
             self._send_on(batch, None if isinstance(out, StepResult) else out)
             return None

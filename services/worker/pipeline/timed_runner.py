@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ballast.common.cost import Chunk
 from services.worker.core.batch import Batch, StepResult
+from services.worker.pipeline.stage_watch import StageWatch
 from services.worker.policy.cost_fit import StageShape
 from services.worker.policy.online_cost import OnlineCost
 
@@ -30,16 +30,14 @@ class TimedRunner:
         costs: OnlineCost,
         *,
         layer_count: int,
-        device: torch.device,
-        clock: Callable[[], float] = time.perf_counter,
+        watch: StageWatch,
     ) -> None:
         self._runner = runner
         self._costs = costs
         self._layer_count = layer_count
-        # On a GPU only the last stage waits for its results; how long the others take cannot be seen from here.
-        self._sees_all = device.type == "cpu"
-        self._clock = clock
+        self._watch = watch
         self._since_s = 0.0
+        self._shape: StageShape | None = None  # of the stage that was run last
 
     def run_stage(
         self,
@@ -50,15 +48,20 @@ class TimedRunner:
         first_layer: int,
         last_layer: int,
     ) -> StepResult | torch.Tensor:
-        began_s = self._clock()
+        self._watch.begin()
         out = self._runner.run_stage(batch, block_tables, hidden_TD, first_layer=first_layer, last_layer=last_layer)
-        took_s = self._clock() - began_s
-        is_last = last_layer == self._layer_count
-        self._costs.enter(StageShape(last_layer - first_layer, first_layer == 0, is_last))
-        self._since_s += took_s
-        if batch.slices and self._since_s >= _INTERVAL_S and (is_last or self._sees_all):
-            self._since_s = 0.0
-            self._costs.record((Chunk(s.first_position, len(s.token_ids)) for s in batch.slices), took_s)
+        shape = StageShape(last_layer - first_layer, first_layer == 0, last_layer == self._layer_count)
+        self._costs.enter(shape)
+        self._shape = shape
+
+        def ran(began_s: float, ended_s: float) -> None:
+            took_s = ended_s - began_s
+            self._since_s += took_s
+            if batch.slices and self._since_s >= _INTERVAL_S and self._shape == shape:
+                self._since_s = 0.0
+                self._costs.record((Chunk(s.first_position, len(s.token_ids)) for s in batch.slices), took_s)
+
+        self._watch.end(ran)
         return out
 
     def forget_all(self) -> None:

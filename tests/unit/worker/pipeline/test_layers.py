@@ -123,7 +123,7 @@ def test_a_drop_never_waits_for_checksums_of_what_was_loaded(tmp_path: Path) -> 
     with load_engine(model_dir, device_memory_bytes=8 << 20) as engine:
         parameters = engine.memory.parameters
         started: list[object] = []
-        workers = SimpleNamespace(submit=lambda *given: started.append(given))
+        workers = SimpleNamespace(submit=started.append)
         server = LayerServer(parameters, cast(Any, workers), lambda _: None)
         server.learn([0, 2])
         server.learn_each([0, 1, 2])

@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from ballast.common.sampling import SamplingParams
 from ballast.model.tiny import make_tiny
 from services.worker.core.batch import Batch, NewSequence, Slice, StepResult
 from services.worker.engine.load import Engine, load_engine
+from services.worker.pipeline.stage_watch import Event, EventWatch, HostWatch
 from services.worker.pipeline.timed_runner import TimedRunner
 from services.worker.policy.cost_fit import StageShape
 from services.worker.policy.online_cost import OnlineCost
@@ -39,12 +41,10 @@ class Shapes(OnlineCost):
         super().enter(shape)
 
 
-def timed(engine: Engine, costs: OnlineCost, device: str = "cpu") -> TimedRunner:
+def timed(engine: Engine, costs: OnlineCost) -> TimedRunner:
     """Every step takes 6 ms."""
     ticks = itertools.count()
-    return TimedRunner(
-        engine.runner, costs, layer_count=2, device=torch.device(device), clock=lambda: next(ticks) * 0.006
-    )
+    return TimedRunner(engine.runner, costs, layer_count=2, watch=HostWatch(lambda: next(ticks) * 0.006))
 
 
 def prefill(position: int = 0) -> Batch:
@@ -82,13 +82,58 @@ def test_not_every_short_step_is_recorded_and_empty_ones_never(engine: Engine) -
     assert costs.step_count == 2
 
 
-def test_a_gpu_tells_of_its_last_stage_only(engine: Engine) -> None:
-    costs = OnlineCost()
-    runner = timed(engine, costs, "cuda")  # the engine is on the CPU; only what is concluded from the device matters
+class Gpu:
+    """A device that does what it was told 100 ms later, or when it has done what came before."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self.free_at_s = 0.0
+
+    def record(self) -> "Moment":
+        return Moment(self, max(self.free_at_s, self.now_s))
+
+    def run(self, took_s: float) -> None:
+        self.free_at_s = max(self.free_at_s, self.now_s) + took_s
+
+
+class Moment:
+    def __init__(self, gpu: Gpu, at_s: float) -> None:
+        self._gpu, self.at_s = gpu, at_s
+
+    def query(self) -> bool:
+        return self._gpu.now_s >= self.at_s
+
+    def elapsed_time(self, end_event: Event) -> float:
+        assert isinstance(end_event, Moment)
+        return (end_event.at_s - self.at_s) * 1e3
+
+
+def test_a_gpus_stages_are_timed_by_when_it_ran_them_not_by_when_it_was_told() -> None:
+    gpu = Gpu()
+    watch, told = EventWatch(gpu.record, lambda: gpu.now_s), list[tuple[float, float]]()
+    for launched_at_s, took_s in ((1.0, 0.5), (1.1, 0.2), (3.0, 0.4), (9.0, 0.1)):
+        gpu.now_s = launched_at_s
+        assert watch.begin() == launched_at_s
+        gpu.run(took_s)
+        gpu.now_s += 0.001  # of launching it
+        watch.end(lambda began_s, ended_s: told.append((began_s, ended_s)))
+    expected = [(1.0, 1.5), (1.5, 1.7), (3.0, 3.4)]  # the last one is not over
+    assert [pytest.approx(one) for one in expected] == told
+
+
+def test_a_first_stage_on_a_gpu_tells_the_cost_model_what_it_took(engine: Engine) -> None:
+    """Its `run_stage` returns at once; what was measured before was how long launching takes."""
+    gpu, costs = Gpu(), OnlineCost()
+    watch = EventWatch(gpu.record, lambda: gpu.now_s)
+
+    class Launches:
+        def run_stage(self, *given: Any, **layers: Any) -> Any:
+            gpu.run(0.03)
+            return engine.runner.run_stage(*given, **layers)
+
+    runner = TimedRunner(cast(Any, Launches()), costs, layer_count=2, watch=watch)
     runner.run_stage(FIRST, (), None, first_layer=0, last_layer=2)
-    for _ in range(30):
+    for _ in range(4):
+        gpu.now_s += 1.0
         runner.run_stage(prefill(), (TABLE,), None, first_layer=0, last_layer=1)
-    assert costs.step_count == 0
-    for _ in range(30):
-        runner.run_stage(prefill(), (TABLE,), None, first_layer=0, last_layer=2)
-    assert costs.step_count > 0
+    assert costs.step_count == 3
