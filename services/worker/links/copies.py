@@ -44,6 +44,10 @@ class Copies(Protocol):
         """Bring there what the calling thread's device computes, and say so from another thread. None: it failed."""
         ...
 
+    def close(self) -> None:
+        """Nothing is fetched any more. What has been is told first."""
+        ...
+
 
 class Mark(Protocol):
     """A place in what a device has been given to do."""
@@ -67,3 +71,6 @@ class HostCopies:
 
     def fetch(self, payload: torch.Tensor, device: torch.device, then: Callable[[torch.Tensor | None], None]) -> None:
         then(payload.to(device))
+
+    def close(self) -> None:
+        """Nothing is kept."""

@@ -33,7 +33,7 @@ class CudaCopies:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._of_thread = threading.local()
-        self._fetched = SimpleQueue[tuple[CudaMark, torch.Tensor, Callable[[torch.Tensor | None], None]]]()
+        self._fetched = SimpleQueue[tuple[CudaMark, torch.Tensor, Callable[[torch.Tensor | None], None]] | None]()
         self._starting = threading.Lock()
         self._teller: threading.Thread | None = None
 
@@ -65,14 +65,21 @@ class CudaCopies:
                 self._teller.start()
         self._fetched.put((computed, there, then))
 
+    def close(self) -> None:
+        with self._starting:
+            teller, self._teller = self._teller, None
+        if teller is not None:
+            self._fetched.put(None)
+            teller.join()
+
     def _stream(self) -> torch.cuda.Stream:
         if not hasattr(self._of_thread, "stream"):
             self._of_thread.stream = torch.cuda.Stream(self._device)
         return self._of_thread.stream
 
     def _tell(self) -> None:
-        while True:
-            mark, there, then = self._fetched.get()
+        while (fetched := self._fetched.get()) is not None:
+            mark, there, then = fetched
             try:
                 mark.wait()
             except RuntimeError as error:  # the device's, which every later call has too
@@ -80,7 +87,7 @@ class CudaCopies:
                 then(None)
             else:
                 then(there)
-            del mark, there, then  # not kept while it waits for the next
+            del fetched, mark, there, then  # not kept while it waits for the next
 
 
 def copies_for(device: torch.device) -> Copies:

@@ -134,5 +134,6 @@ class _ChannelOpener:
 
     def close(self, timeout_s: float) -> bool:
         ended = self._reaper.close(timeout_s)
+        self._copies.close()
         self._transport.close()
         return ended
