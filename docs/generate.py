@@ -25,7 +25,8 @@ from ballast.service.metrics import REGISTRY
 from ballast.service.security import GuardedSettings, ServiceSettings
 from ballast.service.settings import Settings, leaf_fields
 from services.dispatcher.config import DispatcherSettings
-from services.dispatcher.core.dispatcher import DispatcherCore, Limits
+from services.dispatcher.core.dispatcher import DispatcherCore
+from services.dispatcher.core.limits import Limits
 from services.dispatcher.core.placement import PlacementRules
 from services.dispatcher.policy.freeness import RoutingRules
 from services.dispatcher.shell.metrics import DispatcherMetrics

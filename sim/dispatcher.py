@@ -13,7 +13,8 @@ from ballast.common.model import ModelInfo
 from ballast.common.sampling import FinishReason, SamplingParams
 from ballast.common.traffic import Traffic
 from services.dispatcher.core import events as d
-from services.dispatcher.core.dispatcher import DispatcherCore, Limits
+from services.dispatcher.core.dispatcher import DispatcherCore
+from services.dispatcher.core.limits import Limits
 from services.dispatcher.core.placement import PlacementRules
 from services.dispatcher.policy.freeness import RoutingRules, WorkerKey
 from services.worker.core.events import Aborted, SequenceKey, Submitted
@@ -167,7 +168,7 @@ class DispatcherNode:
                 link = self._links[key]
                 if link in self._behind:
                     self._catch_up_with(link)
-                if endings and self.core.learns_at(self._clock.now_s):
+                if endings and self.core.growth.is_due(self._clock.now_s):
                     self.catch_up()
                 moves = any(e.finish_reason not in _PLAIN_ENDINGS or e.refused or e.moved_to for e in endings)
                 if moves or load.waiting_count or len(self.core.backlog):

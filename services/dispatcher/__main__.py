@@ -33,8 +33,10 @@ from ballast.service.tokens import TokenBook
 from ballastpb.inference.v1 import inference_pb2, inference_pb2_grpc
 from ballastpb.planner.v1 import planner_pb2, planner_pb2_grpc
 from services.dispatcher.config import DispatcherSettings
-from services.dispatcher.core.dispatcher import DispatcherCore, Limits
+from services.dispatcher.core.backlog import Order
+from services.dispatcher.core.dispatcher import DispatcherCore
 from services.dispatcher.core.events import LayoutChanged
+from services.dispatcher.core.limits import Limits
 from services.dispatcher.core.placement import PlacementRules
 from services.dispatcher.operators import OperatorServicer
 from services.dispatcher.peers import PlannerClient
@@ -242,7 +244,11 @@ def build_shell(
             no_worker_timeout_s=settings.no_worker_timeout_s,
             move_wait_s=settings.move_wait_s,
         ),
-        PlacementRules(large_patience_s=settings.large_patience_s, recall_after_s=settings.recall_after_s),
+        PlacementRules(
+            order=Order(settings.queue_order),
+            large_patience_s=settings.large_patience_s,
+            recall_after_s=settings.recall_after_s,
+        ),
         RoutingRules(
             worker_queue_count=settings.worker_queue_count,
             large_fraction=settings.large_fraction,

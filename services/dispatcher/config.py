@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
@@ -54,6 +54,9 @@ class DispatcherSettings(ServiceSettings):
     """Seconds after which a client that reads nothing is given up."""
 
     # Where requests go.
+    queue_order: Literal["first-come", "shortest-first", "deadline"] = "first-come"
+    """Which request of a class goes first when several wait. Shortest first: the fewest tokens to compute, so that most
+    wait less where computing is short, and long prompts the longest. Deadline: the earliest."""
     worker_queue_count: int = Field(2, ge=1)
     """Requests that may wait at a worker whose memory is full."""
     large_fraction: float = Field(0.25, gt=0, le=1)

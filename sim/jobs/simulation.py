@@ -25,7 +25,8 @@ from ballast.bench.results import (
 from ballast.bench.traces import Trace
 from ballast.common.errors import ConfigError
 from services.dispatcher.config import DispatcherSettings
-from services.dispatcher.core.dispatcher import Limits
+from services.dispatcher.core.backlog import Order
+from services.dispatcher.core.limits import Limits
 from services.dispatcher.core.placement import PlacementRules
 from services.dispatcher.policy.freeness import RoutingRules
 from services.monitor.config import MonitorSettings
@@ -121,7 +122,9 @@ def production_rules(worker: WorkerSize) -> ClusterRules:
                 move_wait_s=dispatcher["move_wait_s"],
             ),
             PlacementRules(
-                large_patience_s=dispatcher["large_patience_s"], recall_after_s=dispatcher["recall_after_s"]
+                order=Order(dispatcher["queue_order"]),
+                large_patience_s=dispatcher["large_patience_s"],
+                recall_after_s=dispatcher["recall_after_s"],
             ),
             RoutingRules(
                 worker_queue_count=dispatcher["worker_queue_count"],
@@ -253,6 +256,10 @@ def with_knobs(spec: PolicySpec, rules: ClusterRules) -> ClusterRules:
                 transitions = replace(transitions, pipeline_degree=int(_number(setting)))
             case "restore":
                 transitions = replace(transitions, restores=_switch(setting, "on", "off"))
+            case "queue-order":
+                found = _choice(setting, [order.value for order in Order])
+                placement = replace(rules.dispatcher.placement, order=Order(found))
+                rules = replace(rules, dispatcher=replace(rules.dispatcher, placement=placement))
             case "transfers":
                 rules = replace(rules, coordinated=_switch(setting, "coordinated", "naive"))
             case _:
@@ -261,10 +268,14 @@ def with_knobs(spec: PolicySpec, rules: ClusterRules) -> ClusterRules:
 
 
 def _switch(setting: str, yes: str, no: str) -> bool:
+    return _choice(setting, [yes, no]) == yes
+
+
+def _choice(setting: str, values: Sequence[str]) -> str:
     name, _, value = setting.partition("=")
-    if value not in (yes, no):
-        raise ConfigError("policy", f"{name} is {yes} or {no}, got {value!r}")
-    return value == yes
+    if value not in values:
+        raise ConfigError("policy", f"{name} is {' or '.join(values)}, got {value!r}")
+    return value
 
 
 def _number(setting: str) -> float:

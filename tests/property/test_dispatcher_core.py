@@ -13,7 +13,6 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from ballast.common.errors import Overloaded
 from ballast.common.ids import RequestId
 from ballast.common.sampling import FinishReason, PriorityClass
-from services.dispatcher.core.dispatcher import Limits
 from services.dispatcher.core.events import (
     AbortOnWorker,
     Connect,
@@ -29,6 +28,7 @@ from services.dispatcher.core.events import (
     TimeIsUp,
     Withdrawn,
 )
+from services.dispatcher.core.limits import Limits
 from services.dispatcher.core.placement import PlacementRules
 from services.dispatcher.policy.freeness import RoutingRules, WorkerKey
 from tests.support.dispatcher_core import BLOCK_TOKENS, Answer, Story, key, load

@@ -9,7 +9,7 @@ from ballast.common.layout import Group, Layout, Member
 from ballast.common.load import LoadReport, MemoryReport
 from ballast.common.model import ModelInfo
 from ballast.common.sampling import FinishReason, PriorityClass, SamplingParams
-from services.dispatcher.core.dispatcher import DispatcherCore, Limits
+from services.dispatcher.core.dispatcher import DispatcherCore
 from services.dispatcher.core.events import (
     Command,
     Deliver,
@@ -27,6 +27,7 @@ from services.dispatcher.core.events import (
     WorkerLost,
 )
 from services.dispatcher.core.fleet import Worker
+from services.dispatcher.core.limits import Limits
 from services.dispatcher.core.placement import PlacementRules
 from services.dispatcher.policy.freeness import RoutingRules, WorkerKey, WorkerView
 

@@ -1,16 +1,20 @@
-"""The backlog: requests that no worker has, in the order of (priority class, arrival). Bounded by its owner."""
+"""The backlog: requests that no worker has, by priority class, and in it in an order that is chosen. Bounded by its
+owner."""
 
 import bisect
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from enum import StrEnum
 
 from ballast.common.errors import InvariantViolation
 from ballast.common.sampling import PriorityClass
 from services.dispatcher.core.events import Facts, Request
 from services.dispatcher.core.story import Moment, Recent, Story, What
 from services.dispatcher.policy.freeness import WorkerKey
+
+_MIN_RETRY_S, _MAX_RETRY_S = 0.1, 30.0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -87,11 +91,31 @@ class Tracked:
             self.story.add(Moment(at_s, What.RESUMED, len(self.output_token_ids), worker_id, layout, gap_s))
 
 
-class Backlog:
-    """Sorted by rank and serial. Insertion at the end, removal anywhere and a look at the first few are cheap."""
+class Order(StrEnum):
+    """Who goes first, of requests of one class that wait. What was being served elsewhere always does."""
 
-    def __init__(self) -> None:
-        self._classes: list[list[Tracked]] = [[] for _ in PriorityClass]  # by rank; each sorted by serial
+    FIRST_COME = "first-come"
+    SHORTEST_FIRST = "shortest-first"  # the fewest tokens to compute: low waits on average, and long prompts may starve
+    DEADLINE = "deadline"  # the earliest
+
+
+def _key_of(order: Order) -> Callable[[Tracked], tuple[float, int]]:
+    """Does not change while the request waits."""
+    match order:
+        case Order.FIRST_COME:
+            return lambda tracked: (0.0, tracked.serial)
+        case Order.SHORTEST_FIRST:
+            return lambda tracked: (tracked.token_count if tracked.serial > 0 else -1.0, tracked.serial)
+        case Order.DEADLINE:
+            return lambda tracked: (tracked.request.deadline_at_s if tracked.serial > 0 else -1.0, tracked.serial)
+
+
+class Backlog:
+    """Sorted by rank and key. Insertion at the end, removal anywhere and a look at the first few are cheap."""
+
+    def __init__(self, order: Order = Order.FIRST_COME) -> None:
+        self._key = _key_of(order)
+        self._classes: list[list[Tracked]] = [[] for _ in PriorityClass]  # by rank; each sorted by key
         self._count = 0
         self.token_count = 0
 
@@ -104,19 +128,20 @@ class Backlog:
     def slice(self, begin: int, count: int) -> list[Tracked]:
         return list(itertools.islice(self, begin, begin + count))
 
-    def count_before(self, priority: PriorityClass) -> int:
-        """Requests that a newcomer of this class would stand behind."""
-        return sum(len(entries) for entries in self._classes[: priority.rank + 1])
+    def count_before(self, tracked: Tracked) -> int:
+        """Requests behind which this one stands, or would."""
+        *better, own = self._classes[: tracked.request.priority.rank + 1]
+        return sum(map(len, better)) + bisect.bisect_left(own, self._key(tracked), key=self._key)
 
     def add(self, tracked: Tracked) -> None:
         entries = self._classes[tracked.request.priority.rank]
-        bisect.insort(entries, tracked, key=_serial)
+        bisect.insort(entries, tracked, key=self._key)
         self._count += 1
         self.token_count += tracked.token_count
 
     def remove(self, tracked: Tracked) -> None:
         entries = self._classes[tracked.request.priority.rank]
-        at = bisect.bisect_left(entries, tracked.serial, key=_serial)
+        at = bisect.bisect_left(entries, self._key(tracked), key=self._key)
         if at == len(entries) or entries[at] is not tracked:
             raise InvariantViolation(f"{tracked.request.request_id} is not in the backlog")
         del entries[at]
@@ -125,9 +150,9 @@ class Backlog:
 
     def check(self) -> None:
         for rank, entries in enumerate(self._classes):
-            serials = [tracked.serial for tracked in entries]
-            if serials != sorted(set(serials)):
-                raise InvariantViolation(f"backlog of rank {rank} is out of order: {serials}")
+            keys = [self._key(tracked) for tracked in entries]
+            if keys != sorted(set(keys)):
+                raise InvariantViolation(f"backlog of rank {rank} is out of order: {keys}")
             for tracked in entries:
                 if (
                     tracked.request.priority.rank != rank
@@ -139,10 +164,6 @@ class Backlog:
         counts = self._count, self.token_count
         if counts != (sum(map(len, self._classes)), sum(tracked.token_count for tracked in self)):
             raise InvariantViolation(f"backlog counts {self._count} requests and {self.token_count} tokens")
-
-
-def _serial(tracked: Tracked) -> int:
-    return tracked.serial
 
 
 class DrainRate:
@@ -159,6 +180,11 @@ class DrainRate:
 
     def per_s(self, at_s: float) -> float:
         return self._decayed(at_s) / self._memory_s
+
+    def until_half_s(self, request_count: int, at_s: float) -> float:
+        """Advice to whoever is refused: by then half of so many have gone."""
+        rate = self.per_s(at_s)
+        return min(_MAX_RETRY_S, max(_MIN_RETRY_S, request_count / 2 / rate if rate > 0.0 else 1.0))
 
     def _decayed(self, at_s: float) -> float:
         return self._weight * math.exp(-max(0.0, at_s - self._at_s) / self._memory_s)

@@ -11,7 +11,6 @@ dispatcher follows with what it has received, so that nothing is lost or repeate
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from ballast.common.errors import (
     AlreadyExists,
@@ -54,6 +53,7 @@ from services.dispatcher.core.events import (
 )
 from services.dispatcher.core.fleet import Fleet, Worker
 from services.dispatcher.core.growth import Growth
+from services.dispatcher.core.limits import Limits, too_full
 from services.dispatcher.core.moves import Moves
 from services.dispatcher.core.placement import Placement, PlacementRules
 from services.dispatcher.core.story import Recent, What
@@ -63,25 +63,14 @@ from services.dispatcher.policy.freeness import RoutingRules, WorkerKey
 # A named tuple's own constructor takes twice as long, and there is one for each token.
 _New = Callable[[type[Deliver], tuple[object, ...]], Deliver]
 _new: _New = tuple.__new__  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
-_MIN_RETRY_S, _MAX_RETRY_S = 0.1, 30.0
 _NO_WORKER_CHECK_S = 0.5
 _MAX_IDLE_MOVES = 16  # without a token in between; more are no progress but a quarrel between workers
 _FRONT = -(1 << 62)  # serials of requests that stand before all that have come here first
-_TAKEN_OVER_FACTOR = 2  # with requests that other dispatchers were serving, so many times as many may wait
 _OUTGROWN_WAIT_S = 1.0  # advice to whoever has outgrown all workers; a drop may make larger groups
 ENDING_OF: dict[type[BallastError], str] = {
     Cancelled: FinishReason.CANCELLED.value,
     DeadlineExceeded: FinishReason.DEADLINE.value,
 }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    max_queued_request_count: int = 1024
-    max_queued_token_count: int = 1_000_000
-    replay_limit: int = 3
-    no_worker_timeout_s: float = 30.0  # so long a request waits while there is no worker at all
-    move_wait_s: float = 5.0  # so long one that was handed over waits for the stream to its new worker
 
 
 class DispatcherCore:
@@ -92,7 +81,7 @@ class DispatcherCore:
     ) -> None:
         self.limits = limits
         self.fleet = Fleet()
-        self.backlog = Backlog()
+        self.backlog = Backlog(placement.order)
         self.requests: dict[RequestId, Tracked] = {}  # all that have been accepted and have not ended
         self.draining = False
         self._for_good = False  # it drains because its process is going to end
@@ -106,8 +95,8 @@ class DispatcherCore:
         self.relayed_token_count = 0
         self.move_counts: Counter[str] = Counter()  # at_once, waited or replayed -> requests that were handed over
         self._id = dispatcher_id
-        self._growth = Growth(routing.growth_tokens)
-        self._placement = Placement(self.backlog, self.fleet, placement, routing, self._growth)
+        self.growth = Growth(routing.growth_tokens)
+        self._placement = Placement(self.backlog, self.fleet, placement, routing, self.growth)
         self._moves = Moves(limits.move_wait_s, self.fleet)
         self._forsaken = Moves(limits.move_wait_s, self.fleet)  # ended on their way: whoever has them is told
         self._deadlines = Deadlines()
@@ -282,7 +271,7 @@ class DispatcherCore:
         tracked = self._tracked(request, at_s)
         self._watch_usable(at_s)
         commands: list[Command] = []
-        ahead_count = 0 if request.taken_over else self.backlog.count_before(request.priority)
+        ahead_count = self.backlog.count_before(tracked)
         self._admit(tracked)
         # Those before it were looked at when something changed last; behind too many it would not be looked at itself.
         if ahead_count < self._placement.rules.scan_count:
@@ -336,21 +325,7 @@ class DispatcherCore:
         """Why a request that must wait cannot: the bounds hold for what waits, not for what is placed at once."""
         if newcomer.worker is not None or newcomer.request.request_id not in self.requests:
             return None
-        limits, factor = self.limits, _TAKEN_OVER_FACTOR if newcomer.request.taken_over else 1
-        request_count, token_count = len(self.backlog), self.backlog.token_count
-        if request_count > limits.max_queued_request_count * factor:
-            why = f"{request_count - 1} requests are waiting, the most allowed (--max-num-queued-reqs)"
-        elif token_count > limits.max_queued_token_count * factor:
-            why = (
-                f"{token_count - newcomer.token_count} tokens are waiting, with this request's"
-                f" {newcomer.token_count} more than {limits.max_queued_token_count * factor} (--max-num-queued-tokens)"
-            )
-        else:
-            return None
-        # By then half of the backlog has gone.
-        rate = self._placement.drain_rate.per_s(at_s)
-        retry_s = request_count / 2 / rate if rate > 0.0 else 1.0
-        return Overloaded(why, min(_MAX_RETRY_S, max(_MIN_RETRY_S, retry_s)))
+        return too_full(newcomer, self.backlog, self.limits, self._placement.drain_rate, at_s)
 
     def _withdraw(self, event: Withdrawn) -> list[Command]:
         tracked = self.requests.get(event.request_id)
@@ -406,7 +381,7 @@ class DispatcherCore:
 
     def _drop(self, tracked: Tracked, *, ended: bool = False) -> None:
         """`ended`: its answer has come to its end."""
-        self._growth.leave(tracked, ended=ended)
+        self.growth.leave(tracked, ended=ended)
         if tracked.moving:
             self._moves.remove(tracked)
         elif tracked.worker is None:
@@ -440,8 +415,8 @@ class DispatcherCore:
                     commands += self._forsake(withdrawn, WorkerId(ending.moved_to), event.at_s)
             else:
                 commands += self._end(worker, tracked, ending, event.at_s)
-        if event.endings and self._growth.is_due(event.at_s):
-            self._growth.look(self.requests.values(), event.at_s)
+        if event.endings and self.growth.is_due(event.at_s):
+            self.growth.look(self.requests.values(), event.at_s)
         was_usable = worker.usable
         worker.report(event.load, event.seen_handle)
         self.fleet.remember(event.load)
@@ -560,10 +535,6 @@ class DispatcherCore:
             commands += self._fail(tracked, error, at_s)
         return commands
 
-    def learns_at(self, at_s: float) -> bool:
-        """Whether an ending makes it look at how far all answers are."""
-        return self._growth.is_due(at_s)
-
     def contenders(self, request: Request, at_s: float) -> list[WorkerKey]:
         """One of these gets the request if it comes now and nobody waits; nobody does if there are none.
 
@@ -581,7 +552,7 @@ class DispatcherCore:
         self._moves.check()
         self._forsaken.check()
         self._placement.check()
-        self._growth.check(self.requests.values())
+        self.growth.check(self.requests.values())
         self._traffic.check()
         moving = {tracked.request.request_id: tracked for tracked in self._moves.tracked}
         queued = {tracked.request.request_id: tracked for tracked in self.backlog}
@@ -614,6 +585,5 @@ class DispatcherCore:
         for tracked in worker.placed.values():
             if self.requests.get(tracked.request.request_id) is not tracked:
                 raise InvariantViolation(f"{tracked.request.request_id} runs on {key} and is not known")
-        count = len(self.backlog) + self.fleet.placed_count + len(self._moves)
-        if count != len(self.requests):
+        if (count := len(self.backlog) + self.fleet.placed_count + len(self._moves)) != len(self.requests):
             raise InvariantViolation(f"{count} requests are queued, placed or moving, {len(self.requests)} are here")

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ballast.common.errors import InvariantViolation
-from services.dispatcher.core.backlog import Backlog, DrainRate, Tracked
+from services.dispatcher.core.backlog import Backlog, DrainRate, Order, Tracked
 from services.dispatcher.core.events import AbortOnWorker, Place, Request
 from services.dispatcher.core.fleet import Fleet, Worker
 from services.dispatcher.core.growth import Growth
@@ -21,6 +21,7 @@ _DEADLINE_MARGIN_S = 0.005
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacementRules:
+    order: Order = Order.FIRST_COME
     large_patience_s: float = 2.0  # so long a large request lets others overtake it
     refused_hold_s: float = 0.05  # so long a worker that refused is not asked again
     scan_count: int = 64  # requests that are looked at when the first ones do not fit

@@ -185,7 +185,7 @@ def _why_waiting(core: DispatcherCore, tracked: Tracked) -> str:
     if not loads:
         return "no worker is there"
     emptiest = min(load.kv_usage_fraction for load in loads)
-    ahead_count = core.backlog.count_before(tracked.request.priority) - 1
+    ahead_count = core.backlog.count_before(tracked)
     workers = "the only worker has" if len(loads) == 1 else f"the emptiest of {len(loads)} leading workers has"
     return f"behind {ahead_count} others; {workers} {emptiest:.0%} of its KV in use"
 

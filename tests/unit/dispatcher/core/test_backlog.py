@@ -7,7 +7,7 @@ import pytest
 from ballast.common.errors import InvariantViolation
 from ballast.common.ids import RequestId
 from ballast.common.sampling import PriorityClass
-from services.dispatcher.core.backlog import Backlog, DrainRate, Tracked
+from services.dispatcher.core.backlog import Backlog, DrainRate, Order, Tracked
 from services.dispatcher.core.deadlines import Deadlines
 from tests.support.dispatcher_core import request
 
@@ -45,7 +45,24 @@ def test_a_newcomer_stands_behind_its_own_class_and_the_better_ones() -> None:
     backlog = Backlog()
     for serial, priority in enumerate([PriorityClass.BATCH, PriorityClass.DEFAULT, PriorityClass.INTERACTIVE] * 2):
         backlog.add(tracked(serial, priority))
-    assert [backlog.count_before(priority) for priority in PriorityClass] == [2, 4, 6]
+    assert [backlog.count_before(tracked(9, priority)) for priority in PriorityClass] == [2, 4, 6]
+
+
+@pytest.mark.parametrize(
+    ("order", "wanted"), [("first-come", [1, 2, 3]), ("shortest-first", [2, 3, 1]), ("deadline", [3, 1, 2])]
+)
+def test_the_order_within_a_class_is_chosen_and_what_was_served_elsewhere_goes_first(
+    order: str, wanted: list[int]
+) -> None:
+    backlog = Backlog(Order(order))
+    for serial, prompt, deadline_at_s in ((1, 30, 5.0), (2, 10, 9.0), (3, 20, 1.0), (-4, 99, 99.0)):
+        asked = request(f"r{serial}", prompt=prompt, deadline_at_s=deadline_at_s)
+        backlog.add(Tracked(request=asked, serial=serial, arrived_at_s=0.0, queued_at_s=0.0))
+    backlog.check()
+    assert [entry.serial for entry in backlog] == [-4, *wanted]
+    assert [backlog.count_before(entry) for entry in backlog] == [0, 1, 2, 3]
+    backlog.remove(backlog.slice(2, 1)[0])
+    backlog.check()
 
 
 def test_the_drain_rate_is_right_when_steady_and_fades() -> None:

@@ -9,7 +9,6 @@ from ballast.common.errors import InvariantViolation, Overloaded
 from ballast.common.ids import RequestId
 from ballast.common.load import LoadReport
 from ballast.common.sampling import FinishReason, PriorityClass
-from services.dispatcher.core.dispatcher import Limits
 from services.dispatcher.core.events import (
     AbortOnWorker,
     Connect,
@@ -26,6 +25,7 @@ from services.dispatcher.core.events import (
     UndrainRequested,
     Withdrawn,
 )
+from services.dispatcher.core.limits import Limits
 from services.dispatcher.core.placement import PlacementRules
 from services.dispatcher.policy.freeness import RoutingRules
 from tests.support.dispatcher_core import FULL, Answer, Story, delivered, finishes, key, load

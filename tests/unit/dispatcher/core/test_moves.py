@@ -4,7 +4,6 @@ from collections import Counter
 
 from ballast.common.ids import RequestId
 from ballast.common.sampling import FinishReason
-from services.dispatcher.core.dispatcher import Limits
 from services.dispatcher.core.events import (
     AbortOnWorker,
     Connect,
@@ -16,6 +15,7 @@ from services.dispatcher.core.events import (
     TimeIsUp,
     Withdrawn,
 )
+from services.dispatcher.core.limits import Limits
 from services.dispatcher.policy.freeness import RoutingRules
 from tests.support.dispatcher_core import FULL, Story, delivered, finishes, key, load
 

@@ -1,8 +1,8 @@
 """Requests that another dispatcher was serving, when their clients go on with them here."""
 
 from ballast.common.sampling import FinishReason, PriorityClass
-from services.dispatcher.core.dispatcher import Limits
 from services.dispatcher.core.events import Deliver, Ending, Finish, Place
+from services.dispatcher.core.limits import Limits
 from services.dispatcher.core.story import What
 from tests.support.dispatcher_core import Story, load
 

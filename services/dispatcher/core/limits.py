@@ -1,0 +1,35 @@
+"""What a dispatcher takes: the bounds of its core, and why a request is one too many."""
+
+from dataclasses import dataclass
+
+from ballast.common.errors import Overloaded
+from services.dispatcher.core.backlog import Backlog, DrainRate, Tracked
+
+_TAKEN_OVER_FACTOR = 2  # with requests that other dispatchers were serving, so many times as many may wait
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    max_queued_request_count: int = 1024
+    max_queued_token_count: int = 1_000_000
+    replay_limit: int = 3
+    no_worker_timeout_s: float = 30.0  # so long a request waits while there is no worker at all
+    move_wait_s: float = 5.0  # so long one that was handed over waits for the stream to its new worker
+
+
+def too_full(
+    newcomer: Tracked, backlog: Backlog, limits: Limits, drain_rate: DrainRate, at_s: float
+) -> Overloaded | None:
+    """Why one that is in the backlog cannot wait there."""
+    factor = _TAKEN_OVER_FACTOR if newcomer.request.taken_over else 1
+    request_count, token_count = len(backlog), backlog.token_count
+    if request_count > limits.max_queued_request_count * factor:
+        why = f"{request_count - 1} requests are waiting, the most allowed (--max-num-queued-reqs)"
+    elif token_count > limits.max_queued_token_count * factor:
+        why = (
+            f"{token_count - newcomer.token_count} tokens are waiting, with this request's {newcomer.token_count} more"
+            f" than {limits.max_queued_token_count * factor} (--max-num-queued-tokens)"
+        )
+    else:
+        return None
+    return Overloaded(why, drain_rate.until_half_s(request_count, at_s))
