@@ -10,7 +10,8 @@
 `regret_cells.py`, the rules in `regret_rules.py`. Cells where the best rival waits for more than 10 s are judged by the
 medians of four draws. Each run leaves a file of its figures in --out/runs; a run whose file is there is not made again,
 so that a change is compared with what was before by running `--again drop` or by another --out. Besides there are then
-`table.md` and `regret.png`.
+`table.md`, `regret.png` and `regret-predictions.png`: what the planner predicted of its
+decisions beside what then happened.
 """
 
 import argparse
@@ -27,11 +28,12 @@ from typing import Any
 from ballast.common.errors import BallastError, ConfigError
 from benchmarks.quoting import quote
 from benchmarks.regret_cells import CALM, CELLS, run_cell
-from benchmarks.regret_figure import draw
-from benchmarks.regret_rules import OURS, is_ours, is_saturated, row_of, summary, table
+from benchmarks.regret_figure import draw, draw_predictions
+from benchmarks.regret_rules import OURS, errors, is_ours, is_saturated, row_of, summary, table, told_errors
 from sim.policies import POLICIES
 
 PAGE, FIGURE = Path("docs/evaluation.md"), Path("docs/evaluation/regret.png")
+PREDICTIONS = FIGURE.with_name("regret-predictions.png")
 QUICK = (
     "think-14b-40g-x0.7",
     "think-14b-40g-x1.2",
@@ -137,13 +139,16 @@ def main() -> int:
         calm = {cell: runs.found.get((cell, CALM, 0)) for cell in cells}
         found = (row_of(cell, runs.of(cell, policies), calm[cell]) for cell in cells)
         rows = [row for row in found if row is not None]
-        lines = summary(rows, policies, ours)
+        predicted = errors([run for cell in cells for run in runs.of(cell, [ours])])
+        lines = [*summary(rows, policies, ours), told_errors(predicted)]
         text = "\n".join([table(rows, policies, ours), "", *(f"- {line.strip()}" for line in lines)])
         (given.out / "table.md").write_text(text + "\n")
         draw(rows, policies, given.out / "regret.png")
+        draw_predictions(predicted, given.out / "regret-predictions.png")
         if given.write:
             quote(PAGE, "regret", text)
             draw(rows, policies, FIGURE)
+            draw_predictions(predicted, PREDICTIONS)
     except BallastError as error:
         print(error, file=sys.stderr)
         return 2

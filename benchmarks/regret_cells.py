@@ -15,7 +15,8 @@ import math
 import random
 import time
 import zlib
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean
@@ -26,15 +27,19 @@ import numpy as np
 from ballast.bench.traces import Trace, TraceRequest, read_trace
 from ballast.bench.upscale import upscaled
 from ballast.common.errors import InvariantViolation
+from services.planner.core import wishes
+from services.planner.policy.compare import Comparison
 from sim.hardware import find_cluster, find_model
 from sim.jobs.settled import prompt_share
 from sim.jobs.simulation import SimJob, specs_of, stranded_fraction, world_of
 from sim.results import Outcome, SimRun
+from sim.world import World
 
 CALM = "calm"  # in place of a policy: every eighth request, with recompute
 _THINNED = 8
 _TICK_S = 3.0
 _NEIGHBOURS = 20
+_FORETOLD_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,12 +191,52 @@ def run_cell(name: str, traces: Path, policy: str, draw: int) -> Mapping[str, An
     found: dict[str, Any] = {"cell": asdict(cell), "policy": policy, "draw": draw, "failed": None}
     try:
         [(_, rules)] = specs_of(job)
-        found |= figures_of(world_of(job, rules).run())
+        world = world_of(job, rules)
+        with decisions(world) as seen:
+            run = world.run()
+        found |= figures_of(run) | {"decisions": [foretold(run, *decision) for decision in seen]}
     except InvariantViolation as error:
         found["failed"] = str(error)
     return found | {
         "prompt_share": prompt_share(job.model, job.cluster, job.timings, job.trace),
         "took_s": time.process_time() - began_s,
+    }
+
+
+Decision = tuple[float, Comparison]  # instant of the trace
+
+
+@contextmanager
+def decisions(world: World) -> Generator[list[Decision]]:
+    """What the planner compares while this goes on."""
+    seen: list[Decision] = []
+    compare = wishes.compare
+
+    def watched(*given: Any) -> Comparison:
+        found = compare(*given)
+        seen.append((world.clock.now_s - world.zero_s, found))
+        return found
+
+    wishes.compare = watched
+    try:
+        yield seen
+    finally:
+        wishes.compare = compare
+
+
+def foretold(run: SimRun, at_s: float, compared: Comparison) -> Mapping[str, Any]:
+    """What was predicted of the candidate that was taken, and how long those waited whom it was about."""
+    about = [
+        r.token_times_s[0] - r.arrival_s
+        for r in run.records
+        if r.token_times_s and r.arrival_s < at_s + _FORETOLD_S and r.token_times_s[0] > at_s
+    ]
+    return {
+        "at_s": at_s,
+        "chosen": compared.chosen.name,
+        "predicted_s": compared.chosen.prediction.ttft_p99_s,
+        "nothing_s": compared.candidates[0].prediction.ttft_p99_s,
+        "was_s": _quantile(about, 0.99),
     }
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import matplotlib as mpl
 from matplotlib.figure import Figure
 
-from ballast.bench.style import RC, styles
+from ballast.bench.style import BLUE, GREY, RC, styles
 from benchmarks.regret_rules import Row
 
 
@@ -34,6 +34,27 @@ def draw(rows: Sequence[Row], policies: Sequence[str], path: Path) -> None:
         waits.set_xlabel("P99 TTFT over the best policy's\n(waits below the target are equal)")
         paces.set_xlabel("P50 time per token\nover the least")
         figure.legend(loc="outside upper center", ncols=3)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, dpi=130)
+
+
+def draw_predictions(found: Sequence[tuple[float, float]], path: Path) -> None:
+    """Predicted and real P99 TTFT of each decision, with bands of 1.5 and 3 times."""
+    with mpl.rc_context(RC):
+        figure = Figure(figsize=(4.8, 4.6), layout="constrained")
+        axis = figure.subplots()
+        least, most = 0.4, max([100.0, *(2 * second for pair in found for second in pair)])
+        line = [least, most]
+        for factor, shade in ((3.0, 0.08), (1.5, 0.15)):
+            low, high = [x / factor for x in line], [x * factor for x in line]
+            axis.fill_between(line, low, high, color=BLUE, alpha=shade, linewidth=0)
+        axis.plot(line, line, color=GREY, linewidth=0.8)
+        axis.plot(
+            [was for _, was in found], [predicted for predicted, _ in found], "o", color=BLUE, markersize=3, alpha=0.5
+        )
+        axis.set(xscale="log", yscale="log", xlim=line, ylim=line)
+        axis.set_xlabel("P99 TTFT of those who waited or came within 60 s (s)")
+        axis.set_ylabel("P99 TTFT predicted by the planner (s)")
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=130)
 

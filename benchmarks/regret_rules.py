@@ -21,6 +21,7 @@ LEAST_THROUGHPUT = 0.97
 COMPUTING_SHARE = 0.70
 BRIM, MOST_AT_THE_BRIM = (0.95, 1.15), 1.05  # peak demand with recompute, in parts of the memory
 GAIN, GREAT_GAIN = 0.8, 0.5
+GOOD_S = 0.5  # shorter waits are not told apart by predictions
 _FIGURES = ("ttft_p50_s", "ttft_p99_s", "tpot_p50_s", "tokens_per_s", "preemptions", "mean_demand", "peak_demand")
 
 
@@ -233,6 +234,27 @@ def summary(rows: Sequence[Row], policies: Sequence[str], ours: str) -> list[str
             tpot, rate = max(r.tpot_regret(name) for r in have), min(r.throughput(name) for r in have)
             lines.append(f"    {name}: {worst.ttft_regret(name):.2f} ({worst.cell}); {tpot:.2f}; {rate:.2f}")
     return lines
+
+
+def errors(runs: Sequence[Mapping[str, Any]]) -> list[tuple[float, float]]:
+    """(predicted, was) of every decision: P99 TTFT, both at least as long as what counts as good."""
+    return [
+        (max(one["predicted_s"], GOOD_S), max(one["was_s"], GOOD_S))
+        for run in runs
+        for one in run.get("decisions", ())
+        if one["was_s"] is not None
+    ]
+
+
+def told_errors(found: Sequence[tuple[float, float]]) -> str:
+    if not found:
+        return "no decision was predicted"
+    factors = sorted(max(a / b, b / a) for a, b in found)
+    within = sum(factor <= 3.0 for factor in factors) / len(factors)
+    return (
+        f"P99 TTFT as predicted beside what then happened, {len(found)} decisions: median error {median(factors):.2f} x"
+        f" (goal 1.5), {within:.0%} within 3 x (goal 90 %)"
+    )
 
 
 def _rule(what: str, rows: Sequence[Row], kept: Callable[[Row], bool]) -> str:

@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks.regret_cells import CELLS, KINDS, trace_of
-from benchmarks.regret_rules import Row, is_saturated, row_of, summary, table
+from benchmarks.regret_cells import CELLS, KINDS, decisions, foretold, trace_of
+from benchmarks.regret_rules import Row, errors, is_saturated, row_of, summary, table, told_errors
+from tests.support.simulated import world
 
 
 def run(policy: str, p99_s: float, tpot_ms: float = 40.0, draw: int = 0, **others: Any) -> dict[str, Any]:
@@ -110,6 +111,30 @@ def test_text_has_every_cell_and_each_policys_worst() -> None:
     assert "1 of 2 cells; not in cell" in told
     assert "recompute: 4.00 (cell)" in told
     assert "drop: 4.00 (cell)" in told
+
+
+def test_predictions_are_judged_by_what_then_happened() -> None:
+    decided = [
+        {"predicted_s": 2.0, "was_s": 1.0},
+        {"predicted_s": 0.0, "was_s": 0.3},  # both are good, and no difference
+        {"predicted_s": 1.0, "was_s": 8.0},
+        {"predicted_s": 1.0, "was_s": None},  # nobody was there to wait
+    ]
+    found = errors([run("drop", 1.0, decisions=decided), run("recompute", 1.0)])
+    assert found == [(2.0, 1.0), (0.5, 0.5), (1.0, 8.0)]
+    assert "3 decisions: median error 2.00 x (goal 1.5), 67% within 3 x" in told_errors(found)
+
+
+def test_what_the_planner_foretells_is_taken_down_with_what_followed() -> None:
+    made = world("drop", check_every=0)
+    with decisions(made) as seen:
+        done = made.run()
+    assert seen
+    for at_s, compared in seen:
+        told = foretold(done, at_s, compared)
+        assert 5.0 < at_s < 15.0  # the burst
+        assert told["chosen"] in {one.name for one in compared.candidates}
+        assert 0.0 < told["was_s"] < 30.0
 
 
 def test_draws_differ_in_lengths_alone(tmp_path: Path) -> None:
