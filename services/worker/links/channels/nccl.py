@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
+from functools import partial
 from typing import Protocol, cast
 
 import torch
@@ -164,7 +165,7 @@ class NcclTransport:
         if make_group is None and not torch.distributed.is_nccl_available():
             raise ConfigError("worker.transport", "this build of torch has no NCCL; use tcp or gloo")
         self._device = device
-        self._make_group = make_group or _nccl_group
+        self._make_group = make_group or partial(_nccl_group, device)
         self._make_stream = make_stream
         os.environ.update(UNWATCHED)  # read when a group is made
 
@@ -176,7 +177,7 @@ class NcclTransport:
             with store.expiring(time.monotonic() + within_s):
                 group = self._make_group(PrefixStore(name, store), rank, 2 * within_s)
                 group.eager_connect_single_device(self._device)
-        except (RuntimeError, OSError) as error:
+        except (RuntimeError, OSError, ChannelBroken) as error:
             if group is not None:
                 group.abort()
             store.close()
@@ -192,9 +193,21 @@ class NcclTransport:
         """Nothing is shared."""
 
 
-def _nccl_group(store: Store, rank: int, timeout_s: float) -> Group:
+def refuse_one_device(store: Store, rank: int, uuid: str) -> None:
+    """NCCL does, after a while and in other words.
+
+    Raises:
+        ChannelBroken: both sides have this device.
+    """
+    store.set(f"device {rank}", uuid)
+    if store.get(f"device {1 - rank}") == uuid.encode():
+        raise ChannelBroken(f"both workers are on GPU {uuid}, which NCCL refuses: set --transport tcp for both")
+
+
+def _nccl_group(device: torch.device, store: Store, rank: int, timeout_s: float) -> Group:
     from torch.distributed import ProcessGroupNCCL  # not part of a build for machines without GPUs
 
+    refuse_one_device(store, rank, str(torch.cuda.get_device_properties(device).uuid))
     options = ProcessGroupNCCL.Options()
     options._timeout = timedelta(seconds=timeout_s)
     options.config.max_ctas = _MOST_CTAS

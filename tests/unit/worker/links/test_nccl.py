@@ -7,15 +7,15 @@ from threading import Lock, Thread
 
 import pytest
 import torch
-from torch._C._distributed_c10d import Store
+from torch._C._distributed_c10d import HashStore, Store
 
 from ballast.common.errors import ConfigError, Unavailable
 from services.worker.links import open as module
-from services.worker.links.channels.nccl import UNWATCHED, Group, NcclTransport
+from services.worker.links.channels.nccl import UNWATCHED, Group, NcclTransport, refuse_one_device
 from services.worker.links.config import TransportConfig
 from services.worker.links.connection import Link
 from services.worker.links.open import open_plane
-from services.worker.links.ports import LinkState
+from services.worker.links.ports import ChannelBroken, LinkState
 from services.worker.links.traffic import TrafficClass
 from services.worker.links.transfer import Outcome
 from tests.support.fake_nccl import Fate, HostStream, Wires
@@ -177,6 +177,25 @@ def test_torch_knows_these_switches_by_these_names() -> None:
     with open(header) as file:
         text = file.read()
     assert [name for name in UNWATCHED if f'"{name}"' not in text] == []
+
+
+@pytest.mark.parametrize(("devices", "refused"), [(["GPU-1", "GPU-1"], 2), (["GPU-1", "GPU-2"], 0)])
+def test_two_workers_on_one_gpu_are_told_what_to_do(devices: list[str], refused: int) -> None:
+    store, told = HashStore(), list[str]()
+
+    def come(rank: int) -> None:
+        try:
+            refuse_one_device(store, rank, devices[rank])
+        except ChannelBroken as error:
+            told.append(str(error))
+
+    threads = [Thread(target=come, args=(rank,)) for rank in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert len(told) == refused
+    assert all("set --transport tcp" in why for why in told)
 
 
 def test_nccl_is_refused_where_there_is_no_gpu() -> None:
