@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from ballast.common.errors import ConfigError
 from services.worker.engine.model_config import ModelConfig, read_json
 from services.worker.engine.native.library import Kernels
-from services.worker.engine.parameters import Parameter, Source, end_parameters, layer_parameters
+from services.worker.engine.parameters import Layout, Parameter, Source, end_parameters, layer_parameters
 from services.worker.memory.parameters import ParameterStore
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -95,21 +95,20 @@ class Checkpoint:
 
 
 def load_parameters(
-    model_dir: Path, config: ModelConfig, store: ParameterStore, kernels: Kernels | None = None
+    model_dir: Path, config: ModelConfig, store: ParameterStore, layout: Layout, kernels: Kernels | None = None
 ) -> None:
-    """Fill every parameter of the store from the checkpoint, packed for `kernels` if there are any.
+    """Fill every parameter of the store from the checkpoint. Panels need the `kernels`.
 
     The checksums of layers are taken meanwhile, of each while the next one is read: no drop waits for them later.
     Errors as in `Checkpoint.fill`.
     """
-    packed = kernels is not None
     with Checkpoint(model_dir, kernels) as checkpoint, ThreadPoolExecutor(1, thread_name_prefix="checksums") as thread:
         checkpoint.require_only(config)
-        for part, parameters in end_parameters(config, packed=packed).items():
+        for part, parameters in end_parameters(config, layout).items():
             checkpoint.fill(parameters, store.part(part))
         checksums: list[Future[bytes]] = []
         for layer in range(config.layer_count):
-            checkpoint.fill(layer_parameters(config, layer, packed=packed), store.layer(layer))
+            checkpoint.fill(layer_parameters(config, layer, layout), store.layer(layer))
             checksums.append(thread.submit(store.layer_checksum, layer))
         store.loaded_checksums.update((layer, checksum.result()) for layer, checksum in enumerate(checksums))
 

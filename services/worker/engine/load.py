@@ -22,7 +22,7 @@ from services.worker.engine.model_config import ModelConfig, read_model_config
 from services.worker.engine.native.library import Kernels, choose_kernels
 from services.worker.engine.packed_attention import PagedAttention
 from services.worker.engine.packed_model import PackedModel
-from services.worker.engine.parameters import end_parameters, layer_parameters, parameter_count, part_specs
+from services.worker.engine.parameters import end_parameters, layer_parameters, layout_for, parameter_count, part_specs
 from services.worker.engine.rehearsal import CudaMeter, Largest, Meter, blocks_needed, fitting_budget, rehearse
 from services.worker.engine.runner import ModelRunner
 from services.worker.engine.sampler import Sampler
@@ -73,7 +73,8 @@ class Engine:
 
     def read_layer(self, layer: int) -> None:
         """Fill a layer's parameters from the checkpoint again. Any thread; the layer is not executed meanwhile."""
-        parameters = layer_parameters(self.config, layer, packed=self.kernels is not None)
+        layout = layout_for(self.memory.pool.backend.device, self.kernels)
+        parameters = layer_parameters(self.config, layer, layout)
         with Checkpoint(self.model_dir, self.kernels) as checkpoint:
             checkpoint.fill(parameters, self.memory.parameters.layer(layer))
 
@@ -128,15 +129,16 @@ def load_engine(
         ConfigError: the checkpoint cannot be served as asked, or the device has not the memory.
     """
     bound_kernel_caches()
+    index = gpu_index(device)
     config = read_model_config(model_dir)
     run_dtype = _dtype(dtype, config, model_dir)
     native = choose_kernels(kernels, device, config, run_dtype)
     step_threads = _set_threads(threads, native)
-    packed = native is not None
+    layout = layout_for(device, native)
     longest = _max_model_len(max_model_len, config)
     needs = MemoryNeeds(
-        layers=[part_specs(layer_parameters(config, i, packed=packed), run_dtype) for i in range(config.layer_count)],
-        others={name: part_specs(part, run_dtype) for name, part in end_parameters(config, packed=packed).items()},
+        layers=[part_specs(layer_parameters(config, i, layout), run_dtype) for i in range(config.layer_count)],
+        others={name: part_specs(part, run_dtype) for name, part in end_parameters(config, layout).items()},
         kv_shape=KvShape(
             layer_count=config.layer_count,
             block_tokens=block_tokens,
@@ -145,7 +147,6 @@ def load_engine(
             dtype=run_dtype,
         ),
     )
-    index = gpu_index(device)
     if index is not None and backend is None:
         meter, beside_bytes = CudaMeter(index), 0
         if largest is not None:
@@ -156,7 +157,7 @@ def load_engine(
         raise ConfigError("device_memory_bytes", f"has to be said for device {device}")
     memory = needs.open(backend or _backend(device), device_memory_bytes)
     try:
-        load_parameters(model_dir, config, memory.parameters, native)
+        load_parameters(model_dir, config, memory.parameters, layout, native)
         grammars = _grammars(model_dir, config)
         model, attention, sampler, runner = _assemble(config, memory, native, longest, grammars)
     except BaseException:

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from services.worker.engine.attention import AttentionStep
 from services.worker.engine.kernels import padded_rows
 from services.worker.engine.model_config import ModelConfig
-from services.worker.engine.parameters import EMBEDDING, HEAD, Parameter, end_parameters, layer_parameters
+from services.worker.engine.parameters import EMBEDDING, HEAD, Parameter, end_parameters, layer_parameters, layout_for
 from services.worker.engine.rotary import rotary_table
 from services.worker.memory.kv_cache import KvCache
 from services.worker.memory.parameters import ParameterStore
@@ -60,7 +60,8 @@ class Model:
     def __init__(self, config: ModelConfig, parameters: ParameterStore, kv: KvCache, *, max_model_len: int) -> None:
         self._config = config
         self._embedding_VD = parameters.part(EMBEDDING)["weight"]
-        head = _views(end_parameters(config)[HEAD], parameters.part(HEAD))
+        layout = layout_for(self._embedding_VD.device, None)
+        head = _views(end_parameters(config, layout)[HEAD], parameters.part(HEAD))
         self._final_norm_D = head["norm"]
         self._head_VD = head.get("weight", self._embedding_VD)
         self._layers = [_layer(config, parameters, kv, i) for i in range(config.layer_count)]
@@ -165,7 +166,8 @@ def _views(parameters: Iterable[Parameter], stored: Mapping[str, torch.Tensor]) 
 
 
 def _layer(config: ModelConfig, parameters: ParameterStore, kv: KvCache, index: int) -> _Layer:
-    named = _views(layer_parameters(config, index), parameters.layer(index))
+    layout = layout_for(kv.layer(index).device, None)
+    named = _views(layer_parameters(config, index, layout), parameters.layer(index))
     return _Layer(
         kv_B2TKH=kv.layer(index),
         attention_norm_D=named["attention_norm"],

@@ -3,12 +3,13 @@
 Projections that read the same input are one matrix here, so that a layer is four matrix products. A checkpoint tensor
 is thus a band of rows of a parameter.
 
-For torch's kernels matrices are stored as [in, out], but for the embedding: oneDNN then multiplies a few rows a third
-faster, since it need not rearrange the matrix first, unless the stored width is a power of two. Such a width is padded.
-For the compiled kernels they are packed into panels (`native`), and so is an embedding that is the head as well.
+On a CPU, for torch's kernels, matrices are stored as [in, out], but for the embedding: oneDNN then multiplies a few
+rows a third faster, since it need not rearrange the matrix first, unless the stored width is a power of two. Such a
+width is padded. For the compiled kernels they are packed into panels (`native`), and so is an embedding that is the
+head as well. A GPU has them as the checkpoint does.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 
@@ -82,14 +83,19 @@ class Parameter:
         return self.padded_view(stored)[: self.shape[0]]
 
 
-def layer_parameters(config: ModelConfig, layer: int, *, packed: bool = False) -> tuple[Parameter, ...]:
-    """`packed`: for the compiled kernels."""
+def layout_for(device: torch.device | str, kernels: Kernels | None) -> Layout:
+    """How matrices lie that these are to multiply."""
+    if kernels is not None:
+        return Layout.PANELS
+    return Layout.COLUMNS if torch.device(device).type == "cpu" else Layout.ROWS
+
+
+def layer_parameters(config: ModelConfig, layer: int, layout: Layout = Layout.COLUMNS) -> tuple[Parameter, ...]:
     prefix = f"model.layers.{layer}."
     hidden, inner = config.hidden_size, config.intermediate_size
     qkv = (("q_proj", config.query_size), ("k_proj", config.kv_size), ("v_proj", config.kv_size))
     gate_up = (("gate_proj", inner), ("up_proj", inner))
-    pad = _panel_padding if packed else _padding
-    layout = Layout.PANELS if packed else Layout.COLUMNS
+    pad = _PADDINGS[layout]
 
     def matrix(name: str, shape: tuple[int, int], sources: tuple[Source, ...]) -> Parameter:
         return Parameter(name, shape, sources, layout, pad(shape[0]))
@@ -122,16 +128,15 @@ def layer_parameters(config: ModelConfig, layer: int, *, packed: bool = False) -
     return tuple(parameters())
 
 
-def end_parameters(config: ModelConfig, *, packed: bool = False) -> dict[str, tuple[Parameter, ...]]:
+def end_parameters(config: ModelConfig, layout: Layout = Layout.COLUMNS) -> dict[str, tuple[Parameter, ...]]:
     """Part -> its parameters. A tied head multiplies with the embedding part's matrix."""
     shape, hidden = (config.vocab_size, config.hidden_size), config.hidden_size
-    layout, pad = (Layout.PANELS, _panel_padding) if packed else (Layout.COLUMNS, _padding)
     embedding = (Source("model.embed_tokens.weight", 0, shape[0]),)
     norm = Parameter("norm", (hidden,), (Source("model.norm.weight", 0, hidden),))
     if config.tied_embeddings:
-        shared = Layout.PANELS if packed else Layout.ROWS
+        shared = layout if layout is Layout.PANELS else Layout.ROWS
         return {EMBEDDING: (Parameter("weight", shape, embedding, shared),), HEAD: (norm,)}
-    head = Parameter("weight", shape, (Source("lm_head.weight", 0, shape[0]),), layout, pad(shape[0]))
+    head = Parameter("weight", shape, (Source("lm_head.weight", 0, shape[0]),), layout, _PADDINGS[layout](shape[0]))
     return {EMBEDDING: (Parameter("weight", shape, embedding),), HEAD: (norm, head)}
 
 
@@ -159,3 +164,10 @@ def _padding(width: int) -> int:
 
 def _panel_padding(width: int) -> int:
     return -width % PANEL
+
+
+_PADDINGS: dict[Layout, Callable[[int], int]] = {
+    Layout.ROWS: lambda _: 0,
+    Layout.COLUMNS: _padding,
+    Layout.PANELS: _panel_padding,
+}

@@ -22,7 +22,7 @@ from services.worker.core.batch import Batch, NewSequence, Slice, StepResult
 from services.worker.engine.attention_cuda import CudaAttention
 from services.worker.engine.model import Model
 from services.worker.engine.model_config import read_model_config
-from services.worker.engine.parameters import end_parameters, layer_parameters, part_specs
+from services.worker.engine.parameters import Layout, end_parameters, layer_parameters, part_specs
 from services.worker.engine.runner import ModelRunner
 from services.worker.engine.sampler import Sampler
 from services.worker.memory.backend import ExtentRun
@@ -155,8 +155,8 @@ def run(model_dir: Path, dtype: torch.dtype) -> None:
     memory = DeviceMemory.open(
         FakeBackend(),
         budget_bytes=256 << 20,
-        layers=[part_specs(layer_parameters(config, i), dtype) for i in range(LAYERS)],
-        others={name: part_specs(part, dtype) for name, part in end_parameters(config).items()},
+        layers=[part_specs(layer_parameters(config, i, Layout.ROWS), dtype) for i in range(LAYERS)],
+        others={name: part_specs(part, dtype) for name, part in end_parameters(config, Layout.ROWS).items()},
         kv_shape=shape,
     )
     model = Model(config, memory.parameters, memory.kv, max_model_len=config.max_position)

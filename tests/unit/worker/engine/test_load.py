@@ -9,8 +9,9 @@ from ballast.common.errors import ConfigError
 from ballast.model.tiny import make_tiny
 from services.worker.core.batch import Slice
 from services.worker.engine.load import Engine, load_engine
+from services.worker.engine.model_config import read_model_config
 from services.worker.engine.native import library
-from services.worker.engine.parameters import end_parameters, layer_parameters
+from services.worker.engine.parameters import Layout, end_parameters, layer_parameters, layout_for
 from tests.support.engine import KERNELS, forward
 
 MEMORY_BYTES = 8 << 20
@@ -55,15 +56,16 @@ def test_facts_and_memory(model_dir: Path) -> None:
 def test_fused_parameters_hold_the_checkpoint(model_dir: Path, kernels: str) -> None:
     stored = {**load_file(model_dir / SHARD_1), **load_file(model_dir / SHARD_2)}
     with load(model_dir, kernels=kernels) as engine:
-        stored_layer, packed = engine.memory.parameters.layer(1), kernels == "native"
-        parameters = layer_parameters(engine.config, 1, packed=packed)
+        stored_layer, layout = engine.memory.parameters.layer(1), layout_for("cpu", engine.kernels)
+        assert (layout is Layout.PANELS) == (kernels == "native")
+        parameters = layer_parameters(engine.config, 1, layout)
         layer = {p.name: p.read(stored_layer[p.name], engine.kernels) for p in parameters}
         parts = [stored[f"model.layers.1.self_attn.{name}_proj.weight"] for name in "qkv"]
         assert torch.equal(layer["qkv"], torch.cat(parts))
         parts = [stored[f"model.layers.1.mlp.{name}_proj.weight"] for name in ("gate", "up")]
         assert torch.equal(layer["gate_up"], torch.cat(parts))
         assert torch.equal(layer["output"], stored["model.layers.1.self_attn.o_proj.weight"])
-        head, table = end_parameters(engine.config, packed=packed)["head"][1], engine.memory.parameters.part("head")
+        head, table = end_parameters(engine.config, layout)["head"][1], engine.memory.parameters.part("head")
         assert torch.equal(head.read(table["weight"], engine.kernels), stored["lm_head.weight"])
 
 
@@ -189,3 +191,12 @@ def test_float16_computes_what_float32_does(model_dir: Path) -> None:
             blocks = range(-(-len(prompt) // engine.block_tokens))
             logits += forward(engine, [Slice(0, 0, prompt, True)], [tuple(blocks)])
     assert (logits[1].float() - logits[0]).std() < 5e-3 * logits[0].std()
+
+
+def test_a_gpu_has_matrices_as_the_checkpoint_has_them(model_dir: Path) -> None:
+    """Padding by a register's width helps a CPU, and breaks the tiles of a GPU's products."""
+    config = read_model_config(model_dir)
+    layout = layout_for("cuda:1", None)
+    for part in (*end_parameters(config, layout).values(), layer_parameters(config, 0, layout)):
+        for parameter in part:
+            assert parameter.stored_shape(torch.bfloat16) == parameter.shape
