@@ -30,15 +30,15 @@ class HostBlocks:
         self._kv = kv
         device = kv.layer(0).device
         shape = (block_count, *kv.layer(0).shape[1:])
-        pinned = device.type == "cuda"
+        on_gpu = device.type == "cuda"
         try:
-            self._layers_B2TKH = [
-                torch.empty(shape, dtype=kv.shape.dtype, pin_memory=pinned) for _ in range(kv.shape.layer_count)
-            ]
+            self._layers_B2TKH = [torch.empty(shape, dtype=kv.shape.dtype) for _ in range(kv.shape.layer_count)]
         except RuntimeError as error:
             size_bytes = block_count * kv.shape.block_bytes * kv.shape.layer_count
             raise ConfigError("swap_space_bytes", f"{size_bytes} bytes of host memory are not to be had") from error
-        self._stream = torch.cuda.Stream(device) if pinned else None
+        self._stream = torch.cuda.Stream(device) if on_gpu else None
+        self._copy_all = self._copy_gathered if on_gpu else self._copy_each
+        self._staged_B2TKH = torch.empty((0, *shape[1:]), dtype=kv.shape.dtype)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="kv-copies")
         self._under_way: Future[float] | None = None
 
@@ -74,12 +74,42 @@ class HostBlocks:
                 self._stream.synchronize()
         return time.perf_counter() - begin_s
 
-    def _copy_all(self, copies: tuple[BlockCopy, ...]) -> None:
+    def _copy_gathered(self, copies: tuple[BlockCopy, ...]) -> None:
+        """One copy for each layer, through memory that the device reads and writes by itself: block by block a GPU
+        would wait for Python.
+        """
+        device = self._kv.layer(0).device
+        for copy in copies:
+            there = torch.tensor(copy.device_blocks, device=device)
+            here = torch.tensor(copy.host_blocks)
+            staged_B2TKH = self._staging(len(here))
+            for layer in self._kv.held_layers:
+                device_B2TKH, host_B2TKH = self._kv.layer(layer), self._layers_B2TKH[layer]
+                if copy.out:
+                    staged_B2TKH.copy_(device_B2TKH.index_select(0, there), non_blocking=True)
+                    self._wait()
+                    host_B2TKH.index_copy_(0, here, staged_B2TKH)
+                else:
+                    torch.index_select(host_B2TKH, 0, here, out=staged_B2TKH)
+                    device_B2TKH.index_copy_(0, there, staged_B2TKH.to(device, non_blocking=True))
+                    self._wait()
+
+    def _staging(self, block_count: int) -> torch.Tensor:
+        if len(self._staged_B2TKH) < block_count:
+            shape, dtype = (block_count, *self._staged_B2TKH.shape[1:]), self._staged_B2TKH.dtype
+            self._staged_B2TKH = torch.empty(shape, dtype=dtype, pin_memory=self._stream is not None)
+        return self._staged_B2TKH[:block_count]
+
+    def _wait(self) -> None:
+        if self._stream is not None:
+            self._stream.synchronize()
+
+    def _copy_each(self, copies: tuple[BlockCopy, ...]) -> None:
         for copy in copies:
             for layer in self._kv.held_layers:
                 device_B2TKH, host_B2TKH = self._kv.layer(layer), self._layers_B2TKH[layer]
                 for device_block, host_block in zip(copy.device_blocks, copy.host_blocks, strict=True):
                     if copy.out:
-                        host_B2TKH[host_block].copy_(device_B2TKH[device_block], non_blocking=True)
+                        host_B2TKH[host_block].copy_(device_B2TKH[device_block])
                     else:
-                        device_B2TKH[device_block].copy_(host_B2TKH[host_block], non_blocking=True)
+                        device_B2TKH[device_block].copy_(host_B2TKH[host_block])

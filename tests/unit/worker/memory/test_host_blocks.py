@@ -18,9 +18,12 @@ def memory() -> DeviceMemory:
     return DeviceMemory.open(HostBackend(), budget_bytes=1 << 20, layers=parts, others={}, kv_shape=shape)
 
 
-def test_blocks_come_back_as_they_left_in_every_layer_that_is_held() -> None:
+@pytest.mark.parametrize("gathered", [False, True], ids=["one by one", "as on a GPU"])
+def test_blocks_come_back_as_they_left_in_every_layer_that_is_held(gathered: bool) -> None:
     with memory() as device:
         kv, host = device.kv, HostBlocks(device.kv, 5)
+        if gathered:
+            host._copy_all = host._copy_gathered
         for layer in range(3):
             kv.layer(layer)[:8] = torch.randn(8, 2, 4, 2, 8)
         before = [kv.layer(layer)[:8].clone() for layer in range(3)]
