@@ -52,6 +52,7 @@ KNOBS: dict[str, _Knob] = {
     "swap-blocks-per-step": _Knob("worker", "--swap-blocks-per-step", _SWAPPING, "0: as many as hide behind a step"),
     "fallback": _Knob("worker", "--fallback-policy", ("drop",), "recompute or swap, where no drop helps"),
     "microbatching": _Knob("worker", "--microbatching", ("static-pipeline", "drop"), "token-count or lookahead"),
+    "queue-order": _Knob("dispatcher", "--queue-order", _EVERY, "first-come, shortest-first or deadline"),
     "migrate-below": _Knob("planner", "--migrate-below-tokens", ("migrate",), "freeness of who gives requests away"),
     "migrate-above": _Knob("planner", "--migrate-above-tokens", ("migrate",), "freeness of who takes them"),
     "transfers": _Knob("worker", "--transfers", ("drop",), "coordinated, or naive: one queue for KV and activations"),
@@ -82,7 +83,7 @@ class PolicySpec:
         for name, value in self.knobs.items():
             knob = KNOBS[name]
             if knob.flag.startswith("--"):
-                flags[knob.service] += [knob.flag, value]
+                flags.setdefault(knob.service, []).extend([knob.flag, value])
         return flags
 
     def settings(self) -> dict[str, str]:

@@ -43,6 +43,8 @@ def test_policies_carry_knobs_as_flags() -> None:
     assert (pipeline.pipeline_degree, plain.pipeline_degree) == (4, 1)
     assert pipeline.flags()["planner"][2:] == ["--pipeline-degree", "4"]
     assert pipeline.flags()["worker"][2:] == ["--microbatching", "token-count"], "no lookahead"
+    (ordered,) = parse_policies("drop:queue-order=deadline")
+    assert ordered.flags()["dispatcher"] == ["--queue-order", "deadline"]
 
 
 def test_a_knob_without_a_flag_is_a_setting() -> None:
