@@ -177,6 +177,10 @@ def _compared(snapshot: Snapshot, load: ClusterLoad) -> Comparison | None:
         counts={group_id: report.running_count for group_id, report in led.items()},
         max_running_count=max(1, min(report.max_running_count for report in led.values())),
         waiting_count=sum(report.waiting_count for report in led.values()),
+        uncomputed_tokens={
+            group_id: max(0, report.prompt_token_count - report.waiting_block_count * report.block_tokens)
+            for group_id, report in led.items()
+        },
     )
     return compare(snapshot, running, load.traffic, load.pace)
 

@@ -6,8 +6,8 @@ take twice as long. Of all candidates within `_UNSURE` of the least loss the one
 """
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from ballast.common.ids import GroupId
 from ballast.common.traffic import MINUTE_S, RECENT_S, Pace, Traffic
@@ -38,6 +38,7 @@ class Running:
     counts: dict[GroupId, int]
     max_running_count: int  # of an instance
     waiting_count: int  # in workers' queues
+    uncomputed_tokens: Mapping[GroupId, int] = field(default_factory=dict[GroupId, int])  # of prompts of those that run
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +149,7 @@ def _kind(snapshot: Snapshot, running: Running, stages: int, groups: Sequence[Gr
         capacity_tokens=float(sum(group.block_count for group in groups) * tokens),
         running_count=float(sum(running.counts.get(group.group_id, 0) for group in groups)),
         used_tokens=float(sum(group.used_block_count for group in groups) * tokens),
+        uncomputed_tokens=float(sum(running.uncomputed_tokens.get(group.group_id, 0) for group in groups)),
     )
 
 
@@ -211,6 +213,7 @@ def _merged(
                 capacity_tokens=float(sum(blocks for _, blocks in made) * tokens),
                 running_count=before.running_count,
                 used_tokens=before.used_tokens,
+                uncomputed_tokens=before.uncomputed_tokens,
                 stall_s=_STALL_S,
             )
         )

@@ -34,6 +34,7 @@ class Kind:
     capacity_tokens: float  # of KV, of all of them
     running_count: float
     used_tokens: float  # of KV
+    uncomputed_tokens: float = 0.0  # of prompts that have been let in: these requests run and have had no token
     stall_s: float = 0.0  # nobody runs before: a transition
 
 
@@ -100,13 +101,14 @@ class _Flow:
 
     __slots__ = ("capacity", "context", "instances", "kind", "places", "prefills", "running", "uncomputed", "used")
 
-    def __init__(self, kind: Kind, machine: Machine) -> None:
+    def __init__(self, kind: Kind, machine: Machine, prompt_tokens: float) -> None:
         self.kind = kind
         self.instances = kind.group_count * kind.stages  # as many microbatches are in flight
         self.capacity = kind.capacity_tokens
         self.places = float(self.instances * machine.max_running_count)
-        self.running, self.used = kind.running_count, kind.used_tokens
-        self.prefills = self.uncomputed = 0.0  # let in and without a token; prompt tokens of these
+        self.used, self.uncomputed = kind.used_tokens, kind.uncomputed_tokens
+        self.prefills = min(kind.running_count, kind.uncomputed_tokens / prompt_tokens)  # let in and without a token
+        self.running = kind.running_count - self.prefills
 
     def room(self, at_s: float, mean_tokens: float) -> float:
         """Requests that it could let in."""
@@ -123,10 +125,10 @@ class _Flow:
 
 def look_ahead(machine: Machine, kinds: Sequence[Kind], future: Future, horizon_s: float) -> Prediction:
     dt = horizon_s / STEPS
-    flows = [_Flow(kind, machine) for kind in kinds]
+    flows = [_Flow(kind, machine, future.prompt_tokens) for kind in kinds]
     waiting, waiting_tokens = future.waiting_count, future.waiting_tokens
     away, away_tokens = 0.0, 0.0  # preempted, and wait to go on
-    came, first = [waiting], [0.0]
+    came, first = [waiting + math.fsum(flow.prefills for flow in flows)], [0.0]
     tokens = request_s = 0.0
     for step in range(_TAIL * STEPS):
         at_s = step * dt
