@@ -2,9 +2,11 @@
 
 from dataclasses import replace
 
+from ballast.common.cost import CostModel
 from ballast.common.ids import Epoch, Incarnation, WorkerId
 from ballast.common.layout import Group, Layout, Place, group_of
 from ballast.common.load import LoadReport, MemoryReport
+from ballast.common.traffic import Pace, Traffic
 from ballast.common.transition import Phase, Status
 from services.planner.core.conductor import ConductorRules
 from services.planner.core.machine import PlannerCore, PlannerRules
@@ -43,6 +45,8 @@ MODEL = replace(model_info(4), layer_parameter_bytes=(8 * EXTENT,) * 4, block_by
 # 64 extents: 32 for parameters, 8 for the KV of each layer, of 4 blocks each.
 MEMORY = MemoryReport(budget_bytes=64 * EXTENT, parameter_bytes=32 * EXTENT, kv_bytes=32 * EXTENT, free_bytes=0)
 LOAD = replace(load_report(8), block_count=32, used_block_count=8, memory=MEMORY)
+# Of four layers of a small model: a token takes 10 ms, a thousand tokens of prompts 0.1 s more.
+PACE = Pace(CostModel(attention_s=0.0, token_s=1e-4, chunk_s=0.01, shared_s=0.01), 4, 512)
 
 
 class Planner:
@@ -64,6 +68,7 @@ class Planner:
         self.events: list[Event] = []
         self.answered = 0  # events that have been handled
         self.load: LoadReport | None = LOAD
+        self.traffic, self.pace = Traffic(), PACE  # nothing is known of what comes: no comparison
         self.lives: dict[str, int] = {}
 
     def tell(self, event: Event) -> None:
@@ -99,7 +104,7 @@ class Planner:
             case ReadLoads():
                 loads = {WorkerId(w): self.load for w in self.lives if self.load is not None}
                 failure = "" if loads else "no monitor"
-                self.events.append(LoadsRead(self.now_s, "c", ClusterLoad(loads), failure))
+                self.events.append(LoadsRead(self.now_s, "c", ClusterLoad(loads, self.traffic, self.pace), failure))
             case _:
                 pass
 

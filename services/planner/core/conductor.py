@@ -59,6 +59,8 @@ from services.planner.core.wishes import Denied, DropWish, Granted, Planning, Re
 _STAGES = tuple(Stage)
 _KEPT_RECORDS = 32
 _KEPT_REQUESTS = 1000
+# After an overload for which no drop was worth it the planner looks again, until the monitor may raise the next one.
+_LOOK_AGAIN_S, _LOOK_FOR_S = 0.5, 2.6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,6 +109,9 @@ class Conductor:
     _gives_way: bool = False  # the transition, while it is prepared, to what others want
     _requests: OrderedDict[str, _Request] = field(default_factory=OrderedDict[str, _Request])
     _own_at_s: float = 0.0  # no transition of the planner's own will before
+    _again_at_s: float = math.inf  # an overload is looked at anew
+    _again_bytes: int = 0  # what it lacked
+    _again_until_s: float = -math.inf  # and no more from then on
     _held_until_s: float = 0.0  # until then only an operator brings parameters back
     _dropped_at_s: dict[GroupId, float] = field(default_factory=dict[GroupId, float])
 
@@ -124,7 +129,7 @@ class Conductor:
         """When `tick` wants to be called."""
         if self.coordinator is not None:
             return self.coordinator.tick_at_s if self.to_write is None else math.inf
-        return self._wished_at_s + self.rules.wish_timeout_s if self._wish is not None else math.inf
+        return self._wished_at_s + self.rules.wish_timeout_s if self._wish is not None else self._again_at_s
 
     @property
     def own_at_s(self) -> float:
@@ -148,6 +153,7 @@ class Conductor:
             return self._steps(AbortWanted(event.at_s, "demand is back"), event.at_s, event.cause_id)
         if self.busy or isinstance(self._wish, DropWish):
             return []
+        self._again_until_s, self._again_bytes = event.at_s + _LOOK_FOR_S, event.required_bytes
         return self._take(DropWish("overload", event.cause_id, required_bytes=event.required_bytes), event.at_s)
 
     @property
@@ -206,7 +212,7 @@ class Conductor:
         return self._take(RestoreWish("drain", cause_id, only=groups, whatever_the_load=True), at_s)
 
     def _take(self, wish: Wish, at_s: float) -> list[Command]:
-        self._wish, self._wished_at_s, self._load = wish, at_s, None
+        self._wish, self._wished_at_s, self._load, self._again_at_s = wish, at_s, None, math.inf
         return [ReadLoads(wish.cause_id)]
 
     def _why_busy(self) -> str:
@@ -235,7 +241,7 @@ class Conductor:
             return []
         granted = decide(wish, ground.layout, ground.model, load, ground.epoch, self.rules.planning)
         if isinstance(granted, Denied):
-            return self._deny(ChangeRefusal.NOT_POSSIBLE, granted)
+            return self._put_off(wish, granted, at_s)
         self._wish = self._load = None
         told: list[Command] = []
         if granted.shortfall_bytes:
@@ -244,6 +250,15 @@ class Conductor:
         if wish.request_id:
             self._requests[wish.request_id].lines = granted.lines
         return told + self._start(granted, ground, at_s, wish)
+
+    def _put_off(self, wish: Wish, denied: Denied, at_s: float) -> list[Command]:
+        """Said once for each overload, however often it is looked at."""
+        told = self._deny(ChangeRefusal.NOT_POSSIBLE, denied)
+        if not denied.for_now:
+            return told
+        if at_s + _LOOK_AGAIN_S < self._again_until_s:
+            self._again_at_s = at_s + _LOOK_AGAIN_S
+        return [] if isinstance(wish, DropWish) and wish.again else told
 
     def begin_completion(self, ground: Ground, at_s: float, cause_id: str) -> list[Command]:
         """Those who serve nowhere for lack of layers get them."""
@@ -268,7 +283,7 @@ class Conductor:
         journal = Journal(granted.kind, ground.layout, granted.target, Stage.PREPARING, granted.target.reason)
         self.coordinator = Coordinator(journal, at_s, self.rules.coordinator)
         self.record = TransitionRecord(journal, at_s, wish.by, wish.request_id, granted.shape)
-        self._sources, self._gives_way = dict(granted.sources), granted.gives_way
+        self._sources, self._gives_way, self._again_at_s = dict(granted.sources), granted.gives_way, math.inf
         stay = set(granted.target.groups)
         gone = [g for g in ground.layout.groups if g not in stay]
         if granted.kind is TransitionKind.RESTORE:
@@ -326,6 +341,8 @@ class Conductor:
     def tick(self, at_s: float, cause_id: str) -> list[Command]:
         if self._wish is not None and at_s >= self._wished_at_s + self.rules.wish_timeout_s:
             return self._deny(ChangeRefusal.NOT_POSSIBLE, Denied("the layout did not come to rest in time"))
+        if self._wish is None and not self.busy and at_s >= self._again_at_s:
+            return self._take(DropWish("overload", cause_id, required_bytes=self._again_bytes, again=True), at_s)
         return self._steps(Tick(at_s), at_s, cause_id)
 
     def _steps(self, event: StepEvent, at_s: float, cause_id: str) -> list[Command]:
@@ -439,6 +456,7 @@ class Conductor:
 
     def _give_up(self) -> None:
         self.coordinator = self.record = self.to_write = self._wish = self._load = None
+        self._again_at_s = math.inf
 
     @staticmethod
     def _latest(one: Journal | None, other: Journal | None) -> Journal | None:

@@ -46,6 +46,7 @@ class DropWish:
     required_bytes: int | None = None
     method: Method = Method.AUTO
     worker_ids: tuple[WorkerId, ...] = ()
+    again: bool = False  # an overload that was looked at before
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +76,7 @@ class Granted:
 class Denied:
     why: str
     shortfall_bytes: int = 0
+    for_now: bool = False  # it is not worth it; that may change within moments
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +157,7 @@ def _drop(
         found = _plan(snapshot, needed, wish.method, tolerable)
         lines = tuple(explain(found, snapshot.model))
     elif not compared.chosen.merges:
-        return Denied("; ".join(("nothing that could be dropped is better", *compared.lines())))
+        return Denied("; ".join(("nothing that could be dropped is better", *compared.lines())), for_now=True)
     else:
         found = plan_of(snapshot, compared.chosen.merges, needed)
         lines = (*compared.lines(), *explain(found, snapshot.model))

@@ -7,7 +7,7 @@ take twice as long. Of all candidates within `_UNSURE` of the least loss the one
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ballast.common.ids import GroupId
 from ballast.common.traffic import MINUTE_S, RECENT_S, Pace, Traffic
@@ -68,20 +68,18 @@ def compare(
     snapshot: Snapshot, running: Running, traffic: Traffic, pace: Pace, targets: Targets | None = None
 ) -> Comparison:
     """The snapshot is consistent, and has at least one group."""
-    model = snapshot.model
-    machine = Machine(pace=pace, layer_count=model.layer_count, max_running_count=running.max_running_count)
-    present = _present(snapshot, running)
+    machine = Machine(pace=pace, layer_count=snapshot.model.layer_count, max_running_count=running.max_running_count)
+    board = _Board(snapshot, running)
     futures = _futures(snapshot, running, traffic)
     targets = targets or Targets()
-    tpot_target_s = targets.tpot_s or _calm_token_s(machine, present, futures[0])
-    stay_s = futures[0].answer_tokens * tpot_target_s
-    horizon_s = min(_MOST_S, max(_LEAST_S, 2 * stay_s))
-    splitter = Splitter(model, SplitTolerance(capacity=0.0))
+    tpot_target_s = targets.tpot_s or _calm_token_s(machine, board.kinds(None), futures[0])
+    horizon_s = min(_MOST_S, max(_LEAST_S, 2 * futures[0].answer_tokens * tpot_target_s))
     judged: list[Judged] = []
-    for name, merges in _candidates(snapshot, splitter):
-        kinds = _merged(snapshot, running, present, merges, splitter)
+    for name, recipe in board.recipes():
+        kinds = board.kinds(recipe)
         predicted = [look_ahead(machine, kinds, future, horizon_s) for future in futures]
         losses = [_loss(one, targets.ttft_s, tpot_target_s) for one in predicted]
+        merges = () if recipe is None else recipe.merges()
         judged.append(Judged(name, merges, predicted[len(predicted) // 2], math.fsum(losses) / len(losses)))
     least = min(one.loss for one in judged)
     good = [one for one in judged if one.loss <= least + math.log(_UNSURE)]
@@ -134,87 +132,129 @@ def _calm_token_s(machine: Machine, kinds: Sequence[Kind], future: Future) -> fl
     return token_s(machine, 1, min(max(1.0, decodes), machine.max_running_count), context, 0.0, 0.0)
 
 
-def _present(snapshot: Snapshot, running: Running) -> list[Kind]:
-    by_stages: dict[int, list[GroupState]] = {}
-    for group in snapshot.groups:
-        by_stages.setdefault(len(group.members), []).append(group)
-    return [_kind(snapshot, running, stages, groups) for stages, groups in sorted(by_stages.items())]
+@dataclass(frozen=True, slots=True)
+class _Sums:
+    """Of some groups together."""
 
+    block_count: int = 0
+    running_count: int = 0
+    used_block_count: int = 0
+    uncomputed_tokens: int = 0
 
-def _kind(snapshot: Snapshot, running: Running, stages: int, groups: Sequence[GroupState]) -> Kind:
-    tokens = snapshot.model.block_tokens
-    return Kind(
-        stages=stages,
-        group_count=len(groups),
-        capacity_tokens=float(sum(group.block_count for group in groups) * tokens),
-        running_count=float(sum(running.counts.get(group.group_id, 0) for group in groups)),
-        used_tokens=float(sum(group.used_block_count for group in groups) * tokens),
-        uncomputed_tokens=float(sum(running.uncomputed_tokens.get(group.group_id, 0) for group in groups)),
-    )
-
-
-def _candidates(snapshot: Snapshot, splitter: Splitter) -> list[tuple[str, tuple[tuple[GroupId, ...], ...]]]:
-    """Nothing; some pairs of instances that serve alone; fours of them; pairs made fours."""
-    ones, twos = ([g for g in snapshot.groups if len(g.members) == stages] for stages in (1, 2))
-    found: list[tuple[str, tuple[tuple[GroupId, ...], ...]]] = [("nothing", ())]
-    most = len(ones) // 2
-    counts = range(1, most + 1) if most <= 4 else sorted({1, 2, 3, 4, most // 2, most})
-    layers = snapshot.model.layer_count
-    if layers >= 2:
-        found += [(f"{n} pair{'s' if n > 1 else ''}", _dealt(ones, 2, n)) for n in counts]
-    if layers >= 4 and len(ones) >= 4:
-        fours = _dealt(ones, 4, len(ones) // 4)
-        rest = [g for g in ones if not any(g.group_id in four for four in fours)]
-        found.append((f"{len(fours)} of four", (*fours, *_dealt(rest, 2, len(rest) // 2))))
-    if layers >= 4 and len(twos) >= 2:
-        fours = _dealt(twos, 2, len(twos) // 2)
-        members = {group.group_id: group.members for group in twos}
-        if all(splitter.is_feasible([m for group_id in four for m in members[group_id]]) for four in fours):
-            found.append((f"{len(fours)} of four, of pairs", fours))
-    return found
-
-
-def _dealt(groups: Sequence[GroupState], size: int, count: int) -> tuple[tuple[GroupId, ...], ...]:
-    """So many merges of `size` groups each: those with most load together with those with least."""
-    ordered = sorted(groups, key=lambda group: (-group.load_blocks, group.group_id))
-    half = size // 2 * count
-    taken = [*ordered[:half], *reversed(ordered[len(ordered) - (size * count - half) :])]
-    return tuple(tuple(group.group_id for group in taken[i::count]) for i in range(count))
-
-
-def _merged(
-    snapshot: Snapshot,
-    running: Running,
-    present: list[Kind],
-    merges: tuple[tuple[GroupId, ...], ...],
-    splitter: Splitter,
-) -> list[Kind]:
-    if not merges:
-        return present
-    of = {group.group_id: group for group in snapshot.groups}
-    gone = {group_id for merge in merges for group_id in merge}
-    tokens = snapshot.model.block_tokens
-    capacities: dict[tuple[tuple[int, ...], ...], int] = {}  # by what the merged groups are: all pairs are alike
-    kinds = [*_present(Snapshot(snapshot.model, tuple(g for g in snapshot.groups if g.group_id not in gone)), running)]
-    by_stages: dict[int, list[tuple[list[GroupState], int]]] = {}
-    for merge in merges:
-        groups = [of[group_id] for group_id in merge]
-        alike = tuple(sorted(tuple(member.budget_bytes for member in group.members) for group in groups))
-        if alike not in capacities:
-            capacities[alike] = group_plan(groups, splitter).block_count
-        by_stages.setdefault(sum(len(g.members) for g in groups), []).append((groups, capacities[alike]))
-    for stages, made in sorted(by_stages.items()):
-        groups = [group for merged, _ in made for group in merged]
-        before = _kind(snapshot, running, stages, groups)
-        kinds.append(
-            Kind(
-                stages=stages,
-                group_count=len(made),
-                capacity_tokens=float(sum(blocks for _, blocks in made) * tokens),
-                running_count=before.running_count,
-                used_tokens=before.used_tokens,
-                uncomputed_tokens=before.uncomputed_tokens,
-                stall_s=_STALL_S,
-            )
+    def plus(self, other: "_Sums", sign: int = 1) -> "_Sums":
+        return _Sums(
+            self.block_count + sign * other.block_count,
+            self.running_count + sign * other.running_count,
+            self.used_block_count + sign * other.used_block_count,
+            self.uncomputed_tokens + sign * other.uncomputed_tokens,
         )
-    return kinds
+
+
+class _Pool:
+    """Groups with the same number of stages, those with most load first, and sums of the first 0, 1, 2 .. of them."""
+
+    def __init__(self, stages: int, groups: Sequence[GroupState], running: Running) -> None:
+        self.stages = stages
+        self.ordered = sorted(groups, key=lambda group: (-group.load_blocks, group.group_id))
+        self.sums = [_Sums()]
+        counts, uncomputed = running.counts, running.uncomputed_tokens
+        for group in self.ordered:
+            name, so_far = group.group_id, self.sums[-1]
+            own = _Sums(group.block_count, counts.get(name, 0), group.used_block_count, uncomputed.get(name, 0))
+            self.sums.append(so_far.plus(own))
+
+    def kind(self, sums: _Sums, group_count: int, block_tokens: int) -> Kind:
+        return Kind(
+            stages=self.stages,
+            group_count=group_count,
+            capacity_tokens=float(sums.block_count * block_tokens),
+            running_count=float(sums.running_count),
+            used_tokens=float(sums.used_block_count * block_tokens),
+            uncomputed_tokens=float(sums.uncomputed_tokens),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Recipe:
+    """So many merges of `size` groups of a pool each: of those with most load and of those with least."""
+
+    pool: _Pool
+    size: int
+    count: int
+
+    @property
+    def heavy(self) -> int:
+        return self.size // 2 * self.count
+
+    @property
+    def light(self) -> int:
+        return self.size * self.count - self.heavy
+
+    def taken(self) -> _Sums:
+        sums = self.pool.sums
+        return sums[self.heavy].plus(sums[-1]).plus(sums[len(sums) - 1 - self.light], -1)
+
+    def merges(self) -> tuple[tuple[GroupId, ...], ...]:
+        ordered = self.pool.ordered
+        taken = [*ordered[: self.heavy], *reversed(ordered[len(ordered) - self.light :])]
+        return tuple(tuple(group.group_id for group in taken[i :: self.count]) for i in range(self.count))
+
+
+class _Board:
+    """What the layout is made of, and what it could be."""
+
+    def __init__(self, snapshot: Snapshot, running: Running) -> None:
+        self.model = snapshot.model
+        by_stages: dict[int, list[GroupState]] = {}
+        for group in snapshot.groups:
+            by_stages.setdefault(len(group.members), []).append(group)
+        self.pools = [_Pool(stages, groups, running) for stages, groups in sorted(by_stages.items())]
+        self._splitter = Splitter(snapshot.model, SplitTolerance(capacity=0.0))
+        self._of = {group.group_id: group for group in snapshot.groups}
+
+    def recipes(self) -> list[tuple[str, _Recipe | None]]:
+        """Nothing; some pairs of instances that serve alone; fours of them; pairs made fours."""
+        found: list[tuple[str, _Recipe | None]] = [("nothing", None)]
+        layers = self.model.layer_count
+        for pool in self.pools:
+            there = len(pool.ordered)
+            most = there // 2
+            if pool.stages == 1 and layers >= 2:
+                counts = range(1, most + 1) if most <= 4 else sorted({1, 2, 3, 4, most // 2, most})
+                found += [(f"{n} pair{'s' if n > 1 else ''}", _Recipe(pool, 2, n)) for n in counts]
+            if pool.stages == 1 and layers >= 4 and there >= 4:
+                found.append((f"{there // 4} of four", _Recipe(pool, 4, there // 4)))
+            if pool.stages == 2 and layers >= 4 and most and self._can_merge(recipe := _Recipe(pool, 2, most)):
+                found.append((f"{most} of four, of pairs", recipe))
+        return found
+
+    def _can_merge(self, recipe: _Recipe) -> bool:
+        merged = ([m for group_id in merge for m in self._of[group_id].members] for merge in recipe.merges())
+        return all(self._splitter.is_feasible(members) for members in merged)
+
+    def kinds(self, recipe: _Recipe | None) -> list[Kind]:
+        tokens = self.model.block_tokens
+        found: list[Kind] = []
+        for pool in self.pools:
+            left, count = pool.sums[-1], len(pool.ordered)
+            if recipe is not None and recipe.pool is pool:
+                left, count = left.plus(recipe.taken(), -1), count - recipe.size * recipe.count
+            if count:
+                found.append(pool.kind(left, count, tokens))
+        if recipe is not None:
+            merged = recipe.pool.kind(recipe.taken(), recipe.count, tokens)
+            capacity = float(self._capacity_blocks(recipe) * tokens)
+            stages = recipe.pool.stages * recipe.size
+            found.append(replace(merged, stages=stages, capacity_tokens=capacity, stall_s=_STALL_S))
+        return found
+
+    def _capacity_blocks(self, recipe: _Recipe) -> int:
+        """Of all groups that it makes. Where all memories are alike, so are they."""
+        merges = recipe.merges()
+        budgets = {m.budget_bytes for merge in merges for group_id in merge for m in self._of[group_id].members}
+        if len(budgets) == 1:
+            return recipe.count * self._blocks(merges[0])
+        return sum(self._blocks(merge) for merge in merges)
+
+    def _blocks(self, merge: Sequence[GroupId]) -> int:
+        return group_plan([self._of[group_id] for group_id in merge], self._splitter).block_count
