@@ -31,7 +31,7 @@ def draw(rows: Sequence[Row], policies: Sequence[str], path: Path) -> None:
         waits.set_xticks([1, 10, 100], ["1", "10", "100"])
         waits.axvline(1.1, color="0.5", linewidth=0.8)
         paces.axvline(1.1, color="0.5", linewidth=0.8)
-        waits.set_xlabel("P99 TTFT over the best policy's\n(waits below the target are equal)")
+        waits.set_xlabel("P99 TTFT over the best policy's\n(waits below the target are equal; *: memory is short)")
         paces.set_xlabel("P50 time per token\nover the least")
         figure.legend(loc="outside upper center", ncols=3)
         path.parent.mkdir(parents=True, exist_ok=True)

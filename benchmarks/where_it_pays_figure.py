@@ -12,7 +12,7 @@ import matplotlib as mpl
 from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
 
-from ballast.bench.style import BLUE, RC, VERMILION
+from ballast.bench.style import BLUE, GREY, RC, VERMILION
 from benchmarks.regret_rules import COMPUTING_SHARE
 from sim.jobs.settled import carried_by_pairs
 
@@ -64,7 +64,7 @@ def draw(spots: Sequence[Spot], shares: Sequence[float], answers: Sequence[int],
         below.set_xlabel("mean length of answers (tokens)")
         figure.supylabel("parameters' share of the memory\n(load that pairs carry, by the closed form)", fontsize=11)
         path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=150)
+        figure.savefig(path, dpi=120)
 
 
 def _panel(
@@ -78,9 +78,11 @@ def _panel(
 ) -> None:
     colours = LinearSegmentedColormap.from_list("gain", [VERMILION, "white", BLUE])
     axis.set_title(title, fontsize=11)
+    drawn: set[tuple[int, int]] = set()
     for spot, gain, other_s in cells:
         decades = _decades(gain)
         x, y = answers.index(spot.answer), shares.index(spot.share)
+        drawn.add((x, y))
         axis.fill_between([x - 0.5, x + 0.5], y - 0.5, y + 0.5, color=colours((decades / _MOST + 1.0) / 2), linewidth=0)
         letters = "white" if abs(decades) > _DARK else "black"
         axis.text(x, y - 0.13, _times(gain), ha="center", va="center", color=letters, fontsize=13)
@@ -88,8 +90,10 @@ def _panel(
         if paces and abs(spot.pace - 1.0) > _ALIKE:
             under += f"\ntokens {spot.pace - 1.0:+.0%}"
         elif not paces and spot.prompt_share > COMPUTING_SHARE:
-            under += "\ncomputing short"
-        axis.text(x, y + 0.28, under, ha="center", va="center", color=letters, fontsize=8)
+            under += f"\nprompts {spot.prompt_share:.0%}"
+        axis.text(x, y + 0.28, under, ha="center", va="center", color=letters, fontsize=9)
+    for x, y in {(x, y) for x in range(len(answers)) for y in range(len(shares))} - drawn:
+        axis.text(x, y, "not run", ha="center", va="center", color=GREY, fontsize=9)
     axis.set_xlim(-0.5, len(answers) - 0.5)
     axis.set_ylim(len(shares) - 0.5, -0.5)
     axis.set_xticks(range(len(answers)), [f"{answer:,}" for answer in answers])

@@ -107,8 +107,8 @@ def peak_demand(model: ModelSpec, cluster: Cluster, timings: Timings, phases: Se
 
 
 def carried_by_pairs(parameter_share: float) -> float:
-    """Times the load that an instance carries by itself: with half of the parameters gone there is more KV memory, and
-    twice the bandwidth for it, but each pair reads a whole copy of the parameters. `parameter_share`: of the memory.
+    """Times the load that an instance carries by itself, where reading memory is what takes the time: there is more
+    room, and a token takes longer, as each microbatch reads the parameters anew. `parameter_share`: of the memory.
     """
     room = (1 - parameter_share / 2) / (1 - parameter_share)
     return room / (1 + parameter_share / 2)
