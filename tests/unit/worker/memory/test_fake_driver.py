@@ -132,6 +132,7 @@ def test_random_drops_and_restores_with_calls_that_are_refused(driver: FakeDrive
     while done < OPERATIONS:
         memory = open_small(open_fake())
         checksums = [_fill(memory, layer) for layer in range(LAYERS)]
+        assert memory.kv.block_count > 0
         for _ in range(EPISODE):
             held_before = set(memory.parameters.held_layers)
             driver.fail_at(rng.randrange(12) if rng.random() < 0.5 else None, unmaps=True)
