@@ -64,6 +64,7 @@ class PlannerNode:
         self.core = PlannerCore(rules)
         self.records: list[TransitionRecord] = []  # of transitions that have ended
         self.touched = True  # as the monitor's
+        self.published: list[Epoch] = []  # of layouts, as watchers hear them
         self.nothing_done: list[tuple[float, p.NothingDone]] = []
         self.name = name
         self._clock = clock
@@ -119,6 +120,8 @@ class PlannerNode:
             case p.TransitionMoved(record, _):
                 if record.journal.stage.over:
                     self.records.append(record)
+            case p.Publish(layout, _):
+                self.published.append(layout.epoch)
             case p.NothingDone():
                 self.nothing_done.append((self._clock.now_s, command))
             case _:

@@ -15,16 +15,17 @@ from tests.support.cluster_swarm import Kind
 
 SEEDS = 2000  # of the gate
 CHUNK = 125
+_SEEN = ("drop done", "restore done", "restore aborted", "moved", "stayed")
 LONG_SEEDS = int(os.environ.get("BALLAST_CLUSTER_SEEDS", "8000"))
 LONG_CHUNK = 500
 
 
 def run(first: int, last: int) -> tuple[Counter[str], set[str]]:
-    """What has become of transitions, and which kinds of trouble there were."""
+    """What has become of transitions and migrations, and which kinds of trouble there were."""
     ended, kinds = Counter[str](), set[str]()
     for seed in range(first, last):
         told = story(seed)
-        ended += told.transitions
+        ended += told.transitions + told.migrated
         kinds |= {kind for kind, _ in told.met}
     return ended, kinds
 
@@ -33,7 +34,7 @@ def run(first: int, last: int) -> tuple[Counter[str], set[str]]:
 @pytest.mark.parametrize("first", range(0, SEEDS, CHUNK))
 def test_a_cluster_is_well_again_after_its_faults(first: int) -> None:
     ended, kinds = run(first, first + CHUNK)
-    assert min(ended["drop done"], ended["restore done"], ended["restore aborted"]) > 0, ended
+    assert min(ended[what] for what in _SEEN) > 0, ended
     assert len(kinds) > len(Kind) // 2, f"never came: {set(Kind) - kinds}"
 
 
@@ -55,7 +56,10 @@ def test_a_story_depends_on_its_seed_only() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("mutant", ["B1-outside-not-told", "B9-refused-transfer", "withdrawal-untold", "wrong-block"])
+@pytest.mark.parametrize(
+    "mutant",
+    ["B1-outside-not-told", "B9-refused-transfer", "migrated-without-copy", "withdrawal-untold", "wrong-block"],
+)
 def test_a_fault_that_is_put_back_is_seen(mutant: str) -> None:
     command = [sys.executable, "-m", "tests.support.mutants", "--seeds", "300", mutant]
     told = subprocess.run(command, capture_output=True, text=True, check=True, timeout=500).stdout

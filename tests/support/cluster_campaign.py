@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from ballast.common.errors import InvariantViolation
-from ballast.common.ids import Epoch
+from ballast.common.ids import Epoch, Incarnation, WorkerId
 from ballast.common.layout import Group, Layout
 from ballast.service.logs import silence
 from services.planner.core import messages as p
@@ -39,7 +39,7 @@ _HEALED_WITHIN_S = 60.0
 _PATIENCE_S = 150.0  # the longest is over by then
 _LONGEST_S = {Stage.COMMITTING: 25.0, Stage.EXCHANGING: 40.0, Stage.ABORTING: 20.0}  # of a trouble, and some more
 _LOOK_S = 0.25
-_GLANCE_S = 0.02
+_GLANCE_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,18 +51,27 @@ class Story:
     troubles: tuple[str, ...]
     transitions: Counter[str]
     met: Counter[tuple[str, str]]  # trouble and the phase that it met
+    migrated: Counter[str]  # what came of live migrations
 
 
 class Epochs:
-    """No number stands for two layouts."""
+    """No number stands for two layouts, and no worker's later life is followed by an earlier one."""
 
     def __init__(self) -> None:
         self._groups: dict[Epoch, tuple[Group, ...]] = {}
+        self._lives: dict[WorkerId, Incarnation] = {}
 
     def see(self, layout: Layout) -> None:
         layout.check()
         if self._groups.setdefault(layout.epoch, layout.groups) != layout.groups:
             raise InvariantViolation(f"epoch {layout.epoch} is {self._groups[layout.epoch]} and {layout.groups}")
+        if layout.epoch < max(self._groups):
+            return  # the state server has gone back
+        for member in (member for group in layout.groups for member in group.members):
+            newest = self._lives.setdefault(member.worker_id, member.incarnation)
+            if member.incarnation < newest:
+                raise InvariantViolation(f"{member.worker_id}: life {member.incarnation} after {newest}")
+            self._lives[member.worker_id] = member.incarnation
 
 
 def _options(seed: int, rng: random.Random, worker_count: int, *, several: bool) -> WorldOptions:
@@ -130,7 +139,15 @@ def _story(seed: int) -> Story:
         f"{worker_count} workers, {made.dispatcher_count} dispatchers, {made.planner_count} planners,"
         f" {made.monitor_count} monitors, slowness {slowness:g}, {len(world.clients.records)} requests"
     )
-    swarm, epochs = Swarm(world, rng, _STORY_S, is_hasty=rng.random() < 0.25), Epochs()
+    swarm = Swarm(
+        world,
+        rng,
+        _STORY_S,
+        is_hasty=rng.random() < 0.25,
+        migrates=rng.random() < 0.3,
+        clients_leave=rng.random() < 0.3,
+    )
+    epochs = Epochs()
     world.state.watch(epochs.see)
     agreement = Agreement(world)
     world.clock.every(_GLANCE_S, b"look", agreement.look)
@@ -138,17 +155,20 @@ def _story(seed: int) -> Story:
     try:
         run = world.run()
         for record in run.records:
-            assert record.outcome is Outcome.FINISHED, f"{record.request_id} is {record.outcome}: {record.error}"
+            ended = record.outcome is Outcome.FINISHED or record.request_id in swarm.left
+            assert ended, f"{record.request_id} is {record.outcome}: {record.error}"
         swarm.is_over = True
         _heal(world)
         _check_stages(world)
+        for node in world.planners.values():
+            assert node.published == sorted(set(node.published)), f"{node.name} tells of {node.published}"
     except (InvariantViolation, AssertionError, ValueError, KeyError) as error:
         error.add_note(
             f"seed {seed}: {setting}; {'; '.join(swarm.told) or 'no trouble'};"
             f" at {world.clock.now_s - world.zero_s:.3f} s"
         )
         raise
-    return Story(run, setting, tuple(swarm.told), _ended(world), swarm.met)
+    return Story(run, setting, tuple(swarm.told), _ended(world), swarm.met, _migrated(world))
 
 
 _OF_CONTROL = (
@@ -194,6 +214,12 @@ def _check_stages(world: World) -> None:
 def _ended(world: World) -> Counter[str]:
     records = [record for node in world.planners.values() for record in node.records]
     return Counter(f"{r.journal.kind} {r.journal.stage}" for r in records)
+
+
+def _migrated(world: World) -> Counter[str]:
+    totals = [instance.member.published.migrations for instance in world.instances.values()]
+    moved, anew = sum(each.moved for each in totals), sum(each.recomputed for each in totals)
+    return Counter({"moved": moved - anew, "anew": anew, "stayed": sum(each.not_moved for each in totals)})
 
 
 def _until_well(world: World) -> None:
@@ -248,16 +274,17 @@ def table(met: Mapping[tuple[str, str], int]) -> str:
 
 
 def tell(seeds: Iterable[int], *, quiet: bool) -> None:
-    met, ended, count = Counter[tuple[str, str]](), Counter[str](), 0
+    met, ended, migrated, count = Counter[tuple[str, str]](), Counter[str](), Counter[str](), 0
     for seed in seeds:
         told = story(seed)
         met += told.met
         ended += told.transitions
+        migrated += told.migrated
         count += 1
         if not quiet:
             print(seed, told.run.trace_hash, told.setting, dict(told.transitions), "; ".join(told.troubles), flush=True)
     print(table(met))
-    print(f"{count} stories, {met.total()} troubles; {dict(sorted(ended.items()))}")
+    print(f"{count} stories, {met.total()} troubles; {dict(sorted(ended.items()))}; migrations: {dict(migrated)}")
 
 
 if __name__ == "__main__":

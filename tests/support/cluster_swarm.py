@@ -6,8 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from ballast.common.ids import WorkerId
+from ballast.common.ids import RequestId, WorkerId
 from ballast.common.transition import TransitionKind
+from ballastpb.worker.v1 import worker_pb2 as pb
+from services.dispatcher.core import events as d
 from services.planner.core import messages as p
 from services.planner.core.stages import Stage
 from services.planner.core.transition import Journal, changed_members
@@ -22,6 +24,8 @@ _NEAR_S = 0.0005  # while one is under way
 _NEAR = {"prepared", "committing"}
 _NEVER = "any"
 _HASTE_S = 0.001
+_MIGRATED_EVERY_S = 0.15
+_LEAVES_EVERY_S = 0.1
 
 
 class Kind(StrEnum):
@@ -56,6 +60,7 @@ _OFTEN = (
     *(Kind.CRASH, Kind.RESTART, Kind.PAUSE, Kind.PAUSE, Kind.VANISH, Kind.DEAF, Kind.APART, Kind.RESET),
     *(Kind.LATE, Kind.ISOLATED, Kind.DEMAND, Kind.FAILOVER),
 )
+_AT_STAGES = (Kind.ISOLATED, Kind.FAILOVER)  # these matter where a word is on its way
 _PHASES = ("preparing", "prepared", "committing", "exchanging", "layers", "any", *_STAGES)
 _DURATIONS_S = (0.05, 0.3, 1.0, 2.5, 4.0, 7.0, 12.0)
 _DELAYS_S = (0.0, 0.001, 0.01, 0.1, 0.5)
@@ -84,7 +89,7 @@ def draw(rng: random.Random, worker_count: int, last_s: float) -> list[Trouble]:
         Trouble(
             kind,
             rng.randrange(worker_count),
-            rng.choice(_PHASES),
+            rng.choice(tuple(_STAGES) if kind in _AT_STAGES and rng.random() < 0.6 else _PHASES),
             rng.uniform(0.0, 0.7 * last_s),
             rng.choice(_DELAYS_S),
             rng.choice(_DURATIONS_S),
@@ -101,8 +106,11 @@ class Swarm:
     rng: random.Random
     last_s: float  # until then somebody may ask for drops
     is_hasty: bool  # an operator asks for a restore when a drop is over, and the other way
+    migrates: bool  # requests are moved from one lone worker to another, again and again
+    clients_leave: bool  # now and then one, before its request has ended
     told: list[str] = field(default_factory=list[str])
     met: Counter[tuple[str, str]] = field(default_factory=Counter[tuple[str, str]])
+    left: set[str] = field(default_factory=set[str])  # requests of clients that have
     is_over: bool = False  # nothing breaks any more
     _aimed: list[tuple[Trouble, Callable[[], None]]] = field(default_factory=list[tuple[Trouble, Callable[[], None]]])
 
@@ -113,6 +121,10 @@ class Swarm:
         for trouble in troubles:
             self.world.clock.at(self.world.zero_s + trouble.at_s, b"aim", self._aim(trouble, acts))
         self.world.state.on_journal = self._journaled
+        if self.migrates:
+            self.world.clock.every(_MIGRATED_EVERY_S, b"migration", self._migrate, first_s=self.world.zero_s)
+        if self.clients_leave:
+            self.world.clock.every(_LEAVES_EVERY_S, b"client leaves", self._leave, first_s=self.world.zero_s)
 
     def _journaled(self, journal: Journal) -> None:
         members, aimed = changed_members(journal.base, journal.target), self._aimed
@@ -239,6 +251,33 @@ class Swarm:
                 for node in self._planners:
                     acts.replace(node, rng.choice((0.01, 0.5, 2.0)))
         return True
+
+    def _leave(self) -> None:
+        world, now_s = self.world, self.world.clock.now_s
+        live = [r for r in world.clients.records if r.end_s is None and r.arrival_s <= now_s - world.zero_s]
+        if self.is_over or not live:
+            return
+        record = self.rng.choice(live)
+        self.left.add(record.request_id)
+        dispatcher = world.dispatchers[record.index % len(world.dispatchers)]
+        dispatcher.feed(d.Withdrawn(now_s, RequestId(record.request_id), "its client has left"))
+
+    def _migrate(self) -> None:
+        world, stored = self.world, self.world.state.stored
+        going = {name: each for name, each in world.instances.items() if not (each.crashed or each.paused)}
+        alone = [name for name, each in going.items() if not each.member.role.stages]
+        if self.is_over or stored is None or len(alone) < 2:
+            return
+        source, target = self.rng.sample(alone, 2)
+        request = pb.MigrateRequest(
+            epoch=stored.layout.epoch,
+            source=pb.MigrationParty(worker_id=source, data_address=source),
+            target=pb.MigrationParty(worker_id=target, data_address=target),
+            block_budget=20,
+            within_s=1.0,
+        )
+        for name in (target, source):
+            going[name].transitions.migrate(request)
 
     @property
     def _planners(self) -> list[PlannerNode]:

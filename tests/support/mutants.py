@@ -21,6 +21,7 @@ from services.planner.core.roster import Roster
 from services.planner.core.stages import Stage
 from services.planner.core.transition import Coordinator
 from services.worker.core.transition import Transition
+from services.worker.emulation.phantom import Phantom
 from services.worker.pipeline.driver import TransitionDriver
 from services.worker.pipeline.exchange import KvExchange
 from services.worker.pipeline.handover import Handover
@@ -105,6 +106,16 @@ def _wrong_block(table: Any) -> Any:
     return lambda self, command: [*reversed(table(self, command))]
 
 
+def _forgets_early(dissolve: Any) -> Any:
+    """A roster that has come before this member's commit is not looked at."""
+
+    def dissolved(self: TransitionDriver) -> None:
+        self._early = []
+        dissolve(self)
+
+    return dissolved
+
+
 MUTANTS: Mapping[str, tuple[Patch, ...]] = {
     "wrong-block": (_instead(KvExchange, "_table", _wrong_block),),
     "B1-outside-not-told": (_instead(TransitionDriver, "is_outside", _never),),
@@ -115,10 +126,12 @@ MUTANTS: Mapping[str, tuple[Patch, ...]] = {
         _instead(Coordinator, "_overdue", _waits_for_aborts),
     ),
     "B9-refused-transfer": (_instead(KvExchange, "_transfer", _not_again),),
+    "migrated-without-copy": (_instead(Phantom, "clone", lambda _: lambda self: self),),
     "two-owners": (_instead(Handover, "_hand_over", _kept_too),),
     "withdrawal-untold": (_instead(Restoring, "_pass_on_withdrawal", _untold),),
     "prepared-for-ever": (_instead(Transitions, "_watch", _nothing),),
     "peer-loss-ignored": (_instead(Transition, "_peer_lost", lambda _: lambda *_: []),),
+    "early-roster-lost": (_instead(TransitionDriver, "_dissolve", _forgets_early),),
     "unfenced": (_instead(Fence, "take", _nothing),),
 }
 

@@ -1,6 +1,7 @@
 """Stories of a sequence that moves: what its source and its target make of it. Blocks of 4 tokens."""
 
-from ballast.common.ids import WorkerId
+from ballast.common.ids import RequestId, WorkerId
+from ballast.common.sampling import PriorityClass, SamplingParams
 from services.worker.core.arrivals import Arrivals
 from services.worker.core.departures import Departures
 from services.worker.core.migration_messages import (
@@ -22,11 +23,41 @@ from services.worker.core.migration_messages import (
     Want,
     Withdrawn,
 )
+from services.worker.core.snapshot import SequenceSnapshot
 from services.worker.policy.departure import Decoding, choose_departure
-from tests.support.migration_sim import snapshot
 
 W1, W2 = WorkerId("w1"), WorkerId("w2")
 SEQUENCE, MIGRATION = 5, 77
+
+
+def snapshot(sequence_id: int, computed_tokens: int) -> SequenceSnapshot:
+    return SequenceSnapshot(
+        sequence_id=sequence_id,
+        request_id=RequestId(f"r{sequence_id}"),
+        attempt=1,
+        priority=PriorityClass.DEFAULT,
+        age_s=0.0,
+        deadline_s=None,
+        prompt_token_ids=(7,) * computed_tokens,
+        output_token_ids=(7,),
+        sampling=SamplingParams(seed=1),
+        wants_text=False,
+        computed_tokens=computed_tokens,
+        on_stages=True,
+        suspended=False,
+        gone=False,
+        held_text="",
+        skip_chars=0,
+        passed_chars=0,
+        emitted_token_count=1,
+        emitted_chars=0,
+        unsent_text="",
+        unsent_logprobs=(),
+        finish_reason=None,
+        matched_stop="",
+        error="",
+        invalid=False,
+    )
 
 
 def leaving(token_count: int = 22) -> Departures:
