@@ -56,7 +56,7 @@ class Instance:
         "_acts",
         "_alarm_at_s",
         "_alarm_label",
-        "_block_bytes",
+        "_block_copy_s",
         "_clock",
         "_costs",
         "_cruise",
@@ -64,7 +64,6 @@ class Instance:
         "_flying_since_s",
         "_fruitless",
         "_goes_on_label",
-        "_host_bytes_per_s",
         "_inbox",
         "_next_stream_id",
         "_owes_turn",
@@ -102,15 +101,12 @@ class Instance:
         *,
         clock: Clock,
         execution: ExecutionModel,
-        block_bytes: int,
-        host_bytes_per_s: float,
+        block_copy_s: float,
         cruises: bool,
         processors: Processors | None,
-        through_member: bool = False,
     ) -> None:
-        """`block_bytes` of all layers; `host_bytes_per_s`: of KV from the device to host memory, and as much at the
-        same time the other way. `processors` that it shares with others, if any.
-        `through_member`: it runs the batches of a lone instance too.
+        """`block_copy_s`: for the KV in a block of all layers from the device to host memory, and as much at the same
+        time the other way. `processors` that it shares with others, if any.
         `cruises`: steps in which nothing is decided are taken together, which changes nothing but the time it takes.
         """
         self.worker_id = worker_id
@@ -120,7 +116,7 @@ class Instance:
         self.crashed = False
         self.paused = False  # its process is stopped: nothing happens in it until it goes on
         self._owes_turn = False  # one was due meanwhile
-        self._through_member = through_member
+        self._through_member = False
         self.ahead_s = 0.0  # the engine is busy for so long with what it does now
         self.slowness = 1.0  # everything that is executed takes so many times as long
         self.touched = True  # something has happened here since somebody set it back
@@ -132,8 +128,7 @@ class Instance:
         self._costs = execution.costs if cruises and isinstance(execution, Roofline) else None
         self._processors = processors
         self._cruise: Cruise | None = None
-        self._block_bytes = block_bytes
-        self._host_bytes_per_s = host_bytes_per_s
+        self._block_copy_s = block_copy_s
         self._acts: list[Callable[[], None]] = []  # to be done when the engine has done what it does
         self._inbox: deque[Event | MemberEvent] = deque()
         self._streams: dict[int, Stream] = {}
@@ -146,8 +141,18 @@ class Instance:
         self._flying_since_s = 0.0
         self._goes_on_label, self._alarm_label = (f"{worker_id} {what}".encode() for what in ("goes on", "alarm"))
 
-    def join(self, member: GroupMember, transitions: Transitions, crash_links: Callable[[], None]) -> None:
-        """Once, before all else. `crash_links`: they end with the process."""
+    def join(
+        self,
+        member: GroupMember,
+        transitions: Transitions,
+        crash_links: Callable[[], None],
+        *,
+        through_member: bool,
+    ) -> None:
+        """Once, before all else. `crash_links`: they end with the process. `through_member`: it runs the batches of a
+        lone instance too.
+        """
+        self._through_member = through_member
         self.member = member
         self.transitions = transitions
         self.crash_links = crash_links
@@ -420,7 +425,7 @@ class Instance:
         """Both ways at once."""
         out_count = sum(len(copy.device_blocks) for copy in copies if copy.out)
         in_count = sum(len(copy.device_blocks) for copy in copies if not copy.out)
-        return max(out_count, in_count) * self._block_bytes / self._host_bytes_per_s
+        return max(out_count, in_count) * self._block_copy_s
 
     def _load(self) -> LoadReport:
         member = self.member

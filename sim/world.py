@@ -229,11 +229,9 @@ class World:
             core,
             clock=self.clock,
             execution=self.execution,
-            block_bytes=self.geometry.block_bytes * self.geometry.layer_count,
-            host_bytes_per_s=gpu.host_bytes_per_s * gpus,
+            block_copy_s=self.geometry.block_bytes * self.geometry.layer_count / (gpu.host_bytes_per_s * gpus),
             cruises=options.cruises and not options.marks,
             processors=self._processors,
-            through_member=options.marks,
         )
         hub = Hub(instance.post, instance.now)
         plane = SimPlane(worker_id, self.wires, hub, instance.afterwards)
@@ -253,9 +251,9 @@ class World:
             post=instance.post,
             links=SimLinks,
         )
-        member = GroupMember(worker_id, core, book, memory, surroundings, max_running_count=rules.max_running_count)
+        member = GroupMember(worker_id, core, book, memory, surroundings)
         transitions = Transitions(member, incarnation, instance.post, lambda: self.clock.now_s, self._later)
-        instance.join(member, transitions, plane.crash)
+        instance.join(member, transitions, plane.crash, through_member=options.marks)
         self._lives.append(instance)
         self.planes[worker_id] = plane
         self.instances[worker_id] = self._peers[worker_id] = instance

@@ -273,7 +273,6 @@ class WorkerProcess:
             config=transport_of(settings),
             transport=settings.transport,
             advertise_host=host,
-            max_running_count=settings.max_num_seqs,
             costs=kit.costs,
             open_plane=None if (opened := kit.open_plane) is None else functools.partial(opened, worker_id, host),
             secret=self._security.secret,

@@ -164,7 +164,6 @@ class GroupWorker:
             config=sizes.transport,
             transport=place.transport,
             advertise_host="127.0.0.1",
-            max_running_count=limits.max_running_count,
             compile_grammar=self.engine.grammars.check if self.engine.grammars is not None else None,
             runner=cast(Any, Paced(self.engine.runner, sizes.step_s)) if sizes.step_s else None,
         )

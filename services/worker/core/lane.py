@@ -165,11 +165,6 @@ class Lane:
         return self.scheduler.free_block_count
 
     @property
-    def wanted_block_count(self) -> int:
-        """Blocks wanted by all that runs, waits or is suspended."""
-        return self.scheduler.reserved_block_count + self.scheduler.waiting_block_count
-
-    @property
     def longest_token_count(self) -> int:
         """Tokens of the longest sequence that runs, waits or is suspended."""
         return self.scheduler.longest_token_count

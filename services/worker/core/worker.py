@@ -258,6 +258,11 @@ class WorkerCore:
         return tuple(self._residents.live)
 
     @property
+    def max_running_count(self) -> int:
+        """Of one stage alone."""
+        return self._limits.max_running_count
+
+    @property
     def orphan_count(self) -> int:
         """Sequences that no dispatcher has claimed since they were handed over."""
         return len(self._residents.orphans)

@@ -79,7 +79,6 @@ def join(
     engine: Instance,
     config: TransportConfig,
     advertise_host: str | None,
-    max_running_count: int,
     costs: OnlineCost | None = None,
     runner: StageEngine | None = None,
     open_plane: Callable[[Hub, bytes | None], DataPlane] | None = None,
@@ -130,7 +129,6 @@ def join(
             compile_grammar=compile_grammar,
             watch=None if device is None else functools.partial(watch_for, device, time.monotonic),
         ),
-        max_running_count=max_running_count,
     )
     shell.join_group(member)
     return Membership(member, plane)

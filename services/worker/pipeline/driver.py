@@ -94,7 +94,6 @@ class TransitionDriver:
         migrations: Migrations,
         broken: Callable[[Epoch, WorkerId, str], None],
         second: Callable[[Ground, Role], tuple[Ground, StageRunner]],
-        max_running_count: int,
     ) -> None:
         """`broken` hears that the group is lost with a member. `second` makes the ground and the stage of a group that
         goes on in this role, beside the one in force.
@@ -113,7 +112,6 @@ class TransitionDriver:
         self._memory = ground.memory
         self._broken = broken
         self._second = second
-        self._max_running_count = max_running_count
         self._now = ground.now
         self._post = ground.post
         self.transition: Transition | None = None  # under way, or the last
@@ -452,7 +450,7 @@ class TransitionDriver:
         if role.leads:
             progress.victim_count = progress.victims_waiting = len(ground.lane.sequence_ids)
         home_blocks = self._capacities.smallest_home
-        heirs = [MemberView(stage.worker_id, home_blocks, self._max_running_count) for stage in role.stages]
+        heirs = [MemberView(stage.worker_id, home_blocks, ground.core.max_running_count) for stage in role.stages]
         old_ground, stage = self._second(ground, copy.copy(role))
         self.leaving = Leaving(
             old_ground,

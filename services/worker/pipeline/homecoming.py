@@ -100,13 +100,10 @@ class Homecoming:
             self._epoch,
             missing,
             self._sources,
-            parameters=self._memory.parameters,
             hub=self._hub,
             ask=lambda peer, layer: self._ask(peer, self._epoch, layer, self._memory.parameters.layout(layer)),
             server=self._server,
-            workers=self._workers,
             hurried=self._hurried,
-            post=self._post,
         )
         self._pull.go_on()
         self._settle(self._pull)

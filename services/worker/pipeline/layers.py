@@ -40,9 +40,9 @@ class LayerServer:
     """Sends layers that this worker holds to peers that ask."""
 
     def __init__(self, parameters: ParameterStore, workers: Background, post: Callable[[MemberEvent], None]) -> None:
-        self._parameters = parameters
-        self._workers = workers
-        self._post = post
+        self.parameters = parameters
+        self.workers = workers
+        self.post = post
         self._checksums = dict(parameters.loaded_checksums)  # layer -> of its contents, which are always the same
         self._hashing = Lock()  # whoever has it may read a layer that the others are waiting for
         self._jobs: list[Future[None]] = []  # they read layers
@@ -55,7 +55,7 @@ class LayerServer:
         with self._hashing:
             known = self._checksums.get(layer)
             if known is None:
-                known = self._checksums[layer] = self._parameters.layer_checksum(layer, between)
+                known = self._checksums[layer] = self.parameters.layer_checksum(layer, between)
             return known
 
     def learn(self, layers: Sequence[int]) -> None:
@@ -77,20 +77,20 @@ class LayerServer:
             self.checksum(layer)
 
     def _learn_unhurried(self, layer: int, cancel_count: int) -> None:
-        self.checksum(layer, self._workers.rest(lambda: self._cancel_count != cancel_count))
+        self.checksum(layer, self.workers.rest(lambda: self._cancel_count != cancel_count))
 
     def known_checksum(self, layer: int) -> bytes | None:
         """What this worker itself has found the layer's to be, in an earlier time when it held it."""
         return self._checksums.get(layer)
 
     def send(self, link: Link, epoch: Epoch, layer: int) -> None:
-        pieces = list(self._parameters.layer(layer).values())
+        pieces = list(self.parameters.layer(layer).values())
         self._start(self._send, link, epoch, layer, pieces)
 
     def _start(self, job: Callable[[*_Given], None], *given: *_Given) -> None:
-        future = self._workers.submit(job, *given)
+        future = self.workers.submit(job, *given)
         self._jobs = [f for f in self._jobs if not f.done()] + [future]
-        future.add_done_callback(lambda _: self._post(Woken()))
+        future.add_done_callback(lambda _: self.post(Woken()))
 
     def refuse(self, link: Link, layer: int, why: str = "") -> None:
         """The peer asks another one at once."""
@@ -107,7 +107,7 @@ class LayerServer:
             return
         with self._lock:
             self._sending = [t for t in self._sending if not t.done.done()] + [transfer]
-        transfer.done.add_done_callback(lambda _: self._post(Woken()))
+        transfer.done.add_done_callback(lambda _: self.post(Woken()))
 
     def cancel(self) -> None:
         """To be called until `idle`: a job that had begun may yet start a transfer."""
@@ -137,24 +137,22 @@ class LayerPull:
         missing: Sequence[int],
         sources: Mapping[int, Sequence[WorkerId]],
         *,
-        parameters: ParameterStore,
         hub: Hub,
         ask: Callable[[WorkerId, int], bool],
         server: LayerServer,
-        workers: Background,
         hurried: Callable[[], bool],
-        post: Callable[[MemberEvent], None],
     ) -> None:
+        """`server` of the layers that are here."""
         self._epoch = epoch
         self._queue = list(missing)
         self._sources = {layer: [*sources.get(layer, ()), None] * _ROUNDS for layer in missing}  # None: the disk
-        self._parameters = parameters
+        self._parameters = server.parameters
         self._hub = hub
         self._ask = ask
         self._server = server
-        self._workers = workers
+        self._workers = server.workers
         self._hurried = hurried
-        self._post = post
+        self._post = server.post
         self._under_way: dict[int, WorkerId | None] = {}
         self._cancelled = False
         self.failure = ""

@@ -63,7 +63,7 @@ from services.worker.pipeline.status import Progress
 from services.worker.shell import MemberEvent, StepOutcome
 
 if TYPE_CHECKING:
-    from services.worker.links.connection import Link
+    pass
 
 
 class GroupMember:
@@ -76,8 +76,6 @@ class GroupMember:
         book: BlockBook,
         memory: DeviceMemory,
         surroundings: Surroundings,
-        *,
-        max_running_count: int,
     ) -> None:
         self.me = me
         self._now = now = surroundings.now
@@ -136,7 +134,6 @@ class GroupMember:
             migrations=migrations,
             broken=self._break_up,
             second=second,
-            max_running_count=max_running_count,
         )
 
     # ------------------------------------------------------------ what the shell calls
@@ -186,10 +183,6 @@ class GroupMember:
     @property
     def progress(self) -> dict[Epoch, Progress]:
         return self.published.progress
-
-    def link_to(self, peer: WorkerId) -> Link | None:
-        """The link in the layout in force."""
-        return self._links.to(peer)
 
     def handle(self, event: MemberEvent) -> list[Answer]:
         self._is_awake = self._is_awake or not isinstance(event, BatchArrived | ResultArrived)

@@ -43,13 +43,10 @@ def test_a_layer_from_the_checkpoint_is_compared_with_what_is_known(changed: boo
             Epoch(3),
             [1],
             {},
-            parameters=parameters,
             hub=cast(Any, None),  # of links to peers, whom nobody asks here
             ask=lambda peer, layer: False,
             server=server,
-            workers=workers,
             hurried=lambda: True,
-            post=events.put,
         )
         pull.go_on()
         while not (pull.finished or pull.failure):
