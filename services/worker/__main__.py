@@ -43,7 +43,7 @@ from services.worker.pipeline.planner_side import Transitions
 from services.worker.policy.lookahead import lookahead
 from services.worker.policy.microbatching import by_token_count
 from services.worker.reporter import MonitorReporter
-from services.worker.servicer import WorkerServicer
+from services.worker.servicer import Identity, WorkerServicer
 from services.worker.shell import BlockCopier, WorkerShell
 from services.worker.shell import Engine as ShellEngine
 from services.worker.spans import RequestSpans
@@ -353,10 +353,7 @@ class WorkerProcess:
     def _make_server(self, worker_id: WorkerId, incarnation: Incarnation, exporter: Exporter | None) -> RpcServer:
         servicer = WorkerServicer(
             shell=self._shell,
-            worker_id=worker_id,
-            incarnation=incarnation,
-            model=self._engine.info,
-            device=self._device,
+            identity=Identity(worker_id, incarnation, self._engine.info, self._device),
             max_waiting_count=self._settings.max_num_queued_reqs,
             detokenizer=self._detokenizer,
             compile_grammar=self._grammar_comes if self._compile_grammar is not None else None,

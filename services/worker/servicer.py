@@ -4,6 +4,7 @@ import asyncio
 import math
 import time
 from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import grpc.aio
@@ -58,31 +59,37 @@ class TransitionPort(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Who a worker says that it is."""
+
+    worker_id: WorkerId
+    incarnation: Incarnation
+    model: ModelInfo
+    device: str = "cpu"
+
+
 class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     def __init__(
         self,
         *,
         shell: WorkerShell,
-        worker_id: WorkerId,
-        incarnation: Incarnation,
-        model: ModelInfo,
+        identity: Identity,
         max_waiting_count: int,
         detokenizer: Callable[[NewSequence], Detokenizing],
         transitions: TransitionPort,
         clock: StageClock,
-        device: str = "cpu",
         compile_grammar: Callable[[Grammar], None] | None = None,
         spans: RequestSpans | None = None,
     ) -> None:
         """`compile_grammar`: called in a thread before the engine gets a request with a grammar, and remembers it."""
-        self._spans = spans or RequestSpans(None, worker_id)
+        self._spans = spans or RequestSpans(None, identity.worker_id)
         self._transitions = transitions
         self._clock = clock
-        self._device = device
+        self._identity = identity
         self._shell = shell
-        self._worker_id = worker_id
-        self._incarnation = incarnation
-        self._model = model
+        self._worker_id = identity.worker_id
+        self._incarnation = identity.incarnation
         self._max_waiting_count = max_waiting_count
         self._detokenizer = detokenizer
         self._compile_grammar = compile_grammar
@@ -119,10 +126,10 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             worker_id=self._worker_id,
             incarnation=self._incarnation,
             version=__version__,
-            model=MODEL.message(self._model),
+            model=MODEL.message(self._identity.model),
             load=LOAD.message(self._shell.load()),
             dispatcher_count=self._shell.stream_count,
-            device=self._device,
+            device=self._identity.device,
         )
 
     async def Drain(self, request: pb.DrainRequest, context: Context) -> pb.DrainResponse:
@@ -206,7 +213,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         return pb.Welcome(
             worker_id=self._worker_id,
             incarnation=self._incarnation,
-            model=MODEL.message(self._model),
+            model=MODEL.message(self._identity.model),
             load=LOAD.message(self._shell.load()),
             max_waiting_request_count=self._max_waiting_count,
         )

@@ -61,6 +61,11 @@ class Epochs:
         self._groups: dict[Epoch, tuple[Group, ...]] = {}
         self._lives: dict[WorkerId, Incarnation] = {}
 
+    def forget(self) -> None:
+        """They begin anew from what is stored: see `services.planner.core.machine`."""
+        self._groups.clear()
+        self._lives.clear()
+
     def see(self, layout: Layout) -> None:
         layout.check()
         if self._groups.setdefault(layout.epoch, layout.groups) != layout.groups:
@@ -139,6 +144,7 @@ def _story(seed: int) -> Story:
         f"{worker_count} workers, {made.dispatcher_count} dispatchers, {made.planner_count} planners,"
         f" {made.monitor_count} monitors, slowness {slowness:g}, {len(world.clients.records)} requests"
     )
+    epochs = Epochs()
     swarm = Swarm(
         world,
         rng,
@@ -146,8 +152,8 @@ def _story(seed: int) -> Story:
         is_hasty=rng.random() < 0.25,
         migrates=rng.random() < 0.3,
         clients_leave=rng.random() < 0.3,
+        lost=epochs.forget,
     )
-    epochs = Epochs()
     world.state.watch(epochs.see)
     agreement = Agreement(world)
     world.clock.every(_GLANCE_S, b"look", agreement.look)

@@ -26,6 +26,7 @@ _NEVER = "any"
 _HASTE_S = 0.001
 _MIGRATED_EVERY_S = 0.15
 _LEAVES_EVERY_S = 0.1
+_TOLD_S = 0.005  # until watchers have heard of a layout
 
 
 class Kind(StrEnum):
@@ -108,6 +109,7 @@ class Swarm:
     is_hasty: bool  # an operator asks for a restore when a drop is over, and the other way
     migrates: bool  # requests are moved from one lone worker to another, again and again
     clients_leave: bool  # now and then one, before its request has ended
+    lost: Callable[[], None]  # nobody remembers the last epochs: all planners and the state server were lost at once
     told: list[str] = field(default_factory=list[str])
     met: Counter[tuple[str, str]] = field(default_factory=Counter[tuple[str, str]])
     left: set[str] = field(default_factory=set[str])  # requests of clients that have
@@ -248,6 +250,7 @@ class Swarm:
                 world.state.go_back(for_s)
             case Kind.FAILOVER:
                 world.state.go_back(for_s)
+                world.clock.after(_TOLD_S, b"nobody remembers", self.lost)
                 for node in self._planners:
                     acts.replace(node, rng.choice((0.01, 0.5, 2.0)))
         return True
