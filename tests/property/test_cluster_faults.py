@@ -13,7 +13,7 @@ import pytest
 from tests.support.cluster_campaign import story
 from tests.support.cluster_swarm import Kind
 
-SEEDS = 2000  # of the gate
+SEEDS = 1000  # of the gate
 CHUNK = 125
 _SEEN = ("drop done", "restore done", "restore aborted", "moved", "stayed")
 LONG_SEEDS = int(os.environ.get("BALLAST_CLUSTER_SEEDS", "8000"))
