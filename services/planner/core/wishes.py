@@ -1,6 +1,6 @@
 """Changes that somebody wants, and what becomes of them: a target layout, or the reason why not (pure)."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 
@@ -23,7 +23,7 @@ from services.planner.core.survey import (
     survey,
 )
 from services.planner.core.transition import changed_members
-from services.planner.policy.compare import Comparison, Running, compare
+from services.planner.policy.compare import Comparison, Running, compare, compare_restore
 from services.planner.policy.drop import DropPlan, Method, plan, plan_of, plan_shallow
 from services.planner.policy.explain import explain, explain_restore
 from services.planner.policy.restore import RESTORE_USAGE_LIMIT, RestorePlan, plan_restore
@@ -97,11 +97,12 @@ def decide(
     planning: Planning | None = None,
 ) -> Granted | Denied:
     """`planning`: how an overload is met; operators get what they ask for."""
+    planning = planning or Planning(compares=False, tolerable_shortfall=0.0)
     try:
         return (
-            _drop(wish, base, model, load, epoch, planning or Planning(compares=False, tolerable_shortfall=0.0))
+            _drop(wish, base, model, load, epoch, planning)
             if isinstance(wish, DropWish)
-            else _restore(wish, base, survey(base, model, load.workers, draining=True), epoch)
+            else _restore(wish, base, survey(base, model, load.workers, draining=True), load, epoch, planning)
         )
     except NoSurvey as reason:
         return Denied(str(reason))
@@ -170,8 +171,10 @@ def _drop(
     return Granted(TransitionKind.DROP, target, snapshot.model, lines, found.shortfall_bytes)
 
 
-def _compared(snapshot: Snapshot, load: ClusterLoad) -> Comparison | None:
-    """None: nobody knows how fast instances are, or what clients want."""
+def _compared(
+    snapshot: Snapshot, load: ClusterLoad, restored: Mapping[GroupId, Sequence[int]] | None = None
+) -> Comparison | None:
+    """None: nobody knows how fast instances are, or what clients want. `restored`: see `compare_restore`."""
     if load.pace is None or not load.traffic.known_s:
         return None
     led = {group.group_id: load.workers[group.members[0].worker_id] for group in snapshot.groups}
@@ -184,15 +187,23 @@ def _compared(snapshot: Snapshot, load: ClusterLoad) -> Comparison | None:
             for group_id, report in led.items()
         },
     )
+    if restored is not None:
+        return compare_restore(snapshot, running, load.traffic, load.pace, restored)
     return compare(snapshot, running, load.traffic, load.pace)
 
 
-def _restore(wish: RestoreWish, base: Layout, snapshot: Snapshot, epoch: Epoch) -> Granted | Denied:
+def _restore(
+    wish: RestoreWish, base: Layout, snapshot: Snapshot, load: ClusterLoad, epoch: Epoch, planning: Planning
+) -> Granted | Denied:
     found = plan_restore(snapshot, usage_limit=inf if wish.whatever_the_load else RESTORE_USAGE_LIMIT, only=wish.only)
     lines = tuple(explain_restore(found))
     chosen = [dissolution.group_id for dissolution in found.dissolutions]
     if not chosen:
         return Denied("; ".join(lines))
+    if planning.compares and not wish.whatever_the_load:
+        compared = _compared(snapshot, load, {d.group_id: d.block_counts for d in found.dissolutions})
+        if compared is not None and compared.chosen is compared.candidates[0]:
+            return Denied("; ".join(("to give back would be worse", *compared.lines())))
     target = dissolved(base, chosen, epoch, f"{wish.by}: restore")
     gives_way = not wish.whatever_the_load
     return Granted(TransitionKind.RESTORE, target, snapshot.model, lines, sources=_sources(found), gives_way=gives_way)

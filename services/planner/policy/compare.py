@@ -1,4 +1,4 @@
-"""Whether to drop, and how much: layouts that could be, what is predicted of each, and which is taken (pure).
+"""Whether to drop, how much, and whether to give back: what is predicted of layouts, and which is taken (pure).
 
 Nobody knows how long a burst lasts, so each candidate is judged in several futures. The loss of a prediction is the
 logarithm of how far the P99 TTFT and the TPOT exceed their targets: a wait twice as long weighs as much as tokens that
@@ -6,7 +6,7 @@ take twice as long. Of all candidates within `_UNSURE` of the least loss the one
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ballast.common.ids import GroupId
@@ -67,24 +67,54 @@ class Comparison:
 def compare(
     snapshot: Snapshot, running: Running, traffic: Traffic, pace: Pace, targets: Targets | None = None
 ) -> Comparison:
-    """The snapshot is consistent, and has at least one group."""
-    machine = Machine(pace=pace, layer_count=snapshot.model.layer_count, max_running_count=running.max_running_count)
-    board = _Board(snapshot, running)
-    futures = _futures(snapshot, running, traffic)
-    targets = targets or Targets()
-    tpot_target_s = targets.tpot_s or _calm_token_s(machine, board.kinds(None), futures[0])
-    horizon_s = min(_MOST_S, max(_LEAST_S, 2 * futures[0].answer_tokens * tpot_target_s))
+    """At an overload. The snapshot is consistent, and has at least one group."""
+    judge = _Judge(snapshot, running, traffic, pace, targets or Targets())
     judged: list[Judged] = []
-    for name, recipe in board.recipes():
-        kinds = board.kinds(recipe)
-        predicted = [look_ahead(machine, kinds, future, horizon_s) for future in futures]
-        losses = [_loss(one, targets.ttft_s, tpot_target_s) for one in predicted]
+    for name, recipe in judge.board.recipes():
         merges = () if recipe is None else recipe.merges()
-        judged.append(Judged(name, merges, predicted[len(predicted) // 2], math.fsum(losses) / len(losses)))
+        judged.append(judge.judge(name, judge.board.kinds(recipe), merges))
     least = min(one.loss for one in judged)
     good = [one for one in judged if one.loss <= least + math.log(_UNSURE)]
     chosen = min(good, key=lambda one: sum(len(merge) - 1 for merge in one.merges))
     return Comparison(chosen, tuple(judged))
+
+
+def compare_restore(
+    snapshot: Snapshot,
+    running: Running,
+    traffic: Traffic,
+    pace: Pace,
+    restored: Mapping[GroupId, Sequence[int]],
+    targets: Targets | None = None,
+) -> Comparison:
+    """At a relief: whether these pipelines should be dissolved, which is chosen unless it makes anything worse.
+
+    Args:
+        restored: Blocks of each member of a pipeline, once it has all layers.
+    """
+    judge = _Judge(snapshot, running, traffic, pace, targets or Targets())
+    stay = judge.judge("stay", judge.board.kinds(None), ())
+    whole = judge.judge(f"give back {len(restored)}", judge.board.dissolved(restored), ())
+    return Comparison(whole if whole.loss <= stay.loss + math.log(_UNSURE) else stay, (stay, whole))
+
+
+class _Judge:
+    """What all candidates are judged by."""
+
+    def __init__(self, snapshot: Snapshot, running: Running, traffic: Traffic, pace: Pace, targets: Targets) -> None:
+        layer_count = snapshot.model.layer_count
+        self.board = _Board(snapshot, running)
+        self._machine = Machine(pace=pace, layer_count=layer_count, max_running_count=running.max_running_count)
+        self._futures = _futures(snapshot, running, traffic)
+        self._ttft_s = targets.ttft_s
+        self._tpot_s = targets.tpot_s or _calm_token_s(self._machine, self.board.kinds(None), self._futures[0])
+        stays_s = 2 * self._futures[0].answer_tokens * self._tpot_s
+        self._horizon_s = min(_MOST_S, max(_LEAST_S, stays_s))
+
+    def judge(self, name: str, kinds: Sequence[Kind], merges: tuple[tuple[GroupId, ...], ...]) -> Judged:
+        predicted = [look_ahead(self._machine, kinds, future, self._horizon_s) for future in self._futures]
+        losses = [_loss(one, self._ttft_s, self._tpot_s) for one in predicted]
+        return Judged(name, merges, predicted[len(predicted) // 2], math.fsum(losses) / len(losses))
 
 
 def _loss(prediction: Prediction, ttft_s: float, tpot_s: float) -> float:
@@ -129,7 +159,7 @@ def _calm_token_s(machine: Machine, kinds: Sequence[Kind], future: Future) -> fl
         capacity += kind.capacity_tokens
     context = capacity / instances / 2
     decodes = context / (future.prompt_tokens + future.answer_tokens / 2)
-    return token_s(machine, 1, min(max(1.0, decodes), machine.max_running_count), context, 0.0, 0.0)
+    return token_s(machine.cost_of(1), min(max(1.0, decodes), machine.max_running_count), context, 0.0, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +204,13 @@ class _Pool:
         )
 
 
+def _pools(groups: Iterable[GroupState], running: Running) -> list[_Pool]:
+    by_stages: dict[int, list[GroupState]] = {}
+    for group in groups:
+        by_stages.setdefault(len(group.members), []).append(group)
+    return [_Pool(stages, alike, running) for stages, alike in sorted(by_stages.items())]
+
+
 @dataclass(frozen=True, slots=True)
 class _Recipe:
     """So many merges of `size` groups of a pool each: of those with most load and of those with least."""
@@ -205,10 +242,8 @@ class _Board:
 
     def __init__(self, snapshot: Snapshot, running: Running) -> None:
         self.model = snapshot.model
-        by_stages: dict[int, list[GroupState]] = {}
-        for group in snapshot.groups:
-            by_stages.setdefault(len(group.members), []).append(group)
-        self.pools = [_Pool(stages, groups, running) for stages, groups in sorted(by_stages.items())]
+        self.pools = _pools(snapshot.groups, running)
+        self._running = running
         self._splitter = Splitter(snapshot.model, SplitTolerance(capacity=0.0))
         self._of = {group.group_id: group for group in snapshot.groups}
 
@@ -247,6 +282,20 @@ class _Board:
             stages = recipe.pool.stages * recipe.size
             found.append(replace(merged, stages=stages, capacity_tokens=capacity, stall_s=_STALL_S))
         return found
+
+    def dissolved(self, restored: Mapping[GroupId, Sequence[int]]) -> list[Kind]:
+        """Each member of these pipelines serves alone, and has its share of what runs there."""
+        left = [group for name, group in self._of.items() if name not in restored]
+        pools = _pools(left, self._running)
+        gone = _pools([self._of[name] for name in restored], self._running)
+        tokens = self.model.block_tokens
+        found = [pool.kind(pool.sums[-1], len(pool.ordered), tokens) for pool in pools]
+        blocks = [count for counts in restored.values() for count in counts]
+        sums = _Sums()
+        for pool in gone:
+            sums = sums.plus(pool.sums[-1])
+        alone = _Pool(1, (), self._running).kind(replace(sums, block_count=sum(blocks)), len(blocks), tokens)
+        return [*found, alone]
 
     def _capacity_blocks(self, recipe: _Recipe) -> int:
         """Of all groups that it makes. Where all memories are alike, so are they."""

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from ballast.common.cost import KNEE_TOKENS, CostModel
 from ballast.common.traffic import Pace
 
 STEPS = 80  # of the horizon
@@ -59,6 +60,10 @@ class Machine:
     layer_count: int
     max_running_count: int
 
+    def cost_of(self, stages: int) -> CostModel:
+        """Of all layers in a pipeline of so many stages; the time in which a stage waits counts as work."""
+        return self.pace.cost.scaled(self.layer_count / self.pace.layer_count / (1 - bubbles(stages)))
+
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
@@ -78,31 +83,33 @@ def bubbles(stages: int) -> float:
     return _BUBBLES[-1][1]
 
 
-def token_s(machine: Machine, stages: int, decodes: float, context: float, chunk: float, prefix: float) -> float:
-    """Seconds from one token of a sequence to its next, in a pipeline of so many stages.
+def token_s(cost: CostModel, decodes: float, context: float, chunk: float, prefix: float) -> float:
+    """Seconds that all stages together take for a microbatch, and so from one token of a sequence to its next.
 
     Args:
+        cost: Of all layers, bubbles included: `Machine.cost_of`.
         decodes: In each microbatch.
         context: Tokens whose KV these read.
         chunk: Tokens of a prompt in each microbatch, behind a prefix of so many.
     """
-    cost = machine.pace.cost
     tokens, sequences = decodes + chunk, decodes + (1.0 if chunk else 0.0)
     pairs = context + prefix * chunk + chunk * chunk / 2
     seconds = cost.attention_s * pairs + cost.prefix_s * (context + (prefix if chunk else 0.0)) + cost.token_s * tokens
-    seconds += (cost.chunk_s - cost.shared_s) * sequences + cost.shared_s + cost.beyond_s * max(0.0, tokens - 64)
+    seconds += (
+        (cost.chunk_s - cost.shared_s) * sequences + cost.shared_s + cost.beyond_s * max(0.0, tokens - KNEE_TOKENS)
+    )
     if tokens > 1:
         seconds += cost.many_s
-    return seconds * machine.layer_count / machine.pace.layer_count / (1 - bubbles(stages))
+    return seconds
 
 
 class _Flow:
     """One kind as time goes on."""
 
-    __slots__ = ("capacity", "context", "instances", "kind", "places", "prefills", "running", "uncomputed", "used")
+    __slots__ = ("capacity", "cost", "instances", "kind", "places", "prefills", "running", "uncomputed", "used")
 
     def __init__(self, kind: Kind, machine: Machine, prompt_tokens: float) -> None:
-        self.kind = kind
+        self.kind, self.cost = kind, machine.cost_of(kind.stages)
         self.instances = kind.group_count * kind.stages  # as many microbatches are in flight
         self.capacity = kind.capacity_tokens
         self.places = float(self.instances * machine.max_running_count)
@@ -190,16 +197,16 @@ def _spread(flows: Sequence[_Flow], at_s: float, count: float, mean_tokens: floa
 
 def _advance(machine: Machine, flow: _Flow, future: Future, dt: float) -> tuple[float, float, float, float]:
     """Gives the requests that had their first token, the tokens made, and the requests preempted with their tokens."""
-    stages, batches = flow.kind.stages, flow.instances
+    cost, batches = flow.cost, flow.instances
     if flow.running + flow.prefills <= 0.0:
         return 0.0, 0.0, 0.0, 0.0
     decodes = max(flow.running / batches, 1.0) if flow.running > 0.0 else 0.0
     context = max(0.0, flow.used - flow.uncomputed) / batches if flow.running > 0.0 else 0.0
-    plain_s = token_s(machine, stages, decodes, context, 0.0, 0.0)
+    plain_s = token_s(cost, decodes, context, 0.0, 0.0)
     chunk = max(0.0, min(machine.pace.max_batch_tokens - decodes, flow.uncomputed / batches))
     took_s, done = plain_s, 0.0
     if chunk > 0.0:
-        full_s = token_s(machine, stages, decodes, context, chunk, future.prompt_tokens / 2)
+        full_s = token_s(cost, decodes, context, chunk, future.prompt_tokens / 2)
         done = min(flow.uncomputed, chunk * batches * dt / full_s)
         share = done / (chunk * batches * dt / full_s)  # with little to compute only some steps have prompts in them
         took_s = share * full_s + (1 - share) * plain_s

@@ -6,7 +6,6 @@ import pytest
 
 from ballast.common.ids import Epoch, Incarnation, WorkerId
 from ballast.common.overload import OverloadPolicy
-from ballast.common.traffic import Traffic
 from ballast.common.transition import Phase, Status, TransitionKind
 from services.planner.core.messages import (
     AnswerChange,
@@ -19,7 +18,6 @@ from services.planner.core.messages import (
     NothingDone,
     OverloadRaised,
     Publish,
-    ReadLoads,
     RefuseChange,
     ReliefRaised,
     RestoreRequested,
@@ -27,7 +25,6 @@ from services.planner.core.messages import (
     WriteOutcome,
 )
 from services.planner.core.stages import Stage
-from services.planner.core.wishes import Planning
 from tests.support.planner_core import EXTENT, LOAD, Planner, shape
 
 
@@ -331,49 +328,6 @@ def test_nothing_left_to_merge_is_said() -> None:
     assert isinstance(nothing, NothingDone)
     assert nothing.shortfall_bytes == EXTENT
     assert planner.journal == []
-
-
-CALM = Traffic(recent_count=2, minute_count=10, minute_tokens=80, ended_count=50, ended_tokens=500, known_s=300.0)
-# Requests wait for memory: each answer has some tokens, and they come faster than the others end.
-SHORT = replace(CALM, queued_count=40, queued_tokens=320, recent_count=60, minute_count=100, minute_tokens=800)
-
-
-def test_an_overload_in_which_nothing_would_be_better_is_looked_at_again() -> None:
-    planner = Planner()
-    planner.traffic = CALM
-    planner.start("w0", "w1")
-    planner.tell(OverloadRaised(planner.now_s, "o1", EXTENT))
-    [nothing] = planner.told(NothingDone)
-    assert isinstance(nothing, NothingDone)
-    assert "nothing: P99 TTFT" in nothing.why
-    assert planner.journal == []
-    planner.wait(0.3)
-    assert not planner.told(ReadLoads)
-    planner.load = replace(LOAD, used_block_count=32, running_count=8)
-    planner.traffic = replace(SHORT, ended_tokens=5000)
-    planner.wait(0.3)
-    assert planner.journal == [Stage.PREPARING], "it has become one that pays"
-    [moved] = planner.told(TransitionMoved)
-    assert isinstance(moved, TransitionMoved)
-    assert "predicted 1 pair: P99 TTFT" in moved.record.journal.why
-
-
-def test_an_overload_is_not_looked_at_for_ever() -> None:
-    planner = Planner()
-    planner.traffic = CALM
-    planner.start("w0", "w1")
-    planner.tell(OverloadRaised(planner.now_s, "o1", EXTENT))
-    planner.wait(60.0)
-    assert len([c for c in planner.said if isinstance(c, NothingDone)]) == 1
-    assert 4 <= len([c for c in planner.said if isinstance(c, ReadLoads)]) <= 6
-
-
-def test_without_comparing_what_lacks_is_dropped() -> None:
-    planner = Planner(planning=Planning(compares=False))
-    planner.traffic = CALM
-    planner.start("w0", "w1")
-    planner.tell(OverloadRaised(planner.now_s, "o1", EXTENT))
-    assert planner.journal == [Stage.PREPARING]
 
 
 def test_a_plan_that_falls_short_is_carried_out_and_said() -> None:

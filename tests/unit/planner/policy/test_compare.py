@@ -8,7 +8,7 @@ import pytest
 from ballast.common.cost import CostModel
 from ballast.common.ids import GroupId, WorkerId
 from ballast.common.traffic import Pace, Traffic
-from services.planner.policy.compare import Running, Targets, compare
+from services.planner.policy.compare import Running, Targets, compare, compare_restore
 from services.planner.policy.drop import plan_of
 from services.planner.policy.outlook import Future, Kind, Machine, bubbles, look_ahead, token_s
 from services.planner.policy.snapshot import GroupState, InstanceState, ModelShape, Snapshot
@@ -110,6 +110,42 @@ def test_what_is_chosen_is_what_is_planned() -> None:
     assert len(set(named)) == len(named)
 
 
+def pairs(used: int) -> Snapshot:
+    """Four pairs: what eight instances become at most."""
+    alike = alone(["a", "b"], used)
+    merged = plan_of(alike, [[group.group_id for group in alike.groups]], 1).groups[0]
+    half = LAYERS // 2
+    groups = [
+        GroupState(
+            GroupId(f"p{i}a"),
+            (
+                InstanceState(WorkerId(f"p{i}a"), BUDGET_BYTES, 0, half, tuple(range(half))),
+                InstanceState(WorkerId(f"p{i}b"), BUDGET_BYTES, half, LAYERS, tuple(range(half, LAYERS))),
+            ),
+            merged.block_count,
+            used,
+            0,
+        )
+        for i in range(4)
+    ]
+    return Snapshot(SHAPE, tuple(groups))
+
+
+def test_parameters_come_back_when_that_makes_nobody_wait() -> None:
+    snapshot = pairs(BLOCKS // 4)
+    restored = {group.group_id: (BLOCKS, BLOCKS) for group in snapshot.groups}
+    calm = replace(LONG, queued_count=0, queued_tokens=0, recent_count=10, minute_count=60, minute_tokens=30_000)
+    assert compare_restore(snapshot, running(snapshot, 6), calm, PACE, restored).chosen.name == "give back 4"
+
+
+def test_parameters_stay_away_while_the_burst_goes_on() -> None:
+    snapshot = pairs(3 * BLOCKS // 2)
+    restored = {group.group_id: (BLOCKS, BLOCKS) for group in snapshot.groups}
+    found = compare_restore(snapshot, running(snapshot, 48), replace(LONG, queued_count=0), PACE, restored)
+    assert found.chosen.name == "stay"
+    assert found.chosen.loss < found.candidates[1].loss
+
+
 def test_a_target_that_is_met_is_not_bettered() -> None:
     snapshot = alone(EIGHT, BLOCKS - 5)
     load = running(snapshot, 24, 4)
@@ -151,7 +187,7 @@ def test_a_long_prompt_takes_its_time() -> None:
         waiting_tokens=20_000.0,
     )
     found = look_ahead(MACHINE, [kind(1, 1, 10 * BLOCKS, 0.0, 0.0)], future, 30.0)
-    alone_s = 20_000 / 2048 * token_s(MACHINE, 1, 0.0, 0.0, 2048.0, 10_000.0)
+    alone_s = 20_000 / 2048 * token_s(MACHINE.cost_of(1), 0.0, 0.0, 2048.0, 10_000.0)
     assert found.ttft_p99_s == pytest.approx(alone_s, rel=0.25)
 
 
