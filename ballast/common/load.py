@@ -42,7 +42,7 @@ class LoadReport:
     draining: bool
     memory: MemoryReport
     newest_epoch: int = 0  # of a transition that the instance has heard of; it takes part in no lower one
-    kept_block_count: int = 0  # of those that are free, so many are for no newcomer while anything runs
+    kept_block_count: int = 0  # free ones that are for no newcomer while anything runs
     prompt_token_count: int = 0  # of prompts here, in no batch yet; one that runs counts as a full batch at most
     max_prompt_token_count: int = 0  # from so many on nobody is let in; 0: however many
 

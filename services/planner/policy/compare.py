@@ -18,7 +18,7 @@ from services.planner.policy.split import Splitter, SplitTolerance
 
 LASTS_S = (2.0, 15.0, 60.0)  # the futures: so long the present rate may go on
 _UNSURE = 1.1  # how much better than doing less has to be what is done
-_STALL_S = 0.3  # of those that a drop moves
+_STALL_S = 0.3  # a drop keeps what it moves so long from running
 _LEAST_S, _MOST_S = 30.0, 120.0  # looked ahead: two stays of a request, within these
 _PRIOR_COUNT, _PRIOR_TOKENS = 2, 128  # answers that nobody has seen, lest the first one says all
 

@@ -120,7 +120,7 @@ class TransitionDriver:
         self.leaving: Leaving | None = None  # the group before, which dissolves
         self.quiescing = False  # no batches are formed
         self._learning = False  # a drop is prepared: checksums are taken of what is to be given up
-        self._early: list[RosterArrived] = []  # of those who have the commit of a restore before this worker
+        self._early: list[RosterArrived] = []  # rosters of peers that have the commit of a restore before this worker
 
     # ------------------------------------------------------------ what it is told
 
