@@ -121,13 +121,18 @@ def _check_model(message: pb.ModelInfo) -> None:
         raise InvalidRequest("model.layer_parameter_bytes", why)
 
 
+_ROUNDED_S = 1e-9  # a fit may be so far below zero
+
+
 def _check_pace(message: pb.Pace) -> None:
     cost = message.cost
     border.within("pace.layer_count", message.layer_count, 1, border.MAX_LAYERS)
     border.within("pace.max_batch_tokens", message.max_batch_tokens, 1, border.MAX_BYTES)
     terms = (cost.attention_s, cost.token_s, cost.chunk_s, cost.prefix_s, cost.many_s, cost.beyond_s, cost.shared_s)
-    if not all(0.0 <= seconds <= border.MAX_SECONDS for seconds in terms):
+    if not all(-_ROUNDED_S <= seconds <= border.MAX_SECONDS for seconds in terms):
         raise InvalidRequest("pace.cost", f"must be numbers of seconds, got {terms}")
+    if cost.shared_s > cost.chunk_s + _ROUNDED_S:
+        raise InvalidRequest("pace.cost.shared_s", f"must be at most chunk_s, {cost.chunk_s}, got {cost.shared_s}")
 
 
 def _check_traffic(message: pb.Traffic) -> None:

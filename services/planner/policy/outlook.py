@@ -23,6 +23,7 @@ _TAIL = 3  # so many horizons are looked at until all that came within the first
 # showed in the simulator and on two cores; between them and beyond them linearly.
 _BUBBLES = ((1, 0.0), (2, 0.05), (4, 0.17), (8, 0.22))
 _RESERVE = 0.05  # of the KV memory is kept by admission for what grows
+_LEAST_STEP_S = 1e-6  # whatever the costs are that somebody tells
 _NEARLY = 0.1  # of a request may be missing: flows have no last one
 
 
@@ -100,7 +101,7 @@ def token_s(cost: CostModel, decodes: float, context: float, chunk: float, prefi
     )
     if tokens > 1:
         seconds += cost.many_s
-    return seconds
+    return max(_LEAST_STEP_S, seconds)
 
 
 class _Flow:

@@ -1,0 +1,72 @@
+"""Whatever workers and dispatchers tell, the planner gets an answer out of a comparison."""
+
+import math
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ballast.common.cost import CostModel
+from ballast.common.ids import GroupId
+from ballast.common.traffic import Pace, Traffic
+from services.planner.policy.compare import Running, compare, compare_restore
+from services.planner.policy.drop import plan_of
+from services.planner.policy.snapshot import Snapshot
+from tests.support.drop_plans import model, singles
+
+_COUNTS = st.sampled_from([0, 1, 3, 100, 10_000, 2**62])
+_SECONDS = st.sampled_from([-1e-10, 0.0, 1e-9, 1e-4, 0.03, 1e9])
+
+
+@st.composite
+def _paces(draw: st.DrawFn) -> Pace:
+    attention_s, token_s, shared_s, more_s, prefix_s, many_s, beyond_s = (draw(_SECONDS) for _ in range(7))
+    cost = CostModel(attention_s, token_s, shared_s + max(0.0, more_s), shared_s, prefix_s, many_s, beyond_s)
+    return Pace(cost, draw(st.integers(1, 8)), draw(st.sampled_from([1, 512, 1 << 40])))
+
+
+@st.composite
+def _traffics(draw: st.DrawFn) -> Traffic:
+    counts = {
+        name: draw(_COUNTS)
+        for name in (
+            "queued_count",
+            "queued_tokens",
+            "recent_count",
+            "minute_count",
+            "minute_tokens",
+            "ended_count",
+            "ended_tokens",
+        )
+    }
+    rate = st.sampled_from([0.0, 0.5, 40.0, 1e9])
+    return Traffic(**counts, calm_per_s=draw(rate), known_s=draw(st.sampled_from([0.0, 1e-6, 20.0, 300.0])))
+
+
+@st.composite
+def _loaded(draw: st.DrawFn) -> tuple[Snapshot, Running]:
+    count = draw(st.integers(1, 5))
+    snapshot = singles(count, model(8), used=[draw(st.sampled_from([0, 1, 99, 100, 10**9])) for _ in range(count)])
+    names = [group.group_id for group in snapshot.groups]
+    running = Running(
+        counts={name: draw(_COUNTS) for name in names},
+        max_running_count=draw(st.sampled_from([1, 256, 2**31])),
+        waiting_count=draw(_COUNTS),
+        uncomputed_tokens={name: draw(_COUNTS) for name in names},
+    )
+    return snapshot, running
+
+
+@settings(max_examples=60, deadline=None)
+@given(_loaded(), _traffics(), _paces())
+def test_there_is_always_an_answer(loaded: tuple[Snapshot, Running], traffic: Traffic, pace: Pace) -> None:
+    snapshot, running = loaded
+    found = compare(snapshot, running, traffic, pace)
+    assert found.chosen in found.candidates
+    assert found.candidates[0].merges == ()
+    assert not any(math.isnan(one.loss) for one in found.candidates)
+    assert len(found.lines()) == len(found.candidates)
+    plan = plan_of(snapshot, found.chosen.merges, 1)
+    assert len(plan.groups) == len(found.chosen.merges)
+    restored = {GroupId(group.group_id): (5,) for group in snapshot.groups[:1]}
+    back = compare_restore(snapshot, running, traffic, pace, restored)
+    assert back.chosen in back.candidates

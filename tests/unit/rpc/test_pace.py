@@ -1,0 +1,40 @@
+"""What workers say of the costs of their steps goes into plans: only numbers that can be costs are let in."""
+
+import pytest
+
+from ballast.common.cost import CostModel
+from ballast.common.errors import InvalidRequest
+from ballast.common.traffic import Pace, Traffic
+from ballast.rpc import codec
+
+COST = CostModel(attention_s=1e-9, token_s=1e-5, chunk_s=2e-3, shared_s=1e-3, prefix_s=1e-8, many_s=0.0, beyond_s=1e-6)
+
+
+def test_a_pace_travels() -> None:
+    pace = Pace(COST, 24, 2048)
+    assert codec.PACE.record(codec.PACE.message(pace)) == pace
+
+
+@pytest.mark.parametrize("seconds", [float("nan"), float("inf"), -1e-3])
+@pytest.mark.parametrize("field", ["attention_s", "token_s", "chunk_s", "shared_s", "prefix_s", "many_s", "beyond_s"])
+def test_what_is_no_time_is_refused(field: str, seconds: float) -> None:
+    message = codec.PACE.message(Pace(COST, 24, 2048))
+    setattr(message.cost, field, seconds)
+    with pytest.raises(InvalidRequest, match="pace"):
+        codec.PACE.record(message)
+
+
+def test_nobody_saves_more_than_a_sequence_costs() -> None:
+    message = codec.PACE.message(Pace(COST, 24, 2048))
+    message.cost.shared_s = 5e-3
+    with pytest.raises(InvalidRequest, match="shared_s"):
+        codec.PACE.record(message)
+
+
+@pytest.mark.parametrize("field", ["queued_count", "minute_tokens", "ended_tokens"])
+def test_counts_of_traffic_are_not_negative(field: str) -> None:
+    message = codec.TRAFFIC.message(Traffic(known_s=3.0))
+    assert codec.TRAFFIC.record(message) == Traffic(known_s=3.0)
+    setattr(message, field, -1)
+    with pytest.raises(InvalidRequest, match="traffic"):
+        codec.TRAFFIC.record(message)
