@@ -5,6 +5,7 @@ from dataclasses import astuple, dataclass
 
 from ballast.common.cost import CostModel
 
+_MOST = 1 << 50  # of any number that somebody writes: thousands of them add up to less than an int64
 RECENT_S, MINUTE_S, WINDOW_S = 10.0, 60.0, 300.0
 
 
@@ -40,8 +41,8 @@ def read_traffic(text: str) -> Traffic:
     queued, queued_tokens, recent, minute, minute_tokens, calm, ended, ended_tokens, known = text.split(" ")
     counts = [int(value) for value in (queued, queued_tokens, recent, minute, minute_tokens, ended, ended_tokens)]
     rates = [float(value) for value in (calm, known)]
-    if min(counts) < 0 or not all(0.0 <= value < 1e9 for value in rates):
-        raise ValueError(f"counts and rates are not negative: {text}")
+    if not all(0 <= value <= _MOST for value in (*counts, *rates)):
+        raise ValueError(f"no counts and rates: {text}")
     return Traffic(
         queued_count=counts[0],
         queued_tokens=counts[1],
