@@ -114,7 +114,7 @@ class _Judge:
     def judge(self, name: str, kinds: Sequence[Kind], merges: tuple[tuple[GroupId, ...], ...]) -> Judged:
         predicted = [look_ahead(self._machine, kinds, future, self._horizon_s) for future in self._futures]
         losses = [_loss(one, self._ttft_s, self._tpot_s) for one in predicted]
-        loss = sum(losses[1:], losses[0]) / len(losses)
+        loss = math.fsum(losses) / len(losses)
         return Judged(name, merges, predicted[len(predicted) // 2], loss if math.isfinite(loss) else math.inf)
 
 
