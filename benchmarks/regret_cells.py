@@ -225,7 +225,7 @@ def decisions(world: World) -> Generator[list[Decision]]:
 
 
 def foretold(run: SimRun, at_s: float, compared: Comparison) -> Mapping[str, Any]:
-    """What was predicted of the candidate that was taken, and how long those waited whom it was about."""
+    """The prediction of the candidate that was taken, and how long the requests waited that it was about."""
     about = [
         r.token_times_s[0] - r.arrival_s
         for r in run.records

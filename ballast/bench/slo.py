@@ -36,4 +36,4 @@ class Slo:
         return f"{100 * self.share:.4g} % of the requests get their first token within {duration(self.ttft_s)}{tokens}"
 
 
-LENIENT = Slo(ttft_s=2.0, share=0.9)  # where nobody has named one
+LENIENT = Slo(ttft_s=2.0, share=0.9)  # where no other goal is given

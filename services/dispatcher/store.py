@@ -8,8 +8,8 @@ Keys, all under `ballast:`
                             expires 45 s later than that: until then nobody but its client takes a claim with a secret
   dispatchers:taken:<id>/<incarnation>
                             channel; "<serial> <request id>": another one goes on with that request of this life
-  backlogs                  hash dispatcher id -> "<serial> <requests> <tokens>"; the monitor counts it as demand for as
-                            long as the serial goes on changing (services.monitor.store)
+  backlogs                  hash dispatcher id -> "<serial> <what waits and has come lately>" (ballast.common.traffic);
+                            the monitor counts it for as long as the serial goes on changing (services.monitor.store)
   request:<request id>      "<attempt> <hash of its secret, or -> <dispatcher id>/<incarnation>/<serial>", expires: who
                             serves a request whose id the client chose, for which of its requests that was claimed, and
                             who may go on with it elsewhere. At most 350 bytes, one for each request that is served.

@@ -3,7 +3,7 @@
 registry:<worker id>   hash, one per instance, gone when it is not renewed. For status tools and the next active
                        monitor; nothing is decided by it while a monitor is active
 layout                 read here, written by the planner (services.planner.store)
-backlogs               hash dispatcher id -> "<serial> <requests> <tokens>", written by the dispatchers
+backlogs               hash dispatcher id -> "<serial> <numbers of ballast.common.traffic>", written by the dispatchers
                        (services.dispatcher.store); words of dispatchers that died are deleted here
 """
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import NamedTuple, Protocol
 
@@ -13,6 +14,7 @@ ANY_GPU = "cuda:auto"
 _TTL_S = 15.0
 _RENEW_S = 5.0
 _RETRY_S = 0.5
+_ANSWER_WITHIN_S = 60.0  # of the state server, before the worker ends and is started again
 
 
 class Gpu(NamedTuple):
@@ -38,6 +40,7 @@ async def claimed_device(
 
     Raises:
         ConfigError: there is no GPU, or others have them all.
+        Unavailable: the state server has not answered for a minute.
     """
     if wanted != ANY_GPU:
         yield wanted
@@ -59,12 +62,15 @@ async def claimed_device(
 
 
 async def _first_free(there: Sequence[Gpu], leases: Leases, worker_id: WorkerId) -> Gpu | None:
+    give_up_at_s = time.monotonic() + _ANSWER_WITHIN_S
     for gpu in there:
         while True:
             try:
                 got = await leases.acquire_lease(_lease(gpu), worker_id, _TTL_S, "")
                 break
             except Unavailable as error:
+                if time.monotonic() >= give_up_at_s:
+                    raise
                 get_logger().warning("state server does not answer: no GPU can be claimed", why=error.why)
                 await asyncio.sleep(_RETRY_S)
         if got is not None:

@@ -385,7 +385,7 @@ async def test_it_gives_way_at_once_when_a_member_lacks_memory(
         await until(lambda: dissolves(cluster, "w0"))
         home = cluster.workers["w0"].engine.memory.home_block_count
         more = await ask(cluster, [WISHES[0]] * (home // 5 + 2))
-        await until(lambda: cluster.workers["w0"].core.lane.scheduler.lacks_blocks)
+        await until(lambda: cluster.workers["w0"].core.lane.lacks_blocks)
         await cluster.done(members, target.epoch)
         assert any("moved to" in answer.story for answer in answers), "they had time to end there"
         await withdraw(cluster, more)

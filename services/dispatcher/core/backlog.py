@@ -92,7 +92,7 @@ class Tracked:
 
 
 class Order(StrEnum):
-    """Who goes first, of requests of one class that wait. What was being served elsewhere always does."""
+    """Which goes first of the requests of one class that wait. What was being served elsewhere always does."""
 
     FIRST_COME = "first-come"
     SHORTEST_FIRST = "shortest-first"  # the fewest tokens to compute: low waits on average, and long prompts may starve

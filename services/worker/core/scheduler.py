@@ -84,11 +84,6 @@ class Scheduler:
         return self.block_count - self.lent_block_count - self.expected_block_count - self.reserved_block_count
 
     @property
-    def lacks_blocks(self) -> bool:
-        """Requests wait that memory has no room for."""
-        return self.waiting_block_count > max(0, self.free_block_count - self.kept_block_count)
-
-    @property
     def kept_block_count(self) -> int:
         """Of the free blocks those that no newcomer gets while anything runs."""
         limited = self._limited_block_count

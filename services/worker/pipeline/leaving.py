@@ -70,7 +70,7 @@ class Leaving:
         if not self.role.leads or self.closed:
             return False
         lane, now_s = self._ground.lane, self._ground.now()
-        if now_s >= self._pressed_at_s and self._ground.core.lane.scheduler.lacks_blocks:
+        if now_s >= self._pressed_at_s and self._ground.core.lane.lacks_blocks:
             self._ends_at_s = min(self._ends_at_s, now_s)
         self._send_away(lane.may_leave(running=False), now_s)
         self._progress.victims_waiting = len(lane.sequences)

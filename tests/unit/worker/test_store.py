@@ -51,6 +51,16 @@ async def test_a_gpu_is_given_back_at_the_end_also_of_a_failed_load() -> None:
     assert leases.holders == {}
 
 
+async def test_a_state_server_that_never_answers_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("services.worker.store._ANSWER_WITHIN_S", 0.0)
+    leases = Leases()
+    leases.silent = 1_000
+    with pytest.raises(Unavailable, match="no answer"):
+        async with claimed_device("cuda:auto", lambda: GPUS, leases, WorkerId("w0")):
+            pass
+    assert leases.silent == 999
+
+
 async def test_a_named_device_is_claimed_from_nobody() -> None:
     for device in ("cpu", "cuda", "cuda:3"):
         async with claimed_device(device, list, Leases(), WorkerId("w0")) as given:

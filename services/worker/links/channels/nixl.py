@@ -235,6 +235,8 @@ class Reads:
             if slot >= _SLOTS or size > self._slot_bytes or (kind == _Kind.FREED and slot not in self._offered):
                 raise ChannelBroken(f"the peer speaks of slot {slot} with {size} bytes")
             if kind == _Kind.OFFERED:
+                if len(self._offers) == _SLOTS:
+                    raise ChannelBroken(f"the peer offers more than its {_SLOTS} slots")
                 self._offers.append((slot, size))
             else:
                 self._free_out.append(slot)

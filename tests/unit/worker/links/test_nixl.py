@@ -4,6 +4,8 @@ it is installed.
 
 import ctypes
 import importlib.util
+import socket
+import struct
 import time
 from collections.abc import Iterator
 from threading import Thread
@@ -12,7 +14,7 @@ import pytest
 import torch
 
 from ballast.common.errors import ConfigError, Unavailable
-from services.worker.links.channels.nixl import NixlTransport, Reading
+from services.worker.links.channels.nixl import SLAB_BYTES, NixlTransport, Reading, Reads
 from services.worker.links.config import TransportConfig
 from services.worker.links.connection import Link
 from services.worker.links.copies import HOST, HostCopies
@@ -137,6 +139,19 @@ def test_what_is_cut_off_is_not_touched_any_more(ends: Ends) -> None:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("nixl") is not None, reason="nixl is installed")
+def test_a_peer_that_offers_more_slots_than_it_has_ends_the_link() -> None:
+    ours, theirs = socket.socketpair()
+    slab = torch.zeros(SLAB_BYTES, dtype=torch.uint8)
+    reads = Reads(ours, FakeAgent(slab, []), slab, bytes(16), HostCopies(), "test")
+    posted = reads.send(torch.zeros(1, dtype=torch.uint8))
+    theirs.sendall(struct.pack("<BBQ", 1, 0, 4 * KB) * 5)  # and nothing is posted that they could be for
+    with pytest.raises(ChannelBroken, match="offers more than its 4 slots"):
+        reads.wait(posted, 10.0)
+    reads.abort()
+    reads.destroy()
+    theirs.close()
+
+
 def test_without_the_package_it_is_said_what_to_install() -> None:
     with pytest.raises(ConfigError, match="nixl is not installed"):
         open_plane("w1", Recorder(), TransportConfig(), "127.0.0.1", "nixl")
