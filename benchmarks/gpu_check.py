@@ -71,13 +71,15 @@ def command(part: Part, *extra: str) -> list[str]:
 
 
 def prove(part: Part) -> Verdict:
+    print(f"{part.name}: {part.proves} ...", flush=True)
     began_s = time.monotonic()
     done = subprocess.run(command(part), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
-    lines = done.stdout.strip().splitlines()
+    said = (done.stdout.strip().splitlines() or ["nothing"])[-1]
     if done.returncode:
         print(done.stdout)
-    passed = done.returncode == 0 and "passed" in lines[-1] and "skipped" not in lines[-1]
-    return Verdict(part, passed, time.monotonic() - began_s, lines[-1] if lines else "nothing")
+    passed = done.returncode == 0 and "passed" in said and "skipped" not in said
+    print(f"  {'proven' if passed else 'FAILED'} after {time.monotonic() - began_s:.0f} s", flush=True)
+    return Verdict(part, passed, time.monotonic() - began_s, said)
 
 
 # ------------------------------------------------------------ what things cost
@@ -174,6 +176,7 @@ def main() -> int:
         f"- torch {torch.__version__}, triton {version('triton')}, cuda-bindings {version('cuda-bindings')},"
         f" Python {platform.python_version()}",
     ]
+    print("cost of memory calls and copies ...", flush=True)
     costs, rates = list(memory_calls(BindingsDriver.open(0))), list(copies(torch.device("cuda", 0)))
     verdicts = [prove(part) for part in PARTS if arguments.only is None or part.name in arguments.only]
     text = page(header, verdicts, costs, rates)
