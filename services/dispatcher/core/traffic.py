@@ -51,7 +51,7 @@ class TrafficCounter:
         """What has been counted until now; the rest of the record is what waits here."""
         newest = int(at_s // _BIN_S)
         known_s = 0.0 if self._since_s is None else min(WINDOW_S, at_s - self._since_s)
-        spans = [0] * max(1, int(known_s / RECENT_S))
+        spans = [0] * int(max(MINUTE_S, known_s) / RECENT_S)  # before the first request there was none
         recent = minute = minute_tokens = ended = ended_tokens = 0
         for one in self._bins:
             age = newest - one.index

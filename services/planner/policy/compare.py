@@ -137,20 +137,30 @@ def _futures(snapshot: Snapshot, running: Running, traffic: Traffic) -> list[Fut
         prompt = (traffic.queued_tokens + queued) / waiting
     used = sum(group.used_block_count for group in snapshot.groups) * block_tokens
     running_count = sum(running.counts.values())
-    made_so_far = max(0.0, used - running_count * prompt)  # tokens of answers that have not ended: they count too
-    answers = traffic.ended_tokens + made_so_far + _PRIOR_TOKENS
+    answer_tokens = _answer_tokens(traffic, running_count, max(0.0, used - running_count * prompt))
     return [
         Future(
             rate_per_s=rate_per_s,
             lasts_s=lasts_s,
             calm_per_s=min(traffic.calm_per_s, rate_per_s),
             prompt_tokens=max(1.0, prompt),
-            answer_tokens=max(1.0, answers / (traffic.ended_count + _PRIOR_COUNT)),
+            answer_tokens=answer_tokens,
             waiting_count=float(waiting),
             waiting_tokens=float(traffic.queued_tokens + queued),
         )
         for lasts_s in LASTS_S
     ]
+
+
+def _answer_tokens(traffic: Traffic, running_count: int, made_tokens: float) -> float:
+    """Tokens of an answer. `made_tokens`: of those that run; they count too, else only short answers would.
+
+    All tokens over all endings, as if each token might be the last with the same probability. Where hardly any answer
+    has ended that says nothing: then those that run are half through, and it is at most twice what follows from that.
+    """
+    ended_count, tokens = traffic.ended_count + _PRIOR_COUNT, traffic.ended_tokens + made_tokens + _PRIOR_TOKENS
+    half_through = (tokens + made_tokens) / (ended_count + running_count)
+    return max(1.0, min(tokens / ended_count, 2 * half_through))
 
 
 def _calm_token_s(machine: Machine, kinds: Sequence[Kind], future: Future) -> float:

@@ -28,6 +28,12 @@ def test_a_burst_does_not_change_what_is_calm() -> None:
     assert found.calm_per_s == 1.0
 
 
+def test_a_cluster_that_has_just_started_was_calm_before() -> None:
+    found = counted([i / 20 for i in range(240)], 12.0)
+    assert found.recent_count > 150
+    assert found.calm_per_s == 0.0
+
+
 def test_what_is_long_ago_is_forgotten() -> None:
     counter = TrafficCounter()
     counter.arrived(0.0, 10)

@@ -83,6 +83,17 @@ def test_where_memory_is_short_groups_are_merged() -> None:
     assert found.chosen.prediction.ttft_p99_s < nothing.prediction.ttft_p99_s / 2
 
 
+def test_the_first_burst_that_a_cluster_sees_is_no_reason_to_despair() -> None:
+    """No answer has ended yet: that does not make them endless, or all would be lost and nothing worth it."""
+    snapshot = alone(EIGHT, BLOCKS - 5, waiting=20)
+    first = Traffic(
+        queued_count=200, queued_tokens=135_000, recent_count=300, minute_count=350, calm_per_s=20.0, known_s=12.0
+    )
+    found = compare(snapshot, running(snapshot, 50, 2), replace(first, minute_tokens=236_000), PACE)
+    assert len(found.chosen.merges) >= 2
+    assert found.chosen.prediction.ttft_p99_s < 60.0
+
+
 def test_where_prompts_fill_the_steps_nothing_is() -> None:
     snapshot = alone(EIGHT, BLOCKS // 2)
     found = compare(snapshot, running(snapshot, 10), CODE, PACE)

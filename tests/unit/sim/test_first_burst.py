@@ -1,0 +1,32 @@
+"""The first thing that anybody sees of Ballast: a burst on a cluster that has served nobody before."""
+
+from ballast.bench.traces import Trace, TraceRequest
+from sim.hardware import find_cluster, find_model
+from sim.jobs.simulation import SimJob, specs_of, world_of
+from sim.results import SimRun
+
+COUNT, WITHIN_S = 353, 12.0  # what the dashboard's button sends to four A100 with 40 GB
+
+
+def run(policy: str) -> SimRun:
+    requests = tuple(TraceRequest(WITHIN_S * i / COUNT, 675, 451) for i in range(COUNT))
+    job = SimJob(
+        trace=Trace(source="burst", format="made", requests=requests),
+        model=find_model("Qwen2.5-14B"),
+        cluster=find_cluster("4xA100-40G"),
+        policies=(policy,),
+    )
+    ((_, rules),) = specs_of(job)
+    return world_of(job, rules).run()
+
+
+def p99_ttft_s(run: SimRun) -> float:
+    waits = sorted(record.token_times_s[0] - record.arrival_s for record in run.records)
+    return waits[int(0.99 * len(waits))]
+
+
+def test_parameters_are_dropped_in_it_although_no_answer_has_ended_yet() -> None:
+    ours, plain = run("drop"), run("recompute")
+    assert [record.journal.kind.value for record in ours.transitions][:1] == ["drop"]
+    assert p99_ttft_s(ours) < p99_ttft_s(plain) / 4
+    assert p99_ttft_s(ours) < 3.0
