@@ -367,27 +367,3 @@ async def test_a_member_with_room_for_one_extent_at_home_is_restored(model_dir: 
         assert are_at_home(cluster)
         await are_exact(cluster, answers, expected)
         await cluster.quiet()
-
-
-async def test_it_gives_way_at_once_when_a_member_lacks_memory(
-    model_dir: Path, expected: list[Expected], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The next drop cannot begin before its end."""
-    monkeypatch.setattr(PATIENCE, 60.0)
-    monkeypatch.setattr("services.worker.pipeline.leaving.LEAVES_PRESSED_S", 0.05)
-    async with running_group(model_dir, NAMES, replace(ROOMY, step_s=0.01)) as cluster:
-        await cluster.change(TransitionKind.DROP, layout(2, PAIR, LAYERS))
-        answers = await ask(cluster, WISHES[:2])
-        await tokens_flow(answers)
-        target = alone(3, NAMES, LAYERS)
-        members = await cluster.prepare(TransitionKind.RESTORE, target)
-        cluster.commit(members, target)
-        await until(lambda: dissolves(cluster, "w0"))
-        home = cluster.workers["w0"].engine.memory.home_block_count
-        more = await ask(cluster, [WISHES[0]] * (home // 5 + 2))
-        await until(lambda: cluster.workers["w0"].core.lane.lacks_blocks)
-        await cluster.done(members, target.epoch)
-        assert any("moved to" in answer.story for answer in answers), "they had time to end there"
-        await withdraw(cluster, more)
-        await are_exact(cluster, answers, expected[:2])
-        await cluster.quiet()

@@ -59,8 +59,9 @@ from services.planner.core.wishes import Denied, DropWish, Granted, Planning, Re
 _STAGES = tuple(Stage)
 _KEPT_RECORDS = 32
 _KEPT_REQUESTS = 1000
-# After an overload for which no drop was worth it the planner looks again, until the monitor may raise the next one.
-_LOOK_AGAIN_S, _LOOK_FOR_S = 0.5, 2.6
+# After an overload for which no drop was worth it the planner looks again, until the monitor may raise the next one, and
+# less often the more instances there are, as each look takes longer.
+_LOOK_AGAIN_S, _LOOK_AGAIN_S_EACH, _LOOK_FOR_S = 0.1, 1e-4, 2.6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -241,7 +242,7 @@ class Conductor:
             return []
         granted = decide(wish, ground.layout, ground.model, load, ground.epoch, self.rules.planning)
         if isinstance(granted, Denied):
-            return self._put_off(wish, granted, at_s)
+            return self._put_off(wish, granted, ground.layout, at_s)
         self._wish = self._load = None
         told: list[Command] = []
         if granted.shortfall_bytes:
@@ -251,13 +252,14 @@ class Conductor:
             self._requests[wish.request_id].lines = granted.lines
         return told + self._start(granted, ground, at_s, wish)
 
-    def _put_off(self, wish: Wish, denied: Denied, at_s: float) -> list[Command]:
+    def _put_off(self, wish: Wish, denied: Denied, layout: Layout, at_s: float) -> list[Command]:
         """Said once for each overload, however often it is looked at."""
         told = self._deny(ChangeRefusal.NOT_POSSIBLE, denied)
         if not denied.for_now:
             return told
-        if at_s + _LOOK_AGAIN_S < self._again_until_s:
-            self._again_at_s = at_s + _LOOK_AGAIN_S
+        again_at_s = at_s + _LOOK_AGAIN_S + _LOOK_AGAIN_S_EACH * len(layout.groups)
+        if again_at_s < self._again_until_s:
+            self._again_at_s = again_at_s
         return [] if isinstance(wish, DropWish) and wish.again else told
 
     def begin_completion(self, ground: Ground, at_s: float, cause_id: str) -> list[Command]:

@@ -165,12 +165,6 @@ class Lane:
         return self.scheduler.free_block_count
 
     @property
-    def lacks_blocks(self) -> bool:
-        """Requests wait that memory has no room for."""
-        scheduler = self.scheduler
-        return scheduler.waiting_block_count > max(0, scheduler.free_block_count - scheduler.kept_block_count)
-
-    @property
     def longest_token_count(self) -> int:
         """Tokens of the longest sequence that runs, waits or is suspended."""
         return self.scheduler.longest_token_count

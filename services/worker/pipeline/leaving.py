@@ -26,7 +26,7 @@ from services.worker.pipeline.handover import Handover
 from services.worker.pipeline.stage_runner import StageRunner
 from services.worker.pipeline.status import Progress
 from services.worker.pipeline.wire import Topic, room_to_bytes
-from services.worker.policy.leaving import LEAVES_PRESSED_S, LEAVES_WITHIN_S, tightened
+from services.worker.policy.leaving import LEAVES_WITHIN_S, tightened
 from services.worker.policy.placement import MemberView, PlacementView, place
 
 
@@ -57,7 +57,6 @@ class Leaving:
         self.own_victims: tuple[Victim, ...] = ()  # leader, at its end: what stays here, with its KV
         self._first_blocks = self._limit = ground.book.block_count
         self._ends_at_s = ground.now() + LEAVES_WITHIN_S
-        self._pressed_at_s = ground.now() + LEAVES_PRESSED_S
 
     @property
     def wakes_at_s(self) -> float | None:
@@ -70,8 +69,6 @@ class Leaving:
         if not self.role.leads or self.closed:
             return False
         lane, now_s = self._ground.lane, self._ground.now()
-        if now_s >= self._pressed_at_s and self._ground.core.lane.lacks_blocks:
-            self._ends_at_s = min(self._ends_at_s, now_s)
         self._send_away(lane.may_leave(running=False), now_s)
         self._progress.victims_waiting = len(lane.sequences)
         if lane.sequences and now_s < self._ends_at_s:

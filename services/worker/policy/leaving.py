@@ -1,9 +1,6 @@
 """How a group that dissolves gives its memory to the members' own sequences, and when what is left in it goes."""
 
-LEAVES_WITHIN_S = 10.0  # from the commit on; what then still runs in the group goes to a member with its KV,
-LEAVES_PRESSED_S = (
-    1.0  # or after so long, if the members' own requests wait for memory: the next drop waits for its end
-)
+LEAVES_WITHIN_S = 10.0  # from the commit on; what then still runs in the group goes to a member with its KV
 _STEPS = 8  # in which the group gives up its blocks: each makes every stage move some
 _AHEAD_TOKENS = 256  # kept for each sequence that runs, to grow into: one that finds no room is computed anew
 

@@ -22,7 +22,7 @@ def test_an_overload_in_which_nothing_would_be_better_is_looked_at_again() -> No
     assert isinstance(nothing, NothingDone)
     assert "nothing: P99 TTFT" in nothing.why
     assert planner.journal == []
-    planner.wait(0.3)
+    planner.wait(0.05)
     assert not planner.told(ReadLoads)
     planner.load = replace(LOAD, used_block_count=32, running_count=8)
     planner.traffic = replace(SHORT, ended_tokens=5000)
@@ -40,7 +40,7 @@ def test_an_overload_is_not_looked_at_for_ever() -> None:
     planner.tell(OverloadRaised(planner.now_s, "o1", EXTENT))
     planner.wait(60.0)
     assert len([c for c in planner.said if isinstance(c, NothingDone)]) == 1
-    assert 4 <= len([c for c in planner.said if isinstance(c, ReadLoads)]) <= 6
+    assert 20 <= len([c for c in planner.said if isinstance(c, ReadLoads)]) <= 28
 
 
 def test_without_comparing_what_lacks_is_dropped() -> None:
