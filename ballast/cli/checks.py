@@ -162,8 +162,11 @@ def gpu_in_torch() -> Finding:
     cuda, available, count = done.stdout.split()[-3:]
     if available == "True":
         return _ok("GPU in torch", f"{count} device(s), CUDA {cuda}")
-    if cuda == "none" and shutil.which("nvidia-smi") is not None:
-        return _warn("GPU in torch", "this is the CPU build", "install a CUDA build of torch to use the GPU")
+    if shutil.which("nvidia-smi") is not None:
+        if cuda == "none":
+            return _warn("GPU in torch", "this is the CPU build", "install a CUDA build of torch to use the GPU")
+        remedy = "install a newer driver, or torch for an older CUDA; in a container: reserve devices for it"
+        return _warn("GPU in torch", f"no device, though torch is built for CUDA {cuda}", remedy)
     return _ok("GPU in torch", "no device: workers run on the CPU")
 
 
@@ -178,7 +181,30 @@ def kernel_compiler() -> Finding:
     header = Path(sysconfig.get_path("include")) / "Python.h"
     if not header.is_file():
         return _fail("kernels for GPUs", f"{header} is not there: the first step fails", "install python3-dev")
-    return _ok("kernels for GPUs", f"triton {triton}, {found}")
+    cache = Path(os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton/cache")
+    why = _why_no_code_runs_from(cache)
+    if why is not None:
+        return _fail("kernels for GPUs", f"{cache} {why}: the first step fails", "set TRITON_CACHE_DIR to another")
+    return _ok("kernels for GPUs", f"triton {triton}, {found}, kept in {cache}")
+
+
+def _why_no_code_runs_from(folder: Path) -> str | None:
+    """None: it can be written to, or made, and what is in it can be executed."""
+    there = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    if not os.access(there, os.W_OK | os.X_OK):
+        return "cannot be written to"
+    return "is mounted noexec" if os.statvfs(there).f_flag & getattr(os, "ST_NOEXEC", 0) else None
+
+
+def container_toolkit() -> Finding:
+    """Whether containers of this machine can be given its GPUs."""
+    subject = "GPUs in containers"
+    if shutil.which("docker") is None or shutil.which("nvidia-smi") is None:
+        return _ok(subject, "not looked at: there is no Docker here" if shutil.which("docker") is None else "no GPU")
+    if shutil.which("nvidia-container-runtime") is None and shutil.which("nvidia-ctk") is None:
+        remedy = "install NVIDIA's container toolkit, then `nvidia-ctk runtime configure` and restart Docker"
+        return _warn(subject, "Docker cannot reserve them", remedy)
+    return _ok(subject, "NVIDIA's container toolkit is there")
 
 
 def state_server() -> Finding:

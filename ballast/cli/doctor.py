@@ -41,6 +41,7 @@ def run(args: argparse.Namespace) -> int:
         checks.gpu_driver(),
         checks.gpu_in_torch(),
         checks.kernel_compiler(),
+        checks.container_toolkit(),
         checks.state_server(),
         checks.ports(args.port, args.dispatchers),
         checks.cores(args.workers),

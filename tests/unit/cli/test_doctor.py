@@ -1,7 +1,10 @@
 import importlib.util
+import os
 import socket
+import subprocess
 from io import StringIO
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -97,14 +100,53 @@ def test_remedies_stand_under_their_finding() -> None:
     ]
 
 
-def test_a_gpu_worker_needs_a_compiler_for_what_launches_its_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    there = {"nvidia-smi": "/usr/bin/nvidia-smi"}
-    monkeypatch.delenv("CC", raising=False)
-    monkeypatch.setattr(checks.shutil, "which", there.get)
+@pytest.fixture
+def there(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """What is installed on a machine with a GPU, by name of the program."""
+    found = {"nvidia-smi": "/usr/bin/nvidia-smi"}
+    monkeypatch.setattr(checks.shutil, "which", found.get)
     monkeypatch.setattr(checks, "installed_version", lambda name: "3.7.1")  # pyright: ignore[reportUnknownLambdaType]
+    return found
+
+
+def test_a_gpu_worker_needs_a_compiler_and_a_folder_for_what_launches_its_kernels(
+    there: dict[str, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(checks.sysconfig, "get_path", lambda name: str(tmp_path))  # pyright: ignore[reportUnknownLambdaType]
     finding = checks.kernel_compiler()
     assert (finding.verdict, "install gcc" in finding.remedy) == (Verdict.FAIL, True)
     there["gcc"] = there["/usr/bin/gcc"] = "/usr/bin/gcc"
-    assert "/usr/bin/gcc" in checks.kernel_compiler().text or "Python.h" in checks.kernel_compiler().text
+    assert "Python.h is not there" in checks.kernel_compiler().text
+    (tmp_path / "Python.h").touch()
+    finding = checks.kernel_compiler()
+    assert (finding.verdict, "/usr/bin/gcc" in finding.text, str(tmp_path) in finding.text) == (Verdict.OK, True, True)
+    monkeypatch.setattr(checks.os, "statvfs", lambda path: SimpleNamespace(f_flag=os.ST_NOEXEC))  # pyright: ignore[reportUnknownLambdaType]
+    finding = checks.kernel_compiler()
+    assert (finding.verdict, "noexec" in finding.text) == (Verdict.FAIL, True)
+    monkeypatch.setenv("TRITON_CACHE_DIR", "/proc/cache")
+    monkeypatch.setattr(checks.os, "access", lambda path, mode: False)  # pyright: ignore[reportUnknownLambdaType]
+    assert "cannot be written to" in checks.kernel_compiler().text
     del there["nvidia-smi"]
     assert checks.kernel_compiler().verdict is Verdict.OK
+
+
+def test_a_torch_that_sees_no_gpu_beside_a_driver_is_told(
+    there: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for said, wanted in (("none False 0", "the CPU build"), ("13.0 False 0", "built for CUDA 13.0")):
+        done = subprocess.CompletedProcess(["python"], 0, stdout=f"{said}\n", stderr="")
+        monkeypatch.setattr(checks.subprocess, "run", lambda *_, done=done, **__: done)  # pyright: ignore[reportUnknownLambdaType]
+        finding = checks.gpu_in_torch()
+        assert (finding.verdict, wanted in finding.text) == (Verdict.WARN, True)
+    there.clear()
+    assert checks.gpu_in_torch().verdict is Verdict.OK
+
+
+def test_containers_need_a_toolkit_to_be_given_gpus(there: dict[str, str]) -> None:
+    assert checks.container_toolkit().verdict is Verdict.OK
+    there["docker"] = "/usr/bin/docker"
+    assert "container toolkit" in checks.container_toolkit().remedy
+    there["nvidia-ctk"] = "/usr/bin/nvidia-ctk"
+    assert checks.container_toolkit().verdict is Verdict.OK

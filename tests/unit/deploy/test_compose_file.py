@@ -1,14 +1,19 @@
+import importlib.resources
+import json
 import re
 from pathlib import Path
 
+import jsonschema
 import pytest
 import yaml
 
 from ballast.common.errors import ConfigError
 from deploy.compose_file import COMPLETED, HEALTHY, Placement, ServiceSpec, read_compose, start_order
+from services.worker.config import WorkerSettings
 
 ROOT = Path(__file__).resolve().parents[3]
 OURS = read_compose(ROOT / "docker-compose.yml", {})
+SCHEMA = importlib.resources.files("check_jsonschema") / "builtin_schemas/vendor/compose-spec.json"
 SCALABLE = ("dispatcher", "worker", "monitor", "planner")
 
 
@@ -79,6 +84,40 @@ def test_every_build_target_of_ours_exists() -> None:
     targets = {spec.raw["build"]["target"] for spec in OURS.values() if "build" in spec.raw}
     assert targets == {"control", "worker"}
     assert targets <= set(stages)
+
+
+class Overlay(yaml.SafeLoader):
+    """Reads a file that is laid over another: what `!reset` names is taken out of it."""
+
+
+Overlay.add_constructor("!reset", lambda loader, node: None)
+
+
+def test_our_files_are_what_compose_takes() -> None:
+    validator = jsonschema.Draft202012Validator(json.loads(SCHEMA.read_text()))
+    for name in ("docker-compose.yml", "deploy/compose.gpu.yml"):
+        content = yaml.load((ROOT / name).read_text(), Overlay)
+        assert [error.message for error in validator.iter_errors(content)] == []
+    content["services"]["worker"]["deploy"]["resources"]["reservations"]["devices"][0].pop("capabilities")
+    assert "'capabilities' is a required property" in [error.message for error in validator.iter_errors(content)]
+
+
+def test_workers_on_gpus_claim_one_each_and_take_a_share_of_its_memory(tmp_path: Path) -> None:
+    [(name, over)] = yaml.load((ROOT / "deploy/compose.gpu.yml").read_text(), Overlay)["services"].items()
+    stages = re.findall(r"^FROM \S+ AS (\S+)$", (ROOT / "deploy/docker/Dockerfile").read_text(), re.MULTILINE)
+    assert (name, over["build"]["target"] in stages) == ("worker", True)
+    [reserved] = over["deploy"]["resources"]["reservations"]["devices"]
+    # All of them: a number would be the first so many, the same ones for every replica.
+    assert (reserved["driver"], reserved["count"]) == ("nvidia", "${BALLAST_GPUS:-all}")
+    assert "gpu" in reserved["capabilities"]
+    base = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"][name]
+    merged = {k: v for k, v in {**base["environment"], **over["environment"]}.items() if v is not None}
+    path = written(tmp_path, yaml.safe_dump({"services": {name: base | {"environment": merged}}}))
+    filled = read_compose(path, {})[name].environment
+    values = {key.removeprefix("BALLAST_WORKER__").lower(): v for key, v in filled.items() if not key.startswith("HF_")}
+    settings = WorkerSettings.model_validate(values)
+    assert (settings.device, settings.gpu_memory_utilization) == ("cuda:auto", 0.9)
+    assert "device_memory_bytes" not in settings.model_fields_set
 
 
 def test_ours_stops_slower_than_its_services() -> None:
