@@ -21,7 +21,6 @@ from pathlib import Path
 
 from rich.console import Console
 
-from ballast.bench.overload_plan import QUICK_SETTINGS, setting_name
 from ballast.bench.plot import plot_result
 from ballast.bench.probe import PROBE_S, probe
 from ballast.bench.progress import open_console
@@ -78,7 +77,7 @@ def start_cluster(args: argparse.Namespace, model: Path, memory: Memory, policy:
             "planner": ["--overload-policy", policy],
             "worker": ["--max-num-seqs", str(MAX_NUM_SEQS)],
         },
-        environ={"OMP_NUM_THREADS": "1", **QUICK_SETTINGS},
+        environ={"OMP_NUM_THREADS": "1"},
         log_dir=args.out / "logs" / name,
     )
 
@@ -132,8 +131,6 @@ def _say_plan(trace: Trace, memory: Memory, info: CheckpointInfo, pace: Pace, co
         f"KV demand if nobody waited: {demand.mean_tokens / whole:.0%} of it on average,"
         f" {demand.peak_tokens / whole:.0%} at the peak ({demand.peak_tokens / dropped:.0%} when dropped)"
     )
-    settings = ", ".join(f"{setting_name(name)} {value}" for name, value in QUICK_SETTINGS.items())
-    console.print(f"settings: {settings}; all others as they are by default")
 
 
 async def replay(args: argparse.Namespace, plan: Plan, policy: str, console: Console) -> BenchResult:
@@ -149,7 +146,6 @@ async def replay(args: argparse.Namespace, plan: Plan, policy: str, console: Con
         "workers": args.workers,
         "device_memory_bytes": plan.memory.device_memory_bytes,
         "max_num_seqs": MAX_NUM_SEQS,
-        **{setting_name(name): value for name, value in QUICK_SETTINGS.items()},
     }
     async with start_cluster(args, plan.model, plan.memory, policy, policy) as cluster:
         console.print(

@@ -56,7 +56,7 @@ Written by `make pages` from the settings classes; `python -m services.NAME --he
 | a setting is given as | example |
 |---|---|
 | flag | `python -m services.worker --device-memory-bytes 16GiB --overload-policy drop` |
-| environment | `BALLAST_WORKER__DEVICE_MEMORY_BYTES=16GiB`, of a section `BALLAST_MONITOR__PRESSURE__DWELL_S=5` |
+| environment | `BALLAST_WORKER__DEVICE_MEMORY_BYTES=16GiB`, with two underscores between service and setting |
 | line of a YAML file | `--config FILE` or `BALLAST_CONFIG=FILE` |
 
 Flags beat the environment, which beats the file. One file serves all services, each reads its own section; a name that
@@ -67,8 +67,7 @@ worker:
   model: Qwen/Qwen2.5-7B-Instruct
   device_memory_bytes: 16GiB
 monitor:
-  pressure:
-    dwell_s: 5
+  dwell_s: 5
 ```
 
 `ballast up` hands the flags that it has on to the services, and the whole environment. What `BALLAST_ADDRESS`,

@@ -254,8 +254,7 @@ class Comparison:
         flags = spec.flags()
         if "max-num-seqs" not in spec.knobs:
             flags["worker"] += ["--max-num-seqs", str(self._arguments.max_num_seqs)]
-        settings = {**self._arguments.settings, **spec.settings()}
-        environ = {setting_variable(key): value for key, value in settings.items()}
+        environ = {setting_variable(key): value for key, value in self._arguments.settings.items()}
         return LocalCluster(
             self._model,
             workers=self._arguments.workers,

@@ -87,7 +87,7 @@ def add_overload_parser(commands: "_SubParsersAction[argparse.ArgumentParser]") 
         action="append",
         default=[],
         metavar="NAME=VALUE",
-        help="a setting of the services, of all runs: monitor.pressure.dwell_s=3; may be repeated",
+        help="a setting of the services, of all runs: monitor.dwell_s=5; may be repeated",
     )
 
 

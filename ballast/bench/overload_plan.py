@@ -10,15 +10,6 @@ from ballast.bench.progress import minutes
 from ballast.common.errors import ConfigError
 from ballast.model.info import CheckpointInfo
 
-# Quicker than the defaults, because whole traces are short: their bursts fill the memory while a drop is under way.
-QUICK_SETTINGS = {
-    "BALLAST_MONITOR__PRESSURE__OVERLOAD_LEAD_S": "0.5",
-    "BALLAST_MONITOR__PRESSURE__DWELL_S": "2",
-    "BALLAST_MONITOR__PRESSURE__RELIEF_AFTER_S": "0.3",
-    "BALLAST_MONITOR__PRESSURE__OVERLOAD_AFTER_S": "0.05",
-    "BALLAST_MONITOR__TICK_INTERVAL_S": "0.05",
-    "BALLAST_WORKER__REPORT_INTERVAL_S": "0.05",
-}
 RUN_OVERHEAD_S = 8.5  # start, warm-up and end of a cluster
 _TAIL_SHARE = 0.2  # of the span: from the last arrival to the last answer
 _PROBE_SHARE = 2.8  # two probes, each with its time to get going
@@ -27,13 +18,8 @@ _OVERFLOW = 1.05  # of the capacity: a peak below it tells no policy from anothe
 _SHORTEST_SPAN_S = 10.0  # of a workload: below it there is hardly a burst
 
 
-def setting_name(variable: str) -> str:
-    """BALLAST_MONITOR__TICK_INTERVAL_S -> monitor.tick_interval_s."""
-    return variable.removeprefix("BALLAST_").lower().replace("__", ".")
-
-
 def setting_variable(name: str) -> str:
-    """monitor.tick_interval_s -> BALLAST_MONITOR__TICK_INTERVAL_S."""
+    """monitor.dwell_s -> BALLAST_MONITOR__DWELL_S."""
     return "BALLAST_" + name.upper().replace(".", "__")
 
 
@@ -208,7 +194,6 @@ def arguments_of(
         raise ConfigError("--answer-share", f"must be between 0 and 1, got {answer_share}")
     if span_s is not None and span_s <= 0:
         raise ConfigError("--span-s", f"must be above 0, got {span_s}")
-    quick = {setting_name(variable): value for variable, value in QUICK_SETTINGS.items()}
     return Arguments(
         model=info.path.name,
         parameter_count=info.parameter_count,
@@ -222,5 +207,5 @@ def arguments_of(
         sequences_each=sequences_each,
         span_s=span_s,
         max_num_seqs=max_num_seqs,
-        settings=quick | dict(settings),
+        settings=dict(settings),
     )

@@ -31,14 +31,14 @@ SWEEP = (
     *(f"swap:swap-blocks-per-step={x}" for x in ("0", "4", "32")),
     *(f"migrate:migrate-below={x}:migrate-above={3 * x}" for x in (8, 32, 128)),
     *(f"static-pipeline:microbatching={x}" for x in ("token-count", "lookahead")),
-    *(f"drop:horizon={x}" for x in ("0.5", "1", "2")),
+    "drop",
 )
 
 
 @dataclass(frozen=True, slots=True)
 class _Knob:
     service: Service
-    flag: str  # or, with dots, a setting without a flag
+    flag: str
     of: tuple[str, ...]  # the policies that have it
     what: str
 
@@ -56,7 +56,6 @@ KNOBS: dict[str, _Knob] = {
     "migrate-below": _Knob("planner", "--migrate-below-tokens", ("migrate",), "freeness of who gives requests away"),
     "migrate-above": _Knob("planner", "--migrate-above-tokens", ("migrate",), "freeness of who takes them"),
     "transfers": _Knob("worker", "--transfers", ("drop",), "coordinated, or naive: one queue for KV and activations"),
-    "horizon": _Knob("monitor", "monitor.pressure.horizon_s", ("drop",), "seconds that demand is forecast ahead"),
     "degree": _Knob("planner", "--pipeline-degree", ("static-pipeline",), "instances of a pipeline"),
     "restore": _Knob("planner", "--restore", ("drop",), "on or off: whether parameters come back"),
 }
@@ -82,13 +81,8 @@ class PolicySpec:
             flags["worker"] += ["--microbatching", "token-count"]  # as the rival that it stands for
         for name, value in self.knobs.items():
             knob = KNOBS[name]
-            if knob.flag.startswith("--"):
-                flags.setdefault(knob.service, []).extend([knob.flag, value])
+            flags.setdefault(knob.service, []).extend([knob.flag, value])
         return flags
-
-    def settings(self) -> dict[str, str]:
-        """Those knobs that are no flags: SERVICE.SETTING -> value."""
-        return {KNOBS[name].flag: value for name, value in self.knobs.items() if not KNOBS[name].flag.startswith("--")}
 
 
 def parse_policies(text: str) -> list[PolicySpec]:

@@ -15,8 +15,7 @@ from ballast.service.settings import load_settings
 from ballast.service.state import StateServer, state_server
 from ballastpb.monitor.v1 import monitor_pb2, monitor_pb2_grpc
 from services.monitor.config import MonitorSettings
-from services.monitor.core.machine import MonitorCore, MonitorRules, sample_count
-from services.monitor.policy.pressure import PressureRules
+from services.monitor.core.machine import MonitorCore, MonitorRules, pressure_rules
 from services.monitor.servicer import MonitorServicer
 from services.monitor.shell import MonitorShell
 from services.monitor.store import RedisRegistry, RedisSurroundings
@@ -66,28 +65,23 @@ async def main(life: Lifecycle) -> None:
 
 
 def build_shell(settings: MonitorSettings, state: StateServer) -> MonitorShell:
-    # Just what the trend needs.
-    samples = sample_count(settings.pressure.trend_window_s, settings.tick_interval_s)
     rules = MonitorRules(
         lease_s=settings.lease_s,
         step_timeout_s=settings.step_timeout_s,
         warmup_s=settings.warmup_s,
-        registry_interval_s=settings.registry_interval_s,
-        max_instances=settings.max_instances,
-        history_length=settings.history_length,
-        pressure=PressureRules(**settings.pressure.model_dump(), sample_count=samples),
-        backlog_lease_s=settings.backlog_lease_s,
+        pressure=pressure_rules(
+            overload_threshold_fraction=settings.overload_threshold_fraction,
+            relief_threshold_fraction=settings.relief_threshold_fraction,
+            dwell_s=settings.dwell_s,
+        ),
     )
     # A row outlives one missed write, and not much more.
-    ttl_s = max(settings.lease_s, 3 * settings.registry_interval_s)
+    ttl_s = max(settings.lease_s, 3 * rules.registry_interval_s)
     return MonitorShell(
         MonitorCore(rules),
         RedisRegistry(state, ttl_s=ttl_s),
         RedisSurroundings(state),
         monitor_id=settings.monitor_id,
-        tick_interval_s=settings.tick_interval_s,
-        max_watchers=settings.max_watchers,
-        watcher_queue_length=settings.watcher_queue_length,
         is_refused=is_refused,
     )
 

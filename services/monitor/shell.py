@@ -20,7 +20,7 @@ from ballast.common.traffic import Traffic
 from ballast.service.logs import get_logger
 from ballast.service.metrics import REGISTRY
 from ballast.service.tasks import Work
-from services.monitor.core.machine import MonitorCore
+from services.monitor.core.machine import TICK_S, MonitorCore
 from services.monitor.core.messages import (
     BacklogWord,
     Change,
@@ -114,6 +114,8 @@ _SCALE_ADVICE = Counter(
 for _advice in ("in", "out"):
     _SCALE_ADVICE.labels(_advice)  # 0 and not absent before the first
 
+_MAX_WATCHERS = 64  # streams of events that may be open at once: planners, dispatchers and people are fewer
+_WATCHER_QUEUE_LENGTH = 4096  # events that a watcher may be behind before it is sent away
 _GROUP_GAUGES_INTERVAL_S = 1.0  # trends of a thousand groups take 30 ms
 
 # A process that dies closes its sockets one by one: ask again before believing that somebody listens.
@@ -203,16 +205,16 @@ class MonitorShell:
         surroundings: Surroundings,
         *,
         monitor_id: str,
-        tick_interval_s: float,
-        max_watchers: int,
-        watcher_queue_length: int,
         is_refused: Callable[[str], Awaitable[bool]],
+        tick_s: float = TICK_S,
+        max_watchers: int = _MAX_WATCHERS,
+        watcher_queue_length: int = _WATCHER_QUEUE_LENGTH,
     ) -> None:
         self.core = core
         self.monitor_id = monitor_id
         self._store = store
         self._surroundings = surroundings
-        self._tick_interval_s = tick_interval_s
+        self._tick_s = tick_s
         self._max_watchers = max_watchers
         self._watcher_queue_length = watcher_queue_length
         self._is_refused = is_refused
@@ -235,7 +237,7 @@ class MonitorShell:
             while True:
                 self.feed(Ticked(time.monotonic(), self.next_cause("tick")))
                 self.core.check()
-                await asyncio.sleep(self._tick_interval_s)
+                await asyncio.sleep(self._tick_s)
 
     def feed(self, event: Event) -> None:
         try:
@@ -408,7 +410,7 @@ class MonitorShell:
                     pass  # the core sees that it has not been told for long
                 else:
                     self.feed(SurroundingsRead(time.monotonic(), self.next_cause("state"), layout, backlogs))
-            await asyncio.sleep(self._tick_interval_s)
+            await asyncio.sleep(self._tick_s)
 
     async def _forget_backlogs(self, dispatcher_ids: tuple[DispatcherId, ...]) -> None:
         with contextlib.suppress(Unavailable):  # asked again with the next look
@@ -451,7 +453,7 @@ class MonitorShell:
     async def _keep_gauges(self) -> None:
         while True:
             self._update_gauges()
-            await asyncio.sleep(self._tick_interval_s)
+            await asyncio.sleep(self._tick_s)
 
     def _update_gauges(self) -> None:
         _INSTANCES.set(len(self.core.entries))

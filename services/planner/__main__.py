@@ -22,7 +22,6 @@ from services.planner.config import PlannerSettings
 from services.planner.core.conductor import ConductorRules
 from services.planner.core.machine import PlannerCore, PlannerRules
 from services.planner.core.stages import CoordinatorRules
-from services.planner.core.wishes import Planning
 from services.planner.metrics import PlannerMetrics
 from services.planner.peers import Members, MonitorEvents
 from services.planner.policy.migrate import MigrationRules
@@ -47,7 +46,7 @@ async def main(life: Lifecycle) -> None:
     exporter = None if collector is None else Exporter(collector, _NAME, settings.planner_id)
     metered = PlannerMetrics(None if exporter is None else tracing(exporter))
     shell = build_shell(settings, state, MonitorEvents(monitor, security.dial(Role.MONITOR)), members, metered)
-    servicer = PlannerServicer(shell, settings.drain_timeout_s)
+    servicer = PlannerServicer(shell)
 
     def register(server: grpc.aio.Server) -> None:
         planner_pb2_grpc.add_PlannerServiceServicer_to_server(servicer, server)
@@ -96,18 +95,11 @@ def build_shell(
     metered: PlannerMetrics | None = None,
 ) -> PlannerShell:
     rules = PlannerRules(
-        coalesce_s=settings.coalesce_s,
-        verify_interval_s=settings.verify_interval_s,
-        retry_s=settings.retry_s,
-        max_drains=settings.max_drains,
         transitions=ConductorRules(
             policy=settings.overload_policy,
             pipeline_degree=settings.pipeline_degree,
             restores=settings.restore,
-            planning=Planning(compares=settings.compare, tolerable_shortfall=settings.tolerable_shortfall_fraction),
-            coordinator=CoordinatorRules(
-                prepare_timeout_s=settings.prepare_timeout_s, restore_prepare_timeout_s=settings.restore_timeout_s
-            ),
+            coordinator=CoordinatorRules(restore_prepare_timeout_s=settings.restore_timeout_s),
         ),
     )
     return PlannerShell(
@@ -117,7 +109,6 @@ def build_shell(
         members,
         metered or PlannerMetrics(),
         planner_id=settings.planner_id,
-        max_watchers=settings.max_watchers,
         migrations=MigrationRules(
             balances=settings.overload_policy is OverloadPolicy.MIGRATE,
             below_tokens=settings.migrate_below_tokens,

@@ -22,15 +22,15 @@ from services.planner.policy.drop import Method
 from services.planner.shell.planner import PlannerShell
 
 _LONGEST_HOLD_S = 7 * 86400.0
+_LONGEST_WAIT_S = 10.0  # for the epoch that somebody asks for; who asks again gets the answer of then
 
 # Any: the message types of a call do not matter to its context.
 _Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class PlannerServicer(planner_pb2_grpc.PlannerServiceServicer):
-    def __init__(self, shell: PlannerShell, drain_timeout_s: float) -> None:
+    def __init__(self, shell: PlannerShell) -> None:
         self._shell = shell
-        self._drain_timeout_s = drain_timeout_s
 
     async def GetLayout(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, request: pb.GetLayoutRequest, context: _Context
@@ -123,7 +123,7 @@ class PlannerServicer(planner_pb2_grpc.PlannerServiceServicer):
 
     def _timeout_s(self, context: _Context) -> float:
         left_s = remaining_s(context)
-        return self._drain_timeout_s if left_s is None else min(left_s, self._drain_timeout_s)
+        return _LONGEST_WAIT_S if left_s is None else min(left_s, _LONGEST_WAIT_S)
 
 
 def _required(request: pb.ExplainPlanRequest | pb.DropRequest) -> int | None:

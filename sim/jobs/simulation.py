@@ -30,14 +30,12 @@ from services.dispatcher.core.limits import Limits
 from services.dispatcher.core.placement import PlacementRules
 from services.dispatcher.policy.freeness import RoutingRules
 from services.monitor.config import MonitorSettings
-from services.monitor.core.machine import MonitorRules, sample_count
-from services.monitor.policy.pressure import PressureRules
+from services.monitor.core.machine import TICK_S, MonitorRules, pressure_rules
 from services.planner.config import PlannerSettings
 from services.planner.core.conductor import ConductorRules
 from services.planner.core.machine import PlannerRules
 from services.planner.core.record import TransitionRecord
 from services.planner.core.stages import CoordinatorRules
-from services.planner.core.wishes import Planning
 from services.planner.policy.migrate import MigrationRules
 from services.worker.config import WorkerSettings
 from sim.clients import Arrival
@@ -100,17 +98,10 @@ def production_rules(worker: WorkerSize) -> ClusterRules:
     return ClusterRules(
         monitor=_monitor_rules(monitor, defaults["report_interval_s"].default),
         planner=PlannerRules(
-            coalesce_s=planner.coalesce_s,
-            verify_interval_s=planner.verify_interval_s,
-            retry_s=planner.retry_s,
-            max_drains=planner.max_drains,
             transitions=ConductorRules(
                 pipeline_degree=planner.pipeline_degree,
                 restores=planner.restore,
-                planning=Planning(compares=planner.compare, tolerable_shortfall=planner.tolerable_shortfall_fraction),
-                coordinator=CoordinatorRules(
-                    prepare_timeout_s=planner.prepare_timeout_s, restore_prepare_timeout_s=planner.restore_timeout_s
-                ),
+                coordinator=CoordinatorRules(restore_prepare_timeout_s=planner.restore_timeout_s),
             ),
         ),
         dispatcher=DispatcherRules(
@@ -147,23 +138,22 @@ def production_rules(worker: WorkerSize) -> ClusterRules:
             below_tokens=planner.migrate_below_tokens,
             above_tokens=planner.migrate_above_tokens,
         ),
-        monitor_tick_s=monitor.tick_interval_s,
+        monitor_tick_s=TICK_S,
     )
 
 
 def _monitor_rules(settings: MonitorSettings, report_interval_s: float) -> MonitorRules:
     """The monitor's rules. Of each instance no more samples are kept than decide: the others are for people."""
-    window_s = settings.pressure.trend_window_s
+    pressure = pressure_rules(
+        overload_threshold_fraction=settings.overload_threshold_fraction,
+        relief_threshold_fraction=settings.relief_threshold_fraction,
+        dwell_s=settings.dwell_s,
+    )
     return MonitorRules(
         lease_s=settings.lease_s,
         warmup_s=settings.warmup_s,
-        registry_interval_s=settings.registry_interval_s,
-        max_instances=max(settings.max_instances, 1 << 16),
-        history_length=min(settings.history_length, math.ceil(window_s / report_interval_s) + 2),
-        pressure=PressureRules(
-            **settings.pressure.model_dump(), sample_count=sample_count(window_s, settings.tick_interval_s)
-        ),
-        backlog_lease_s=settings.backlog_lease_s,
+        history_length=math.ceil(pressure.trend_window_s / report_interval_s) + 2,
+        pressure=pressure,
     )
 
 

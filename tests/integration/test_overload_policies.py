@@ -69,7 +69,7 @@ def test_no_token_changes(
         "worker": ["--dtype", "float64", "--overload-policy", policy, *worker_flags],
         "planner": ["--overload-policy", policy, *planner_flags],
     }
-    environ = {"BALLAST_MONITOR__PRESSURE__DWELL_S": "1"}
+    environ = {"BALLAST_MONITOR__DWELL_S": "1"}
     with running_cluster(model, workers=2, device_memory_bytes=TIGHT_BYTES, flags=flags, environ=environ) as cluster:
 
         async def story() -> None:

@@ -51,11 +51,9 @@ class MonitorMachine(RuleBasedStateMachine):
         rules = MonitorRules(
             lease_s=2.0,
             warmup_s=3.0,
-            registry_interval_s=1.0,
             max_instances=2,
             history_length=3,
             pressure=RULES,
-            backlog_lease_s=1.0,
         )
         self.core = MonitorCore(rules)
         self.now_s = 0.0

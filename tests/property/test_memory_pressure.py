@@ -8,7 +8,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from services.monitor.config import PressureSettings
+from services.monitor.core.machine import pressure_rules
 from services.monitor.policy.demand import ClusterDemand
 from services.monitor.policy.pressure import Overload, Pressure, PressureRules, Relief, ScaleAdvice, Signal
 from tests.support.pressure import ALONE, MERGED, RULES, sample
@@ -16,7 +16,7 @@ from tests.support.pressure import ALONE, MERGED, RULES, sample
 STEP_S = 0.2
 CAPACITY, UNDROPPED = 1000, 1000
 ENLARGED = 3000
-DEFAULTS = PressureRules(**PressureSettings().model_dump(), sample_count=12)
+DEFAULTS = pressure_rules(overload_threshold_fraction=0.95, relief_threshold_fraction=0.8, dwell_s=3.0)
 
 LEVELS = st.integers(0, 4 * CAPACITY)
 STEPS_S = st.sampled_from([0.05, 0.2, 0.21, 0.5, 2.0])

@@ -5,19 +5,12 @@ from services.monitor.policy.demand import ClusterDemand
 from services.monitor.policy.pressure import PressureRules
 
 RULES = PressureRules(
-    horizon_s=1.0,
-    trend_window_s=2.0,
     overload_threshold_fraction=0.95,
-    overload_arming_fraction=0.85,
-    overload_lead_s=0.0,
-    overload_after_s=0.15,
-    overload_urgent_fraction=1.25,
+    arming_below_fraction=0.1,
     overload_margin_fraction=0.1,
     relief_threshold_fraction=0.5,
-    relief_after_s=2.0,
     dwell_s=3.0,
     scale_out_after_s=4.0,
-    scale_in_threshold_fraction=0.2,
     scale_in_after_s=20.0,
     scale_dwell_s=30.0,
     sample_count=12,

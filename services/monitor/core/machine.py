@@ -53,26 +53,39 @@ from services.monitor.core.messages import (
     WriteRegistry,
 )
 from services.monitor.policy.demand import ClusterDemand, GroupDemand, backlog_bytes, sum_demand
-from services.monitor.policy.pressure import Pressure, PressureRules
+from services.monitor.policy.pressure import TREND_WINDOW_S, Pressure, PressureRules
 from services.monitor.policy.wanted import Wanted
 
+TICK_S = 0.1  # between two looks at everything: a tenth of what is looked ahead
 LEAST_LOOK_S = 0.02  # between two looks at the demand of all, however it jumps
 
 
-def sample_count(trend_window_s: float, tick_interval_s: float) -> int:
+def sample_count(trend_window_s: float) -> int:
     """The most samples that there can be within the window of the trend."""
-    return math.ceil(trend_window_s * (1 / tick_interval_s + 1 / LEAST_LOOK_S)) + 2
+    return math.ceil(trend_window_s * (1 / TICK_S + 1 / LEAST_LOOK_S)) + 2
+
+
+def pressure_rules(
+    *, overload_threshold_fraction: float, relief_threshold_fraction: float, dwell_s: float
+) -> PressureRules:
+    """The rules of these settings."""
+    return PressureRules(
+        overload_threshold_fraction=overload_threshold_fraction,
+        relief_threshold_fraction=relief_threshold_fraction,
+        dwell_s=dwell_s,
+        sample_count=sample_count(TREND_WINDOW_S),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MonitorRules:
     lease_s: float  # silence for longer means lost
     warmup_s: float  # after becoming active: time for workers to find this monitor
-    registry_interval_s: float  # between two writes of the registry
-    max_instances: int
-    history_length: int  # load samples kept per instance
     pressure: PressureRules
-    backlog_lease_s: float  # a dispatcher that says nothing new for longer is not there
+    registry_interval_s: float = 1.0  # between two writes of the registry, for who only looks on
+    max_instances: int = 1 << 16  # lest somebody who makes up names takes all memory
+    history_length: int = 50  # load samples kept per instance: the window of a trend, of who reports twice as often
+    backlog_lease_s: float = 1.0  # a dispatcher that says nothing new for longer is not there; it speaks ten times
     backlog_forget_s: float = 60.0
     step_timeout_s: float = 60.0  # an engine whose step lasts longer serves nobody
     max_remembered: int = 10_000  # workers whose newest incarnation is kept after they have gone

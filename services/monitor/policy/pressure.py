@@ -21,7 +21,6 @@ waits, so a burst counts in full at the moment it arrives and does not have to b
 
 import math
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -29,28 +28,38 @@ from ballast.common.errors import InvariantViolation
 from services.monitor.policy.demand import ClusterDemand
 from services.monitor.policy.trend import slope_per_s, window
 
+TREND_WINDOW_S = 2.0  # samples not older than this make a trend: twenty of them, so that chance is none
 # Of the slopes in the window: growth that three out of four show is no accident.
 _SURE_QUANTILE = 0.25
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PressureRules:
-    horizon_s: float  # how far ahead is looked
-    trend_window_s: float  # samples not older than this make a trend
+    """The first three are settings."""
+
     overload_threshold_fraction: float  # of the capacity at the horizon: forecast demand above it is an overload
-    overload_arming_fraction: float  # of the capacity, taken or waited for in the workers: below it nothing is alarming
-    overload_lead_s: float  # what grew in so many seconds grows as much again in the next: the time that a drop takes
-    overload_after_s: float  # the forecast has to stay above the threshold for so long
-    overload_urgent_fraction: float  # of the capacity: a forecast above it needs no confirmation
-    overload_margin_fraction: float  # of the forecast demand: freed in excess
     relief_threshold_fraction: float  # of the un-dropped memory: usage below it is a relief
-    relief_after_s: float  # usage has to be that low for so long
     dwell_s: float  # between any two transitions
-    scale_out_after_s: float  # an overload has lasted so long in spite of everything
-    scale_in_threshold_fraction: float  # of the un-dropped memory
-    scale_in_after_s: float
-    scale_dwell_s: float  # between any two pieces of advice
     sample_count: int  # bound of the history
+    horizon_s: float = 1.0  # how far ahead is looked: about what a drop takes, with the look that leads to it
+    trend_window_s: float = TREND_WINDOW_S
+    # Less than the threshold: so large a share of the memory has to be taken, or waited for in the workers, before
+    # anything is alarming. An early drop wins nothing, and a pipeline is slower.
+    arming_below_fraction: float = 0.05
+    overload_after_s: float = 0.15  # the forecast has to stay above: the next sample agrees, whenever it was reported
+    overload_urgent_fraction: float = 1.25  # of the capacity: above it no chance is needed to explain the forecast
+    # Of the forecast demand, freed in excess where nobody can compare: where only some groups are merged, new requests
+    # all go where the room is, and wait for computing there.
+    overload_margin_fraction: float = 0.25
+    relief_after_s: float = 2.0  # usage has to be that low for so long: as long as a trend
+    scale_out_after_s: float = 5.0  # an overload has lasted so long in spite of everything: more than a drop takes
+    scale_in_threshold_fraction: float = 0.2  # of the un-dropped memory: half of the instances would be half full
+    scale_in_after_s: float = 300.0  # a new instance takes minutes too
+    scale_dwell_s: float = 60.0  # between any two pieces of advice: whoever follows one needs time
+
+    @property
+    def overload_arming_fraction(self) -> float:
+        return self.overload_threshold_fraction - self.arming_below_fraction
 
     def check(self) -> None:
         if not 0 < self.relief_threshold_fraction < self.overload_arming_fraction <= self.overload_threshold_fraction:
@@ -161,9 +170,8 @@ class Pressure:
         now_bytes = self._settled_bytes(sample)
         floor = min(now_bytes, sample.undropped_bytes)
         shrunk = max(floor, now_bytes + min(0.0, capacity) * rules.horizon_s)
-        growth_bytes = max(0.0, wanted * rules.horizon_s, self._lately(lambda s: s.wanted_bytes))
         return Forecast(
-            demand_bytes=sample.wanted_bytes + growth_bytes,
+            demand_bytes=sample.wanted_bytes + max(0.0, wanted * rules.horizon_s),
             capacity_bytes=shrunk,
             growth_bytes_per_s=wanted,
         )
@@ -172,13 +180,6 @@ class Pressure:
         """The capacity, or what it will be when the parameters are back."""
         return max(sample.capacity_bytes, sample.undropped_bytes) if self._relieving else sample.capacity_bytes
 
-    def _lately(self, of: Callable[[ClusterDemand], int]) -> int:
-        """How much it has grown in the last `overload_lead_s`: a burst can be steeper than any trend is sure of."""
-        newest = self.history[-1]
-        since_s = newest.at_s - self.rules.overload_lead_s
-        oldest = next(s for s in self.history if s.at_s >= since_s)
-        return max(0, of(newest) - of(oldest))
-
     def _is_short(self, sample: ClusterDemand, forecast: Forecast) -> bool:
         if self._alarming_since_s is None:
             return False
@@ -186,8 +187,7 @@ class Pressure:
         return is_urgent or self._relieving or sample.at_s - self._alarming_since_s >= self.rules.overload_after_s
 
     def _is_alarming(self, sample: ClusterDemand, forecast: Forecast) -> bool:
-        soon_bytes = sample.engaged_bytes + self._lately(lambda s: s.engaged_bytes)
-        if soon_bytes < self.rules.overload_arming_fraction * self._settled_bytes(sample):
+        if sample.engaged_bytes < self.rules.overload_arming_fraction * self._settled_bytes(sample):
             return False
         return forecast.demand_bytes > self.rules.overload_threshold_fraction * forecast.capacity_bytes
 

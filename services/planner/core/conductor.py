@@ -59,8 +59,8 @@ from services.planner.core.wishes import Denied, DropWish, Granted, Planning, Re
 _STAGES = tuple(Stage)
 _KEPT_RECORDS = 32
 _KEPT_REQUESTS = 1000
-# After an overload for which no drop was worth it the planner looks again, until the monitor may raise the next one, and
-# less often the more instances there are, as each look takes longer.
+# After an overload for which no drop was worth it the planner looks again, until the monitor may raise the next one,
+# and less often the more instances there are, as each look takes longer.
 _LOOK_AGAIN_S, _LOOK_AGAIN_S_EACH, _LOOK_FOR_S = 0.1, 1e-4, 2.6
 
 

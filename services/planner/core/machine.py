@@ -76,10 +76,10 @@ NO_LAYOUT = Layout(Epoch(0), 0, (), "nothing planned yet")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannerRules:
-    coalesce_s: float  # joins within this time share an epoch
-    verify_interval_s: float  # between two looks at what is stored
-    retry_s: float  # after the state server gave no answer
-    max_drains: int
+    coalesce_s: float = 0.1  # joins within this time share an epoch: who starts a cluster starts all at once
+    verify_interval_s: float = 1.0  # between two looks at what is stored: nobody but a second leader changes it
+    retry_s: float = 0.5  # after the state server gave no answer
+    max_drains: int = 1000  # whose answers are remembered
     disagree_s: float = 2.0  # what an instance says of itself for so long counts, whatever the layout says
     transitions: ConductorRules = field(default_factory=ConductorRules)
 

@@ -54,6 +54,7 @@ from services.planner.shell.partners import AtRest, PartnerNaming
 from services.planner.shell.ports import Counting, LayoutStore, MembersPort, MonitorPort
 from services.planner.shell.watchers import LayoutWatcher, Watchers
 
+_MAX_WATCHERS = 64  # streams of layouts that may be open at once: dispatchers and people are fewer
 _LOADS_TIMEOUT_S = 2.0
 _CALL_TIMEOUT_S = 2.0  # of a call to a member; it is repeated until the transition ends
 _DRAIN_DELAYS_S = (0.0, 0.5, 2.0)
@@ -72,7 +73,6 @@ class PlannerShell:
         counting: Counting,
         *,
         planner_id: str,
-        max_watchers: int,
         migrations: MigrationRules,
     ) -> None:
         self.core = core
@@ -84,7 +84,7 @@ class PlannerShell:
         self._calls: set[tuple[WorkerId, Call]] = set()  # one of a kind at a time
         self._changes = Answers[AnswerChange]()
         self._drains = Answers[Epoch]()
-        self._watchers = Watchers(max_watchers)
+        self._watchers = Watchers(_MAX_WATCHERS)
         self._naming = PartnerNaming(members, self._at_rest)
         self._balancing = Balancing(
             members,

@@ -16,7 +16,6 @@ from ballast.bench.overload_plan import (
     WorkloadPlan,
     arguments_of,
     describe_plan,
-    setting_name,
     setting_variable,
     span_within,
 )
@@ -45,13 +44,6 @@ def test_policies_carry_knobs_as_flags() -> None:
     assert pipeline.flags()["worker"][2:] == ["--microbatching", "token-count"], "no lookahead"
     (ordered,) = parse_policies("drop:queue-order=deadline")
     assert ordered.flags()["dispatcher"] == ["--queue-order", "deadline"]
-
-
-def test_a_knob_without_a_flag_is_a_setting() -> None:
-    (ours,) = parse_policies("drop:horizon=0.5:transfers=naive")
-    assert ours.settings() == {"monitor.pressure.horizon_s": "0.5"}
-    assert ours.flags()["worker"][2:] == ["--transfers", "naive"]
-    assert "monitor" not in ours.flags()
 
 
 @pytest.mark.parametrize("words", [COMPARED, ABLATION, SWEEP])
@@ -126,17 +118,16 @@ def arguments(model: Path, **changes: object) -> Arguments:
         "sequences_each": 4,
         "span_s": 10.0,
         "max_num_seqs": 16,
-        "settings": {"monitor.pressure.dwell_s": "7"},
+        "settings": {"monitor.dwell_s": "7"},
     }
     return arguments_of(read_info(model), **{**given, **changes})  # pyright: ignore[reportArgumentType] -- one by one
 
 
-def test_settings_come_on_top_of_those_for_short_runs(tmp_path: Path) -> None:
+def test_settings_are_those_that_services_ship_with_but_for_what_is_given(tmp_path: Path) -> None:
     model = make_tiny("llama", tmp_path / "m")
-    settings = arguments(model).settings
-    assert settings["monitor.pressure.dwell_s"] == "7"
-    assert settings["monitor.pressure.relief_after_s"] == "0.3"
-    assert all(setting_name(setting_variable(name)) == name for name in settings)
+    assert arguments(model, settings={}).settings == {}
+    (given,) = arguments(model).settings
+    assert setting_variable(given) == "BALLAST_MONITOR__DWELL_S"
 
 
 @pytest.mark.parametrize("wrong", [{"workers": 0}, {"demand_fraction": 0.0}, {"span_s": -1.0}, {"mean_tokens": 1.0}])

@@ -41,11 +41,9 @@ class Monitor:
         rules = MonitorRules(
             lease_s=3.0,
             warmup_s=4.0,
-            registry_interval_s=1.0,
             max_instances=max_instances,
             history_length=5,
             pressure=RULES,
-            backlog_lease_s=1.0,
         )
         self.core = MonitorCore(rules)
         if active:

@@ -44,7 +44,6 @@ class Cluster:
             max_instances=10,
             history_length=20,
             pressure=RULES,
-            backlog_lease_s=1.0,
             backlog_forget_s=10.0,
         )
         self.core = MonitorCore(rules)

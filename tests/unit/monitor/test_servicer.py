@@ -92,7 +92,6 @@ async def served(
         max_instances=2,
         history_length=5,
         pressure=QUICK,
-        backlog_lease_s=1.0,
         backlog_forget_s=0.1,
     )
     shell = MonitorShell(
@@ -100,7 +99,7 @@ async def served(
         MemoryRegistry(),
         surroundings or MemorySurroundings(),
         monitor_id="m1",
-        tick_interval_s=0.02,
+        tick_s=0.02,
         max_watchers=2,
         watcher_queue_length=5,
         is_refused=refuses_nobody,

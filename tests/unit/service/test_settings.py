@@ -9,6 +9,7 @@ import pytest
 from pydantic import Field
 
 from ballast.common.errors import ConfigError
+from ballast.service.security import ServiceSettings
 from ballast.service.settings import Section, Settings, build, leaf_fields, load_settings, read_flags
 from services.dispatcher.config import DispatcherSettings
 from services.monitor.config import MonitorSettings
@@ -110,3 +111,36 @@ def test_an_unknown_flag_is_asked_wrongly() -> None:
 @pytest.mark.parametrize("settings", [MonitorSettings, PlannerSettings])
 def test_replicas_that_are_not_named_can_be_told_apart(settings: type[Settings]) -> None:
     assert len({getattr(build(settings, {}), f"{settings.service}_id") for _ in range(2)}) == 2
+
+
+# Where services are, what they are called, and what all replicas have alike.
+_OF_REPLICAS = {"port", "monitor_id", "planner_id", "monitor_address", "leadership_ttl_s", "shutdown_timeout_s"}
+_NO_POLICY = {*_OF_REPLICAS, "otlp_traces_endpoint", *ServiceSettings.model_fields}
+
+
+def test_what_decides_when_and_how_to_drop_can_be_explained() -> None:
+    found = {
+        f"{settings.service}.{path}": field.description or ""
+        for settings in (MonitorSettings, PlannerSettings)
+        for path, field in leaf_fields(settings)
+        if path not in _NO_POLICY
+    }
+    assert len(found) <= 12, sorted(found)
+    assert all(len(text) > 50 for text in found.values()), "what it is, and why somebody would change it"
+
+
+@pytest.mark.parametrize(
+    ("settings", "gone"),
+    [(MonitorSettings, "pressure"), (MonitorSettings, "tick_interval_s"), (PlannerSettings, "compare")],
+)
+def test_a_setting_that_is_gone_is_named(settings: type[Settings], gone: str, tmp_path: Path) -> None:
+    service = settings.service
+    with pytest.raises(ConfigError, match=rf"{service}\.{gone}: unknown setting"):
+        load_settings(settings, [], {f"BALLAST_{service.upper()}__{gone.upper()}": "1"})
+    file = tmp_path / "ballast.yaml"
+    file.write_text(f"{service}: {{{gone}: 1}}\n")
+    with pytest.raises(ConfigError, match=rf"{service}\.{gone}: unknown setting"):
+        load_settings(settings, ["--config", str(file)], {})
+    with pytest.raises(SystemExit) as ended:
+        load_settings(settings, [f"--{gone.replace('_', '-')}", "1"], {})
+    assert ended.value.code == 2
