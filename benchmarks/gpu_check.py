@@ -42,8 +42,11 @@ PARTS = (
     ),
     Part(
         "kernel",
-        "attention in float32, bfloat16 and float16 gives what the CPU gives",
-        ("tests/unit/worker/engine/test_attention_cuda.py::test_kernel_equals_cpu",),
+        "attention in float32, bfloat16 and float16 gives what the CPU gives, and the fused kernels what torch gives",
+        (
+            "tests/unit/worker/engine/test_attention_cuda.py::test_kernel_equals_cpu",
+            "tests/unit/worker/engine/test_fused_kernels.py::test_on_the_device_they_give_what_torch_gives",
+        ),
     ),
     Part(
         "golden",

@@ -83,9 +83,9 @@ class CudaAttention:
             "KV_HEADS": self._kv_head_count,
             "GROUPS": self._groups,
             "HEAD_DIM": self._head_dim,
-            "HEAD_PAD": max(_MIN_DOT, _power_of_two(self._head_dim)),
+            "HEAD_PAD": max(_MIN_DOT, power_of_two(self._head_dim)),
             "BLOCK_TOKENS": block_tokens,
-            "TILE_QUERIES": max(_MIN_DOT, _power_of_two(rows * self._groups)),
+            "TILE_QUERIES": max(_MIN_DOT, power_of_two(rows * self._groups)),
             "TILE_TOKENS": self._tiling.chunk_tokens if with_chunks else self._tiling.decode_tokens,
             "PRECISION": "ieee" if self._dtype == torch.float32 else "tf32",
         }
@@ -128,6 +128,11 @@ class CudaAttentionStep:
         token_rows = kv_B2TKH.view(-1, kv_head_count * head_dim)
         token_rows.index_copy_(0, self.k_rows_T, k_TKH.flatten(1))
         token_rows.index_copy_(0, self.v_rows_T, v_TKH.flatten(1))
+        self.attend(kv_B2TKH, q_TNH, out_TNH)
+
+    def attend(self, kv_B2TKH: torch.Tensor, q_TNH: torch.Tensor, out_TNH: torch.Tensor) -> None:
+        """The rows' K and V are in the cache."""
+        kv_head_count, head_dim = kv_B2TKH.shape[3:]
         self.kernel[(self.tiles.shape[0], kv_head_count)](
             out_TNH,
             q_TNH,
@@ -151,6 +156,6 @@ def _tables(step: PackedStep) -> np.ndarray:
     return tables
 
 
-def _power_of_two(value: int) -> int:
+def power_of_two(value: int) -> int:
     """The least that is not below the value."""
     return 1 << (value - 1).bit_length()

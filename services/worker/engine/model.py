@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from services.worker.engine.attention import AttentionStep
 from services.worker.engine.kernels import padded_rows
 from services.worker.engine.model_config import ModelConfig
+from services.worker.engine.operations import HeadNorms, operations_for
 from services.worker.engine.parameters import EMBEDDING, HEAD, Parameter, end_parameters, layer_parameters, layout_for
-from services.worker.engine.rotary import rotary_table
 from services.worker.memory.kv_cache import KvCache
 from services.worker.memory.parameters import ParameterStore
 
@@ -30,8 +30,7 @@ class _Layer:
     attention_norm_D: torch.Tensor
     qkv: torch.Tensor  # [(N + 2K) * H, D]
     qkv_bias: torch.Tensor | None
-    query_norm_H: torch.Tensor | None
-    key_norm_H: torch.Tensor | None
+    head_norms: HeadNorms | None
     output: torch.Tensor  # [D, N * H]
     output_bias: torch.Tensor | None
     mlp_norm_D: torch.Tensor
@@ -66,8 +65,7 @@ class Model:
         self._head_VD = head.get("weight", self._embedding_VD)
         self._layers = [_layer(config, parameters, kv, i) for i in range(config.layer_count)]
         dtype, device = self._embedding_VD.dtype, self._embedding_VD.device
-        self._rotary_P2H = rotary_table(config.rope, config.head_dim, max_model_len, dtype, device)
-        self._rms_norm = _fused_rms_norm if dtype == torch.float32 else _reference_rms_norm
+        self._operations = operations_for(config, max_model_len, dtype, device)
         self._buffers = self._make_buffers(rows=1)
 
     def embed(self, token_ids_T: torch.Tensor) -> torch.Tensor:
@@ -84,21 +82,37 @@ class Model:
         last_layer: int,
     ) -> torch.Tensor:
         """Apply the layers `[first_layer, last_layer)`. The result may lie where `hidden_TD` lay, or elsewhere."""
-        rows = hidden_TD.shape[0]
+        config, rows = self._config, hidden_TD.shape[0]
         hidden_TD = self._pad(hidden_TD)
-        if hidden_TD.shape[0] > self._buffers.qkv.shape[0]:
-            self._buffers = self._make_buffers(hidden_TD.shape[0])
-        self._buffers.attended[rows : hidden_TD.shape[0]].zero_()
-        rotary_T2H = self._rotary_P2H.index_select(0, positions_T)
-        cos_T1H, sin_T1H = rotary_T2H[:, :1], rotary_T2H[:, 1:]
+        padded = hidden_TD.shape[0]
+        if padded > self._buffers.qkv.shape[0]:
+            self._buffers = self._make_buffers(padded)
+        buffers, operations = self._buffers, self._operations
+        buffers.attended[rows:padded].zero_()  # attention does not see them; they stay finite
+        rotation = operations.rotation(positions_T)
+        added_TD: torch.Tensor | None = None
         for layer in self._layers[first_layer:last_layer]:
-            self._attend(layer, hidden_TD, cos_T1H, sin_T1H, attention)
-            self._transform(layer, hidden_TD)
-        return hidden_TD[:rows]
+            normed_TD = operations.norm(hidden_TD, added_TD, layer.attention_norm_D)
+            qkv = _linear(normed_TD, layer.qkv, layer.qkv_bias, buffers.qkv[:padded])[:rows]
+            operations.attend(
+                layer.kv_B2TKH,
+                qkv[:, : config.query_size + 2 * config.kv_size].view(rows, -1, config.head_dim),
+                layer.head_norms,
+                rotation,
+                attention,
+                buffers.attended[:rows].view(rows, config.head_count, config.head_dim),
+            )
+            projected = _linear(buffers.attended[:padded], layer.output, layer.output_bias, buffers.added[:padded])
+            normed_TD = operations.norm(hidden_TD, projected[:, : config.hidden_size], layer.mlp_norm_D)
+            gate_up = _linear(normed_TD, layer.gate_up, layer.gate_up_bias, buffers.gate_up[:padded])
+            activated_TI = operations.activate(gate_up)
+            projected = _linear(activated_TI, layer.down, layer.down_bias, buffers.added[:padded])
+            added_TD = projected[:, : config.hidden_size]
+        return hidden_TD[:rows] if added_TD is None else hidden_TD.add_(added_TD)[:rows]
 
     def logits(self, hidden_RD: torch.Tensor) -> torch.Tensor:
         """logits_RV. For the last stage."""
-        normed_RD = self._rms_norm(self._pad(hidden_RD), self._final_norm_D, self._config.rms_norm_eps)
+        normed_RD = self._operations.norm(self._pad(hidden_RD), None, self._final_norm_D)
         logits = _linear(normed_RD, self._head_VD, None, normed_RD.new_empty(0))
         return logits[: hidden_RD.shape[0], : self._config.vocab_size]
 
@@ -116,50 +130,6 @@ class Model:
             added=like.new_empty(rows, layer.down.shape[0]),
         )
 
-    def _attend(
-        self,
-        layer: _Layer,
-        hidden_TD: torch.Tensor,
-        cos_T1H: torch.Tensor,
-        sin_T1H: torch.Tensor,
-        attention: AttentionStep,
-    ) -> None:
-        """`hidden_TD` may have more rows than attention sees; they follow the others and stay finite."""
-        config, padded, rows = self._config, hidden_TD.shape[0], cos_T1H.shape[0]
-        normed_TD = self._rms_norm(hidden_TD, layer.attention_norm_D, config.rms_norm_eps)
-        qkv = _linear(normed_TD, layer.qkv, layer.qkv_bias, self._buffers.qkv[:padded])[:rows]
-        heads = qkv[:, : config.query_size + 2 * config.kv_size].view(rows, -1, config.head_dim)
-        rotating = config.head_count + config.kv_head_count
-        qk, v_TKH = heads[:, :rotating], heads[:, rotating:]
-        if layer.query_norm_H is not None and layer.key_norm_H is not None:
-            self._norm_heads(qk, layer.query_norm_H, layer.key_norm_H)
-        rotated = torch.addcmul(qk * cos_T1H, qk.roll(config.head_dim // 2, -1), sin_T1H)
-        attended = self._buffers.attended[:padded]
-        attention.run(
-            layer.kv_B2TKH,
-            rotated[:, : config.head_count],
-            rotated[:, config.head_count :],
-            v_TKH,
-            attended[:rows].view(rows, config.head_count, config.head_dim),
-        )
-        projected = _linear(attended, layer.output, layer.output_bias, self._buffers.added[:padded])
-        hidden_TD.add_(projected[:, : config.hidden_size])
-
-    def _norm_heads(self, qk: torch.Tensor, query_norm_H: torch.Tensor, key_norm_H: torch.Tensor) -> None:
-        q_TNH, k_TKH = qk[:, : self._config.head_count], qk[:, self._config.head_count :]
-        q_TNH.copy_(self._rms_norm(q_TNH, query_norm_H, self._config.rms_norm_eps))
-        k_TKH.copy_(self._rms_norm(k_TKH, key_norm_H, self._config.rms_norm_eps))
-
-    def _transform(self, layer: _Layer, hidden_TD: torch.Tensor) -> None:
-        config, rows = self._config, hidden_TD.shape[0]
-        normed_TD = self._rms_norm(hidden_TD, layer.mlp_norm_D, config.rms_norm_eps)
-        gate_up = _linear(normed_TD, layer.gate_up, layer.gate_up_bias, self._buffers.gate_up[:rows])
-        inner = config.intermediate_size
-        gate_TI, up_TI = gate_up[:, :inner], gate_up[:, inner : 2 * inner]
-        activated_TI = F.silu(gate_TI, inplace=True).mul_(up_TI)
-        projected = _linear(activated_TI, layer.down, layer.down_bias, self._buffers.added[:rows])
-        hidden_TD.add_(projected[:, : config.hidden_size])
-
 
 def _views(parameters: Iterable[Parameter], stored: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {parameter.name: parameter.padded_view(stored[parameter.name]) for parameter in parameters}
@@ -173,8 +143,7 @@ def _layer(config: ModelConfig, parameters: ParameterStore, kv: KvCache, index: 
         attention_norm_D=named["attention_norm"],
         qkv=named["qkv"],
         qkv_bias=named.get("qkv_bias"),
-        query_norm_H=named.get("query_norm"),
-        key_norm_H=named.get("key_norm"),
+        head_norms=HeadNorms(named["query_norm"], named["key_norm"]) if config.has_qk_norm else None,
         output=named["output"],
         output_bias=named.get("output_bias"),
         mlp_norm_D=named["mlp_norm"],
@@ -183,17 +152,6 @@ def _layer(config: ModelConfig, parameters: ParameterStore, kv: KvCache, index: 
         down=named["down"],
         down_bias=named.get("down_bias"),
     )
-
-
-def _fused_rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    return F.rms_norm(x, weight.shape, weight, eps)
-
-
-def _reference_rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """RMS norm rounded as by the reference: in float32 even for float64, back to the dtype before the weight."""
-    wide = x.float()
-    normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-    return weight * normed.to(x.dtype)
 
 
 def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:

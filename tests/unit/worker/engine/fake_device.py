@@ -5,8 +5,10 @@ Nothing is computed (`FakeTensorMode`): tensors have shapes, types and devices. 
 build of torch without CUDA refuses to slice tensors on one.
 """
 
+import importlib
 import itertools
 import tempfile
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 from ballast.common.sampling import SamplingParams
@@ -22,6 +25,7 @@ from services.worker.core.batch import Batch, NewSequence, Slice, StepResult
 from services.worker.engine.attention_cuda import CudaAttention
 from services.worker.engine.model import Model
 from services.worker.engine.model_config import read_model_config
+from services.worker.engine.operations import FusedOperations, TorchOperations
 from services.worker.engine.parameters import Layout, end_parameters, layer_parameters, part_specs
 from services.worker.engine.runner import ModelRunner
 from services.worker.engine.sampler import Sampler
@@ -108,6 +112,40 @@ class FakeKernel:
         return launch
 
 
+class FakeFusedKernels:
+    """In the place of `fused_kernels`: counts launches, and requires that everything is on the device."""
+
+    def __init__(self) -> None:
+        self.launches: Counter[str] = Counter()
+
+    def __getattr__(self, name: str) -> Any:
+        real = importlib.import_module("services.worker.engine.fused_kernels")
+        expected = set(getattr(real, name).arg_names)
+
+        def launch(*given: Any, **constants: Any) -> None:
+            assert set(constants) - {"num_warps"} == {name for name in expected if name.isupper()}
+            assert len(given) == sum(name.islower() for name in expected)
+            tensors = [each for each in given if isinstance(each, torch.Tensor)]
+            assert all(each.device == DEVICE and each.stride(-1) == 1 for each in tensors)
+            self.launches[name] += 1
+
+        return defaultdict[tuple[int, ...], Any](lambda: launch)
+
+
+class Launches(TorchDispatchMode):
+    """Counts what torch launches on the device: everything but views and empty memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if not func.is_view and "empty" not in func.name() and isinstance(out, torch.Tensor) and out.numel():
+            self.count += out.device == DEVICE
+        return out
+
+
 def pretend_values() -> None:
     """What is read back from the device is zeros, and conditions on it hold."""
 
@@ -163,6 +201,8 @@ def run(model_dir: Path, dtype: torch.dtype) -> None:
     attention = CudaAttention(config.head_count, config.kv_head_count, config.head_dim, dtype, DEVICE)
     attention._kernel = kernel = FakeKernel()
     sampler = Sampler(config.vocab_size, config.eos_token_ids, DEVICE)
+    model._operations = operations = FusedOperations(config, config.max_position, dtype, DEVICE)
+    operations._kernels = fused = FakeFusedKernels()
     runner = ModelRunner(config, model, attention, sampler, memory.kv)
     for role, name, batch, tables in steps():
         first, last = ROLES[role]
@@ -170,12 +210,15 @@ def run(model_dir: Path, dtype: torch.dtype) -> None:
         # A link that carries host memory gives hidden states on the CPU.
         hidden = None if first == 0 else torch.empty(rows, config.hidden_size, dtype=dtype)
         before = kernel.launches
+        fused.launches.clear()
         try:
             out = runner.run_stage(batch, tables, hidden, first_layer=first, last_layer=last)
         except Exception as error:
             error.add_note(f"{model_dir.name}, {dtype}, stage {role}, {name}")
             raise
         assert kernel.launches - before == last - first
+        norms = 2 * (last - first) + (last == LAYERS)
+        assert fused.launches == {"add_and_norm": norms, "rotate_and_write": last - first, "activate": last - first}
         if last == LAYERS:
             assert isinstance(out, StepResult)
             assert len(out.token_ids) == sum(part.samples for part in batch.slices)
@@ -183,6 +226,20 @@ def run(model_dir: Path, dtype: torch.dtype) -> None:
             assert isinstance(out, torch.Tensor)
             assert (out.device, tuple(out.shape)) == (DEVICE, (rows, config.hidden_size))
         runner.forget_all()
+    counts: list[int] = []
+    for each in (operations, TorchOperations(config, config.max_position, dtype, DEVICE)):
+        model._operations = each
+        launched: list[int] = []
+        for last in (1, 3):
+            _, _, batch, tables = next(steps())
+            before = kernel.launches + fused.launches.total()
+            with Launches() as by_torch:
+                runner.run_stage(batch, tables, None, first_layer=0, last_layer=last)
+            launched.append(by_torch.count + kernel.launches + fused.launches.total() - before)
+            runner.forget_all()
+        counts.append((launched[1] - launched[0]) // 2)
+    assert counts[0] == 9  # of which four are matrix products
+    assert counts[1] > counts[0] + 6
     memory.drop_layers([2, 3])
     memory.move([(1, 0)])
     memory.shrink_retired(2, [(5, 1)])

@@ -1,14 +1,9 @@
 """The GPU's attention kernel where there is no GPU: compiled ahead of time for two of them, and interpreted."""
 
-import contextlib
 import importlib
-import io
 import os
-import re
 import subprocess
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
@@ -20,55 +15,27 @@ from services.worker.core.batch import Slice
 from services.worker.engine.attention_cuda import CudaAttention
 from services.worker.engine.packing import Packer
 from tests.support.engine import BlockPool
+from tests.unit.worker.engine import compiled_kernel
+from tests.unit.worker.engine.compiled_kernel import SHARED_LIMIT_BYTES, TYPES, Compiled
 from tests.unit.worker.engine.interpreted_kernel import BLOCK_TOKENS, BLOCKS, STEPS
 
-triton: Any = pytest.importorskip("triton")
+pytest.importorskip("triton")
 
-SHARED_LIMIT_BYTES = {80: 163 << 10, 90: 227 << 10}  # of one program
-TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 # ------------------------------------------------------------ compiled
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.mktemp("triton")))
-        yield
-
-
-@dataclass(frozen=True)
-class Compiled:
-    shared_bytes: int
-    spilled_bytes: int  # moved from registers to memory
-    ptx: str
-
-
 def compiled(capability: int, dtype: torch.dtype, groups: int, head_dim: int, *, with_chunks: bool) -> Compiled:
-    """As the just-in-time compiler would: with what it sees of the arguments' alignment."""
     kernel = importlib.import_module("services.worker.engine.paged_kernel").paged_attention
     kind = TYPES[dtype]
     given = {"out_ptr": f"*{kind}", "q_ptr": f"*{kind}", "kv_ptr": f"*{kind}", "tables_ptr": "*i32"}
     given |= {"tiles_ptr": "*i32", "q_row_stride": "i32", "table_width": "i32", "scale": "fp32"}
     attention = CudaAttention(8 * groups, 8, head_dim, dtype, torch.device("cuda"))
-    constants = attention.constants(BLOCK_TOKENS, with_chunks=with_chunks)
-    names = kernel.arg_names
-    aligned = [names.index(name) for name in given if name.endswith(("_ptr", "_stride"))]
-    source = triton.compiler.ASTSource(
-        fn=kernel,
-        signature={name: given.get(name, "constexpr") for name in names},
-        constexprs={(names.index(name),): value for name, value in constants.items()},
-        attrs={(at,): [["tt.divisibility", 16]] for at in aligned},
+    return compiled_kernel.compiled(
+        kernel, given, attention.constants(BLOCK_TOKENS, with_chunks=with_chunks), capability
     )
-    target = importlib.import_module("triton.backends.compiler").GPUTarget("cuda", capability, 32)
-    said = io.StringIO()
-    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(said):
-        patch.setattr(triton.knobs.nvidia, "dump_ptxas_log", True)
-        kernel = triton.compile(source, target=target)
-    spills = re.findall(r"(\d+) bytes spill (?:stores|loads)", said.getvalue())
-    assert spills, said.getvalue()
-    return Compiled(kernel.metadata.shared, sum(map(int, spills)), kernel.asm["ptx"])
 
 
 @pytest.mark.parametrize("capability", [80, 90])

@@ -1,0 +1,46 @@
+"""Compiles Triton kernels ahead of time for GPUs that are not there, and says what they take of one."""
+
+import contextlib
+import importlib
+import io
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+SHARED_LIMIT_BYTES = {80: 163 << 10, 90: 227 << 10}  # of one program
+TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+
+
+@dataclass(frozen=True)
+class Compiled:
+    shared_bytes: int
+    spilled_bytes: int  # moved from registers to memory
+    registers: int  # of each thread
+    ptx: str
+
+
+def compiled(kernel: Any, given: Mapping[str, str], constants: Mapping[str, Any], capability: int) -> Compiled:
+    """As the just-in-time compiler would: with what it sees of alignment. `given`: the arguments' types."""
+    triton: Any = importlib.import_module("triton")
+    names = kernel.arg_names
+    aligned = [names.index(name) for name in given if name.endswith(("_ptr", "_stride"))]
+    source = triton.compiler.ASTSource(
+        fn=kernel,
+        signature={name: given.get(name, "constexpr") for name in names},
+        constexprs={(names.index(name),): value for name, value in constants.items() if name in names},
+        attrs={(at,): [["tt.divisibility", 16]] for at in aligned},
+    )
+    target = importlib.import_module("triton.backends.compiler").GPUTarget("cuda", capability, 32)
+    options = {name: value for name, value in constants.items() if name not in names}
+    said = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(said):
+        patch.setattr(triton.knobs.nvidia, "dump_ptxas_log", True)
+        done = triton.compile(source, target=target, options=options)
+    spills = re.findall(r"(\d+) bytes spill (?:stores|loads)", said.getvalue())
+    registers = re.findall(r"Used (\d+) registers", said.getvalue())
+    assert spills, said.getvalue()
+    return Compiled(done.metadata.shared, sum(map(int, spills)), int(registers[0]), done.asm["ptx"])
