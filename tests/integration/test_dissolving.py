@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,8 @@ import pytest
 from ballast.common.sampling import FinishReason, Grammar, GrammarKind, SamplingParams
 from ballast.common.transition import Phase, TransitionKind
 from ballast.model.tiny import make_tiny
+from services.worker.core.transition_messages import AbortRequested
+from services.worker.pipeline.events import Told
 from tests.support.exactness import Expected, Wish, compare, undisturbed
 from tests.support.group import Answer, Cluster, Sizes, alone, layout, running_group
 from tests.support.shells import until
@@ -348,6 +351,27 @@ async def test_the_next_drop_finds_whole_members(model_dir: Path, expected: list
             await cluster.dispatcher.end(answer)
             assert answer.finish_reason is FinishReason.LENGTH
             assert compare(expected[PROMPTS.index(answer.prompt)], answer)
+        await cluster.quiet()
+
+
+async def test_a_pipeline_gives_way_when_memory_is_wanted_again(
+    model_dir: Path, expected: list[Expected], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(PATIENCE, 60.0)
+    async with running_group(model_dir, NAMES, replace(ROOMY, step_s=0.01)) as cluster:
+        await cluster.change(TransitionKind.DROP, layout(2, PAIR, LAYERS))
+        answers = await ask(cluster)
+        await tokens_flow(answers)
+        target = alone(3, NAMES, LAYERS)
+        members = await cluster.prepare(TransitionKind.RESTORE, target)
+        cluster.commit(members, target)
+        await cluster.until(members, target.epoch, Phase.EXCHANGING)
+        for name in members:
+            cluster.post(name, Told(target.epoch, AbortRequested(time.monotonic(), target.epoch, "demand is back")))
+        await cluster.done(members, target.epoch)
+        assert any("moved to" in answer.story for answer in answers), "they had time to end there"
+        await are_exact(cluster, answers, expected)
+        await cluster.change(TransitionKind.DROP, layout(4, PAIR, LAYERS))
         await cluster.quiet()
 
 

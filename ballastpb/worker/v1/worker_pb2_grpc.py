@@ -127,7 +127,8 @@ class WorkerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Abort(self, request, context):
-        """Takes a prepared transition back; memory and requests are as if it had never been. Refused after Commit.
+        """Takes a prepared transition back; memory and requests are as if it had never been. After Commit it changes nothing, but
+        for a restore: what still runs in the group that dissolves goes to a member now.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -52,7 +52,9 @@ class WorkerServiceStub:
     FAILED_PRECONDITION: not prepared, or a stale epoch.
     """
     Abort: _grpc.UnaryUnaryMultiCallable[_worker_pb2.AbortRequest, _worker_pb2.AbortResponse]
-    """Takes a prepared transition back; memory and requests are as if it had never been. Refused after Commit."""
+    """Takes a prepared transition back; memory and requests are as if it had never been. After Commit it changes nothing, but
+    for a restore: what still runs in the group that dissolves goes to a member now.
+    """
     GetTransition: _grpc.UnaryUnaryMultiCallable[_worker_pb2.GetTransitionRequest, _worker_pb2.GetTransitionResponse]
     Migrate: _grpc.UnaryUnaryMultiCallable[_worker_pb2.MigrateRequest, _worker_pb2.MigrateResponse]
     """Moves running requests from one worker to another while they run; told to both. Returns at once. The source chooses
@@ -92,7 +94,9 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
     FAILED_PRECONDITION: not prepared, or a stale epoch.
     """
     Abort: _aio.UnaryUnaryMultiCallable[_worker_pb2.AbortRequest, _worker_pb2.AbortResponse]  # type: ignore[assignment]
-    """Takes a prepared transition back; memory and requests are as if it had never been. Refused after Commit."""
+    """Takes a prepared transition back; memory and requests are as if it had never been. After Commit it changes nothing, but
+    for a restore: what still runs in the group that dissolves goes to a member now.
+    """
     GetTransition: _aio.UnaryUnaryMultiCallable[_worker_pb2.GetTransitionRequest, _worker_pb2.GetTransitionResponse]  # type: ignore[assignment]
     Migrate: _aio.UnaryUnaryMultiCallable[_worker_pb2.MigrateRequest, _worker_pb2.MigrateResponse]  # type: ignore[assignment]
     """Moves running requests from one worker to another while they run; told to both. Returns at once. The source chooses
@@ -159,7 +163,9 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _worker_pb2.AbortRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_worker_pb2.AbortResponse, _abc.Awaitable[_worker_pb2.AbortResponse]]:
-        """Takes a prepared transition back; memory and requests are as if it had never been. Refused after Commit."""
+        """Takes a prepared transition back; memory and requests are as if it had never been. After Commit it changes nothing, but
+        for a restore: what still runs in the group that dissolves goes to a member now.
+        """
 
     @_abc_1.abstractmethod
     def GetTransition(

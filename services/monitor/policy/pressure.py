@@ -10,6 +10,8 @@ waits, so a burst counts in full at the moment it arrives and does not have to b
   when a great deal is missing.
 - Relief: parameters are dropped, and what is wanted, with its trend, and usage have been below some part of the
   un-dropped memory for a while: layers begin to come back, and groups wait by themselves for what more that wants.
+  Where the next burst came soon after the last relief, the next one waits for as long as it would have taken to be
+  spared that drop: staying dropped costs a little all the time, giving back in vain costs a burst its memory.
 - Between any two of these lies at least the dwell time, and a change of the merged groups, whoever made it, starts it
   anew: a load that oscillates over any threshold causes one transition per dwell time at most. A relief that has not
   changed the groups yet is no transition: an overload takes it back at once and without a second look, for a restore
@@ -31,6 +33,8 @@ from services.monitor.policy.trend import slope_per_s, window
 TREND_WINDOW_S = 2.0  # samples not older than this make a trend: twenty of them, so that chance is none
 # Of the slopes in the window: growth that three out of four show is no accident.
 _SURE_QUANTILE = 0.25
+# Bursts further apart than this are not waited for.
+_LONGEST_WAIT_S = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,6 +122,8 @@ class Pressure:
     _scale_quiet_until_s: float = -math.inf
     _alarming_since_s: float | None = None
     _low_since_s: float | None = None
+    _given_back_s: float | None = None  # since when demand had been low before the last restore, if no drop followed
+    _relief_after_s: float = 0.0  # it has to be low for so long at least before the next
     _idle_since_s: float | None = None
     _short_since_s: float | None = None  # an overload was raised, and since then it has not ended
     _unchecked_count: int = 0  # samples since the last check
@@ -155,11 +161,21 @@ class Pressure:
         if before is not None and before.groups != sample.groups:
             self.history.clear()  # sums over other groups are no trend
             if before.merged != sample.merged:
+                self._learn(before, sample)
                 self._relieving = False
                 self._changeable_from_s = max(self._changeable_from_s, sample.at_s + self.rules.dwell_s)
                 self.quiet_until_s = max(self.quiet_until_s, self._changeable_from_s)
         self.history.append(sample)
         self._unchecked_count += 1
+
+    def _learn(self, before: ClusterDemand, sample: ClusterDemand) -> None:
+        """How long to wait for the next burst before giving back."""
+        if len(sample.merged) < len(before.merged):
+            self._given_back_s = self._low_since_s if self._relieving else None
+        elif self._given_back_s is not None:
+            kept_s = sample.at_s - self._given_back_s
+            self._relief_after_s = kept_s if kept_s <= _LONGEST_WAIT_S else 0.0
+            self._given_back_s = None
 
     def _look_ahead(self, sample: ClusterDemand) -> Forecast:
         rules, since_s = self.rules, sample.at_s - self.rules.trend_window_s
@@ -214,7 +230,8 @@ class Pressure:
             self._relieving = False
             self._short_since_s = at_s if self._short_since_s is None else self._short_since_s
             return [Overload(required, rules.horizon_s)]
-        lasted = self._low_since_s is not None and at_s - self._low_since_s >= rules.relief_after_s
+        wait_s = max(rules.relief_after_s, self._relief_after_s)
+        lasted = self._low_since_s is not None and at_s - self._low_since_s >= wait_s
         if sample.merged and lasted and at_s >= self.quiet_until_s:
             self.quiet_until_s, self._relieving = at_s + rules.dwell_s, True
             return [Relief(sample.used_bytes, sample.undropped_bytes)]

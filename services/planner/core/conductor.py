@@ -151,6 +151,7 @@ class Conductor:
             why = f"the policy is {self.rules.policy}"
             return [NothingDone("overload", why, event.required_bytes, event.cause_id)]
         if self._gives_memory_up:
+            self._again_until_s, self._again_bytes = event.at_s + _LOOK_FOR_S, event.required_bytes
             return self._steps(AbortWanted(event.at_s, "demand is back"), event.at_s, event.cause_id)
         if self.busy or isinstance(self._wish, DropWish):
             return []
@@ -408,6 +409,8 @@ class Conductor:
         record.journal, record.lost = journal, step.lost
         record.reached_at_s.setdefault(journal.stage, at_s)
         self.history.append(record)
+        if journal.kind is TransitionKind.RESTORE and at_s < self._again_until_s:  # an overload waits for its end
+            self._again_at_s = at_s
         given_up = tuple(sorted(self.coordinator.given_up))
         self.coordinator = self.record = None
         commands: list[Command] = [TransitionMoved(record, cause_id)]

@@ -74,6 +74,8 @@ class Tick:
 
 @dataclass(frozen=True, slots=True)
 class AbortWanted:
+    """Something else comes first. Before the decision all is taken back; behind it a group that dissolves gives way."""
+
     at_s: float
     why: str
 
@@ -146,6 +148,7 @@ class Coordinator:
         self._progress_s = at_s  # when a member told of something new
         self._first_loss_s = math.inf
         self._sent_s = at_s
+        self._hurried = ""  # why
         self._writing: Journal | None = None
         self.statuses: dict[WorkerId, Status] = {}
 
@@ -193,7 +196,7 @@ class Coordinator:
             case MemberLost():
                 return self._member_lost(event)
             case AbortWanted(why=why):
-                return self._abort(why)
+                return self._hurry(why) if self.stage is Stage.EXCHANGING else self._abort(why)
             case Tick(at_s=at_s):
                 return self._tick(at_s)
 
@@ -249,7 +252,7 @@ class Coordinator:
                     commands.append(Poll(worker_id) if done else SendCommit(worker_id))
                 case Stage.EXCHANGING:
                     if phase is not Phase.DONE:
-                        commands.append(Poll(worker_id))
+                        commands.append(SendAbort(worker_id, self._hurried) if self._hurried else Poll(worker_id))
                 case Stage.ABORTING:
                     if phase is not Phase.ABORTED:
                         commands.append(SendAbort(worker_id, self.journal.failure))
@@ -352,6 +355,12 @@ class Coordinator:
         if self.stage is not Stage.PREPARING or writing in (Stage.COMMITTING, Stage.ABORTING):
             return []
         return self._write(Stage.ABORTING, why)
+
+    def _hurry(self, why: str) -> list[Command]:
+        if self.journal.kind is not TransitionKind.RESTORE or self._hurried or self._writing is not None:
+            return []
+        self._hurried = why
+        return self._send()
 
     def _advance(self) -> list[Command]:
         if self._writing is not None:

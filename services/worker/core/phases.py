@@ -64,7 +64,7 @@ PHASES: Mapping[Phase, PhaseRow] = MappingProxyType(
         ),
         Phase.EXCHANGING: PhaseRow(
             drop="the group serves new requests; KV of victims travels, in waves as there is room",
-            restore="each member serves alone; what is left in the group ends, or goes to a member with its KV",
+            restore="each member serves alone; what is left in the group ends, or goes to a member (Abort: now)",
             next=MappingProxyType(
                 {
                     Phase.DONE: "a drop: all KV has come and gone; a restore: the group has ended, or lost a member",

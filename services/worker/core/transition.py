@@ -29,6 +29,7 @@ from services.worker.core.transition_messages import (
     EpochEnded,
     Event,
     ExpectKv,
+    GiveWay,
     GroupEnded,
     HandoverReceived,
     KvCompleteReceived,
@@ -193,6 +194,8 @@ class Transition:
         if self.phase is Phase.FAILED:
             self.phase = Phase.ABORTED
             return []
+        if self.phase is Phase.EXCHANGING and self.part.dissolves:
+            return [GiveWay(self.epoch)]
         if self.phase not in (Phase.PREPARING, Phase.PREPARED):
             return []
         self.phase, self.why = Phase.ABORTED, why

@@ -338,6 +338,13 @@ class SendWaveDone:
 
 
 @dataclass(frozen=True, slots=True)
+class GiveWay:
+    """What still runs in the group that dissolves goes to a member now."""
+
+    epoch: Epoch
+
+
+@dataclass(frozen=True, slots=True)
 class ReleaseLost:
     """Nobody needs the KV of the layers this worker has given up: its extents follow the parameters."""
 
@@ -359,6 +366,7 @@ Command = (
     | Quiesce
     | SendEpochEnded
     | TakeUp
+    | GiveWay
     | Empty
     | CloseSeat
     | SendHandover

@@ -28,6 +28,7 @@ from services.worker.core.transition_messages import (
     EpochEnded,
     Event,
     ExpectKv,
+    GiveWay,
     GroupEnded,
     HandoverReceived,
     KvReceived,
@@ -349,6 +350,9 @@ class TransitionDriver:
                 case Empty(epoch=epoch):
                     self._the_leaving().empty(self._current().lost)
                     self.drive(GroupEnded(self._now(), epoch))
+                case GiveWay():
+                    if self.leaving is not None:
+                        self.leaving.give_way()
                 case CloseSeat():
                     self._the_leaving().close()
                     self._restoring.lift_limit()

@@ -64,6 +64,10 @@ class Leaving:
         waits = self.role.leads and not self.closed and self._ground.now() < self._ends_at_s
         return self._ends_at_s if waits else None
 
+    def give_way(self) -> None:
+        """The next transition waits for its end."""
+        self._ends_at_s = min(self._ends_at_s, self._ground.now())
+
     def poll(self) -> bool:
         """Between two batches. True at its leader, once: no batch is in flight, and what was left is handed over."""
         if not self.role.leads or self.closed:

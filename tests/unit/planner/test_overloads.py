@@ -3,7 +3,15 @@
 from dataclasses import replace
 
 from ballast.common.traffic import Traffic
-from services.planner.core.messages import NothingDone, OverloadRaised, ReadLoads, TransitionMoved
+from ballast.common.transition import Phase
+from services.planner.core.messages import (
+    Call,
+    NothingDone,
+    OverloadRaised,
+    ReadLoads,
+    ReliefRaised,
+    TransitionMoved,
+)
 from services.planner.core.stages import Stage
 from services.planner.core.wishes import Planning
 from tests.support.planner_core import EXTENT, LOAD, Planner
@@ -49,3 +57,28 @@ def test_without_comparing_what_lacks_is_dropped() -> None:
     planner.start("w0", "w1")
     planner.tell(OverloadRaised(planner.now_s, "o1", EXTENT))
     assert planner.journal == [Stage.PREPARING]
+
+
+def test_a_burst_that_comes_after_the_commit_of_a_restore_hurries_what_dissolves_and_is_looked_at_behind_it() -> None:
+    planner = Planner()
+    planner.start("w0", "w1")
+    planner.drop("w0", "w1")
+    planner.go_through("w0", "w1")
+    planner.load = replace(LOAD, used_block_count=0, running_count=0)
+    planner.tell(ReliefRaised(planner.now_s, "r1"))
+    planner.answer(Phase.PREPARED, "w0", "w1")
+    planner.answer(Phase.EXCHANGING, "w0", "w1")
+    planner.wait(1.0)
+    assert planner.calls(Call.ABORT) == []
+    planner.answer(Phase.DONE, "w1")
+    planner.said.clear()
+    planner.tell(OverloadRaised(planner.now_s, "o2", EXTENT))
+    assert planner.calls(Call.ABORT) == ["w0"], "who is done gives way already"
+    planner.said.clear()
+    planner.wait(1.0)
+    assert planner.calls(Call.ABORT), "it is said again: words are lost"
+    planner.answer(Phase.DONE, "w0")
+    planner.load = replace(LOAD, used_block_count=32, running_count=8)
+    planner.wait(0.1)
+    assert planner.journal[-2:] == [Stage.DONE, Stage.PREPARING]
+    assert planner.core.conductor.records()[0].by == "overload"

@@ -129,6 +129,28 @@ def test_a_burst_takes_a_relief_back_at_once_while_the_groups_are_what_they_were
     assert taken_back_s - relieved_s < RULES.dwell_s, "no dwell time: nothing has changed yet"
 
 
+def gives_back_after(pressure: Pressure, from_s: float) -> float:
+    """Seconds for which demand is low until the relief."""
+    merged = series(from_s + 90, lambda t: sample(t, 300, capacity_bytes=3000, groups=MERGED), from_s=from_s)
+    for one in merged:
+        if pressure.observe(one):
+            return one.at_s - from_s
+    raise AssertionError("never")
+
+
+@pytest.mark.parametrize(("calm_s", "waits_s"), [(20.0, 22.0), (80.0, RULES.relief_after_s)])
+def test_where_bursts_follow_one_another_the_parameters_stay_away_until_the_next(calm_s: float, waits_s: float) -> None:
+    pressure = Pressure(RULES)
+    tell(pressure, series(8, lambda t: sample(t, 900, capacity_bytes=3000, groups=MERGED)))
+    first_s = gives_back_after(pressure, 8.0)
+    assert first_s == pytest.approx(RULES.relief_after_s, abs=0.5)
+    calm = series(10 + calm_s, lambda t: sample(t, 300), from_s=8.2 + first_s)
+    assert [s for _, s in tell(pressure, calm) if not isinstance(s, ScaleAdvice)] == []
+    burst = series(16 + calm_s, lambda t: sample(t, 900, capacity_bytes=3000, groups=MERGED), from_s=10.2 + calm_s)
+    assert tell(pressure, burst) == []
+    assert gives_back_after(pressure, 16.2 + calm_s) == pytest.approx(waits_s, abs=0.5)
+
+
 def test_while_parameters_come_back_demand_is_held_against_what_there_will_be() -> None:
     """A pair holds all layers twice then, and half of the KV: what fits when it is over is no reason to give it up."""
     pressure = Pressure(RULES)

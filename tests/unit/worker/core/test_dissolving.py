@@ -6,6 +6,7 @@ from ballast.common.transition import Phase, TransitionKind
 from services.worker.core.plan import Plan, Victim
 from services.worker.core.transition import Transition
 from services.worker.core.transition_messages import (
+    AbortRequested,
     Broken,
     CloseSeat,
     Command,
@@ -14,6 +15,7 @@ from services.worker.core.transition_messages import (
     Empty,
     EpochEnded,
     ExpectKv,
+    GiveWay,
     GroupEnded,
     HandoverReceived,
     KvReceived,
@@ -85,6 +87,12 @@ def test_a_leader_ends_the_group_when_nothing_runs_in_it() -> None:
     assert transition.handle(HandoverReceived(0.0, NEW, W1, ())) == []
     assert transition.handle(HandoverReceived(0.0, NEW, W2, ())) == [Lead(NEW, ())]
     assert is_done_when_led(transition, (W1, W2))
+
+
+def test_an_abort_that_comes_too_late_lets_the_group_give_way() -> None:
+    transition = committed(W0)
+    assert transition.handle(AbortRequested(0.0, NEW, "demand is back")) == [GiveWay(NEW)]
+    assert transition.phase is Phase.EXCHANGING
 
 
 def test_a_follower_is_done_when_the_group_has_ended_and_all_have_said_so() -> None:
