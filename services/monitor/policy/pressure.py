@@ -138,6 +138,7 @@ class Pressure:
         self.forecast = None
         self.quiet_until_s = self._changeable_from_s = at_s + self.rules.dwell_s
         self._scale_quiet_until_s, self._relieving = -math.inf, False
+        self._given_back_s, self._relief_after_s = None, 0.0
         self._forget_durations()
 
     def _forget_durations(self) -> None:
