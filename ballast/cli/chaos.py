@@ -140,8 +140,8 @@ async def _run(args: argparse.Namespace, model: Path, worker_flags: list[str], k
         if not known:
             raise ConfigError("--faults", "none of these is known")
         report = await chaos.run()
-        if report.why_not():
-            cluster.keep_logs = True
+        cluster.keep_logs = bool(report.why_not())  # the keeper keeps them for each kill, and here these are wanted
+        if cluster.keep_logs:
             say(f"the logs are kept in {cluster.log_dir}")
         for processes in cluster.processes.values():
             for process in processes:

@@ -1,13 +1,18 @@
 """Two minutes of `ballast chaos`: all that can break breaks under load, and nothing is lost."""
 
 import re
+import tempfile
+from pathlib import Path
 
 import pytest
 
 from ballast.cli.main import main as ballast
 
 
-def test_nothing_is_lost_while_everything_breaks(capsys: pytest.CaptureFixture[str]) -> None:
+def test_nothing_is_lost_while_everything_breaks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     status = ballast(["chaos", "--secure", "--for", "105s", "--seed", "4", "--fault-every-s", "2.5"])
     told = capsys.readouterr()
     assert status == 0, f"{told.out}\n{told.err}"
@@ -16,6 +21,7 @@ def test_nothing_is_lost_while_everything_breaks(capsys: pytest.CaptureFixture[s
     kinds = re.findall(r"^(?!fault)(\S.{37})\s+[0-9]+(?: +[0-9.]+ s){4}$", told.out, re.MULTILINE)
     # On a busy machine each takes its time, and there are fewer of them.
     assert len(kinds) >= 6, f"few kinds of faults have been had: {kinds}"
+    assert list(tmp_path.iterdir()) == [], "all is well, and nobody asked for its logs"
 
 
 def test_what_cannot_be_asked_for_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,7 +8,7 @@ child processes, at debug level, are kept by a second name until the session end
 import asyncio
 import contextlib
 import os
-import tempfile
+import shutil
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -125,10 +125,11 @@ async def ask(cluster: LocalCluster) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def canaries() -> Iterator[None]:
-    with tempfile.TemporaryDirectory(prefix="ballast-canaries-") as folder:
-        found = Canaries(Path(folder))
-        with found.planted():
-            yield
-        seen = found.seen()
+def canaries(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    folder = tmp_path_factory.mktemp("canaries")  # which pytest removes sometime, however this run ends
+    found = Canaries(folder)
+    with found.planted():
+        yield
+    seen = found.seen()
+    shutil.rmtree(folder)
     assert not seen, f"logs show what they must not: {seen[:20]}"
