@@ -11,7 +11,7 @@ from ballast.cli.arguments import Commands, add_json
 from ballast.cli.output import print_json
 from ballast.client.access import Access
 from ballast.common.addresses import checked_address
-from ballast.common.errors import BallastError, Unavailable
+from ballast.common.errors import BallastError, NotFound, Unavailable
 from ballast.rpc.errors import from_rpc_error
 
 # What proves that a service of this kind does its job; a standby of the others is healthy when it answers at all.
@@ -64,7 +64,10 @@ def check(service: str, address: str, timeout_s: float) -> None:
         try:
             response = stub.Check(health_pb2.HealthCheckRequest(service=_PROOFS[service]), timeout=timeout_s)  # pyright: ignore
         except grpc.RpcError as error:
-            raise from_rpc_error(error, address) from error
+            failed = from_rpc_error(error, address)
+            if isinstance(failed, NotFound):
+                failed = Unavailable(address, f"another service answers there, which is no {service}")
+            raise failed from error
     if response.status != health_pb2.HealthCheckResponse.SERVING:  # pyright: ignore
         raise Unavailable(address, f"the {service} answers, but is not ready")
 

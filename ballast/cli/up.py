@@ -24,6 +24,7 @@ from ballast.model.tiny import make_preset
 from ballast.rpc.server import ensure_free
 from ballast.rpc.tls import CA
 from ballast.service.models import find_model
+from ballast.service.state import StateServer
 from ballast.service.tokens import TokenRole
 from services.worker.engine.model_config import read_model_config
 from sim.jobs.machines import emulated_model
@@ -166,6 +167,18 @@ def run(args: argparse.Namespace) -> int:
         return asyncio.run(_Up(args).run())
 
 
+async def _check_state_server(url: str) -> None:
+    """
+    Raises:
+        Unavailable: nobody answers. A service would wait for one without a word.
+    """
+    server = StateServer(url)
+    try:
+        await server.leader_address("planner")
+    finally:
+        await server.close()
+
+
 def _port_range(args: argparse.Namespace) -> str:
     ports = "" if args.dispatchers == 1 else f", as {args.dispatchers} dispatchers take that many ports"
     return f"must be between 0 and {65536 - args.dispatchers}{ports}; got {args.port}"
@@ -210,6 +223,8 @@ class _Up:
 
     async def _serve(self) -> None:
         args = self._args
+        if args.redis_url is not None:
+            await _check_state_server(args.redis_url)
         _say(f"starting {args.workers} worker{'' if args.workers == 1 else 's'} ...")
         cluster = self._cluster()
         twin = self._cluster(args.twin) if args.twin else None

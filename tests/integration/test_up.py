@@ -18,6 +18,7 @@ import psutil
 import pytest
 
 from ballast.client import Client, SamplingParams
+from ballast.local.ports import free_port
 from ballast.model.tiny import make_tiny
 
 START_WITHIN_S = 120.0
@@ -133,7 +134,8 @@ def test_health_of_every_service(running: Up) -> None:
     _, text, _ = ballast("status", "--json", address=first)
     for worker in json.loads(text)["workers"]:
         assert ballast("health", "worker", worker["address"])[0] == 0
-    assert ballast("health", "worker", first)[0] == 1
+    told = f"ballast: {first}: another service answers there, which is no worker\n"
+    assert ballast("health", "worker", first) == (1, "", told)
 
 
 def test_what_the_cluster_refuses_is_said_in_one_line(running: Up) -> None:
@@ -293,6 +295,14 @@ def test_a_taken_port_is_one_clear_line(model: Path) -> None:
         status, out, err = ballast("up", "--model", str(model), "--port", port)
     assert (status, out) == (2, "")
     assert re.search(rf"^ballast: dispatcher-0: port: .*{port}", err, re.MULTILINE), err
+    assert "Traceback" not in err
+
+
+def test_a_state_server_that_is_not_there_is_one_clear_line(model: Path) -> None:
+    url = f"redis://127.0.0.1:{free_port()}/0"
+    status, out, err = ballast("up", "--model", str(model), "--port", "0", "--redis-url", url, timeout_s=60.0)
+    assert (status, out) == (1, "")
+    assert re.search(rf"^ballast: state server: {url}: .*connect", err, re.MULTILINE), err
     assert "Traceback" not in err
 
 
