@@ -184,7 +184,9 @@ def test_a_twin_gets_the_same_burst(tmp_path: Path) -> None:
         assert browser.run("return document.querySelectorAll('[data-cluster=\"1\"] .stone.sunk').length") == 0
         shoot(browser, "dashboard-twin")
         done = "[...document.querySelectorAll('#verdict .answered')].every(e => /^(\\d+) of \\1$/.test(e.textContent))"
-        browser.until(done, within_s=240)
+        # Who has answered the first few only looks better than it is.
+        early = "document.querySelector('#verdict .best') && 'called the best too early'"
+        assert browser.until(f"{done} ? 'done' : {early}", within_s=240) == "done"
         sent = browser.run("return [...document.querySelectorAll('#verdict .answered')].map(e => e.textContent)")
         assert sent[0] == sent[1]
         assert "with drop" in browser.text("#verdict p")

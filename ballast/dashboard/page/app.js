@@ -236,6 +236,7 @@ function drawVerdict(clusters) {
   const box = document.getElementById("verdict");
   box.hidden = !bursts.length;
   if (!bursts.length) return;
+  const over = bursts.length > 1 && bursts.every((c) => c.burst.done === c.burst.sent); // before, the slowest are missing
   const best = (key) => Math.min(...bursts.map((c) => c.burst[key] ?? Infinity));
   const columns = [["TTFT p50", "ttft_p50_s", "wide"], ["TTFT p99", "ttft_p99_s", ""], ["per token", "tpot_p50_s", ""]];
   const head = make("tr", {}, make("th", {}, "the last burst"), make("th", {}, "answered"), make("th", {}, "lost"),
@@ -243,7 +244,7 @@ function drawVerdict(clusters) {
   const rows = bursts.map((c) => make("tr", {}, make("td", {}, c.title), make("td", { class: "answered" }, `${c.burst.done - c.burst.failed} of ${c.burst.sent}`),
     make("td", { class: "lost" }, `${c.burst.failed}`), make("td", { class: "wide" }, `${c.burst.replayed}`),
     ...columns.map(([, key, wide]) => {
-      const isBest = bursts.length > 1 && c.burst[key] !== null && c.burst[key] === best(key);
+      const isBest = over && c.burst[key] !== null && c.burst[key] === best(key);
       return make("td", { class: `${wide} ${isBest ? "best" : ""}` }, seconds(c.burst[key]));
     }),
     make("td", { class: "wide" }, c.burst.took_s ? seconds(c.burst.took_s) : "…")));
