@@ -117,12 +117,14 @@ def run_transitions(args: argparse.Namespace) -> int:
 
 
 def render_transitions(answer: pb.ListTransitionsResponse, *, verbose: bool) -> RenderableType:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    # The reasons may be a sentence each: as a last column they would leave no room for the figures.
+    table, reasons = (Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold") for _ in range(2))
     for heading in ("epoch", "what", "phase"):
         table.add_column(heading, no_wrap=True)
-    for heading in ("began", "took", "parameters", "KV moved", "requests moved", "longest stall"):
+    for heading in ("ago", "took", "parameters", "KV\nmoved", "requests\nmoved", "longest\nstall"):
         table.add_column(heading, justify="right")
-    table.add_column("why")
+    reasons.add_column("epoch", no_wrap=True)
+    reasons.add_column("why")
     for one in answer.transitions:
         took_s = one.prepare_s + one.commit_s + one.exchange_s
         parameters = -one.freed_parameter_bytes if one.kind == "drop" else one.parameter_bytes_pulled
@@ -130,15 +132,15 @@ def render_transitions(answer: pb.ListTransitionsResponse, *, verbose: bool) -> 
             str(one.epoch),
             one.kind,
             Text(one.phase, style="red" if one.phase.startswith("abort") else ""),
-            f"{human_duration(one.age_s)} ago",
+            human_duration(one.age_s),
             duration(took_s),
             human_bytes(parameters, signed=True) if parameters else "-",
             human_bytes(one.kv_bytes_exchanged),
             str(one.victim_count),
             duration(one.max_stall_s),
-            one.reason,
         )
-    parts: list[RenderableType] = [table]
+        reasons.add_row(str(one.epoch), Text(one.reason))
+    parts: list[RenderableType] = [table, "", reasons]
     if answer.held_s:
         parts.append(Text(f"held: nothing comes back by itself for {human_duration(answer.held_s)}", style="yellow"))
     if verbose:
