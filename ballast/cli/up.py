@@ -42,6 +42,7 @@ TOKENS, OPERATOR_TOKEN = "tokens", "operator.token"
 _WORKER_FLAGS = {
     "--dtype": "auto, float32, bfloat16, float16 or float64",
     "--device": "cpu (default), cuda (a GPU for each worker) or cuda:N",
+    "--tensor-parallel-size": "ranks of each worker, on as many devices",
     "--gpu-memory-utilization": "share of each GPU, where --device-memory-bytes says nothing (default: 0.9)",
     "--max-model-len": "longest prompt and answer together, in tokens",
     "--max-num-seqs": "requests that run at once in a worker",

@@ -21,3 +21,4 @@ class ModelInfo:
     other_parameter_bytes: int = 0  # embedding, head ...: never dropped
     block_bytes: int = 0  # of one KV block in one layer
     extent_bytes: int = 0  # memory is dealt out in multiples of this
+    tensor_parallel_size: int = 1  # ranks of an instance, whose bytes are added up above

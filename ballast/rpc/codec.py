@@ -113,6 +113,8 @@ def _check_model(message: pb.ModelInfo) -> None:
     border.within("model.block_bytes", message.block_bytes, 0, border.MAX_BYTES)
     border.within("model.extent_bytes", message.extent_bytes, 0, border.MAX_BYTES)
     border.within("model.other_parameter_bytes", message.other_parameter_bytes, 0, border.MAX_BYTES)
+    if message.HasField("tensor_parallel_size"):
+        border.within("model.tensor_parallel_size", message.tensor_parallel_size, 1, border.MAX_LAYERS)
     border.none_negative("model", (message.vocab_size, message.max_model_len, message.parameter_count))
     border.count("model.eos_token_ids", message.eos_token_ids, border.MAX_LAYERS)
     sizes = message.layer_parameter_bytes

@@ -8,8 +8,8 @@ import gc
 import secrets
 import socket
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol, cast
 
 import grpc.aio
@@ -42,12 +42,13 @@ from services.worker.pipeline.events import GrammarComes
 from services.worker.pipeline.planner_side import Transitions
 from services.worker.policy.lookahead import lookahead
 from services.worker.policy.microbatching import by_token_count
+from services.worker.ranks.channel import RankLog, RankLost
 from services.worker.reporter import MonitorReporter
 from services.worker.servicer import Identity, WorkerServicer
 from services.worker.shell import BlockCopier, WorkerShell
 from services.worker.shell import Engine as ShellEngine
 from services.worker.spans import RequestSpans
-from services.worker.store import Gpu, claimed_device
+from services.worker.store import Gpu, claimed_devices
 from services.worker.text import load_tokenizer, primed_detokenizer
 
 if TYPE_CHECKING:
@@ -58,6 +59,7 @@ if TYPE_CHECKING:
     from services.worker.policy.online_cost import OnlineCost
 
 _READINESS_INTERVAL_S = 0.5
+_RANKS_INTERVAL_S = 0.2
 _CALLS_GRACE_S = 1.0  # for the streams to end after the last request has
 # A waiting thread asks for the interpreter after so long. Tokens were seen to reach clients in heaps on busy cores, as
 # if the engine's thread, which lets go of it in every operator, were back before the loop that streams has woken up.
@@ -78,18 +80,23 @@ class Kit:
         None  # another one than tensors travel over
     )
     device: str = "emulated"
+    lost_rank: Callable[[], str | None] | None = None  # who of several ranks has ended
+    joins: bool = True  # it may become a member of groups, and KV may travel from and to it
 
 
 class LoadedEngine(Instance, ShellEngine, Protocol):
     """A model that is ready to be run, here and as a stage."""
 
 
-def load(settings: WorkerSettings) -> Kit:
-    """
+def load(settings: WorkerSettings, devices: Sequence[str] = ()) -> Kit:
+    """`devices`: one for each rank; none: the one in the settings.
+
     Raises:
         ConfigError: the model cannot be had so.
     """
     if settings.engine == "emulated":
+        if settings.tensor_parallel_size > 1:
+            raise ConfigError("worker.tensor_parallel_size", "an emulated engine is as fast as its profile says")
         return _emulated(settings)
     # Here and not above: torch comes with them, and takes longer than all else.
     from services.worker.engine.load import load_engine
@@ -97,16 +104,17 @@ def load(settings: WorkerSettings) -> Kit:
     from services.worker.links.open import device_bytes
     from services.worker.memory.gpus import describe
     from services.worker.memory.host_blocks import HostBlocks
+    from services.worker.ranks.load import load_ranked
 
     by_share = settings.device != "cpu" and "device_memory_bytes" not in settings.model_fields_set
     links_bytes = device_bytes(settings.transport, settings.device.partition(":")[0])
-    engine = load_engine(
+    load_one = functools.partial(
+        load_engine,
         settings.model,
         device_memory_bytes=None if by_share else int(settings.device_memory_bytes) - links_bytes,
         dtype=settings.dtype,
         block_tokens=settings.block_size,
         max_model_len=settings.max_model_len,
-        device=settings.device,
         name=settings.served_model_name,
         threads=settings.threads,
         kernels=settings.kernels,
@@ -114,17 +122,27 @@ def load(settings: WorkerSettings) -> Kit:
         largest=Largest(settings.max_num_batched_tokens, settings.max_num_seqs),
         links_bytes=links_bytes,
     )
+    devices = devices or (settings.device,)
+    log = RankLog(settings.worker_id or "worker", settings.log_level, settings.log_format)
+    ranked = None if len(devices) == 1 else load_ranked(load_one, devices, log)
+    engine = load_one(device=devices[0]) if ranked is None else ranked.engine
     gc.freeze()  # torch alone makes so many objects that a full collection holds up a step
     try:
         costs = load_costs(settings, engine)
         swap_blocks = swap_block_count(settings, engine)
+        if swap_blocks and ranked is not None and not ranked.exchanges:
+            raise ConfigError("worker.tensor_parallel_size", "KV of several GPUs cannot be swapped to host memory")
         copier = HostBlocks(engine.memory.kv, swap_blocks) if swap_blocks else None
     except BaseException:
         engine.close()
         raise
     compile_grammar = engine.grammars.check if engine.grammars is not None else None
     device = describe(engine.memory.pool.backend.device)
-    return Kit(engine, costs.current, costs, copier, compile_grammar, device=device)
+    if ranked is None:
+        return Kit(engine, costs.current, costs, copier, compile_grammar, device=device)
+    device = f"{len(devices)} ranks from {device} on"
+    kit = Kit(engine, costs.current, costs, copier, compile_grammar, device=device)
+    return replace(kit, lost_rank=ranked.lost, joins=ranked.exchanges)
 
 
 def _emulated(settings: WorkerSettings) -> Kit:
@@ -250,6 +268,7 @@ class WorkerProcess:
         self._security = security
         self._engine = engine = kit.engine
         self._device = kit.device
+        self._lost_rank, self._joins = kit.lost_rank, kit.joins
         self._compile_grammar, self._cost = kit.compile_grammar, kit.cost
         self._state = state
         self._detokenizer = functools.partial(primed_detokenizer, load_tokenizer(settings.model))
@@ -295,7 +314,8 @@ class WorkerProcess:
             self._membership.member.close()
             self._engine.close()
             return
-        self._membership.plane.incarnation = incarnation
+        plane = self._membership.plane
+        plane.incarnation = incarnation
         collector = self._settings.otlp_traces_endpoint
         exporter = None if collector is None else Exporter(collector, "worker", worker_id)
         server = self._make_server(worker_id, incarnation, exporter)
@@ -303,7 +323,7 @@ class WorkerProcess:
         address = advertised_address(self._settings.host, self._settings.advertise_host, port)
         reporter = MonitorReporter(
             instance=Announcement(
-                worker_id, incarnation, address, self._engine.info, self._membership.plane.store_address
+                worker_id, incarnation, address, self._engine.info, plane.store_address if self._joins else ""
             ),
             load=self._shell.load,
             place=lambda: self._membership.member.place,
@@ -318,6 +338,7 @@ class WorkerProcess:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._shell.run(), name="engine")
                 tasks.create_task(keep_up(reporter.run, "reporter"), name="reporter")
+                watching = tasks.create_task(self._watch_ranks(), name="ranks")
                 readiness = tasks.create_task(keep_up(lambda: self._keep_readiness(server), "readiness"))
                 sending = None if exporter is None else tasks.create_task(keep_up(exporter.run, "spans"))
                 logs.get_logger().info("serving", address=address, incarnation=incarnation)
@@ -327,6 +348,7 @@ class WorkerProcess:
                 await server.set_ready(False)
                 await self._drain()
                 reporter.leave()
+                watching.cancel()
                 self._shell.stop()
                 if sending is not None:
                     sending.cancel()
@@ -386,6 +408,15 @@ class WorkerProcess:
                 await server.set_ready(ready)
             await asyncio.sleep(_READINESS_INTERVAL_S)
 
+    async def _watch_ranks(self) -> None:
+        """A rank that ends takes its instance with it: nothing can be computed without its share. What ran here is
+        replayed elsewhere.
+        """
+        while self._lost_rank is not None:
+            if (who := self._lost_rank()) is not None:
+                raise RankLost(who)
+            await asyncio.sleep(_RANKS_INTERVAL_S)
+
     async def _drain(self) -> None:
         log, report = logs.get_logger(), self._shell.load()
         log.info("draining", running=report.running_count, waiting=report.waiting_count)
@@ -429,6 +460,7 @@ async def main(life: Lifecycle) -> None:
         instance=worker_id,
         vllm_names=settings.metrics_vllm_names,
     )
+    lost = ""
     try:
         if settings.copies == 1:
             await serve(life, settings, security, state, WorkerId(worker_id), REGISTRY, metrics.shown)
@@ -438,9 +470,14 @@ async def main(life: Lifecycle) -> None:
                 one_id = copy_id(worker_id, number)
                 one = serve(life, settings, security, state, one_id, CollectorRegistry(), metrics.shown)
                 tasks.create_task(one, name=f"copy {number}")
+    except* RankLost as group:
+        lost = str(group.exceptions[0])
     finally:
         await state.close()
         metrics.close()
+    if lost:
+        logs.get_logger().error("a rank is lost, and this instance ends", why=lost)
+        sys.exit(1)
 
 
 async def serve(
@@ -453,9 +490,11 @@ async def serve(
     shown: Exposition,
 ) -> None:
     """One worker from its loading to its end."""
-    async with claimed_device(settings.device, _gpus, state, worker_id) as device:
-        settings = settings.model_copy(update={"device": device})
-        kit = await asyncio.to_thread(load, settings)  # takes long for large models; signals are heard meanwhile
+    count = settings.tensor_parallel_size
+    async with claimed_devices(settings.device, count, _gpus, state, worker_id) as devices:
+        settings = settings.model_copy(update={"device": devices[0], "worker_id": worker_id})
+        # Takes long for large models; signals are heard meanwhile.
+        kit = await asyncio.to_thread(load, settings, devices)
         shown.model_name = lambda: kit.engine.info.name
         await WorkerProcess(life, settings, security, kit, state, worker_id, registry).run(worker_id)
 

@@ -44,8 +44,11 @@ class WorkerSettings(ServiceSettings):
     """Number format of parameters and KV; auto: the checkpoint's own."""
     device: str = Field("cpu", pattern=r"^(cpu|cuda(:(\d+|auto))?)$")
     """Where to compute: cpu, cuda (the first GPU), cuda:N, or cuda:auto, the first that no other worker has claimed."""
+    tensor_parallel_size: int = Field(1, ge=1, le=64)
+    """Ranks that compute one instance, each on a device of its own from --device on: heads and MLP are divided. The
+    same for all workers of a cluster."""
     device_memory_bytes: ByteSize = Field(ByteSize(1 << 30), gt=0)
-    """Memory for parameters and KV cache together: 512MiB, 16GiB."""
+    """Memory for parameters and KV cache together, of each rank: 512MiB, 16GiB."""
     gpu_memory_utilization: float = Field(0.9, gt=0, le=1)
     """Share of a GPU's memory for everything, where --device-memory-bytes does not say what parameters and KV get."""
     block_size: int = Field(16, ge=1, le=1024)

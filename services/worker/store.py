@@ -61,6 +61,33 @@ async def claimed_device(
             await leases.release_lease(_lease(gpu), worker_id)
 
 
+@contextlib.asynccontextmanager
+async def claimed_devices(
+    wanted: str, count: int, gpus: Callable[[], Sequence[Gpu]], leases: Leases, worker_id: WorkerId
+) -> AsyncGenerator[tuple[str, ...]]:
+    """One for each rank, from the device that is wanted on, or for `cuda:auto` so many that are free.
+
+    Raises:
+        ConfigError, Unavailable: as `claimed_device`.
+    """
+    if wanted != ANY_GPU:
+        kind, _, first = wanted.partition(":")
+        if kind == "cpu" or count == 1:
+            yield (wanted,) * count
+        else:
+            yield tuple(f"{kind}:{int(first or 0) + rank}" for rank in range(count))
+        return
+    claimed: list[str] = []
+    async with contextlib.AsyncExitStack() as claims:
+        for _ in range(count):  # its own lease is not refused to a worker, so those that it has are not offered
+
+            def others() -> Sequence[Gpu]:
+                return [gpu for gpu in gpus() if gpu.device not in claimed]
+
+            claimed.append(await claims.enter_async_context(claimed_device(wanted, others, leases, worker_id)))
+        yield tuple(claimed)
+
+
 async def _first_free(there: Sequence[Gpu], leases: Leases, worker_id: WorkerId) -> Gpu | None:
     give_up_at_s = time.monotonic() + _ANSWER_WITHIN_S
     for gpu in there:

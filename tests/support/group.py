@@ -32,6 +32,8 @@ from services.worker.pipeline.events import MigrationOrdered, PlanReceived, Told
 from services.worker.pipeline.member import GroupMember
 from services.worker.pipeline.status import Progress
 from services.worker.policy.lookahead import lookahead
+from services.worker.ranks.channel import RankLog
+from services.worker.ranks.load import load_ranked
 from services.worker.shell import MemberEvent, WorkerShell
 from services.worker.text import load_tokenizer, primed_detokenizer
 from tests.support.shells import until
@@ -85,6 +87,7 @@ class Place:
     dtype: str = "float64"
     backend: Callable[[], MemoryBackend] | None = None  # None: the device's own
     transport: str = "auto"
+    ranks: int = 1  # of each worker
     memory_factor: int = 1  # of all sizes: extents of a GPU are not smaller than 2 MiB
 
 
@@ -122,17 +125,27 @@ class Paced:
         return getattr(self._runner, name)
 
 
-class GroupWorker:
-    def __init__(self, name: str, model_dir: Path, ordinal: int, sizes: Sizes) -> None:
-        self.name = WorkerId(name)
-        place = sizes.place
-        self.engine: Engine = load_engine(
+def _load(name: str, model_dir: Path, sizes: Sizes) -> Engine:
+    place, memory_bytes = sizes.place, sizes.memory_bytes * sizes.place.memory_factor
+    if place.ranks == 1:
+        return load_engine(
             model_dir,
-            device_memory_bytes=sizes.memory_bytes * place.memory_factor,
+            device_memory_bytes=memory_bytes,
             dtype=place.dtype,
             device=place.device,
             backend=None if place.backend is None else place.backend(),
         )
+    share = functools.partial(
+        load_engine, model_dir, device_memory_bytes=memory_bytes // place.ranks, dtype=place.dtype
+    )
+    return load_ranked(share, [place.device] * place.ranks, RankLog(name)).engine
+
+
+class GroupWorker:
+    def __init__(self, name: str, model_dir: Path, ordinal: int, sizes: Sizes) -> None:
+        self.name = WorkerId(name)
+        place = sizes.place
+        self.engine = _load(name, model_dir, sizes)
         info = self.engine.info
         limits = WorkerLimits(
             block_tokens=self.engine.block_tokens,

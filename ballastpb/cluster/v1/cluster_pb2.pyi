@@ -436,6 +436,7 @@ class ModelInfo(_message.Message):
     OTHER_PARAMETER_BYTES_FIELD_NUMBER: _builtins.int
     BLOCK_BYTES_FIELD_NUMBER: _builtins.int
     EXTENT_BYTES_FIELD_NUMBER: _builtins.int
+    TENSOR_PARALLEL_SIZE_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     architecture: _builtins.str
     layer_count: _builtins.int
@@ -448,6 +449,8 @@ class ModelInfo(_message.Message):
     block_bytes: _builtins.int
     """One KV block in one layer."""
     extent_bytes: _builtins.int
+    tensor_parallel_size: _builtins.int
+    """Ranks of one instance, whose bytes are added up above. Absent: 1."""
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -470,12 +473,15 @@ class ModelInfo(_message.Message):
         other_parameter_bytes: _builtins.int = ...,
         block_bytes: _builtins.int = ...,
         extent_bytes: _builtins.int = ...,
+        tensor_parallel_size: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_tensor_parallel_size", b"_tensor_parallel_size", "tensor_parallel_size", b"tensor_parallel_size"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "block_bytes", b"block_bytes", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "extent_bytes", b"extent_bytes", "kv_bytes_per_token", b"kv_bytes_per_token", "layer_count", b"layer_count", "layer_parameter_bytes", b"layer_parameter_bytes", "max_model_len", b"max_model_len", "name", b"name", "other_parameter_bytes", b"other_parameter_bytes", "parameter_count", b"parameter_count", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_tensor_parallel_size", b"_tensor_parallel_size", "architecture", b"architecture", "block_bytes", b"block_bytes", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "extent_bytes", b"extent_bytes", "kv_bytes_per_token", b"kv_bytes_per_token", "layer_count", b"layer_count", "layer_parameter_bytes", b"layer_parameter_bytes", "max_model_len", b"max_model_len", "name", b"name", "other_parameter_bytes", b"other_parameter_bytes", "parameter_count", b"parameter_count", "tensor_parallel_size", b"tensor_parallel_size", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__tensor_parallel_size: _TypeAlias = _typing.Literal["tensor_parallel_size"]  # noqa: Y015
+    _WhichOneofArgType__tensor_parallel_size: _TypeAlias = _typing.Literal["_tensor_parallel_size", b"_tensor_parallel_size"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__tensor_parallel_size) -> _WhichOneofReturnType__tensor_parallel_size | None: ...
 
 Global___ModelInfo: _TypeAlias = ModelInfo  # noqa: Y015
 

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, cast
@@ -48,6 +49,8 @@ class Checkpoint:
         """
         for parameter in parameters:
             memory = stored[parameter.name]
+            if not parameter.sources:
+                memory.zero_()
             parameter.clear_padding(memory)
             for source in parameter.sources:
                 self._copy(source, parameter, memory)
@@ -57,7 +60,7 @@ class Checkpoint:
 
         A silently ignored tensor (a bias, an adapter) would mean wrong tokens.
         """
-        expected = {source.tensor for part in _all_parameters(config) for source in part.sources}
+        expected = {source.tensor for part in _all_parameters(replace(config, rank=0)) for source in part.sources}
         if config.tied_embeddings:
             expected.add("lm_head.weight")  # some exports write the shared matrix twice
         for name in sorted(self._places):
@@ -75,16 +78,21 @@ class Checkpoint:
         try:
             tensor = self._open(path).get_slice(source.tensor)
             shape, dtype = tuple(tensor.get_shape()), str(tensor.get_dtype())
-            wanted = (source.row_count, *parameter.shape[1:])
+            rows, columns = source.row_share, source.column_share
+            mine = (source.row_count, *parameter.shape[1:])
+            wanted = (mine[0] * rows.count, *(width * columns.count for width in mine[1:]))
             if shape != wanted:
                 raise ConfigError(where, f"has shape {list(shape)}, config.json asks for {list(wanted)}")
             if dtype not in _FLOAT_DTYPES:
                 supported = ", ".join(_FLOAT_DTYPES)
                 raise ConfigError(where, f"has dtype {dtype}, supported are {supported}")
-            band = max(1, _BAND_ELEMENTS // math.prod(wanted[1:]))
+            band = max(1, _BAND_ELEMENTS // math.prod(mine[1:]))
+            begin = rows.index * mine[0]
+            inside = tuple(slice(columns.index * width, (columns.index + 1) * width) for width in mine[1:])
             for first in range(0, source.row_count, band):
-                rows = cast(torch.Tensor, tensor[first : first + band])
-                parameter.write(memory, source.first_row + first, rows, self._kernels)
+                end = min(first + band, source.row_count)
+                read = cast(torch.Tensor, tensor[(slice(begin + first, begin + end), *inside)])
+                parameter.write(memory, source.first_row + first, read, self._kernels)
         except (SafetensorError, OSError) as error:
             raise ConfigError(where, f"cannot be read: {error}") from error
 

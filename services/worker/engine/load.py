@@ -1,7 +1,7 @@
 """Builds an engine from a checkpoint folder."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -22,7 +22,15 @@ from services.worker.engine.model_config import ModelConfig, read_model_config
 from services.worker.engine.native.library import Kernels, choose_kernels
 from services.worker.engine.packed_attention import PagedAttention
 from services.worker.engine.packed_model import PackedModel
-from services.worker.engine.parameters import end_parameters, layer_parameters, layout_for, parameter_count, part_specs
+from services.worker.engine.parameters import (
+    Layout,
+    end_parameters,
+    layer_parameters,
+    layout_for,
+    parameter_count,
+    part_specs,
+)
+from services.worker.engine.peers import Peers
 from services.worker.engine.rehearsal import CudaMeter, Largest, Meter, blocks_needed, fitting_budget, rehearse
 from services.worker.engine.runner import ModelRunner
 from services.worker.engine.sampler import Sampler
@@ -74,9 +82,10 @@ class Engine:
     def read_layer(self, layer: int) -> None:
         """Fill a layer's parameters from the checkpoint again. Any thread; the layer is not executed meanwhile."""
         layout = layout_for(self.memory.pool.backend.device, self.kernels)
-        parameters = layer_parameters(self.config, layer, layout)
         with Checkpoint(self.model_dir, self.kernels) as checkpoint:
-            checkpoint.fill(parameters, self.memory.parameters.layer(layer))
+            for rank, store in enumerate(self.memory.parameters.of_ranks):
+                config = self.config if rank == self.config.rank else replace(self.config, rank=rank)
+                checkpoint.fill(layer_parameters(config, layer, layout), store.layer(layer))
 
     def memory_report(self) -> MemoryReport:
         return self.memory.report()
@@ -113,6 +122,7 @@ def load_engine(
     gpu_memory_utilization: float = 0.9,
     largest: Largest | None = None,
     links_bytes: int = 0,
+    peers: Peers | None = None,
 ) -> Engine:
     """Load a checkpoint into one device's memory.
 
@@ -125,45 +135,42 @@ def load_engine(
     `device_memory_bytes` parameters and KV get what they, and links with `links_bytes`, leave of
     `gpu_memory_utilization`.
 
+    With `peers` this is one rank of a tensor-parallel instance and loads its share; the facts told of the model are
+    those of all ranks together.
+
     Raises:
         ConfigError: the checkpoint cannot be served as asked, or the device has not the memory.
     """
     bound_kernel_caches()
     index = gpu_index(device)
-    config = read_model_config(model_dir)
+    whole = config = read_model_config(model_dir)
+    if peers is not None:
+        config = whole.of_rank(peers.rank, peers.count)
     run_dtype = _dtype(dtype, config, model_dir)
     native = choose_kernels(kernels, device, config, run_dtype)
     step_threads = _set_threads(threads, native)
     layout = layout_for(device, native)
     longest = _max_model_len(max_model_len, config)
-    needs = MemoryNeeds(
-        layers=[part_specs(layer_parameters(config, i, layout), run_dtype) for i in range(config.layer_count)],
-        others={name: part_specs(part, run_dtype) for name, part in end_parameters(config, layout).items()},
-        kv_shape=KvShape(
-            layer_count=config.layer_count,
-            block_tokens=block_tokens,
-            kv_heads=config.kv_head_count,
-            head_dim=config.head_dim,
-            dtype=run_dtype,
-        ),
-    )
+    needs = MemoryNeeds.of(config, layout, run_dtype, block_tokens)
     if index is not None and backend is None:
         meter, beside_bytes = CudaMeter(index), 0
         if largest is not None:
-            beside_bytes = beside(open_cuda(index), meter, needs, config, longest, largest)
+            beside_bytes = beside(open_cuda(index), meter, needs, config, longest, largest, peers)
         if device_memory_bytes is None:
             device_memory_bytes = fitting_budget(meter, gpu_memory_utilization, beside_bytes + links_bytes)
+            if peers is not None:
+                device_memory_bytes = peers.least(device_memory_bytes)
     if device_memory_bytes is None:
         raise ConfigError("device_memory_bytes", f"has to be said for device {device}")
     memory = needs.open(backend or _backend(device), device_memory_bytes)
     try:
         load_parameters(model_dir, config, memory.parameters, layout, native)
-        grammars = _grammars(model_dir, config)
-        model, attention, sampler, runner = _assemble(config, memory, native, longest, grammars)
+        grammars = _grammars(model_dir, config) if not config.rank else None  # only the first rank samples
+        model, attention, sampler, runner = _assemble(config, memory, native, longest, grammars, peers)
     except BaseException:
         memory.close()
         raise
-    extent_bytes = memory.pool.extent_bytes
+    extent_bytes = memory.pool.extent_bytes * config.rank_count
     layer_bytes = tuple(memory.parameters.extents_of(i) * extent_bytes for i in range(config.layer_count))
     info = ModelInfo(
         name=name or model_dir.resolve().name,
@@ -172,13 +179,14 @@ def load_engine(
         vocab_size=config.vocab_size,
         max_model_len=longest,
         dtype=str(run_dtype).removeprefix("torch."),
-        parameter_count=parameter_count(config),
-        kv_bytes_per_token=memory.kv.geometry.kv_bytes_per_token,
+        parameter_count=parameter_count(whole),
+        kv_bytes_per_token=memory.kv.geometry.kv_bytes_per_token * config.rank_count,
         eos_token_ids=config.eos_token_ids,
         layer_parameter_bytes=layer_bytes,
-        other_parameter_bytes=memory.report().parameter_bytes - sum(layer_bytes),
-        block_bytes=memory.kv.shape.block_bytes,
+        other_parameter_bytes=memory.report().parameter_bytes * config.rank_count - sum(layer_bytes),
+        block_bytes=memory.kv.shape.block_bytes * config.rank_count,
         extent_bytes=extent_bytes,
+        tensor_parallel_size=config.rank_count,
     )
     return Engine(info, model_dir, config, memory, model, native, step_threads, attention, sampler, runner, grammars)
 
@@ -190,6 +198,20 @@ class MemoryNeeds:
     layers: Sequence[PartSpec]
     others: Mapping[str, PartSpec]
     kv_shape: KvShape
+
+    @classmethod
+    def of(cls, config: ModelConfig, layout: Layout, dtype: torch.dtype, block_tokens: int) -> Self:
+        return cls(
+            layers=[part_specs(layer_parameters(config, i, layout), dtype) for i in range(config.layer_count)],
+            others={name: part_specs(part, dtype) for name, part in end_parameters(config, layout).items()},
+            kv_shape=KvShape(
+                layer_count=config.layer_count,
+                block_tokens=block_tokens,
+                kv_heads=config.kv_head_count,
+                head_dim=config.head_dim,
+                dtype=dtype,
+            ),
+        )
 
     def open(self, backend: MemoryBackend, budget_bytes: int) -> DeviceMemory:
         return DeviceMemory.open(
@@ -206,7 +228,13 @@ class MemoryNeeds:
 
 
 def beside(
-    backend: MemoryBackend, meter: Meter, needs: MemoryNeeds, config: ModelConfig, longest: int, largest: Largest
+    backend: MemoryBackend,
+    meter: Meter,
+    needs: MemoryNeeds,
+    config: ModelConfig,
+    longest: int,
+    largest: Largest,
+    peers: Peers | None = None,
 ) -> int:
     """What the largest steps take beside parameters and KV: activations, the sampler's tables, and what libraries and
     compiled kernels keep. torch's allocator keeps it for them. The backend is closed afterwards.
@@ -223,7 +251,7 @@ def beside(
             for tensor in tensors.values():
                 tensor.zero_()
         try:
-            *_, runner = _assemble(config, memory, None, longest, None)
+            *_, runner = _assemble(config, memory, None, longest, None, peers)
             rehearse(runner, largest, block_tokens, longest)
         except torch.OutOfMemoryError as error:
             why = f"a step of {largest.tokens} tokens does not fit beside the parameters: {error}"
@@ -232,14 +260,20 @@ def beside(
 
 
 def _assemble(
-    config: ModelConfig, memory: DeviceMemory, native: Kernels | None, longest: int, grammars: Grammars | None
+    config: ModelConfig,
+    memory: DeviceMemory,
+    native: Kernels | None,
+    longest: int,
+    grammars: Grammars | None,
+    peers: Peers | None,
 ) -> tuple[Model | PackedModel, AttentionBackend, Sampler, ModelRunner]:
     dtype, device = memory.kv.shape.dtype, memory.pool.backend.device
     if native is not None:
         model = PackedModel(config, memory.parameters, memory.kv, native, max_model_len=longest)
         attention = PagedAttention(native)
     else:
-        model = Model(config, memory.parameters, memory.kv, max_model_len=longest)
+        sum_over_ranks = None if peers is None else peers.sum
+        model = Model(config, memory.parameters, memory.kv, max_model_len=longest, sum_over_ranks=sum_over_ranks)
         attention = _attention(device, config, dtype)
     sampler = Sampler(config.vocab_size, config.eos_token_ids, device, grammars, native)
     return model, attention, sampler, ModelRunner(config, model, attention, sampler, memory.kv)

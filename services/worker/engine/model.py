@@ -5,7 +5,7 @@ R rows whose logits are wanted. Weights are [out, in], outputs perhaps padded. W
 products go to buffers that live as long as the model: on a CPU, fresh memory may cost a page fault per 4 KiB.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -56,8 +56,18 @@ class Model:
     Not thread-safe: one step at a time.
     """
 
-    def __init__(self, config: ModelConfig, parameters: ParameterStore, kv: KvCache, *, max_model_len: int) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        parameters: ParameterStore,
+        kv: KvCache,
+        *,
+        max_model_len: int,
+        sum_over_ranks: Callable[[torch.Tensor], None] | None = None,
+    ) -> None:
+        """`sum_over_ranks` puts the sum over the ranks of one instance in place of each one's part of it."""
         self._config = config
+        self._sum_over_ranks = sum_over_ranks
         self._embedding_VD = parameters.part(EMBEDDING)["weight"]
         layout = layout_for(self._embedding_VD.device, None)
         head = _views(end_parameters(config, layout)[HEAD], parameters.part(HEAD))
@@ -102,12 +112,10 @@ class Model:
                 attention,
                 buffers.attended[:rows].view(rows, config.head_count, config.head_dim),
             )
-            projected = _linear(buffers.attended[:padded], layer.output, layer.output_bias, buffers.added[:padded])
-            normed_TD = operations.norm(hidden_TD, projected[:, : config.hidden_size], layer.mlp_norm_D)
+            added_TD = self._project(buffers.attended[:padded], layer.output, layer.output_bias)
+            normed_TD = operations.norm(hidden_TD, added_TD, layer.mlp_norm_D)
             gate_up = _linear(normed_TD, layer.gate_up, layer.gate_up_bias, buffers.gate_up[:padded])
-            activated_TI = operations.activate(gate_up)
-            projected = _linear(activated_TI, layer.down, layer.down_bias, buffers.added[:padded])
-            added_TD = projected[:, : config.hidden_size]
+            added_TD = self._project(operations.activate(gate_up), layer.down, layer.down_bias)
         return hidden_TD[:rows] if added_TD is None else hidden_TD.add_(added_TD)[:rows]
 
     def logits(self, hidden_RD: torch.Tensor) -> torch.Tensor:
@@ -115,6 +123,13 @@ class Model:
         normed_RD = self._operations.norm(self._pad(hidden_RD), None, self._final_norm_D)
         logits = _linear(normed_RD, self._head_VD, None, normed_RD.new_empty(0))
         return logits[: hidden_RD.shape[0], : self._config.vocab_size]
+
+    def _project(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """Back to the hidden size."""
+        projected = _linear(x, weight, bias, self._buffers.added[: x.shape[0]])
+        if self._sum_over_ranks is not None:
+            self._sum_over_ranks(projected)
+        return projected[:, : self._config.hidden_size]
 
     def _pad(self, hidden_TD: torch.Tensor) -> torch.Tensor:
         """With rows of zeros behind, if that spares compiling kernels for one more number of rows."""

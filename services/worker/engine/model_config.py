@@ -6,7 +6,7 @@ Defaults for absent keys are those of the architecture's configuration class, si
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import cast
@@ -53,6 +53,33 @@ class ModelConfig:
     has_qk_norm: bool
     eos_token_ids: tuple[int, ...]
     checkpoint_dtype: str | None  # as config.json names it
+    # With tensor parallelism heads and the MLP's inner size are those of one rank.
+    rank: int = 0
+    rank_count: int = 1
+
+    def of_rank(self, rank: int, rank_count: int) -> "ModelConfig":
+        """The share of one rank: of heads, of KV heads, and of the MLP.
+
+        Raises:
+            ConfigError: they cannot be divided by so many.
+        """
+        shares = {
+            "attention heads": self.head_count,
+            "KV heads": self.kv_head_count,
+            "rows of the MLP": self.intermediate_size,
+        }
+        for name, count in shares.items():
+            if count % rank_count:
+                raise ConfigError("tensor_parallel_size", f"{rank_count} does not divide the model's {count} {name}")
+        head_count, kv_head_count, inner = (count // rank_count for count in shares.values())
+        return replace(
+            self,
+            head_count=head_count,
+            kv_head_count=kv_head_count,
+            intermediate_size=inner,
+            rank=rank,
+            rank_count=rank_count,
+        )
 
     @property
     def query_size(self) -> int:

@@ -10,7 +10,7 @@ head as well. A GPU has them as the checkpoint does.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 import torch
@@ -33,19 +33,34 @@ class Layout(Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class Share:
+    """One of equal parts."""
+
+    index: int
+    count: int
+
+
+WHOLE = Share(0, 1)
+
+
+@dataclass(frozen=True, slots=True)
 class Source:
-    """A checkpoint tensor and the rows that it fills."""
+    """A part of a checkpoint tensor and the rows that it fills. Of one rank of several it is that rank's band of rows,
+    or of columns.
+    """
 
     tensor: str
     first_row: int
     row_count: int
+    row_share: Share = WHOLE
+    column_share: Share = WHOLE
 
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
     name: str  # inside its part
     shape: tuple[int, ...]  # as the checkpoint has it: [out] or [out, in]
-    sources: tuple[Source, ...]
+    sources: tuple[Source, ...]  # none: all zeros
     layout: Layout = Layout.ROWS
     padding: int = 0  # zeros behind the outputs; panels are filled up without being told
 
@@ -95,7 +110,7 @@ def layer_parameters(config: ModelConfig, layer: int, layout: Layout = Layout.CO
     hidden, inner = config.hidden_size, config.intermediate_size
     qkv = (("q_proj", config.query_size), ("k_proj", config.kv_size), ("v_proj", config.kv_size))
     gate_up = (("gate_proj", inner), ("up_proj", inner))
-    pad = _PADDINGS[layout]
+    pad, share = _PADDINGS[layout], Share(config.rank, config.rank_count)
 
     def matrix(name: str, shape: tuple[int, int], sources: tuple[Source, ...]) -> Parameter:
         return Parameter(name, shape, sources, layout, pad(shape[0]))
@@ -103,11 +118,20 @@ def layer_parameters(config: ModelConfig, layer: int, layout: Layout = Layout.CO
     def whole(name: str, size: int, tensor: str, padding: int = 0) -> Parameter:
         return Parameter(name, (size,), (Source(tensor, 0, size),), padding=padding)
 
+    def projection(name: str, inputs: int, tensor: str) -> Parameter:
+        """Back to the hidden size: each rank has the columns of its inputs, and the sum over ranks is the product."""
+        return matrix(name, (hidden, inputs), (Source(f"{tensor}.weight", 0, hidden, column_share=share),))
+
+    def added_once(name: str, tensor: str) -> Parameter:
+        """A bias behind such a sum: only the first rank adds it."""
+        bias = whole(name, hidden, tensor, pad(hidden))
+        return replace(bias, sources=()) if config.rank else bias
+
     def stacked(name: str, inside: str, bands: tuple[tuple[str, int], ...], has_bias: bool) -> Iterator[Parameter]:
         rows = sum(size for _, size in bands)
-        yield matrix(name, (rows, hidden), _bands(prefix + inside, bands, "weight"))
+        yield matrix(name, (rows, hidden), _bands(prefix + inside, bands, "weight", share))
         if has_bias:
-            yield Parameter(f"{name}_bias", (rows,), _bands(prefix + inside, bands, "bias"), padding=pad(rows))
+            yield Parameter(f"{name}_bias", (rows,), _bands(prefix + inside, bands, "bias", share), padding=pad(rows))
 
     def parameters() -> Iterator[Parameter]:
         yield whole("attention_norm", hidden, f"{prefix}input_layernorm.weight")
@@ -116,14 +140,14 @@ def layer_parameters(config: ModelConfig, layer: int, layout: Layout = Layout.CO
             yield whole("query_norm", config.head_dim, f"{prefix}self_attn.q_norm.weight")
             yield whole("key_norm", config.head_dim, f"{prefix}self_attn.k_norm.weight")
         output = f"{prefix}self_attn.o_proj"
-        yield matrix("output", (hidden, config.query_size), (Source(f"{output}.weight", 0, hidden),))
+        yield projection("output", config.query_size, output)
         if config.has_output_bias:
-            yield whole("output_bias", hidden, f"{output}.bias", pad(hidden))
+            yield added_once("output_bias", f"{output}.bias")
         yield whole("mlp_norm", hidden, f"{prefix}post_attention_layernorm.weight")
         yield from stacked("gate_up", "mlp.", gate_up, config.has_mlp_bias)
-        yield matrix("down", (hidden, inner), (Source(f"{prefix}mlp.down_proj.weight", 0, hidden),))
+        yield projection("down", inner, f"{prefix}mlp.down_proj")
         if config.has_mlp_bias:
-            yield whole("down_bias", hidden, f"{prefix}mlp.down_proj.bias", pad(hidden))
+            yield added_once("down_bias", f"{prefix}mlp.down_proj.bias")
 
     return tuple(parameters())
 
@@ -149,11 +173,11 @@ def parameter_count(config: ModelConfig) -> int:
     return sum(torch.Size(parameter.shape).numel() for part in parts for parameter in part)
 
 
-def _bands(prefix: str, bands: tuple[tuple[str, int], ...], kind: str) -> tuple[Source, ...]:
+def _bands(prefix: str, bands: tuple[tuple[str, int], ...], kind: str, share: Share) -> tuple[Source, ...]:
     sources: list[Source] = []
     row = 0
     for projection, rows in bands:
-        sources.append(Source(f"{prefix}{projection}.{kind}", row, rows))
+        sources.append(Source(f"{prefix}{projection}.{kind}", row, rows, row_share=share))
         row += rows
     return tuple(sources)
 

@@ -10,7 +10,7 @@ from services.worker.engine.attention import AttentionBackend
 from services.worker.engine.model import Model
 from services.worker.engine.model_config import ModelConfig
 from services.worker.engine.packed_model import PackedModel
-from services.worker.engine.packing import Packer
+from services.worker.engine.packing import PackedStep, Packer
 from services.worker.engine.sampler import Sampler, SampleRow
 from services.worker.engine.upload import upload
 from services.worker.memory.kv_cache import KvCache
@@ -78,20 +78,7 @@ class ModelRunner:
         packed = self._packer.pack(batch.slices, block_tables)
         self._kv.guard(packed.blocks_end, range(first_layer, last_layer))
         with torch.inference_mode():
-            token_ids_T, positions_T, sample_rows_R = upload(
-                [packed.token_ids_T, packed.positions_T, packed.sample_rows], self._kv.layer(0).device
-            )
-            if hidden_TD is None:
-                hidden_TD = self._model.embed(token_ids_T)
-            elif hidden_TD.is_cuda:  # brought on another stream, whose memory it is
-                hidden_TD.record_stream(torch.cuda.current_stream(hidden_TD.device))
-            hidden_TD = self._model.run_layers(
-                hidden_TD.to(positions_T.device),  # a link gives them where it has received them
-                positions_T,
-                self._attention.prepare(packed),
-                first_layer=first_layer,
-                last_layer=last_layer,
-            )
+            hidden_TD, sample_rows_R = self.compute(packed, hidden_TD, first_layer, last_layer)
             if not samples:
                 return hidden_TD
             rows = [SampleRow(s.sequence_id, s.first_position + len(s.token_ids)) for s in batch.slices if s.samples]
@@ -99,6 +86,26 @@ class ModelRunner:
             sampled = self._sampler.sample(rows, logits_RV) if rows else None
         token_ids, logprobs = (sampled.token_ids, sampled.logprobs) if sampled else ((), ())
         return StepResult(batch.step_id, token_ids, logprobs, time.perf_counter() - started_s)
+
+    def compute(
+        self, packed: PackedStep, hidden_TD: torch.Tensor | None, first_layer: int, last_layer: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Hidden states behind the layers, and where the rows are that are sampled. In inference mode."""
+        token_ids_T, positions_T, sample_rows_R = upload(
+            [packed.token_ids_T, packed.positions_T, packed.sample_rows], self._kv.layer(0).device
+        )
+        if hidden_TD is None:
+            hidden_TD = self._model.embed(token_ids_T)
+        elif hidden_TD.is_cuda:  # brought on another stream, whose memory it is
+            hidden_TD.record_stream(torch.cuda.current_stream(hidden_TD.device))
+        hidden_TD = self._model.run_layers(
+            hidden_TD.to(positions_T.device),  # a link gives them where it has received them
+            positions_T,
+            self._attention.prepare(packed),
+            first_layer=first_layer,
+            last_layer=last_layer,
+        )
+        return hidden_TD, sample_rows_R
 
     def forget_all(self) -> None:
         """Another leader's batches follow: they bring every sequence anew."""

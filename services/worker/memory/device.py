@@ -192,6 +192,10 @@ class DeviceMemory:
             raise InvariantViolation("there is no leaving window")
         return self.leaving
 
+    def parameter_bytes_of(self, layers: Sequence[int]) -> int:
+        """What dropping these layers sets free."""
+        return sum(self.parameters.extents_of(layer) for layer in layers) * self.pool.extent_bytes
+
     def report(self) -> MemoryReport:
         return self.pool.report()
 

@@ -51,9 +51,13 @@ _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 class HostBackend(TensorOperations):
     """`MemoryBackend` over the CPU's own memory."""
 
-    def __init__(self) -> None:
+    def __init__(self, fd: int | None = None) -> None:
+        """`fd`: an empty memfd instead of one of its own, which stays the caller's. Two backends over one share their
+        extents.
+        """
         if not hasattr(os, "memfd_create"):
             raise ConfigError("device", "the cpu backend needs memfd_create, which only Linux has")
+        self._given_fd = fd
         self._fd: int | None = None
         self._extent_bytes = 0
         self._size_bytes = 0
@@ -73,12 +77,14 @@ class HostBackend(TensorOperations):
         if self._extent_bytes:
             raise InvariantViolation("the extents of this backend were created before")
         size_bytes, available_bytes = extent_bytes * count, _available_bytes()
-        if size_bytes > available_bytes:
+        # Another backend over the same file has made them.
+        is_there = self._given_fd is not None and os.fstat(self._given_fd).st_size == size_bytes
+        if size_bytes > available_bytes and not is_there:
             raise ConfigError(
                 "device_memory_bytes", f"{size_bytes} bytes asked for, this machine has {available_bytes} available"
             )
         parking = self.reserve(size_bytes)
-        self._fd = os.memfd_create("ballast-device-memory", os.MFD_CLOEXEC)
+        self._fd = memory_file() if self._given_fd is None else os.dup(self._given_fd)
         os.ftruncate(self._fd, size_bytes)
         self._parking = _mmap(parking, size_bytes, _PROT_READ_WRITE, _MAP_SHARED | _MAP_FIXED, self._fd, 0)
         self._extent_bytes, self._size_bytes, self._parked = extent_bytes, size_bytes, bytearray(count)
@@ -167,6 +173,10 @@ class HostBackend(TensorOperations):
 
     def _reserve_again(self, address: int, count: int) -> None:
         _mmap(address, count * self._extent_bytes, _PROT_NONE, _RESERVED | _MAP_FIXED, -1, 0)
+
+
+def memory_file() -> int:
+    return os.memfd_create("ballast-device-memory", os.MFD_CLOEXEC)
 
 
 def _move_tables(source: int, target: int, size_bytes: int) -> bool:

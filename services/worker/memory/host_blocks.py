@@ -32,9 +32,12 @@ class HostBlocks:
         shape = (block_count, *kv.layer(0).shape[1:])
         on_gpu = device.type == "cuda"
         try:
-            self._layers_B2TKH = [torch.empty(shape, dtype=kv.shape.dtype) for _ in range(kv.shape.layer_count)]
+            self._layers_B2TKH = [
+                [torch.empty(shape, dtype=kv.shape.dtype) for _ in kv.of_ranks(layer)]
+                for layer in range(kv.shape.layer_count)
+            ]
         except RuntimeError as error:
-            size_bytes = block_count * kv.shape.block_bytes * kv.shape.layer_count
+            size_bytes = block_count * kv.block_bytes * kv.shape.layer_count
             raise ConfigError("swap_space_bytes", f"{size_bytes} bytes of host memory are not to be had") from error
         self._stream = torch.cuda.Stream(device) if on_gpu else None
         self._copy_all = self._copy_gathered if on_gpu else self._copy_each
@@ -84,7 +87,7 @@ class HostBlocks:
             here = torch.tensor(copy.host_blocks)
             staged_B2TKH = self._staging(len(here))
             for layer in self._kv.held_layers:
-                device_B2TKH, host_B2TKH = self._kv.layer(layer), self._layers_B2TKH[layer]
+                device_B2TKH, (host_B2TKH,) = self._kv.layer(layer), self._layers_B2TKH[layer]
                 if copy.out:
                     staged_B2TKH.copy_(device_B2TKH.index_select(0, there), non_blocking=True)
                     self._wait()
@@ -107,9 +110,9 @@ class HostBlocks:
     def _copy_each(self, copies: tuple[BlockCopy, ...]) -> None:
         for copy in copies:
             for layer in self._kv.held_layers:
-                device_B2TKH, host_B2TKH = self._kv.layer(layer), self._layers_B2TKH[layer]
-                for device_block, host_block in zip(copy.device_blocks, copy.host_blocks, strict=True):
-                    if copy.out:
-                        host_B2TKH[host_block].copy_(device_B2TKH[device_block])
-                    else:
-                        device_B2TKH[device_block].copy_(host_B2TKH[host_block])
+                for device_B2TKH, host_B2TKH in zip(self._kv.of_ranks(layer), self._layers_B2TKH[layer], strict=True):
+                    for device_block, host_block in zip(copy.device_blocks, copy.host_blocks, strict=True):
+                        if copy.out:
+                            host_B2TKH[host_block].copy_(device_B2TKH[device_block])
+                        else:
+                            device_B2TKH[device_block].copy_(host_B2TKH[host_block])

@@ -232,6 +232,7 @@ class KvCache:
     def __init__(self, pool: PhysicalPool, shape: KvShape) -> None:
         self._pool = pool
         self.shape = shape
+        self.mirrors: tuple[KvCache, ...] = ()  # of the other ranks of the instance: the same blocks, their heads
         if pool.extent_count * pool.extent_bytes < shape.block_bytes:
             raise ConfigError(
                 "device_memory_bytes",
@@ -298,6 +299,15 @@ class KvCache:
         Contiguous. Touch only a window's first `block_count` blocks; nothing checks that on the way to the memory.
         """
         return self._tensors[layer]
+
+    def of_ranks(self, layer: int) -> list[torch.Tensor]:
+        """`layer` of all ranks of the instance, this one first."""
+        return [cache._tensors[layer] for cache in (self, *self.mirrors)]
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block in one layer, on all ranks."""
+        return self.shape.block_bytes * (1 + len(self.mirrors))
 
     def guard(self, blocks_end: int, layers: Iterable[int]) -> None:
         """Raise InvariantViolation unless all blocks below `blocks_end`, from where their window begins, exist in these

@@ -75,6 +75,7 @@ class ParameterStore:
         self._others = {name: _Part(pool, name, specs) for name, specs in others.items()}
         self._held = [True] * len(layers)
         self._held_layers = tuple(range(len(layers)))
+        self.mirrors: tuple[ParameterStore, ...] = ()  # of the other ranks of the instance, held and dropped alike
         self.loaded_checksums: dict[int, bytes] = {}  # layer -> of what a loader has put there, which never changes
         for part in [*self._layers, *self._others.values()]:
             part.range.grow(part.extent_count)
@@ -96,6 +97,15 @@ class ParameterStore:
         """Extents that dropping this layer sets free, or that restoring it takes."""
         return self._layers[layer].extent_count
 
+    @property
+    def of_ranks(self) -> tuple[ParameterStore, ...]:
+        """Of all ranks of the instance, this one first."""
+        return (self, *self.mirrors)
+
+    def pieces(self, layer: int) -> list[torch.Tensor]:
+        """All memory of a layer that is held, on all ranks."""
+        return [tensor for store in self.of_ranks for tensor in store.layer(layer).values()]
+
     def layer(self, layer: int) -> Mapping[str, torch.Tensor]:
         """The tensors of a layer that is held. They are the same objects before a drop and after a restore."""
         self._require_held(layer, held=True)
@@ -107,7 +117,7 @@ class ParameterStore:
 
     def layout(self, layer: int) -> bytes:
         """8 bytes over names, shapes and dtypes; equal if a layer's bytes may be copied from one store to another."""
-        return self._layers[layer].layout_digest
+        return b"".join(store._layers[layer].layout_digest for store in self.of_ranks)
 
     def layer_checksum(self, layer: int, between: Callable[[], None] | None = None) -> bytes:
         """16 bytes over names, shapes, dtypes and contents; equal if and only if the parameters are.
@@ -115,7 +125,7 @@ class ParameterStore:
         `between` is called after every piece of about 4 MiB.
         """
         self._require_held(layer, held=True)
-        return self._layers[layer].checksum(between)
+        return combined([store._layers[layer].checksum(between) for store in self.of_ranks])
 
     def part_checksum(self, name: str) -> bytes:
         """The same as `layer_checksum`, for a part that is no layer."""
@@ -151,6 +161,13 @@ class ParameterStore:
     def _require_held(self, layer: int, *, held: bool) -> None:
         if self._held[layer] != held:
             raise InvariantViolation(f"layer {layer} is {'dropped' if held else 'held'}; held are {self.held_layers}")
+
+
+def combined(checksums: Sequence[bytes]) -> bytes:
+    """Of a layer, of those of each rank's share of it."""
+    if len(checksums) == 1:
+        return checksums[0]
+    return hashlib.sha256(b"".join(checksums)).digest()[:CHECKSUM_BYTES]
 
 
 def layer_name(layer: int) -> str:

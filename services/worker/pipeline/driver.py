@@ -497,9 +497,7 @@ class TransitionDriver:
     def _remap(self, transition: Transition) -> None:
         lost, began_s = self._layers_lost(transition), self._now()
         progress = self._published.counted
-        progress.freed_parameter_bytes = (
-            sum(self._memory.parameters.extents_of(layer) for layer in lost) * self._memory.pool.extent_bytes
-        )
+        progress.freed_parameter_bytes = self._memory.parameter_bytes_of(lost)
         self._handover.note_final(self._memory.blocks_after_drop(lost))
         block_count = self._memory.drop_layers(lost)
         if self._memory.kv.retired_layers:

@@ -54,7 +54,8 @@ def kv_pieces(
     first_layer: int,
     last_layer: int,
 ) -> list[torch.Tensor]:
-    """The memory of some blocks of a sequence in `[first_layer, last_layer)`: [n, 2, T, K, H] per run of ids."""
+    """The memory of some blocks of a sequence in `[first_layer, last_layer)`: [n, 2, T, K, H] per rank of
+    the instance and run of ids."""
     if first_block == last_block:
         return []  # the sequence may be gone since it was asked for
     if len(table) < last_block:
@@ -62,13 +63,13 @@ def kv_pieces(
     runs = _runs(table[first_block:last_block])
     pieces: list[torch.Tensor] = []
     for layer in range(first_layer, last_layer):
-        pieces += [kv.layer(layer)[first:last] for first, last in runs]
+        pieces += [rank_B2TKH[first:last] for rank_B2TKH in kv.of_ranks(layer) for first, last in runs]
     return pieces
 
 
 def kv_bytes(kv: KvCache, computed_tokens: int, layer_count: int) -> int:
     """Bytes of whole blocks."""
-    return blocks_for(computed_tokens, kv.shape.block_tokens) * kv.shape.block_bytes * layer_count
+    return blocks_for(computed_tokens, kv.shape.block_tokens) * kv.block_bytes * layer_count
 
 
 def _runs(blocks: Sequence[int]) -> list[tuple[int, int]]:

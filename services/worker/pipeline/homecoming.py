@@ -94,7 +94,7 @@ class Homecoming:
         self._memory.make_room_for_layers(missing, block_count=self._ground.book.block_count)
         progress.remap_s += self._now() - began_s
         progress.parameter_bytes_to_pull = sum(
-            t.nbytes for layer in missing for t in self._memory.parameters.layer(layer).values()
+            t.nbytes for layer in missing for t in self._memory.parameters.pieces(layer)
         )
         self._pull = LayerPull(
             self._epoch,

@@ -84,7 +84,7 @@ class LayerServer:
         return self._checksums.get(layer)
 
     def send(self, link: Link, epoch: Epoch, layer: int) -> None:
-        pieces = list(self.parameters.layer(layer).values())
+        pieces = self.parameters.pieces(layer)
         self._start(self._send, link, epoch, layer, pieces)
 
     def _start(self, job: Callable[[*_Given], None], *given: *_Given) -> None:
@@ -188,7 +188,7 @@ class LayerPull:
                 future = self._workers.fill(layer)
                 future.add_done_callback(lambda f, i=layer: self._post(_arrival(self._epoch, i, f)))
                 return
-            self._hub.layers.put((self._epoch, layer, source, 0), list(self._parameters.layer(layer).values()))
+            self._hub.layers.put((self._epoch, layer, source, 0), self._parameters.pieces(layer))
             if self._ask(source, layer):
                 return
             self._hub.layers.take((self._epoch, layer, source, 0))
@@ -223,7 +223,7 @@ class LayerPull:
             self._again(event.layer, "wrong checksum")
             return
         del self._under_way[event.layer]
-        self.pulled_bytes += sum(t.nbytes for t in self._parameters.layer(event.layer).values())
+        self.pulled_bytes += sum(t.nbytes for t in self._parameters.pieces(event.layer))
         self.go_on()
 
     def _again(self, layer: int, why: str) -> None:

@@ -88,7 +88,7 @@ class Migrations:
         self._layout_changes = layout_changes
         self._now = ground.now
         self._post = ground.post
-        block_bytes = kv.shape.layer_count * kv.shape.block_bytes
+        block_bytes = kv.shape.layer_count * kv.block_bytes
         self._departures = Departures(kv.shape.block_tokens, max(1, _SPAN_BYTES // block_bytes))
         self._arrivals = Arrivals(kv.shape.block_tokens, lambda blocks, new: core.why_no_room(blocks, new=new))
         self._orders: dict[WorkerId, _Order] = {}

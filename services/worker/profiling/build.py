@@ -18,14 +18,15 @@ _CPU_INFO = Path("/proc/cpuinfo")
 
 
 def key_of(engine: Engine) -> ProfileKey:
-    device = engine.memory.kv.layer(0).device
+    device, ranks = engine.memory.kv.layer(0).device, engine.info.tensor_parallel_size
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name()
     return ProfileKey(
         architecture=engine.info.architecture,
         parameter_count=engine.info.parameter_count,
         layer_count=engine.info.layer_count,
         kv_bytes_per_token=engine.info.kv_bytes_per_token,
         dtype=engine.info.dtype,
-        device=torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name(),
+        device=name if ranks == 1 else f"{ranks} x {name}",
         torch=torch.__version__,
         threads=engine.threads,
         kernels="torch" if engine.kernels is None else "native",

@@ -4,7 +4,7 @@ import pytest
 
 from ballast.common.errors import ConfigError, Unavailable
 from ballast.common.ids import WorkerId
-from services.worker.store import Gpu, claimed_device
+from services.worker.store import Gpu, claimed_device, claimed_devices
 
 GPUS = [Gpu("cuda:0", "GPU-a"), Gpu("cuda:1", "GPU-b")]
 
@@ -59,6 +59,27 @@ async def test_a_state_server_that_never_answers_ends_the_wait(monkeypatch: pyte
         async with claimed_device("cuda:auto", lambda: GPUS, leases, WorkerId("w0")):
             pass
     assert leases.silent == 999
+
+
+async def test_an_instance_of_several_ranks_gets_a_gpu_for_each() -> None:
+    leases, gpus = Leases(), [*GPUS, Gpu("cuda:2", "GPU-c")]
+    async with claimed_devices("cuda:auto", 2, lambda: gpus, leases, WorkerId("w0")) as devices:
+        assert devices == ("cuda:0", "cuda:1")
+        assert set(leases.holders.values()) == {"w0"}
+        with pytest.raises(ConfigError, match="other workers have them all"):
+            async with claimed_devices("cuda:auto", 2, lambda: gpus, leases, WorkerId("w1")):
+                pass
+        assert sorted(leases.holders) == ["gpu:GPU-a", "gpu:GPU-b"]  # what it had of them it has given back
+    assert leases.holders == {}
+
+
+@pytest.mark.parametrize(
+    ("wanted", "devices"),
+    [("cpu", ("cpu", "cpu")), ("cuda", ("cuda:0", "cuda:1")), ("cuda:2", ("cuda:2", "cuda:3"))],
+)
+async def test_ranks_have_the_devices_from_a_named_one_on(wanted: str, devices: tuple[str, ...]) -> None:
+    async with claimed_devices(wanted, 2, list, Leases(), WorkerId("w0")) as given:
+        assert given == devices
 
 
 async def test_a_named_device_is_claimed_from_nobody() -> None:

@@ -239,6 +239,8 @@ def choose_kernels(wanted: str, device: str, config: ModelConfig, dtype: torch.d
 
 
 def _why_not(device: str, config: ModelConfig, dtype: torch.dtype) -> str | None:
+    if config.rank_count > 1:
+        return "they compute all layers in one call, and with tensor parallelism there is a sum over ranks in each"
     if device != "cpu":
         return f"they are for CPUs, the device is {device}"
     if dtype not in _DTYPES:

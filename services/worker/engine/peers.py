@@ -1,0 +1,25 @@
+"""The other ranks of a tensor-parallel instance, as the model sees them."""
+
+from typing import Protocol
+
+import torch
+
+
+class Peers(Protocol):
+    """All ranks call the same in the same order. A rank that is gone or silent is an error that ends the process."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def count(self) -> int:
+        """Of ranks, this one included."""
+        ...
+
+    def sum(self, tensor: torch.Tensor) -> None:
+        """Puts the sum of all ranks' tensors in place of each."""
+        ...
+
+    def least(self, number: int) -> int:
+        """The smallest of what the ranks give."""
+        ...

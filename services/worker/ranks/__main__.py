@@ -1,0 +1,73 @@
+"""`python -m services.worker.ranks SOCKET MEMORY`: another rank than the first, which has started this process and ends
+it. SOCKET and MEMORY are numbers of open files; MEMORY is -1 on a GPU.
+"""
+
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+from pathlib import Path
+from typing import cast
+
+from ballast.common.errors import ConfigError
+from ballast.service import logs
+from services.worker.ranks.channel import Channel, Done, Ended, Failed, RankLost, Ready, Remap, Run, Start
+
+_ANSWER_S = 30.0
+
+
+def _end_with(connection: socket.socket) -> None:
+    """Whatever this process is doing when the first rank is gone, it ends: nothing could be left undone."""
+    poll = select.poll()
+    poll.register(connection, 0)  # a hang-up is told even so
+    poll.poll()
+    os._exit(0)
+
+
+def main() -> None:
+    connection = socket.socket(fileno=int(sys.argv[1]))
+    memory_fd = int(sys.argv[2])
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is for the first rank, which drains
+    threading.Thread(target=_end_with, args=(connection,), daemon=True).start()
+    channel = Channel(connection, "the first rank")
+    start = cast(Start, channel.receive(_ANSWER_S))
+    log = start.log
+    logs.configure(service="worker", instance=f"{log.instance}/rank-{start.rank}", level=log.level, form=log.form)
+    try:
+        _serve(channel, start, memory_fd)
+    except ConfigError as error:
+        channel.send(Failed(error.path, error.why), _ANSWER_S)
+    except Ended:
+        return
+    except RankLost as error:
+        logs.get_logger().error("this rank ends", why=str(error))
+        sys.exit(1)
+
+
+def _serve(channel: Channel, start: Start, memory_fd: int) -> None:
+    # Here and not above: torch comes with them, and the first rank's end is to be heard meanwhile.
+    import torch
+
+    from services.worker.memory.host import HostBackend
+    from services.worker.ranks.group import meet
+    from services.worker.ranks.runner import follow
+
+    channel.send(Done(None), _ANSWER_S)
+    group = meet(Path(start.meeting), start.rank, [torch.device(device) for device in start.devices])
+    backend = HostBackend(memory_fd) if memory_fd >= 0 else None
+    with start.load_one(device=start.devices[start.rank], peers=group, backend=backend) as engine:
+        parameters = engine.memory.parameters
+        channel.send(Ready(engine.block_count, parameters.loaded_checksums), _ANSWER_S)
+        while True:
+            message = channel.receive(None)
+            if isinstance(message, Run):
+                follow(engine, group, message)
+            elif isinstance(message, Remap):
+                result = getattr(engine.memory, message.name)(*message.arguments, **message.named)
+                channel.send(Done(result), _ANSWER_S)
+
+
+if __name__ == "__main__":
+    main()

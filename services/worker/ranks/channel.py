@@ -1,0 +1,129 @@
+"""What the first rank of an instance says to another one, over a pair of sockets that nobody else has."""
+
+from __future__ import annotations
+
+import pickle
+import socket
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ballast.service.logs import LogFormat, LogLevel
+
+if TYPE_CHECKING:
+    from services.worker.engine.load import Engine
+    from services.worker.engine.packing import PackedStep
+
+_LENGTH = struct.Struct("<Q")
+
+
+class RankLost(Exception):
+    """A rank is gone, silent, or not where the others are: its instance ends."""
+
+
+class Ended(RankLost):
+    """The other side has."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankLog:
+    """How a rank tells what happens to it."""
+
+    instance: str = "worker"
+    level: LogLevel = "info"
+    form: LogFormat = "console"
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """What a rank is to be."""
+
+    rank: int
+    devices: Sequence[str]  # of all ranks
+    meeting: str  # a file, by which the ranks find each other
+    log: RankLog
+    load_one: Callable[..., Engine]  # `load_engine`, but for the device and the ranks
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """It has loaded its share."""
+
+    block_count: int
+    checksums: Mapping[int, bytes]  # of its layers
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A step through the layers `[first_layer, last_layer)`. Not answered: the sums are the answer."""
+
+    packed: PackedStep
+    hidden_shape: tuple[int, ...] | None  # of the hidden states that follow to all ranks; None: it embeds the tokens
+    first_layer: int
+    last_layer: int
+
+
+@dataclass(frozen=True, slots=True)
+class Remap:
+    """A method of `DeviceMemory`."""
+
+    name: str
+    arguments: tuple[object, ...]
+    named: Mapping[str, object]
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    result: object
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    where: str
+    why: str
+
+
+class Channel:
+    """One side. Messages are pickled: both processes are of one program, and one has started the other."""
+
+    def __init__(self, connection: socket.socket, name: str) -> None:
+        """`name`: of who is on the other side."""
+        self._socket = connection
+        self._name = name
+
+    def send(self, message: object, within_s: float) -> None:
+        """
+        Raises:
+            RankLost: the other side is gone, or does not read.
+        """
+        body = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+        try:
+            self._socket.settimeout(within_s)
+            self._socket.sendall(_LENGTH.pack(len(body)) + body)
+        except OSError as error:
+            raise RankLost(f"{self._name}: {error or type(error).__name__}") from error
+
+    def receive(self, within_s: float | None) -> object:
+        """
+        Raises:
+            RankLost: the other side is gone, or has said nothing.
+        """
+        try:
+            self._socket.settimeout(within_s)
+            (size,) = _LENGTH.unpack(self._read(_LENGTH.size))
+            return pickle.loads(self._read(size))
+        except OSError as error:
+            raise RankLost(f"{self._name}: {error or type(error).__name__}") from error
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def _read(self, size: int) -> bytes:
+        read = bytearray()
+        while len(read) < size:
+            part = self._socket.recv(size - len(read))
+            if not part:
+                raise Ended(f"{self._name} has ended")
+            read += part
+        return bytes(read)

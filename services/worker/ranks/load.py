@@ -1,0 +1,101 @@
+"""Loads a model as one instance of several ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from ballast.common.errors import ConfigError
+from services.worker.engine.load import Engine, MemoryNeeds
+from services.worker.engine.model_config import read_model_config
+from services.worker.engine.parameters import layout_for
+from services.worker.memory.gpus import gpu_index
+from services.worker.memory.host import HostBackend, memory_file
+from services.worker.memory.parameters import combined
+from services.worker.ranks.channel import RankLog, Ready
+from services.worker.ranks.crew import Crew
+from services.worker.ranks.group import RankGroup, meet
+from services.worker.ranks.memory import Mirror, RankedMemory
+from services.worker.ranks.runner import RankedRunner
+
+
+@dataclass(frozen=True, slots=True)
+class Ranked:
+    """The first rank's engine, which stands for all of them, and the processes of the others."""
+
+    engine: Engine
+    crew: Crew
+    group: RankGroup
+
+    def lost(self) -> str | None:
+        """Who of the others has ended, and how; nobody waits for it any more then. From any thread."""
+        if (who := self.crew.lost()) is not None:
+            self.group.abort()
+        return who
+
+    @property
+    def exchanges(self) -> bool:
+        """Whether KV and layers of all ranks can travel: where the first one has their memory mapped."""
+        return bool(self.engine.memory.kv.mirrors)
+
+
+def load_ranked(load_one: functools.partial[Engine], devices: Sequence[str], log: RankLog) -> Ranked:
+    """One rank on each of the devices, which are all of one kind; on CPUs they say how many ranks there are.
+    `load_one`: `load_engine` with what is the same for all; sizes of memory are of each rank.
+
+    Raises:
+        ConfigError: as `load_engine`; or heads or the MLP do not divide by the number of ranks.
+        RankLost: one of their processes has ended.
+    """
+    model_dir: Path = load_one.args[0]
+    count, on_cpu = len(devices), gpu_index(devices[0]) is None
+    read_model_config(model_dir).of_rank(0, count)  # before any process is started
+    with contextlib.ExitStack() as files, contextlib.ExitStack() as undo:
+        fds = [memory_file() if on_cpu else None for _ in devices[1:]]
+        for fd in fds:
+            if fd is not None:
+                files.callback(os.close, fd)
+        meeting = Path(files.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True))) / "ranks"
+        crew = Crew(fds)
+        undo.callback(crew.close)
+        crew.start(devices, meeting, log, load_one)
+        group = meet(meeting, 0, [torch.device(device) for device in devices])
+        engine = load_one(device=devices[0], peers=group)
+        undo.callback(engine.close)
+        shares = crew.loaded()
+        _require_equal(engine, shares)
+        mirrors = [_mirror(engine, fd) for fd in fds if fd is not None]
+        store = engine.memory.parameters
+        for layer, own in store.loaded_checksums.items():
+            store.loaded_checksums[layer] = combined([own, *(share.checksums[layer] for share in shares)])
+        memory = RankedMemory(engine.memory, mirrors, crew, count)
+        undo.pop_all()
+        return Ranked(replace(engine, memory=memory, runner=RankedRunner(engine, crew, group)), crew, group)
+
+
+def _mirror(engine: Engine, fd: int) -> Mirror:
+    kv, pool = engine.memory.kv, engine.memory.pool
+    layout = layout_for(pool.backend.device, engine.kernels)
+    needs = MemoryNeeds.of(engine.config, layout, kv.shape.dtype, kv.shape.block_tokens)
+    return Mirror.open(
+        HostBackend(fd),
+        budget_bytes=pool.budget_bytes,
+        layers=needs.layers,
+        others=needs.others,
+        kv_shape=kv.shape,
+        extent_bytes=pool.extent_bytes,
+    )
+
+
+def _require_equal(engine: Engine, shares: Sequence[Ready]) -> None:
+    for rank, share in enumerate(shares, start=1):
+        if share.block_count != engine.block_count:
+            why = f"rank {rank} has room for {share.block_count} blocks and the first one for {engine.block_count}"
+            raise ConfigError("tensor_parallel_size", f"{why}: their devices are not alike")

@@ -1,0 +1,47 @@
+"""Steps in lockstep: the first rank lays a batch out and samples, all compute it."""
+
+import torch
+
+from services.worker.engine.load import Engine
+from services.worker.engine.packing import PackedStep
+from services.worker.engine.runner import ModelRunner
+from services.worker.ranks.channel import RankLost, Run
+from services.worker.ranks.crew import Crew
+from services.worker.ranks.group import RankGroup
+
+
+class RankedRunner(ModelRunner):
+    """The first rank's."""
+
+    def __init__(self, engine: Engine, crew: Crew, group: RankGroup) -> None:
+        super().__init__(engine.config, engine.model, engine.attention, engine.sampler, engine.memory.kv)
+        self._crew = crew
+        self._group = group
+
+    def compute(
+        self, packed: PackedStep, hidden_TD: torch.Tensor | None, first_layer: int, last_layer: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        shape = None
+        if hidden_TD is not None:
+            hidden_TD = hidden_TD.to(self._kv.layer(0).device).contiguous()
+            shape = tuple(hidden_TD.shape)
+        self._crew.tell(Run(packed, shape, first_layer, last_layer))
+        try:
+            if hidden_TD is not None:
+                self._group.broadcast(hidden_TD)
+            return super().compute(packed, hidden_TD, first_layer, last_layer)
+        except Exception as error:
+            why = f"a step has failed that other ranks are in: {error}"
+            raise RankLost(self._crew.lost() or why) from error
+
+
+@torch.inference_mode()
+def follow(engine: Engine, group: RankGroup, run: Run) -> None:
+    """Another rank's part in it."""
+    hidden_TD = None
+    if run.hidden_shape is not None:
+        kv_B2TKH = engine.memory.kv.layer(0)
+        hidden_TD = torch.empty(run.hidden_shape, dtype=kv_B2TKH.dtype, device=kv_B2TKH.device)
+        group.broadcast(hidden_TD)
+    engine.memory.kv.guard(run.packed.blocks_end, range(run.first_layer, run.last_layer))
+    engine.runner.compute(run.packed, hidden_TD, run.first_layer, run.last_layer)

@@ -1,0 +1,77 @@
+"""Instances of several ranks, each rank a process: no token changes, and no rank outlives its instance.
+
+BALLAST_RANKS_REQUESTS says how many requests the histories have: in the gate there are few, since here all ranks share
+the cores.
+"""
+
+import asyncio
+import os
+from pathlib import Path
+
+import psutil
+import pytest
+
+from ballast.client import AsyncClient, ClusterStatus, SamplingParams
+from ballast.common.errors import Unavailable
+from ballast.local.cluster import LocalCluster
+from ballast.model.tiny import make_tiny
+from tests.support.cluster import until
+from tests.support.exactness import History, make_wishes, undisturbed
+from tests.support.group import Place
+
+REQUESTS = os.environ.get("BALLAST_RANKS_REQUESTS")
+SAMPLING = SamplingParams(max_tokens=100, temperature=0.0, ignore_eos=True)
+ENDS_WITHIN_S = 20.0
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("model") / "tiny"
+    return make_tiny("llama", out, layers=4, kv_heads=4, intermediate=176, max_len=256)
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("ranks", "seed", "requests"), [(2, 8, 30), (4, 2, 10)])
+def test_no_token_changes_through_drops_and_restores(ranks: int, seed: int, requests: int, model: Path) -> None:
+    """Two instances in float64, against one worker of one rank."""
+    wishes = make_wishes(60, seed)
+    expected = asyncio.run(undisturbed(model, wishes))
+    history = History(seed, model, wishes, expected, int(REQUESTS or requests), place=Place(ranks=ranks))
+    tally = asyncio.run(history.run())
+    print(f"\n{tally}")
+    assert tally.requests == int(REQUESTS or requests)
+    assert min(tally.drops, tally.restores, tally.exchanged_bytes) > 0
+
+
+async def test_a_rank_that_dies_ends_its_instance_and_a_worker_that_dies_its_ranks(model: Path) -> None:
+    flags = ["--tensor-parallel-size", "2", "--dtype", "float64"]
+
+    async def story() -> None:
+        async with (
+            LocalCluster(model, workers=2, device_memory_bytes=2 << 20, flags={"worker": flags}) as cluster,
+            AsyncClient(cluster.address) as client,
+        ):
+            expected = (await client.generate("A ship", SAMPLING)).token_ids
+            first, second = (process.pid for process in cluster.processes["worker"])
+            (rank,), (other,) = ranks_of(first), ranks_of(second)
+            running = [asyncio.create_task(client.generate("A ship", SAMPLING, deadline_s=60)) for _ in range(6)]
+            await until(client, lambda status: all(w.load and w.load.running_count for w in status.workers))
+            rank.kill()
+            # Those of the lost instance are replayed.
+            assert [(await answer).token_ids for answer in running] == [expected] * len(running)
+            await until(client, lambda status: worker_ids(status) == {"worker-1"})
+            assert other.is_running()
+
+            cluster.kill("worker", 1)
+            await asyncio.to_thread(other.wait, ENDS_WITHIN_S)
+
+    with pytest.raises(Unavailable, match=r"(?s)worker-0: ended.*a rank is lost, and this instance ends"):
+        await story()
+
+
+def ranks_of(pid: int) -> list[psutil.Process]:
+    return [child for child in psutil.Process(pid).children() if "services.worker.ranks" in child.cmdline()]
+
+
+def worker_ids(status: ClusterStatus) -> set[str]:
+    return {worker.worker_id for worker in status.workers}
