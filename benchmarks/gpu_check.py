@@ -13,11 +13,15 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
 import torch
 
+from services.worker.core.batch import Slice
+from services.worker.engine.attention_cuda import CudaAttention, CudaAttentionStep
+from services.worker.engine.packing import Packer
 from services.worker.memory.cuda import BindingsDriver
 from services.worker.memory.gpus import gpu_uuids
 
@@ -147,6 +151,27 @@ def copies(device: torch.device) -> Iterator[tuple[str, float]]:
     yield "inside the device", _COPY_BYTES / median_us(inside) / 1e3
 
 
+def decodes(device: torch.device) -> Iterator[tuple[str, float]]:
+    """GB/s of keys and values that attention reads, of a layer with 32 heads and 8 KV heads of 128."""
+    heads, kv_heads, head_dim, block_tokens = 32, 8, 128, 16
+    attention = CudaAttention(heads, kv_heads, head_dim, torch.bfloat16, device)
+    for sequences, context in ((1, 1024), (1, 16384), (1, 131072), (8, 16384), (64, 2048)):
+        width = context // block_tokens
+        tables = [tuple(range(i * width, (i + 1) * width)) for i in range(sequences)]
+        slices = [Slice(i, context - 1, (1,), True) for i in range(sequences)]
+        step = attention.prepare(Packer(block_tokens).pack(slices, tables))
+        kv = torch.zeros(sequences * width, 2, block_tokens, kv_heads, head_dim, dtype=torch.bfloat16, device=device)
+        q = torch.zeros(sequences, heads, head_dim, dtype=torch.bfloat16, device=device)
+        attend = partial(_attend, step, kv, q)
+        attend()  # which may compile
+        yield f"attention of {sequences} decodes over {context:,} tokens each", kv.nbytes / median_us(attend) / 1e3
+
+
+def _attend(step: CudaAttentionStep, kv: torch.Tensor, q: torch.Tensor) -> None:
+    step.attend(kv, q, torch.empty_like(q))
+    torch.cuda.synchronize(q.device)
+
+
 # ------------------------------------------------------------ one page
 
 
@@ -161,7 +186,12 @@ def page(
         word = "proven" if one.passed else "**FAILED**"
         lines.append(f"| {one.part.name} | {word} | {one.took_s:.0f} | {one.part.proves} ({one.said.strip('= ')}) |")
     lines += ["", "| memory call | us |", "|---|---|", *(f"| {name} | {us:.1f} |" for name, us in costs)]
-    lines += ["", "| copy | GB/s |", "|---|---|", *(f"| {name} | {rate:.1f} |" for name, rate in rates)]
+    lines += [
+        "",
+        "| what is copied or read | GB/s |",
+        "|---|---|",
+        *(f"| {name} | {rate:.1f} |" for name, rate in rates),
+    ]
     return "\n".join(lines) + "\n"
 
 
@@ -179,8 +209,11 @@ def main() -> int:
         f"- torch {torch.__version__}, triton {version('triton')}, cuda-bindings {version('cuda-bindings')},"
         f" Python {platform.python_version()}",
     ]
-    print("cost of memory calls and copies ...", flush=True)
-    costs, rates = list(memory_calls(BindingsDriver.open(0))), list(copies(torch.device("cuda", 0)))
+    print("cost of memory calls, copies and attention ...", flush=True)
+    costs = list(memory_calls(BindingsDriver.open(0)))
+    rates: list[tuple[str, float]] = []
+    for measure in (copies, decodes):
+        rates += measure(torch.device("cuda", 0))
     verdicts = [prove(part) for part in PARTS if arguments.only is None or part.name in arguments.only]
     text = page(header, verdicts, costs, rates)
     arguments.out.parent.mkdir(parents=True, exist_ok=True)

@@ -4,7 +4,7 @@ Importable without triton and without a device; constructing `CudaAttention` say
 """
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -17,6 +17,8 @@ from services.worker.engine.packing import PackedStep
 from services.worker.engine.upload import upload
 
 _MIN_DOT = 16  # the least that a matrix product on tensor cores takes
+_LEAST_PART = 512  # tokens of a decode's context that one program reads
+_MOST_PARTS = 32  # of one decode: with 8 KV heads 256 programs, two for each multiprocessor of an H100
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -37,7 +39,9 @@ def tiling(dtype: torch.dtype, head_dim: int) -> Tiling:
 
 
 class CudaAttention:
-    """One kernel for decodes and chunks. float32 products are computed in full precision, not in TF32."""
+    """One kernel in two variants, for decodes and for chunks: a row gives the same bits whatever stands beside it.
+    Products in float32 are computed in full precision, not in TF32.
+    """
 
     def __init__(
         self, head_count: int, kv_head_count: int, head_dim: int, dtype: torch.dtype, device: torch.device
@@ -53,6 +57,7 @@ class CudaAttention:
         except ImportError as error:
             raise lacking("device cuda", "triton", "cuda") from error
         self._kernel: Any = kernels.paged_attention  # a compiled kernel has no static type
+        self._join: Any = kernels.join_parts
         self._groups = head_count // kv_head_count
         self._kv_head_count = kv_head_count
         self._head_dim = head_dim
@@ -62,23 +67,39 @@ class CudaAttention:
 
     def prepare(self, step: PackedStep) -> "CudaAttentionStep":
         k_rows = step.slots_T // step.block_tokens * step.block_tokens + step.slots_T
-        tiles, tables, k_rows_T, v_rows_T = upload(
-            [self._tiles(step), _tables(step), k_rows, k_rows + step.block_tokens], self._device
+        decode_tiles, joins, part_count = _decode_tiles(step.decode_contexts_S)
+        tiles, joins, tables, k_rows_T, v_rows_T = upload(
+            [
+                np.concatenate([decode_tiles, *self._chunk_tiles(step)]).astype(np.int32),
+                joins.astype(np.int32),
+                _tables(step),
+                k_rows,
+                k_rows + step.block_tokens,
+            ],
+            self._device,
         )
+        launches = (
+            (tiles[: len(decode_tiles)], self.constants(step.block_tokens, chunks=False)),
+            (tiles[len(decode_tiles) :], self.constants(step.block_tokens, chunks=True)),
+        )
+        head_count = self._groups * self._kv_head_count
         return CudaAttentionStep(
             kernel=self._kernel,
-            tiles=tiles,
+            join=self._join,
+            launches=tuple((tiles, constants) for tiles, constants in launches if len(tiles)),
+            joins=joins,
             tables=tables,
+            parts=torch.empty(part_count, head_count, self._head_dim, device=self._device),
+            weights=torch.empty(part_count, head_count, device=self._device),
             k_rows_T=k_rows_T,
             v_rows_T=v_rows_T,
-            constants=self.constants(step.block_tokens, with_chunks=bool(step.chunks)),
         )
 
-    def constants(self, block_tokens: int, *, with_chunks: bool) -> Mapping[str, Any]:
-        """What the kernel is compiled for. There are these two variants and no other: nothing else is specialised on
-        that changes from step to step.
+    def constants(self, block_tokens: int, *, chunks: bool) -> Mapping[str, Any]:
+        """What the kernel is compiled for: chunks or decodes. There are these two variants and no other, as nothing
+        else is specialised on that changes from step to step.
         """
-        rows = self._rows_per_tile if with_chunks else 1
+        rows = self._rows_per_tile if chunks else 1
         return {
             "KV_HEADS": self._kv_head_count,
             "GROUPS": self._groups,
@@ -86,7 +107,8 @@ class CudaAttention:
             "HEAD_PAD": max(_MIN_DOT, power_of_two(self._head_dim)),
             "BLOCK_TOKENS": block_tokens,
             "TILE_QUERIES": max(_MIN_DOT, power_of_two(rows * self._groups)),
-            "TILE_TOKENS": self._tiling.chunk_tokens if with_chunks else self._tiling.decode_tokens,
+            "TILE_TOKENS": self._tiling.chunk_tokens if chunks else self._tiling.decode_tokens,
+            "SPLITS": not chunks,
             "PRECISION": "ieee" if self._dtype == torch.float32 else "tf32",
         }
 
@@ -94,27 +116,27 @@ class CudaAttention:
     def _rows_per_tile(self) -> int:
         return max(1, self._tiling.chunk_queries // self._groups)
 
-    def _tiles(self, step: PackedStep) -> np.ndarray:
-        """[tiles, 4] as the kernel wants them."""
+    def _chunk_tiles(self, step: PackedStep) -> Iterator[np.ndarray]:
         rows_per_tile = self._rows_per_tile
-        decodes = np.arange(step.decode_count)
-        parts = [np.stack([decodes, decodes, np.ones_like(decodes), step.decode_contexts_S - 1], 1)]
         for at, chunk in enumerate(step.chunks):
             starts = np.arange(0, chunk.row_count, rows_per_tile)
-            table = np.full_like(starts, step.decode_count + at)
             rows = np.minimum(rows_per_tile, chunk.row_count - starts)
-            parts.append(np.stack([table, chunk.first_row + starts, rows, chunk.first_position + starts], 1))
-        return np.concatenate(parts).astype(np.int32)
+            first_positions = chunk.first_position + starts
+            ends = first_positions + rows
+            yield _tile_rows(step.decode_count + at, chunk.first_row + starts, rows, first_positions, 0, ends, -1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CudaAttentionStep:
     kernel: Any
-    tiles: torch.Tensor
+    join: Any
+    launches: tuple[tuple[torch.Tensor, Mapping[str, Any]], ...]  # tiles, and what the kernel is compiled for
+    joins: torch.Tensor  # no rows: no context is split
+    parts: torch.Tensor
+    weights: torch.Tensor
     tables: torch.Tensor
     k_rows_T: torch.Tensor
     v_rows_T: torch.Tensor
-    constants: Mapping[str, Any]
 
     def run(
         self,
@@ -133,17 +155,59 @@ class CudaAttentionStep:
     def attend(self, kv_B2TKH: torch.Tensor, q_TNH: torch.Tensor, out_TNH: torch.Tensor) -> None:
         """The rows' K and V are in the cache."""
         kv_head_count, head_dim = kv_B2TKH.shape[3:]
-        self.kernel[(self.tiles.shape[0], kv_head_count)](
-            out_TNH,
-            q_TNH,
-            kv_B2TKH,
-            self.tables,
-            self.tiles,
-            q_TNH.stride(0),
-            self.tables.shape[1],
-            head_dim**-0.5,
-            **self.constants,
-        )
+        for tiles, constants in self.launches:
+            self.kernel[(len(tiles), kv_head_count)](
+                out_TNH,
+                q_TNH,
+                kv_B2TKH,
+                self.tables,
+                tiles,
+                self.parts,
+                self.weights,
+                q_TNH.stride(0),
+                self.tables.shape[1],
+                head_dim**-0.5,
+                **constants,
+            )
+        if len(self.joins):
+            head_count = out_TNH.shape[1]
+            self.join[(len(self.joins), head_count)](
+                out_TNH, self.parts, self.weights, self.joins, **join_constants(head_count, head_dim)
+            )
+
+
+def join_constants(head_count: int, head_dim: int) -> dict[str, int]:
+    """What the kernel is compiled for."""
+    padded = max(_MIN_DOT, power_of_two(head_dim))
+    return {"HEADS": head_count, "HEAD_DIM": head_dim, "HEAD_PAD": padded, "MOST_PARTS": _MOST_PARTS}
+
+
+def part_tokens(contexts_S: np.ndarray) -> np.ndarray:
+    """How long the parts are into which contexts are split. It follows from each one alone, not from how full the GPU
+    is: a row gives the same bits whatever else is in the batch.
+    """
+    least = np.maximum(_LEAST_PART, -(-contexts_S // _MOST_PARTS))
+    return 1 << np.ceil(np.log2(least)).astype(np.int64)
+
+
+def _decode_tiles(contexts_S: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:
+    """Tiles, [rows that are split, 4] as `join_parts` wants them, and the number of parts."""
+    sizes = part_tokens(contexts_S)
+    counts = -(-contexts_S // sizes)
+    rows = np.repeat(np.arange(len(contexts_S)), counts)
+    nth = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
+    starts, contexts, is_split = nth * sizes[rows], contexts_S[rows], counts[rows] > 1
+    ends = np.minimum(starts + sizes[rows], contexts)
+    parts = np.where(is_split, np.cumsum(is_split) - 1, -1)
+    (split,) = np.nonzero(counts > 1)
+    firsts = np.cumsum(counts[split]) - counts[split]
+    joins = np.stack([split, firsts, counts[split], np.zeros_like(split)], 1)
+    return _tile_rows(rows, rows, 1, contexts - 1, starts, ends, parts), joins, int(counts[split].sum())
+
+
+def _tile_rows(*columns: np.ndarray | int) -> np.ndarray:
+    """[tiles, 8] as the kernel wants them."""
+    return np.stack(np.broadcast_arrays(*columns, 0), 1)
 
 
 def _tables(step: PackedStep) -> np.ndarray:

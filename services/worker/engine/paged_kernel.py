@@ -2,8 +2,8 @@
 """The Triton kernel behind `CudaAttention`. Importing this module needs triton; nothing else may import it eagerly.
 
 One program computes a tile: a few consecutive rows of one sequence, for all query heads that share one KV head. Decodes
-are tiles of one row. K and V are read where they lie, through the sequence's block table, from the layer's base
-address, which never changes.
+are tiles of one row; the context of a long one is split over several, and a second kernel joins what they give. K and V
+are read where they lie, through the sequence's block table, from the layer's base address, which never changes.
 """
 
 import triton
@@ -19,7 +19,9 @@ def paged_attention(
     q_ptr,  # [T, N, H], rows q_row_stride apart
     kv_ptr,  # [B, 2, BLOCK_TOKENS, K, H], contiguous
     tables_ptr,  # [S, table_width] int32
-    tiles_ptr,  # [tiles, 4] int32: table, first row, rows, position of the first row
+    tiles_ptr,  # [tiles, 8] int32: table, first row, rows, position of the first row, context from, to, part or -1
+    parts_ptr,  # [parts, N, H] float32: what a part of a context gives
+    weights_ptr,  # [parts, N] float32: the logarithm to base 2 of its weight
     q_row_stride,
     table_width,
     scale,
@@ -30,14 +32,20 @@ def paged_attention(
     BLOCK_TOKENS: tl.constexpr,
     TILE_QUERIES: tl.constexpr,  # rows x GROUPS, padded
     TILE_TOKENS: tl.constexpr,
+    SPLITS: tl.constexpr,  # whether a tile may be a part of a context
     PRECISION: tl.constexpr,
 ):
     tile = tl.program_id(0)
     kv_head = tl.program_id(1)
-    table = tl.load(tiles_ptr + tile * 4)
-    first_row = tl.load(tiles_ptr + tile * 4 + 1)
-    rows = tl.load(tiles_ptr + tile * 4 + 2)
-    first_position = tl.load(tiles_ptr + tile * 4 + 3)
+    table = tl.load(tiles_ptr + tile * 8)
+    first_row = tl.load(tiles_ptr + tile * 8 + 1)
+    rows = tl.load(tiles_ptr + tile * 8 + 2)
+    first_position = tl.load(tiles_ptr + tile * 8 + 3)
+    context_from = 0
+    context_to = first_position + rows
+    if SPLITS:
+        context_from = tl.load(tiles_ptr + tile * 8 + 4)
+        context_to = tl.load(tiles_ptr + tile * 8 + 5)
 
     queries = tl.arange(0, TILE_QUERIES)
     dims = tl.arange(0, HEAD_PAD)
@@ -52,10 +60,9 @@ def paged_attention(
     best = tl.full([TILE_QUERIES], float("-inf"), tl.float32)
     total = tl.zeros([TILE_QUERIES], tl.float32)
     gathered = tl.zeros([TILE_QUERIES, HEAD_PAD], tl.float32)
-    context_tokens = first_position + rows
-    for start in range(0, context_tokens, TILE_TOKENS):
+    for start in range(context_from, context_to, TILE_TOKENS):
         tokens = start + tl.arange(0, TILE_TOKENS)
-        present = tokens < context_tokens
+        present = tokens < context_to
         blocks = tl.load(tables_ptr + table * table_width + tokens // BLOCK_TOKENS, mask=present, other=0)
         k_rows = blocks.to(tl.int64) * (2 * BLOCK_TOKENS) + tokens % BLOCK_TOKENS
         k_at = (k_rows[:, None] * KV_HEADS + kv_head) * HEAD_DIM + dims[None, :]
@@ -74,5 +81,43 @@ def paged_attention(
         best = new_best
 
     result = gathered / total[:, None]
-    out_at = (packed_rows[:, None] * KV_HEADS * GROUPS + query_heads[:, None]) * HEAD_DIM + dims[None, :]
-    tl.store(out_ptr + out_at, result.to(out_ptr.dtype.element_ty), mask=live)
+    part = -1
+    if SPLITS:
+        part = tl.load(tiles_ptr + tile * 8 + 6)
+    if part < 0:
+        out_at = (packed_rows[:, None] * KV_HEADS * GROUPS + query_heads[:, None]) * HEAD_DIM + dims[None, :]
+        tl.store(out_ptr + out_at, result.to(out_ptr.dtype.element_ty), mask=live)
+    else:
+        heads_at = part.to(tl.int64) * KV_HEADS * GROUPS + query_heads
+        tl.store(parts_ptr + heads_at[:, None] * HEAD_DIM + dims[None, :], result, mask=live)
+        tl.store(weights_ptr + heads_at, best + tl.log2(total), mask=query_rows < rows)
+
+
+@triton.jit
+def join_parts(
+    out_ptr,  # [T, N, H], contiguous
+    parts_ptr,
+    weights_ptr,
+    joins_ptr,  # [rows that are split, 4] int32: row, first part, parts
+    HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_PAD: tl.constexpr,
+    MOST_PARTS: tl.constexpr,
+):
+    """A program is one head of a row."""
+    join = tl.program_id(0)
+    head = tl.program_id(1)
+    row = tl.load(joins_ptr + join * 4).to(tl.int64)
+    first = tl.load(joins_ptr + join * 4 + 1).to(tl.int64)
+    count = tl.load(joins_ptr + join * 4 + 2)
+    parts = tl.arange(0, MOST_PARTS)
+    dims = tl.arange(0, HEAD_PAD)
+    heads_at = (first + parts) * HEADS + head
+    weights = tl.load(weights_ptr + heads_at, mask=parts < count, other=float("-inf"))
+    weights = tl.exp2(weights - tl.max(weights, 0))
+    readable = (parts < count)[:, None] & (dims < HEAD_DIM)[None, :]
+    values = tl.load(parts_ptr + heads_at[:, None] * HEAD_DIM + dims[None, :], mask=readable, other=0.0)
+    result = tl.sum(values * weights[:, None], 0) / tl.sum(weights, 0)
+    tl.store(
+        out_ptr + (row * HEADS + head) * HEAD_DIM + dims, result.to(out_ptr.dtype.element_ty), mask=dims < HEAD_DIM
+    )

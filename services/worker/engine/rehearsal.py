@@ -53,19 +53,25 @@ def blocks_needed(largest: Largest, block_tokens: int, longest: int) -> int:
 
 def rehearse(runner: ModelRunner, largest: Largest, block_tokens: int, longest: int) -> None:
     """The runner has no sequences, and no block of its cache is in use."""
-    for batch, tables in _steps(largest, blocks_needed(largest, block_tokens, longest), longest):
+    for batch, tables in _steps(largest, blocks_needed(largest, block_tokens, longest), longest, block_tokens):
         runner.step(batch, tables)
         runner.forget_all()
 
 
-def _steps(largest: Largest, block_count: int, longest: int) -> Iterator[tuple[Batch, _Tables]]:
+def _steps(largest: Largest, block_count: int, longest: int, block_tokens: int) -> Iterator[tuple[Batch, _Tables]]:
     chunks: list[int] = []
     while (left := largest.tokens - sum(chunks)) > 0 and len(chunks) < largest.sequences:
         chunks.append(min(left, longest))
-    for lengths in (chunks, [1] * min(largest.sequences, largest.tokens)):
-        slices = tuple(Slice(i, 0, (0,) * length, True) for i, length in enumerate(lengths))
-        added = tuple(NewSequence(i, (0,) * length, (), _SAMPLING) for i, length in enumerate(lengths))
-        yield Batch(0, (), added, slices), [tuple(range(block_count))] * len(lengths)
+    yield _step([(0, length) for length in chunks], tuple(range(block_count)))
+    # Of the longest context that there may be, in one block over and over: it is split, and the parts take memory.
+    yield _step([(longest - 1, 1)] * min(largest.sequences, largest.tokens), (0,) * -(-longest // block_tokens))
+
+
+def _step(shares: list[tuple[int, int]], table: tuple[int, ...]) -> tuple[Batch, _Tables]:
+    """Of tokens before and tokens computed, for each sequence."""
+    slices = tuple(Slice(i, before, (0,) * length, True) for i, (before, length) in enumerate(shares))
+    added = tuple(NewSequence(i, (0,) * length, (), _SAMPLING) for i, (_, length) in enumerate(shares))
+    return Batch(0, (), added, slices), [table] * len(shares)
 
 
 def fitting_budget(meter: Meter, utilization: float, beside_bytes: int) -> int:

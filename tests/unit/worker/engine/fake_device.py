@@ -93,13 +93,22 @@ class FakeKernel:
             kv: torch.Tensor,
             tables: torch.Tensor,
             tiles: torch.Tensor,
+            parts: torch.Tensor,
+            weights: torch.Tensor,
             q_row_stride: int,
             table_width: int,
             scale: float,
             **constants: Any,
         ) -> None:
             del scale
-            for name, tensor in (("out", out), ("q", q), ("kv", kv), ("tables", tables), ("tiles", tiles)):
+            for name, tensor in (
+                ("out", out),
+                ("q", q),
+                ("kv", kv),
+                ("tables", tables),
+                ("tiles", tiles),
+                ("parts", parts),
+            ):
                 assert tensor.device == DEVICE, f"{name} is on {tensor.device}"
             assert tables.dtype == tiles.dtype == torch.int32
             assert out.dtype == q.dtype == kv.dtype
@@ -216,7 +225,8 @@ def run(model_dir: Path, dtype: torch.dtype) -> None:
         except Exception as error:
             error.add_note(f"{model_dir.name}, {dtype}, stage {role}, {name}")
             raise
-        assert kernel.launches - before == last - first
+        kinds = len({len(part.token_ids) > 1 for part in batch.slices})  # decodes, chunks
+        assert kernel.launches - before == kinds * (last - first)
         norms = 2 * (last - first) + (last == LAYERS)
         assert fused.launches == {"add_and_norm": norms, "rotate_and_write": last - first, "activate": last - first}
         if last == LAYERS:

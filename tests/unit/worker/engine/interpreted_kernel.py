@@ -18,10 +18,11 @@ from services.worker.engine.operations import FusedOperations, HeadNorms, TorchO
 from services.worker.engine.packing import Packer
 from tests.support.engine import BlockPool
 
-BLOCKS, BLOCK_TOKENS = 120, 16
+BLOCKS, BLOCK_TOKENS = 160, 16
 STEPS = {  # tokens before, tokens computed
     "decodes": [(0, 1), (3, 1), (16, 1), (150, 1)],
     "chunks": [(0, 9), (0, 40), (37, 34)],
+    "split": [(1030, 1), (5, 1), (511, 1), (512, 1)],
     "mixed": [(7, 1), (0, 12), (2, 1), (9, 6), (160, 1), (70, 33)],
 }
 HEADS = ((8, 2, 64), (6, 6, 80), (7, 1, 16))  # of queries, of keys and values, elements of each
@@ -133,7 +134,8 @@ if __name__ == "__main__":
     assert os.environ.get("TRITON_INTERPRET") == "1"
     torch.set_num_threads(1)
     for step, heads in itertools.product(STEPS, HEADS):
-        compare(step, *heads, torch.float32)
+        if step != "split" or heads == HEADS[0]:
+            compare(step, *heads, torch.float32)
     for heads in HEADS:
         compare("mixed", *heads, torch.float16)
     for dtype, (heads, kv_heads, head_dim) in itertools.product(TYPES, HEADS):

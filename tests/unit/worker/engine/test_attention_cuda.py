@@ -15,7 +15,7 @@ from services.worker.engine.packing import Packer
 from tests.support.engine import BlockPool, Job, generate
 from tests.support.reference import NEAR_TIE, reference_greedy_batch
 
-BLOCKS = 300
+BLOCKS = 600
 
 
 def test_without_a_device_the_engine_says_so(model_dir: Path) -> None:
@@ -37,6 +37,7 @@ def test_float64_is_refused() -> None:
         [(0, 1), (3, 1), (16, 1), (200, 1)],
         [(0, 9), (0, 100), (37, 64)],
         [(7, 1), (0, 12), (2, 1), (9, 6), (400, 1), (130, 33)],
+        [(1030, 1), (5, 1), (511, 1), (512, 1), (0, 9)],
     ],
 )
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(8, 2, 64), (6, 6, 80), (32, 8, 128), (7, 1, 16)])

@@ -12,7 +12,7 @@ import torch
 
 import services.worker.engine.attention_cuda as attention_cuda
 from services.worker.core.batch import Slice
-from services.worker.engine.attention_cuda import CudaAttention
+from services.worker.engine.attention_cuda import CudaAttention, join_constants
 from services.worker.engine.packing import Packer
 from tests.support.engine import BlockPool
 from tests.unit.worker.engine import compiled_kernel
@@ -27,37 +27,86 @@ pytestmark = pytest.mark.usefixtures("own_cache")
 # ------------------------------------------------------------ compiled
 
 
-def compiled(capability: int, dtype: torch.dtype, groups: int, head_dim: int, *, with_chunks: bool) -> Compiled:
+def compiled(capability: int, dtype: torch.dtype, groups: int, head_dim: int, *, chunks: bool) -> Compiled:
     kernel = importlib.import_module("services.worker.engine.paged_kernel").paged_attention
     kind = TYPES[dtype]
     given = {"out_ptr": f"*{kind}", "q_ptr": f"*{kind}", "kv_ptr": f"*{kind}", "tables_ptr": "*i32"}
-    given |= {"tiles_ptr": "*i32", "q_row_stride": "i32", "table_width": "i32", "scale": "fp32"}
+    given |= {
+        "tiles_ptr": "*i32",
+        "parts_ptr": "*fp32",
+        "weights_ptr": "*fp32",
+        "q_row_stride": "i32",
+        "table_width": "i32",
+        "scale": "fp32",
+    }
     attention = CudaAttention(8 * groups, 8, head_dim, dtype, torch.device("cuda"))
-    return compiled_kernel.compiled(
-        kernel, given, attention.constants(BLOCK_TOKENS, with_chunks=with_chunks), capability
-    )
+    return compiled_kernel.compiled(kernel, given, attention.constants(BLOCK_TOKENS, chunks=chunks), capability)
 
 
 @pytest.mark.parametrize("capability", [80, 90])
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_bfloat16_fits_into_registers_and_shared_memory(capability: int, head_dim: int) -> None:
     for groups in range(1, 9):
-        for with_chunks in (False, True):
-            kernel = compiled(capability, torch.bfloat16, groups, head_dim, with_chunks=with_chunks)
-            which = f"sm_{capability}, heads of {head_dim}, {groups} to a KV head, chunks: {with_chunks}"
+        for chunks in (False, True):
+            kernel = compiled(capability, torch.bfloat16, groups, head_dim, chunks=chunks)
+            which = f"sm_{capability}, heads of {head_dim}, {groups} to a KV head, chunks: {chunks}"
             assert kernel.shared_bytes <= SHARED_LIMIT_BYTES[capability], which
             # An A100 may move a dozen bytes: it has no instruction that reads operands from shared memory.
             assert kernel.spilled_bytes <= (0 if capability == 90 else 32), which
-            if capability == 90 and with_chunks:
+            if capability == 90 and chunks:
                 assert "wgmma.mma_async" in kernel.ptx, which
 
 
 @pytest.mark.parametrize("capability", [80, 90])
 @pytest.mark.parametrize(("dtype", "head_dim"), [(torch.float16, 128), (torch.float32, 128), (torch.bfloat16, 256)])
 def test_other_formats_fit_as_well(capability: int, dtype: torch.dtype, head_dim: int) -> None:
-    kernel = compiled(capability, dtype, 4, head_dim, with_chunks=True)
+    kernel = compiled(capability, dtype, 4, head_dim, chunks=True)
     assert kernel.shared_bytes <= SHARED_LIMIT_BYTES[capability]
     assert kernel.spilled_bytes == 0
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+def test_what_joins_the_parts_of_a_context_fits_as_well(capability: int) -> None:
+    kernel = importlib.import_module("services.worker.engine.paged_kernel").join_parts
+    given = {"out_ptr": "*bf16", "parts_ptr": "*fp32", "weights_ptr": "*fp32", "joins_ptr": "*i32"}
+    done = compiled_kernel.compiled(kernel, given, join_constants(32, 128), capability)
+    assert (done.spilled_bytes, done.registers <= 128, done.shared_bytes <= 48 << 10) == (0, True, True)
+
+
+# ------------------------------------------------------------ split
+
+
+def test_a_context_is_split_by_its_own_length() -> None:
+    """Whatever else is in the batch; every token is read once, and one long context is enough for a whole GPU."""
+    contexts = [1, 3, 512, 513, 1024, 4000, 16_384, 16_385, 131_072]
+    attention = CudaAttention(8, 2, 64, torch.bfloat16, torch.device("cpu"))
+    pool = BlockPool(20_000, BLOCK_TOKENS)
+    tables = [pool.take(context) for context in contexts]
+
+    def tiles(members: list[int]) -> dict[int, list[tuple[int, ...]]]:
+        """What is read for each context, and its part among those of its row."""
+        slices = [Slice(i, contexts[i] - 1, (1,), True) for i in members]
+        step = attention.prepare(Packer(BLOCK_TOKENS).pack(slices, [tables[i] for i in members]))
+        joins = {row: (first, count) for row, first, count, _ in step.joins.tolist()}
+        read: dict[int, list[tuple[int, ...]]] = {}
+        [(tiles, _)] = step.launches
+        for table, row, rows, position, begin, end, part, _ in tiles.tolist():
+            assert (table, rows) == (row, 1)
+            first, count = joins.get(row, (-1, 1))
+            assert first <= part < first + count
+            read.setdefault(position + 1, []).append((begin, end, part - first))
+        assert len(step.parts) == len(step.weights) == sum(count for _, count in joins.values())
+        return read
+
+    together = tiles(list(range(len(contexts))))
+    for i, context in enumerate(contexts):
+        parts = together[context]
+        assert tiles([i])[context] == parts
+        assert [part for *_, part in parts] == list(range(len(parts)))
+        assert [begin for begin, *_ in parts] == [0, *(end for _, end, _ in parts[:-1])]
+        assert parts[-1][1] == context
+        assert (len(parts) == 1) == (context <= 512)
+    assert len(together[16_384]) == len(together[131_072]) == 32
 
 
 # ------------------------------------------------------------ interpreted
@@ -76,7 +125,7 @@ def test_a_step_compiles_nothing_that_another_one_has_not() -> None:
     """Tables of any width, and any numbers of rows: two variants, with chunks and without."""
     kernel = importlib.import_module("services.worker.engine.paged_kernel").paged_attention
     assert [p.name for p in kernel.params if not p.is_constexpr and not p.do_not_specialize] == [
-        "out_ptr", "q_ptr", "kv_ptr", "tables_ptr", "tiles_ptr", "q_row_stride", "scale",
+        "out_ptr", "q_ptr", "kv_ptr", "tables_ptr", "tiles_ptr", "parts_ptr", "weights_ptr", "q_row_stride", "scale",
     ]  # fmt: skip
     attention = CudaAttention(8, 2, 64, torch.bfloat16, torch.device("cpu"))
     seen: set[tuple[tuple[str, Any], ...]] = set()
@@ -84,7 +133,7 @@ def test_a_step_compiles_nothing_that_another_one_has_not() -> None:
         pool = BlockPool(BLOCKS, BLOCK_TOKENS)
         slices = [Slice(i, before, (1,) * count, True) for i, (before, count) in enumerate(shares)]
         packed = Packer(BLOCK_TOKENS).pack(slices, [pool.take(before + count) for before, count in shares])
-        seen.add(tuple(sorted(attention.prepare(packed).constants.items())))
+        seen |= {tuple(sorted(constants.items())) for _, constants in attention.prepare(packed).launches}
     assert len(seen) == 2
 
 

@@ -73,6 +73,7 @@ def test_the_largest_steps_of_both_kinds_are_run_and_what_they_took_is_told(
     chunks, decodes = recorded[0].steps  # one of each variant of the kernel, as large as it gets
     assert (chunks.row_count, chunks.decode_count, len(chunks.chunks)) == (150, 0, 3)
     assert (decodes.row_count, decodes.decode_count) == (9, 9)
+    assert set(decodes.decode_contexts_S) == {LONGEST}  # where contexts are split, these are
 
 
 def test_parameters_and_kv_get_what_the_largest_steps_leave_of_the_share() -> None:
