@@ -122,7 +122,10 @@ class _Flow:
         """Requests that it could let in."""
         if at_s < self.kind.stall_s:
             return 0.0
-        by_memory = (self.capacity * (1 - _RESERVE) - self.used) / max(1.0, mean_tokens)
+        left_over = (
+            self.kind.group_count * mean_tokens / 2
+        )  # no request is divided: half of one does not fit, on average
+        by_memory = (self.capacity * (1 - _RESERVE) - left_over - self.used) / max(1.0, mean_tokens)
         return max(0.0, min(by_memory, self.places - self.running - self.prefills))
 
     def let_in(self, count: float, mean_tokens: float) -> None:

@@ -202,6 +202,25 @@ def test_a_long_prompt_takes_its_time() -> None:
     assert found.ttft_p99_s == pytest.approx(alone_s, rel=0.25)
 
 
+def test_a_request_is_not_divided_between_groups() -> None:
+    """Memory of eight instances for two and a half long prompts each holds sixteen of them, but all of the short ones."""
+
+    def wait_s(prompt_tokens: float) -> float:
+        future = Future(
+            rate_per_s=0.0,
+            lasts_s=2.0,
+            calm_per_s=0.0,
+            prompt_tokens=prompt_tokens,
+            answer_tokens=1000.0,
+            waiting_count=190_000 / prompt_tokens,
+            waiting_tokens=190_000.0,
+        )
+        eight = replace(kind(1, 8, 0, 0.0, 0.0), capacity_tokens=205_000.0)
+        return look_ahead(MACHINE, [eight], future, 60.0).ttft_p99_s
+
+    assert wait_s(10_000.0) > 2 * wait_s(1000.0)
+
+
 def test_bubbles_grow_with_the_stages() -> None:
     shares = [bubbles(stages) for stages in range(1, 12)]
     assert shares == sorted(shares)
