@@ -203,7 +203,7 @@ def test_a_long_prompt_takes_its_time() -> None:
 
 
 def test_a_request_is_not_divided_between_groups() -> None:
-    """Memory of eight instances for two and a half long prompts each holds sixteen of them, but all of the short ones."""
+    """Memory for two and a half long prompts in each of eight instances holds sixteen, but all of the short ones."""
 
     def wait_s(prompt_tokens: float) -> float:
         future = Future(
