@@ -1,6 +1,7 @@
 """What failures look like to an OpenAI client: an HTTP status, and a body of OpenAI's form."""
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -44,7 +45,7 @@ _PARAMS = {
     "sampling.logprobs": "top_logprobs",
     "conversation": "messages",
     "conversation.messages": "messages",
-    "token_ids": "prompt",
+    "text": "prompt",
 }
 
 
@@ -81,7 +82,8 @@ def failure_of(error: BaseException) -> Failure:
 
 
 def _invalid_request(error: errors.InvalidRequest) -> Failure:
-    param = _PARAMS.get(error.field, error.field.removeprefix("sampling."))
+    param = _PARAMS.get(error.field, error.field.removeprefix("sampling.").removeprefix("grammar."))
+    param = re.sub("^token_ids", "prompt", param)  # one of them, as in token_ids[7]
     code = "context_length_exceeded" if "max_model_len" in error.why else "invalid_value"
     return invalid(param, error.why, code=code)
 

@@ -242,9 +242,10 @@ def test_async_clients_in_crowds(running: RunningCluster) -> None:
 
 def test_errors_have_openais_form(running: RunningCluster, ai: OpenAI, http: httpx.Client) -> None:
     def refused(status: int, param: str | None, code: str, **changes: Any) -> None:
-        body = {"model": MODEL, "messages": MESSAGES, **changes}
+        asked = {} if "prompt" in changes else {"messages": MESSAGES}
+        path = "/completions" if "prompt" in changes else "/chat/completions"
         with pytest.raises(openai.APIStatusError) as caught:
-            ai.post("/chat/completions", body=body, cast_to=object)
+            ai.post(path, body={"model": MODEL, **asked, **changes}, cast_to=object)
         error: Any = caught.value.body
         assert (caught.value.status_code, error["param"], error["code"]) == (status, param, code), error
         assert error["type"] == "invalid_request_error"
@@ -262,6 +263,10 @@ def test_errors_have_openais_form(running: RunningCluster, ai: OpenAI, http: htt
     refused(400, "n", "invalid_value", n=1000)
     refused(400, "logit_bias", "invalid_value", logit_bias={"x": 1})
     refused(400, "functions", "unsupported_value", functions=[{"name": "f"}])
+    refused(400, "prompt", "context_length_exceeded", prompt="a word " * 100_000)
+    refused(400, "messages", "context_length_exceeded", messages=[{"role": "user", "content": "a word " * 100_000}])
+    refused(400, "prompt[2]", "invalid_value", prompt=[1, 2, 1 << 30])
+    refused(400, "regex", "invalid_value", structured_outputs={"regex": "["})
 
     for body in (b"{", b"[]", b"\xff", b"[" * 100_000):
         answer = http.post("/v1/chat/completions", content=body)
