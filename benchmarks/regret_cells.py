@@ -15,8 +15,7 @@ import math
 import random
 import time
 import zlib
-from collections.abc import Generator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean
@@ -27,19 +26,16 @@ import numpy as np
 from ballast.bench.traces import Trace, TraceRequest, read_trace
 from ballast.bench.upscale import upscaled
 from ballast.common.errors import InvariantViolation
-from services.planner.core import wishes
-from services.planner.policy.compare import Comparison
+from services.planner.core.foresight import Foretold
 from sim.hardware import find_cluster, find_model
 from sim.jobs.settled import prompt_share
 from sim.jobs.simulation import SimJob, specs_of, stranded_fraction, world_of
 from sim.results import Outcome, SimRun
-from sim.world import World
 
 CALM = "calm"  # in place of a policy: every eighth request, with recompute
 _THINNED = 8
 _TICK_S = 3.0
 _NEIGHBOURS = 20
-_FORETOLD_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,9 +188,8 @@ def run_cell(name: str, traces: Path, policy: str, draw: int) -> Mapping[str, An
     try:
         [(_, rules)] = specs_of(job)
         world = world_of(job, rules)
-        with decisions(world) as seen:
-            run = world.run()
-        found |= figures_of(run) | {"decisions": [foretold(run, *decision) for decision in seen]}
+        run = world.run()
+        found |= figures_of(run) | {"decisions": [decided(foretold, run.zero_s) for foretold in run.foretold]}
     except InvariantViolation as error:
         found["failed"] = str(error)
     return found | {
@@ -203,40 +198,18 @@ def run_cell(name: str, traces: Path, policy: str, draw: int) -> Mapping[str, An
     }
 
 
-Decision = tuple[float, Comparison]  # instant of the trace
-
-
-@contextmanager
-def decisions(world: World) -> Generator[list[Decision]]:
-    """What the planner compares while this goes on."""
-    seen: list[Decision] = []
-    compare = wishes.compare
-
-    def watched(*given: Any) -> Comparison:
-        found = compare(*given)
-        seen.append((world.clock.now_s - world.zero_s, found))
-        return found
-
-    wishes.compare = watched
-    try:
-        yield seen
-    finally:
-        wishes.compare = compare
-
-
-def foretold(run: SimRun, at_s: float, compared: Comparison) -> Mapping[str, Any]:
-    """The prediction of the candidate that was taken, and how long the requests waited that it was about."""
-    about = [
-        r.token_times_s[0] - r.arrival_s
-        for r in run.records
-        if r.token_times_s and r.arrival_s < at_s + _FORETOLD_S and r.token_times_s[0] > at_s
-    ]
+def decided(foretold: Foretold, zero_s: float) -> Mapping[str, Any]:
+    """What the planner predicted of the candidate that it took, and what came of it."""
+    served, settled_at_s = foretold.served, foretold.settled_at_s
     return {
-        "at_s": at_s,
-        "chosen": compared.chosen.name,
-        "predicted_s": compared.chosen.prediction.ttft_p99_s,
-        "nothing_s": compared.candidates[0].prediction.ttft_p99_s,
-        "was_s": _quantile(about, 0.99),
+        "at_s": foretold.at_s - zero_s,
+        "chosen": foretold.decision,
+        "predicted_s": foretold.predicted.ttft_p99_s,
+        "nothing_s": foretold.nothing.ttft_p99_s,
+        "predicted_tpot_s": foretold.predicted.tpot_s,
+        "was_s": served and served.ttft_p99_s,
+        "was_tpot_s": served and served.tpot_s,
+        "after_s": settled_at_s and settled_at_s - foretold.at_s,
     }
 
 

@@ -53,7 +53,7 @@ def draw_predictions(found: Sequence[tuple[float, float]], path: Path) -> None:
             [was for _, was in found], [predicted for predicted, _ in found], "o", color=BLUE, markersize=3, alpha=0.5
         )
         axis.set(xscale="log", yscale="log", xlim=line, ylim=line)
-        axis.set_xlabel("P99 TTFT of those who waited or came within 60 s (s)")
+        axis.set_xlabel("P99 TTFT until the horizon or the next transition (s)")
         axis.set_ylabel("P99 TTFT predicted by the planner (s)")
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=130)

@@ -3,9 +3,10 @@
 import argparse
 import asyncio
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from google.protobuf.message import Message
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -70,10 +71,19 @@ def run_plan(args: argparse.Namespace) -> int:
     answer = _ask(args, lambda planner: planner.ExplainPlan(request, timeout=_TIMEOUT_S))
     if args.json:
         numbers = {name: getattr(answer, name) for name in ("required_bytes", "freed_bytes", "shortfall_bytes")}
-        print_json({**numbers, "lines": list(answer.lines), "layout": LAYOUT.record(answer.layout)})
+        layout, predictions = LAYOUT.record(answer.layout), [_message(one) for one in answer.predictions]
+        print_json({**numbers, "lines": list(answer.lines), "layout": layout, "predictions": predictions})
     else:
-        print("\n".join(answer.lines if args.explain else answer.lines[:1]))
+        print("\n".join(_explained(answer) if args.explain else answer.lines[:1]))
     return 0
+
+
+def _explained(answer: pb.ExplainPlanResponse) -> Iterator[str]:
+    yield from answer.lines
+    if answer.predictions:
+        yield "what came of the last decisions:"
+    for one in answer.predictions:
+        yield f"   {human_duration(one.age_s)} ago, {one.summary}"
 
 
 def run_drop(args: argparse.Namespace) -> int:
@@ -144,7 +154,10 @@ def render_transitions(answer: pb.ListTransitionsResponse, *, verbose: bool) -> 
     if answer.held_s:
         parts.append(Text(f"held: nothing comes back by itself for {human_duration(answer.held_s)}", style="yellow"))
     if verbose:
-        parts += [Text(f"\n{one.epoch}  {one.summary}") for one in answer.transitions]
+        for one in answer.transitions:
+            parts.append(Text(f"\n{one.epoch}  {one.summary}"))
+            if one.HasField("prediction"):
+                parts.append(Text(f"{' ' * len(str(one.epoch))}  {one.prediction.summary}"))
     return Group(*parts)
 
 
@@ -177,8 +190,15 @@ async def _end(planner: "PlannerServiceAsyncStub", epoch: int) -> pb.Transition:
         await asyncio.sleep(_POLL_S)
 
 
-def _message(transition: pb.Transition) -> dict[str, Any]:  # Any: what JSON can say
-    return {field.name: getattr(transition, field.name) for field in pb.Transition.DESCRIPTOR.fields}
+def _message(message: Message) -> dict[str, Any]:  # Any: what JSON can say
+    """Its fields; null for what is absent, and may be."""
+    found: dict[str, Any] = {}
+    for field in message.DESCRIPTOR.fields:
+        value = getattr(message, field.name)
+        if field.has_presence and not message.HasField(field.name):
+            value = None
+        found[field.name] = _message(value) if isinstance(value, Message) else value
+    return found
 
 
 def _ask(args: argparse.Namespace, ask: "Ask[T]") -> T:

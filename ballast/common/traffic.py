@@ -1,12 +1,18 @@
 """What clients have asked of a cluster lately, and how fast its instances are: what an outlook is made from."""
 
-from collections.abc import Iterable
+import math
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass
+from itertools import zip_longest
 
 from ballast.common.cost import CostModel
 
 _MOST = 1 << 50  # of any number that somebody writes: thousands of them add up to less than an int64
 RECENT_S, MINUTE_S, WINDOW_S = 10.0, 60.0, 300.0
+# Waits for first tokens are counted up to these, and beyond the last: a quarter apart, 20 ms to 8 minutes.
+_WAITS_S = tuple(0.02 * 1.25**i for i in range(46))
+WAIT_COUNTS = len(_WAITS_S) + 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,6 +28,11 @@ class Traffic:
     ended_count: int = 0  # answers that ended in the last WINDOW_S
     ended_tokens: int = 0  # tokens of these
     known_s: float = 0.0  # for so long it has been counted, at most WINDOW_S
+    first_counts: tuple[
+        int, ...
+    ] = ()  # requests that have ever had a first token, by `wait_index`; zeros at the end left out
+    later_count: int = 0  # tokens ever, after the first ones
+    later_s: float = 0.0  # that these took, each from the one before
 
     @property
     def is_idle(self) -> bool:
@@ -30,7 +41,13 @@ class Traffic:
 
 def write_traffic(traffic: Traffic) -> str:
     """As it stands in the state server: its numbers in order."""
-    return " ".join(f"{value:.6g}" if isinstance(value, float) else str(value) for value in astuple(traffic))
+    return " ".join(map(_written, astuple(traffic)))
+
+
+def _written(value: float | tuple[int, ...]) -> str:
+    if isinstance(value, tuple):
+        return f"[{','.join(map(str, value))}]"
+    return f"{value:.12g}" if isinstance(value, float) else str(value)
 
 
 def read_traffic(text: str) -> Traffic:
@@ -38,10 +55,16 @@ def read_traffic(text: str) -> Traffic:
     Raises:
         ValueError: another version has written it, or nobody of ours.
     """
-    queued, queued_tokens, recent, minute, minute_tokens, calm, ended, ended_tokens, known = text.split(" ")
-    counts = [int(value) for value in (queued, queued_tokens, recent, minute, minute_tokens, ended, ended_tokens)]
-    rates = [float(value) for value in (calm, known)]
-    if not all(0 <= value <= _MOST for value in (*counts, *rates)):
+    words = text.split(" ")
+    queued, queued_tokens, recent, minute, minute_tokens, calm, ended, ended_tokens, known, firsts, later, later_s = (
+        words
+    )
+    counts = [
+        int(value) for value in (queued, queued_tokens, recent, minute, minute_tokens, ended, ended_tokens, later)
+    ]
+    rates = [float(value) for value in (calm, known, later_s)]
+    first_counts = [int(value) for value in firsts[1:-1].split(",") if value]
+    if len(first_counts) > WAIT_COUNTS or not all(0 <= value <= _MOST for value in (*counts, *rates, *first_counts)):
         raise ValueError(f"no counts and rates: {text}")
     return Traffic(
         queued_count=counts[0],
@@ -53,26 +76,66 @@ def read_traffic(text: str) -> Traffic:
         ended_count=counts[5],
         ended_tokens=counts[6],
         known_s=rates[1],
+        first_counts=tuple(first_counts),
+        later_count=counts[7],
+        later_s=rates[2],
     )
 
 
 def sum_traffic(parts: Iterable[Traffic]) -> Traffic:
     """The traffic of several dispatchers together. Medians are added too, which is near the median of the sum."""
     listed = list(parts)
-    calm_per_s = 0.0
-    for part in listed:  # `sum` of floats depends on the version of Python
-        calm_per_s += part.calm_per_s
     return Traffic(
         queued_count=sum(p.queued_count for p in listed),
         queued_tokens=sum(p.queued_tokens for p in listed),
         recent_count=sum(p.recent_count for p in listed),
         minute_count=sum(p.minute_count for p in listed),
         minute_tokens=sum(p.minute_tokens for p in listed),
-        calm_per_s=calm_per_s,
+        calm_per_s=math.fsum(p.calm_per_s for p in listed),
         ended_count=sum(p.ended_count for p in listed),
         ended_tokens=sum(p.ended_tokens for p in listed),
         known_s=max((p.known_s for p in listed), default=0.0),
+        first_counts=tuple(map(sum, zip_longest(*(p.first_counts for p in listed), fillvalue=0))),
+        later_count=sum(p.later_count for p in listed),
+        later_s=math.fsum(p.later_s for p in listed),
     )
+
+
+def wait_index(wait_s: float) -> int:
+    """Which of `WAIT_COUNTS` a wait counts for."""
+    return bisect_left(_WAITS_S, wait_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What clients had between two looks at their traffic."""
+
+    first_count: int  # requests that had their first token
+    ttft_p99_s: float | None  # of these; None: there were none
+    tpot_s: float | None  # mean over the tokens after the first ones
+
+
+def served_between(before: Traffic, after: Traffic) -> Served | None:
+    """None: one of those who count is gone, and with it what it has counted."""
+    pairs = list(zip_longest(before.first_counts, after.first_counts, fillvalue=0))
+    counts = [later - earlier for earlier, later in pairs]
+    tokens, took_s = after.later_count - before.later_count, after.later_s - before.later_s
+    if min([tokens, *counts]) < 0 or took_s < 0.0:
+        return None
+    return Served(sum(counts), _quantile_s(counts, 0.99), took_s / tokens if tokens else None)
+
+
+def _quantile_s(counts: Sequence[int], share: float) -> float | None:
+    """Within a class of waits all are taken to be spread evenly."""
+    wanted = share * sum(counts)
+    if wanted <= 0.0:
+        return None
+    for index, count in enumerate(counts):
+        if wanted <= count:
+            low_s = _WAITS_S[index - 1] if index else 0.0
+            return low_s + (_WAITS_S[min(index, len(_WAITS_S) - 1)] - low_s) * wanted / count
+        wanted -= count
+    return _WAITS_S[-1]
 
 
 @dataclass(frozen=True, slots=True)

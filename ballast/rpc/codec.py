@@ -3,12 +3,14 @@
 `record` raises InvalidRequest for a message that makes no sense (`ballast.rpc.border`).
 """
 
+import math
+
 from ballast.common.errors import InvalidRequest
 from ballast.common.layout import Group, Layout, Member, Place
 from ballast.common.load import LoadReport, MemoryReport
 from ballast.common.model import ModelInfo
 from ballast.common.sampling import FinishReason, Grammar, GrammarKind, PriorityClass, SamplingParams
-from ballast.common.traffic import Pace, Traffic
+from ballast.common.traffic import WAIT_COUNTS, Pace, Traffic
 from ballast.rpc import border
 from ballast.rpc.mapping import EnumMapper, Mapper, map_specially
 from ballastpb.cluster.v1 import cluster_pb2 as pb
@@ -148,8 +150,12 @@ def _check_traffic(message: pb.Traffic) -> None:
             message.minute_tokens,
             message.ended_count,
             message.ended_tokens,
+            message.later_count,
+            *message.first_counts,
         ),
     )
+    if len(message.first_counts) > WAIT_COUNTS or not 0.0 <= message.later_s < math.inf:
+        raise InvalidRequest("traffic", f"no such waits: {message}")
     if not all(0.0 <= value <= border.MAX_SECONDS for value in (message.calm_per_s, message.known_s)):
         raise InvalidRequest("traffic", f"rates are not negative: {message}")
 

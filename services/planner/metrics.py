@@ -6,6 +6,7 @@ from prometheus_client import Counter, Gauge, Histogram
 
 from ballast.common.layout import Layout
 from ballast.service.metrics import REGISTRY
+from services.planner.core.foresight import Foretold
 from services.planner.core.messages import WriteOutcome
 from services.planner.core.record import TransitionRecord
 from services.planner.core.stages import Stage
@@ -92,6 +93,14 @@ _SHORTFALL = Gauge(
     registry=REGISTRY,
 )
 
+_PREDICTED = Histogram(
+    "ballast_prediction_ratio",
+    "What was predicted of a drop, of nothing or of a restore over what then came: P99 TTFT (from 0.5 s) and TPOT",
+    ["what"],
+    buckets=(0.1, 0.2, 0.33, 0.5, 0.67, 0.8, 1.0, 1.25, 1.5, 2.0, 3.0, 5.0, 10.0),
+    registry=REGISTRY,
+)
+
 # What has not happened yet is 0 and not absent: rates and alerts need something to begin with.
 for _kind in ("drop", "restore"):
     for _ending in ("done", "aborted"):
@@ -99,6 +108,11 @@ for _kind in ("drop", "restore"):
 for _fate in ("kept", "recomputed"):
     _VICTIMS.labels(_fate)
 _NOTHING_DONE.labels("overload")
+for _what in ("ttft_p99", "tpot"):
+    _PREDICTED.labels(_what)
+
+
+_GOOD_S = 0.5  # first tokens that come sooner are alike, as they are for the comparison
 
 
 class PlannerMetrics:
@@ -153,6 +167,16 @@ class PlannerMetrics:
 
     def migrations_ordered(self) -> None:
         _ORDERED.inc()
+
+    def predicted(self, foretold: Foretold) -> None:
+        served = foretold.served
+        if served is None:
+            return
+        if served.ttft_p99_s is not None:
+            ratio = max(_GOOD_S, foretold.predicted.ttft_p99_s) / max(_GOOD_S, served.ttft_p99_s)
+            _PREDICTED.labels("ttft_p99").observe(ratio)
+        if served.tpot_s:
+            _PREDICTED.labels("tpot").observe(foretold.predicted.tpot_s / served.tpot_s)
 
     def nothing_done(self, asked_by: str, shortfall_bytes: int) -> None:
         _NOTHING_DONE.labels(asked_by).inc()

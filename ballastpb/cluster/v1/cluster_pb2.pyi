@@ -384,6 +384,9 @@ class Traffic(_message.Message):
     ENDED_COUNT_FIELD_NUMBER: _builtins.int
     ENDED_TOKENS_FIELD_NUMBER: _builtins.int
     KNOWN_S_FIELD_NUMBER: _builtins.int
+    FIRST_COUNTS_FIELD_NUMBER: _builtins.int
+    LATER_COUNT_FIELD_NUMBER: _builtins.int
+    LATER_S_FIELD_NUMBER: _builtins.int
     queued_count: _builtins.int
     queued_tokens: _builtins.int
     recent_count: _builtins.int
@@ -398,6 +401,13 @@ class Traffic(_message.Message):
     ended_tokens: _builtins.int
     known_s: _builtins.float
     """For so long it has been counted, at most five minutes."""
+    later_count: _builtins.int
+    """Tokens ever after the first ones, and what these took, each from the one before."""
+    later_s: _builtins.float
+    @_builtins.property
+    def first_counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Requests that have ever had a first token, by classes of their wait a quarter apart, the first up to 20 ms."""
+
     def __init__(
         self,
         *,
@@ -410,10 +420,13 @@ class Traffic(_message.Message):
         ended_count: _builtins.int = ...,
         ended_tokens: _builtins.int = ...,
         known_s: _builtins.float = ...,
+        first_counts: _abc.Iterable[_builtins.int] | None = ...,
+        later_count: _builtins.int = ...,
+        later_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["calm_per_s", b"calm_per_s", "ended_count", b"ended_count", "ended_tokens", b"ended_tokens", "known_s", b"known_s", "minute_count", b"minute_count", "minute_tokens", b"minute_tokens", "queued_count", b"queued_count", "queued_tokens", b"queued_tokens", "recent_count", b"recent_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["calm_per_s", b"calm_per_s", "ended_count", b"ended_count", "ended_tokens", b"ended_tokens", "first_counts", b"first_counts", "known_s", b"known_s", "later_count", b"later_count", "later_s", b"later_s", "minute_count", b"minute_count", "minute_tokens", b"minute_tokens", "queued_count", b"queued_count", "queued_tokens", b"queued_tokens", "recent_count", b"recent_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

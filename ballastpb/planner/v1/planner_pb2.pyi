@@ -172,6 +172,7 @@ class ExplainPlanResponse(_message.Message):
     FREED_BYTES_FIELD_NUMBER: _builtins.int
     SHORTFALL_BYTES_FIELD_NUMBER: _builtins.int
     LAYOUT_FIELD_NUMBER: _builtins.int
+    PREDICTIONS_FIELD_NUMBER: _builtins.int
     required_bytes: _builtins.int
     freed_bytes: _builtins.int
     shortfall_bytes: _builtins.int
@@ -181,6 +182,10 @@ class ExplainPlanResponse(_message.Message):
 
     @_builtins.property
     def layout(self) -> _cluster_pb2.Layout: ...
+    @_builtins.property
+    def predictions(self) -> _containers.RepeatedCompositeFieldContainer[Global___Prediction]:
+        """Of the last decisions, newest first."""
+
     def __init__(
         self,
         *,
@@ -189,10 +194,11 @@ class ExplainPlanResponse(_message.Message):
         freed_bytes: _builtins.int = ...,
         shortfall_bytes: _builtins.int = ...,
         layout: _cluster_pb2.Layout | None = ...,
+        predictions: _abc.Iterable[Global___Prediction] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["freed_bytes", b"freed_bytes", "layout", b"layout", "lines", b"lines", "required_bytes", b"required_bytes", "shortfall_bytes", b"shortfall_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["freed_bytes", b"freed_bytes", "layout", b"layout", "lines", b"lines", "predictions", b"predictions", "required_bytes", b"required_bytes", "shortfall_bytes", b"shortfall_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -335,6 +341,7 @@ class Transition(_message.Message):
     P99_STALL_S_FIELD_NUMBER: _builtins.int
     WAVES_FIELD_NUMBER: _builtins.int
     LAYERS_S_FIELD_NUMBER: _builtins.int
+    PREDICTION_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     kind: _builtins.str
     """drop or restore."""
@@ -359,6 +366,10 @@ class Transition(_message.Message):
     """In which the exchange went, at the member with the most of them."""
     layers_s: _builtins.float
     """Restore: until the last member had all layers, from hearing of it."""
+    @_builtins.property
+    def prediction(self) -> Global___Prediction:
+        """Absent unless it came of a comparison."""
+
     def __init__(
         self,
         *,
@@ -381,14 +392,96 @@ class Transition(_message.Message):
         p99_stall_s: _builtins.float = ...,
         waves: _builtins.int = ...,
         layers_s: _builtins.float = ...,
+        prediction: Global___Prediction | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["prediction", b"prediction"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_s", b"age_s", "commit_s", b"commit_s", "epoch", b"epoch", "exchange_s", b"exchange_s", "freed_parameter_bytes", b"freed_parameter_bytes", "kind", b"kind", "kv_bytes_exchanged", b"kv_bytes_exchanged", "layers_s", b"layers_s", "max_stall_s", b"max_stall_s", "p99_stall_s", b"p99_stall_s", "parameter_bytes_pulled", b"parameter_bytes_pulled", "phase", b"phase", "prepare_s", b"prepare_s", "reason", b"reason", "remap_s", b"remap_s", "summary", b"summary", "victim_count", b"victim_count", "victims_recomputed", b"victims_recomputed", "waves", b"waves"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_s", b"age_s", "commit_s", b"commit_s", "epoch", b"epoch", "exchange_s", b"exchange_s", "freed_parameter_bytes", b"freed_parameter_bytes", "kind", b"kind", "kv_bytes_exchanged", b"kv_bytes_exchanged", "layers_s", b"layers_s", "max_stall_s", b"max_stall_s", "p99_stall_s", b"p99_stall_s", "parameter_bytes_pulled", b"parameter_bytes_pulled", "phase", b"phase", "prediction", b"prediction", "prepare_s", b"prepare_s", "reason", b"reason", "remap_s", b"remap_s", "summary", b"summary", "victim_count", b"victim_count", "victims_recomputed", b"victims_recomputed", "waves", b"waves"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Transition: _TypeAlias = Transition  # noqa: Y015
+
+@_typing.final
+class Prediction(_message.Message):
+    """What was predicted of a decision, and what then came."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DECISION_FIELD_NUMBER: _builtins.int
+    AGE_S_FIELD_NUMBER: _builtins.int
+    HORIZON_S_FIELD_NUMBER: _builtins.int
+    TTFT_P99_S_FIELD_NUMBER: _builtins.int
+    TPOT_S_FIELD_NUMBER: _builtins.int
+    OUTCOME_FIELD_NUMBER: _builtins.int
+    SUMMARY_FIELD_NUMBER: _builtins.int
+    decision: _builtins.str
+    """The candidate that was taken: nothing, 2 pairs."""
+    age_s: _builtins.float
+    horizon_s: _builtins.float
+    """It is about the requests that waited, and those that came within so many seconds."""
+    ttft_p99_s: _builtins.float
+    tpot_s: _builtins.float
+    summary: _builtins.str
+    """One readable line."""
+    @_builtins.property
+    def outcome(self) -> Global___Outcome:
+        """Absent: it is not known yet, or nobody has seen it."""
+
+    def __init__(
+        self,
+        *,
+        decision: _builtins.str = ...,
+        age_s: _builtins.float = ...,
+        horizon_s: _builtins.float = ...,
+        ttft_p99_s: _builtins.float = ...,
+        tpot_s: _builtins.float = ...,
+        outcome: Global___Outcome | None = ...,
+        summary: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["outcome", b"outcome"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_s", b"age_s", "decision", b"decision", "horizon_s", b"horizon_s", "outcome", b"outcome", "summary", b"summary", "tpot_s", b"tpot_s", "ttft_p99_s", b"ttft_p99_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Prediction: _TypeAlias = Prediction  # noqa: Y015
+
+@_typing.final
+class Outcome(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    AFTER_S_FIELD_NUMBER: _builtins.int
+    FIRST_COUNT_FIELD_NUMBER: _builtins.int
+    TTFT_P99_S_FIELD_NUMBER: _builtins.int
+    TPOT_S_FIELD_NUMBER: _builtins.int
+    after_s: _builtins.float
+    """Until the horizon or the next transition."""
+    first_count: _builtins.int
+    ttft_p99_s: _builtins.float
+    tpot_s: _builtins.float
+    def __init__(
+        self,
+        *,
+        after_s: _builtins.float = ...,
+        first_count: _builtins.int = ...,
+        ttft_p99_s: _builtins.float | None = ...,
+        tpot_s: _builtins.float | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_tpot_s", b"_tpot_s", "_ttft_p99_s", b"_ttft_p99_s", "tpot_s", b"tpot_s", "ttft_p99_s", b"ttft_p99_s"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_tpot_s", b"_tpot_s", "_ttft_p99_s", b"_ttft_p99_s", "after_s", b"after_s", "first_count", b"first_count", "tpot_s", b"tpot_s", "ttft_p99_s", b"ttft_p99_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__tpot_s: _TypeAlias = _typing.Literal["tpot_s"]  # noqa: Y015
+    _WhichOneofArgType__tpot_s: _TypeAlias = _typing.Literal["_tpot_s", b"_tpot_s"]  # noqa: Y015
+    _WhichOneofReturnType__ttft_p99_s: _TypeAlias = _typing.Literal["ttft_p99_s"]  # noqa: Y015
+    _WhichOneofArgType__ttft_p99_s: _TypeAlias = _typing.Literal["_ttft_p99_s", b"_ttft_p99_s"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__tpot_s) -> _WhichOneofReturnType__tpot_s | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__ttft_p99_s) -> _WhichOneofReturnType__ttft_p99_s | None: ...
+
+Global___Outcome: _TypeAlias = Outcome  # noqa: Y015
 
 @_typing.final
 class ListTransitionsResponse(_message.Message):

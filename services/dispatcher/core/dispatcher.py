@@ -432,6 +432,7 @@ class DispatcherCore:
         token_end = logprob_end = 0
         texts, token_ids, logprobs = event.texts, event.token_ids, event.logprobs
         at_s, placed, counts = event.at_s, worker.placed, event.token_counts
+        took_s, later_count = 0.0, 0
         for index, handle in enumerate(event.handles):
             token_begin, token_end = token_end, token_end + counts[index]
             tracked = placed.get(handle)
@@ -452,34 +453,46 @@ class DispatcherCore:
                 new_logprobs = logprobs[logprob_begin:logprob_end]
             if new_ids:
                 if tracked.awaits_token:
-                    tracked.take_first_token(at_s, self.recent, self._layout_words())
+                    later_count -= self._take_first_token(tracked, at_s)
                 gap_s = at_s - tracked.last_token_at_s
+                took_s += gap_s
+                later_count += len(new_ids)
                 if gap_s > tracked.longest_gap_s:
                     tracked.longest_gap_s, tracked.longest_gap_token = gap_s, len(tracked.output_token_ids)
                 tracked.last_token_at_s = at_s
             tracked.output_token_ids += new_ids
             commands.append(_new(Deliver, (request.request_id, new_ids, text, new_logprobs)))
+        self._traffic.went_on(later_count, took_s)
 
     def _deliver_one_each(self, worker: Worker, event: StepReceived, commands: list[Command]) -> None:
         """A token for each handle and nothing else, as most messages have it: the same, in a shorter way."""
         at_s, find, add = event.at_s, worker.placed.get, commands.append
+        took_s, later_count = 0.0, 0
         for handle, token_id in zip(event.handles, event.token_ids, strict=True):
             tracked = find(handle)
             if tracked is None:
                 self.stale_count += 1
                 continue
             if tracked.awaits_token:
-                tracked.take_first_token(at_s, self.recent, self._layout_words())
+                later_count -= self._take_first_token(tracked, at_s)
             gap_s = at_s - tracked.last_token_at_s
+            took_s += gap_s
+            later_count += 1
             if gap_s > tracked.longest_gap_s:
                 tracked.longest_gap_s, tracked.longest_gap_token = gap_s, len(tracked.output_token_ids)
             tracked.last_token_at_s = at_s
             tracked.output_token_ids.append(token_id)
             add(_new(Deliver, (tracked.request.request_id, (token_id,), "", ())))
+        self._traffic.went_on(later_count, took_s)
 
-    def _layout_words(self) -> str:
+    def _take_first_token(self, tracked: Tracked, at_s: float) -> bool:
+        """Of a placement; gives whether the request has had none before."""
+        if is_first := tracked.first_token_at_s is None:
+            self._traffic.began(at_s - tracked.arrived_at_s)
         layout = self.fleet.layout
-        return f"epoch {layout.epoch}, {layout.reason}" if layout is not None else ""
+        words = f"epoch {layout.epoch}, {layout.reason}" if layout is not None else ""
+        tracked.take_first_token(at_s, self.recent, words)
+        return is_first
 
     def _end(self, worker: Worker, tracked: Tracked, ending: Ending, at_s: float) -> list[Command]:
         """A worker's ending: the request's own, or a reason to try elsewhere."""

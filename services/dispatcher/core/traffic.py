@@ -4,7 +4,7 @@ from collections import deque
 from dataclasses import dataclass
 
 from ballast.common.errors import InvariantViolation
-from ballast.common.traffic import MINUTE_S, RECENT_S, WINDOW_S, Traffic
+from ballast.common.traffic import MINUTE_S, RECENT_S, WAIT_COUNTS, WINDOW_S, Traffic, wait_index
 
 _BIN_S = 2.0
 _BINS_PER_SPAN = int(RECENT_S / _BIN_S)
@@ -20,9 +20,14 @@ class _Bin:
 
 
 class TrafficCounter:
-    """Bounded: bins of two seconds over WINDOW_S, none where nothing has happened."""
+    """Bounded: bins of two seconds over WINDOW_S, none where nothing has happened. What clients had is counted for
+    good: who looks at it twice knows what they had meanwhile.
+    """
 
     def __init__(self) -> None:
+        self._first_counts = [0] * WAIT_COUNTS
+        self._later_count = 0
+        self._later_s = 0.0
         self._bins = deque[_Bin]()
         self._since_s: float | None = None  # of the first request ever
 
@@ -38,6 +43,15 @@ class TrafficCounter:
         here = self._bin(at_s)
         here.ended_count += 1
         here.ended_tokens += token_count
+
+    def began(self, wait_s: float) -> None:
+        """A request has had its first token."""
+        self._first_counts[wait_index(wait_s)] += 1
+
+    def went_on(self, token_count: int, took_s: float) -> None:
+        """Answers have had more tokens, which took so long together, each from the one before it."""
+        self._later_count += token_count
+        self._later_s += took_s
 
     def _bin(self, at_s: float) -> _Bin:
         index = int(at_s // _BIN_S)
@@ -76,7 +90,14 @@ class TrafficCounter:
             ended_count=ended,
             ended_tokens=ended_tokens,
             known_s=known_s,
+            first_counts=tuple(self._first_counts[: self._most()]),
+            later_count=self._later_count,
+            later_s=self._later_s,
         )
+
+    def _most(self) -> int:
+        """Without the zeros at the end."""
+        return next((i for i in range(WAIT_COUNTS, 0, -1) if self._first_counts[i - 1]), 0)
 
     def check(self) -> None:
         """Raise InvariantViolation unless bins are in order, few, and count something."""

@@ -15,6 +15,7 @@ from ballast.common.layout import Layout, Member
 from ballast.common.model import ModelInfo
 from ballast.common.overload import OverloadPolicy
 from ballast.common.transition import TransitionKind
+from services.planner.core.foresight import Foretold, Ledger
 from services.planner.core.messages import (
     AnswerChange,
     Call,
@@ -28,6 +29,7 @@ from services.planner.core.messages import (
     MemberAnswered,
     NothingDone,
     OverloadRaised,
+    PredictionSettled,
     ReadLoads,
     RefuseChange,
     ReliefRaised,
@@ -103,6 +105,7 @@ class Conductor:
     to_write: Journal | None = None  # not yet known to be stored
     newest: Journal | None = None  # known to be, or to have been, stored
     failed: tuple[WorkerId, ...] = ()  # of the transition that ended last, for the core to take up
+    ledger: Ledger = field(default_factory=Ledger)  # what was predicted of decisions, and what came
     _wish: Wish | None = None
     _wished_at_s: float = 0.0
     _load: ClusterLoad | None = None  # for the wish
@@ -129,8 +132,10 @@ class Conductor:
     def due_at_s(self) -> float:
         """When `tick` wants to be called."""
         if self.coordinator is not None:
-            return self.coordinator.tick_at_s if self.to_write is None else math.inf
-        return self._wished_at_s + self.rules.wish_timeout_s if self._wish is not None else self._again_at_s
+            own_s = self.coordinator.tick_at_s if self.to_write is None else math.inf
+        else:
+            own_s = self._wished_at_s + self.rules.wish_timeout_s if self._wish is not None else self._again_at_s
+        return min(own_s, self.ledger.due_at_s)
 
     @property
     def own_at_s(self) -> float:
@@ -223,12 +228,13 @@ class Conductor:
         return "another change is about to begin"
 
     def loads_read(self, event: LoadsRead) -> list[Command]:
-        if self._wish is None:
-            return []
-        if event.failure:
+        if self._wish is not None and event.failure:
             return self._deny(ChangeRefusal.NO_LOADS, Denied(event.failure))
-        self._load = event.load
-        return []
+        if event.failure:
+            return []
+        if self._wish is not None:
+            self._load = event.load
+        return _told(self.ledger.settle(event.load.traffic, event.at_s))
 
     # ------------------------------------------------------------ begin
 
@@ -242,10 +248,13 @@ class Conductor:
         if wish is None or load is None:
             return []
         granted = decide(wish, ground.layout, ground.model, load, ground.epoch, self.rules.planning)
+        epoch = None if isinstance(granted, Denied) else ground.epoch
+        told: list[Command] = [] if epoch is None else _told(self.ledger.overtake(load.traffic, at_s))
+        if granted.compared is not None:
+            self.ledger.note(granted.compared, load.traffic, at_s, epoch)
         if isinstance(granted, Denied):
             return self._put_off(wish, granted, ground.layout, at_s)
         self._wish = self._load = None
-        told: list[Command] = []
         if granted.shortfall_bytes:
             why = "the plan frees less than is needed"
             told.append(NothingDone(wish.by, why, granted.shortfall_bytes, wish.cause_id))
@@ -346,7 +355,8 @@ class Conductor:
             return self._deny(ChangeRefusal.NOT_POSSIBLE, Denied("the layout did not come to rest in time"))
         if self._wish is None and not self.busy and at_s >= self._again_at_s:
             return self._take(DropWish("overload", cause_id, required_bytes=self._again_bytes, again=True), at_s)
-        return self._steps(Tick(at_s), at_s, cause_id)
+        asked: list[Command] = [ReadLoads(cause_id)] if self.ledger.asks(at_s) else []
+        return asked + self._steps(Tick(at_s), at_s, cause_id)
 
     def _steps(self, event: StepEvent, at_s: float, cause_id: str) -> list[Command]:
         if self.coordinator is None:
@@ -419,6 +429,7 @@ class Conductor:
             self._remember_drops(record, at_s)
         else:
             self.failed = given_up
+            self.ledger.forget(journal.epoch)
             self._own_at_s = at_s + self.rules.retry_s
         request = self._requests.get(record.request_id)
         if request is not None and request.epoch is None:
@@ -462,6 +473,7 @@ class Conductor:
     def _give_up(self) -> None:
         self.coordinator = self.record = self.to_write = self._wish = self._load = None
         self._again_at_s = math.inf
+        self.ledger.open.clear()
 
     @staticmethod
     def _latest(one: Journal | None, other: Journal | None) -> Journal | None:
@@ -474,6 +486,10 @@ class Conductor:
             raise InvariantViolation("a transition without a record, or the reverse")
         if self.to_write is not None and self.coordinator is None:
             raise InvariantViolation(f"epoch {self.to_write.epoch} is journaled without a transition")
+
+
+def _told(settled: list[Foretold]) -> list[Command]:
+    return [PredictionSettled(one) for one in settled]
 
 
 def _draining(layout: Layout) -> tuple[GroupId, ...]:

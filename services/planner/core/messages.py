@@ -9,6 +9,7 @@ from ballast.common.layout import Layout, Member, Place
 from ballast.common.load import LoadReport
 from ballast.common.model import ModelInfo
 from ballast.common.traffic import Pace, Traffic
+from services.planner.core.foresight import Foretold
 from services.planner.core.record import TransitionRecord
 from services.planner.core.stages import Stage
 from services.planner.core.transition import Journal, MemberSaid
@@ -322,6 +323,13 @@ class NothingDone:
 
 
 @dataclass(frozen=True, slots=True)
+class PredictionSettled:
+    """It has turned out what came of a decision."""
+
+    foretold: Foretold
+
+
+@dataclass(frozen=True, slots=True)
 class Publish:
     """Tell those who watch the layout."""
 
@@ -413,4 +421,5 @@ Command = (
     | RefuseChange
     | TransitionMoved
     | NothingDone
+    | PredictionSettled
 )

@@ -72,6 +72,7 @@ class Granted:
     shortfall_bytes: int = 0
     sources: Mapping[WorkerId, Sources] = field(default_factory=dict[WorkerId, Sources])
     gives_way: bool = False  # while it is prepared, to what others want
+    compared: Comparison | None = None  # that it came of
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +80,7 @@ class Denied:
     why: str
     shortfall_bytes: int = 0
     for_now: bool = False  # it is not worth it; that may change within moments
+    compared: Comparison | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +162,8 @@ def _drop(
         found = _plan(snapshot, needed, wish.method, tolerable)
         lines = tuple(explain(found, snapshot.model))
     elif not compared.chosen.merges:
-        return Denied("; ".join(("nothing that could be dropped is better", *compared.lines())), for_now=True)
+        why = "; ".join(("nothing that could be dropped is better", *compared.lines()))
+        return Denied(why, for_now=True, compared=compared)
     else:
         found = plan_of(snapshot, compared.chosen.merges, needed)
         lines = (*compared.lines(), *explain(found, snapshot.model))
@@ -170,7 +173,7 @@ def _drop(
     target = dropped(base, found, epoch, why)
     if not changed_members(base, target):
         return Denied("nothing would change", found.shortfall_bytes)
-    return Granted(TransitionKind.DROP, target, snapshot.model, lines, found.shortfall_bytes)
+    return Granted(TransitionKind.DROP, target, snapshot.model, lines, found.shortfall_bytes, compared=compared)
 
 
 def _compared(
@@ -202,13 +205,20 @@ def _restore(
     chosen = [dissolution.group_id for dissolution in found.dissolutions]
     if not chosen:
         return Denied("; ".join(lines))
+    compared = None
     if planning.compares and not wish.whatever_the_load:
         compared = _compared(snapshot, load, {d.group_id: d.block_counts for d in found.dissolutions})
         if compared is not None and compared.chosen is compared.candidates[0]:
-            return Denied("; ".join(("to give back would be worse", *compared.lines())))
-    target = dissolved(base, chosen, epoch, f"{wish.by}: restore")
-    gives_way = not wish.whatever_the_load
-    return Granted(TransitionKind.RESTORE, target, snapshot.model, lines, sources=_sources(found), gives_way=gives_way)
+            return Denied("; ".join(("to give back would be worse", *compared.lines())), compared=compared)
+    return Granted(
+        TransitionKind.RESTORE,
+        dissolved(base, chosen, epoch, f"{wish.by}: restore"),
+        snapshot.model,
+        lines,
+        sources=_sources(found),
+        gives_way=not wish.whatever_the_load,
+        compared=compared,
+    )
 
 
 def _sources(found: RestorePlan) -> dict[WorkerId, Sources]:

@@ -58,6 +58,7 @@ class Judged:
 class Comparison:
     chosen: Judged
     candidates: tuple[Judged, ...]  # the one that changes nothing first
+    horizon_s: float  # what is predicted is about who waits, and who comes within it
 
     def lines(self) -> list[str]:
         """For people: what was predicted of each."""
@@ -76,7 +77,7 @@ def compare(
     least = min(one.loss for one in judged)
     good = [one for one in judged if one.loss <= least + math.log(_UNSURE)]
     chosen = min(good, key=lambda one: sum(len(merge) - 1 for merge in one.merges))
-    return Comparison(chosen, tuple(judged))
+    return Comparison(chosen, tuple(judged), judge.horizon_s)
 
 
 def compare_restore(
@@ -95,7 +96,8 @@ def compare_restore(
     judge = _Judge(snapshot, running, traffic, pace, targets or Targets())
     stay = judge.judge("stay", judge.board.kinds(None), ())
     whole = judge.judge(f"give back {len(restored)}", judge.board.dissolved(restored), ())
-    return Comparison(whole if whole.loss <= stay.loss + math.log(_UNSURE) else stay, (stay, whole))
+    chosen = whole if whole.loss <= stay.loss + math.log(_UNSURE) else stay
+    return Comparison(chosen, (stay, whole), judge.horizon_s)
 
 
 class _Judge:
@@ -109,10 +111,10 @@ class _Judge:
         self._ttft_s = targets.ttft_s
         self._tpot_s = targets.tpot_s or _calm_token_s(self._machine, self.board.kinds(None), self._futures[0])
         stays_s = 2 * self._futures[0].answer_tokens * self._tpot_s
-        self._horizon_s = min(_MOST_S, max(_LEAST_S, stays_s))
+        self.horizon_s = min(_MOST_S, max(_LEAST_S, stays_s))
 
     def judge(self, name: str, kinds: Sequence[Kind], merges: tuple[tuple[GroupId, ...], ...]) -> Judged:
-        predicted = [look_ahead(self._machine, kinds, future, self._horizon_s) for future in self._futures]
+        predicted = [look_ahead(self._machine, kinds, future, self.horizon_s) for future in self._futures]
         losses = [_loss(one, self._ttft_s, self._tpot_s) for one in predicted]
         loss = math.fsum(losses) / len(losses)
         return Judged(name, merges, predicted[len(predicted) // 2], loss if math.isfinite(loss) else math.inf)

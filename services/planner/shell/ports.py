@@ -5,6 +5,7 @@ from typing import Protocol
 
 from ballast.common.ids import Epoch, Incarnation, WorkerId
 from ballast.common.layout import Layout, Member
+from services.planner.core.foresight import Foretold
 from services.planner.core.messages import (
     CallMember,
     ClusterLoad,
@@ -88,4 +89,8 @@ class Counting(Protocol):
 
     def nothing_done(self, asked_by: str, shortfall_bytes: int) -> None:
         """No plan met what was asked for."""
+        ...
+
+    def predicted(self, foretold: Foretold) -> None:
+        """What came of a decision has turned out."""
         ...

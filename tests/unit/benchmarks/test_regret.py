@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.regret_cells import CELLS, KINDS, decisions, foretold, trace_of
+from benchmarks.regret_cells import CELLS, KINDS, decided, trace_of
 from benchmarks.regret_rules import Row, errors, is_saturated, row_of, summary, table, told_errors
 from tests.support.simulated import world
 
@@ -127,14 +127,16 @@ def test_predictions_are_judged_by_what_then_happened() -> None:
 
 def test_what_the_planner_foretells_is_taken_down_with_what_followed() -> None:
     made = world("drop", check_every=0)
-    with decisions(made) as seen:
-        done = made.run()
-    assert seen
-    for at_s, compared in seen:
-        told = foretold(done, at_s, compared)
-        assert 5.0 < at_s < 15.0  # the burst
-        assert told["chosen"] in {one.name for one in compared.candidates}
-        assert 0.0 < told["was_s"] < 30.0
+    done = made.run()
+    assert done.foretold
+    first = decided(done.foretold[0], done.zero_s)
+    assert 5.0 < first["at_s"] < 15.0  # the burst
+    assert first["after_s"] <= done.foretold[0].horizon_s + 1.0
+    assert first["predicted_s"] <= first["nothing_s"]
+    waits_s = [r.token_times_s[0] - r.arrival_s for r in done.records if r.token_times_s]
+    assert 0.0 < first["was_s"] < 1.25 * max(waits_s)
+    for foretold in done.foretold:
+        assert foretold.epoch is None or foretold.epoch in {record.epoch for record in done.transitions}
 
 
 def test_draws_differ_in_lengths_alone(tmp_path: Path) -> None:

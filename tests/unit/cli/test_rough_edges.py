@@ -40,6 +40,15 @@ DROP = pb.Transition(
     kv_bytes_exchanged=3 << 20,
     victim_count=2,
     max_stall_s=0.25,
+    prediction=pb.Prediction(
+        decision="1 pair",
+        age_s=61.0,
+        horizon_s=30.0,
+        ttft_p99_s=2.0,
+        tpot_s=0.05,
+        outcome=pb.Outcome(after_s=30.0, first_count=40, ttft_p99_s=2.5),
+        summary="1 pair: predicted P99 TTFT 2.00 s",
+    ),
 )
 
 
@@ -51,6 +60,7 @@ class ScriptedPlanner(planner_pb2_grpc.PlannerServiceServicer):
 
     def ExplainPlan(self, request: pb.ExplainPlanRequest, context: Any) -> pb.ExplainPlanResponse:
         answer = pb.ExplainPlanResponse(lines=["needed 1.0 GiB", "more"], required_bytes=request.required_bytes)
+        answer.predictions.append(DROP.prediction)
         answer.layout.epoch, answer.layout.layer_count = 5, 4
         answer.layout.groups.add(group_id="g").members.add(worker_id="w0", incarnation=1, address="a:1", last_layer=4)
         return answer
@@ -197,7 +207,11 @@ def test_transitions_are_a_table_and_the_details_are_for_those_who_ask(
     assert "held: nothing comes back by itself for 1 min 30 s" in shown
     assert "dropped layers" not in shown
     assert main(["transitions", "--verbose"]) == 0
-    assert "dropped layers 2-3 of w0" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "dropped layers 2-3 of w0" in shown
+    assert "1 pair: predicted P99 TTFT 2.00 s" in shown
+    assert main(["plan", "--explain"]) == 0
+    assert "1 min 1 s ago, 1 pair: predicted P99 TTFT 2.00 s" in capsys.readouterr().out
 
 
 # ---------------------------------------------------------------- what programs read
@@ -206,7 +220,10 @@ def test_transitions_are_a_table_and_the_details_are_for_those_who_ask(
 @pytest.mark.parametrize(
     ("command", "keys"),
     [
-        (["plan", "--bytes", "1GiB"], {"required_bytes", "freed_bytes", "shortfall_bytes", "lines", "layout"}),
+        (
+            ["plan", "--bytes", "1GiB"],
+            {"required_bytes", "freed_bytes", "shortfall_bytes", "lines", "layout", "predictions"},
+        ),
         (["drop", "--workers", "a,b"], {"epoch", "lines", "transition"}),
         (["restore"], {"epoch", "lines", "transition"}),
         (["transitions"], {"overload_policy", "held_s", "transitions"}),
@@ -219,6 +236,12 @@ def test_planner_commands_speak_json(
     told = json.loads(capsys.readouterr().out)
     assert set(told) == keys
     if "layout" in told:
+        assert told["predictions"][0]["outcome"] == {
+            "after_s": 30,
+            "first_count": 40,
+            "ttft_p99_s": 2.5,
+            "tpot_s": None,
+        }
         assert told["layout"]["groups"][0]["members"][0]["last_layer"] == 3, "both ends, as everywhere"
 
 

@@ -1,6 +1,6 @@
 import pytest
 
-from ballast.common.traffic import Traffic, read_traffic, sum_traffic, write_traffic
+from ballast.common.traffic import Served, Traffic, read_traffic, served_between, sum_traffic, write_traffic
 from services.dispatcher.core.traffic import TrafficCounter
 
 
@@ -57,10 +57,41 @@ def test_dispatchers_add_up() -> None:
 def test_a_word_is_read_as_it_was_written() -> None:
     traffic = counted([1.0, 2.5, 11.25], 12.5)
     assert read_traffic(write_traffic(traffic)) == traffic
+    served = had([0.001, 0.7, 1e4], 3, 0.25)
+    assert read_traffic(write_traffic(served)) == served
+    assert served_between(traffic, served) == served_between(Traffic(), served)
+
+
+def had(waits_s: list[float], later_count: int, took_s: float) -> Traffic:
+    counter = TrafficCounter()
+    for wait_s in waits_s:
+        counter.began(wait_s)
+    counter.went_on(later_count, took_s)
+    return counter.read(1.0, 0, 0)
+
+
+def test_what_clients_had_between_two_looks() -> None:
+    before, more = had([100.0] * 50, 10, 100.0), had([1.0] * 98 + [3.0, 3.1], 20, 1.0)
+    found = served_between(before, sum_traffic([before, more]))
+    assert found is not None
+    assert (found.first_count, found.tpot_s) == (100, 0.05)
+    assert found.ttft_p99_s == pytest.approx(3.0, rel=0.25)
+    assert served_between(before, more) is None, "who counted the first is gone"
+    assert served_between(before, before) == Served(0, None, None)
 
 
 @pytest.mark.parametrize(
-    "text", ["", "1 2", "1 2 3 4 5 6 7 8 nine", "-1 0 0 0 0 0 0 0 0", "0 0 0 0 0 nan 0 0 0", "1" + "0" * 30 + " 0" * 8]
+    "text",
+    [
+        "",
+        "1 2",
+        "1 2 3 4 5 6 7 8 nine [] 0 0",
+        "-1 0 0 0 0 0 0 0 0 [] 0 0",
+        "0 0 0 0 0 nan 0 0 0 [] 0 0",
+        "1" + "0" * 30 + " 0" * 8 + " [] 0 0",
+        "0 0 0 0 0 0 0 0 0 [-1] 0 0",
+        "0 0 0 0 0 0 0 0 0 [" + "1," * 60 + "] 0 0",
+    ],
 )
 def test_a_strange_word_is_refused(text: str) -> None:
     with pytest.raises(ValueError):  # noqa: PT011 - int() and unpacking say it in their own words

@@ -2,12 +2,15 @@
 
 from dataclasses import replace
 
+import pytest
+
 from ballast.common.traffic import Traffic
 from ballast.common.transition import Phase
 from services.planner.core.messages import (
     Call,
     NothingDone,
     OverloadRaised,
+    PredictionSettled,
     ReadLoads,
     ReliefRaised,
     TransitionMoved,
@@ -82,3 +85,48 @@ def test_a_burst_that_comes_after_the_commit_of_a_restore_hurries_what_dissolves
     planner.wait(0.1)
     assert planner.journal[-2:] == [Stage.DONE, Stage.PREPARING]
     assert planner.core.conductor.records()[0].by == "overload"
+
+
+def served(traffic: Traffic, waits: tuple[int, ...], later_count: int, later_s: float) -> Traffic:
+    return replace(traffic, first_counts=waits, later_count=later_count, later_s=later_s)
+
+
+def test_what_was_predicted_of_nothing_stands_beside_what_came() -> None:
+    planner = Planner()
+    planner.traffic = served(CALM, (7,), 100, 3.0)
+    planner.start("w0", "w1")
+    planner.tell(OverloadRaised(planner.now_s, "o1", EXTENT))
+    ledger = planner.core.conductor.ledger
+    [one] = ledger.open
+    assert (one.decision, one.epoch) == ("nothing", None)
+    assert "it can be said what came" in one.told(planner.now_s)
+    planner.wait(one.horizon_s / 2)
+    assert ledger.newest_first() == [one], "the same decision, again and again"
+    planner.traffic = served(CALM, (7, 0, 0, 20), 300, 13.0)
+    planner.wait(one.horizon_s)
+    [settled] = [c for c in planner.said if isinstance(c, PredictionSettled)]
+    assert settled.foretold is one
+    assert one.settled_at_s == pytest.approx(one.at_s + one.horizon_s, abs=0.2)
+    assert one.served is not None
+    assert (one.served.first_count, one.served.tpot_s) == (20, 0.05)
+    assert 0.02 < (one.served.ttft_p99_s or 0.0) < 0.05
+    assert "TPOT 50 ms" in one.told(planner.now_s)
+
+
+def test_a_drop_ends_what_was_predicted_of_nothing_and_one_that_fails_was_never_predicted() -> None:
+    planner = Planner()
+    planner.traffic = CALM
+    planner.start("w0", "w1")
+    planner.tell(OverloadRaised(planner.now_s, "o1", EXTENT))
+    planner.load = replace(LOAD, used_block_count=32, running_count=8)
+    planner.traffic = replace(SHORT, ended_tokens=5000)
+    planner.wait(0.3)
+    ledger = planner.core.conductor.ledger
+    [nothing] = ledger.settled
+    assert nothing.settled_at_s == pytest.approx(nothing.at_s + 0.2, abs=0.2)
+    [drop] = ledger.open
+    assert drop.epoch is not None
+    assert ledger.of(drop.epoch) is drop
+    planner.wait(60.0)  # nobody answers: the drop is taken back
+    assert Stage.ABORTED in planner.journal
+    assert ledger.of(drop.epoch) is None

@@ -1,0 +1,98 @@
+"""What was predicted of decisions, and what then came: kept for people, metrics and figures (pure).
+
+A prediction is about the requests that wait, and those that come within its horizon. What came is read from the traffic
+of the dispatchers when the horizon has passed, or when the next transition begins, which makes another layout of it.
+"""
+
+import math
+from collections import deque
+from dataclasses import dataclass, field
+
+from ballast.common.ids import Epoch
+from ballast.common.traffic import Served, Traffic, served_between
+from services.planner.policy.compare import Comparison
+from services.planner.policy.outlook import Prediction
+
+_KEPT = 64
+_ASK_AGAIN_S = 1.0
+
+
+@dataclass(slots=True)
+class Foretold:
+    """One decision by comparison. Readable from outside; only the core writes."""
+
+    decision: str  # the candidate that was taken
+    predicted: Prediction
+    nothing: Prediction  # of the candidate that changes nothing
+    horizon_s: float
+    at_s: float
+    epoch: Epoch | None  # of the transition; None: nothing was changed
+    before: Traffic
+    settled_at_s: float | None = None
+    served: Served | None = None  # meanwhile; None: not known, or not yet
+
+    def told(self, now_s: float) -> str:
+        """One line."""
+        predicted = f"{self.decision}: predicted {self.predicted.told()}"
+        if self.settled_at_s is None:
+            return f"{predicted}; in {max(0.0, self.at_s + self.horizon_s - now_s):.0f} s it can be said what came"
+        if self.served is None or self.served.ttft_p99_s is None:
+            return f"{predicted}; what came is not known"
+        after = f"{self.settled_at_s - self.at_s:.0f} s"
+        tpot = "" if self.served.tpot_s is None else f", TPOT {1e3 * self.served.tpot_s:.0f} ms"
+        return f"{predicted}; in the {after} that followed P99 TTFT {self.served.ttft_p99_s:.2f} s{tpot}"
+
+
+@dataclass(slots=True)
+class Ledger:
+    open: list[Foretold] = field(default_factory=list[Foretold])
+    settled: deque[Foretold] = field(default_factory=lambda: deque[Foretold](maxlen=_KEPT))
+    _asked_at_s: float = -math.inf
+
+    def newest_first(self) -> list[Foretold]:
+        return sorted([*self.open, *self.settled], key=lambda one: -one.at_s)
+
+    def of(self, epoch: Epoch) -> Foretold | None:
+        return next((one for one in self.newest_first() if one.epoch == epoch), None)
+
+    @property
+    def due_at_s(self) -> float:
+        """When `asks` wants to be called."""
+        ends_s = min((one.at_s + one.horizon_s for one in self.open), default=math.inf)
+        return max(ends_s, self._asked_at_s + _ASK_AGAIN_S)
+
+    def note(self, compared: Comparison, traffic: Traffic, at_s: float, epoch: Epoch | None) -> None:
+        """A decision. Where the same was decided a moment ago, and changed nothing, that one counts."""
+        if epoch is None and any(one.epoch is None and one.decision == compared.chosen.name for one in self.open):
+            return
+        if len(self.open) >= _KEPT:
+            return
+        nothing = compared.candidates[0].prediction
+        chosen = compared.chosen
+        self.open.append(Foretold(chosen.name, chosen.prediction, nothing, compared.horizon_s, at_s, epoch, traffic))
+
+    def asks(self, at_s: float) -> bool:
+        """Whether the traffic is wanted now."""
+        if at_s < self.due_at_s:
+            return False
+        self._asked_at_s = at_s
+        return True
+
+    def settle(self, traffic: Traffic, at_s: float) -> list[Foretold]:
+        """Those whose horizon has passed."""
+        return self._settle([one for one in self.open if at_s >= one.at_s + one.horizon_s], traffic, at_s)
+
+    def overtake(self, traffic: Traffic, at_s: float) -> list[Foretold]:
+        """All: a transition begins."""
+        return self._settle(list(self.open), traffic, at_s)
+
+    def _settle(self, found: list[Foretold], traffic: Traffic, at_s: float) -> list[Foretold]:
+        for one in found:
+            one.settled_at_s, one.served = at_s, served_between(one.before, traffic)
+            self.open.remove(one)
+            self.settled.append(one)
+        return found
+
+    def forget(self, epoch: Epoch) -> None:
+        """The transition did not take effect, so what was predicted of it never was."""
+        self.open = [one for one in self.open if one.epoch != epoch]
