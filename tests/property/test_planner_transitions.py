@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from ballast.common.ids import Epoch, Incarnation, WorkerId
 from ballast.common.layout import Layout
 from ballast.common.overload import OverloadPolicy
-from ballast.common.transition import Phase
+from ballast.common.transition import Phase, TransitionKind
 from services.planner.core import messages as p
 from services.planner.core.conductor import ConductorRules
 from services.planner.core.machine import PlannerCore, PlannerRules
@@ -90,6 +90,9 @@ class TransitionMachine(RuleBasedStateMachine):
                 assert self.stored.journal.epoch >= epoch, "commit is told before it is decided"
                 assert any(layout.epoch == epoch for layout in self.in_force), "commit is told before it is decided"
                 self.phases[key] = Phase.COMMITTING
+            case p.Call.ABORT if command.journal.stage is Stage.EXCHANGING:
+                assert command.journal.kind is TransitionKind.RESTORE, "only what dissolves gives way"
+                assert phase in (Phase.EXCHANGING, Phase.DONE)
             case p.Call.ABORT:
                 assert phase in (None, *_TAKEN_BACK), f"{worker_id} is to abort epoch {epoch} while {phase}"
                 self.phases[key] = Phase.ABORTED
