@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Protocol, TypeVar, TypeVarTuple, cast
 from ballast.common.errors import InvariantViolation
 from ballast.common.ids import WorkerId
 from services.worker.core.batch import Batch, StepResult
-from services.worker.emulation.phantom import phantom
+from services.worker.core.events import BlockCopy
+from services.worker.emulation.phantom import Area, phantom
 from services.worker.emulation.runner import WEIGHTS, Marks, layer_mark
 from services.worker.pipeline.unhurried import never
 from sim.clock import Clock
@@ -113,6 +114,50 @@ class SimEngine:
     def forget_all(self) -> None:
         if self._marks is not None:
             self._marks.forget_all()
+
+
+class SimCopier:
+    """A `BlockCopier`: beside what the engine computes, both ways at once. Marks of KV go along."""
+
+    def __init__(
+        self, memory: SimMemory | None, block_s: float, now: Callable[[], float], busy: Callable[[float], None]
+    ) -> None:
+        """`memory`: with marks, or None. `block_s`: for the KV in a block of one layer, one way. `busy` is told how
+        long the engine waits for it.
+        """
+        self._memory = memory
+        self._block_s = block_s
+        self._now = now
+        self._busy = busy
+        self._host: dict[tuple[int, int], int] = {}  # layer and block -> mark
+        self._began_s = self._took_s = 0.0
+
+    def copy(self, copies: Sequence[BlockCopy], layers: Sequence[int]) -> float:
+        """How long it takes."""
+        counts = [0, 0]
+        for copy in copies:
+            counts[copy.out] += len(copy.device_blocks) * len(layers)
+            if self._memory is not None:
+                for layer in layers:
+                    self._take_along(copy, layer, phantom(self._memory.kv.layer(layer)).area)
+        return max(counts) * self._block_s
+
+    def _take_along(self, copy: BlockCopy, layer: int, area: Area) -> None:
+        for here, there in zip(copy.device_blocks, copy.host_blocks, strict=True):
+            if copy.out:
+                self._host[layer, there] = area.cell(here)
+            else:
+                area.set_cell(here, self._host[layer, there])
+
+    def start(self, copies: Sequence[BlockCopy], layers: Sequence[int]) -> None:
+        self._began_s, self._took_s = self._now(), self.copy(copies, layers)
+
+    def finish(self) -> float:
+        self._busy(max(0.0, self._began_s + self._took_s - self._now()))
+        return self._took_s
+
+    def close(self) -> None:
+        """There is no thread."""
 
 
 class SimBackground:

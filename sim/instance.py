@@ -14,7 +14,6 @@ from ballast.rpc.fencing import Fence
 from services.worker.core.batch import Batch
 from services.worker.core.events import (
     BatchWanted,
-    BlockCopy,
     Command,
     Emit,
     Event,
@@ -38,7 +37,7 @@ from services.worker.shell import MemberEvent, StepOutcome
 from sim.clock import Clock
 from sim.cost import ExecutionModel, Roofline, Work
 from sim.cruise import Cruise
-from sim.engine import no_texts, result_of
+from sim.engine import SimCopier, no_texts, result_of
 from sim.processors import Processors
 from sim.streams import Listener, Stream
 
@@ -56,8 +55,8 @@ class Instance:
         "_acts",
         "_alarm_at_s",
         "_alarm_label",
-        "_block_copy_s",
         "_clock",
+        "_copier",
         "_costs",
         "_cruise",
         "_execution",
@@ -101,12 +100,10 @@ class Instance:
         *,
         clock: Clock,
         execution: ExecutionModel,
-        block_copy_s: float,
         cruises: bool,
         processors: Processors | None,
     ) -> None:
-        """`block_copy_s`: for the KV in a block of all layers from the device to host memory, and as much at the same
-        time the other way. `processors` that it shares with others, if any.
+        """`processors` that it shares with others, if any.
         `cruises`: steps in which nothing is decided are taken together, which changes nothing but the time it takes.
         """
         self.worker_id = worker_id
@@ -128,7 +125,6 @@ class Instance:
         self._costs = execution.costs if cruises and isinstance(execution, Roofline) else None
         self._processors = processors
         self._cruise: Cruise | None = None
-        self._block_copy_s = block_copy_s
         self._acts: list[Callable[[], None]] = []  # to be done when the engine has done what it does
         self._inbox: deque[Event | MemberEvent] = deque()
         self._streams: dict[int, Stream] = {}
@@ -146,6 +142,7 @@ class Instance:
         member: GroupMember,
         transitions: Transitions,
         crash_links: Callable[[], None],
+        copier: SimCopier,
         *,
         through_member: bool,
     ) -> None:
@@ -153,6 +150,7 @@ class Instance:
         lone instance too.
         """
         self._through_member = through_member
+        self._copier = copier
         self.member = member
         self.transitions = transitions
         self.crash_links = crash_links
@@ -314,10 +312,10 @@ class Instance:
             raise InvariantViolation(f"{self.worker_id} has work and forms no batch of it")
         return True
 
-    def _be_busy(self, at_least_s: float = 0.0) -> Turns:
+    def _be_busy(self) -> Turns:
         """The engine is busy for as long as what has been done takes; then what follows from it leaves."""
         acts, self._acts = self._acts, []
-        seconds, self.ahead_s = max(self.ahead_s, at_least_s), 0.0
+        seconds, self.ahead_s = self.ahead_s, 0.0
         yield seconds
         for act in acts:
             act()
@@ -331,20 +329,22 @@ class Instance:
                 self._fruitless += 1
                 return
             self._fruitless = 0
-            copy_s = self._copy_s(formed.copies) if formed.copies else 0.0
             if isinstance(formed, Removed):  # nothing to compute meanwhile
-                yield copy_s
+                member.run(formed)
+                yield from self._be_busy()
                 return
             batch = formed.batch
             if core.in_flight_count == 1:
                 self._flying_since_s = self._clock.now_s
             if not (member.role.stages or formed.leaving or self._through_member):
-                seconds = self.begin(self._execution.work(batch), self._token_count(batch), len(member.role.layers))
+                layers = member.role.layers
+                copy_s = self._copier.copy(formed.copies, layers) if formed.copies else 0.0
+                seconds = self.begin(self._execution.work(batch), self._token_count(batch), len(layers))
                 yield max(seconds, copy_s)
                 self._feed(StepDone(self._clock.now_s, result_of(batch, seconds, copy_s), self._texts(batch)))
                 return
             outcome = member.run(formed)
-            yield from self._be_busy(copy_s)
+            yield from self._be_busy()
             if outcome is not None:
                 self._land(outcome)  # alone: what has come in meanwhile is looked at after each step
                 return
@@ -420,12 +420,6 @@ class Instance:
             else:
                 self._note(command)
         return formed
-
-    def _copy_s(self, copies: Sequence[BlockCopy]) -> float:
-        """Both ways at once."""
-        out_count = sum(len(copy.device_blocks) for copy in copies if copy.out)
-        in_count = sum(len(copy.device_blocks) for copy in copies if not copy.out)
-        return max(out_count, in_count) * self._block_copy_s
 
     def _load(self) -> LoadReport:
         member = self.member

@@ -32,7 +32,7 @@ from sim.clients import Arrival, Clients
 from sim.clock import Clock
 from sim.cost import ExecutionModel, Roofline, fitted
 from sim.dispatcher import DispatcherNode
-from sim.engine import SimBackground, SimEngine, disk_of
+from sim.engine import SimBackground, SimCopier, SimEngine, disk_of
 from sim.faults import Fault, FaultKind
 from sim.hardware import ELEMENT_BYTES, Cluster, ModelSpec, Timings
 from sim.instance import Instance
@@ -229,13 +229,14 @@ class World:
             core,
             clock=self.clock,
             execution=self.execution,
-            block_copy_s=self.geometry.block_bytes * self.geometry.layer_count / (gpu.host_bytes_per_s * gpus),
             cruises=options.cruises and not options.marks,
             processors=self._processors,
         )
         hub = Hub(instance.post, instance.now)
         plane = SimPlane(worker_id, self.wires, hub, instance.afterwards)
         token_bytes = options.model.hidden_size * ELEMENT_BYTES
+        block_s = self.geometry.block_bytes / (gpu.host_bytes_per_s * gpus)
+        copier = SimCopier(memory if options.marks else None, block_s, instance.now, instance.spend)
         surroundings = Surroundings(
             plane=plane,
             hub=hub,
@@ -250,10 +251,11 @@ class World:
             now=instance.now,
             post=instance.post,
             links=SimLinks,
+            copier=copier,
         )
         member = GroupMember(worker_id, core, book, memory, surroundings)
         transitions = Transitions(member, incarnation, instance.post, lambda: self.clock.now_s, self._later)
-        instance.join(member, transitions, plane.crash, through_member=options.marks)
+        instance.join(member, transitions, plane.crash, copier, through_member=options.marks)
         self._lives.append(instance)
         self.planes[worker_id] = plane
         self.instances[worker_id] = self._peers[worker_id] = instance

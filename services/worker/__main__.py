@@ -39,14 +39,15 @@ from services.worker.links.config import TransportConfig
 from services.worker.metrics import LinkCollector, export
 from services.worker.pipeline.build import Instance, join, stage_core
 from services.worker.pipeline.events import GrammarComes
+from services.worker.pipeline.ground import BlockCopier
 from services.worker.pipeline.planner_side import Transitions
 from services.worker.policy.lookahead import lookahead
 from services.worker.policy.microbatching import by_token_count
 from services.worker.ranks.channel import RankLog, RankLost
 from services.worker.reporter import MonitorReporter
 from services.worker.servicer import Identity, WorkerServicer
-from services.worker.shell import BlockCopier, WorkerShell
 from services.worker.shell import Engine as ShellEngine
+from services.worker.shell import WorkerShell
 from services.worker.spans import RequestSpans
 from services.worker.store import Gpu, claimed_devices
 from services.worker.text import load_tokenizer, primed_detokenizer
@@ -279,7 +280,6 @@ class WorkerProcess:
             core=core,
             engine=engine,
             detokenizer=self._detokenizer,
-            copier=kit.copier,
             check_every_steps=settings.check_every_steps,
         )
         host = settings.advertise_host or advertised_address(settings.host, None, 0).rpartition(":")[0]
@@ -293,6 +293,7 @@ class WorkerProcess:
             transport=settings.transport,
             advertise_host=host,
             costs=kit.costs,
+            copier=kit.copier,
             open_plane=None if (opened := kit.open_plane) is None else functools.partial(opened, worker_id, host),
             secret=self._security.secret,
             compile_grammar=kit.compile_grammar,

@@ -22,7 +22,6 @@ from ballast.service.logs import get_logger
 from services.worker.core.batch import Batch, NewSequence, SequenceId, StepResult
 from services.worker.core.events import (
     BatchWanted,
-    BlockCopy,
     Command,
     Drained,
     DrainRequested,
@@ -115,18 +114,6 @@ class Member(Protocol):
     def close(self) -> None: ...
 
 
-class BlockCopier(Protocol):
-    """Copies KV between device and host while a step runs. All calls come from the engine thread."""
-
-    def start(self, copies: Sequence[BlockCopy]) -> None: ...
-
-    def finish(self) -> float:
-        """Waits for the copies. Returns how long they took."""
-        ...
-
-    def close(self) -> None: ...
-
-
 class Detokenizing(Protocol):
     def push(self, token_id: int) -> str: ...
 
@@ -152,12 +139,9 @@ class WorkerShell:
         core: WorkerCore,
         engine: Engine,
         detokenizer: Callable[[NewSequence], Detokenizing],
-        copier: BlockCopier | None = None,
         check_every_steps: int = 0,
     ) -> None:
-        """`copier`: needed if the core's limits let it swap."""
         self._core = core
-        self._copier = copier
         self._engine = engine
         self._detokenizer = detokenizer
         self._check_every_steps = check_every_steps
@@ -304,8 +288,6 @@ class WorkerShell:
         try:
             if self._member is not None:
                 self._member.close()
-            if self._copier is not None:
-                self._copier.close()
             self._engine.close()  # not if links may be left that write into its memory
         except Exception as error:  # noqa: BLE001 - as above
             if failure is None:
@@ -411,20 +393,6 @@ class WorkerShell:
         return commands
 
     def _run(self, command: Execute | Removed) -> StepOutcome | None:
-        if not command.copies:
-            return self._run_batch(command)
-        if self._copier is None:
-            raise InvariantViolation("KV is to be swapped, and there is no host memory for it")
-        self._copier.start(command.copies)
-        try:
-            outcome = self._run_batch(command)
-        finally:
-            copy_s = self._copier.finish()
-        if outcome is None or outcome.result is None:
-            return outcome
-        return replace(outcome, result=replace(outcome.result, copy_s=copy_s))
-
-    def _run_batch(self, command: Execute | Removed) -> StepOutcome | None:
         if self._member is not None:
             return self._member.run(command)
         tables = command.block_tables if isinstance(command, Execute) else ()

@@ -34,6 +34,7 @@ _LAYERS = 6
 _WORKER_COUNTS = (2, 2, 3, 3, 4)
 _EXTENT_BYTES = 64 << 20
 _BLOCKS_IN_EXTENT = 2
+_SWAP_BLOCKS = (0, 0, 6, 40)
 _STORY_S = 9.0  # requests come for so long, in two bursts
 _HEALED_WITHIN_S = 60.0
 _PATIENCE_S = 150.0  # the longest is over by then
@@ -93,9 +94,18 @@ def _options(seed: int, rng: random.Random, worker_count: int, *, several: bool)
         block_bytes=elements * 2 * made.rules.worker.block_tokens,
     )
     rules, limits = made.rules, made.rules.dispatcher.limits
+    worker, of_swap = rules.worker, random.Random(-seed)
+    if swap_blocks := of_swap.choice(_SWAP_BLOCKS):
+        worker = replace(
+            worker,
+            swap_space_bytes=swap_blocks * model.kv_bytes_per_token * worker.block_tokens,
+            swap_blocks_per_step=of_swap.choice((0, 1, 3)),
+            admission_reserve_fraction=0.0,
+        )
     patient = replace(limits, replay_limit=50, no_worker_timeout_s=120.0)
     rules = replace(
         rules,
+        worker=worker,
         monitor=replace(rules.monitor, warmup_s=1.5),
         dispatcher=replace(rules.dispatcher, limits=patient),
     )
@@ -114,10 +124,12 @@ def _options(seed: int, rng: random.Random, worker_count: int, *, several: bool)
     )
 
 
-def _arrivals(rng: random.Random, worker_count: int) -> list[Arrival]:
-    """More than memory holds, twice."""
+def _arrivals(rng: random.Random, worker_count: int, *, swaps: bool) -> list[Arrival]:
+    """More than memory holds, twice; where KV is `swaps`, answers that outgrow it."""
     arrivals, at_s = list[Arrival](), 0.0
     burst_per_s, answer = rng.uniform(9.0, 16.0) * worker_count, rng.choice((20, 30, 50))
+    if swaps:
+        answer *= 4
     while at_s < _STORY_S:
         arrivals.append(Arrival(at_s, rng.randint(5, 120), rng.randint(3, answer)))
         at_s += rng.expovariate(burst_per_s if 0.3 <= at_s % 5.5 < 2.0 else 3.0)
@@ -136,7 +148,10 @@ def _story(seed: int) -> Story:
     troubles = draw(rng, worker_count, _STORY_S)
     several = any(trouble.kind in _OF_CONTROL for trouble in troubles) or rng.random() < 0.1
     made = _options(seed, rng, worker_count, several=several)
-    world, slowness = World(made, _arrivals(rng, worker_count)), rng.choice((4.0, 7.0, 10.0))
+    world, slowness = (
+        World(made, _arrivals(rng, worker_count, swaps=made.rules.worker.swap_space_bytes > 0)),
+        rng.choice((4.0, 7.0, 10.0)),
+    )
     world.wires.max_transfers, world.lines.forgets = rng.choice((2, 1024)), rng.random() < 0.5
     for instance in world.instances.values():
         instance.slowness = slowness

@@ -203,7 +203,7 @@ class EngineLoop:
             return self.engine.step(command.batch, tables)
         assert self._host is not None
         self.copied_blocks += sum(len(copy.device_blocks) for copy in command.copies)
-        self._host.start(command.copies)
+        self._host.start(command.copies, self.engine.memory.kv.held_layers)
         result = self.engine.step(command.batch, tables)
         return replace(result, copy_s=self._host.finish())
 

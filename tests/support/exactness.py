@@ -129,6 +129,7 @@ class Tally:
     migrated: int = 0  # by live migrations
     not_migrated: int = 0  # begun, and given up
     migrated_anew: int = 0  # without all of their KV
+    swapped_in_pipelines: int = 0  # copies to host memory and back
     epochs: list[int] = field(default_factory=list[int])
 
     def add(self, other: "Tally") -> None:
@@ -350,6 +351,7 @@ class History:
     def _count(self, cluster: Cluster) -> None:
         for worker in cluster.workers.values():
             self.tally.moved += worker.core.totals.moved
+            self.tally.swapped_in_pipelines += 0 if worker.copier is None else worker.copier.in_pipelines
             migrations = worker.member.published.migrations
             self.tally.migrated += migrations.moved
             self.tally.not_migrated += migrations.not_moved

@@ -18,7 +18,7 @@ from ballast.common.sampling import FinishReason, SamplingParams
 from ballast.common.transition import Phase, TransitionKind
 from services.worker.core.batch import NewSequence, TokenLogprobs
 from services.worker.core.blocks import BlockBook
-from services.worker.core.events import Aborted, Emit, Ending, SequenceKey, Submitted
+from services.worker.core.events import Aborted, BlockCopy, Emit, Ending, SequenceKey, Submitted
 from services.worker.core.limits import WorkerLimits
 from services.worker.core.plan import Plan
 from services.worker.core.transition_messages import AbortRequested, CommitRequested
@@ -125,6 +125,16 @@ class Paced:
         return getattr(self._runner, name)
 
 
+class Copier(HostBlocks):
+    """Counts the copies that a stage of several has made."""
+
+    in_pipelines = 0
+
+    def start(self, copies: Sequence[BlockCopy], layers: Sequence[int]) -> None:
+        self.in_pipelines += len(copies) if len(layers) < self._kv.shape.layer_count else 0
+        super().start(copies, layers)
+
+
 def _load(name: str, model_dir: Path, sizes: Sizes) -> Engine:
     place, memory_bytes = sizes.place, sizes.memory_bytes * sizes.place.memory_factor
     if place.ranks == 1:
@@ -165,9 +175,9 @@ class GroupWorker:
             core=self.core,
             engine=self.engine,
             detokenizer=functools.partial(primed_detokenizer, load_tokenizer(model_dir)),
-            copier=HostBlocks(self.engine.memory.kv, sizes.swap_block_count) if sizes.swap_block_count else None,
             check_every_steps=1,
         )
+        self.copier = Copier(self.engine.memory.kv, sizes.swap_block_count) if sizes.swap_block_count else None
         self.membership: Membership = join(
             self.shell,
             me=self.name,
@@ -177,6 +187,7 @@ class GroupWorker:
             config=sizes.transport,
             transport=place.transport,
             advertise_host="127.0.0.1",
+            copier=self.copier,
             compile_grammar=self.engine.grammars.check if self.engine.grammars is not None else None,
             runner=cast(Any, Paced(self.engine.runner, sizes.step_s)) if sizes.step_s else None,
         )

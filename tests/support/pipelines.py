@@ -41,10 +41,12 @@ from services.worker.core.events import (
     Submitted,
     Tick,
 )
+from services.worker.core.lane import Lane
 from services.worker.core.limits import WorkerLimits
 from services.worker.core.snapshot import SequenceSnapshot
+from services.worker.core.swapping import block_copies
 from services.worker.policy.microbatching import Microbatching, by_token_count
-from services.worker.policy.placement import MemberView, place
+from services.worker.policy.placement import MemberView, PlacementView, place
 from tests.support.pipeline_parts import LAYERS, Group, Request, Worker
 from tests.support.worker_core import MEMORY, next_token, piece
 
@@ -64,6 +66,7 @@ class Cluster:
         self.told: list[Command] = []
         self.resumed_from_kv = 0
         self.overlapped = 0  # chunks that followed one that was in flight
+        self.swapped_in_pipelines = 0
         self._stream_ids, self._handles = count(1), count(1)
 
     # ---------------------------------------------------------------- workers
@@ -122,8 +125,8 @@ class Cluster:
             tables = worker.book.apply(batch)
             worker.book.check()
         assert tables is not None
-        copies = worker.copies.pop(batch.step_id, ())
-        assert not copies or len(group.members) == 1, "only who is alone swaps"
+        copies = worker.copies.pop(batch.step_id, ()) if worker is group.leader else block_copies(batch, worker.book)
+        self.swapped_in_pipelines += len(copies) if len(group.members) > 1 else 0
         if batch.step_id % 2:  # copies may be made at any time while the step runs
             worker.copy(copies, self.limits.block_tokens)
         for sequence_id in batch.removed:
@@ -334,13 +337,23 @@ class Cluster:
         own = {*core.sequence_ids, *core.lane.suspended_ids, *adopting}
         return sum(len(worker.book.table(s)) for s in self.where if s not in own)
 
-    def tell_capacity(self, group: Group, missing: int = 0, adopting: Collection[int] = ()) -> None:
+    def _end(self, group: Group) -> None:
+        """The group comes to its boundary: its stages are told of all that they are to forget."""
+        self.drain_pipeline(group)
+        self.tell_capacity(group, swap_blocks=0)
+        self.drain_pipeline(group)
+
+    def tell_capacity(
+        self, group: Group, missing: int = 0, adopting: Collection[int] = (), swap_blocks: int | None = None
+    ) -> None:
         """What the smallest stage has; `missing` blocks of it cannot be had for a while. `adopting`: these are about
-        to be the leader's.
+        to be the leader's. `swap_blocks`: of host memory, if that is not all there is.
         """
         block_count = min(w.blocks_with(len(w.layers)) for w in group.members)
         free = min(w.blocks_with(len(w.layers)) - self._foreign_blocks(group, w, adopting) for w in group.members)
-        self.feed(group.leader, CapacityChanged(0.0, block_count, block_count - free + missing))
+        swap_blocks = self.limits.swap_block_count if swap_blocks is None else swap_blocks
+        lent = block_count - free + missing
+        self.feed(group.leader, CapacityChanged(0.0, block_count, lent, swap_block_count=swap_blocks))
 
     def merge(self, groups: Sequence[Group], ends: Sequence[int]) -> Group:
         """One pipeline out of several. `ends`: behind which layer each member's range ends."""
@@ -348,7 +361,7 @@ class Cluster:
         new_leader = merged.leader
         for group in groups:
             self.settle_handovers(group)
-            self.drain_pipeline(group)
+            self._end(group)
         for group in groups:
             self._note_kv(group)
             if group.leader is not new_leader:
@@ -363,11 +376,11 @@ class Cluster:
     def split(self, group: Group) -> list[Group]:
         """Every member on its own again, with a share of the sequences."""
         self.settle_handovers(group)
-        self.drain_pipeline(group)
+        self._end(group)
         self._note_kv(group)
         members = [MemberView(w.worker_id, w.blocks_with(LAYERS), self.limits.max_running_count) for w in group.members]
         placed = {
-            s: w for s, w in place(group.leader.core.lane.placements(), members).items() if w != group.leader.worker_id
+            s: w for s, w in place(_placements(group.leader.core.lane), members).items() if w != group.leader.worker_id
         }
         handed_over = self._hand_over(group, HandOver(0.0, placed))
         self.drain_pipeline(group)
@@ -536,3 +549,13 @@ class Cluster:
             assert worker.core.orphan_count == 0
             load = worker.core.load(0.0, MEMORY)
             assert (load.used_block_count, load.running_count, load.waiting_count) == (0, 0, 0)
+
+
+def _placements(lane: Lane) -> list[PlacementView]:
+    """All that waits, runs or is suspended."""
+    scheduler = lane.scheduler
+    running = (*scheduler.running, *scheduler.suspended.values())
+    return [
+        *(PlacementView(s.sequence_id, s.reserved_block_count, True) for s in running),
+        *(PlacementView(s.sequence_id, scheduler.need(s), False) for s in scheduler.waiting),
+    ]

@@ -110,12 +110,12 @@ class FakeEngine:
     def run(self, execute: Execute) -> tuple[StepResult, tuple[str, ...]]:
         batch = execute.batch
         for sequence_id in batch.removed:
-            del self._known[sequence_id], self._computed[sequence_id], self._text_wanted[sequence_id]
+            for known in (self._known, self._computed, self._text_wanted):
+                known.pop(sequence_id, None)  # one whose KV came back has not entered yet
         for new, text_wanted in zip(batch.added, execute.text_wanted, strict=True):
             assert new.sequence_id not in self._known
             self._known[new.sequence_id] = new
             self._text_wanted[new.sequence_id] = text_wanted
-            self._computed[new.sequence_id] = 0
         assert len({s.sequence_id for s in batch.slices}) == len(batch.slices)
         touched = {block for table in execute.block_tables for block in table}
         assert not any(touched.intersection(copy.device_blocks) for copy in execute.copies)
@@ -150,7 +150,7 @@ class FakeEngine:
                 self._cache.update({(device, place): token_id for place, token_id in self._host[host].items()})
 
     def _write(self, part: Slice, table: tuple[int, ...]) -> None:
-        assert part.first_position == self._computed[part.sequence_id]
+        assert part.first_position == self._computed.setdefault(part.sequence_id, part.first_position)
         assert part.token_ids
         new = self._known[part.sequence_id]
         known = (new.prompt_token_ids + new.output_token_ids)[part.first_position :]  # when it entered

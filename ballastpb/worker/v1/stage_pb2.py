@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from ballastpb.cluster.v1 import cluster_pb2 as ballastpb_dot_cluster_dot_v1_dot_cluster__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1f\x62\x61llastpb/worker/v1/stage.proto\x12\x13\x62\x61llastpb.worker.v1\x1a\"ballastpb/cluster/v1/cluster.proto\"\x85\x02\n\nStageBatch\x12\x0f\n\x07step_id\x18\x01 \x01(\x03\x12\x0f\n\x07removed\x18\x02 \x03(\x03\x12/\n\x05\x61\x64\x64\x65\x64\x18\x03 \x03(\x0b\x32 .ballastpb.worker.v1.NewSequence\x12\x14\n\x0csequence_ids\x18\x04 \x03(\x03\x12\x17\n\x0f\x66irst_positions\x18\x05 \x03(\x05\x12\x14\n\x0ctoken_counts\x18\x06 \x03(\x05\x12\x11\n\ttoken_ids\x18\x07 \x03(\x05\x12\x0f\n\x07samples\x18\x08 \x03(\x08\x12\x0f\n\x07quiet_s\x18\t \x01(\x01\x12\x19\n\x11memory_is_awaited\x18\n \x01(\x08\x12\x0f\n\x07\x66\x61ilure\x18\x0b \x01(\t\"\x8e\x01\n\x0bNewSequence\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x03\x12\x18\n\x10prompt_token_ids\x18\x02 \x03(\x05\x12\x18\n\x10output_token_ids\x18\x03 \x03(\x05\x12\x36\n\x08sampling\x18\x04 \x01(\x0b\x32$.ballastpb.cluster.v1.SamplingParams\"\x9b\x01\n\x0bStageResult\x12\x0f\n\x07step_id\x18\x01 \x01(\x03\x12\x11\n\ttoken_ids\x18\x02 \x03(\x05\x12\x14\n\x0clogprob_rows\x18\x03 \x03(\x05\x12\x30\n\x08logprobs\x18\x04 \x03(\x0b\x32\x1e.ballastpb.cluster.v1.Logprobs\x12\x11\n\texecute_s\x18\x05 \x01(\x01\x12\r\n\x05\x65rror\x18\x06 \x01(\t\"\xb4\x05\n\rSequenceState\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x03\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\x05\x12\x35\n\x08priority\x18\x04 \x01(\x0e\x32#.ballastpb.cluster.v1.PriorityClass\x12\r\n\x05\x61ge_s\x18\x05 \x01(\x01\x12\x17\n\ndeadline_s\x18\x06 \x01(\x01H\x00\x88\x01\x01\x12\x18\n\x10prompt_token_ids\x18\x07 \x03(\x05\x12\x18\n\x10output_token_ids\x18\x08 \x03(\x05\x12\x36\n\x08sampling\x18\t \x01(\x0b\x32$.ballastpb.cluster.v1.SamplingParams\x12\x12\n\nwants_text\x18\n \x01(\x08\x12\x17\n\x0f\x63omputed_tokens\x18\x0b \x01(\x05\x12\x11\n\ton_stages\x18\x0c \x01(\x08\x12\x11\n\tsuspended\x18\r \x01(\x08\x12\x0c\n\x04gone\x18\x0e \x01(\x08\x12\x11\n\theld_text\x18\x0f \x01(\t\x12\x12\n\nskip_chars\x18\x10 \x01(\x05\x12\x14\n\x0cpassed_chars\x18\x11 \x01(\x05\x12\x1b\n\x13\x65mitted_token_count\x18\x12 \x01(\x05\x12\x15\n\remitted_chars\x18\x13 \x01(\x05\x12\x13\n\x0bunsent_text\x18\x14 \x01(\t\x12\x37\n\x0funsent_logprobs\x18\x15 \x03(\x0b\x32\x1e.ballastpb.cluster.v1.Logprobs\x12\x39\n\rfinish_reason\x18\x16 \x01(\x0e\x32\".ballastpb.cluster.v1.FinishReason\x12\x14\n\x0cmatched_stop\x18\x17 \x01(\t\x12\r\n\x05\x65rror\x18\x18 \x01(\t\x12\x0f\n\x07invalid\x18\x19 \x01(\x08\x42\r\n\x0b_deadline_s\"\x8e\x01\n\x08Handover\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12\x35\n\tsequences\x18\x02 \x03(\x0b\x32\".ballastpb.worker.v1.SequenceState\x12\x13\n\x0b\x62lock_count\x18\x03 \x01(\x05\x12\x19\n\x11\x66inal_block_count\x18\x04 \x01(\x05\x12\x0c\n\x04more\x18\x05 \x01(\x08\"J\n\x06Victim\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x03\x12\x17\n\x0f\x63omputed_tokens\x18\x02 \x01(\x05\x12\x12\n\nold_leader\x18\x03 \x01(\t\"{\n\x06Roster\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12,\n\x07victims\x18\x02 \x03(\x0b\x32\x1b.ballastpb.worker.v1.Victim\x12\x12\n\nrecomputed\x18\x03 \x03(\x03\x12\x0c\n\x04wave\x18\x04 \x01(\x05\x12\x0c\n\x04last\x18\x05 \x01(\x08J\x04\x08\x06\x10\x07\")\n\x0bKvWantedAll\x12\x14\n\x0csequence_ids\x18\x01 \x03(\x03J\x04\x08\x02\x10\x03\"0\n\nKvComplete\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12\x13\n\x0bsequence_id\x18\x02 \x01(\x03\"q\n\x08\x43\x61pacity\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12\x13\n\x0b\x62lock_count\x18\x02 \x01(\x05\x12\x1b\n\x13leaving_block_count\x18\x03 \x01(\x05\x12\x18\n\x10home_block_count\x18\x06 \x01(\x05J\x04\x08\x04\x10\x05J\x04\x08\x05\x10\x06\"*\n\x04Room\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12\x13\n\x0b\x62lock_count\x18\x02 \x01(\x05\"h\n\x07KvPiece\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12\x13\n\x0bsequence_id\x18\x02 \x01(\x03\x12\x13\n\x0b\x66irst_layer\x18\x03 \x01(\x05\x12\x12\n\nlast_layer\x18\x04 \x01(\x05J\x04\x08\x05\x10\x06J\x04\x08\x06\x10\x07J\x04\x08\x07\x10\x08\"8\n\x08KvPieces\x12,\n\x06pieces\x18\x01 \x03(\x0b\x32\x1c.ballastpb.worker.v1.KvPiece\"=\n\x0bLayerWanted\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12\r\n\x05layer\x18\x02 \x01(\x05\x12\x10\n\x08\x63hecksum\x18\x03 \x01(\x0c\"\xcc\x02\n\tMigration\x12\x14\n\x0cmigration_id\x18\x01 \x01(\x03\x12\x34\n\x05offer\x18\x02 \x01(\x0b\x32#.ballastpb.worker.v1.MigrationOfferH\x00\x12\x32\n\x04want\x18\x03 \x01(\x0b\x32\".ballastpb.worker.v1.MigrationWantH\x00\x12\x34\n\x06handed\x18\x04 \x01(\x0b\x32\".ballastpb.worker.v1.SequenceStateH\x00\x12\x34\n\x05taken\x18\x05 \x01(\x0b\x32#.ballastpb.worker.v1.MigrationTakenH\x00\x12\r\n\x03off\x18\x06 \x01(\tH\x00\x12<\n\twithdrawn\x18\x07 \x01(\x0b\x32\'.ballastpb.worker.v1.MigrationWithdrawnH\x00\x42\x06\n\x04said\":\n\x0eMigrationOffer\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x03\x12\x13\n\x0btoken_count\x18\x02 \x01(\x05\"8\n\rMigrationWant\x12\x13\n\x0b\x66irst_block\x18\x01 \x01(\x05\x12\x12\n\nlast_block\x18\x02 \x01(\x05\"!\n\x0eMigrationTaken\x12\x0f\n\x07with_kv\x18\x01 \x01(\x08\"\x14\n\x12MigrationWithdrawn\"q\n\rMigrationSpan\x12\x14\n\x0cmigration_id\x18\x01 \x01(\x03\x12\x13\n\x0b\x66irst_block\x18\x02 \x01(\x05\x12\x12\n\nlast_block\x18\x03 \x01(\x05\x12\x13\n\x0btoken_count\x18\x04 \x01(\x05\x12\x0c\n\x04last\x18\x05 \x01(\x08\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1f\x62\x61llastpb/worker/v1/stage.proto\x12\x13\x62\x61llastpb.worker.v1\x1a\"ballastpb/cluster/v1/cluster.proto\"\xb4\x02\n\nStageBatch\x12\x0f\n\x07step_id\x18\x01 \x01(\x03\x12\x0f\n\x07removed\x18\x02 \x03(\x03\x12/\n\x05\x61\x64\x64\x65\x64\x18\x03 \x03(\x0b\x32 .ballastpb.worker.v1.NewSequence\x12\x14\n\x0csequence_ids\x18\x04 \x03(\x03\x12\x17\n\x0f\x66irst_positions\x18\x05 \x03(\x05\x12\x14\n\x0ctoken_counts\x18\x06 \x03(\x05\x12\x11\n\ttoken_ids\x18\x07 \x03(\x05\x12\x0f\n\x07samples\x18\x08 \x03(\x08\x12\x0f\n\x07quiet_s\x18\t \x01(\x01\x12\x19\n\x11memory_is_awaited\x18\n \x01(\x08\x12\x0f\n\x07\x66\x61ilure\x18\x0b \x01(\t\x12-\n\x06\x63opies\x18\x0c \x03(\x0b\x32\x1d.ballastpb.worker.v1.SwapCopy\"e\n\x08SwapCopy\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x03\x12\x0b\n\x03out\x18\x02 \x01(\x08\x12\r\n\x05\x66irst\x18\x03 \x01(\x05\x12\x13\n\x0btoken_count\x18\x04 \x01(\x05\x12\x13\n\x0bhost_blocks\x18\x05 \x03(\x05\"\x8e\x01\n\x0bNewSequence\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x03\x12\x18\n\x10prompt_token_ids\x18\x02 \x03(\x05\x12\x18\n\x10output_token_ids\x18\x03 \x03(\x05\x12\x36\n\x08sampling\x18\x04 \x01(\x0b\x32$.ballastpb.cluster.v1.SamplingParams\"\x9b\x01\n\x0bStageResult\x12\x0f\n\x07step_id\x18\x01 \x01(\x03\x12\x11\n\ttoken_ids\x18\x02 \x03(\x05\x12\x14\n\x0clogprob_rows\x18\x03 \x03(\x05\x12\x30\n\x08logprobs\x18\x04 \x03(\x0b\x32\x1e.ballastpb.cluster.v1.Logprobs\x12\x11\n\texecute_s\x18\x05 \x01(\x01\x12\r\n\x05\x65rror\x18\x06 \x01(\t\"\xb4\x05\n\rSequenceState\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x03\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\x05\x12\x35\n\x08priority\x18\x04 \x01(\x0e\x32#.ballastpb.cluster.v1.PriorityClass\x12\r\n\x05\x61ge_s\x18\x05 \x01(\x01\x12\x17\n\ndeadline_s\x18\x06 \x01(\x01H\x00\x88\x01\x01\x12\x18\n\x10prompt_token_ids\x18\x07 \x03(\x05\x12\x18\n\x10output_token_ids\x18\x08 \x03(\x05\x12\x36\n\x08sampling\x18\t \x01(\x0b\x32$.ballastpb.cluster.v1.SamplingParams\x12\x12\n\nwants_text\x18\n \x01(\x08\x12\x17\n\x0f\x63omputed_tokens\x18\x0b \x01(\x05\x12\x11\n\ton_stages\x18\x0c \x01(\x08\x12\x11\n\tsuspended\x18\r \x01(\x08\x12\x0c\n\x04gone\x18\x0e \x01(\x08\x12\x11\n\theld_text\x18\x0f \x01(\t\x12\x12\n\nskip_chars\x18\x10 \x01(\x05\x12\x14\n\x0cpassed_chars\x18\x11 \x01(\x05\x12\x1b\n\x13\x65mitted_token_count\x18\x12 \x01(\x05\x12\x15\n\remitted_chars\x18\x13 \x01(\x05\x12\x13\n\x0bunsent_text\x18\x14 \x01(\t\x12\x37\n\x0funsent_logprobs\x18\x15 \x03(\x0b\x32\x1e.ballastpb.cluster.v1.Logprobs\x12\x39\n\rfinish_reason\x18\x16 \x01(\x0e\x32\".ballastpb.cluster.v1.FinishReason\x12\x14\n\x0cmatched_stop\x18\x17 \x01(\t\x12\r\n\x05\x65rror\x18\x18 \x01(\t\x12\x0f\n\x07invalid\x18\x19 \x01(\x08\x42\r\n\x0b_deadline_s\"\x8e\x01\n\x08Handover\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12\x35\n\tsequences\x18\x02 \x03(\x0b\x32\".ballastpb.worker.v1.SequenceState\x12\x13\n\x0b\x62lock_count\x18\x03 \x01(\x05\x12\x19\n\x11\x66inal_block_count\x18\x04 \x01(\x05\x12\x0c\n\x04more\x18\x05 \x01(\x08\"J\n\x06Victim\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x03\x12\x17\n\x0f\x63omputed_tokens\x18\x02 \x01(\x05\x12\x12\n\nold_leader\x18\x03 \x01(\t\"{\n\x06Roster\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12,\n\x07victims\x18\x02 \x03(\x0b\x32\x1b.ballastpb.worker.v1.Victim\x12\x12\n\nrecomputed\x18\x03 \x03(\x03\x12\x0c\n\x04wave\x18\x04 \x01(\x05\x12\x0c\n\x04last\x18\x05 \x01(\x08J\x04\x08\x06\x10\x07\")\n\x0bKvWantedAll\x12\x14\n\x0csequence_ids\x18\x01 \x03(\x03J\x04\x08\x02\x10\x03\"0\n\nKvComplete\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12\x13\n\x0bsequence_id\x18\x02 \x01(\x03\"\x8b\x01\n\x08\x43\x61pacity\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12\x13\n\x0b\x62lock_count\x18\x02 \x01(\x05\x12\x1b\n\x13leaving_block_count\x18\x03 \x01(\x05\x12\x18\n\x10home_block_count\x18\x06 \x01(\x05\x12\x18\n\x10host_block_count\x18\x07 \x01(\x05J\x04\x08\x04\x10\x05J\x04\x08\x05\x10\x06\"*\n\x04Room\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12\x13\n\x0b\x62lock_count\x18\x02 \x01(\x05\"h\n\x07KvPiece\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12\x13\n\x0bsequence_id\x18\x02 \x01(\x03\x12\x13\n\x0b\x66irst_layer\x18\x03 \x01(\x05\x12\x12\n\nlast_layer\x18\x04 \x01(\x05J\x04\x08\x05\x10\x06J\x04\x08\x06\x10\x07J\x04\x08\x07\x10\x08\"8\n\x08KvPieces\x12,\n\x06pieces\x18\x01 \x03(\x0b\x32\x1c.ballastpb.worker.v1.KvPiece\"=\n\x0bLayerWanted\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12\r\n\x05layer\x18\x02 \x01(\x05\x12\x10\n\x08\x63hecksum\x18\x03 \x01(\x0c\"\xcc\x02\n\tMigration\x12\x14\n\x0cmigration_id\x18\x01 \x01(\x03\x12\x34\n\x05offer\x18\x02 \x01(\x0b\x32#.ballastpb.worker.v1.MigrationOfferH\x00\x12\x32\n\x04want\x18\x03 \x01(\x0b\x32\".ballastpb.worker.v1.MigrationWantH\x00\x12\x34\n\x06handed\x18\x04 \x01(\x0b\x32\".ballastpb.worker.v1.SequenceStateH\x00\x12\x34\n\x05taken\x18\x05 \x01(\x0b\x32#.ballastpb.worker.v1.MigrationTakenH\x00\x12\r\n\x03off\x18\x06 \x01(\tH\x00\x12<\n\twithdrawn\x18\x07 \x01(\x0b\x32\'.ballastpb.worker.v1.MigrationWithdrawnH\x00\x42\x06\n\x04said\":\n\x0eMigrationOffer\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x03\x12\x13\n\x0btoken_count\x18\x02 \x01(\x05\"8\n\rMigrationWant\x12\x13\n\x0b\x66irst_block\x18\x01 \x01(\x05\x12\x12\n\nlast_block\x18\x02 \x01(\x05\"!\n\x0eMigrationTaken\x12\x0f\n\x07with_kv\x18\x01 \x01(\x08\"\x14\n\x12MigrationWithdrawn\"q\n\rMigrationSpan\x12\x14\n\x0cmigration_id\x18\x01 \x01(\x03\x12\x13\n\x0b\x66irst_block\x18\x02 \x01(\x05\x12\x12\n\nlast_block\x18\x03 \x01(\x05\x12\x13\n\x0btoken_count\x18\x04 \x01(\x05\x12\x0c\n\x04last\x18\x05 \x01(\x08\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,43 +33,45 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'ballastpb.worker.v1.stage_p
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_STAGEBATCH']._serialized_start=93
-  _globals['_STAGEBATCH']._serialized_end=354
-  _globals['_NEWSEQUENCE']._serialized_start=357
-  _globals['_NEWSEQUENCE']._serialized_end=499
-  _globals['_STAGERESULT']._serialized_start=502
-  _globals['_STAGERESULT']._serialized_end=657
-  _globals['_SEQUENCESTATE']._serialized_start=660
-  _globals['_SEQUENCESTATE']._serialized_end=1352
-  _globals['_HANDOVER']._serialized_start=1355
-  _globals['_HANDOVER']._serialized_end=1497
-  _globals['_VICTIM']._serialized_start=1499
-  _globals['_VICTIM']._serialized_end=1573
-  _globals['_ROSTER']._serialized_start=1575
-  _globals['_ROSTER']._serialized_end=1698
-  _globals['_KVWANTEDALL']._serialized_start=1700
-  _globals['_KVWANTEDALL']._serialized_end=1741
-  _globals['_KVCOMPLETE']._serialized_start=1743
-  _globals['_KVCOMPLETE']._serialized_end=1791
-  _globals['_CAPACITY']._serialized_start=1793
-  _globals['_CAPACITY']._serialized_end=1906
-  _globals['_ROOM']._serialized_start=1908
-  _globals['_ROOM']._serialized_end=1950
-  _globals['_KVPIECE']._serialized_start=1952
-  _globals['_KVPIECE']._serialized_end=2056
-  _globals['_KVPIECES']._serialized_start=2058
-  _globals['_KVPIECES']._serialized_end=2114
-  _globals['_LAYERWANTED']._serialized_start=2116
-  _globals['_LAYERWANTED']._serialized_end=2177
-  _globals['_MIGRATION']._serialized_start=2180
-  _globals['_MIGRATION']._serialized_end=2512
-  _globals['_MIGRATIONOFFER']._serialized_start=2514
-  _globals['_MIGRATIONOFFER']._serialized_end=2572
-  _globals['_MIGRATIONWANT']._serialized_start=2574
-  _globals['_MIGRATIONWANT']._serialized_end=2630
-  _globals['_MIGRATIONTAKEN']._serialized_start=2632
-  _globals['_MIGRATIONTAKEN']._serialized_end=2665
-  _globals['_MIGRATIONWITHDRAWN']._serialized_start=2667
-  _globals['_MIGRATIONWITHDRAWN']._serialized_end=2687
-  _globals['_MIGRATIONSPAN']._serialized_start=2689
-  _globals['_MIGRATIONSPAN']._serialized_end=2802
+  _globals['_STAGEBATCH']._serialized_end=401
+  _globals['_SWAPCOPY']._serialized_start=403
+  _globals['_SWAPCOPY']._serialized_end=504
+  _globals['_NEWSEQUENCE']._serialized_start=507
+  _globals['_NEWSEQUENCE']._serialized_end=649
+  _globals['_STAGERESULT']._serialized_start=652
+  _globals['_STAGERESULT']._serialized_end=807
+  _globals['_SEQUENCESTATE']._serialized_start=810
+  _globals['_SEQUENCESTATE']._serialized_end=1502
+  _globals['_HANDOVER']._serialized_start=1505
+  _globals['_HANDOVER']._serialized_end=1647
+  _globals['_VICTIM']._serialized_start=1649
+  _globals['_VICTIM']._serialized_end=1723
+  _globals['_ROSTER']._serialized_start=1725
+  _globals['_ROSTER']._serialized_end=1848
+  _globals['_KVWANTEDALL']._serialized_start=1850
+  _globals['_KVWANTEDALL']._serialized_end=1891
+  _globals['_KVCOMPLETE']._serialized_start=1893
+  _globals['_KVCOMPLETE']._serialized_end=1941
+  _globals['_CAPACITY']._serialized_start=1944
+  _globals['_CAPACITY']._serialized_end=2083
+  _globals['_ROOM']._serialized_start=2085
+  _globals['_ROOM']._serialized_end=2127
+  _globals['_KVPIECE']._serialized_start=2129
+  _globals['_KVPIECE']._serialized_end=2233
+  _globals['_KVPIECES']._serialized_start=2235
+  _globals['_KVPIECES']._serialized_end=2291
+  _globals['_LAYERWANTED']._serialized_start=2293
+  _globals['_LAYERWANTED']._serialized_end=2354
+  _globals['_MIGRATION']._serialized_start=2357
+  _globals['_MIGRATION']._serialized_end=2689
+  _globals['_MIGRATIONOFFER']._serialized_start=2691
+  _globals['_MIGRATIONOFFER']._serialized_end=2749
+  _globals['_MIGRATIONWANT']._serialized_start=2751
+  _globals['_MIGRATIONWANT']._serialized_end=2807
+  _globals['_MIGRATIONTAKEN']._serialized_start=2809
+  _globals['_MIGRATIONTAKEN']._serialized_end=2842
+  _globals['_MIGRATIONWITHDRAWN']._serialized_start=2844
+  _globals['_MIGRATIONWITHDRAWN']._serialized_end=2864
+  _globals['_MIGRATIONSPAN']._serialized_start=2866
+  _globals['_MIGRATIONSPAN']._serialized_end=2979
 # @@protoc_insertion_point(module_scope)

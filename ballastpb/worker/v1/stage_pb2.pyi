@@ -36,6 +36,7 @@ class StageBatch(_message.Message):
     QUIET_S_FIELD_NUMBER: _builtins.int
     MEMORY_IS_AWAITED_FIELD_NUMBER: _builtins.int
     FAILURE_FIELD_NUMBER: _builtins.int
+    COPIES_FIELD_NUMBER: _builtins.int
     step_id: _builtins.int
     quiet_s: _builtins.float
     """How long the leader had no work before this batch: stages do not count that as their idleness."""
@@ -61,6 +62,8 @@ class StageBatch(_message.Message):
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
     def samples(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bool]: ...
+    @_builtins.property
+    def copies(self) -> _containers.RepeatedCompositeFieldContainer[Global___SwapCopy]: ...
     def __init__(
         self,
         *,
@@ -75,14 +78,51 @@ class StageBatch(_message.Message):
         quiet_s: _builtins.float = ...,
         memory_is_awaited: _builtins.bool = ...,
         failure: _builtins.str = ...,
+        copies: _abc.Iterable[Global___SwapCopy] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["added", b"added", "failure", b"failure", "first_positions", b"first_positions", "memory_is_awaited", b"memory_is_awaited", "quiet_s", b"quiet_s", "removed", b"removed", "samples", b"samples", "sequence_ids", b"sequence_ids", "step_id", b"step_id", "token_counts", b"token_counts", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["added", b"added", "copies", b"copies", "failure", b"failure", "first_positions", b"first_positions", "memory_is_awaited", b"memory_is_awaited", "quiet_s", b"quiet_s", "removed", b"removed", "samples", b"samples", "sequence_ids", b"sequence_ids", "step_id", b"step_id", "token_counts", b"token_counts", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StageBatch: _TypeAlias = StageBatch  # noqa: Y015
+
+@_typing.final
+class SwapCopy(_message.Message):
+    """KV of a sequence that goes to host memory beside a batch, or comes back, on every stage."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SEQUENCE_ID_FIELD_NUMBER: _builtins.int
+    OUT_FIELD_NUMBER: _builtins.int
+    FIRST_FIELD_NUMBER: _builtins.int
+    TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    HOST_BLOCKS_FIELD_NUMBER: _builtins.int
+    sequence_id: _builtins.int
+    out: _builtins.bool
+    first: _builtins.int
+    """Blocks of its table from there on, as many as host_blocks."""
+    token_count: _builtins.int
+    """That have KV."""
+    @_builtins.property
+    def host_blocks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        sequence_id: _builtins.int = ...,
+        out: _builtins.bool = ...,
+        first: _builtins.int = ...,
+        token_count: _builtins.int = ...,
+        host_blocks: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first", b"first", "host_blocks", b"host_blocks", "out", b"out", "sequence_id", b"sequence_id", "token_count", b"token_count"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SwapCopy: _TypeAlias = SwapCopy  # noqa: Y015
 
 @_typing.final
 class NewSequence(_message.Message):
@@ -420,11 +460,14 @@ class Capacity(_message.Message):
     BLOCK_COUNT_FIELD_NUMBER: _builtins.int
     LEAVING_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
     HOME_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
+    HOST_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     block_count: _builtins.int
     leaving_block_count: _builtins.int
     """In a restore: that the group may have on this stage when all parameters are here; and this worker alone in the end."""
     home_block_count: _builtins.int
+    host_block_count: _builtins.int
+    """For swapped KV."""
     def __init__(
         self,
         *,
@@ -432,10 +475,11 @@ class Capacity(_message.Message):
         block_count: _builtins.int = ...,
         leaving_block_count: _builtins.int = ...,
         home_block_count: _builtins.int = ...,
+        host_block_count: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_count", b"block_count", "epoch", b"epoch", "home_block_count", b"home_block_count", "leaving_block_count", b"leaving_block_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_count", b"block_count", "epoch", b"epoch", "home_block_count", b"home_block_count", "host_block_count", b"host_block_count", "leaving_block_count", b"leaving_block_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -36,6 +36,17 @@ class Slice(NamedTuple):
     samples: bool  # the logits of the last token give a new token; False for a chunk that is not the prompt's last
 
 
+@dataclass(frozen=True, slots=True)
+class SwapCopy:
+    """KV of one sequence between a stage's own blocks and host memory: beside a batch that does not compute it."""
+
+    sequence_id: SequenceId
+    out: bool  # to the host
+    first: int  # block of the sequence's table
+    token_count: int  # that have KV
+    host_blocks: tuple[int, ...]  # the same on every stage, for so many blocks of its table
+
+
 @record()
 class Batch:
     """One microbatch. `removed` sequences are forgotten before `added` ones enter and the slices run."""
@@ -48,6 +59,7 @@ class Batch:
     quiet_s: float = 0.0  # so long there was no work before it
     memory_is_awaited: bool = False  # requests have not been let in
     failure: str = ""  # why a stage could not run it: without slices from there on
+    copies: tuple[SwapCopy, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -119,6 +119,7 @@ class CapacityChanged:
     block_count: int
     lent_block_count: int = 0  # part of them: held for KV not the leader's (leaving, not adopted yet), or waiting
     before_block_count: int = 0  # not 0: there may be so many again soon, and what needs them waits instead of ending
+    swap_block_count: int | None = None  # of host memory, on the stage with the fewest; None: as before
 
 
 @dataclass(frozen=True, slots=True)
@@ -360,7 +361,7 @@ class Removed:
     """A batch that only removes, for every stage, in order with the others. Nothing is reported for it."""
 
     batch: Batch
-    copies: tuple[BlockCopy, ...] = ()  # of a lone worker that has nothing to compute meanwhile
+    copies: tuple[BlockCopy, ...] = ()  # with nothing to compute meanwhile
     leaving: bool = False  # of the lane that is leaving
 
 

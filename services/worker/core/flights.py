@@ -4,11 +4,12 @@ from collections import deque
 from collections.abc import Callable
 
 from ballast.common.errors import InvariantViolation
-from services.worker.core.batch import Batch, NewSequence, SequenceId, Slice, StepResult
+from services.worker.core.batch import Batch, NewSequence, SequenceId, Slice, StepResult, SwapCopy
 from services.worker.core.blocks import BlockBook
 from services.worker.core.events import Execute, Removed
 from services.worker.core.scheduler import Plan
 from services.worker.core.sequence import Sequence, SequenceState
+from services.worker.core.swapping import block_copies
 
 # A named tuple's own constructor takes twice as long, and there is one for each token.
 _New = Callable[[type[Slice], tuple[object, ...]], Slice]
@@ -18,12 +19,13 @@ _new: _New = tuple.__new__  # pyright: ignore[reportUnknownMemberType, reportUnk
 class Flight:
     """A batch that the stages run."""
 
-    __slots__ = ("sampled_count", "shares", "step_id")
+    __slots__ = ("copied_count", "sampled_count", "shares", "step_id")
 
     def __init__(self, step_id: int) -> None:
         self.step_id = step_id
         self.shares: list[tuple[Sequence, int, bool]] = []  # sequence, its tokens with KV afterwards, samples
         self.sampled_count = 0
+        self.copied_count = 0  # blocks, to host memory and back
 
     def check_result(self, result: StepResult, text_count: int) -> None:
         counts = (len(result.token_ids), len(result.logprobs), text_count)
@@ -81,6 +83,7 @@ class Flights:
     def depart(self, plan: Plan) -> Execute:
         step_id = self._steps.next()
         flight = Flight(step_id)
+        flight.copied_count = plan.swaps.block_count if plan.swaps.copies else 0
         slices: list[Slice] = []
         added: list[Sequence] = []
         shares = flight.shares
@@ -103,15 +106,17 @@ class Flights:
             slices.append(Slice(sequence.sequence_id, first, sequence.token_ids(first, count), samples))
             shares.append((sequence, first + count, samples))
             flight.sampled_count += samples
-        batch = Batch(step_id, self._take_removed(), tuple(_enter(s) for s in added), tuple(slices))
+        copies = plan.swaps.copies
+        batch = Batch(step_id, self._take_removed(), tuple(_enter(s) for s in added), tuple(slices), copies=copies)
         self._flights.append(flight)
-        return Execute(batch, self._book.apply(batch), tuple(s.stop.needs_text for s in added))
+        tables, text_wanted = self._book.apply(batch), tuple(s.stop.needs_text for s in added)
+        return Execute(batch, tables, text_wanted, block_copies(batch, self._book) if copies else ())
 
-    def tell_removed(self) -> Removed:
-        """A batch for what the stages are to forget, when no other one is going to come soon."""
-        batch = Batch(self._steps.next(), self._take_removed(), (), ())
+    def tell_removed(self, copies: tuple[SwapCopy, ...] = ()) -> Removed:
+        """A batch for what the stages are to forget, and to copy, when no other one is going to come soon."""
+        batch = Batch(self._steps.next(), self._take_removed(), (), (), copies=copies)
         self._book.apply(batch)
-        return Removed(batch)
+        return Removed(batch, block_copies(batch, self._book))
 
     def land(self, step_id: int) -> Flight:
         if not self._flights or self._flights[0].step_id != step_id:

@@ -6,7 +6,6 @@ who owns a sequence has it `enter`, gives out its tokens when a batch has landed
 """
 
 from collections.abc import Callable, Container
-from dataclasses import replace
 
 from ballast.common.errors import InvariantViolation
 from services.worker.core.batch import SequenceId, StepResult
@@ -31,7 +30,6 @@ from services.worker.core.scheduler import Scheduler
 from services.worker.core.sequence import Sequence, SequenceState
 from services.worker.policy.departure import Decoding
 from services.worker.policy.microbatching import Microbatching, by_token_count
-from services.worker.policy.placement import PlacementView
 
 
 class Lane:
@@ -138,15 +136,6 @@ class Lane:
             if s.unsent is None and s.token_count - s.computed_tokens == 1 and s.output_token_ids
         )
 
-    def placements(self) -> tuple[PlacementView, ...]:
-        """What `policy.placement.place` needs to know of all that waits, runs or is suspended."""
-        scheduler = self.scheduler
-        running = (*scheduler.running, *scheduler.suspended.values())
-        return (
-            *(PlacementView(s.sequence_id, s.reserved_block_count, True) for s in running),
-            *(PlacementView(s.sequence_id, scheduler.need(s), False) for s in scheduler.waiting),
-        )
-
     def why_no_room(self, block_count: int, *, new: bool) -> str:
         """Why a sequence of another leader that takes so many blocks more cannot come, or (not `new`) not go on coming;
         empty: it can.
@@ -166,8 +155,8 @@ class Lane:
 
     @property
     def longest_token_count(self) -> int:
-        """Tokens of the longest sequence that runs, waits or is suspended."""
-        return self.scheduler.longest_token_count
+        """Tokens of the longest sequence."""
+        return max((s.token_count for s in self.sequences), default=0)
 
     @property
     def memory_is_awaited(self) -> bool:
@@ -188,19 +177,19 @@ class Lane:
         plan = scheduler.plan(at_s, flights.landed_step_id, len(flights))
         for sequence in plan.preempted:
             flights.forget(sequence)
-        for sequence_id in plan.swaps.left:
-            self.book.release(sequence_id)
-        formed = flights.depart(plan) if plan.decodes or plan.chunks else None
-        if not plan.swaps.copies:
-            return formed
-        formed = formed or flights.tell_removed()
-        return replace(formed, copies=scheduler.swap.block_copies(plan.swaps.copies, self.book))
+        for sequence in plan.swaps.left:
+            flights.forget(sequence)
+        for sequence in plan.swaps.back:
+            sequence.on_stages = True
+        if plan.decodes or plan.chunks:
+            return flights.depart(plan)
+        return flights.tell_removed(plan.swaps.copies) if plan.swaps.copies else None
 
     def land(self, result: StepResult, text_count: int) -> Flight:
         """The oldest batch in flight lands. `shed` is due when its tokens have been given out."""
         flight = self.flights.land(result.step_id)
         flight.check_result(result, text_count)
-        self.scheduler.swap.measured(result.execute_s, result.copy_s)
+        self.scheduler.swap.measured(result.execute_s, flight.copied_count, result.copy_s)
         return flight
 
     def shed(self, at_s: float) -> None:
@@ -312,13 +301,15 @@ class Lane:
         if not event.leads:
             scheduler.resize(scheduler.block_count, 0)
         scheduler.stage_count = event.stage_count
+        scheduler.swap.limit(0 if event.stage_count > 1 else self._limits.swap_block_count)
         scheduler.limit_prefill(None)
         for sequence in self.sequences:
             sequence.in_engine = False  # the stages of the new group have yet to hear of it
         self.shed(event.at_s)
 
     def _resize(self, event: CapacityChanged) -> None:
-        if event.block_count < self.scheduler.block_count:
+        fits = event.swap_block_count is None or self.scheduler.swap.limit(event.swap_block_count)
+        if event.block_count < self.scheduler.block_count or not fits:
             self._forget_swapped(event.at_s)
         self.scheduler.resize(event.block_count, event.lent_block_count, event.before_block_count)
         self.make_room(event.at_s)

@@ -24,22 +24,24 @@ class Memory(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RoomSizes:
-    """Blocks of a stage in a restore."""
+    """Blocks of a stage, now in host memory and in a restore."""
 
     leaving: int  # that its group may have when all parameters are here
     home: int  # in all layers afterwards
+    host: int = 0  # in host memory, for KV that is swapped
 
     @staticmethod
-    def of(memory: Memory) -> "RoomSizes":
-        return RoomSizes(memory.leaving_block_count, memory.home_block_count)
+    def of(memory: Memory, host: int = 0) -> "RoomSizes":
+        return RoomSizes(memory.leaving_block_count, memory.home_block_count, host)
 
 
 class GroupSizes:
     """Those of all stages of a group, as far as this one, its leader, has been told."""
 
-    def __init__(self, me: WorkerId, memory: Memory) -> None:
+    def __init__(self, me: WorkerId, memory: Memory, host: int = 0) -> None:
         self._me = me
         self._memory = memory
+        self._host = host
         self._told: dict[WorkerId, RoomSizes] = {}
 
     def clear(self) -> None:
@@ -51,6 +53,6 @@ class GroupSizes:
 
     def of(self, stages: Sequence[WorkerId]) -> Mapping[WorkerId, RoomSizes] | None:
         """None: some have not been told yet. No stages: this one is alone."""
-        known = {**self._told, self._me: RoomSizes.of(self._memory)}
+        known = {**self._told, self._me: RoomSizes.of(self._memory, self._host)}
         wanted = stages or (self._me,)
         return {stage: known[stage] for stage in wanted} if known.keys() >= set(wanted) else None

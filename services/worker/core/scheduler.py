@@ -19,6 +19,7 @@ until `take_blocks`.
 import bisect
 from collections import OrderedDict
 from collections.abc import Container
+from dataclasses import replace
 from itertools import islice
 
 from ballast.common.errors import InvariantViolation
@@ -55,7 +56,7 @@ def _order(sequence: Sequence) -> tuple[int, tuple[float, SequenceId]]:
 class Scheduler:
     def __init__(self, limits: WorkerLimits, block_count: int, microbatching: Microbatching = by_token_count) -> None:
         self._limits = limits
-        self._block_tokens = limits.block_tokens
+        self.block_tokens = limits.block_tokens
         self._microbatching = microbatching
         self.block_count = block_count
         self.lent_block_count = 0
@@ -119,13 +120,9 @@ class Scheduler:
         return self.stage_count + self._microbatching.ahead if ahead else self.stage_count
 
     @property
-    def block_tokens(self) -> int:
-        return self._block_tokens
-
-    @property
     def ceiling_tokens(self) -> int:
         """Tokens of the longest sequence that the whole cache can hold, or will be able to."""
-        return self.ceiling_block_count * self._block_tokens
+        return self.ceiling_block_count * self.block_tokens
 
     @property
     def decides_nothing(self) -> bool:
@@ -243,8 +240,8 @@ class Scheduler:
 
     def need(self, sequence: Sequence) -> int:
         """Blocks for all its tokens and the next one. Less by that one only where the cache ends."""
-        with_next = blocks_for(sequence.token_count + 1, self._block_tokens)
-        return min(with_next, max(self.block_count, blocks_for(sequence.token_count, self._block_tokens)))
+        with_next = blocks_for(sequence.token_count + 1, self.block_tokens)
+        return min(with_next, max(self.block_count, blocks_for(sequence.token_count, self.block_tokens)))
 
     def _leave_line(self, sequence: Sequence) -> None:
         del self._waiting[sequence.rank][sequence.sequence_id]
@@ -279,7 +276,7 @@ class Scheduler:
     def _reserve(self, sequence: Sequence, added_block_count: int) -> None:
         self.reserved_block_count += added_block_count
         sequence.reserved_block_count += added_block_count
-        sequence.reserved_tokens = sequence.reserved_block_count * self._block_tokens
+        sequence.reserved_tokens = sequence.reserved_block_count * self.block_tokens
 
     def stranded(self) -> list[Sequence]:
         """Running sequences that have outgrown the whole cache. They are to be ended before the next plan: no
@@ -293,14 +290,9 @@ class Scheduler:
 
     def reserve_for(self, sequence: Sequence, token_count: int) -> None:
         """At least as much as so many tokens of a running sequence take."""
-        missing = blocks_for(token_count, self._block_tokens) - sequence.reserved_block_count
+        missing = blocks_for(token_count, self.block_tokens) - sequence.reserved_block_count
         if missing > 0:
             self._reserve(sequence, missing)
-
-    @property
-    def longest_token_count(self) -> int:
-        """Tokens of the longest sequence that runs, waits or is suspended."""
-        return max((s.token_count for s in (*self.running, *self.suspended.values(), *self.waiting)), default=0)
 
     def plan(self, at_s: float, landed_step_id: int, in_flight_count: int) -> Plan:
         """The next step, without those that take part in one after `landed_step_id`."""
@@ -310,12 +302,20 @@ class Scheduler:
         for sequence in [s for s in self.running if s.token_count > s.reserved_tokens]:
             if sequence.state is SequenceState.RUNNING:  # not a victim of the ones before it
                 preempted += self._make_room(sequence, at_s, landed_step_id)
-        if self.swap.enabled and self.stage_count == 1:
-            self._leave_ahead(at_s)
+        if self.swap.enabled:
+            self._leave_ahead(at_s, landed_step_id)
         # What just gave way does not fit: it needs at least what it had, and a part of that is taken.
         self.admit(at_s)
         if self.stage_count > 1:
-            return self._next_microbatch(landed_step_id, in_flight_count, preempted)
+            plan = self._next_microbatch(landed_step_id, in_flight_count, preempted)
+        else:
+            plan = self._next_batch(landed_step_id, in_flight_count, preempted)
+        busy = bool(plan.decodes or plan.chunks)
+        if len(self.swap) and (busy or not in_flight_count):  # alone, copies would hold up what is in flight
+            return replace(plan, swaps=self.swap.order(left, busy=busy))
+        return replace(plan, swaps=SwapOrders(left)) if left else plan
+
+    def _next_batch(self, landed_step_id: int, in_flight_count: int, preempted: list[Sequence]) -> Plan:
         ready = self.running
         if in_flight_count or len(self.swap):
             ready = [s for s in ready if s.step_id <= landed_step_id and s.token_count <= s.reserved_tokens]
@@ -325,9 +325,7 @@ class Scheduler:
         budget = min(
             self._limits.max_batch_tokens, len(decodes) + self._most_prompt_tokens(len(decodes), prompt_tokens)
         )
-        chunks = self._chunks(len(decodes), prefills, budget)
-        swaps = SwapOrders(left, self.swap.order(busy=bool(decodes or chunks))) if len(self.swap) or left else NOTHING
-        return Plan(decodes, chunks, preempted, swaps)
+        return Plan(decodes, self._chunks(len(decodes), prefills, budget), preempted)
 
     def _ready_decodes(self, landed_step_id: int) -> list[Sequence]:
         ready = [s for s in self.running if s.step_id <= landed_step_id and s.token_count <= s.reserved_tokens]
@@ -415,7 +413,7 @@ class Scheduler:
             victim = self._victim()
             if victim.step_id > landed_step_id:
                 return victims
-            if self.stage_count == 1 and self.swap.takes(victim):
+            if self.swap.takes(victim):
                 self._swap_out(victim, at_s, f"no block free for {sequence.name}")
                 if victim is sequence:
                     return victims
@@ -443,7 +441,7 @@ class Scheduler:
             victims.append(victim)
         return victims
 
-    def _settle_swaps(self, at_s: float) -> tuple[SequenceId, ...]:
+    def _settle_swaps(self, at_s: float) -> tuple[Sequence, ...]:
         """What the copies of the last step have brought. Returns those whose blocks on the device are free."""
         left, back = self.swap.settle()
         for sequence in left:
@@ -451,14 +449,16 @@ class Scheduler:
             sequence.note(at_s, "its KV is in host memory")
         for sequence in back:
             self._run(sequence, 0, at_s, "its KV is back")
-        return tuple(s.sequence_id for s in left)
+        return tuple(left)
 
-    def _leave_ahead(self, at_s: float) -> None:
+    def _leave_ahead(self, at_s: float, landed_step_id: int) -> None:
         """What will have to give way within the time that copying its KV takes leaves now, and nothing has to wait."""
         while len(self.running) > 1:
             victim = self._victim()
-            steps = -(-victim.reserved_block_count // self.swap.budget_blocks)
-            ahead_tokens = min(steps, self._block_tokens)
+            if victim.step_id > landed_step_id:
+                return
+            batches = -(-victim.reserved_block_count // self.swap.budget_blocks)
+            ahead_tokens = min(-(-batches // self.stage_count), self.block_tokens)
             growing = sum(s.token_count + ahead_tokens > s.reserved_tokens for s in self.running if s is not victim)
             soon_free = self.free_block_count + self.swap.leaving_block_count - self._awaited_block_count
             if growing <= soon_free or not self.swap.takes(victim):
@@ -510,7 +510,7 @@ class Scheduler:
     def take_blocks(self, sequence: Sequence, at_s: float) -> None:
         """There is room for a suspended sequence that has waited for it."""
         self.without_blocks.remove(sequence.sequence_id)
-        self._reserve(sequence, blocks_for(sequence.token_count, self._block_tokens))
+        self._reserve(sequence, blocks_for(sequence.token_count, self.block_tokens))
         sequence.note(at_s, "its KV travels")
 
     def resume(self, sequence: Sequence, at_s: float) -> None:
@@ -533,7 +533,7 @@ class Scheduler:
 
     def adopt(self, sequence: Sequence, at_s: float, *, suspended: bool, waits: bool = False) -> None:
         """It comes with its KV. Room is made afterwards, if need be, by `shed`."""
-        need = blocks_for(sequence.token_count, self._block_tokens)
+        need = blocks_for(sequence.token_count, self.block_tokens)
         if not suspended:
             self._run(sequence, need, at_s, "adopted")
             return
@@ -591,7 +591,7 @@ class Scheduler:
             raise InvariantViolation(f"{sequence.name} is in the running set", sequence.story())
         if not 0 <= sequence.computed_tokens < sequence.token_count:
             raise InvariantViolation(f"{sequence.name} has nothing left to compute", sequence.story())
-        if sequence.reserved_tokens != sequence.reserved_block_count * self._block_tokens:
+        if sequence.reserved_tokens != sequence.reserved_block_count * self.block_tokens:
             raise InvariantViolation(f"{sequence.name} miscounts its reservation", sequence.story())
         if sequence.computed_tokens > sequence.reserved_tokens:
             raise InvariantViolation(f"{sequence.name} has KV beyond its reservation", sequence.story())

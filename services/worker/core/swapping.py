@@ -5,17 +5,18 @@ each step (`policy.swapping`); then they are free, and it waits in the line with
 again it gets new blocks, and runs on when its KV is back in them: no token is computed twice. A step copies blocks of
 sequences that it does not compute, so both may happen at the same time.
 
-Only a worker that leads nobody else swaps: a stage of a pipeline computes its victims anew. What is in here when the
-group changes loses what was copied.
+The device's block ids are those of each stage's own book, the host's are the leader's, and the same on every stage:
+there may be as many as the smallest stage has. Batches carry copies. As every stage takes batches in their order and
+waits for the copies of each, what one batch has copied is there for the next one, even if it has not landed.
 
-The device's block ids are the stage book's, the host's are kept here.
+What is in here when the group changes loses what was copied.
 """
 
 from dataclasses import dataclass
 from enum import Enum
 
 from ballast.common.errors import InvariantViolation
-from services.worker.core.batch import SequenceId
+from services.worker.core.batch import Batch, SequenceId, SwapCopy
 from services.worker.core.blocks import BlockBook, blocks_for
 from services.worker.core.events import BlockCopy
 from services.worker.core.sequence import Sequence, SequenceState
@@ -39,22 +40,16 @@ class _Entry:
 
 
 @dataclass(frozen=True, slots=True)
-class CopyOrder:
-    """Blocks of one sequence, by their places in its table."""
-
-    sequence_id: SequenceId
-    out: bool  # to the host
-    first: int
-    count: int
-    token_count: int  # that have KV
-
-
-@dataclass(frozen=True, slots=True)
 class SwapOrders:
     """What a step does besides computing."""
 
-    left: tuple[SequenceId, ...] = ()  # their KV is on the host: the device's blocks are free before the step
-    copies: tuple[CopyOrder, ...] = ()
+    left: tuple[Sequence, ...] = ()  # their KV is on the host: the device's blocks are free before the step
+    back: tuple[Sequence, ...] = ()  # blocks of the device are taken for these
+    copies: tuple[SwapCopy, ...] = ()
+
+    @property
+    def block_count(self) -> int:
+        return sum(len(copy.host_blocks) for copy in self.copies)
 
 
 NOTHING = SwapOrders()
@@ -64,17 +59,25 @@ class SwapSpace:
     """The space on the host, in counts, as in the scheduler. `block_count` 0: there is none, no sequence swaps."""
 
     def __init__(self, block_count: int, block_tokens: int, fixed_blocks: int) -> None:
-        self.enabled = block_count > 0
+        self._limit = block_count
         self._block_tokens = block_tokens
         self._fixed_blocks = fixed_blocks
         self._host = BlockBook(block_count, block_tokens)
         self._entries: dict[SequenceId, _Entry] = {}
         self._pace = CopyPace()
-        self._ordered_count = 0  # blocks that the step under way copies
         self.swapped_total = 0
 
     def __len__(self) -> int:
         return len(self._entries)
+
+    @property
+    def enabled(self) -> bool:
+        return self._limit > 0
+
+    def limit(self, block_count: int) -> bool:
+        """There may be so many blocks in use from now on. False: there are more, and those in here lose their KV."""
+        self._limit = min(block_count, self._host.block_count)
+        return self._host.used_count <= self._limit
 
     @property
     def sequences(self) -> list[Sequence]:
@@ -119,7 +122,7 @@ class SwapSpace:
     def takes(self, sequence: Sequence) -> bool:
         """Whether it has KV and the host has room for it."""
         block_count = blocks_for(sequence.computed_tokens, self._block_tokens)
-        return self.enabled and 0 < block_count <= self._host.free_count
+        return 0 < block_count <= self._limit - self._host.used_count
 
     def leave(self, sequence: Sequence) -> None:
         table = self._host.hold(sequence.sequence_id, sequence.computed_tokens)
@@ -138,7 +141,7 @@ class SwapSpace:
         self._host.release(sequence.sequence_id)
 
     def settle(self) -> tuple[list[Sequence], list[Sequence]]:
-        """Between two steps: which are away now, and which are back. All copies that were ordered have been made."""
+        """Before a step: which are away now, and which are back. All copies that were ordered are made before it."""
         complete = [entry for entry in self._entries.values() if entry.copied_count == entry.block_count]
         left = [entry for entry in complete if entry.phase is Phase.LEAVING]
         back = [entry.sequence for entry in complete if entry.phase is Phase.RETURNING]
@@ -148,38 +151,31 @@ class SwapSpace:
             self.forget(sequence)
         return [entry.sequence for entry in left], back
 
-    def order(self, *, busy: bool) -> tuple[CopyOrder, ...]:
+    def order(self, left: tuple[Sequence, ...], *, busy: bool) -> SwapOrders:
         """Copies for the step that is formed: those that leave first, since others wait for their blocks. A step that
-        computes nothing has nothing to hide them behind, and copies all there is.
+        computes nothing has nothing to hide them behind, and copies all there is. `left` since the last one.
         """
         budget = self.budget_blocks if busy else sum(entry.block_count for entry in self._entries.values())
-        orders: list[CopyOrder] = []
+        copies: list[SwapCopy] = []
+        back: list[Sequence] = []
         for phase in (Phase.LEAVING, Phase.RETURNING):
             for sequence_id, entry in self._entries.items():
-                count = min(budget, entry.block_count - entry.copied_count)
+                first = entry.copied_count
+                count = min(budget, entry.block_count - first)
                 if entry.phase is not phase or not count:
                     continue
+                host_blocks = self._host.table(sequence_id)[first : first + count]
                 tokens = entry.sequence.computed_tokens
-                orders.append(CopyOrder(sequence_id, phase is Phase.LEAVING, entry.copied_count, count, tokens))
+                copies.append(SwapCopy(sequence_id, phase is Phase.LEAVING, first, tokens, host_blocks))
+                if phase is Phase.RETURNING:
+                    back.append(entry.sequence)
                 entry.copied_count += count
                 budget -= count
-        self._ordered_count = sum(order.count for order in orders)
-        return tuple(orders)
+        return SwapOrders(left, tuple(back), tuple(copies))
 
-    def measured(self, step_s: float, copy_s: float) -> None:
-        self._pace = self._pace.after(step_s, self._ordered_count, copy_s)
-        self._ordered_count = 0
-
-    # ---------------------------------------------------------------- block ids
-
-    def block_copies(self, orders: tuple[CopyOrder, ...], book: BlockBook) -> tuple[BlockCopy, ...]:
-        """Copies with the blocks that returning sequences get. `book` has freed what the step frees."""
-        copies: list[BlockCopy] = []
-        for order in orders:
-            device = book.table(order.sequence_id) if order.out else book.hold(order.sequence_id, order.token_count)
-            part = slice(order.first, order.first + order.count)
-            copies.append(BlockCopy(order.out, device[part], self._host.table(order.sequence_id)[part]))
-        return tuple(copies)
+    def measured(self, step_s: float, block_count: int, copy_s: float) -> None:
+        """A step that copied so many blocks."""
+        self._pace = self._pace.after(step_s, block_count, copy_s)
 
     # ---------------------------------------------------------------- inspector
 
@@ -201,3 +197,13 @@ class SwapSpace:
                 raise InvariantViolation(f"{sequence.name} is {entry.phase.value}", sequence.story())
             if not 0 <= entry.copied_count <= entry.block_count:
                 raise InvariantViolation(f"{sequence.name} has copied {entry.copied_count} blocks", sequence.story())
+
+
+def block_copies(batch: Batch, book: BlockBook) -> tuple[BlockCopy, ...]:
+    """The copies beside a batch on a stage whose `book` has applied it. Sequences that return get their blocks."""
+    copies: list[BlockCopy] = []
+    for copy in batch.copies:
+        table = book.table(copy.sequence_id) if copy.out else book.hold(copy.sequence_id, copy.token_count)
+        device_blocks = table[copy.first : copy.first + len(copy.host_blocks)]
+        copies.append(BlockCopy(copy.out, device_blocks, copy.host_blocks))
+    return tuple(copies)

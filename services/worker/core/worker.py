@@ -208,6 +208,7 @@ class WorkerCore:
         before, lane = self.lane, self._new_lane(event.book.block_count, event.book)
         if len(self._lanes) > 1:
             raise InvariantViolation("a lane is opened while another one is leaving")
+        before.handle(CapacityChanged(event.at_s, before.scheduler.block_count, swap_block_count=0))
         self._lanes.append(lane)
         if not before.leads:
             self._close_leaving()
@@ -261,6 +262,11 @@ class WorkerCore:
     def max_running_count(self) -> int:
         """Of one stage alone."""
         return self._limits.max_running_count
+
+    @property
+    def swap_block_count(self) -> int:
+        """Blocks of host memory."""
+        return self._limits.swap_block_count
 
     @property
     def orphan_count(self) -> int:

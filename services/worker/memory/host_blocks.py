@@ -2,7 +2,7 @@
 
 Copies are made by a thread of their own: on a CPU it shares the cores with the step, on a CUDA device it feeds a stream
 of its own from pinned memory. Which blocks may be copied at all is the core's business (`core.swapping`): none that the
-step touches. Layers that are executed elsewhere have no KV here to copy.
+step touches. A stage copies the layers that it executes.
 
 Shapes: B blocks, T tokens of a block, K KV heads, H head dim.
 """
@@ -45,14 +45,14 @@ class HostBlocks:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="kv-copies")
         self._under_way: Future[float] | None = None
 
-    def start(self, copies: Sequence[BlockCopy]) -> None:
+    def start(self, copies: Sequence[BlockCopy], layers: Sequence[int]) -> None:
         if self._under_way is not None:
             raise InvariantViolation("copies are started before those of the last step have been waited for")
         for copy in copies:
-            self._kv.guard(max(copy.device_blocks) + 1, self._kv.held_layers)
+            self._kv.guard(max(copy.device_blocks) + 1, layers)
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._kv.layer(0).device))
-        self._under_way = self._thread.submit(self._copy, tuple(copies))
+        self._under_way = self._thread.submit(self._copy, tuple(copies), layers)
 
     def finish(self) -> float:
         """Waits until all is copied. Returns the seconds that it took, from the start of the first to the last."""
@@ -66,18 +66,18 @@ class HostBlocks:
         self._thread.shutdown(wait=True)
         self._layers_B2TKH.clear()
 
-    def _copy(self, copies: tuple[BlockCopy, ...]) -> float:
+    def _copy(self, copies: tuple[BlockCopy, ...], layers: Sequence[int]) -> float:
         begin_s = time.perf_counter()
         with torch.inference_mode():
             if self._stream is None:
-                self._copy_all(copies)
+                self._copy_all(copies, layers)
             else:
                 with torch.cuda.stream(self._stream):
-                    self._copy_all(copies)
+                    self._copy_all(copies, layers)
                 self._stream.synchronize()
         return time.perf_counter() - begin_s
 
-    def _copy_gathered(self, copies: tuple[BlockCopy, ...]) -> None:
+    def _copy_gathered(self, copies: tuple[BlockCopy, ...], layers: Sequence[int]) -> None:
         """One copy for each layer, through memory that the device reads and writes by itself: block by block a GPU
         would wait for Python.
         """
@@ -86,7 +86,7 @@ class HostBlocks:
             there = torch.tensor(copy.device_blocks, device=device)
             here = torch.tensor(copy.host_blocks)
             staged_B2TKH = self._staging(len(here))
-            for layer in self._kv.held_layers:
+            for layer in layers:
                 device_B2TKH, (host_B2TKH,) = self._kv.layer(layer), self._layers_B2TKH[layer]
                 if copy.out:
                     staged_B2TKH.copy_(device_B2TKH.index_select(0, there), non_blocking=True)
@@ -107,9 +107,9 @@ class HostBlocks:
         if self._stream is not None:
             self._stream.synchronize()
 
-    def _copy_each(self, copies: tuple[BlockCopy, ...]) -> None:
+    def _copy_each(self, copies: tuple[BlockCopy, ...], layers: Sequence[int]) -> None:
         for copy in copies:
-            for layer in self._kv.held_layers:
+            for layer in layers:
                 for device_B2TKH, host_B2TKH in zip(self._kv.of_ranks(layer), self._layers_B2TKH[layer], strict=True):
                     for device_block, host_block in zip(copy.device_blocks, copy.host_blocks, strict=True):
                         if copy.out:

@@ -14,7 +14,7 @@ from services.worker.core.blocks import BlockBook
 from services.worker.core.limits import WorkerLimits
 from services.worker.core.worker import WorkerCore
 from services.worker.pipeline.background import Threads
-from services.worker.pipeline.ground import StageEngine, Surroundings
+from services.worker.pipeline.ground import BlockCopier, StageEngine, Surroundings
 from services.worker.pipeline.hub import Hub
 from services.worker.pipeline.links import Links
 from services.worker.pipeline.member import GroupMember
@@ -80,6 +80,7 @@ def join(
     config: TransportConfig,
     advertise_host: str | None,
     costs: OnlineCost | None = None,
+    copier: BlockCopier | None = None,
     runner: StageEngine | None = None,
     open_plane: Callable[[Hub, bytes | None], DataPlane] | None = None,
     transport: str = "auto",
@@ -87,6 +88,7 @@ def join(
     compile_grammar: Callable[[Grammar], None] | None = None,
 ) -> Membership:
     """Opens the data plane. The shell closes it when its engine thread ends. `costs` is told what stages take.
+    `copier`: needed if the core's limits let it swap.
     `compile_grammar`: for the engine, and it remembers it; None: it follows none.
     `runner` executes instead of the engine's own, and `open_plane` opens another data plane. `secret`: see
     `links.plane.DataPlane`.
@@ -126,6 +128,7 @@ def join(
             now=time.monotonic,
             post=post,
             links=Links,
+            copier=copier,
             compile_grammar=compile_grammar,
             watch=None if device is None else functools.partial(watch_for, device, time.monotonic),
         ),

@@ -1,6 +1,7 @@
 """How many blocks each stage has: a leader admits against the smallest, its followers say what they have."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from ballast.common.ids import Epoch, WorkerId
 from services.worker.core.events import CapacityChanged
@@ -25,7 +26,7 @@ class Capacities:
         self._tell = ground.answers.tell
         self._now = ground.now
         self._counts: dict[WorkerId, int] = {}  # leader: stage -> blocks
-        self._sizes = GroupSizes(role.me, ground.memory)  # leader
+        self._sizes = GroupSizes(role.me, ground.memory, ground.core.swap_block_count)  # leader
         self._limited_epoch = Epoch(0)  # leader: the restore whose end a stage must know, to be believed what it has
         self._limited: set[WorkerId] = set()  # leader: stages that have not said since what they have
         self._before_block_count = 0  # leader: what the group had then, or will have; 0: what it has is all there is
@@ -47,7 +48,7 @@ class Capacities:
 
     @property
     def own_sizes(self) -> RoomSizes:
-        return RoomSizes.of(self._memory)
+        return RoomSizes.of(self._memory, self._ground.core.swap_block_count)
 
     @property
     def smallest_home(self) -> int:
@@ -105,12 +106,22 @@ class Capacities:
         self._limited = set(self._counts)
         self.tell_core()
 
-    def tell_core(self) -> None:
+    def tell_core(self, *, ends: bool = False) -> None:
+        """`ends`: the group is about to end, and its stages are told of all that they are to forget."""
         now_s = self._now()
-        if self.leading is not None and self.leading.waiting_ids:
-            self._tell(self.leading.capacity(now_s, self._counts))
+        if self.leading is not None and self.leading.waiting_ids:  # nothing is swapped out before that has room
+            change = self.leading.capacity(now_s, self._counts)
         else:
-            self._tell(CapacityChanged(now_s, self.smallest, before_block_count=self._before_block_count))
+            change = CapacityChanged(now_s, self.smallest, before_block_count=self._before_block_count)
+            change = replace(change, swap_block_count=self._swap_block_count)
+        self._tell(replace(change, swap_block_count=0) if ends else change)
+
+    @property
+    def _swap_block_count(self) -> int:
+        """None from when a group begins to make room for its end until it is over: then host memory is another's."""
+        if self._before_block_count or (sizes := self.sizes) is None:
+            return 0
+        return min(size.host for size in sizes.values())
 
     def tell_leader(self, withdrawn: Epoch) -> None:
         """What this member has. `withdrawn` is the newest restore that it knows to be given up."""

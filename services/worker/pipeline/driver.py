@@ -191,7 +191,7 @@ class TransitionDriver:
             and not (lane.in_flight_count or lane.suspended_ids)
         ):
             # What has ended since the last batch, while the stages still follow this leader: it would stay there.
-            self._capacities.tell_core()
+            self._capacities.tell_core(ends=True)
             self.drive(BoundaryReached(self._now(), transition.epoch))
         self._restoring.poll(transition)
         if self.leaving is not None and self.leaving.poll():

@@ -15,6 +15,7 @@ from ballast.common.ids import WorkerId
 from ballast.common.sampling import Grammar
 from services.worker.core.batch import Batch, StepResult
 from services.worker.core.blocks import BlockBook
+from services.worker.core.events import BlockCopy
 from services.worker.core.lane import Lane
 from services.worker.core.worker import WorkerCore
 from services.worker.memory.device import DeviceMemory
@@ -53,6 +54,18 @@ class StageEngine(Protocol):
     def forget_all(self) -> None: ...
 
 
+class BlockCopier(Protocol):
+    """Copies KV between device and host while a step runs. All calls come from the engine thread."""
+
+    def start(self, copies: Sequence[BlockCopy], layers: Sequence[int]) -> None: ...
+
+    def finish(self) -> float:
+        """Waits for the copies. Returns how long they took."""
+        ...
+
+    def close(self) -> None: ...
+
+
 class Background(Protocol):
     """Where checksums are taken and layers are read, beside the engine."""
 
@@ -82,6 +95,7 @@ class Surroundings:
     now: Now
     post: Callable[[MemberEvent], None]  # to be handled by the engine thread
     links: Callable[[Plane, Role, Now, Callable[[MemberEvent], None]], Links]
+    copier: BlockCopier | None = None  # needed if the core's limits let it swap
     compile_grammar: Callable[[Grammar], None] | None = None  # None: the engine follows none
     watch: Callable[[], StageWatch] | None = None  # makes one; None: what the engine has run is over
 

@@ -107,9 +107,11 @@ class GroupMember:
             drive=lambda event: self._driver.drive(event),
         )
         watch = surroundings.watch or partial(HostWatch, now)
+        self._copier = surroundings.copier
         self._stage = stage = StageRunner(
             ground,
             surroundings.engine,
+            surroundings.copier,
             pace=pace,
             watch=watch(),
             awaits_roster=lambda epoch: self._driver.awaits_roster(epoch),
@@ -118,9 +120,8 @@ class GroupMember:
         def second(ground: Ground, role: Role) -> tuple[Ground, StageRunner]:
             links = surroundings.links(surroundings.plane, role, now, surroundings.post)
             ground = replace(ground, role=role, links=links, leaving=True)
-            return ground, StageRunner(
-                ground, surroundings.engine, pace=pace, watch=watch(), awaits_roster=lambda _: False
-            )
+            engine, copier = surroundings.engine, surroundings.copier
+            return ground, StageRunner(ground, engine, copier, pace=pace, watch=watch(), awaits_roster=lambda _: False)
 
         self._migrations = migrations = Migrations(
             ground, layout_changes=lambda: self._rescue is not None or self._driver.under_way
@@ -254,7 +255,7 @@ class GroupMember:
         tables = command.block_tables if isinstance(command, Execute) else ()
         leaving = self._driver.leaving
         stage = leaving.stage if command.leaving and leaving is not None else self._stage
-        return stage.run(command.batch, tables, None)
+        return stage.run(command.batch, tables, None, command.copies)
 
     def _stage_of(self, epoch: Epoch) -> StageRunner:
         """Of the group in force, or of the one that dissolves, as long as that computes."""
@@ -280,6 +281,8 @@ class GroupMember:
     def close(self) -> None:
         self._homecoming.close()
         self._links.close()
+        if self._copier is not None:
+            self._copier.close()
 
     def _plan_received(self, event: PlanReceived) -> None:
         """A plan that takes this worker for one of no group is also word that its group has ended: a member was counted

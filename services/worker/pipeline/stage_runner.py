@@ -6,13 +6,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from ballast.common.errors import Unavailable
+from ballast.common.errors import InvariantViolation, Unavailable
 from ballast.common.ids import Epoch
 from ballast.service.logs import get_logger
 from services.worker.core.batch import Batch, SequenceId, StepResult
+from services.worker.core.events import BlockCopy
+from services.worker.core.swapping import block_copies
 from services.worker.links.pace import StagePace
 from services.worker.pipeline.events import BatchArrived, ResultArrived
-from services.worker.pipeline.ground import Ground, StageEngine
+from services.worker.pipeline.ground import BlockCopier, Ground, StageEngine
 from services.worker.pipeline.stage_watch import StageWatch
 from services.worker.shell import StepOutcome
 
@@ -27,6 +29,7 @@ class StageRunner:
         self,
         ground: Ground,
         engine: StageEngine,
+        copier: BlockCopier | None,
         *,
         pace: StagePace,
         watch: StageWatch,
@@ -37,6 +40,8 @@ class StageRunner:
         self._role = ground.role
         self._links = ground.links
         self._engine = engine
+        self._copier = copier
+        self._copy_s: dict[int, float] = {}  # leader: of steps that are in flight, what copying took here
         self._published = ground.published
         self._now = ground.now
         self._pace = pace
@@ -44,8 +49,32 @@ class StageRunner:
         self._awaits_roster = awaits_roster
         self._early: list[BatchArrived] = []  # batches of a leader that is ahead of this member
 
-    def run(self, batch: Batch, tables: Sequence[Sequence[int]], hidden_TD: torch.Tensor | None) -> StepOutcome | None:
+    def run(
+        self,
+        batch: Batch,
+        tables: Sequence[Sequence[int]],
+        hidden_TD: torch.Tensor | None,
+        copies: Sequence[BlockCopy] = (),
+    ) -> StepOutcome | None:
         """This member's layers of a batch. None: it has gone on, or there is nothing to tell."""
+        if not copies:
+            return self._compute(batch, tables, hidden_TD)
+        if self._copier is None:
+            raise InvariantViolation("KV is to be swapped, and there is no host memory for it")
+        self._copier.start(copies, self._role.layers)
+        try:
+            outcome = self._compute(batch, tables, hidden_TD)
+        finally:
+            copy_s = self._copier.finish()
+        if outcome is not None:
+            return _with_copies(outcome, copy_s)
+        if self._role.leads and batch.slices:
+            self._copy_s[batch.step_id] = copy_s
+        return None
+
+    def _compute(
+        self, batch: Batch, tables: Sequence[Sequence[int]], hidden_TD: torch.Tensor | None
+    ) -> StepOutcome | None:
         role, clock = self._role, self._published.clock
         if role.leads and batch.slices:
             quiet_s, awaited = clock.take_quiet_s(), self._ground.lane.memory_is_awaited
@@ -113,7 +142,9 @@ class StageRunner:
             self._published.stale_total += 1
             return
         self._published.clock.received(event.batch, event.epoch, event.arrived_s, event.receive_s)
-        outcome = self.run(event.batch, self._ground.book.apply(event.batch), event.hidden_TD)
+        tables = self._ground.book.apply(event.batch)
+        copies = block_copies(event.batch, self._ground.book) if event.batch.copies else ()
+        outcome = self.run(event.batch, tables, event.hidden_TD, copies)
         assert outcome is None
 
     def run_early(self) -> None:
@@ -128,7 +159,9 @@ class StageRunner:
             self._published.stale_total += 1
             return None
         if isinstance(event.result, StepResult):
-            return StepOutcome(event.result.step_id, event.result)
+            outcome = StepOutcome(event.result.step_id, event.result)
+            copy_s = self._copy_s.pop(event.result.step_id, None)
+            return outcome if copy_s is None else _with_copies(outcome, copy_s)
         step_id, why = event.result
         return StepOutcome(step_id, None, why)
 
@@ -145,4 +178,9 @@ class StageRunner:
     def abandon(self) -> None:
         """The group is no more, and its batches with it."""
         self._early = []
+        self._copy_s.clear()
         self._engine.forget_all()
+
+
+def _with_copies(outcome: StepOutcome, copy_s: float) -> StepOutcome:
+    return outcome if outcome.result is None else replace(outcome, result=replace(outcome.result, copy_s=copy_s))

@@ -5,9 +5,10 @@ from enum import IntEnum
 from ballast.common.ids import Epoch, RequestId, WorkerId
 from ballast.common.sampling import Grammar, SamplingParams
 from ballast.rpc.codec import PRIORITY, SAMPLING, finish_from_proto, finish_to_proto
+from ballast.rpc.mapping import Mapper
 from ballastpb.cluster.v1 import cluster_pb2
 from ballastpb.worker.v1 import stage_pb2 as pb
-from services.worker.core.batch import Batch, NewSequence, Slice, StepResult, TokenLogprobs
+from services.worker.core.batch import Batch, NewSequence, Slice, StepResult, SwapCopy, TokenLogprobs
 from services.worker.core.migration_messages import (
     Handed,
     Message,
@@ -22,6 +23,8 @@ from services.worker.core.migration_messages import (
 from services.worker.core.plan import Victim
 from services.worker.core.room import RoomSizes
 from services.worker.core.snapshot import SequenceSnapshot
+
+_COPY = Mapper(SwapCopy, pb.SwapCopy)
 
 
 class Topic(IntEnum):
@@ -56,12 +59,14 @@ def capacity_to_bytes(withdrawn: Epoch, block_count: int, sizes: RoomSizes) -> b
         block_count=block_count,
         leaving_block_count=sizes.leaving,
         home_block_count=sizes.home,
+        host_block_count=sizes.host,
     ).SerializeToString()
 
 
 def capacity_from_bytes(data: bytes) -> tuple[Epoch, int, RoomSizes]:
     told = pb.Capacity.FromString(data)
-    return Epoch(told.epoch), told.block_count, RoomSizes(told.leaving_block_count, told.home_block_count)
+    sizes = RoomSizes(told.leaving_block_count, told.home_block_count, told.host_block_count)
+    return Epoch(told.epoch), told.block_count, sizes
 
 
 def room_to_bytes(epoch: Epoch, block_count: int) -> bytes:
@@ -87,6 +92,7 @@ def batch_to_bytes(batch: Batch) -> bytes:
         quiet_s=batch.quiet_s,
         memory_is_awaited=batch.memory_is_awaited,
         failure=batch.failure,
+        copies=[_COPY.message(copy) for copy in batch.copies],
     ).SerializeToString()
 
 
@@ -100,7 +106,8 @@ def batch_from_bytes(data: bytes) -> Batch:
         at += count
     added = tuple(_new_from_proto(new) for new in message.added)
     removed, awaited = tuple(message.removed), message.memory_is_awaited
-    return Batch(message.step_id, removed, added, tuple(slices), message.quiet_s, awaited, message.failure)
+    copies = tuple(_COPY.record(copy) for copy in message.copies)
+    return Batch(message.step_id, removed, added, tuple(slices), message.quiet_s, awaited, message.failure, copies)
 
 
 def grammar_to_bytes(grammar: Grammar) -> bytes:

@@ -7,7 +7,15 @@ import pytest
 from ballast.common.errors import ConfigError
 from ballast.common.ids import WorkerId
 from ballast.common.sampling import PriorityClass
-from services.worker.core.events import Aborted, CapacityChanged, HandedOver, HandOver, RoleChanged, SequenceKey
+from services.worker.core.events import (
+    Aborted,
+    CapacityChanged,
+    HandedOver,
+    HandOver,
+    Removed,
+    RoleChanged,
+    SequenceKey,
+)
 from services.worker.core.swapping import SwapSpace
 from services.worker.policy.swapping import FIRST_BLOCKS, CopyPace, copy_budget
 from tests.support.worker_core import MEMORY, Driver, greedy, limits
@@ -131,12 +139,27 @@ def test_a_change_of_the_group_has_them_computed_anew() -> None:
     driver = swapping()
     asked = submit(driver, (8, 30), (8, 30), (8, 30))
     until_away(driver)
-    commands = driver.core.handle(RoleChanged(driver.at_s, leads=True, stage_count=2))
+    assert space(driver).enabled
+    assert not driver.core.handle(RoleChanged(driver.at_s, leads=True, stage_count=2)), "it has nothing on the stages"
     driver.core.check()
     assert len(space(driver)) == 0
-    assert [type(c).__name__ for c in commands] == ["Removed"], "the stages are told to forget them"
+    assert not space(driver).enabled, "what the other stages have is not known yet"
     assert driver.core.load(driver.at_s, MEMORY).waiting_count == 1
     assert len(asked) == 3
+
+
+def test_stages_are_told_to_forget_what_is_being_copied_when_there_is_no_host_memory_any_more() -> None:
+    driver = swapping(block_count=22, per_step=1)
+    submit(driver, (8, 20), (8, 40), (8, 30), (8, 30))
+    while not space(driver).leaving_block_count:
+        driver.step()
+    (entry,) = space(driver)._entries.values()
+    blocks = driver.core.lane.scheduler.block_count
+    (removed,) = driver.core.handle(CapacityChanged(driver.at_s, blocks, swap_block_count=0))
+    assert isinstance(removed, Removed)
+    assert removed.batch.removed == (entry.sequence.sequence_id,)
+    driver.core.check()
+    assert space(driver).used_block_count == 0
 
 
 def test_what_is_handed_over_takes_no_host_blocks_along() -> None:

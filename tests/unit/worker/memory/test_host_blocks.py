@@ -27,11 +27,11 @@ def test_blocks_come_back_as_they_left_in_every_layer_that_is_held(gathered: boo
         for layer in range(3):
             kv.layer(layer)[:8] = torch.randn(8, 2, 4, 2, 8)
         before = [kv.layer(layer)[:8].clone() for layer in range(3)]
-        host.start([BlockCopy(True, (6, 1), (0, 4))])
+        host.start([BlockCopy(True, (6, 1), (0, 4))], kv.held_layers)
         assert host.finish() > 0
         for layer in range(3):
             kv.layer(layer)[:8] = -1.0
-        host.start([BlockCopy(False, (2, 7), (0, 4)), BlockCopy(True, (5,), (2,))])
+        host.start([BlockCopy(False, (2, 7), (0, 4)), BlockCopy(True, (5,), (2,))], kv.held_layers)
         host.finish()
         for layer in range(3):
             assert torch.equal(kv.layer(layer)[2], before[layer][6])
@@ -41,7 +41,7 @@ def test_blocks_come_back_as_they_left_in_every_layer_that_is_held(gathered: boo
         host.close()
 
 
-def test_only_layers_that_are_held_are_copied() -> None:
+def test_only_layers_of_the_stage_are_copied() -> None:
     with memory() as device:
         kv, host = device.kv, HostBlocks(device.kv, 1)
         kv.window.drop(0)
@@ -49,11 +49,11 @@ def test_only_layers_that_are_held_are_copied() -> None:
         for layer in (1, 2):
             kv.layer(layer)[0] = torch.randn(2, 4, 2, 8)
             before.append(kv.layer(layer)[0].clone())
-        host.start([BlockCopy(True, (0,), (0,))])
+        host.start([BlockCopy(True, (0,), (0,))], kv.held_layers)
         host.finish()
         for layer in (1, 2):
             kv.layer(layer)[:2] = -1.0
-        host.start([BlockCopy(False, (1,), (0,))])
+        host.start([BlockCopy(False, (1,), (0,))], kv.held_layers)
         host.finish()
         for layer in (1, 2):
             assert torch.equal(kv.layer(layer)[1], before[layer - 1])
@@ -67,12 +67,12 @@ def test_blocks_of_either_window_that_is_in_force() -> None:
         kept = [torch.randn(2, 4, 2, 8) for _ in range(3)]
         for layer in range(3):
             kv.layer(layer)[0] = kept[layer]
-        host.start([BlockCopy(True, (0,), (1,))])
+        host.start([BlockCopy(True, (0,), (1,))], kv.held_layers)
         host.finish()
         device.open_window()
         device.close_leaving()
         block = kv.window.first_block + 3
-        host.start([BlockCopy(False, (block,), (1,))])
+        host.start([BlockCopy(False, (block,), (1,))], kv.held_layers)
         host.finish()
         for layer in range(3):
             assert torch.equal(kv.layer(layer)[block], kept[layer])
@@ -83,11 +83,11 @@ def test_what_would_be_a_crash_is_an_error() -> None:
     with memory() as device:
         host = HostBlocks(device.kv, 1)
         with pytest.raises(InvariantViolation, match="is used, there are"):
-            host.start([BlockCopy(True, (device.kv.block_count,), (0,))])
+            host.start([BlockCopy(True, (device.kv.block_count,), (0,))], device.kv.held_layers)
         with pytest.raises(InvariantViolation, match="no copies"):
             host.finish()
-        host.start([BlockCopy(True, (0,), (0,))])
+        host.start([BlockCopy(True, (0,), (0,))], device.kv.held_layers)
         with pytest.raises(InvariantViolation, match="before those of the last step"):
-            host.start([BlockCopy(True, (0,), (0,))])
+            host.start([BlockCopy(True, (0,), (0,))], device.kv.held_layers)
         host.finish()
         host.close()

@@ -13,7 +13,7 @@ from services.worker.pipeline.ground import Ground
 from services.worker.pipeline.role import Role
 
 ME, STAGE = WorkerId("w0"), WorkerId("w1")
-SIZES = RoomSizes(leaving=8, home=12)
+SIZES = RoomSizes(leaving=8, home=12, host=5)
 
 
 def leader(told: list[CapacityChanged]) -> Capacities:
@@ -28,6 +28,7 @@ def leader(told: list[CapacityChanged]) -> Capacities:
         answers=SimpleNamespace(tell=told.append),
         now=lambda: 0.0,
         book=SimpleNamespace(block_count=20),
+        core=SimpleNamespace(swap_block_count=7),
     )
     return Capacities(cast(Ground, cast(Any, ground)))
 
@@ -47,3 +48,20 @@ def test_what_a_stage_has_said_before_it_heard_of_a_restores_end_does_not_count(
     assert told[-1].block_count == 8
     capacities.told(has(STAGE, 18, 3))
     assert told[-1].block_count == 18
+
+
+def test_a_group_swaps_as_much_as_the_stage_with_the_least_host_memory_until_it_makes_room() -> None:
+    told: list[CapacityChanged] = []
+    capacities = leader(told)
+    capacities.begin()
+    capacities.tell_leader(Epoch(0))
+    assert told[-1].swap_block_count == 0, "the other stage has said nothing yet"
+    capacities.told(has(STAGE, 18, 0))
+    assert told[-1].swap_block_count == 5
+    capacities.limit(Epoch(3), 8)
+    assert told[-1].swap_block_count == 0
+    capacities.tell_leader(Epoch(3))
+    capacities.told(has(STAGE, 18, 3))
+    assert told[-1].swap_block_count == 5
+    capacities.tell_core(ends=True)
+    assert told[-1].swap_block_count == 0
