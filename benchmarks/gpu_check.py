@@ -62,6 +62,11 @@ PARTS = (
         "drops, exchanges, aborts, restores, migrations and swaps of workers that share the GPU change no token",
         ("tests/integration/test_group_exactness.py::test_no_token_changes_on_a_gpu",),
     ),
+    Part(
+        "ranks",
+        "an instance of two ranks that share the GPU says what one of one rank says, with sums over the host",
+        ("tests/integration/test_tensor_parallel.py::test_two_ranks_on_a_gpu_say_what_one_says",),
+    ),
 )
 
 

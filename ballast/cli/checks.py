@@ -323,23 +323,25 @@ def clock(unix_s: float | None = None) -> Finding:
     return _ok("clock", text)
 
 
-def model(path: Path, budget_bytes: int) -> Finding:
-    """Whether the parameters fit into the budget and leave room for one sequence of full length."""
+def model(path: Path, budget_bytes: int, ranks: int = 1) -> Finding:
+    """Whether the parameters fit into the budget, of each rank, and leave room for one sequence of full length."""
     try:
         info = read_info(path)
     except ConfigError as error:
         return _fail("model", str(error), "name the folder of a Hugging Face checkpoint with safetensors")
-    kv_bytes = info.kv_bytes_per_token() * info.max_model_len
-    whole_bytes = info.parameter_bytes + kv_bytes
+    if info.kv_head_count % ranks:
+        why = f"its {info.kv_head_count} KV heads do not divide by {ranks} ranks"
+        return _fail("model", why, "choose another --tensor-parallel-size")
+    kv_bytes = info.kv_bytes_per_token() * info.max_model_len // ranks
+    parameter_bytes = info.rank_parameter_bytes(ranks)
+    whole_bytes = parameter_bytes + kv_bytes
     text = (
-        f"{human_bytes(info.parameter_bytes)} of parameters and {human_bytes(kv_bytes)} of KV for"
-        f" {info.max_model_len:,} tokens, {human_bytes(budget_bytes)} per worker"
+        f"{human_bytes(parameter_bytes)} of parameters and {human_bytes(kv_bytes)} of KV for"
+        f" {info.max_model_len:,} tokens, {human_bytes(budget_bytes)} per {'worker' if ranks == 1 else 'rank'}"
     )
-    if info.parameter_bytes >= budget_bytes:
+    if parameter_bytes >= budget_bytes:
         return _fail("model", text, f"--device-memory-bytes should be above {whole_bytes}")
-    if info.parameter_bytes + kv_bytes > budget_bytes:
-        remedy = (
-            f"requests of full length will not fit: raise --device-memory-bytes to {info.parameter_bytes + kv_bytes}"
-        )
+    if whole_bytes > budget_bytes:
+        remedy = f"requests of full length will not fit: raise --device-memory-bytes to {whole_bytes}"
         return _warn("model", text, f"{remedy}, or lower --max-model-len")
     return _ok("model", text)

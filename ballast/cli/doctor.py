@@ -24,16 +24,18 @@ def add_parser(commands: Commands) -> None:
     parser.set_defaults(run=run)
     parser.add_argument("--model", metavar="MODEL", help="also check whether it fits: a folder, or org/name")
     parser.add_argument("--workers", type=int, default=2, metavar="N", help="that are to run here (2)")
+    parser.add_argument("--tensor-parallel-size", type=int, default=1, metavar="N", help="ranks of each (1)")
     parser.add_argument("--port", type=int, default=50051, help="of the first dispatcher (50051)")
     parser.add_argument("--dispatchers", type=int, default=1, metavar="N", help="that are to run here (1)")
     parser.add_argument(
-        "--device-memory-bytes", type=size, default=1 << 30, metavar="SIZE", help="of each worker (1GiB)"
+        "--device-memory-bytes", type=size, default=1 << 30, metavar="SIZE", help="of each rank of each worker (1GiB)"
     )
     add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     budget_bytes: int = args.device_memory_bytes
+    ranks: int = max(1, args.tensor_parallel_size)
     findings = [
         checks.python_version(),
         checks.packages(),
@@ -44,15 +46,15 @@ def run(args: argparse.Namespace) -> int:
         checks.container_toolkit(),
         checks.state_server(),
         checks.ports(args.port, args.dispatchers),
-        checks.cores(args.workers),
-        checks.memory(args.workers, budget_bytes),
+        checks.cores(args.workers * ranks),
+        checks.memory(args.workers * ranks, budget_bytes),
         checks.shared_memory(),
         checks.memory_mappings(),
         checks.open_files(),
         checks.clock(),
     ]
     if args.model is not None:
-        findings.append(checks.model(find_model(args.model, weights=True).folder, budget_bytes))
+        findings.append(checks.model(find_model(args.model, weights=True).folder, budget_bytes, ranks))
     if args.json:
         print_json({"findings": findings})
     else:

@@ -35,6 +35,12 @@ class CheckpointInfo:
     def parameter_bytes(self) -> int:
         return sum(self.bytes_per_dtype.values())
 
+    def rank_parameter_bytes(self, rank_count: int) -> int:
+        """Of one of so many ranks, each of which has all of embedding and head."""
+        whole = self.vocab_size * self.hidden_size * (1 if self.tied else 2)
+        shared = self.parameter_count - whole
+        return -(-self.parameter_bytes * (whole * rank_count + shared) // (self.parameter_count * rank_count))
+
     def kv_bytes_per_token(self, dtype: str | None = None) -> int:
         """KV of one token in all layers, kept in `dtype` (default: the checkpoint's own)."""
         element_bytes = DTYPES[dtype or self.dtype][1]

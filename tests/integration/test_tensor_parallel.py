@@ -5,6 +5,7 @@ the cores.
 """
 
 import asyncio
+import functools
 import os
 from pathlib import Path
 
@@ -15,7 +16,11 @@ from ballast.client import AsyncClient, ClusterStatus, SamplingParams
 from ballast.common.errors import Unavailable
 from ballast.local.cluster import LocalCluster
 from ballast.model.tiny import make_tiny
+from services.worker.engine.load import Engine, load_engine
+from services.worker.ranks.channel import RankLog
+from services.worker.ranks.load import load_ranked
 from tests.support.cluster import until
+from tests.support.engine import Job, generate
 from tests.support.exactness import History, make_wishes, undisturbed
 from tests.support.group import Place
 
@@ -36,11 +41,27 @@ def test_no_token_changes_through_drops_and_restores(ranks: int, seed: int, requ
     """Two instances in float64, against one worker of one rank."""
     wishes = make_wishes(60, seed)
     expected = asyncio.run(undisturbed(model, wishes))
-    history = History(seed, model, wishes, expected, int(REQUESTS or requests), place=Place(ranks=ranks))
+    place = Place(ranks=ranks, memory_factor=ranks // 2)  # each rank has all of the embedding
+    history = History(seed, model, wishes, expected, int(REQUESTS or requests), place=place)
     tally = asyncio.run(history.run())
     print(f"\n{tally}")
     assert tally.requests == int(REQUESTS or requests)
     assert min(tally.drops, tally.restores, tally.exchanged_bytes) > 0
+
+
+@pytest.mark.gpu
+def test_two_ranks_on_a_gpu_say_what_one_says(model: Path) -> None:
+    """NCCL refuses two ranks on a device: the sums go over the host."""
+    load = functools.partial(load_engine, model, device_memory_bytes=96 << 20, dtype="float32")
+
+    def answers(engine: Engine) -> list[list[int]]:
+        jobs = [Job(i, tuple(range(5 + i, 9 + 20 * i)), 20) for i in range(4)]
+        with engine:
+            generate(engine, jobs)
+        return [job.chosen for job in jobs]
+
+    alone = answers(load(device="cuda"))
+    assert answers(load_ranked(load, ["cuda", "cuda"], RankLog()).engine) == alone
 
 
 async def test_a_rank_that_dies_ends_its_instance_and_a_worker_that_dies_its_ranks(model: Path) -> None:

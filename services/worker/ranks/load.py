@@ -71,7 +71,11 @@ def load_ranked(load_one: functools.partial[Engine], devices: Sequence[str], log
         undo.callback(engine.close)
         shares = crew.loaded()
         _require_equal(engine, shares)
-        mirrors = [_mirror(engine, fd) for fd in fds if fd is not None]
+        mirrors: list[Mirror] = []
+        for fd in fds:
+            if fd is not None:
+                mirrors.append(_mirror(engine, fd))
+                undo.callback(mirrors[-1].close)
         store = engine.memory.parameters
         for layer, own in store.loaded_checksums.items():
             store.loaded_checksums[layer] = combined([own, *(share.checksums[layer] for share in shares)])

@@ -78,6 +78,10 @@ def test_a_model_that_does_not_fit(tmp_path: Path) -> None:
     assert checks.model(model, whole).verdict is Verdict.OK
     assert checks.model(model, whole - 1).verdict is Verdict.WARN
     assert checks.model(tmp_path, 1 << 30).verdict is Verdict.FAIL
+    of_each = int(checks.model(model, 1 << 10, 2).remedy.split()[-1])
+    assert whole / 2 < of_each < whole  # each of two ranks has half of the layers, and all of the embedding
+    assert checks.model(model, of_each, 2).verdict is Verdict.OK
+    assert "2 KV heads do not divide by 4 ranks" in checks.model(model, 1 << 30, 4).text
 
 
 def test_a_clock_in_the_past_is_told() -> None:
