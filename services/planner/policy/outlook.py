@@ -122,9 +122,7 @@ class _Flow:
         """Requests that it could let in."""
         if at_s < self.kind.stall_s:
             return 0.0
-        left_over = (
-            self.kind.group_count * mean_tokens / 2
-        )  # no request is divided: half of one does not fit, on average
+        left_over = self.kind.group_count * mean_tokens / 2  # no request is divided
         by_memory = (self.capacity * (1 - _RESERVE) - left_over - self.used) / max(1.0, mean_tokens)
         return max(0.0, min(by_memory, self.places - self.running - self.prefills))
 
