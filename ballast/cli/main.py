@@ -3,6 +3,7 @@
 Only the module of the command that is asked for is imported, and `--help` and `--version` need none: all take a second.
 """
 
+import errno
 import importlib
 import importlib.util
 import os
@@ -107,6 +108,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ModuleNotFoundError as error:
         return _lacking(error)
     except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            where = error.filename or "or where temporary files go (TMPDIR names another folder for these)"
+            return _complain(f"no space is left on the disk, {where}")
         return _crash(error) if error.filename is None else _complain(f"{error.filename}: {error.strerror}")
     except Exception as error:  # noqa: BLE001 -- a bug of ours: told in one line, kept in full
         return _crash(error)

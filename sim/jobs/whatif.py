@@ -144,6 +144,7 @@ class Sizing:
     policy: str
     gpu_count: int | None  # None: not even the most that were allowed
     points: tuple[Point, ...]  # all that were tried, by number of GPUs
+    cut_count: int = 0  # requests that were cut to what the model takes
 
 
 def find_gpus(scenario: Scenario, slo: Slo, most: int, progress: Progress | None = None) -> list[Sizing]:
@@ -173,7 +174,7 @@ def _fewest(job: SimJob, policy: str, slo: Slo, most: int, progress: Progress | 
     short, enough = 0, 1
     while not suffices(enough):
         if enough == most:
-            return Sizing(policy, None, _by_size(tried))
+            return Sizing(policy, None, _by_size(tried), job.trace.clamped_count)
         short, enough = enough, min(2 * enough, most)
     while enough - short > 1:
         middle = (short + enough) // 2
@@ -181,7 +182,7 @@ def _fewest(job: SimJob, policy: str, slo: Slo, most: int, progress: Progress | 
             enough = middle
         else:
             short = middle
-    return Sizing(policy, enough * job.model.gpus_per_instance, _by_size(tried))
+    return Sizing(policy, enough * job.model.gpus_per_instance, _by_size(tried), job.trace.clamped_count)
 
 
 def _by_size(tried: Mapping[int, Point]) -> tuple[Point, ...]:
@@ -203,7 +204,15 @@ def in_words(sizings: Sequence[Sizing], slo: Slo, scenario: Scenario, most: int)
         less = f"; with {below[-1].gpu_count} only {below[-1].met_share or 0.0:.1%} do" if below else ""
         keep = "keeps" if sizing.gpu_count == 1 else "keep"
         sentences.append(f"With {sizing.policy} {sizing.gpu_count} {gpu} {keep} it{less}.")
-    return " ".join([*sentences, _saved(sizings)]).strip()
+    sentences.append(_saved(sizings))
+    if cut := max((sizing.cut_count for sizing in sizings), default=0):
+        what = (
+            "request is longer than the model takes and was"
+            if cut == 1
+            else "requests are longer than the model takes and were"
+        )
+        sentences.append(f"{cut:,} {what} cut: as they are they want more.")
+    return " ".join(filter(None, sentences))
 
 
 def _saved(sizings: Sequence[Sizing]) -> str:

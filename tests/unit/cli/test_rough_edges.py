@@ -290,6 +290,24 @@ def test_a_folder_that_cannot_be_written_is_one_line(capsys: pytest.CaptureFixtu
     assert "/proc/foo" in said
 
 
+def test_a_full_disk_is_no_bug(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def full(*_: object) -> int:
+        with Path("/dev/full").open("w") as disk:
+            disk.write("x")
+        return 0
+
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr("ballast.cli.status.run", full)
+    assert main(["status"]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("ballast: no space is left on the disk")
+    assert "TMPDIR" in said
+    assert "bug" not in said
+    assert not [*tmp_path.iterdir()]
+
+
 def test_a_bug_is_one_line_and_a_file(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

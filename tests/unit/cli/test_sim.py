@@ -156,3 +156,13 @@ def test_a_wrong_trace_is_told_with_its_line(tmp_path: Path, capsys: pytest.Capt
     wrong.write_text("arrival_s,input_tokens,output_tokens\n0.0,10,5\n1.0,many,5\n")
     assert main(["sim", "--trace", str(wrong), *MODEL]) == 2
     assert f"{wrong}:3: input_tokens must be a whole number" in capsys.readouterr().err
+
+
+def test_requests_that_were_cut_to_the_models_length_are_told_of(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = tmp_path / "long.csv"
+    trace.write_text("arrival_s,input_tokens,output_tokens\n0,100000,10\n1,100,10\n")
+    find = ("--find-gpus", "--gpu", "A100-40G", "--model", "llama-2-13b", "--slo-ttft-s", "60")
+    assert main(["sim", "--trace", str(trace), *find]) == 0
+    assert "1 request is longer than the model takes and was cut" in " ".join(capsys.readouterr().out.split())
