@@ -182,7 +182,13 @@ class Conductor:
         wish: Wish
         if isinstance(event, DropRequested):
             wish = DropWish(
-                "operator", event.cause_id, event.request_id, event.required_bytes, event.method, event.worker_ids
+                "operator",
+                event.cause_id,
+                event.request_id,
+                event.required_bytes,
+                event.method,
+                event.worker_ids,
+                hold_s=event.hold_s,
             )
         else:
             wish = RestoreWish("operator", event.cause_id, event.request_id, whatever_the_load=True)
@@ -198,7 +204,8 @@ class Conductor:
         if isinstance(wish, RestoreWish) and self.rules.policy is OverloadPolicy.STATIC_PIPELINE:
             why = "pipelines are for good: the policy is static-pipeline"
             return [RefuseChange(event.request_id, ChangeRefusal.NOT_POSSIBLE, why)]
-        self._held_until_s = event.at_s + event.hold_s if isinstance(event, DropRequested) else 0.0
+        if isinstance(wish, RestoreWish):
+            self._held_until_s = 0.0
         self._requests[event.request_id] = _Request(what)
         while len(self._requests) > _KEPT_REQUESTS:
             self._requests.popitem(last=False)
@@ -255,6 +262,8 @@ class Conductor:
         if isinstance(granted, Denied):
             return self._put_off(wish, granted, ground.layout, at_s)
         self._wish = self._load = None
+        if isinstance(wish, DropWish):
+            self._held_until_s = max(self._held_until_s, at_s + wish.hold_s)
         if granted.shortfall_bytes:
             why = "the plan frees less than is needed"
             told.append(NothingDone(wish.by, why, granted.shortfall_bytes, wish.cause_id))

@@ -49,6 +49,7 @@ class DropWish:
     method: Method = Method.AUTO
     worker_ids: tuple[WorkerId, ...] = ()
     again: bool = False  # an overload that was looked at before
+    hold_s: float = 0.0  # once it has begun, for so long nothing comes back unless an operator says so
 
 
 @dataclass(frozen=True, slots=True)

@@ -413,6 +413,20 @@ def test_what_an_operator_has_dropped_stays_away_for_as_long_as_was_said() -> No
     assert planner.journal[-1] is Stage.PREPARING
 
 
+def test_another_drop_by_hand_does_not_shorten_what_was_said_to_stay_away() -> None:
+    planner = Planner()
+    planner.start("w0", "w1", "w2", "w3")
+    first, second = (WorkerId("w0"), WorkerId("w1")), (WorkerId("w2"), WorkerId("w3"))
+    planner.tell(DropRequested(planner.now_s, "c", "d1", worker_ids=first, hold_s=600.0))
+    planner.go_through("w0", "w1")
+    across = (WorkerId("w1"), WorkerId("w2"))
+    planner.tell(DropRequested(planner.now_s, "c", "d2", worker_ids=across, hold_s=6000.0))
+    assert planner.core.conductor.held_s(planner.now_s) == pytest.approx(600.0, abs=5.0), "it is refused"
+    planner.tell(DropRequested(planner.now_s, "c", "d3", worker_ids=second))
+    planner.go_through("w2", "w3")
+    assert planner.core.conductor.held_s(planner.now_s) == pytest.approx(600.0, abs=10.0)
+
+
 def test_an_operators_restore_ends_what_an_operator_holds() -> None:
     planner = Planner()
     planner.start("w0", "w1")
